@@ -1,0 +1,18 @@
+# Flags shared by core, plugins and tests.
+add_library(kvlab_flags INTERFACE)
+target_compile_options(kvlab_flags INTERFACE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers)
+if(KVLAB_WERROR)
+  target_compile_options(kvlab_flags INTERFACE -Werror)
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # GCC 12 reports false positives of these in its own standard library.
+  target_compile_options(kvlab_flags INTERFACE -Wno-restrict -Wno-stringop-overflow -Wno-array-bounds)
+endif()
+if(KVLAB_SANITIZE)
+  add_compile_options(-fsanitize=${KVLAB_SANITIZE} -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${KVLAB_SANITIZE})
+endif()
+if(KVLAB_FUZZ)
+  add_compile_options(-fsanitize=fuzzer-no-link,address,undefined)
+  add_link_options(-fsanitize=address,undefined)
+endif()
