@@ -1,0 +1,146 @@
+// What a run writes (HDF5 schema version 1) and how it survives a kill: every finished cell is a file of its own,
+// OUT.parts/<id>.h5, and OUT is rebuilt from those. A part and OUT have the same layout.
+//
+// Both files begin with a 512-byte HDF5 user block: a text line with the length and a hash of everything after it. It
+// is checked before HDF5 parses a byte, since HDF5 itself crashes on some damaged files. All functions may be called
+// from any thread (they take h5::lock()). Failures are Error(Errc::result_file or Errc::io).
+#pragma once
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvlab::results {
+
+inline constexpr int schema_version = 1;
+inline constexpr double not_measured = std::numeric_limits<double>::quiet_NaN();
+
+// Root attributes, the same in every part of a run and in OUT.
+struct RunInfo {
+  int schema = schema_version;
+  std::string kvlab_version, git_commit, created_utc, command, experiment_yaml, host, cpu, gpu, backend;
+  int threads = 0;
+};
+
+// One row of /summary. NaN or -1 = not measured. Text is UTF-8; what is not becomes U+FFFD when it is written.
+struct SummaryRow {
+  std::string cell, model, policy;
+  std::string params;  // JSON
+  std::string task;
+  std::int64_t context_tokens = -1;
+  double budget_tokens = not_measured;  // mean per KV head
+  std::int64_t budget_bytes = -1;
+  std::int64_t seed = -1, repeat = 0;
+  std::string status = "ok";  // ok | failed | oom
+  std::string error;
+  std::string labels;  // comma separated: simulated, injected, functional, legacy ...
+  std::int64_t samples = 0;
+  double score = not_measured, score_lo = not_measured, score_hi = not_measured;  // 0 to 1; perplexity for `text`
+  double kl = not_measured;                                                       // nats
+  double top1 = not_measured, mass = not_measured;                                // shares, 0 to 1
+  std::int64_t device_bytes_peak = -1, host_bytes_peak = -1, disk_bytes_peak = -1;
+  double device_bytes_decode = not_measured;  // mean over decode steps
+  double compression = not_measured;
+  std::int64_t fired = -1;  // edits that changed something
+  std::int64_t output_tokens = -1;
+  double ttft_ms = not_measured;
+  double tpot_ms_p50 = not_measured, tpot_ms_p95 = not_measured, tpot_ms_p99 = not_measured;
+  double tokens_per_s = not_measured;
+};
+
+struct SampleRow {
+  std::int64_t sample = 0;
+  std::string prompt_sha256;
+  std::int64_t prompt_tokens = 0;
+  std::string output;
+  std::int64_t output_tokens = 0;
+  std::string stop;
+  double score = not_measured, kl = not_measured, top1 = not_measured;
+  std::int64_t first_divergence = -1;  // generated token; -1 = none or not measured
+  double arrival_ms = not_measured, queue_ms = not_measured, ttft_ms = not_measured;
+};
+
+struct LedgerRow {
+  std::int64_t engine_step = 0;
+  std::string tier, tag;
+  std::int64_t held = 0, moved = 0;  // bytes; moved = since the previous engine step
+};
+
+enum class TraceKind : std::uint8_t { select, promote, evict, trigger };
+
+// Names selected[begin, begin + count).
+struct TraceEvent {
+  std::int32_t sample = 0, token = 0, layer = 0, kv_head = 0;
+  TraceKind kind = TraceKind::select;
+  std::int64_t begin = 0, count = 0;
+};
+
+// An empty vector = not measured: its dataset is not written.
+struct Fidelity {
+  std::vector<float> kl, top1;                         // [generated token]
+  std::int64_t layers = 0;                             // of the three below
+  std::vector<float> mass, page_recall, output_error;  // [generated token, layer]
+};
+
+struct Trace {
+  std::int64_t samples = 0, layers = 0, kv_heads = 0;  // of kept_offsets
+  std::vector<std::int32_t> kept;          // positions kept after the prompt, ascending per (sample, layer, kv_head)
+  std::vector<std::int64_t> kept_offsets;  // [sample, layer, kv_head, 2]: begin and end in `kept`
+  std::vector<std::int32_t> selected;      // tokens or pages, by event
+  std::vector<TraceEvent> events;
+};
+
+struct CellResult {
+  std::string id;      // [A-Za-z0-9_-], at most 128: names the part file and the group
+  SummaryRow summary;  // `cell` must equal id
+  std::vector<SampleRow> samples;
+  std::vector<float> token_ms;              // [generated token]
+  std::vector<std::int64_t> token_offsets;  // [sample + 1] into token_ms and the fidelity rows
+  std::vector<float> step_ms;               // [engine step]
+  std::vector<std::string> parts;           // names of the columns of step_parts
+  std::vector<float> step_parts;            // ms [engine step, part]
+  std::vector<LedgerRow> ledger;
+  Fidelity fidelity;
+  Trace trace;
+};
+
+// Writes OUT.parts/<id>.h5 (temporary file, fsync, rename, fsync of the folder), replacing an older one. Lengths that
+// do not fit together are Errc::internal. Returns the part's path.
+std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info);
+
+struct Finished {
+  std::map<std::string, SummaryRow> cells;  // by id: every complete, readable part, failed and oom cells included
+  std::vector<std::string> warnings;        // one line per damaged part; it was renamed to <id>.h5.damaged
+};
+
+// What need not run again. Also removes temporary files that killed processes of this host left. No folder = nothing
+// finished.
+Finished finished(const std::string& out_path);
+
+// Deletes the parts of these cells (--fresh). A part that does not exist is no error.
+void forget(const std::string& out_path, const std::vector<std::string>& ids);
+
+// Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part
+// are left out (not run yet). Returns warnings: one per damaged part, which is left out too.
+std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& info, const std::vector<std::string>& ids);
+
+struct Summary {
+  RunInfo info;
+  std::vector<SummaryRow> rows;
+  std::vector<std::string> warnings;  // damaged files that were passed over
+};
+
+// OUT's rows, then those of parts that are newer than OUT (a part of the same id replaces OUT's row). Without a
+// readable OUT: every part, oldest first. Errc::result_file if there is neither. Changes nothing on disk.
+Summary read_summary(const std::string& out_path);
+
+// Everything about one cell from one file (OUT or a part).
+CellResult read_cell(const std::string& file, const std::string& id);
+
+std::string parts_folder(const std::string& out_path);                      // OUT.parts
+std::string part_path(const std::string& out_path, const std::string& id);  // OUT.parts/<id>.h5
+
+}  // namespace kvlab::results
