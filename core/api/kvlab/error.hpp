@@ -1,5 +1,5 @@
-// The one exception type of kvlab. Message style: "got X, wanted Y", then where (file:line:column, tensor name, plugin).
-// Not fitting in memory is a value (see the store's and engine's results), never an Error.
+// The one exception type of kvlab. Message style: "got X, wanted Y", then where (file:line:column, tensor name,
+// plugin). Not fitting in memory is a value (see the store's and engine's results), never an Error.
 #pragma once
 #include <exception>
 #include <string>

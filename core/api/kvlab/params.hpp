@@ -1,5 +1,5 @@
-// Parameters of a plugin: declared once (name, type, default, range or choices, one line of help); defaults, validation,
-// `kvlab describe`, the editor schema and `ablate` all come from that declaration.
+// Parameters of a plugin: declared once (name, type, default, range or choices, one line of help); defaults,
+// validation, `kvlab describe`, the editor schema and `ablate` all come from that declaration.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -17,7 +17,8 @@
 namespace kvlab {
 
 // Words of an enumeration as YAML spells them; specialise it next to the enum:
-//   template <> struct Choices<Pool> { static constexpr std::pair<Pool, const char*> all[] = {{Pool::max, "max"}, ...}; };
+//   template <> struct Choices<Pool> { static constexpr std::pair<Pool, const char*> all[] = {{Pool::max, "max"}, ...};
+//   };
 template <class E>
 struct Choices;
 
@@ -43,7 +44,8 @@ class Params {
   Params() = default;
   explicit Params(std::map<std::string, ParamValue, std::less<>> values) : values_(std::move(values)) {}
 
-  // T: bool, an integer, float or double, std::string, or an enum with Choices<T>. Errc::plugin if the name was never declared.
+  // T: bool, an integer, float or double, std::string, or an enum with Choices<T>. Errc::plugin if the name was never
+  // declared.
   template <class T>
   T get(std::string_view name) const {
     const auto it = values_.find(name);
@@ -75,7 +77,8 @@ class Params {
   template <class T>
   static const T& as(const ParamValue& v, std::string_view name) {
     if (const T* p = std::get_if<T>(&v)) return *p;
-    throw Error(Errc::plugin, "got parameter '" + std::string(name) + "' read as another type than it was declared with");
+    throw Error(Errc::plugin,
+                "got parameter '" + std::string(name) + "' read as another type than it was declared with");
   }
 
   std::map<std::string, ParamValue, std::less<>> values_;

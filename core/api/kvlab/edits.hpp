@@ -1,0 +1,76 @@
+// What a policy wants done to the cache. A callback fills Edits; the store applies them in order and is the only one
+// that moves bytes, updates tables, token state, summaries and the ledger. Lists are borrowed until the callback has
+// returned (core copies those with a later deadline).
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "kvlab/kv.hpp"
+
+namespace kvlab {
+
+// When an edit must have taken effect. Edits of one callback apply in order.
+struct Deadline {
+  enum Kind : std::uint8_t { this_attention, next_attention, next_step, steps_from_now, idle } kind = next_attention;
+  int steps = 0;  // steps_from_now only: effective exactly then
+
+  static Deadline in_steps(int n) { return {steps_from_now, n}; }
+};
+
+struct Edit {
+  enum Verb : std::uint8_t {
+    attend,      // this step's attention reads only these pages (plus pins)
+    evict,       // these tokens leave every tier
+    evict_rest,  // all tokens but these leave every tier
+    offload,     // copy pages device -> host; the device frame stays
+    drop,        // free the frames of these pages in `tier`; refused for the only copy (that is evict)
+    recall,      // copy pages host -> device; the host copy stays
+    encode,      // re-encode pages that are on the device as `codec`
+    move,        // exchange the places of tokens: list holds pairs (from, to)
+  };
+  Verb verb = attend;
+  IndexList list;  // pages, or tokens for evict, evict_rest and move; [row, kv_head, i] over the rows of the callback
+  int layer = 0;
+  Tier tier = Tier::device;
+  int codec = 0;
+  Pins pins;
+  Deadline when;
+};
+
+class Edits {
+ public:
+  explicit Edits(int layer = 0) : layer_(layer) {}
+
+  void attend(const PageList& pages, Pins pins = {}) {
+    push(Edit::attend, pages, {Deadline::this_attention}).pins = pins;
+  }
+  void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
+  void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
+  void offload(const PageList& pages, Deadline when = {}) { push(Edit::offload, pages, when); }
+  void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }
+  void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
+  void encode(const PageList& pages, int codec, Deadline when = {}) { push(Edit::encode, pages, when).codec = codec; }
+  void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
+
+  // Step::finish works on all layers: say which one the next edits are for.
+  void for_layer(int layer) { layer_ = layer; }
+
+  const std::vector<Edit>& all() const { return edits_; }
+  void clear() { edits_.clear(); }
+
+ private:
+  Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
+    Edit e;
+    e.verb = verb;
+    e.list = list;
+    e.layer = layer_;
+    e.when = when;
+    edits_.push_back(e);
+    return edits_.back();
+  }
+
+  int layer_;
+  std::vector<Edit> edits_;
+};
+
+}  // namespace kvlab

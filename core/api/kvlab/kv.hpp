@@ -1,0 +1,168 @@
+// The paged KV cache as a policy sees it: one layer, all sequences ("rows") of this call, all KV heads. Read-only.
+//
+// A page holds up to `page_size` tokens of one KV head in one codec. A frame is the memory of one page in one tier; the
+// frame number counts granules of 64 bytes from the tier's base, -1 (null_frame) = the page is not in that tier. The
+// tokens of a head fill its pages in order: token t lies in page t / page_size at offset t % page_size. That order is
+// free (an eviction may move the last token into the hole); the text position of every token is stored with it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "kvlab/dtype.hpp"
+#include "kvlab/params.hpp"
+#include "kvlab/view.hpp"
+
+namespace kvlab {
+
+inline constexpr std::int32_t null_frame = -1;
+inline constexpr std::int64_t granule_bytes = 64;
+
+enum class Tier : std::uint8_t { device, host, disk };
+
+// What RoPE was applied to a cached key. original: at its text position. cache_relative: none, the key is rotated on
+// reading by its rank among the resident tokens. re_rotate: at its rank, rotated again when an eviction changes the
+// rank.
+enum class RopeRegime : std::uint8_t { original, cache_relative, re_rotate };
+
+// How one of K and V is stored. bits 0 = the run's dtype. Otherwise unsigned codes, per token (one group of head_dim),
+// x = code * scale + zero with f16 scale and zero: scale = (max - min) / (2^bits - 1), zero = min (plain_quant,
+// LeanKV).
+struct CodecSide {
+  std::uint8_t bits = 0;  // 0 | 8
+};
+
+struct CodecSpec {
+  CodecSide k, v;
+};
+
+// Shape of the model and of this run's cache.
+struct Shape {
+  int layers = 0, query_heads = 0, kv_heads = 0, head_dim = 0;
+  int page_size = 0;
+  int max_slots = 0;   // sequences at once
+  int max_tokens = 0;  // per sequence, prompt and output
+  DType dtype = DType::bf16;
+
+  int group() const { return query_heads / kv_heads; }
+  int max_pages() const { return (max_tokens + page_size - 1) / page_size; }
+};
+
+// Byte offsets inside a frame of one codec. K and V are [token, head_dim] in the codec's element type; the metadata is
+// [token, 2] f16 {scale, zero}; positions are i32 [token]; state column c is f32 [token] at state + c * page_size * 4.
+struct PageLayout {
+  CodecSpec codec;
+  DType dtype = DType::bf16;  // of a side whose bits are 0
+  int page_size = 0, head_dim = 0;
+  std::int64_t k = 0, v = 0, k_meta = 0, v_meta = 0, positions = 0, state = 0;
+  int state_columns = 0;
+  std::int64_t bytes = 0;  // of the whole frame, a multiple of granule_bytes
+};
+
+struct PageEntry {
+  std::int32_t frame = null_frame;
+  std::uint16_t tokens = 0;
+  std::uint8_t codec = 0;  // index into PagedKv::layouts
+  std::uint8_t reserved = 0;
+};
+
+// inv_freq[head_dim / 2] of the model (scaling included); only read by ops that rotate.
+struct RopeTable {
+  const float* inv_freq = nullptr;
+  int head_dim = 0;
+  float attention_scale = 1.f;
+};
+
+struct PagedKv {
+  std::byte* base = nullptr;            // of the device tier
+  const PageLayout* layouts = nullptr;  // by codec
+  View<const PageEntry, 3> table;       // [slot, kv_head, page] of this layer, device tier
+  View<const std::int32_t, 2> length;   // [slot, kv_head] tokens in the cache, whatever their tier
+  const std::int32_t* slots = nullptr;  // [row] -> slot
+  int rows = 0, kv_heads = 0, head_dim = 0, page_size = 0;
+  RopeRegime rope = RopeRegime::original;
+  RopeTable rope_table;
+
+  int tokens(int row, int head) const { return length(slots[row], head); }
+  int pages(int row, int head) const { return (tokens(row, head) + page_size - 1) / page_size; }
+  const PageEntry& entry(int row, int head, int page) const { return table(slots[row], head, page); }
+  std::byte* frame(const PageEntry& e) const { return base + std::int64_t{e.frame} * granule_bytes; }
+  const PageLayout& layout(const PageEntry& e) const { return layouts[e.codec]; }
+};
+
+enum class KvSide : std::uint8_t { key, value };
+
+// All cached keys (or values) of the layer, as rows of head_dim elements.
+struct KvRows {
+  const PagedKv* kv = nullptr;
+  KvSide side = KvSide::key;
+};
+
+// One f32 column that travels with its tokens (Needs::token_state).
+struct StateColumn {
+  const PagedKv* kv = nullptr;
+  int column = 0;
+};
+
+// Per-page summaries of the keys. min_max: [2, head_dim] = minimum, maximum; mean: [1, head_dim]. Element type: the
+// run's dtype.
+enum class Summary : std::uint8_t { none, min_max, mean };
+struct Summaries {
+  Summary kind = Summary::none;
+  DType dtype = DType::bf16;
+  const std::byte* data = nullptr;
+  std::int64_t slot_stride = 0, head_stride = 0, page_stride = 0;  // bytes
+  const std::byte* at(int slot, int head, int page) const {
+    return data + slot * slot_stride + head * head_stride + page * page_stride;
+  }
+};
+
+// Ragged scores in scratch memory: at(row, kv_head or query head, token) f32, higher = keep; only the first tokens(row,
+// kv_head) entries of a row mean anything.
+using Scores = View<float, 3>;
+
+// Ragged index lists in scratch memory: index(row, kv_head, i), i < count(row, kv_head), ascending and without repeats.
+struct IndexList {
+  View<std::int32_t, 3> index;
+  View<std::int32_t, 2> count;
+};
+struct PageList : IndexList {};   // logical pages
+struct TokenList : IndexList {};  // tokens by their place in the cache (page * page_size + offset)
+
+// Tokens (or the page) that are kept or attended to whatever their score.
+struct Pins {
+  int first = 0, last = 0;   // tokens by text position: sinks and the recent window
+  bool newest_page = false;  // selection only: the page that is being filled
+};
+
+// How the scores of a GQA group's query heads become one per KV head. softmax_mean: softmax over the candidates of each
+// query head first, then the mean.
+enum class GroupRule : std::uint8_t { mean, max, sum, softmax_mean };
+template <>
+struct Choices<GroupRule> {
+  static constexpr std::pair<GroupRule, const char*> all[] = {{GroupRule::mean, "mean"},
+                                                              {GroupRule::max, "max"},
+                                                              {GroupRule::sum, "sum"},
+                                                              {GroupRule::softmax_mean, "softmax_mean"}};
+};
+
+enum class Pooling : std::uint8_t { none, average, max };
+template <>
+struct Choices<Pooling> {
+  static constexpr std::pair<Pooling, const char*> all[] = {
+      {Pooling::none, "none"}, {Pooling::average, "average"}, {Pooling::max, "max"}};
+};
+
+template <>
+struct Choices<RopeRegime> {
+  static constexpr std::pair<RopeRegime, const char*> all[] = {{RopeRegime::original, "original"},
+                                                               {RopeRegime::cache_relative, "cache_relative"},
+                                                               {RopeRegime::re_rotate, "re_rotate"}};
+};
+
+template <>
+struct Choices<Tier> {
+  static constexpr std::pair<Tier, const char*> all[] = {
+      {Tier::device, "device"}, {Tier::host, "host"}, {Tier::disk, "disk"}};
+};
+
+}  // namespace kvlab

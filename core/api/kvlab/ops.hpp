@@ -1,0 +1,71 @@
+// The ops a plugin calls. Each works on the whole batch: all rows and all KV heads of one layer, whatever page codec
+// and RoPE regime; on CPU or GPU memory according to the stream. Outputs are scratch of the caller. "Bytes" = what must
+// be moved. Ties go to the lower index everywhere; selection is exact. A shape or dtype that is not supported is
+// Errc::unsupported.
+#pragma once
+#include "kvlab/kv.hpp"
+#include "kvlab/policy.hpp"
+#include "kvlab/roles.hpp"
+#include "kvlab/stream.hpp"
+
+namespace kvlab::ops {
+
+// out[row, kv_head, token] = ||x||_2 of every cached key or value. Bytes: that side of the layer's cache.
+void row_norm(const KvRows& rows, Scores out, Stream s);
+
+// out[row, head, token] = scale * out[row, head, token], for all heads of `out`.
+void scale(const PagedKv& kv, Scores out, float factor, Stream s);
+inline void negate(const PagedKv& kv, Scores out, Stream s) { scale(kv, out, -1.f, s); }
+
+// out[row, kv_head, token] = text position (newer = higher).
+void recency(const PagedKv& kv, Scores out, Stream s);
+
+// votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32, over all cached
+// tokens; query i of the window sees only tokens up to its own text position (the window is the last w tokens). SnapKV
+// step 2 and 3. `last`: [row] text position of the newest query. Bytes: the layer's keys.
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, const PagedKv& kv, Scores votes, Stream s);
+
+// 1-D pooling along text order of tokens [0, tokens - excluded), stride 1, in place per row of `scores` (query heads or
+// KV heads); average counts the zero padding in its divisor, max pads with -inf; kernel is odd. The excluded newest
+// tokens are left as they are. The cache must be in text order (it is at the end of a prompt). SnapKV, PyramidKV.
+void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace& w, Stream s);
+
+// out[row, kv_head, token] from in[row, query head, token] over the group of G query heads. softmax_mean takes its
+// softmax over all tokens of the row.
+void group_reduce(const PagedKv& kv, Scores in, GroupRule rule, Scores out, Stream s);
+
+// column[token] += rule over the group of mass[row, query head, token].
+void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s);
+
+// out[row, kv_head, token] = the column.
+void read_state(const StateColumn& column, Scores out, Stream s);
+
+// Tokens kept: the keep(row, kv_head) best by score, with the pins of the row always among them (they use up budget
+// first; if the pins alone exceed keep, the pins stay). list: ascending places in the cache. keep >= length keeps
+// everything.
+void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins, TokenList list,
+                Stream s);
+
+// Upper bounds (min_max: sum_d max(q_d lo_d, q_d hi_d)) or mean-key scores (q . mean) of every page, reduced over the
+// group: out[row, kv_head, page]. No 1/sqrt(D), except that softmax_mean scales by it before its softmax over pages.
+// Quest step 2. Bytes: the layer's summaries.
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, Scores out,
+                Stream s);
+
+// The page_budgets(row, kv_head) best pages; a pinned newest page takes one of them. Fewer pages than budget = all
+// pages.
+void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins, PageList out,
+               Stream s);
+
+// keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.
+void allot_uniform(const Allotment& a, Stream s);
+
+// keep(row, head) = min(length, tokens(row)) for per-layer totals that differ from Allotment::total.
+void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s);
+
+// AdaKV (Feng et al. 2024), step 2 and 3 of its card: within the layer, the heads x (total - pinned) best unpinned
+// scores are counted per head; keep = pinned + round_half_even(count * (1 - floor) + trunc((total - pinned) * floor)),
+// the sum repaired by largest remainder so that it is exactly heads x total when every head is long enough.
+void allot_by_score(const Allotment& a, float floor, Stream s);
+
+}  // namespace kvlab::ops

@@ -1,0 +1,151 @@
+// The whole life cycle of a compression policy. Most methods are smaller: see roles.hpp (Scorer, Budget, Codec,
+// Selector).
+//
+// One callback covers all sequences of the batch ("rows") and all KV heads of one layer. Views are borrowed for the
+// call. A policy holds no pages and copies none: it returns Edits.
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "kvlab/edits.hpp"
+#include "kvlab/kv.hpp"
+#include "kvlab/stream.hpp"
+#include "kvlab/workspace.hpp"
+
+namespace kvlab {
+
+// Which attention probabilities a policy wants: `all` = of every query (prompt: column sums per chunk; decode: this
+// step's row).
+enum class Mass : std::uint8_t { none, all };
+
+// What a policy asks of the core; checked once, before any work. An unmet need is an error, never silently dense.
+class Needs {
+ public:
+  Needs& window_queries(int n) { return window_queries_ = n, *this; }  // the last n prompt queries, after RoPE
+  Needs& mass(Mass m) { return mass_ = m, *this; }                     // attention mass [row, query head, token]
+  Needs& page_summary(Summary s) { return summary_ = s, *this; }       // per page, kept up to date by append and evict
+  Needs& dense_layers(int n) { return dense_layers_ = n, *this; }  // first layers that are never selected or evicted
+  Needs& min_pages(int n) { return min_pages_ = n, *this; }        // least pages that a Selector attends to
+  Needs& rope(RopeRegime r) { return rope_ = r, *this; }
+  Needs& token_state(std::string name) { return state_.push_back(std::move(name)), *this; }  // f32, starts at 0
+  Needs& chunked_prompts(bool allowed) { return chunked_ = allowed, *this; }
+  Needs& capturable(bool yes) { return capturable_ = yes, *this; }
+
+  int window_queries() const { return window_queries_; }
+  Mass mass() const { return mass_; }
+  Summary page_summary() const { return summary_; }
+  int dense_layers() const { return dense_layers_; }
+  int min_pages() const { return min_pages_; }
+  RopeRegime rope() const { return rope_; }
+  const std::vector<std::string>& token_state() const { return state_; }
+  bool chunked_prompts() const { return chunked_; }
+  bool capturable() const { return capturable_; }
+
+ private:
+  int window_queries_ = 0;
+  Mass mass_ = Mass::none;
+  Summary summary_ = Summary::none;
+  int dense_layers_ = 0;
+  int min_pages_ = 0;
+  RopeRegime rope_ = RopeRegime::original;
+  std::vector<std::string> state_;
+  bool chunked_ = true;
+  bool capturable_ = false;
+};
+
+// The cache of one layer during a callback.
+struct LayerKv {
+  int layer = 0;
+  const Shape* shape = nullptr;
+  PagedKv pages;
+  PagedKv host_pages;  // the same tokens, host tier (base and table differ)
+  KvRows keys, values;
+  Summaries summaries;
+  Tensor<4> window_queries;   // [row, query head, w, head_dim], oldest first; prompt end only
+  View<const float, 3> mass;  // [row, query head, token]; empty unless asked for
+  const std::vector<std::string>* state_names = nullptr;
+  Workspace* workspace = nullptr;
+  const std::int32_t* position = nullptr;  // [row] text tokens seen so far (the true position counter)
+  const std::int32_t* step = nullptr;      // [row] decode steps of this sequence, 0 while prefilling
+  int max_length = 0;                      // longest head of this layer and batch, in tokens
+
+  int rows() const { return pages.rows; }
+  int kv_heads() const { return pages.kv_heads; }
+  StateColumn state(const std::string& name) const {
+    for (std::size_t i = 0; i < state_names->size(); ++i)
+      if ((*state_names)[i] == name) return {&pages, static_cast<int>(i)};
+    throw Error(Errc::plugin, "got token state '" + name + "', wanted one that needs() declares");
+  }
+  template <class T, std::size_t Rank>
+  View<T, static_cast<int>(Rank)> scratch(const char* tag, const std::int64_t (&extent)[Rank]) const {
+    return take_scratch<T>(*workspace, tag, extent);
+  }
+  // Uninitialised ragged scratch: scores per KV head or per query head, and lists with room for `capacity` entries a
+  // row.
+  Scores kv_head_scores(const char* tag) const { return scratch<float>(tag, {rows(), kv_heads(), max_length}); }
+  Scores query_head_scores(const char* tag) const {
+    return scratch<float>(tag, {rows(), shape->query_heads, max_length});
+  }
+  template <class List>
+  List list(const char* tag, std::int64_t capacity) const {
+    List l;
+    l.index = scratch<std::int32_t>(tag, {rows(), kv_heads(), capacity});
+    l.count = scratch<std::int32_t>(tag, {rows(), kv_heads()});
+    return l;
+  }
+};
+
+// After the layer's attention over one chunk of the prompt of each row.
+struct LayerPrefill : LayerKv {
+  const bool* last = nullptr;  // [row] this chunk ends the prompt
+};
+
+// One decode step of one layer. In select: before attention, this step's token is already appended; in observe: after
+// it.
+struct LayerStep : LayerKv {
+  Tensor<3> queries;                         // [row, query head, head_dim], after RoPE
+  View<const std::int32_t, 2> page_budgets;  // [row, kv_head]
+  int max_pages = 0;
+  Tensor<3> output;  // [row, query head, head_dim] attention output; observe only
+};
+
+// After the last layer of a decode step.
+struct Step {
+  const Shape* shape = nullptr;
+  int rows = 0;
+  const std::int32_t* slots = nullptr;
+  const std::int32_t* position = nullptr;
+  const std::int32_t* step = nullptr;
+  Workspace* workspace = nullptr;
+};
+
+// The amount that an experiment gives a policy; exactly one of the three, or none (unlimited).
+struct BudgetAmount {
+  enum Kind : std::uint8_t { unlimited, tokens, ratio, bytes } kind = unlimited;
+  double value =
+      0;  // tokens per KV head | share of the tokens seen so far | device bytes per sequence, metadata included
+};
+
+// Most tokens per KV head that a sequence holds on each tier: at the end of its prompt and afterwards. -1 = all of
+// them.
+struct Demand {
+  std::int64_t device_prefill = -1, device_decode = -1, host = 0;
+};
+
+class Policy {
+ public:
+  virtual ~Policy() = default;
+  virtual Needs needs() const = 0;
+  virtual Demand demand(int /*prompt_tokens*/, int /*max_new*/) const { return {}; }
+  virtual CodecSpec codec() const { return {}; }  // of appended tokens
+  virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
+  virtual void prefill(const LayerPrefill&, Edits&, Stream) {}  // once per layer and chunk, after its attention
+  virtual void select(const LayerStep&, Edits&, Stream) {}   // before attention; no attend edit = everything resident
+  virtual void observe(const LayerStep&, Edits&, Stream) {}  // after attention
+  virtual void finish_step(const Step&, Edits&, Stream) {}   // after the last layer
+  virtual void release(int /*slot*/) {}                      // a sequence ended; nothing may leak into the next one
+};
+
+}  // namespace kvlab

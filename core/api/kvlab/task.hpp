@@ -1,0 +1,51 @@
+// Tasks: prompts, references and how an answer is scored. A task's samples are deterministic in its parameters and seed
+// and do not depend on the machine.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvlab {
+
+struct TaskQuestion {
+  std::vector<int> tokens;              // appended to the context: the question and whatever opens the answer
+  std::vector<std::string> references;  // accepted answers
+  int max_new_tokens = 0;
+  std::vector<int> forced;  // instead of an answer: these tokens are fed one by one and their loss is measured
+};
+
+struct TaskSample {
+  std::vector<int> context;  // never empty
+  std::vector<TaskQuestion>
+      questions;  // each starts from the cache as it was after the context, unless turns say otherwise
+};
+
+// One record of a data file: field -> text, or several texts (a JSON array).
+using Record = std::map<std::string, std::vector<std::string>, std::less<>>;
+
+// What core offers a task.
+class TaskEnv {
+ public:
+  virtual ~TaskEnv() = default;
+  virtual std::vector<int> encode(std::string_view text) const = 0;  // no special tokens added; none parsed
+  virtual std::string decode(const std::vector<int>& tokens) const = 0;
+  // The model's chat template around one user message: the tokens before and after it (empty when the model has none).
+  virtual std::vector<int> chat_open() const = 0;
+  virtual std::vector<int> chat_close() const = 0;
+  virtual std::string read_text(const std::string& path) const = 0;        // relative paths are the experiment file's
+  virtual std::vector<Record> records(const std::string& path) const = 0;  // JSON lines, or a JSON array
+  virtual std::uint64_t seed() const = 0;                                  // of this cell
+  virtual int questions() const = 0;                                       // the `questions` axis: per context
+};
+
+class Task {
+ public:
+  virtual ~Task() = default;
+  virtual int samples(const TaskEnv& env) const = 0;
+  virtual TaskSample sample(int index, const TaskEnv& env) const = 0;
+  virtual std::string metric() const { return "contains"; }  // a metric of core/run, by name
+};
+
+}  // namespace kvlab

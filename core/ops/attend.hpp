@@ -1,0 +1,44 @@
+// Attention over paged K and V while decoding: one query token per row.
+#pragma once
+#include <kvlab/kv.hpp>
+#include <kvlab/policy.hpp>
+#include <kvlab/stream.hpp>
+
+namespace kvlab::ops {
+
+struct AttendArgs {
+  PagedKv kv;                       // all listed pages must be resident (a null frame is Errc::internal)
+  View<const float, 3> queries;     // [row, query head, head_dim], already rotated for the regime
+  const PageList* pages = nullptr;  // [row, kv_head, i] ascending; null = every page
+  float softmax_scale = 0;          // 1 / sqrt(head_dim) unless the model says otherwise
+  int window = 0;  // model's sliding window in tokens, 0 = none: only positions > last - window are seen
+  const std::int32_t* last = nullptr;  // [row] text position of the query
+  View<float, 3> out;                  // [row, query head, head_dim]
+  View<float, 2> lse;                  // optional: [row, query head], natural log
+  View<float, 3> mass;                 // optional: [row, query head, token place]; 0 where not attended
+};
+
+// Splits every row into fixed chunks of pages and merges their partial softmaxes in order, so the result does not
+// depend on the number of threads, and a list of all pages equals no list bit for bit. Bytes: K and V of the listed
+// pages.
+void attend(const AttendArgs& a, Workspace& w, Stream s);
+void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
+
+struct PrefillArgs {
+  PagedKv kv;                    // row 0 only; its tokens before this chunk are [0, past)
+  int past = 0;                  // cached tokens that the chunk also sees (already evicted ones are not there)
+  View<const float, 3> queries;  // [token, query head, head_dim] of the chunk
+  View<const float, 3> keys;     // [token, kv_head, head_dim] of the chunk, rotated, rounded to the cache's dtype
+  View<const float, 3> values;   // [token, kv_head, head_dim]
+  float softmax_scale = 0;
+  int window = 0;
+  int first = 0;        // text position of the chunk's first token
+  View<float, 3> out;   // [token, query head, head_dim]
+  View<float, 2> mass;  // optional: [query head, past + chunk]: column sums of the chunk's probabilities
+};
+
+// Causal attention of one prompt chunk of one sequence over its past (read back from the pages) and itself.
+void prefill_attention(const PrefillArgs& a, Workspace& w, Stream s);
+void prefill_attention_reference(const PrefillArgs& a);
+
+}  // namespace kvlab::ops
