@@ -13,9 +13,9 @@ namespace kvlab::ops {
 // out[row, kv_head, token] = ||x||_2 of every cached key or value. Bytes: that side of the layer's cache.
 void row_norm(const KvRows& rows, Scores out, Stream s);
 
-// out[row, head, token] = scale * out[row, head, token], for all heads of `out`.
-void scale(const PagedKv& kv, Scores out, float factor, Stream s);
-inline void negate(const PagedKv& kv, Scores out, Stream s) { scale(kv, out, -1.f, s); }
+// out = factor * out, every entry (those past a row's length mean nothing before and after).
+void scale(Scores out, float factor, Stream s);
+inline void negate(Scores out, Stream s) { scale(out, -1.f, s); }
 
 // out[row, kv_head, token] = text position (newer = higher).
 void recency(const PagedKv& kv, Scores out, Stream s);
