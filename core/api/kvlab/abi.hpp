@@ -1,0 +1,73 @@
+// What a plugin library and kvlab exchange. One entry returns a constant; its first fields never move, so that kvlab
+// can check them before it calls or follows anything else. Any change below, or in a header of the SDK, is another
+// build: abi, size and build must match exactly.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>  // defines the standard library's version macros
+
+#include "kvlab/build_id.hpp"  // generated: KVLAB_VERSION, KVLAB_API_HASH
+
+namespace kvlab {
+
+class Params;
+struct ParamSpec;
+
+enum class Role : std::uint32_t { policy, scorer, selector, budget, codec, profiler, task };
+inline constexpr std::uint32_t role_count = 7;
+
+// The role's word in YAML, `list` and messages.
+constexpr const char* name_of(Role role) {
+  constexpr const char* words[role_count] = {"policy", "scorer", "selector", "budget", "codec", "profiler", "task"};
+  const auto i = static_cast<std::uint32_t>(role);
+  return i < role_count ? words[i] : "?";
+}
+
+}  // namespace kvlab
+
+extern "C" {
+
+// One thing that the library offers. Everything is owned by the library and lives as long as it.
+struct kvlab_role {
+  const char* name;  // as YAML spells it: a-z 0-9 _ -
+  kvlab::Role role;
+  const char* version;
+  const char* help;  // one line
+  const kvlab::ParamSpec* params;
+  std::size_t param_count;
+  // The role's interface pointer (a kvlab::Scorer* for a scorer, ...), or null and a message in err. Never throws.
+  void* (*create)(const kvlab::Params* params, char* err, std::size_t cap);
+  void (*destroy)(void* object);  // what create gave
+};
+
+struct kvlab_plugin {
+  std::uint32_t abi;   // KVLAB_ABI
+  std::uint32_t size;  // sizeof(kvlab_plugin)
+  const char* build;   // KVLAB_BUILD
+  // The roles and their number, or null and a message in err. Never throws. Called only once the fields above match.
+  const kvlab_role* (*roles)(std::size_t* count, char* err, std::size_t cap);
+};
+
+}  // extern "C"
+
+#define KVLAB_ABI 1u
+#define KVLAB_ENTRY "kvlab_plugin_entry"  // extern "C" const kvlab_plugin* kvlab_plugin_entry()
+
+#define KVLAB_TEXT_OF_(x) #x
+#define KVLAB_TEXT_OF(x) KVLAB_TEXT_OF_(x)
+#if defined(__clang__)
+#define KVLAB_COMPILER_ \
+  "clang " KVLAB_TEXT_OF(__clang_major__) "." KVLAB_TEXT_OF(__clang_minor__) "." KVLAB_TEXT_OF(__clang_patchlevel__)
+#else
+#define KVLAB_COMPILER_ \
+  "gcc " KVLAB_TEXT_OF(__GNUC__) "." KVLAB_TEXT_OF(__GNUC_MINOR__) "." KVLAB_TEXT_OF(__GNUC_PATCHLEVEL__)
+#endif
+#if defined(_LIBCPP_VERSION)
+#define KVLAB_STDLIB_ "libc++ " KVLAB_TEXT_OF(_LIBCPP_VERSION)
+#elif defined(_GLIBCXX_DEBUG)
+#define KVLAB_STDLIB_ "libstdc++ " KVLAB_TEXT_OF(__GLIBCXX__) " debug mode"
+#else
+#define KVLAB_STDLIB_ "libstdc++ " KVLAB_TEXT_OF(__GLIBCXX__) " cxx11 abi " KVLAB_TEXT_OF(_GLIBCXX_USE_CXX11_ABI)
+#endif
+// What decides the layout of the SDK's classes. NDEBUG does not, and must not: a release plugin runs in a debug build.
+#define KVLAB_BUILD KVLAB_COMPILER_ ", " KVLAB_STDLIB_ ", C++ " KVLAB_TEXT_OF(__cplusplus) ", SDK " KVLAB_API_HASH

@@ -1,0 +1,51 @@
+#include "base/text.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvlab {
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t above = row[j];
+      row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+      diagonal = above;
+    }
+  }
+  return row[b.size()];
+}
+
+std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& known) {
+  std::optional<std::string> best;
+  std::size_t best_distance = 0;
+  for (const std::string& k : known) {
+    const std::size_t allowed = std::max<std::size_t>(1, std::max(word.size(), k.size()) / 3);
+    const std::size_t d = edit_distance(word, k);
+    if (d <= allowed && (!best || d < best_distance)) {
+      best = k;
+      best_distance = d;
+    }
+  }
+  return best;
+}
+
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& known) {
+  const auto near = nearest(word, known);
+  return near ? " (did you mean '" + *near + "'?)" : "";
+}
+
+std::string join(const std::vector<std::string>& words, std::string_view between) {
+  std::string text;
+  for (const std::string& w : words) {
+    if (!text.empty()) text += between;
+    text += w;
+  }
+  return text;
+}
+
+}  // namespace kvlab

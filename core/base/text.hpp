@@ -1,0 +1,22 @@
+// Small helpers for messages: lists of words and the nearest known word.
+#pragma once
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kvlab {
+
+// Levenshtein distance in bytes: insertions, deletions and replacements each cost 1.
+std::size_t edit_distance(std::string_view a, std::string_view b);
+
+// The word nearest to `word`, ties to the earlier one; none when nothing is near enough to be a slip of the pen
+// (more than a third of the longer word's letters, at least 1, differ).
+std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& known);
+
+// " (did you mean 'x'?)" or nothing.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
+
+std::string join(const std::vector<std::string>& words, std::string_view between = ", ");
+
+}  // namespace kvlab

@@ -1,0 +1,13 @@
+# kvlab/build_id.hpp: the version and a hash of the SDK headers' contents, which plugin and host compare when they meet.
+file(GLOB_RECURSE KVLAB_API_HEADERS CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/core/api/*.hpp)
+list(SORT KVLAB_API_HEADERS)
+set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${KVLAB_API_HEADERS})
+set(digests)
+foreach(header ${KVLAB_API_HEADERS})
+  file(RELATIVE_PATH name ${PROJECT_SOURCE_DIR}/core/api ${header})
+  file(SHA256 ${header} digest)
+  string(APPEND digests "${name} ${digest}\n")
+endforeach()
+string(SHA256 KVLAB_API_HASH "${digests}")
+string(SUBSTRING ${KVLAB_API_HASH} 0 12 KVLAB_API_HASH)
+configure_file(${CMAKE_CURRENT_LIST_DIR}/build_id.hpp.in ${PROJECT_BINARY_DIR}/include/kvlab/build_id.hpp @ONLY)

@@ -1,0 +1,64 @@
+// Opens plugin libraries. A library that does not match this kvlab exactly is refused with an Error (Errc::plugin,
+// where = the file) that gives both values and says what to do. Accepted libraries stay loaded until the process ends:
+// an exception or an object of theirs may outlive everything else.
+#pragma once
+#include <kvlab/params.hpp>
+#include <kvlab/plugin.hpp>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+class Library;  // an open shared library
+
+// One registration of a library, copied out of it, or one of the host's own (no owner, empty path).
+struct PluginInfo {
+  std::string name;
+  Role role = Role::policy;
+  std::string version, help;
+  std::vector<ParamSpec> params;
+  std::filesystem::path library;
+  std::shared_ptr<const Library> owner;
+  void* (*create)(const Params*, char*, std::size_t) = nullptr;
+  void (*destroy)(void*) = nullptr;
+};
+
+// Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
+std::vector<PluginInfo> load_library(const std::filesystem::path& path);
+
+// A registration as the host sees it; where = the library's path, empty for the host's own.
+PluginInfo info_of(const kvlab_role& role, const std::filesystem::path& path = {},
+                   std::shared_ptr<const Library> owner = nullptr);
+
+// What the user has to do when a library was built with another kvlab.
+std::string rebuild_hint();
+
+// Folder of libkvlab.so, symbolic links resolved.
+std::filesystem::path own_folder();
+
+// Deletes a plugin's object through the plugin; the library outlives the object because the deleter does.
+struct PluginDeleter {
+  std::shared_ptr<const Library> library;
+  void (*destroy)(void*) = nullptr;
+  void operator()(void* object) const {
+    if (object) destroy(object);
+  }
+};
+
+template <class Interface>
+using Instance = std::unique_ptr<Interface, PluginDeleter>;
+
+// Throws Errc::plugin with the constructor's message, where = "NAME (LIBRARY)".
+void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params);
+
+// Interface: Policy, Scorer, ...; must be the plugin's role. params as resolve() gave them.
+template <class Interface>
+Instance<Interface> create(const PluginInfo& plugin, const Params& params) {
+  void* object = create_raw(plugin, role_of<Interface>, params);
+  return Instance<Interface>(static_cast<Interface*>(object), PluginDeleter{plugin.owner, plugin.destroy});
+}
+
+}  // namespace kvlab
