@@ -14,19 +14,16 @@
 
 #include "kvlab/abi.hpp"
 #include "kvlab/error.hpp"
+#include "kvlab/ops.hpp"
 #include "kvlab/params.hpp"
+#include "kvlab/policy.hpp"
+#include "kvlab/profiler.hpp"
+#include "kvlab/roles.hpp"
+#include "kvlab/task.hpp"
 
 #define KVLAB_EXPORT __attribute__((visibility("default")))
 
 namespace kvlab {
-
-class Policy;
-class Scorer;
-class Selector;
-class Budget;
-class Codec;
-class Profiler;
-class Task;
 
 // The Role that an interface class answers to.
 template <class Interface>
