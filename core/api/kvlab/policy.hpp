@@ -139,7 +139,8 @@ class Policy {
   virtual ~Policy() = default;
   virtual Needs needs() const = 0;
   virtual Demand demand(int /*prompt_tokens*/, int /*max_new*/) const { return {}; }
-  virtual CodecSpec codec() const { return {}; }  // of appended tokens
+  virtual CodecSpec codec() const { return {}; }            // of appended tokens
+  virtual CodecSpec host_codec() const { return codec(); }  // of pages on the host tier
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
   virtual void prefill(const LayerPrefill&, Edits&, Stream) {}  // once per layer and chunk, after its attention
   virtual void select(const LayerStep&, Edits&, Stream) {}   // before attention; no attend edit = everything resident

@@ -1,0 +1,85 @@
+#include "store/arena.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <bit>
+#include <string>
+
+#include "base/memory_map.hpp"
+
+namespace kvlab {
+
+Arena::Arena(std::int64_t reserve, std::int64_t limit) : limit_(limit) {
+  const std::int64_t count = (reserve + extent_bytes - 1) / extent_bytes + 1;
+  reserve_ = count * extent_bytes;
+  if (reserve_ / granule_bytes > INT32_MAX)
+    throw Error(Errc::unsupported, "got a KV cache of " + std::to_string(reserve_ >> 30) +
+                                       " GiB in the worst case, wanted at most 128 GiB a tier: lower batch or context");
+  base_ = reserve_memory(reserve_);
+  extents_.resize(static_cast<std::size_t>(count));
+  for (int i = 0; i < count; ++i) empty_.insert(empty_.end(), i);
+}
+
+Arena::~Arena() { release_memory(base_, reserve_); }
+
+int Arena::take_extent(std::int64_t frame_bytes) {
+  if (empty_.empty()) return -1;
+  const int id = *empty_.begin();
+  empty_.erase(empty_.begin());
+  Extent& e = extents_[static_cast<std::size_t>(id)];
+  const int frames = static_cast<int>(extent_bytes / frame_bytes);
+  e.frame_bytes = frame_bytes;
+  e.used = 0;
+  e.free.assign(static_cast<std::size_t>((frames + 63) / 64), ~std::uint64_t{0});
+  if (frames % 64) e.free.back() = (std::uint64_t{1} << (frames % 64)) - 1;
+  return id;
+}
+
+std::int32_t Arena::allocate(std::int64_t bytes) {
+  if (bytes <= 0 || bytes % granule_bytes || bytes > extent_bytes)
+    throw Error(Errc::unsupported, "got a frame of " + std::to_string(bytes) + " bytes, wanted at most " +
+                                       std::to_string(extent_bytes) + ": lower page_size");
+  if (limit_ >= 0 && held_ + bytes > limit_) return null_frame;
+  auto& open = partial_[bytes];
+  if (open.empty()) {
+    const int id = take_extent(bytes);
+    if (id < 0) return null_frame;
+    open.insert(id);
+  }
+  const int id = *open.begin();
+  Extent& e = extents_[static_cast<std::size_t>(id)];
+  std::size_t word = 0;
+  while (e.free[word] == 0) ++word;
+  const int slot = static_cast<int>(word) * 64 + std::countr_zero(e.free[word]);
+  e.free[word] &= e.free[word] - 1;
+  if (++e.used == extent_bytes / bytes) open.erase(open.begin());
+  held_ += bytes;
+  return static_cast<std::int32_t>((id * extent_bytes + slot * bytes) / granule_bytes);
+}
+
+void Arena::free(std::int32_t frame, std::int64_t bytes) {
+  const std::int64_t offset = std::int64_t{frame} * granule_bytes;
+  const int id = static_cast<int>(offset / extent_bytes);
+  if (frame < 0 || offset >= reserve_ || extents_[static_cast<std::size_t>(id)].frame_bytes != bytes)
+    throw Error(Errc::internal, "freed frame " + std::to_string(frame) + ", wanted one of this arena and size");
+  Extent& e = extents_[static_cast<std::size_t>(id)];
+  const std::int64_t slot = (offset % extent_bytes) / bytes;
+  const std::uint64_t bit = std::uint64_t{1} << (slot % 64);
+  if (e.free[static_cast<std::size_t>(slot / 64)] & bit)
+    throw Error(Errc::internal, "freed frame " + std::to_string(frame) + " twice");
+  e.free[static_cast<std::size_t>(slot / 64)] |= bit;
+  held_ -= bytes;
+  auto& open = partial_[bytes];
+  if (--e.used == 0) {
+    open.erase(id);
+    e.frame_bytes = 0;
+    discard_memory(base_ + id * extent_bytes, extent_bytes);
+    empty_.insert(id);
+  } else {
+    open.insert(id);
+  }
+}
+
+void Arena::protect(bool on) { protect_memory(base_, reserve_, on); }
+
+}  // namespace kvlab

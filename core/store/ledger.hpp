@@ -1,0 +1,50 @@
+// Bytes held and moved, per tier and tag. Compression ratios are always derived from here.
+#pragma once
+#include <kvlab/kv.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+namespace kvlab {
+
+enum class Tag : std::uint8_t { keys, values, codec_metadata, positions, scores, summaries, tables, workspace };
+inline constexpr int tag_count = 8, tier_count = 3;
+constexpr const char* name_of(Tag t) {
+  constexpr const char* names[tag_count] = {"keys",   "values",    "codec_metadata", "positions",
+                                            "scores", "summaries", "tables",         "workspace"};
+  return names[static_cast<int>(t)];
+}
+
+class Ledger {
+ public:
+  using Row = std::array<std::int64_t, tag_count>;
+
+  void hold(Tier tier, Tag tag, std::int64_t bytes) {
+    held_[index(tier)][static_cast<int>(tag)] += bytes;
+    if (tag != Tag::workspace) {
+      total_[index(tier)] += bytes;
+      peak_[index(tier)] = std::max(peak_[index(tier)], total_[index(tier)]);
+    }
+  }
+  // Bytes that arrived on `tier`.
+  void move(Tier tier, Tag tag, std::int64_t bytes) { moved_[index(tier)][static_cast<int>(tag)] += bytes; }
+
+  const Row& held(Tier tier) const { return held_[index(tier)]; }
+  const Row& moved(Tier tier) const { return moved_[index(tier)]; }
+  std::int64_t total(Tier tier) const { return total_[index(tier)]; }  // all KV tags, workspace apart
+  std::int64_t peak(Tier tier) const { return peak_[index(tier)]; }    // of total
+  std::int64_t moved_total(Tier tier) const {
+    std::int64_t sum = 0;
+    for (auto b : moved_[index(tier)]) sum += b;
+    return sum;
+  }
+  void reset_peak() { peak_ = total_; }
+
+ private:
+  static std::size_t index(Tier t) { return static_cast<std::size_t>(t); }
+  std::array<Row, tier_count> held_{}, moved_{};
+  std::array<std::int64_t, tier_count> total_{}, peak_{};
+};
+
+}  // namespace kvlab

@@ -1,0 +1,75 @@
+#include "store/workspace.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvlab {
+
+StoreWorkspace::~StoreWorkspace() {
+  for (auto& b : blocks_) ledger_->hold(Tier::device, Tag::workspace, -static_cast<std::int64_t>(b.bytes));
+}
+
+void* StoreWorkspace::scratch(const char*, std::size_t bytes) {
+  bytes = std::max<std::size_t>(64, (bytes + 63) & ~std::size_t{63});
+  if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
+    Block b;
+    b.bytes = std::max<std::size_t>(bytes, std::size_t{1} << 20);
+    b.memory = std::make_unique_for_overwrite<std::byte[]>(b.bytes + 64);
+    ledger_->hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(b.bytes));
+    blocks_.push_back(std::move(b));
+  }
+  Block& b = blocks_.back();
+  const auto start = (reinterpret_cast<std::uintptr_t>(b.memory.get()) + 63) & ~std::uintptr_t{63};
+  void* p = reinterpret_cast<void*>(start + b.used);
+  b.used += bytes;
+  return p;
+}
+
+void StoreWorkspace::reset() {
+  if (blocks_.size() > 1) {
+    // One block of the whole size serves the next callback without growing again.
+    std::size_t total = 0;
+    for (auto& b : blocks_) total += b.bytes;
+    ledger_->hold(Tier::device, Tag::workspace, -static_cast<std::int64_t>(total));
+    blocks_.clear();
+    scratch("", total);
+  }
+  for (auto& b : blocks_) b.used = 0;
+}
+
+void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {
+  State s;
+  s.tag = tag;
+  s.stride = (bytes_per_slot + 63) & ~std::size_t{63};
+  s.slots = slots;
+  s.memory = MappedArray(static_cast<std::int64_t>(s.stride) * slots);
+  ledger_->hold(Tier::device, Tag::scores, s.memory.bytes());
+  states_.push_back(std::move(s));
+  return states_.back().memory.data();
+}
+
+void StoreWorkspace::clear_slot(int slot) {
+  for (auto& s : states_) std::memset(s.memory.data() + s.stride * static_cast<std::size_t>(slot), 0, s.stride);
+}
+
+std::size_t StoreWorkspace::slot_bytes() const {
+  std::size_t sum = 0;
+  for (auto& s : states_) sum += s.stride;
+  return sum;
+}
+
+void StoreWorkspace::save_slot(int slot, std::byte* out) const {
+  for (auto& s : states_) {
+    std::memcpy(out, s.memory.data() + s.stride * static_cast<std::size_t>(slot), s.stride);
+    out += s.stride;
+  }
+}
+
+void StoreWorkspace::load_slot(int slot, const std::byte* from) {
+  for (auto& s : states_) {
+    std::memcpy(s.memory.data() + s.stride * static_cast<std::size_t>(slot), from, s.stride);
+    from += s.stride;
+  }
+}
+
+}  // namespace kvlab
