@@ -46,7 +46,7 @@ class Llama:
         return y + self.w[name + ".bias"] if name + ".bias" in self.w else y
 
     def embed(self, ids):
-        return self.w["model.embed_tokens.weight"][torch.as_tensor(ids, dtype=torch.long)]
+        return self.w["model.embed_tokens.weight"][torch.tensor(list(ids), dtype=torch.long)]
 
     def qkv(self, layer, x):
         """q, k, v before RoPE (after the QK norm where the model has one)."""
@@ -74,16 +74,25 @@ class Llama:
         """[Hkv, ...] -> [Hq, ...]"""
         return kv.repeat_interleave(self.group, 0)
 
-    def prompt_attention(self, q, k, v):
-        """Causal attention of a whole prompt (rotated q, k). Returns output [T, Hq * D] and probabilities [Hq, T, T]."""
-        n = q.shape[1]
-        score = q @ self.expand(k).transpose(1, 2) / math.sqrt(self.head_dim)
-        row, column = torch.arange(n)[:, None], torch.arange(n)[None]
-        visible = column <= row
-        if self.sliding_window:
-            visible &= column > row - self.sliding_window
-        probability = score.masked_fill(~visible, -math.inf).softmax(-1)
-        return (probability @ self.expand(v)).transpose(0, 1).reshape(n, -1), probability
+    def prompt_attention(self, q, k, v, last=0):
+        """Causal attention of a whole prompt (rotated q, k), 256 query rows at a time.
+
+        Returns the output [T, Hq * D], the column sums of the probabilities [Hq, T] and their last rows [Hq, last, T].
+        """
+        n, k, v = q.shape[1], self.expand(k), self.expand(v)
+        out, sums, tail = [], torch.zeros(self.heads, n, dtype=torch.float64), []
+        for begin in range(0, n, 256):
+            row, column = torch.arange(begin, min(begin + 256, n))[:, None], torch.arange(n)[None]
+            visible = column <= row
+            if self.sliding_window:
+                visible &= column > row - self.sliding_window
+            score = q[:, begin:begin + 256] @ k.transpose(1, 2) / math.sqrt(self.head_dim)
+            probability = score.masked_fill(~visible, -math.inf).softmax(-1)
+            out.append(probability @ v)
+            sums += probability.sum(1, dtype=torch.float64)
+            tail.append(probability[:, (row >= n - last).squeeze(1)])
+        out = torch.cat(out, 1).transpose(0, 1).reshape(n, -1)
+        return out, sums.to(self.dtype), torch.cat(tail, 1)
 
     def after_attention(self, layer, x, attended):
         """Residual stream after the output projection and the MLP; attended [T, Hq * D]."""
@@ -102,6 +111,6 @@ class Llama:
         x, positions = self.embed(ids), torch.arange(len(ids))
         for layer in range(self.layers):
             q, k, v = self.qkv(layer, x)
-            attended, _ = self.prompt_attention(self.rotate(q, positions), self.rotate(k, positions), v)
+            attended, _, _ = self.prompt_attention(self.rotate(q, positions), self.rotate(k, positions), v)
             x = self.after_attention(layer, x, attended)
         return self.logits(x)
