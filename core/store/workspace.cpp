@@ -40,7 +40,7 @@ void StoreWorkspace::reset() {
 void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {
   State s;
   s.tag = tag;
-  s.stride = (bytes_per_slot + 63) & ~std::size_t{63};
+  s.stride = bytes_per_slot;
   s.slots = slots;
   s.memory = MappedArray(static_cast<std::int64_t>(s.stride) * slots);
   ledger_->hold(Tier::device, Tag::scores, s.memory.bytes());
@@ -55,6 +55,12 @@ void StoreWorkspace::clear_slot(int slot) {
 std::size_t StoreWorkspace::slot_bytes() const {
   std::size_t sum = 0;
   for (auto& s : states_) sum += s.stride;
+  return sum;
+}
+
+std::int64_t StoreWorkspace::state_bytes() const {
+  std::int64_t sum = 0;
+  for (auto& s : states_) sum += s.memory.bytes();
   return sum;
 }
 

@@ -22,6 +22,7 @@ class StoreWorkspace final : public Workspace {
   void reset();               // scratch is free again; keeps the memory of the largest use
   void clear_slot(int slot);  // zero the slot's state
   std::size_t slot_bytes() const;
+  std::int64_t state_bytes() const;                // of all slots
   void save_slot(int slot, std::byte* out) const;  // slot_bytes()
   void load_slot(int slot, const std::byte* from);
 

@@ -1,0 +1,286 @@
+// How the store carries out edits.
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/paged.hpp"
+#include "store/store.hpp"
+
+namespace kvlab {
+
+void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier to) {
+  const PageEntry& a = entries(from, layer, slot, head)[page];
+  PageEntry& b = entries(to, layer, slot, head)[page];
+  const PageLayout &la = layout(from, a), &lb = layout(to, b);
+  const std::byte* source = arena(from).at(a.frame);
+  std::byte* target = arena(to).at(b.frame);
+  if (la.bytes == lb.bytes && la.codec.k.bits == lb.codec.k.bits && la.codec.v.bits == lb.codec.v.bits) {
+    std::memcpy(target, source, static_cast<std::size_t>(la.bytes));
+  } else {
+    for (int t = 0; t < a.tokens; ++t) ops::copy_token(source, la, t, target, lb, t);
+  }
+  b.tokens = a.tokens;
+  ledger_.move(to, Tag::keys, lb.v - lb.k);
+  ledger_.move(to, Tag::values, lb.k_meta - lb.v);
+  ledger_.move(to, Tag::codec_metadata, lb.positions - lb.k_meta);
+  ledger_.move(to, Tag::positions, lb.bytes - lb.positions);
+}
+
+void Store::swap_tokens(int layer, int slot, int head, int a, int b) {
+  const Place pa = place(layer, slot, head, a), pb = place(layer, slot, head, b);
+  const PageLayout& l = *pa.layout;
+  std::vector<std::byte> spare(static_cast<std::size_t>(l.bytes));
+  ops::copy_token(pa.frame, l, pa.offset, spare.data(), l, 0);
+  ops::copy_token(pb.frame, *pb.layout, pb.offset, pa.frame, l, pa.offset);
+  ops::copy_token(spare.data(), l, 0, pb.frame, *pb.layout, pb.offset);
+}
+
+// Keeps the listed tokens (ascending places) and returns how many left. Few losses: the last tokens fill the holes, one
+// copy each. Many: the kept ones move up and stay in order.
+std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t* kept, int count) {
+  const Shape& s = options_.shape;
+  const int before = length(layer, slot, head);
+  const int lost = before - count;
+  if (lost <= 0) return 0;
+  const int p = s.page_size, pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
+
+  std::vector<std::int32_t> old_rank;
+  if (options_.rope == RopeRegime::re_rotate && count > 0) {
+    const std::vector<std::int32_t> slots{slot};
+    old_rank.resize(static_cast<std::size_t>(before));
+    ops::token_ranks(view(layer, slots), 0, head, before, old_rank.data());
+  }
+
+  std::vector<std::int32_t> source(static_cast<std::size_t>(count));  // [place after] -> place before
+  constexpr int few = 8;
+  if (lost <= few) {
+    int tail = before, k = 0;
+    std::vector<bool> stays(static_cast<std::size_t>(before), false);
+    for (int i = 0; i < count; ++i) stays[static_cast<std::size_t>(kept[i])] = true;
+    for (; k < count; ++k) {
+      if (stays[static_cast<std::size_t>(k)]) {
+        source[static_cast<std::size_t>(k)] = k;
+        continue;
+      }
+      do --tail;
+      while (!stays[static_cast<std::size_t>(tail)]);
+      source[static_cast<std::size_t>(k)] = tail;
+    }
+  } else {
+    std::copy(kept, kept + count, source.begin());
+  }
+
+  std::vector<bool> touched(static_cast<std::size_t>(pages_after), false);
+  for (int i = 0; i < count; ++i) {
+    const int from = source[static_cast<std::size_t>(i)];
+    if (from == i) continue;
+    const Place a = place(layer, slot, head, from), b = place(layer, slot, head, i);
+    ops::copy_token(a.frame, *a.layout, a.offset, b.frame, *b.layout, b.offset);
+    touched[static_cast<std::size_t>(i / p)] = true;
+  }
+
+  PageEntry* device = entries(Tier::device, layer, slot, head);
+  PageEntry* host = entries(Tier::host, layer, slot, head);
+  for (int page = pages_after; page < pages_before; ++page) {
+    give_back(Tier::device, device[page]);
+    give_back(Tier::host, host[page]);
+  }
+  lengths_[head_index(layer, slot, head)] = count;
+  if (options_.summary != Summary::none)
+    ledger_.hold(Tier::device, Tag::summaries, std::int64_t{pages_after - pages_before} * summary_bytes_);
+  for (int page = 0; page < pages_after; ++page) {
+    const int tokens = std::min(p, count - page * p);
+    const bool shrunk = tokens != std::min(p, before - page * p);
+    if (device[page].frame != null_frame) {
+      device[page].tokens = static_cast<std::uint16_t>(tokens);
+      if (touched[static_cast<std::size_t>(page)] || shrunk) give_back(Tier::host, host[page]);  // now stale
+    } else {
+      host[page].tokens = static_cast<std::uint16_t>(tokens);
+    }
+    if (touched[static_cast<std::size_t>(page)] || shrunk) summarize(layer, slot, head, page);
+  }
+
+  if (!old_rank.empty()) {
+    const std::vector<std::int32_t> slots{slot};
+    const PagedKv kv = view(layer, slots);
+    std::vector<std::int32_t> delta(static_cast<std::size_t>(count));
+    ops::token_ranks(kv, 0, head, count, delta.data());
+    for (int i = 0; i < count; ++i)
+      delta[static_cast<std::size_t>(i)] -= old_rank[static_cast<std::size_t>(source[static_cast<std::size_t>(i)])];
+    ops::re_rotate(kv, 0, head, count, delta.data());
+  }
+  return lost;
+}
+
+Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+  Applied total;
+  for (const Edit& e : edits) {
+    if (e.verb == Edit::attend) continue;
+    if (e.when.kind == Deadline::steps_from_now && e.when.steps > 0) {
+      // Rows keep their own clocks, so each row waits on its own.
+      for (std::size_t row = 0; row < slots.size(); ++row) {
+        Pending p;
+        p.edit = e;
+        p.slots = {slots[row]};
+        p.due = steps(slots[row]) + e.when.steps;
+        const std::int64_t heads = options_.shape.kv_heads, room = e.list.index.extent[2];
+        p.index.resize(static_cast<std::size_t>(heads * room));
+        p.count.resize(static_cast<std::size_t>(heads));
+        for (int h = 0; h < heads; ++h) {
+          p.count[static_cast<std::size_t>(h)] = e.list.count(row, h);
+          for (int i = 0; i < e.list.count(row, h); ++i)
+            p.index[static_cast<std::size_t>(h * room + i)] = e.list.index(row, h, i);
+        }
+        p.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, heads, room});
+        p.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, heads});
+        p.edit.when = {};
+        pending_.push_back(std::move(p));
+      }
+      continue;
+    }
+    const Applied one = apply_now(e, slots);
+    total.changed += one.changed;
+    if (one.fit != Fit::ok) {
+      total.fit = one.fit;
+      break;
+    }
+  }
+  return total;
+}
+
+Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  Applied done;
+  auto bad = [&](const std::string& what) {
+    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
+  };
+  if (e.layer < 0 || e.layer >= s.layers) bad("got that layer, wanted 0 to " + std::to_string(s.layers - 1));
+  std::vector<std::int32_t> kept;
+  for (int row = 0; row < static_cast<int>(slots.size()); ++row)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int slot = slots[static_cast<std::size_t>(row)];
+      const int n = length(e.layer, slot, head), pages = (n + s.page_size - 1) / s.page_size;
+      const int count = e.list.count(row, head);
+      const bool tokens = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move;
+      const int limit = tokens ? n : pages;
+      for (int i = 0; i < count; ++i) {
+        const int at = e.list.index(row, head, i);
+        if (at < 0 || at >= limit)
+          bad("got index " + std::to_string(at) + ", wanted 0 to " + std::to_string(limit - 1));
+        if (i > 0 && e.verb != Edit::move && at <= e.list.index(row, head, i - 1))
+          bad("got a list that does not ascend");
+      }
+      if (e.verb == Edit::evict || e.verb == Edit::evict_rest) {
+        kept.clear();
+        if (e.verb == Edit::evict_rest) {
+          for (int i = 0; i < count; ++i) kept.push_back(e.list.index(row, head, i));
+        } else {
+          for (int t = 0, i = 0; t < n; ++t)
+            if (i < count && e.list.index(row, head, i) == t)
+              ++i;
+            else
+              kept.push_back(t);
+        }
+        done.changed += keep_only(e.layer, slot, head, kept.data(), static_cast<int>(kept.size()));
+        continue;
+      }
+      if (e.verb == Edit::move) {
+        if (count % 2) bad("got an odd number of places in a move, wanted pairs");
+        for (int i = 0; i < count; i += 2) {
+          const int a = e.list.index(row, head, i), b = e.list.index(row, head, i + 1);
+          if (a == b) continue;
+          swap_tokens(e.layer, slot, head, a, b);
+          for (int t : {a, b}) {
+            const int page = t / s.page_size;
+            if (entries(Tier::device, e.layer, slot, head)[page].frame != null_frame)
+              give_back(Tier::host, entries(Tier::host, e.layer, slot, head)[page]);
+            summarize(e.layer, slot, head, page);
+          }
+          ++done.changed;
+        }
+        continue;
+      }
+      PageEntry* device = entries(Tier::device, e.layer, slot, head);
+      PageEntry* host = entries(Tier::host, e.layer, slot, head);
+      for (int i = 0; i < count; ++i) {
+        const int page = e.list.index(row, head, i);
+        PageEntry &d = device[page], &h = host[page];
+        switch (e.verb) {
+          case Edit::offload:
+            if (h.frame != null_frame) break;  // a valid lower copy is never written again
+            if (!take(Tier::host, h, 0)) return {Fit::out_of_memory, done.changed};
+            copy_page(e.layer, slot, head, page, Tier::device, Tier::host);
+            ++done.changed;
+            break;
+          case Edit::recall:
+            if (d.frame != null_frame) break;
+            if (!take(Tier::device, d, 0)) return {Fit::out_of_memory, done.changed};
+            copy_page(e.layer, slot, head, page, Tier::host, Tier::device);
+            ++done.changed;
+            break;
+          case Edit::drop: {
+            PageEntry &from = e.tier == Tier::host ? h : d, &other = e.tier == Tier::host ? d : h;
+            if (from.frame == null_frame) break;
+            if (other.frame == null_frame)
+              bad("got a drop of page " + std::to_string(page) + "'s only copy, wanted an evict or an offload first");
+            give_back(e.tier, from);
+            ++done.changed;
+            break;
+          }
+          case Edit::encode: {
+            if (e.codec < 0 || e.codec >= static_cast<int>(layouts_.size()))
+              bad("got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");
+            if (d.frame == null_frame) bad("got an encode of a page that is not on the device");
+            if (d.codec == e.codec) break;
+            PageEntry fresh;
+            if (!take(Tier::device, fresh, e.codec)) return {Fit::out_of_memory, done.changed};
+            const PageLayout &from = layout(Tier::device, d), &to = layout(Tier::device, fresh);
+            for (int t = 0; t < d.tokens; ++t)
+              ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
+            fresh.tokens = d.tokens;
+            give_back(Tier::device, d);
+            give_back(Tier::host, h);
+            d = fresh;
+            ++done.changed;
+            break;
+          }
+          default: bad("got an unknown verb");
+        }
+      }
+    }
+  return done;
+}
+
+PageList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) const {
+  const Shape& s = options_.shape;
+  const int rows = static_cast<int>(slots.size());
+  const int p = s.page_size, room = std::max(1, (max_length(e.layer, slots) + p - 1) / p);
+  PageList out;
+  out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
+  out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
+  std::vector<bool> chosen;
+  for (int row = 0; row < rows; ++row)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int slot = slots[static_cast<std::size_t>(row)], n = length(e.layer, slot, head), pages = (n + p - 1) / p;
+      chosen.assign(static_cast<std::size_t>(pages), false);
+      for (int i = 0; i < e.list.count(row, head); ++i) {
+        const int page = e.list.index(row, head, i);
+        if (page < 0 || page >= pages)
+          throw Error(Errc::plugin,
+                      "attend list: got page " + std::to_string(page) + ", wanted 0 to " + std::to_string(pages - 1));
+        chosen[static_cast<std::size_t>(page)] = true;
+      }
+      for (int page = 0; page < pages && page * p < e.pins.first; ++page) chosen[static_cast<std::size_t>(page)] = true;
+      for (int page = pages - 1; page >= 0 && (page + 1) * p > n - e.pins.last && e.pins.last > 0; --page)
+        chosen[static_cast<std::size_t>(page)] = true;
+      if (e.pins.newest_page && pages > 0) chosen[static_cast<std::size_t>(pages - 1)] = true;
+      int count = 0;
+      for (int page = 0; page < pages; ++page)
+        if (chosen[static_cast<std::size_t>(page)]) out.index(row, head, count++) = page;
+      out.count(row, head) = count;
+    }
+  return out;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,279 @@
+#include "store/store.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/paged.hpp"
+
+namespace kvlab {
+namespace {
+
+std::int64_t worst_case(const Shape& s, std::int64_t frame_bytes) {
+  const std::int64_t per_extent =
+      std::max<std::int64_t>(1, Arena::extent_bytes / std::max<std::int64_t>(1, frame_bytes));
+  const std::int64_t frames = std::int64_t{s.max_slots} * s.layers * s.kv_heads * (s.max_pages() + 1);
+  return (frames / per_extent + 8) * Arena::extent_bytes;
+}
+
+std::vector<PageLayout> make_layouts(const StoreOptions& o) {
+  std::vector<PageLayout> out;
+  for (const CodecSpec& c : o.codecs)
+    out.push_back(ops::make_layout(o.shape.dtype, c, o.shape.page_size, o.shape.head_dim,
+                                   static_cast<int>(o.token_state.size())));
+  return out;
+}
+
+std::int64_t widest(const std::vector<PageLayout>& layouts) {
+  std::int64_t bytes = 0;
+  for (const auto& l : layouts) bytes = std::max(bytes, l.bytes);
+  return bytes;
+}
+
+}  // namespace
+
+Store::Store(const StoreOptions& options)
+    : options_(options),
+      layouts_(make_layouts(options)),
+      host_layout_(ops::make_layout(options.shape.dtype, options.host_codec, options.shape.page_size,
+                                    options.shape.head_dim, static_cast<int>(options.token_state.size()))),
+      pages_per_head_(static_cast<std::size_t>(options.shape.max_pages())),
+      device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
+      host_(worst_case(options.shape, host_layout_.bytes), options.host_limit) {
+  const Shape& s = options_.shape;
+  const std::size_t heads =
+      static_cast<std::size_t>(s.layers) * static_cast<std::size_t>(s.max_slots) * static_cast<std::size_t>(s.kv_heads);
+  for (auto& t : table_) t.resize(heads * pages_per_head_);
+  lengths_.resize(heads);
+  position_.resize(static_cast<std::size_t>(s.max_slots));
+  step_.resize(static_cast<std::size_t>(s.max_slots));
+  used_.resize(static_cast<std::size_t>(s.max_slots));
+  if (options_.summary != Summary::none) {
+    const std::int64_t vectors = options_.summary == Summary::min_max ? 2 : 1;
+    summary_bytes_ = vectors * s.head_dim * static_cast<std::int64_t>(size_of(s.dtype));
+    summary_pool_ = MappedArray(static_cast<std::int64_t>(heads * pages_per_head_) * summary_bytes_);
+  }
+}
+
+int Store::open() {
+  for (std::size_t i = 0; i < used_.size(); ++i)
+    if (!used_[i]) {
+      used_[i] = true;
+      return static_cast<int>(i);
+    }
+  return -1;
+}
+
+void Store::close(int slot) {
+  const Shape& s = options_.shape;
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int head = 0; head < s.kv_heads; ++head) keep_only(layer, slot, head, nullptr, 0);
+  workspace_.clear_slot(slot);
+  std::erase_if(pending_,
+                [&](const Pending& p) { return std::find(p.slots.begin(), p.slots.end(), slot) != p.slots.end(); });
+  position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
+  used_[static_cast<std::size_t>(slot)] = false;
+}
+
+PagedKv Store::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
+  const Shape& s = options_.shape;
+  PagedKv kv;
+  kv.base = arena(tier).base();
+  kv.layouts = tier == Tier::host ? &host_layout_ : layouts_.data();
+  kv.table = View<const PageEntry, 3>::dense(entries(tier, layer, 0, 0),
+                                             {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
+  kv.length = View<const std::int32_t, 2>::dense(lengths_.data() + head_index(layer, 0, 0), {s.max_slots, s.kv_heads});
+  kv.slots = slots.data();
+  kv.rows = static_cast<int>(slots.size());
+  kv.kv_heads = s.kv_heads;
+  kv.head_dim = s.head_dim;
+  kv.page_size = s.page_size;
+  kv.rope = options_.rope;
+  kv.rope_table = options_.rope_table;
+  return kv;
+}
+
+Summaries Store::summaries(int layer) const {
+  Summaries out;
+  out.kind = options_.summary;
+  out.dtype = options_.shape.dtype;
+  if (options_.summary == Summary::none) return out;
+  out.page_stride = summary_bytes_;
+  out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);
+  out.slot_stride = out.head_stride * options_.shape.kv_heads;
+  out.data = summary_pool_.data() + out.slot_stride * options_.shape.max_slots * layer;
+  return out;
+}
+
+int Store::max_length(int layer, const std::vector<std::int32_t>& slots) const {
+  int longest = 0;
+  for (int slot : slots)
+    for (int head = 0; head < options_.shape.kv_heads; ++head) longest = std::max(longest, length(layer, slot, head));
+  return longest;
+}
+
+void Store::count_frame(Tier tier, const PageLayout& l, int sign) {
+  const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
+  ledger_.hold(tier, Tag::keys, sign * (l.v - l.k));
+  ledger_.hold(tier, Tag::values, sign * (l.k_meta - l.v));
+  ledger_.hold(tier, Tag::codec_metadata, sign * (l.positions - l.k_meta));
+  ledger_.hold(tier, Tag::positions, sign * (l.bytes - l.positions - columns));
+  ledger_.hold(tier, Tag::scores, sign * columns);
+}
+
+bool Store::take(Tier tier, PageEntry& e, int codec) {
+  const PageLayout& l = tier == Tier::host ? host_layout_ : layouts_[static_cast<std::size_t>(codec)];
+  e.frame = arena(tier).allocate(l.bytes);
+  if (e.frame == null_frame) return false;
+  e.codec = static_cast<std::uint8_t>(tier == Tier::host ? 0 : codec);
+  e.tokens = 0;
+  count_frame(tier, l, +1);
+  return true;
+}
+
+void Store::give_back(Tier tier, PageEntry& e) {
+  if (e.frame == null_frame) return;
+  const PageLayout& l = layout(tier, e);
+  arena(tier).free(e.frame, l.bytes);
+  count_frame(tier, l, -1);
+  e = PageEntry{};
+}
+
+std::byte* Store::summary_at(int layer, int slot, int head, int page) {
+  return summary_pool_.data() +
+         static_cast<std::int64_t>(head_index(layer, slot, head) * pages_per_head_ + static_cast<std::size_t>(page)) *
+             summary_bytes_;
+}
+
+void Store::summarize(int layer, int slot, int head, int page) {
+  if (options_.summary == Summary::none) return;
+  const Place p = place(layer, slot, head, page * options_.shape.page_size);
+  const int tokens = std::min(options_.shape.page_size, length(layer, slot, head) - page * options_.shape.page_size);
+  ops::summarize_page(p.frame, *p.layout, tokens, options_.summary, options_.shape.dtype,
+                      summary_at(layer, slot, head, page));
+}
+
+Store::Place Store::place(int layer, int slot, int head, int token) {
+  const int page = token / options_.shape.page_size, offset = token % options_.shape.page_size;
+  for (Tier tier : {Tier::device, Tier::host}) {
+    const PageEntry& e = entries(tier, layer, slot, head)[page];
+    if (e.frame != null_frame) return {arena(tier).at(e.frame), &layout(tier, e), offset};
+  }
+  throw Error(Errc::internal, "page " + std::to_string(page) + " is in no tier");
+}
+
+Fit Store::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+  const Shape& s = options_.shape;
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const int begin = length(layer, slot, head), end = begin + tokens;
+    if (end > static_cast<int>(pages_per_head_) * s.page_size)
+      throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
+    PageEntry* device = entries(Tier::device, layer, slot, head);
+    PageEntry* host = entries(Tier::host, layer, slot, head);
+    for (int page = begin / s.page_size; page * s.page_size < end; ++page) {
+      if (device[page].frame == null_frame) {
+        const bool on_host = host[page].frame != null_frame;
+        if (!take(Tier::device, device[page], 0)) return Fit::out_of_memory;
+        if (on_host) copy_page(layer, slot, head, page, Tier::host, Tier::device);
+      }
+      give_back(Tier::host, host[page]);  // outgrown
+      device[page].tokens = static_cast<std::uint16_t>(std::min(s.page_size, end - page * s.page_size));
+    }
+    lengths_[head_index(layer, slot, head)] = end;
+  }
+  const std::int64_t row = std::int64_t{s.kv_heads} * s.head_dim;
+#pragma omp parallel for schedule(static) if (tokens > 16)
+  for (int i = 0; i < tokens; ++i)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const Place p = place(layer, slot, head, length(layer, slot, head) - tokens + i);
+      const std::int64_t at = i * row + std::int64_t{head} * s.head_dim;
+      ops::write_token(p.frame, *p.layout, p.offset, k + at, v + at, first + i);
+    }
+  if (options_.summary != Summary::none)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int end = length(layer, slot, head);
+      for (int page = (end - tokens) / s.page_size; page * s.page_size < end; ++page) {
+        if (page * s.page_size >= end - tokens) ledger_.hold(Tier::device, Tag::summaries, summary_bytes_);
+        summarize(layer, slot, head, page);
+      }
+    }
+  return Fit::ok;
+}
+
+void Store::advance(int slot, int tokens, bool decode) {
+  position_[static_cast<std::size_t>(slot)] += tokens;
+  if (!decode) return;
+  const int now = ++step_[static_cast<std::size_t>(slot)];
+  for (std::size_t i = 0; i < pending_.size();) {
+    Pending& p = pending_[i];
+    if (p.slots[0] != slot || p.due > now) {
+      ++i;
+      continue;
+    }
+    Pending due = std::move(p);
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    due.edit.list.index.data = due.index.data();
+    due.edit.list.count.data = due.count.data();
+    apply_now(due.edit, due.slots);
+  }
+}
+
+std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const {
+  const std::vector<std::int32_t> one{slot};
+  std::vector<std::int32_t> out(static_cast<std::size_t>(length(layer, slot, head)));
+  Store* self = const_cast<Store*>(this);
+  for (int t = 0; t < static_cast<int>(out.size()); ++t) {
+    const Place p = self->place(layer, slot, head, t);
+    std::memcpy(&out[static_cast<std::size_t>(t)], p.frame + p.layout->positions + p.offset * 4, 4);
+  }
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+void Store::check_invariants() const {
+  const Shape& s = options_.shape;
+  auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };
+  std::int64_t bytes[2] = {0, 0}, summaries = 0;
+  std::vector<std::pair<std::int32_t, std::int64_t>> seen[2];
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int slot = 0; slot < s.max_slots; ++slot)
+      for (int head = 0; head < s.kv_heads; ++head) {
+        const int n = length(layer, slot, head), pages = (n + s.page_size - 1) / s.page_size;
+        if (!used_[static_cast<std::size_t>(slot)] && n) fail("a closed slot holds tokens");
+        if (options_.summary != Summary::none) summaries += pages * summary_bytes_;
+        for (int page = 0; page < static_cast<int>(pages_per_head_); ++page) {
+          int copies = 0;
+          for (Tier tier : {Tier::device, Tier::host}) {
+            const PageEntry& e = entries(tier, layer, slot, head)[page];
+            if (e.frame == null_frame) continue;
+            ++copies;
+            const std::int64_t size = layout(tier, e).bytes;
+            bytes[static_cast<int>(tier)] += size;
+            seen[static_cast<int>(tier)].emplace_back(e.frame, size);
+            if (page < pages && e.tokens != std::min(s.page_size, n - page * s.page_size))
+              fail("a page counts " + std::to_string(e.tokens) + " tokens");
+          }
+          if (page < pages && copies == 0) fail("a page is in no tier");
+          if (page >= pages && copies > 0) fail("a page beyond the length holds a frame");
+        }
+      }
+  for (int t = 0; t < 2; ++t) {
+    std::sort(seen[t].begin(), seen[t].end());
+    for (std::size_t i = 1; i < seen[t].size(); ++i)
+      if (std::int64_t{seen[t][i - 1].first} * granule_bytes + seen[t][i - 1].second >
+          std::int64_t{seen[t][i].first} * granule_bytes)
+        fail("two pages share a frame");
+    const Tier tier = static_cast<Tier>(t);
+    std::int64_t held = 0;
+    for (Tag tag : {Tag::keys, Tag::values, Tag::codec_metadata, Tag::positions, Tag::scores})
+      held += ledger_.held(tier)[static_cast<std::size_t>(tag)];
+    const std::int64_t state = t == 0 ? workspace_.state_bytes() : 0;
+    if (held - state != bytes[t] || arena(tier).held() != bytes[t])
+      fail("the ledger says " + std::to_string(held - state) + " bytes, the frames " + std::to_string(bytes[t]));
+  }
+  if (ledger_.held(Tier::device)[static_cast<std::size_t>(Tag::summaries)] != summaries)
+    fail("the ledger's summaries differ from the pages");
+}
+
+}  // namespace kvlab
