@@ -106,11 +106,15 @@ class Llama:
         head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
         return self._norm(x, "model.norm.weight") @ head.T
 
-    def forward(self, ids):
-        """Logits [T, vocab] of a whole sequence with the full cache."""
+    def hidden(self, ids):
+        """Residual stream [T, hidden] after the last layer, with the full cache."""
         x, positions = self.embed(ids), torch.arange(len(ids))
         for layer in range(self.layers):
             q, k, v = self.qkv(layer, x)
             attended, _, _ = self.prompt_attention(self.rotate(q, positions), self.rotate(k, positions), v)
             x = self.after_attention(layer, x, attended)
-        return self.logits(x)
+        return x
+
+    def forward(self, ids):
+        """Logits [T, vocab] of a whole sequence with the full cache."""
+        return self.logits(self.hidden(ids))
