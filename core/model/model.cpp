@@ -1,0 +1,96 @@
+#include "model/model.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <exception>
+#include <mutex>
+
+namespace kvlab {
+namespace {
+
+// A matrix whose rows are those of several tensors, one after another.
+ops::Linear stacked(const Checkpoint& c, const std::vector<std::string>& names, DType dtype) {
+  std::vector<std::int64_t> begin{0};
+  std::int64_t columns = 0;
+  for (const auto& name : names) {
+    const auto shape = c.shape(name);
+    columns = shape.at(1);
+    begin.push_back(begin.back() + shape[0]);
+  }
+  return ops::Linear::pack(begin.back(), columns, dtype, [&](std::int64_t first, std::int64_t count, float* out) {
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const std::int64_t from = std::max(first, begin[i]), to = std::min(first + count, begin[i + 1]);
+      if (from < to) c.read_rows(names[i], from - begin[i], to - from, out + (from - first) * columns);
+    }
+  });
+}
+
+std::vector<float> stacked_vector(const Checkpoint& c, const std::vector<std::string>& names) {
+  std::vector<float> out;
+  for (const auto& name : names) {
+    const auto v = c.read(name);
+    out.insert(out.end(), v.begin(), v.end());
+  }
+  return out;
+}
+
+ModelLayer load_layer(const Checkpoint& c, int index, DType dtype) {
+  const ModelConfig& m = c.config();
+  const std::string p = "model.layers." + std::to_string(index) + ".", a = p + "self_attn.";
+  ModelLayer l;
+  l.input_norm = c.read(p + "input_layernorm.weight");
+  l.post_norm = c.read(p + "post_attention_layernorm.weight");
+  l.qkv = stacked(c, {a + "q_proj.weight", a + "k_proj.weight", a + "v_proj.weight"}, dtype);
+  if (m.qkv_bias) l.qkv_bias = stacked_vector(c, {a + "q_proj.bias", a + "k_proj.bias", a + "v_proj.bias"});
+  if (m.qk_norm) {
+    l.query_norm = c.read(a + "q_norm.weight");
+    l.key_norm = c.read(a + "k_norm.weight");
+  }
+  l.output = stacked(c, {a + "o_proj.weight"}, dtype);
+  if (m.o_bias) l.output_bias = c.read(a + "o_proj.bias");
+  l.gate_up = stacked(c, {p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"}, dtype);
+  l.down = stacked(c, {p + "mlp.down_proj.weight"}, dtype);
+  return l;
+}
+
+}  // namespace
+
+std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name) {
+  if (dtype != DType::f32 && dtype != DType::bf16)
+    throw Error(Errc::unsupported, std::string("got dtype ") + name_of(dtype) + ", wanted f32 or bf16 on the CPU",
+                name);
+  auto m = std::make_shared<Model>();
+  m->config = c.config();
+  m->dtype = dtype;
+  m->name = name;
+  m->fingerprint = c.fingerprint();
+  m->tokenizer = c.tokenizer();
+  m->inv_freq = inverse_frequencies(m->config);
+  m->final_norm = c.read("model.norm.weight");
+  m->layers.resize(static_cast<std::size_t>(m->config.layers));
+
+  // Layers load side by side; a thread must not let an exception escape, so the first one is carried out.
+  std::exception_ptr failure;
+  std::mutex guard;
+#pragma omp parallel for schedule(dynamic)
+  for (int i = -1; i < m->config.layers; ++i) try {
+      if (i >= 0) {
+        m->layers[static_cast<std::size_t>(i)] = load_layer(c, i, dtype);
+      } else {
+        const bool tied = m->config.tied_embeddings;
+        m->head = stacked(c, {tied ? "model.embed_tokens.weight" : "lm_head.weight"}, dtype);
+        if (!tied) m->embedding = stacked(c, {"model.embed_tokens.weight"}, dtype);
+      }
+    } catch (...) {
+      const std::lock_guard lock(guard);
+      if (!failure) failure = std::current_exception();
+    }
+  if (failure) std::rethrow_exception(failure);
+
+  m->weight_bytes = m->head.bytes() + (m->config.tied_embeddings ? 0 : m->embedding.bytes());
+  for (const auto& l : m->layers)
+    m->weight_bytes += l.qkv.bytes() + l.output.bytes() + l.gate_up.bytes() + l.down.bytes();
+  return m;
+}
+
+}  // namespace kvlab
