@@ -24,6 +24,7 @@ class Handle {
   Handle& operator=(const Handle&) = delete;
   ~Handle();
   Id get() const { return id_; }
+  Id release();  // the caller closes it
 
  private:
   void reset();
@@ -92,6 +93,11 @@ class Location {
 
   // Copies an object and everything below it, byte for byte where HDF5 can (H5Ocopy).
   void copy_to(const std::string& path, const Location& target, const std::string& target_path) const;
+
+ private:
+  template <class T>
+  void write_array(const std::string& name, const std::vector<T>& values, const std::vector<std::int64_t>& shape,
+                   const std::string& unit, Handle::Id file_type, Handle::Id memory_type) const;
 
  protected:
   Location(Handle handle, std::string file) : handle_(std::move(handle)), file_(std::move(file)) {}
