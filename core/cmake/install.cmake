@@ -1,0 +1,26 @@
+# What `cmake --install` gives: the command line, libkvlab, the plugins, the SDK headers and a CMake package, in a tree
+# that may be moved. A build folder serves as the package too: -Dkvlab_DIR=BUILD/lib/cmake/kvlab.
+include(CMakePackageConfigHelpers)
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvlab)
+
+# What a plugin links: the headers, libkvlab, and nothing of its own visible but the entry.
+add_library(kvlab_sdk INTERFACE)
+set_target_properties(kvlab_sdk PROPERTIES EXPORT_NAME sdk)
+target_link_libraries(kvlab_sdk INTERFACE kvlab)
+target_compile_features(kvlab_sdk INTERFACE cxx_std_20)
+target_compile_options(kvlab_sdk INTERFACE -fvisibility=hidden -fvisibility-inlines-hidden)
+
+install(TARGETS kvlab_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS kvlab kvlab_sdk EXPORT kvlabTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/api/ ${PROJECT_BINARY_DIR}/include/
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")
+install(EXPORT kvlabTargets NAMESPACE kvlab:: DESTINATION ${package_dir})
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+set(build_package_dir ${PROJECT_BINARY_DIR}/lib/cmake/kvlab)
+configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/kvlabConfig.cmake.in ${build_package_dir}/kvlabConfig.cmake
+  INSTALL_DESTINATION ${package_dir})
+write_basic_package_version_file(${build_package_dir}/kvlabConfigVersion.cmake COMPATIBILITY ExactVersion)
+install(FILES ${build_package_dir}/kvlabConfig.cmake ${build_package_dir}/kvlabConfigVersion.cmake
+  DESTINATION ${package_dir})
+export(EXPORT kvlabTargets NAMESPACE kvlab:: FILE ${build_package_dir}/kvlabTargets.cmake)
