@@ -46,6 +46,8 @@ Store::Store(const StoreOptions& options)
       static_cast<std::size_t>(s.layers) * static_cast<std::size_t>(s.max_slots) * static_cast<std::size_t>(s.kv_heads);
   for (auto& t : table_) t.resize(heads * pages_per_head_);
   lengths_.resize(heads);
+  ledger_.hold(Tier::device, Tag::tables,
+               static_cast<std::int64_t>(heads * (2 * pages_per_head_ * sizeof(PageEntry) + sizeof(std::int32_t))));
   position_.resize(static_cast<std::size_t>(s.max_slots));
   step_.resize(static_cast<std::size_t>(s.max_slots));
   used_.resize(static_cast<std::size_t>(s.max_slots));
