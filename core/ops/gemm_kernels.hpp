@@ -1,0 +1,41 @@
+// Panel GEMM, one table of kernels per instruction set. W[n, k] is packed as panels of 16 columns of n:
+// [ceil(n / 16)][k][16], zero padded. A bf16 panel interleaves columns j and j + 8, so that the low halves of eight
+// 32-bit words are columns 0..7 and the high halves columns 8..15. Every y[i, j] is one f32 accumulator summed over k in
+// order, whatever m and the number of threads.
+#pragma once
+#include <cstdint>
+
+namespace kvlab::ops::gemm {
+
+inline constexpr int panel_width = 16;
+inline constexpr int row_tile = 6;  // rows of the micro-kernel
+
+// Place of column j of a panel in its packed bf16 row.
+constexpr int bf16_place(int j) { return j < 8 ? 2 * j : 2 * (j - 8) + 1; }
+
+// y[rows, panels * 16] (+)= a * panels. a: row r, depth i at a[r * a_row + i * a_depth]. panels: the first panel,
+// starting at the block's depth 0; the next panel is panel_stride elements further. columns: valid columns counted from
+// the first panel; rows <= row_tile. accumulate: y holds the sum so far.
+struct Tile {
+  const float* a;
+  std::int64_t a_row, a_depth;
+  const void* panels;
+  std::int64_t panel_stride;
+  std::int64_t depth;
+  float* y;
+  std::int64_t y_stride;
+  std::int64_t columns;
+  int rows;
+  bool accumulate;
+};
+
+struct Kernels {
+  const char* name;
+  void (*bf16)(const Tile&);
+  void (*f32)(const Tile&);
+};
+
+const Kernels& portable_kernels();
+const Kernels* avx2_kernels();  // null where the CPU lacks them
+
+}  // namespace kvlab::ops::gemm
