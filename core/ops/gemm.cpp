@@ -68,8 +68,8 @@ Linear Linear::pack(std::int64_t n, std::int64_t k, DType dtype, const Fill& fil
   l.impl_ = std::make_unique<Impl>();
   l.impl_->n = n;
   l.impl_->k = k;
-  l.impl_->weights = uses_onednn(c, dtype) ? gemm::onednn_weights(n, k, dtype)
-                                           : gemm::panel_weights(n, k, dtype, panel_kernels(c));
+  l.impl_->weights =
+      uses_onednn(c, dtype) ? gemm::onednn_weights(n, k, dtype) : gemm::panel_weights(n, k, dtype, panel_kernels(c));
   const std::int64_t block = std::min<std::int64_t>(n, 4 * gemm::panel_width);
   std::vector<float> rows(static_cast<std::size_t>(block * k));
   for (std::int64_t begin = 0; begin < n; begin += block) {

@@ -1,7 +1,7 @@
 // Panel GEMM, one table of kernels per instruction set. W[n, k] is packed as panels of 16 columns of n:
 // [ceil(n / 16)][k][16], zero padded. A bf16 panel interleaves columns j and j + 8, so that the low halves of eight
-// 32-bit words are columns 0..7 and the high halves columns 8..15. Every y[i, j] is one f32 accumulator summed over k in
-// order, whatever m and the number of threads.
+// 32-bit words are columns 0..7 and the high halves columns 8..15. Every y[i, j] is one f32 accumulator summed over k
+// in order, whatever m and the number of threads.
 #pragma once
 #include <cstdint>
 

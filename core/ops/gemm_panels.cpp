@@ -21,7 +21,12 @@ std::int64_t part(std::int64_t count, std::int64_t blocks, std::int64_t b) { ret
 class PanelWeights final : public Weights {
  public:
   PanelWeights(std::int64_t n, std::int64_t k, DType dtype, const Kernels& kernels)
-      : n_(n), k_(k), panels_(ceil_div(n, panel_width)), dtype_(dtype), kernels_(kernels), data_(bytes()) {
+      : n_(n),
+        k_(k),
+        panels_(ceil_div(n, panel_width)),
+        dtype_(dtype),
+        kernels_(kernels),
+        data_(static_cast<std::size_t>(bytes())) {
     std::memset(data_.as<>(), 0, data_.bytes());
   }
 
@@ -121,8 +126,8 @@ class PanelWeights final : public Weights {
               for (std::int64_t t = t0; t < t1; ++t) {
                 const std::int64_t rows = std::min(tile, m - t * tile);
                 const float* a = packed + (i0 * tiles + t * (i1 - i0)) * tile;
-                run(Tile{a, 1, tile, nullptr, 0, i1 - i0, y + t * tile * y_stride, y_stride, 0,
-                         static_cast<int>(rows), d > 0},
+                run(Tile{a, 1, tile, nullptr, 0, i1 - i0, y + t * tile * y_stride, y_stride, 0, static_cast<int>(rows),
+                         d > 0},
                     p, p + 1, i0);
               }
           }

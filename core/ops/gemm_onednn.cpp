@@ -1,0 +1,179 @@
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <oneapi/dnnl/dnnl.hpp>
+#include <vector>
+
+#include "base/buffer.hpp"
+#include "ops/gemm_weights.hpp"
+
+namespace kvlab::ops::gemm {
+namespace {
+
+using dnnl::memory;
+
+bool effective_isa_has(dnnl::cpu_isa isa) {
+  const int want = static_cast<int>(isa);
+  return (static_cast<int>(dnnl::get_effective_cpu_isa()) & want) == want;
+}
+
+// A prompt is multiplied this many rows at a time, so that few different primitives are ever made.
+constexpr std::int64_t max_rows = 512;
+
+const dnnl::engine& cpu_engine() {
+  static const dnnl::engine e(dnnl::engine::kind::cpu, 0);
+  return e;
+}
+
+// Offset of index i of one dimension in a blocked layout; the offsets of the dimensions add up.
+std::int64_t blocked_offset(const dnnl_memory_desc_t& md, int dim, std::int64_t i) {
+  const dnnl_blocking_desc_t& b = md.format_desc.blocking;
+  std::int64_t offset = 0, inner = 1;
+  for (int n = b.inner_nblks - 1; n >= 0; --n) {
+    if (b.inner_idxs[n] == dim) {
+      offset += i % b.inner_blks[n] * inner;
+      i /= b.inner_blks[n];
+    }
+    inner *= b.inner_blks[n];
+  }
+  return offset + i * b.strides[dim];
+}
+
+class OneDnnWeights final : public Weights {
+ public:
+  OneDnnWeights(std::int64_t n, std::int64_t k, DType dtype)
+      : n_(n),
+        k_(k),
+        rounded_(dtype == DType::bf16),
+        type_(rounded_ && onednn_has_bf16() ? memory::data_type::bf16 : memory::data_type::f32) {
+    weights_md_ = memory::desc({k_, n_}, type_, memory::format_tag::any);
+    weights_md_ = descriptor(max_rows).weights_desc();
+    if (weights_md_.data.format_kind != dnnl_blocked || weights_md_.data.extra.flags != 0)
+      throw Error(Errc::unsupported, "got weights in a layout of oneDNN's own, wanted a blocked one");
+    for (std::int64_t i = 0; i < n_; ++i) column_.push_back(blocked_offset(weights_md_.data, 1, i));
+    for (std::int64_t i = 0; i < k_; ++i) depth_.push_back(blocked_offset(weights_md_.data, 0, i));
+    data_ = Buffer(weights_md_.get_size());
+    std::memset(data_.as<>(), 0, data_.bytes());
+  }
+
+  void put_rows(std::int64_t begin, std::int64_t count, const float* rows) override {
+    for (std::int64_t r = 0; r < count; ++r)
+      for (std::int64_t i = 0; i < k_; ++i) {
+        const std::int64_t at = column_[static_cast<std::size_t>(begin + r)] + depth_[static_cast<std::size_t>(i)];
+        const float value = rows[r * k_ + i];
+        if (type_ == memory::data_type::bf16)
+          data_.as<bf16>()[at] = bf16(value);
+        else
+          data_.as<float>()[at] = rounded_ ? float(bf16(value)) : value;
+      }
+  }
+
+  void get_row(std::int64_t n, float* out) const override {
+    for (std::int64_t i = 0; i < k_; ++i) {
+      const std::int64_t at = column_[static_cast<std::size_t>(n)] + depth_[static_cast<std::size_t>(i)];
+      out[i] = type_ == memory::data_type::bf16 ? float(data_.as<bf16>()[at]) : data_.as<float>()[at];
+    }
+  }
+
+  void apply(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const override {
+    for (std::int64_t row = 0; row < m; row += max_rows)
+      multiply(x + row * x_stride, x_stride, y + row * y_stride, y_stride, std::min(max_rows, m - row));
+  }
+
+  std::int64_t bytes() const override { return static_cast<std::int64_t>(data_.bytes()); }
+  std::string kernel() const override { return type_ == memory::data_type::bf16 ? "onednn bf16" : "onednn f32"; }
+
+ private:
+  dnnl::matmul::primitive_desc descriptor(std::int64_t m) const {
+    const memory::desc x({m, k_}, type_, memory::format_tag::ab);
+    const memory::desc y({m, n_}, memory::data_type::f32, memory::format_tag::ab);
+    dnnl::primitive_attr attr;
+    attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);  // one primitive may run in several threads
+    return dnnl::matmul::primitive_desc(dnnl::matmul::desc(x, weights_md_, y), attr, cpu_engine());
+  }
+
+  struct Plan {
+    dnnl::matmul::primitive_desc pd;
+    dnnl::matmul primitive;
+  };
+
+  const Plan& plan(std::int64_t m) const {
+    const std::lock_guard lock(mutex_);
+    auto it = plans_.find(m);
+    if (it == plans_.end()) {
+      auto pd = descriptor(m);
+      it = plans_.emplace(m, Plan{pd, dnnl::matmul(pd)}).first;
+    }
+    return it->second;
+  }
+
+  void multiply(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const {
+    static thread_local Buffer x_dense, y_dense, scratchpad;
+    static thread_local dnnl::stream stream(cpu_engine());
+    const Plan& p = plan(m);
+    const void* from = x;
+    if (type_ == memory::data_type::bf16 || x_stride != k_) {
+      x_dense.reserve(static_cast<std::size_t>(m * k_) * sizeof(float));
+      copy_rows(x, x_stride, m, x_dense.as<>());
+      from = x_dense.as<>();
+    }
+    float* to = y;
+    if (y_stride != n_) {
+      y_dense.reserve(static_cast<std::size_t>(m * n_) * sizeof(float));
+      to = y_dense.as<float>();
+    }
+    scratchpad.reserve(p.pd.scratchpad_desc().get_size());
+    p.primitive.execute(stream,
+                        {{DNNL_ARG_SRC, memory(p.pd.src_desc(), cpu_engine(), const_cast<void*>(from))},
+                         {DNNL_ARG_WEIGHTS, memory(weights_md_, cpu_engine(), data_.as<>())},
+                         {DNNL_ARG_DST, memory(p.pd.dst_desc(), cpu_engine(), to)},
+                         {DNNL_ARG_SCRATCHPAD, memory(p.pd.scratchpad_desc(), cpu_engine(), scratchpad.as<>())}});
+    stream.wait();
+    if (to != y)
+      for (std::int64_t r = 0; r < m; ++r) std::copy_n(to + r * n_, n_, y + r * y_stride);
+  }
+
+  void copy_rows(const float* x, std::int64_t x_stride, std::int64_t m, std::byte* out) const {
+    const bool narrow = type_ == memory::data_type::bf16;
+#pragma omp parallel for schedule(static) if (m > 8)
+    for (std::int64_t r = 0; r < m; ++r)
+      for (std::int64_t i = 0; i < k_; ++i) {
+        if (narrow)
+          reinterpret_cast<bf16*>(out)[r * k_ + i] = bf16(x[r * x_stride + i]);
+        else
+          reinterpret_cast<float*>(out)[r * k_ + i] = x[r * x_stride + i];
+      }
+  }
+
+  std::int64_t n_, k_;
+  bool rounded_;
+  memory::data_type type_;
+  memory::desc weights_md_;
+  std::vector<std::int64_t> column_, depth_;
+  Buffer data_;
+  mutable std::mutex mutex_;
+  mutable std::map<std::int64_t, Plan> plans_;
+};
+
+}  // namespace
+
+std::unique_ptr<Weights> onednn_weights(std::int64_t n, std::int64_t k, DType dtype) try {
+  return std::make_unique<OneDnnWeights>(n, k, dtype);
+} catch (const dnnl::error& e) {
+  throw Error(Errc::unsupported, std::string("oneDNN refused a matrix multiplication: ") + e.what());
+}
+
+bool onednn_has_bf16() {
+  static const bool yes = effective_isa_has(dnnl::cpu_isa::avx512_core_bf16);
+  return yes;
+}
+
+bool onednn_has_avx512() {
+  static const bool yes = effective_isa_has(dnnl::cpu_isa::avx512_core);
+  return yes;
+}
+
+}  // namespace kvlab::ops::gemm
