@@ -56,7 +56,6 @@ class Edits {
   void for_layer(int layer) { layer_ = layer; }
 
   const std::vector<Edit>& all() const { return edits_; }
-  void clear() { edits_.clear(); }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {

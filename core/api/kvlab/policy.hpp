@@ -75,7 +75,7 @@ struct LayerKv {
   int kv_heads() const { return pages.kv_heads; }
   StateColumn state(const std::string& name) const {
     for (std::size_t i = 0; i < state_names->size(); ++i)
-      if ((*state_names)[i] == name) return {&pages, static_cast<int>(i)};
+      if ((*state_names)[i] == name) return {keys.kv, static_cast<int>(i)};
     throw Error(Errc::plugin, "got token state '" + name + "', wanted one that needs() declares");
   }
   template <class T, std::size_t Rank>

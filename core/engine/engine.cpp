@@ -1,0 +1,223 @@
+#include "engine/engine.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+
+namespace kvlab {
+namespace {
+
+StoreOptions store_options(const Model& model, const Policy& policy, const EngineOptions& o) {
+  const Needs needs = policy.needs();
+  StoreOptions s;
+  s.shape.layers = model.config.layers;
+  s.shape.query_heads = model.config.heads;
+  s.shape.kv_heads = model.config.kv_heads;
+  s.shape.head_dim = model.config.head_dim;
+  s.shape.page_size = o.page_size;
+  s.shape.max_slots = o.slots;
+  s.shape.max_tokens = o.max_tokens;
+  s.shape.dtype = model.dtype;
+  s.codecs = {policy.codec()};
+  s.host_codec = policy.host_codec();
+  s.rope = needs.rope();
+  s.rope_table = model.rope();
+  s.summary = needs.page_summary();
+  s.token_state = needs.token_state();
+  s.device_limit = o.device_limit;
+  return s;
+}
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<const Model> model, std::unique_ptr<Policy> policy, const EngineOptions& options)
+    : policy_(std::move(policy)),
+      needs_(policy_->needs()),
+      options_(options),
+      store_(store_options(*model, *policy_, options)),
+      executor_(model, store_) {
+  if (options.prefill_chunk > 0 && !needs_.chunked_prompts())
+    throw Error(Errc::config, "got prefill_chunk " + std::to_string(options.prefill_chunk) +
+                                  " with a policy that needs whole prompts, wanted prefill_chunk: 0");
+  if (needs_.rope() == RopeRegime::original && options.max_tokens > model->config.context)
+    throw Error(Errc::config, "got " + std::to_string(options.max_tokens) +
+                                  " tokens of prompt and answer, wanted at most " +
+                                  std::to_string(model->config.context) + ", the context of " + model->name);
+  policy_->attach(store_.shape(), options.budget, store_.workspace());
+  tail_.resize(static_cast<std::size_t>(options.slots));
+}
+
+int Engine::open() { return store_.open(); }
+
+void Engine::close(int slot) {
+  policy_->release(slot);
+  tail_[static_cast<std::size_t>(slot)].clear();
+  store_.close(slot);
+}
+
+Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
+  if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
+  const std::size_t chunk =
+      options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
+  for (std::size_t at = 0; at < tokens.size(); at += chunk) {
+    const std::size_t count = std::min(chunk, tokens.size() - at);
+    const bool last = at + count == tokens.size();
+    View<float, 2> out;
+    if (last && logits) {
+      if (logits.extent[0] > static_cast<std::int64_t>(count))
+        throw Error(Errc::internal, "asked for the logits of more tokens than the last chunk has");
+      out = logits;
+    }
+    if (executor_.prefill(slot, tokens.subspan(at, count), end && last, *this, out) != Fit::ok)
+      return Fit::out_of_memory;
+  }
+  return Fit::ok;
+}
+
+Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits) {
+  position_.clear();
+  step_.clear();
+  for (int slot : slots) {
+    position_.push_back(store_.position(slot) + 1);  // this step's token counts as seen
+    step_.push_back(store_.steps(slot));
+  }
+  const Fit fit = executor_.decode(slots, tokens, *this, logits);
+  if (fit != Fit::ok) return fit;
+  Step step;
+  step.shape = &store_.shape();
+  step.rows = static_cast<int>(slots.size());
+  step.slots = slots.data();
+  step.position = position_.data();
+  step.step = step_.data();
+  step.workspace = &store_.workspace();
+  Edits edits;
+  policy_->finish_step(step, edits, Stream::cpu());
+  const Fit applied = apply(edits.all(), slots);
+  store_.workspace().reset();
+  return applied;
+}
+
+LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position) {
+  LayerKv kv;
+  kv.layer = layer;
+  kv.shape = &store_.shape();
+  kv.pages = store_.view(layer, slots);
+  kv.host_pages = store_.view(layer, slots, Tier::host);
+  pages_ = kv.pages;
+  kv.keys = {&pages_, KvSide::key};
+  kv.values = {&pages_, KvSide::value};
+  kv.summaries = store_.summaries(layer);
+  kv.state_names = &store_.options().token_state;
+  kv.workspace = &store_.workspace();
+  kv.position = position.data();
+  kv.max_length = store_.max_length(layer, slots);
+  return kv;
+}
+
+// The last window queries of the prompt so far, when they may have to be joined with the next chunk's.
+void Engine::keep_window(const PromptLayer& l) {
+  auto& layers = tail_[static_cast<std::size_t>(l.slot)];
+  layers.resize(static_cast<std::size_t>(store_.shape().layers));
+  auto& tail = layers[static_cast<std::size_t>(l.layer)];
+  const std::int64_t n = l.queries.extent[0], row = l.queries.stride[0], w = needs_.window_queries();
+  const std::int64_t fresh = std::min(n, w),
+                     old = std::min<std::int64_t>(static_cast<std::int64_t>(tail.size()) / row, w - fresh);
+  tail.erase(tail.begin(), tail.end() - old * row);
+  tail.insert(tail.end(), l.queries.data + (n - fresh) * row, l.queries.data + n * row);
+}
+
+Fit Engine::prompt(const PromptLayer& l) {
+  if (observer_) observer_->prompt(l, store_);
+  const Shape& s = store_.shape();
+  const std::int32_t slots_of[] = {l.slot};
+  const std::vector<std::int32_t> slots(slots_of, slots_of + 1);
+  const std::int32_t position[] = {store_.position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
+  const std::int32_t step[] = {0};
+  const bool last[] = {l.last};
+  LayerPrefill kv;
+  static_cast<LayerKv&>(kv) = layer_kv(l.layer, slots, position);
+  kv.step = step;
+  kv.last = last;
+  if (l.mass)
+    kv.mass = View<const float, 3>{l.mass.data, {1, l.mass.extent[0], l.mass.extent[1]}, {0, l.mass.stride[0], 1}};
+  if (const std::int64_t w = needs_.window_queries(); w > 0) {
+    const bool whole = tail_[static_cast<std::size_t>(l.slot)].empty();
+    const std::int64_t n = l.queries.extent[0];
+    if (!whole || !l.last) keep_window(l);
+    if (l.last) {
+      const std::int64_t row = l.queries.stride[0];
+      const float* data = l.queries.data + (n - std::min(n, w)) * row;
+      std::int64_t count = std::min(n, w);
+      if (!whole) {
+        const auto& tail = tail_[static_cast<std::size_t>(l.slot)][static_cast<std::size_t>(l.layer)];
+        data = tail.data();
+        count = static_cast<std::int64_t>(tail.size()) / row;
+      }
+      kv.window_queries = View<const float, 4>{data, {1, s.query_heads, count, s.head_dim}, {0, s.head_dim, row, 1}};
+    }
+  }
+  Edits edits(l.layer);
+  policy_->prefill(kv, edits, Stream::cpu());
+  const Fit fit = apply(edits.all(), slots);
+  store_.workspace().reset();
+  return fit;
+}
+
+LayerStep Engine::layer_step(const DecodeLayer& l) {
+  LayerStep step;
+  static_cast<LayerKv&>(step) = layer_kv(l.layer, *l.slots, position_);
+  step.step = step_.data();
+  step.queries = l.queries;
+  step.mass = l.mass;
+  step.max_pages = (step.max_length + store_.shape().page_size - 1) / store_.shape().page_size;
+  if (l.output) step.output = l.output;
+  return step;
+}
+
+const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
+  Edits edits(l.layer);
+  policy_->select(layer_step(l), edits, Stream::cpu());
+  const PageList* list = nullptr;
+  std::vector<Edit> before, after;
+  for (const Edit& e : edits.all()) {
+    if (e.verb == Edit::attend) {
+      attend_ = store_.resolve_attend(e, *l.slots, store_.workspace());
+      list = &attend_;
+      bool all = true;
+      for (int row = 0; row < static_cast<int>(l.slots->size()); ++row)
+        for (int head = 0; head < store_.shape().kv_heads; ++head)
+          all &= attend_.count(row, head) * store_.shape().page_size >=
+                 store_.length(l.layer, (*l.slots)[static_cast<std::size_t>(row)], head);
+      fired_ += !all;
+    } else {
+      (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
+    }
+  }
+  fit = apply(before, *l.slots);
+  waiting_ = std::move(after);
+  if (options_.protect_host) store_.protect_host(true);
+  return list;
+}
+
+Fit Engine::attended(const DecodeLayer& l) {
+  if (options_.protect_host) store_.protect_host(false);
+  if (observer_) observer_->attended(l, store_);
+  Fit fit = apply(waiting_, *l.slots);
+  waiting_.clear();
+  if (fit != Fit::ok) return fit;
+  Edits edits(l.layer);
+  policy_->observe(layer_step(l), edits, Stream::cpu());
+  return apply(edits.all(), *l.slots);
+}
+
+Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+  if (edits.empty()) return Fit::ok;
+  bool recall = true;
+  for (const Edit& e : edits) recall &= e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
+  const PartTimer timer(recall ? Part::recall : Part::compact);
+  const Applied done = store_.apply(edits, slots);
+  fired_ += done.changed > 0;
+  return done.fit;
+}
+
+}  // namespace kvlab

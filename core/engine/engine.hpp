@@ -1,0 +1,85 @@
+// Model, store and policy put together: sequences live in slots, prompts are prefilled, decode steps run batched and
+// ragged.
+#pragma once
+#include <kvlab/policy.hpp>
+
+#include <array>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/part_timer.hpp"
+#include "model/executor.hpp"
+
+namespace kvlab {
+
+struct EngineOptions {
+  int slots = 1;
+  int max_tokens = 0;  // per sequence, prompt and output
+  int page_size = 16;
+  int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
+  BudgetAmount budget;
+  std::int64_t device_limit = -1;
+  bool protect_host = false;  // tests: the host tier is unreadable while attention runs
+};
+
+// Sees what passes through the engine; for measurement. Everything is borrowed for the call.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  virtual void prompt(const PromptLayer&, const Store&) {}
+  virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits
+};
+
+class Engine final : private LayerHooks {
+ public:
+  // Errc::config and Errc::unsupported for needs that this engine cannot meet.
+  Engine(std::shared_ptr<const Model> model, std::unique_ptr<Policy> policy, const EngineOptions& options);
+
+  int open();  // a free slot, or -1
+  void close(int slot);
+
+  // The whole prompt of an opened slot, or its next part: end = the policy may compress now. logits [k, vocab]: of the
+  // last k tokens. After out_of_memory the slot can only be closed.
+  Fit prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits);
+
+  // One token per row; logits [row, vocab].
+  Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits);
+
+  std::vector<std::byte> save(int slot) const { return store_.save(slot); }
+  Fit restore(int slot, const std::vector<std::byte>& snapshot) { return store_.restore(slot, snapshot); }
+
+  void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
+
+  const Store& store() const { return store_; }
+  Ledger& ledger() { return store_.ledger(); }
+  std::int64_t fired() const { return fired_; }  // edits that changed something
+  const Model& model() const { return executor_.model(); }
+
+ private:
+  bool wants_mass() const override { return needs_.mass() == Mass::all; }
+  Fit prompt(const PromptLayer& l) override;
+  const PageList* select(const DecodeLayer& l, Fit& fit) override;
+  Fit attended(const DecodeLayer& l) override;
+
+  LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
+  LayerStep layer_step(const DecodeLayer& l);
+  void keep_window(const PromptLayer& l);
+  Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+
+  std::unique_ptr<Policy> policy_;
+  Needs needs_;
+  EngineOptions options_;
+  Store store_;
+  Executor executor_;
+  EngineObserver* observer_ = nullptr;
+  std::int64_t fired_ = 0;
+
+  std::vector<std::int32_t> position_, step_;  // of the callback's rows
+  std::vector<Edit> waiting_;                  // of this layer's select, due after its attention
+  PagedKv pages_;                              // what KvRows and StateColumn of the callback point to
+  PageList attend_;
+  std::vector<std::vector<std::vector<float>>> tail_;  // [slot][layer] last window queries of a chunked prompt
+};
+
+}  // namespace kvlab
