@@ -180,7 +180,6 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
       const PartTimer timer(Part::attend);
       ops::PrefillArgs a;
       a.kv = store_.view(layer, slots);
-      a.past = past;
       a.queries = queries;
       a.keys = keys;
       a.values = values;

@@ -25,16 +25,16 @@ void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 
 struct PrefillArgs {
-  PagedKv kv;                    // row 0 only; its tokens before this chunk are [0, past)
-  int past = 0;                  // cached tokens that the chunk also sees (already evicted ones are not there)
+  PagedKv kv;                    // row 0 only: what the chunk also sees. KV head h has its own past, kv.tokens(0, h)
+                                 // tokens (evictions between chunks may leave heads of different lengths)
   View<const float, 3> queries;  // [token, query head, head_dim] of the chunk
   View<const float, 3> keys;     // [token, kv_head, head_dim] of the chunk, rotated, rounded to the cache's dtype
   View<const float, 3> values;   // [token, kv_head, head_dim]
-  float softmax_scale = 0;
-  int window = 0;
-  int first = 0;        // text position of the chunk's first token
-  View<float, 3> out;   // [token, query head, head_dim]
-  View<float, 2> mass;  // optional: [query head, past + chunk]: column sums of the chunk's probabilities
+  float softmax_scale = 0;       // 1 / sqrt(head_dim) unless the model says otherwise
+  int window = 0;                // as in AttendArgs; by stored positions
+  int first = 0;                 // text position of the chunk's first token
+  View<float, 3> out;            // [token, query head, head_dim]
+  View<float, 2> mass;           // optional: [query head, past of its head + chunk] column sums of the probabilities
 };
 
 // Causal attention of one prompt chunk of one sequence over its past (read back from the pages) and itself.
