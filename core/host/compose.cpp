@@ -109,16 +109,14 @@ class ComposedPolicy final : public Policy {
     const int rows = kv.rows();
     std::vector<std::int32_t> totals(static_cast<std::size_t>(rows));
     std::vector<Pins> pins(static_cast<std::size_t>(rows));
-    bool work = false;
+    std::vector<bool> keep_all(static_cast<std::size_t>(rows));
     for (int row = 0; row < rows; ++row) {
       const std::size_t r = static_cast<std::size_t>(row);
-      totals[r] = due[r] ? total(kv.position[row]) : unlimited;
-      if (totals[r] >= kv.position[row]) totals[r] = unlimited;
-      if (totals[r] == unlimited) continue;
-      pins[r] = parts_.scorer->pins(totals[r]);
-      work = true;
+      totals[r] = due[r] ? std::min(total(kv.position[row]), kv.position[row]) : kv.position[row];
+      keep_all[r] = totals[r] == kv.position[row];
+      if (!keep_all[r]) pins[r] = parts_.scorer->pins(totals[r]);
     }
-    if (!work) return;
+    if (std::find(keep_all.begin(), keep_all.end(), false) == keep_all.end()) return;
     const PartTimer timer(Part::score);
     Scores scores = kv.kv_head_scores("scores");
     parts_.scorer->score(kv, scores, s);
@@ -140,7 +138,7 @@ class ComposedPolicy final : public Policy {
     else
       ops::allot_uniform(a, s);
     for (int row = 0; row < rows; ++row)
-      if (totals[static_cast<std::size_t>(row)] == unlimited)
+      if (keep_all[static_cast<std::size_t>(row)])
         for (int head = 0; head < kv.kv_heads(); ++head) keep(row, head) = length(row, head);
     TokenList kept = kv.list<TokenList>("kept", kv.max_length);
     {

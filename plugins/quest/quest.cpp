@@ -1,0 +1,41 @@
+// Quest: attend to the pages whose key box bounds the largest dot product with this step's query. Tang et al., ICML
+// 2024.
+#include <kvlab/plugin.hpp>
+
+namespace {
+
+class Quest final : public kvlab::Selector {
+ public:
+  explicit Quest(const kvlab::Params& p)
+      : group_(p.get<kvlab::GroupRule>("group")),
+        dense_(p.get<int>("dense_layers")),
+        min_pages_(p.get<int>("min_pages")),
+        pins_{.newest_page = p.get<bool>("last_page")},
+        summary_(p.get<bool>("page_bounds") ? kvlab::Summary::min_max : kvlab::Summary::mean) {}
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).min_pages(min_pages_);
+  }
+  kvlab::Pins pins() const override { return pins_; }
+  void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream s) override {
+    auto score = step.scratch<float>("page score", {step.rows(), step.kv_heads(), step.max_pages});
+    kvlab::ops::page_score(step.queries, step.pages, step.summaries, group_, score, s);
+    kvlab::ops::top_pages(step.pages, score, step.page_budgets, pins_, out, s);
+  }
+
+ private:
+  kvlab::GroupRule group_;
+  int dense_, min_pages_;
+  kvlab::Pins pins_;
+  kvlab::Summary summary_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::selector<Quest>("quest", "page-level query-aware selection (Tang et al. 2024)")
+                 .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
+                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+                 .param("min_pages", 3, 1, kvlab::any, "least pages per KV head")
+                 .param("last_page", false,
+                        "always attend to the newest page (the paper's kernels do, its evaluation does not)")
+                 .component("page_bounds", "min-max boxes of the keys; off = the page's mean key"))

@@ -1,0 +1,12 @@
+// The same number of tokens for every layer and head; what a policy gets that names no split.
+#include <kvlab/plugin.hpp>
+
+namespace {
+
+struct Uniform final : kvlab::Budget {
+  void allot(const kvlab::Allotment& a, kvlab::Stream s) override { kvlab::ops::allot_uniform(a, s); }
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::budget<Uniform>("uniform", "the same budget for every layer and KV head"))
