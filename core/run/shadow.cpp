@@ -1,0 +1,149 @@
+#include "run/shadow.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+#include "ops/attend.hpp"
+#include "ops/paged.hpp"
+
+namespace kvlab {
+namespace {
+
+StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
+  StoreOptions o;
+  o.shape.layers = model.config.layers;
+  o.shape.query_heads = model.config.heads;
+  o.shape.kv_heads = model.config.kv_heads;
+  o.shape.head_dim = model.config.head_dim;
+  o.shape.page_size = page_size;
+  o.shape.max_slots = 1;
+  o.shape.max_tokens = max_tokens;
+  o.shape.dtype = model.dtype;
+  o.rope_table = model.rope();
+  return o;
+}
+
+// Text positions that one KV head's attention read, as flags over [0, total).
+void attended_positions(const DecodeLayer& l, const Store& store, int head, int window, std::vector<char>& seen) {
+  const PagedKv kv = store.view(l.layer, *l.slots);
+  const int n = kv.tokens(0, head), p = kv.page_size;
+  const int newest = store.position((*l.slots)[0]);
+  const int pages = l.pages ? l.pages->count(0, head) : kv.pages(0, head);
+  for (int i = 0; i < pages; ++i) {
+    const int page = l.pages ? l.pages->index(0, head, i) : i;
+    const PageEntry& e = kv.entry(0, head, page);
+    const int tokens = std::min(p, n - page * p);
+    for (int t = 0; t < tokens; ++t) {
+      std::int32_t position;
+      std::memcpy(&position, kv.frame(e) + kv.layout(e).positions + t * 4, 4);
+      if (window == 0 || position > newest - window) seen[static_cast<std::size_t>(position)] = 1;
+    }
+  }
+}
+
+}  // namespace
+
+Shadow::Shadow(const Model& model, int page_size, int max_tokens)
+    : model_(model), store_(shadow_options(model, page_size, max_tokens)) {
+  store_.open();
+}
+
+void Shadow::reset() {
+  store_.close(0);
+  store_.open();
+  rows_ = {};
+}
+
+// In the original regime what comes is already rotated by text position; otherwise rotate the raw vectors here.
+const float* Shadow::original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
+                              std::vector<float>& buffer) const {
+  if (!raw) return rotated.data;
+  const std::int64_t n = raw.extent[0], heads = raw.extent[1], dim = raw.extent[2];
+  buffer.assign(raw.data, raw.data + n * heads * dim);
+  std::vector<float> angle(static_cast<std::size_t>(dim));
+  for (std::int64_t t = 0; t < n; ++t) {
+    ops::rope_angles(model_.rope(), static_cast<double>(first + t), angle.data(), angle.data() + dim / 2);
+    for (std::int64_t h = 0; h < heads; ++h)
+      ops::rotate_with(buffer.data() + (t * heads + h) * dim, angle.data(), angle.data() + dim / 2,
+                       static_cast<int>(dim));
+  }
+  return buffer.data();
+}
+
+void Shadow::prompt(const PromptLayer& l, const Store& store) {
+  const int first = store.position(l.slot), n = static_cast<int>(l.keys.extent[0]);
+  const float* k = original(l.keys, l.raw_keys, first, keys_);
+  store_.append(l.layer, 0, k, l.values.data, n, first);
+  if (l.layer + 1 == model_.config.layers) store_.advance(0, n, false);
+}
+
+void Shadow::attended(const DecodeLayer& l, const Store& store) {
+  const ModelConfig& c = model_.config;
+  const int newest = store.position((*l.slots)[0]), total = newest + 1;
+  const float* q = original(l.queries, l.raw_queries, newest, queries_);
+  const float* k = original(l.keys, l.raw_keys, newest, keys_);
+  store_.append(l.layer, 0, k, l.values.data, 1, newest);
+
+  const std::size_t width = static_cast<std::size_t>(c.heads * c.head_dim);
+  output_.resize(width);
+  mass_.resize(static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total));
+  ops::AttendArgs a;
+  a.kv = store_.view(l.layer, slots_);
+  a.queries = View<const float, 3>::dense(q, {1, c.heads, c.head_dim});
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  const std::int32_t last[] = {newest};
+  a.last = last;
+  a.out = View<float, 3>::dense(output_.data(), {1, c.heads, c.head_dim});
+  a.mass = View<float, 3>::dense(mass_.data(), {1, c.heads, total});
+  ops::attend(a, store_.workspace(), Stream::cpu());
+  store_.workspace().reset();
+
+  const int p = store_.shape().page_size, pages = (total + p - 1) / p, group = c.group();
+  double covered = 0, recall = 0;
+  std::vector<char> seen;
+  std::vector<double> page_mass;
+  std::vector<int> order(static_cast<std::size_t>(pages));
+  for (int head = 0; head < c.kv_heads; ++head) {
+    seen.assign(static_cast<std::size_t>(total), 0);
+    attended_positions(l, store, head, c.sliding_window, seen);
+    page_mass.assign(static_cast<std::size_t>(pages), 0);
+    for (int g = 0; g < group; ++g)
+      for (int t = 0; t < total; ++t) {
+        const double m = a.mass(0, head * group + g, t);
+        if (seen[static_cast<std::size_t>(t)]) covered += m;
+        page_mass[static_cast<std::size_t>(t / p)] += m;
+      }
+    std::vector<char> chosen(static_cast<std::size_t>(pages), 0);
+    for (int t = 0; t < total; ++t)
+      if (seen[static_cast<std::size_t>(t)]) chosen[static_cast<std::size_t>(t / p)] = 1;
+    const int count = static_cast<int>(std::count(chosen.begin(), chosen.end(), 1));
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int x, int y) {
+      return page_mass[static_cast<std::size_t>(x)] > page_mass[static_cast<std::size_t>(y)];
+    });
+    int hit = 0;
+    for (int i = 0; i < count; ++i) hit += chosen[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
+    recall += count ? static_cast<double>(hit) / count : 0;
+  }
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < width; ++i) {
+    const double full = output_[i], ours = l.output.data[i];
+    difference += (ours - full) * (ours - full);
+    norm += full * full;
+  }
+  rows_.mass.push_back(static_cast<float>(covered / c.heads));
+  rows_.page_recall.push_back(static_cast<float>(recall / c.kv_heads));
+  rows_.output_error.push_back(static_cast<float>(norm > 0 ? std::sqrt(difference / norm) : 0));
+  if (l.layer + 1 == c.layers) store_.advance(0, 1, true);
+}
+
+Shadow::Rows Shadow::take() {
+  Rows out;
+  std::swap(out, rows_);
+  return out;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,45 @@
+// Fidelity per layer without a data set: a second store that keeps everything is fed the policy run's own queries, keys
+// and values, and full attention over it says what the policy's attention missed. One sequence; outside the policy's
+// ledger.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "engine/engine.hpp"
+
+namespace kvlab {
+
+class Shadow final : public EngineObserver {
+ public:
+  // Follows the sequence in the engine's slot 0. max_tokens as the engine's.
+  Shadow(const Model& model, int page_size, int max_tokens);
+
+  // Forget the sequence; a new one starts at position 0.
+  void reset();
+
+  void prompt(const PromptLayer& l, const Store& store) override;
+  void attended(const DecodeLayer& l, const Store& store) override;
+
+  // Of the decode steps since the last take, [step, layer] each:
+  // mass: share of the full attention's probability on positions that the policy attended to, mean over query heads;
+  // page_recall: with n pages (text position / page_size) attended to by a KV head, the share of them among the n pages
+  // of
+  //   largest full attention mass, mean over KV heads;
+  // output_error: ||policy's attention output - full's|| / ||full's||, all heads together.
+  struct Rows {
+    std::vector<float> mass, page_recall, output_error;
+  };
+  Rows take();
+
+ private:
+  const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
+                        std::vector<float>& buffer) const;
+
+  const Model& model_;
+  Store store_;
+  std::vector<std::int32_t> slots_{0};
+  std::vector<float> queries_, keys_, output_, mass_;
+  Rows rows_;
+};
+
+}  // namespace kvlab
