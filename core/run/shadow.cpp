@@ -102,7 +102,7 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
   store_.workspace().reset();
 
   const int p = store_.shape().page_size, pages = (total + p - 1) / p, group = c.group();
-  double covered = 0, recall = 0;
+  double missed = 0, recall = 0;
   std::vector<char> seen;
   std::vector<double> page_mass;
   std::vector<int> order(static_cast<std::size_t>(pages));
@@ -113,7 +113,7 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
     for (int g = 0; g < group; ++g)
       for (int t = 0; t < total; ++t) {
         const double m = a.mass(0, head * group + g, t);
-        if (seen[static_cast<std::size_t>(t)]) covered += m;
+        if (!seen[static_cast<std::size_t>(t)]) missed += m;
         page_mass[static_cast<std::size_t>(t / p)] += m;
       }
     std::vector<char> chosen(static_cast<std::size_t>(pages), 0);
@@ -134,7 +134,7 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
     difference += (ours - full) * (ours - full);
     norm += full * full;
   }
-  rows_.mass.push_back(static_cast<float>(covered / c.heads));
+  rows_.mass.push_back(static_cast<float>(1 - missed / c.heads));
   rows_.page_recall.push_back(static_cast<float>(recall / c.kv_heads));
   rows_.output_error.push_back(static_cast<float>(norm > 0 ? std::sqrt(difference / norm) : 0));
   if (l.layer + 1 == c.layers) store_.advance(0, 1, true);
