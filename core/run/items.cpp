@@ -1,0 +1,73 @@
+#include "run/items.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+
+#include "base/sha256.hpp"
+#include "run/task_env.hpp"
+
+namespace kvlab {
+
+int Item::most_tokens() const {
+  const std::size_t answer = forced.empty() ? static_cast<std::size_t>(max_new) : forced.size();
+  return static_cast<int>(prompt.size() + fed.size() + answer);
+}
+
+TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
+                     const ModelConfig& config, const Experiment& experiment, std::int64_t seed) {
+  const PluginInfo* info = catalog.find(Role::task, spec.task.name);
+  if (!info) throw Error(Errc::plugin, "got unknown task '" + spec.task.name + "'", spec.where);
+  if (!tokenizer) throw Error(Errc::tokenizer, "got a model without a tokenizer, wanted one: tasks are made of text");
+  const auto task = create<Task>(*info, spec.task.params);
+  const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
+                         spec.questions);
+  TaskItems out;
+  out.metric = task->metric();
+  out.samples = task->samples(env);
+  if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
+  for (int i = 0; i < out.samples; ++i) {
+    const TaskSample sample = task->sample(i, env);
+    const std::string where = spec.where + ": sample " + std::to_string(i);
+    if (sample.questions.empty()) throw Error(Errc::data, "got a sample without questions", where);
+    for (std::size_t q = 0; q < sample.questions.size(); ++q) {
+      const TaskQuestion& question = sample.questions[q];
+      Item item;
+      item.sample = i;
+      item.question = static_cast<int>(q);
+      item.prompt = sample.context;
+      item.forced = question.forced;
+      item.max_new = question.max_new_tokens;
+      item.references = question.references;
+      if (spec.question == Question::prompt) {
+        item.prompt.insert(item.prompt.end(), question.tokens.begin(), question.tokens.end());
+      } else {
+        item.fed = question.tokens;
+        item.shared = sample.questions.size() > 1;
+      }
+      if (item.prompt.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token", where);
+      if (item.forced.empty() && item.max_new < 1)
+        throw Error(Errc::data, "got a question that asks for no token, wanted max_new_tokens of at least 1", where);
+      for (const std::vector<int>* tokens : {&item.prompt, &item.fed, &item.forced})
+        for (int t : *tokens)
+          if (t < 0 || t >= config.vocab)
+            throw Error(Errc::data,
+                        "got token " + std::to_string(t) + ", wanted 0 to " + std::to_string(config.vocab - 1), where);
+      const int most = item.most_tokens();
+      if (most > config.context)
+        throw Error(Errc::config,
+                    "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
+                        std::to_string(config.context) + ", the model's context",
+                    where);
+      std::string bytes;
+      for (const std::vector<int>* tokens : {&item.prompt, &item.fed})
+        for (int t : *tokens)
+          for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(t >> shift));
+      item.sha256 = sha256_hex(bytes);
+      out.items.push_back(std::move(item));
+    }
+  }
+  return out;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,36 @@
+// The questions of a task's samples, ready to run: what is prefilled, what is fed token by token, what is forced.
+#pragma once
+#include <kvlab/task.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/tokenizer.hpp"
+#include "run/experiment.hpp"
+
+namespace kvlab {
+
+struct Item {
+  int sample = 0, question = 0;
+  bool shared = false;      // the context's cache serves several questions of the sample
+  std::vector<int> prompt;  // what the policy sees before it compresses
+  std::vector<int> fed;     // fed one by one afterwards
+  std::vector<int> forced;  // scored instead of generated
+  int max_new = 0;
+  std::vector<std::string> references;
+  std::string sha256;  // of prompt and fed tokens, little-endian i32
+
+  int most_tokens() const;  // prompt, fed and answer
+};
+
+// Errc::data and Errc::config for samples that cannot run on this model (too long, empty context, bad token).
+struct TaskItems {
+  std::vector<Item> items;
+  std::string metric;
+  int samples = 0;
+};
+TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
+                     const ModelConfig& config, const Experiment& experiment, std::int64_t seed);
+
+}  // namespace kvlab
