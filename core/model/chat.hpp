@@ -8,7 +8,15 @@
 namespace kvlab {
 
 struct ChatTemplate {
-  enum class Kind { none, chatml, llama2, llama3, mistral };
+  enum class Kind {
+    none,
+    chatml,      // Qwen, SmolLM2
+    llama2,      // [INST] <<SYS>>
+    llama3,      // headers
+    llama31,     // headers; every system message opens with two fixed dates
+    mistral,     // [INST] user [/INST]; the system message is put before the user's
+    mistral_v3,  // the same without the space before [/INST]
+  };
   Kind kind = Kind::none;
   std::optional<std::string> default_system;  // what the template itself says when there is no system message
   std::string hash;                           // of the program's text, 16 hex digits; empty = the model has no template

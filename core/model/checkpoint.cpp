@@ -1,0 +1,85 @@
+#include "model/checkpoint.hpp"
+
+#include <fmt/format.h>
+
+#include <kvlab/error.hpp>
+
+#include "model/checkpoint_checks.hpp"
+#include "model/gguf_checkpoint.hpp"
+
+namespace kvlab {
+
+std::vector<float> Checkpoint::read(std::string_view name) const {
+  const std::vector<std::int64_t> dims = shape(name);
+  std::int64_t rows = 1;
+  for (std::size_t i = 0; i + 1 < dims.size(); ++i) rows *= dims[i];
+  std::vector<float> out(static_cast<std::size_t>(rows * dims.back()));
+  read_rows(name, 0, rows, out.data());
+  return out;
+}
+
+void check_tensors(const Checkpoint& checkpoint, const std::string& where) {
+  const ModelConfig& c = checkpoint.config();
+  using Shape = std::vector<std::int64_t>;
+  const auto want = [&](const std::string& name, const Shape& shape) {
+    if (!checkpoint.has(name)) throw Error(Errc::model, "got no such tensor, wanted it", where + ": " + name);
+    const auto text = [](const Shape& s) { return fmt::format("[{}]", fmt::join(s, ", ")); };
+    if (const Shape got = checkpoint.shape(name); got != shape)
+      throw Error(Errc::model, fmt::format("got shape {}, wanted {}", text(got), text(shape)), where + ": " + name);
+  };
+  const std::int64_t q = std::int64_t{c.heads} * c.head_dim, kv = std::int64_t{c.kv_heads} * c.head_dim;
+  want("model.embed_tokens.weight", {c.vocab, c.hidden});
+  want("model.norm.weight", {c.hidden});
+  if (!c.tied_embeddings) want("lm_head.weight", {c.vocab, c.hidden});
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const std::string at = fmt::format("model.layers.{}.", layer);
+    want(at + "input_layernorm.weight", {c.hidden});
+    want(at + "post_attention_layernorm.weight", {c.hidden});
+    want(at + "self_attn.q_proj.weight", {q, c.hidden});
+    want(at + "self_attn.k_proj.weight", {kv, c.hidden});
+    want(at + "self_attn.v_proj.weight", {kv, c.hidden});
+    want(at + "self_attn.o_proj.weight", {c.hidden, q});
+    want(at + "mlp.gate_proj.weight", {c.ffn, c.hidden});
+    want(at + "mlp.up_proj.weight", {c.ffn, c.hidden});
+    want(at + "mlp.down_proj.weight", {c.hidden, c.ffn});
+    if (c.qkv_bias) {
+      want(at + "self_attn.q_proj.bias", {q});
+      want(at + "self_attn.k_proj.bias", {kv});
+      want(at + "self_attn.v_proj.bias", {kv});
+    }
+    if (c.o_bias) want(at + "self_attn.o_proj.bias", {c.hidden});
+    if (c.qk_norm) {
+      want(at + "self_attn.q_norm.weight", {c.head_dim});
+      want(at + "self_attn.k_norm.weight", {c.head_dim});
+    }
+  }
+}
+
+void check_tokenizer(const Tokenizer* tokenizer, const ModelConfig& config, const std::string& where) {
+  if (tokenizer != nullptr && tokenizer->vocab_size() > config.vocab)
+    throw Error(Errc::model,
+                fmt::format("got a tokenizer of {} tokens for {} embeddings, wanted no more tokens than embeddings",
+                            tokenizer->vocab_size(), config.vocab),
+                where);
+}
+
+void check_rows(std::string_view tensor, std::int64_t rows, std::int64_t row_begin, std::int64_t row_count,
+                const std::string& where) {
+  if (row_begin < 0 || row_count < 0 || row_begin > rows || row_count > rows - row_begin)
+    throw Error(Errc::model, fmt::format("got rows {} + {}, wanted rows inside 0 to {}", row_begin, row_count, rows),
+                fmt::format("{}: {}", where, tensor));
+}
+
+void unknown_tensor(std::string_view name, const std::string& where) {
+  throw Error(Errc::model, fmt::format("got a request for tensor '{}', wanted one of this file", name), where);
+}
+
+std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path) {
+  if (!std::filesystem::exists(path))
+    throw Error(Errc::model, "got no such file or folder, wanted a model", path.string());
+  if (std::filesystem::is_directory(path))
+    throw Error(Errc::unsupported, "got a folder, wanted a .gguf file", path.string());
+  return open_gguf(path);
+}
+
+}  // namespace kvlab
