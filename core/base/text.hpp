@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-// Levenshtein distance in bytes: insertions, deletions and replacements each cost 1.
+// Levenshtein distance in bytes: an insertion, a deletion, a replacement and a swap of two neighbours cost 1 each.
 std::size_t edit_distance(std::string_view a, std::string_view b);
 
 // The word nearest to `word`, ties to the earlier one; none when nothing is near enough to be a slip of the pen

@@ -1,0 +1,2 @@
+#include "by_hand.hpp"
+BAD_ROLE(role.create = nullptr)
