@@ -114,14 +114,10 @@ fs::path own_folder() {
 }
 
 std::string rebuild_hint() {
-  const fs::path lib = own_folder();
-  std::string package = "the folder with kvlabConfig.cmake";
-  for (const fs::path& folder : {lib / "cmake" / "kvlab", lib.parent_path()}) {
-    std::error_code ec;
-    if (!fs::exists(folder / "kvlabConfig.cmake", ec)) continue;
-    package = folder.string();
-    break;
-  }
+  const fs::path installed = own_folder() / "cmake" / "kvlab";
+  std::error_code ec;
+  const std::string package =
+      fs::exists(installed / "kvlabConfig.cmake", ec) ? installed.string() : "the folder of kvlabConfig.cmake";
   return "rebuild the plugin with this kvlab (" KVLAB_VERSION "): cmake -B build -Dkvlab_DIR=\"" + package +
          "\" && cmake --build build";
 }
