@@ -1,5 +1,7 @@
 #include "base/cpu.hpp"
 
+#include <fstream>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -62,5 +64,15 @@ bool has_avx2() { return false; }
 bool has_avx512_bf16() { return false; }
 bool has_amx_bf16() { return false; }
 #endif
+
+std::string cpu_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);)
+    if (line.rfind("model name", 0) == 0) {
+      const std::size_t at = line.find_first_not_of(" \t", line.find(':') + 1);
+      return at == std::string::npos ? "unknown" : line.substr(at);
+    }
+  return "unknown";
+}
 
 }  // namespace kvlab

@@ -30,7 +30,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<const Model> model, std::unique_ptr<Policy> policy, const EngineOptions& options)
+Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options)
     : policy_(std::move(policy)),
       needs_(policy_->needs()),
       options_(options),

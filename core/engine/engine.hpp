@@ -34,7 +34,7 @@ class EngineObserver {
 class Engine final : private LayerHooks {
  public:
   // Errc::config and Errc::unsupported for needs that this engine cannot meet.
-  Engine(std::shared_ptr<const Model> model, std::unique_ptr<Policy> policy, const EngineOptions& options);
+  Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options);
 
   int open();  // a free slot, or -1
   void close(int slot);
@@ -67,7 +67,7 @@ class Engine final : private LayerHooks {
   void keep_window(const PromptLayer& l);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
 
-  std::unique_ptr<Policy> policy_;
+  std::shared_ptr<Policy> policy_;
   Needs needs_;
   EngineOptions options_;
   Store store_;

@@ -123,6 +123,7 @@ void write_cell_group(const h5::File& file, const CellResult& cell) {
   if (!cell.ledger.empty()) at.write_table("ledger", columns_of(cell.ledger));
 
   const Fidelity& f = cell.fidelity;
+  write_if(at, "fidelity/offsets", f.offsets, {length(f.offsets.size())}, "generated token");
   write_if(at, "fidelity/kl", f.kl, {length(f.kl.size())}, "nats");
   write_if(at, "fidelity/top1", f.top1, {length(f.top1.size())}, "1 = agrees");
   const auto per_layer = [&](const char* name, const std::vector<float>& values, const char* unit) {
@@ -161,6 +162,7 @@ CellResult read_cell_group(const h5::File& file, const std::string& id) {
   if (at.has("ledger")) cell.ledger = read_rows<LedgerRow>(at, "ledger");
 
   Fidelity& f = cell.fidelity;
+  if (at.has("fidelity/offsets")) f.offsets = at.read_i64("fidelity/offsets", 1);
   f.kl = read_f32_if(at, "fidelity/kl", 1);
   f.top1 = read_f32_if(at, "fidelity/top1", 1);
   for (const auto& [name, values] : {std::pair{"fidelity/mass", &f.mass},

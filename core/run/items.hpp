@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "model/tokenizer.hpp"
+#include "model/config.hpp"
+#include "model/tokenizer.hpp"
 #include "run/experiment.hpp"
 
 namespace kvlab {

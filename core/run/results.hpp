@@ -80,7 +80,8 @@ struct TraceEvent {
 
 // An empty vector = not measured: its dataset is not written.
 struct Fidelity {
-  std::vector<float> kl, top1;                         // [generated token]
+  std::vector<float> kl, top1;                         // [generated token]: of the forced answer, the full cache's
+  std::vector<std::int64_t> offsets;                   // [sample + 1] into the rows of this group
   std::int64_t layers = 0;                             // of the three below
   std::vector<float> mass, page_recall, output_error;  // [generated token, layer]
 };

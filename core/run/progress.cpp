@@ -1,0 +1,73 @@
+#include "run/progress.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace kvlab {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point t) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count();
+}
+
+}  // namespace
+
+std::string duration_text(double seconds) {
+  const long s = std::max(0L, static_cast<long>(seconds + 0.5));
+  if (s < 60) return fmt::format("{} s", s);
+  if (s < 3600) return fmt::format("{} min {:02} s", s / 60, s % 60);
+  return fmt::format("{} h {:02} min", s / 3600, s % 3600 / 60);
+}
+
+Progress::Progress(int cells, bool quiet) : cells_(cells), quiet_(quiet), terminal_(isatty(STDERR_FILENO) != 0) {}
+Progress::~Progress() { clear_line(); }
+
+void Progress::clear_line() {
+  if (!quiet_ && terminal_) fmt::print(stderr, "\r\x1b[K");
+}
+
+void Progress::skip() {
+  ++skipped_;
+  ++done_;
+}
+
+// Time per cell so far, for the cells that are left.
+std::string Progress::eta(double part_of_cell) const {
+  const double ran = done_ - skipped_ + part_of_cell;
+  if (ran < 0.05) return "";
+  const double left = seconds_since(start_) / ran * (cells_ - skipped_ - ran);
+  return fmt::format(", about {} left", duration_text(left));
+}
+
+void Progress::begin(const std::string& name) {
+  name_ = name;
+  cell_start_ = Clock::now();
+  item("starting", 0, 1);
+}
+
+void Progress::item(const std::string& pass, int done, int total) {
+  if (quiet_ || !terminal_ || seconds_since(drawn_) < 0.1) return;
+  drawn_ = Clock::now();
+  fmt::print(stderr, "\r\x1b[K[{}/{}] {}: {} {}/{}{}", done_ + 1, cells_, name_, pass, done, total,
+             eta(static_cast<double>(done) / std::max(1, total) * 0.5));
+  std::fflush(stderr);
+}
+
+void Progress::end(const std::string& outcome) {
+  ++done_;
+  if (quiet_) return;
+  clear_line();
+  fmt::print(stderr, "[{}/{}] {}: {} in {}{}\n", done_, cells_, name_, outcome,
+             duration_text(seconds_since(cell_start_)), done_ < cells_ ? eta(0) : "");
+}
+
+void Progress::note(const std::string& line) {
+  if (quiet_) return;
+  clear_line();
+  fmt::print(stderr, "{}\n", line);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,20 @@
+// Runs an experiment: checks everything first, then cell by cell; every finished cell is on disk before the next one
+// starts.
+#pragma once
+#include <string>
+
+#include "run/experiment.hpp"
+
+namespace kvlab {
+
+struct RunOptions {
+  std::string command;  // as typed, for the result file
+  bool fresh = false;   // run finished cells again
+  bool quiet = false;   // no progress and no table
+};
+
+// Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,
+// model, plugin or data; nothing is written then.
+int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
+
+}  // namespace kvlab
