@@ -22,9 +22,7 @@ struct Refused {  // thrown through yaml-cpp
   std::string message;
 };
 
-Place place_of(const YAML::Mark& mark) {
-  return mark.is_null() ? Place{} : Place{mark.line + 1, mark.column + 1};
-}
+Place place_of(const YAML::Mark& mark) { return mark.is_null() ? Place{} : Place{mark.line + 1, mark.column + 1}; }
 
 std::size_t count(const Node& node) {
   std::size_t n = 1;
@@ -74,6 +72,9 @@ class Builder final : public YAML::EventHandler {
     node.place = place_of(mark);
     node.quoted = tag == "!" || tag == "tag:yaml.org,2002:str";
     if (!node.quoted) check_tag(tag, node.place);
+    // Escapes such as "\uD800" make text that the file itself may not hold.
+    if (first_bad_utf8(value) != std::string::npos)
+      throw Refused{node.place, "got escapes that are no Unicode text or control characters"};
     add(std::move(node), anchor);
   }
   void OnSequenceStart(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,

@@ -67,6 +67,13 @@ void Problems::raise() const {
   if (!errors_.empty()) throw ExperimentError(errors_);
 }
 
+ParamSpec make_choice(std::string name, std::vector<std::string> words, std::string help) {
+  ParamSpec spec = make_param(std::move(name), words.front(), std::move(help));
+  spec.kind = ParamKind::choice;
+  spec.choices = std::move(words);
+  return spec;
+}
+
 std::optional<ParamValue> read_value(const Node& node, const ParamSpec& spec, Problems& problems) {
   if (!node.is(Node::Kind::scalar)) {
     problems.add(node.place, "got " + yaml::describe(node) + " for '" + spec.name + "', wanted " + wanted(spec));
@@ -86,7 +93,7 @@ std::optional<ParamValue> read_value(const Node& node, const ParamSpec& spec, Pr
 
 std::optional<std::int64_t> read_bytes(const Node& node, Problems& problems) {
   static constexpr std::pair<const char*, double> units[] = {
-      {"", 1},    {"B", 1},         {"KB", 1e3},         {"MB", 1e6},           {"GB", 1e9},
+      {"", 1},      {"B", 1},        {"KB", 1e3},        {"MB", 1e6},           {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 1024.0}, {"MiB", 1048576.0}, {"GiB", 1073741824.0}, {"TiB", 1099511627776.0}};
   if (node.is(Node::Kind::scalar)) {
     const std::size_t digits = std::min(node.text.find_first_not_of("0123456789.eE+"), node.text.size());
@@ -106,8 +113,7 @@ std::string unknown_key(const std::string& key, const std::vector<std::string>& 
   return "got unknown key '" + key + "', wanted one of: " + join(known) + did_you_mean(key, known);
 }
 
-MapReader::MapReader(const Node& node, const std::string& what, Problems& problems)
-    : node_(node), problems_(problems) {
+MapReader::MapReader(const Node& node, const std::string& what, Problems& problems) : node_(node), problems_(problems) {
   if (!node.is(Node::Kind::map) && !node.is(Node::Kind::null))
     problems.add(node.place, "got " + yaml::describe(node) + " for '" + what + "', wanted a map");
 }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "run/document.hpp"
@@ -41,6 +42,13 @@ class Problems {
   std::vector<Error> errors_;
   std::set<std::string> seen_;
 };
+
+template <class T>
+ParamSpec make_param(std::string name, T value, std::string help) {
+  return make_param(std::move(name), std::move(value), -any, any, std::move(help));
+}
+// One of `words`; the first is the default.
+ParamSpec make_choice(std::string name, std::vector<std::string> words, std::string help);
 
 // A scalar as `spec` declares it, or nothing and a note.
 std::optional<ParamValue> read_value(const yaml::Node& node, const ParamSpec& spec, Problems& problems);
