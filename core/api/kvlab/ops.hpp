@@ -66,6 +66,6 @@ void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s);
 // AdaKV (Feng et al. 2024), step 2 and 3 of its card: within the layer, the heads x (total - pinned) best unpinned
 // scores are counted per head; keep = pinned + round_half_even(count * (1 - floor) + trunc((total - pinned) * floor)),
 // the sum repaired by largest remainder so that it is exactly heads x total when every head is long enough.
-void allot_by_score(const Allotment& a, float floor, Stream s);
+void allot_by_score(const Allotment& a, double floor, Stream s);
 
 }  // namespace kvlab::ops

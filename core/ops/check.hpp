@@ -1,0 +1,38 @@
+// Argument checks that the ops share.
+#pragma once
+#include <kvlab/error.hpp>
+#include <kvlab/kv.hpp>
+#include <kvlab/stream.hpp>
+
+#include <string>
+
+namespace kvlab::ops {
+
+[[noreturn]] inline void fail(Errc code, const char* op, const std::string& message) {
+  throw Error(code, message, std::string("op ") + op);
+}
+
+inline void require_cpu(Stream s, const char* op) {
+  if (s.device() != Device::cpu)
+    fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: the CUDA backend is not in this build");
+}
+
+// f32 or bf16 rows of a multiple of 8 up to 256, sane counts and tables. Errc::internal or unsupported.
+void check_kv(const PagedKv& kv, const char* op);
+
+// Every page of this head has a device frame of a fitting layout. Errc::internal.
+void check_resident(const PagedKv& kv, int row, int head, const char* op);
+void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
+
+// `scores` [row, heads, >= longest head of each row], contiguous along tokens, heads = kv_heads times a whole group.
+void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op);
+// The same with exactly the KV heads.
+void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op);
+
+// Longest head over the rows of the call.
+int longest(const PagedKv& kv);
+
+// Are there enough tokens for threads to pay?
+inline bool worth_threads(std::int64_t elements) { return elements > 16384; }
+
+}  // namespace kvlab::ops

@@ -1,0 +1,77 @@
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops/check.hpp"
+#include "ops/group.hpp"
+#include "ops/row_kernels.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+struct Scratch {
+  std::vector<const void*> rows;
+  std::vector<float> queries, scores;
+};
+
+// max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi: a box is one row of 2 * head_dim against the split query.
+void split_query(const float* q, int dim, float* out) {
+  for (int d = 0; d < dim; ++d) {
+    out[d] = std::min(q[d], 0.f);
+    out[dim + d] = std::max(q[d], 0.f);
+  }
+}
+
+void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Summaries& summaries, int row, int head,
+                int group, GroupRule rule, float* out) {
+  thread_local Scratch x;
+  const int pages = kv.pages(row, head), stride = padded(pages), dim = kv.head_dim;
+  const bool box = summaries.kind == Summary::min_max;
+  const int width = box ? 2 * dim : dim;
+  x.rows.resize(stride);
+  for (int p = 0; p < stride; ++p) x.rows[p] = summaries.at(kv.slots[row], head, std::min(p, pages - 1));
+  x.queries.resize(std::size_t(group) * width);
+  for (int g = 0; g < group; ++g) {
+    const float* q = &queries(head * group + g, 0);
+    if (box)
+      split_query(q, dim, x.queries.data() + std::int64_t{g} * width);
+    else
+      std::copy_n(q, dim, x.queries.data() + std::int64_t{g} * width);
+  }
+  x.scores.resize(std::size_t(group) * stride);
+  const RowSet rows{summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16, pages, x.rows.data()};
+  row_kernels().dot(rows, width, x.queries.data(), width, group, x.scores.data(), stride);
+  reduce_group(x.scores.data(), stride, group, pages, rule, 1.f / std::sqrt(static_cast<float>(dim)), out);
+}
+
+}  // namespace
+
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, Scores out,
+                Stream s) {
+  const char* op = "page_score";
+  require_cpu(s, op);
+  check_kv(kv, op);
+  if (queries.dtype != DType::f32)
+    fail(Errc::unsupported, op, std::string("got queries of ") + name_of(queries.dtype) + ", wanted f32");
+  if (summaries.dtype != DType::f32 && summaries.dtype != DType::bf16)
+    fail(Errc::unsupported, op, std::string("got summaries of ") + name_of(summaries.dtype) + ", wanted f32 or bf16");
+  if (summaries.kind == Summary::none || !summaries.data)
+    fail(Errc::internal, op, "got no page summaries, wanted min_max or mean (Needs::page_summary)");
+  const View<const float, 3> q = queries.f32();
+  if (q.extent[0] < kv.rows || q.extent[1] < kv.kv_heads || q.extent[1] % kv.kv_heads || q.extent[2] != kv.head_dim)
+    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
+  if (q.stride[2] != 1 || out.stride[2] != 1)
+    fail(Errc::unsupported, op, "got strided queries or scores, wanted them contiguous");
+  const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
+  if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads || out.extent[2] < most)
+    fail(Errc::internal, op, "got too small an output, wanted [row, kv_head, " + std::to_string(most) + " pages]");
+  const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, &out(r, h, 0));
+}
+
+}  // namespace kvlab::ops

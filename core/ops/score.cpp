@@ -1,0 +1,108 @@
+// Per-token scores that are read off the cache, and token state.
+#include <kvlab/ops.hpp>
+
+#include <cmath>
+#include <vector>
+
+#include "ops/check.hpp"
+#include "ops/group.hpp"
+#include "ops/paged.hpp"
+#include "ops/token_rows.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+const PagedKv& cache_of(const PagedKv* kv, const char* op) {
+  if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
+  check_kv(*kv, op);
+  for (int r = 0; r < kv->rows; ++r)
+    for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
+  return *kv;
+}
+
+const PagedKv& checked_column(const StateColumn& column, const char* op) {
+  const PagedKv& kv = cache_of(column.kv, op);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int p = 0; p < kv.pages(r, h); ++p)
+        if (column.column < 0 || column.column >= kv.layout(kv.entry(r, h, p)).state_columns)
+          fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+  return kv;
+}
+
+float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
+  return reinterpret_cast<float*>(kv.frame(e) + kv.layout(e).state) + std::int64_t{column} * kv.page_size;
+}
+
+}  // namespace
+
+void row_norm(const KvRows& rows, Scores out, Stream s) {
+  require_cpu(s, "row_norm");
+  const PagedKv& kv = cache_of(rows.kv, "row_norm");
+  check_kv_scores(kv, out, "out", "row_norm");
+  constexpr int chunk = 32;  // pages
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      thread_local TokenRows tokens;
+      thread_local std::vector<float> squares;
+      for (int p = 0; p < kv.pages(r, h); p += chunk) {
+        tokens.gather(kv, r, h, rows.side, nullptr, p, std::min(chunk, kv.pages(r, h) - p));
+        squares.resize(tokens.count());
+        row_kernels().square_sum(tokens.set(), kv.head_dim, squares.data());
+        for (int t = 0; t < tokens.count(); ++t) out(r, h, tokens.place(t)) = std::sqrt(squares[t]);
+      }
+    }
+}
+
+void scale(Scores out, float factor, Stream s) {
+  require_cpu(s, "scale");
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h)
+      for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
+}
+
+void recency(const PagedKv& kv, Scores out, Stream s) {
+  require_cpu(s, "recency");
+  check_kv(kv, "recency");
+  check_kv_scores(kv, out, "out", "recency");
+  thread_local std::vector<std::int32_t> position;
+  position.resize(longest(kv));
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      token_positions(kv, r, h, kv.tokens(r, h), position.data());
+      for (int t = 0; t < kv.tokens(r, h); ++t) out(r, h, t) = static_cast<float>(position[t]);
+    }
+}
+
+void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
+  require_cpu(s, "add_mass");
+  const PagedKv& kv = checked_column(column, "add_mass");
+  check_scores(kv, mass, "mass", "add_mass");
+  const int group = static_cast<int>(mass.extent[1]) / kv.kv_heads;
+  thread_local std::vector<float> reduced;
+  reduced.resize(longest(kv));
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int tokens = kv.tokens(r, h);
+      if (tokens == 0) continue;
+      reduce_group(&mass(r, h * group, 0), mass.stride[1], group, tokens, rule, 1.f, reduced.data());
+      for (int p = 0; p < kv.pages(r, h); ++p) {
+        float* state = state_of(kv, kv.entry(r, h, p), column.column);
+        for (int t = p * kv.page_size; t < std::min(tokens, (p + 1) * kv.page_size); ++t)
+          state[t - p * kv.page_size] += reduced[t];
+      }
+    }
+}
+
+void read_state(const StateColumn& column, Scores out, Stream s) {
+  require_cpu(s, "read_state");
+  const PagedKv& kv = checked_column(column, "read_state");
+  check_kv_scores(kv, out, "out", "read_state");
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int t = 0; t < kv.tokens(r, h); ++t)
+        out(r, h, t) = state_of(kv, kv.entry(r, h, t / kv.page_size), column.column)[t % kv.page_size];
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,129 @@
+#include "ops/select.hpp"
+
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "ops/check.hpp"
+#include "ops/paged.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+struct Scratch {
+  std::vector<std::uint64_t> keys;
+  std::vector<char> chosen;
+  std::vector<std::int32_t> rank;
+};
+
+thread_local Scratch scratch;
+
+// Adds the best unchosen of [0, n) to `chosen` until `keep` are chosen.
+void choose(const float* score, int n, int keep, int already, std::vector<char>& chosen) {
+  const int wanted = std::min(keep, n) - already;
+  if (wanted <= 0) return;
+  auto& keys = scratch.keys;
+  keys.clear();
+  for (int i = 0; i < n; ++i)
+    if (!chosen[i]) keys.push_back(selection_key(score[i], static_cast<std::uint32_t>(i)));
+  select_greatest(keys.data(), keys.size(), wanted);
+  for (int i = 0; i < wanted; ++i) chosen[selection_index(keys[i])] = 1;
+}
+
+void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int n) {
+  int count = 0;
+  for (int i = 0; i < n; ++i)
+    if (chosen[i]) list.index(row, head, count++) = i;
+  list.count(row, head) = count;
+}
+
+void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
+  if (list.index.extent[0] < kv.rows || list.index.extent[1] < kv.kv_heads || list.count.extent[0] < kv.rows ||
+      list.count.extent[1] < kv.kv_heads)
+    fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
+}
+
+void check_room(const IndexList& list, int wanted, const char* op) {
+  if (list.index.extent[2] < wanted)
+    fail(Errc::internal, op, "got a list with room for " + std::to_string(list.index.extent[2]) + ", wanted " +
+                                 std::to_string(wanted));
+}
+
+}  // namespace
+
+void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count) {
+  if (count == 0 || count >= n) return;
+  if (count == n - 1) {  // one token leaves (a decode step): its place goes last
+    std::swap(*std::min_element(keys, keys + n), keys[n - 1]);
+    return;
+  }
+  std::nth_element(keys, keys + (count - 1), keys + n, std::greater<>());
+}
+
+int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned) {
+  const int n = kv.tokens(row, head);
+  std::fill_n(pinned, n, 0);
+  const std::int64_t first = std::max(pins.first, 0), last = std::max(pins.last, 0);
+  if (first + last == 0) return 0;
+  if (first + last >= n) {
+    std::fill_n(pinned, n, 1);
+    return n;
+  }
+  auto& rank = scratch.rank;
+  rank.resize(n);
+  token_ranks(kv, row, head, n, rank.data());
+  int count = 0;
+  for (int t = 0; t < n; ++t)
+    if (rank[t] < first || rank[t] >= n - last) {
+      pinned[t] = 1;
+      ++count;
+    }
+  return count;
+}
+
+void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins, TokenList list,
+                Stream s) {
+  const char* op = "top_tokens";
+  require_cpu(s, op);
+  check_kv(kv, op);
+  check_kv_scores(kv, scores, "scores", op);
+  check_list(kv, list, op);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.tokens(r, h);
+      auto& chosen = scratch.chosen;
+      chosen.assign(n, 0);
+      const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
+      check_room(list, std::max(pinned, std::min(n, keep(r, h))), op);
+      if (n > 0) choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen);
+      write_list(list, r, h, chosen, n);
+    }
+}
+
+void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins, PageList out,
+               Stream s) {
+  const char* op = "top_pages";
+  require_cpu(s, op);
+  check_kv(kv, op);
+  check_list(kv, out, op);
+  if (page_scores.extent[0] < kv.rows || page_scores.extent[1] < kv.kv_heads || page_scores.stride[2] != 1)
+    fail(Errc::internal, op, "got page scores of another shape, wanted [row, kv_head, page] contiguous");
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.pages(r, h);
+      if (page_scores.extent[2] < n)
+        fail(Errc::internal, op, "got scores of " + std::to_string(page_scores.extent[2]) + " pages, wanted " +
+                                     std::to_string(n));
+      auto& chosen = scratch.chosen;
+      chosen.assign(n, 0);
+      const int pinned = pins.newest_page && n > 0 ? 1 : 0;
+      if (pinned) chosen[n - 1] = 1;
+      check_room(out, std::max(pinned, std::min(n, page_budgets(r, h))), op);
+      if (n > 0) choose(&page_scores(r, h, 0), n, page_budgets(r, h), pinned, chosen);
+      write_list(out, r, h, chosen, n);
+    }
+}
+
+}  // namespace kvlab::ops

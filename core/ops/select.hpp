@@ -1,0 +1,29 @@
+// Exact selection with a total order: higher score first, equal scores by lower index, NaN below everything.
+#pragma once
+#include <kvlab/kv.hpp>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvlab::ops {
+
+// Greater key = selected earlier. All keys of different indices differ.
+inline std::uint64_t selection_key(float score, std::uint32_t index) {
+  std::uint32_t u = 0;
+  if (score == score) {
+    score += 0.f;  // -0 and 0 are a tie
+    std::memcpy(&u, &score, 4);
+    u = (u & 0x80000000u) ? ~u : (u | 0x80000000u);
+  }
+  return (std::uint64_t{u} << 32) | (0xffffffffu - index);
+}
+inline std::uint32_t selection_index(std::uint64_t key) { return 0xffffffffu - static_cast<std::uint32_t>(key); }
+
+// Puts the `count` greatest keys first, in no order.
+void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count);
+
+// pinned[t] of one head's tokens: the first `pins.first` and the last `pins.last` resident tokens in text order.
+// Returns how many.
+int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned);
+
+}  // namespace kvlab::ops
