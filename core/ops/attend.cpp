@@ -43,7 +43,8 @@ void check(const AttendArgs& a, int group) {
       a.queries.extent[2] != kv.head_dim)
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
   for (int i = 0; i < 3; ++i)
-    if (a.out.extent[i] < a.queries.extent[i]) fail(Errc::internal, op, "got too small an output, wanted that of queries");
+    if (a.out.extent[i] < a.queries.extent[i])
+      fail(Errc::internal, op, "got too small an output, wanted that of queries");
   if (a.queries.stride[2] != 1 || a.out.stride[2] != 1)
     fail(Errc::unsupported, op, "got strided heads, wanted head_dim contiguous");
   if (a.lse && (a.lse.extent[0] < kv.rows || a.lse.extent[1] < a.queries.extent[1]))
@@ -72,13 +73,14 @@ void plan_pages(const AttendArgs& a, Plan& plan) {
       if (a.pages) {
         count = a.pages->count(r, h);
         if (count < 0 || count > a.pages->index.extent[2] || count > pages)
-          fail(Errc::internal, op, "got a list of " + std::to_string(count) + " pages, wanted at most " +
-                                       std::to_string(pages));
+          fail(Errc::internal, op,
+               "got a list of " + std::to_string(count) + " pages, wanted at most " + std::to_string(pages));
         for (int i = 0; i < count; ++i) {
           const int page = a.pages->index(r, h, i);
           if (page < 0 || page >= pages || (i > 0 && page <= plan.lists.back()))
-            fail(Errc::internal, op, "got page " + std::to_string(page) + " of " + std::to_string(pages) +
-                                         ", wanted ascending pages of the head");
+            fail(Errc::internal, op,
+                 "got page " + std::to_string(page) + " of " + std::to_string(pages) +
+                     ", wanted ascending pages of the head");
           plan.lists.push_back(page);
         }
       }
@@ -99,8 +101,8 @@ struct Partials {
 };
 
 // Scores of one chunk for all query heads of the group, then its values.
-void attend_chunk(const AttendArgs& a, const Plan& plan, const Task& task, int chunk_pages, int group, float softmax_scale,
-                  Partials partials) {
+void attend_chunk(const AttendArgs& a, const Plan& plan, const Task& task, int chunk_pages, int group,
+                  float softmax_scale, Partials partials) {
   thread_local TokenRows rows;
   thread_local std::vector<float> scores;
   const PagedKv& kv = a.kv;
@@ -151,7 +153,7 @@ void attend_chunk(const AttendArgs& a, const Plan& plan, const Task& task, int c
 
 // Returns the log-sum-exp.
 float merge(const AttendArgs& a, int row, int query_head, std::int64_t partial, int chunks, int group,
-           const Partials& partials) {
+            const Partials& partials) {
   const RowKernels& kernels = row_kernels();
   const int dim = a.kv.head_dim;
   float maximum = minus_infinity;

@@ -68,7 +68,8 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
   if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads || out.extent[2] < most)
     fail(Errc::internal, op, "got too small an output, wanted [row, kv_head, " + std::to_string(most) + " pages]");
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
-#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
+#pragma omp parallel for collapse(2) \
+    schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, &out(r, h, 0));

@@ -13,7 +13,9 @@ namespace {
 
 int bits_of(const PageLayout& l, KvSide side) { return side == KvSide::key ? l.codec.k.bits : l.codec.v.bits; }
 
-std::int64_t element_bytes(int bits, DType dtype) { return bits ? bits / 8 : static_cast<std::int64_t>(size_of(dtype)); }
+std::int64_t element_bytes(int bits, DType dtype) {
+  return bits ? bits / 8 : static_cast<std::int64_t>(size_of(dtype));
+}
 
 std::int64_t row_bytes(const PageLayout& l, KvSide side) {
   return l.head_dim * element_bytes(bits_of(l, side), l.dtype);
@@ -170,7 +172,8 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
     fail(Errc::internal, "summarize_page",
          "got " + std::to_string(tokens) + " tokens, wanted 1 to " + std::to_string(l.page_size));
   if (dtype != DType::f32 && dtype != DType::bf16)
-    fail(Errc::unsupported, "summarize_page", std::string("got summaries of ") + name_of(dtype) + ", wanted f32 or bf16");
+    fail(Errc::unsupported, "summarize_page",
+         std::string("got summaries of ") + name_of(dtype) + ", wanted f32 or bf16");
   const int dim = l.head_dim;
   float key[256], lo[256], hi[256], total[256];
   for (int t = 0; t < tokens; ++t) {

@@ -6,7 +6,7 @@
 
 namespace kvlab::ops {
 
-inline constexpr int row_pad = 8;    // arrays indexed by token are readable and writable up to a multiple of this
+inline constexpr int row_pad = 8;       // arrays indexed by token are readable and writable up to a multiple of this
 inline constexpr int panel_width = 16;  // tokens of a packed panel
 
 constexpr int padded(int tokens) { return (tokens + row_pad - 1) / row_pad * row_pad; }
@@ -44,9 +44,9 @@ struct RowKernels {
   void (*panel_dot)(const float* panel, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
                     std::int64_t out_stride);
 
-  float (*max)(const float* x, int n);                     // -inf if n is 0; NaN is ignored
-  void (*scale)(float* x, int n, float factor);            // x *= factor
-  float (*exp_sum)(float* x, int n, float shift);          // x = exp(x - shift), returns the sum of x
+  float (*max)(const float* x, int n);                                    // -inf if n is 0; NaN is ignored
+  void (*scale)(float* x, int n, float factor);                           // x *= factor
+  float (*exp_sum)(float* x, int n, float shift);                         // x = exp(x - shift), returns the sum of x
   void (*add_scaled)(const float* x, int n, float factor, float* inout);  // inout += factor * x
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, std::int64_t n, float* out);

@@ -371,8 +371,8 @@ void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, fl
   for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-constexpr RowKernels table = {KVLAB_NAME, dot,       accumulate, square_sum, decode,     rotate,   pack_panel,
-                              panel_dot,  max,       scale,      exp_sum,    add_scaled, silu_mul, rms_norm};
+constexpr RowKernels table = {KVLAB_NAME, dot, accumulate, square_sum, decode,     rotate,   pack_panel,
+                              panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm};
 
 }  // namespace
 }  // namespace kvlab::ops

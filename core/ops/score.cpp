@@ -41,7 +41,8 @@ void row_norm(const KvRows& rows, Scores out, Stream s) {
   const PagedKv& kv = cache_of(rows.kv, "row_norm");
   check_kv_scores(kv, out, "out", "row_norm");
   constexpr int chunk = 32;  // pages
-#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
+#pragma omp parallel for collapse(2) \
+    schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       thread_local TokenRows tokens;

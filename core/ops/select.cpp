@@ -47,8 +47,8 @@ void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
 
 void check_room(const IndexList& list, int wanted, const char* op) {
   if (list.index.extent[2] < wanted)
-    fail(Errc::internal, op, "got a list with room for " + std::to_string(list.index.extent[2]) + ", wanted " +
-                                 std::to_string(wanted));
+    fail(Errc::internal, op,
+         "got a list with room for " + std::to_string(list.index.extent[2]) + ", wanted " + std::to_string(wanted));
 }
 
 }  // namespace
@@ -114,8 +114,8 @@ void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.pages(r, h);
       if (page_scores.extent[2] < n)
-        fail(Errc::internal, op, "got scores of " + std::to_string(page_scores.extent[2]) + " pages, wanted " +
-                                     std::to_string(n));
+        fail(Errc::internal, op,
+             "got scores of " + std::to_string(page_scores.extent[2]) + " pages, wanted " + std::to_string(n));
       auto& chosen = scratch.chosen;
       chosen.assign(n, 0);
       const int pinned = pins.newest_page && n > 0 ? 1 : 0;

@@ -22,7 +22,7 @@ class TokenRows {
   const RowSet& set() const { return set_; }
   const float* const* f32_rows() const { return reinterpret_cast<const float* const*>(row_.data()); }
   int count() const { return set_.count; }
-  int place(int i) const { return place_[i]; }              // of the i-th gathered token
+  int place(int i) const { return place_[i]; }                 // of the i-th gathered token
   std::int32_t position(int i) const { return position_[i]; }  // text position
 
  private:

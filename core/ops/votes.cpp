@@ -92,8 +92,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, con
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < heads; ++h)
-      if (kv.tokens(r, h / group) > 0)
-        vote_head(kv, r, h / group, queries[r][h], last[r], ranks, &votes(r, h, 0));
+      if (kv.tokens(r, h / group) > 0) vote_head(kv, r, h / group, queries[r][h], last[r], ranks, &votes(r, h, 0));
 }
 
 }  // namespace kvlab::ops

@@ -1,0 +1,195 @@
+// A small paged cache in memory for tests: frames in scattered order with guard bytes between them, rows mapped to
+// slots in reverse, so that code which mixes up rows, slots, frames or pages fails.
+#pragma once
+#include <kvlab/kv.hpp>
+#include <kvlab/workspace.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/paged.hpp"
+
+namespace kvlab::test {
+
+struct PagedOptions {
+  int rows = 1, kv_heads = 1, head_dim = 16, page_size = 4, max_pages = 16;
+  DType dtype = DType::f32;
+  CodecSpec codec = {};
+  int state_columns = 0;
+  RopeRegime rope = RopeRegime::original;
+};
+
+class PagedFixture {
+ public:
+  static constexpr std::byte guard{0xA5};
+
+  explicit PagedFixture(const PagedOptions& options) : options_(options) {
+    layouts_.push_back(
+        ops::make_layout(options.dtype, options.codec, options.page_size, options.head_dim, options.state_columns));
+    const int frames = options.rows * options.kv_heads * options.max_pages;
+    frame_step_ = layouts_[0].bytes + granule_bytes;  // one granule of guard behind every frame
+    arena_.assign(frames * frame_step_ + granule_bytes, guard);
+    const auto address = reinterpret_cast<std::uintptr_t>(arena_.data());
+    aligned_ = arena_.data() + (granule_bytes - address % granule_bytes) % granule_bytes;
+    for (int f = 0; f < frames; ++f) free_.push_back(static_cast<std::int32_t>(f * frame_step_ / granule_bytes));
+    std::shuffle(free_.begin(), free_.end(), std::mt19937(7));
+    table_.assign(frames, PageEntry{});
+    length_.assign(options.rows * options.kv_heads, 0);
+    for (int r = 0; r < options.rows; ++r) slots_.push_back(options.rows - 1 - r);
+    for (int i = 0; i < options.head_dim / 2; ++i)
+      inv_freq_.push_back(static_cast<float>(std::pow(10000.0, -2.0 * i / options.head_dim)));
+  }
+
+  // Appends one token to a head; its text position is the next one unless given. k, v: head_dim values.
+  void append(int row, int head, const std::vector<float>& k, const std::vector<float>& v, int position = -1) {
+    const int slot = slots_[row];
+    std::int32_t& n = length_[slot * options_.kv_heads + head];
+    const int page = n / options_.page_size, offset = n % options_.page_size;
+    PageEntry& e = table_[(slot * options_.kv_heads + head) * options_.max_pages + page];
+    if (offset == 0) {
+      e.frame = free_.back();
+      free_.pop_back();
+    }
+    e.tokens = static_cast<std::uint16_t>(offset + 1);
+    ops::write_token(aligned_ + std::int64_t{e.frame} * granule_bytes, layouts_[0], offset, k.data(), v.data(),
+                     position < 0 ? n : position);
+    ++n;
+  }
+
+  // `tokens` tokens of normal values; keys and values as they were drawn (unrounded) are not kept.
+  void fill_random(int row, int head, int tokens, std::mt19937& rng, float spread = 1.f) {
+    std::normal_distribution<float> normal(0.f, spread);
+    std::vector<float> k(options_.head_dim), v(options_.head_dim);
+    for (int t = 0; t < tokens; ++t) {
+      for (float& x : k) x = normal(rng);
+      for (float& x : v) x = normal(rng);
+      append(row, head, k, v);
+    }
+  }
+
+  PagedKv view() {
+    PagedKv kv;
+    kv.base = aligned_;
+    kv.layouts = layouts_.data();
+    kv.table = View<const PageEntry, 3>::dense(table_.data(), {options_.rows, options_.kv_heads, options_.max_pages});
+    kv.length = View<const std::int32_t, 2>::dense(length_.data(), {options_.rows, options_.kv_heads});
+    kv.slots = slots_.data();
+    kv.rows = options_.rows;
+    kv.kv_heads = options_.kv_heads;
+    kv.head_dim = options_.head_dim;
+    kv.page_size = options_.page_size;
+    kv.rope = options_.rope;
+    kv.rope_table = {inv_freq_.data(), options_.head_dim, 1.f};
+    return kv;
+  }
+
+  // Takes a page away from the device.
+  void unmap(int row, int head, int page) { entry(row, head, page).frame = null_frame; }
+  PageEntry& entry(int row, int head, int page) {
+    return table_[(slots_[row] * options_.kv_heads + head) * options_.max_pages + page];
+  }
+
+  // Moves a page into another codec (a second layout of this cache).
+  void re_encode(int row, int head, int page, CodecSpec codec) {
+    PageLayout l =
+        ops::make_layout(options_.dtype, codec, options_.page_size, options_.head_dim, options_.state_columns);
+    if (layouts_.size() < 2) layouts_.push_back(l);
+    if (l.bytes > layouts_[0].bytes) throw Error(Errc::internal, "got a larger codec, wanted one that fits the frames");
+    PageEntry& e = entry(row, head, page);
+    const std::int32_t frame = free_.back();
+    free_.pop_back();
+    for (int t = 0; t < e.tokens; ++t)
+      ops::copy_token(aligned_ + std::int64_t{e.frame} * granule_bytes, layouts_[e.codec], t,
+                      aligned_ + std::int64_t{frame} * granule_bytes, layouts_[1], t);
+    e.frame = frame;
+    e.codec = 1;
+  }
+
+  // Nothing was written between or behind the frames.
+  bool guards_intact() const {
+    const std::int64_t frames = static_cast<std::int64_t>(table_.size());
+    for (std::int64_t f = 0; f < frames; ++f)
+      for (std::int64_t i = layouts_[0].bytes; i < frame_step_; ++i)
+        if (aligned_[f * frame_step_ + i] != guard) return false;
+    return true;
+  }
+
+  const PagedOptions& options() const { return options_; }
+  const std::vector<std::byte>& arena() const { return arena_; }
+
+ private:
+  PagedOptions options_;
+  std::vector<PageLayout> layouts_;
+  std::vector<std::byte> arena_;
+  std::byte* aligned_ = nullptr;
+  std::int64_t frame_step_ = 0;
+  std::vector<std::int32_t> free_, length_, slots_;
+  std::vector<PageEntry> table_;
+  std::vector<float> inv_freq_;
+};
+
+// Scratch from the heap, poisoned; state is zeroed.
+class HeapWorkspace final : public Workspace {
+ public:
+  void* scratch(const char* tag, std::size_t bytes) override {
+    return take(std::string("scratch ") + tag, bytes, 0xCD);
+  }
+  void* state(const char* tag, std::size_t bytes_per_slot, int slots) override {
+    return take(std::string("state ") + tag, bytes_per_slot * static_cast<std::size_t>(slots), 0);
+  }
+
+ private:
+  void* take(const std::string& key, std::size_t bytes, int fill) {
+    auto& block = blocks_[key];
+    block.assign(bytes + 64, std::byte(fill));
+    const auto address = reinterpret_cast<std::uintptr_t>(block.data());
+    return block.data() + (64 - address % 64) % 64;
+  }
+  std::map<std::string, std::vector<std::byte>> blocks_;
+};
+
+// A dense float tensor whose memory is poisoned on both sides and inside, so that stray writes and unwritten entries
+// show.
+template <int Rank>
+class Guarded {
+ public:
+  static constexpr float poison = -12345.678f;
+
+  explicit Guarded(std::array<std::int64_t, Rank> extent) {
+    std::size_t n = 1;
+    for (const auto e : extent) n *= static_cast<std::size_t>(e);
+    data_.assign(n + 2 * margin, poison);
+    view_ = View<float, Rank>::dense(data_.data() + margin, extent);
+  }
+  View<float, Rank> view() const { return view_; }
+  template <class... I>
+  float& operator()(I... i) const {
+    return view_(i...);
+  }
+  std::vector<float> values() const { return {data_.begin() + margin, data_.end() - margin}; }
+  bool margins_intact() const {
+    for (std::size_t i = 0; i < margin; ++i)
+      if (data_[i] != poison || data_[data_.size() - 1 - i] != poison) return false;
+    return true;
+  }
+
+ private:
+  static constexpr std::size_t margin = 64;
+  std::vector<float> data_;
+  View<float, Rank> view_;
+};
+
+// Largest difference allowed between a fast op and its reference that read the same stored bytes: absolute, for values
+// and queries of about unit size. Storage is decoded exactly, so only the order of f32 additions differs.
+struct Tolerance {
+  double output = 2e-5, score = 5e-5, probability = 2e-5, lse = 2e-5;
+};
+
+}  // namespace kvlab::test
