@@ -31,7 +31,7 @@ struct SummaryRow {
   std::string params;  // JSON
   std::string task;
   std::int64_t context_tokens = -1;
-  double budget_tokens = not_measured;  // mean per KV head
+  double budget_tokens = not_measured;  // mean per KV head; NaN = the policy has no budget
   std::int64_t budget_bytes = -1;
   std::int64_t seed = -1, repeat = 0;
   std::string status = "ok";  // ok | failed | oom
