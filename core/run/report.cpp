@@ -110,7 +110,8 @@ std::map<std::string, std::string> leaves(const std::string& params) {
   std::map<std::string, std::string> out;
   const nlohmann::json json = nlohmann::json::parse(params, nullptr, false);
   if (!json.is_object()) return out;
-  for (const auto& [path, value] : json.flatten().items()) {
+  const nlohmann::json flat = json.flatten();
+  for (const auto& [path, value] : flat.items()) {
     std::string name = path.empty() ? path : path.substr(1);
     std::replace(name.begin(), name.end(), '/', '.');
     out[name] = value.is_string() ? value.get<std::string>() : value.dump();

@@ -119,6 +119,9 @@ std::string escape_latex(std::string_view text) {
       case '^': out += "\\textasciicircum{}"; break;
       case '<': out += "\\textless{}"; break;
       case '>': out += "\\textgreater{}"; break;
+      case '[':  // would be an option of the line break before it
+        out += "{[}";
+        break;
       case 0xb1: out += "$\\pm$"; break;
       case 0xd7: out += "$\\times$"; break;
       default: out += text.substr(begin, at - begin);

@@ -51,8 +51,8 @@ TEST_CASE("one block per model, task and context, one row per policy and budget"
   CHECK_THAT(text,
              Contains("bundled/recall, niah, context 2048\n") && Contains("bundled/recall, niah, context 8192\n"));
   CHECK(text.find("snap") < text.find("8192"));
-  CHECK_THAT(line_with(text, "snap     512"), Contains("0.75"));
-  CHECK_THAT(line_with(text, "snap     256"), Contains("0.5"));
+  CHECK_THAT(line_with(text, " 512 "), Contains("0.75"));
+  CHECK_THAT(line_with(text, " 256 "), Contains("0.5"));
   CHECK_THAT(line_with(text, "full"), Contains(" -  "));
   CHECK(text.find("nan") == std::string::npos);
   CHECK(text.find("warning") == std::string::npos);
@@ -125,8 +125,8 @@ TEST_CASE("columns line up by what a terminal shows") {
 
 TEST_CASE("markdown, LaTeX and CSV are escaped") {
   CHECK(escape_markdown("a|b_c*<d>") == "a\\|b\\_c\\*\\<d\\>");
-  CHECK(escape_latex("50% & a_b {x} #1 $ ~ ^ \\ 0.5 ± 1 × é") ==
-        "50\\% \\& a\\_b \\{x\\} \\#1 \\$ \\textasciitilde{} \\textasciicircum{} \\textbackslash{} 0.5 $\\pm$ 1 "
+  CHECK(escape_latex("50% & a_b {x} #1 [2] $ ~ ^ \\ 0.5 ± 1 × é") ==
+        "50\\% \\& a\\_b \\{x\\} \\#1 {[}2] \\$ \\textasciitilde{} \\textasciicircum{} \\textbackslash{} 0.5 $\\pm$ 1 "
         "$\\times$ é");
   CHECK(quote_csv("plain") == "plain");
   CHECK(quote_csv("a,\"b\"\n") == "\"a,\"\"b\"\"\n\"");
