@@ -71,7 +71,7 @@ void put_attribute(hid_t at, const std::string& object, const std::string& name,
   const Handle attribute =
       own(H5Acreate_by_name(at, object.c_str(), name.c_str(), type, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT),
           H5Aclose, "create an attribute", file, name);
-  check(H5Awrite(attribute.get(), type, data), "write an attribute", file, name);
+  if (data) check(H5Awrite(attribute.get(), type, data), "write an attribute", file, name);
 }
 
 void put_dataset(hid_t at, const std::string& name, hid_t file_type, hid_t memory_type, hid_t space, const void* data,
@@ -425,7 +425,8 @@ void Location::set_attribute(const std::string& object, const std::string& name,
   for (const std::string& v : values) texts.push_back(valid_utf8(v));
   std::vector<const char*> pointers;
   for (const std::string& t : texts) pointers.push_back(t.c_str());
-  put_attribute(handle_.get(), object, name, type.get(), space.get(), pointers.data(), file_);
+  put_attribute(handle_.get(), object, name, type.get(), space.get(), pointers.empty() ? nullptr : pointers.data(),
+                file_);
 }
 
 std::vector<std::string> Location::texts_attribute(const std::string& object, const std::string& name) const {
