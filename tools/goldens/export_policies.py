@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/<model>.json: what every policy keeps, reads, covers and predicts on tiny models.
 
-Usage: export_policies.py [core/test/golden]
-Format: README.md in this folder. Token seeds are searched until no selection depends on rounding.
+Usage: export_policies.py [core/test/golden [SmolLM2.gguf]]
+Format: README.md in this folder. For the tiny models, token seeds are searched until no selection depends on rounding.
+With the GGUF, only smollm2.json is written: the same on the head of text/english.txt.
 """
 import json
 import os
@@ -13,9 +14,9 @@ import torch
 
 import llama
 import reference_policies as reference
+import weights
 
 PROMPT, FORCED, VOCAB = 80, 24, 320
-LOGIT_IDS = list(range(0, VOCAB, 5))
 BUDGET = {"tokens": 24}
 SNAPKV = {"name": "snapkv", "budget": BUDGET, "window": 8, "kernel": 7, "pooling": "max", "group": "mean"}
 QUEST = {"name": "quest", "budget": BUDGET, "page_size": 4, "group": "max", "dense_layers": 1, "last_page": False,
@@ -43,10 +44,21 @@ CASES = {
 }
 
 
+REAL = {name: {"name": name, "budget": {"tokens": 64}}
+        for name in ("full", "window", "streaming_llm", "snapkv", "h2o", "knorm", "quest")}
+REAL["snapkv_adakv"] = {"name": "snapkv", "budget": {"tokens": 64, "split": "adakv", "floor": 0.2}}
+REAL_PROMPT, REAL_FORCED = 256, 4
+
+
 def selections(result):
     pages = [[[] if layer is None else [head.tolist() for head in layer] for layer in step] for step in result.pages]
     kept = [[[head.tolist() for head in layer] for layer in step] for step in result.kept]
     return kept, pages
+
+
+def evicted(kept, seen):
+    """The lists of positions, or nothing where every head keeps everything."""
+    return [] if all(len(head) == seen for layer in kept for head in layer) else kept
 
 
 def perturbed(model, seed):
@@ -61,45 +73,77 @@ def rounded(values, digits=7):
     return [float(f"{value:.{digits}g}") for value in values]
 
 
-def export(path):
-    model, exact = llama.Llama(path), llama.Llama(path, torch.float64)
+def doubtful(a, b):
+    """[layer, kv_head] pairs whose lists differ anywhere between two runs' selections ([step][layer][kv_head])."""
+    pairs = [(layer, head) for mine, other in zip(a, b) for step, twin in zip(mine, other)
+             for layer, heads in enumerate(step) for head in range(len(heads)) if heads[head] != twin[layer][head]]
+    return [list(pair) for pair in sorted(set(pairs))]
+
+
+def run_case(model, others, name, spec, prompt, forced, logit_ids):
+    result = reference.run(model, spec, prompt, forced)
+    kept, pages = chosen = selections(result)
+    doubts = sum((doubtful(chosen, selections(reference.run(other, spec, prompt, forced))) for other in others), [])
+    logits = torch.stack(result.logits)
+    return {"name": name, "policy": spec, "doubtful": doubts, "kept_prompt": evicted(kept[0], len(prompt)),
+            "kept_end": evicted(kept[-1], len(prompt) + len(forced)),
+            "pages": pages if any(any(step) for step in pages) else [],
+            "mass": [rounded(step) for step in result.mass],
+            "output_error": [rounded(step) for step in result.output_error],
+            "max_abs": rounded(logits.abs().amax(-1).tolist()),
+            "logits": [rounded(step) for step in logits[:, logit_ids].tolist()]}
+
+
+def export_tiny(path):
+    model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5))
+    others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
     for seed in range(100):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
         prompt, forced, cases = ids[:PROMPT], ids[PROMPT:], []
         for name, spec in CASES.items():
-            result = reference.run(model, spec, prompt, forced)
-            kept, pages = selections(result)
-            others = [exact] + [perturbed(model, number) for number in range(2)]
-            if any(selections(reference.run(other, spec, prompt, forced)) != (kept, pages) for other in others):
+            cases.append(run_case(model, others, name, spec, prompt, forced, logit_ids))
+            if cases[-1]["doubtful"]:
                 print(f"  seed {seed}: {name} depends on rounding")
                 break
-            logits = torch.stack(result.logits)
-            cases.append({"name": name, "policy": spec, "kept_prompt": kept[0], "kept_end": kept[-1],
-                          "pages": pages if any(any(step) for step in pages) else [],
-                          "mass": [rounded(step) for step in result.mass],
-                          "output_error": [rounded(step) for step in result.output_error],
-                          "max_abs": rounded(logits.abs().amax(-1).tolist()),
-                          "logits": [rounded(step) for step in logits[:, LOGIT_IDS].tolist()]})
         else:
             return {"version": 1, "model": "tiny/" + os.path.basename(path), "seed": seed, "prompt": prompt,
-                    "forced": forced, "logit_ids": LOGIT_IDS, "cases": cases}
+                    "forced": forced, "logit_ids": logit_ids, "cases": cases}
     raise SystemExit("no seed without a near tie")
+
+
+def export_real(golden, path):
+    with open(os.path.join(golden, "text/english.txt"), encoding="utf-8", newline="") as file:
+        ids = weights.gguf_tokenizer(path).encode(file.read(), add_special_tokens=False).ids
+    model, logit_ids = llama.Llama(path), list(range(0, 49152, 768))
+    exact = llama.Llama(path, torch.float64)
+    prompt, forced = ids[:REAL_PROMPT], ids[REAL_PROMPT:REAL_PROMPT + REAL_FORCED]
+    cases = []
+    for name, spec in REAL.items():
+        cases.append(run_case(model, [exact], name, spec, prompt, forced, logit_ids))
+        print(f"  {name}: doubtful {cases[-1]['doubtful']}", flush=True)
+    return {"version": 1, "model": "SmolLM2-135M-Instruct.Q4_1.gguf", "seed": 0, "prompt": prompt,
+            "forced": forced, "logit_ids": logit_ids, "cases": cases}
 
 
 def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
+    if len(sys.argv) > 2:
+        return save(golden, "smollm2", export_real(golden, sys.argv[2]))
     for name in ("llama-gqa3", "llama-gqa4-rope3"):
-        document = export(os.path.join(golden, "tiny", name))
-        out = os.path.join(golden, "policies", name + ".json")
-        with open(out, "w") as file:
-            cases = ",\n".join("  " + json.dumps(case, separators=(",", ":")) for case in document.pop("cases"))
-            file.write("{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n " for k, v in document.items()))
-            file.write(f'"cases": [\n{cases}\n]}}\n')
-        seed = document["seed"]
-        print(f"{name}: seed {seed}, {os.path.getsize(out)} bytes")
-        for case in json.load(open(out))["cases"]:
-            print(f"  {case['name']}: mass {np.mean(case['mass'], 0).round(3)}, error {np.mean(case['output_error']):.3f}")
+        save(golden, name, export_tiny(os.path.join(golden, "tiny", name)))
+
+
+def save(golden, name, document):
+    out = os.path.join(golden, "policies", name + ".json")
+    cases = document.pop("cases")
+    with open(out, "w") as file:
+        file.write("{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n " for k, v in document.items()))
+        lines = ",\n".join("  " + json.dumps(case, separators=(",", ":")) for case in cases)
+        file.write(f'"cases": [\n{lines}\n]}}\n')
+    print(f"{name}: seed {document['seed']}, {os.path.getsize(out)} bytes")
+    for case in cases:
+        print(f"  {case['name']}: mass {np.mean(case['mass']):.3f}, error {np.mean(case['output_error']):.3f}")
 
 
 if __name__ == "__main__":
