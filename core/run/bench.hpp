@@ -1,0 +1,52 @@
+// `kvlab bench`: what the CPU ops achieve, against what this machine was measured to offer in the same run.
+#pragma once
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+namespace kvlab::bench {
+
+// Bytes per second that all OpenMP threads read together from memory: the best of several passes over 1 GiB.
+double measure_read_rate();
+
+struct GemmRate {
+  double flop_per_s = 0;
+  std::string kernel;  // which one was best here
+};
+// The fastest bf16 matrix product of this machine: oneDNN's bf16 where the CPU has it, otherwise the better of our
+// bf16 kernel and oneDNN's f32 product.
+GemmRate measure_gemm_rate();
+
+struct Ceilings {
+  double read_bytes_per_s = 0;  // the better of the probes before and after the ops
+  double read_before = 0, read_after = 0;
+  GemmRate gemm;
+  int threads = 0;
+};
+
+// One measured case. A case that reads memory is held against the read rate, one that computes against the GEMM rate.
+struct Line {
+  std::string op, shape, kernel;
+  double seconds = 0, best = 0;  // median and minimum of the runs
+  double bytes = 0, flops = 0;   // that the op must move or compute per run
+  bool reads = false;
+
+  double rate() const { return (reads ? bytes : flops) / seconds; }
+  double percent(const Ceilings& c) const { return 100 * rate() / (reads ? c.read_bytes_per_s : c.gemm.flop_per_s); }
+};
+
+struct Report {
+  Ceilings ceilings;
+  std::vector<Line> lines;
+};
+
+// gemv, gemm, attend, prefill_attention
+const std::vector<std::string>& op_names();
+
+// The named ops (none: all). Errc::config for another name.
+Report run(std::vector<std::string> names);
+
+std::string table(const Report& r);
+nlohmann::json to_json(const Report& r);
+
+}  // namespace kvlab::bench
