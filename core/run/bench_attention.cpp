@@ -40,7 +40,7 @@ std::vector<float> randoms(std::int64_t count) {
 class Pages {
  public:
   explicit Pages(int tokens)
-      : pages_((tokens + page_size - 1) / page_size),
+      : pages_(std::max(1, (tokens + page_size - 1) / page_size)),
         layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, 0)),
         frames_(static_cast<std::size_t>(layout_.bytes) * static_cast<std::size_t>(pages_ * kv_heads * layers)),
         entries_(static_cast<std::size_t>(pages_ * kv_heads * layers)),
