@@ -1,0 +1,9 @@
+// Hooks that want nothing: the full cache.
+#pragma once
+#include "model/executor.hpp"
+
+namespace kvlab::test {
+
+struct NullHooks final : LayerHooks {};
+
+}  // namespace kvlab::test
