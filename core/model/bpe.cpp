@@ -5,8 +5,8 @@
 #include <kvlab/error.hpp>
 #include <queue>
 
+#include "model/byte_alphabet.hpp"
 #include "model/fingerprint.hpp"
-#include "model/utf8.hpp"
 
 namespace kvlab {
 namespace {
@@ -76,8 +76,13 @@ const BpeTokenizer::Rank* BpeTokenizer::find_merge(int left, int right) const {
 
 void BpeTokenizer::encode_plain(std::string_view text, bool start, std::vector<int>& out) const {
   std::string spaced;
-  if (parts_.space_before_each || (parts_.space_before_text && start)) {
-    spaced.append(" ").append(text);
+  if (parts_.characters) {
+    spaced = spaces_for_marks(text);
+    using Space = BpeParts::Space;
+    const bool there = spaced.starts_with(' ');
+    if (parts_.space == Space::each || (parts_.space == Space::each_unless_there && !there) ||
+        (parts_.space == Space::first && start && !there))
+      spaced.insert(0, 1, ' ');
     text = spaced;
   }
   std::size_t valid = 0;  // begin of the well-formed text not yet encoded

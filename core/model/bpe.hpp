@@ -23,8 +23,12 @@ struct BpeParts {
   PreTokenizer splitter;
   bool whole_pieces_first = false;  // a piece that is a token is not merged ("ignore_merges")
   bool characters = false;          // starts from characters and falls back to <0xNN> tokens
-  bool space_before_text = false,
-       space_before_each = false;   // characters: one space put before the text / each plain part
+  enum class Space {
+    none,
+    first,
+    each,
+    each_unless_there
+  } space = Space::none;            // put before the text or each plain part
   int unknown = -1;                 // id of what has no token; -1 drops it
   bool fuse_unknown = false;        // neighbouring unknowns become one
   std::array<int, 256> byte_ids{};  // -1 = none
@@ -43,7 +47,7 @@ class BpeTokenizer final : public Tokenizer {
 
  protected:
   void encode_plain(std::string_view text, bool start, std::vector<int>& out) const override;
-  bool strips_leading_space() const override { return parts_.space_before_text || parts_.space_before_each; }
+  bool strips_leading_space() const override { return parts_.space != BpeParts::Space::none; }
 
  private:
   struct Rank {

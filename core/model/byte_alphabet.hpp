@@ -44,4 +44,23 @@ inline std::optional<std::string> spelled_bytes(std::string_view spelled) {
   return bytes;
 }
 
+// SentencePiece's spelling of a byte without a character: "<0x0A>" -> 10; -1 for anything else.
+inline int byte_token_value(std::string_view token) {
+  const auto digit = [](char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1; };
+  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
+  const int high = digit(token[3]), low = digit(token[4]);
+  return high < 0 || low < 0 ? -1 : high * 16 + low;
+}
+
+// SentencePiece writes a space as U+2581, so a U+2581 in a text means a space, too.
+inline std::string spaces_for_marks(std::string_view text) {
+  std::string out;
+  for (std::size_t at = 0; at < text.size();) {
+    const bool mark = text.compare(at, 3, "\u2581") == 0;
+    out.push_back(mark ? ' ' : text[at]);
+    at += mark ? 3 : 1;
+  }
+  return out;
+}
+
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 
 #include "model/checkpoint_checks.hpp"
 #include "model/gguf_checkpoint.hpp"
+#include "model/hf_checkpoint.hpp"
 
 namespace kvlab {
 
@@ -77,8 +78,7 @@ void unknown_tensor(std::string_view name, const std::string& where) {
 std::unique_ptr<Checkpoint> open_checkpoint(const std::filesystem::path& path) {
   if (!std::filesystem::exists(path))
     throw Error(Errc::model, "got no such file or folder, wanted a model", path.string());
-  if (std::filesystem::is_directory(path))
-    throw Error(Errc::unsupported, "got a folder, wanted a .gguf file", path.string());
+  if (std::filesystem::is_directory(path)) return open_hf_folder(path);
   return open_gguf(path);
 }
 

@@ -109,26 +109,18 @@ std::unique_ptr<Tokenizer> byte_bpe(const GgufFile& file) {
   return std::make_unique<BpeTokenizer>(std::move(parts));
 }
 
-// "<0x0A>" -> 10; -1 for anything else.
-int byte_of(std::string_view token) {
-  const auto digit = [](char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1; };
-  if (token.size() != 6 || !token.starts_with("<0x") || token[5] != '>') return -1;
-  const int high = digit(token[3]), low = digit(token[4]);
-  return high < 0 || low < 0 ? -1 : high * 16 + low;
-}
-
 std::unique_ptr<Tokenizer> sentencepiece(const GgufFile& file) {
   Common common = read_common(file);
   SpmParts parts;
   parts.byte_ids.fill(-1);
   for (std::size_t i = 0; i < common.tokens.size(); ++i) {
     std::string text(common.tokens[i]);
-    const int value = common.types[i] == byte ? byte_of(text) : -1;
+    const int value = common.types[i] == byte ? byte_token_value(text) : -1;
     if (value >= 0) {
       parts.byte_ids[static_cast<std::size_t>(value)] = static_cast<int>(i);
       text.assign(1, static_cast<char>(value));
     } else if (common.types[i] == normal || common.types[i] == user_defined) {
-      for (std::size_t at; (at = text.find("\u2581")) != std::string::npos;) text.replace(at, 3, " ");
+      text = spaces_for_marks(text);
     }
     parts.tokens.push_back(std::move(text));
     parts.mergeable.push_back(common.types[i] == normal || common.types[i] == user_defined);

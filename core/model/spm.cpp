@@ -7,6 +7,7 @@
 #include <kvlab/error.hpp>
 #include <queue>
 
+#include "model/byte_alphabet.hpp"
 #include "model/fingerprint.hpp"
 #include "model/utf8.hpp"
 
@@ -63,11 +64,8 @@ std::string SpmTokenizer::token_bytes(int id) const {
 }
 
 void SpmTokenizer::encode_plain(std::string_view text, bool, std::vector<int>& out) const {
-  std::string spaced;
-  if (parts_.space_prefix) {
-    spaced.append(" ").append(text);
-    text = spaced;
-  }
+  const std::string spaced = (parts_.space_prefix ? " " : "") + spaces_for_marks(text);
+  text = spaced;
   std::vector<Symbol> symbols;
   for (std::size_t at = 0; at < text.size();) {
     const std::size_t length = std::max<std::size_t>(1, utf8_length(text, at));
