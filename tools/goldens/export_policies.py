@@ -45,9 +45,8 @@ CASES = {
 
 
 REAL = {name: {"name": name, "budget": {"tokens": 64}}
-        for name in ("full", "window", "streaming_llm", "snapkv", "h2o", "knorm", "quest")}
-REAL["snapkv_adakv"] = {"name": "snapkv", "budget": {"tokens": 64, "split": "adakv", "floor": 0.2}}
-REAL_PROMPT, REAL_FORCED = 256, 4
+        for name in ("streaming_llm", "snapkv", "h2o", "knorm", "quest")}
+REAL_PROMPT, REAL_FORCED = 160, 2
 
 
 def selections(result):
