@@ -1,7 +1,6 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "ops/check.hpp"
@@ -25,7 +24,7 @@ void split_query(const float* q, int dim, float* out) {
 }
 
 void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Summaries& summaries, int row, int head,
-                int group, GroupRule rule, float* out) {
+                int group, GroupRule rule, float scale, float* out) {
   thread_local Scratch x;
   const int pages = kv.pages(row, head), stride = padded(pages), dim = kv.head_dim;
   const bool box = summaries.kind == Summary::min_max;
@@ -43,13 +42,13 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
   x.scores.resize(std::size_t(group) * stride);
   const RowSet rows{summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16, pages, x.rows.data()};
   row_kernels().dot(rows, width, x.queries.data(), width, group, x.scores.data(), stride);
-  reduce_group(x.scores.data(), stride, group, pages, rule, 1.f / std::sqrt(static_cast<float>(dim)), out);
+  reduce_group(x.scores.data(), stride, group, pages, rule, scale, out);
 }
 
 }  // namespace
 
-void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, Scores out,
-                Stream s) {
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                Scores out, Stream s) {
   const char* op = "page_score";
   require_cpu(s, op);
   check_kv(kv, op);
@@ -72,7 +71,7 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
     schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, &out(r, h, 0));
+      if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, scale, &out(r, h, 0));
 }
 
 }  // namespace kvlab::ops

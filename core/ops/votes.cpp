@@ -71,7 +71,7 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 2>&
 
 }  // namespace
 
-void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, const PagedKv& kv, Scores votes,
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes,
                   Stream s) {
   const char* op = "window_votes";
   require_cpu(s, op);
@@ -80,7 +80,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, con
   if (window_queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(window_queries.dtype) + ", wanted f32");
   const View<const float, 4> queries = window_queries.f32();
-  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !last)
+  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !seen)
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
   for (int r = 0; r < kv.rows; ++r)
@@ -92,7 +92,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, con
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < heads; ++h)
-      if (kv.tokens(r, h / group) > 0) vote_head(kv, r, h / group, queries[r][h], last[r], ranks, &votes(r, h, 0));
+      if (kv.tokens(r, h / group) > 0) vote_head(kv, r, h / group, queries[r][h], seen[r] - 1, ranks, &votes(r, h, 0));
 }
 
 }  // namespace kvlab::ops

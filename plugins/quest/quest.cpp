@@ -8,6 +8,7 @@ class Quest final : public kvlab::Selector {
  public:
   explicit Quest(const kvlab::Params& p)
       : group_(p.get<kvlab::GroupRule>("group")),
+        scale_(p.get<float>("scale")),
         dense_(p.get<int>("dense_layers")),
         min_pages_(p.get<int>("min_pages")),
         pins_{.newest_page = p.get<bool>("last_page")},
@@ -19,12 +20,13 @@ class Quest final : public kvlab::Selector {
   kvlab::Pins pins() const override { return pins_; }
   void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream s) override {
     auto score = step.scratch<float>("page score", {step.rows(), step.kv_heads(), step.max_pages});
-    kvlab::ops::page_score(step.queries, step.pages, step.summaries, group_, score, s);
+    kvlab::ops::page_score(step.queries, step.pages, step.summaries, group_, scale_, score, s);
     kvlab::ops::top_pages(step.pages, score, step.page_budgets, pins_, out, s);
   }
 
  private:
   kvlab::GroupRule group_;
+  float scale_;
   int dense_, min_pages_;
   kvlab::Pins pins_;
   kvlab::Summary summary_;
@@ -34,6 +36,7 @@ class Quest final : public kvlab::Selector {
 
 KVLAB_PLUGIN(kvlab::selector<Quest>("quest", "page-level query-aware selection (Tang et al. 2024)")
                  .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
+                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
                  .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
                  .param("min_pages", 3, 1, kvlab::any, "least pages per KV head")
                  .param("last_page", false,

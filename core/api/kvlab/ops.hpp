@@ -22,8 +22,9 @@ void recency(const PagedKv& kv, Scores out, Stream s);
 
 // votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32, over all cached
 // tokens; query i of the window sees only tokens up to its own text position (the window is the last w tokens). SnapKV
-// step 2 and 3. `last`: [row] text position of the newest query. Bytes: the layer's keys.
-void window_votes(const Tensor<4>& window_queries, const std::int32_t* last, const PagedKv& kv, Scores votes, Stream s);
+// steps 2 and 3. seen: [row] text tokens seen so far (LayerKv::position); the newest query is the last of them. Bytes:
+// the layer's keys.
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s);
 
 // 1-D pooling along text order of tokens [0, tokens - excluded), stride 1, in place per row of `scores` (query heads or
 // KV heads); average counts the zero padding in its divisor, max pads with -inf; kernel is odd. The excluded newest
@@ -47,10 +48,10 @@ void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> ke
                 Stream s);
 
 // Upper bounds (min_max: sum_d max(q_d lo_d, q_d hi_d)) or mean-key scores (q . mean) of every page, reduced over the
-// group: out[row, kv_head, page]. No 1/sqrt(D), except that softmax_mean scales by it before its softmax over pages.
-// Quest step 2. Bytes: the layer's summaries.
-void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, Scores out,
-                Stream s);
+// group: out[row, kv_head, page]. scale multiplies the scores before the softmax over pages of softmax_mean; ranks
+// under the other rules do not depend on it, and they leave it out. Quest step 2. Bytes: the layer's summaries.
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                Scores out, Stream s);
 
 // The page_budgets(row, kv_head) best pages; a pinned newest page takes one of them. Fewer pages than budget = all
 // pages.
