@@ -72,6 +72,9 @@ void check_lengths(const CellResult& cell) {
   want(cell.step_parts.size() == cell.step_ms.size() * cell.parts.size() || cell.step_parts.empty(), id,
        "step_parts [engine step, part]");
   const Fidelity& f = cell.fidelity;
+  want(f.offsets.empty() || (f.offsets.front() == 0 && std::is_sorted(f.offsets.begin(), f.offsets.end()) &&
+                             (f.kl.empty() || f.offsets.back() == length(f.kl.size()))),
+       id, "fidelity/offsets ascending from 0 to the length of fidelity/kl");
   for (const auto* piece : {&f.mass, &f.page_recall, &f.output_error})
     rows_of(piece->size(), f.layers, "fidelity rows [generated token, layer]");
   const Trace& t = cell.trace;

@@ -99,7 +99,7 @@ struct CellResult {
   SummaryRow summary;  // `cell` must equal id
   std::vector<SampleRow> samples;
   std::vector<float> token_ms;              // [generated token]
-  std::vector<std::int64_t> token_offsets;  // [sample + 1] into token_ms and the fidelity rows
+  std::vector<std::int64_t> token_offsets;  // [sample + 1] into token_ms
   std::vector<float> step_ms;               // [engine step]
   std::vector<std::string> parts;           // names of the columns of step_parts
   std::vector<float> step_parts;            // ms [engine step, part]

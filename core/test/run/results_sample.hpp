@@ -81,6 +81,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.ledger = {{0, "device", "keys", 4096, 100}, {1, "host", "codec metadata", 0, -1}};
   c.fidelity.kl = {0.1f, 0.2f, 0.3f, 0.4f, 0.5f};
   c.fidelity.top1 = {1, 0, 1, 1, std::numeric_limits<float>::quiet_NaN()};
+  c.fidelity.offsets = {0, 1, 5};
   c.fidelity.layers = 2;
   c.fidelity.mass = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
   c.fidelity.page_recall = c.fidelity.mass;

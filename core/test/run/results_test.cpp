@@ -59,6 +59,7 @@ void check_equal(const CellResult& a, const CellResult& b) {
   CHECK(spelled(a.ledger) == spelled(b.ledger));
   CHECK(same(a.fidelity.kl, b.fidelity.kl));
   CHECK(same(a.fidelity.top1, b.fidelity.top1));
+  CHECK(same(a.fidelity.offsets, b.fidelity.offsets));
   CHECK(a.fidelity.layers == b.fidelity.layers);
   CHECK(same(a.fidelity.mass, b.fidelity.mass));
   CHECK(same(a.fidelity.page_recall, b.fidelity.page_recall));
@@ -162,6 +163,7 @@ TEST_CASE("pieces that do not fit together are refused before anything is writte
   refused([](CellResult& c) { c.step_parts.pop_back(); });
   refused([](CellResult& c) { c.fidelity.mass.pop_back(); });
   refused([](CellResult& c) { c.fidelity.layers = 0; });
+  refused([](CellResult& c) { c.fidelity.offsets = {0, 1, 4}; });
   refused([](CellResult& c) { c.trace.kept_offsets.back() = 7; });
   refused([](CellResult& c) { c.trace.kv_heads = 3; });
   refused([](CellResult& c) { c.trace.events[1].count = 2; });
