@@ -1,0 +1,38 @@
+// The keys that an experiment's entries take beside their plugin's own parameters, for people and editors.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+struct EntryKey {
+  const char *name, *form, *help;
+};
+
+// Of every entry under `policies:`.
+inline const std::vector<EntryKey>& policy_keys() {
+  static const std::vector<EntryKey> keys = {
+      {"budget", "{tokens: N | ratio: R | bytes: B, split: NAME}",
+       "KV per KV head in tokens, as a ratio of the tokens seen, or device bytes per sequence; without it, everything"},
+      {"schedule", "{prefill: true, every: N}", "when a scorer evicts: at the prompt's end, and each N decode steps"},
+      {"codec", "NAME", "how pages store K and V"},
+      {"selector", "NAME", "which pages attention reads in a step"},
+      {"scorer", "NAME", "how important each token is"},
+      {"placement", "{tier: device | host, resident: N, codec: NAME}",
+       "where pages live; resident = tokens per KV head that stay on the device"},
+      {"page_size", "N", "tokens per page"},
+  };
+  return keys;
+}
+
+// Of every entry under `tasks:`.
+inline const std::vector<EntryKey>& task_keys() {
+  static const std::vector<EntryKey> keys = {
+      {"question", "prompt | decode", "does the policy see the question before it compresses"},
+      {"questions", "N", "questions over one context; each starts from the cache as it was after the context"},
+      {"seed", "N", "of the samples, in place of the experiment's"},
+  };
+  return keys;
+}
+
+}  // namespace kvlab
