@@ -96,26 +96,43 @@ std::string first_name(Registry& registry, Role role, const std::string& otherwi
   return names.empty() ? otherwise : names.front();
 }
 
+// The entry of the first task that needs no file.
+std::string any_task(Registry& registry) {
+  for (const PluginInfo* task : registry.list(Role::task)) {
+    const auto is_file = [](const ParamSpec& spec) { return spec.value == ParamValue(std::string()); };
+    if (std::none_of(task->params.begin(), task->params.end(), is_file)) return task->name;
+  }
+  return first_name(registry, Role::task, "TASK");
+}
+
+std::string experiment(const std::string& task, const std::string& policy) {
+  return "model: {path: bundled/smollm2}\ntasks:\n  - " + task + "\npolicies:\n  - full\n" +
+         (policy.empty() ? "" : "  - " + policy + "\n");
+}
+
+// A whole experiment file.
 std::string example(Registry& registry, const PluginInfo& plugin) {
-  const std::string policies = "policies:\n  - full\n  - ";
   switch (plugin.role) {
     case Role::scorer:
     case Role::selector:
     case Role::policy: {
-      std::string text = policies + entry_text(plugin, "budget: {tokens: 512}") + "\n";
-      std::string components;
+      const std::string text = experiment(any_task(registry), entry_text(plugin, "budget: {tokens: 512}"));
+      Row components;
       for (const ParamSpec& spec : plugin.params)
-        if (spec.component) components += (components.empty() ? "" : ", ") + spec.name;
-      return components.empty() ? text : text + "ablate: {" + plugin.name + ": [" + components + "]}\n";
+        if (spec.component) components.push_back(spec.name);
+      return components.empty() ? text : text + "ablate: {" + plugin.name + ": [" + join(components) + "]}\n";
     }
-    case Role::budget:
-      return policies + fmt::format("{}: {{budget: {{tokens: 512, split: {{{}}}}}}}\n",
-                                    first_name(registry, Role::scorer, "SCORER"),
-                                    plugin.params.empty() ? plugin.name + ": {}" : entry_text(plugin, ""));
-    case Role::codec:
-      return "policies:\n  - full\n" + fmt::format("  - {{name: full-{0}, policy: full, codec: {0}}}\n", plugin.name);
+    case Role::budget: {
+      const std::string split = plugin.params.empty() ? plugin.name : "{" + entry_text(plugin, "") + "}";
+      return experiment(any_task(registry), first_name(registry, Role::scorer, "SCORER") +
+                                                ": {budget: {tokens: 512, split: " + split + "}}");
+    }
+    case Role::codec: {
+      const std::string codec = plugin.params.empty() ? plugin.name : "{" + entry_text(plugin, "") + "}";
+      return experiment(any_task(registry), "{name: full-" + plugin.name + ", policy: full, codec: " + codec + "}");
+    }
     case Role::profiler: return "profilers:\n  - " + entry_text(plugin, "") + "\n";
-    case Role::task: return "tasks:\n  - " + entry_text(plugin, "") + "\n";
+    case Role::task: return experiment(entry_text(plugin, ""), "");
   }
   return "";
 }
@@ -173,7 +190,7 @@ std::string describe_text(Registry& registry, const std::string& name) {
   if (!text.empty()) return text;
   if (name == "full")
     return fmt::format("full (policy, version {})\n  {}\n\nno parameters\n\nkeys of every policy\n{}\nexample\n{}",
-                       KVLAB_VERSION, full_help, keys_text(policy_keys()), "policies:\n  - full\n");
+                       KVLAB_VERSION, full_help, keys_text(policy_keys()), experiment(any_task(registry), ""));
   registry.require(roles_of(""), name);
   return text;
 }
