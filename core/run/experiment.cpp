@@ -173,11 +173,17 @@ class ExperimentReader {
     return node;
   }
 
+  std::vector<Node> entry_axes(const Node& entry, const char* kind) {
+    if (!entry.is(Node::Kind::list)) return expand_axes(entry, most_expansions, problems_);
+    problems_.add(entry.place, fmt::format("got a list as a {}, wanted NAME or {{NAME: {{...}}}}", kind));
+    return {};
+  }
+
   void tasks(MapReader& map) {
     const Node* node = section(map, "tasks", "tasks: [niah: {...}]");
     if (!node) return;
     for (const Node& entry : node->items)
-      for (const Node& one : expand_axes(entry, most_expansions, problems_))
+      for (const Node& one : entry_axes(entry, "task"))
         if (auto task = read_task(one, catalog_, problems_)) out_.tasks.push_back(std::move(*task));
   }
 
@@ -192,7 +198,7 @@ class ExperimentReader {
     for (const Node& entry : node->items) {
       const Node* list = nullptr;
       std::vector<std::string> own;
-      for (const Node& one : expand_axes(entry, most_expansions, problems_)) {
+      for (const Node& one : entry_axes(entry, "policy")) {
         auto policy = read_policy(one, out_.page_size, catalog_, problems_);
         own.push_back(entry_label(one));
         if (!policy) continue;
