@@ -1,1 +1,3 @@
-int main() { return 0; }
+#include "run/cli.hpp"
+
+int main(int argc, char** argv) { return kvlab::run_cli(argc, argv); }

@@ -1,0 +1,262 @@
+#include "run/cli.hpp"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "base/text.hpp"
+#include "base/version.hpp"
+#include "run/bench.hpp"
+#include "run/describe.hpp"
+#include "run/doctor.hpp"
+#include "run/generate.hpp"
+#include "run/report.hpp"
+#include "run/runner.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr const char* top_help =
+    "kvlab: KV-cache compression experiments. A YAML file names a model, tasks and policies; kvlab runs every\n"
+    "combination and writes what happened to an HDF5 file.\n\n"
+    "  kvlab check experiments/quickstart.yaml          what would run\n"
+    "  kvlab run experiments/quickstart.yaml            run it; again = only what is not finished\n"
+    "  kvlab report results/quickstart.h5               the result as a table\n"
+    "  kvlab list policies                              what there is; kvlab describe snapkv = its parameters\n"
+    "  kvlab run F.yaml --set snapkv.budget.tokens=[128,256] --set model.dtype=f32\n";
+
+int exit_code(Errc code) {
+  if (code == Errc::network || code == Errc::device) return 3;
+  return code == Errc::internal ? 1 : 2;
+}
+
+void print_error(const Error& e) { fmt::print(stderr, "error: {}\n", e.what()); }
+
+std::string joined(int argc, char** argv) {
+  std::string text = "kvlab";
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const bool quote = word.empty() || word.find_first_of(" \t\n\"'$&|;<>(){}[]*?#") != std::string::npos;
+    text += quote ? " '" + word + "'" : " " + word;
+  }
+  return text;
+}
+
+// An experiment with the plugins that it names.
+struct Loaded {
+  Loaded(const std::string& file, const std::vector<std::string>& sets) {
+    std::vector<std::filesystem::path> places;
+    for (const std::string& place : plugin_path_of(file, sets)) places.emplace_back(place);
+    registry.emplace(places);
+    catalog.emplace(*registry);
+    experiment = load_experiment(file, sets, *catalog);
+  }
+  std::optional<Registry> registry;
+  std::optional<RegistryCatalog> catalog;
+  Experiment experiment;
+};
+
+class CommandLine {
+ public:
+  CommandLine(int argc, char** argv);
+  int run();
+
+ private:
+  CLI::App* add(const char* name, const char* help, const char* examples, std::function<int()> action) {
+    CLI::App* command = app_.add_subcommand(name, help);
+    command->footer(examples);
+    command->callback([this, action = std::move(action)] { action_ = action; });
+    names_.emplace_back(name);
+    return command;
+  }
+  void add_experiment(CLI::App* command) {
+    command->add_option("FILE", file_, "experiment file (YAML)")->required();
+    command->add_option("--set", sets_, "key=value in place of the file's, e.g. snapkv.window=16; repeatable")
+        ->allow_extra_args(false);
+  }
+  void add_run();
+  void add_generate();
+  void add_rest();
+  int not_yet(const char* name) {
+    throw Error(Errc::unsupported, fmt::format("got '{}', which is not in this version of kvlab", name), "kvlab");
+  }
+
+  int argc_;
+  char** argv_;
+  CLI::App app_{top_help, "kvlab"};
+  std::function<int()> action_;
+  std::vector<std::string> names_;
+  std::string file_, output_, word_, format_ = "table";
+  std::vector<std::string> sets_, words_, plugin_path_;
+  bool fresh_ = false, resume_ = false, quiet_ = false, json_ = false;
+  GenerateOptions generate_;
+};
+
+CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
+  app_.require_subcommand(1);
+  app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
+  app_.footer(
+      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed; 2 something is wrong with what was\n"
+      "given, nothing was run; 3 no network, device or driver.");
+  add_run();
+  add_generate();
+  add_rest();
+}
+
+void CommandLine::add_run() {
+  CLI::App* run =
+      add("run", "run an experiment; cells that are finished are not run again",
+          "kvlab run exp.yaml --set snapkv.window=16 -o results/window16.h5", [this] {
+            Loaded loaded(file_, sets_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            return run_experiment(loaded.experiment, *loaded.catalog, {joined(argc_, argv_), fresh_, quiet_});
+          });
+  add_experiment(run);
+  run->add_option("-o,--output", output_, "result file in place of the experiment's");
+  CLI::Option* fresh = run->add_flag("--fresh", fresh_, "run finished cells again");
+  run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
+  run->add_flag("-q,--quiet", quiet_, "no progress, no table");
+
+  CLI::App* check =
+      add("check", "validate an experiment and print its cells; runs nothing", "kvlab check exp.yaml", [this] {
+        const Loaded loaded(file_, sets_);
+        fmt::print("{}", cell_table(loaded.experiment, cells(loaded.experiment, *loaded.catalog, {})));
+        return 0;
+      });
+  add_experiment(check);
+}
+
+void CommandLine::add_generate() {
+  CLI::App* command =
+      add("generate", "answer one prompt under a policy",
+          "kvlab generate 'Why is the sky blue?' --policy '{snapkv: {budget: {tokens: 64}}}'", [this] {
+            Registry registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
+            return generate(generate_, RegistryCatalog(registry));
+          });
+  command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
+  command->add_option("--model", generate_.model, "GGUF file, safetensors folder or bundled/NAME")
+      ->capture_default_str();
+  command->add_option("--dtype", generate_.dtype, "")->check(CLI::IsMember({"bf16", "f32"}))->capture_default_str();
+  command->add_option("--policy", generate_.policy, "as under `policies:` in an experiment")->capture_default_str();
+  command->add_option("--max-new", generate_.max_new, "longest answer in tokens")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--temperature", generate_.temperature, "0 = greedy")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  command->add_option("--top-p", generate_.top_p, "share of probability sampled from")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  command->add_option("--seed", generate_.seed, "")->capture_default_str();
+  command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");
+  command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
+      ->allow_extra_args(false);
+}
+
+void CommandLine::add_rest() {
+  const auto registry = [this] {
+    return Registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
+  };
+  const auto plugin_option = [this](CLI::App* command) {
+    command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
+        ->allow_extra_args(false);
+  };
+
+  CLI::App* list = add("list", "what there is: policies, budgets, codecs, profilers, tasks, models",
+                       "kvlab list policies", [this, registry] {
+                         if (word_ == "models") {
+                           fmt::print("{}", models_text());
+                           return 0;
+                         }
+                         Registry r = registry();
+                         fmt::print("{}", list_text(r, word_));
+                         return 0;
+                       });
+  list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
+  plugin_option(list);
+
+  CLI::App* describe =
+      add("describe", "a plugin's parameters, with an example to copy", "kvlab describe snapkv", [this, registry] {
+        Registry r = registry();
+        fmt::print("{}", describe_text(r, word_));
+        return 0;
+      });
+  describe->add_option("NAME", word_, "name of a plugin")->required();
+  plugin_option(describe);
+
+  CLI::App* report =
+      add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
+        fmt::print("{}", results::report(file_, results::parse_format(format_)));
+        return 0;
+      });
+  report->add_option("FILE", file_, "result file (HDF5); may still be running")->required();
+  report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
+
+  CLI::App* bench =
+      add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
+        const bench::Report r = bench::run(words_);
+        fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
+        return 0;
+      });
+  bench->add_option("OP", words_, join(bench::op_names(), ", ") + "; nothing = all");
+  bench->add_flag("--json", json_, "for programs");
+
+  CLI::App* doctor =
+      add("doctor", "what this machine can do, which models and plugins are there", "kvlab doctor", [registry] {
+        Registry r = registry();
+        fmt::print("{}", doctor_text(r));
+        return 0;
+      });
+  plugin_option(doctor);
+
+  for (const char* name : {"profile", "reproduce"})
+    add(name, "not in this version", "", [this, name] { return not_yet(name); })->allow_extras();
+}
+
+int CommandLine::run() {
+  if (argc_ > 1 && argv_[1][0] != '-' && std::find(names_.begin(), names_.end(), argv_[1]) == names_.end())
+    throw Error(Errc::config,
+                fmt::format("got unknown command '{}', wanted one of: {}{}", argv_[1], join(names_),
+                            did_you_mean(argv_[1], names_)),
+                "kvlab");
+  if (argc_ <= 1) {
+    fmt::print("{}", app_.help());
+    return 2;
+  }
+  try {
+    app_.parse(argc_, argv_);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app_.exit(e);
+    throw Error(Errc::config, fmt::format("{} (see kvlab {} --help)", e.what(), argv_[1]), "kvlab");
+  }
+  return action_();
+}
+
+}  // namespace
+
+int run_cli(int argc, char** argv) {
+  try {
+    return CommandLine(argc, argv).run();
+  } catch (const ExperimentError& e) {
+    int code = 0;
+    for (const Error& one : e.errors()) {
+      print_error(one);
+      code = code ? code : exit_code(one.code());
+    }
+    return code;
+  } catch (const Error& e) {
+    print_error(e);
+    return exit_code(e.code());
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "error: out of memory\n");
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "error: {} (a bug in kvlab: please report it)\n", e.what());
+  }
+  return 1;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,94 @@
+#include "run/doctor.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+
+#include "base/cpu.hpp"
+#include "base/version.hpp"
+#include "model/bundled.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+double gigabytes(int pages) {
+  const long n = sysconf(pages), size = sysconf(_SC_PAGESIZE);
+  return n < 0 || size < 0 ? 0 : static_cast<double>(n) * static_cast<double>(size) / 1e9;
+}
+
+std::string instructions() {
+  std::string text;
+  const auto add = [&](bool has, const char* name) { text += fmt::format("{}{}", has ? "" : "no ", name); };
+  add(has_avx2(), "avx2, ");
+  add(has_avx512_bf16(), "avx512_bf16, ");
+  add(has_amx_bf16(), "amx_bf16");
+  return text;
+}
+
+std::string gpu() {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (!driver) return "no CUDA driver found";
+  dlclose(driver);
+  return "CUDA driver found, but this version of kvlab runs on the CPU only";
+}
+
+std::string exists(const fs::path& path) {
+  std::error_code ec;
+  return path.string() + (fs::exists(path, ec) ? "" : " (not there)");
+}
+
+}  // namespace
+
+std::string models_text() {
+  std::set<std::string> names{"smollm2"};
+  std::error_code ec;
+  for (fs::directory_iterator it(data_dir() / "models", ec), end; !ec && it != end; it.increment(ec))
+    if (it->is_directory()) names.insert(it->path().filename().string());
+  std::string text;
+  for (const std::string& name : names) {
+    const std::string model = "bundled/" + name;
+    try {
+      text += fmt::format("{:<20} {}\n", model, resolve_model_path(model, ".").string());
+    } catch (const Error& e) {
+      text += fmt::format("{:<20} not there: {}\n", model, e.message());
+    }
+  }
+  return text;
+}
+
+std::string doctor_text(Registry& registry) {
+  std::string text;
+  const auto line = [&](const char* what, const std::string& value) {
+    text += fmt::format("{:<14} {}\n", what, value);
+  };
+  line("kvlab", fmt::format("{} ({})", version(), git_commit()));
+  line("CPU", cpu_name());
+  line("instructions", instructions());
+  line("threads", std::to_string(omp_get_max_threads()));
+  line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
+  line("GPU", gpu());
+  line("cache", exists(model_cache()));
+  line("data", exists(data_dir()));
+  text += "\nmodels\n";
+  const std::string models = models_text();
+  for (std::size_t begin = 0; begin < models.size();) {
+    const std::size_t end = models.find('\n', begin);
+    text += "  " + models.substr(begin, end - begin + 1);
+    begin = end + 1;
+  }
+  text += "\nplugins\n";
+  const std::size_t usable = registry.list().size();
+  for (const fs::path& place : registry.places()) text += "  " + exists(place) + "\n";
+  text += fmt::format("  {} found\n", usable);
+  for (const Diagnostic& d : registry.diagnostics())
+    text += fmt::format("  {} {}: {}\n", d.shadowed ? "note:" : "broken:", d.path.string(), d.message);
+  return text;
+}
+
+}  // namespace kvlab

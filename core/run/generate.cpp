@@ -1,0 +1,66 @@
+#include "run/generate.hpp"
+
+#include <fmt/format.h>
+#include <kvlab/error.hpp>
+
+#include <cstdio>
+
+#include "model/bundled.hpp"
+#include "model/checkpoint.hpp"
+#include "run/cell.hpp"
+#include "run/sampling.hpp"
+
+namespace kvlab {
+namespace {
+
+PolicySpec read_one_policy(const std::string& text, const PluginCatalog& catalog) {
+  const yaml::Document document = yaml::parse_text(text, "--policy");
+  Problems problems(document);
+  auto policy = read_policy(document.root, Experiment{}.page_size, catalog, problems);
+  problems.raise();
+  return std::move(*policy);
+}
+
+}  // namespace
+
+int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
+  const PolicySpec spec = read_one_policy(o.policy, catalog);
+  const auto model = load_model(*open_checkpoint(resolve_model_path(o.model, ".")),
+                                o.dtype == "f32" ? DType::f32 : DType::bf16, o.model);
+  const Tokenizer& tokenizer = *model->tokenizer;
+  const std::vector<int> prompt =
+      o.raw ? tokenizer.encode(o.prompt, true, false) : tokenizer.encode(tokenizer.chat_prompt(o.prompt), true, true);
+  if (prompt.empty()) throw Error(Errc::config, "got an empty prompt, wanted text", "generate");
+  const int tokens = static_cast<int>(prompt.size()) + o.max_new;
+  if (tokens > model->config.context)
+    throw Error(
+        Errc::config,
+        fmt::format("got {} tokens with the answer, wanted at most the model's {}", tokens, model->config.context),
+        "generate");
+
+  EngineOptions options;
+  options.max_tokens = tokens;
+  options.page_size = spec.page_size;
+  options.budget = spec.budget;
+  Engine engine(model, build_policy(spec, catalog), options);
+  std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
+  const View<float, 2> view(logits.data(), {1, model->config.vocab});
+  const int slot = engine.open();
+  std::mt19937_64 random(o.seed);
+  const Sampling how{o.temperature, o.top_p};
+  Fit fit = engine.prefill(slot, prompt, true, view);
+  for (int n = 0; fit == Fit::ok && n < o.max_new; ++n) {
+    const int token = sample(logits, how, random);
+    if (tokenizer.is_eos(token)) break;
+    const std::string bytes = tokenizer.token_bytes(token);
+    std::fwrite(bytes.data(), 1, bytes.size(), stdout);
+    std::fflush(stdout);
+    if (n + 1 < o.max_new) fit = engine.step({slot}, std::vector<int>{token}, view);
+  }
+  std::fputc('\n', stdout);
+  if (fit == Fit::ok) return 0;
+  fmt::print(stderr, "error: the sequence does not fit in memory\n");
+  return 1;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,23 @@
+// `kvlab generate`: one prompt, answered under a policy, printed as it comes.
+#pragma once
+#include <string>
+
+#include "run/catalog.hpp"
+
+namespace kvlab {
+
+struct GenerateOptions {
+  std::string prompt;
+  std::string model = "bundled/smollm2";
+  std::string dtype = "bf16";
+  std::string policy = "full";  // as an entry of `policies:`, e.g. "{snapkv: {budget: {tokens: 256}}}"
+  int max_new = 128;
+  double temperature = 0, top_p = 1;
+  std::uint64_t seed = 0;
+  bool raw = false;  // the prompt as it is, without the chat template
+};
+
+// Exit code: 0, or 1 when the sequence does not fit in memory.
+int generate(const GenerateOptions& options, const PluginCatalog& catalog);
+
+}  // namespace kvlab
