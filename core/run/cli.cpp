@@ -16,6 +16,7 @@
 #include "run/generate.hpp"
 #include "run/report.hpp"
 #include "run/runner.hpp"
+#include "run/schema.hpp"
 
 namespace kvlab {
 namespace {
@@ -187,6 +188,14 @@ void CommandLine::add_rest() {
       });
   describe->add_option("NAME", word_, "name of a plugin")->required();
   plugin_option(describe);
+
+  CLI::App* schema =
+      add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [registry] {
+        Registry r = registry();
+        fmt::print("{}", schema_text(r));
+        return 0;
+      });
+  plugin_option(schema);
 
   CLI::App* report =
       add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {

@@ -38,7 +38,7 @@ std::string gpu() {
   return "CUDA driver found, but this version of kvlab runs on the CPU only";
 }
 
-std::string exists(const fs::path& path) {
+std::string shown(const fs::path& path) {
   std::error_code ec;
   return path.string() + (fs::exists(path, ec) ? "" : " (not there)");
 }
@@ -73,8 +73,8 @@ std::string doctor_text(Registry& registry) {
   line("threads", std::to_string(omp_get_max_threads()));
   line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
   line("GPU", gpu());
-  line("cache", exists(model_cache()));
-  line("data", exists(data_dir()));
+  line("cache", shown(model_cache()));
+  line("data", shown(data_dir()));
   text += "\nmodels\n";
   const std::string models = models_text();
   for (std::size_t begin = 0; begin < models.size();) {
@@ -84,7 +84,7 @@ std::string doctor_text(Registry& registry) {
   }
   text += "\nplugins\n";
   const std::size_t usable = registry.list().size();
-  for (const fs::path& place : registry.places()) text += "  " + exists(place) + "\n";
+  for (const fs::path& place : registry.places()) text += "  " + shown(place) + "\n";
   text += fmt::format("  {} found\n", usable);
   for (const Diagnostic& d : registry.diagnostics())
     text += fmt::format("  {} {}: {}\n", d.shadowed ? "note:" : "broken:", d.path.string(), d.message);

@@ -44,7 +44,7 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   options.budget = spec.budget;
   Engine engine(model, build_policy(spec, catalog), options);
   std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
-  const View<float, 2> view(logits.data(), {1, model->config.vocab});
+  const auto view = View<float, 2>::dense(logits.data(), {1, model->config.vocab});
   const int slot = engine.open();
   std::mt19937_64 random(o.seed);
   const Sampling how{o.temperature, o.top_p};

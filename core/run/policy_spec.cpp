@@ -15,6 +15,7 @@ using yaml::Entry;
 using yaml::Node;
 using Json = nlohmann::ordered_json;
 
+constexpr std::int64_t most_int = 2147483647;
 constexpr const char* full_name = "full";
 constexpr Role main_roles[] = {Role::policy, Role::scorer, Role::selector};
 const char* const body_keys[] = {"policy",   "scorer", "selector",  "budget",
@@ -79,6 +80,9 @@ class EntryReader {
         else
           problems_.add(e->key.place, unknown_key(e->key.text, known));
       } else if (auto value = read_value(e->value, *spec, problems_)) {
+        // Without a declared limit, plugins read integers as int.
+        if (const auto* i = std::get_if<std::int64_t>(&*value); i && spec->high == any && *i > most_int)
+          problems_.add(e->value.place, fmt::format("got {} for '{}', wanted at most {}", *i, spec->name, most_int));
         values[spec->name] = std::move(*value);
       }
     }

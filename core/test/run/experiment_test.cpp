@@ -204,6 +204,7 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
           {"did you mean 'budget'?", "window"});
   refused(p + "  - snapkv: {windw: 3}\n", "exp.yaml:4:14: got unknown key 'windw'", {"did you mean 'window'?"});
   refused(p + "  - snapkv: {window: 0}\n", "exp.yaml:4:22: got 0", {"at least 1"});
+  refused(p + "  - snapkv: {window: 3000000000}\n", "exp.yaml:4:22: got 3000000000", {"at most 2147483647"});
   refused(p + "  - snapkv: {pooling: sum}\n", "exp.yaml:4:23: got 'sum'", {"max | average | none"});
   refused(p + "  - snapkv: [1]\n", "exp.yaml:4:14: got '1' for 'snapkv', wanted a map");
   refused(p + "  - snapkv:\n    budget: {tokens: 512}\n", "exp.yaml:5:5: got key 'budget' beside 'snapkv'", {"indent"});
