@@ -10,17 +10,17 @@ struct AttendArgs {
   PagedKv kv;                       // all listed pages must be resident (a null frame is Errc::internal)
   View<const float, 3> queries;     // [row, query head, head_dim], already rotated for the regime
   const PageList* pages = nullptr;  // [row, kv_head, i] ascending; null = every page
-  float softmax_scale = 0;          // 1 / sqrt(head_dim) unless the model says otherwise
+  float softmax_scale = 0;          // 0 = 1 / sqrt(head_dim)
   int window = 0;  // model's sliding window in tokens, 0 = none: only positions > last - window are seen
   const std::int32_t* last = nullptr;  // [row] text position of the query
   View<float, 3> out;                  // [row, query head, head_dim]
   View<float, 2> lse;                  // optional: [row, query head], natural log
-  View<float, 3> mass;                 // optional: [row, query head, token place]; 0 where not attended
+  View<float, 3> mass;                 // optional: [row, query head, token place]; 0 where not attended, to its extent
 };
 
 // Splits every row into fixed chunks of pages and merges their partial softmaxes in order, so the result does not
-// depend on the number of threads, and a list of all pages equals no list bit for bit. Bytes: K and V of the listed
-// pages.
+// depend on the number of threads or on other rows, and a list of all pages equals no list bit for bit. Nothing to
+// attend to gives out 0 and lse -inf. Bytes: K, V and positions of the listed pages.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 
