@@ -9,6 +9,7 @@
 namespace kvlab {
 namespace {
 
+constexpr std::string_view bundled = "bundled/";
 constexpr std::string_view smollm2_file = "SmolLM2-135M-Instruct.Q4_1.gguf";
 constexpr std::uintmax_t smollm2_bytes = 98362432;
 
@@ -51,7 +52,6 @@ std::filesystem::path data_dir() {
 }
 
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir) {
-  constexpr std::string_view bundled = "bundled/";
   if (path == "bundled/smollm2") return smollm2();
   const bool ours = path.starts_with(bundled);
   const std::filesystem::path full = ours ? data_dir() / "models" / path.substr(bundled.size()) : base_dir / path;
@@ -61,6 +61,10 @@ std::filesystem::path resolve_model_path(const std::string& path, const std::fil
         fmt::format("got model '{}' and nothing at {}, wanted a .gguf file or a model folder", path, full.string()),
         path);
   return full;
+}
+
+std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir) {
+  return path.starts_with(bundled) ? data_dir() / path.substr(bundled.size()) : base_dir / path;
 }
 
 }  // namespace kvlab

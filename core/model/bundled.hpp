@@ -1,4 +1,4 @@
-// Where models live: paths as an experiment writes them -> files.
+// Where models and data live: paths as an experiment writes them -> files.
 #pragma once
 #include <filesystem>
 #include <string>
@@ -14,5 +14,8 @@ std::filesystem::path data_dir();
 // "bundled/smollm2" -> the cached GGUF (Errc::network with what to do if it is not there or not whole); "bundled/NAME"
 // -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir);
+
+// "bundled/NAME" -> <data_dir>/NAME; anything else is relative to base_dir. Whether it exists is not looked at.
+std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir);
 
 }  // namespace kvlab

@@ -8,6 +8,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "model/bundled.hpp"
 #include "run/experiment.hpp"
 
 namespace fs = std::filesystem;
@@ -48,7 +49,7 @@ Json dependencies(const PluginUse& use, const Experiment& experiment, const Plug
   for (const auto& [name, value] : use.params.values()) {
     const auto* text = std::get_if<std::string>(&value);
     if (!text || text->empty() || text->size() > 4096 || !fingerprints.file) continue;
-    const fs::path path = experiment.resolve(*text);
+    const fs::path path = resolve_data_path(*text, experiment.folder);
     std::error_code ec;
     if (fs::is_regular_file(path, ec)) json.push_back(fingerprints.file(path));
   }

@@ -5,9 +5,25 @@
 #include <algorithm>
 
 #include "base/sha256.hpp"
+#include "base/text.hpp"
+#include "run/metrics.hpp"
 #include "run/task_env.hpp"
 
 namespace kvlab {
+namespace {
+
+// body(); an error of the task that names no place gets this one.
+template <class Body>
+auto placed(const std::string& where, Body body) {
+  try {
+    return body();
+  } catch (const Error& e) {
+    if (!e.where().empty()) throw;
+    throw Error(e.code(), e.message(), where);
+  }
+}
+
+}  // namespace
 
 int Item::most_tokens() const {
   const std::size_t answer = forced.empty() ? static_cast<std::size_t>(max_new) : forced.size();
@@ -24,11 +40,15 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
                          spec.questions);
   TaskItems out;
   out.metric = task->metric();
-  out.samples = task->samples(env);
+  if (const auto known = metric_names(); std::find(known.begin(), known.end(), out.metric) == known.end())
+    throw Error(Errc::config,
+                "got metric '" + out.metric + "', wanted one of: " + join(known) + did_you_mean(out.metric, known),
+                spec.where);
+  out.samples = placed(spec.where, [&] { return task->samples(env); });
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
   for (int i = 0; i < out.samples; ++i) {
-    const TaskSample sample = task->sample(i, env);
     const std::string where = spec.where + ": sample " + std::to_string(i);
+    const TaskSample sample = placed(where, [&] { return task->sample(i, env); });
     if (sample.questions.empty()) throw Error(Errc::data, "got a sample without questions", where);
     for (std::size_t q = 0; q < sample.questions.size(); ++q) {
       const TaskQuestion& question = sample.questions[q];

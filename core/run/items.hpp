@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "model/tokenizer.hpp"
 #include "model/config.hpp"
 #include "model/tokenizer.hpp"
 #include "run/experiment.hpp"

@@ -2,9 +2,13 @@
 
 #include <kvlab/error.hpp>
 
+#include <algorithm>
+#include <cctype>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
-#include <sstream>
+
+#include "model/bundled.hpp"
 
 namespace kvlab {
 namespace {
@@ -12,6 +16,23 @@ namespace {
 constexpr std::string_view marker = "\x01USER\x01";  // stands for the user's message while the template is applied
 
 std::string text_of(const nlohmann::json& v) { return v.is_string() ? v.get<std::string>() : v.dump(); }
+
+bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
+
+// Refuses what is nested so deeply that writing it out again would exhaust the stack.
+nlohmann::json parse(std::string_view json, const std::string& where) {
+  constexpr int deepest = 64;
+  try {
+    return nlohmann::json::parse(json, [&](int depth, auto, const auto&) {
+      if (depth > deepest)
+        throw Error(Errc::data, "got JSON nested deeper than " + std::to_string(deepest) + " levels", where);
+      return true;
+    });
+  } catch (const nlohmann::json::parse_error& e) {
+    throw Error(Errc::data,
+                "got text that is no JSON, wanted one whole JSON value (byte " + std::to_string(e.byte) + ")", where);
+  }
+}
 
 Record record_of(const nlohmann::json& object, const std::string& where) {
   if (!object.is_object()) throw Error(Errc::data, "got JSON that is no object, wanted {field: value, ...}", where);
@@ -32,7 +53,7 @@ ModelTaskEnv::ModelTaskEnv(std::shared_ptr<const Tokenizer> tokenizer, std::file
                            int questions)
     : tokenizer_(std::move(tokenizer)), folder_(std::move(folder)), seed_(seed), questions_(questions) {
   if (tokenizer_->chat_template().kind == ChatTemplate::Kind::none) {
-    if (tokenizer_->adds_bos()) open_ = {tokenizer_->bos_id()};
+    open_ = text_open();
     return;
   }
   const std::string chat = tokenizer_->chat_prompt(marker);
@@ -43,29 +64,40 @@ ModelTaskEnv::ModelTaskEnv(std::shared_ptr<const Tokenizer> tokenizer, std::file
 
 std::vector<int> ModelTaskEnv::encode(std::string_view text) const { return tokenizer_->encode(text, false, false); }
 
+std::vector<int> ModelTaskEnv::encode_next(std::string_view text) const {
+  if (text.empty()) return {};
+  // What stands before it is encoded with it and taken off again; no pre-tokenizer joins these two to what follows.
+  const std::string before = is_space(text[0]) ? "a" : "\n";
+  const std::vector<int> head = encode(before), all = encode(before + std::string(text));
+  if (all.size() < head.size() || !std::equal(head.begin(), head.end(), all.begin())) return encode(text);
+  return {all.begin() + static_cast<std::ptrdiff_t>(head.size()), all.end()};
+}
+
 std::string ModelTaskEnv::decode(const std::vector<int>& tokens) const { return tokenizer_->decode(tokens); }
 
+std::vector<int> ModelTaskEnv::text_open() const {
+  return tokenizer_->adds_bos() ? std::vector<int>{tokenizer_->bos_id()} : std::vector<int>{};
+}
+
 std::string ModelTaskEnv::read_text(const std::string& path) const {
-  const auto full = folder_ / path;
-  std::ifstream in(full, std::ios::binary);
-  std::ostringstream text;
-  if (!in || !(text << in.rdbuf())) throw Error(Errc::data, "cannot read it, wanted a text file", full.string());
-  return text.str();
+  const auto full = resolve_data_path(path, folder_);
+  std::ifstream in;
+  if (!path.empty() && !std::filesystem::is_directory(full)) in.open(full, std::ios::binary);
+  if (!in.is_open()) throw Error(Errc::data, "got no file, wanted a text file", full.string());
+  std::string text{std::istreambuf_iterator<char>(in), {}};
+  if (in.bad()) throw Error(Errc::io, "cannot be read", full.string());
+  if (text.starts_with("\xef\xbb\xbf")) text.erase(0, 3);
+  return text;
 }
 
 std::vector<Record> ModelTaskEnv::records(const std::string& path) const {
-  const std::string text = read_text(path), where = (folder_ / path).string();
+  const std::string text = read_text(path), where = resolve_data_path(path, folder_).string();
   std::vector<Record> out;
-  const auto parse = [](std::string_view json, const std::string& at) {
-    auto value = nlohmann::json::parse(json, nullptr, false);
-    if (value.is_discarded()) throw Error(Errc::data, "got text that is no JSON", at);
-    return value;
-  };
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {
     const auto array = parse(text, where);
     for (std::size_t i = 0; i < array.size(); ++i)
-      out.push_back(record_of(array[i], where + ": record " + std::to_string(i)));
+      out.push_back(record_of(array[i], where + ": record " + std::to_string(i + 1)));
   } else {
     std::size_t line = 1;
     for (std::size_t at = 0; at < text.size(); ++line) {

@@ -15,7 +15,9 @@ class ModelTaskEnv final : public TaskEnv {
                int questions);
 
   std::vector<int> encode(std::string_view text) const override;
+  std::vector<int> encode_next(std::string_view text) const override;
   std::string decode(const std::vector<int>& tokens) const override;
+  std::vector<int> text_open() const override;
   std::vector<int> chat_open() const override { return open_; }
   std::vector<int> chat_close() const override { return close_; }
   std::string read_text(const std::string& path) const override;

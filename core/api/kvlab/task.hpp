@@ -29,12 +29,18 @@ using Record = std::map<std::string, std::vector<std::string>, std::less<>>;
 class TaskEnv {
  public:
   virtual ~TaskEnv() = default;
-  virtual std::vector<int> encode(std::string_view text) const = 0;  // no special tokens added; none parsed
+  // No special tokens added; none parsed. encode: a text of its own; encode_next: text that follows other text, so that
+  // tokens of pieces may be put one after the other (no vocabulary's leading space in between).
+  virtual std::vector<int> encode(std::string_view text) const = 0;
+  virtual std::vector<int> encode_next(std::string_view text) const = 0;
   virtual std::string decode(const std::vector<int>& tokens) const = 0;
-  // The model's chat template around one user message: the tokens before and after it (empty when the model has none).
+  virtual std::vector<int> text_open() const = 0;  // what the model wants before any text: BOS or nothing
+  // The model's chat template around one user message: the tokens before and after it. A model without one: text_open()
+  // and nothing.
   virtual std::vector<int> chat_open() const = 0;
   virtual std::vector<int> chat_close() const = 0;
-  virtual std::string read_text(const std::string& path) const = 0;        // relative paths are the experiment file's
+  // Relative paths are the experiment file's; "bundled/NAME" lies in kvlab's data folder.
+  virtual std::string read_text(const std::string& path) const = 0;
   virtual std::vector<Record> records(const std::string& path) const = 0;  // JSON lines, or a JSON array
   virtual std::uint64_t seed() const = 0;                                  // of this cell
   virtual int questions() const = 0;                                       // the `questions` axis: per context

@@ -1,0 +1,75 @@
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+using test::TaskFixture;
+
+namespace {
+
+std::string counted(int words) {
+  std::string s = "0";
+  for (int i = 1; i < words; ++i) s += " " + std::to_string(i % 10);
+  return s;
+}
+
+}  // namespace
+
+TEST_CASE("text: the prefix, then what is forced") {
+  const TaskFixture f("text");
+  f.write("digits.txt", counted(100));  // " 7" is one token
+  const auto task =
+      f.task({{"file", std::string("digits.txt")}, {"prefix", std::int64_t{6}}, {"forced", std::int64_t{4}}});
+  const auto env = f.env(1);
+  REQUIRE(task->samples(env) == 1);
+  const TaskSample s = task->sample(0, env);
+  CHECK(env.decode(s.context) == "0 1 2 3 4 5");
+  REQUIRE(s.questions.size() == 1);
+  CHECK(s.questions[0].tokens.empty());
+  CHECK(env.decode(s.questions[0].forced) == " 6 7 8 9");
+  CHECK(s.questions[0].max_new_tokens == 4);
+}
+
+TEST_CASE("text: samples begin at even distances, the last one ends with the text") {
+  const TaskFixture f("text");
+  f.write("digits.txt", counted(100));
+  const auto task = f.task({{"file", std::string("digits.txt")},
+                            {"prefix", std::int64_t{6}},
+                            {"forced", std::int64_t{4}},
+                            {"samples", std::int64_t{4}}});
+  const auto env = f.env(1);
+  CHECK(env.decode(task->sample(0, env).context) == "0 1 2 3 4 5");
+  CHECK(env.decode(task->sample(1, env).context) == " 0 1 2 3 4 5");  // token 30
+  CHECK(env.decode(task->sample(3, env).questions[0].forced) == " 6 7 8 9");
+}
+
+TEST_CASE("text: BOS is the first token of the prefix where the model wants one") {
+  const TaskFixture f("text", "llama-spm");
+  f.write("a.txt", "one two three four five six");
+  const auto task = f.task({{"file", std::string("a.txt")}, {"prefix", std::int64_t{3}}, {"forced", std::int64_t{2}}});
+  const TaskSample s = task->sample(0, f.env(1));
+  REQUIRE(s.context.size() == 3);
+  CHECK(s.context[0] == 1);
+  CHECK(f.env(1).decode({s.context[1], s.context[2]}) == "one two");
+}
+
+TEST_CASE("text: the bundled text is the default") {
+  const TaskFixture f("text");
+  const TaskSample s = f.task({{"prefix", std::int64_t{8}}})->sample(0, f.env(1));
+  CHECK(f.env(1).decode(s.context).rfind("\"Are we rising again?\"", 0) == 0);
+}
+
+TEST_CASE("text: what cannot be built is said") {
+  const TaskFixture f("text");
+  f.write("short.txt", counted(9));
+  f.write("empty.txt", "");
+  const auto env = f.env(1);
+  const auto made = [&](const char* file, std::int64_t samples) {
+    return f.task(
+        {{"file", std::string(file)}, {"prefix", std::int64_t{6}}, {"forced", std::int64_t{4}}, {"samples", samples}});
+  };
+  CHECK_THROWS_WITH(made("short.txt", 1)->sample(0, env),
+                    Catch::Contains("short.txt: got a text of 9 tokens, wanted at least 10"));
+  CHECK_THROWS_WITH(made("empty.txt", 3)->sample(0, env),
+                    Catch::Contains("got a text of 0 tokens, wanted at least 12"));
+  CHECK_THROWS_WITH(made("none.txt", 1)->sample(0, env), Catch::Contains("none.txt"));
+  CHECK_THROWS_WITH(made("short.txt", 1)->sample(0, f.env(1, 2)), Catch::Contains("got questions: 2, wanted 1"));
+}
