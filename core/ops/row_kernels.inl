@@ -133,16 +133,23 @@ void dot_group(const RowSet& rows, int dim, const float* q, std::int64_t q_strid
                std::int64_t out_stride) {
   for (int t = 0; t < rows.count; t += lanes) {
     F acc[G][lanes];
-    for (int j = 0; j < lanes; ++j) {
-      const Reader row(rows, t + j);
+    for (int j = 0; j < lanes; j += 2) {  // two rows share each load of a query
+      const Reader first(rows, t + j), second(rows, t + j + 1);
       prefetch(rows, t + j + ahead, 0, dim * Reader::element);
-      F a[G] = {};
-#pragma GCC unroll 4
+      prefetch(rows, t + j + 1 + ahead, 0, dim * Reader::element);
+      F a[G] = {}, b[G] = {};
       for (int d = 0; d < dim; d += lanes) {
-        const F x = row.at(d);
-        for (int g = 0; g < G; ++g) a[g] += load(q + g * q_stride + d) * x;
+        const F x = first.at(d), y = second.at(d);
+        for (int g = 0; g < G; ++g) {
+          const F w = load(q + g * q_stride + d);
+          a[g] += w * x;
+          b[g] += w * y;
+        }
       }
-      for (int g = 0; g < G; ++g) acc[g][j] = a[g];
+      for (int g = 0; g < G; ++g) {
+        acc[g][j] = a[g];
+        acc[g][j + 1] = b[g];
+      }
     }
     for (int g = 0; g < G; ++g) store(out + g * out_stride + t, transpose_sum(acc[g]));
   }
