@@ -27,8 +27,8 @@ constexpr const char* top_help =
     "  kvlab check experiments/quickstart.yaml          what would run\n"
     "  kvlab run experiments/quickstart.yaml            run it; again = only what is not finished\n"
     "  kvlab report results/quickstart.h5               the result as a table\n"
-    "  kvlab list policies                              what there is; kvlab describe snapkv = its parameters\n"
-    "  kvlab run F.yaml --set snapkv.budget.tokens=[128,256] --set model.dtype=f32\n";
+    "  kvlab list policies                              what there is; kvlab describe NAME = its parameters\n"
+    "  kvlab run F.yaml --set POLICY.budget.tokens=[128,256] --set model.dtype=f32\n";
 
 int exit_code(Errc code) {
   if (code == Errc::network || code == Errc::device) return 3;
@@ -76,7 +76,7 @@ class CommandLine {
   }
   void add_experiment(CLI::App* command) {
     command->add_option("FILE", file_, "experiment file (YAML)")->required();
-    command->add_option("--set", sets_, "key=value in place of the file's, e.g. snapkv.window=16; repeatable")
+    command->add_option("--set", sets_, "key=value in place of the file's, e.g. POLICY.budget.tokens=256; repeatable")
         ->allow_extra_args(false);
   }
   void add_run();
@@ -111,7 +111,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
 void CommandLine::add_run() {
   CLI::App* run =
       add("run", "run an experiment; cells that are finished are not run again",
-          "kvlab run exp.yaml --set snapkv.window=16 -o results/window16.h5", [this] {
+          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
             Loaded loaded(file_, sets_);
             if (!output_.empty()) loaded.experiment.output = output_;
             return run_experiment(loaded.experiment, *loaded.catalog, {joined(argc_, argv_), fresh_, quiet_});
@@ -134,7 +134,7 @@ void CommandLine::add_run() {
 void CommandLine::add_generate() {
   CLI::App* command =
       add("generate", "answer one prompt under a policy",
-          "kvlab generate 'Why is the sky blue?' --policy '{snapkv: {budget: {tokens: 64}}}'", [this] {
+          "kvlab generate 'Why is the sky blue?' --policy '{POLICY: {budget: {tokens: 64}}}'", [this] {
             Registry registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
             return generate(generate_, RegistryCatalog(registry));
           });
@@ -181,7 +181,7 @@ void CommandLine::add_rest() {
   plugin_option(list);
 
   CLI::App* describe =
-      add("describe", "a plugin's parameters, with an example to copy", "kvlab describe snapkv", [this, registry] {
+      add("describe", "a plugin's parameters, with an example to copy", "kvlab describe NAME", [this, registry] {
         Registry r = registry();
         fmt::print("{}", describe_text(r, word_));
         return 0;

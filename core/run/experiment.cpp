@@ -6,6 +6,7 @@
 
 #include "base/text.hpp"
 #include "host/parameters.hpp"
+#include "model/bundled.hpp"
 #include "run/overrides.hpp"
 
 namespace fs = std::filesystem;
@@ -180,7 +181,7 @@ class ExperimentReader {
   }
 
   void tasks(MapReader& map) {
-    const Node* node = section(map, "tasks", "tasks: [niah: {...}]");
+    const Node* node = section(map, "tasks", "tasks: [NAME: {...}]");
     if (!node) return;
     for (const Node& entry : node->items)
       for (const Node& one : entry_axes(entry, "task"))
@@ -268,9 +269,7 @@ class ExperimentReader {
 
 }  // namespace
 
-fs::path Experiment::resolve(const std::string& path) const {
-  return fs::path(path).is_absolute() ? fs::path(path) : folder / path;
-}
+fs::path Experiment::resolve(const std::string& path) const { return resolve_data_path(path, folder); }
 
 const char* name_of(Metric metric) {
   for (const auto& [word, m] : metric_words)

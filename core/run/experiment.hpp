@@ -40,7 +40,7 @@ struct Experiment {
   int fidelity_tokens = 32;              // forced tokens per sample
   std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
 
-  std::filesystem::path resolve(const std::string& path) const;  // of a relative path in the file
+  std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file
 };
 
 // Throws ExperimentError with every error found (Errc::config, plugin or unsupported), Error(Errc::io) when there is no

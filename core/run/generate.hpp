@@ -10,7 +10,7 @@ struct GenerateOptions {
   std::string prompt;
   std::string model = "bundled/smollm2";
   std::string dtype = "bf16";
-  std::string policy = "full";  // as an entry of `policies:`, e.g. "{snapkv: {budget: {tokens: 256}}}"
+  std::string policy = "full";  // as an entry of `policies:`, e.g. "{NAME: {budget: {tokens: 256}}}"
   int max_new = 128;
   double temperature = 0, top_p = 1;
   std::uint64_t seed = 0;
