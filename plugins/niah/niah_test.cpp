@@ -169,7 +169,7 @@ TEST_CASE("niah: what cannot be built is said") {
   f.write("empty.txt", " \n \n");
   const auto env = f.env(1);
   CHECK_THROWS_WITH(f.task({{"context", std::int64_t{60}}})->sample(0, env),
-                    Catch::Contains("got context: 60, wanted at least 1") && Catch::Contains("question and answer"));
+                    Catch::Contains("got context: 60, wanted at least ") && Catch::Contains("question and answer"));
   CHECK_THROWS_WITH(f.task({{"haystack", std::string("empty.txt")}})->sample(0, env),
                     Catch::Contains("haystack without text") && Catch::Contains("empty.txt"));
   CHECK_THROWS_WITH(f.task({{"haystack", std::string("no.txt")}})->sample(0, env), Catch::Contains("no.txt"));
