@@ -1,0 +1,146 @@
+// Questions out of a data file: one JSON object per line (or an array of them), as LongBench and most data sets come.
+#include <kvlab/plugin.hpp>
+
+#include "template.hpp"
+
+namespace {
+
+using Tokens = std::vector<int>;
+
+enum class Truncate { none, middle };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<Truncate> {
+  static constexpr std::pair<Truncate, const char*> all[] = {{Truncate::none, "none"}, {Truncate::middle, "middle"}};
+};
+
+namespace {
+
+void append(Tokens& to, const Tokens& more) { to.insert(to.end(), more.begin(), more.end()); }
+
+class Jsonl final : public kvlab::Task {
+ public:
+  explicit Jsonl(const kvlab::Params& p)
+      : data_(p.get<std::string>("data")),
+        references_(p.get<std::string>("references")),
+        metric_(p.get<std::string>("metric")),
+        prompt_(p.get<std::string>("prompt"), "prompt"),
+        question_(p.get<std::string>("question"), "question"),
+        opening_(p.get<std::string>("answer_opening"), "answer_opening"),
+        max_new_(p.get<int>("max_new_tokens")),
+        limit_(p.get<int>("limit")),
+        max_context_(p.get<int>("max_context")),
+        truncate_(p.get<Truncate>("truncate")),
+        shuffle_(p.get<bool>("shuffle")),
+        chat_(p.get<bool>("chat")) {
+    if (data_.empty()) throw kvlab::Error(kvlab::Errc::config, "got no data, wanted the path of a JSON lines file");
+    if (prompt_.empty()) throw kvlab::Error(kvlab::Errc::config, "got an empty prompt, wanted a template");
+    if (truncate_ == Truncate::middle && max_context_ == 0)
+      throw kvlab::Error(kvlab::Errc::config, "got truncate: middle without max_context, wanted the tokens to cut to");
+  }
+
+  int samples(const kvlab::TaskEnv& env) const override { return static_cast<int>(groups(env).size()); }
+  kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override;
+  std::string metric() const override { return metric_; }
+
+ private:
+  struct Group {
+    std::string prompt;
+    std::vector<std::size_t> records;  // its questions
+  };
+  std::string place(std::size_t record) const { return data_ + ": record " + std::to_string(record + 1); }
+  const std::vector<Group>& groups(const kvlab::TaskEnv& env) const;
+  Tokens fitted(Tokens prompt, std::size_t others, const Group& group) const;
+
+  std::string data_, references_, metric_;
+  jsonl::Template prompt_, question_, opening_;
+  int max_new_, limit_, max_context_;
+  Truncate truncate_;
+  bool shuffle_, chat_;
+  mutable std::vector<kvlab::Record> records_;  // read once
+  mutable std::vector<Group> groups_;
+};
+
+// One question per context: every record for itself. More: as many neighbours as ask about the same prompt.
+const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
+  if (!groups_.empty()) return groups_;
+  records_ = env.records(data_);
+  for (std::size_t i = 0; i < records_.size(); ++i) {
+    std::string prompt = prompt_.render(records_[i], place(i));
+    if (groups_.empty() || static_cast<int>(groups_.back().records.size()) == env.questions() ||
+        groups_.back().prompt != prompt)
+      groups_.push_back({std::move(prompt), {}});
+    groups_.back().records.push_back(i);
+  }
+  if (shuffle_) jsonl::shuffle(groups_, env.seed());
+  if (limit_ > 0 && static_cast<std::size_t>(limit_) < groups_.size()) groups_.resize(static_cast<std::size_t>(limit_));
+  return groups_;
+}
+
+// The prompt cut in its middle to what is left of max_context beside `others` tokens.
+Tokens Jsonl::fitted(Tokens prompt, std::size_t others, const Group& group) const {
+  const auto limit = static_cast<std::size_t>(max_context_);
+  if (limit == 0 || prompt.size() + others <= limit) return prompt;
+  const std::string where = place(group.records.front());
+  if (truncate_ == Truncate::none)
+    throw kvlab::Error(kvlab::Errc::config,
+                       "got " + std::to_string(prompt.size() + others) +
+                           " tokens of template, prompt and longest answer, wanted at most max_context: " +
+                           std::to_string(limit) + " (truncate: middle cuts the prompt)",
+                       where);
+  if (others >= limit)
+    throw kvlab::Error(kvlab::Errc::config,
+                       "got max_context: " + std::to_string(limit) + ", wanted more than the " +
+                           std::to_string(others) + " tokens of template, question and longest answer",
+                       where);
+  const std::size_t room = limit - others;
+  const auto tail = static_cast<std::ptrdiff_t>(room / 2), head = static_cast<std::ptrdiff_t>(room) - tail;
+  prompt.erase(prompt.begin() + head, prompt.end() - tail);
+  return prompt;
+}
+
+kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
+  const Group& group = groups(env)[static_cast<std::size_t>(index)];
+  kvlab::TaskSample out;
+  out.context = chat_ ? env.chat_open() : env.text_open();
+  const Tokens close = chat_ ? env.chat_close() : Tokens{};
+  std::size_t longest = 0;
+  for (const std::size_t i : group.records) {
+    const kvlab::Record& record = records_[i];
+    kvlab::TaskQuestion q;
+    q.tokens = env.encode_next(question_.render(record, place(i)));
+    append(q.tokens, close);
+    append(q.tokens, env.encode_next(opening_.render(record, place(i))));
+    q.references = jsonl::field(record, references_, place(i));
+    if (q.references.empty())
+      throw kvlab::Error(kvlab::Errc::data, "got no texts in '" + references_ + "', wanted at least one reference",
+                         place(i));
+    q.max_new_tokens = max_new_;
+    longest = std::max(longest, q.tokens.size());
+    out.questions.push_back(std::move(q));
+  }
+  const std::size_t others = out.context.size() + longest + static_cast<std::size_t>(max_new_);
+  append(out.context,
+         fitted(out.context.empty() ? env.encode(group.prompt) : env.encode_next(group.prompt), others, group));
+  return out;
+}
+
+}  // namespace
+
+KVLAB_PLUGIN(
+    kvlab::task<Jsonl>("jsonl", "questions out of a file of JSON records, with a prompt template and a metric by name")
+        .param("data", std::string(), "JSON lines, or a JSON array")
+        .param("prompt", std::string("{context}\n"),
+               "text before the question; {field} is replaced, {{ and }} are braces")
+        .param("question", std::string("\n{input}\n"), "the part that is the question; may be empty")
+        .param("answer_opening", std::string(), "first words of the model's answer")
+        .param("references", std::string("answers"), "field with the accepted answers")
+        .param("metric", std::string("f1"), "contains, contains_all, exact, prefix, f1, rouge_l or choice")
+        .param("max_new_tokens", 64, 1, 100000, "longest answer")
+        .param("limit", 0, 0, kvlab::any, "samples; 0 = all")
+        .param("shuffle", false, "in an order that follows from the seed, before the limit")
+        .param("chat", true, "put the model's chat template around the prompt")
+        .param("max_context", 0, 0, kvlab::any, "most tokens of template, prompt and longest answer; 0 = no limit")
+        .param("truncate", Truncate::none, "what to do with a longer prompt: refuse it, or cut out its middle"))

@@ -1,0 +1,160 @@
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+using test::TaskFixture;
+using Given = std::map<std::string, ParamValue>;
+
+namespace {
+
+const char* const longbench =
+    R"({"input": "Who sails?", "context": "Ann sails. Bob walks.", "answers": ["Ann", "ann"], "length": 4, "all_classes": null})"
+    "\n\r\n"
+    R"({"input": "Who walks?", "context": "Ann sails. Bob walks.", "answers": ["Bob"], "length": 4})"
+    "\n"
+    R"({"input": "\u00bfQui\u00e9n? \ud83c\udf63", "context": "漢字 {not a field}", "answers": "née", "length": 2})";
+
+Given with(Given more) {
+  more.emplace("data", std::string("data.jsonl"));
+  return more;
+}
+
+}  // namespace
+
+TEST_CASE("jsonl: LongBench's fields are the defaults") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", longbench);
+  const auto task = f.task(with({}));
+  const auto env = f.env(1);
+  CHECK(task->metric() == "f1");
+  REQUIRE(task->samples(env) == 3);
+  const TaskSample s = task->sample(0, env);
+  CHECK(env.decode(s.context) == "Ann sails. Bob walks.\n");
+  REQUIRE(s.questions.size() == 1);
+  CHECK(env.decode(s.questions[0].tokens) == "\nWho sails?\n");
+  CHECK(s.questions[0].references == std::vector<std::string>{"Ann", "ann"});
+  CHECK(s.questions[0].max_new_tokens == 64);
+  const TaskSample u = task->sample(2, env);
+  CHECK(env.decode(u.context) == "漢字 {not a field}\n");
+  CHECK(env.decode(u.questions[0].tokens) == "\n¿Quién? 🍣\n");
+  CHECK(u.questions[0].references == std::vector<std::string>{"née"});
+}
+
+TEST_CASE("jsonl: templates") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", R"([{"q": "x", "list": ["one", "two"], "n": 3, "flag": true, "deep": {"a": [1]}, "a": "y"}])");
+  const auto env = f.env(1);
+  const auto prompt = [&](const std::string& text) {
+    return env.decode(f.task(with({{"prompt", text}, {"question", std::string()}, {"references", std::string("a")}}))
+                          ->sample(0, env)
+                          .context);
+  };
+  CHECK(prompt("{q}") == "x");
+  CHECK(prompt("{{{q}}} {{}} {list}.") == "{x} {} one\ntwo.");
+  CHECK(prompt("{n} {flag} {deep}") == "3 true {\"a\":[1]}");
+  const auto s = f.task(with({{"prompt", std::string("{q}")},
+                              {"question", std::string()},
+                              {"answer_opening", std::string(" Answer {n}:")},
+                              {"references", std::string("list")},
+                              {"metric", std::string("contains_all")},
+                              {"max_new_tokens", std::int64_t{5}}}))
+                     ->sample(0, env);
+  CHECK(env.decode(s.questions[0].tokens) == " Answer 3:");
+  CHECK(s.questions[0].references == std::vector<std::string>{"one", "two"});
+  CHECK(s.questions[0].max_new_tokens == 5);
+}
+
+TEST_CASE("jsonl: several questions over one context are neighbours with the same prompt") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", longbench);
+  const auto task = f.task(with({}));
+  const auto env = f.env(1, 3);
+  REQUIRE(task->samples(env) == 2);
+  const TaskSample s = task->sample(0, env);
+  REQUIRE(s.questions.size() == 2);
+  const auto alone = f.task(with({}));
+  for (int i = 0; i < 2; ++i) {
+    const TaskSample one = alone->sample(i, f.env(1));
+    CHECK(one.context == s.context);
+    CHECK(one.questions[0].tokens == s.questions[static_cast<std::size_t>(i)].tokens);
+    CHECK(one.questions[0].references == s.questions[static_cast<std::size_t>(i)].references);
+  }
+  CHECK(task->sample(1, env).questions.size() == 1);
+}
+
+TEST_CASE("jsonl: limit and shuffle") {
+  const TaskFixture f("jsonl");
+  std::string data;
+  for (int i = 0; i < 50; ++i) data += R"({"context": "c", "input": "i", "answers": [")" + std::to_string(i) + "\"]}\n";
+  f.write("data.jsonl", data);
+  const auto order = [&](Given given, std::uint64_t seed) {
+    const auto task = f.task(with(std::move(given)));
+    const auto env = f.env(seed);
+    std::vector<int> out;
+    for (int i = 0; i < task->samples(env); ++i)
+      out.push_back(std::stoi(task->sample(i, env).questions[0].references[0]));
+    return out;
+  };
+  CHECK(order({{"limit", std::int64_t{3}}}, 1) == std::vector<int>{0, 1, 2});
+  CHECK(order({{"limit", std::int64_t{99}}}, 1).size() == 50);
+  const auto mixed = order({{"shuffle", true}}, 1);
+  CHECK(mixed == order({{"shuffle", true}}, 1));
+  CHECK(mixed != order({{"shuffle", true}}, 2));
+  CHECK(mixed != order({}, 1));
+  auto sorted = mixed;
+  std::sort(sorted.begin(), sorted.end());
+  CHECK(sorted == order({}, 1));
+  CHECK(order({{"shuffle", true}, {"limit", std::int64_t{4}}}, 1) ==
+        std::vector<int>(mixed.begin(), mixed.begin() + 4));
+}
+
+TEST_CASE("jsonl: a long prompt loses its middle") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", R"({"context": " 0 1 2 3 4 5 6 7 8 9", "input": " why", "answers": "x"})");
+  const auto env = f.env(1);
+  const auto made = [&](std::int64_t most, const char* truncate) {
+    return f.task(with({{"prompt", std::string("{context}")},
+                        {"question", std::string("{input}")},
+                        {"max_new_tokens", std::int64_t{2}},
+                        {"max_context", most},
+                        {"truncate", std::string(truncate)}}));
+  };
+  CHECK(env.decode(made(8, "middle")->sample(0, env).context) == " 0 1 2 8 9");  // 5 of prompt, 1 question, 2 answer
+  CHECK(env.decode(made(7, "middle")->sample(0, env).context) == " 0 1 8 9");
+  CHECK(env.decode(made(4, "middle")->sample(0, env).context) == " 0");
+  CHECK(env.decode(made(13, "middle")->sample(0, env).context) == " 0 1 2 3 4 5 6 7 8 9");
+  CHECK(env.decode(made(13, "none")->sample(0, env).context) == " 0 1 2 3 4 5 6 7 8 9");
+  CHECK_THROWS_WITH(made(12, "none")->sample(0, env), Catch::Contains("data.jsonl: record 1: got 13 tokens") &&
+                                                          Catch::Contains("at most max_context: 12"));
+  CHECK_THROWS_WITH(made(3, "middle")->sample(0, env),
+                    Catch::Contains("record 1: got max_context: 3, wanted more than"));
+  CHECK_THROWS_WITH(f.task(with({{"truncate", std::string("middle")}})), Catch::Contains("without max_context"));
+}
+
+TEST_CASE("jsonl: what is wrong is named with file and record") {
+  const TaskFixture f("jsonl");
+  const auto env = f.env(1);
+  const auto fails = [&](const std::string& data, Given given, const std::string& message) {
+    f.write("data.jsonl", data);
+    CHECK_THROWS_WITH(f.task(with(std::move(given)))->sample(0, env), Catch::Contains(message));
+  };
+  const std::string good = R"({"context": "c", "input": "i", "answers": ["a"]})";
+  fails(good.substr(0, good.size() - 1), {}, "data.jsonl:1: got text that is no JSON");
+  fails(good + "\n" + good.substr(0, 20), {}, "data.jsonl:2: got text that is no JSON");
+  fails("[" + good, {}, "data.jsonl: got text that is no JSON");
+  fails("[" + good + ", 5]", {}, "data.jsonl: record 2: got JSON that is no object");
+  fails("\n\n", {}, "got no records");
+  fails("[]", {}, "got no records");
+  fails("{\"context\": \"\xff\"}", {}, "data.jsonl:1: got text that is no JSON");
+  fails("{\"context\": " + std::string(100000, '[') + std::string(100000, ']') + "}", {}, "nested deeper");
+  fails(good + "\n" + R"({"input": "i", "answers": ["a"]})", {}, "data.jsonl: record 2: got no field 'context'");
+  fails(good, {{"question", std::string("{inputt}")}},
+        "record 1: got no field 'inputt', wanted one of: answers, context");
+  fails(good, {{"references", std::string("gold")}}, "record 1: got no field 'gold'");
+  fails(R"({"context": "c", "input": "i", "answers": []})", {}, "record 1: got no texts in 'answers'");
+  for (const char* text : {"{", "a }", "{a{b}}", "{}", "{{{a}"})
+    CHECK_THROWS_WITH(f.task(with({{"prompt", std::string(text)}}))->samples(env),
+                      Catch::Contains("at byte") || Catch::Contains("no field"));
+  CHECK_THROWS_WITH(f.task({}), Catch::Contains("got no data"));
+  CHECK_THROWS_WITH(f.task({{"data", std::string("none.jsonl")}})->samples(env), Catch::Contains("none.jsonl"));
+  CHECK_THROWS_WITH(f.task(with({{"prompt", std::string()}})), Catch::Contains("got an empty prompt"));
+}
