@@ -83,9 +83,15 @@ bool contains(const std::string& answer, const std::string& reference) {
   return fold(answer).find(fold(reference)) != std::string::npos;
 }
 
+// A capital letter goes before a small one, which may be the article.
 double choice(const std::string& answer, const std::string& reference) {
-  for (unsigned char c : answer)
-    if (std::isalpha(c)) return fold(reference) == std::string(1, static_cast<char>(std::tolower(c)));
+  const auto is_part = [&](std::size_t i) {
+    return i < answer.size() && std::isalnum(static_cast<unsigned char>(answer[i]));
+  };
+  for (const char first : {'A', 'a'})
+    for (std::size_t i = 0; i < answer.size(); ++i)
+      if (answer[i] >= first && answer[i] <= first + 3 && !is_part(i + 1) && (i == 0 || !is_part(i - 1)))
+        return fold(reference) == std::string(1, static_cast<char>(std::tolower(answer[i])));
   return 0;
 }
 
@@ -148,7 +154,10 @@ double percentile(std::vector<double> values, double share) {
   return values[static_cast<std::size_t>(std::clamp(rank - 1, 0., static_cast<double>(values.size() - 1)))];
 }
 
-Interval mean_interval(const std::vector<double>& values) {
+Interval mean_interval(const std::vector<double>& all) {
+  std::vector<double> values;
+  for (double v : all)
+    if (std::isfinite(v)) values.push_back(v);
   if (values.size() < 2) return {nan, nan};
   std::mt19937_64 random(20240607);
   std::vector<double> means;

@@ -1,0 +1,110 @@
+#include "run/items.hpp"
+
+#include <functional>
+
+#include "base/sha256.hpp"
+#include "run/catalog.hpp"
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+// A task whose samples are what a test says.
+struct Script {
+  std::vector<TaskSample> samples;
+  std::string metric = "exact", complaint;
+} script;
+
+struct Scripted final : Task {
+  int samples(const TaskEnv&) const override { return static_cast<int>(script.samples.size()); }
+  TaskSample sample(int i, const TaskEnv&) const override {
+    if (!script.complaint.empty()) throw Error(Errc::config, script.complaint);
+    return script.samples[static_cast<std::size_t>(i)];
+  }
+  std::string metric() const override { return script.metric; }
+};
+
+TaskItems made(Question question, int context = 100) {
+  static const Registration registration = task<Scripted>("scripted", "a test's own");
+  Registry registry({std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"});
+  registry.add(registration);
+  TaskSpec spec;
+  spec.name = "scripted";
+  spec.where = "exp.yaml:3:5";
+  spec.task = {Role::task, "scripted", Params()};
+  spec.question = question;
+  ModelConfig config;
+  config.vocab = 50;
+  config.context = context;
+  return make_items(spec, RegistryCatalog(registry), test::test_vocabulary("gpt-2"), config, Experiment(), 1);
+}
+
+TaskQuestion asked(std::vector<int> tokens, int max_new = 3) {
+  TaskQuestion q;
+  q.tokens = std::move(tokens);
+  q.references = {"yes"};
+  q.max_new_tokens = max_new;
+  return q;
+}
+
+TaskQuestion forced(std::vector<int> tokens) {
+  TaskQuestion q;
+  q.forced = std::move(tokens);
+  return q;
+}
+
+void fails(const std::vector<TaskSample>& samples, const std::string& message, int context = 100) {
+  script = {samples, "exact", ""};
+  CHECK_THROWS_WITH(made(Question::prompt, context), Catch::Contains(message));
+}
+
+}  // namespace
+
+TEST_CASE("the question is part of the prompt, or fed afterwards") {
+  script = {{{{1, 2}, {asked({3}), asked({4, 5})}}, {{6}, {asked({})}}}, "exact", ""};
+  const TaskItems seen = made(Question::prompt);
+  REQUIRE(seen.items.size() == 3);
+  CHECK(seen.samples == 2);
+  CHECK(seen.metric == "exact");
+  CHECK(seen.items[1].prompt == std::vector<int>{1, 2, 4, 5});
+  CHECK(seen.items[1].fed.empty());
+  CHECK(!seen.items[1].shared);
+  CHECK((seen.items[1].sample == 0 && seen.items[1].question == 1));
+  CHECK(seen.items[1].most_tokens() == 7);
+  CHECK(seen.items[2].sample == 1);
+  CHECK(seen.items[0].references == std::vector<std::string>{"yes"});
+
+  const TaskItems later = made(Question::decode);
+  CHECK(later.items[1].prompt == std::vector<int>{1, 2});
+  CHECK(later.items[1].fed == std::vector<int>{4, 5});
+  CHECK(later.items[0].shared);
+  CHECK(!later.items[2].shared);
+  CHECK(later.items[1].sha256 == seen.items[1].sha256);
+  CHECK(later.items[0].sha256 == sha256_hex(std::string("\1\0\0\0\2\0\0\0\3\0\0\0", 12)));
+}
+
+TEST_CASE("forced tokens stand for the answer") {
+  script = {{{{1, 2}, {forced({7, 8, 9})}}}, "contains", ""};
+  const TaskItems items = made(Question::decode);
+  CHECK(items.items[0].forced == std::vector<int>{7, 8, 9});
+  CHECK(items.items[0].most_tokens() == 5);
+}
+
+TEST_CASE("samples that cannot run are refused before any work") {
+  fails({}, "got a task without samples");
+  fails({{{1}, {}}}, "sample 0: got a sample without questions");
+  fails({{{}, {asked({})}}}, "got an empty prompt");
+  fails({{{1}, {asked({1}, 0)}}}, "asks for no token");
+  fails({{{1}, {asked({1})}}, {{50}, {asked({1})}}}, "exp.yaml:3:5: sample 1: got token 50, wanted 0 to 49");
+  fails({{{1}, {asked({-1})}}}, "got token -1");
+  fails({{{1}, {forced({2, 99})}}}, "got token 99");
+  fails({{{1, 2}, {asked({3}, 8)}}}, "got 11 tokens of prompt and answer, wanted at most 10", 10);
+  script = {{{{1, 2}, {asked({3}, 7)}}}, "exact", ""};
+  CHECK(made(Question::prompt, 10).items.size() == 1);
+  script = {{{{1}, {asked({2})}}}, "exat", ""};
+  CHECK_THROWS_WITH(made(Question::prompt),
+                    Catch::Contains("got metric 'exat'") && Catch::Contains("did you mean 'exact'"));
+  script = {{{{1}, {asked({2})}}}, "exact", "got a bad thing"};
+  CHECK_THROWS_WITH(made(Question::prompt), Catch::Equals("exp.yaml:3:5: sample 0: got a bad thing"));
+}

@@ -1,0 +1,95 @@
+#include "run/task_env.hpp"
+
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+using test::TaskFixture;
+
+namespace {
+
+std::vector<int> joined(std::vector<int> a, const std::vector<int>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+}  // namespace
+
+TEST_CASE("tokens of pieces may be put one after the other") {
+  for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
+    const TaskFixture f("niah", vocabulary);
+    const auto env = f.env(1);
+    const std::string pieces[] = {"Call me Ishmael.", " Some years ago", "\nnever mind",
+                                  "\n\nhow long",     " né 漢字 7 12",   "\t tab"};
+    std::string whole = pieces[0];
+    std::vector<int> tokens = env.encode(whole);
+    for (std::size_t i = 1; i < std::size(pieces); ++i) {
+      whole += pieces[i];
+      tokens = joined(std::move(tokens), env.encode_next(pieces[i]));
+      CHECK(env.decode(tokens) == whole);
+    }
+    CHECK(env.encode_next("").empty());
+  }
+  // Where a word begins with its space, cutting there changes nothing.
+  for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
+    const TaskFixture f("niah", vocabulary);
+    const auto env = f.env(1);
+    CHECK(joined(env.encode("Call me"), env.encode_next(" Ishmael. Some")) == env.encode("Call me Ishmael. Some"));
+    CHECK(joined(env.encode("Call\n"), env.encode_next("me")) == env.encode("Call\nme"));
+  }
+}
+
+TEST_CASE("control tokens in a text are plain text") {
+  const TaskFixture f("niah");
+  const auto env = f.env(1);
+  const auto tokens = env.encode("<|endoftext|>");
+  CHECK(tokens.size() > 1);
+  CHECK(env.decode(tokens) == "<|endoftext|>");
+}
+
+TEST_CASE("a model without a template opens with BOS, if it wants one, and closes with nothing") {
+  const auto spm = TaskFixture("niah", "llama-spm").env(1);
+  CHECK(spm.chat_open() == std::vector<int>{1});
+  CHECK(spm.text_open() == std::vector<int>{1});
+  CHECK(spm.chat_close().empty());
+  const auto gpt2 = TaskFixture("niah").env(1);
+  CHECK(gpt2.text_open().empty());
+}
+
+TEST_CASE("files lie beside the experiment or in the data folder") {
+  const TaskFixture f("niah");
+  f.write("a.txt", "\xef\xbb\xbfhello\r\n");
+  f.write("empty.txt", "");
+  const auto env = f.env(1);
+  CHECK(env.read_text("a.txt") == "hello\r\n");
+  CHECK(env.read_text("empty.txt").empty());
+  CHECK(env.read_text("bundled/niah/haystack.txt").size() > 150000);
+  for (const char* path : {"", ".", "none.txt", "a.txt/b", "bundled/none"}) {
+    INFO(path);
+    CHECK_THROWS_WITH(env.read_text(path), Catch::Contains("got no file, wanted a text file"));
+  }
+}
+
+TEST_CASE("records keep every field as text") {
+  const TaskFixture f("niah");
+  f.write("r.json",
+          "\xef\xbb\xbf [{\"a\": \"x\", \"b\": [1, \"y\", {\"c\": 2}], \"d\": null, \"e\": 1.5, \"f\": true}]");
+  const auto records = f.env(1).records("r.json");
+  REQUIRE(records.size() == 1);
+  const Record& r = records[0];
+  CHECK(r.at("a") == std::vector<std::string>{"x"});
+  CHECK(r.at("b") == std::vector<std::string>{"1", "y", "{\"c\":2}"});
+  CHECK(r.at("d").empty());
+  CHECK(r.at("e") == std::vector<std::string>{"1.5"});
+  CHECK(r.at("f") == std::vector<std::string>{"true"});
+}
+
+TEST_CASE("every cut of a record is an error, never a record") {
+  const TaskFixture f("niah");
+  const std::string whole = R"({"a": "\u00e9 \"q\"", "b": [1, {"c": null}], "d": -1.5e3})";
+  for (std::size_t n = 1; n < whole.size(); ++n) {
+    f.write("cut.jsonl", whole.substr(0, n));
+    CHECK_THROWS_WITH(f.env(1).records("cut.jsonl"), Catch::Contains("cut.jsonl:1: got text that is no JSON"));
+  }
+  f.write("cut.jsonl", whole);
+  CHECK(f.env(1).records("cut.jsonl").size() == 1);
+}
