@@ -58,7 +58,7 @@ void settle(const std::vector<double>& share, const std::vector<int>& free, std:
   }
 }
 
-void allot_row(const Allotment& a, int row, double floor, Scratch& x) {
+void allot_row(const Allotment& a, int row, double floor, bool exact_total, Scratch& x) {
   const int heads = static_cast<int>(a.keep.extent[1]);
   const int pinned = pinned_of(a, row), budget = std::max(a.total[row] - pinned, 0);
   x.keys.clear();
@@ -86,7 +86,11 @@ void allot_row(const Allotment& a, int row, double floor, Scratch& x) {
   x.share.resize(heads);
   x.keep.resize(heads);
   for (int h = 0; h < heads; ++h) x.share[h] = x.count[h] * (1 - floor) + std::trunc(budget * floor);
-  settle(x.share, x.free, sum, x.keep);
+  if (exact_total)
+    settle(x.share, x.free, sum, x.keep);
+  else
+    for (int h = 0; h < heads; ++h)
+      x.keep[h] = static_cast<int>(std::min(std::nearbyint(x.share[h]), static_cast<double>(x.free[h])));
   for (int h = 0; h < heads; ++h) a.keep(row, h) = a.length(row, h) - x.free[h] + x.keep[h];
 }
 
@@ -102,7 +106,7 @@ void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s) {
   allot_same(a, tokens, "allot_tokens");
 }
 
-void allot_by_score(const Allotment& a, double floor, Stream s) {
+void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s) {
   const char* op = "allot_by_score";
   require_cpu(s, op);
   const int rows = rows_of(a, op);
@@ -117,7 +121,7 @@ void allot_by_score(const Allotment& a, double floor, Stream s) {
         fail(Errc::internal, op, "got scores or lengths of another shape, wanted [row, kv_head, token]");
   }
   thread_local Scratch x;
-  for (int r = 0; r < rows; ++r) allot_row(a, r, floor, x);
+  for (int r = 0; r < rows; ++r) allot_row(a, r, floor, exact_total, x);
 }
 
 }  // namespace kvlab::ops

@@ -453,6 +453,10 @@ void describe(const CellInput& in, CellResult& out) {
   s.repeat = in.cell->repeat;
   for (const Item& item : in.items->items)
     s.context_tokens = std::max<std::int64_t>(s.context_tokens, item.most_tokens());
+  if (policy.budget.kind == BudgetAmount::tokens) s.budget_tokens = policy.budget.value;
+  if (policy.budget.kind == BudgetAmount::ratio)
+    s.budget_tokens = policy.budget.value * static_cast<double>(s.context_tokens);
+  if (policy.budget.kind == BudgetAmount::bytes) s.budget_bytes = static_cast<std::int64_t>(policy.budget.value);
 }
 
 }  // namespace

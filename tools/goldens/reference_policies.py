@@ -31,6 +31,11 @@ class LayerCache:
         self.k, self.v, self.stored_k, self.stored_v = (
             new if before is None else torch.cat([before, new], 1) for before, new in zip(old, fresh))
 
+    @property
+    def scored(self):
+        """The keys that policies see: those that the cache holds, rotated to their positions."""
+        return self.k if self.cache_relative else self.stored_k
+
 
 def attend(q, k, v):
     """One query: q [G, D], k and v [m, D]. Returns output [G, D] and probabilities [G, m]."""
@@ -62,8 +67,9 @@ def prefill(model, policy, caches, ids, result):
         q, raw_k, v = model.qkv(layer, x)
         q = model.rotate(q, torch.arange(n))
         cache.append(raw_k, v, 0)
-        attended, sums, rows = model.prompt_attention(q, cache.k, v, policy.window)
-        kept.append(policy.prompt(layer, policies.Prompt(n, q, cache.k, v, sums, rows)))
+        attended, sums, _ = model.prompt_attention(q, cache.k, v, policy.window)
+        rows = model.prompt_attention(q, cache.scored, v, policy.window)[2]
+        kept.append(policy.prompt(layer, policies.Prompt(n, q, cache.scored, v, sums, rows)))
         x = model.after_attention(layer, x, attended)
     result.kept.append([list(layer) for layer in kept])
     result.logits.append(model.logits(x[-1:])[0])
@@ -78,7 +84,7 @@ def decode(model, policy, caches, kept, position, token, result):
         cache.append(raw_k, v, position)
         q = model.rotate(raw_q, new)[:, 0]
         kept[layer] = [torch.cat([head, new]) for head in kept[layer]]
-        read, chosen = policy.select(layer, q, cache.k, kept[layer])
+        read, chosen = policy.select(layer, q, cache.scored, kept[layer])
         if model.sliding_window:
             read = [head[head > position - model.sliding_window] for head in read]
         attended, true, covered, mass = [], [], [], []

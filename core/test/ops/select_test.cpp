@@ -168,7 +168,7 @@ Ints allot(const AllotCase& c, double floor) {
   if (floor < 0)
     ops::allot_uniform(a, Stream::cpu());
   else
-    ops::allot_by_score(a, floor, Stream::cpu());
+    ops::allot_by_score(a, floor, true, Stream::cpu());
   return keep;
 }
 

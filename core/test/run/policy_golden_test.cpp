@@ -1,0 +1,144 @@
+// Every policy against an independent implementation (tools/goldens): kept positions, pages read, logits, attention
+// mass.
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "host/parameters.hpp"
+#include "run/cell.hpp"
+#include "run/shadow.hpp"
+#include "support/golden.hpp"
+
+using namespace kvlab;
+using nlohmann::json;
+
+namespace {
+
+PluginUse use(Registry& registry, Role role, const std::string& name, const std::map<std::string, ParamValue>& given) {
+  return {role, name, resolve(registry.require(role, name), given)};
+}
+
+// The reference's words for a policy, in ours.
+PolicySpec spec_of(const json& p, Registry& registry) {
+  PolicySpec s;
+  s.name = p["name"];
+  s.page_size = p.value("page_size", 16);
+  if (p.contains("budget")) {
+    const json& b = p["budget"];
+    s.budget = {BudgetAmount::tokens, b["tokens"].get<double>()};
+    const std::string split = b.value("split", "uniform");
+    if (split == "pyramid") s.split = use(registry, Role::budget, split, {{"beta", b["beta"].get<std::int64_t>()}});
+    if (split == "adakv")
+      s.split = use(registry, Role::budget, split, {{"floor", b["floor"].get<double>()}, {"exact_total", false}});
+  }
+  if (p.contains("codec")) s.codec = use(registry, Role::codec, p["codec"], {});
+  std::map<std::string, ParamValue> params;
+  for (const auto& [key, value] : p.items()) {
+    if (key == "name" || key == "budget" || key == "codec" || key == "page_size") continue;
+    const std::string name = key == "positions" ? "rope" : key;
+    if (value.is_boolean()) params[name] = value.get<bool>();
+    if (value.is_number_integer()) params[name] = value.get<std::int64_t>();
+    if (value.is_number_float()) params[name] = value.get<double>();
+    if (value.is_string()) params[name] = value.get<std::string>();
+  }
+  if (s.name == "full") return s;
+  if (s.name == "quest")
+    s.selector = use(registry, Role::selector, s.name, params);
+  else
+    s.scorer = use(registry, Role::scorer, s.name, params);
+  return s;
+}
+
+// The shadow's figures, and which pages were read.
+class Watch final : public EngineObserver {
+ public:
+  Watch(const Model& m, int page_size, int tokens) : shadow(m, page_size, tokens) {}
+  void prompt(const PromptLayer& l, const Store& s) override { shadow.prompt(l, s); }
+  void attended(const DecodeLayer& l, const Store& s) override {
+    shadow.attended(l, s);
+    auto& heads = pages.emplace_back();
+    for (int h = 0; h < s.shape().kv_heads; ++h) {
+      heads.emplace_back();
+      if (!l.pages) continue;
+      for (int i = 0; i < l.pages->count(0, h); ++i) heads.back().push_back(l.pages->index(0, h, i));
+    }
+  }
+  Shadow shadow;
+  std::vector<std::vector<std::vector<int>>> pages;  // [step * layers + layer][kv_head]
+};
+
+void check_kept(const json& expected, const Engine& engine, int slot) {
+  const Shape& s = engine.store().shape();
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      CAPTURE(layer, head);
+      const auto kept = engine.store().positions(layer, slot, head);
+      if (expected.empty())
+        CHECK(static_cast<int>(kept.size()) == engine.store().position(slot));
+      else
+        CHECK(kept ==
+              expected[static_cast<std::size_t>(layer)][static_cast<std::size_t>(head)].get<std::vector<int>>());
+    }
+}
+
+}  // namespace
+
+TEST_CASE("policies keep, read and predict what the reference does") {
+  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3");
+  std::ifstream in(test::golden("policies/" + name + ".json"));
+  const json golden = json::parse(in);
+  const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
+  const auto prompt = golden["prompt"].get<std::vector<int>>(), forced = golden["forced"].get<std::vector<int>>(),
+             ids = golden["logit_ids"].get<std::vector<int>>();
+  Registry registry;
+  const RegistryCatalog catalog(registry);
+  const int tokens = static_cast<int>(prompt.size() + forced.size());
+
+  for (const json& c : golden["cases"]) {
+    CAPTURE(name, c["name"].get<std::string>());
+    const PolicySpec spec = spec_of(c["policy"], registry);
+    const bool int8 = spec.codec.has_value();
+    EngineOptions o;
+    o.max_tokens = tokens;
+    o.page_size = spec.page_size;
+    o.budget = spec.budget;
+    Engine engine(model, build_policy(spec, catalog), o);
+    Watch watch(*model, spec.page_size, tokens);
+    engine.observe(&watch);
+    std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
+    const auto view = View<float, 2>::dense(logits.data(), {1, model->config.vocab});
+    const auto check_logits = [&](std::size_t step) {
+      double worst = 0;
+      for (std::size_t i = 0; i < ids.size(); ++i)
+        worst =
+            std::max(worst, std::abs(logits[static_cast<std::size_t>(ids[i])] - c["logits"][step][i].get<double>()));
+      CAPTURE(step);
+      CHECK(worst / c["max_abs"][step].get<double>() < (int8 ? 3e-3 : 2e-5));
+    };
+
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, prompt, true, view) == Fit::ok);
+    check_kept(c["kept_prompt"], engine, slot);
+    check_logits(0);
+    for (std::size_t step = 0; step < forced.size(); ++step) {
+      REQUIRE(engine.step({slot}, {&forced[step], 1}, view) == Fit::ok);
+      check_logits(step + 1);
+      const auto rows = watch.shadow.take();
+      for (int layer = 0; layer < model->config.layers; ++layer) {
+        const std::size_t l = static_cast<std::size_t>(layer);
+        CAPTURE(step, layer);
+        CHECK(std::abs(rows.mass[l] - c["mass"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-5));
+        CHECK(std::abs(rows.output_error[l] - c["output_error"][step][l].get<double>()) < (int8 ? 1e-3 : 1e-4));
+        if (c["pages"].empty()) continue;
+        const auto& read = watch.pages[step * static_cast<std::size_t>(model->config.layers) + l];
+        const json& expected = c["pages"][step][l];
+        for (std::size_t h = 0; h < read.size(); ++h)
+          CHECK(read[h] == (expected.empty() ? std::vector<int>{} : expected[h].get<std::vector<int>>()));
+      }
+    }
+    check_kept(c["kept_end"], engine, slot);
+    engine.store().check_invariants();
+  }
+}
