@@ -55,6 +55,12 @@ void Engine::close(int slot) {
   store_.close(slot);
 }
 
+Fit Engine::restore(int slot, const std::vector<std::byte>& snapshot) {
+  policy_->release(slot);
+  tail_[static_cast<std::size_t>(slot)].clear();
+  return store_.restore(slot, snapshot);
+}
+
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
   const std::size_t chunk =
@@ -82,7 +88,11 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     step_.push_back(store_.steps(slot));
   }
   const Fit fit = executor_.decode(slots, tokens, *this, logits);
-  if (fit != Fit::ok) return fit;
+  store_.workspace().reset();
+  return fit;
+}
+
+Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {
   Step step;
   step.shape = &store_.shape();
   step.rows = static_cast<int>(slots.size());
@@ -92,9 +102,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   step.workspace = &store_.workspace();
   Edits edits;
   policy_->finish_step(step, edits, Stream::cpu());
-  const Fit applied = apply(edits.all(), slots);
-  store_.workspace().reset();
-  return applied;
+  return apply(edits.all(), slots);
 }
 
 LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position) {
@@ -188,14 +196,14 @@ const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
         for (int head = 0; head < store_.shape().kv_heads; ++head)
           all &= attend_.count(row, head) * store_.shape().page_size >=
                  store_.length(l.layer, (*l.slots)[static_cast<std::size_t>(row)], head);
-      fired_ += !all;
+      selected_ += !all;
     } else {
       (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
     }
   }
-  fit = apply(before, *l.slots);
   waiting_ = std::move(after);
-  if (options_.protect_host) store_.protect_host(true);
+  fit = apply(before, *l.slots);
+  if (fit == Fit::ok && options_.protect_host) store_.protect_host(true);
   return list;
 }
 
@@ -215,9 +223,7 @@ Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t
   bool recall = true;
   for (const Edit& e : edits) recall &= e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
   const PartTimer timer(recall ? Part::recall : Part::compact);
-  const Applied done = store_.apply(edits, slots);
-  fired_ += done.changed > 0;
-  return done.fit;
+  return store_.apply(edits, slots).fit;
 }
 
 }  // namespace kvlab

@@ -47,13 +47,13 @@ class Engine final : private LayerHooks {
   Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits);
 
   std::vector<std::byte> save(int slot) const { return store_.save(slot); }
-  Fit restore(int slot, const std::vector<std::byte>& snapshot) { return store_.restore(slot, snapshot); }
+  Fit restore(int slot, const std::vector<std::byte>& snapshot);
 
   void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
 
   const Store& store() const { return store_; }
   Ledger& ledger() { return store_.ledger(); }
-  std::int64_t fired() const { return fired_; }  // edits that changed something
+  std::int64_t fired() const { return selected_ + store_.fired(); }  // edits that changed something
   const Model& model() const { return executor_.model(); }
 
  private:
@@ -61,6 +61,7 @@ class Engine final : private LayerHooks {
   Fit prompt(const PromptLayer& l) override;
   const PageList* select(const DecodeLayer& l, Fit& fit) override;
   Fit attended(const DecodeLayer& l) override;
+  Fit finish_step(const std::vector<std::int32_t>& slots) override;
 
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   LayerStep layer_step(const DecodeLayer& l);
@@ -73,7 +74,7 @@ class Engine final : private LayerHooks {
   Store store_;
   Executor executor_;
   EngineObserver* observer_ = nullptr;
-  std::int64_t fired_ = 0;
+  std::int64_t selected_ = 0;  // layers whose attention did not read everything
 
   std::vector<std::int32_t> position_, step_;  // of the callback's rows
   std::vector<Edit> waiting_;                  // of this layer's select, due after its attention

@@ -297,7 +297,9 @@ Fit Executor::decode(const std::vector<std::int32_t>& slots, std::span<const int
     if (fit != Fit::ok) return fit;
     finish_layer(l, attention_.data(), x_.data(), n);
   }
-  for (int slot : slots) store_.advance(slot, 1, true);
+  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  for (int slot : slots)
+    if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
   if (logits) logits_of(x_.data(), n, logits);
   return Fit::ok;
 }

@@ -42,6 +42,8 @@ class LayerHooks {
   // Before attention, this step's tokens appended. null = everything resident. The list lives until the layer is done.
   virtual const PageList* select(const DecodeLayer&, Fit&) { return nullptr; }
   virtual Fit attended(const DecodeLayer&) { return Fit::ok; }
+  // After the last layer of a decode step, before the rows' counters advance.
+  virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
 };
 
 class Executor {

@@ -24,7 +24,16 @@ void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier t
   ledger_.move(to, Tag::keys, lb.v - lb.k);
   ledger_.move(to, Tag::values, lb.k_meta - lb.v);
   ledger_.move(to, Tag::codec_metadata, lb.positions - lb.k_meta);
-  ledger_.move(to, Tag::positions, lb.bytes - lb.positions);
+  const std::int64_t columns = std::int64_t{lb.state_columns} * lb.page_size * 4;
+  ledger_.move(to, Tag::positions, lb.bytes - lb.positions - columns);
+  ledger_.move(to, Tag::scores, columns);
+}
+
+// The page's tokens have changed where they are: a lower copy of a device page is stale, and so is the summary.
+void Store::outdated(int layer, int slot, int head, int page) {
+  if (entries(Tier::device, layer, slot, head)[page].frame != null_frame)
+    give_back(Tier::host, entries(Tier::host, layer, slot, head)[page]);
+  summarize(layer, slot, head, page);
 }
 
 void Store::swap_tokens(int layer, int slot, int head, int a, int b) {
@@ -92,13 +101,9 @@ std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t*
   for (int page = 0; page < pages_after; ++page) {
     const int tokens = std::min(p, count - page * p);
     const bool shrunk = tokens != std::min(p, before - page * p);
-    if (device[page].frame != null_frame) {
-      device[page].tokens = static_cast<std::uint16_t>(tokens);
-      if (touched[static_cast<std::size_t>(page)] || shrunk) give_back(Tier::host, host[page]);  // now stale
-    } else {
-      host[page].tokens = static_cast<std::uint16_t>(tokens);
-    }
-    if (touched[static_cast<std::size_t>(page)] || shrunk) summarize(layer, slot, head, page);
+    PageEntry& upper = device[page].frame != null_frame ? device[page] : host[page];
+    upper.tokens = static_cast<std::uint16_t>(tokens);
+    if (touched[static_cast<std::size_t>(page)] || shrunk) outdated(layer, slot, head, page);
   }
 
   if (!old_rank.empty()) {
@@ -109,14 +114,37 @@ std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t*
     for (int i = 0; i < count; ++i)
       delta[static_cast<std::size_t>(i)] -= old_rank[static_cast<std::size_t>(source[static_cast<std::size_t>(i)])];
     ops::re_rotate(kv, 0, head, count, delta.data());
+    for (int page = 0; page < pages_after; ++page)
+      if (std::any_of(delta.begin() + page * p, delta.begin() + std::min(count, (page + 1) * p),
+                      [](std::int32_t d) { return d != 0; }))
+        outdated(layer, slot, head, page);
   }
   return lost;
+}
+
+void Store::check_list(const Edit& e, std::size_t rows) const {
+  const Shape& s = options_.shape;
+  const auto bad = [&](const std::string& what) {
+    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
+  };
+  if (e.layer < 0 || e.layer >= s.layers) bad("got that layer, wanted 0 to " + std::to_string(s.layers - 1));
+  const auto& index = e.list.index.extent;
+  const auto& count = e.list.count.extent;
+  const std::int64_t wanted = static_cast<std::int64_t>(rows);
+  if (index[0] < wanted || count[0] < wanted || index[1] < s.kv_heads || count[1] < s.kv_heads)
+    bad("got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  for (std::int64_t row = 0; row < wanted; ++row)
+    for (int head = 0; head < s.kv_heads; ++head)
+      if (e.list.count(row, head) < 0 || e.list.count(row, head) > index[2])
+        bad("got a count of " + std::to_string(e.list.count(row, head)) + ", wanted 0 to " + std::to_string(index[2]) +
+            ", the list's room");
 }
 
 Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   Applied total;
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend) continue;
+    check_list(e, slots.size());
     if (e.when.kind == Deadline::steps_from_now && e.when.steps > 0) {
       // Rows keep their own clocks, so each row waits on its own.
       for (std::size_t row = 0; row < slots.size(); ++row) {
@@ -141,6 +169,7 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
     }
     const Applied one = apply_now(e, slots);
     total.changed += one.changed;
+    fired_ += one.changed > 0;
     if (one.fit != Fit::ok) {
       total.fit = one.fit;
       break;
@@ -155,7 +184,6 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
   auto bad = [&](const std::string& what) {
     throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
   };
-  if (e.layer < 0 || e.layer >= s.layers) bad("got that layer, wanted 0 to " + std::to_string(s.layers - 1));
   std::vector<std::int32_t> kept;
   for (int row = 0; row < static_cast<int>(slots.size()); ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
@@ -191,12 +219,7 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
           const int a = e.list.index(row, head, i), b = e.list.index(row, head, i + 1);
           if (a == b) continue;
           swap_tokens(e.layer, slot, head, a, b);
-          for (int t : {a, b}) {
-            const int page = t / s.page_size;
-            if (entries(Tier::device, e.layer, slot, head)[page].frame != null_frame)
-              give_back(Tier::host, entries(Tier::host, e.layer, slot, head)[page]);
-            summarize(e.layer, slot, head, page);
-          }
+          for (int t : {a, b}) outdated(e.layer, slot, head, t / s.page_size);
           ++done.changed;
         }
         continue;
@@ -220,6 +243,7 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
             ++done.changed;
             break;
           case Edit::drop: {
+            if (e.tier == Tier::disk) bad("got a drop on the disk tier, wanted device or host");
             PageEntry &from = e.tier == Tier::host ? h : d, &other = e.tier == Tier::host ? d : h;
             if (from.frame == null_frame) break;
             if (other.frame == null_frame)
@@ -240,8 +264,8 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
               ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
             fresh.tokens = d.tokens;
             give_back(Tier::device, d);
-            give_back(Tier::host, h);
             d = fresh;
+            outdated(e.layer, slot, head, page);
             ++done.changed;
             break;
           }
@@ -254,6 +278,7 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
 
 PageList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) const {
   const Shape& s = options_.shape;
+  check_list(e, slots.size());
   const int rows = static_cast<int>(slots.size());
   const int p = s.page_size, room = std::max(1, (max_length(e.layer, slots) + p - 1) / p);
   PageList out;

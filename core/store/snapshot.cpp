@@ -1,7 +1,9 @@
 // Saving a sequence's cache and taking it back.
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "store/store.hpp"
 
@@ -9,6 +11,19 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint64_t magic = 0x31766b62616c766bULL;  // "kvlabkv1"
+constexpr std::uint8_t absent = 0xff;                   // in place of a codec
+
+// Every step is a bijection of the sum so far, so one changed byte always shows.
+std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
+  std::uint64_t sum = bytes;
+  for (std::size_t at = 0; at < bytes; at += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data + at, std::min<std::size_t>(8, bytes - at));
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15ULL;
+    sum ^= sum >> 32;
+  }
+  return sum;
+}
 
 class Writer {
  public:
@@ -28,11 +43,11 @@ class Writer {
 
 class Reader {
  public:
-  explicit Reader(const std::vector<std::byte>& in) : in_(in) {}
+  Reader(const std::byte* data, std::size_t size) : data_(data), size_(size) {}
   const std::byte* bytes(std::size_t n) {
-    if (n > in_.size() - at_)
-      throw Error(Errc::data, "got a saved cache that ends at byte " + std::to_string(in_.size()) + ", wanted more");
-    const std::byte* p = in_.data() + at_;
+    if (n > size_ - at_)
+      throw Error(Errc::data, "got a saved cache that ends at byte " + std::to_string(size_) + ", wanted more");
+    const std::byte* p = data_ + at_;
     at_ += n;
     return p;
   }
@@ -43,10 +58,47 @@ class Reader {
     return v;
   }
 
+  // A number from `least` to `most`.
+  std::int32_t number(const char* what, std::int64_t least, std::int64_t most) {
+    const auto v = get<std::int32_t>();
+    if (v < least || v > most)
+      throw Error(Errc::data, std::string("saved cache: got ") + what + " " + std::to_string(v) + ", wanted " +
+                                  std::to_string(least) + " to " + std::to_string(most));
+    return v;
+  }
+  std::vector<std::int32_t> numbers(std::size_t n) {
+    const std::byte* from = bytes(n * 4);
+    std::vector<std::int32_t> out(n);
+    if (n > 0) std::memcpy(out.data(), from, n * 4);
+    return out;
+  }
+  std::size_t left() const { return size_ - at_; }
+
  private:
-  const std::vector<std::byte>& in_;
-  std::size_t at_ = 0;
+  const std::byte* data_;
+  std::size_t size_, at_ = 0;
 };
+
+// What a store must share with the one that saved.
+std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes) {
+  const Shape& s = o.shape;
+  std::vector<std::int64_t> kind{s.layers,
+                                 s.kv_heads,
+                                 s.head_dim,
+                                 s.page_size,
+                                 static_cast<std::int64_t>(s.dtype),
+                                 static_cast<std::int64_t>(o.rope),
+                                 static_cast<std::int64_t>(o.summary),
+                                 static_cast<std::int64_t>(o.token_state.size()),
+                                 static_cast<std::int64_t>(state_bytes),
+                                 o.host_codec.k.bits,
+                                 o.host_codec.v.bits};
+  for (const CodecSpec& c : o.codecs) {
+    kind.push_back(c.k.bits);
+    kind.push_back(c.v.bits);
+  }
+  return kind;
+}
 
 }  // namespace
 
@@ -55,13 +107,10 @@ std::vector<std::byte> Store::save(int slot) const {
   std::vector<std::byte> out;
   Writer w(out);
   w.put(magic);
-  for (int v :
-       {s.layers, s.kv_heads, s.head_dim, s.page_size, static_cast<int>(s.dtype), static_cast<int>(layouts_.size())})
-    w.put(std::int32_t{v});
-  for (const auto& l : layouts_) w.put(l.bytes);
-  w.put(host_layout_.bytes);
-  w.put(summary_bytes_);
-  w.put(static_cast<std::uint64_t>(workspace_.slot_bytes()));
+  w.put(std::uint64_t{0});  // checksum of what follows
+  const auto kind = kind_of(options_, workspace_.slot_bytes());
+  w.put(static_cast<std::uint64_t>(kind.size()));
+  for (std::int64_t v : kind) w.put(v);
   w.put(position(slot));
   w.put(steps(slot));
   for (int layer = 0; layer < s.layers; ++layer)
@@ -71,10 +120,8 @@ std::vector<std::byte> Store::save(int slot) const {
       for (int page = 0; page < pages; ++page) {
         for (Tier tier : {Tier::device, Tier::host}) {
           const PageEntry& e = entries(tier, layer, slot, head)[page];
-          w.put(static_cast<std::uint8_t>(e.frame == null_frame ? 0xff : e.codec));
-          if (e.frame == null_frame) continue;
-          w.put(e.tokens);
-          w.bytes(arena(tier).at(e.frame), static_cast<std::size_t>(layout(tier, e).bytes));
+          w.put(static_cast<std::uint8_t>(e.frame == null_frame ? absent : e.codec));
+          if (e.frame != null_frame) w.bytes(arena(tier).at(e.frame), static_cast<std::size_t>(layout(tier, e).bytes));
         }
         if (summary_bytes_)
           w.bytes(const_cast<Store*>(this)->summary_at(layer, slot, head, page),
@@ -84,56 +131,77 @@ std::vector<std::byte> Store::save(int slot) const {
   const std::size_t at = out.size();
   out.resize(at + workspace_.slot_bytes());
   workspace_.save_slot(slot, out.data() + at);
+  const auto mine = [&](const Pending& p) { return p.slots[0] == slot; };
+  w.put(static_cast<std::int32_t>(std::count_if(pending_.begin(), pending_.end(), mine)));
+  for (const Pending& p : pending_) {
+    if (!mine(p)) continue;
+    const std::int32_t fields[] = {p.edit.verb,  p.edit.layer, static_cast<std::int32_t>(p.edit.tier),
+                                   p.edit.codec, p.due,        static_cast<std::int32_t>(p.edit.list.index.extent[2])};
+    for (std::int32_t v : fields) w.put(v);
+    for (std::int32_t v : p.count) w.put(v);
+    for (std::int32_t v : p.index) w.put(v);
+  }
+  const std::uint64_t sum = checksum(out.data() + 16, out.size() - 16);
+  std::memcpy(out.data() + 8, &sum, 8);
   return out;
 }
 
 Fit Store::restore(int slot, const std::vector<std::byte>& snapshot) {
-  const Shape& s = options_.shape;
-  Reader r(snapshot);
-  auto expect = [](auto got, auto wanted, const char* what) {
-    if (got != wanted)
-      throw Error(Errc::data, std::string("saved cache: got ") + what + " " + std::to_string(got) + ", wanted " +
-                                  std::to_string(wanted));
-  };
-  expect(r.get<std::uint64_t>(), magic, "magic");
-  expect(r.get<std::int32_t>(), s.layers, "layers");
-  expect(r.get<std::int32_t>(), s.kv_heads, "KV heads");
-  expect(r.get<std::int32_t>(), s.head_dim, "head dim");
-  expect(r.get<std::int32_t>(), s.page_size, "page size");
-  expect(r.get<std::int32_t>(), static_cast<int>(s.dtype), "dtype");
-  expect(r.get<std::int32_t>(), static_cast<int>(layouts_.size()), "codecs");
-  for (const auto& l : layouts_) expect(r.get<std::int64_t>(), l.bytes, "frame bytes");
-  expect(r.get<std::int64_t>(), host_layout_.bytes, "host frame bytes");
-  expect(r.get<std::int64_t>(), summary_bytes_, "summary bytes");
-  expect(r.get<std::uint64_t>(), static_cast<std::uint64_t>(workspace_.slot_bytes()), "state bytes");
-
   close(slot);
   used_[static_cast<std::size_t>(slot)] = true;
-  position_[static_cast<std::size_t>(slot)] = r.get<std::int32_t>();
-  step_[static_cast<std::size_t>(slot)] = r.get<std::int32_t>();
+  Fit fit = Fit::ok;
+  const auto empty = [&] {
+    close(slot);
+    used_[static_cast<std::size_t>(slot)] = true;
+  };
+  try {
+    read_snapshot(slot, snapshot, fit);
+  } catch (...) {
+    empty();
+    throw;
+  }
+  if (fit != Fit::ok) empty();
+  return fit;
+}
+
+void Store::read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit) {
+  const Shape& s = options_.shape;
+  Reader r(snapshot.data(), snapshot.size());
+  if (r.get<std::uint64_t>() != magic) throw Error(Errc::data, "got bytes that are no saved cache");
+  if (r.get<std::uint64_t>() != checksum(snapshot.data() + 16, snapshot.size() - 16))
+    throw Error(Errc::data, "got a saved cache whose checksum differs, wanted it as it was saved");
+  const auto kind = kind_of(options_, workspace_.slot_bytes());
+  bool same = r.get<std::uint64_t>() == kind.size();
+  for (std::size_t i = 0; same && i < kind.size(); ++i) same = r.get<std::int64_t>() == kind[i];
+  if (!same)
+    throw Error(Errc::data, "got a saved cache of another model, page size, codec or policy, wanted one like this");
+  position_[static_cast<std::size_t>(slot)] = r.number("position", 0, s.max_tokens);
+  step_[static_cast<std::size_t>(slot)] = r.number("steps", 0, s.max_tokens);
   for (int layer = 0; layer < s.layers; ++layer)
     for (int head = 0; head < s.kv_heads; ++head) {
-      const std::int32_t n = r.get<std::int32_t>();
-      if (n < 0 || n > static_cast<int>(pages_per_head_) * s.page_size)
-        throw Error(Errc::data, "saved cache: got a head of " + std::to_string(n) + " tokens, wanted at most " +
-                                    std::to_string(pages_per_head_ * static_cast<std::size_t>(s.page_size)));
+      const int n = r.number("tokens of a head", 0, static_cast<std::int64_t>(pages_per_head_) * s.page_size);
       const int pages = (n + s.page_size - 1) / s.page_size;
-      // First, so that close() frees a sequence whose snapshot ends early.
+      // First, so that close() frees a sequence that ends early.
       lengths_[head_index(layer, slot, head)] = n;
       if (summary_bytes_) ledger_.hold(Tier::device, Tag::summaries, pages * summary_bytes_);
       for (int page = 0; page < pages; ++page) {
+        bool present = false;
         for (Tier tier : {Tier::device, Tier::host}) {
           const std::uint8_t codec = r.get<std::uint8_t>();
-          if (codec == 0xff) continue;
-          if (tier == Tier::device && codec >= layouts_.size())
+          if (codec == absent) continue;
+          if (codec >= (tier == Tier::device ? layouts_.size() : 1))
             throw Error(Errc::data, "saved cache: got codec " + std::to_string(codec) + ", wanted a declared one");
           PageEntry& e = entries(tier, layer, slot, head)[page];
-          const std::uint16_t tokens = r.get<std::uint16_t>();
-          if (!take(tier, e, codec)) return Fit::out_of_memory;
-          e.tokens = tokens;
+          if (!take(tier, e, codec)) {
+            fit = Fit::out_of_memory;
+            return;
+          }
+          e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - page * s.page_size));
           const std::size_t bytes = static_cast<std::size_t>(layout(tier, e).bytes);
           std::memcpy(arena(tier).at(e.frame), r.bytes(bytes), bytes);
+          present = true;
         }
+        if (!present) throw Error(Errc::data, "saved cache: got a page in no tier");
         if (summary_bytes_) {
           const std::size_t bytes = static_cast<std::size_t>(summary_bytes_);
           std::memcpy(summary_at(layer, slot, head, page), r.bytes(bytes), bytes);
@@ -141,7 +209,25 @@ Fit Store::restore(int slot, const std::vector<std::byte>& snapshot) {
       }
     }
   workspace_.load_slot(slot, r.bytes(workspace_.slot_bytes()));
-  return Fit::ok;
+  const std::int32_t waiting = r.number("edits to come", 0, std::numeric_limits<std::int32_t>::max());
+  for (std::int32_t i = 0; i < waiting; ++i) {
+    Pending p;
+    p.slots = {slot};
+    p.edit.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::move));
+    p.edit.layer = r.number("layer", 0, s.layers - 1);
+    p.edit.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::disk)));
+    p.edit.codec = r.get<std::int32_t>();
+    p.due = r.get<std::int32_t>();
+    const std::int64_t room = r.number("list room", 0, std::numeric_limits<std::int32_t>::max());
+    p.count = r.numbers(static_cast<std::size_t>(s.kv_heads));
+    p.index = r.numbers(static_cast<std::size_t>(s.kv_heads * room));
+    p.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, s.kv_heads, room});
+    p.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, s.kv_heads});
+    if (std::any_of(p.count.begin(), p.count.end(), [&](std::int32_t c) { return c < 0 || c > room; }))
+      throw Error(Errc::data, "saved cache: got an edit to come whose list is longer than its room");
+    pending_.push_back(std::move(p));
+  }
+  if (r.left() > 0) throw Error(Errc::data, "got a saved cache with bytes behind its end");
 }
 
 }  // namespace kvlab

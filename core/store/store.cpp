@@ -167,18 +167,31 @@ Store::Place Store::place(int layer, int slot, int head, int token) {
 
 Fit Store::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
   const Shape& s = options_.shape;
+  if (tokens <= 0) return Fit::ok;
+  std::vector<PageEntry*> taken;
   for (int head = 0; head < s.kv_heads; ++head) {
     const int begin = length(layer, slot, head), end = begin + tokens;
-    if (end > static_cast<int>(pages_per_head_) * s.page_size)
+    if (end > static_cast<int>(pages_per_head_) * s.page_size) {
+      for (PageEntry* e : taken) give_back(Tier::device, *e);
       throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
+    }
+    PageEntry* device = entries(Tier::device, layer, slot, head);
+    for (int page = begin / s.page_size; page * s.page_size < end; ++page) {
+      if (device[page].frame != null_frame) continue;
+      if (!take(Tier::device, device[page], 0)) {
+        for (PageEntry* e : taken) give_back(Tier::device, *e);
+        return Fit::out_of_memory;
+      }
+      taken.push_back(&device[page]);
+    }
+  }
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const int begin = length(layer, slot, head), end = begin + tokens;
     PageEntry* device = entries(Tier::device, layer, slot, head);
     PageEntry* host = entries(Tier::host, layer, slot, head);
     for (int page = begin / s.page_size; page * s.page_size < end; ++page) {
-      if (device[page].frame == null_frame) {
-        const bool on_host = host[page].frame != null_frame;
-        if (!take(Tier::device, device[page], 0)) return Fit::out_of_memory;
-        if (on_host) copy_page(layer, slot, head, page, Tier::host, Tier::device);
-      }
+      if (device[page].tokens == 0 && host[page].frame != null_frame)
+        copy_page(layer, slot, head, page, Tier::host, Tier::device);
       give_back(Tier::host, host[page]);  // outgrown
       device[page].tokens = static_cast<std::uint16_t>(std::min(s.page_size, end - page * s.page_size));
     }
@@ -203,9 +216,10 @@ Fit Store::append(int layer, int slot, const float* k, const float* v, int token
   return Fit::ok;
 }
 
-void Store::advance(int slot, int tokens, bool decode) {
+Applied Store::advance(int slot, int tokens, bool decode) {
+  Applied total;
   position_[static_cast<std::size_t>(slot)] += tokens;
-  if (!decode) return;
+  if (!decode) return total;
   const int now = ++step_[static_cast<std::size_t>(slot)];
   for (std::size_t i = 0; i < pending_.size();) {
     Pending& p = pending_[i];
@@ -217,8 +231,12 @@ void Store::advance(int slot, int tokens, bool decode) {
     pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
     due.edit.list.index.data = due.index.data();
     due.edit.list.count.data = due.count.data();
-    apply_now(due.edit, due.slots);
+    const Applied one = apply_now(due.edit, due.slots);
+    total.changed += one.changed;
+    fired_ += one.changed > 0;
+    if (one.fit != Fit::ok) total.fit = one.fit;
   }
+  return total;
 }
 
 std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const {

@@ -55,25 +55,30 @@ class Store {
   int length(int layer, int slot, int head) const { return lengths_[head_index(layer, slot, head)]; }
   int max_length(int layer, const std::vector<std::int32_t>& slots) const;
 
-  // k, v [token, kv_head, head_dim] f32, as they are to be stored; text positions first, first + 1, ...
+  // k, v [token, kv_head, head_dim] f32, as they are to be stored; text positions first, first + 1, ... Changes nothing
+  // when it does not fit.
   Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
 
   // Text tokens seen: the true position counter, and decode steps. advance() once per chunk or step, after the last
   // layer.
   std::int32_t position(int slot) const { return position_[static_cast<std::size_t>(slot)]; }
   std::int32_t steps(int slot) const { return step_[static_cast<std::size_t>(slot)]; }
-  void advance(int slot, int tokens, bool decode);
+  // Carries out the edits that fall due; Applied is theirs.
+  Applied advance(int slot, int tokens, bool decode);
 
   // Applies the edits of one callback over `slots` (the callback's rows), except attend, which is the caller's.
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
 
-  // The pages that attention reads: the list of an attend edit plus its pins and, always, the newest page.
+  // The pages that attention reads: the list of an attend edit plus its pins.
   PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) const;
 
-  // Whole cache of a sequence, with token state, tiers and counters: bytes that restore() takes back into any free
-  // slot.
+  // Whole cache of a sequence, with token state, tiers, counters and edits to come: bytes that restore() takes back
+  // into any open slot, in place of what it holds. Errc::data for bytes that are not what save() wrote or come from
+  // another kind of store. A slot whose restore threw or did not fit is empty.
   std::vector<std::byte> save(int slot) const;
   Fit restore(int slot, const std::vector<std::byte>& snapshot);
+
+  std::int64_t fired() const { return fired_; }  // edits, of apply and of advance, that changed something
 
   // Text positions in the cache of one head, ascending.
   std::vector<std::int32_t> positions(int layer, int slot, int head) const;
@@ -122,7 +127,10 @@ class Store {
   Place place(int layer, int slot, int head, int token);
 
   std::int64_t keep_only(int layer, int slot, int head, const std::int32_t* kept, int count);
+  void check_list(const Edit& e, std::size_t rows) const;  // Errc::plugin
   Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
+  void outdated(int layer, int slot, int head, int page);
+  void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
   void swap_tokens(int layer, int slot, int head, int a, int b);
 
   StoreOptions options_;
@@ -137,6 +145,7 @@ class Store {
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
   std::vector<Pending> pending_;
+  std::int64_t fired_ = 0;
   Ledger ledger_;
   StoreWorkspace workspace_{ledger_};
 };

@@ -1,0 +1,444 @@
+// Append and every edit verb of the store, on tokens whose bytes are known.
+#include <kvlab/error.hpp>
+
+#include <catch2/catch.hpp>
+
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using test::Lists;
+using test::on;
+using test::PerHead;
+using test::StoreFixture;
+
+namespace {
+
+std::vector<std::int32_t> range(int first, int last) {  // [first, last)
+  std::vector<std::int32_t> out;
+  for (int i = first; i < last; ++i) out.push_back(i);
+  return out;
+}
+
+// Every stored token of the slot has its own bytes, and exactly the wanted positions are there.
+void check_tokens(const StoreFixture& f, const Store& store, int layer, int slot, int head,
+                  const std::vector<std::int32_t>& wanted) {
+  CHECK(store.positions(layer, slot, head) == wanted);
+  for (const auto& t : test::stored_tokens(store, layer, slot, head)) {
+    CHECK(t.k == f.row(0, layer, slot, head, t.position));
+    CHECK(t.v == f.row(1, layer, slot, head, t.position));
+  }
+  store.check_invariants();
+}
+
+void check_summaries(const Store& store, int layer, int slot, int head) {
+  const Shape& s = store.shape();
+  const auto tokens = test::stored_tokens(store, layer, slot, head);
+  const Summaries summaries = store.summaries(layer);
+  for (int page = 0; page * s.page_size < static_cast<int>(tokens.size()); ++page)
+    for (int d = 0; d < s.head_dim; ++d) {
+      float lo = INFINITY, hi = -INFINITY, got[2];
+      for (int t = page * s.page_size; t < std::min((page + 1) * s.page_size, static_cast<int>(tokens.size())); ++t) {
+        lo = std::min(lo, tokens[static_cast<std::size_t>(t)].k[static_cast<std::size_t>(d)]);
+        hi = std::max(hi, tokens[static_cast<std::size_t>(t)].k[static_cast<std::size_t>(d)]);
+      }
+      std::memcpy(&got[0], summaries.at(slot, head, page) + d * 4, 4);
+      std::memcpy(&got[1], summaries.at(slot, head, page) + (s.head_dim + d) * 4, 4);
+      REQUIRE(got[0] == lo);
+      REQUIRE(got[1] == hi);
+    }
+}
+
+Applied one(Store& store, int slot, Edits& edits) { return store.apply(edits.all(), {slot}); }
+
+}  // namespace
+
+TEST_CASE("append fills pages in text order and keeps counts, summaries and the ledger") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  Store store(f.options);
+  const int slot = store.open();
+  int n = 0;
+  for (int tokens : {1, 2, 1, 7, 13, 1}) {
+    REQUIRE(f.fill(store, slot, tokens, tokens == 1) == Fit::ok);
+    n += tokens;
+    for (int layer = 0; layer < 2; ++layer)
+      for (int head = 0; head < 2; ++head) {
+        CHECK(store.length(layer, slot, head) == n);
+        check_tokens(f, store, layer, slot, head, range(0, n));
+        check_summaries(store, layer, slot, head);
+      }
+  }
+  CHECK(store.position(slot) == 25);
+  CHECK(store.steps(slot) == 3);
+  const std::vector<std::int32_t> slots{slot};
+  const PagedKv kv = store.view(1, slots);
+  CHECK(kv.pages(0, 0) == 7);
+  CHECK(kv.entry(0, 0, 5).tokens == 4);
+  CHECK(kv.entry(0, 0, 6).tokens == 1);
+  // 7 pages x 2 heads x 2 layers of K and V: 4 tokens x 8 f32 each; positions are padded to a granule.
+  const auto& held = store.ledger().held(Tier::device);
+  CHECK(held[static_cast<int>(Tag::keys)] == 28 * 4 * 8 * 4);
+  CHECK(held[static_cast<int>(Tag::values)] == 28 * 4 * 8 * 4);
+  CHECK(held[static_cast<int>(Tag::positions)] == 28 * 64);
+  CHECK(held[static_cast<int>(Tag::summaries)] == 28 * 2 * 8 * 4);
+  store.close(slot);
+  CHECK(held[static_cast<int>(Tag::keys)] == 0);
+  CHECK(held[static_cast<int>(Tag::summaries)] == 0);
+}
+
+TEST_CASE("evict: few tokens leave by filling holes, many by moving up; other heads and layers stay") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 30);
+  SECTION("one") {
+    Lists l(PerHead{{3}, {}});
+    Edits e(1);
+    e.evict(l.tokens());
+    CHECK(one(store, slot, e).changed == 1);
+    auto wanted = range(0, 30);
+    wanted.erase(wanted.begin() + 3);
+    check_tokens(f, store, 1, slot, 0, wanted);
+    // One copy: the last token took the place.
+    CHECK(test::stored_tokens(store, 1, slot, 0)[3].position == 29);
+  }
+  SECTION("many") {
+    Lists l(PerHead{range(2, 28), {}});
+    Edits e(1);
+    e.evict(l.tokens());
+    CHECK(one(store, slot, e).changed == 26);
+    check_tokens(f, store, 1, slot, 0, {0, 1, 28, 29});
+    CHECK_FALSE(on(store, Tier::device, 1, slot, 0, 1));
+  }
+  SECTION("rest, few") {
+    auto kept = range(0, 30);
+    kept.erase(kept.begin() + 10, kept.begin() + 13);
+    Lists l(PerHead{kept, range(0, 30)});
+    Edits e(1);
+    e.evict_rest(l.tokens());
+    CHECK(one(store, slot, e).changed == 3);
+    check_tokens(f, store, 1, slot, 0, kept);
+  }
+  SECTION("rest, many, in order") {
+    Lists l(PerHead{{0, 5, 11, 29}, range(0, 30)});
+    Edits e(1);
+    e.evict_rest(l.tokens());
+    CHECK(one(store, slot, e).changed == 26);
+    check_tokens(f, store, 1, slot, 0, {0, 5, 11, 29});
+    CHECK(test::stored_tokens(store, 1, slot, 0)[2].position == 11);
+  }
+  SECTION("everything") {
+    Lists l(PerHead{{}, range(0, 30)});
+    Edits e(1);
+    e.evict_rest(l.tokens());
+    CHECK(one(store, slot, e).changed == 30);
+    check_tokens(f, store, 1, slot, 0, {});
+  }
+  check_summaries(store, 1, slot, 0);
+  check_tokens(f, store, 1, slot, 1, range(0, 30));
+  check_tokens(f, store, 0, slot, 0, range(0, 30));
+  // The freed places serve the next tokens.
+  REQUIRE(f.fill(store, slot, 5) == Fit::ok);
+  check_summaries(store, 1, slot, 0);
+  check_tokens(f, store, 1, slot, 1, range(0, 35));
+  CHECK(store.positions(1, slot, 0).back() == 34);
+}
+
+TEST_CASE("offload, drop and recall keep the bytes and count what moved") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 14);
+  Lists three(2, {0, 1, 2});
+  const std::int64_t frame = 2 * 4 * 8 * 4 + 64;
+  Edits down;
+  down.offload(three.pages());
+  CHECK(one(store, slot, down).changed == 6);
+  CHECK(store.ledger().moved_total(Tier::host) == 6 * frame);
+  CHECK(one(store, slot, down).changed == 0);  // a valid lower copy is never written again
+  CHECK(store.ledger().moved_total(Tier::host) == 6 * frame);
+  Edits drop;
+  drop.drop(Tier::device, three.pages());
+  CHECK(one(store, slot, drop).changed == 6);
+  CHECK_FALSE(on(store, Tier::device, 0, slot, 0, 1));
+  check_tokens(f, store, 0, slot, 0, range(0, 14));
+  check_summaries(store, 0, slot, 0);
+  CHECK(store.ledger().total(Tier::host) == 6 * frame);
+  Edits up;
+  Lists middle(2, {1});
+  up.recall(middle.pages());
+  CHECK(one(store, slot, up).changed == 2);
+  CHECK(one(store, slot, up).changed == 0);
+  CHECK(store.ledger().moved_total(Tier::device) == 2 * frame);
+  CHECK(on(store, Tier::device, 0, slot, 0, 1));
+  CHECK(on(store, Tier::host, 0, slot, 0, 1));
+  check_tokens(f, store, 0, slot, 0, range(0, 14));
+
+  SECTION("the only copy is not dropped") {
+    Lists first(2, {0}), last(2, {3});
+    Edits bad;
+    bad.drop(Tier::host, first.pages());
+    CHECK_THROWS_AS(one(store, slot, bad), Error);
+    Edits worse;
+    worse.drop(Tier::device, last.pages());
+    CHECK_THROWS_AS(one(store, slot, worse), Error);
+    check_tokens(f, store, 0, slot, 0, range(0, 14));
+  }
+  SECTION("an eviction that touches a page makes its lower copy stale") {
+    Lists places(2, {5});
+    Edits evict;
+    evict.evict(places.tokens());
+    one(store, slot, evict);
+    CHECK_FALSE(on(store, Tier::host, 0, slot, 0, 1));
+    CHECK(on(store, Tier::host, 0, slot, 0, 2));
+    auto wanted = range(0, 14);
+    wanted.erase(wanted.begin() + 5);
+    check_tokens(f, store, 0, slot, 0, wanted);
+    check_summaries(store, 0, slot, 0);
+  }
+  SECTION("an eviction works on the host where the page is only there") {
+    Lists places(2, {0, 9});
+    Edits evict;
+    evict.evict(places.tokens());
+    one(store, slot, evict);
+    auto wanted = range(0, 14);
+    wanted.erase(wanted.begin() + 9);
+    wanted.erase(wanted.begin());
+    check_tokens(f, store, 0, slot, 0, wanted);
+    check_summaries(store, 0, slot, 0);
+  }
+  SECTION("appending to a page that is only on the host brings it up") {
+    Lists last(2, {3});
+    for (int layer = 0; layer < 2; ++layer) {
+      Edits away(layer);
+      away.offload(last.pages());
+      away.drop(Tier::device, last.pages());
+      one(store, slot, away);
+    }
+    REQUIRE(f.fill(store, slot, 1, true) == Fit::ok);
+    CHECK(on(store, Tier::device, 0, slot, 0, 3));
+    CHECK_FALSE(on(store, Tier::host, 0, slot, 0, 3));  // outgrown
+    check_tokens(f, store, 0, slot, 0, range(0, 15));
+    check_tokens(f, store, 1, slot, 1, range(0, 15));
+    check_summaries(store, 0, slot, 0);
+  }
+}
+
+TEST_CASE("move exchanges tokens, also between tiers") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  f.options.token_state = {"score"};
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 12);
+  Lists away(2, {0, 1});
+  Edits lower;
+  lower.offload(away.pages());
+  Lists gone(2, {0});
+  lower.drop(Tier::device, gone.pages());
+  one(store, slot, lower);
+  Lists pairs(2, {0, 11, 5, 6});
+  Edits e;
+  e.move(pairs.tokens());
+  CHECK(one(store, slot, e).changed == 4);
+  const auto tokens = test::stored_tokens(store, 0, slot, 1);
+  CHECK(tokens[0].position == 11);
+  CHECK(tokens[11].position == 0);
+  CHECK(tokens[5].position == 6);
+  CHECK(on(store, Tier::host, 0, slot, 0, 0));
+  CHECK_FALSE(on(store, Tier::host, 0, slot, 0, 1));  // stale
+  check_tokens(f, store, 0, slot, 0, range(0, 12));
+  check_summaries(store, 0, slot, 0);
+  Lists odd(2, {1});
+  Edits bad;
+  bad.move(odd.tokens());
+  CHECK_THROWS_AS(one(store, slot, bad), Error);
+}
+
+TEST_CASE("encode to int8 and back stays within half a step; the ledger follows") {
+  StoreFixture f;
+  f.options.codecs = {CodecSpec{}, CodecSpec{{8}, {8}}};
+  f.options.token_state = {"score"};
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 10);
+  Lists pages(2, {0, 2});
+  Edits e;
+  e.encode(pages.pages(), 1);
+  CHECK(one(store, slot, e).changed == 4);
+  CHECK(one(store, slot, e).changed == 0);
+  store.check_invariants();
+  const auto& held = store.ledger().held(Tier::device);
+  CHECK(held[static_cast<int>(Tag::codec_metadata)] == 4 * 2 * 64);
+  CHECK(held[static_cast<int>(Tag::keys)] == 8 * 4 * 8 * 4 + 4 * 64);  // 8 pages of f32, 4 of 32 padded bytes
+  const auto check = [&] {
+    for (const auto& t : test::stored_tokens(store, 0, slot, 1))
+      for (int d = 0; d < 8; ++d) {
+        // Elements span at most 8, so a step is at most 8 / 255; f16 metadata adds less than that again.
+        CHECK(std::abs(t.k[static_cast<std::size_t>(d)] - f.element(0, 0, slot, 1, t.position, d)) < 8.f / 255);
+        CHECK(std::abs(t.v[static_cast<std::size_t>(d)] - f.element(1, 0, slot, 1, t.position, d)) < 8.f / 255);
+      }
+    CHECK(store.positions(0, slot, 1) == range(0, 10));
+  };
+  check();
+  REQUIRE(f.fill(store, slot, 1) == Fit::ok);  // the partial page goes on in its codec
+  store.check_invariants();
+  Lists last(PerHead{{10}, {10}});
+  Edits out;
+  out.evict(last.tokens());
+  one(store, slot, out);
+  Edits back;
+  back.encode(pages.pages(), 0);
+  CHECK(one(store, slot, back).changed == 4);
+  CHECK(held[static_cast<int>(Tag::codec_metadata)] == 0);
+  check();
+  store.check_invariants();
+  Edits bad;
+  bad.encode(pages.pages(), 2);
+  CHECK_THROWS_AS(one(store, slot, bad), Error);
+}
+
+TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
+  StoreFixture f;
+  f.options.host_codec = CodecSpec{{8}, {8}};
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 8);
+  const PageLayout host = ops::make_layout(DType::f32, f.options.host_codec, 4, 8, 0);
+  Lists pages(2, {0, 1});
+  Edits e;
+  e.offload(pages.pages());
+  e.drop(Tier::device, pages.pages());
+  one(store, slot, e);
+  CHECK(store.ledger().total(Tier::host) == 4 * host.bytes);
+  CHECK(store.ledger().moved_total(Tier::host) == 4 * host.bytes);
+  Edits up;
+  up.recall(pages.pages());
+  one(store, slot, up);
+  for (const auto& t : test::stored_tokens(store, 0, slot, 0))
+    for (int d = 0; d < 8; ++d)
+      CHECK(std::abs(t.k[static_cast<std::size_t>(d)] - f.element(0, 0, slot, 0, t.position, d)) < 8.f / 255);
+  store.check_invariants();
+}
+
+TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of its own, per row") {
+  StoreFixture f;
+  Store store(f.options);
+  const int a = store.open(), b = store.open();
+  f.fill(store, a, 6);
+  f.fill(store, b, 6);
+  f.fill(store, b, 1, true);                                       // b's clock is ahead: rows wait on their own
+  std::vector<std::int32_t> index{2, 3, 4, 5}, count{1, 1, 1, 1};  // [row, head, 1]
+  TokenList list;
+  list.index = View<std::int32_t, 3>::dense(index.data(), {2, 2, 1});
+  list.count = View<std::int32_t, 2>::dense(count.data(), {2, 2});
+  Edits e;
+  e.evict(list, Deadline::in_steps(2));
+  CHECK(store.apply(e.all(), {a, b}).changed == 0);
+  index.assign(4, -5);
+  count.assign(4, 9);
+  f.fill(store, a, 1, true);
+  CHECK(store.length(0, a, 0) == 7);
+  f.fill(store, a, 3);  // a prompt chunk is no decode step
+  CHECK(store.length(0, a, 0) == 10);
+  const std::int64_t fired = store.fired();
+  f.fill(store, a, 1, true);
+  CHECK(store.length(0, a, 0) == 10);
+  CHECK(store.fired() == fired + 1);
+  CHECK(store.positions(0, a, 0) == std::vector<std::int32_t>{0, 1, 3, 4, 5, 6, 7, 8, 9, 10});
+  CHECK(store.positions(0, a, 1)[3] == 4);
+  CHECK(store.length(1, a, 0) == 11);
+  CHECK(store.length(0, b, 0) == 7);
+  f.fill(store, b, 1, true);
+  f.fill(store, b, 1, true);
+  CHECK(store.length(0, b, 0) == 8);
+  CHECK(store.positions(0, b, 0)[4] == 5);  // 4 left
+  store.check_invariants();
+  f.fill(store, b, 1, true);
+  CHECK(store.length(0, b, 0) == 9);  // once only
+}
+
+TEST_CASE("edits wait no longer than their sequence") {
+  StoreFixture f;
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 6);
+  Lists l(2, {0});
+  Edits e;
+  e.evict(l.tokens(), Deadline::in_steps(1));
+  one(store, slot, e);
+  store.close(slot);
+  REQUIRE(store.open() == slot);
+  f.fill(store, slot, 6);
+  f.fill(store, slot, 1, true);
+  CHECK(store.length(0, slot, 0) == 7);
+}
+
+TEST_CASE("lists that are wrong are refused before anything is read beyond them") {
+  StoreFixture f;
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 6);
+  const auto refused = [&](Edits& e) {
+    CHECK_THROWS_AS(one(store, slot, e), Error);
+    store.check_invariants();
+  };
+  Lists outside(2, {6}), negative(2, {-1}), descending(2, {3, 2}), twice(2, {1, 1}), page(2, {2}), fine(2, {0});
+  for (Lists* l : {&outside, &negative, &descending, &twice}) {
+    Edits a, b;
+    a.evict(l->tokens());
+    refused(a);
+    b.evict_rest(l->tokens());
+    refused(b);
+  }
+  Edits e;
+  e.offload(page.pages());
+  refused(e);
+  Edits layer(2);
+  layer.evict(fine.tokens());
+  refused(layer);
+  Edits disk;
+  disk.drop(Tier::disk, fine.pages());
+  refused(disk);
+  Lists one_head(PerHead{{0}});
+  Edits narrow;
+  narrow.evict(one_head.tokens());
+  refused(narrow);
+  Lists overrun(2, {0});
+  overrun.scribble();
+  Edits count, later;
+  count.evict(overrun.tokens());
+  refused(count);
+  later.evict(overrun.tokens(), Deadline::in_steps(1));
+  refused(later);
+  CHECK(store.length(0, slot, 0) == 6);
+}
+
+TEST_CASE("an attend list gets its pins, ascending and without repeats") {
+  StoreFixture f;
+  Store store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 26);  // 7 pages, the last with 2 tokens
+  const auto pages = [&](const std::vector<std::int32_t>& list, Pins pins) {
+    Lists l(2, list);
+    Edits e;
+    e.attend(l.pages(), pins);
+    const PageList out = store.resolve_attend(e.all()[0], {slot}, store.workspace());
+    std::vector<std::int32_t> got;
+    for (int i = 0; i < out.count(0, 1); ++i) got.push_back(out.index(0, 1, i));
+    return got;
+  };
+  using V = std::vector<std::int32_t>;
+  CHECK(pages({2, 4}, {}) == V{2, 4});
+  CHECK(pages({2, 4}, {.first = 1}) == V{0, 2, 4});
+  CHECK(pages({2, 4}, {.first = 5}) == V{0, 1, 2, 4});
+  CHECK(pages({2, 4}, {.last = 2}) == V{2, 4, 6});
+  CHECK(pages({2, 4}, {.last = 3}) == V{2, 4, 5, 6});
+  CHECK(pages({2, 4}, {.newest_page = true}) == V{2, 4, 6});
+  CHECK(pages({6}, {.last = 1, .newest_page = true}) == V{6});
+  CHECK(pages({}, {.first = 99, .last = 99}) == V{0, 1, 2, 3, 4, 5, 6});
+  CHECK_THROWS_AS(pages({7}, {}), Error);
+  CHECK_THROWS_AS(pages({-1}, {}), Error);
+}

@@ -1,0 +1,189 @@
+// Memory: limits as a value, what the operating system gets back, slots that are used again.
+#include <kvlab/error.hpp>
+
+#include <catch2/catch.hpp>
+
+#include "base/memory_map.hpp"
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using test::Lists;
+using test::StoreFixture;
+
+TEST_CASE("an arena hands out frames of several sizes that do not overlap, and gives empty extents back") {
+  Arena arena(4 << 20, -1);
+  std::vector<std::pair<std::int32_t, std::int64_t>> held;
+  for (int i = 0; i < 300; ++i)
+    for (std::int64_t bytes : {std::int64_t{64}, std::int64_t{192}, std::int64_t{4096}}) {
+      const std::int32_t frame = arena.allocate(bytes);
+      REQUIRE(frame != null_frame);
+      std::memset(arena.at(frame), static_cast<int>(held.size() & 0xff), static_cast<std::size_t>(bytes));
+      held.emplace_back(frame, bytes);
+    }
+  CHECK(arena.held() == 300 * (64 + 192 + 4096));
+  for (std::size_t i = 0; i < held.size(); ++i)
+    for (std::int64_t b = 0; b < held[i].second; b += 63) REQUIRE(arena.at(held[i].first)[b] == std::byte(i & 0xff));
+  CHECK_THROWS_AS(arena.free(held[0].first, 128), Error);
+  arena.free(held[0].first, 64);
+  CHECK_THROWS_AS(arena.free(held[0].first, 64), Error);  // twice
+  CHECK(arena.allocate(64) == held[0].first);             // low ones first
+  CHECK_THROWS_AS(arena.allocate(100), Error);
+  CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 64), Error);
+  for (const auto& [frame, bytes] : held) arena.free(frame, bytes);
+  CHECK(arena.held() == 0);
+}
+
+TEST_CASE("a limit is kept to the byte") {
+  Arena arena(1 << 20, 640);
+  std::vector<std::int32_t> frames;
+  for (int i = 0; i < 5; ++i) frames.push_back(arena.allocate(128));
+  CHECK(std::count(frames.begin(), frames.end(), null_frame) == 0);
+  CHECK(arena.allocate(64) == null_frame);
+  arena.free(frames[3], 128);
+  CHECK(arena.allocate(192) == null_frame);
+  CHECK(arena.allocate(64) != null_frame);
+}
+
+TEST_CASE("resident memory falls when a sequence closes and when tokens leave") {
+  StoreFixture f;
+  f.options.shape.page_size = 16;
+  f.options.shape.head_dim = 64;
+  f.inv_freq = test::test_inv_freq(64);
+  f.options.rope_table = {f.inv_freq.data(), 64, 1.f};
+  f.options.shape.max_tokens = 16384;
+  f.options.summary = Summary::min_max;
+  Store store(f.options);
+  const int slot = store.open();
+  const std::int64_t before = resident_bytes();
+  std::vector<float> zero(16384 * 2 * 64);
+  const std::int64_t filled_by = resident_bytes();
+  for (int layer = 0; layer < 2; ++layer)
+    REQUIRE(store.append(layer, slot, zero.data(), zero.data(), 16384, 0) == Fit::ok);
+  store.advance(slot, 16384, false);
+  const std::int64_t full = resident_bytes(), held = store.ledger().total(Tier::device);
+  CHECK(full - filled_by > 33 << 20);  // 2 layers x 2 heads x 16384 tokens x 2 x 64 f32
+  std::vector<std::int32_t> kept;
+  for (int t = 0; t < 16384; t += 4) kept.push_back(t);
+  const Lists l(2, kept);
+  for (int layer = 0; layer < 2; ++layer) {
+    Edits e(layer);
+    e.evict_rest(l.tokens());
+    store.apply(e.all(), {slot});
+  }
+  const std::int64_t quarter = resident_bytes(), gone = held - store.ledger().total(Tier::device);
+  CHECK(static_cast<double>(full - quarter) > 0.85 * static_cast<double>(gone));
+  store.check_invariants();
+  store.close(slot);
+  store.check_invariants();
+  CHECK(resident_bytes() - before < (8 << 20) + static_cast<std::int64_t>(zero.size() * 4));
+}
+
+TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  const std::int64_t frame = 2 * 4 * 8 * 4 + 64;
+  for (int frames = 1; frames < 24; ++frames) {
+    CAPTURE(frames);
+    f.options.device_limit = frames * frame;
+    Store store(f.options);
+    const int slot = store.open();
+    Fit fit = Fit::ok;
+    int n = 0;
+    while (fit == Fit::ok && n < 40) {
+      fit = f.fill(store, slot, 3);
+      store.check_invariants();
+      n += 3;
+    }
+    REQUIRE(fit == Fit::out_of_memory);
+    // The layer that did not fit is as it was: one layer may be a chunk ahead of the other, no head of its layer is.
+    for (int layer = 0; layer < 2; ++layer) {
+      CHECK(store.length(layer, slot, 0) == store.length(layer, slot, 1));
+      for (int head = 0; head < 2; ++head)
+        for (const auto& t : test::stored_tokens(store, layer, slot, head))
+          CHECK(t.k == f.row(0, layer, slot, head, t.position));
+    }
+    CHECK(store.ledger().total(Tier::device) - store.ledger().held(Tier::device)[static_cast<int>(Tag::tables)] -
+              store.ledger().held(Tier::device)[static_cast<int>(Tag::summaries)] <=
+          f.options.device_limit);
+    store.close(slot);
+    store.check_invariants();
+    CHECK(store.ledger().held(Tier::device)[static_cast<int>(Tag::keys)] == 0);
+    CHECK(store.ledger().held(Tier::device)[static_cast<int>(Tag::summaries)] == 0);
+    // And the memory serves again.
+    if (frames >= 4) {
+      REQUIRE(store.open() == slot);
+      CHECK(f.fill(store, slot, 4) == Fit::ok);
+      store.check_invariants();
+    }
+  }
+}
+
+TEST_CASE("recall, offload and encode beyond a limit report it") {
+  StoreFixture f;
+  const std::int64_t frame = 2 * 4 * 8 * 4 + 64;
+  f.options.codecs = {CodecSpec{}, CodecSpec{}};
+  f.options.device_limit = 8 * frame;
+  f.options.host_limit = 3 * frame;
+  Store store(f.options);
+  const int slot = store.open();
+  REQUIRE(f.fill(store, slot, 8) == Fit::ok);
+  Lists two(2, {0, 1}), one(2, {0});
+  Edits encode;
+  encode.encode(two.pages(), 1);
+  CHECK(store.apply(encode.all(), {slot}).fit == Fit::out_of_memory);
+  store.check_invariants();
+  Edits down;
+  down.offload(two.pages());
+  const Applied done = store.apply(down.all(), {slot});
+  CHECK(done.fit == Fit::out_of_memory);
+  CHECK(done.changed == 3);
+  store.check_invariants();
+  Edits away;
+  away.drop(Tier::device, one.pages());
+  REQUIRE(store.apply(away.all(), {slot}).fit == Fit::ok);
+  REQUIRE(f.fill(store, slot, 0) == Fit::ok);
+  const int other = store.open();
+  StoreFixture short_of = f;
+  std::vector<float> kv(2 * 8);
+  REQUIRE(store.append(0, other, kv.data(), kv.data(), 1, 0) == Fit::ok);
+  Edits up;
+  up.recall(one.pages(), Deadline::in_steps(1));
+  store.apply(up.all(), {slot});
+  CHECK(store.advance(slot, 0, true).fit == Fit::out_of_memory);  // also when it falls due later
+  store.check_invariants();
+  store.close(slot);
+  store.close(other);
+  store.check_invariants();
+}
+
+TEST_CASE("a slot that is used again holds nothing of the sequence before") {
+  StoreFixture f;
+  f.options.token_state = {"score"};
+  f.options.summary = Summary::mean;
+  Store store(f.options);
+  auto* state = static_cast<std::int32_t*>(store.workspace().state("counter", 8, 3));
+  const int slot = store.open(), other = store.open();
+  state[slot * 2] = 41;
+  state[other * 2] = 42;
+  f.fill(store, slot, 21);
+  f.fill(store, slot, 1, true);
+  Lists l(2, {0, 1, 2});
+  Edits e;
+  e.offload(l.pages());
+  e.drop(Tier::device, l.pages());
+  store.apply(e.all(), {slot});
+  store.close(slot);
+  store.check_invariants();
+  REQUIRE(store.open() == slot);
+  CHECK(store.position(slot) == 0);
+  CHECK(store.steps(slot) == 0);
+  CHECK(store.length(0, slot, 0) == 0);
+  CHECK(store.ledger().total(Tier::host) == 0);
+  CHECK(state[slot * 2] == 0);
+  CHECK(state[other * 2] == 42);
+  for (Tier tier : {Tier::device, Tier::host})
+    for (int page = 0; page < 16; ++page) CHECK_FALSE(test::on(store, tier, 0, slot, 0, page));
+  f.fill(store, slot, 3);
+  for (const auto& t : test::stored_tokens(store, 0, slot, 0)) CHECK(t.state[0] == 0);
+  store.check_invariants();
+}

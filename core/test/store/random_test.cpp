@@ -1,0 +1,206 @@
+// Random edits against a model that is plainly right: per head, a map from text position to the token's bytes.
+#include <catch2/catch.hpp>
+#include <map>
+#include <random>
+
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using test::Lists;
+using test::StoreFixture;
+
+namespace {
+
+struct Expected {
+  std::vector<float> k, v;
+  float state = 0;
+};
+using Head = std::map<std::int32_t, Expected>;
+
+void set_state(const Store& store, int layer, int slot, int head, int token, float value) {
+  const std::vector<std::int32_t> slots{slot};
+  for (Tier tier : {Tier::device, Tier::host}) {
+    const PagedKv kv = store.view(layer, slots, tier);
+    const PageEntry& e = kv.entry(0, head, token / kv.page_size);
+    if (e.frame == null_frame) continue;
+    std::memcpy(kv.frame(e) + kv.layout(e).state + (token % kv.page_size) * 4, &value, 4);
+  }
+}
+
+class RandomEdits {
+ public:
+  RandomEdits(DType dtype, unsigned seed) : rng_(seed) {
+    f_.options.shape.dtype = dtype;
+    f_.options.summary = Summary::mean;
+    f_.options.token_state = {"score"};
+    // A second codec of the same precision: re-encoding must not lose anything that the model would have to know.
+    f_.options.codecs = {CodecSpec{}, CodecSpec{}};
+    store_ = std::make_unique<Store>(f_.options);
+    model_.resize(static_cast<std::size_t>(f_.options.shape.max_slots),
+                  std::vector<std::vector<Head>>(2, std::vector<Head>(2)));
+    open_.assign(static_cast<std::size_t>(f_.options.shape.max_slots), false);
+  }
+
+  void step() {
+    const int what = pick(13);
+    if (what == 0) return reopen();
+    const int slot = any_open();
+    if (slot < 0) return reopen();
+    if (what <= 3)
+      append(slot, what == 1 ? 1 + pick(9) : 1);
+    else if (what <= 6)
+      evict(slot, what == 6);
+    else if (what == 7)
+      move(slot);
+    else if (what == 8)
+      save_and_restore(slot);
+    else
+      pages(slot);
+  }
+
+  void check() const {
+    store_->check_invariants();
+    for (int slot = 0; slot < f_.options.shape.max_slots; ++slot)
+      for (int layer = 0; layer < 2; ++layer)
+        for (int head = 0; head < 2; ++head) {
+          const Head& wanted = model(slot, layer, head);
+          const auto got = test::stored_tokens(*store_, layer, slot, head);
+          REQUIRE(got.size() == wanted.size());
+          for (const auto& t : got) {
+            const auto it = wanted.find(t.position);
+            REQUIRE(it != wanted.end());
+            REQUIRE(t.k == it->second.k);
+            REQUIRE(t.v == it->second.v);
+            REQUIRE(t.state[0] == it->second.state);
+          }
+        }
+  }
+
+ private:
+  int pick(int n) { return std::uniform_int_distribution<int>(0, n - 1)(rng_); }
+  const Head& model(int slot, int layer, int head) const {
+    return model_[static_cast<std::size_t>(slot)][static_cast<std::size_t>(layer)][static_cast<std::size_t>(head)];
+  }
+  Head& model(int slot, int layer, int head) {
+    return const_cast<Head&>(std::as_const(*this).model(slot, layer, head));
+  }
+  int any_open() {
+    std::vector<int> open;
+    for (std::size_t i = 0; i < open_.size(); ++i)
+      if (open_[i]) open.push_back(static_cast<int>(i));
+    return open.empty() ? -1 : open[static_cast<std::size_t>(pick(static_cast<int>(open.size())))];
+  }
+
+  void reopen() {
+    const int slot = any_open();
+    if (slot >= 0 && pick(2)) {
+      store_->close(slot);
+      open_[static_cast<std::size_t>(slot)] = false;
+      for (int layer = 0; layer < 2; ++layer)
+        for (int head = 0; head < 2; ++head) model(slot, layer, head).clear();
+    } else if (const int fresh = store_->open(); fresh >= 0) {
+      open_[static_cast<std::size_t>(fresh)] = true;
+    }
+  }
+
+  void append(int slot, int tokens) {
+    if (store_->position(slot) + tokens > f_.options.shape.max_tokens) return;
+    const int first = store_->position(slot);
+    REQUIRE(f_.fill(*store_, slot, tokens) == Fit::ok);
+    for (int layer = 0; layer < 2; ++layer)
+      for (int head = 0; head < 2; ++head)
+        for (int t = 0; t < tokens; ++t) {
+          const float state = static_cast<float>(++states_);
+          model(slot, layer, head)[first + t] = {f_.row(0, layer, slot, head, first + t),
+                                                 f_.row(1, layer, slot, head, first + t), state};
+          set_state(*store_, layer, slot, head, store_->length(layer, slot, head) - tokens + t, state);
+        }
+  }
+
+  void evict(int slot, bool rest) {
+    const int layer = pick(2), odds = 1 + pick(10);
+    std::vector<std::vector<std::int32_t>> lists(2);
+    for (int head = 0; head < 2; ++head) {
+      const auto tokens = test::stored_tokens(*store_, layer, slot, head);
+      for (std::size_t t = 0; t < tokens.size(); ++t)
+        if (pick(11) >= odds)
+          lists[static_cast<std::size_t>(head)].push_back(static_cast<std::int32_t>(t));
+        else if (rest)
+          model(slot, layer, head).erase(tokens[t].position);
+      if (!rest)
+        for (std::int32_t t : lists[static_cast<std::size_t>(head)])
+          model(slot, layer, head).erase(tokens[static_cast<std::size_t>(t)].position);
+    }
+    const Lists l(lists);
+    Edits e(layer);
+    if (rest)
+      e.evict_rest(l.tokens());
+    else
+      e.evict(l.tokens());
+    REQUIRE(store_->apply(e.all(), {slot}).fit == Fit::ok);
+  }
+
+  void move(int slot) {
+    const int layer = pick(2);
+    std::vector<std::vector<std::int32_t>> lists(2);
+    for (int head = 0; head < 2; ++head)
+      if (const int n = store_->length(layer, slot, head); n > 0)
+        for (int i = 2 * (1 + pick(3)); i > 0; --i) lists[static_cast<std::size_t>(head)].push_back(pick(n));
+    const Lists l(lists);
+    Edits e(layer);
+    e.move(l.tokens());
+    REQUIRE(store_->apply(e.all(), {slot}).fit == Fit::ok);
+  }
+
+  // Offload, recall, encode, or drop of what another tier also holds.
+  void pages(int slot) {
+    const int layer = pick(2), verb = pick(5), p = f_.options.shape.page_size;
+    const Tier tier = pick(2) ? Tier::device : Tier::host, other = tier == Tier::host ? Tier::device : Tier::host;
+    std::vector<std::vector<std::int32_t>> lists(2);
+    for (int head = 0; head < 2; ++head)
+      for (int page = 0; page * p < store_->length(layer, slot, head); ++page) {
+        if (pick(3) == 0) continue;
+        if (verb >= 3 && !test::on(*store_, other, layer, slot, head, page)) continue;
+        if (verb == 2 && !test::on(*store_, Tier::device, layer, slot, head, page)) continue;
+        lists[static_cast<std::size_t>(head)].push_back(page);
+      }
+    const Lists l(lists);
+    Edits e(layer);
+    if (verb == 0)
+      e.offload(l.pages());
+    else if (verb == 1)
+      e.recall(l.pages());
+    else if (verb == 2)
+      e.encode(l.pages(), pick(2));
+    else
+      e.drop(tier, l.pages());
+    REQUIRE(store_->apply(e.all(), {slot}).fit == Fit::ok);
+  }
+
+  void save_and_restore(int slot) {
+    const auto saved = store_->save(slot);
+    if (pick(2)) store_->close(slot);
+    REQUIRE(store_->restore(slot, saved) == Fit::ok);
+  }
+
+  StoreFixture f_;
+  std::unique_ptr<Store> store_;
+  std::vector<std::vector<std::vector<Head>>> model_;
+  std::vector<bool> open_;
+  std::mt19937 rng_;
+  int states_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("random edits leave exactly the tokens that a map would hold") {
+  const auto dtype = GENERATE(DType::f32, DType::bf16);
+  for (unsigned seed = 1; seed <= 12; ++seed) {
+    RandomEdits run(dtype, seed);
+    for (int i = 0; i < 250; ++i) {
+      CAPTURE(seed, i);
+      run.step();
+      run.check();
+    }
+  }
+}
