@@ -20,10 +20,9 @@ struct Op {
   const char* name;
   std::vector<Line> (*cases)();
 };
-constexpr Op ops[] = {{"gemv", gemv_cases},
-                      {"gemm", gemm_cases},
-                      {"attend", attend_cases},
-                      {"prefill_attention", prefill_attention_cases}};
+constexpr Op ops[] = {{"gemv", gemv_cases},     {"gemm", gemm_cases},
+                      {"attend", attend_cases}, {"prefill_attention", prefill_attention_cases},
+                      {"decode", decode_cases}, {"prefill", prefill_cases}};
 
 // One large product; big enough that packing and threads cost little.
 constexpr std::int64_t gemm_m = 1024, gemm_n = 1536, gemm_k = 1536;

@@ -33,5 +33,7 @@ std::vector<Line> gemv_cases();
 std::vector<Line> gemm_cases();
 std::vector<Line> attend_cases();
 std::vector<Line> prefill_attention_cases();
+std::vector<Line> decode_cases();
+std::vector<Line> prefill_cases();
 
 }  // namespace kvlab::bench

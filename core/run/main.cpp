@@ -1,3 +1,7 @@
+#include "base/threads.hpp"
 #include "run/cli.hpp"
 
-int main(int argc, char** argv) { return kvlab::run_cli(argc, argv); }
+int main(int argc, char** argv) {
+  kvlab::prefer_short_spins(argv);
+  return kvlab::run_cli(argc, argv);
+}
