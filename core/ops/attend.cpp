@@ -1,5 +1,7 @@
 #include "ops/attend.hpp"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -100,55 +102,107 @@ struct Partials {
   float* values(std::int64_t i) const { return data + i * stride + row_pad; }
 };
 
-// Scores of one chunk for all query heads of the group, then its values.
-void attend_chunk(const AttendArgs& a, const Plan& plan, const Task& task, int chunk_pages, int group,
-                  float softmax_scale, Partials partials) {
-  thread_local TokenRows rows;
-  thread_local std::vector<float> scores;
+// Pages of one chunk: list[i], or first + i.
+struct Pages {
+  const std::int32_t* list;
+  int first, count;
+  int operator[](int i) const { return list ? list[i] : first + i; }
+};
+
+Pages pages_of(const PagedKv& kv, const Plan& plan, const Task& task, int chunk_pages) {
+  const Span& span = plan.spans[std::size_t(task.row) * kv.kv_heads + task.head];
+  const int first = task.chunk * chunk_pages;
+  return {span.list ? span.list + first : nullptr, first, std::min(chunk_pages, span.count - first)};
+}
+
+int tokens_of(const PagedKv& kv, const Task& task, int page) {
+  return std::min(kv.page_size, kv.tokens(task.row, task.head) - page * kv.page_size);
+}
+
+void add_runs(const PagedKv& kv, const Task& task, const Pages& pages, KvSide side, int most,
+              std::vector<RowRun>& runs) {
+  for (int i = 0; i < std::min(pages.count, most); ++i)
+    runs.push_back(page_run(kv, kv.entry(task.row, task.head, pages[i]), side, tokens_of(kv, task, pages[i])));
+}
+
+struct Chunk {
+  std::vector<RowRun> runs;  // keys, values, then the first keys of the chunk to come
+  std::vector<float> scores;
+  std::vector<std::int32_t> position;
+  TokenRows turned;
+};
+
+// Hides what the window leaves out. Returns whether a token is left.
+bool apply_window(const AttendArgs& a, const Task& task, const Pages& pages, int tokens, int group, Chunk& x,
+                  std::int64_t stride) {
+  x.position.clear();
+  for (int i = 0; i < pages.count; ++i) {
+    const PageEntry& e = a.kv.entry(task.row, task.head, pages[i]);
+    const auto* p = reinterpret_cast<const std::int32_t*>(a.kv.frame(e) + a.kv.layout(e).positions);
+    x.position.insert(x.position.end(), p, p + tokens_of(a.kv, task, pages[i]));
+  }
+  const int oldest = a.last[task.row] - a.window;
+  bool any = false;
+  for (int t = 0; t < tokens; ++t) {
+    any |= x.position[t] > oldest;
+    for (int g = 0; x.position[t] <= oldest && g < group; ++g) x.scores[g * stride + t] = minus_infinity;
+  }
+  return any;
+}
+
+// Probabilities of one chunk for all query heads of the group, relative to the chunk's maximum, then its values.
+void attend_chunk(const AttendArgs& a, const Plan& plan, int index, int chunk_pages, int group, float softmax_scale,
+                  Partials partials) {
+  thread_local Chunk x;
   const PagedKv& kv = a.kv;
   const RowKernels& kernels = row_kernels();
-  const int dim = kv.head_dim;
-  const Span span = plan.spans[std::size_t(task.row) * kv.kv_heads + task.head];
-  const int first = task.chunk * chunk_pages, count = std::min(chunk_pages, span.count - first);
-  const std::int32_t* list = span.list ? span.list + first : nullptr;
-  const int head = task.head * group;
+  const Task& task = plan.tasks[index];
+  const int dim = kv.head_dim, head = task.head * group;
+  const Pages pages = pages_of(kv, plan, task, chunk_pages);
+  x.runs.clear();
+  add_runs(kv, task, pages, KvSide::key, pages.count, x.runs);
+  add_runs(kv, task, pages, KvSide::value, pages.count, x.runs);
+  if (index + 1 < static_cast<int>(plan.tasks.size())) {
+    const Task& next = plan.tasks[index + 1];
+    add_runs(kv, next, pages_of(kv, plan, next, chunk_pages), KvSide::key, run_ahead, x.runs);
+  }
+  x.runs.resize(2 * pages.count + run_ahead);
 
-  rows.gather(kv, task.row, task.head, KvSide::key, list, first, count);
-  const int tokens = rows.count(), stride = padded(tokens);
-  if (scores.size() < std::size_t(stride) * group) scores.resize(std::size_t(stride) * group);
-  for (int g = 0; g < group; ++g) {
-    partials.maximum(task.partial + g) = minus_infinity;
-    partials.total(task.partial + g) = 0;
-    std::memset(partials.values(task.partial + g), 0, dim * sizeof(float));
+  int tokens = 0;
+  for (int i = 0; i < pages.count; ++i) tokens += x.runs[i].count;
+  const std::int64_t stride = padded(tokens);
+  if (x.scores.size() < std::size_t(stride) * group) x.scores.resize(std::size_t(stride) * group);
+  const float* q = &a.queries(task.row, head, 0);
+  if (const std::int32_t* rank = plan.ranks.of(task.row, task.head)) {
+    x.turned.gather(kv, task.row, task.head, KvSide::key, pages.list, pages.first, pages.count);
+    RowRun keys[1 + run_ahead];
+    keys[0].data = x.turned.rotate(kv, rank, *plan.ranks.rope());
+    keys[0].stride = dim * static_cast<std::int64_t>(sizeof(float));
+    keys[0].count = tokens;
+    kernels.dot(keys, 1, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
+  } else {
+    kernels.dot(x.runs.data(), pages.count, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
   }
-  const int oldest = a.window > 0 ? a.last[task.row] - a.window : std::numeric_limits<int>::min();
-  bool any_seen = a.window <= 0, any_hidden = false;
-  for (int t = 0; a.window > 0 && t < tokens; ++t) (rows.position(t) > oldest ? any_seen : any_hidden) = true;
-  if (any_seen) {
-    if (const std::int32_t* rank = plan.ranks.of(task.row, task.head)) rows.rotate(kv, rank, *plan.ranks.rope());
-    kernels.dot(rows.set(), dim, &a.queries(task.row, head, 0), a.queries.stride[1], group, scores.data(), stride);
-  }
+  const bool any_seen = a.window <= 0 || apply_window(a, task, pages, tokens, group, x, stride);
   for (int g = 0; g < group; ++g) {
-    float* s = scores.data() + std::int64_t{g} * stride;
-    if (any_seen)
-      kernels.scale(s, tokens, softmax_scale);
-    else
-      std::fill_n(s, tokens, minus_infinity);
-    if (any_seen && any_hidden)
-      for (int t = 0; t < tokens; ++t)
-        if (rows.position(t) <= oldest) s[t] = minus_infinity;
-    if (a.mass) {
-      float* mass = &a.mass(task.row, head + g, 0);
-      for (int t = 0; t < tokens; ++t) mass[rows.place(t)] = s[t];
-    }
-    if (!any_seen) continue;
-    const float maximum = kernels.max(s, tokens);
+    float* s = x.scores.data() + g * stride;
+    const float maximum = any_seen ? kernels.max(s, tokens) : minus_infinity;
     partials.maximum(task.partial + g) = maximum;
-    if (maximum > minus_infinity) partials.total(task.partial + g) = kernels.exp_sum(s, tokens, maximum);
+    if (maximum > minus_infinity) {
+      partials.total(task.partial + g) = kernels.exp_sum(s, tokens, maximum);
+    } else {
+      partials.total(task.partial + g) = 0;
+      std::fill_n(s, tokens, 0.f);
+    }
+    std::memset(partials.values(task.partial + g), 0, dim * sizeof(float));
+    if (!a.mass) continue;
+    float* mass = &a.mass(task.row, head + g, 0);
+    for (int i = 0, t = 0; i < pages.count; t += x.runs[i++].count)
+      std::memcpy(mass + std::int64_t{pages[i]} * kv.page_size, s + t, x.runs[i].count * sizeof(float));
   }
-  if (!any_seen) return;
-  rows.gather(kv, task.row, task.head, KvSide::value, list, first, count);
-  kernels.accumulate(rows.set(), dim, scores.data(), stride, group, partials.values(task.partial), partials.stride);
+  if (any_seen)
+    kernels.accumulate(x.runs.data() + pages.count, pages.count, dim, x.scores.data(), stride, group,
+                       partials.values(task.partial), partials.stride);
 }
 
 // Returns the log-sum-exp.
@@ -174,19 +228,20 @@ float merge(const AttendArgs& a, int row, int query_head, std::int64_t partial, 
   return lse;
 }
 
-// Scores become probabilities; everything that was not attended to becomes 0.
-void finish_mass(const AttendArgs& a, const Span& span, int row, int head, int query_head, float lse) {
+// The chunks' weights become probabilities; everything that was not attended to becomes 0.
+void finish_mass(const AttendArgs& a, const Span& span, int row, int head, int query_head, float lse,
+                 std::int64_t partial, int chunk_pages, int group, const Partials& partials) {
   const int extent = static_cast<int>(a.mass.extent[2]), tokens = a.kv.tokens(row, head), page_size = a.kv.page_size;
   float* mass = &a.mass(row, query_head, 0);
   int done = 0;
   for (int i = 0; i < span.count; ++i) {
     const int begin = (span.list ? span.list[i] : i) * page_size, end = std::min(begin + page_size, tokens);
     std::fill(mass + done, mass + begin, 0.f);
-    if (lse > minus_infinity) {
-      row_kernels().exp_sum(mass + begin, end - begin, lse);
-    } else {
+    const float maximum = partials.maximum(partial + std::int64_t{i / chunk_pages} * group);
+    if (lse > minus_infinity && maximum > minus_infinity)
+      row_kernels().scale(mass + begin, end - begin, std::exp(maximum - lse));
+    else
       std::fill(mass + begin, mass + end, 0.f);
-    }
     done = end;
   }
   std::fill(mass + done, mass + extent, 0.f);
@@ -220,18 +275,21 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   const Partials partials{scratch.data, stride};
   const float scale = a.softmax_scale > 0 ? a.softmax_scale : 1.f / std::sqrt(static_cast<float>(kv.head_dim));
 
+  // Threads take a few chunks in a row, so that the keys to come which a chunk asks for are mostly their own.
+  const int block = std::clamp(tasks / (4 * omp_get_max_threads()), 1, 8);
 #pragma omp parallel if (tasks > 1)
   {
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < tasks; ++i) attend_chunk(a, plan, plan.tasks[i], chunk_pages, group, scale, partials);
+#pragma omp for schedule(dynamic, block)
+    for (int i = 0; i < tasks; ++i) attend_chunk(a, plan, i, chunk_pages, group, scale, partials);
 #pragma omp for schedule(static)
     for (int i = 0; i < heads; ++i) {
       const int row = i / query_heads, query_head = i % query_heads, head = query_head / group;
       const std::size_t at = std::size_t(row) * kv.kv_heads + head;
       const std::int64_t first = plan.first_task[at];
       const int chunks = static_cast<int>(plan.first_task[at + 1] - first);
-      const float lse = merge(a, row, query_head, first * group + query_head % group, chunks, group, partials);
-      if (a.mass) finish_mass(a, plan.spans[at], row, head, query_head, lse);
+      const std::int64_t partial = first * group + query_head % group;
+      const float lse = merge(a, row, query_head, partial, chunks, group, partials);
+      if (a.mass) finish_mass(a, plan.spans[at], row, head, query_head, lse, partial, chunk_pages, group, partials);
     }
   }
 }

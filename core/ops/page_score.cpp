@@ -11,7 +11,6 @@ namespace kvlab::ops {
 namespace {
 
 struct Scratch {
-  std::vector<const void*> rows;
   std::vector<float> queries, scores;
 };
 
@@ -29,8 +28,6 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
   const int pages = kv.pages(row, head), stride = padded(pages), dim = kv.head_dim;
   const bool box = summaries.kind == Summary::min_max;
   const int width = box ? 2 * dim : dim;
-  x.rows.resize(stride);
-  for (int p = 0; p < stride; ++p) x.rows[p] = summaries.at(kv.slots[row], head, std::min(p, pages - 1));
   x.queries.resize(std::size_t(group) * width);
   for (int g = 0; g < group; ++g) {
     const float* q = &queries(head * group + g, 0);
@@ -40,8 +37,12 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
       std::copy_n(q, dim, x.queries.data() + std::int64_t{g} * width);
   }
   x.scores.resize(std::size_t(group) * stride);
-  const RowSet rows{summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16, pages, x.rows.data()};
-  row_kernels().dot(rows, width, x.queries.data(), width, group, x.scores.data(), stride);
+  RowRun runs[1 + run_ahead];
+  runs[0].data = summaries.at(kv.slots[row], head, 0);
+  runs[0].stride = summaries.page_stride;
+  runs[0].count = pages;
+  runs[0].kind = summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  row_kernels().dot(runs, 1, width, x.queries.data(), width, group, 1.f, x.scores.data(), stride);
   reduce_group(x.scores.data(), stride, group, pages, rule, scale, out);
 }
 

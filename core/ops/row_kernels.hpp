@@ -13,33 +13,37 @@ constexpr int padded(int tokens) { return (tokens + row_pad - 1) / row_pad * row
 
 enum class RowKind : std::uint8_t { f32, bf16, u8 };
 
-// `count` rows; the arrays hold padded(count) valid entries (the last one repeated). scale and zero only for u8.
-struct RowSet {
-  RowKind kind = RowKind::f32;
+// Stored rows at equal distances: one side of a page, page summaries, decoded rows.
+struct RowRun {
+  const void* data = nullptr;
+  const void* meta = nullptr;  // u8 only: f16 {scale, zero} of every row
+  std::int64_t stride = 0;     // bytes from row to row
   int count = 0;
-  const void* const* row = nullptr;
-  const float* scale = nullptr;
-  const float* zero = nullptr;
+  RowKind kind = RowKind::f32;
 };
 
-// dim is a multiple of 8 everywhere.
+// Pages are scattered and the hardware does not see the next one coming: while run i is read, the lines of run
+// i + run_ahead are asked for. Arrays of runs are that much longer than their length says; the rest may be empty.
+inline constexpr int run_ahead = 4;
+
+// dim is a multiple of 8 up to 512 everywhere (a box of page summaries is two rows wide).
 struct RowKernels {
   const char* name;
 
-  // out[i, t] = q[i] . row[t]; strides in floats. Entries up to padded(count) are written.
-  void (*dot)(const RowSet& rows, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
-              std::int64_t out_stride);
-  // out[i] += sum_t p[i, t] row[t]
-  void (*accumulate)(const RowSet& rows, int dim, const float* p, std::int64_t p_stride, int queries, float* out,
-                     std::int64_t out_stride);
-  // out[t] = row[t] . row[t]
-  void (*square_sum)(const RowSet& rows, int dim, float* out);
-  // out[t] = row[t] as f32, count rows.
-  void (*decode)(const RowSet& rows, int dim, float* out, std::int64_t out_stride);
+  // out[i, t] = factor * q[i] . row t, the rows of all runs one after the other; strides in floats.
+  void (*dot)(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
+              float factor, float* out, std::int64_t out_stride);
+  // out[i] += sum_t p[i, t] row t
+  void (*accumulate)(const RowRun* runs, int run_count, int dim, const float* p, std::int64_t p_stride, int queries,
+                     float* out, std::int64_t out_stride);
+  // out[t] = row t . row t
+  void (*square_sum)(const RowRun& run, int dim, float* out);
+  // out[t] = row t as f32.
+  void (*decode)(const RowRun& run, int dim, float* out, std::int64_t out_stride);
   // x[t] rotated in place by cosine[t], sine[t] (dim / 2 each): pairs (i, i + dim / 2).
   void (*rotate)(float* x, const float* cosine, const float* sine, int dim);
-  // panel[d, j] = rows[j][d] for `count` <= panel_width f32 rows; columns past count are zero.
-  void (*pack_panel)(const float* const* rows, int count, int dim, float* panel);
+  // panel[d, j] = rows[j, d] for `count` <= panel_width dense rows; columns past count are zero.
+  void (*pack_panel)(const float* rows, int count, int dim, float* panel);
   // out[i, j] = q[i] . column j of the panel, panel_width columns.
   void (*panel_dot)(const float* panel, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
                     std::int64_t out_stride);

@@ -66,34 +66,36 @@ KVLAB_INLINE I widen(const std::uint8_t* p) {
 }
 #endif
 
-// Frames are scattered, so the hardware does not see the next page coming: ask for rows this many tokens ahead.
-constexpr int ahead = 16;
-KVLAB_INLINE void prefetch(const RowSet& rows, int t, int begin, int bytes) {
-  if (t >= rows.count) return;
-  const auto* p = static_cast<const char*>(rows.row[t]) + begin;
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+KVLAB_INLINE int least(int a, int b) { return a < b ? a : b; }
+KVLAB_INLINE void prefetch(const void* p, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
-// How one row is read: `at(d)` gives elements d .. d + lanes.
+// Half v (0 or 1) of elements d .. d + 2 * lanes. One load holds 2 * lanes bf16: as 32-bit words its even elements are
+// the low halves and its odd ones the high halves, so `paired` readers give those; queries and sums are kept in the
+// same order. `tail` is the last `lanes` elements of a row, in order, where head_dim is no multiple of 2 * lanes.
 struct ReadF32 {
-  static constexpr int element = 4;  // bytes
-  const float* p;
-  KVLAB_INLINE ReadF32(const RowSet& r, int t) : p(static_cast<const float*>(r.row[t])) {}
-  KVLAB_INLINE F at(int d) const { return load(p + d); }
+  static constexpr bool paired = false, coded = false;
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) { return load(reinterpret_cast<const float*>(row) + d); }
 };
 struct ReadBf16 {
-  static constexpr int element = 2;  // bytes
-  const std::uint16_t* p;
-  KVLAB_INLINE ReadBf16(const RowSet& r, int t) : p(static_cast<const std::uint16_t*>(r.row[t])) {}
-  KVLAB_INLINE F at(int d) const { return bits_to_float(widen(p + d) << 16); }
+  static constexpr bool paired = true, coded = false;
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    U u;
+    std::memcpy(&u, row + std::int64_t{2} * d, sizeof u);
+    return bits_to_float(v ? u & 0xffff0000u : u << 16);
+  }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    return bits_to_float(widen(reinterpret_cast<const std::uint16_t*>(row) + d) << 16);
+  }
 };
-struct ReadU8 {
-  static constexpr int element = 1;  // bytes
-  const std::uint8_t* p;
-  F scale, zero;
-  KVLAB_INLINE ReadU8(const RowSet& r, int t)
-      : p(static_cast<const std::uint8_t*>(r.row[t])), scale(splat(r.scale[t])), zero(splat(r.zero[t])) {}
-  KVLAB_INLINE F at(int d) const { return __builtin_convertvector(widen(p + d), F) * scale + zero; }
+struct ReadU8 {  // the codes: scale and zero are applied to sums
+  static constexpr bool paired = false, coded = true;
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    return __builtin_convertvector(widen(reinterpret_cast<const std::uint8_t*>(row) + d), F);
+  }
 };
 
 template <class Call>
@@ -105,127 +107,280 @@ KVLAB_INLINE void with_reader(RowKind kind, const Call& call) {
   }
 }
 
-// One vector whose lane t is the sum over the lanes of v[t].
+constexpr int most_dim = 512, most_queries = 4;  // of one pass
+
+// Queries i .. i + n in groups that fit the registers.
+template <class Call>
+KVLAB_INLINE void with_group(int queries, const Call& call) {
+  switch (queries) {
+    case 1: call.template operator()<1>(); break;
+    case 2: call.template operator()<2>(); break;
+    case 3: call.template operator()<3>(); break;
+    default: call.template operator()<4>(); break;
+  }
+}
+
+// Where element d of a row sits in paired order.
+KVLAB_INLINE int paired_place(int d, int dim) {
+  const int block = d / (2 * lanes) * 2 * lanes, i = d - block;
+  return block + 2 * lanes > dim ? d : block + i / 2 + i % 2 * lanes;
+}
+
+// f16 {scale, zero} of one row.
+struct Meta {
+  float scale, zero;
+};
+KVLAB_INLINE Meta meta_of(const RowRun& run, int t) {
+  std::uint16_t m[2];
+  std::memcpy(m, static_cast<const char*>(run.meta) + std::int64_t{t} * 4, 4);
+#if defined(__F16C__)
+  return {_cvtsh_ss(m[0]), _cvtsh_ss(m[1])};
+#else
+  float x[2];
+  for (int i = 0; i < 2; ++i) {
+    // The exponent is moved by a product, which is exact and right for subnormals too.
+    const std::uint32_t magnitude = std::uint32_t{m[i] & 0x7fffu} << 13;
+    std::memcpy(&x[i], &magnitude, 4);
+    x[i] *= m[i] & 0x8000u ? -0x1p112f : 0x1p112f;
+  }
+  return {x[0], x[1]};
+#endif
+}
+
+// Four sums, of v[0] to v[3].
+using F4 = float __attribute__((vector_size(16)));
+KVLAB_INLINE F4 four_sums(const F* v) {
 #if KVLAB_LANES == 8
-KVLAB_INLINE F transpose_sum(const F* v) {
-  F pair[4], quad[2];
-  for (int i = 0; i < 4; ++i)
+  F pair[2];
+  for (int i = 0; i < 2; ++i)
     pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  for (int i = 0; i < 2; ++i)
-    quad[i] = __builtin_shufflevector(pair[2 * i], pair[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-              __builtin_shufflevector(pair[2 * i], pair[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-  return __builtin_shufflevector(quad[0], quad[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(quad[0], quad[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
+  const F s = __builtin_shufflevector(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+              __builtin_shufflevector(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(s, s, 0, 1, 2, 3) + __builtin_shufflevector(s, s, 4, 5, 6, 7);
 #else
-KVLAB_INLINE F transpose_sum(const F* v) {
   F pair[2];
   for (int i = 0; i < 2; ++i)
     pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 4, 1, 5) +
               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 6, 3, 7);
   return __builtin_shufflevector(pair[0], pair[1], 0, 1, 4, 5) + __builtin_shufflevector(pair[0], pair[1], 2, 3, 6, 7);
+#endif
+}
+
+#if KVLAB_LANES == 8
+KVLAB_INLINE void transpose(F* x) {
+  F a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[i + 2 * j + 1] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+#else
+KVLAB_INLINE void transpose(F* x) {
+  F a[4];
+  for (int i = 0; i < 4; i += 2) {
+    a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 4, 1, 5);
+    a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 6, 3, 7);
+  }
+  for (int j = 0; j < 2; ++j) {
+    x[2 * j] = __builtin_shufflevector(a[j], a[2 + j], 0, 1, 4, 5);
+    x[2 * j + 1] = __builtin_shufflevector(a[j], a[2 + j], 2, 3, 6, 7);
+  }
 }
 #endif
 
-template <class Reader, int G>
-void dot_group(const RowSet& rows, int dim, const float* q, std::int64_t q_stride, float* out,
-               std::int64_t out_stride) {
-  for (int t = 0; t < rows.count; t += lanes) {
-    F acc[G][lanes];
-    for (int j = 0; j < lanes; j += 2) {  // two rows share each load of a query
-      const Reader first(rows, t + j), second(rows, t + j + 1);
-      prefetch(rows, t + j + ahead, 0, dim * Reader::element);
-      prefetch(rows, t + j + 1 + ahead, 0, dim * Reader::element);
-      F a[G] = {}, b[G] = {};
-      for (int d = 0; d < dim; d += lanes) {
-        const F x = first.at(d), y = second.at(d);
-        for (int g = 0; g < G; ++g) {
-          const F w = load(q + g * q_stride + d);
-          a[g] += w * x;
-          b[g] += w * y;
-        }
-      }
-      for (int g = 0; g < G; ++g) {
-        acc[g][j] = a[g];
-        acc[g][j + 1] = b[g];
+constexpr int dot_rows = 4;  // rows whose sums are folded at once
+
+// Sums of T rows with G queries into acc[g][j].
+template <class R, int G, int T>
+KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std::int64_t q_stride,
+                            F (*acc)[dot_rows]) {
+  F sums[G][T] = {};
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int v = 0; v < 2; ++v) {
+      F w[G];
+      for (int g = 0; g < G; ++g) w[g] = load(q + g * q_stride + d + v * lanes);
+      for (int j = 0; j < T; ++j) {
+        const F x = R::half(row[j], d, v);
+        for (int g = 0; g < G; ++g) sums[g][j] += w[g] * x;
       }
     }
-    for (int g = 0; g < G; ++g) store(out + g * out_stride + t, transpose_sum(acc[g]));
+  if (d < dim)
+    for (int j = 0; j < T; ++j) {
+      const F x = R::tail(row[j], d);
+      for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * q_stride + d) * x;
+    }
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < T; ++j) acc[g][j] = sums[g][j];
+}
+
+template <class R, int G>
+void dot_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, std::int64_t q_stride,
+             const float* q_sums, float* out, std::int64_t out_stride) {
+  constexpr int rows_at_once = G == 4 ? 2 : dot_rows;  // sums, queries and a row fit 16 registers
+  const char* data = static_cast<const char*>(run.data);
+  for (int t = 0; t < run.count; t += dot_rows) {
+    if (t < ahead.count)
+      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride,
+               least(dot_rows, ahead.count - t) * ahead.stride);
+    const int count = least(dot_rows, run.count - t);
+    const char* row[dot_rows];
+    for (int j = 0; j < dot_rows; ++j) row[j] = data + (t + least(j, count - 1)) * run.stride;
+    F acc[G][dot_rows];
+    for (int j = 0; j < dot_rows; j += rows_at_once) {
+      F block[G][dot_rows];
+      dot_block<R, G, rows_at_once>(row + j, dim, q, q_stride, block);
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < rows_at_once; ++i) acc[g][j + i] = block[g][i];
+    }
+    F4 scale = {}, zero = {};
+    if (R::coded)
+      for (int j = 0; j < dot_rows; ++j) {
+        const Meta m = meta_of(run, t + least(j, count - 1));
+        scale[j] = m.scale;
+        zero[j] = m.zero;
+      }
+    for (int g = 0; g < G; ++g) {
+      F4 s = four_sums(acc[g]);
+      if (R::coded) s = s * scale + zero * q_sums[g];
+      std::memcpy(out + g * out_stride + t, &s, count == dot_rows ? sizeof s : count * sizeof(float));
+    }
   }
 }
 
-void dot(const RowSet& rows, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
-         std::int64_t out_stride) {
-  with_reader(rows.kind, [&]<class R>() {
-    int i = 0;
-    for (; queries - i >= 4; i += 4)
-      dot_group<R, 4>(rows, dim, q + i * q_stride, q_stride, out + i * out_stride, out_stride);
-    q += i * q_stride;
-    out += i * out_stride;
-    switch (queries - i) {
-      case 3: dot_group<R, 3>(rows, dim, q, q_stride, out, out_stride); break;
-      case 2: dot_group<R, 2>(rows, dim, q, q_stride, out, out_stride); break;
-      case 1: dot_group<R, 1>(rows, dim, q, q_stride, out, out_stride); break;
-      default: break;
+void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries, float factor,
+         float* out, std::int64_t out_stride) {
+  alignas(64) float plain[most_queries * most_dim], paired[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    float sums[most_queries] = {};
+    for (int g = 0; g < n; ++g) {
+      const float* from = q + (first + g) * q_stride;
+      F total = {};
+      for (int d = 0; d < dim; d += lanes) {
+        const F x = load(from + d) * factor;
+        store(plain + g * dim + d, x);
+        total += x;
+      }
+      sums[g] = sum(total);
+      for (int d = 0; d < dim; ++d) paired[g * dim + paired_place(d, dim)] = plain[g * dim + d];
     }
-  });
+    with_group(n, [&]<int G>() {
+      float* at = out + first * out_stride;
+      for (int i = 0; i < run_count; ++i) {
+        with_reader(runs[i].kind, [&]<class R>() {
+          dot_run<R, G>(runs[i], runs[i + run_ahead], dim, R::paired ? paired : plain, dim, sums, at, out_stride);
+        });
+        at += runs[i].count;
+      }
+    });
+  }
 }
 
-template <class Reader, int G, int V>
-KVLAB_INLINE void accumulate_block(const RowSet& rows, int d, const float* p, std::int64_t p_stride, float* out,
-                                   std::int64_t out_stride) {
+// V vectors of every row, from element d on, into G sums.
+template <class R, int G, int V>
+KVLAB_INLINE void add_rows(const char* data, std::int64_t stride, int count, int d, const float* p,
+                           std::int64_t p_stride, float* out, int dim) {
   F acc[G][V];
   for (int g = 0; g < G; ++g)
-    for (int v = 0; v < V; ++v) acc[g][v] = load(out + g * out_stride + d + v * lanes);
-  for (int t = 0; t < rows.count; ++t) {
-    const Reader row(rows, t);
-    if (V > 1) prefetch(rows, t + ahead, d * Reader::element, V * lanes * Reader::element);
-    F x[V];
-    for (int v = 0; v < V; ++v) x[v] = row.at(d + v * lanes);
-    for (int g = 0; g < G; ++g) {
-      const F w = splat(p[g * p_stride + t]);
-      for (int v = 0; v < V; ++v) acc[g][v] += w * x[v];
+    for (int v = 0; v < V; ++v) acc[g][v] = load(out + g * dim + d + v * lanes);
+  for (int t = 0; t < count; ++t, data += stride) {
+    F w[G];
+    for (int g = 0; g < G; ++g) w[g] = splat(p[g * p_stride + t]);
+    for (int v = 0; v < V; ++v) {
+      const F x = V == 1 ? R::tail(data, d) : R::half(data, d + v / 2 * 2 * lanes, v % 2);
+      for (int g = 0; g < G; ++g) acc[g][v] += w[g] * x;
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int v = 0; v < V; ++v) store(out + g * out_stride + d + v * lanes, acc[g][v]);
+    for (int v = 0; v < V; ++v) store(out + g * dim + d + v * lanes, acc[g][v]);
 }
 
-template <class Reader, int G>
-void accumulate_group(const RowSet& rows, int dim, const float* p, std::int64_t p_stride, float* out,
-                      std::int64_t out_stride) {
-  constexpr int wide = G == 4 ? 2 : 4;  // accumulators and one row fit 16 registers
-  int d = 0;
-  for (; d + wide * lanes <= dim; d += wide * lanes)
-    accumulate_block<Reader, G, wide>(rows, d, p, p_stride, out, out_stride);
-  for (; d < dim; d += lanes) accumulate_block<Reader, G, 1>(rows, d, p, p_stride, out, out_stride);
-}
-
-void accumulate(const RowSet& rows, int dim, const float* p, std::int64_t p_stride, int queries, float* out,
-                std::int64_t out_stride) {
-  with_reader(rows.kind, [&]<class R>() {
-    int i = 0;
-    for (; queries - i >= 4; i += 4)
-      accumulate_group<R, 4>(rows, dim, p + i * p_stride, p_stride, out + i * out_stride, out_stride);
-    p += i * p_stride;
-    out += i * out_stride;
-    switch (queries - i) {
-      case 3: accumulate_group<R, 3>(rows, dim, p, p_stride, out, out_stride); break;
-      case 2: accumulate_group<R, 2>(rows, dim, p, p_stride, out, out_stride); break;
-      case 1: accumulate_group<R, 1>(rows, dim, p, p_stride, out, out_stride); break;
-      default: break;
+template <class R, int G>
+void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, std::int64_t p_stride, float* out,
+             float* bias) {
+  constexpr int piece = 16;             // rows at once
+  constexpr int wide = G == 4 ? 2 : 4;  // sums, weights and a row fit 16 registers
+  float weights[most_queries * piece];
+  for (int t = 0; t < run.count; t += piece) {
+    if (t < ahead.count)
+      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride, least(piece, ahead.count - t) * ahead.stride);
+    const int count = least(piece, run.count - t);
+    const char* data = static_cast<const char*>(run.data) + t * run.stride;
+    const float* w = p + t;
+    std::int64_t w_stride = p_stride;
+    if (R::coded) {
+      float scale[piece], zero[piece];
+      for (int j = 0; j < count; ++j) {
+        const Meta m = meta_of(run, t + j);
+        scale[j] = m.scale;
+        zero[j] = m.zero;
+      }
+      for (int g = 0; g < G; ++g)
+        for (int j = 0; j < count; ++j) {
+          weights[g * piece + j] = w[g * p_stride + j] * scale[j];
+          bias[g] += w[g * p_stride + j] * zero[j];
+        }
+      w = weights;
+      w_stride = piece;
     }
-  });
+    int d = 0;
+    for (; d + wide * lanes <= dim; d += wide * lanes)
+      add_rows<R, G, wide>(data, run.stride, count, d, w, w_stride, out, dim);
+    if (wide > 2)
+      for (; d + 2 * lanes <= dim; d += 2 * lanes) add_rows<R, G, 2>(data, run.stride, count, d, w, w_stride, out, dim);
+    if (d < dim) add_rows<R, G, 1>(data, run.stride, count, d, w, w_stride, out, dim);
+  }
 }
 
-void square_sum(const RowSet& rows, int dim, float* out) {
-  with_reader(rows.kind, [&]<class R>() {
-    for (int t = 0; t < rows.count; ++t) {
-      const R row(rows, t);
+void accumulate(const RowRun* runs, int run_count, int dim, const float* p, std::int64_t p_stride, int queries,
+                float* out, std::int64_t out_stride) {
+  alignas(64) float plain[most_queries * most_dim], paired[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    float bias[most_queries] = {};
+    std::memset(plain, 0, n * dim * sizeof(float));
+    std::memset(paired, 0, n * dim * sizeof(float));
+    with_group(n, [&]<int G>() {
+      const float* at = p + first * p_stride;
+      for (int i = 0; i < run_count; ++i) {
+        with_reader(runs[i].kind, [&]<class R>() {
+          add_run<R, G>(runs[i], runs[i + run_ahead], dim, at, p_stride, R::paired ? paired : plain, bias);
+        });
+        at += runs[i].count;
+      }
+    });
+    for (int g = 0; g < n; ++g) {
+      float* to = out + (first + g) * out_stride;
+      for (int d = 0; d < dim; ++d) to[d] += plain[g * dim + d] + paired[g * dim + paired_place(d, dim)] + bias[g];
+    }
+  }
+}
+
+// The row as f32, in order: elements d .. d + lanes.
+template <class R>
+KVLAB_INLINE F element(const RowRun& run, int t, int d, Meta m) {
+  const F x = R::tail(static_cast<const char*>(run.data) + t * run.stride, d);
+  return R::coded ? x * splat(m.scale) + splat(m.zero) : x;
+}
+
+void square_sum(const RowRun& run, int dim, float* out) {
+  with_reader(run.kind, [&]<class R>() {
+    for (int t = 0; t < run.count; ++t) {
+      const Meta m = R::coded ? meta_of(run, t) : Meta{};
       F a = {};
       for (int d = 0; d < dim; d += lanes) {
-        const F x = row.at(d);
+        const F x = element<R>(run, t, d, m);
         a += x * x;
       }
       out[t] = sum(a);
@@ -233,11 +388,11 @@ void square_sum(const RowSet& rows, int dim, float* out) {
   });
 }
 
-void decode(const RowSet& rows, int dim, float* out, std::int64_t out_stride) {
-  with_reader(rows.kind, [&]<class R>() {
-    for (int t = 0; t < rows.count; ++t) {
-      const R row(rows, t);
-      for (int d = 0; d < dim; d += lanes) store(out + t * out_stride + d, row.at(d));
+void decode(const RowRun& run, int dim, float* out, std::int64_t out_stride) {
+  with_reader(run.kind, [&]<class R>() {
+    for (int t = 0; t < run.count; ++t) {
+      const Meta m = R::coded ? meta_of(run, t) : Meta{};
+      for (int d = 0; d < dim; d += lanes) store(out + t * out_stride + d, element<R>(run, t, d, m));
     }
   });
 }
@@ -257,9 +412,15 @@ void rotate(float* x, const float* cosine, const float* sine, int dim) {
   }
 }
 
-void pack_panel(const float* const* rows, int count, int dim, float* panel) {
-  for (int d = 0; d < dim; ++d)
-    for (int j = 0; j < panel_width; ++j) panel[d * panel_width + j] = j < count ? rows[j][d] : 0.f;
+// Eight by eight (four by four) at a time, so that rows are read and columns written a vector at a time.
+void pack_panel(const float* rows, int count, int dim, float* panel) {
+  for (int j = 0; j < panel_width; j += lanes)
+    for (int d = 0; d < dim; d += lanes) {
+      F x[lanes];
+      for (int i = 0; i < lanes; ++i) x[i] = j + i < count ? load(rows + (j + i) * dim + d) : F{};
+      transpose(x);
+      for (int i = 0; i < lanes; ++i) store(panel + (d + i) * panel_width + j, x[i]);
+    }
 }
 
 template <int Q>

@@ -50,7 +50,9 @@ void row_norm(const KvRows& rows, Scores out, Stream s) {
       for (int p = 0; p < kv.pages(r, h); p += chunk) {
         tokens.gather(kv, r, h, rows.side, nullptr, p, std::min(chunk, kv.pages(r, h) - p));
         squares.resize(tokens.count());
-        row_kernels().square_sum(tokens.set(), kv.head_dim, squares.data());
+        float* to = squares.data();
+        for (int i = 0; i < tokens.run_count(); to += tokens.runs()[i++].count)
+          row_kernels().square_sum(tokens.runs()[i], kv.head_dim, to);
         for (int t = 0; t < tokens.count(); ++t) out(r, h, tokens.place(t)) = std::sqrt(squares[t]);
       }
     }

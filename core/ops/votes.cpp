@@ -30,14 +30,12 @@ void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 
   int place = 0;
   for (int p = 0; p < pages; p += block) {
     x.rows.gather(kv, row, head, KvSide::key, nullptr, p, std::min(block, pages - p));
-    if (const std::int32_t* rank = ranks.of(row, head))
-      x.rows.rotate(kv, rank, *ranks.rope());
-    else
-      x.rows.decode(kv.head_dim);
+    const std::int32_t* rank = ranks.of(row, head);
+    const float* keys = rank ? x.rows.rotate(kv, rank, *ranks.rope()) : x.rows.decode(kv.head_dim);
     for (int t = 0; t < x.rows.count(); ++t) x.position[place + t] = x.rows.position(t);
     for (int t = 0; t < x.rows.count(); t += panel_width) {
       const int count = std::min(panel_width, x.rows.count() - t);
-      kernels.pack_panel(x.rows.f32_rows() + t, count, kv.head_dim, x.panel.data());
+      kernels.pack_panel(keys + std::int64_t{t} * kv.head_dim, count, kv.head_dim, x.panel.data());
       kernels.panel_dot(x.panel.data(), kv.head_dim, queries.data, queries.stride[0], window,
                         x.scores.data() + place + t, stride);
     }

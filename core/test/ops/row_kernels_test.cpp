@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/cpu.hpp"
+#include "base/half.hpp"
 #include "ops/norm.hpp"
 
 using namespace kvlab;
@@ -24,39 +25,42 @@ std::vector<const RowKernels*> all_kernels() {
   return all;
 }
 
-// Rows of one storage with their exact values.
+// Rows of one storage with their exact values, cut into runs of `run` rows, some bytes apart.
 struct Rows {
-  std::vector<std::vector<std::uint8_t>> bytes;
+  std::vector<std::uint8_t> bytes;
+  std::vector<std::uint16_t> meta;
   std::vector<std::vector<float>> value;
-  std::vector<const void*> row;
-  std::vector<float> scale, zero;
-  ops::RowSet set;
+  std::vector<ops::RowRun> runs;
+  int run_count = 0;
 
-  Rows(ops::RowKind kind, int count, int dim, std::mt19937& rng) {
+  Rows(ops::RowKind kind, int count, int dim, int run, std::mt19937& rng) {
     std::normal_distribution<float> normal;
+    const int stride = dim * 4 + 8;
+    bytes.resize(std::size_t(count) * stride);
     for (int t = 0; t < count; ++t) {
-      scale.push_back(0.01f * static_cast<float>(1 + t % 3));
-      zero.push_back(-1.f + 0.1f * static_cast<float>(t % 4));
-      bytes.emplace_back(dim * 4);
+      std::uint8_t* row = bytes.data() + std::size_t(t) * stride;
+      meta.push_back(float_to_half(t % 3 ? 0.01f * static_cast<float>(t % 3) : 3e-6f));  // subnormal, too
+      meta.push_back(float_to_half(-1.f + 0.4f * static_cast<float>(t % 4)));
+      const float scale = half_to_float(meta[2 * t]), zero = half_to_float(meta[2 * t + 1]);
       value.emplace_back(dim);
       for (int d = 0; d < dim; ++d) {
         if (kind == ops::RowKind::u8) {
-          bytes[t][d] = static_cast<std::uint8_t>(rng());
-          value[t][d] = static_cast<float>(bytes[t][d] * double{scale[t]} + zero[t]);
+          row[d] = static_cast<std::uint8_t>(rng());
+          value[t][d] = static_cast<float>(row[d] * double{scale} + zero);
         } else if (kind == ops::RowKind::bf16) {
           const bf16 b(normal(rng));
-          std::memcpy(bytes[t].data() + 2 * d, &b, 2);
+          std::memcpy(row + 2 * d, &b, 2);
           value[t][d] = static_cast<float>(b);
         } else {
           value[t][d] = normal(rng);
-          std::memcpy(bytes[t].data() + 4 * d, &value[t][d], 4);
+          std::memcpy(row + 4 * d, &value[t][d], 4);
         }
       }
     }
-    for (int t = 0; t < ops::padded(count); ++t) row.push_back(bytes[std::min(t, count - 1)].data());
-    scale.resize(row.size(), 0.f);
-    zero.resize(row.size(), 0.f);
-    set = {kind, count, row.data(), scale.data(), zero.data()};
+    for (int t = 0; t < count; t += run, ++run_count)
+      runs.push_back(
+          {bytes.data() + std::size_t(t) * stride, meta.data() + 2 * t, stride, std::min(run, count - t), kind});
+    runs.resize(run_count + ops::run_ahead);
   }
 };
 
@@ -71,19 +75,20 @@ TEST_CASE("row kernels equal plain loops in double") {
         for (const int count : {1, 7, 8, 33})
           for (const int queries : {1, 2, 3, 4, 7}) {
             INFO(kernels->name << " kind " << int(kind) << " dim " << dim << " count " << count);
-            const Rows rows(kind, count, dim, rng);
-            std::vector<float> q(queries * dim), out(queries * ops::padded(count)), values(queries * dim, 0.5f);
+            const Rows rows(kind, count, dim, queries % 2 ? 16 : 5, rng);
+            const int stride = count + 3;
+            std::vector<float> q(queries * dim), out(queries * stride, 77.f), values(queries * dim, 0.5f);
             for (float& x : q) x = normal(rng);
-            const int stride = ops::padded(count);
-            kernels->dot(rows.set, dim, q.data(), dim, queries, out.data(), stride);
-            kernels->accumulate(rows.set, dim, out.data(), stride, queries, values.data(), dim);
+            kernels->dot(rows.runs.data(), rows.run_count, dim, q.data(), dim, queries, 0.5f, out.data(), stride);
+            kernels->accumulate(rows.runs.data(), rows.run_count, dim, out.data(), stride, queries, values.data(), dim);
             double worst_dot = 0, worst_sum = 0;
             for (int i = 0; i < queries; ++i) {
               for (int t = 0; t < count; ++t) {
                 double s = 0;
-                for (int d = 0; d < dim; ++d) s += double(q[i * dim + d]) * rows.value[t][d];
+                for (int d = 0; d < dim; ++d) s += 0.5 * double(q[i * dim + d]) * rows.value[t][d];
                 worst_dot = std::max(worst_dot, std::abs(s - out[i * stride + t]));
               }
+              for (int t = count; t < stride; ++t) REQUIRE(out[i * stride + t] == 77.f);
               for (int d = 0; d < dim; ++d) {
                 double s = 0.5;
                 for (int t = 0; t < count; ++t) s += double(out[i * stride + t]) * rows.value[t][d];
@@ -91,11 +96,13 @@ TEST_CASE("row kernels equal plain loops in double") {
               }
             }
             REQUIRE(worst_dot < 5e-5);
-            REQUIRE(worst_sum < 2e-3);  // sums of up to 33 terms of size 16 x 3
+            REQUIRE(worst_sum < 2e-3);  // sums of up to 33 terms of size 8 x 3
 
             std::vector<float> squares(count), decoded(count * dim);
-            kernels->square_sum(rows.set, dim, squares.data());
-            kernels->decode(rows.set, dim, decoded.data(), dim);
+            for (int i = 0, t = 0; i < rows.run_count; t += rows.runs[i++].count) {
+              kernels->square_sum(rows.runs[i], dim, squares.data() + t);
+              kernels->decode(rows.runs[i], dim, decoded.data() + t * dim, dim);
+            }
             for (int t = 0; t < count; ++t) {
               double s = 0;
               for (int d = 0; d < dim; ++d) {
@@ -114,12 +121,12 @@ TEST_CASE("panel products equal plain dot products") {
     for (const int dim : {16, 64, 80})
       for (const int count : {1, 9, 16})
         for (const int queries : {1, 5, 6, 13}) {
-          const Rows rows(ops::RowKind::f32, count, dim, rng);
-          std::vector<const float*> pointers;
-          for (const auto& v : rows.value) pointers.push_back(v.data());
+          const Rows rows(ops::RowKind::f32, count, dim, 16, rng);
+          std::vector<float> dense;
+          for (const auto& v : rows.value) dense.insert(dense.end(), v.begin(), v.end());
           std::vector<float> panel(dim * ops::panel_width), q(queries * dim), out(queries * 20);
           for (float& x : q) x = normal(rng);
-          kernels->pack_panel(pointers.data(), count, dim, panel.data());
+          kernels->pack_panel(dense.data(), count, dim, panel.data());
           kernels->panel_dot(panel.data(), dim, q.data(), dim, queries, out.data(), 20);
           for (int i = 0; i < queries; ++i)
             for (int t = 0; t < ops::panel_width; ++t) {
