@@ -30,7 +30,7 @@ KVLAB_INLINE F load(const float* p) {
   return v;
 }
 KVLAB_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
-KVLAB_INLINE F splat(float x) { return F{} + x; }
+KVLAB_INLINE F splat(float x) { return x - F{}; }  // a sum would have to turn -0 into 0
 KVLAB_INLINE F bits_to_float(U u) {
   F v;
   std::memcpy(&v, &u, sizeof v);
@@ -120,10 +120,25 @@ KVLAB_INLINE void with_group(int queries, const Call& call) {
   }
 }
 
-// Where element d of a row sits in paired order.
-KVLAB_INLINE int paired_place(int d, int dim) {
-  const int block = d / (2 * lanes) * 2 * lanes, i = d - block;
-  return block + 2 * lanes > dim ? d : block + i / 2 + i % 2 * lanes;
+// Elements in paired order: of each 2 * lanes the even ones, then the odd ones; a tail of `lanes` stays.
+KVLAB_INLINE void pair_up(const float* x, int dim, float* out) {
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int i = 0; i < lanes; ++i) {
+      out[d + i] = x[d + 2 * i];
+      out[d + lanes + i] = x[d + 2 * i + 1];
+    }
+  for (; d < dim; ++d) out[d] = x[d];
+}
+// inout += the same elements back in order
+KVLAB_INLINE void add_unpaired(const float* x, int dim, float* inout) {
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int i = 0; i < lanes; ++i) {
+      inout[d + 2 * i] += x[d + i];
+      inout[d + 2 * i + 1] += x[d + lanes + i];
+    }
+  for (; d < dim; ++d) inout[d] += x[d];
 }
 
 // f16 {scale, zero} of one row.
@@ -200,10 +215,10 @@ KVLAB_INLINE void transpose(F* x) {
 
 constexpr int dot_rows = 4;  // rows whose sums are folded at once
 
-// Sums of T rows with G queries into acc[g][j].
+// Sums of T rows with G queries into acc[g][first + j].
 template <class R, int G, int T>
-KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std::int64_t q_stride,
-                            F (*acc)[dot_rows]) {
+KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std::int64_t q_stride, F (*acc)[dot_rows],
+                            int first) {
   F sums[G][T] = {};
   int d = 0;
   for (; d + 2 * lanes <= dim; d += 2 * lanes)
@@ -221,7 +236,7 @@ KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std
       for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * q_stride + d) * x;
     }
   for (int g = 0; g < G; ++g)
-    for (int j = 0; j < T; ++j) acc[g][j] = sums[g][j];
+    for (int j = 0; j < T; ++j) acc[g][first + j] = sums[g][j];
 }
 
 template <class R, int G>
@@ -229,33 +244,34 @@ void dot_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, st
              const float* q_sums, float* out, std::int64_t out_stride) {
   constexpr int rows_at_once = G == 4 ? 2 : dot_rows;  // sums, queries and a row fit 16 registers
   const char* data = static_cast<const char*>(run.data);
-  for (int t = 0; t < run.count; t += dot_rows) {
+  const auto block = [&](int t, int count, F4* sums) {
+    const char* row[dot_rows];
+    for (int j = 0; j < dot_rows; ++j) row[j] = data + (t + (count == dot_rows ? j : least(j, count - 1))) * run.stride;
+    F acc[G][dot_rows];
+    for (int j = 0; j < dot_rows; j += rows_at_once) dot_block<R, G, rows_at_once>(row + j, dim, q, q_stride, acc, j);
+    for (int g = 0; g < G; ++g) sums[g] = four_sums(acc[g]);
+    if (!R::coded) return;
+    F4 scale = {}, zero = {};
+    for (int j = 0; j < dot_rows; ++j) {
+      const Meta m = meta_of(run, t + least(j, count - 1));
+      scale[j] = m.scale;
+      zero[j] = m.zero;
+    }
+    for (int g = 0; g < G; ++g) sums[g] = sums[g] * scale + zero * q_sums[g];
+  };
+  int t = 0;
+  F4 sums[G];
+  for (; t + dot_rows <= run.count; t += dot_rows) {
     if (t < ahead.count)
       prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride,
                least(dot_rows, ahead.count - t) * ahead.stride);
-    const int count = least(dot_rows, run.count - t);
-    const char* row[dot_rows];
-    for (int j = 0; j < dot_rows; ++j) row[j] = data + (t + least(j, count - 1)) * run.stride;
-    F acc[G][dot_rows];
-    for (int j = 0; j < dot_rows; j += rows_at_once) {
-      F block[G][dot_rows];
-      dot_block<R, G, rows_at_once>(row + j, dim, q, q_stride, block);
-      for (int g = 0; g < G; ++g)
-        for (int i = 0; i < rows_at_once; ++i) acc[g][j + i] = block[g][i];
-    }
-    F4 scale = {}, zero = {};
-    if (R::coded)
-      for (int j = 0; j < dot_rows; ++j) {
-        const Meta m = meta_of(run, t + least(j, count - 1));
-        scale[j] = m.scale;
-        zero[j] = m.zero;
-      }
-    for (int g = 0; g < G; ++g) {
-      F4 s = four_sums(acc[g]);
-      if (R::coded) s = s * scale + zero * q_sums[g];
-      std::memcpy(out + g * out_stride + t, &s, count == dot_rows ? sizeof s : count * sizeof(float));
-    }
+    block(t, dot_rows, sums);
+    for (int g = 0; g < G; ++g) std::memcpy(out + g * out_stride + t, &sums[g], sizeof sums[g]);
   }
+  if (t == run.count) return;
+  block(t, run.count - t, sums);
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; t + j < run.count; ++j) out[g * out_stride + t + j] = sums[g][j];
 }
 
 void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries, float factor,
@@ -273,7 +289,7 @@ void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_
         total += x;
       }
       sums[g] = sum(total);
-      for (int d = 0; d < dim; ++d) paired[g * dim + paired_place(d, dim)] = plain[g * dim + d];
+      pair_up(plain + g * dim, dim, paired + g * dim);
     }
     with_group(n, [&]<int G>() {
       float* at = out + first * out_stride;
@@ -290,11 +306,12 @@ void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_
 // V vectors of every row, from element d on, into G sums.
 template <class R, int G, int V>
 KVLAB_INLINE void add_rows(const char* data, std::int64_t stride, int count, int d, const float* p,
-                           std::int64_t p_stride, float* out, int dim) {
+                           std::int64_t p_stride, float* out, int dim, const char* ahead, std::int64_t ahead_stride) {
   F acc[G][V];
   for (int g = 0; g < G; ++g)
     for (int v = 0; v < V; ++v) acc[g][v] = load(out + g * dim + d + v * lanes);
   for (int t = 0; t < count; ++t, data += stride) {
+    if (V > 1) prefetch(ahead + t * ahead_stride, ahead_stride);
     F w[G];
     for (int g = 0; g < G; ++g) w[g] = splat(p[g * p_stride + t]);
     for (int v = 0; v < V; ++v) {
@@ -313,8 +330,6 @@ void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, st
   constexpr int wide = G == 4 ? 2 : 4;  // sums, weights and a row fit 16 registers
   float weights[most_queries * piece];
   for (int t = 0; t < run.count; t += piece) {
-    if (t < ahead.count)
-      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride, least(piece, ahead.count - t) * ahead.stride);
     const int count = least(piece, run.count - t);
     const char* data = static_cast<const char*>(run.data) + t * run.stride;
     const float* w = p + t;
@@ -334,12 +349,16 @@ void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, st
       w = weights;
       w_stride = piece;
     }
+    // Part by part of the rows, each asks for its share of the lines ahead.
+    const char* next = static_cast<const char*>(ahead.data) + t * ahead.stride;
+    const std::int64_t share = t < ahead.count ? ahead.stride * wide * lanes / dim : 0;
     int d = 0;
-    for (; d + wide * lanes <= dim; d += wide * lanes)
-      add_rows<R, G, wide>(data, run.stride, count, d, w, w_stride, out, dim);
+    for (; d + wide * lanes <= dim; d += wide * lanes, next += count * share)
+      add_rows<R, G, wide>(data, run.stride, count, d, w, w_stride, out, dim, next, share);
     if (wide > 2)
-      for (; d + 2 * lanes <= dim; d += 2 * lanes) add_rows<R, G, 2>(data, run.stride, count, d, w, w_stride, out, dim);
-    if (d < dim) add_rows<R, G, 1>(data, run.stride, count, d, w, w_stride, out, dim);
+      for (; d + 2 * lanes <= dim; d += 2 * lanes)
+        add_rows<R, G, 2>(data, run.stride, count, d, w, w_stride, out, dim, next, 0);
+    if (d < dim) add_rows<R, G, 1>(data, run.stride, count, d, w, w_stride, out, dim, next, 0);
   }
 }
 
@@ -362,7 +381,8 @@ void accumulate(const RowRun* runs, int run_count, int dim, const float* p, std:
     });
     for (int g = 0; g < n; ++g) {
       float* to = out + (first + g) * out_stride;
-      for (int d = 0; d < dim; ++d) to[d] += plain[g * dim + d] + paired[g * dim + paired_place(d, dim)] + bias[g];
+      add_unpaired(paired + g * dim, dim, to);
+      for (int d = 0; d < dim; d += lanes) store(to + d, load(to + d) + load(plain + g * dim + d) + bias[g]);
     }
   }
 }
