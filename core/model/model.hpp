@@ -39,7 +39,11 @@ struct Model {
   RopeTable rope() const { return {inv_freq.data(), config.head_dim, 1.f}; }
 };
 
-// Errc::model for a family or a dtype (f16 on the CPU) that cannot run. Reads each tensor once, block by block.
+// A Model without its weights: enough for everything that is checked before work. Errc::unsupported for a dtype that
+// cannot run here (f16 on the CPU).
+std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name);
+
+// Errors of model_outline and of the readers. Reads each tensor once, block by block.
 std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name);
 
 }  // namespace kvlab

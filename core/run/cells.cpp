@@ -10,6 +10,7 @@
 
 #include "model/bundled.hpp"
 #include "run/experiment.hpp"
+#include "run/variants.hpp"
 
 namespace fs = std::filesystem;
 
@@ -175,6 +176,14 @@ std::string task_text(const Experiment& experiment, const TaskSpec& task) {
   return varying.empty() ? task.name : task.name + " (" + varying + ")";
 }
 
+std::string policy_text(const Experiment& experiment, const PolicySpec& policy) {
+  std::vector<std::string> params;
+  for (const PolicySpec& other : experiment.policies)
+    if (other.name == policy.name) params.push_back(to_json(other).dump());
+  const std::string varying = varying_text(to_json(policy).dump(), params);
+  return varying.empty() ? policy.name : policy.name + " " + varying;
+}
+
 std::size_t width(std::string_view text) {  // code points
   std::size_t n = 0;
   for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
@@ -189,7 +198,8 @@ std::string cell_table(const Experiment& experiment, const std::vector<Cell>& al
   for (const Cell& cell : all) {
     const PolicySpec& policy = experiment.policies[cell.policy];
     rows.push_back({cell.id, experiment.models[cell.model].path, task_text(experiment, experiment.tasks[cell.task]),
-                    policy.name, budget_text(policy), std::to_string(cell.seed), std::to_string(cell.repeat)});
+                    policy_text(experiment, policy), budget_text(policy), std::to_string(cell.seed),
+                    std::to_string(cell.repeat)});
   }
   std::array<std::size_t, columns> widest{};
   for (const auto& row : rows)

@@ -122,12 +122,12 @@ void CommandLine::add_run() {
   run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
   run->add_flag("-q,--quiet", quiet_, "no progress, no table");
 
-  CLI::App* check =
-      add("check", "validate an experiment and print its cells; runs nothing", "kvlab check exp.yaml", [this] {
-        const Loaded loaded(file_, sets_);
-        fmt::print("{}", cell_table(loaded.experiment, cells(loaded.experiment, *loaded.catalog, {})));
-        return 0;
-      });
+  CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
+                        "kvlab check exp.yaml", [this] {
+                          const Loaded loaded(file_, sets_);
+                          fmt::print("{}", check_experiment(loaded.experiment, *loaded.catalog));
+                          return 0;
+                        });
   add_experiment(check);
 }
 

@@ -56,6 +56,7 @@ std::vector<Role> roles_of(const std::string& kind) {
     if (k.word == kind) return k.roles;
     words.emplace_back(k.word);
   }
+  words.emplace_back("models");
   throw Error(Errc::config, "got '" + kind + "', wanted one of: " + join(words) + did_you_mean(kind, words));
 }
 
@@ -68,10 +69,24 @@ std::string library_text(const PluginInfo& plugin) {
   return plugin.library.string();
 }
 
+// The default as YAML spells it.
 std::string yaml_text(const ParamSpec& spec) {
   const std::string text = to_text(spec.value);
-  const bool plain = !text.empty() && text.find_first_of(":#{}[],&*!|>'\"%@` ") == std::string::npos;
-  return std::holds_alternative<std::string>(spec.value) && !plain && text != "\"\"" ? "\"" + text + "\"" : text;
+  const auto* word = std::get_if<std::string>(&spec.value);
+  if (!word || word->empty() || word->find_first_of(":#{}[],&*!|>'\"%@`\\ \n\t") == std::string::npos) return text;
+  std::string quoted = "\"";
+  for (const char c : *word) {
+    if (c == '"' || c == '\\') quoted += '\\';
+    quoted += c == '\n' ? "\\n" : c == '\t' ? "\\t" : std::string(1, c);
+  }
+  return quoted + "\"";
+}
+
+// The same, cut so that it fits into a column; the example has it whole.
+std::string default_text(const ParamSpec& spec) {
+  constexpr std::size_t longest = 32;
+  const std::string text = yaml_text(spec);
+  return text.size() <= longest ? text : text.substr(0, longest - 4) + "...\"";
 }
 
 std::string type_text(const ParamSpec& spec) { return spec.kind == ParamKind::choice ? "choice" : name_of(spec.kind); }
@@ -146,7 +161,7 @@ std::string describe_one(Registry& registry, const PluginInfo& plugin) {
     if (spec.component)
       components.push_back({spec.name, spec.help});
     else
-      rows.push_back({spec.name, type_text(spec), to_text(spec.value), range_text(spec), spec.help});
+      rows.push_back({spec.name, type_text(spec), default_text(spec), range_text(spec), spec.help});
   }
   text += rows.size() > 1 ? "\nparameters\n" + table(rows, "  ") : "\nno parameters\n";
   if (!components.empty())

@@ -178,7 +178,10 @@ Node parse(std::string_view text) {
       throw Refused{second.root.place, "got a second YAML document, wanted one per file"};
     return std::move(builder.root);
   } catch (const YAML::Exception& e) {
-    throw Refused{place_of(e.mark), "got text that is no YAML: " + e.msg};
+    const yaml::Place place = place_of(e.mark);
+    const std::size_t tab = text.starts_with('\t') ? 0 : text.find("\n\t");
+    const std::string hint = tab == text.npos ? "" : " (a line begins with a tab, wanted blanks)";
+    throw Refused{place, "got text that is no YAML: " + e.msg + hint};
   }
 }
 

@@ -9,15 +9,16 @@ struct EntryKey {
   const char *name, *form, *help;
 };
 
-// Of every entry under `policies:`.
+// Of every entry under `policies:`. NAME stands for NAME or {NAME: {...}} with its parameters.
 inline const std::vector<EntryKey>& policy_keys() {
   static const std::vector<EntryKey> keys = {
+      {"policy", "NAME", "a whole life cycle"},
+      {"scorer", "NAME", "how important each token is"},
+      {"selector", "NAME", "which pages attention reads in a step"},
       {"budget", "{tokens: N | ratio: R | bytes: B, split: NAME}",
-       "KV per KV head in tokens, as a ratio of the tokens seen, or device bytes per sequence; without it, everything"},
+       "tokens per KV head, a ratio of the tokens seen, or device bytes per sequence; without it, everything"},
       {"schedule", "{prefill: true, every: N}", "when a scorer evicts: at the prompt's end, and each N decode steps"},
       {"codec", "NAME", "how pages store K and V"},
-      {"selector", "NAME", "which pages attention reads in a step"},
-      {"scorer", "NAME", "how important each token is"},
       {"placement", "{tier: device | host, resident: N, codec: NAME}",
        "where pages live; resident = tokens per KV head that stay on the device"},
       {"page_size", "N", "tokens per page"},

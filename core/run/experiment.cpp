@@ -45,6 +45,7 @@ class ExperimentReader {
       return std::move(out_);
     }
     MapReader map(root, "experiment", problems_);
+    for (const std::string& key : experiment_keys()) map.take(key);  // in the order that the message shows
     out_.file = document_.file;
     out_.folder = out_.file.parent_path();
     scalars(map);
@@ -56,7 +57,6 @@ class ExperimentReader {
     policies(map);
     unsupported(map);
     map.take("sweep");
-    for (const std::string& key : experiment_keys()) map.take(key);  // in the order that the message shows
     map.finish();
     return std::move(out_);
   }

@@ -7,6 +7,7 @@
 
 #include "base/text.hpp"
 #include "host/parameters.hpp"
+#include "run/entry_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,11 +19,16 @@ using Json = nlohmann::ordered_json;
 constexpr std::int64_t most_int = 2147483647;
 constexpr const char* full_name = "full";
 constexpr Role main_roles[] = {Role::policy, Role::scorer, Role::selector};
-const char* const body_keys[] = {"policy",   "scorer", "selector",  "budget",
-                                 "schedule", "codec",  "placement", "page_size"};
 
 bool is_body_key(std::string_view key) {
-  return std::any_of(std::begin(body_keys), std::end(body_keys), [&](const char* k) { return key == k; });
+  return std::any_of(policy_keys().begin(), policy_keys().end(), [&](const EntryKey& k) { return key == k.name; });
+}
+
+// With the label's key, for messages.
+std::vector<std::string> names_of(const std::vector<EntryKey>& keys) {
+  std::vector<std::string> names{"name"};
+  for (const EntryKey& key : keys) names.emplace_back(key.name);
+  return names;
 }
 
 // {NAME: {...}} as opposed to {name: LABEL, ...}.
@@ -58,10 +64,23 @@ class EntryReader {
     std::string message = fmt::format("got unknown {} '{}', wanted one of: {}", what, name,
                                       known.empty() ? "(there is none)" : join(known)) +
                           did_you_mean(name, known);
+    for (std::uint32_t r = 0; r < role_count; ++r)
+      if (find(static_cast<Role>(r), name, place))
+        message += fmt::format("; '{}' is a {}", name, name_of(static_cast<Role>(r)));
     if (const std::size_t n = catalog_.broken())
       message +=
           fmt::format("; {} plugin {} could not be loaded: see `kvlab doctor`", n, n == 1 ? "library" : "libraries");
     problems_.add(place, message, Errc::plugin);
+  }
+
+  // A parameter that an entry's own keys hide could never be set.
+  void check_names(const PluginInfo& plugin, const std::vector<EntryKey>& keys, yaml::Place place) {
+    for (const EntryKey& key : keys)
+      if (find_param(plugin, key.name))
+        problems_.add(place,
+                      fmt::format("got plugin '{}' with a parameter '{}', wanted another name: it is a key of every {}",
+                                  plugin.name, key.name, plugin.role == Role::task ? "task" : "policy"),
+                      Errc::plugin);
   }
 
   // Defaults, replaced by what `given` says. `also` = keys that may stand beside the parameters, for the message.
@@ -208,8 +227,7 @@ bool EntryReader::split_entry(const Node& entry, const char* kind, Node& name, N
 void EntryReader::main_plugin(const Node& name, const MapReader& map, bool named, PolicySpec& policy) {
   std::optional<PluginUse>* const slots[] = {&policy.policy, &policy.scorer, &policy.selector};
   const bool composed = map.node().find("policy") || map.node().find("scorer") || map.node().find("selector");
-  std::vector<std::string> also{"name"};
-  also.insert(also.end(), std::begin(body_keys), std::end(body_keys));
+  const std::vector<std::string> also = names_of(policy_keys());
 
   // A label beside explicit roles is only a label.
   if (named || !composed) {
@@ -220,6 +238,7 @@ void EntryReader::main_plugin(const Node& name, const MapReader& map, bool named
     for (std::size_t r = 0; r < std::size(main_roles); ++r) {
       if (slots[r]->has_value() || map.node().find(name_of(main_roles[r]))) continue;
       if (const PluginInfo* plugin = find(main_roles[r], name.text, name.place)) {
+        check_names(*plugin, policy_keys(), name.place);
         *slots[r] = PluginUse{main_roles[r], name.text, params(*plugin, map.rest(), also)};
         return;
       }
@@ -329,6 +348,7 @@ std::optional<TaskSpec> EntryReader::task(const Node& entry) {
     unknown("task", name.text, catalog_.names(Role::task), name.place);
     return std::nullopt;
   }
+  check_names(*plugin, task_keys(), name.place);
   const ParamSpec question = make_choice("question", {"prompt", "decode"}, "when the policy sees the question");
   task.question = map.get<std::string>(question) == "decode" ? Question::decode : Question::prompt;
   task.questions = map.get<int>(make_param("questions", 1, 1, 100000, "questions over one context"));
@@ -338,7 +358,7 @@ std::optional<TaskSpec> EntryReader::task(const Node& entry) {
     task.seed = map.get<std::int64_t>(make_param("seed", 0, 0, 9e15, "seed of the samples"));
   else
     map.take("seed");
-  task.task = {Role::task, name.text, params(*plugin, map.rest(), {"question", "questions", "turns", "seed"})};
+  task.task = {Role::task, name.text, params(*plugin, map.rest(), names_of(task_keys()))};
   if (problems_.size() != before) return std::nullopt;
   return task;
 }

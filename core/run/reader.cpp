@@ -119,7 +119,7 @@ MapReader::MapReader(const Node& node, const std::string& what, Problems& proble
 }
 
 const yaml::Entry* MapReader::take_entry(const std::string& key) {
-  known_.push_back(key);
+  if (std::find(known_.begin(), known_.end(), key) == known_.end()) known_.push_back(key);
   return node_.find(key);
 }
 

@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <kvlab/error.hpp>
-#include <map>
-#include <nlohmann/json.hpp>
 #include <tuple>
 #include <utility>
 
 #include "run/report_layout.hpp"
 #include "run/rows.hpp"
+#include "run/variants.hpp"
 
 namespace kvlab::results {
 namespace {
@@ -105,36 +104,13 @@ std::string budget_text(const Group& group) {
   return mean(group, [](const SummaryRow& r) { return r.budget_tokens < 0 ? not_measured : r.budget_tokens; });
 }
 
-// Leaves of a JSON object as "a.b" -> value; what is no JSON has no leaves.
-std::map<std::string, std::string> leaves(const std::string& params) {
-  std::map<std::string, std::string> out;
-  const nlohmann::json json = nlohmann::json::parse(params, nullptr, false);
-  if (!json.is_object()) return out;
-  const nlohmann::json flat = json.flatten();
-  for (const auto& [path, value] : flat.items()) {
-    std::string name = path.empty() ? path : path.substr(1);
-    std::replace(name.begin(), name.end(), '/', '.');
-    out[name] = value.is_string() ? value.get<std::string>() : value.dump();
-  }
-  return out;
-}
-
-// Rows of one policy are told apart by the parameters in which they differ; the budget has its own column.
+// Rows of one policy are told apart by the parameters in which they differ.
 std::string policy_text(const Group& group, const Block& block) {
-  const auto own = leaves(group.first().params);
-  std::string text = group.first().policy;
-  for (const auto& [name, value] : own) {
-    if (name.rfind("budget", 0) == 0) continue;
-    const bool differs =
-        std::any_of(block.groups.begin(), block.groups.end(), [&, &n = name, &v = value](const Group& other) {
-          if (other.first().policy != group.first().policy) return false;
-          const auto theirs = leaves(other.first().params);
-          const auto found = theirs.find(n);
-          return found == theirs.end() || found->second != v;
-        });
-    if (differs) text += " " + name + "=" + value;
-  }
-  return one_line(text);
+  std::vector<std::string> params;
+  for (const Group& other : block.groups)
+    if (other.first().policy == group.first().policy) params.push_back(other.first().params);
+  const std::string varying = varying_text(group.first().params, params);
+  return one_line(group.first().policy + (varying.empty() ? "" : " " + varying));
 }
 
 class Notes {

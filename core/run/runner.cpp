@@ -8,6 +8,7 @@
 
 #include <ctime>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "base/cpu.hpp"
@@ -49,41 +50,96 @@ std::string cell_name(const Experiment& e, const Cell& c) {
   return name;
 }
 
+// body(); an error that does not say where in the experiment file it belongs says so now.
+template <class Body>
+void placed(const std::string& where, Body body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.where().starts_with(where)) throw;
+    throw Error(error.code(), error.message(), error.where().empty() ? where : where + ": " + error.where());
+  }
+}
+
+// An experiment that has passed every check.
+struct Prepared {
+  std::vector<std::unique_ptr<Checkpoint>> checkpoints;
+  std::vector<std::shared_ptr<const Model>> models;  // without weights
+  std::vector<Cell> cells;
+  std::map<ItemsKey, TaskItems> items;
+};
+
+CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepared& p, const Cell& cell) {
+  CellInput in;
+  in.experiment = &e;
+  in.cell = &cell;
+  in.model = p.models[cell.model];
+  in.items = &p.items.at({cell.model, cell.task, cell.seed});
+  in.catalog = &catalog;
+  return in;
+}
+
+// Whatever is wrong shows here, before anything is run or written; each message once.
+Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
+  Prepared p;
+  for (const ModelSpec& spec : e.models)
+    placed(spec.where, [&] {
+      p.checkpoints.push_back(open_checkpoint(resolve_model_path(spec.path, e.folder)));
+      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.path));
+    });
+  Fingerprints prints = content_fingerprints();
+  prints.model = [&](const ModelSpec& spec) {
+    return p.models[static_cast<std::size_t>(&spec - e.models.data())]->fingerprint;
+  };
+  p.cells = cells(e, catalog, prints);
+
+  std::vector<Error> wrong;
+  std::set<std::string> seen;
+  const auto attempt = [&](const std::string& where, auto body) {
+    try {
+      placed(where, body);
+    } catch (const Error& error) {
+      if (seen.insert(error.what()).second) wrong.push_back(error);
+    }
+  };
+  std::set<ItemsKey> tried;
+  for (const Cell& c : p.cells) {
+    const ItemsKey key{c.model, c.task, c.seed};
+    const Model& model = *p.models[c.model];
+    if (tried.insert(key).second)
+      attempt(e.tasks[c.task].where,
+              [&] { p.items[key] = make_items(e.tasks[c.task], catalog, model.tokenizer, model.config, e, c.seed); });
+    const std::string& where = e.policies[c.policy].where;
+    if (p.items.count(key))
+      attempt(where, [&] { check_cell(input(e, catalog, p, c)); });
+    else
+      attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });
+  }
+  if (!wrong.empty()) throw ExperimentError(std::move(wrong));
+  return p;
+}
+
 }  // namespace
+
+std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) {
+  try {
+    return cell_table(e, prepare(e, catalog).cells);
+  } catch (const Error& error) {
+    if (error.code() != Errc::network) throw;
+    for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
+    return cell_table(e, cells(e, catalog, {})) + "not checked: prompts and budgets, because the model is not here\n" +
+           error.what() + "\n";
+  }
+}
 
 int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options) {
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
-  std::vector<std::shared_ptr<const Model>> models;
-  for (const ModelSpec& spec : e.models) {
-    const auto path = resolve_model_path(spec.path, e.folder);
-    models.push_back(load_model(*open_checkpoint(path), spec.dtype, spec.path));
-  }
-  Fingerprints prints = content_fingerprints();
-  prints.model = [&](const ModelSpec& spec) {
-    return models[static_cast<std::size_t>(&spec - e.models.data())]->fingerprint;
-  };
-  const std::vector<Cell> all = cells(e, catalog, prints);
-
-  // Whatever is wrong shows here, before anything is run or written.
-  std::map<ItemsKey, TaskItems> items;
+  Prepared prepared = prepare(e, catalog);
+  for (std::size_t i = 0; i < e.models.size(); ++i)
+    prepared.models[i] = load_model(*prepared.checkpoints[i], e.models[i].dtype, e.models[i].path);
+  const std::vector<Cell>& all = prepared.cells;
   ReferenceCache references;
-  const auto input = [&](const Cell& c) {
-    CellInput in;
-    in.experiment = &e;
-    in.cell = &c;
-    in.model = models[c.model];
-    in.items = &items.at({c.model, c.task, c.seed});
-    in.catalog = &catalog;
-    in.references = &references;
-    return in;
-  };
-  for (const Cell& c : all) {
-    const ItemsKey key{c.model, c.task, c.seed};
-    if (!items.count(key))
-      items[key] = make_items(e.tasks[c.task], catalog, models[c.model]->tokenizer, models[c.model]->config, e, c.seed);
-    check_cell(input(c));
-  }
 
   const std::string out = e.output.string();
   results::RunInfo info = run_info(e, options.command);
@@ -103,7 +159,8 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
       progress.skip();
       continue;
     }
-    CellInput in = input(c);
+    CellInput in = input(e, catalog, prepared, c);
+    in.references = &references;
     in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
     progress.begin(cell_name(e, c));
     const results::CellResult result = run_cell(in);

@@ -17,4 +17,8 @@ struct RunOptions {
 // model, plugin or data; nothing is written then.
 int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
 
+// What `kvlab check` prints: the cells, once everything holds that a run checks before its first cell (weights are not
+// read). When a bundled model is not on this machine, the last line says what could not be checked.
+std::string check_experiment(const Experiment& experiment, const PluginCatalog& catalog);
+
 }  // namespace kvlab

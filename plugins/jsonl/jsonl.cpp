@@ -27,7 +27,7 @@ class Jsonl final : public kvlab::Task {
         references_(p.get<std::string>("references")),
         metric_(p.get<std::string>("metric")),
         prompt_(p.get<std::string>("prompt"), "prompt"),
-        question_(p.get<std::string>("question"), "question"),
+        question_(p.get<std::string>("question_text"), "question_text"),
         opening_(p.get<std::string>("answer_opening"), "answer_opening"),
         max_new_(p.get<int>("max_new_tokens")),
         limit_(p.get<int>("limit")),
@@ -134,7 +134,7 @@ KVLAB_PLUGIN(
         .param("data", std::string(), "JSON lines, or a JSON array")
         .param("prompt", std::string("{context}\n"),
                "text before the question; {field} is replaced, {{ and }} are braces")
-        .param("question", std::string("\n{input}\n"), "the part that is the question; may be empty")
+        .param("question_text", std::string("\n{input}\n"), "the part that is the question; may be empty")
         .param("answer_opening", std::string(), "first words of the model's answer")
         .param("references", std::string("answers"), "field with the accepted answers")
         .param("metric", std::string("f1"), "contains, contains_all, exact, prefix, f1, rouge_l or choice")

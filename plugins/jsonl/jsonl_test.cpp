@@ -44,15 +44,16 @@ TEST_CASE("jsonl: templates") {
   f.write("data.jsonl", R"([{"q": "x", "list": ["one", "two"], "n": 3, "flag": true, "deep": {"a": [1]}, "a": "y"}])");
   const auto env = f.env(1);
   const auto prompt = [&](const std::string& text) {
-    return env.decode(f.task(with({{"prompt", text}, {"question", std::string()}, {"references", std::string("a")}}))
-                          ->sample(0, env)
-                          .context);
+    return env.decode(
+        f.task(with({{"prompt", text}, {"question_text", std::string()}, {"references", std::string("a")}}))
+            ->sample(0, env)
+            .context);
   };
   CHECK(prompt("{q}") == "x");
   CHECK(prompt("{{{q}}} {{}} {list}.") == "{x} {} one\ntwo.");
   CHECK(prompt("{n} {flag} {deep}") == "3 true {\"a\":[1]}");
   const auto s = f.task(with({{"prompt", std::string("{q}")},
-                              {"question", std::string()},
+                              {"question_text", std::string()},
                               {"answer_opening", std::string(" Answer {n}:")},
                               {"references", std::string("list")},
                               {"metric", std::string("contains_all")},
@@ -113,7 +114,7 @@ TEST_CASE("jsonl: a long prompt loses its middle") {
   const auto env = f.env(1);
   const auto made = [&](std::int64_t most, const char* truncate) {
     return f.task(with({{"prompt", std::string("{context}")},
-                        {"question", std::string("{input}")},
+                        {"question_text", std::string("{input}")},
                         {"max_new_tokens", std::int64_t{2}},
                         {"max_context", most},
                         {"truncate", std::string(truncate)}}));
@@ -147,7 +148,7 @@ TEST_CASE("jsonl: what is wrong is named with file and record") {
   fails("{\"context\": \"\xff\"}", {}, "data.jsonl:1: got text that is no JSON");
   fails("{\"context\": " + std::string(100000, '[') + std::string(100000, ']') + "}", {}, "nested deeper");
   fails(good + "\n" + R"({"input": "i", "answers": ["a"]})", {}, "data.jsonl: record 2: got no field 'context'");
-  fails(good, {{"question", std::string("{inputt}")}},
+  fails(good, {{"question_text", std::string("{inputt}")}},
         "record 1: got no field 'inputt', wanted one of: answers, context");
   fails(good, {{"references", std::string("gold")}}, "record 1: got no field 'gold'");
   fails(R"({"context": "c", "input": "i", "answers": []})", {}, "record 1: got no texts in 'answers'");

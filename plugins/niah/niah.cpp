@@ -29,7 +29,7 @@ class Niah final : public kvlab::Task {
       : haystack_(p.get<std::string>("haystack")),
         intro_(p.get<std::string>("intro")),
         needle_(p.get<std::string>("needle")),
-        question_(p.get<std::string>("question")),
+        question_(p.get<std::string>("question_text")),
         opening_(p.get<std::string>("answer_opening")),
         words_(p.get<Answer>("answer") == Answer::word),
         chat_(p.get<bool>("chat")),
@@ -157,7 +157,8 @@ KVLAB_PLUGIN(
                            "them. I will quiz you about the {kind}s afterwards."),
                "what stands before the text")
         .param("needle", std::string("One of the special magic {kind}s for {key} is: {value}."), "a fact")
-        .param("question", std::string("\nWhat is the special magic {kind} for {key} mentioned in the provided text?"),
+        .param("question_text",
+               std::string("\nWhat is the special magic {kind} for {key} mentioned in the provided text?"),
                "what stands after the text")
         .param("answer_opening", std::string("The special magic {kind} for {key} mentioned in the provided text is"),
                "first words of the model's answer"))

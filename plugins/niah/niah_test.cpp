@@ -138,7 +138,7 @@ TEST_CASE("niah: words as answers, no template, own wording") {
                             {"chat", false},
                             {"intro", std::string("Read.")},
                             {"needle", std::string("{key}: {value} ({kind}, {other})")},
-                            {"question", std::string(" So {key}?")},
+                            {"question_text", std::string(" So {key}?")},
                             {"answer_opening", std::string()}});
   const auto env = f.env(4);
   const TaskSample s = task->sample(2, env);

@@ -29,5 +29,5 @@ KVLAB_PLUGIN(kvlab::budget<Good>("good", "every kind of parameter")
                  .param("count", 4, 1, kvlab::any, "an integer")
                  .param("share", 0.5, 0, 1, "a real")
                  .param("group", kvlab::GroupRule::max, "a choice")
-                 .param("note", "", "a text"),
+                 .param("note", "a \"text\" of two lines,\nlonger than a column", "a text"),
              kvlab::codec<Plain>("plain", "no parameters").version("2.5"))

@@ -32,7 +32,7 @@ TEST_CASE("describe shows the whole declaration and an example that names every 
   const std::string text = describe_text(registry, "good");
   for (const char* part : {"good (budget, version", "flag", "boolean", "count", "at least 1", "0 to 1", "an integer",
                            "mean | max | sum | softmax_mean", "components", "a part of the method",
-                           "split: {good: {flag: false, count: 4, share: 0.5, group: max}}"})
+                           "split: {good: {flag: false, count: 4, share: 0.5, group: max, note: "})
     CHECK_THAT(text, Catch::Contains(part));
   CHECK_THAT(describe_text(registry, "plain"), Catch::Contains("no parameters") && Catch::Contains("codec: plain"));
   CHECK_THAT(describe_text(registry, "full"), Catch::Contains("placement") && Catch::Contains("page_size"));
@@ -62,4 +62,11 @@ TEST_CASE("the schema is generated from the declarations") {
   CHECK(named["properties"]["count"]["anyOf"][0] == nlohmann::json({{"type", "integer"}, {"minimum", 1}}));
   CHECK(named["properties"]["group"]["anyOf"][0]["enum"].size() == 4);
   CHECK(named["properties"]["part"]["default"] == true);
+}
+
+TEST_CASE("describe spells texts as YAML does, and cuts long ones in the table only") {
+  Registry registry({good});
+  const std::string text = describe_text(registry, "good");
+  const std::string whole = R"(note: "a \"text\" of two lines,\nlonger than a column")";
+  CHECK_THAT(text, Catch::Contains(whole) && Catch::Contains(R"("a \"text\" of two lines,\nl...")"));
 }

@@ -247,6 +247,41 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(with_task("niah: {context: [[1]]}"), "exp.yaml:4:22: got a list inside a list");
 }
 
+TEST_CASE("an unknown key's message names every key once") {
+  const auto all = errors(head + "policies: [full]\ntask: 1\n");
+  REQUIRE(all.size() == 1);
+  const std::string keys = all.front().substr(all.front().find("wanted one of:"));
+  for (const char* key : {" tasks,", " policies,", " seed,", " plugin_path"}) {
+    CAPTURE(keys, key);
+    REQUIRE(keys.find(key) != std::string::npos);
+    CHECK(keys.find(key) == keys.rfind(key));
+  }
+}
+
+TEST_CASE("a name of another role says what it is") {
+  refused(head + "policies: [int8]\n", "exp.yaml:3:12: got unknown policy 'int8'", {"'int8' is a codec"});
+  refused("tasks: [quest]\npolicies: [full]\nmodel: m\n", "exp.yaml:1:9: got unknown task 'quest'",
+          {"'quest' is a selector"});
+}
+
+TEST_CASE("a plugin whose parameter is a key of every entry is refused") {
+  test::FakeCatalog bad;
+  bad.add(Role::task, "quiz", {make_param("question", std::string(), "")});
+  bad.add(Role::scorer, "greedy", {make_param("budget", 3, 0, 9, "")});
+  const auto why = [&](const std::string& text) {
+    try {
+      read_experiment(yaml::parse_text(text, "exp.yaml"), bad);
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  CHECK_THAT(why("tasks: [quiz]\npolicies: [full]\nmodel: m\n"),
+             Catch::Contains("exp.yaml:1:9: got plugin 'quiz' with a parameter 'question'"));
+  CHECK_THAT(why(head + "policies: [greedy]\n"),
+             Catch::Contains("exp.yaml:3:12: got plugin 'greedy' with a parameter 'budget'"));
+}
+
 TEST_CASE("all errors are told at once, each once") {
   const auto all = errors(head + "policies:\n  - snapkv: {window: [1, 2, 0], kernl: 3}\n  - qest\nbatch: x\n");
   CHECK(all.size() == 4);

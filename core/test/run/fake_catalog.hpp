@@ -33,6 +33,15 @@ class FakeCatalog final : public PluginCatalog {
     add(Role::task, "text", {make_param("prefix", 1024, 1, any, ""), make_param("path", std::string(), "")});
   }
 
+  void add(Role role, const std::string& name, std::vector<ParamSpec> params) {
+    PluginInfo info;
+    info.name = name;
+    info.role = role;
+    info.version = "1";
+    info.params = std::move(params);
+    plugins_[{role, name}] = std::move(info);
+  }
+
   const PluginInfo* find(Role role, const std::string& name) const override {
     const auto it = plugins_.find({role, name});
     return it == plugins_.end() ? nullptr : &it->second;
@@ -45,15 +54,6 @@ class FakeCatalog final : public PluginCatalog {
   }
 
  private:
-  void add(Role role, const std::string& name, std::vector<ParamSpec> params) {
-    PluginInfo info;
-    info.name = name;
-    info.role = role;
-    info.version = "1";
-    info.params = std::move(params);
-    plugins_[{role, name}] = std::move(info);
-  }
-
   std::map<std::pair<Role, std::string>, PluginInfo> plugins_;
 };
 
