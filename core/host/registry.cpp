@@ -150,6 +150,8 @@ const PluginInfo& Registry::require(const std::vector<Role>& roles, const std::s
   const auto known = names(roles);
   std::string message = "got '" + name + "', wanted the name of a " + words(roles);
   message += known.empty() ? " (there is none in the plugin path)" : ": " + join(known) + did_you_mean(name, known);
+  if (message.find("did you mean") == message.npos)
+    message += "; a library of yours is found through --plugin-path or KVLAB_PLUGIN_PATH";
   for (const PluginInfo* other : list())
     if (other->name == name) message += fmt::format("; '{}' is a {}", name, name_of(other->role));
   for (const Diagnostic& d : diagnostics_)

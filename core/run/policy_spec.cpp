@@ -64,6 +64,7 @@ class EntryReader {
     std::string message = fmt::format("got unknown {} '{}', wanted one of: {}", what, name,
                                       known.empty() ? "(there is none)" : join(known)) +
                           did_you_mean(name, known);
+    if (message.find("did you mean") == message.npos) message += "; plugin_path names folders with plugins of yours";
     for (std::uint32_t r = 0; r < role_count; ++r)
       if (find(static_cast<Role>(r), name, place))
         message += fmt::format("; '{}' is a {}", name, name_of(static_cast<Role>(r)));
