@@ -176,14 +176,6 @@ std::string task_text(const Experiment& experiment, const TaskSpec& task) {
   return varying.empty() ? task.name : task.name + " (" + varying + ")";
 }
 
-std::string policy_text(const Experiment& experiment, const PolicySpec& policy) {
-  std::vector<std::string> params;
-  for (const PolicySpec& other : experiment.policies)
-    if (other.name == policy.name) params.push_back(to_json(other).dump());
-  const std::string varying = varying_text(to_json(policy).dump(), params);
-  return varying.empty() ? policy.name : policy.name + " " + varying;
-}
-
 std::size_t width(std::string_view text) {  // code points
   std::size_t n = 0;
   for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;

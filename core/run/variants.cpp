@@ -5,6 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "run/experiment.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -51,6 +53,14 @@ std::string varying_text(const std::string& own, const std::vector<std::string>&
     if (differs) text += (text.empty() ? "" : " ") + name + (value.empty() ? "" : "=" + value);
   }
   return text;
+}
+
+std::string policy_text(const Experiment& experiment, const PolicySpec& policy) {
+  std::vector<std::string> params;
+  for (const PolicySpec& other : experiment.policies)
+    if (other.name == policy.name) params.push_back(to_json(other).dump());
+  const std::string varying = varying_text(to_json(policy).dump(), params);
+  return varying.empty() ? policy.name : policy.name + " " + varying;
 }
 
 }  // namespace kvlab

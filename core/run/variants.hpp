@@ -9,4 +9,10 @@ namespace kvlab {
 // split.adakv.floor=0.2"; nothing when they are alike. The budget's amount is left out: it has a column of its own.
 std::string varying_text(const std::string& own, const std::vector<std::string>& others);
 
+struct Experiment;
+struct PolicySpec;
+
+// "snapkv window=8": the entry's label and what tells it apart from the experiment's other entries of that label.
+std::string policy_text(const Experiment& experiment, const PolicySpec& policy);
+
 }  // namespace kvlab
