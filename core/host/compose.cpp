@@ -137,9 +137,14 @@ class ComposedPolicy final : public Policy {
       parts_.split->allot(a, s);
     else
       ops::allot_uniform(a, s);
+    // Bytes are held in whole pages, so a split that ends inside one would hold more than was given.
+    const int p = shape_.page_size;
     for (int row = 0; row < rows; ++row)
-      if (keep_all[static_cast<std::size_t>(row)])
-        for (int head = 0; head < kv.kv_heads(); ++head) keep(row, head) = length(row, head);
+      for (int head = 0; head < kv.kv_heads(); ++head)
+        if (keep_all[static_cast<std::size_t>(row)])
+          keep(row, head) = length(row, head);
+        else if (amount_.kind == BudgetAmount::bytes && keep(row, head) < length(row, head))
+          keep(row, head) = keep(row, head) / p * p;  // top_tokens keeps the pins whatever this says
     TokenList kept = kv.list<TokenList>("kept", kv.max_length);
     {
       const PartTimer select_timer(Part::select);

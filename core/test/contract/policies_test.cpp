@@ -1,0 +1,242 @@
+// What every policy promises, whatever its method (design: conformance suite).
+#include <kvlab/error.hpp>
+
+#include <catch2/catch.hpp>
+
+#include "ops/paged.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int prompt_tokens = 112, answer_tokens = 8, limit = 48, larger = 80;
+constexpr double tolerance = 1e-4;
+
+struct Text {
+  std::vector<int> prompt, answer;
+  explicit Text(const Model& m, unsigned seed = 1, int tokens = prompt_tokens) {
+    prompt = test_text(tokens, m.config.vocab, seed);
+    answer = test_text(answer_tokens, m.config.vocab, seed + 100);
+  }
+};
+
+// Exact = nothing but the arithmetic order of full's own attention stands between the policy and full.
+bool exact(const Play& p) {
+  const CodecSpec c = p.policy->codec();
+  return p.policy->needs().rope() == RopeRegime::original && c.k.bits == 0 && c.v.bits == 0;
+}
+bool quantized(const Play& p) { return p.policy->codec().k.bits != 0 || p.policy->codec().v.bits != 0; }
+
+PolicySpec limited(const Subject& s, int tokens = limit) { return with_budget(s.spec, BudgetAmount::tokens, tokens); }
+
+}  // namespace
+
+TEST_CASE("there is something to test") { CHECK_FALSE(subjects().list().empty()); }
+
+TEST_CASE("an unlimited budget gives the logits of full") {
+  for (const std::string& name : group_models())
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      const auto model = tiny_model(name, dtype);
+      const Text text(*model);
+      Play full(model, full_spec());
+      const Logits expected = full.run(text.prompt, text.answer);
+      REQUIRE(finite(expected));
+      for (const Subject& s : subjects().list())
+        for (bool ratio : {false, true}) {
+          if (dtype == DType::bf16 && ratio) continue;
+          if (s.composed() && (name != "llama-gqa3" || dtype != DType::f32)) continue;
+          CAPTURE(name, s.label, ratio, name_of(dtype));
+          Play p(model, ratio ? with_budget(s.spec, BudgetAmount::ratio, 1) : s.spec);
+          const Logits got = p.run(text.prompt, text.answer);
+          CHECK(p.kept == full.kept);
+          CHECK(p.engine->fired() == 0);
+          if (exact(p))
+            CHECK(got == expected);
+          else
+            CHECK(worst(got, expected) < (quantized(p) || dtype == DType::bf16 ? 0.1 : tolerance));
+        }
+    }
+}
+
+TEST_CASE("with a budget a policy acts, obeys it, moves with it, repeats itself and stays finite") {
+  for (const std::string& name : group_models()) {
+    const auto model = tiny_model(name);
+    const Text text(*model);
+    const std::size_t heads = static_cast<std::size_t>(model->config.kv_heads);
+    for (const Subject& s : subjects().list()) {
+      if (!s.spec.scorer && !s.spec.selector && !s.spec.policy) continue;
+      if (s.composed() && name != "llama-gqa3") continue;
+      CAPTURE(name, s.label);
+      Play p(model, limited(s));
+      const Logits got = p.run(text.prompt, text.answer);
+      CHECK(finite(got));
+      CHECK(p.engine->fired() > 0);
+      Play again(model, limited(s));
+      CHECK(again.run(text.prompt, text.answer) == got);
+      CHECK(again.kept == p.kept);
+      if (!s.evicts()) continue;
+      const std::size_t layers =
+          static_cast<std::size_t>(std::max(0, model->config.layers - p.policy->needs().dense_layers()));
+      const std::size_t dense = heads * prompt_tokens * (static_cast<std::size_t>(model->config.layers) - layers);
+      CHECK(count_of(p.kept) <= dense + layers * heads * limit);
+      if (!s.spec.split) CHECK(count_of(p.kept) == dense + layers * heads * limit);
+      Play more(model, limited(s, larger));
+      more.run(text.prompt, text.answer);
+      CHECK(count_of(more.kept) <= dense + layers * heads * larger);
+      CHECK(count_of(more.kept) > count_of(p.kept));
+    }
+  }
+}
+
+TEST_CASE("a byte budget holds, metadata and summaries included") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text text(*model);
+  Play full(model, full_spec());
+  full.run(text.prompt, {});
+  const auto kv_bytes = [](const Play& p) {
+    std::int64_t sum = 0;
+    for (Tag t : {Tag::keys, Tag::values, Tag::codec_metadata, Tag::positions, Tag::scores, Tag::summaries})
+      sum += p.engine->store().ledger().held(Tier::device)[static_cast<std::size_t>(t)];
+    return sum;
+  };
+  const std::int64_t bytes = kv_bytes(full) / 2 + 100;
+  for (const Subject& s : subjects().list()) {
+    if (!s.evicts()) continue;
+    CAPTURE(s.label);
+    Play p(model, with_budget(s.spec, BudgetAmount::bytes, static_cast<double>(bytes)));
+    p.run(text.prompt, {});
+    CHECK(kv_bytes(p) <= bytes);
+    CHECK(kv_bytes(p) > bytes / 3);
+  }
+}
+
+TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the sequences alone") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text a(*model, 1), b(*model, 2, 67), c(*model, 3, 91);
+  for (const Subject& s : subjects().list()) {
+    CAPTURE(s.label);
+    EngineOptions options;
+    options.slots = 3;
+    Play used(model, limited(s), options);
+    used.run(a.prompt, a.answer);
+    used.engine->close(used.slot);
+    const Logits second = used.run(b.prompt, b.answer);
+    Play fresh(model, limited(s), options);
+    CHECK(fresh.run(b.prompt, b.answer) == second);
+    CHECK(fresh.kept == used.kept);
+
+    Play batch(model, limited(s), options);
+    const std::vector<const Text*> texts{&a, &b, &c};
+    std::vector<std::int32_t> slots;
+    std::vector<Logits> logits(3);
+    std::vector<Kept> kept;
+    for (std::size_t i = 0; i < 3; ++i) {
+      slots.push_back(batch.engine->open());
+      logits[i].push_back(batch.prompt(slots[i], texts[i]->prompt));
+    }
+    for (std::size_t t = 0; t < answer_tokens; ++t) {
+      const Logits rows = batch.step(slots, {a.answer[t], b.answer[t], c.answer[t]});
+      for (std::size_t i = 0; i < 3; ++i) logits[i].push_back(rows[i]);
+    }
+    for (std::size_t i = 0; i < 3; ++i) {
+      Play alone(model, limited(s));
+      const Logits expected = alone.run(texts[i]->prompt, texts[i]->answer);
+      CAPTURE(i);
+      CHECK(worst(logits[i], expected) < tolerance);
+      CHECK(kept_of(batch.engine->store(), slots[i]) == kept_of(alone.engine->store(), alone.slot));
+    }
+  }
+}
+
+TEST_CASE("a chunked prompt equals the whole prompt") {
+  const auto model = tiny_model("llama-gqa4-rope3");
+  const Text text(*model);
+  for (const Subject& s : subjects().list()) {
+    CAPTURE(s.label);
+    Play whole(model, limited(s));
+    if (!whole.policy->needs().chunked_prompts()) continue;
+    EngineOptions options;
+    options.prefill_chunk = 7;
+    Play chunked(model, limited(s), options);
+    const Logits expected = whole.run(text.prompt, text.answer), got = chunked.run(text.prompt, text.answer);
+    if (quantized(whole)) {  // later chunks read what earlier ones stored
+      CHECK(finite(got));
+      CHECK(count_of(chunked.kept) == count_of(whole.kept));
+      continue;
+    }
+    CHECK(worst(got, expected) < tolerance);
+    CHECK(chunked.kept == whole.kept);
+  }
+}
+
+TEST_CASE("saved, restored in another slot and continued equals uninterrupted") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text text(*model), noise(*model, 9, 60);
+  for (const Subject& s : subjects().list())
+    for (bool host : {false, true}) {
+      CAPTURE(s.label, host);
+      PolicySpec spec = limited(s);
+      if (host) spec.placement.tier = Tier::host;
+      if (host && spec.policy) continue;
+      Play whole(model, spec);
+      const Logits expected = whole.run(text.prompt, text.answer);
+      EngineOptions options;
+      options.slots = 2;
+      Play p(model, spec, options);
+      const std::vector<int> begin(text.answer.begin(), text.answer.begin() + 4);
+      p.run(text.prompt, begin);
+      const auto saved = p.engine->save(p.slot);
+      const int other = p.engine->open();
+      p.prompt(other, noise.prompt);
+      REQUIRE(p.engine->restore(other, saved) == Fit::ok);
+      p.engine->close(p.slot);
+      Logits got, rest(expected.begin() + 5, expected.end());
+      for (std::size_t t = 4; t < text.answer.size(); ++t) got.push_back(p.step({other}, {text.answer[t]})[0]);
+      CHECK(got == rest);
+      CHECK(kept_of(p.engine->store(), other) == kept_of(whole.engine->store(), whole.slot));
+    }
+}
+
+TEST_CASE("short prompts: one token, fewer than any window, and none") {
+  const auto model = tiny_model("llama-mqa7");
+  for (const Subject& s : subjects().list())
+    for (int tokens : {1, 5, 31}) {
+      CAPTURE(s.label, tokens);
+      const Text text(*model, 4, tokens);
+      Play p(model, limited(s)), full(model, full_spec());
+      const std::vector<int> answer(text.answer.begin(), text.answer.begin() + 3);
+      const Logits got = p.run(text.prompt, answer), expected = full.run(text.prompt, answer);
+      CHECK(p.kept == full.kept);
+      if (exact(p))
+        CHECK(got == expected);
+      else
+        CHECK(worst(got, expected) < (quantized(p) ? 0.1 : tolerance));
+      CHECK_THROWS_AS(p.engine->prefill(p.engine->open(), {}, true, {}), Error);
+    }
+}
+
+TEST_CASE("a codec's bytes in the ledger are its layout's") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text text(*model);
+  for (const Subject& s : subjects().list()) {
+    if (s.role != Role::codec) continue;
+    CAPTURE(s.label);
+    Play p(model, limited(s));
+    const Logits got = p.run(text.prompt, text.answer);
+    CHECK(finite(got));
+    const Store& store = p.engine->store();
+    const Shape& shape = store.shape();
+    const PageLayout l = ops::make_layout(shape.dtype, p.policy->codec(), shape.page_size, shape.head_dim,
+                                          static_cast<int>(p.policy->needs().token_state().size()));
+    std::int64_t pages = 0;
+    for (int layer = 0; layer < shape.layers; ++layer)
+      for (int head = 0; head < shape.kv_heads; ++head)
+        pages += (store.length(layer, p.slot, head) + shape.page_size - 1) / shape.page_size;
+    const auto& held = store.ledger().held(Tier::device);
+    CHECK(held[static_cast<std::size_t>(Tag::keys)] == pages * (l.v - l.k));
+    CHECK(held[static_cast<std::size_t>(Tag::values)] == pages * (l.k_meta - l.v));
+    CHECK(held[static_cast<std::size_t>(Tag::codec_metadata)] == pages * (l.positions - l.k_meta));
+  }
+}

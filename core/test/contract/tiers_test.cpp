@@ -1,0 +1,107 @@
+// Tiers, fidelity where it can be known, and RoPE regimes.
+#include <catch2/catch.hpp>
+
+#include "run/shadow.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+TEST_CASE("everything on the host and recalled equals everything resident, bit for bit") {
+  const auto model = tiny_model("llama-gqa3");
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(10, model->config.vocab, 5);
+  std::vector<PolicySpec> specs{full_spec()};
+  for (const Subject& s : subjects().list())
+    if (!s.spec.policy) specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));
+  for (const PolicySpec& spec : specs) {
+    Play resident(model, spec);
+    const Logits expected = resident.run(prompt, answer);
+    for (int tokens : {0, 8, 32, 500}) {
+      CAPTURE(spec.name, tokens);
+      PolicySpec lower = spec;
+      lower.placement.tier = Tier::host;
+      lower.placement.resident = tokens;
+      EngineOptions options;
+      options.protect_host = true;
+      Play p(model, lower, options);
+      CHECK(p.run(prompt, answer) == expected);
+      CHECK(kept_of(p.engine->store(), p.slot) == kept_of(resident.engine->store(), resident.slot));
+      const Ledger& ledger = p.engine->ledger();
+      const bool all_dense = p.policy->needs().dense_layers() >= model->config.layers;
+      if (!all_dense) CHECK(ledger.moved_total(Tier::host) > 0);
+      if (!all_dense && tokens == 0) CHECK(ledger.moved_total(Tier::device) > 0);
+    }
+  }
+}
+
+TEST_CASE("fidelity is exact where everything is read") {
+  for (const std::string& name : group_models()) {
+    const auto model = tiny_model(name);
+    const auto prompt = test_text(75, model->config.vocab), answer = test_text(6, model->config.vocab, 5);
+    std::vector<PolicySpec> specs{full_spec()};
+    for (const Subject& s : subjects().list())
+      if ((!s.composed() || name == "llama-gqa3") &&
+          subjects().policy(s.spec)->needs().rope() == RopeRegime::original && !s.spec.codec)
+        specs.push_back(s.spec);
+    for (const PolicySpec& spec : specs) {
+      CAPTURE(name, spec.name);
+      Play p(model, spec);
+      Shadow shadow(*model, spec.page_size, 192);
+      p.engine->observe(&shadow);
+      p.run(prompt, answer);
+      const Shadow::Rows rows = shadow.take();
+      REQUIRE(rows.mass.size() == answer.size() * static_cast<std::size_t>(model->config.layers));
+      for (std::size_t i = 0; i < rows.mass.size(); ++i) {
+        REQUIRE(rows.mass[i] == 1.f);
+        REQUIRE(rows.page_recall[i] == 1.f);
+        REQUIRE(rows.output_error[i] == 0.f);
+      }
+    }
+  }
+}
+
+TEST_CASE("re-rotated keys and keys rotated on reading give the same answers") {
+  const auto model = tiny_model("llama-gqa3");
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(20, model->config.vocab, 5);
+  for (const Subject& s : subjects().list()) {
+    const auto a = subjects().with(s.spec, "rope", "cache_relative"), b = subjects().with(s.spec, "rope", "re_rotate");
+    if (!a || !b || s.spec.codec) continue;
+    CAPTURE(s.label);
+    for (bool host : {false, true}) {
+      Play x(model, with_budget(*a, BudgetAmount::tokens, 48));
+      PolicySpec re = with_budget(*b, BudgetAmount::tokens, 48);
+      if (host) re.placement.tier = Tier::host;
+      Play y(model, re);
+      CHECK(worst(x.run(prompt, answer), y.run(prompt, answer)) < 1e-4);
+      CHECK(x.kept == y.kept);
+    }
+  }
+}
+
+// In a model of one layer a token's key and value depend on nothing before it, so a cache that counts positions inside
+// itself cannot tell an evicted prefix from a text that never had one.
+TEST_CASE("in a one-layer model a cache-relative cache equals the dense run over what it kept") {
+  const auto model = fresh_tiny_model("llama-gqa3", DType::f32);
+  model->config.layers = 1;
+  model->layers.resize(1);
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(20, model->config.vocab, 5);
+  for (const Subject& s : subjects().list()) {
+    const auto spec = subjects().with(s.spec, "rope", "cache_relative");
+    if (!spec || s.spec.codec || s.spec.split) continue;
+    CAPTURE(s.label);
+    Play p(model, with_budget(*spec, BudgetAmount::tokens, 48));
+    p.run(prompt, {});
+    std::vector<int> text = prompt;
+    for (int token : answer) {
+      const Kept kept = kept_of(p.engine->store(), p.slot);
+      if (std::count(kept.begin(), kept.end(), kept[0]) != static_cast<std::ptrdiff_t>(kept.size())) break;
+      std::vector<int> dense;
+      for (std::int32_t at : kept[0]) dense.push_back(text[static_cast<std::size_t>(at)]);
+      Play full(model, full_spec());
+      full.run(dense, {});
+      const Logits expected = full.step({full.slot}, {token}), got = p.step({p.slot}, {token});
+      CHECK(worst(got, expected) < 1e-4);
+      text.push_back(token);
+    }
+  }
+}

@@ -1,0 +1,220 @@
+// What the conformance suite runs: every built plugin as a policy, on the tiny golden models.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/parameters.hpp"
+#include "model/checkpoint.hpp"
+#include "run/cell.hpp"
+#include "support/golden.hpp"
+
+namespace kvlab::test {
+
+inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype) {
+  return std::const_pointer_cast<Model>(load_model(*open_checkpoint(golden("tiny/" + name)), dtype, name));
+}
+inline std::shared_ptr<const Model> tiny_model(const std::string& name, DType dtype = DType::f32) {
+  static std::map<std::pair<std::string, DType>, std::shared_ptr<const Model>> known;
+  auto& m = known[{name, dtype}];
+  if (!m) m = fresh_tiny_model(name, dtype);
+  return m;
+}
+inline const std::vector<std::string>& group_models() {  // GQA groups 1, 3, 4, 7
+  static const std::vector<std::string> names{"llama-mha", "llama-gqa3", "llama-gqa4-rope3", "llama-mqa7"};
+  return names;
+}
+
+struct Subject {
+  std::string label;
+  Role role = Role::scorer;  // of the plugin under test
+  PolicySpec spec;           // without a budget
+  bool composed() const { return role == Role::budget || role == Role::codec; }
+  bool evicts() const { return spec.scorer.has_value(); }
+};
+
+// The plugins under test: of KVLAB_CONTRACT_LIBRARY, else of the build's own folder.
+class Subjects {
+ public:
+  Subjects() : registry_(places()), catalog_(registry_) {
+    const auto scorers = all(Role::scorer), selectors = all(Role::selector), codecs = all(Role::codec);
+    for (const PluginInfo* p : scorers)
+      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.scorer = use(*p); });
+    for (const PluginInfo* p : selectors)
+      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
+    for (const PluginInfo* p : all(Role::policy))
+      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
+    for (const PluginInfo* p : all(Role::budget))
+      for (const PluginInfo* scorer : scorers)
+        if (tested(*p))
+          add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.split = use(*p); });
+    for (const PluginInfo* p : codecs) {
+      if (tested(*p)) add(*p, "full+" + p->name, [&](PolicySpec& s) { s.codec = use(*p); });
+      for (const PluginInfo* scorer : scorers)
+        if (tested(*p) || tested(*scorer))
+          add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.codec = use(*p); });
+      for (const PluginInfo* selector : selectors)
+        if (tested(*p) || tested(*selector))
+          add(*p, selector->name + "+" + p->name,
+              [&](PolicySpec& s) { s.selector = use(*selector), s.codec = use(*p); });
+    }
+  }
+
+  const std::vector<Subject>& list() const { return subjects_; }
+  std::shared_ptr<Policy> policy(const PolicySpec& spec) const { return build_policy(spec, catalog_); }
+
+  // The same with another value of a parameter of its scorer; nothing when it has no such choice.
+  std::optional<PolicySpec> with(PolicySpec spec, const std::string& name, const std::string& word) {
+    if (!spec.scorer) return std::nullopt;
+    const PluginInfo& info = registry_.require(Role::scorer, spec.scorer->name);
+    const ParamSpec* param = find_param(info, name);
+    if (!param || std::count(param->choices.begin(), param->choices.end(), word) == 0) return std::nullopt;
+    spec.scorer->params = resolve(info, {{name, word}});
+    return spec;
+  }
+
+ private:
+  static std::vector<std::filesystem::path> places() {
+    std::vector<std::filesystem::path> out;
+    if (const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY")) out.emplace_back(library);
+    return out;
+  }
+  static bool tested(const PluginInfo& p) {
+    const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
+    std::error_code ec;
+    return !library || std::filesystem::equivalent(p.library, library, ec);
+  }
+  std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
+  // Defaults, but no dense layers: the tiny models have no more than those.
+  static PluginUse use(const PluginInfo& p) {
+    std::map<std::string, ParamValue> given;
+    if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
+    return {p.role, p.name, resolve(p, given)};
+  }
+  void add(const PluginInfo& p, const std::string& label, const std::function<void(PolicySpec&)>& fill) {
+    Subject s;
+    s.label = s.spec.name = label;
+    s.role = p.role;
+    s.spec.page_size = 8;
+    fill(s.spec);
+    subjects_.push_back(std::move(s));
+  }
+
+  mutable Registry registry_;
+  RegistryCatalog catalog_;
+  std::vector<Subject> subjects_;
+};
+
+inline Subjects& subjects() {
+  static Subjects all;
+  return all;
+}
+
+inline PolicySpec full_spec() {
+  PolicySpec s;
+  s.name = "full";
+  s.page_size = 8;
+  return s;
+}
+inline PolicySpec with_budget(PolicySpec s, BudgetAmount::Kind kind, double value) {
+  s.budget = {kind, value};
+  return s;
+}
+
+// Token ids that repeat themselves here and there, from a fixed recurrence.
+inline std::vector<int> test_text(int tokens, int vocab, unsigned seed = 1) {
+  std::vector<int> out;
+  unsigned x = seed * 2654435761u + 12345u;
+  for (int i = 0; i < tokens; ++i) {
+    x = x * 1664525u + 1013904223u;
+    out.push_back(i > 20 && (x >> 28) < 5 ? out[static_cast<std::size_t>(i - 17)]
+                                          : static_cast<int>((x >> 8) % static_cast<unsigned>(vocab)));
+  }
+  return out;
+}
+
+using Logits = std::vector<std::vector<float>>;       // after the prompt and after every step
+using Kept = std::vector<std::vector<std::int32_t>>;  // [layer * kv_heads + head] text positions
+
+inline Kept kept_of(const Store& store, int slot) {
+  Kept out;
+  for (int layer = 0; layer < store.shape().layers; ++layer)
+    for (int head = 0; head < store.shape().kv_heads; ++head) out.push_back(store.positions(layer, slot, head));
+  return out;
+}
+inline std::size_t count_of(const Kept& kept) {
+  std::size_t n = 0;
+  for (const auto& k : kept) n += k.size();
+  return n;
+}
+
+// An engine with what it needs to be asked for; every step is checked.
+class Play {
+ public:
+  Play(std::shared_ptr<const Model> model, const PolicySpec& spec, EngineOptions options = {}) {
+    options.page_size = spec.page_size;
+    options.budget = spec.budget;
+    if (options.max_tokens == 0) options.max_tokens = 192;
+    policy = subjects().policy(spec);
+    engine = std::make_unique<Engine>(model, policy, options);
+    vocab = model->config.vocab;
+  }
+  std::vector<float> prompt(int to, const std::vector<int>& text) {
+    std::vector<float> out(static_cast<std::size_t>(vocab));
+    if (engine->prefill(to, text, true, View<float, 2>::dense(out.data(), {1, vocab})) != Fit::ok)
+      throw Error(Errc::internal, "out of memory");
+    engine->store().check_invariants();
+    return out;
+  }
+  Logits step(const std::vector<std::int32_t>& slots, const std::vector<int>& tokens) {
+    std::vector<float> out(slots.size() * static_cast<std::size_t>(vocab));
+    const auto rows = static_cast<std::int64_t>(slots.size());
+    if (engine->step(slots, tokens, View<float, 2>::dense(out.data(), {rows, vocab})) != Fit::ok)
+      throw Error(Errc::internal, "out of memory");
+    engine->store().check_invariants();
+    Logits all;
+    for (std::int64_t r = 0; r < rows; ++r) all.emplace_back(out.begin() + r * vocab, out.begin() + (r + 1) * vocab);
+    return all;
+  }
+  // A whole sequence in a fresh slot, which stays open.
+  Logits run(const std::vector<int>& text, const std::vector<int>& answer) {
+    slot = engine->open();
+    Logits all{prompt(slot, text)};
+    kept = kept_of(engine->store(), slot);
+    for (int token : answer) all.push_back(step({slot}, {token})[0]);
+    return all;
+  }
+
+  std::shared_ptr<Policy> policy;
+  std::unique_ptr<Engine> engine;
+  int vocab = 0, slot = -1;
+  Kept kept;  // after the prompt of run()
+};
+
+// Largest max |a - b| / max |b| over the rows.
+inline double worst(const Logits& a, const Logits& b) {
+  double all = a.size() == b.size() ? 0 : INFINITY;
+  for (std::size_t r = 0; r < std::min(a.size(), b.size()); ++r) {
+    double error = 0, scale = 1e-9;
+    for (std::size_t i = 0; i < a[r].size(); ++i) {
+      error = std::max(error, std::abs(static_cast<double>(a[r][i]) - b[r][i]));
+      scale = std::max(scale, std::abs(static_cast<double>(b[r][i])));
+    }
+    if (!(error <= all * scale)) all = error / scale;
+  }
+  return all;
+}
+inline bool finite(const Logits& l) {
+  for (const auto& row : l)
+    for (float x : row)
+      if (!std::isfinite(x)) return false;
+  return true;
+}
+
+}  // namespace kvlab::test
