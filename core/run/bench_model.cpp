@@ -16,7 +16,6 @@ constexpr int depth = 2048, decode_steps = 24;
 class RandomCheckpoint final : public Checkpoint {
  public:
   RandomCheckpoint() {
-    config_.family = "llama";
     config_.layers = 30;
     config_.hidden = 576;
     config_.heads = 9;
