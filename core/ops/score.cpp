@@ -1,6 +1,7 @@
 // Per-token scores that are read off the cache, and token state.
 #include <kvlab/ops.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -92,8 +93,8 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
       reduce_group(&mass(r, h * group, 0), mass.stride[1], group, tokens, rule, 1.f, reduced.data());
       for (int p = 0; p < kv.pages(r, h); ++p) {
         float* state = state_of(kv, kv.entry(r, h, p), column.column);
-        for (int t = p * kv.page_size; t < std::min(tokens, (p + 1) * kv.page_size); ++t)
-          state[t - p * kv.page_size] += reduced[t];
+        const int begin = p * kv.page_size, count = std::min(kv.page_size, tokens - begin);
+        row_kernels().add_scaled(reduced.data() + begin, count, 1.f, state);
       }
     }
 }
@@ -104,8 +105,9 @@ void read_state(const StateColumn& column, Scores out, Stream s) {
   check_kv_scores(kv, out, "out", "read_state");
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      for (int t = 0; t < kv.tokens(r, h); ++t)
-        out(r, h, t) = state_of(kv, kv.entry(r, h, t / kv.page_size), column.column)[t % kv.page_size];
+      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size)
+        std::copy_n(state_of(kv, kv.entry(r, h, p), column.column), std::min(kv.page_size, kv.tokens(r, h) - begin),
+                    &out(r, h, begin));
 }
 
 }  // namespace kvlab::ops

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "ops/check.hpp"
@@ -15,7 +16,7 @@ namespace {
 struct Scratch {
   std::vector<std::uint64_t> keys;
   std::vector<char> chosen;
-  std::vector<std::int32_t> rank;
+  std::vector<std::int32_t> position, order;
 };
 
 thread_local Scratch scratch;
@@ -71,15 +72,25 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
     std::fill_n(pinned, n, 1);
     return n;
   }
-  auto& rank = scratch.rank;
-  rank.resize(n);
-  token_ranks(kv, row, head, n, rank.data());
+  auto &position = scratch.position, &order = scratch.order;
+  position.resize(n);
+  token_positions(kv, row, head, n, position.data());
+  // Positions need not ascend, and equal ones are pinned together: the last of the first, and what comes before the
+  // last.
+  order.assign(position.begin(), position.end());
+  std::int32_t newest_first = 0, before_last = std::numeric_limits<std::int32_t>::max();
+  const bool ascending = std::is_sorted(order.begin(), order.end());
+  const auto at = [&](std::int64_t i) {
+    if (!ascending) std::nth_element(order.begin(), order.begin() + i, order.end());
+    return order[i];
+  };
+  if (first > 0) newest_first = at(first - 1);
+  if (last > 0) before_last = at(n - last - 1);
   int count = 0;
-  for (int t = 0; t < n; ++t)
-    if (rank[t] < first || rank[t] >= n - last) {
-      pinned[t] = 1;
-      ++count;
-    }
+  for (int t = 0; t < n; ++t) {
+    pinned[t] = (first > 0 && position[t] <= newest_first) || position[t] > before_last;
+    count += pinned[t];
+  }
   return count;
 }
 
