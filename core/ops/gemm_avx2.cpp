@@ -47,12 +47,14 @@ inline void micro(const Tile& t, const W* panel, float* y, std::int64_t columns)
       }
     }
   }
+  constexpr std::int64_t ahead = 128 / P;  // rows of a panel: together 4 KiB of bf16 on their way
   const float* a = t.a;
   const std::int64_t a_row = t.a_row, a_depth = t.a_depth, stride = t.panel_stride;
   for (std::int64_t i = 0; i < t.depth; ++i, a += a_depth, panel += panel_width) {
-    // One L2 line ahead per panel; the hardware prefetcher stops at page ends.
-    if constexpr (R <= 2)
-      for (int p = 0; p < P; ++p) _mm_prefetch(reinterpret_cast<const char*>(panel + p * stride) + 1024, _MM_HINT_T0);
+    // The hardware prefetcher stops at page ends and does not know where the next panels start.
+    const std::int64_t next = i + ahead < t.depth ? 0 : (P - 1) * stride;
+    for (int p = 0; p < P; ++p)
+      _mm_prefetch(reinterpret_cast<const char*>(panel + p * stride + ahead * panel_width + next), _MM_HINT_T0);
     Pair w[P];
     for (int p = 0; p < P; ++p) w[p] = load(panel + p * stride);
     for (int r = 0; r < R; ++r) {
@@ -79,7 +81,7 @@ inline void micro(const Tile& t, const W* panel, float* y, std::int64_t columns)
 // Panels in groups that fill the accumulators: 8 to 12 of them hide the latency of the FMA.
 template <class W, int R>
 void rows(const Tile& t) {
-  constexpr int group = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int group = R == 1 ? 4 : R == 2 ? 2 : 1;  // sums and weights fit the registers
   const W* panel = static_cast<const W*>(t.panels);
   std::int64_t c = 0;
   for (; c + group * panel_width <= t.columns; c += group * panel_width, panel += group * t.panel_stride)
