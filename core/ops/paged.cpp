@@ -202,6 +202,11 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
 void token_positions(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions) {
   for (int t = 0; t < tokens; t += kv.page_size) {
     const int page = t / kv.page_size;
+    constexpr int ahead = 12;  // pages: frames are scattered, one cache line of each is wanted
+    if (page + ahead < kv.pages(row, head)) {
+      const PageEntry& next = kv.entry(row, head, page + ahead);
+      if (next.frame >= 0) __builtin_prefetch(kv.frame(next) + kv.layout(next).positions);
+    }
     check_page(kv, row, head, page, "token_positions");
     const PageEntry& e = kv.entry(row, head, page);
     std::memcpy(positions + t, kv.frame(e) + kv.layout(e).positions,

@@ -13,6 +13,8 @@
 namespace kvlab::ops {
 namespace {
 
+constexpr int pages_ahead = 12;  // frames are scattered: one cache line of each is wanted
+
 const PagedKv& cache_of(const PagedKv* kv, const char* op) {
   if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
   check_kv(*kv, op);
@@ -92,9 +94,11 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
       if (tokens == 0) continue;
       reduce_group(&mass(r, h * group, 0), mass.stride[1], group, tokens, rule, 1.f, reduced.data());
       for (int p = 0; p < kv.pages(r, h); ++p) {
+        if (p + pages_ahead < kv.pages(r, h))
+          __builtin_prefetch(state_of(kv, kv.entry(r, h, p + pages_ahead), column.column), 1);
         float* state = state_of(kv, kv.entry(r, h, p), column.column);
         const int begin = p * kv.page_size, count = std::min(kv.page_size, tokens - begin);
-        row_kernels().add_scaled(reduced.data() + begin, count, 1.f, state);
+        for (int t = 0; t < count; ++t) state[t] += reduced[begin + t];
       }
     }
 }
@@ -105,9 +109,12 @@ void read_state(const StateColumn& column, Scores out, Stream s) {
   check_kv_scores(kv, out, "out", "read_state");
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size)
+      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {
+        if (p + pages_ahead < kv.pages(r, h))
+          __builtin_prefetch(state_of(kv, kv.entry(r, h, p + pages_ahead), column.column));
         std::copy_n(state_of(kv, kv.entry(r, h, p), column.column), std::min(kv.page_size, kv.tokens(r, h) - begin),
                     &out(r, h, begin));
+      }
 }
 
 }  // namespace kvlab::ops

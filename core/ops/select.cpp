@@ -21,23 +21,38 @@ struct Scratch {
 
 thread_local Scratch scratch;
 
-// Adds the best unchosen of [0, n) to `chosen` until `keep` are chosen.
-void choose(const float* score, int n, int keep, int already, std::vector<char>& chosen) {
+// Adds the best unchosen of [0, n) to `chosen` until `keep` are chosen; `already` are. Returns how many are then.
+int choose(const float* score, int n, int keep, int already, std::vector<char>& chosen) {
   const int wanted = std::min(keep, n) - already;
-  if (wanted <= 0) return;
+  if (wanted <= 0) return already;
+  if (wanted == n - already - 1) {  // one token leaves, as in a decode step
+    std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
+    for (int i = 0; i < n; ++i) {
+      const std::uint64_t key = selection_key(score[i], static_cast<std::uint32_t>(i));
+      least = !chosen[i] && key < least ? key : least;
+    }
+    std::fill_n(chosen.begin(), n, 1);
+    chosen[selection_index(least)] = 0;
+    return n - 1;
+  }
   auto& keys = scratch.keys;
   keys.clear();
   for (int i = 0; i < n; ++i)
     if (!chosen[i]) keys.push_back(selection_key(score[i], static_cast<std::uint32_t>(i)));
   select_greatest(keys.data(), keys.size(), wanted);
   for (int i = 0; i < wanted; ++i) chosen[selection_index(keys[i])] = 1;
+  return already + wanted;
 }
 
-void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int n) {
-  int count = 0;
-  for (int i = 0; i < n; ++i)
-    if (chosen[i]) list.index(row, head, count++) = i;
+void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int count) {
   list.count(row, head) = count;
+  if (count == 0) return;
+  std::int32_t* to = &list.index(row, head, 0);
+  const std::int64_t step = list.index.stride[2];
+  for (int i = 0, k = 0; k < count; ++i) {  // no branch on what was chosen
+    to[k * step] = i;
+    k += chosen[i];
+  }
 }
 
 void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
@@ -86,9 +101,10 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
   };
   if (first > 0) newest_first = at(first - 1);
   if (last > 0) before_last = at(n - last - 1);
+  const bool any_first = first > 0;
   int count = 0;
   for (int t = 0; t < n; ++t) {
-    pinned[t] = (first > 0 && position[t] <= newest_first) || position[t] > before_last;
+    pinned[t] = (any_first & (position[t] <= newest_first)) | (position[t] > before_last);
     count += pinned[t];
   }
   return count;
@@ -108,8 +124,7 @@ void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> ke
       chosen.assign(n, 0);
       const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
       check_room(list, std::max(pinned, std::min(n, keep(r, h))), op);
-      if (n > 0) choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen);
-      write_list(list, r, h, chosen, n);
+      write_list(list, r, h, chosen, n > 0 ? choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen) : 0);
     }
 }
 
@@ -132,8 +147,7 @@ void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2
       const int pinned = pins.newest_page && n > 0 ? 1 : 0;
       if (pinned) chosen[n - 1] = 1;
       check_room(out, std::max(pinned, std::min(n, page_budgets(r, h))), op);
-      if (n > 0) choose(&page_scores(r, h, 0), n, page_budgets(r, h), pinned, chosen);
-      write_list(out, r, h, chosen, n);
+      write_list(out, r, h, chosen, n > 0 ? choose(&page_scores(r, h, 0), n, page_budgets(r, h), pinned, chosen) : 0);
     }
 }
 
