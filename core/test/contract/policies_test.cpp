@@ -90,6 +90,40 @@ TEST_CASE("with a budget a policy acts, obeys it, moves with it, repeats itself 
   }
 }
 
+namespace {
+
+// Most pages that a head's attention read in one step.
+struct MostPages final : EngineObserver {
+  int most = 0;
+  void attended(const DecodeLayer& l, const Store& store) override {
+    for (int head = 0; l.pages && head < store.shape().kv_heads; ++head) most = std::max(most, l.pages->count(0, head));
+  }
+};
+
+}  // namespace
+
+TEST_CASE("the budget holds while decoding: tokens where the schedule evicts, pages where a selector reads") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text text(*model);
+  const std::size_t heads = static_cast<std::size_t>(model->config.kv_heads * model->config.layers);
+  for (const Subject& s : subjects().list())
+    for (int tokens : {limit, larger}) {
+      CAPTURE(s.label, tokens);
+      PolicySpec spec = limited(s, tokens);
+      const bool evicts = s.evicts() && subjects().policy(spec)->needs().window_queries() == 0;
+      if (evicts) spec.schedule.every = 1;
+      Play p(model, spec);
+      MostPages pages;
+      p.engine->observe(&pages);
+      p.run(text.prompt, text.answer);
+      if (evicts) CHECK(count_of(kept_of(p.engine->store(), p.slot)) <= heads * static_cast<std::size_t>(tokens));
+      if (!s.spec.selector) continue;
+      const int pinned = 1;  // the newest page may come on top of a choice that left it out
+      CHECK(pages.most <= std::max(p.policy->needs().min_pages(), tokens / spec.page_size) + pinned);
+      CHECK(pages.most >= tokens / spec.page_size);
+    }
+}
+
 TEST_CASE("a byte budget holds, metadata and summaries included") {
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model);

@@ -1,0 +1,101 @@
+// What the engine promises a policy, with policies made for the purpose.
+#include "engine/engine.hpp"
+
+#include <catch2/catch.hpp>
+
+#include "model/checkpoint.hpp"
+#include "support/golden.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+std::shared_ptr<const Model> tiny() {
+  static const auto model = load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny");
+  return model;
+}
+
+// Evicts the first token of every head of layer 0, two steps after step 1, from one callback or the other.
+class Later final : public Policy {
+ public:
+  explicit Later(bool from_finish) : from_finish_(from_finish) {}
+  Needs needs() const override { return {}; }
+  void observe(const LayerStep& step, Edits& edits, Stream) override {
+    if (!from_finish_ && step.layer == 0 && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
+  }
+  void finish_step(const Step& step, Edits& edits, Stream) override {
+    if (from_finish_ && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
+  }
+
+ private:
+  static void evict(const Shape& shape, Workspace& w, Edits& edits) {
+    TokenList l;
+    l.index = take_scratch<std::int32_t>(w, "later", {1, shape.kv_heads, 1});
+    l.count = take_scratch<std::int32_t>(w, "later", {1, shape.kv_heads});
+    for (int h = 0; h < shape.kv_heads; ++h) l.index(0, h, 0) = 0, l.count(0, h) = 1;
+    edits.for_layer(0);
+    edits.evict(l, Deadline::in_steps(2));
+  }
+  bool from_finish_;
+};
+
+class Nothing final : public Policy {
+ public:
+  Needs needs() const override { return {}; }
+};
+
+EngineOptions options(int slots) {
+  EngineOptions o;
+  o.slots = slots;
+  o.max_tokens = 64;
+  o.page_size = 8;
+  return o;
+}
+
+}  // namespace
+
+TEST_CASE("n steps from now is the same moment from every callback of a step") {
+  for (bool from_finish : {false, true}) {
+    CAPTURE(from_finish);
+    Engine engine(tiny(), std::make_shared<Later>(from_finish), options(1));
+    const int slot = engine.open(), token = 3;
+    const std::vector<int> prompt{1, 2, 3, 4, 5};
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    for (int step = 0; step < 5; ++step) {
+      // Asked for in step 1: step 3 is the first that does without it.
+      CHECK(engine.store().positions(0, slot, 0).front() == (step < 3 ? 0 : 1));
+      CHECK(engine.fired() == (step < 3 ? 0 : 1));
+      REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    }
+    CHECK(engine.store().positions(1, slot, 0).front() == 0);
+    engine.store().check_invariants();
+  }
+}
+
+TEST_CASE("running out of memory is a value; what is left goes on once the slot is closed") {
+  const auto model = tiny();
+  const std::vector<int> prompt{1, 2, 3, 4, 5, 6, 7};
+  const std::int64_t frame = 8 * 2 * model->config.head_dim * 4 + 64;
+  const std::int64_t heads = std::int64_t{model->config.layers} * model->config.kv_heads;
+  std::vector<float> logits(static_cast<std::size_t>(model->config.vocab)), expected = logits;
+  const auto view = [&](std::vector<float>& v) { return View<float, 2>::dense(v.data(), {1, model->config.vocab}); };
+  for (std::int64_t spare = 0; spare < heads; ++spare) {
+    CAPTURE(spare);
+    EngineOptions o = options(2);
+    o.device_limit = (2 * heads + spare) * frame;  // two short prompts, not the page after them
+    Engine engine(model, std::make_shared<Nothing>(), o);
+    const int a = engine.open(), b = engine.open(), token = 9;
+    REQUIRE(engine.prefill(a, prompt, true, {}) == Fit::ok);
+    REQUIRE(engine.prefill(b, prompt, true, {}) == Fit::ok);
+    REQUIRE(engine.step({a}, {&token, 1}, view(expected)) == Fit::ok);
+    CHECK(engine.step({a}, {&token, 1}, {}) == Fit::out_of_memory);
+    engine.store().check_invariants();
+    engine.close(a);
+    engine.store().check_invariants();
+    REQUIRE(engine.step({b}, {&token, 1}, view(logits)) == Fit::ok);
+    CHECK(logits == expected);
+    REQUIRE(engine.step({b}, {&token, 1}, {}) == Fit::ok);
+    engine.close(b);
+    engine.store().check_invariants();
+  }
+}
