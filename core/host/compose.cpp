@@ -66,7 +66,7 @@ class ComposedPolicy final : public Policy {
       parts_.scorer->observe(kv, s);
       if (any_due) compress(kv, due, edits, s);
     }
-    if (parts_.host && any_last && kv.layer >= dense_layers_) place_prompt(kv, edits);
+    if (parts_.host && any_last && kv.layer >= dense_layers_) place_rest(kv, kv.last, edits);
   }
 
   void select(const LayerStep& step, Edits& edits, Stream s) override {
@@ -89,8 +89,17 @@ class ComposedPolicy final : public Policy {
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    if (!parts_.scorer) return;
-    parts_.scorer->observe(step, s);
+    pages_after_.clear();
+    if (parts_.scorer) {
+      parts_.scorer->observe(step, s);
+      evict_when_due(step, edits, s);
+    }
+    // Everything was recalled for this attention; a selector's pages stay, for the next step may want them again.
+    if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, nullptr, edits);
+  }
+
+ private:
+  void evict_when_due(const LayerStep& step, Edits& edits, Stream s) {
     if (every_ == 0) return;
     std::vector<bool> due(static_cast<std::size_t>(step.rows()));
     bool any_due = false;
@@ -101,7 +110,6 @@ class ComposedPolicy final : public Policy {
     if (any_due) compress(step, due, edits, s);
   }
 
- private:
   int total(int seen) const { return budget_tokens(amount_, seen, shape_, page_bytes_, dense_layers_); }
 
   void compress(const LayerKv& kv, const std::vector<bool>& due, Edits& edits, Stream s) {
@@ -180,17 +188,17 @@ class ComposedPolicy final : public Policy {
     return list;
   }
 
-  // The prompt is over: all full pages go to the host, the newest `resident` tokens' pages also stay.
-  void place_prompt(const LayerPrefill& kv, Edits& edits) {
+  // All full pages go to the host, the newest `resident` tokens' pages also stay. rows: [row] which; null = all.
+  void place_rest(const LayerKv& kv, const bool* rows, Edits& edits) {
     const int p = shape_.page_size, room = (kv.max_length + p - 1) / p;
     PageList down = kv.list<PageList>("offload", room), out = kv.list<PageList>("drop", room);
     const int stay = std::max(1, parts_.resident_tokens / p);
     for (int row = 0; row < kv.rows(); ++row)
       for (int head = 0; head < kv.kv_heads(); ++head) {
         const bool evicted = !pages_after_.empty();
-        const int pages = !kv.last[row] ? 0
-                          : evicted     ? pages_after_[static_cast<std::size_t>(row * kv.kv_heads() + head)]
-                                        : kv.pages.pages(row, head);
+        const int pages = rows && !rows[row] ? 0
+                          : evicted          ? pages_after_[static_cast<std::size_t>(row * kv.kv_heads() + head)]
+                                             : kv.pages.pages(row, head);
         int offloaded = 0, dropped = 0;
         for (int page = 0; page + 1 < pages; ++page) {
           down.index(row, head, offloaded++) = page;
