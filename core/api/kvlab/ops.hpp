@@ -70,8 +70,8 @@ void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s);
 
 // AdaKV (Feng et al. 2024), step 2 and 3 of its card: within the layer, the heads x (total - pinned) best unpinned
 // scores are counted per head; keep = pinned + round_half_even(count * (1 - floor) + trunc((total - pinned) * floor)),
-// and with exact_total the sum is repaired by largest remainder to heads x total (when every head is long enough). floor
-// is a double because trunc sees it: 10 x 0.7f is 6.9999998. Bytes: the scores.
+// and with exact_total the sum is repaired by largest remainder to heads x total (when every head is long enough).
+// floor is a double because trunc sees it: 10 x 0.7f is 6.9999998. Bytes: the scores.
 void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s);
 
 }  // namespace kvlab::ops
