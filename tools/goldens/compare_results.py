@@ -29,13 +29,28 @@ def text(value):
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def flat(params):
+    """kvlab's {role: {name: {parameters}}, budget: {split: {name: {...}}}, ...} as one level of names."""
+    out = {}
+    for key, value in params.items():
+        if key in ("scorer", "selector") and isinstance(value, dict):
+            (out["name"], own), = value.items()
+            out.update(own)
+        elif key == "codec" and isinstance(value, dict):
+            out["codec"], = value
+        elif key == "budget" and isinstance(value.get("split"), dict):
+            (split, own), = value["split"].items()
+            out["budget"] = {**value, "split": split, **own}
+        else:
+            out[key] = value
+    return out
+
+
 def specification(name, params):
     """The reference's words for a cell's policy and resolved parameters."""
-    spec = {"name": name.split(":")[0]}
+    params = flat(params)
+    spec = {"name": params.pop("name", name.split(":")[0])}
     for key, value in params.items():
-        if key in ("scorer", "selector") and value:
-            spec["name"] = value
-            continue
         head, _, tail = key.partition(".")
         if head == "budget" and tail:
             spec.setdefault("budget", {})[ALIASES.get(tail, tail)] = value
