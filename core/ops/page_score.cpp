@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/part_timer.hpp"
 #include "ops/check.hpp"
 #include "ops/group.hpp"
 #include "ops/row_kernels.hpp"
@@ -50,6 +51,7 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
 
 void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                 Scores out, Stream s) {
+  const PartTimer timer(Part::score);
   const char* op = "page_score";
   require_cpu(s, op);
   check_kv(kv, op);

@@ -12,6 +12,7 @@
 #include "run/metrics.hpp"
 #include "run/sampling.hpp"
 #include "run/shadow.hpp"
+#include "run/variants.hpp"
 
 namespace kvlab {
 namespace {
@@ -448,7 +449,7 @@ void describe(const CellInput& in, CellResult& out) {
   s.model = in.model->name;
   s.policy = policy.name;
   s.params = in.cell->params;
-  s.task = e.tasks[in.cell->task].name;
+  s.task = task_label(e.tasks[in.cell->task]);
   s.seed = in.cell->seed;
   s.repeat = in.cell->repeat;
   for (const Item& item : in.items->items)

@@ -44,7 +44,7 @@ using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, 
 
 std::string cell_name(const Experiment& e, const Cell& c) {
   const PolicySpec& p = e.policies[c.policy];
-  std::string name = e.tasks[c.task].name + " " + policy_text(e, p);
+  std::string name = task_label(e.tasks[c.task]) + " " + policy_text(e, p);
   if (p.budget.kind != BudgetAmount::unlimited) name += " " + budget_text(p);
   if (e.seeds.size() > 1) name += " seed " + std::to_string(c.seed);
   if (e.repeats > 1) name += " repeat " + std::to_string(c.repeat);

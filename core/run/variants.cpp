@@ -63,4 +63,8 @@ std::string policy_text(const Experiment& experiment, const PolicySpec& policy) 
   return varying.empty() ? policy.name : policy.name + " " + varying;
 }
 
+std::string task_label(const TaskSpec& task) {
+  return task.question == Question::decode ? task.name + " question=decode" : task.name;
+}
+
 }  // namespace kvlab

@@ -11,8 +11,12 @@ std::string varying_text(const std::string& own, const std::vector<std::string>&
 
 struct Experiment;
 struct PolicySpec;
+struct TaskSpec;
 
 // "snapkv window=8": the entry's label and what tells it apart from the experiment's other entries of that label.
 std::string policy_text(const Experiment& experiment, const PolicySpec& policy);
+
+// "niah", or "niah question=decode" when the policy does not see the question: other scores, so another name in tables.
+std::string task_label(const TaskSpec& task);
 
 }  // namespace kvlab
