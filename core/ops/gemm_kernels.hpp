@@ -38,4 +38,9 @@ struct Kernels {
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();  // null where the CPU lacks them
 
+// y[width] = sum over k of x[k] w[k, column] for `width` columns (a multiple of 16) of bf16 weights in pairs of k: word
+// `column` of pair p is at weights[pair[p] + column], even k in its lower half. x [2 * pairs]. Needs AVX2.
+void pair_columns(const std::uint32_t* weights, int width, const std::int64_t* pair, std::int64_t pairs, const float* x,
+                  float* y);
+
 }  // namespace kvlab::ops::gemm

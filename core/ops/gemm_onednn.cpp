@@ -22,6 +22,7 @@ bool effective_isa_has(dnnl::cpu_isa isa) {
 
 // A prompt is multiplied this many rows at a time, so that few different primitives are ever made.
 constexpr std::int64_t max_rows = 512;
+constexpr std::int64_t few_rows = 2;  // at most: then weights are streamed, the memory binds
 
 const dnnl::engine& cpu_engine() {
   static const dnnl::engine e(dnnl::engine::kind::cpu, 0);
@@ -55,6 +56,7 @@ class OneDnnWeights final : public Weights {
       throw Error(Errc::unsupported, "got weights in a layout of oneDNN's own, wanted a blocked one");
     for (std::int64_t i = 0; i < n_; ++i) column_.push_back(blocked_offset(weights_md_.data, 1, i));
     for (std::int64_t i = 0; i < k_; ++i) depth_.push_back(blocked_offset(weights_md_.data, 0, i));
+    find_pairs();
     data_ = Buffer(weights_md_.get_size());
     std::memset(data_.as<>(), 0, data_.bytes());
   }
@@ -79,6 +81,7 @@ class OneDnnWeights final : public Weights {
   }
 
   void apply(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const override {
+    if (m <= few_rows && !pair_.empty()) return stream(x, x_stride, y, y_stride, m);
     for (std::int64_t row = 0; row < m; row += max_rows)
       multiply(x + row * x_stride, x_stride, y + row * y_stride, y_stride, std::min(max_rows, m - row));
   }
@@ -93,6 +96,38 @@ class OneDnnWeights final : public Weights {
     dnnl::primitive_attr attr;
     attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);  // one primitive may run in several threads
     return dnnl::matmul::primitive_desc(dnnl::matmul::desc(x, weights_md_, y), attr, cpu_engine());
+  }
+
+  // bf16 blocks end in ... [columns][2 of k] on every CPU seen; then decode steps can stream them (pair_columns).
+  void find_pairs() {
+    const dnnl_blocking_desc_t& b = weights_md_.data.format_desc.blocking;
+    const int last = b.inner_nblks - 1;
+    if (type_ != memory::data_type::bf16 || last < 1 || b.inner_idxs[last] != 0 || b.inner_blks[last] != 2 ||
+        b.inner_idxs[last - 1] != 1 || b.inner_blks[last - 1] % 16 != 0 || b.inner_blks[last - 1] > 256)
+      return;
+    columns_ = static_cast<int>(b.inner_blks[last - 1]);
+    for (std::int64_t i = 0; i < k_; i += 2) pair_.push_back(depth_[static_cast<std::size_t>(i)] / 2);
+  }
+
+  void stream(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const {
+    static thread_local std::vector<float> rounded;  // as the bf16 product sees them; an odd k ends in a zero
+    const std::int64_t width = 2 * static_cast<std::int64_t>(pair_.size());
+    rounded.assign(static_cast<std::size_t>(m * width), 0.f);
+    for (std::int64_t r = 0; r < m; ++r)
+      for (std::int64_t i = 0; i < k_; ++i)
+        rounded[static_cast<std::size_t>(r * width + i)] = float(bf16(x[r * x_stride + i]));
+    const float* from = rounded.data();
+    const auto* words = reinterpret_cast<const std::uint32_t*>(data_.as<bf16>());
+#pragma omp parallel for schedule(static)
+    for (std::int64_t begin = 0; begin < n_; begin += columns_) {
+      float out[256];
+      const std::int64_t count = std::min<std::int64_t>(columns_, n_ - begin);
+      for (std::int64_t r = 0; r < m; ++r) {  // the block stays in the cache for the rows after the first
+        pair_columns(words + column_[static_cast<std::size_t>(begin)] / 2, columns_, pair_.data(),
+                     static_cast<std::int64_t>(pair_.size()), from + r * width, out);
+        std::copy_n(out, count, y + r * y_stride + begin);
+      }
+    }
   }
 
   struct Plan {
@@ -153,6 +188,8 @@ class OneDnnWeights final : public Weights {
   memory::data_type type_;
   memory::desc weights_md_;
   std::vector<std::int64_t> column_, depth_;
+  std::vector<std::int64_t> pair_;  // words of each pair of k, when the layout has pairs
+  int columns_ = 0;                 // that are contiguous
   Buffer data_;
   mutable std::mutex mutex_;
   mutable std::map<std::int64_t, Plan> plans_;
