@@ -1,5 +1,5 @@
-// One row of activations times bf16 weights in oneDNN's layout of k pairs: a decode step streams each weight once, which
-// oneDNN's own kernels do at less than half of the memory rate.
+// One row of activations times bf16 weights in oneDNN's layout of k pairs: a decode step streams each weight once,
+// which oneDNN's own kernels do at less than half of the memory rate.
 #include <immintrin.h>
 
 #include "ops/gemm_kernels.hpp"
