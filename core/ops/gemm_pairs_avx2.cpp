@@ -7,7 +7,7 @@
 namespace kvlab::ops::gemm {
 namespace {
 
-// Eight vectors of accumulators: 64 columns.
+// `Vectors` accumulators of eight columns each.
 template <int Vectors>
 void columns(const std::uint32_t* weights, const std::int64_t* pair, std::int64_t pairs, const float* x, float* y) {
   __m256 sum[Vectors];
