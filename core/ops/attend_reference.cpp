@@ -4,7 +4,7 @@
 
 #include "ops/attend.hpp"
 #include "ops/check.hpp"
-#include "ops/paged.hpp"
+#include "ops/reference.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -16,9 +16,9 @@ void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
   std::vector<float> keys(std::size_t(tokens) * dim), values(keys.size());
   std::vector<std::int32_t> position(tokens);
   std::vector<char> seen(tokens, 1);
-  gather_rows(kv, row, head, KvSide::key, tokens, keys.data());
-  gather_rows(kv, row, head, KvSide::value, tokens, values.data());
-  token_positions(kv, row, head, tokens, position.data());
+  gather_rows_reference(kv, row, head, KvSide::key, tokens, keys.data());
+  gather_rows_reference(kv, row, head, KvSide::value, tokens, values.data());
+  token_positions_reference(kv, row, head, tokens, position.data());
   if (a.pages) {
     seen.assign(tokens, 0);
     for (int i = 0; i < a.pages->count(row, head); ++i)

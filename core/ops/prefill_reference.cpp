@@ -4,8 +4,8 @@
 
 #include "ops/attend.hpp"
 #include "ops/check.hpp"
-#include "ops/paged.hpp"
 #include "ops/prefill.hpp"
+#include "ops/reference.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -25,9 +25,9 @@ Seen collect(const PrefillArgs& a, int head) {
   s.key.resize(std::size_t(s.keys) * dim);
   s.value.resize(s.key.size());
   s.position.resize(s.keys);
-  gather_rows(a.kv, 0, head, KvSide::key, s.past, s.key.data());
-  gather_rows(a.kv, 0, head, KvSide::value, s.past, s.value.data());
-  token_positions(a.kv, 0, head, s.past, s.position.data());
+  gather_rows_reference(a.kv, 0, head, KvSide::key, s.past, s.key.data());
+  gather_rows_reference(a.kv, 0, head, KvSide::value, s.past, s.value.data());
+  token_positions_reference(a.kv, 0, head, s.past, s.position.data());
   for (int t = 0; t < chunk; ++t) {
     s.position[s.past + t] = a.first + t;
     for (int d = 0; d < dim; ++d) {

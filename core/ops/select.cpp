@@ -90,21 +90,20 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
   auto &position = scratch.position, &order = scratch.order;
   position.resize(n);
   token_positions(kv, row, head, n, position.data());
-  // Positions need not ascend, and equal ones are pinned together: the last of the first, and what comes before the
-  // last.
+  // Positions need not ascend, and equal ones are pinned together.
   order.assign(position.begin(), position.end());
-  std::int32_t newest_first = 0, before_last = std::numeric_limits<std::int32_t>::max();
+  std::int32_t newest_first = 0, oldest_last = 0;
   const bool ascending = std::is_sorted(order.begin(), order.end());
   const auto at = [&](std::int64_t i) {
     if (!ascending) std::nth_element(order.begin(), order.begin() + i, order.end());
     return order[i];
   };
   if (first > 0) newest_first = at(first - 1);
-  if (last > 0) before_last = at(n - last - 1);
-  const bool any_first = first > 0;
+  if (last > 0) oldest_last = at(n - last);
+  const bool any_first = first > 0, any_last = last > 0;
   int count = 0;
   for (int t = 0; t < n; ++t) {
-    pinned[t] = (any_first & (position[t] <= newest_first)) | (position[t] > before_last);
+    pinned[t] = (any_first & (position[t] <= newest_first)) | (any_last & (position[t] >= oldest_last));
     count += pinned[t];
   }
   return count;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/cpu.hpp"
+#include "ops/reference.hpp"
 
 using kvlab::bf16;
 using kvlab::DType;
@@ -35,23 +36,25 @@ Linear pack(const std::vector<float>& w, std::int64_t n, std::int64_t k, DType d
 
 float stored(float w, DType dtype) { return dtype == DType::bf16 ? float(bf16(w)) : w; }
 
-// Error of y[i, j] in units of the rounding that a sum of k products may collect.
-double worst_error(const std::vector<float>& x, std::int64_t x_stride, const std::vector<float>& w, DType dtype,
+// Error of y [m, y_stride] in units of the rounding that a sum of k products may collect.
+double worst_error(const std::vector<float>& x, std::int64_t x_stride, std::vector<float> w, DType dtype,
                    const std::vector<float>& y, std::int64_t y_stride, std::int64_t m, std::int64_t n, std::int64_t k,
                    double unit) {
+  for (float& v : w) v = stored(v, dtype);
+  std::vector<float> wanted(static_cast<std::size_t>(n)), size(wanted.size()), row, magnitude = w;
   double worst = 0;
-  const std::int64_t step = std::max<std::int64_t>(1, m * n / 20000) | 1;
-  for (std::int64_t at = 0; at < m * n; at += step) {
-    const std::int64_t i = at / n, j = at % n;
-    double sum = 0, size = 0;
-    for (std::int64_t c = 0; c < k; ++c) {
-      const double term = double{x[i * x_stride + c]} * stored(w[j * k + c], dtype);
-      sum += term;
-      size += std::abs(term);
+  const std::int64_t step = std::max<std::int64_t>(1, m / 16);  // a few rows of many
+  for (float& v : magnitude) v = std::abs(v);
+  for (std::int64_t i = 0; i < m; i += step) {
+    row.assign(x.begin() + i * x_stride, x.begin() + i * x_stride + k);
+    kvlab::ops::linear_reference(row.data(), k, w.data(), wanted.data(), n, 1, n, k);
+    for (float& v : row) v = std::abs(v);
+    kvlab::ops::linear_reference(row.data(), k, magnitude.data(), size.data(), n, 1, n, k);
+    for (std::int64_t j = 0; j < n; ++j) {
+      const double got = y[i * y_stride + j];
+      if (!std::isfinite(got)) return 1e30;
+      worst = std::max(worst, std::abs(got - wanted[j]) / (double{size[j]} * unit + 1e-30));
     }
-    const double got = y[i * y_stride + j];
-    if (!std::isfinite(got)) return 1e30;
-    worst = std::max(worst, std::abs(got - sum) / (size * unit + 1e-30));
   }
   return worst;
 }

@@ -5,6 +5,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
+#include "ops/reference.hpp"
 #include "support/paged_fixture.hpp"
 
 using namespace kvlab;
@@ -35,28 +36,14 @@ void check_close(const std::vector<float>& got, const std::vector<double>& wante
   for (std::size_t i = 0; i < got.size(); ++i) CHECK(got[i] == Approx(wanted[i]).margin(margin));
 }
 
-// votes of window_votes in plain double loops over the gathered keys.
-std::vector<double> plain_votes(const View<const float, 4>& q, int last, const PagedKv& kv, int row, int query_head) {
-  const int group = static_cast<int>(q.extent[1]) / kv.kv_heads, head = query_head / group, n = kv.tokens(row, head);
-  const int window = static_cast<int>(q.extent[2]);
-  std::vector<float> keys(std::size_t(n) * kv.head_dim);
-  std::vector<std::int32_t> position(n);
-  ops::gather_rows(kv, row, head, KvSide::key, n, keys.data());
-  ops::token_positions(kv, row, head, n, position.data());
-  std::vector<double> votes(n, 0.0);
-  for (int i = 0; i < window; ++i) {
-    std::vector<double> p(n, 0.0);
-    double total = 0;
-    for (int t = 0; t < n; ++t) {
-      if (position[t] > last - (window - 1) + i) continue;
-      double s = 0;
-      for (int d = 0; d < kv.head_dim; ++d)
-        s += double(q(row, query_head, i, d)) * keys[std::size_t(t) * kv.head_dim + d];
-      total += p[t] = std::exp(s / std::sqrt(double(kv.head_dim)));
-    }
-    for (int t = 0; t < n && total > 0; ++t) votes[t] += p[t] / total;
-  }
-  return votes;
+// Both forms of an op over the same cache leave the same scores, each within its row's length.
+template <class Fast, class Slow>
+void compare(const std::array<std::int64_t, 3>& extent, double margin, Fast fast, Slow slow) {
+  Guarded<3> got(extent), wanted(extent);
+  fast(got.view());
+  slow(wanted.view());
+  CHECK(got.margins_intact());
+  CHECK(Tolerance::worst(got.values(), wanted.values()) <= margin);
 }
 
 }  // namespace
@@ -139,33 +126,6 @@ TEST_CASE("row_norm, negate, recency") {
   }
 }
 
-TEST_CASE("row_norm on ragged caches equals plain loops, for every storage") {
-  std::mt19937 rng(4);
-  for (const int storage : {0, 1, 2}) {
-    PagedOptions o{3, 2, 80, 8, 40, storage ? DType::bf16 : DType::f32};
-    if (storage == 2) o.codec = {{8}, {8}};
-    PagedFixture cache(o);
-    const int lengths[] = {0, 1, 300, 8, 77, 16};
-    for (int r = 0; r < 3; ++r)
-      for (int h = 0; h < 2; ++h) cache.fill_random(r, h, lengths[r * 2 + h], rng);
-    const PagedKv kv = cache.view();
-    Guarded<3> out({3, 2, 310});
-    ops::row_norm({&kv, KvSide::key}, out.view(), cpu());
-    for (int r = 0; r < 3; ++r)
-      for (int h = 0; h < 2; ++h) {
-        const int n = kv.tokens(r, h);
-        std::vector<float> keys(std::size_t(n) * 80);
-        ops::gather_rows(kv, r, h, KvSide::key, n, keys.data());
-        for (int t = 0; t < n; ++t) {
-          double s = 0;
-          for (int d = 0; d < 80; ++d) s += double(keys[t * 80 + d]) * keys[t * 80 + d];
-          REQUIRE(out(r, h, t) == Approx(std::sqrt(s)).epsilon(1e-5));
-        }
-        for (int t = n; t < 310; ++t) REQUIRE(out(r, h, t) == Guarded<3>::poison);
-      }
-  }
-}
-
 TEST_CASE("window_votes: two window queries by hand") {
   // Keys: token t has k[0] = s_t; query (sqrt(8), 0, ...): scores s_t. Query 0 sees tokens 0, 1; query 1 all three.
   PagedFixture cache({1, 1, 8, 4, 16});
@@ -180,42 +140,6 @@ TEST_CASE("window_votes: two window queries by hand") {
   Guarded<3> votes({1, 1, 3});
   ops::window_votes(View<const float, 4>::dense(q.data(), {1, 1, 2, 8}), &seen, cache.view(), votes.view(), cpu());
   check_close(votes.values(), {1. / 4 + 1. / 8, 3. / 4 + 3. / 8, 4. / 8}, 1e-6);
-}
-
-TEST_CASE("window_votes equals plain loops on ragged caches; threads change nothing") {
-  std::mt19937 rng(6);
-  std::normal_distribution<float> normal;
-  int trial = 0;
-  for (const int dim : {16, 64, 80})
-    for (const int storage : {0, 1, 2})
-      for (const int group : {1, 3}) {
-        PagedOptions o{2, 2, dim, trial % 2 ? 16 : 4, 80, storage ? DType::bf16 : DType::f32};
-        if (storage == 2) o.codec = {{8}, {0}};
-        if (trial++ % 4 == 3) o.rope = RopeRegime::cache_relative;
-        PagedFixture cache(o);
-        const int lengths[] = {150, 17, 0, 3};  // the last is shorter than the window
-        for (int r = 0; r < 2; ++r)
-          for (int h = 0; h < 2; ++h) cache.fill_random(r, h, lengths[r * 2 + h], rng);
-        const int window = 5, heads = 2 * group;
-        std::vector<float> q(std::size_t(2) * heads * window * dim);
-        for (float& x : q) x = normal(rng);
-        const auto queries = View<const float, 4>::dense(q.data(), {2, heads, window, dim});
-        const std::int32_t seen[] = {150, 3};
-        Guarded<3> votes({2, heads, 151}), again({2, heads, 151});
-        ops::window_votes(queries, seen, cache.view(), votes.view(), cpu());
-        omp_set_num_threads(1);
-        ops::window_votes(queries, seen, cache.view(), again.view(), cpu());
-        omp_set_num_threads(2);
-        CHECK(votes.values() == again.values());
-        CHECK(votes.margins_intact());
-        for (int r = 0; r < 2; ++r)
-          for (int h = 0; h < heads; ++h) {
-            const auto wanted = plain_votes(queries, seen[r] - 1, cache.view(), r, h);
-            for (std::size_t t = 0; t < wanted.size(); ++t)
-              REQUIRE(votes(r, h, t) == Approx(wanted[t]).margin(5 * Tolerance{}.probability));
-            REQUIRE(votes(r, h, 150) == Guarded<3>::poison);
-          }
-      }
 }
 
 TEST_CASE("page_score: Quest's boxes by hand, every group rule, means") {
@@ -245,57 +169,161 @@ TEST_CASE("page_score: Quest's boxes by hand, every group rule, means") {
   CHECK(score({2, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 0);  // 2 * -1 - 1 * -2
 }
 
-TEST_CASE("page_score bounds every key of its page, and only softmax_mean scales") {
-  std::mt19937 rng(9);
-  std::normal_distribution<float> normal;
-  for (const DType dtype : {DType::f32, DType::bf16}) {
-    PagedOptions o{2, 2, 64, 8, 20, dtype};
-    PagedFixture cache(o);
-    const int lengths[] = {100, 7, 64, 1};
-    for (int r = 0; r < 2; ++r)
-      for (int h = 0; h < 2; ++h) cache.fill_random(r, h, lengths[r * 2 + h], rng);
-    const PagedKv kv = cache.view();
-    const std::int64_t page_bytes = 2 * 64 * static_cast<std::int64_t>(size_of(dtype));
-    std::vector<std::byte> data(2 * 2 * 20 * page_bytes);
-    for (int r = 0; r < 2; ++r)
-      for (int h = 0; h < 2; ++h)
-        for (int p = 0; p < kv.pages(r, h); ++p)
-          ops::summarize_page(kv.frame(kv.entry(r, h, p)), kv.layout(kv.entry(r, h, p)),
-                              std::min(8, kv.tokens(r, h) - 8 * p), Summary::min_max, dtype,
-                              data.data() + ((kv.slots[r] * 2 + h) * 20 + p) * page_bytes);
-    const Summaries s{Summary::min_max, dtype, data.data(), 40 * page_bytes, 20 * page_bytes, page_bytes};
-    std::vector<float> q(2 * 6 * 64);
-    for (float& x : q) x = normal(rng);
-    const auto queries = View<const float, 3>::dense(q.data(), {2, 6, 64});
-    Guarded<3> best({2, 2, 14}), soft({2, 2, 14});
-    ops::page_score(queries, kv, s, GroupRule::max, 9.f, best.view(), cpu());
-    ops::page_score(queries, kv, s, GroupRule::softmax_mean, 0.125f, soft.view(), cpu());
-    CHECK(best.margins_intact());
-    for (int r = 0; r < 2; ++r)
-      for (int h = 0; h < 2; ++h) {
-        const int n = kv.tokens(r, h), pages = kv.pages(r, h);
-        std::vector<float> keys(n * 64);
-        ops::gather_rows(kv, r, h, KvSide::key, n, keys.data());
-        std::vector<double> bound(3 * pages, 0.0), share(pages, 0.0);
-        for (int g = 0; g < 3; ++g) {
-          double total = 0;
-          for (int p = 0; p < pages; ++p) {
-            for (int d = 0; d < 64; ++d) {
-              double most = -1e30;
-              for (int t = p * 8; t < std::min(n, p * 8 + 8); ++t)
-                most = std::max(most, double(queries(r, h * 3 + g, d)) * keys[t * 64 + d]);
-              bound[g * pages + p] += most;
-            }
-            total += std::exp(bound[g * pages + p] / 8);
-          }
-          for (int p = 0; p < pages; ++p) share[p] += std::exp(bound[g * pages + p] / 8) / total / 3;
-        }
-        for (int p = 0; p < pages; ++p) {
-          const double most = std::max({bound[p], bound[pages + p], bound[2 * pages + p]});
-          REQUIRE(best(r, h, p) == Approx(most).margin(Tolerance{}.score));
-          REQUIRE(soft(r, h, p) == Approx(share[p]).margin(Tolerance{}.probability));
-        }
-        for (int p = pages; p < 14; ++p) REQUIRE(best(r, h, p) == Guarded<3>::poison);
-      }
+TEST_CASE("scores of tokens equal their references on caches of every kind") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
+    const std::array<std::int64_t, 3> own{c.rows(), c.kv_heads(), c.room()};
+    for (const KvSide side : {KvSide::key, KvSide::value})
+      compare(
+          own, 1e-5,
+          [&](Scores out) {
+            ops::row_norm({&kv, side}, out, cpu());
+          },
+          [&](Scores out) {
+            ops::row_norm_reference({&kv, side}, out);
+          });
+    compare(
+        own, 0, [&](Scores out) { ops::recency(kv, out, cpu()); },
+        [&](Scores out) { ops::recency_reference(kv, out); });
+    compare(
+        own, 0, [&](Scores out) { ops::scale(out, -3.f, cpu()); },
+        [&](Scores out) { ops::scale_reference(out, -3.f); });
+
+    auto in = c.normal(std::int64_t{c.rows()} * c.heads() * c.room());
+    const auto scores = View<float, 3>::dense(in.data(), {c.rows(), c.heads(), c.room()});
+    for (const auto& [rule, word] : Choices<GroupRule>::all) {
+      CAPTURE(word);
+      compare(
+          own, 1e-5, [&](Scores out) { ops::group_reduce(kv, scores, rule, out, cpu()); },
+          [&](Scores out) { ops::group_reduce_reference(kv, scores, rule, out); });
+      const auto column = [&](int i, auto add) {
+        return [&, i, add](Scores out) {
+          for (int step = 0; step < 3; ++step) add(StateColumn{&kv, i});
+          ops::read_state({&kv, i}, out, cpu());
+          Guarded<3> again({c.rows(), c.kv_heads(), c.room()});
+          ops::read_state_reference({&kv, i}, again.view());
+          CHECK(Tolerance::worst(Guarded<3>::copy(out), again.values()) == 0);
+        };
+      };
+      compare(own, 1e-4, column(0, [&](StateColumn s) { ops::add_mass(scores, rule, s, cpu()); }),
+              column(1, [&](StateColumn s) { ops::add_mass_reference(scores, rule, s); }));
+    }
+    for (const Pooling kind : {Pooling::none, Pooling::average, Pooling::max})
+      for (const int kernel : {1, 3, 7})
+        compare(
+            {c.rows(), c.heads(), c.room()}, 1e-5,
+            [&](Scores out) {
+              std::copy(in.begin(), in.end(), out.data);
+              HeapWorkspace w;
+              ops::pool(kv, out, kind, kernel, 5, w, cpu());
+            },
+            [&](Scores out) {
+              std::copy(in.begin(), in.end(), out.data);
+              ops::pool_reference(kv, out, kind, kernel, 5);
+            });
+    CHECK(c.cache.guards_intact());
   }
+}
+
+TEST_CASE("window_votes equals its reference on caches of every kind; threads change nothing") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const int window = 1 + static_cast<int>(n % 9), dim = c.cache.options().head_dim;
+    const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * window * dim);
+    const auto queries = View<const float, 4>::dense(q.data(), {c.rows(), c.heads(), window, dim});
+    std::vector<std::int32_t> seen;
+    for (int r = 0; r < c.rows(); ++r) seen.push_back(3 * c.cache.view().tokens(r, 0) + 1);
+    const auto votes = [&](Scores out) { ops::window_votes(queries, seen.data(), c.cache.view(), out, cpu()); };
+    const std::array<std::int64_t, 3> extent{c.rows(), c.heads(), c.room()};
+    compare(extent, 5 * Tolerance{}.probability, votes,
+            [&](Scores out) { ops::window_votes_reference(queries, seen.data(), c.cache.view(), out); });
+    compare(extent, 0, votes, [&](Scores out) {
+      omp_set_num_threads(1);
+      votes(out);
+      omp_set_num_threads(2);
+    });
+  }
+}
+
+TEST_CASE("page summaries and page_score equal their references on caches of every kind") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
+    const auto& o = c.cache.options();
+    for (const Summary kind : {Summary::min_max, Summary::mean}) {
+      const std::int64_t page_bytes =
+          (kind == Summary::min_max ? 2 : 1) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
+      std::vector<std::byte> data(o.rows * o.kv_heads * o.max_pages * page_bytes), plain(page_bytes);
+      const Summaries s{
+          kind, o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes, page_bytes};
+      for (int r = 0; r < o.rows; ++r)
+        for (int h = 0; h < o.kv_heads; ++h)
+          for (int p = 0; p < kv.pages(r, h); ++p) {
+            const PageEntry& e = kv.entry(r, h, p);
+            std::byte* out = data.data() + (s.at(kv.slots[r], h, p) - s.data);
+            ops::summarize_page(kv.frame(e), kv.layout(e), e.tokens, kind, o.dtype, out);
+            ops::summarize_page_reference(kv.frame(e), kv.layout(e), e.tokens, kind, o.dtype, plain.data());
+            if (kind == Summary::min_max && o.codec.k.bits == 0) {
+              REQUIRE(std::memcmp(out, plain.data(), page_bytes) == 0);
+            } else {  // decoding and sums differ by a rounding
+              const bool wide = o.dtype == DType::f32;
+              for (std::int64_t i = 0; i < page_bytes / (wide ? 4 : 2); ++i) {
+                const auto at = [&](const std::byte* b) {
+                  return wide ? reinterpret_cast<const float*>(b)[i] : float(reinterpret_cast<const bf16*>(b)[i]);
+                };
+                REQUIRE(at(out) == Approx(at(plain.data())).epsilon(wide ? 1e-5 : 0x1p-7).margin(1e-5));
+              }
+            }
+          }
+      const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * o.head_dim);
+      const auto queries = View<const float, 3>::dense(q.data(), {c.rows(), c.heads(), o.head_dim});
+      for (const auto& [rule, word] : Choices<GroupRule>::all) {
+        CAPTURE(word);
+        const GroupRule r = rule;
+        compare(
+            {c.rows(), c.kv_heads(), o.max_pages + 1}, Tolerance{}.score,
+            [&](Scores out) { ops::page_score(queries, kv, s, r, 0.125f, out, cpu()); },
+            [&](Scores out) { ops::page_score_reference(queries, kv, s, r, 0.125f, out); });
+      }
+    }
+  }
+}
+
+TEST_CASE("page_score bounds every key of its page") {
+  RandomCache c(0);  // f32
+  const PagedKv kv = c.cache.view();
+  const auto& o = c.cache.options();
+  const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * o.head_dim);
+  const auto queries = View<const float, 3>::dense(q.data(), {c.rows(), c.heads(), o.head_dim});
+  std::vector<float> data(std::size_t(o.rows) * o.kv_heads * o.max_pages * 2 * o.head_dim);
+  const std::int64_t bytes = 8 * o.head_dim;
+  const Summaries s{Summary::min_max,
+                    DType::f32,
+                    reinterpret_cast<const std::byte*>(data.data()),
+                    o.kv_heads * o.max_pages * bytes,
+                    o.max_pages * bytes,
+                    bytes};
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h)
+      for (int p = 0; p < kv.pages(r, h); ++p)
+        ops::summarize_page(kv.frame(kv.entry(r, h, p)), kv.layout(kv.entry(r, h, p)), kv.entry(r, h, p).tokens,
+                            Summary::min_max, DType::f32, const_cast<std::byte*>(s.at(kv.slots[r], h, p)));
+  Guarded<3> bound({c.rows(), c.kv_heads(), o.max_pages});
+  ops::page_score(queries, kv, s, GroupRule::max, 1.f, bound.view(), cpu());
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h) {
+      std::vector<float> keys(std::size_t(kv.tokens(r, h)) * o.head_dim);
+      ops::gather_rows_reference(kv, r, h, KvSide::key, kv.tokens(r, h), keys.data());
+      for (int t = 0; t < kv.tokens(r, h); ++t)
+        for (int g = 0; g < c.group; ++g) {
+          double dot = 0;
+          for (int d = 0; d < o.head_dim; ++d)
+            dot += double{queries(r, h * c.group + g, d)} * keys[std::size_t(t) * o.head_dim + d];
+          REQUIRE(bound(r, h, t / o.page_size) >= dot - Tolerance{}.score);
+        }
+    }
 }

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <catch2/catch.hpp>
-#include <numeric>
 
+#include "ops/reference.hpp"
 #include "support/paged_fixture.hpp"
 
 using namespace kvlab;
@@ -102,23 +102,62 @@ TEST_CASE("top_tokens: pins follow text order, not places") {
   CHECK(Ints(index.begin(), index.begin() + count[0]) == Ints{1, 2, 3});
 }
 
-TEST_CASE("top_tokens: exact against a stable sort, with ties, infinities, zeros of both signs and NaN") {
-  std::mt19937 rng(3);
-  for (int trial = 0; trial < 200; ++trial) {
-    const int n = 1 + static_cast<int>(rng() % 60), keep = static_cast<int>(rng() % 64);
-    Selection s({n});
-    std::vector<float> scores(n);
+TEST_CASE("selection equals its reference: pins, ties, infinities, zeros of both signs and NaN") {
+  for (unsigned n = 0; n < 120; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
     const float special[] = {-0.f, 0.f, INFINITY, -INFINITY, NAN, 1.f, -1.f, 1e-40f, -1e-40f};
-    for (float& x : scores) x = rng() % 3 ? special[rng() % 9] : static_cast<float>(rng() % 5);
-    Ints order(n);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-      if (std::isnan(scores[a]) || std::isnan(scores[b])) return !std::isnan(scores[a]) && std::isnan(scores[b]);
-      return scores[a] > scores[b];
-    });
-    order.resize(std::min(n, keep));
-    std::sort(order.begin(), order.end());
-    REQUIRE(s.tokens(scores, keep) == order);
+    auto scores = c.normal(std::int64_t{c.rows()} * c.kv_heads() * c.room());
+    for (float& x : scores)
+      if (n % 2) x = c.rng() % 3 ? special[c.rng() % 9] : static_cast<float>(c.rng() % 5);
+    const auto of = View<float, 3>::dense(scores.data(), {c.rows(), c.kv_heads(), c.room()});
+    std::vector<Pins> pins(c.rows());
+    for (Pins& p : pins)
+      p = {static_cast<int>(c.rng() % 5), static_cast<int>(c.rng() % (n % 7 ? 9 : 90)), c.rng() % 2 == 0};
+    Ints amount(c.rows() * c.kv_heads());
+    for (auto& a : amount) a = static_cast<int>(c.rng() % (c.room() + 5));
+    if (n % 5 == 0)  // a decode step: one leaves
+      for (int r = 0; r < c.rows(); ++r)
+        for (int h = 0; h < c.kv_heads(); ++h) amount[r * c.kv_heads() + h] = std::max(0, kv.tokens(r, h) - 1);
+    const auto keep = View<const std::int32_t, 2>::dense(amount.data(), {c.rows(), c.kv_heads()});
+    const auto run = [&](auto select) {
+      Ints out(std::size_t(c.rows()) * c.kv_heads() * (c.room() + 1), -7);
+      IndexList list;
+      list.index = View<std::int32_t, 3>::dense(out.data(), {c.rows(), c.kv_heads(), c.room()});
+      list.count = View<std::int32_t, 2>::dense(&out[out.size() - amount.size()], {c.rows(), c.kv_heads()});
+      select(list);
+      return out;
+    };
+    CHECK(run([&](IndexList l) { ops::top_tokens(kv, of, keep, pins.data(), TokenList{l}, Stream::cpu()); }) ==
+          run([&](IndexList l) { ops::top_tokens_reference(kv, of, keep, pins.data(), TokenList{l}); }));
+    CHECK(run([&](IndexList l) { ops::top_tokens(kv, of, keep, nullptr, TokenList{l}, Stream::cpu()); }) ==
+          run([&](IndexList l) { ops::top_tokens_reference(kv, of, keep, nullptr, TokenList{l}); }));
+    CHECK(run([&](IndexList l) { ops::top_pages(kv, of, keep, pins[0], PageList{l}, Stream::cpu()); }) ==
+          run([&](IndexList l) { ops::top_pages_reference(kv, of, keep, pins[0], PageList{l}); }));
+  }
+}
+
+TEST_CASE("pins of equal text positions go together, first and last alike") {
+  PagedFixture cache({1, 1, 8, 4, 8});
+  const std::vector<float> x(8, 0.f);
+  for (const int position : {5, 1, 1, 9, 9}) cache.append(0, 0, x, x, position);
+  std::vector<float> scores(5, 0.f);
+  for (const Pins pins : {Pins{1, 0}, Pins{0, 1}, Pins{1, 1}}) {
+    Ints index(5), count(1), keep = {1}, plain(5), plain_count(1);
+    const auto list = [](Ints& i, Ints& n) {
+      TokenList l;
+      l.index = View<std::int32_t, 3>::dense(i.data(), {1, 1, 5});
+      l.count = View<std::int32_t, 2>::dense(n.data(), {1, 1});
+      return l;
+    };
+    const auto of = View<float, 3>::dense(scores.data(), {1, 1, 5});
+    const auto one = View<const std::int32_t, 2>::dense(keep.data(), {1, 1});
+    ops::top_tokens(cache.view(), of, one, &pins, list(index, count), Stream::cpu());
+    ops::top_tokens_reference(cache.view(), of, one, &pins, list(plain, plain_count));
+    CHECK(count[0] == 2 * (pins.first + pins.last));
+    CHECK(count == plain_count);
+    CHECK(index == plain);
   }
 }
 
@@ -196,29 +235,56 @@ TEST_CASE("allot_by_score: pins are kept on top and their scores do not count") 
   CHECK(allot({{{1, 2, 3}, {}}, {}, 2}, 0.5) == Ints{3, 0});  // a short head gives its share to the other
 }
 
-TEST_CASE("allot_by_score: the sum is exact and no head exceeds its length") {
-  std::mt19937 rng(8);
-  for (int trial = 0; trial < 200; ++trial) {
-    AllotCase c;
-    const int heads = 1 + static_cast<int>(rng() % 5);
-    int free = 0;
-    c.pins = {static_cast<int>(rng() % 3), static_cast<int>(rng() % 3)};
-    const int pinned = c.pins.first + c.pins.last;
-    for (int h = 0; h < heads; ++h) {
-      std::vector<float> s(10 + rng() % 40);
-      for (float& x : s) x = static_cast<float>(rng() % 7);
-      free += static_cast<int>(s.size()) - pinned;
-      c.scores.push_back(s);
+TEST_CASE("allotments equal their references; an exact sum is exact and no head exceeds its length") {
+  for (unsigned n = 0; n < 120; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    LayerKv kv;
+    kv.pages = c.cache.view();
+    auto scores = c.normal(std::int64_t{c.rows()} * c.kv_heads() * c.room());
+    if (n % 2)
+      for (float& x : scores) x = static_cast<float>(c.rng() % 7);
+    std::vector<Pins> pins(c.rows());
+    Ints total, length;
+    for (int r = 0; r < c.rows(); ++r) {
+      pins[r] = {static_cast<int>(c.rng() % 3), static_cast<int>(c.rng() % 3)};
+      total.push_back(static_cast<int>(c.rng() % 60));
+      for (int h = 0; h < c.kv_heads(); ++h) length.push_back(kv.pages.tokens(r, h));
     }
-    c.total = pinned + static_cast<int>(rng() % 30);
-    const Ints keep = allot(c, static_cast<double>(rng() % 11) / 10);
-    int sum = 0;
-    for (int h = 0; h < heads; ++h) {
-      REQUIRE(keep[h] >= pinned);
-      REQUIRE(keep[h] <= static_cast<int>(c.scores[h].size()));
-      sum += keep[h];
+    Allotment a;
+    a.scores = View<float, 3>::dense(scores.data(), {c.rows(), c.kv_heads(), c.room()});
+    a.length = View<const std::int32_t, 2>::dense(length.data(), {c.rows(), c.kv_heads()});
+    a.pins = n % 3 ? pins.data() : nullptr;
+    a.total = total.data();
+    a.kv = &kv;
+    const auto run = [&](auto allot) {
+      Ints keep(length.size(), -7);
+      a.keep = View<std::int32_t, 2>::dense(keep.data(), {c.rows(), c.kv_heads()});
+      allot();
+      return keep;
+    };
+    const double floor = static_cast<double>(c.rng() % 11) / 10;
+    for (const bool exact : {false, true})
+      CHECK(run([&] { ops::allot_by_score(a, floor, exact, Stream::cpu()); }) ==
+            run([&] { ops::allot_by_score_reference(a, floor, exact); }));
+    CHECK(run([&] { ops::allot_uniform(a, Stream::cpu()); }) == run([&] { ops::allot_uniform_reference(a); }));
+    CHECK(run([&] { ops::allot_tokens(a, total.data(), Stream::cpu()); }) ==
+          run([&] { ops::allot_tokens_reference(a, total.data()); }));
+
+    const Ints keep = run([&] { ops::allot_by_score(a, floor, true, Stream::cpu()); });
+    for (int r = 0; r < c.rows(); ++r) {
+      const int wanted = a.pins ? pins[r].first + pins[r].last : 0, budget = std::max(0, total[r] - wanted);
+      int sum = 0, pinned = 0, free = 0;
+      for (int h = 0; h < c.kv_heads(); ++h) {
+        const int at = r * c.kv_heads() + h, own = std::min(wanted, length[at]);
+        REQUIRE(keep[at] >= own);
+        REQUIRE(keep[at] <= length[at]);
+        sum += keep[at];
+        pinned += own;
+        free += length[at] - own;
+      }
+      REQUIRE(sum == pinned + std::min(free, c.kv_heads() * budget));
     }
-    REQUIRE(sum == heads * pinned + std::min(free, heads * (c.total - pinned)));
   }
 }
 

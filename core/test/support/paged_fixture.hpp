@@ -135,6 +135,51 @@ class PagedFixture {
   std::vector<float> inv_freq_;
 };
 
+// The n-th of a fixed sequence of caches of every kind: head sizes, groups, pages, storages, ragged lengths, empty
+// heads, text positions with gaps and, for `shuffled` ones, out of order.
+struct RandomCache {
+  std::mt19937 rng;
+  int group;
+  PagedFixture cache;
+
+  explicit RandomCache(unsigned n, bool shuffled = true) : rng(n), group(pick({1, 3, 4, 7})), cache(random_options(n)) {
+    for (int r = 0; r < cache.options().rows; ++r)
+      for (int h = 0; h < cache.options().kv_heads; ++h) {
+        std::vector<int> position(rng() % 5 ? rng() % (cache.options().page_size * cache.options().max_pages) : 0);
+        for (std::size_t t = 0; t < position.size(); ++t) position[t] = static_cast<int>(3 * t + rng() % 3);
+        if (shuffled && rng() % 2) std::shuffle(position.begin(), position.end(), rng);
+        for (const int p : position)
+          cache.append(r, h, normal(cache.options().head_dim), normal(cache.options().head_dim), p);
+      }
+  }
+  int rows() const { return cache.options().rows; }
+  int kv_heads() const { return cache.options().kv_heads; }
+  int heads() const { return kv_heads() * group; }
+  int room() const { return cache.options().page_size * cache.options().max_pages + 3; }
+  std::vector<float> normal(std::int64_t count) {
+    std::normal_distribution<float> distribution;
+    std::vector<float> x(static_cast<std::size_t>(count));
+    for (float& y : x) y = distribution(rng);
+    return x;
+  }
+  int pick(const std::vector<int>& of) { return of[rng() % of.size()]; }
+
+ private:
+  PagedOptions random_options(unsigned n) {
+    PagedOptions o;
+    o.rows = pick({1, 2, 3});
+    o.kv_heads = pick({1, 2, 3});
+    o.head_dim = pick({8, 16, 64, 80, 128});
+    o.page_size = pick({1, 4, 8, 16});
+    o.max_pages = 1 + 90 / o.page_size;
+    o.dtype = n % 3 == 0 ? DType::f32 : DType::bf16;
+    if (n % 3 == 2) o.codec = n % 2 ? CodecSpec{{8}, {8}} : CodecSpec{{8}, {0}};
+    o.state_columns = 2;
+    o.rope = n % 4 == 3 ? RopeRegime::cache_relative : RopeRegime::original;
+    return o;
+  }
+};
+
 // Scratch from the heap, poisoned; state is zeroed.
 class HeapWorkspace final : public Workspace {
  public:
@@ -173,6 +218,11 @@ class Guarded {
   float& operator()(I... i) const {
     return view_(i...);
   }
+  static std::vector<float> copy(View<const float, Rank> dense) {
+    std::size_t n = 1;
+    for (const auto e : dense.extent) n *= static_cast<std::size_t>(e);
+    return {dense.data, dense.data + n};
+  }
   std::vector<float> values() const { return {data_.begin() + margin, data_.end() - margin}; }
   bool margins_intact() const {
     for (std::size_t i = 0; i < margin; ++i)
@@ -189,6 +239,16 @@ class Guarded {
 // Largest difference allowed between a fast op and its reference that read the same stored bytes: absolute, for values
 // and queries of about unit size. Storage is decoded exactly, so only the order of f32 additions differs.
 struct Tolerance {
+  // Largest difference, relative to values above 1; infinities must be equal.
+  static double worst(const std::vector<float>& a, const std::vector<float>& b) {
+    double worst = a.size() == b.size() ? 0 : 1e30;
+    for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i)
+      if (!(a[i] == b[i]))
+        worst = std::max(worst, std::isfinite(a[i] - b[i])
+                                    ? std::abs(double{a[i]} - b[i]) / std::max(1.0, std::abs(double{b[i]}))
+                                    : 1e30);
+    return worst;
+  }
   double output = 2e-5, score = 5e-5, probability = 2e-5, lse = 2e-5;
 };
 
