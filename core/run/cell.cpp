@@ -7,12 +7,12 @@
 #include <cmath>
 #include <map>
 
+#include "experiment/variants.hpp"
 #include "host/compose.hpp"
 #include "ops/paged.hpp"
 #include "run/metrics.hpp"
 #include "run/sampling.hpp"
 #include "run/shadow.hpp"
-#include "run/variants.hpp"
 
 namespace kvlab {
 namespace {

@@ -5,10 +5,10 @@
 #include <memory>
 
 #include "engine/engine.hpp"
-#include "run/experiment.hpp"
+#include "experiment/experiment.hpp"
+#include "result/results.hpp"
 #include "run/items.hpp"
 #include "run/reference.hpp"
-#include "run/results.hpp"
 
 namespace kvlab {
 

@@ -10,13 +10,13 @@
 
 #include "base/text.hpp"
 #include "base/version.hpp"
-#include "run/bench.hpp"
-#include "run/describe.hpp"
+#include "bench/bench.hpp"
+#include "experiment/describe.hpp"
+#include "experiment/schema.hpp"
+#include "result/report.hpp"
 #include "run/doctor.hpp"
 #include "run/generate.hpp"
-#include "run/report.hpp"
 #include "run/runner.hpp"
-#include "run/schema.hpp"
 
 namespace kvlab {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "run/catalog.hpp"
+#include "experiment/catalog.hpp"
 
 namespace kvlab {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "experiment/experiment.hpp"
 #include "model/config.hpp"
 #include "model/tokenizer.hpp"
-#include "run/experiment.hpp"
 
 namespace kvlab {
 

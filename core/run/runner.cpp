@@ -13,12 +13,12 @@
 
 #include "base/cpu.hpp"
 #include "base/version.hpp"
+#include "experiment/variants.hpp"
 #include "model/bundled.hpp"
+#include "result/report.hpp"
+#include "result/results.hpp"
 #include "run/cell.hpp"
 #include "run/progress.hpp"
-#include "run/report.hpp"
-#include "run/results.hpp"
-#include "run/variants.hpp"
 
 namespace kvlab {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 #include <string>
 
-#include "run/experiment.hpp"
+#include "experiment/experiment.hpp"
 
 namespace kvlab {
 

@@ -7,8 +7,8 @@
 #include <sstream>
 #include <string>
 
-#include "run/experiment.hpp"
-#include "run/fake_catalog.hpp"
+#include "experiment/experiment.hpp"
+#include "experiment/fake_catalog.hpp"
 
 using namespace kvlab;
 

@@ -10,10 +10,10 @@
 #include <kvlab/error.hpp>
 #include <string>
 
-#include "run/h5.hpp"
-#include "run/report.hpp"
-#include "run/rows.hpp"
-#include "run/sealed.hpp"
+#include "result/h5.hpp"
+#include "result/report.hpp"
+#include "result/rows.hpp"
+#include "result/sealed.hpp"
 
 using namespace kvlab;
 using namespace kvlab::results;

@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "base/sha256.hpp"
-#include "run/catalog.hpp"
+#include "experiment/catalog.hpp"
 #include "test/support/task_fixture.hpp"
 
 using namespace kvlab;

@@ -1,0 +1,158 @@
+#include "bench/bench.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <kvlab/error.hpp>
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <oneapi/dnnl/dnnl.hpp>
+
+#include "base/buffer.hpp"
+#include "bench/cases.hpp"
+#include "ops/gemm.hpp"
+
+namespace kvlab::bench {
+namespace {
+
+struct Op {
+  const char* name;
+  std::vector<Line> (*cases)();
+};
+constexpr Op ops[] = {{"gemv", gemv_cases},     {"gemm", gemm_cases},
+                      {"attend", attend_cases}, {"prefill_attention", prefill_attention_cases},
+                      {"decode", decode_cases}, {"prefill", prefill_cases}};
+
+// One large product; big enough that packing and threads cost little.
+constexpr std::int64_t gemm_m = 1024, gemm_n = 1536, gemm_k = 1536;
+
+double rate_of(DType dtype) {
+  std::vector<float> x(gemm_m * gemm_k, 0.5f), y(gemm_m * gemm_n);
+  const auto l = ops::Linear::pack(gemm_n, gemm_k, dtype, [](std::int64_t, std::int64_t count, float* out) {
+    std::fill_n(out, count * gemm_k, 0.25f);
+  });
+  const Times t = time_runs(10, [&] { l.apply(x.data(), gemm_k, y.data(), gemm_n, gemm_m); });
+  return 2. * gemm_m * gemm_n * gemm_k / t.best;
+}
+
+double sgemm_rate() {
+  std::vector<float> a(gemm_m * gemm_k, 0.5f), b(gemm_k * gemm_n, 0.25f), c(gemm_m * gemm_n);
+  const Times t = time_runs(10, [&] {
+    dnnl_sgemm('N', 'N', gemm_m, gemm_n, gemm_k, 1.f, a.data(), gemm_k, b.data(), gemm_n, 0.f, c.data(), gemm_n);
+  });
+  return 2. * gemm_m * gemm_n * gemm_k / t.best;
+}
+
+std::string amount(double perSecond, const char* unit) { return fmt::format("{:.1f} G{}/s", perSecond / 1e9, unit); }
+
+}  // namespace
+
+// Every thread reads four streams of its own share, asking for lines ahead of the hardware prefetcher: one plain stream
+// stays a third below what a core can read on some machines.
+double measure_read_rate() {
+  constexpr std::size_t line = 8, streams = 4, ahead = 32 * line;  // in words
+  const std::size_t words = (std::size_t{1} << 30) / sizeof(std::uint64_t);
+  const Buffer buffer(words * sizeof(std::uint64_t));
+  std::uint64_t* data = buffer.as<std::uint64_t>();
+#pragma omp parallel for schedule(static)
+  for (std::size_t i = 0; i < words; ++i) data[i] = i;
+  std::uint64_t sum = 0;
+  std::size_t read = 0;
+  const Times t = time_runs(7, [&] {
+    read = 0;
+#pragma omp parallel reduction(+ : sum, read)
+    {
+      const std::size_t share = words / static_cast<std::size_t>(omp_get_num_threads());
+      const std::size_t stream = share / streams / line * line;
+      const std::uint64_t* p = data + share * static_cast<std::size_t>(omp_get_thread_num());
+      for (std::size_t i = 0; i < stream; i += line)
+        for (std::size_t s = 0; s < streams; ++s) {
+          const std::uint64_t* x = p + s * stream + i;
+          __builtin_prefetch(x + ahead);
+          for (std::size_t j = 0; j < line; ++j) sum += x[j];
+        }
+      read += stream * streams;
+    }
+  });
+  volatile std::uint64_t keep = sum;  // the reads must happen
+  (void)keep;
+  return static_cast<double>(read * sizeof(std::uint64_t)) / t.best;
+}
+
+GemmRate measure_gemm_rate() {
+  GemmRate best{rate_of(DType::bf16), ops::bf16_kernel()};
+  if (best.kernel != "onednn bf16")
+    if (const double f32 = sgemm_rate(); f32 > best.flop_per_s) best = {f32, "onednn sgemm (f32)"};
+  return best;
+}
+
+const std::vector<std::string>& op_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> v;
+    for (const Op& op : ops) v.push_back(op.name);
+    return v;
+  }();
+  return names;
+}
+
+Report run(std::vector<std::string> names) {
+  for (const auto& name : names)
+    if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
+      throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
+  if (names.empty()) names = op_names();
+  Report r;
+  r.ceilings.threads = omp_get_max_threads();
+  r.ceilings.read_before = measure_read_rate();
+  r.ceilings.gemm = measure_gemm_rate();
+  for (const Op& op : ops) {
+    if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
+    for (Line& line : op.cases()) r.lines.push_back(std::move(line));
+  }
+  r.ceilings.read_after = measure_read_rate();
+  r.ceilings.read_bytes_per_s = std::max(r.ceilings.read_before, r.ceilings.read_after);
+  if (const GemmRate after = measure_gemm_rate(); after.flop_per_s > r.ceilings.gemm.flop_per_s)
+    r.ceilings.gemm = after;
+  return r;
+}
+
+std::string table(const Report& r) {
+  const Ceilings& c = r.ceilings;
+  std::string s = fmt::format("memory read {} ({} before, {} after), {} threads\n", amount(c.read_bytes_per_s, "B"),
+                              amount(c.read_before, "B"), amount(c.read_after, "B"), c.threads);
+  s += fmt::format("bf16 GEMM   {} ({})\n", amount(c.gemm.flop_per_s, "FLOP"), c.gemm.kernel);
+  if (std::min(c.read_before, c.read_after) < 0.9 * c.read_bytes_per_s)
+    s += "The read rate moved by more than 10% during this run: something else was using the machine.\n";
+  s += fmt::format("\n{:<18} {:<34} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
+                   "ceiling");
+  for (const Line& l : r.lines)
+    s += fmt::format("{:<18} {:<34} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
+                     amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c));
+  return s;
+}
+
+nlohmann::json to_json(const Report& r) {
+  const Ceilings& c = r.ceilings;
+  nlohmann::json j;
+  j["threads"] = c.threads;
+  j["read_bytes_per_s"] = c.read_bytes_per_s;
+  j["read_bytes_per_s_before"] = c.read_before;
+  j["read_bytes_per_s_after"] = c.read_after;
+  j["gemm_flop_per_s"] = c.gemm.flop_per_s;
+  j["gemm_kernel"] = c.gemm.kernel;
+  j["ops"] = nlohmann::json::array();
+  for (const Line& l : r.lines)
+    j["ops"].push_back({{"op", l.op},
+                        {"shape", l.shape},
+                        {"kernel", l.kernel},
+                        {"seconds_median", l.seconds},
+                        {"seconds_best", l.best},
+                        {"bytes", l.bytes},
+                        {"flops", l.flops},
+                        {"ceiling", l.reads ? "read" : "gemm"},
+                        {"rate", l.rate()},
+                        {"percent", l.percent(c)}});
+  return j;
+}
+
+}  // namespace kvlab::bench

@@ -1,0 +1,39 @@
+// The op cases of `kvlab bench`, at the shapes of SmolLM2-135M.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+#include "bench/bench.hpp"
+
+namespace kvlab::bench {
+
+struct Times {
+  double median = 0, best = 0;
+};
+
+// At least `runs` runs after one that is not counted, and more until they took a quarter of a second.
+template <class F>
+Times time_runs(int runs, const F& f) {
+  using Clock = std::chrono::steady_clock;
+  f();
+  std::vector<double> t;
+  double total = 0;
+  while (static_cast<int>(t.size()) < runs || (total < 0.25 && t.size() < 10000)) {
+    const auto begin = Clock::now();
+    f();
+    t.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+    total += t.back();
+  }
+  std::sort(t.begin(), t.end());
+  return {t[t.size() / 2], t.front()};
+}
+
+std::vector<Line> gemv_cases();
+std::vector<Line> gemm_cases();
+std::vector<Line> attend_cases();
+std::vector<Line> prefill_attention_cases();
+std::vector<Line> decode_cases();
+std::vector<Line> prefill_cases();
+
+}  // namespace kvlab::bench

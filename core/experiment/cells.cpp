@@ -1,0 +1,209 @@
+#include <fmt/format.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "experiment/experiment.hpp"
+#include "experiment/variants.hpp"
+#include "model/bundled.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// FNV-1a, 64 bits: tells cells and files apart, no defence against someone who wants a collision.
+class Hash {
+ public:
+  void add(std::string_view bytes) {
+    for (const char c : bytes) value_ = (value_ ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+  }
+  std::string hex() const { return fmt::format("{:016x}", value_); }
+
+ private:
+  std::uint64_t value_ = 0xcbf29ce484222325ull;
+};
+
+std::string hash_file(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  if (!in) throw Error(Errc::io, "cannot be read", path.string());
+  Hash hash;
+  std::array<char, 1 << 16> block;
+  while (in.read(block.data(), block.size()), in.gcount() > 0)
+    hash.add({block.data(), static_cast<std::size_t>(in.gcount())});
+  return hash.hex();
+}
+
+// Hashes of what a plugin use depends on: its library and the files that its text parameters name.
+Json dependencies(const PluginUse& use, const Experiment& experiment, const PluginCatalog& catalog,
+                  const Fingerprints& fingerprints) {
+  Json json = Json::array();
+  if (const PluginInfo* plugin = catalog.find(use.role, use.name); plugin && fingerprints.plugin)
+    json.push_back(fingerprints.plugin(*plugin));
+  for (const auto& [name, value] : use.params.values()) {
+    const auto* text = std::get_if<std::string>(&value);
+    if (!text || text->empty() || text->size() > 4096 || !fingerprints.file) continue;
+    const fs::path path = resolve_data_path(*text, experiment.folder);
+    std::error_code ec;
+    if (fs::is_regular_file(path, ec)) json.push_back(fingerprints.file(path));
+  }
+  return json;
+}
+
+Json describe(const PolicySpec& policy, const Experiment& experiment, const PluginCatalog& catalog,
+              const Fingerprints& fingerprints) {
+  Json json = {{"name", policy.name}, {"params", to_json(policy)}, {"depends", Json::array()}};
+  for (const auto* use :
+       {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
+    if (*use) json["depends"].push_back(dependencies(**use, experiment, catalog, fingerprints));
+  return json;
+}
+
+// What every cell of the run shares and its results depend on.
+Json common(const Experiment& experiment) {
+  Json metrics = Json::array();
+  for (const Metric metric : experiment.metrics) metrics.push_back(name_of(metric));
+  return {{"backend", experiment.backend},
+          {"metrics", metrics},
+          {"batch", experiment.batch},
+          {"threads", experiment.threads},
+          {"device_memory", experiment.device_memory},
+          {"prefill_chunk", experiment.prefill_chunk},
+          {"fidelity_tokens", experiment.fidelity_tokens}};
+}
+
+}  // namespace
+
+std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catalog, const Fingerprints& fingerprints) {
+  std::vector<std::string> models, tasks, policies, params;
+  for (const ModelSpec& model : experiment.models) {
+    Json json = {{"path", model.path}, {"dtype", static_cast<int>(model.dtype)}};
+    if (fingerprints.model) json["content"] = fingerprints.model(model);
+    models.push_back(json.dump());
+  }
+  for (const TaskSpec& task : experiment.tasks)
+    tasks.push_back(Json{{"name", task.name},
+                         {"task", to_json(task)},
+                         {"depends", dependencies(task.task, experiment, catalog, fingerprints)}}
+                        .dump());
+  for (const PolicySpec& policy : experiment.policies) {
+    policies.push_back(describe(policy, experiment, catalog, fingerprints).dump());
+    params.push_back(to_json(policy).dump());
+  }
+  const std::string shared = common(experiment).dump();
+
+  std::vector<Cell> all;
+  std::map<std::string, std::string> places;  // by id
+  for (std::size_t m = 0; m < models.size(); ++m)
+    for (std::size_t t = 0; t < tasks.size(); ++t)
+      for (std::size_t p = 0; p < policies.size(); ++p) {
+        const auto& own = experiment.tasks[t].seed;
+        for (const std::int64_t seed : own ? std::vector<std::int64_t>{*own} : experiment.seeds)
+          for (int repeat = 0; repeat < experiment.repeats; ++repeat) {
+            Hash hash;
+            hash.add(shared + "\n" + models[m] + "\n" + tasks[t] + "\n" + policies[p] + "\n");
+            hash.add(fmt::format("{} {}", seed, repeat));
+            Cell cell{hash.hex(), m, t, p, seed, repeat, params[p]};
+            const std::string place = experiment.policies[p].where + " and " + experiment.tasks[t].where;
+            if (const auto [it, fresh] = places.emplace(cell.id, place); !fresh)
+              throw Error(Errc::config,
+                          fmt::format("got the same cell twice: policy '{}', task '{}', seed {} (also at {})",
+                                      experiment.policies[p].name, experiment.tasks[t].name, seed, it->second),
+                          experiment.policies[p].where);
+            all.push_back(std::move(cell));
+            if (all.size() > max_cells)
+              throw Error(Errc::config, fmt::format("got more than {} cells", max_cells), experiment.file.string());
+          }
+      }
+  return all;
+}
+
+Fingerprints content_fingerprints() {
+  const auto known = std::make_shared<std::map<fs::path, std::string>>();
+  const auto file = [known](const fs::path& path) {
+    const auto it = known->find(path);
+    return it != known->end() ? it->second : known->emplace(path, hash_file(path)).first->second;
+  };
+  Fingerprints f;
+  f.file = file;
+  f.plugin = [file](const PluginInfo& plugin) {
+    return plugin.library.empty() ? plugin.version : file(plugin.library);
+  };
+  return f;
+}
+
+std::string budget_text(const PolicySpec& policy) {
+  const double v = policy.budget.value;
+  switch (policy.budget.kind) {
+    case BudgetAmount::unlimited: return "-";
+    case BudgetAmount::tokens: return fmt::format("{:.0f}", v);
+    case BudgetAmount::ratio: return fmt::format("{:g}", v);
+    case BudgetAmount::bytes: break;
+  }
+  if (std::fmod(v, 1048576.0) == 0) return fmt::format("{:.0f} MiB", v / 1048576.0);
+  return fmt::format("{:.0f} B", v);
+}
+
+namespace {
+
+// The scalar parameters of the task that differ between the experiment's tasks of that name.
+std::string task_text(const Experiment& experiment, const TaskSpec& task) {
+  std::string varying;
+  const auto add = [&](const std::string& word) { varying += (varying.empty() ? "" : ", ") + word; };
+  const auto differs = [&](auto same) {
+    for (const TaskSpec& other : experiment.tasks)
+      if (other.name == task.name && !same(other)) return true;
+    return false;
+  };
+  for (const auto& [name, value] : task.task.params.values())
+    if (differs([&, &n = name, &v = value](const TaskSpec& o) {
+          const auto& theirs = o.task.params.values();
+          const auto it = theirs.find(n);
+          return it != theirs.end() && it->second == v;
+        }))
+      add(name + " " + std::visit([](const auto& v) { return fmt::format("{}", v); }, value));
+  if (differs([&](const TaskSpec& o) { return o.question == task.question; }))
+    add(task.question == Question::decode ? "question decode" : "question prompt");
+  if (differs([&](const TaskSpec& o) { return o.questions == task.questions; }))
+    add(fmt::format("questions {}", task.questions));
+  return varying.empty() ? task.name : task.name + " (" + varying + ")";
+}
+
+std::size_t width(std::string_view text) {  // code points
+  std::size_t n = 0;
+  for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
+  return n;
+}
+
+}  // namespace
+
+std::string cell_table(const Experiment& experiment, const std::vector<Cell>& all) {
+  constexpr std::size_t columns = 7;
+  std::vector<std::array<std::string, columns>> rows{{"cell", "model", "task", "policy", "budget", "seed", "repeat"}};
+  for (const Cell& cell : all) {
+    const PolicySpec& policy = experiment.policies[cell.policy];
+    rows.push_back({cell.id, experiment.models[cell.model].path, task_text(experiment, experiment.tasks[cell.task]),
+                    policy_text(experiment, policy), budget_text(policy), std::to_string(cell.seed),
+                    std::to_string(cell.repeat)});
+  }
+  std::array<std::size_t, columns> widest{};
+  for (const auto& row : rows)
+    for (std::size_t c = 0; c < columns; ++c) widest[c] = std::max(widest[c], width(row[c]));
+  std::string text = fmt::format("{} {}\n", all.size(), all.size() == 1 ? "cell" : "cells");
+  for (const auto& row : rows) {
+    std::string line;
+    for (std::size_t c = 0; c < columns; ++c)
+      line += row[c] + (c + 1 < columns ? std::string(widest[c] - width(row[c]) + 2, ' ') : "");
+    text += line + "\n";
+  }
+  return text;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,315 @@
+#include "experiment/experiment.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/text.hpp"
+#include "experiment/overrides.hpp"
+#include "host/parameters.hpp"
+#include "model/bundled.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+using yaml::Node;
+
+constexpr std::size_t most_expansions = 10'000;
+
+constexpr std::pair<const char*, Metric> metric_words[] = {{"score", Metric::score},
+                                                           {"fidelity", Metric::fidelity},
+                                                           {"memory", Metric::memory},
+                                                           {"latency", Metric::latency},
+                                                           {"trace", Metric::trace}};
+
+// A value or a list of values.
+std::vector<const Node*> one_or_list(const Node& node) {
+  if (!node.is(Node::Kind::list)) return {&node};
+  std::vector<const Node*> all;
+  for (const Node& item : node.items) all.push_back(&item);
+  return all;
+}
+
+class ExperimentReader {
+ public:
+  ExperimentReader(const yaml::Document& document, const PluginCatalog& catalog, Problems& problems)
+      : document_(document), catalog_(catalog), problems_(problems) {}
+
+  Experiment read() {
+    const Node& root = document_.root;
+    if (!root.is(Node::Kind::map)) {
+      problems_.add(root.place,
+                    "got " + yaml::describe(root) + ", wanted an experiment: a map with model, tasks and policies");
+      return std::move(out_);
+    }
+    MapReader map(root, "experiment", problems_);
+    for (const std::string& key : experiment_keys()) map.take(key);  // in the order that the message shows
+    out_.file = document_.file;
+    out_.folder = out_.file.parent_path();
+    scalars(map);
+    models(map);
+    metrics(map);
+    seeds(map);
+    paths(map);
+    tasks(map);
+    policies(map);
+    unsupported(map);
+    map.take("sweep");
+    map.finish();
+    return std::move(out_);
+  }
+
+ private:
+  void scalars(MapReader& map) {
+    out_.name = map.get<std::string>(make_param("experiment", out_.file.stem().string(), "name of the run"));
+    if (out_.name.empty() || out_.name.find('/') != std::string::npos)
+      problems_.add(map.take("experiment")->place,
+                    "got '" + out_.name + "' for 'experiment', wanted a name without '/'");
+    out_.backend = map.get<std::string>(make_choice("backend", {"auto", "cpu", "cuda"}, "where the model runs"));
+    if (out_.backend == "cuda") problems_.add_unsupported(map.take("backend")->place, "backend: cuda");
+    out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
+    out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
+    out_.threads = map.get<int>(make_param("threads", 0, 0, 4096, "0 = all"));
+    out_.page_size = map.get<int>(make_param("page_size", 16, 1, 1024, "tokens per page"));
+    out_.prefill_chunk = map.get<int>(
+        make_param("prefill_chunk", 0, 0, 1 << 24, "prompt tokens per chunk, 0 = the whole prompt, layer by layer"));
+    if (const Node* n = map.take("device_memory")) out_.device_memory = read_bytes(*n, problems_).value_or(0);
+    if (const Node* n = map.take("fidelity")) {
+      MapReader fidelity(*n, "fidelity", problems_);
+      out_.fidelity_tokens = fidelity.get<int>(make_param("tokens", 32, 1, 1 << 20, "forced tokens per sample"));
+      fidelity.finish();
+    }
+  }
+
+  void model(const Node& node) {
+    ModelSpec model;
+    model.where = document_.where(node.place);
+    if (node.is(Node::Kind::scalar)) {
+      model.path = node.text;
+    } else if (node.is(Node::Kind::map)) {
+      MapReader map(node, "model", problems_);
+      const Node* path = map.take("path");
+      const std::string dtype = map.get<std::string>(make_choice("dtype", {"bf16", "f32", "fp16"}, "the run's dtype"));
+      if (dtype == "fp16")
+        problems_.add(map.take("dtype")->place, "got dtype fp16 on the CPU, wanted bf16 or f32 (fp16 needs a GPU)",
+                      Errc::unsupported);
+      model.dtype = dtype == "f32" ? DType::f32 : DType::bf16;
+      bool other = false;
+      for (const char* key : {"adapter", "synthetic"})
+        if (const Node* n = map.take(key)) {
+          problems_.add_unsupported(n->place, std::string("model ") + key);
+          other = true;
+        }
+      map.finish();
+      if (path)
+        model.path = read_text(*path, "path");
+      else if (!other)
+        problems_.add(node.place, "got a model without a path, wanted path: FILE or FOLDER");
+    } else {
+      problems_.add(node.place, "got " + yaml::describe(node) + " for 'model', wanted {path: ..., dtype: ...}");
+    }
+    out_.models.push_back(std::move(model));
+  }
+
+  void models(MapReader& map) {
+    const Node* node = map.take("model");
+    if (!node) {
+      missing("model: {path: bundled/smollm2}");
+    } else if (node->is(Node::Kind::list)) {
+      if (node->items.empty()) problems_.add(node->place, "got an empty list for 'model', wanted a model");
+      for (const Node& item : node->items) model(item);
+    } else {
+      for (const Node& one : expand_axes(*node, 100, problems_)) model(one);
+    }
+  }
+
+  void metrics(MapReader& map) {
+    const Node* node = map.take("metrics");
+    if (!node) {
+      out_.metrics = {Metric::score, Metric::fidelity, Metric::memory, Metric::latency};
+      return;
+    }
+    std::vector<std::string> words;
+    for (const auto& [word, metric] : metric_words) words.emplace_back(word);
+    const ParamSpec spec = make_choice("metrics", words, "what is measured");
+    for (const Node* item : one_or_list(*node))
+      if (const auto value = read_value(*item, spec, problems_))
+        for (const auto& [word, metric] : metric_words)
+          if (std::get<std::string>(*value) == word) out_.metrics.insert(metric);
+    if (node->is(Node::Kind::list) && node->items.empty())
+      problems_.add(node->place, "got an empty list for 'metrics', wanted some of " + join(words));
+  }
+
+  void seeds(MapReader& map) {
+    const Node* node = map.take("seed");
+    if (!node) return;
+    out_.seeds.clear();
+    for (const Node* item : one_or_list(*node))
+      if (const auto value = read_value(*item, make_param("seed", 0, 0, 9e15, "seed"), problems_))
+        out_.seeds.push_back(std::get<std::int64_t>(*value));
+    if (node->is(Node::Kind::list) && node->items.empty())
+      problems_.add(node->place, "got an empty list for 'seed', wanted a seed");
+  }
+
+  void paths(MapReader& map) {
+    const Node* output = map.take("output");
+    out_.output = output ? read_text(*output, "output") : "results/" + out_.name + ".h5";
+    if (const Node* node = map.take("plugin_path"))
+      for (const Node* item : one_or_list(*node))
+        out_.plugin_path.push_back(out_.resolve(read_text(*item, "plugin_path")).string());
+  }
+
+  const Node* section(MapReader& map, const char* key, const char* example) {
+    const Node* node = map.take(key);
+    if (!node) {
+      missing(example);
+    } else if (!node->is(Node::Kind::list) || node->items.empty()) {
+      const bool empty = node->is(Node::Kind::list);
+      problems_.add(node->place, fmt::format("got {} for '{}', wanted a list: each line begins with '- '",
+                                             empty ? "an empty list" : yaml::describe(*node), key));
+      return nullptr;
+    }
+    return node;
+  }
+
+  std::vector<Node> entry_axes(const Node& entry, const char* kind) {
+    if (!entry.is(Node::Kind::list)) return expand_axes(entry, most_expansions, problems_);
+    problems_.add(entry.place, fmt::format("got a list as a {}, wanted NAME or {{NAME: {{...}}}}", kind));
+    return {};
+  }
+
+  void tasks(MapReader& map) {
+    const Node* node = section(map, "tasks", "tasks: [NAME: {...}]");
+    if (!node) return;
+    for (const Node& entry : node->items)
+      for (const Node& one : entry_axes(entry, "task"))
+        if (auto task = read_task(one, catalog_, problems_)) out_.tasks.push_back(std::move(*task));
+  }
+
+  void policies(MapReader& map) {
+    const yaml::Entry* ablate = map.take_entry("ablate");
+    if (ablate && !ablate->value.is(Node::Kind::map) && !ablate->value.is(Node::Kind::null))
+      problems_.add(ablate->value.place,
+                    "got " + yaml::describe(ablate->value) + " for 'ablate', wanted {NAME: [...]} or {NAME: all}");
+    const Node* node = section(map, "policies", "policies: [full]");
+    if (!node) return;
+    std::vector<std::string> labels;
+    for (const Node& entry : node->items) {
+      const Node* list = nullptr;
+      std::vector<std::string> own;
+      for (const Node& one : entry_axes(entry, "policy")) {
+        auto policy = read_policy(one, out_.page_size, catalog_, problems_);
+        own.push_back(entry_label(one));
+        if (!policy) continue;
+        if (ablate)
+          if (const yaml::Entry* e = ablate->value.find(policy->name)) list = &e->value;
+        const PolicySpec base = *policy;
+        out_.policies.push_back(std::move(*policy));
+        if (list) variants(base, *list);
+        list = nullptr;
+      }
+      labels.insert(labels.end(), own.begin(), own.end());
+    }
+    if (ablate)
+      for (const yaml::Entry& e : ablate->value.entries)
+        if (std::find(labels.begin(), labels.end(), e.key.text) == labels.end())
+          problems_.add(e.key.place, fmt::format("got '{}', wanted a name under policies: {}{}", e.key.text,
+                                                 join(labels), did_you_mean(e.key.text, labels)));
+  }
+
+  // `list`: names of components, or `all`.
+  void variants(const PolicySpec& base, const Node& list) {
+    const std::vector<std::string> declared = components(base, catalog_);
+    if (declared.empty()) {
+      problems_.add(list.place, fmt::format("got an ablation of '{}', which declares no components", base.name));
+      return;
+    }
+    if (list.is(Node::Kind::scalar) && list.text == "all") {
+      for (const std::string& component : declared)
+        if (auto variant = without(base, component, catalog_)) out_.policies.push_back(std::move(*variant));
+      return;
+    }
+    for (const Node* item : one_or_list(list)) {
+      const std::string word = item->is(Node::Kind::scalar) ? item->text : "";
+      if (std::find(declared.begin(), declared.end(), word) == declared.end())
+        problems_.add(item->place, fmt::format("got {}, wanted all or components of '{}': {}{}", yaml::describe(*item),
+                                               base.name, join(declared), did_you_mean(word, declared)));
+      else if (auto variant = without(base, word, catalog_))
+        out_.policies.push_back(std::move(*variant));
+      else
+        problems_.add(item->place, fmt::format("got '{}', but '{}' has it switched off already", word, base.name));
+    }
+  }
+
+  void unsupported(MapReader& map) {
+    for (const char* key : {"workload", "inject", "profilers"})
+      if (const yaml::Entry* e = map.take_entry(key))
+        problems_.add_unsupported(e->key.place, std::string("key '") + key + "'");
+  }
+
+  std::string read_text(const Node& node, const char* key) {
+    const auto value = read_value(node, make_param(key, std::string(), ""), problems_);
+    if (value && std::get<std::string>(*value).empty())
+      problems_.add(node.place, fmt::format("got empty text for '{}', wanted a path", key));
+    return value ? std::get<std::string>(*value) : "";
+  }
+
+  void missing(const std::string& example) {
+    problems_.add(document_.root.place,
+                  "got no '" + example.substr(0, example.find(':')) + "', wanted e.g. " + example);
+  }
+
+  const yaml::Document& document_;
+  const PluginCatalog& catalog_;
+  Problems& problems_;
+  Experiment out_;
+};
+
+}  // namespace
+
+fs::path Experiment::resolve(const std::string& path) const { return resolve_data_path(path, folder); }
+
+const char* name_of(Metric metric) {
+  for (const auto& [word, m] : metric_words)
+    if (m == metric) return word;
+  return "?";
+}
+
+Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog) {
+  Problems problems(document);
+  apply_sets(document, problems);
+  apply_sweep(document.root, problems);
+  Experiment experiment = ExperimentReader(document, catalog, problems).read();
+  problems.raise();
+  experiment.text = document.text;
+  if (!document.sets.empty() && !experiment.text.empty() && experiment.text.back() != '\n') experiment.text += '\n';
+  for (const std::string& set : document.sets) experiment.text += "# --set " + set + "\n";
+  return experiment;
+}
+
+Experiment load_experiment(const std::string& path, const std::vector<std::string>& sets,
+                           const PluginCatalog& catalog) {
+  yaml::Document document = yaml::parse_file(path);
+  document.sets = sets;
+  return read_experiment(std::move(document), catalog);
+}
+
+std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets) {
+  yaml::Document document = yaml::parse_file(path);
+  document.sets = sets;
+  Problems ignored(document);
+  apply_sets(document, ignored);
+  std::vector<std::string> places;
+  const yaml::Entry* found = document.root.find("plugin_path");
+  if (!found) return places;
+  for (const Node* item : one_or_list(found->value)) {
+    if (!item->is(Node::Kind::scalar) || item->text.empty()) continue;
+    const fs::path place(item->text);
+    places.push_back((place.is_absolute() ? place : fs::path(path).parent_path() / place).string());
+  }
+  return places;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,84 @@
+// An experiment file, validated and expanded: every task and policy with every parameter, and the cells to run.
+#pragma once
+#include <kvlab/dtype.hpp>
+
+#include <filesystem>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "experiment/policy_spec.hpp"
+
+namespace kvlab {
+
+struct ModelSpec {
+  std::string path;  // as written: "bundled/smollm2", or relative to the experiment's folder
+  DType dtype = DType::bf16;
+  std::string where;
+};
+
+enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace };
+
+struct Experiment {
+  std::string name;
+  std::filesystem::path file, folder;  // relative paths in the file start at `folder`
+  std::string text;                    // the file's bytes, then one "# --set ..." line per override
+  std::vector<ModelSpec> models;
+  std::string backend = "auto";      // auto | cpu
+  std::vector<TaskSpec> tasks;       // axes expanded
+  std::vector<PolicySpec> policies;  // axes and ablations expanded
+  std::vector<std::int64_t> seeds{0};
+  int repeats = 1;  // the same cell measured again
+  std::set<Metric> metrics;
+  std::filesystem::path output;          // relative to the current folder
+  int batch = 1;                         // sequences at once
+  int threads = 0;                       // 0 = all
+  std::int64_t device_memory = 0;        // cap in bytes, 0 = none
+  int page_size = 16;                    // tokens per page, where a policy names none
+  int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
+  int fidelity_tokens = 32;              // forced tokens per sample
+  std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
+
+  std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file
+};
+
+// Throws ExperimentError with every error found (Errc::config, plugin or unsupported), Error(Errc::io) when there is no
+// such file. sets: "key=value", applied in order before anything is checked.
+Experiment load_experiment(const std::string& path, const std::vector<std::string>& sets, const PluginCatalog& catalog);
+Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog);
+
+// `plugin_path` alone, which the catalog depends on. Nothing when it is wrong: load_experiment says so.
+std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets);
+
+struct Cell {
+  std::string id;                               // 16 hexadecimal digits
+  std::size_t model = 0, task = 0, policy = 0;  // indices into the experiment's
+  std::int64_t seed = 0;
+  int repeat = 0;
+  std::string params;  // JSON: everything resolved about the policy
+};
+
+// What a cell's id depends on besides its parameters; each returns a hash of contents.
+struct Fingerprints {
+  std::function<std::string(const ModelSpec&)> model;
+  std::function<std::string(const PluginInfo&)> plugin;
+  std::function<std::string(const std::filesystem::path&)> file;  // of a data file that a parameter names
+};
+
+inline constexpr std::size_t max_cells = 100'000;
+
+// Model by task by policy by seed by repeat, in the file's order. A text parameter that names an existing file counts
+// with the file's contents. Errc::config when two cells are the same.
+std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catalog, const Fingerprints& fingerprints);
+
+// Hashes of file contents, each file read once; the model's is its path alone.
+Fingerprints content_fingerprints();
+
+// The cells as `kvlab check` prints them.
+std::string cell_table(const Experiment& experiment, const std::vector<Cell>& cells);
+
+const char* name_of(Metric metric);
+std::string budget_text(const PolicySpec& policy);  // "512", "0.25", "64 MiB", "-"
+
+}  // namespace kvlab

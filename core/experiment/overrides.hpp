@@ -1,0 +1,22 @@
+// `--set key=value` and `sweep:` write values into the YAML tree before anything is read from it.
+#pragma once
+#include <string>
+
+#include "experiment/reader.hpp"
+
+namespace kvlab {
+
+// path: a top-level key and what lies below it ("backend", "model.dtype", "tasks.niah.context"), or the label of an
+// entry of policies or tasks and a key in it ("snapkv.window", "niah.context", "snapkv.budget.tokens"); every entry of
+// that label is changed. Keys on the way are created. `place` is where messages point.
+void set_path(yaml::Node& root, const std::string& path, const yaml::Node& value, yaml::Place place,
+              Problems& problems);
+
+// The document's `sets` in order, then its `sweep`.
+void apply_sets(yaml::Document& document, Problems& problems);
+void apply_sweep(yaml::Node& root, Problems& problems);
+
+// Every top-level key of an experiment.
+const std::vector<std::string>& experiment_keys();
+
+}  // namespace kvlab

@@ -1,0 +1,79 @@
+// One entry of `policies:` or `tasks:`, resolved: which plugins with which parameters.
+//
+// A policy entry is a name (`full`), {NAME: {...}} or {name: LABEL, scorer: X, ...}. Its composition keys are policy,
+// scorer, selector, budget, schedule, codec, placement and page_size; every other key is a parameter of its main
+// plugin: the one called NAME, else the only one of policy, scorer and selector.
+#pragma once
+#include <kvlab/policy.hpp>
+
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "experiment/catalog.hpp"
+#include "experiment/reader.hpp"
+
+namespace kvlab {
+
+struct PluginUse {
+  Role role = Role::policy;
+  std::string name;
+  Params params;  // every declared parameter
+};
+
+struct Schedule {
+  bool prefill = true;       // compress when the prompt ends
+  std::optional<int> every;  // decode steps between evictions; 0 = never; nothing = as the scorer says
+};
+
+struct Placement {
+  Tier tier = Tier::device;
+  int resident = 0;  // tokens per KV head that stay on the device; 0 = what attention reads
+  std::optional<PluginUse> codec;
+};
+
+struct PolicySpec {
+  std::string name;                                   // the entry's label
+  std::optional<PluginUse> policy, scorer, selector;  // none of them = `full`, the null policy
+  BudgetAmount budget;
+  std::optional<PluginUse> split;  // of the budget; nothing = uniform
+  Schedule schedule;
+  std::optional<PluginUse> codec;
+  Placement placement;
+  int page_size = 16;
+  std::string where;  // the entry's place, for messages
+};
+
+enum class Question : std::uint8_t { prompt, decode };  // seen before the policy compresses, or fed afterwards
+
+struct TaskSpec {
+  std::string name;  // the entry's label
+  PluginUse task;
+  Question question = Question::prompt;
+  int questions = 1;
+  std::optional<std::int64_t> seed;  // in place of the experiment's
+  std::string where;
+};
+
+// The label of an entry as `--set`, `sweep` and `ablate` address it; empty when it has none.
+std::string entry_label(const yaml::Node& entry);
+// Where the keys of an entry live: the map below NAME, or the entry itself; a bare name becomes {NAME: {}}.
+yaml::Node& entry_body(yaml::Node& entry);
+
+// `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong.
+std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&);
+std::optional<TaskSpec> read_task(const yaml::Node& entry, const PluginCatalog&, Problems&);
+
+// `policy` with the named component switched off, labelled "LABEL -COMPONENT"; nothing when no plugin of it declares
+// that component or it is off already.
+std::optional<PolicySpec> without(const PolicySpec& policy, const std::string& component, const PluginCatalog&);
+// Components that the policy's plugins declare.
+std::vector<std::string> components(const PolicySpec& policy, const PluginCatalog&);
+
+// Everything resolved, in a fixed order: the `params` column and what a cell's id depends on.
+nlohmann::ordered_json to_json(const Params& params);
+nlohmann::ordered_json to_json(const PolicySpec& policy);
+nlohmann::ordered_json to_json(const TaskSpec& task);
+
+}  // namespace kvlab

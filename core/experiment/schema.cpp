@@ -1,0 +1,228 @@
+#include "experiment/schema.hpp"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "experiment/entry_keys.hpp"
+
+namespace kvlab {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json value_json(const ParamValue& value) {
+  return std::visit([](const auto& v) { return Json(v); }, value);
+}
+
+Json ref(const std::string& name) { return {{"$ref", "#/$defs/" + name}}; }
+
+// One value, or a list of values, each a variant of the run.
+Json axis(Json one) {
+  Json list{{"type", "array"}, {"items", one}, {"minItems", 1}};
+  return {{"anyOf", Json::array({std::move(one), std::move(list)})}};
+}
+
+Json number(const char* type, double low, double high) {
+  Json schema{{"type", type}};
+  const auto bound = [&](const char* key, double x) {
+    if (!std::isfinite(x)) return;
+    if (x == std::floor(x) && std::fabs(x) < 9e15)
+      schema[key] = static_cast<std::int64_t>(x);
+    else
+      schema[key] = x;
+  };
+  bound("minimum", low);
+  bound("maximum", high);
+  return schema;
+}
+
+Json integer(double low, double high = any) { return number("integer", low, high); }
+
+Json words(std::initializer_list<const char*> all) {
+  Json list = Json::array();
+  for (const char* word : all) list.push_back(word);
+  return {{"enum", list}};
+}
+
+Json text() { return {{"type", "string"}}; }
+
+Json described(Json schema, const std::string& help) {
+  schema["description"] = help;
+  return schema;
+}
+
+// A map with these keys only; an empty one may be left out altogether.
+Json closed(Json properties) {
+  return {{"type", {"object", "null"}}, {"properties", std::move(properties)}, {"additionalProperties", false}};
+}
+
+Json param(const ParamSpec& spec) {
+  Json one;
+  switch (spec.kind) {
+    case ParamKind::boolean: one = {{"type", "boolean"}}; break;
+    case ParamKind::integer: one = number("integer", spec.low, spec.high); break;
+    case ParamKind::real: one = number("number", spec.low, spec.high); break;
+    case ParamKind::text: one = text(); break;
+    case ParamKind::choice: one = {{"enum", spec.choices}}; break;
+  }
+  Json schema = described(axis(std::move(one)), spec.help);
+  schema["default"] = value_json(spec.value);
+  return schema;
+}
+
+Json params(const PluginInfo& plugin) {
+  Json properties = Json::object();
+  for (const ParamSpec& spec : plugin.params) properties[spec.name] = param(spec);
+  return properties;
+}
+
+// {NAME: {...}} with one key out of those of `properties`.
+Json one_of_keys(Json properties) {
+  return {{"type", "object"},
+          {"properties", std::move(properties)},
+          {"additionalProperties", false},
+          {"minProperties", 1},
+          {"maxProperties", 1}};
+}
+
+class Builder {
+ public:
+  explicit Builder(Registry& registry) : registry_(registry) {}
+
+  Json build() {
+    Json defs = Json::object();
+    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::budget, Role::codec})
+      defs[name_of(role)] = use(role);
+    defs["bytes"] = {{"anyOf", {integer(1), {{"type", "string"}, {"pattern", "^[0-9.eE+]+ ?([KMGT]i?B|B)?$"}}}}};
+    defs["budget_amount"] = {
+        {"type", "object"},
+        {"properties",
+         {{"tokens", described(axis(integer(1)), "tokens per KV head, pins included")},
+          {"ratio", described(axis(number("number", 0, 1)), "share of the tokens seen so far")},
+          {"bytes", described(axis(ref("bytes")), "device bytes per sequence, metadata included")},
+          {"split", described(axis(ref("budget")), "how it is divided over layers and heads")}}},
+        {"additionalProperties", false},
+        {"oneOf", {{{"required", {"tokens"}}}, {{"required", {"ratio"}}}, {{"required", {"bytes"}}}}}};
+    defs["policy_entry"] = policy_entry();
+    defs["task_entry"] = task_entry();
+    return {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
+            {"title", "kvlab experiment"},
+            {"type", "object"},
+            {"properties", experiment()},
+            {"required", {"model", "tasks", "policies"}},
+            {"additionalProperties", false},
+            {"$defs", std::move(defs)}};
+  }
+
+ private:
+  // A plugin of a role as the value of a composition key.
+  Json use(Role role) {
+    Json all = Json::object(), names = Json::array();
+    if (role == Role::policy) names.push_back("full");
+    for (const PluginInfo* p : registry_.list(role)) {
+      names.push_back(p->name);
+      all[p->name] = described(closed(params(*p)), p->help);
+    }
+    return {{"anyOf", {{{"enum", names}}, one_of_keys(std::move(all))}}};
+  }
+
+  Json composition() {
+    Json keys = Json::object();
+    for (const EntryKey& key : policy_keys()) keys[key.name] = {{"description", key.help}};
+    const auto set = [&](const char* key, Json schema) { keys[key].update(axis(std::move(schema))); };
+    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::codec})
+      set(name_of(role), ref(name_of(role)));
+    set("budget", ref("budget_amount"));
+    set("schedule", closed({{"prefill", axis({{"type", "boolean"}})}, {"every", axis(integer(0))}}));
+    set("placement", closed({{"tier", axis(words({"device", "host", "disk"}))},
+                             {"resident", axis(integer(0))},
+                             {"codec", axis(ref("codec"))}}));
+    set("page_size", integer(1, 1024));
+    return keys;
+  }
+
+  Json policy_entry() {
+    const Json shared = composition();
+    Json named = Json::object(), names = Json::array({"full"});
+    named["full"] = closed(shared);
+    for (const Role role : {Role::policy, Role::scorer, Role::selector})
+      for (const PluginInfo* p : registry_.list(role)) {
+        if (named.contains(p->name) && p->name != "full") continue;
+        Json properties = params(*p);
+        properties.update(shared);
+        if (p->name != "full") names.push_back(p->name);
+        named[p->name] = described(closed(std::move(properties)), p->help);
+      }
+    Json composed = shared;
+    composed["name"] = described(text(), "the entry's label");
+    const Json any_of = {
+        {{"required", {"policy"}}}, {{"required", {"scorer"}}}, {{"required", {"selector"}}}, {{"required", {"name"}}}};
+    return {{"anyOf",
+             {{{"enum", names}},
+              one_of_keys(std::move(named)),
+              {{"type", "object"}, {"properties", std::move(composed)}, {"anyOf", any_of}}}}};
+  }
+
+  Json task_entry() {
+    Json shared = Json::object();
+    for (const EntryKey& key : task_keys()) shared[key.name] = {{"description", key.help}};
+    shared["question"].update(axis(words({"prompt", "decode"})));
+    shared["questions"].update(axis(integer(1)));
+    shared["seed"].update(axis(integer(0)));
+    Json named = Json::object(), names = Json::array();
+    for (const PluginInfo* p : registry_.list(Role::task)) {
+      Json properties = params(*p);
+      properties.update(shared);
+      names.push_back(p->name);
+      named[p->name] = described(closed(std::move(properties)), p->help);
+    }
+    const Json labelled = {{"type", "object"},
+                           {"properties", {{"name", text()}, {"task", {{"enum", names}}}}},
+                           {"required", {"name", "task"}}};
+    return {{"anyOf", {{{"enum", names}}, one_of_keys(std::move(named)), labelled}}};
+  }
+
+  Json experiment() {
+    const Json model = {{"anyOf",
+                         {text(),
+                          {{"type", "object"},
+                           {"properties",
+                            {{"path", axis(text())},
+                             {"dtype", axis(words({"bf16", "f32", "fp16"}))},
+                             {"adapter", axis(text())},
+                             {"synthetic", axis(text())}}},
+                           {"additionalProperties", false}}}}};
+    const Json anything = {{"type", "object"}};
+    return {
+        {"experiment", described(text(), "name of the run; default: the file's name")},
+        {"model", described(axis(model), "GGUF file or safetensors folder, and the run's dtype")},
+        {"backend", described(words({"auto", "cpu", "cuda"}), "where the model runs")},
+        {"tasks", {{"type", "array"}, {"items", ref("task_entry")}, {"minItems", 1}}},
+        {"policies", {{"type", "array"}, {"items", ref("policy_entry")}, {"minItems", 1}}},
+        {"sweep", described(anything, "LABEL.key: list of values")},
+        {"ablate", described(anything, "LABEL: components switched off in turn, or all")},
+        {"seed", described(axis(integer(0)), "of tasks and sampling")},
+        {"repeats", described(integer(1, 1000), "times that each cell is measured")},
+        {"metrics", described(axis(words({"score", "fidelity", "memory", "latency", "trace"})), "what is measured")},
+        {"fidelity", described(closed({{"tokens", integer(1)}}), "forced tokens per sample")},
+        {"batch", described(integer(1, 4096), "sequences at once")},
+        {"threads", described(integer(0, 4096), "0 = all")},
+        {"page_size", described(integer(1, 1024), "tokens per page, where a policy names none")},
+        {"prefill_chunk", described(integer(0), "prompt tokens per chunk, 0 = the whole prompt, layer by layer")},
+        {"device_memory", described(ref("bytes"), "cap of the device tier")},
+        {"plugin_path", described(axis(text()), "folders or libraries that are searched first")},
+        {"output", described(text(), "HDF5 file, from the current folder")},
+        {"workload", anything},
+        {"inject", anything},
+        {"profilers", {{"type", "array"}}},
+    };
+  }
+
+  Registry& registry_;
+};
+
+}  // namespace
+
+std::string schema_text(Registry& registry) { return Builder(registry).build().dump(2) + "\n"; }
+
+}  // namespace kvlab

@@ -1,0 +1,17 @@
+// What tells the policies and tasks of one experiment apart, in tables for people.
+#pragma once
+#include <string>
+
+namespace kvlab {
+
+struct Experiment;
+struct PolicySpec;
+struct TaskSpec;
+
+// "snapkv window=8": the entry's label and what tells it apart from the experiment's other entries of that label.
+std::string policy_text(const Experiment& experiment, const PolicySpec& policy);
+
+// "niah", or "niah question=decode" when the policy does not see the question: other scores, so another name in tables.
+std::string task_label(const TaskSpec& task);
+
+}  // namespace kvlab

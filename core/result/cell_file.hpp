@@ -1,0 +1,26 @@
+// Schema version 1: how the structs of results.hpp lie in one open HDF5 file. Callers hold h5::lock().
+#pragma once
+#include <string>
+#include <vector>
+
+#include "result/h5.hpp"
+#include "result/results.hpp"
+
+namespace kvlab::results {
+
+void check_id(const std::string& id);        // Errc::internal unless it may name a file and a group
+void check_lengths(const CellResult& cell);  // Errc::internal unless every piece fits the others
+
+void write_info(const h5::File& file, const RunInfo& info);
+RunInfo read_info(const h5::File& file);  // Errc::result_file on another schema version
+
+void write_summary_rows(const h5::File& file, const std::vector<SummaryRow>& rows);
+std::vector<SummaryRow> read_summary_rows(const h5::File& file);  // checks the schema version
+
+void write_cell_group(const h5::File& file, const CellResult& cell);
+CellResult read_cell_group(const h5::File& file, const std::string& id);
+
+// The group of one cell as it is (H5Ocopy); not its summary row.
+void copy_cell(const h5::File& from, const h5::File& to, const std::string& id);
+
+}  // namespace kvlab::results

@@ -1,0 +1,255 @@
+#include "result/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvlab/error.hpp>
+#include <tuple>
+#include <utility>
+
+#include "result/report_layout.hpp"
+#include "result/rows.hpp"
+#include "result/varying.hpp"
+
+namespace kvlab::results {
+namespace {
+
+// Repeats and seeds of one policy with one set of parameters.
+struct Group {
+  std::vector<const SummaryRow*> good, bad;
+  const SummaryRow& first() const { return good.empty() ? *bad.front() : *good.front(); }
+};
+
+struct Block {
+  std::string model, task;
+  std::int64_t context = 0;
+  std::vector<Group> groups;
+};
+
+bool measured(double v) { return !std::isnan(v); }
+
+bool near(double a, double b) {
+  return a == b || (!measured(a) && !measured(b)) || std::fabs(a - b) <= 0.05 * std::fabs(b);
+}
+
+bool belongs(const Group& group, const SummaryRow& row) {
+  const SummaryRow& first = group.first();
+  if (row.policy != first.policy || row.params != first.params || row.labels != first.labels ||
+      row.budget_bytes != first.budget_bytes)
+    return false;
+  // Cells that failed may have no measured budget. The same seed and repeat twice = two configurations.
+  if (row.status == "ok" && first.status == "ok" && !near(row.budget_tokens, first.budget_tokens)) return false;
+  const auto same_run = [&](const SummaryRow* other) { return other->seed == row.seed && other->repeat == row.repeat; };
+  return std::none_of(group.good.begin(), group.good.end(), same_run) &&
+         std::none_of(group.bad.begin(), group.bad.end(), same_run);
+}
+
+std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
+  std::vector<Block> blocks;
+  for (const SummaryRow& row : rows) {
+    auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block& b) {
+      return b.model == row.model && b.task == row.task && b.context == row.context_tokens;
+    });
+    if (block == blocks.end()) block = blocks.insert(blocks.end(), {row.model, row.task, row.context_tokens, {}});
+    auto group =
+        std::find_if(block->groups.begin(), block->groups.end(), [&](const Group& g) { return belongs(g, row); });
+    if (group == block->groups.end()) group = block->groups.insert(group, Group{});
+    (row.status == "ok" ? group->good : group->bad).push_back(&row);
+  }
+  return blocks;
+}
+
+std::string one_line(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
+  return text;
+}
+
+std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
+
+double as_double(std::int64_t v) { return v < 0 ? not_measured : static_cast<double>(v); }
+
+// Mean over the cells that measured it, with the sample standard deviation where there are two or more.
+template <class Get>
+std::string spread(const Group& group, Get get) {
+  std::vector<double> values;
+  for (const SummaryRow* row : group.good)
+    if (measured(get(*row))) values.push_back(get(*row));
+  if (values.empty()) return "-";
+  double mean = 0, squares = 0;
+  for (double v : values) mean += v / static_cast<double>(values.size());
+  if (values.size() == 1) return number(mean);
+  for (double v : values) squares += (v - mean) * (v - mean);
+  return fmt::format("{} ± {:.2g}", number(mean), std::sqrt(squares / static_cast<double>(values.size() - 1)));
+}
+
+template <class Get>
+std::string mean(const Group& group, Get get) {
+  const std::string text = spread(group, get);
+  return text.substr(0, text.find(" ±"));
+}
+
+std::string score_text(const Group& group) {
+  if (group.good.empty()) return group.first().status;
+  const SummaryRow& row = group.first();
+  const std::string text = spread(group, [](const SummaryRow& r) { return r.score; });
+  if (group.good.size() > 1 || !measured(row.score_lo) || !measured(row.score_hi)) return text;
+  return fmt::format("{} ({}-{})", text, number(row.score_lo), number(row.score_hi));
+}
+
+std::string budget_text(const Group& group) {
+  const SummaryRow& row = group.first();
+  if (row.budget_bytes >= 0) return fmt::format("{:.4g} MB", static_cast<double>(row.budget_bytes) / 1e6);
+  return mean(group, [](const SummaryRow& r) { return r.budget_tokens < 0 ? not_measured : r.budget_tokens; });
+}
+
+// Rows of one policy are told apart by the parameters in which they differ.
+std::string policy_text(const Group& group, const Block& block) {
+  std::vector<std::string> params;
+  for (const Group& other : block.groups)
+    if (other.first().policy == group.first().policy) params.push_back(other.first().params);
+  const std::string varying = varying_text(group.first().params, params);
+  return one_line(group.first().policy + (varying.empty() ? "" : " " + varying));
+}
+
+class Notes {
+ public:
+  explicit Notes(std::vector<std::string>& list) : list_(list) {}
+  std::string mark(const std::string& note) {
+    const auto found = std::find(list_.begin(), list_.end(), note);
+    const std::size_t index = static_cast<std::size_t>(found - list_.begin());
+    if (found == list_.end()) list_.push_back(note);
+    return fmt::format(" [{}]", index + 1);
+  }
+
+ private:
+  std::vector<std::string>& list_;
+};
+
+constexpr std::pair<const char*, const char*> label_meanings[] = {
+    {"simulated", "times or transfers are computed, not measured"},
+    {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
+    {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
+    {"legacy", "keeps one cache per query head as the original code does"},
+};
+
+std::string label_note(const std::string& label) {
+  for (const auto& [name, meaning] : label_meanings)
+    if (label == name) return label + ": " + meaning;
+  return label;
+}
+
+std::vector<std::string> split_labels(const std::string& labels) {
+  std::vector<std::string> out;
+  for (std::size_t at = 0; at <= labels.size();) {
+    const std::size_t end = std::min(labels.find_first_of(", ", at), labels.size());
+    if (end > at) out.push_back(labels.substr(at, end - at));
+    at = end + 1;
+  }
+  return out;
+}
+
+// A budget below the context that changed nothing: the row is the full cache under another name.
+bool never_acted(const SummaryRow& row) {
+  return row.status == "ok" && row.fired == 0 && row.budget_tokens >= 0 &&
+         row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
+}
+
+ReportTable table_of(const Block& block, ReportPage& page) {
+  Notes notes(page.notes);
+  ReportTable table;
+  table.title = one_line(block.model + ", " + block.task) +
+                (block.context >= 0 ? fmt::format(", context {}", block.context) : std::string());
+  table.header = {"policy", "budget",    "n",        "score",    "KL",      "top-1",
+                  "mass",   "device MB", "compr. ×", "ms/token", "TTFT ms", "fired"};
+  for (const Group& group : block.groups) {
+    std::string policy = policy_text(group, block);
+    for (const std::string& label : split_labels(group.first().labels)) policy += notes.mark(label_note(label));
+    for (const SummaryRow* row : group.bad)
+      policy += notes.mark(one_line(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
+    table.rows.push_back({
+        policy,
+        budget_text(group),
+        std::to_string(group.good.size()),
+        score_text(group),
+        spread(group, [](const SummaryRow& r) { return r.kl; }),
+        spread(group, [](const SummaryRow& r) { return r.top1; }),
+        spread(group, [](const SummaryRow& r) { return r.mass; }),
+        mean(
+            group,
+            [](const SummaryRow& r) { return r.device_bytes_decode < 0 ? not_measured : r.device_bytes_decode / 1e6; }),
+        mean(group, [](const SummaryRow& r) { return r.compression; }),
+        spread(group, [](const SummaryRow& r) { return r.tpot_ms_p50; }),
+        spread(group, [](const SummaryRow& r) { return r.ttft_ms; }),
+        mean(group, [](const SummaryRow& r) { return as_double(r.fired); }),
+    });
+    const auto idle =
+        std::find_if(group.good.begin(), group.good.end(), [](const SummaryRow* r) { return never_acted(*r); });
+    if (idle != group.good.end())
+      page.warnings.push_back(one_line(fmt::format(
+          "{} never acted in {}: fired 0, budget {} of {} tokens, compression {}", policy_text(group, block),
+          table.title, number((*idle)->budget_tokens), block.context, number((*idle)->compression))));
+  }
+  // One run per row needs no column that says so.
+  if (std::all_of(table.rows.begin(), table.rows.end(),
+                  [](const auto& row) { return row[2] == "1" || row[2] == "0"; })) {
+    table.header.erase(table.header.begin() + 2);
+    for (auto& row : table.rows) row.erase(row.begin() + 2);
+  }
+  return table;
+}
+
+std::string csv(const std::vector<SummaryRow>& rows) {
+  const auto columns = columns_of(rows);
+  std::string out;
+  for (std::size_t c = 0; c < columns.size(); ++c) out += (c ? "," : "") + columns[c].name;
+  out += "\n";
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    for (std::size_t c = 0; c < columns.size(); ++c) {
+      const h5::Column& column = columns[c];
+      if (c) out += ",";
+      if (column.type == h5::ColumnType::i64)
+        out += std::to_string(column.i64[r]);
+      else if (column.type == h5::ColumnType::f64)
+        out += measured(column.f64[r]) ? fmt::format("{}", column.f64[r]) : "";
+      else
+        out += quote_csv(column.text[r]);
+    }
+    out += "\n";
+  }
+  return out;
+}
+
+std::string head_of(const RunInfo& info) {
+  std::string head = "kvlab " + info.kvlab_version;
+  if (!info.git_commit.empty()) head += " (" + info.git_commit + ")";
+  for (const std::string& part : {info.created_utc, info.host, info.gpu.empty() ? info.cpu : info.gpu, info.backend})
+    if (!part.empty()) head += ", " + part;
+  if (info.threads > 0) head += fmt::format(", {} threads", info.threads);
+  return one_line(head);
+}
+
+}  // namespace
+
+Format parse_format(std::string_view word) {
+  constexpr std::pair<std::string_view, Format> words[] = {
+      {"table", Format::table}, {"md", Format::md}, {"csv", Format::csv}, {"latex", Format::latex}};
+  for (const auto& [name, format] : words)
+    if (word == name) return format;
+  throw Error(Errc::config, "got format '" + std::string(word) + "', wanted table, md, csv or latex");
+}
+
+std::string report(const Summary& summary, Format format) {
+  if (format == Format::csv) return csv(summary.rows);
+  ReportPage page;
+  page.head = head_of(summary.info);
+  for (const Block& block : blocks_of(summary.rows)) page.tables.push_back(table_of(block, page));
+  for (const std::string& warning : summary.warnings) page.warnings.push_back(one_line(warning));
+  if (summary.rows.empty()) page.warnings.emplace_back("no cell has finished yet");
+  return render(page, format);
+}
+
+std::string report(const std::string& path, Format format) { return report(read_summary(path), format); }
+
+}  // namespace kvlab::results

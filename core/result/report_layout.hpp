@@ -1,0 +1,31 @@
+// A report between its numbers and its format: tables of finished text, and how each format spells them.
+#pragma once
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "result/report.hpp"
+
+namespace kvlab::results {
+
+struct ReportTable {
+  std::string title;
+  std::vector<std::string> header;             // the first column is text, the others are numbers
+  std::vector<std::vector<std::string>> rows;  // each as long as the header
+};
+
+struct ReportPage {
+  std::string head;  // what ran where
+  std::vector<ReportTable> tables;
+  std::vector<std::string> notes;  // without their number: note i is [i + 1] in the tables
+  std::vector<std::string> warnings;
+};
+
+std::string render(const ReportPage& page, Format format);  // not csv
+
+std::size_t display_width(std::string_view text);  // terminal columns of UTF-8
+std::string escape_markdown(std::string_view text);
+std::string escape_latex(std::string_view text);
+std::string quote_csv(std::string_view text);  // quoted where RFC 4180 asks for it
+
+}  // namespace kvlab::results

@@ -1,0 +1,176 @@
+#include "result/results.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <kvlab/error.hpp>
+#include <system_error>
+#include <utility>
+
+#include "result/cell_file.hpp"
+#include "result/h5.hpp"
+#include "result/sealed.hpp"
+
+namespace kvlab::results {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Part {
+  std::string id, path;
+  fs::file_time_type written;
+};
+
+// By name, so that every walk over a folder has one order.
+std::vector<Part> list_parts(const std::string& out_path) {
+  std::vector<Part> parts;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(parts_folder(out_path), ignored)) {
+    if (entry.path().extension() != ".h5") continue;
+    parts.push_back({entry.path().stem().string(), entry.path().string(), entry.last_write_time(ignored)});
+  }
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.id < b.id; });
+  return parts;
+}
+
+// The one row of a part's summary, after everything that would make it unusable has been looked at.
+SummaryRow part_row(const h5::File& file, const std::string& id) {
+  auto rows = read_summary_rows(file);
+  if (rows.size() != 1 || rows.front().cell != id)
+    throw Error(Errc::result_file, "got a summary of other cells, wanted one row for cell " + id, file.file());
+  if (!file.has("cells/" + id)) throw Error(Errc::result_file, "got no group cells/" + id, file.file());
+  return std::move(rows.front());
+}
+
+void make_folder(const fs::path& folder) {
+  std::error_code error;
+  if (!folder.empty()) fs::create_directories(folder, error);
+  if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to make the folder", folder.string());
+}
+
+}  // namespace
+
+std::string parts_folder(const std::string& out_path) { return out_path + ".parts"; }
+
+std::string part_path(const std::string& out_path, const std::string& id) {
+  check_id(id);
+  return parts_folder(out_path) + "/" + id + ".h5";
+}
+
+std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info) {
+  const auto held = h5::lock();
+  const std::string path = part_path(out_path, cell.id);
+  check_lengths(cell);
+  make_folder(parts_folder(out_path));
+  write_sealed(path, [&](const h5::File& file) {
+    write_info(file, info);
+    write_summary_rows(file, {cell.summary});
+    write_cell_group(file, cell);
+  });
+  return path;
+}
+
+Finished finished(const std::string& out_path) {
+  const auto held = h5::lock();
+  Finished out;
+  remove_abandoned(parts_folder(out_path));
+  for (const Part& part : list_parts(out_path)) {
+    try {
+      out.cells.emplace(part.id, part_row(open_sealed(part.path), part.id));
+    } catch (const Error& e) {
+      out.warnings.push_back(std::string(e.what()) + "; the cell will run again");
+      std::error_code ignored;
+      if (e.code() == Errc::result_file) fs::rename(part.path, part.path + ".damaged", ignored);
+    }
+  }
+  return out;
+}
+
+void forget(const std::string& out_path, const std::vector<std::string>& ids) {
+  for (const std::string& id : ids) {
+    const std::string path = part_path(out_path, id);
+    std::error_code error;
+    fs::remove(path, error);
+    if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to remove the part", path);
+  }
+}
+
+std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& info,
+                                 const std::vector<std::string>& ids) {
+  const auto held = h5::lock();
+  std::vector<std::string> warnings;
+  make_folder(fs::path(out_path).parent_path());
+  write_sealed(out_path, [&](const h5::File& out) {
+    write_info(out, info);
+    out.create_group("cells");
+    std::vector<SummaryRow> rows;
+    for (const std::string& id : ids) {
+      const std::string path = part_path(out_path, id);
+      std::error_code ignored;
+      if (!fs::exists(path, ignored)) continue;
+      try {
+        const h5::File part = open_sealed(path);
+        rows.push_back(part_row(part, id));
+        copy_cell(part, out, id);
+      } catch (const Error& e) {
+        if (out.has("cells/" + id)) throw;  // half copied: this OUT cannot be used
+        warnings.emplace_back(e.what());
+      }
+    }
+    write_summary_rows(out, rows);
+  });
+  return warnings;
+}
+
+Summary read_summary(const std::string& out_path) {
+  const auto held = h5::lock();
+  Summary out;
+  std::error_code missing;
+  const auto written = fs::last_write_time(out_path, missing);
+  const bool there = !missing;
+  bool readable = false;
+  std::vector<Part> parts = list_parts(out_path);
+  if (there) {
+    try {
+      const h5::File file = open_sealed(out_path);
+      out.info = read_info(file);
+      out.rows = read_summary_rows(file);
+      readable = true;
+    } catch (const Error& e) {
+      if (parts.empty()) throw;
+      out.warnings.push_back(std::string(e.what()) + "; read its parts instead");
+    }
+  }
+  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.written < b.written; });
+  for (const Part& part : parts) {
+    if (readable && part.written < written) continue;
+    try {
+      const h5::File file = open_sealed(part.path);
+      SummaryRow row = part_row(file, part.id);
+      const auto same =
+          std::find_if(out.rows.begin(), out.rows.end(), [&](const SummaryRow& r) { return r.cell == part.id; });
+      if (same != out.rows.end())
+        *same = std::move(row);
+      else
+        out.rows.push_back(std::move(row));
+      if (!readable) out.info = read_info(file);
+    } catch (const Error& e) {
+      out.warnings.emplace_back(e.what());
+    }
+  }
+  if (!readable && out.rows.empty())
+    throw Error(Errc::result_file,
+                parts.empty() ? "got no such file and no parts beside it, wanted a result file"
+                              : "got no readable part, wanted a result file: " + out.warnings.back(),
+                out_path);
+  return out;
+}
+
+CellResult read_cell(const std::string& file, const std::string& id) {
+  const auto held = h5::lock();
+  check_id(id);
+  const h5::File opened = open_sealed(file);
+  return read_cell_group(opened, id);
+}
+
+}  // namespace kvlab::results

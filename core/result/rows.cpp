@@ -1,0 +1,196 @@
+#include "result/rows.hpp"
+
+#include <kvlab/error.hpp>
+#include <type_traits>
+#include <variant>
+
+namespace kvlab::results {
+namespace {
+
+using h5::Column;
+using h5::ColumnType;
+
+constexpr const char* trace_words[] = {"select", "promote", "evict", "trigger"};
+
+template <class Row>
+struct Field {
+  using Member =
+      std::variant<std::int32_t Row::*, std::int64_t Row::*, double Row::*, std::string Row::*, TraceKind Row::*>;
+
+  const char* name;
+  Member member;
+  const char* unit = "";
+  bool label = false;  // a text of a few short words
+
+  ColumnType type() const {
+    switch (member.index()) {
+      case 0: return ColumnType::i32;
+      case 1: return ColumnType::i64;
+      case 2: return ColumnType::f64;
+      case 3: return label ? ColumnType::label : ColumnType::text;
+      default: return ColumnType::label;
+    }
+  }
+};
+
+const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
+  using R = SummaryRow;
+  static const std::vector<Field<R>> list = {
+      {"cell", &R::cell},
+      {"model", &R::model},
+      {"policy", &R::policy},
+      {"params", &R::params},
+      {"task", &R::task},
+      {"context_tokens", &R::context_tokens, "tokens"},
+      {"budget_tokens", &R::budget_tokens, "tokens"},
+      {"budget_bytes", &R::budget_bytes, "bytes"},
+      {"seed", &R::seed},
+      {"repeat", &R::repeat},
+      {"status", &R::status},
+      {"error", &R::error},
+      {"labels", &R::labels},
+      {"samples", &R::samples},
+      {"score", &R::score},
+      {"score_lo", &R::score_lo},
+      {"score_hi", &R::score_hi},
+      {"kl", &R::kl, "nats"},
+      {"top1", &R::top1, "share"},
+      {"mass", &R::mass, "share"},
+      {"device_bytes_peak", &R::device_bytes_peak, "bytes"},
+      {"host_bytes_peak", &R::host_bytes_peak, "bytes"},
+      {"disk_bytes_peak", &R::disk_bytes_peak, "bytes"},
+      {"device_bytes_decode", &R::device_bytes_decode, "bytes"},
+      {"compression", &R::compression, "ratio"},
+      {"fired", &R::fired, "edits"},
+      {"output_tokens", &R::output_tokens, "tokens"},
+      {"ttft_ms", &R::ttft_ms, "ms"},
+      {"tpot_ms_p50", &R::tpot_ms_p50, "ms"},
+      {"tpot_ms_p95", &R::tpot_ms_p95, "ms"},
+      {"tpot_ms_p99", &R::tpot_ms_p99, "ms"},
+      {"tokens_per_s", &R::tokens_per_s, "tokens/s"},
+  };
+  return list;
+}
+
+const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
+  using R = SampleRow;
+  static const std::vector<Field<R>> list = {
+      {"sample", &R::sample},
+      {"prompt_sha256", &R::prompt_sha256},
+      {"prompt_tokens", &R::prompt_tokens, "tokens"},
+      {"output", &R::output},
+      {"output_tokens", &R::output_tokens, "tokens"},
+      {"stop", &R::stop},
+      {"score", &R::score},
+      {"kl", &R::kl, "nats"},
+      {"top1", &R::top1, "share"},
+      {"first_divergence", &R::first_divergence, "generated token"},
+      {"arrival_ms", &R::arrival_ms, "ms"},
+      {"queue_ms", &R::queue_ms, "ms"},
+      {"ttft_ms", &R::ttft_ms, "ms"},
+  };
+  return list;
+}
+
+const std::vector<Field<LedgerRow>>& fields(const LedgerRow*) {
+  using R = LedgerRow;
+  static const std::vector<Field<R>> list = {
+      {"engine_step", &R::engine_step}, {"tier", &R::tier, "", true},  {"tag", &R::tag, "", true},
+      {"held", &R::held, "bytes"},      {"moved", &R::moved, "bytes"},
+  };
+  return list;
+}
+
+const std::vector<Field<TraceEvent>>& fields(const TraceEvent*) {
+  using R = TraceEvent;
+  static const std::vector<Field<R>> list = {
+      {"sample", &R::sample},          {"token", &R::token}, {"layer", &R::layer},
+      {"kv_head", &R::kv_head},        {"kind", &R::kind},   {"begin", &R::begin, "entries"},
+      {"count", &R::count, "entries"},
+  };
+  return list;
+}
+
+TraceKind trace_kind(const std::string& word, const std::string& where) {
+  for (std::size_t i = 0; i < std::size(trace_words); ++i)
+    if (word == trace_words[i]) return static_cast<TraceKind>(i);
+  throw Error(Errc::result_file, "got the event kind '" + word + "', wanted select, promote, evict or trigger", where);
+}
+
+// The vector of `column` that holds a member of type T.
+template <class T>
+auto& values(Column& column) {
+  if constexpr (std::is_same_v<T, std::int32_t>)
+    return column.i32;
+  else if constexpr (std::is_same_v<T, std::int64_t>)
+    return column.i64;
+  else if constexpr (std::is_same_v<T, double>)
+    return column.f64;
+  else
+    return column.text;
+}
+
+template <class T, class Row>
+T member_type(T Row::*);
+
+template <class Row>
+std::vector<Column> columns(const std::vector<Row>& rows) {
+  std::vector<Column> out;
+  for (const Field<Row>& field : fields(static_cast<const Row*>(nullptr))) {
+    Column column;
+    column.name = field.name;
+    column.unit = field.unit;
+    column.type = field.type();
+    std::visit(
+        [&](auto member) {
+          using T = decltype(member_type(member));
+          auto& v = values<T>(column);
+          v.reserve(rows.size());
+          for (const Row& row : rows) {
+            if constexpr (std::is_same_v<T, TraceKind>)
+              v.emplace_back(trace_words[static_cast<std::size_t>(row.*member)]);
+            else
+              v.push_back(row.*member);
+          }
+        },
+        field.member);
+    out.push_back(std::move(column));
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<Column> columns_of(const std::vector<SummaryRow>& rows) { return columns(rows); }
+std::vector<Column> columns_of(const std::vector<SampleRow>& rows) { return columns(rows); }
+std::vector<Column> columns_of(const std::vector<LedgerRow>& rows) { return columns(rows); }
+std::vector<Column> columns_of(const std::vector<TraceEvent>& rows) { return columns(rows); }
+
+template <class Row>
+std::vector<Row> read_rows(const h5::Location& at, const std::string& name) {
+  std::vector<Column> table = columns(std::vector<Row>{});
+  at.read_table(name, table);
+  const auto& list = fields(static_cast<const Row*>(nullptr));
+  std::vector<Row> rows(table.front().rows());
+  for (std::size_t c = 0; c < table.size(); ++c)
+    std::visit(
+        [&](auto member) {
+          using T = decltype(member_type(member));
+          auto& v = values<T>(table[c]);
+          for (std::size_t r = 0; r < rows.size(); ++r) {
+            if constexpr (std::is_same_v<T, TraceKind>)
+              rows[r].*member = trace_kind(v[r], at.file() + ": " + name);
+            else
+              rows[r].*member = std::move(v[r]);
+          }
+        },
+        list[c].member);
+  return rows;
+}
+
+template std::vector<SummaryRow> read_rows(const h5::Location&, const std::string&);
+template std::vector<SampleRow> read_rows(const h5::Location&, const std::string&);
+template std::vector<LedgerRow> read_rows(const h5::Location&, const std::string&);
+template std::vector<TraceEvent> read_rows(const h5::Location&, const std::string&);
+
+}  // namespace kvlab::results

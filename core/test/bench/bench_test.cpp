@@ -1,0 +1,42 @@
+#include "bench/bench.hpp"
+
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+#include <nlohmann/json.hpp>
+
+using namespace kvlab;
+
+TEST_CASE("bench holds a reading case against the read rate and a computing one against the GEMM rate") {
+  bench::Report r;
+  r.ceilings.read_bytes_per_s = 10e9;
+  r.ceilings.read_before = 10e9;
+  r.ceilings.read_after = 9.5e9;
+  r.ceilings.gemm = {200e9, "some kernel"};
+  r.ceilings.threads = 2;
+  bench::Line gemv{"gemv", "m=1", "k", 0.002, 0.001}, gemm{"gemm", "m=64", "k", 0.01, 0.01};
+  gemv.bytes = 15e6;
+  gemv.flops = 1e9;
+  gemv.reads = true;
+  gemm.bytes = 1;
+  gemm.flops = 1e9;
+  r.lines = {gemv, gemm};
+  CHECK(r.lines[0].rate() == Approx(7.5e9));
+  CHECK(r.lines[0].percent(r.ceilings) == Approx(75));
+  CHECK(r.lines[1].percent(r.ceilings) == Approx(50));
+  const nlohmann::json j = bench::to_json(r);
+  CHECK(j["ops"].size() == 2);
+  CHECK(j["ops"][0]["percent"] == Approx(75));
+  CHECK(j["ops"][1]["ceiling"] == "gemm");
+  CHECK(j["gemm_kernel"] == "some kernel");
+  const std::string text = bench::table(r);
+  CHECK_THAT(text, Catch::Contains("7.5 GB/s") && Catch::Contains("75.0%") && Catch::Contains("some kernel"));
+  CHECK_THAT(text, !Catch::Contains("something else"));
+  r.ceilings.read_after = 5e9;
+  CHECK_THAT(bench::table(r), Catch::Contains("something else"));
+}
+
+TEST_CASE("bench names the ops it knows") {
+  CHECK(bench::op_names() ==
+        std::vector<std::string>{"gemv", "gemm", "attend", "prefill_attention", "decode", "prefill"});
+  CHECK_THROWS_WITH(bench::run({"gemv", "sort"}), Catch::Contains("'sort'") && Catch::Contains("gemm"));
+}

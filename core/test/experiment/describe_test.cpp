@@ -1,0 +1,72 @@
+#include "experiment/describe.hpp"
+
+#include <catch2/catch.hpp>
+#include <nlohmann/json.hpp>
+
+#include "experiment/schema.hpp"
+
+using namespace kvlab;
+namespace fs = std::filesystem;
+
+namespace {
+
+const fs::path good = fs::path(KVLAB_BINARY_DIR) / "lib" / "bad_plugins" / "libgood.so";
+
+}  // namespace
+
+TEST_CASE("list shows each plugin of the kind, its library, and what could not be loaded") {
+  Registry registry({good, good.parent_path() / "libold_abi.so"});
+  const std::string budgets = list_text(registry, "budgets");
+  CHECK_THAT(budgets, Catch::Contains("good") && Catch::Contains(good.filename().string()) &&
+                          Catch::Contains("every kind of parameter") && Catch::Contains(KVLAB_VERSION));
+  CHECK_THAT(budgets, !Catch::Contains("\nplain"));
+  CHECK_THAT(budgets, Catch::Contains("not usable") && Catch::Contains("libold_abi.so: got plugin ABI"));
+  CHECK_THAT(list_text(registry, "policies"), Catch::Contains("\nfull"));
+  CHECK_THAT(list_text(registry, ""),
+             Catch::Contains("\nfull") && Catch::Contains("\nplain") && Catch::Contains("2.5"));
+  CHECK_THROWS_WITH(list_text(registry, "codec"), Catch::Contains("did you mean 'codecs'?"));
+}
+
+TEST_CASE("describe shows the whole declaration and an example that names every parameter") {
+  Registry registry({good});
+  const std::string text = describe_text(registry, "good");
+  for (const char* part : {"good (budget, version", "flag", "boolean", "count", "at least 1", "0 to 1", "an integer",
+                           "mean | max | sum | softmax_mean", "components", "a part of the method",
+                           "split: {good: {flag: false, count: 4, share: 0.5, group: max, note: "})
+    CHECK_THAT(text, Catch::Contains(part));
+  CHECK_THAT(describe_text(registry, "plain"), Catch::Contains("no parameters") && Catch::Contains("codec: plain"));
+  CHECK_THAT(describe_text(registry, "full"), Catch::Contains("placement") && Catch::Contains("page_size"));
+  CHECK_THROWS_WITH(describe_text(registry, "plian"), Catch::Contains("did you mean 'plain'?"));
+}
+
+TEST_CASE("the schema is generated from the declarations") {
+  Registry registry({good});
+  const auto schema = nlohmann::json::parse(schema_text(registry));
+  CHECK(schema["$schema"] == "https://json-schema.org/draft/2020-12/schema");
+  CHECK(schema["required"] == nlohmann::json({"model", "tasks", "policies"}));
+  CHECK_FALSE(schema["additionalProperties"].get<bool>());
+  // Every reference leads somewhere.
+  const std::string text = schema.dump();
+  for (auto at = text.find("#/$defs/"); at != std::string::npos; at = text.find("#/$defs/", at + 1)) {
+    const std::string name = text.substr(at + 8, text.find('"', at) - at - 8);
+    CAPTURE(name);
+    CHECK(schema["$defs"].contains(name));
+  }
+  const auto& named = schema["$defs"]["budget"]["anyOf"][1]["properties"]["good"];
+  CHECK(named["description"] == "every kind of parameter");
+  CHECK_FALSE(named["additionalProperties"].get<bool>());
+  const auto& share = named["properties"]["share"];
+  CHECK(share["default"] == 0.5);
+  CHECK(share["anyOf"][0] == nlohmann::json({{"type", "number"}, {"minimum", 0}, {"maximum", 1}}));
+  CHECK(share["anyOf"][1]["items"] == share["anyOf"][0]);  // an axis
+  CHECK(named["properties"]["count"]["anyOf"][0] == nlohmann::json({{"type", "integer"}, {"minimum", 1}}));
+  CHECK(named["properties"]["group"]["anyOf"][0]["enum"].size() == 4);
+  CHECK(named["properties"]["part"]["default"] == true);
+}
+
+TEST_CASE("describe spells texts as YAML does, and cuts long ones in the table only") {
+  Registry registry({good});
+  const std::string text = describe_text(registry, "good");
+  const std::string whole = R"(note: "a \"text\" of two lines,\nlonger than a column")";
+  CHECK_THAT(text, Catch::Contains(whole) && Catch::Contains(R"("a \"text\" of two lines,\nl...")"));
+}

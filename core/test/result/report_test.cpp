@@ -1,0 +1,150 @@
+#include "result/report.hpp"
+
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+
+#include "result/report_layout.hpp"
+#include "result/results_sample.hpp"
+
+using namespace kvlab::results;
+using Catch::Contains;
+
+namespace {
+
+SummaryRow row(const std::string& cell, const std::string& policy, double budget, double score) {
+  SummaryRow r;
+  r.cell = cell;
+  r.model = "bundled/recall";
+  r.policy = policy;
+  r.params = "{}";
+  r.task = "niah";
+  r.context_tokens = 2048;
+  r.budget_tokens = budget;
+  r.seed = 1;
+  r.score = score;
+  r.fired = 10;
+  r.compression = 4;
+  return r;
+}
+
+std::string text_of(const std::vector<SummaryRow>& rows, Format format = Format::table) {
+  Summary summary;
+  summary.info.kvlab_version = "0.1.0";
+  summary.rows = rows;
+  return report(summary, format);
+}
+
+std::string line_with(const std::string& text, const std::string& what) {
+  const std::size_t at = text.find(what);
+  if (at == std::string::npos) return "";
+  const std::size_t begin = text.rfind('\n', at) + 1;
+  return text.substr(begin, text.find('\n', at) - begin);
+}
+
+}  // namespace
+
+TEST_CASE("one block per model, task and context, one row per policy and budget") {
+  auto other = row("d", "full", not_measured, 1);
+  other.context_tokens = 8192;
+  const std::string text =
+      text_of({row("a", "full", not_measured, 1), other, row("b", "snap", 512, 0.75), row("c", "snap", 256, 0.5)});
+  CHECK_THAT(text,
+             Contains("bundled/recall, niah, context 2048\n") && Contains("bundled/recall, niah, context 8192\n"));
+  CHECK(text.find("snap") < text.find("8192"));
+  CHECK_THAT(line_with(text, " 512 "), Contains("0.75"));
+  CHECK_THAT(line_with(text, " 256 "), Contains("0.5"));
+  CHECK_THAT(line_with(text, "full"), Contains(" -  "));
+  CHECK(text.find("nan") == std::string::npos);
+  CHECK(text.find("warning") == std::string::npos);
+}
+
+TEST_CASE("repeats and seeds become mean, sample standard deviation and n") {
+  auto a = row("a", "snap", 512, 0.25), b = row("b", "snap", 512, 0.5), c = row("c", "snap", 510, 0.75);
+  b.repeat = 1;
+  c.seed = 2;
+  a.kl = 1;
+  const std::string line = line_with(text_of({a, b, c}), "snap");
+  CHECK_THAT(line, Contains("0.5 ± 0.25") && Contains(" 3 "));  // squares 2 * 0.25^2 over n - 1
+  CHECK_THAT(line, Contains(" 1  "));                           // the one measured KL has no spread
+  auto lone = row("d", "snap", 512, 0.5);
+  lone.score_lo = 0.4;
+  lone.score_hi = 0.6;
+  CHECK_THAT(text_of({lone}), Contains("0.5 (0.4-0.6)"));
+}
+
+TEST_CASE("rows of one policy show the parameters in which they differ") {
+  auto a = row("a", "snap", 512, 1), b = row("b", "snap", 512, 1);
+  a.params = R"({"window": 32, "kernel": 7, "budget": {"tokens": 512}, "deep": {"rule": "max"}})";
+  b.params = R"({"window": 64, "kernel": 7, "budget": {"tokens": 256}, "deep": {"rule": "mean"}})";
+  const std::string text = text_of({a, b});
+  CHECK_THAT(text, Contains("snap deep.rule=max window=32 ") && Contains("snap deep.rule=mean window=64 "));
+  CHECK(text.find("kernel") == std::string::npos);
+  b.params = "not JSON";
+  CHECK_THAT(text_of({a, b}), Contains("snap deep.rule=max"));
+}
+
+TEST_CASE("failures, labels and policies that never acted are said") {
+  auto oom = row("a", "big", not_measured, not_measured);
+  oom.status = "oom";
+  oom.error = "wanted 68 GB\nof 24 GB";
+  auto idle = row("b", "idle", 512, 1);
+  idle.fired = 0;
+  idle.compression = 1;
+  auto labelled = row("c", "codec", 512, 1);
+  labelled.labels = "functional, new";
+  const std::string text = text_of({oom, idle, labelled});
+  CHECK_THAT(line_with(text, "big"), Contains("[1]") && Contains(" oom "));
+  CHECK_THAT(text, Contains("[1] oom: cell a: wanted 68 GB of 24 GB\n"));
+  CHECK_THAT(line_with(text, "codec"), Contains("[2] [3]"));
+  CHECK_THAT(text, Contains("[2] functional: ") && Contains("[3] new\n"));
+  CHECK_THAT(text, Contains("warning: idle never acted in bundled/recall, niah, context 2048: fired 0"));
+
+  const auto warns = [&](auto change) {
+    auto r = idle;
+    change(r);
+    return text_of({r}).find("warning") != std::string::npos;
+  };
+  CHECK(warns([](SummaryRow& r) { r.compression = not_measured; }));
+  CHECK(!warns([](SummaryRow& r) { r.fired = -1; }));                    // not measured
+  CHECK(!warns([](SummaryRow& r) { r.budget_tokens = not_measured; }));  // no budget
+  CHECK(!warns([](SummaryRow& r) { r.budget_tokens = 2048; }));
+  CHECK(!warns([](SummaryRow& r) { r.compression = 2; }));  // a codec: smaller without an edit
+  CHECK_THAT(text_of({}), Contains("no cell has finished"));
+}
+
+TEST_CASE("columns line up by what a terminal shows") {
+  CHECK(display_width("abc") == 3);
+  CHECK(display_width("é") == 1);
+  CHECK(display_width("e\xcc\x81") == 1);  // e and a combining accent
+  CHECK(display_width("日本") == 4);
+  CHECK(display_width("🙂") == 2);
+  CHECK(display_width("\xff\xc3") == 2);  // no UTF-8: no crash
+  const std::string text = text_of({row("a", "plain", 512, 1), row("b", "日本é", 512, 1)});
+  CHECK(display_width(line_with(text, "plain")) == display_width(line_with(text, "日本é")));
+}
+
+TEST_CASE("markdown, LaTeX and CSV are escaped") {
+  CHECK(escape_markdown("a|b_c*<d>") == "a\\|b\\_c\\*\\<d\\>");
+  CHECK(escape_latex("50% & a_b {x} #1 [2] $ ~ ^ \\ 0.5 ± 1 × é") ==
+        "50\\% \\& a\\_b \\{x\\} \\#1 {[}2] \\$ \\textasciitilde{} \\textasciicircum{} \\textbackslash{} 0.5 $\\pm$ 1 "
+        "$\\times$ é");
+  CHECK(quote_csv("plain") == "plain");
+  CHECK(quote_csv("a,\"b\"\n") == "\"a,\"\"b\"\"\n\"");
+  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::md), Contains("| my\\_policy | 512 | 1 |"));
+  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::latex), Contains("my\\_policy & 512 & 1 & "));
+  auto r = row("a", "p", 512, 0.1);
+  r.error = "a,b";
+  const std::string csv = text_of({r}, Format::csv);
+  CHECK(csv.substr(0, 25) == "cell,model,policy,params,");
+  CHECK_THAT(csv, Contains(",\"a,b\",") && Contains(",0.1,,,,"));
+  CHECK(std::count(csv.begin(), csv.end(), '\n') == 2);
+}
+
+TEST_CASE("formats have names and a report can be made of a file") {
+  CHECK(parse_format("latex") == Format::latex);
+  CHECK_THROWS_AS(parse_format("html"), kvlab::Error);
+  const TemporaryFolder dir;
+  write_part(dir / "o.h5", sample_cell("a"), sample_info());
+  CHECK_THAT(report(dir / "o.h5", Format::table), Contains("snapkv") && Contains("kvlab 0.1.0 (8c3065a)"));
+  CHECK_THROWS_AS(report(dir / "missing.h5", Format::table), kvlab::Error);
+}
