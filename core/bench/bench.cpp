@@ -20,9 +20,11 @@ struct Op {
   const char* name;
   std::vector<Line> (*cases)();
 };
-constexpr Op ops[] = {{"gemv", gemv_cases},     {"gemm", gemm_cases},
-                      {"attend", attend_cases}, {"prefill_attention", prefill_attention_cases},
-                      {"decode", decode_cases}, {"prefill", prefill_cases}};
+constexpr Op ops[] = {{"gemv", gemv_cases},      {"gemm", gemm_cases},
+                      {"attend", attend_cases},  {"prefill_attention", prefill_attention_cases},
+                      {"score", score_cases},    {"select", select_cases},
+                      {"copy", copy_cases},      {"decode", decode_cases},
+                      {"prefill", prefill_cases}};
 
 // One large product; big enough that packing and threads cost little.
 constexpr std::int64_t gemm_m = 1024, gemm_n = 1536, gemm_k = 1536;
@@ -123,10 +125,10 @@ std::string table(const Report& r) {
   s += fmt::format("bf16 GEMM   {} ({})\n", amount(c.gemm.flop_per_s, "FLOP"), c.gemm.kernel);
   if (std::min(c.read_before, c.read_after) < 0.9 * c.read_bytes_per_s)
     s += "The read rate moved by more than 10% during this run: something else was using the machine.\n";
-  s += fmt::format("\n{:<18} {:<34} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
+  s += fmt::format("\n{:<18} {:<44} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
                    "ceiling");
   for (const Line& l : r.lines)
-    s += fmt::format("{:<18} {:<34} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
+    s += fmt::format("{:<18} {:<44} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
                      amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c));
   return s;
 }

@@ -40,7 +40,7 @@ struct Report {
   std::vector<Line> lines;
 };
 
-// gemv, gemm, attend, prefill_attention; whole model: decode, prefill
+// gemv, gemm, attend, prefill_attention; policies: score, select, copy; whole model: decode, prefill
 const std::vector<std::string>& op_names();
 
 // The named ops (none: all). Errc::config for another name.

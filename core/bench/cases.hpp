@@ -33,6 +33,9 @@ std::vector<Line> gemv_cases();
 std::vector<Line> gemm_cases();
 std::vector<Line> attend_cases();
 std::vector<Line> prefill_attention_cases();
+std::vector<Line> score_cases();
+std::vector<Line> select_cases();
+std::vector<Line> copy_cases();
 std::vector<Line> decode_cases();
 std::vector<Line> prefill_cases();
 

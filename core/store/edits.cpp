@@ -8,6 +8,17 @@
 #include "store/store.hpp"
 
 namespace kvlab {
+namespace {
+
+// list[0 .. count) are ascending places below `limit`; one pass without branches.
+bool ascends(const std::int32_t* list, int count, int limit) {
+  if (count == 0) return true;
+  int wrong = (list[0] < 0) | (list[count - 1] >= limit);
+  for (int i = 1; i < count; ++i) wrong |= list[i] <= list[i - 1];
+  return !wrong;
+}
+
+}  // namespace
 
 void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier to) {
   const PageEntry& a = entries(from, layer, slot, head)[page];
@@ -46,7 +57,7 @@ void Store::swap_tokens(int layer, int slot, int head, int a, int b) {
 }
 
 // Keeps the listed tokens (ascending places) and returns how many left. Few losses: the last tokens fill the holes, one
-// copy each. Many: the kept ones move up and stay in order.
+// copy each, and nothing else is looked at. Many: the kept ones move up and stay in order.
 std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t* kept, int count) {
   const Shape& s = options_.shape;
   const int before = length(layer, slot, head);
@@ -54,39 +65,34 @@ std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t*
   if (lost <= 0) return 0;
   const int p = s.page_size, pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
 
-  std::vector<std::int32_t> old_rank;
+  std::vector<std::int32_t> rank;
   if (options_.rope == RopeRegime::re_rotate && count > 0) {
     const std::vector<std::int32_t> slots{slot};
-    old_rank.resize(static_cast<std::size_t>(before));
-    ops::token_ranks(view(layer, slots), 0, head, before, old_rank.data());
+    rank.resize(static_cast<std::size_t>(before));
+    ops::token_ranks(view(layer, slots), 0, head, before, rank.data());
   }
 
-  std::vector<std::int32_t> source(static_cast<std::size_t>(count));  // [place after] -> place before
+  auto& touched = touched_;  // pages, ascending
+  touched.clear();
+  const auto move_token = [&](int from, int to) {
+    const Place a = place(layer, slot, head, from), b = place(layer, slot, head, to);
+    ops::copy_token(a.frame, *a.layout, a.offset, b.frame, *b.layout, b.offset);
+    if (!rank.empty()) rank[static_cast<std::size_t>(to)] = rank[static_cast<std::size_t>(from)];
+    if (touched.empty() || touched.back() != to / p) touched.push_back(to / p);
+  };
   constexpr int few = 8;
   if (lost <= few) {
-    int tail = before, k = 0;
-    std::vector<bool> stays(static_cast<std::size_t>(before), false);
-    for (int i = 0; i < count; ++i) stays[static_cast<std::size_t>(kept[i])] = true;
-    for (; k < count; ++k) {
-      if (stays[static_cast<std::size_t>(k)]) {
-        source[static_cast<std::size_t>(k)] = k;
-        continue;
-      }
-      do --tail;
-      while (!stays[static_cast<std::size_t>(tail)]);
-      source[static_cast<std::size_t>(k)] = tail;
+    for (int hole = 0; hole < lost; ++hole) {
+      // kept[i] - i, the holes before kept[i], ascends.
+      const auto* after =
+          std::partition_point(kept, kept + count, [&](const std::int32_t& t) { return t - (&t - kept) <= hole; });
+      const int to = static_cast<int>(after - kept) + hole;
+      if (to >= count) break;
+      move_token(kept[count - 1 - hole], to);
     }
   } else {
-    std::copy(kept, kept + count, source.begin());
-  }
-
-  std::vector<bool> touched(static_cast<std::size_t>(pages_after), false);
-  for (int i = 0; i < count; ++i) {
-    const int from = source[static_cast<std::size_t>(i)];
-    if (from == i) continue;
-    const Place a = place(layer, slot, head, from), b = place(layer, slot, head, i);
-    ops::copy_token(a.frame, *a.layout, a.offset, b.frame, *b.layout, b.offset);
-    touched[static_cast<std::size_t>(i / p)] = true;
+    for (int i = 0; i < count; ++i)
+      if (kept[i] != i) move_token(kept[i], i);
   }
 
   PageEntry* device = entries(Tier::device, layer, slot, head);
@@ -98,21 +104,19 @@ std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t*
   lengths_[head_index(layer, slot, head)] = count;
   if (options_.summary != Summary::none)
     ledger_.hold(Tier::device, Tag::summaries, std::int64_t{pages_after - pages_before} * summary_bytes_);
-  for (int page = 0; page < pages_after; ++page) {
-    const int tokens = std::min(p, count - page * p);
-    const bool shrunk = tokens != std::min(p, before - page * p);
-    PageEntry& upper = device[page].frame != null_frame ? device[page] : host[page];
-    upper.tokens = static_cast<std::uint16_t>(tokens);
-    if (touched[static_cast<std::size_t>(page)] || shrunk) outdated(layer, slot, head, page);
+  if (const int last = pages_after - 1; last >= 0 && std::min(before, pages_after * p) != count) {
+    PageEntry& upper = device[last].frame != null_frame ? device[last] : host[last];
+    upper.tokens = static_cast<std::uint16_t>(count - last * p);
+    if (touched.empty() || touched.back() != last) touched.push_back(last);
   }
+  for (const int page : touched) outdated(layer, slot, head, page);
 
-  if (!old_rank.empty()) {
+  if (!rank.empty()) {
     const std::vector<std::int32_t> slots{slot};
     const PagedKv kv = view(layer, slots);
     std::vector<std::int32_t> delta(static_cast<std::size_t>(count));
     ops::token_ranks(kv, 0, head, count, delta.data());
-    for (int i = 0; i < count; ++i)
-      delta[static_cast<std::size_t>(i)] -= old_rank[static_cast<std::size_t>(source[static_cast<std::size_t>(i)])];
+    for (int i = 0; i < count; ++i) delta[static_cast<std::size_t>(i)] -= rank[static_cast<std::size_t>(i)];
     ops::re_rotate(kv, 0, head, count, delta.data());
     for (int page = 0; page < pages_after; ++page)
       if (std::any_of(delta.begin() + page * p, delta.begin() + std::min(count, (page + 1) * p),
@@ -192,15 +196,22 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
       const int count = e.list.count(row, head);
       const bool tokens = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move;
       const int limit = tokens ? n : pages;
-      for (int i = 0; i < count; ++i) {
-        const int at = e.list.index(row, head, i);
-        if (at < 0 || at >= limit)
-          bad("got index " + std::to_string(at) + ", wanted 0 to " + std::to_string(limit - 1));
-        if (i > 0 && e.verb != Edit::move && at <= e.list.index(row, head, i - 1))
-          bad("got a list that does not ascend");
-      }
+      const std::int32_t* list = &e.list.index(row, head, 0);
+      const bool dense = e.list.index.stride[2] == 1;
+      if (e.verb == Edit::move || !dense || !ascends(list, count, limit))
+        for (int i = 0; i < count; ++i) {
+          const int at = e.list.index(row, head, i);
+          if (at < 0 || at >= limit)
+            bad("got index " + std::to_string(at) + ", wanted 0 to " + std::to_string(limit - 1));
+          if (i > 0 && e.verb != Edit::move && at <= e.list.index(row, head, i - 1))
+            bad("got a list that does not ascend");
+        }
       if (e.verb == Edit::evict || e.verb == Edit::evict_rest) {
         kept.clear();
+        if (e.verb == Edit::evict_rest && dense) {
+          done.changed += keep_only(e.layer, slot, head, list, count);
+          continue;
+        }
         if (e.verb == Edit::evict_rest) {
           for (int i = 0; i < count; ++i) kept.push_back(e.list.index(row, head, i));
         } else {

@@ -145,6 +145,7 @@ class Store {
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
   std::vector<Pending> pending_;
+  std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
   std::int64_t fired_ = 0;
   Ledger ledger_;
   StoreWorkspace workspace_{ledger_};

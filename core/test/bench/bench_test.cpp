@@ -36,7 +36,7 @@ TEST_CASE("bench holds a reading case against the read rate and a computing one 
 }
 
 TEST_CASE("bench names the ops it knows") {
-  CHECK(bench::op_names() ==
-        std::vector<std::string>{"gemv", "gemm", "attend", "prefill_attention", "decode", "prefill"});
+  CHECK(bench::op_names() == std::vector<std::string>{"gemv", "gemm", "attend", "prefill_attention", "score", "select",
+                                                      "copy", "decode", "prefill"});
   CHECK_THROWS_WITH(bench::run({"gemv", "sort"}), Catch::Contains("'sort'") && Catch::Contains("gemm"));
 }

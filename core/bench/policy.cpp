@@ -1,0 +1,210 @@
+// What policies ask for in a step: scores, selections, and tokens that come, leave and move. Times are those of one
+// layer; a pass goes over all 30, so that caches hold no more of them than in a real step.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include "bench/cases.hpp"
+#include "bench/fixture.hpp"
+#include "store/store.hpp"
+
+namespace kvlab::bench {
+namespace {
+
+constexpr int tokens = 4096, window = 32;
+
+template <class F>
+Line per_layer(const char* op, std::string shape, double bytes, const F& f) {
+  const Times t = time_runs(10, [&] {
+    for (int l = 0; l < layers; ++l) f(l);
+  });
+  Line line{op, std::move(shape), "", t.median / layers, t.best / layers};
+  line.bytes = bytes;
+  line.reads = true;
+  return line;
+}
+
+struct ScoreBuffer {
+  std::vector<float> data;
+  Scores view;
+  ScoreBuffer(int heads, int n) : data(randoms(std::int64_t{heads} * n)) {
+    view = View<float, 3>::dense(data.data(), {1, heads, n});
+  }
+};
+
+struct ListBuffer {
+  std::vector<std::int32_t> index, count;
+  IndexList list;
+  explicit ListBuffer(int room) : index(static_cast<std::size_t>(kv_heads * room)), count(kv_heads) {
+    list.index = View<std::int32_t, 3>::dense(index.data(), {1, kv_heads, room});
+    list.count = View<std::int32_t, 2>::dense(count.data(), {1, kv_heads});
+  }
+  // [0, n) without [first, last)
+  void fill(int n, int first, int last) {
+    for (int h = 0; h < kv_heads; ++h) {
+      list.count(0, h) = n - (last - first);
+      for (int i = 0; i < list.count(0, h); ++i) list.index(0, h, i) = i < first ? i : i + last - first;
+    }
+  }
+};
+
+Store make_store(int most, const std::vector<std::string>& columns) {
+  StoreOptions o;
+  o.shape.layers = layers;
+  o.shape.query_heads = query_heads;
+  o.shape.kv_heads = kv_heads;
+  o.shape.head_dim = head_dim;
+  o.shape.page_size = page_size;
+  o.shape.max_slots = 1;
+  o.shape.max_tokens = most;
+  o.token_state = columns;
+  return Store(o);
+}
+
+void fill(Store& store, int slot, int count) {
+  const auto x = randoms(std::int64_t{count} * kv_heads * head_dim);
+  for (int l = 0; l < layers; ++l) store.append(l, slot, x.data(), x.data(), count, 0);
+  store.advance(slot, count, false);
+}
+
+// A decode step of a policy that replaces one token a head: it comes, another leaves from the middle.
+void replace_cases(int depth, const std::vector<std::string>& columns, std::vector<Line>& lines) {
+  Store store = make_store(depth + 1, columns);
+  const int slot = store.open();
+  const std::vector<std::int32_t> slots{slot};
+  fill(store, slot, depth);
+  const auto x = randoms(kv_heads * head_dim);
+  ListBuffer kept(depth + 1);
+  kept.fill(depth + 1, depth / 2, depth / 2 + 1);
+  std::vector<double> came, left;
+  using Clock = std::chrono::steady_clock;
+  const auto lap = [](Clock::time_point& since) {
+    const auto begin = since;
+    since = Clock::now();
+    return std::chrono::duration<double>(since - begin).count() / layers;
+  };
+  for (int i = 0; i < 200; ++i) {
+    auto since = Clock::now();
+    for (int l = 0; l < layers; ++l) store.append(l, slot, x.data(), x.data(), 1, store.position(slot));
+    came.push_back(lap(since));
+    store.advance(slot, 1, true);
+    lap(since);
+    for (int l = 0; l < layers; ++l) {
+      Edits edits(l);
+      edits.evict_rest(TokenList{kept.list});
+      store.apply(edits.all(), slots);
+    }
+    left.push_back(lap(since));
+  }
+  const double token = 2. * kv_heads * head_dim * 2;
+  const auto add = [&](const char* what, std::vector<double>& t, double bytes) {
+    std::sort(t.begin(), t.end());
+    Line l{"copy", fmt::format("{} 1 of {} tokens{}", what, depth, columns.empty() ? "" : ", state"), "",
+           t[t.size() / 2], t.front()};
+    l.bytes = bytes;
+    l.reads = true;
+    lines.push_back(l);
+  };
+  add("append", came, token);
+  add("evict", left, 2 * token);  // read and written
+}
+
+}  // namespace
+
+std::vector<Line> score_cases() {
+  std::vector<Line> lines;
+  const Pages cache(tokens, 1);
+  const int pages = cache.pages();
+  ScoreBuffer of_tokens(kv_heads, tokens), of_queries(query_heads, tokens), of_pages(kv_heads, pages);
+  const double rows = 2. * kv_heads * tokens * head_dim;
+
+  const auto q = randoms(query_heads * window * head_dim);
+  const std::int32_t seen = tokens;
+  Line votes = per_layer("score", fmt::format("window_votes, {} queries, {} tokens", window, tokens), rows, [&](int l) {
+    ops::window_votes(View<const float, 4>::dense(q.data(), {1, query_heads, window, head_dim}), &seen, cache.layer(l),
+                      of_queries.view, Stream::cpu());
+  });
+  votes.flops = 2. * query_heads * window * head_dim * tokens;
+  votes.reads = false;
+  lines.push_back(votes);
+  lines.push_back(per_layer("score", fmt::format("row_norm of keys, {} tokens", tokens), rows, [&](int l) {
+    const PagedKv kv = cache.layer(l);
+    ops::row_norm({&kv, KvSide::key}, of_tokens.view, Stream::cpu());
+  }));
+  const double column = 4. * kv_heads * tokens;
+  lines.push_back(per_layer("score", fmt::format("add_mass and read_state, {} tokens", tokens),
+                            4. * query_heads * tokens + 4 * column, [&](int l) {
+                              const PagedKv kv = cache.layer(l);
+                              ops::add_mass(of_queries.view, GroupRule::mean, {&kv, 0}, Stream::cpu());
+                              ops::read_state({&kv, 0}, of_tokens.view, Stream::cpu());
+                            }));
+  const std::int64_t box = 2 * head_dim * 2, stride = std::int64_t{kv_heads} * pages * box;
+  const std::vector<std::byte> data(static_cast<std::size_t>(stride * layers), std::byte{0x3c});
+  lines.push_back(
+      per_layer("score", fmt::format("page_score, boxes of {} pages", pages), static_cast<double>(stride), [&](int l) {
+        const Summaries s{Summary::min_max, DType::bf16, data.data() + l * stride, stride, pages * box, box};
+        ops::page_score(View<const float, 3>::dense(q.data(), {1, query_heads, head_dim}), cache.layer(l), s,
+                        GroupRule::max, 1.f, of_pages.view, Stream::cpu());
+      }));
+  return lines;
+}
+
+std::vector<Line> select_cases() {
+  std::vector<Line> lines;
+  const Pages cache(tokens);
+  const int pages = cache.pages();
+  const ScoreBuffer scores(kv_heads, layers * tokens);
+  ListBuffer list(tokens);
+  std::vector<std::int32_t> keep(kv_heads);
+  const auto amount = View<const std::int32_t, 2>::dense(keep.data(), {1, kv_heads});
+  const auto of_layer = [&](int l, int n) {
+    Scores s = scores.view;
+    s.data += l * n;
+    s.extent[2] = n;
+    return s;
+  };
+  const auto add = [&](const char* what, int kept, Pins pins, double bytes) {
+    keep.assign(kv_heads, kept);
+    lines.push_back(per_layer("select", fmt::format("top_tokens, {} of {}{}", kept, tokens, what), bytes, [&](int l) {
+      ops::top_tokens(cache.layer(l), of_layer(l, tokens), amount, &pins, TokenList{list.list}, Stream::cpu());
+    }));
+  };
+  const double score_bytes = 4. * kv_heads * tokens;
+  add("", 512, {}, score_bytes);
+  add(", half pinned", tokens - 1, {.last = tokens / 2}, 2 * score_bytes);  // positions too
+  keep.assign(kv_heads, pages / 4);
+  lines.push_back(
+      per_layer("select", fmt::format("top_pages, {} of {}", pages / 4, pages), 4. * kv_heads * pages, [&](int l) {
+        ops::top_pages(cache.layer(l), of_layer(l, pages), amount, {}, PageList{list.list}, Stream::cpu());
+      }));
+  return lines;
+}
+
+std::vector<Line> copy_cases() {
+  std::vector<Line> lines;
+  replace_cases(1024, {}, lines);
+  replace_cases(1024, {"score"}, lines);
+  Store store = make_store(tokens, {});
+  const int slot = store.open();
+  const std::vector<std::int32_t> slots{slot};
+  fill(store, slot, tokens);
+  // Every other page, as a budget of resident pages leaves them.
+  constexpr int recalled = tokens / page_size / 2;
+  ListBuffer pages(recalled);
+  pages.fill(recalled, 0, 0);
+  for (auto& page : pages.index) page *= 2;
+  for (int l = 0; l < layers; ++l) {
+    Edits edits(l);
+    edits.offload(PageList{pages.list});
+    store.apply(edits.all(), slots);
+  }
+  lines.push_back(per_layer("copy", fmt::format("drop and recall {} pages a head", recalled),
+                            2. * 2 * 2 * kv_heads * recalled * page_size * head_dim, [&](int l) {
+                              Edits edits(l);
+                              edits.drop(Tier::device, PageList{pages.list});
+                              edits.recall(PageList{pages.list});
+                              store.apply(edits.all(), slots);
+                            }));
+  return lines;
+}
+
+}  // namespace kvlab::bench
