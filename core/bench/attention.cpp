@@ -14,7 +14,7 @@ std::vector<Line> attend_cases() {
   };
   for (const auto [depth, rope] :
        {Case{2048, RopeRegime::original}, Case{8192, RopeRegime::original}, Case{1024, RopeRegime::cache_relative}}) {
-    const Pages pages(depth);
+    const Pages pages(depth, 0, rope == RopeRegime::cache_relative);
     const auto q = randoms(query_heads * head_dim);
     std::vector<float> out(q.size());
     const std::int32_t last = depth - 1;

@@ -16,7 +16,7 @@ std::vector<float> randoms(std::int64_t count) {
   return v;
 }
 
-Pages::Pages(int tokens, int state_columns)
+Pages::Pages(int tokens, int state_columns, bool wrapped)
     : pages_(std::max(1, (tokens + page_size - 1) / page_size)),
       layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, state_columns)),
       frames_(static_cast<std::size_t>(layout_.bytes) * static_cast<std::size_t>(pages_ * kv_heads * layers)),
@@ -37,7 +37,8 @@ Pages::Pages(int tokens, int state_columns)
     std::memset(to, 0, static_cast<std::size_t>(layout_.bytes));
     for (int t = 0; t < count; ++t) {
       const float* row = x.data() + static_cast<std::int64_t>((i + static_cast<std::size_t>(t)) % 64) * head_dim;
-      ops::write_token(to, layout_, t, row, row, page * page_size + t);
+      const int place = page * page_size + t;
+      ops::write_token(to, layout_, t, row, row, wrapped ? (place + tokens / 2) % tokens : place);
     }
   }
 }

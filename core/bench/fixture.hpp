@@ -30,10 +30,11 @@ class BenchWorkspace final : public Workspace {
 // Uniform in [-1, 1), the same ones every time.
 std::vector<float> randoms(std::int64_t count);
 
-// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order.
+// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order. wrapped: tokens lie as
+// evictions of the oldest leave them, the newer half in the holes of the older.
 class Pages {
  public:
-  explicit Pages(int tokens, int state_columns = 0);
+  explicit Pages(int tokens, int state_columns = 0, bool wrapped = false);
   PagedKv layer(int l) const;
   int pages() const { return pages_; }
 

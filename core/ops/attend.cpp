@@ -128,8 +128,7 @@ void add_runs(const PagedKv& kv, const Task& task, const Pages& pages, KvSide si
 struct Chunk {
   std::vector<RowRun> runs;  // keys, values, then the first keys of the chunk to come
   std::vector<float> scores;
-  std::vector<std::int32_t> position;
-  TokenRows turned;
+  std::vector<std::int32_t> position, rank;
 };
 
 // Hides what the window leaves out. Returns whether a token is left.
@@ -174,12 +173,18 @@ void attend_chunk(const AttendArgs& a, const Plan& plan, int index, int chunk_pa
   if (x.scores.size() < std::size_t(stride) * group) x.scores.resize(std::size_t(stride) * group);
   const float* q = &a.queries(task.row, head, 0);
   if (const std::int32_t* rank = plan.ranks.of(task.row, task.head)) {
-    x.turned.gather(kv, task.row, task.head, KvSide::key, pages.list, pages.first, pages.count);
-    RowRun keys[1 + run_ahead];
-    keys[0].data = x.turned.rotate(kv, rank, *plan.ranks.rope());
-    keys[0].stride = dim * static_cast<std::int64_t>(sizeof(float));
-    keys[0].count = tokens;
-    kernels.dot(keys, 1, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
+    const std::int32_t* of_chunk = rank + std::int64_t{pages.first} * kv.page_size;
+    if (pages.list) {
+      x.rank.clear();
+      for (int i = 0; i < pages.count; ++i) {
+        const std::int32_t* of_page = rank + std::int64_t{pages[i]} * kv.page_size;
+        x.rank.insert(x.rank.end(), of_page, of_page + x.runs[i].count);
+      }
+      of_chunk = x.rank.data();
+    }
+    const RopeRows& rope = *plan.ranks.rope();
+    kernels.dot_turned(x.runs.data(), pages.count, dim, q, a.queries.stride[1], group, softmax_scale,
+                       {of_chunk, rope.cosine.data(), rope.sine.data()}, x.scores.data(), stride);
   } else {
     kernels.dot(x.runs.data(), pages.count, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
   }

@@ -215,17 +215,29 @@ void token_positions(const PagedKv& kv, int row, int head, int tokens, std::int3
 }
 
 void token_ranks(const PagedKv& kv, int row, int head, int tokens, std::int32_t* rank) {
-  token_positions(kv, row, head, tokens, rank);
-  if (std::adjacent_find(rank, rank + tokens, [](auto a, auto b) { return a >= b; }) == rank + tokens) {
+  thread_local std::vector<std::int32_t> position, runs, order;
+  position.resize(tokens);
+  token_positions(kv, row, head, tokens, position.data());
+  runs.clear();  // where an ascending run begins
+  for (int t = 0; t < tokens; ++t)
+    if (t == 0 || position[t] <= position[t - 1]) runs.push_back(t);
+  if (runs.size() <= 1) {
     for (int t = 0; t < tokens; ++t) rank[t] = t;
     return;
   }
-  std::vector<std::pair<std::int32_t, std::int32_t>> order(tokens);  // position, place
-  for (int t = 0; t < tokens; ++t) order[t] = {rank[t], t};
-  std::sort(order.begin(), order.end());
+  order.resize(tokens);
+  for (int t = 0; t < tokens; ++t) order[t] = t;
+  const auto older = [](std::int32_t a, std::int32_t b) { return position[a] < position[b]; };
+  // Evictions that fill holes with the newest tokens leave a few runs, and merging two costs a pass.
+  if (runs.size() <= 4)
+    for (std::size_t i = 1; i < runs.size(); ++i)
+      std::inplace_merge(order.begin(), order.begin() + runs[i],
+                         i + 1 < runs.size() ? order.begin() + runs[i + 1] : order.end(), older);
+  else
+    std::sort(order.begin(), order.end(), older);
   for (int i = 0; i < tokens; ++i) {
-    const bool equal = i > 0 && order[i].first == order[i - 1].first;
-    rank[order[i].second] = equal ? rank[order[i - 1].second] : i;
+    const bool equal = i > 0 && position[order[i]] == position[order[i - 1]];
+    rank[order[i]] = equal ? rank[order[i - 1]] : i;
   }
 }
 

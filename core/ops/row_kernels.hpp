@@ -26,6 +26,12 @@ struct RowRun {
 // i + run_ahead are asked for. Arrays of runs are that much longer than their length says; the rest may be empty.
 inline constexpr int run_ahead = 4;
 
+// Angles of keys that are rotated as they are read: row t of all runs by rank[t] places.
+struct Turn {
+  const std::int32_t* rank;
+  const float *cosine, *sine;  // [rank, dim / 2]
+};
+
 // dim is a multiple of 8 up to 512 everywhere (a box of page summaries is two rows wide).
 struct RowKernels {
   const char* name;
@@ -33,6 +39,9 @@ struct RowKernels {
   // out[i, t] = factor * q[i] . row t, the rows of all runs one after the other; strides in floats.
   void (*dot)(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
               float factor, float* out, std::int64_t out_stride);
+  // The same with every row rotated first: pairs (i, i + dim / 2).
+  void (*dot_turned)(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
+                     float factor, const Turn& turn, float* out, std::int64_t out_stride);
   // out[i] += sum_t p[i, t] row t
   void (*accumulate)(const RowRun* runs, int run_count, int dim, const float* p, std::int64_t p_stride, int queries,
                      float* out, std::int64_t out_stride);

@@ -303,6 +303,109 @@ void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_
   }
 }
 
+// The row as f32, in order: elements d .. d + lanes.
+template <class R>
+KVLAB_INLINE F element(const RowRun& run, int t, int d, Meta m) {
+  const F x = R::tail(static_cast<const char*>(run.data) + t * run.stride, d);
+  return R::coded ? x * splat(m.scale) + splat(m.zero) : x;
+}
+
+void rotate(float* x, const float* cosine, const float* sine, int dim) {
+  const int half = dim / 2;
+  int i = 0;
+  for (; i + lanes <= half; i += lanes) {
+    const F a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[half + i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// Sums of T rows, each rotated, with G queries into acc[g][first + j].
+template <class R, int G, int T>
+KVLAB_INLINE void turned_block(const RowRun& run, const int* row, int dim, const float* q, const std::int32_t* rank,
+                               const Turn& turn, F (*acc)[dot_rows], int first) {
+  const int half = dim / 2;
+  F sums[G][T] = {};
+  Meta m[T] = {};
+  const float *cosine[T], *sine[T];
+  for (int j = 0; j < T; ++j) {
+    if (R::coded) m[j] = meta_of(run, row[j]);
+    cosine[j] = turn.cosine + std::int64_t{rank[row[j]]} * half;
+    sine[j] = turn.sine + std::int64_t{rank[row[j]]} * half;
+  }
+  for (int d = 0; d < half; d += lanes)
+    for (int j = 0; j < T; ++j) {
+      const F a = element<R>(run, row[j], d, m[j]), b = element<R>(run, row[j], half + d, m[j]);
+      const F c = load(cosine[j] + d), s = load(sine[j] + d);
+      const F x = a * c - b * s, y = b * c + a * s;
+      for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * dim + d) * x + load(q + g * dim + half + d) * y;
+    }
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < T; ++j) acc[g][first + j] = sums[g][j];
+}
+
+// Half rows that are no whole vectors.
+template <class R, int G>
+void turned_row(const RowRun& run, int t, int dim, const float* q, const std::int32_t* rank, const Turn& turn,
+                float* out, std::int64_t out_stride) {
+  float row[most_dim];
+  const Meta m = R::coded ? meta_of(run, t) : Meta{};
+  for (int d = 0; d < dim; d += lanes) store(row + d, element<R>(run, t, d, m));
+  const std::int64_t at = std::int64_t{rank[t]} * (dim / 2);
+  rotate(row, turn.cosine + at, turn.sine + at, dim);
+  for (int g = 0; g < G; ++g) {
+    F total = {};
+    for (int d = 0; d < dim; d += lanes) total += load(q + g * dim + d) * load(row + d);
+    out[g * out_stride + t] = sum(total);
+  }
+}
+
+template <class R, int G>
+void turned_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, const std::int32_t* rank,
+                const Turn& turn, float* out, std::int64_t out_stride) {
+  constexpr int at_once = G == 4 ? 1 : 2;
+  for (int t = 0; t < run.count; t += dot_rows) {
+    const int count = least(dot_rows, run.count - t);
+    if (t < ahead.count)
+      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride,
+               least(dot_rows, ahead.count - t) * ahead.stride);
+    if (dim % (2 * lanes)) {
+      for (int j = 0; j < count; ++j) turned_row<R, G>(run, t + j, dim, q, rank, turn, out, out_stride);
+      continue;
+    }
+    int row[dot_rows];
+    for (int j = 0; j < dot_rows; ++j) row[j] = t + least(j, count - 1);
+    F acc[G][dot_rows];
+    for (int j = 0; j < dot_rows; j += at_once) turned_block<R, G, at_once>(run, row + j, dim, q, rank, turn, acc, j);
+    for (int g = 0; g < G; ++g) {
+      const F4 sums = four_sums(acc[g]);
+      for (int j = 0; j < count; ++j) out[g * out_stride + t + j] = sums[j];
+    }
+  }
+}
+
+void dot_turned(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
+                float factor, const Turn& turn, float* out, std::int64_t out_stride) {
+  alignas(64) float scaled[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    for (int g = 0; g < n; ++g)
+      for (int d = 0; d < dim; d += lanes) store(scaled + g * dim + d, load(q + (first + g) * q_stride + d) * factor);
+    with_group(n, [&]<int G>() {
+      for (int i = 0, at = 0; i < run_count; at += runs[i++].count)
+        with_reader(runs[i].kind, [&]<class R>() {
+          turned_run<R, G>(runs[i], runs[i + run_ahead], dim, scaled, turn.rank + at, turn,
+                           out + first * out_stride + at, out_stride);
+        });
+    });
+  }
+}
+
 // V vectors of every row, from element d on, into G sums.
 template <class R, int G, int V>
 KVLAB_INLINE void add_rows(const char* data, std::int64_t stride, int count, int d, const float* p,
@@ -387,13 +490,6 @@ void accumulate(const RowRun* runs, int run_count, int dim, const float* p, std:
   }
 }
 
-// The row as f32, in order: elements d .. d + lanes.
-template <class R>
-KVLAB_INLINE F element(const RowRun& run, int t, int d, Meta m) {
-  const F x = R::tail(static_cast<const char*>(run.data) + t * run.stride, d);
-  return R::coded ? x * splat(m.scale) + splat(m.zero) : x;
-}
-
 void square_sum(const RowRun& run, int dim, float* out) {
   with_reader(run.kind, [&]<class R>() {
     for (int t = 0; t < run.count; ++t) {
@@ -415,21 +511,6 @@ void decode(const RowRun& run, int dim, float* out, std::int64_t out_stride) {
       for (int d = 0; d < dim; d += lanes) store(out + t * out_stride + d, element<R>(run, t, d, m));
     }
   });
-}
-
-void rotate(float* x, const float* cosine, const float* sine, int dim) {
-  const int half = dim / 2;
-  int i = 0;
-  for (; i + lanes <= half; i += lanes) {
-    const F a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
-    store(x + i, a * c - b * s);
-    store(x + half + i, b * c + a * s);
-  }
-  for (; i < half; ++i) {
-    const float a = x[i], b = x[half + i];
-    x[i] = a * cosine[i] - b * sine[i];
-    x[half + i] = b * cosine[i] + a * sine[i];
-  }
 }
 
 // Eight by eight (four by four) at a time, so that rows are read and columns written a vector at a time.
@@ -572,7 +653,7 @@ void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, fl
   for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-constexpr RowKernels table = {KVLAB_NAME, dot, accumulate, square_sum, decode,     rotate,   pack_panel,
+constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
                               panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm};
 
 }  // namespace

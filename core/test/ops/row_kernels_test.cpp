@@ -97,6 +97,29 @@ TEST_CASE("row kernels equal plain loops in double") {
               }
             }
             REQUIRE(worst_dot < 5e-5);
+            std::vector<float> cosine(3 * dim / 2), sine(3 * dim / 2), turned(out);
+            std::vector<std::int32_t> rank(count);
+            for (auto* v : {&cosine, &sine})
+              for (float& x : *v) x = normal(rng);
+            for (auto& r : rank) r = static_cast<std::int32_t>(rng() % 3);
+            kernels->dot_turned(rows.runs.data(), rows.run_count, dim, q.data(), dim, queries, 0.5f,
+                                {rank.data(), cosine.data(), sine.data()}, turned.data(), stride);
+            double worst_turned = 0;
+            for (int i = 0; i < queries; ++i)
+              for (int t = 0; t < stride; ++t) {
+                if (t >= count) {
+                  REQUIRE(turned[i * stride + t] == 77.f);
+                  continue;
+                }
+                double s = 0;
+                for (int d = 0; d < dim / 2; ++d) {
+                  const double c = cosine[rank[t] * dim / 2 + d], z = sine[rank[t] * dim / 2 + d];
+                  const double a = rows.value[t][d], b = rows.value[t][d + dim / 2];
+                  s += 0.5 * (q[i * dim + d] * (a * c - b * z) + q[i * dim + d + dim / 2] * (b * c + a * z));
+                }
+                worst_turned = std::max(worst_turned, std::abs(s - turned[i * stride + t]));
+              }
+            REQUIRE(worst_turned < 2e-4);
             REQUIRE(worst_sum < 2e-3);  // sums of up to 33 terms of size 8 x 3
 
             std::vector<float> squares(count), decoded(count * dim);
