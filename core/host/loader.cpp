@@ -1,8 +1,14 @@
 #include "host/loader.hpp"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <map>
 #include <mutex>
 #include <set>
@@ -46,7 +52,6 @@ std::string explain(const std::string& loader_message) {
 }
 
 boost::dll::shared_library open(const fs::path& path) {
-  check_library_file(path);
   boost::dll::shared_library handle;
   boost::dll::fs::error_code ec;
   handle.load(path, boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local, ec);
@@ -158,15 +163,9 @@ PluginInfo info_of(const kvlab_role& role, const fs::path& path, std::shared_ptr
   return info;
 }
 
-std::vector<PluginInfo> load_library(const fs::path& path) {
-  // Never destroyed, so that no library is closed while something of it may still be alive.
-  static auto& mutex = *new std::mutex;
-  static auto& loaded = *new std::map<fs::path, std::vector<PluginInfo>>;
-  std::error_code ec;
-  const fs::path file = fs::weakly_canonical(path, ec).empty() ? path : fs::weakly_canonical(path, ec);
-  const std::lock_guard lock(mutex);
-  if (const auto it = loaded.find(file); it != loaded.end()) return it->second;
+namespace {
 
+std::vector<PluginInfo> read_library(const fs::path& file) {
   auto handle = open(file);
   const kvlab_plugin* plugin = entry_of(handle, file)();
   check_description(plugin, file);
@@ -185,6 +184,49 @@ std::vector<PluginInfo> load_library(const fs::path& path) {
       refuse(file, fmt::format("got two registrations of {} '{}', wanted one; rename one of them",
                                name_of(infos.back().role), infos.back().name));
   }
+  return infos;
+}
+
+}  // namespace
+
+void try_library(const fs::path& file) {
+  check_library_file(file);
+  constexpr unsigned seconds = 20;
+  const pid_t child = fork();
+  if (child < 0) return;  // no process left for it: load without a trial
+  if (child == 0) {
+    const rlimit no_core{0, 0};
+    setrlimit(RLIMIT_CORE, &no_core);
+    for (const int fatal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) signal(fatal, SIG_DFL);
+    alarm(seconds);
+    if (const int nowhere = ::open("/dev/null", O_WRONLY); nowhere >= 0) dup2(nowhere, 1), dup2(nowhere, 2);
+    try {
+      read_library(file);
+    } catch (...) {  // an error here is an error in the parent too
+    }
+    _exit(0);
+  }
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0)
+    if (errno != EINTR) return;
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+  const std::string end = WIFSIGNALED(status) ? fmt::format("signal {}", WTERMSIG(status))
+                                              : fmt::format("exit code {}", WEXITSTATUS(status));
+  refuse(file, "got a library that ends the process when it is loaded (" + end +
+                   "), wanted one that loads; it is damaged or its constructors are: " + rebuild_hint());
+}
+
+std::vector<PluginInfo> load_library(const fs::path& path) {
+  // Never destroyed, so that no library is closed while something of it may still be alive.
+  static auto& mutex = *new std::mutex;
+  static auto& loaded = *new std::map<fs::path, std::vector<PluginInfo>>;
+  std::error_code ec;
+  const fs::path file = fs::weakly_canonical(path, ec).empty() ? path : fs::weakly_canonical(path, ec);
+  const std::lock_guard lock(mutex);
+  if (const auto it = loaded.find(file); it != loaded.end()) return it->second;
+
+  try_library(file);
+  std::vector<PluginInfo> infos = read_library(file);
   loaded.emplace(file, infos);
   return infos;
 }

@@ -26,6 +26,10 @@ struct PluginInfo {
   void (*destroy)(void*) = nullptr;
 };
 
+// Errc::plugin if loading the file would end the process, which a damaged library can do in the system's loader, in a
+// constructor of its own or in its entry: a child process tries. Loads nothing into this one.
+void try_library(const std::filesystem::path& path);
+
 // Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
 std::vector<PluginInfo> load_library(const std::filesystem::path& path);
 

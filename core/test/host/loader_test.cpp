@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 #include <fstream>
+#include <random>
 
 #include "host/parameters.hpp"
 #include "host/registry.hpp"
@@ -64,6 +65,7 @@ TEST_CASE("a refused library says what it is, what was wanted and what to do") {
       {"throwing_registration", "got trouble while registering", "wanted", "correct the plugin's registration"},
       {"missing_dependency", "no library 'libabsent.so'", "the plugin needs", "LD_LIBRARY_PATH"},
       {"undefined_symbol", "undefined symbol: kvlab_defined_nowhere", "wanted", "link the library"},
+      {"crashing", "ends the process when it is loaded (signal 6)", "wanted one that loads", "cmake --build"},
       {"not_elf", "not an ELF library", "wanted a compiled plugin", "build the plugin"},
       {"empty", "not an ELF library", "wanted a compiled plugin", "build the plugin"},
       {"nowhere", "no such file", "wanted a plugin library", "check the path"},
@@ -86,6 +88,27 @@ TEST_CASE("a library that was cut short is refused at every length") {
     CHECK_THAT(refusal(cut), Catch::Contains("wanted"));
   }
   fs::remove(cut);
+}
+
+TEST_CASE("a library with changed bytes is accepted or refused, and nothing worse") {
+  std::ifstream in(library("good"), std::ios::binary);
+  const std::string whole((std::istreambuf_iterator<char>(in)), {});
+  std::mt19937 random(3);
+  const fs::path file = fs::path(KVLAB_BINARY_DIR) / "libchanged.so";
+  int refused = 0;
+  for (int i = 0; i < 40; ++i) {
+    std::string bytes = whole;
+    for (int k = 0; k < 20; ++k) bytes[random() % bytes.size()] = static_cast<char>(random());
+    std::ofstream(file, std::ios::binary) << bytes;
+    try {
+      try_library(file);
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::plugin);
+      ++refused;
+    }
+  }
+  CHECK(refused > 0);
+  fs::remove(file);
 }
 
 TEST_CASE("a library for another machine or of another kind is refused") {
