@@ -15,6 +15,16 @@ namespace {
 
 constexpr int unlimited = std::numeric_limits<int>::max();
 
+// Tokens per KV head in whole pages, perhaps none, when the dense layers hold all of the `seen` tokens.
+int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
+  const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
+  const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
+  const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
+  if (heads <= 0) return unlimited;
+  const double pages = (bytes - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);
+  return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
+}
+
 class ComposedPolicy final : public Policy {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
@@ -41,16 +51,7 @@ class ComposedPolicy final : public Policy {
                                    static_cast<int>(n.token_state().size()))
                       .bytes +
                   vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
-    if (amount.kind == BudgetAmount::tokens && parts_.scorer) {
-      const int tokens = static_cast<int>(amount.value);
-      const Pins pins = parts_.scorer->pins(tokens);
-      if (pins.first + pins.last > tokens)
-        throw Error(Errc::config,
-                    "got a budget of " + std::to_string(tokens) + " tokens, wanted at least the " +
-                        std::to_string(pins.first + pins.last) + " that are always kept (" +
-                        std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)",
-                    parts_.name);
-    }
+    check_amount();
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
@@ -99,6 +100,26 @@ class ComposedPolicy final : public Policy {
   }
 
  private:
+  // A budget below what is kept anyway would not be obeyed. (A ratio grows with the sequence.)
+  void check_amount() const {
+    const bool bytes = amount_.kind == BudgetAmount::bytes;
+    if (!bytes && (amount_.kind != BudgetAmount::tokens || !parts_.scorer)) return;
+    const int tokens = bytes ? byte_budget_tokens(amount_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
+                             : static_cast<int>(amount_.value);
+    const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
+    const int pinned = pins.first + pins.last;
+    if (pinned <= tokens && tokens > 0) return;
+    const std::string budget = bytes ? std::to_string(static_cast<std::int64_t>(amount_.value)) +
+                                           " bytes, whole pages of which hold " + std::to_string(tokens) +
+                                           " tokens per KV head"
+                                     : std::to_string(tokens) + " tokens";
+    const std::string wanted = pinned == 0
+                                   ? "a page for each KV head"
+                                   : "the " + std::to_string(pinned) + " that are always kept (" +
+                                         std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)";
+    throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
+  }
+
   void evict_when_due(const LayerStep& step, Edits& edits, Stream s) {
     if (every_ == 0) return;
     std::vector<bool> due(static_cast<std::size_t>(step.rows()));
@@ -271,8 +292,9 @@ std::unique_ptr<Policy> compose(Composition parts) {
     refuse("got a scorer and a selector in one policy, wanted one of them: they would share one budget");
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
-  if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0)
-    refuse("got schedule.every with a scorer that looks at the prompt's last queries, wanted every: 0");
+  if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&
+      parts.scorer->needs().mass() == Mass::none)
+    refuse("got schedule.every with a scorer that looks at nothing but the prompt's last queries, wanted every: 0");
   return std::make_unique<ComposedPolicy>(std::move(parts));
 }
 
@@ -283,14 +305,8 @@ int budget_tokens(const BudgetAmount& amount, int seen, const Shape& s, std::int
     case BudgetAmount::ratio:
       if (amount.value >= 1) return unlimited;
       return std::max(1, static_cast<int>(seen * amount.value));
-    case BudgetAmount::bytes: {
-      const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
-      const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
-      const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
-      if (heads <= 0) return unlimited;
-      const double pages = (amount.value - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);
-      return std::max(1, static_cast<int>(std::min(1e8, std::max(0., pages)))) * s.page_size;
-    }
+    case BudgetAmount::bytes:
+      return std::max(s.page_size, byte_budget_tokens(amount.value, seen, s, page_bytes, dense_layers));
   }
   return unlimited;
 }

@@ -146,6 +146,21 @@ TEST_CASE("a byte budget holds, metadata and summaries included") {
   }
 }
 
+TEST_CASE("a byte budget that cannot hold what is always kept is refused") {
+  const auto model = tiny_model("llama-gqa3");
+  for (const Subject& s : subjects().list()) {
+    if (!s.evicts()) continue;
+    CAPTURE(s.label);
+    try {
+      Play p(model, with_budget(s.spec, BudgetAmount::bytes, 1000));
+      FAIL("no error");
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::config);
+      CHECK_THAT(e.message(), Catch::Contains("got a budget of 1000 bytes"));
+    }
+  }
+}
+
 TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the sequences alone") {
   const auto model = tiny_model("llama-gqa3");
   const Text a(*model, 1), b(*model, 2, 67), c(*model, 3, 91);
