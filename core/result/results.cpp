@@ -1,5 +1,7 @@
 #include "result/results.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <functional>
@@ -55,6 +57,28 @@ std::string parts_folder(const std::string& out_path) { return out_path + ".part
 std::string part_path(const std::string& out_path, const std::string& id) {
   check_id(id);
   return parts_folder(out_path) + "/" + id + ".h5";
+}
+
+void check_output(const std::string& out_path) {
+  const auto refuse = [&](const std::string& message) { throw Error(Errc::result_file, message, out_path); };
+  std::error_code error;
+  if (fs::is_directory(out_path, error))
+    refuse("got a folder as the output, wanted a file's name, e.g. results/mine.h5");
+  // What has parts beside it is ours even if it was damaged: it is built from them again.
+  if (fs::exists(out_path, error) && !fs::is_directory(parts_folder(out_path), error)) {
+    const auto held = h5::lock();
+    try {
+      open_sealed(out_path);
+    } catch (const Error& e) {
+      refuse("got a file as the output that is no result of kvlab (" + e.message() +
+             "), wanted a new name: it would be overwritten");
+    }
+  }
+  fs::path folder = fs::absolute(parts_folder(out_path), error).lexically_normal();
+  while (folder.has_relative_path() && !fs::exists(folder, error)) folder = folder.parent_path();
+  if (!fs::is_directory(folder, error)) refuse("got '" + folder.string() + "', which is no folder, wanted one");
+  if (access(folder.c_str(), W_OK | X_OK) != 0)
+    refuse("got the folder '" + folder.string() + "', wanted one that can be written");
 }
 
 std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info) {

@@ -112,6 +112,10 @@ struct CellResult {
 // do not fit together are Errc::internal. Returns the part's path.
 std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info);
 
+// Errc::result_file if a run could not write OUT in the end: it is a folder or a file that kvlab did not write, or its
+// folder cannot be made. Changes nothing.
+void check_output(const std::string& out_path);
+
 struct Finished {
   std::map<std::string, SummaryRow> cells;  // by id: every complete, readable part, failed and oom cells included
   std::vector<std::string> warnings;        // one line per damaged part; it was renamed to <id>.h5.damaged

@@ -116,6 +116,7 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     else
       attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });
   }
+  attempt("", [&] { results::check_output(e.output.string()); });
   if (!wrong.empty()) throw ExperimentError(std::move(wrong));
   return p;
 }

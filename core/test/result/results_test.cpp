@@ -323,6 +323,22 @@ TEST_CASE("a failed write leaves the old file and no temporary one") {
   CHECK_THROWS_AS(write_sealed(dir / "no/such/folder.h5", [](const h5::File&) {}), Error);
 }
 
+TEST_CASE("an output that cannot be written in the end is refused") {
+  const TemporaryFolder dir;
+  CHECK_NOTHROW(check_output(dir / "new/folder/o.h5"));
+  CHECK_FALSE(fs::exists(dir / "new"));
+  CHECK_THROWS_WITH(check_output(dir / ""), Catch::Contains("got a folder"));
+  std::ofstream(dir / "notes.txt") << "mine";
+  CHECK_THROWS_WITH(check_output(dir / "notes.txt"), Catch::Contains("no result of kvlab"));
+  CHECK_THROWS_WITH(check_output(dir / "notes.txt/o.h5"), Catch::Contains("no folder"));
+  rebuild(dir / "o.h5", {}, {});
+  CHECK_NOTHROW(check_output(dir / "o.h5"));
+  // Damaged, but built from its parts again.
+  std::ofstream(dir / "damaged.h5") << "half";
+  fs::create_directory(parts_folder(dir / "damaged.h5"));
+  CHECK_NOTHROW(check_output(dir / "damaged.h5"));
+}
+
 TEST_CASE("kill -9 at any moment loses no finished part") {
   const TemporaryFolder dir;
   const std::string out = dir / "o.h5";
