@@ -299,7 +299,7 @@ Experiment load_experiment(const std::string& path, const std::vector<std::strin
 std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets) {
   yaml::Document document = yaml::parse_file(path);
   document.sets = sets;
-  Problems ignored(document);
+  Problems ignored(document), problems(document);
   apply_sets(document, ignored);
   std::vector<std::string> places;
   const yaml::Entry* found = document.root.find("plugin_path");
@@ -308,7 +308,13 @@ std::vector<std::string> plugin_path_of(const std::string& path, const std::vect
     if (!item->is(Node::Kind::scalar) || item->text.empty()) continue;
     const fs::path place(item->text);
     places.push_back((place.is_absolute() ? place : fs::path(path).parent_path() / place).string());
+    std::error_code error;
+    if (!fs::exists(places.back(), error))
+      problems.add(item->place, "got no file or folder " + places.back() +
+                                    ", wanted a folder with lib*.so or a library; "
+                                    "build the plugin or correct plugin_path");
   }
+  problems.raise();
   return places;
 }
 

@@ -48,7 +48,8 @@ struct Experiment {
 Experiment load_experiment(const std::string& path, const std::vector<std::string>& sets, const PluginCatalog& catalog);
 Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog);
 
-// `plugin_path` alone, which the catalog depends on. Nothing when it is wrong: load_experiment says so.
+// `plugin_path` alone, which the catalog depends on. ExperimentError if a place does not exist; nothing when the key
+// itself is wrong: load_experiment says so.
 std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets);
 
 struct Cell {

@@ -13,6 +13,7 @@
 #include "bench/bench.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
+#include "result/h5_text.hpp"
 #include "result/report.hpp"
 #include "run/doctor.hpp"
 #include "run/generate.hpp"
@@ -35,7 +36,7 @@ int exit_code(Errc code) {
   return code == Errc::internal ? 1 : 2;
 }
 
-void print_error(const Error& e) { fmt::print(stderr, "error: {}\n", e.what()); }
+void print_error(const Error& e) { fmt::print(stderr, "error: {}\n", h5::valid_utf8(e.what())); }
 
 std::string joined(int argc, char** argv) {
   std::string text = "kvlab";
