@@ -3,6 +3,7 @@
 #include "bench/cases.hpp"
 #include "bench/fixture.hpp"
 #include "ops/attend.hpp"
+#include "ops/gemm_kernels.hpp"
 
 namespace kvlab::bench {
 
@@ -54,14 +55,15 @@ std::vector<Line> prefill_attention_cases() {
       a.queries = View<const float, 3>::dense(q.data(), {tokens, query_heads, head_dim});
       a.keys = a.values = View<const float, 3>::dense(k.data(), {tokens, kv_heads, head_dim});
       a.out = View<float, 3>::dense(out.data(), {tokens, query_heads, head_dim});
+      a.round_to_bf16 = true;
       if (mass) a.mass = View<float, 2>::dense(sums.data(), {query_heads, tokens});
       BenchWorkspace w;
       const Times t = time_runs(5, [&] {
         ops::prefill_attention(a, w, Stream::cpu());
         w.reset();
       });
-      Line l{"prefill_attention", fmt::format("9/3 heads of 64, {} tokens{}", tokens, mass ? ", mass" : ""), "",
-             t.median, t.best};
+      Line l{"prefill_attention", fmt::format("9/3 heads of 64, {} tokens{}", tokens, mass ? ", mass" : ""),
+             ops::gemm::amx_pair_product() ? "amx bf16" : "f32", t.median, t.best};
       l.flops = (mass ? 6. : 4.) * query_heads * head_dim * 0.5 * static_cast<double>(tokens * (tokens + 1));
       l.bytes = 4. * static_cast<double>(tokens) * head_dim * (2 * query_heads + 2 * kv_heads);
       lines.push_back(l);

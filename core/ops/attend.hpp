@@ -34,6 +34,7 @@ struct PrefillArgs {
   int window = 0;                // as in AttendArgs; by stored positions
   int first = 0;                 // text position of the chunk's first token
   View<float, 3> out;            // [token, query head, head_dim]
+  bool round_to_bf16 = false;    // queries and probabilities may be rounded for matrix tiles, where the CPU has them
   View<float, 2> mass;           // optional: [query head, past of its head + chunk] column sums of the probabilities
 };
 

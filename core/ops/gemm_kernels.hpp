@@ -3,6 +3,8 @@
 // 32-bit words are columns 0..7 and the high halves columns 8..15. Every y[i, j] is one f32 accumulator summed over k
 // in order, whatever m and the number of threads.
 #pragma once
+#include <kvlab/dtype.hpp>
+
 #include <cstdint>
 
 namespace kvlab::ops::gemm {
@@ -42,5 +44,24 @@ const Kernels* avx2_kernels();  // null where the CPU lacks them
 // `column` of pair p is at weights[pair[p] + column], even k in its lower half. x [2 * pairs]. Needs AVX2.
 void pair_columns(const std::uint32_t* weights, int width, const std::int64_t* pair, std::int64_t pairs, const float* x,
                   float* y);
+
+// y[rows, columns] (+)= a b, products of bf16 summed in f32. a: [rows, depth]. b: panels of 16 columns, each
+// [depth / 2][16][2], pairs of depth beside each other. depth is a multiple of 32, columns of 16; rows of a and y can
+// be read and written up to a multiple of 16.
+struct PairTile {
+  const bf16* a;
+  std::int64_t a_stride;
+  const bf16* panels;
+  std::int64_t panel_stride;
+  int depth;
+  float* y;
+  std::int64_t y_stride;
+  int columns, rows;
+  bool accumulate;
+};
+
+using PairProduct = void (*)(const PairTile&);
+void portable_pair_product(const PairTile& t);
+PairProduct amx_pair_product();  // null where the CPU or the operating system has no bf16 tiles
 
 }  // namespace kvlab::ops::gemm

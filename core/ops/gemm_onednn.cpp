@@ -9,6 +9,7 @@
 
 #include "base/buffer.hpp"
 #include "ops/gemm_weights.hpp"
+#include "ops/row_kernels.hpp"
 
 namespace kvlab::ops::gemm {
 namespace {
@@ -175,12 +176,10 @@ class OneDnnWeights final : public Weights {
     const bool narrow = type_ == memory::data_type::bf16;
 #pragma omp parallel for schedule(static) if (m > 8)
     for (std::int64_t r = 0; r < m; ++r)
-      for (std::int64_t i = 0; i < k_; ++i) {
-        if (narrow)
-          reinterpret_cast<bf16*>(out)[r * k_ + i] = bf16(x[r * x_stride + i]);
-        else
-          reinterpret_cast<float*>(out)[r * k_ + i] = x[r * x_stride + i];
-      }
+      if (narrow)
+        row_kernels().to_bf16(x + r * x_stride, k_, reinterpret_cast<std::uint16_t*>(out) + r * k_);
+      else
+        std::copy_n(x + r * x_stride, k_, reinterpret_cast<float*>(out) + r * k_);
   }
 
   std::int64_t n_, k_;

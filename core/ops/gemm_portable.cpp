@@ -39,4 +39,16 @@ const Kernels& portable_kernels() {
   return k;
 }
 
+void portable_pair_product(const PairTile& t) {
+  for (int r = 0; r < t.rows; ++r)
+    for (int c = 0; c < t.columns; ++c) {
+      const bf16* b = t.panels + c / panel_width * t.panel_stride + c % panel_width * 2;
+      float* y = t.y + r * t.y_stride + c;
+      float sum = t.accumulate ? *y : 0.f;
+      for (int d = 0; d < t.depth; ++d)
+        sum += float(t.a[r * t.a_stride + d]) * float(b[std::int64_t{d / 2} * 2 * panel_width + d % 2]);
+      *y = sum;
+    }
+}
+
 }  // namespace kvlab::ops::gemm

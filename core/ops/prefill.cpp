@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "ops/check.hpp"
@@ -15,9 +14,6 @@
 namespace kvlab::ops {
 namespace {
 
-using gemm::row_tile;
-using gemm::Tile;
-
 // A row of scores is summed in blocks of keys counted from the first cached token, so a row's result does not depend on
 // how the prompt was cut into chunks, on the block of queries that it shares, or on the threads.
 constexpr int key_block = 256;
@@ -26,28 +22,89 @@ constexpr int panel = gemm::panel_width;
 constexpr std::int64_t packed_limit = std::int64_t{64} << 20;  // bytes of packed K and V at once, if one head fits
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-int round_up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// How the two products are taken: where element (key or query, d) lies in the packed operands, and the kernel. Rows of
+// a tile are multiplied together; the depth of the first product (head_dim) and of the second (keys) is padded with
+// zeros.
+struct F32Products {
+  using Element = float;
+  static constexpr int row_tile = gemm::row_tile, depth_unit = 1, key_unit = panel;
+  static constexpr bool narrow = false;  // the probabilities stay where the scores were
+
+  static std::int64_t k_place(int d, int j) { return d * panel + j; }
+  static std::int64_t v_place(std::int64_t t, int j) { return t * panel + j; }
+  static std::int64_t q_place(int row, int d, int depth) {
+    return std::int64_t{row / row_tile} * row_tile * depth + d * row_tile + row % row_tile;
+  }
+  // y[rows of a tile, columns] = q k^T; row is the tile's first
+  void scores(const float* q, int row, int rows, const float* k, int depth, float* y, std::int64_t y_stride,
+              int columns) const {
+    kernels.f32(gemm::Tile{q + std::int64_t{row} * depth, 1, row_tile, k, std::int64_t{depth} * panel, depth, y,
+                           y_stride, columns, rows, false});
+  }
+  // y += p v
+  void sums(const float* p, std::int64_t p_stride, int rows, const float* v, std::int64_t v_stride, int depth, float* y,
+            std::int64_t y_stride, int columns) const {
+    kernels.f32(gemm::Tile{p, p_stride, 1, v, v_stride, depth, y, y_stride, columns, rows, true});
+  }
+
+  const gemm::Kernels& kernels;
+};
+
+// Operands rounded to bf16, sums in f32: what matrix tiles in hardware take.
+struct Bf16Products {
+  using Element = bf16;
+  static constexpr int row_tile = 32, depth_unit = 32, key_unit = 32;
+  static constexpr bool narrow = true;
+
+  static std::int64_t k_place(int d, int j) { return std::int64_t{d / 2} * 2 * panel + 2 * j + d % 2; }
+  static std::int64_t v_place(std::int64_t t, int j) { return t / 2 * 2 * panel + 2 * j + t % 2; }
+  static std::int64_t q_place(int row, int d, int depth) { return std::int64_t{row} * depth + d; }
+  void scores(const bf16* q, int row, int rows, const bf16* k, int depth, float* y, std::int64_t y_stride,
+              int columns) const {
+    product(gemm::PairTile{q + std::int64_t{row} * depth, depth, k, std::int64_t{depth} * panel, depth, y, y_stride,
+                           columns, rows, false});
+  }
+  void sums(const bf16* p, std::int64_t p_stride, int rows, const bf16* v, std::int64_t v_stride, int depth, float* y,
+            std::int64_t y_stride, int columns) const {
+    product(gemm::PairTile{p, p_stride, v, v_stride, depth, y, y_stride, columns, rows, true});
+  }
+
+  gemm::PairProduct product;
+};
 
 // One KV head's keys and values, its past and then the chunk, padded with zeros to whole panels.
-struct Head {
+template <class Element>
+struct PackedHead {
   int index = 0, past = 0, keys = 0, padded = 0;
-  float* k = nullptr;                // [padded / 16][head_dim][16]
-  float* v = nullptr;                // [wide / 16][padded][16]
+  Element* k = nullptr;              // [padded / 16][depth, 16]
+  Element* v = nullptr;              // [wide / 16][padded, 16]
   float* past_rows = nullptr;        // [2][past][head_dim], as gathered
   std::int32_t* position = nullptr;  // [keys]; only filled for a window
 };
 
 // Per thread.
-struct Scratch {
-  float *queries, *scores, *out, *sums;  // [rows, D] in tiles, [rows, key_block], [rows, wide], [rows, key_block]
-  float *largest, *total;                // [rows]
+template <class Element>
+struct ThreadScratch {
+  Element* queries;            // [rows, depth]
+  float *scores, *out, *sums;  // [rows, key_block], [rows, wide], [group, key_block]
+  Element* weights;            // [rows, key_block]: the softmax's; the scores themselves unless narrowed
+  float *largest, *total;      // [rows]
 };
 
+template <class Products>
 class Prefill {
+  using Element = typename Products::Element;
+  using Head = PackedHead<Element>;
+  using Scratch = ThreadScratch<Element>;
+  static constexpr int row_tile = Products::row_tile;
+
  public:
-  Prefill(const PrefillArgs& a, Workspace& w)
+  Prefill(const PrefillArgs& a, Workspace& w, const Products& products)
       : a_(a),
         dim_(a.kv.head_dim),
+        depth_(round_up(dim_, Products::depth_unit)),
         wide_(round_up(dim_, panel)),
         chunk_(static_cast<int>(a.queries.extent[0])),
         group_(static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads),
@@ -56,27 +113,42 @@ class Prefill {
         blocks_((chunk_ + block_tokens_ - 1) / block_tokens_),
         scale_(prefill_scale(a)),
         row_(row_kernels()),
-        gemm_(gemm::avx2_kernels() ? *gemm::avx2_kernels() : gemm::portable_kernels()) {
+        products_(products) {
     int longest = 0;
     for (int h = 0; h < a.kv.kv_heads; ++h) longest = std::max(longest, a.kv.tokens(0, h));
-    const int padded = round_up(longest + chunk_, panel);
-    const std::int64_t head_floats =
-        std::int64_t{padded} * (dim_ + wide_) + std::int64_t{2} * longest * dim_ + round_up(padded, panel);
-    heads_at_once_ = static_cast<int>(std::clamp<std::int64_t>(
-        packed_limit / (head_floats * static_cast<std::int64_t>(sizeof(float))), 1, a.kv.kv_heads));
+    const int padded = round_up(longest + chunk_, Products::key_unit);
+    const std::int64_t packed = std::int64_t{padded} * (depth_ + wide_);
+    const std::int64_t gathered = std::int64_t{2} * longest * dim_;
+    const std::int64_t head_bytes =
+        packed * std::int64_t{sizeof(Element)} + (gathered + padded) * std::int64_t{sizeof(float)};
+    heads_at_once_ = static_cast<int>(std::clamp<std::int64_t>(packed_limit / head_bytes, 1, a.kv.kv_heads));
     heads_ = take<Head>(w, heads_at_once_);
-    float* at = take<float>(w, head_floats * heads_at_once_);
     for (int i = 0; i < heads_at_once_; ++i) {
       heads_[i] = Head{};
-      heads_[i].k = at;
-      heads_[i].v = heads_[i].k + std::int64_t{padded} * dim_;
-      heads_[i].past_rows = heads_[i].v + std::int64_t{padded} * wide_;
-      heads_[i].position = reinterpret_cast<std::int32_t*>(heads_[i].past_rows + std::int64_t{2} * longest * dim_);
-      at += head_floats;
+      heads_[i].k = take<Element>(w, packed);
+      heads_[i].v = heads_[i].k + std::int64_t{padded} * depth_;
+      heads_[i].past_rows = take<float>(w, gathered);
+      heads_[i].position = take<std::int32_t>(w, padded);
     }
     if (a.mass) lse_ = take<float>(w, std::int64_t{chunk_} * a.queries.extent[1]);
-    thread_floats_ = std::int64_t{rows_} * (dim_ + wide_ + 2 * key_block) + 2 * round_up(rows_, panel);
-    threads_ = take<float>(w, thread_floats_ * omp_get_max_threads());
+    threads_ = take<Scratch>(w, omp_get_max_threads());
+    for (int i = 0; i < omp_get_max_threads(); ++i) {
+      Scratch& s = threads_[i];
+      s.queries = take<Element>(w, std::int64_t{rows_} * depth_);
+      s.scores = take<float>(w, std::int64_t{rows_} * key_block);
+      s.out = take<float>(w, std::int64_t{rows_} * wide_);
+      s.sums = take<float>(w, std::int64_t{group_} * key_block);
+      if constexpr (Products::narrow)
+        s.weights = take<Element>(w, std::int64_t{rows_} * key_block);
+      else
+        s.weights = s.scores;
+      s.largest = take<float>(w, rows_);
+      s.total = take<float>(w, rows_);
+      // Rows that pad the last tile are multiplied too: they must be numbers.
+      std::fill_n(s.queries, std::int64_t{rows_} * depth_, Element(0.f));
+      if constexpr (Products::narrow) std::fill_n(s.weights, std::int64_t{rows_} * key_block, Element(0.f));
+      std::fill_n(s.out, std::int64_t{rows_} * wide_, 0.f);
+    }
   }
 
   void run() {
@@ -86,7 +158,7 @@ class Prefill {
         heads_[i].index = first + i;
         heads_[i].past = a_.kv.tokens(0, first + i);
         heads_[i].keys = heads_[i].past + chunk_;
-        heads_[i].padded = round_up(heads_[i].keys, panel);
+        heads_[i].padded = round_up(heads_[i].keys, Products::key_unit);
       }
       pack(heads);
       // The longest blocks first, so that the last ones to finish are short.
@@ -109,17 +181,7 @@ class Prefill {
     return static_cast<T*>(w.scratch("prefill attention", static_cast<std::size_t>(count) * sizeof(T)));
   }
 
-  Scratch scratch() const {
-    float* at = threads_ + thread_floats_ * omp_get_thread_num();
-    Scratch s;
-    s.queries = at;
-    s.scores = s.queries + std::int64_t{rows_} * dim_;
-    s.out = s.scores + std::int64_t{rows_} * key_block;
-    s.sums = s.out + std::int64_t{rows_} * wide_;
-    s.largest = s.sums + std::int64_t{rows_} * key_block;
-    s.total = s.largest + round_up(rows_, panel);
-    return s;
-  }
+  const Scratch& scratch() const { return threads_[omp_get_thread_num()]; }
 
   void pack(int heads) {
 #pragma omp parallel
@@ -144,21 +206,20 @@ class Prefill {
   // Sixteen tokens of K, transposed, and of V.
   void pack_keys(const Head& h, int p) const {
     const View<const float, 3>&keys = a_.keys, &values = a_.values;
+    Element* k = h.k + std::int64_t{p} * depth_ * panel;
+    const std::int64_t v_panel = std::int64_t{h.padded} * panel;
     for (int j = 0; j < panel; ++j) {
       const int t = p * panel + j;
-      float* k = h.k + std::int64_t{p} * dim_ * panel + j;
-      float* v = h.v + std::int64_t{t} * panel;
-      const std::int64_t v_panel = std::int64_t{h.padded} * panel;
-      for (int c = 0; c < wide_ / panel; ++c) std::fill_n(v + c * v_panel, panel, 0.f);
-      if (t >= h.keys) {
-        for (int d = 0; d < dim_; ++d) k[d * panel] = 0;
-        continue;
-      }
-      const bool past = t < h.past;
-      const float* from_k = past ? h.past_rows + std::int64_t{t} * dim_ : &keys(t - h.past, h.index, 0);
-      const float* from_v = past ? h.past_rows + (std::int64_t{h.past} + t) * dim_ : &values(t - h.past, h.index, 0);
-      for (int d = 0; d < dim_; ++d) k[d * panel] = from_k[d];
-      for (int d = 0; d < dim_; ++d) v[d / panel * v_panel + d % panel] = from_v[d];
+      const bool past = t < h.past, real = t < h.keys;
+      const float* from_k = !real  ? nullptr
+                            : past ? h.past_rows + std::int64_t{t} * dim_
+                                   : &keys(t - h.past, h.index, 0);
+      const float* from_v = !real  ? nullptr
+                            : past ? h.past_rows + (std::int64_t{h.past} + t) * dim_
+                                   : &values(t - h.past, h.index, 0);
+      for (int d = 0; d < depth_; ++d) k[Products::k_place(d, j)] = Element(real && d < dim_ ? from_k[d] : 0.f);
+      for (int d = 0; d < wide_; ++d)
+        h.v[d / panel * v_panel + Products::v_place(t, d % panel)] = Element(real && d < dim_ ? from_v[d] : 0.f);
     }
   }
 
@@ -172,18 +233,18 @@ class Prefill {
   }
   int token(const Block& b, int row) const { return b.begin + row / group_; }
 
-  void pack_queries(const Head& h, const Block& b, float* out) const {
+  void pack_queries(const Head& h, const Block& b, Element* out) const {
     for (int r = 0; r < b.rows; ++r) {
       const float* q = &a_.queries(token(b, r), h.index * group_ + r % group_, 0);
-      float* tile = out + std::int64_t{r / row_tile} * row_tile * dim_ + r % row_tile;
-      for (int d = 0; d < dim_; ++d) tile[d * row_tile] = q[d] * scale_;
+      for (int d = 0; d < dim_; ++d) out[Products::q_place(r, d, depth_)] = Element(q[d] * scale_);
     }
   }
 
-  // Keys of the block that starts at k0 which some row of a tile may see, up to whole panels.
+  // Keys of the block that starts at k0 which some row of a tile may see, up to whole units of keys.
   int visible(const Head& h, const Block& b, int row, int k0) const {
     const int last = std::min(b.rows, row + row_tile) - 1;
-    return std::clamp(round_up(h.past + token(b, last) + 1 - k0, panel), 0, std::min(key_block, h.padded - k0));
+    return std::clamp(round_up(h.past + token(b, last) + 1 - k0, Products::key_unit), 0,
+                      std::min(key_block, h.padded - k0));
   }
 
   bool outside_window(const Head& h, const Block& b, int k0, int count) const {
@@ -196,9 +257,8 @@ class Prefill {
   void score(const Head& h, const Block& b, int k0, const Scratch& s) const {
     for (int r = 0; r < b.rows; r += row_tile)
       if (const int n = visible(h, b, r, k0))
-        gemm_.f32(Tile{s.queries + std::int64_t{r} * dim_, 1, row_tile, h.k + std::int64_t{k0} * dim_,
-                       std::int64_t{dim_} * panel, dim_, s.scores + std::int64_t{r} * key_block, key_block, n,
-                       std::min(row_tile, b.rows - r), false});
+        products_.scores(s.queries, r, std::min(row_tile, b.rows - r), h.k + std::int64_t{k0} * depth_, depth_,
+                         s.scores + std::int64_t{r} * key_block, key_block, n);
   }
 
   // How many keys of the block this row sees; those outside the window become -inf.
@@ -225,9 +285,9 @@ class Prefill {
       for (int r = 0; r < b.rows; ++r) soften(h, b, r, k0, s);
       for (int r = 0; r < b.rows; r += row_tile)
         if (const int n = visible(h, b, r, k0))
-          gemm_.f32(Tile{s.scores + std::int64_t{r} * key_block, key_block, 1, h.v + std::int64_t{k0} * panel,
-                         std::int64_t{h.padded} * panel, n, s.out + std::int64_t{r} * wide_, wide_, wide_,
-                         std::min(row_tile, b.rows - r), true});
+          products_.sums(s.weights + std::int64_t{r} * key_block, key_block, std::min(row_tile, b.rows - r),
+                         h.v + std::int64_t{k0} * panel, std::int64_t{h.padded} * panel, n,
+                         s.out + std::int64_t{r} * wide_, wide_, wide_);
     }
     for (int r = 0; r < b.rows; ++r) {
       const int head = h.index * group_ + r % group_;
@@ -249,7 +309,9 @@ class Prefill {
       s.total[row] = s.total[row] * before + row_.exp_sum(scores, n, largest);
       s.largest[row] = largest;
     }
-    std::fill(scores + seen, scores + visible(h, b, row / row_tile * row_tile, k0), 0.f);
+    Element* weights = s.weights + std::int64_t{row} * key_block;
+    if constexpr (Products::narrow) row_.to_bf16(scores, seen, &weights->bits);
+    std::fill(weights + seen, weights + visible(h, b, row / row_tile * row_tile, k0), Element(0.f));
   }
 
   // Sums over all queries of the probabilities of one block of keys; scores are computed again, in the same way.
@@ -275,13 +337,13 @@ class Prefill {
   }
 
   const PrefillArgs& a_;
-  int dim_, wide_, chunk_, group_, block_tokens_, rows_, blocks_, heads_at_once_ = 1;
+  int dim_, depth_, wide_, chunk_, group_, block_tokens_, rows_, blocks_, heads_at_once_ = 1;
   float scale_;
   const RowKernels& row_;
-  const gemm::Kernels& gemm_;
+  Products products_;
   Head* heads_ = nullptr;
-  float *lse_ = nullptr, *threads_ = nullptr;
-  std::int64_t thread_floats_ = 0;
+  Scratch* threads_ = nullptr;
+  float* lse_ = nullptr;
 };
 
 }  // namespace
@@ -320,9 +382,17 @@ void check_prefill(const PrefillArgs& a, const char* op) {
 }
 
 void prefill_attention(const PrefillArgs& a, Workspace& w, Stream s) {
+  const gemm::PairProduct tiles = a.round_to_bf16 ? gemm::amx_pair_product() : nullptr;
+  if (tiles) return prefill_attention_bf16(a, w, s, tiles);
   require_cpu(s, "prefill_attention");
   check_prefill(a, "prefill_attention");
-  Prefill(a, w).run();
+  Prefill(a, w, F32Products{gemm::avx2_kernels() ? *gemm::avx2_kernels() : gemm::portable_kernels()}).run();
+}
+
+void prefill_attention_bf16(const PrefillArgs& a, Workspace& w, Stream s, gemm::PairProduct product) {
+  require_cpu(s, "prefill_attention");
+  check_prefill(a, "prefill_attention");
+  Prefill(a, w, Bf16Products{product}).run();
 }
 
 }  // namespace kvlab::ops

@@ -63,6 +63,7 @@ struct RowKernels {
   void (*add_scaled)(const float* x, int n, float factor, float* inout);  // inout += factor * x
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, std::int64_t n, float* out);
+  void (*to_bf16)(const float* x, std::int64_t n, std::uint16_t* out);  // as kvlab::bf16 rounds
 };
 
 const RowKernels& row_kernels();  // the best that this CPU runs

@@ -1,5 +1,7 @@
 // Body of row_kernels_portable.cpp and row_kernels_avx2.cpp: GCC/Clang vectors of KVLAB_LANES floats. Everything is in
 // an unnamed namespace so that code for a wider instruction set is never picked for a narrower one.
+#include <kvlab/dtype.hpp>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -653,8 +655,18 @@ void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, fl
   for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
-                              panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm};
+void to_bf16(const float* x, std::int64_t n, std::uint16_t* out) {
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    U u;
+    std::memcpy(&u, x + i, sizeof u);
+    const U nan = (U)((u & 0x7fffffffu) > 0x7f800000u);
+    const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const U16 half = __builtin_convertvector((nan & ((u >> 16) | 0x40u)) | (~nan & rounded), U16);
+    std::memcpy(out + i, &half, sizeof half);
+  }
+  for (; i < n; ++i) out[i] = bf16(x[i]).bits;
+}
 
-}  // namespace
-}  // namespace kvlab::ops
+constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
+                              panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm, to_bf16};

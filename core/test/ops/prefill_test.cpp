@@ -14,6 +14,7 @@
 
 #include "base/buffer.hpp"
 #include "ops/paged.hpp"
+#include "ops/prefill.hpp"
 
 using namespace kvlab;
 
@@ -67,9 +68,14 @@ struct Prompt {
         PageEntry& e = table[h * pages + t / 16];
         e.frame = static_cast<std::int32_t>((h * pages + t / 16) * (layout.bytes / granule_bytes));
         e.tokens = static_cast<std::uint16_t>(t % 16 + 1);
-        ops::write_token(memory.data() + std::int64_t{e.frame} * granule_bytes, layout, t % 16, row(k, t, h),
-                         row(v, t, h), t * stride);
+        write(t, h, stride);
       }
+  }
+
+  void write(int t, int h, int stride) {
+    const PageEntry& e = table[h * ((past + 15) / 16) + t / 16];
+    ops::write_token(memory.data() + std::int64_t{e.frame} * granule_bytes, layout, t % 16, row(k, t, h), row(v, t, h),
+                     t * stride);
   }
 
   float* row(std::vector<float>& x, int t, int h) { return x.data() + (std::size_t(t) * kv_heads + h) * dim; }
@@ -100,7 +106,9 @@ struct Outcome {
   std::vector<float> out, mass;
 };
 
-Outcome outcome(Prompt& p, ops::PrefillArgs a, bool reference, bool mass = true) {
+enum class Form { fast, reference, bf16_portable, bf16_amx };
+
+Outcome outcome(Prompt& p, ops::PrefillArgs a, Form form, bool mass = true) {
   Outcome o;
   const std::int64_t keys = *std::max_element(p.length.begin(), p.length.end()) + p.chunk;
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -108,10 +116,12 @@ Outcome outcome(Prompt& p, ops::PrefillArgs a, bool reference, bool mass = true)
   if (mass) a.mass = View<float, 2>::dense(o.mass.data(), {p.query_heads, keys});
   std::fill(p.out.begin(), p.out.end(), nan);
   PoisonedScratch w;
-  if (reference)
-    ops::prefill_attention_reference(a);
-  else
-    ops::prefill_attention(a, w, Stream::cpu());
+  switch (form) {
+    case Form::fast: ops::prefill_attention(a, w, Stream::cpu()); break;
+    case Form::reference: ops::prefill_attention_reference(a); break;
+    case Form::bf16_portable: ops::prefill_attention_bf16(a, w, Stream::cpu(), ops::gemm::portable_pair_product); break;
+    case Form::bf16_amx: ops::prefill_attention_bf16(a, w, Stream::cpu(), ops::gemm::amx_pair_product()); break;
+  }
   o.out.assign(p.out.begin() + std::int64_t{p.past} * p.query_heads * p.dim, p.out.end());
   return o;
 }
@@ -128,10 +138,10 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
 
 void check(Prompt& p, const ops::PrefillArgs& a) {
   CAPTURE(p.query_heads, p.kv_heads, p.dim, p.past, p.chunk, a.window);
-  const Outcome fast = outcome(p, a, false), slow = outcome(p, a, true);
+  const Outcome fast = outcome(p, a, Form::fast), slow = outcome(p, a, Form::reference);
   CHECK(difference(fast.out, slow.out) < 1e-5);
   CHECK(difference(fast.mass, slow.mass) < 1e-5);
-  CHECK(outcome(p, a, false, false).out == fast.out);
+  CHECK(outcome(p, a, Form::fast, false).out == fast.out);
   for (int h = 0; h < p.query_heads; ++h) {
     const std::size_t keys = fast.mass.size() / p.query_heads, own = p.length[h * p.kv_heads / p.query_heads] + p.chunk;
     double sum = 0;
@@ -150,7 +160,7 @@ TEST_CASE("the reference of prefill attention by hand") {
   p.k[8] = std::log(3.f);  // the second key is three times as likely for it
   ops::PrefillArgs a = p.args();
   a.softmax_scale = 1;
-  const Outcome o = outcome(p, a, true);
+  const Outcome o = outcome(p, a, Form::reference);
   for (int d = 0; d < 8; ++d) {
     CHECK(o.out[d] == p.v[d]);
     CHECK(o.out[8 + d] == Approx(0.25 * p.v[d] + 0.75 * p.v[8 + d]));
@@ -198,20 +208,59 @@ TEST_CASE("prefill attention over heads of different lengths") {
 
 TEST_CASE("prefill attention depends neither on threads nor on how the prompt is cut") {
   const int total = 600;
+  const Form form = GENERATE(Form::fast, Form::bf16_portable);
   Prompt whole(3, 2, 32, 0, total);
   const int threads = omp_get_max_threads();
   omp_set_num_threads(1);
-  const Outcome one = outcome(whole, whole.args(), false);
+  const Outcome one = outcome(whole, whole.args(), form);
   omp_set_num_threads(3);
-  const Outcome three = outcome(whole, whole.args(), false);
+  const Outcome three = outcome(whole, whole.args(), form);
   omp_set_num_threads(threads);
   CHECK(one.out == three.out);
   CHECK(one.mass == three.mass);
   for (int past : {1, 100, 513}) {
     Prompt rest(3, 2, 32, past, total - past);  // the same numbers: the generator is seeded by the shape
     REQUIRE(rest.k == whole.k);
-    const Outcome o = outcome(rest, rest.args(), false);
+    const Outcome o = outcome(rest, rest.args(), form);
     CHECK(std::equal(o.out.begin(), o.out.end(), one.out.begin() + std::int64_t{past} * rest.query_heads * rest.dim));
+  }
+}
+
+// With operands that are bf16 already, the scores are as in f32: only the probabilities lose bits, at most 2^-9 each.
+void check_bf16(Prompt& p, int window = 0) {
+  CAPTURE(p.query_heads, p.kv_heads, p.dim, p.past, p.chunk, window);
+  for (std::vector<float>* x : {&p.q, &p.k, &p.v})
+    for (float& y : *x) y = float(bf16(y));
+  for (int h = 0; h < p.kv_heads; ++h)
+    for (int t = 0; t < p.past; ++t) p.write(t, h, 1);
+  ops::PrefillArgs a = p.args();
+  a.softmax_scale = 0.25f;
+  a.window = window;
+  const Outcome slow = outcome(p, a, Form::reference), portable = outcome(p, a, Form::bf16_portable);
+  float largest = 0;
+  for (float v : p.v) largest = std::max(largest, std::abs(v));
+  CHECK(difference(portable.mass, slow.mass) < 1e-5);
+  CHECK(difference(portable.out, slow.out) < largest / 512);
+  if (!ops::gemm::amx_pair_product()) return;
+  const Outcome amx = outcome(p, a, Form::bf16_amx);
+  CHECK(difference(amx.mass, slow.mass) < 1e-5);
+  CHECK(difference(amx.out, slow.out) < largest / 512);
+}
+
+TEST_CASE("prefill attention with operands in bf16 equals its reference") {
+  if (!ops::gemm::amx_pair_product()) WARN("no AMX here: its tiles are not tested, the portable ones are");
+  for (int group : {1, 3, 4, 7})
+    for (int dim : {16, 64, 80, 128}) {
+      Prompt p(group, 2, dim, 0, 61), q(group, 2, dim, 37, 24);
+      check_bf16(p);
+      check_bf16(q);
+    }
+  Prompt one(3, 2, 64, 0, 1), after(3, 2, 64, 40, 1), wide(100, 1, 16, 5, 3), many(1, 1, 8, 300, 420);
+  for (Prompt* p : {&one, &after, &wide, &many}) check_bf16(*p);
+  Prompt p(3, 1, 16, 0, 350), q(2, 2, 16, 290, 30);
+  for (int window : {5, 64, 300}) {
+    check_bf16(p, window);
+    check_bf16(q, window);
   }
 }
 

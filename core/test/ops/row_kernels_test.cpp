@@ -239,3 +239,30 @@ TEST_CASE("rms_norm and silu_mul equal their references") {
       for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(got[i] == Approx(wanted[i]).epsilon(2e-6).margin(1e-12));
     }
 }
+
+TEST_CASE("row kernels round to bf16 as the type does") {
+  std::vector<float> x{0.f,
+                       -0.f,
+                       1.f,
+                       1.00390625f,
+                       1.01171875f,
+                       3.4e38f,
+                       -1e-40f,
+                       std::nanf(""),
+                       -std::nanf(""),
+                       std::numeric_limits<float>::infinity(),
+                       -std::numeric_limits<float>::infinity()};
+  std::mt19937 random(3);
+  for (int i = 0; i < 1000; ++i) {
+    const std::uint32_t bits = random();
+    float value;
+    std::memcpy(&value, &bits, 4);
+    x.push_back(value);
+  }
+  for (const ops::RowKernels* k : {&ops::row_kernels_portable(), &ops::row_kernels()})
+    for (std::size_t n : {x.size(), std::size_t{7}, std::size_t{0}}) {
+      std::vector<std::uint16_t> out(n);
+      k->to_bf16(x.data(), static_cast<std::int64_t>(n), out.data());
+      for (std::size_t i = 0; i < n; ++i) CHECK(out[i] == bf16(x[i]).bits);
+    }
+}
