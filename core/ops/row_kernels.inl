@@ -670,3 +670,6 @@ void to_bf16(const float* x, std::int64_t n, std::uint16_t* out) {
 
 constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
                               panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm, to_bf16};
+
+}  // namespace
+}  // namespace kvlab::ops

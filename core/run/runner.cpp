@@ -65,7 +65,7 @@ void placed(const std::string& where, Body body) {
 // An experiment that has passed every check.
 struct Prepared {
   std::vector<std::unique_ptr<Checkpoint>> checkpoints;
-  std::vector<std::shared_ptr<const Model>> models;  // without weights
+  std::vector<std::shared_ptr<const Model>> models;  // without weights, all but the one in use
   std::vector<Cell> cells;
   std::map<ItemsKey, TaskItems> items;
 };
@@ -79,6 +79,30 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   in.catalog = &catalog;
   return in;
 }
+
+// One model at a time holds its weights, and its files' pages are given back once they are read.
+class ModelInUse {
+ public:
+  ModelInUse(const Experiment& e, Prepared& prepared) : e_(e), prepared_(prepared) {}
+
+  void need(std::size_t model) {
+    if (outline_ && model_ == model) return;
+    if (outline_) prepared_.models[model_] = outline_;
+    model_ = model;
+    std::shared_ptr<const Model>& place = prepared_.models[model];
+    outline_ = place;
+    const ModelSpec& spec = e_.models[model];
+    auto checkpoint = std::move(prepared_.checkpoints[model]);
+    if (!checkpoint) checkpoint = open_checkpoint(resolve_model_path(spec.path, e_.folder));
+    place = load_model(*checkpoint, spec.dtype, spec.path);
+  }
+
+ private:
+  const Experiment& e_;
+  Prepared& prepared_;
+  std::shared_ptr<const Model> outline_;
+  std::size_t model_ = 0;
+};
 
 // Whatever is wrong shows here, before anything is run or written; each message once.
 Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
@@ -138,8 +162,7 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
   Prepared prepared = prepare(e, catalog);
-  for (std::size_t i = 0; i < e.models.size(); ++i)
-    prepared.models[i] = load_model(*prepared.checkpoints[i], e.models[i].dtype, e.models[i].path);
+  ModelInUse models(e, prepared);
   const std::vector<Cell>& all = prepared.cells;
   ReferenceCache references;
 
@@ -161,6 +184,7 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
       progress.skip();
       continue;
     }
+    models.need(c.model);
     CellInput in = input(e, catalog, prepared, c);
     in.references = &references;
     in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
