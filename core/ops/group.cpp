@@ -38,7 +38,7 @@ void reduce_group(const float* in, std::int64_t stride, int group, int n, GroupR
   if (rule == GroupRule::mean && group > 1) kernels.scale(out, n, 1.f / static_cast<float>(group));
 }
 
-void group_reduce(const PagedKv& kv, Scores in, GroupRule rule, Scores out, Stream s) {
+void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s) {
   require_cpu(s, "group_reduce");
   check_kv(kv, "group_reduce");
   check_scores(kv, in, "in", "group_reduce");

@@ -109,8 +109,8 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
   return count;
 }
 
-void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins, TokenList list,
-                Stream s) {
+void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
+                TokenList list, Stream s) {
   const char* op = "top_tokens";
   require_cpu(s, op);
   check_kv(kv, op);
@@ -127,8 +127,8 @@ void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> ke
     }
 }
 
-void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins, PageList out,
-               Stream s) {
+void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
+               PageList out, Stream s) {
   const char* op = "top_pages";
   require_cpu(s, op);
   check_kv(kv, op);

@@ -35,7 +35,7 @@ void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int exclud
 
 // out[row, kv_head, token] from in[row, query head, token] over the group of G query heads. softmax_mean takes its
 // softmax over all tokens of the row. Bytes: in and out.
-void group_reduce(const PagedKv& kv, Scores in, GroupRule rule, Scores out, Stream s);
+void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s);
 
 // column[token] += rule over the group of mass[row, query head, token]. Bytes: mass, and the column twice.
 void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s);
@@ -47,8 +47,8 @@ void read_state(const StateColumn& column, Scores out, Stream s);
 // first; if the pins alone exceed keep, the pins stay). pins: one per row or null; the first and last tokens are those
 // with the lowest and highest text positions in the cache. list: ascending places in the cache, with room for what is
 // kept. keep >= length keeps everything. Bytes: the scores (and the positions where there are pins).
-void top_tokens(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins, TokenList list,
-                Stream s);
+void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
+                TokenList list, Stream s);
 
 // Upper bounds (min_max: sum_d max(q_d lo_d, q_d hi_d)) or mean-key scores (q . mean) of every page, reduced over the
 // group: out[row, kv_head, page]. scale multiplies the scores before the softmax over pages of softmax_mean; ranks
@@ -59,8 +59,8 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
 // The page_budgets(row, kv_head) best pages; a pinned newest page (the last one) takes one of them. Fewer pages than
 // budget = all pages. Pins by token are not looked at: Edits::attend adds their pages. No page is read. Bytes: the
 // scores.
-void top_pages(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins, PageList out,
-               Stream s);
+void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
+               PageList out, Stream s);
 
 // keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.
 void allot_uniform(const Allotment& a, Stream s);
