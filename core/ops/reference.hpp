@@ -31,17 +31,17 @@ void recency_reference(const PagedKv& kv, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                             Scores votes);
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded);
-void group_reduce_reference(const PagedKv& kv, Scores in, GroupRule rule, Scores out);
+void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
 void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column);
 void read_state_reference(const StateColumn& column, Scores out);
 void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                           GroupRule rule, float scale, Scores out);
 
 // Selection.
-void top_tokens_reference(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins,
-                          TokenList list);
-void top_pages_reference(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
-                         PageList out);
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
+                          const Pins* pins, TokenList list);
+void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
+                         Pins pins, PageList out);
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
 void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);

@@ -144,7 +144,7 @@ void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, 
     }
 }
 
-void group_reduce_reference(const PagedKv& kv, Scores in, GroupRule rule, Scores out) {
+void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {
   for_heads(kv, [&](int r, int h) {
     const Row x = reduced(group_rows(in, kv, r, h), rule, 1);
     for (std::size_t t = 0; t < x.size(); ++t) out(r, h, t) = static_cast<float>(x[t]);

@@ -45,7 +45,7 @@ void write_best(const std::vector<float>& scores, std::vector<bool> chosen, int 
     if (chosen[i]) list.index(row, head, list.count(row, head)++) = static_cast<std::int32_t>(i);
 }
 
-std::vector<float> scores_of(const Scores& scores, int row, int head, int n) {
+std::vector<float> scores_of(const View<const float, 3>& scores, int row, int head, int n) {
   std::vector<float> out;
   for (int i = 0; i < n; ++i) out.push_back(scores(row, head, i));
   return out;
@@ -91,16 +91,16 @@ void allot_by_score_row(const Allotment& a, int row, double floor, bool exact_to
 
 }  // namespace
 
-void top_tokens_reference(const PagedKv& kv, Scores scores, View<const std::int32_t, 2> keep, const Pins* pins,
-                          TokenList list) {
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
+                          const Pins* pins, TokenList list) {
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       write_best(scores_of(scores, r, h, kv.tokens(r, h)), pinned_tokens(kv, r, h, pins ? pins[r] : Pins{}), keep(r, h),
                  list, r, h);
 }
 
-void top_pages_reference(const PagedKv& kv, Scores page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
-                         PageList out) {
+void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
+                         Pins pins, PageList out) {
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       std::vector<bool> chosen(kv.pages(r, h), false);

@@ -16,8 +16,8 @@
 
 namespace kvlab {
 
-// Which attention probabilities a policy wants: `all` = of every query (prompt: column sums per chunk; decode: this
-// step's row).
+// Which attention probabilities a policy wants: `all` = of every query (prompt: summed over the queries of each chunk;
+// decode: this step's row, which sums to 1 per query head).
 enum class Mass : std::uint8_t { none, all };
 
 // What a policy asks of the core; checked once, before any work. An unmet need is an error, never silently dense.

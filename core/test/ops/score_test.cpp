@@ -66,7 +66,7 @@ TEST_CASE("group_reduce: the four rules by hand") {
   std::vector<float> in = {0, std::log(3.f), 2, 2};  // two query heads, two tokens
   const auto reduce = [&](GroupRule rule) {
     Guarded<3> out({1, 1, 2});
-    ops::group_reduce(cache.view(), View<float, 3>::dense(in.data(), {1, 2, 2}), rule, out.view(), cpu());
+    ops::group_reduce(cache.view(), View<const float, 3>::dense(in.data(), {1, 2, 2}), rule, out.view(), cpu());
     CHECK(out.margins_intact());
     return out.values();
   };
