@@ -30,6 +30,10 @@ void discard_memory(std::byte* base, std::int64_t bytes) {
     throw Error(Errc::internal, std::string("madvise: ") + std::strerror(errno));
 }
 
+void prefer_huge_pages(std::byte* base, std::int64_t bytes, bool on) noexcept {
+  madvise(base, static_cast<std::size_t>(bytes), on ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
 void protect_memory(std::byte* base, std::int64_t bytes, bool on) {
   if (mprotect(base, static_cast<std::size_t>(bytes), on ? PROT_NONE : PROT_READ | PROT_WRITE) != 0)
     throw Error(Errc::internal, std::string("mprotect: ") + std::strerror(errno));

@@ -8,6 +8,10 @@ namespace kvlab {
 std::byte* reserve_memory(std::int64_t bytes);                      // zeroed on first touch; Errc::io when refused
 void release_memory(std::byte* base, std::int64_t bytes) noexcept;  // base may be null
 void discard_memory(std::byte* base, std::int64_t bytes);           // contents are lost, memory goes back; page aligned
+// Whether the kernel should back the range with huge pages (whole ones inside it): scattered reads of a cache spend a
+// fifth of their time in TLB misses otherwise. Advice only.
+void prefer_huge_pages(std::byte* base, std::int64_t bytes, bool on) noexcept;
+inline constexpr std::int64_t huge_page_bytes = 2 << 20;
 void protect_memory(std::byte* base, std::int64_t bytes, bool on);  // on: any access faults
 std::int64_t resident_bytes();                                      // of this process, now
 std::int64_t peak_resident_bytes();                                 // of this process, ever

@@ -2,10 +2,10 @@
 
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <string>
-
-#include "base/memory_map.hpp"
 
 namespace kvlab {
 
@@ -15,12 +15,13 @@ Arena::Arena(std::int64_t reserve, std::int64_t limit) : limit_(limit) {
   if (reserve_ / granule_bytes > INT32_MAX)
     throw Error(Errc::unsupported, "got a KV cache of " + std::to_string(reserve_ >> 30) +
                                        " GiB in the worst case, wanted at most 128 GiB a tier: lower batch or context");
-  base_ = reserve_memory(reserve_);
+  memory_ = MappedArray(reserve_ + huge_page_bytes);
+  const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
+  base_ = memory_.data() + (huge_page_bytes - address % huge_page_bytes) % huge_page_bytes;
+  prefer_huge_pages(base_, reserve_, true);
   extents_.resize(static_cast<std::size_t>(count));
   for (int i = 0; i < count; ++i) empty_.insert(empty_.end(), i);
 }
-
-Arena::~Arena() { release_memory(base_, reserve_); }
 
 int Arena::take_extent(std::int64_t frame_bytes) {
   if (empty_.empty()) return -1;
@@ -73,11 +74,21 @@ void Arena::free(std::int32_t frame, std::int64_t bytes) {
   if (--e.used == 0) {
     open.erase(id);
     e.frame_bytes = 0;
-    discard_memory(base_ + id * extent_bytes, extent_bytes);
+    discard_extent(id);
     empty_.insert(id);
   } else {
     open.insert(id);
   }
+}
+
+// While a huge page has gaps it stays in small ones: the kernel would fill the gaps to make it whole again.
+void Arena::discard_extent(int id) {
+  discard_memory(base_ + id * extent_bytes, extent_bytes);
+  constexpr int group = huge_page_bytes / extent_bytes;
+  const int first = id / group * group, last = std::min(first + group, static_cast<int>(extents_.size()));
+  const bool empty = std::all_of(extents_.begin() + first, extents_.begin() + last,
+                                 [](const Extent& e) { return e.frame_bytes == 0; });
+  prefer_huge_pages(base_ + first * extent_bytes, (last - first) * extent_bytes, empty);
 }
 
 void Arena::protect(bool on) { protect_memory(base_, reserve_, on); }

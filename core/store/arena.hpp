@@ -9,6 +9,8 @@
 #include <set>
 #include <vector>
 
+#include "base/memory_map.hpp"
+
 namespace kvlab {
 
 class Arena {
@@ -16,7 +18,6 @@ class Arena {
   // reserve: most bytes that can ever be held (address space only). limit: bytes that may be held at once, -1 =
   // reserve.
   Arena(std::int64_t reserve, std::int64_t limit);
-  ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -40,8 +41,10 @@ class Arena {
     std::vector<std::uint64_t> free;  // bit = free frame
   };
   int take_extent(std::int64_t frame_bytes);
+  void discard_extent(int id);
 
-  std::byte* base_ = nullptr;
+  MappedArray memory_;
+  std::byte* base_ = nullptr;  // of whole huge pages
   std::int64_t reserve_ = 0, limit_ = 0, held_ = 0;
   std::vector<Extent> extents_;
   std::set<int> empty_;                            // by address: low ones are used first
