@@ -85,6 +85,7 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
   std::vector<std::string> models, tasks, policies, params;
   for (const ModelSpec& model : experiment.models) {
     Json json = {{"path", model.path}, {"dtype", static_cast<int>(model.dtype)}};
+    if (!model.adapter.empty()) json["adapter"] = model.adapter;
     if (fingerprints.model) json["content"] = fingerprints.model(model);
     models.push_back(json.dump());
   }
@@ -189,7 +190,7 @@ std::string cell_table(const Experiment& experiment, const std::vector<Cell>& al
   std::vector<std::array<std::string, columns>> rows{{"cell", "model", "task", "policy", "budget", "seed", "repeat"}};
   for (const Cell& cell : all) {
     const PolicySpec& policy = experiment.policies[cell.policy];
-    rows.push_back({cell.id, experiment.models[cell.model].path, task_text(experiment, experiment.tasks[cell.task]),
+    rows.push_back({cell.id, experiment.models[cell.model].name(), task_text(experiment, experiment.tasks[cell.task]),
                     policy_text(experiment, policy), budget_text(policy), std::to_string(cell.seed),
                     std::to_string(cell.repeat)});
   }

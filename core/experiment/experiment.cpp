@@ -96,16 +96,13 @@ class ExperimentReader {
         problems_.add(map.take("dtype")->place, "got dtype fp16 on the CPU, wanted bf16 or f32 (fp16 needs a GPU)",
                       Errc::unsupported);
       model.dtype = dtype == "f32" ? DType::f32 : DType::bf16;
-      bool other = false;
-      for (const char* key : {"adapter", "synthetic"})
-        if (const Node* n = map.take(key)) {
-          problems_.add_unsupported(n->place, std::string("model ") + key);
-          other = true;
-        }
+      const Node *adapter = map.take("adapter"), *synthetic = map.take("synthetic");
+      if (synthetic) problems_.add_unsupported(synthetic->place, "model synthetic");
+      if (adapter) model.adapter = read_text(*adapter, "adapter");
       map.finish();
       if (path)
         model.path = read_text(*path, "path");
-      else if (!other)
+      else if (!synthetic)
         problems_.add(node.place, "got a model without a path, wanted path: FILE or FOLDER");
     } else {
       problems_.add(node.place, "got " + yaml::describe(node) + " for 'model', wanted {path: ..., dtype: ...}");

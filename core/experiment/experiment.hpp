@@ -13,9 +13,12 @@
 namespace kvlab {
 
 struct ModelSpec {
-  std::string path;  // as written: "bundled/smollm2", or relative to the experiment's folder
+  std::string path;     // as written: "bundled/smollm2", or relative to the experiment's folder
+  std::string adapter;  // a PEFT folder, written likewise; empty: none
   DType dtype = DType::bf16;
   std::string where;
+
+  std::string name() const { return adapter.empty() ? path : path + " + " + adapter; }
 };
 
 enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace };

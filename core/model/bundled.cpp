@@ -6,6 +6,8 @@
 #include <kvlab/error.hpp>
 #include <string_view>
 
+#include "model/adapter.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -60,6 +62,12 @@ std::filesystem::path resolve_model_path(const std::string& path, const std::fil
         fmt::format("got model '{}' and nothing at {}, wanted a .gguf file or a model folder", path, full.string()),
         path);
   return full;
+}
+
+std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
+                                       const std::filesystem::path& base_dir) {
+  auto model = open_checkpoint(resolve_model_path(path, base_dir));
+  return adapter.empty() ? std::move(model) : merge_adapter(std::move(model), resolve_model_path(adapter, base_dir));
 }
 
 std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir) {

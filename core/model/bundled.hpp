@@ -1,7 +1,10 @@
 // Where models and data live: paths as an experiment writes them -> files.
 #pragma once
 #include <filesystem>
+#include <memory>
 #include <string>
+
+#include "model/checkpoint.hpp"
 
 namespace kvlab {
 
@@ -14,6 +17,11 @@ std::filesystem::path data_dir();
 // "bundled/smollm2" -> the cached GGUF (Errc::network with what to do if it is not there or not whole); "bundled/NAME"
 // -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir);
+
+// The model at `path` with the PEFT adapter at `adapter` merged into it ("": none); both as resolve_model_path has
+// them.
+std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
+                                       const std::filesystem::path& base_dir);
 
 // "bundled/NAME" -> <data_dir>/NAME; anything else is relative to base_dir. Whether it exists is not looked at.
 std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir);

@@ -142,6 +142,7 @@ void CommandLine::add_generate() {
   command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
   command->add_option("--model", generate_.model, "GGUF file, safetensors folder or bundled/NAME")
       ->capture_default_str();
+  command->add_option("--adapter", generate_.adapter, "PEFT folder merged into the model");
   command->add_option("--dtype", generate_.dtype, "of weights and cache")
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->capture_default_str();

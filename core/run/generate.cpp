@@ -25,8 +25,8 @@ PolicySpec read_one_policy(const std::string& text, const PluginCatalog& catalog
 
 int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   const PolicySpec spec = read_one_policy(o.policy, catalog);
-  const auto model = load_model(*open_checkpoint(resolve_model_path(o.model, ".")),
-                                o.dtype == "f32" ? DType::f32 : DType::bf16, o.model);
+  const auto model =
+      load_model(*open_model(o.model, o.adapter, "."), o.dtype == "f32" ? DType::f32 : DType::bf16, o.model);
   const Tokenizer& tokenizer = *model->tokenizer;
   const std::vector<int> prompt =
       o.raw ? tokenizer.encode(o.prompt, true, false) : tokenizer.encode(tokenizer.chat_prompt(o.prompt), true, true);

@@ -9,6 +9,7 @@ namespace kvlab {
 struct GenerateOptions {
   std::string prompt;
   std::string model = "bundled/smollm2";
+  std::string adapter;  // PEFT folder to merge, none if empty
   std::string dtype = "bf16";
   std::string policy = "full";  // as an entry of `policies:`, e.g. "{NAME: {budget: {tokens: 256}}}"
   int max_new = 128;

@@ -93,8 +93,8 @@ class ModelInUse {
     outline_ = place;
     const ModelSpec& spec = e_.models[model];
     auto checkpoint = std::move(prepared_.checkpoints[model]);
-    if (!checkpoint) checkpoint = open_checkpoint(resolve_model_path(spec.path, e_.folder));
-    place = load_model(*checkpoint, spec.dtype, spec.path);
+    if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
+    place = load_model(*checkpoint, spec.dtype, spec.name());
   }
 
  private:
@@ -109,8 +109,8 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   Prepared p;
   for (const ModelSpec& spec : e.models)
     placed(spec.where, [&] {
-      p.checkpoints.push_back(open_checkpoint(resolve_model_path(spec.path, e.folder)));
-      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.path));
+      p.checkpoints.push_back(open_model(spec.path, spec.adapter, e.folder));
+      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.name()));
     });
   Fingerprints prints = content_fingerprints();
   prints.model = [&](const ModelSpec& spec) {

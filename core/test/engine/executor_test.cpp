@@ -89,6 +89,17 @@ TEST_CASE("tiny models of every family give transformers' logits in f32") {
   CHECK(worst(run(m, ids, 40, 23, RopeRegime::re_rotate), expected, vocab) < 2e-5);
 }
 
+TEST_CASE("a merged adapter gives transformers' and peft's logits in f32") {
+  const std::filesystem::path folder = test::golden("tiny/llama-gqa3");
+  const auto m = load_model(*open_model(folder, folder / "adapter", ""), DType::f32, "tiny");
+  test::GoldenFile file(folder / "adapter/logits.bin", "KVTINY01");
+  REQUIRE(file.get<std::uint32_t>() == 1);
+  const auto n = file.get<std::uint32_t>(), vocab = file.get<std::uint32_t>();
+  const auto ids = file.many<std::int32_t>(n);
+  const auto expected = file.many<float>(std::size_t{n} * vocab);
+  CHECK(worst(run(m, ids, n, n), expected, vocab) < 2e-5);
+}
+
 TEST_CASE("SmolLM2 gives transformers' logits on real text in f32") {
   std::filesystem::path path;
   try {
