@@ -190,6 +190,7 @@ class ExperimentReader {
     if (ablate && !ablate->value.is(Node::Kind::map) && !ablate->value.is(Node::Kind::null))
       problems_.add(ablate->value.place,
                     "got " + yaml::describe(ablate->value) + " for 'ablate', wanted {NAME: [...]} or {NAME: all}");
+    if (const Node* node = map.take("profilers")) return profilers(map, *node);
     const Node* node = section(map, "policies", "policies: [full]");
     if (!node) return;
     std::vector<std::string> labels;
@@ -214,6 +215,18 @@ class ExperimentReader {
         if (std::find(labels.begin(), labels.end(), e.key.text) == labels.end())
           problems_.add(e.key.place, fmt::format("got '{}', wanted a name under policies: {}{}", e.key.text,
                                                  join(labels), did_you_mean(e.key.text, labels)));
+  }
+
+  void profilers(MapReader& map, const Node& node) {
+    if (const yaml::Entry* policies = map.take_entry("policies"))
+      problems_.add(policies->key.place,
+                    "got policies beside profilers, wanted one of them: a profile is of the full cache");
+    if (!node.is(Node::Kind::list) || node.items.empty()) {
+      problems_.add(node.place, "got " + yaml::describe(node) + " for 'profilers', wanted a list: [NAME, ...]");
+      return;
+    }
+    for (const Node& entry : node.items)
+      if (auto use = read_profiler(entry, catalog_, problems_)) out_.profilers.push_back(std::move(*use));
   }
 
   // `list`: names of components, or `all`.
@@ -241,7 +254,7 @@ class ExperimentReader {
   }
 
   void unsupported(MapReader& map) {
-    for (const char* key : {"workload", "inject", "profilers"})
+    for (const char* key : {"workload", "inject"})
       if (const yaml::Entry* e = map.take_entry(key))
         problems_.add_unsupported(e->key.place, std::string("key '") + key + "'");
   }

@@ -31,6 +31,7 @@ struct Experiment {
   std::string backend = "auto";      // auto | cpu
   std::vector<TaskSpec> tasks;       // axes expanded
   std::vector<PolicySpec> policies;  // axes and ablations expanded
+  std::vector<PluginUse> profilers;  // in place of policies, for `kvlab profile`
   std::vector<std::int64_t> seeds{0};
   int repeats = 1;  // the same cell measured again
   std::set<Metric> metrics;

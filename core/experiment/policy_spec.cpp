@@ -180,6 +180,7 @@ class EntryReader {
 
   std::optional<PolicySpec> policy(const Node& entry, int page_size);
   std::optional<TaskSpec> task(const Node& entry);
+  std::optional<PluginUse> profiler(const Node& entry) { return use(entry, Role::profiler); }
 
  private:
   // Key and body of an entry, both forms; false and a note when the entry has neither.
@@ -404,6 +405,10 @@ std::optional<PolicySpec> read_policy(const Node& entry, int page_size, const Pl
 
 std::optional<TaskSpec> read_task(const Node& entry, const PluginCatalog& catalog, Problems& problems) {
   return EntryReader(catalog, problems).task(entry);
+}
+
+std::optional<PluginUse> read_profiler(const Node& entry, const PluginCatalog& catalog, Problems& problems) {
+  return EntryReader(catalog, problems).profiler(entry);
 }
 
 std::optional<PolicySpec> without(const PolicySpec& policy, const std::string& component,

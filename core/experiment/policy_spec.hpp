@@ -64,6 +64,8 @@ yaml::Node& entry_body(yaml::Node& entry);
 // `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong.
 std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&);
 std::optional<TaskSpec> read_task(const yaml::Node& entry, const PluginCatalog&, Problems&);
+// `NAME` or `{NAME: {...}}`.
+std::optional<PluginUse> read_profiler(const yaml::Node& entry, const PluginCatalog&, Problems&);
 
 // `policy` with the named component switched off, labelled "LABEL -COMPONENT"; nothing when no plugin of it declares
 // that component or it is off already.

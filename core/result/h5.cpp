@@ -231,6 +231,14 @@ void Location::write(const std::string& name, const std::vector<std::int64_t>& v
   write_array(name, values, shape, unit, H5T_STD_I64LE, H5T_NATIVE_INT64);
 }
 
+std::size_t Location::rank(const std::string& name) const {
+  const Handle set = own(H5Dopen2(handle_.get(), name.c_str(), H5P_DEFAULT), H5Dclose, "open a dataset", file_, name);
+  const Handle space = own(H5Dget_space(set.get()), H5Sclose, "read a dataset's extent", file_, name);
+  const int dimensions = H5Sget_simple_extent_ndims(space.get());
+  if (dimensions < 0) fail("got no simple extent", file_, name);
+  return static_cast<std::size_t>(dimensions);
+}
+
 std::vector<float> Location::read_f32(const std::string& name, std::size_t rank,
                                       std::vector<std::int64_t>* shape) const {
   return read_array<float>(handle_.get(), name, rank, shape, H5T_FLOAT, H5T_NATIVE_FLOAT, file_);

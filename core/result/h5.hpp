@@ -69,6 +69,7 @@ class Location {
              const std::string& unit) const;
   void write(const std::string& name, const std::vector<std::int64_t>& values, const std::vector<std::int64_t>& shape,
              const std::string& unit) const;
+  std::size_t rank(const std::string& name) const;  // dimensions of a dataset
   // shape, if given, receives the extent. Errc::result_file if the element class or the rank differs from what is
   // wanted, or if the file is too small to hold what the dataset claims.
   std::vector<float> read_f32(const std::string& name, std::size_t rank,

@@ -14,9 +14,11 @@
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "result/h5_text.hpp"
+#include "result/profile_file.hpp"
 #include "result/report.hpp"
 #include "run/doctor.hpp"
 #include "run/generate.hpp"
+#include "run/profile.hpp"
 #include "run/runner.hpp"
 
 namespace kvlab {
@@ -81,6 +83,7 @@ class CommandLine {
         ->allow_extra_args(false);
   }
   void add_run();
+  void add_profile();
   void add_generate();
   void add_rest();
   int not_yet(const char* name) {
@@ -105,6 +108,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
       "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed; 2 something is wrong with what was\n"
       "given, nothing was run; 3 no network, device or driver.");
   add_run();
+  add_profile();
   add_generate();
   add_rest();
 }
@@ -130,6 +134,19 @@ void CommandLine::add_run() {
                           return 0;
                         });
   add_experiment(check);
+}
+
+void CommandLine::add_profile() {
+  CLI::App* profile =
+      add("profile", "let profilers watch the full cache: head statistics and calibration, as a file",
+          "kvlab profile exp.yaml      where exp.yaml has profilers: [NAME] in place of policies", [this] {
+            Loaded loaded(file_, sets_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            return run_profile(loaded.experiment, *loaded.catalog, {joined(argc_, argv_), false, quiet_});
+          });
+  add_experiment(profile);
+  profile->add_option("-o,--output", output_, "profile file (HDF5), in place of the experiment's");
+  profile->add_flag("-q,--quiet", quiet_, "no progress and no table");
 }
 
 void CommandLine::add_generate() {
@@ -203,7 +220,9 @@ void CommandLine::add_rest() {
 
   CLI::App* report =
       add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
-        fmt::print("{}", results::report(file_, results::parse_format(format_)));
+        const results::Format format = results::parse_format(format_);
+        fmt::print("{}", results::is_profile(file_) ? results::profile_table(results::read_profile(file_), format)
+                                                    : results::report(file_, format));
         return 0;
       });
   report->add_option("FILE", file_, "result file (HDF5); may still be running")->required();
@@ -226,8 +245,7 @@ void CommandLine::add_rest() {
       });
   plugin_option(doctor);
 
-  for (const char* name : {"profile", "reproduce"})
-    add(name, "not in this version", "", [this, name] { return not_yet(name); })->allow_extras();
+  add("reproduce", "not in this version", "", [this] { return not_yet("reproduce"); })->allow_extras();
 }
 
 int CommandLine::run() {

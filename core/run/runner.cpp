@@ -23,23 +23,6 @@
 namespace kvlab {
 namespace {
 
-results::RunInfo run_info(const Experiment& e, const std::string& command) {
-  results::RunInfo info;
-  info.kvlab_version = version();
-  info.git_commit = git_commit();
-  info.created_utc = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
-  info.command = command;
-  info.experiment_yaml = e.text;
-  char host[256] = "";
-  gethostname(host, sizeof host - 1);
-  info.host = host;
-  info.cpu = cpu_name();
-  info.gpu = "none";
-  info.backend = "cpu";
-  info.threads = omp_get_max_threads();
-  return info;
-}
-
 using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, task, seed
 
 std::string cell_name(const Experiment& e, const Cell& c) {
@@ -147,6 +130,23 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
 
 }  // namespace
 
+results::RunInfo run_info(const Experiment& e, const std::string& command) {
+  results::RunInfo info;
+  info.kvlab_version = version();
+  info.git_commit = git_commit();
+  info.created_utc = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+  info.command = command;
+  info.experiment_yaml = e.text;
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  info.host = host;
+  info.cpu = cpu_name();
+  info.gpu = "none";
+  info.backend = "cpu";
+  info.threads = omp_get_max_threads();
+  return info;
+}
+
 std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) {
   try {
     return cell_table(e, prepare(e, catalog).cells);
@@ -159,6 +159,9 @@ std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) 
 }
 
 int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options) {
+  if (!e.profilers.empty())
+    throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
+                e.file.string());
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
   Prepared prepared = prepare(e, catalog);

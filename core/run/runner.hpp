@@ -4,6 +4,7 @@
 #include <string>
 
 #include "experiment/experiment.hpp"
+#include "result/results.hpp"
 
 namespace kvlab {
 
@@ -16,6 +17,9 @@ struct RunOptions {
 // Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,
 // model, plugin or data; nothing is written then.
 int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
+
+// What ran where, for the head of a file.
+results::RunInfo run_info(const Experiment& experiment, const std::string& command);
 
 // What `kvlab check` prints: the cells, once everything holds that a run checks before its first cell (weights are not
 // read). When a bundled model is not on this machine, the last line says what could not be checked.

@@ -13,8 +13,8 @@ const std::string layer = "base_model.model.model.layers.0.";
 
 std::string config(const std::string& more = "", const std::string& targets = R"(["q_proj", "down_proj"])",
                    const std::string& rank = "2") {
-  return R"({"peft_type": "LORA", "bias": "none", "r": )" + rank + R"(, "lora_alpha": 6, "target_modules": )" + targets +
-         more + "}";
+  return R"({"peft_type": "LORA", "bias": "none", "r": )" + rank + R"(, "lora_alpha": 6, "target_modules": )" +
+         targets + more + "}";
 }
 
 struct Named {

@@ -1,0 +1,152 @@
+#include "run/profile.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <kvlab/error.hpp>
+#include <nlohmann/json.hpp>
+
+#include "engine/engine.hpp"
+#include "host/loader.hpp"
+#include "model/bundled.hpp"
+#include "result/profile_file.hpp"
+#include "run/items.hpp"
+#include "run/progress.hpp"
+#include "run/sampling.hpp"
+
+namespace kvlab {
+namespace {
+
+// The full cache, watched: forwards everything to the profilers and edits nothing.
+class Watched final : public Policy {
+ public:
+  explicit Watched(std::vector<Instance<Profiler>> profilers) : profilers_(std::move(profilers)) {
+    for (const auto& p : profilers_) join(p->needs());
+  }
+
+  Needs needs() const override { return needs_; }
+  void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override {
+    for (const auto& p : profilers_) p->attach(shape, w);
+  }
+  void prefill(const LayerPrefill& layer, Edits&, Stream s) override {
+    for (const auto& p : profilers_) p->prefill(layer, s);
+  }
+  void observe(const LayerStep& step, Edits&, Stream s) override {
+    for (const auto& p : profilers_) p->observe(step, s);
+  }
+  void release(int slot) override {
+    for (const auto& p : profilers_) p->release(slot);
+  }
+
+  std::vector<Profile> finish() {
+    std::vector<Profile> out(profilers_.size());
+    for (std::size_t i = 0; i < out.size(); ++i) profilers_[i]->finish(out[i]);
+    return out;
+  }
+
+ private:
+  void join(const Needs& n) {
+    const auto refuse = [](const char* what) {
+      throw Error(Errc::unsupported, std::string("got profilers that need ") + what + ", wanted one of them in a run");
+    };
+    needs_.window_queries(std::max(needs_.window_queries(), n.window_queries()));
+    needs_.mass(std::max(needs_.mass(), n.mass()));
+    if (n.page_summary() != Summary::none) {
+      if (needs_.page_summary() != Summary::none && needs_.page_summary() != n.page_summary())
+        refuse("different page summaries");
+      needs_.page_summary(n.page_summary());
+    }
+    if (n.rope() != RopeRegime::original) refuse("keys that are not at their text positions");
+    if (!n.token_state().empty()) refuse("token state");
+    needs_.chunked_prompts(needs_.chunked_prompts() && n.chunked_prompts());
+  }
+
+  std::vector<Instance<Profiler>> profilers_;
+  Needs needs_;
+};
+
+struct Sample {
+  std::string task;
+  Item item;
+};
+
+std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog, const Model& model) {
+  std::vector<Sample> out;
+  for (const TaskSpec& task : e.tasks)
+    for (const std::int64_t seed : e.seeds)
+      for (Item& item : make_items(task, catalog, model.tokenizer, model.config, e, seed).items)
+        out.push_back({task.name, std::move(item)});
+  return out;
+}
+
+// Prefill, question and answer: forced tokens where the task has them, else the most likely ones.
+bool watch(Engine& engine, const Model& model, const Item& item) {
+  std::vector<float> logits(static_cast<std::size_t>(model.config.vocab));
+  const auto view = View<float, 2>::dense(logits.data(), {1, model.config.vocab});
+  const int slot = engine.open();
+  Fit fit = engine.prefill(slot, item.prompt, true, view);
+  for (std::size_t t = 0; fit == Fit::ok && t < item.fed.size(); ++t) fit = engine.step({slot}, {&item.fed[t], 1}, view);
+  const std::size_t most = item.forced.empty() ? static_cast<std::size_t>(item.max_new) : item.forced.size();
+  for (std::size_t t = 0; fit == Fit::ok && t < most; ++t) {
+    const int token = item.forced.empty() ? argmax(logits) : item.forced[t];
+    if (item.forced.empty() && model.tokenizer->is_eos(token)) break;
+    fit = engine.step({slot}, {&token, 1}, view);
+  }
+  engine.close(slot);
+  return fit == Fit::ok;
+}
+
+}  // namespace
+
+int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options) {
+  if (e.profilers.empty())
+    throw Error(Errc::config, "got no 'profilers', wanted e.g. profilers: [NAME]; `kvlab list profilers` has the names",
+                e.file.string());
+  if (e.models.size() != 1)
+    throw Error(Errc::config, fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
+                e.file.string());
+  if (e.threads > 0) omp_set_num_threads(e.threads);
+
+  const ModelSpec& spec = e.models.front();
+  auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
+  const std::vector<Sample> samples =
+      samples_of(e, catalog, *model_outline(*checkpoint, spec.dtype, spec.name()));
+  std::vector<Instance<Profiler>> profilers;
+  for (const PluginUse& use : e.profilers)
+    profilers.push_back(create<Profiler>(*catalog.find(Role::profiler, use.name), use.params));
+  const auto watched = std::make_shared<Watched>(std::move(profilers));
+
+  const auto model = load_model(*checkpoint, spec.dtype, spec.name());
+  checkpoint.reset();
+  EngineOptions o;
+  for (const Sample& s : samples) o.max_tokens = std::max(o.max_tokens, s.item.most_tokens());
+  o.page_size = e.page_size;
+  o.prefill_chunk = e.prefill_chunk;
+  o.device_limit = e.device_memory > 0 ? e.device_memory : -1;
+  Engine engine(model, watched, o);
+
+  Progress progress(static_cast<int>(samples.size()), options.quiet);
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    progress.begin(fmt::format("{} sample {}", samples[i].task, samples[i].item.sample));
+    if (!watch(engine, *model, samples[i].item)) {
+      progress.end("oom: a sample does not fit; nothing is written");
+      return 1;
+    }
+    progress.end("ok");
+  }
+
+  results::ProfileFile file{spec.name(), model->fingerprint, {}};
+  std::vector<Profile> profiles = watched->finish();
+  for (std::size_t i = 0; i < profiles.size(); ++i)
+    file.profilers.push_back(
+        {e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move(profiles[i])});
+  results::write_profile(e.output.string(), run_info(e, options.command), file);
+  if (!options.quiet) {
+    fmt::print("{}", results::profile_table(file));
+    fmt::print("profile: {}\n", e.output.string());
+  }
+  return 0;
+}
+
+}  // namespace kvlab

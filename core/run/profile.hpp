@@ -1,0 +1,12 @@
+// `kvlab profile`: runs the full cache over the tasks' samples and lets profilers watch.
+#pragma once
+#include "experiment/experiment.hpp"
+#include "run/runner.hpp"
+
+namespace kvlab {
+
+// Writes experiment.output (a profile file, result/profile_file.hpp) and prints its table. Exit code 0, or 1 when a
+// sample does not fit in memory; everything that can be checked is checked first (ExperimentError).
+int run_profile(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
+
+}  // namespace kvlab
