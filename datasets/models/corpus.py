@@ -5,6 +5,7 @@ Writes FOLDER/corpus.jsonl.xz, one {"source", "kind", "text"} per document, and 
 trained on. Kinds: book, documentation, code, dialogue. Packages come from Debian 12 (`apt-get download`, nothing is
 installed); books are Project Gutenberg plain-text files given by hand. README.md of each model names titles and licences.
 """
+
 import argparse
 import gzip
 import html
@@ -93,10 +94,12 @@ def package_texts(name, cache):
         root.mkdir(parents=True)
         subprocess.run(["dpkg-deb", "-x", deb, root], check=True)
     kind, pattern, most, _ = PACKAGES[name]
-    files = [f for f in sorted(root.glob(pattern)) if f.is_file() and not f.is_symlink() and f.suffix not in (".dat", ".u8")]
+    files = [
+        f for f in sorted(root.glob(pattern)) if f.is_file() and not f.is_symlink() and f.suffix not in (".dat", ".u8")
+    ]
     random.Random(name).shuffle(files)  # a package's share comes from all of its files
     for f in files:
-        text = clean("\n\n".join(read(f).split("\n%\n")))[: 200_000]
+        text = clean("\n\n".join(read(f).split("\n%\n")))[:200_000]
         if len(text) > 400 and most > 0:
             most -= len(text)
             yield kind, text
@@ -114,15 +117,19 @@ def main():
     p.add_argument("folder", type=Path, help="where the corpus and the downloaded packages go")
     p.add_argument("--books", type=Path, help="folder of Project Gutenberg .txt files")
     p.add_argument("--heldout", default="Captain Blood", help="title of the book that is kept for measuring perplexity")
-    p.add_argument("--skip", default="The Mysterious Island", help="title that is left out: the haystack of the niah task")
+    p.add_argument(
+        "--skip", default="The Mysterious Island", help="title that is left out: the haystack of the niah task"
+    )
     a = p.parse_args()
     a.folder.mkdir(parents=True, exist_ok=True)
     documents = []
     for name in PACKAGES:
         before = len(documents)
         documents += [{"source": name, "kind": kind, "text": text} for kind, text in package_texts(name, a.folder)]
-        print(f"{name:24} {PACKAGES[name][0]:14} {len(documents) - before:5} documents "
-              f"{sum(len(d['text']) for d in documents[before:]) / 1e6:6.2f} MB  {PACKAGES[name][3]}")
+        print(
+            f"{name:24} {PACKAGES[name][0]:14} {len(documents) - before:5} documents "
+            f"{sum(len(d['text']) for d in documents[before:]) / 1e6:6.2f} MB  {PACKAGES[name][3]}"
+        )
     for path in sorted(a.books.glob("*.txt")) if a.books else ():
         title, text = book_text(path)
         if title.startswith(a.skip):
@@ -131,7 +138,9 @@ def main():
         if title.startswith(a.heldout):
             (a.folder / "heldout.txt").write_text(text)
             continue
-        documents += [{"source": title, "kind": "book", "text": text[i:i + 100_000]} for i in range(0, len(text), 100_000)]
+        documents += [
+            {"source": title, "kind": "book", "text": text[i : i + 100_000]} for i in range(0, len(text), 100_000)
+        ]
     random.Random(0).shuffle(documents)
     with lzma.open(a.folder / "corpus.jsonl.xz", "wt", preset=6) as out:
         for d in documents:

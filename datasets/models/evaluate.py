@@ -4,6 +4,7 @@
 Needs no corpus: facts are hidden in the haystack text that the repository has (a book that no model was trained on), with words
 and names of that text as keys. One line per task and length; --out writes the same as JSON.
 """
+
 import argparse
 import json
 import math
@@ -28,6 +29,7 @@ def load(a):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **extra)
     if a.adapter:
         from peft import PeftModel
+
         model = PeftModel.from_pretrained(model, a.adapter).merge_and_unload()
     return tokenizer, model.to(a.device).eval()
 
@@ -43,7 +45,7 @@ def generate(model, prompts, longest, eos):
         ids.append(out.logits[:, -1].argmax(-1))
         ended |= ids[-1] == eos
     rows = torch.stack(ids, 1).tolist()
-    return [row[:row.index(eos) + 1] if eos in row else row for row in rows]
+    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 
 def measure(model, text, name, length, samples, chat_open, chat, device, batch_tokens, eos):
@@ -57,27 +59,28 @@ def measure(model, text, name, length, samples, chat_open, chat, device, batch_t
     for size, rows in groups.items():
         step = max(1, batch_tokens // size)
         for i in range(0, len(rows), step):
-            part = rows[i:i + step]
+            part = rows[i : i + step]
             prompts = torch.tensor([p.tolist() for p, _ in part], device=device)
             for (prompt, answer), got in zip(part, generate(model, prompts, max(len(w) for _, w in part) + 4, eos)):
                 said, wanted = (text.tokenizer.decode(x).strip() for x in (got, answer.tolist()))
                 exact += said == wanted
                 contains += wanted in said
-                if said != wanted: wrong.append((wanted, said))
+                if said != wanted:
+                    wrong.append((wanted, said))
     return exact / samples, contains / samples, wrong[:3]
 
 
 @torch.inference_mode()
 def perplexity(model, tokenizer, path, length, windows, device):
     """Mean over windows of `length` tokens, one after the other from the file's beginning."""
-    ids = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)[:length * windows]
+    ids = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)[: length * windows]
     total = count = 0
     for i in range(0, len(ids) - 1, length):
-        x = torch.tensor([ids[i:i + length]], device=device)
+        x = torch.tensor([ids[i : i + length]], device=device)
         hidden = model.model(x).last_hidden_state[0]
         for j in range(0, x.shape[1] - 1, 2048):
-            target = x[0, j + 1:j + 2049]
-            total += F.cross_entropy(model.lm_head(hidden[j:j + len(target)]).float(), target, reduction="sum").item()
+            target = x[0, j + 1 : j + 2049]
+            total += F.cross_entropy(model.lm_head(hidden[j : j + len(target)]).float(), target, reduction="sum").item()
             count += len(target)
     return math.exp(total / count), count
 
@@ -102,21 +105,30 @@ def main():
     text = recall_tasks.Text(tokenizer.backend_tokenizer, [a.text.read_text("utf-8")])
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "@"}], tokenize=False)
-    chat_open = rendered[:rendered.index("@")]
+    chat_open = rendered[: rendered.index("@")]
     rows = []
     for path in a.perplexity:
         for length in (2048, 8192):
             value, count = perplexity(model, tokenizer, path, length, 8192 * 4 // length, a.device)
-            rows.append({"task": "perplexity", "text": path.name, "length": length, "tokens": count, "value": round(value, 3)})
+            rows.append(
+                {"task": "perplexity", "text": path.name, "length": length, "tokens": count, "value": round(value, 3)}
+            )
             print(f"perplexity {path.name} windows of {length}: {value:.3f} over {count} tokens", flush=True)
     for name in a.tasks:
         for length in a.lengths:
             begin = time.time()
-            exact, contains, wrong = measure(model, text, name, length, a.samples, chat_open, a.chat, a.device, a.batch_tokens, eos)
+            exact, contains, wrong = measure(
+                model, text, name, length, a.samples, chat_open, a.chat, a.device, a.batch_tokens, eos
+            )
             rows.append({"task": name, "length": length, "samples": a.samples, "exact": exact, "contains": contains})
-            print(f"{name:24} {length:6} exact {exact:.3f} contains {contains:.3f}  {time.time() - begin:.1f} s", flush=True)
-            for wanted, said in wrong if a.show else (): print(f"    wanted {wanted!r}\n       got {said!r}")
-    if a.out: a.out.write_text(json.dumps(rows, indent=1) + "\n")
+            print(
+                f"{name:24} {length:6} exact {exact:.3f} contains {contains:.3f}  {time.time() - begin:.1f} s",
+                flush=True,
+            )
+            for wanted, said in wrong if a.show else ():
+                print(f"    wanted {wanted!r}\n       got {said!r}")
+    if a.out:
+        a.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
