@@ -102,4 +102,17 @@ std::string render_chat(const ChatTemplate& chat, std::string_view user, std::op
   return out;
 }
 
+std::string chat_turn(const ChatTemplate& chat) {
+  switch (chat.kind) {
+    case ChatTemplate::Kind::none: return "";
+    case ChatTemplate::Kind::chatml: return "<|im_end|>\n<|im_start|>user\n";
+    case ChatTemplate::Kind::llama2: return "</s><s>[INST] ";
+    case ChatTemplate::Kind::llama3:
+    case ChatTemplate::Kind::llama31: return "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n";
+    case ChatTemplate::Kind::mistral:
+    case ChatTemplate::Kind::mistral_v3: return "</s>[INST] ";
+  }
+  return "";
+}
+
 }  // namespace kvlab

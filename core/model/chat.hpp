@@ -30,4 +30,7 @@ ChatTemplate recognise_chat_template(std::string_view jinja);
 // One user message, with a system message before it or the template's default; ends where the answer begins; no BOS.
 std::string render_chat(const ChatTemplate& chat, std::string_view user, std::optional<std::string_view> system);
 
+// What stands between an answer and the user's next message; the answer's end is its first token.
+std::string chat_turn(const ChatTemplate& chat);
+
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <random>
@@ -95,6 +96,98 @@ double choice(const std::string& answer, const std::string& reference) {
   return 0;
 }
 
+std::vector<std::string> split(const std::string& text, const std::string& at) {
+  std::vector<std::string> out(1);
+  for (const char c : text)
+    if (at.find(c) != std::string::npos)
+      out.emplace_back();
+    else
+      out.back() += c;
+  return out;
+}
+
+std::string trimmed(const std::string& text, const std::string& what) {
+  const std::size_t begin = text.find_first_not_of(what);
+  return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(what) - begin + 1);
+}
+
+// The first run of digits; empty when there is none.
+std::string first_integer(const std::string& text) {
+  const std::size_t begin = text.find_first_of("0123456789");
+  return begin == std::string::npos ? "" : text.substr(begin, text.find_first_not_of("0123456789", begin) - begin);
+}
+
+bool has_word(const std::string& answer, const std::string& reference) {
+  const auto all = split(answer, "\n:\"'.,?!{} \t\r");
+  return std::find(all.begin(), all.end(), reference) != all.end();
+}
+
+double contains_all(const std::string& answer, const std::vector<std::string>& references) {
+  double found = 0;
+  for (const auto& r : references) found += contains(answer, r);
+  return found / static_cast<double>(references.size());
+}
+
+double ordered_list(const std::string& answer, const std::vector<std::string>& references) {
+  std::vector<std::string> items;
+  for (const std::string& piece : split(answer, ",;\n")) {
+    std::string item = fold(piece.substr(piece.rfind(':') + 1));  // after "key:", or all of it
+    item = trimmed(item, " ");
+    if (item.rfind("and ", 0) == 0) item.erase(0, 4);
+    const std::size_t number = item.find_first_not_of("0123456789");  // "3. x", "3) x", "- x"
+    if (number != std::string::npos && item.find_first_of(".)-*", number) == number &&
+        item.compare(number + 1, 1, " ") == 0)
+      item.erase(0, number + 2);
+    item = trimmed(item, " .\"'`");
+    if (!item.empty()) items.push_back(item);
+  }
+  double right = 0;
+  for (std::size_t i = 0; i < std::min(items.size(), references.size()); ++i) right += items[i] == fold(references[i]);
+  return right / static_cast<double>(references.size());
+}
+
+// Cells by (row's name, column): the first column names the row; a row's cells are parted by '|'.
+using Cells = std::vector<std::string>;
+void add_cells(const std::string& row, Cells& out) {
+  auto cells = split(trimmed(row, " \t\r|"), "|");
+  for (std::string& c : cells) c = trimmed(fold(c), " .");
+  for (std::size_t i = 1; i < cells.size(); ++i) out.push_back(cells[0] + "|" + std::to_string(i) + "|" + cells[i]);
+}
+
+double table_f1(const std::string& answer, const std::vector<std::string>& references) {
+  Cells wanted, got, header;
+  add_cells(references.front(), header);
+  for (std::size_t i = 1; i < references.size(); ++i) add_cells(references[i], wanted);
+  for (const std::string& line : split(answer, "\n")) {
+    Cells row;
+    if (line.find_first_not_of("|-: \t\r") != std::string::npos) add_cells(line, row);
+    if (row != header) got.insert(got.end(), row.begin(), row.end());
+  }
+  std::sort(wanted.begin(), wanted.end());
+  std::sort(got.begin(), got.end());
+  Cells both;
+  std::set_intersection(wanted.begin(), wanted.end(), got.begin(), got.end(), std::back_inserter(both));
+  return f_score(static_cast<double>(both.size()), got.size(), wanted.size());
+}
+
+double demands(const std::string& answer, const std::vector<std::string>& references) {
+  constexpr std::string_view mark = "#*#";
+  std::map<std::string, std::string> entries;
+  for (std::size_t at = 0;;) {
+    const std::size_t end = answer.find(mark, at);
+    const std::string entry = answer.substr(at, end - at);
+    entries[at == 0 ? "1" : first_integer(entry)] = entry;  // the prompt ends with the first one's heading
+    if (end == std::string::npos) break;
+    at = end + mark.size();
+  }
+  double met = 0;
+  for (const std::string& r : references) {
+    const auto entry = entries.find(first_integer(r));
+    met += entry != entries.end() && contains(entry->second, r.substr(r.find(':') + 1));
+  }
+  return met / static_cast<double>(references.size());
+}
+
 std::string first_line(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\r\n");
   return begin == std::string::npos ? "" : text.substr(begin, text.find('\n', begin) - begin);
@@ -109,25 +202,32 @@ const std::map<std::string, Pairwise>& pairwise() {
       {"f1", f1},
       {"rouge_l", rouge_l},
       {"choice", choice},
+      {"first_integer", [](const auto& a, const auto& r) { return double(first_integer(a) == r); }},
+      {"word", has_word},
   };
+  return all;
+}
+
+// Of all references together.
+using Listwise = std::function<double(const std::string&, const std::vector<std::string>&)>;
+const std::map<std::string, Listwise>& listwise() {
+  static const std::map<std::string, Listwise> all = {
+      {"contains_all", contains_all}, {"ordered_list", ordered_list}, {"table_f1", table_f1}, {"demands", demands}};
   return all;
 }
 
 }  // namespace
 
 std::vector<std::string> metric_names() {
-  std::vector<std::string> out{"contains_all"};
+  std::vector<std::string> out;
+  for (const auto& [name, f] : listwise()) out.push_back(name);
   for (const auto& [name, f] : pairwise()) out.push_back(name);
   return out;
 }
 
 double score(const std::string& metric, const std::string& answer, const std::vector<std::string>& references) {
   if (references.empty()) return nan;
-  if (metric == "contains_all") {
-    double found = 0;
-    for (const auto& r : references) found += contains(answer, r);
-    return found / static_cast<double>(references.size());
-  }
+  if (const auto all = listwise().find(metric); all != listwise().end()) return all->second(answer, references);
   const auto it = pairwise().find(metric);
   if (it == pairwise().end())
     throw Error(Errc::config, "got metric '" + metric + "', wanted one of: " + join(metric_names()));

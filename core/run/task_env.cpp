@@ -50,8 +50,8 @@ Record record_of(const nlohmann::json& object, const std::string& where) {
 }  // namespace
 
 ModelTaskEnv::ModelTaskEnv(std::shared_ptr<const Tokenizer> tokenizer, std::filesystem::path folder, std::uint64_t seed,
-                           int questions)
-    : tokenizer_(std::move(tokenizer)), folder_(std::move(folder)), seed_(seed), questions_(questions) {
+                           int questions, int turns)
+    : tokenizer_(std::move(tokenizer)), folder_(std::move(folder)), seed_(seed), questions_(questions), turns_(turns) {
   if (tokenizer_->chat_template().kind == ChatTemplate::Kind::none) {
     open_ = text_open();
     return;
@@ -60,6 +60,7 @@ ModelTaskEnv::ModelTaskEnv(std::shared_ptr<const Tokenizer> tokenizer, std::file
   const std::size_t at = chat.find(marker);
   open_ = tokenizer_->encode(chat.substr(0, at), true, true);
   close_ = tokenizer_->encode(chat.substr(at + marker.size()), false, true);
+  next_ = tokenizer_->encode(chat_turn(tokenizer_->chat_template()), false, true);
 }
 
 std::vector<int> ModelTaskEnv::encode(std::string_view text) const { return tokenizer_->encode(text, false, false); }

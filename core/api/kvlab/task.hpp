@@ -14,12 +14,13 @@ struct TaskQuestion {
   std::vector<std::string> references;  // accepted answers
   int max_new_tokens = 0;
   std::vector<int> forced;  // instead of an answer: these tokens are fed one by one and their loss is measured
+  bool follows = false;     // asked after the previous question's answer, which stays in the cache (a turn)
 };
 
 struct TaskSample {
   std::vector<int> context;  // never empty
   std::vector<TaskQuestion>
-      questions;  // each starts from the cache as it was after the context, unless turns say otherwise
+      questions;  // each starts from the cache as it was after the context, unless it follows the one before
 };
 
 // One record of a data file: field -> text, or several texts (a JSON array).
@@ -39,11 +40,14 @@ class TaskEnv {
   // and nothing.
   virtual std::vector<int> chat_open() const = 0;
   virtual std::vector<int> chat_close() const = 0;
+  // Between an answer and the user's next message; the answer's own end belongs to it. Without a template: nothing.
+  virtual std::vector<int> chat_next() const = 0;
   // Relative paths are the experiment file's; "bundled/NAME" lies in kvlab's data folder.
   virtual std::string read_text(const std::string& path) const = 0;
   virtual std::vector<Record> records(const std::string& path) const = 0;  // JSON lines, or a JSON array
   virtual std::uint64_t seed() const = 0;                                  // of this cell
-  virtual int questions() const = 0;                                       // the `questions` axis: per context
+  virtual int questions() const = 0;  // wanted per context, turns counted: the `questions` axis times `turns`
+  virtual int turns() const = 0;      // the `turns` axis: so many of them follow each other
 };
 
 class Task {
