@@ -14,9 +14,7 @@ class Passkey final : public kvlab::PromptTask {
   std::string metric() const override { return "first_integer"; }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
-    if (env.questions() != 1)
-      throw kvlab::Error(kvlab::Errc::config,
-                         "got " + std::to_string(env.questions()) + " questions, wanted 1: there is one pass key");
+    one_question(env, "there is one pass key");
     kvlab::Random random = this->random(index, env);
     const std::string key = random.digits(digits_);
     kvlab::Prompt prompt =

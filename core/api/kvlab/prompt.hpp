@@ -243,6 +243,11 @@ class PromptTask : public Task {
 
  protected:
   Prompt open(const TaskEnv& env, std::string_view intro) const { return {env, chat_, context_, intro}; }
+  // For tasks whose prompts have one question only; `why` ends the message.
+  static void one_question(const TaskEnv& env, const char* why) {
+    if (env.questions() != 1)
+      throw Error(Errc::config, "got " + std::to_string(env.questions()) + " questions, wanted 1: " + why);
+  }
   static Random random(int index, const TaskEnv& env) { return {env.seed(), static_cast<std::uint64_t>(index)}; }
   // Prompt `index` of a grid of `depths` depths, samples() of each: 0 to 1; one depth is the middle.
   double depth(int index, int depths) const {
@@ -257,13 +262,15 @@ class PromptTask : public Task {
   int context_, samples_, max_new_;
 };
 
+// max_new: the default of max_new_tokens; 0 = the task knows how long its answers are.
 template <class T>
 Registration prompt_task(std::string name, std::string help, int context, int max_new) {
   static_assert(std::is_base_of_v<PromptTask, T>);
   return task<T>(std::move(name), std::move(help))
       .param("context", context, 1, any, "tokens of template, prompt and longest answer, met exactly")
       .param("samples", 1, 1, 100000, "prompts; per depth where there are depths")
-      .param("max_new_tokens", max_new, 1, 100000, "longest answer")
+      .param("max_new_tokens", max_new, max_new > 0 ? 1 : 0, 100000,
+             max_new > 0 ? "longest answer" : "longest answer; 0 = as long as it needs")
       .param("chat", true, "put the model's chat template around the prompt");
 }
 

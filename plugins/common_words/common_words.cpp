@@ -1,0 +1,97 @@
+// The words that appear most often in a numbered list: RULER's common_words_extraction (Hsieh et al. 2024), without its
+// worked example. Its words are those of the bundled haystack. Score: the share of the common words that the answer
+// has.
+#include <kvlab/prompt.hpp>
+
+#include <set>
+
+namespace {
+
+using Words = std::vector<std::string>;
+
+class CommonWords final : public kvlab::PromptTask {
+ public:
+  explicit CommonWords(const kvlab::Params& p)
+      : PromptTask(p),
+        words_from_(p.get<std::string>("words")),
+        common_(p.get<int>("common")),
+        times_(p.get<int>("times")),
+        other_times_(p.get<int>("other_times")) {}
+
+  std::string metric() const override { return "contains_all"; }
+
+  kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
+    one_question(env, "the list has one answer");
+    kvlab::Random random = this->random(index, env);
+    Words words = vocabulary(env);
+    if (static_cast<int>(words.size()) <= common_)
+      throw kvlab::Error(kvlab::Errc::data,
+                         "got " + std::to_string(words.size()) +
+                             " different words, wanted more than common: " + std::to_string(common_),
+                         words_from_);
+    random.shuffle(words);
+    const std::string count = std::to_string(common_);
+    kvlab::Prompt prompt =
+        open(env,
+             "Below is a numbered list of words. In these words, some appear more often than others. "
+             "Memorize the ones that appear most often.");
+    prompt.ask("\nQuestion: What are the " + count + " most common words in the above list?",
+               "Answer: The top " + count + " words that appear most often in the list are:",
+               Words(words.begin(), words.begin() + common_), max_new());
+    // As many of the other words as fit.
+    const auto list = [&](std::size_t others) { return env.encode_next(numbered(words, others, random)); };
+    std::size_t fit = 0, over = words.size() - static_cast<std::size_t>(common_) + 1;
+    prompt.room(kvlab::length(list(1)), "the list", 0);
+    while (over - fit > 1) {
+      const std::size_t middle = fit + (over - fit) / 2;
+      (kvlab::length(list(middle)) <= prompt.left() ? fit : over) = middle;
+    }
+    return prompt.finish(list(std::max<std::size_t>(1, fit)));
+  }
+
+ private:
+  // RULER's frequencies, below 4096 tokens its smaller ones.
+  std::string numbered(const Words& words, std::size_t others, kvlab::Random random) const {
+    const bool small = context() < 4096;
+    const int times = times_ > 0 ? times_ : small ? 6 : 30, other = other_times_ > 0 ? other_times_ : small ? 1 : 3;
+    Words all;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(common_) + others; ++i)
+      all.insert(all.end(), static_cast<std::size_t>(i < static_cast<std::size_t>(common_) ? times : other), words[i]);
+    random.shuffle(all);
+    std::string text = "\n";
+    for (std::size_t i = 0; i < all.size(); ++i) text += (i > 0 ? " " : "") + std::to_string(i + 1) + ". " + all[i];
+    return text;
+  }
+
+  // Words of 4 to 10 small letters, in alphabetical order.
+  const Words& vocabulary(const kvlab::TaskEnv& env) const {
+    if (!vocabulary_.empty()) return vocabulary_;
+    std::set<std::string> all;
+    std::string word;
+    for (const char c : env.read_text(words_from_) + " ") {
+      const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '\'' || c == '-' || (c & 0x80) != 0;
+      if (letter) {
+        word += c;
+        continue;
+      }
+      if (word.size() >= 4 && word.size() <= 10 &&
+          word.find_first_not_of("abcdefghijklmnopqrstuvwxyz") == std::string::npos)
+        all.insert(word);
+      word.clear();
+    }
+    return vocabulary_ = Words(all.begin(), all.end());
+  }
+
+  std::string words_from_;
+  int common_, times_, other_times_;
+  mutable Words vocabulary_;  // read once
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::prompt_task<CommonWords>("common_words", "the words that appear most often in a long list", 4096,
+                                             120)
+                 .param("common", 10, 1, 1000, "words that appear often")
+                 .param("times", 0, 0, 10000, "how often each does; 0 = 30, below a context of 4096 tokens 6")
+                 .param("other_times", 0, 0, 10000, "how often the others do; 0 = 3, below a context of 4096 tokens 1")
+                 .param("words", std::string("bundled/niah/haystack.txt"), "text whose words are used"))
