@@ -174,6 +174,7 @@ std::string task_text(const Experiment& experiment, const TaskSpec& task) {
     add(task.question == Question::decode ? "question decode" : "question prompt");
   if (differs([&](const TaskSpec& o) { return o.questions == task.questions; }))
     add(fmt::format("questions {}", task.questions));
+  if (differs([&](const TaskSpec& o) { return o.turns == task.turns; })) add(fmt::format("turns {}", task.turns));
   return varying.empty() ? task.name : task.name + " (" + varying + ")";
 }
 

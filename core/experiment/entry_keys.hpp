@@ -31,6 +31,7 @@ inline const std::vector<EntryKey>& task_keys() {
   static const std::vector<EntryKey> keys = {
       {"question", "prompt | decode", "does the policy see the question before it compresses"},
       {"questions", "N", "questions over one context; each starts from the cache as it was after the context"},
+      {"turns", "N", "questions after each of these, one after the other: earlier answers stay in the cache"},
       {"seed", "N", "of the samples, in place of the experiment's"},
   };
   return keys;

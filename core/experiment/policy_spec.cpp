@@ -354,8 +354,7 @@ std::optional<TaskSpec> EntryReader::task(const Node& entry) {
   const ParamSpec question = make_choice("question", {"prompt", "decode"}, "when the policy sees the question");
   task.question = map.get<std::string>(question) == "decode" ? Question::decode : Question::prompt;
   task.questions = map.get<int>(make_param("questions", 1, 1, 100000, "questions over one context"));
-  const int turns = map.get<int>(make_param("turns", 1, 1, 100000, "turns of a conversation"));
-  if (turns > 1) problems_.add_unsupported(map.take("turns")->place, fmt::format("turns: {}", turns));
+  task.turns = map.get<int>(make_param("turns", 1, 1, 100000, "turns of a conversation"));
   if (map.node().find("seed"))
     task.seed = map.get<std::int64_t>(make_param("seed", 0, 0, 9e15, "seed of the samples"));
   else
@@ -479,6 +478,7 @@ Json to_json(const TaskSpec& task) {
   Json json = {{task.task.name, to_json(task.task.params)}};
   json["question"] = task.question == Question::decode ? "decode" : "prompt";
   json["questions"] = task.questions;
+  if (task.turns > 1) json["turns"] = task.turns;
   return json;
 }
 

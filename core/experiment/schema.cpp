@@ -168,6 +168,7 @@ class Builder {
     for (const EntryKey& key : task_keys()) shared[key.name] = {{"description", key.help}};
     shared["question"].update(axis(words({"prompt", "decode"})));
     shared["questions"].update(axis(integer(1)));
+    shared["turns"].update(axis(integer(1)));
     shared["seed"].update(axis(integer(0)));
     Json named = Json::object(), names = Json::array();
     for (const PluginInfo* p : registry_.list(Role::task)) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "base/sha256.hpp"
 #include "experiment/variants.hpp"
 #include "host/compose.hpp"
 #include "ops/paged.hpp"
@@ -43,12 +44,14 @@ std::int64_t divergence(const std::vector<int>& a, const std::vector<int>& b) {
   return -1;
 }
 
-// One sequence of the plain pass.
+// One sequence of the plain pass: a conversation, question by question.
 struct Row {
   const Item* item = nullptr;
   int number = 0;  // of the item in the cell
   int slot = -1;
-  std::size_t fed = 0;
+  std::vector<int> queue;  // fed before the answer
+  std::size_t fed = 0;     // of the queue
+  std::int64_t seen = 0;   // tokens before the answer
   std::vector<int> output;
   std::vector<float> ms;
   double nll = 0;
@@ -58,6 +61,14 @@ struct Row {
 
   const std::vector<int>& forced() const { return item->forced; }
 };
+
+// A later turn as a question of its own: all that was said before it is fed too.
+Item after(Item item, const std::vector<int>& history) {
+  item.sha256 += "/" + sha256_hex({reinterpret_cast<const char*>(history.data()), history.size() * sizeof(int)});
+  item.fed.insert(item.fed.begin(), history.begin(), history.end());
+  item.before = 0;
+  return item;
+}
 
 class CellRun {
  public:
@@ -89,10 +100,12 @@ class CellRun {
  private:
   void start_row(Engine& engine, Row& row);
   void take_logits(Row& row, std::span<const float> logits, double ms);
-  void finish_row(Engine& engine, Row& row);
+  void finish_item(const Row& row);
+  bool next_turn(const Engine& engine, Row& row);
   void record_step(Engine& engine, double ms, const std::array<double, part_count>& parts, bool decode,
                    const std::vector<Row*>& rows);
-  void record_kept(const Engine& engine, int slot);
+  void record_kept(const Engine& engine, const Row& row);
+  void flatten_kept();
   void warm_up(Engine& engine);
   [[noreturn]] void no_room(const Engine& engine) const {
     throw OutOfMemory{"got a device limit of " + std::to_string(engine.store().options().device_limit) +
@@ -110,7 +123,8 @@ class CellRun {
   int vocab_;
   bool timed_, traced_;
   std::vector<float> logits_;
-  std::map<int, std::vector<std::byte>> contexts_;  // sample -> cache after its context
+  std::vector<std::vector<std::vector<std::int32_t>>> kept_;  // by item, then layer and KV head
+  std::map<int, std::vector<std::byte>> contexts_;            // sample -> cache after its context
   std::map<std::pair<int, int>, std::int64_t> moved_;
   double device_bytes_ = 0, full_bytes_ = 0;
   std::int64_t decode_steps_ = 0;
@@ -147,18 +161,25 @@ class CellRun::Selected final : public EngineObserver {
   const std::vector<Row*>& rows_;
 };
 
-void CellRun::record_kept(const Engine& engine, int slot) {
+void CellRun::record_kept(const Engine& engine, const Row& row) {
   const Shape& s = engine.store().shape();
-  out_.trace.layers = s.layers;
-  out_.trace.kv_heads = s.kv_heads;
-  ++out_.trace.samples;
+  auto& kept = kept_[static_cast<std::size_t>(row.number)];
   for (int layer = 0; layer < s.layers; ++layer)
-    for (int head = 0; head < s.kv_heads; ++head) {
-      const auto kept = engine.store().positions(layer, slot, head);
-      out_.trace.kept_offsets.push_back(static_cast<std::int64_t>(out_.trace.kept.size()));
-      out_.trace.kept.insert(out_.trace.kept.end(), kept.begin(), kept.end());
-      out_.trace.kept_offsets.push_back(static_cast<std::int64_t>(out_.trace.kept.size()));
+    for (int head = 0; head < s.kv_heads; ++head) kept.push_back(engine.store().positions(layer, row.slot, head));
+}
+
+void CellRun::flatten_kept() {
+  auto& t = out_.trace;
+  for (const auto& item : kept_) {
+    t.layers = model_->config.layers;
+    t.kv_heads = model_->config.kv_heads;
+    ++t.samples;
+    for (const auto& kept : item) {
+      t.kept_offsets.push_back(static_cast<std::int64_t>(t.kept.size()));
+      t.kept.insert(t.kept.end(), kept.begin(), kept.end());
+      t.kept_offsets.push_back(static_cast<std::int64_t>(t.kept.size()));
     }
+  }
 }
 
 void CellRun::record_step(Engine& engine, double ms, const std::array<double, part_count>& parts, bool decode,
@@ -188,9 +209,10 @@ void CellRun::record_step(Engine& engine, double ms, const std::array<double, pa
 
 // What the logits after this row's latest token mean: nothing yet, an answer token, or the end.
 void CellRun::take_logits(Row& row, std::span<const float> logits, double ms) {
-  if (row.fed < row.item->fed.size()) return;  // the question is still being fed
+  if (row.fed < row.queue.size()) return;  // the question is still being fed
   if (row.output.empty()) row.ttft = ms_since(row.start);
   row.ms.push_back(static_cast<float>(row.output.empty() ? row.ttft : ms));
+  if (row.item->follows) row.ttft = results::not_measured;  // its prompt was there already
   if (!row.forced().empty()) {
     const int token = row.forced()[row.output.size()];
     row.nll += negative_log_likelihood(logits, token);
@@ -209,6 +231,8 @@ void CellRun::take_logits(Row& row, std::span<const float> logits, double ms) {
 void CellRun::start_row(Engine& engine, Row& row) {
   row.slot = engine.open();
   row.start = Clock::now();
+  row.queue = row.item->fed;
+  row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
   PartClock clock;
   const auto logits = View<float, 2>::dense(logits_.data(), {1, vocab_});
   const auto shared = contexts_.find(row.item->sample);
@@ -220,18 +244,39 @@ void CellRun::start_row(Engine& engine, Row& row) {
     if (row.item->shared) contexts_[row.item->sample] = engine.save(row.slot);
   }
   const double ms = ms_since(row.start);
-  if (traced_) record_kept(engine, row.slot);
+  if (traced_) record_kept(engine, row);
   if (!restored) record_step(engine, ms, clock.take(), false, {});
   take_logits(row, {logits_.data(), static_cast<std::size_t>(vocab_)}, ms);
   if (restored) row.ttft = results::not_measured;
 }
 
-void CellRun::finish_row(Engine& engine, Row& row) {
-  engine.close(row.slot);
+// The question after this answer, when the conversation goes on: its answer stays in the cache. The template's end of
+// an answer comes with the question; the model's own is not fed.
+bool CellRun::next_turn(const Engine& engine, Row& row) {
+  const auto& items = in_.items->items;
+  const auto next = static_cast<std::size_t>(row.number) + 1;
+  if (next == items.size() || !items[next].follows) return false;
+  Row turn;
+  turn.item = &items[next];
+  turn.number = static_cast<int>(next);
+  turn.slot = row.slot;
+  turn.start = Clock::now();
+  turn.seen = row.seen + static_cast<std::int64_t>(row.output.size() + turn.item->fed.size());
+  if (row.stop == "eos")
+    --turn.seen;
+  else
+    turn.queue.push_back(row.output.back());
+  turn.queue.insert(turn.queue.end(), turn.item->fed.begin(), turn.item->fed.end());
+  row = std::move(turn);
+  if (traced_) record_kept(engine, row);
+  return true;
+}
+
+void CellRun::finish_item(const Row& row) {
   results::SampleRow s;
   s.sample = row.number;
   s.prompt_sha256 = row.item->sha256;
-  s.prompt_tokens = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
+  s.prompt_tokens = row.seen;
   std::vector<int> text = row.output;
   if (row.stop == "eos") text.pop_back();
   s.output = model_->tokenizer->decode(text);
@@ -246,7 +291,7 @@ void CellRun::finish_row(Engine& engine, Row& row) {
     nll_tokens_ += static_cast<double>(row.forced().size());
   }
   out_.samples[static_cast<std::size_t>(row.number)] = s;
-  outputs_[static_cast<std::size_t>(row.number)] = std::move(row.output);
+  outputs_[static_cast<std::size_t>(row.number)] = row.output;
 }
 
 // First calls pay for page faults, thread start and primitive creation; they are not what is timed.
@@ -262,11 +307,15 @@ void CellRun::warm_up(Engine& engine) {
 
 void CellRun::plain() {
   const auto& items = in_.items->items;
-  const int batch = std::min<int>(std::max(1, experiment_.batch), static_cast<int>(items.size()));
+  std::vector<std::size_t> heads;  // the first items of the conversations
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (!items[i].follows) heads.push_back(i);
+  const int batch = std::min<int>(std::max(1, experiment_.batch), static_cast<int>(heads.size()));
   Engine engine(model_, build_policy(policy_, *in_.catalog), options(batch));
   logits_.resize(static_cast<std::size_t>(batch) * static_cast<std::size_t>(vocab_));
   out_.samples.resize(items.size());
   outputs_.resize(items.size());
+  if (traced_) kept_.resize(items.size());
   for (int p = 0; p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
   if (timed_) {
     warm_up(engine);
@@ -278,27 +327,28 @@ void CellRun::plain() {
       moved_[{tier, tag}] = engine.ledger().moved(static_cast<Tier>(tier))[static_cast<std::size_t>(tag)];
 
   std::vector<std::vector<float>> token_ms(items.size());
-  for (std::size_t begin = 0; begin < items.size(); begin += static_cast<std::size_t>(batch)) {
-    const std::size_t end = std::min(items.size(), begin + static_cast<std::size_t>(batch));
+  for (std::size_t begin = 0; begin < heads.size(); begin += static_cast<std::size_t>(batch)) {
+    const std::size_t end = std::min(heads.size(), begin + static_cast<std::size_t>(batch));
     std::vector<Row> rows(end - begin);
     std::vector<Row*> active;
-    const auto settle = [&](Row& row) {
-      if (row.stop.empty()) return;
+    // Is the row still active? One whose answer ended takes its next question, or leaves.
+    const auto goes_on = [&](Row& row) {
+      if (row.stop.empty()) return true;
       token_ms[static_cast<std::size_t>(row.number)] = row.ms;
-      finish_row(engine, row);
+      finish_item(row);
       ++passes_done_;
       if (in_.progress) in_.progress("running", passes_done_, static_cast<int>(items.size()));
+      if (next_turn(engine, row)) return true;
+      engine.close(row.slot);
+      return false;
     };
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      rows[i].item = &items[begin + i];
-      rows[i].number = static_cast<int>(begin + i);
+      rows[i].item = &items[heads[begin + i]];
+      rows[i].number = static_cast<int>(heads[begin + i]);
       start_row(engine, rows[i]);
-      if (rows[i].stop.empty())
-        active.push_back(&rows[i]);
-      else
-        settle(rows[i]);
+      if (goes_on(rows[i])) active.push_back(&rows[i]);
     }
-    std::erase_if(contexts_, [&](const auto& c) { return end >= items.size() || c.first != items[end].sample; });
+    std::erase_if(contexts_, [&](const auto& c) { return end >= heads.size() || c.first != items[heads[end]].sample; });
     Selected selected(out_, active);
     if (traced_) engine.observe(&selected);
     std::vector<std::int32_t> slots;
@@ -308,7 +358,7 @@ void CellRun::plain() {
       tokens.clear();
       for (Row* row : active) {
         slots.push_back(row->slot);
-        tokens.push_back(row->fed < row->item->fed.size() ? row->item->fed[row->fed] : row->output.back());
+        tokens.push_back(row->fed < row->queue.size() ? row->queue[row->fed] : row->output.back());
       }
       const auto start = Clock::now();
       PartClock clock;
@@ -319,21 +369,16 @@ void CellRun::plain() {
       decode_ms_ += ms;
       decode_tokens_ += static_cast<std::int64_t>(active.size());
       for (std::size_t r = 0; r < active.size(); ++r) {
-        if (active[r]->fed < active[r]->item->fed.size()) ++active[r]->fed;
+        if (active[r]->fed < active[r]->queue.size()) ++active[r]->fed;
         take_logits(*active[r],
                     {logits_.data() + r * static_cast<std::size_t>(vocab_), static_cast<std::size_t>(vocab_)}, ms);
       }
-      std::vector<Row*> next;
-      for (Row* row : active)
-        if (row->stop.empty())
-          next.push_back(row);
-        else
-          settle(*row);
-      active = std::move(next);
+      std::erase_if(active, [&](Row* row) { return !goes_on(*row); });
     }
     engine.observe(nullptr);
   }
 
+  flatten_kept();
   out_.token_offsets.push_back(0);
   for (auto& ms : token_ms) {
     if (timed_) out_.token_ms.insert(out_.token_ms.end(), ms.begin(), ms.end());
@@ -366,8 +411,9 @@ void CellRun::fidelity() {
   auto& f = out_.fidelity;
   f.layers = layers;
   f.offsets.push_back(0);
+  std::vector<int> history;  // of the conversation after its prompt, with the full cache's answers
   for (std::size_t i = 0; i < items.size(); ++i) {
-    const Item& item = items[i];
+    const Item item = items[i].follows ? after(items[i], history) : items[i];
     const auto& reference = in_.references->get(model_, item, policy_.page_size, experiment_.fidelity_tokens);
     shadow.reset();
     const int slot = engine.open();
@@ -396,6 +442,9 @@ void CellRun::fidelity() {
       rows = shadow.take();
     }
     engine.close(slot);
+    history = item.fed;
+    history.insert(history.end(), reference.tokens.begin(), reference.tokens.end());
+    if (model_->tokenizer->is_eos(history.back())) history.pop_back();
     f.kl.insert(f.kl.end(), kl.begin(), kl.end());
     f.top1.insert(f.top1.end(), top1.begin(), top1.end());
     f.offsets.push_back(static_cast<std::int64_t>(f.kl.size()));

@@ -27,7 +27,7 @@ auto placed(const std::string& where, Body body) {
 
 int Item::most_tokens() const {
   const std::size_t answer = forced.empty() ? static_cast<std::size_t>(max_new) : forced.size();
-  return static_cast<int>(prompt.size() + fed.size() + answer);
+  return static_cast<int>(prompt.size() + fed.size() + answer) + before;
 }
 
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
@@ -37,7 +37,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   if (!tokenizer) throw Error(Errc::tokenizer, "got a model without a tokenizer, wanted one: tasks are made of text");
   const auto task = create<Task>(*info, spec.task.params);
   const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
-                         spec.questions);
+                         spec.questions, spec.turns);
   TaskItems out;
   out.metric = task->metric();
   if (const auto known = metric_names(); std::find(known.begin(), known.end(), out.metric) == known.end())
@@ -50,6 +50,20 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
     const std::string where = spec.where + ": sample " + std::to_string(i);
     const TaskSample sample = placed(where, [&] { return task->sample(i, env); });
     if (sample.questions.empty()) throw Error(Errc::data, "got a sample without questions", where);
+    std::ptrdiff_t conversations = 0;
+    for (const TaskQuestion& q : sample.questions) {
+      conversations += !q.follows;
+      if (!q.follows) continue;
+      if (conversations == 0) throw Error(Errc::data, "got a first question that follows another one", where);
+      if (q.tokens.empty() || !q.forced.empty())
+        throw Error(Errc::data, "got a later turn without a question, or with forced tokens", where);
+    }
+    if (spec.turns > 1 && conversations == static_cast<std::ptrdiff_t>(sample.questions.size()))
+      throw Error(Errc::config,
+                  "got turns: " + std::to_string(spec.turns) + ", wanted 1: no question of '" + spec.task.name +
+                      "' follows another one here",
+                  where);
+    std::string bytes;  // of the conversation
     for (std::size_t q = 0; q < sample.questions.size(); ++q) {
       const TaskQuestion& question = sample.questions[q];
       Item item;
@@ -59,11 +73,17 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
       item.forced = question.forced;
       item.max_new = question.max_new_tokens;
       item.references = question.references;
-      if (spec.question == Question::prompt) {
+      item.follows = question.follows;
+      if (item.follows) {
+        const Item& last = out.items.back();
+        item.prompt = last.prompt;
+        item.before = last.most_tokens() - static_cast<int>(last.prompt.size());
+        item.fed = question.tokens;
+      } else if (spec.question == Question::prompt) {
         item.prompt.insert(item.prompt.end(), question.tokens.begin(), question.tokens.end());
       } else {
         item.fed = question.tokens;
-        item.shared = sample.questions.size() > 1;
+        item.shared = conversations > 1;
       }
       if (item.prompt.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token", where);
       if (item.forced.empty() && item.max_new < 1)
@@ -79,10 +99,15 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
                     "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
                         std::to_string(config.context) + ", the model's context",
                     where);
-      std::string bytes;
-      for (const std::vector<int>* tokens : {&item.prompt, &item.fed})
-        for (int t : *tokens)
+      const auto add = [&](const std::vector<int>& tokens) {
+        for (int t : tokens)
           for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(t >> shift));
+      };
+      if (!item.follows) {
+        bytes.clear();
+        add(item.prompt);
+      }
+      add(item.fed);
       item.sha256 = sha256_hex(bytes);
       out.items.push_back(std::move(item));
     }

@@ -15,14 +15,16 @@ namespace kvlab {
 struct Item {
   int sample = 0, question = 0;
   bool shared = false;      // the context's cache serves several questions of the sample
+  bool follows = false;     // goes on where the item before it ended; `prompt` is then that of its conversation
+  int before = 0;           // most tokens of the conversation between its prompt and this question
   std::vector<int> prompt;  // what the policy sees before it compresses
   std::vector<int> fed;     // fed one by one afterwards
   std::vector<int> forced;  // scored instead of generated
   int max_new = 0;
   std::vector<std::string> references;
-  std::string sha256;  // of prompt and fed tokens, little-endian i32
+  std::string sha256;  // of prompt and fed tokens of the conversation so far, little-endian i32
 
-  int most_tokens() const;  // prompt, fed and answer
+  int most_tokens() const;  // of the conversation to this answer's end
 };
 
 // Errc::data and Errc::config for samples that cannot run on this model (too long, empty context, bad token).

@@ -66,7 +66,7 @@ TEST_CASE("niah: the needle stands once, at a sentence's end nearest to its dept
                           "for " +
                           key + " mentioned in the provided text is");
     // No sentence of the haystack is longer than this share of the prompt, twice.
-    const std::string intro = "I will quiz you about the numbers afterwards.";
+    const std::string intro = "I will quiz you about the number afterwards.";
     const std::size_t hay = text.find(intro) + intro.size();
     const double share = static_cast<double>(begin - hay) / static_cast<double>(text.size() - hay - 60);
     CHECK(std::abs(share - i / 4.0) < 0.06);

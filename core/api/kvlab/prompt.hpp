@@ -187,7 +187,8 @@ class Prompt {
     if (!q.tokens.empty() && question.rfind('\n', 0) == 0) question.erase(0, 1);  // the message begins with it
     append(q.tokens, env_.encode_next(question));
     append(q.tokens, close_);
-    if (!opening.empty()) append(q.tokens, env_.encode_next((close_.empty() ? " " : "") + opening));
+    if (!opening.empty())
+      append(q.tokens, env_.encode_next((close_.empty() && question.back() != '\n' ? " " : "") + opening));
     for (const std::string& r : references)
       if (const int least = length(env_.encode_next(" " + r)); least > max_new)
         throw Error(Errc::config, "got max_new_tokens: " + std::to_string(max_new) + ", wanted at least " +

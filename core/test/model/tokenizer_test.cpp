@@ -109,6 +109,10 @@ TEST_CASE("chat templates are recognised and written") {
   CHECK(render_chat(recognise_chat_template("{{ '[INST] ' + content + ' [/INST]' }}"), "Hi", {}) ==
         "[INST] Hi [/INST]");
   CHECK(render_chat({}, "Hi", "S") == "S\n\nHi");
+  CHECK(chat_turn(qwen3) == "<|im_end|>\n<|im_start|>user\n");
+  CHECK(chat_turn(llama2) == "</s><s>[INST] ");
+  CHECK(chat_turn(llama3) == "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n");
+  CHECK(chat_turn({}).empty());
   CHECK(recognise_chat_template("{{ something }}").kind == ChatTemplate::Kind::none);
   CHECK(recognise_chat_template("{{ something }}").hash != recognise_chat_template("{{ another }}").hash);
 }

@@ -84,6 +84,35 @@ TEST_CASE("the question is part of the prompt, or fed afterwards") {
   CHECK(later.items[0].sha256 == sha256_hex(std::string("\1\0\0\0\2\0\0\0\3\0\0\0", 12)));
 }
 
+TEST_CASE("a turn goes on where the one before it ended") {
+  TaskQuestion second = asked({4, 5}), third = asked({6}, 2);
+  second.follows = third.follows = true;
+  script = {{{{1, 2}, {asked({3}), second, third, asked({7})}}}, "exact", ""};
+  const TaskItems seen = made(Question::prompt);
+  REQUIRE(seen.items.size() == 4);
+  CHECK(seen.items[2].follows);
+  CHECK(seen.items[2].prompt == std::vector<int>{1, 2, 3});
+  CHECK(seen.items[2].fed == std::vector<int>{6});
+  CHECK(seen.items[0].most_tokens() == 2 + 1 + 3);
+  CHECK(seen.items[1].most_tokens() == 2 + 1 + 3 + 2 + 3);
+  CHECK(seen.items[2].most_tokens() == 2 + 1 + 3 + 2 + 3 + 1 + 2);
+  CHECK(!seen.items[3].follows);
+  CHECK(seen.items[3].prompt == std::vector<int>{1, 2, 7});
+
+  const TaskItems later = made(Question::decode);
+  CHECK(later.items[1].prompt == std::vector<int>{1, 2});
+  CHECK(later.items[2].most_tokens() == seen.items[2].most_tokens());
+  CHECK((later.items[0].shared && later.items[3].shared));
+  CHECK(later.items[1].sha256 == seen.items[1].sha256);
+  CHECK(later.items[1].sha256 == sha256_hex(std::string("\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0\5\0\0\0", 20)));
+
+  CHECK_THROWS_WITH(made(Question::prompt, 13),
+                    Catch::Contains("got 14 tokens of prompt and answer, wanted at most 13"));
+  fails({{{1}, {second}}}, "got a first question that follows another one");
+  second.tokens.clear();
+  fails({{{1}, {asked({3}), second}}}, "got a later turn without a question");
+}
+
 TEST_CASE("forced tokens stand for the answer") {
   script = {{{{1, 2}, {forced({7, 8, 9})}}}, "contains", ""};
   const TaskItems items = made(Question::decode);

@@ -44,7 +44,9 @@ class TaskFixture {
     const PluginInfo& info = registry_.require(Role::task, name_);
     return create<Task>(info, resolve(info, given));
   }
-  ModelTaskEnv env(std::uint64_t seed, int questions = 1) const { return {tokenizer_, folder_, seed, questions}; }
+  ModelTaskEnv env(std::uint64_t seed, int questions = 1, int turns = 1) const {
+    return {tokenizer_, folder_, seed, questions, turns};
+  }
 
  private:
   std::string name_;

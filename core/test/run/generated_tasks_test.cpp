@@ -1,0 +1,96 @@
+// What holds for every task whose prompts are generated to a length, whoever wrote it.
+#include <algorithm>
+
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+using test::TaskFixture;
+using Given = std::map<std::string, ParamValue>;
+
+namespace {
+
+std::vector<std::string> generated() {
+  Registry registry({std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"});
+  std::vector<std::string> out;
+  for (const PluginInfo* p : registry.list(Role::task))
+    if (std::any_of(p->params.begin(), p->params.end(), [](const ParamSpec& s) { return s.name == "context"; }))
+      out.push_back(p->name);
+  return out;
+}
+
+// Tokens of the longest conversation of a sample.
+int longest(const TaskSample& s) {
+  int best = 0, here = 0;
+  for (const TaskQuestion& q : s.questions) {
+    if (!q.follows) here = static_cast<int>(s.context.size());
+    here += static_cast<int>(q.tokens.size()) + q.max_new_tokens;
+    best = std::max(best, here);
+  }
+  return best;
+}
+
+bool same(const TaskSample& a, const TaskSample& b) {
+  return a.context == b.context && std::equal(a.questions.begin(), a.questions.end(), b.questions.begin(),
+                                              b.questions.end(), [](const TaskQuestion& p, const TaskQuestion& q) {
+                                                return p.tokens == q.tokens && p.references == q.references &&
+                                                       p.max_new_tokens == q.max_new_tokens;
+                                              });
+}
+
+}  // namespace
+
+TEST_CASE("a generated prompt has exactly the tokens of its context") {
+  for (const std::string& name : generated())
+    for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
+      const TaskFixture f(name, vocabulary);
+      for (const std::int64_t context : {1400, 1401, 1402, 4096}) {
+        CAPTURE(name, vocabulary, context);
+        const auto task = f.task({{"context", context}});
+        const TaskSample s = task->sample(task->samples(f.env(3)) - 1, f.env(3));
+        CHECK(longest(s) == context);
+        CHECK(test::is_utf8(f.env(3).decode(s.context)));
+      }
+    }
+}
+
+TEST_CASE("a generated prompt follows from seed and index alone") {
+  for (const std::string& name : generated()) {
+    CAPTURE(name);
+    const TaskFixture f(name);
+    const Given given{{"context", std::int64_t{1500}}, {"samples", std::int64_t{3}}};
+    const auto task = f.task(given), again = f.task(given);
+    const TaskSample s = task->sample(1, f.env(5));
+    again->sample(2, f.env(5));
+    again->sample(0, f.env(8));
+    CHECK(same(again->sample(1, f.env(5)), s));
+    CHECK(!same(task->sample(2, f.env(5)), s));
+    CHECK(!same(task->sample(1, f.env(6)), s));
+  }
+}
+
+TEST_CASE("turns and questions of a generated task fit its context, or it takes none") {
+  for (const std::string& name : generated()) {
+    CAPTURE(name);
+    const TaskFixture f(name);
+    const auto task = f.task({{"context", std::int64_t{3000}}});
+    const auto env = f.env(2, 2, 2);
+    try {
+      const TaskSample s = task->sample(0, env);
+      CHECK(s.questions.size() == 4);
+      CHECK((s.questions[1].follows && !s.questions[2].follows && s.questions[3].follows));
+      CHECK(longest(s) == 3000);
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::config);
+      CHECK(e.message().find("got 4 questions, wanted") == 0);
+    }
+  }
+}
+
+TEST_CASE("a context too short for a generated prompt is refused by its length") {
+  for (const std::string& name : generated()) {
+    CAPTURE(name);
+    const TaskFixture f(name);
+    CHECK_THROWS_WITH(f.task({{"context", std::int64_t{40}}})->sample(0, f.env(1)),
+                      Catch::Contains("got context: 40, wanted"));
+  }
+}

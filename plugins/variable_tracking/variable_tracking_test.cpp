@@ -1,0 +1,28 @@
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+using test::TaskFixture;
+
+TEST_CASE("variable_tracking: the chain can be followed from the value to the references") {
+  const TaskFixture f("variable_tracking");
+  const auto env = f.env(2);
+  const auto task = f.task({{"context", std::int64_t{900}}, {"chains", std::int64_t{2}}, {"hops", std::int64_t{3}}});
+  const TaskSample s = task->sample(0, env);
+  const std::string text = env.decode(s.context), question = env.decode(s.questions[0].tokens);
+  const std::string value = question.substr(question.find(" the value ") + 11, 5);
+  CHECK(question ==
+        "\nQuestion: Find all variables that are assigned the value " + value +
+            " in the text above. Answer: According to the chain(s) of variable assignment in the text above, 4 "
+            "variables are assgined the value " +
+            value + ", they are:");
+  std::string held = value;
+  std::size_t last = 0;
+  for (const std::string& name : s.questions[0].references) {
+    const std::size_t at = text.find("\nVAR " + name + " = " + held);
+    REQUIRE(at != std::string::npos);
+    CHECK(at > last);
+    last = at;
+    held = "VAR " + name;
+  }
+  CHECK(s.questions[0].references.size() == 4);
+}
