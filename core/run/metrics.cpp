@@ -128,7 +128,7 @@ double contains_all(const std::string& answer, const std::vector<std::string>& r
   return found / static_cast<double>(references.size());
 }
 
-double ordered_list(const std::string& answer, const std::vector<std::string>& references) {
+double in_order(const std::string& answer, const std::vector<std::string>& references) {
   std::vector<std::string> items;
   for (const std::string& piece : split(answer, ",;\n")) {
     std::string item = fold(piece.substr(piece.rfind(':') + 1));  // after "key:", or all of it
@@ -212,7 +212,7 @@ const std::map<std::string, Pairwise>& pairwise() {
 using Listwise = std::function<double(const std::string&, const std::vector<std::string>&)>;
 const std::map<std::string, Listwise>& listwise() {
   static const std::map<std::string, Listwise> all = {
-      {"contains_all", contains_all}, {"ordered_list", ordered_list}, {"table_f1", table_f1}, {"demands", demands}};
+      {"contains_all", contains_all}, {"in_order", in_order}, {"table_f1", table_f1}, {"demands", demands}};
   return all;
 }
 

@@ -26,7 +26,7 @@ class OrderedList final : public kvlab::PromptTask {
         order_(p.get<Order>("order")),
         items_(p.get<int>("items")) {}
 
-  std::string metric() const override { return "ordered_list"; }
+  std::string metric() const override { return "in_order"; }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     one_question(env, "the list is asked for once");

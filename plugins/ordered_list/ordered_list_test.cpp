@@ -9,7 +9,7 @@ TEST_CASE("ordered_list: the references follow the question, or the text") {
   for (const char* order : {"named", "text"}) {
     const auto task =
         f.task({{"context", std::int64_t{900}}, {"items", std::int64_t{5}}, {"order", std::string(order)}});
-    CHECK(task->metric() == "ordered_list");
+    CHECK(task->metric() == "in_order");
     const TaskSample s = task->sample(0, env);
     const std::string text = env.decode(s.context), question = env.decode(s.questions[0].tokens);
     std::size_t last = 0;

@@ -242,7 +242,7 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(with_task("nia"), "exp.yaml:4:5: got unknown task 'nia'", {"did you mean 'niah'?"});
   refused(with_task("niah: {contxt: 3}"), "exp.yaml:4:12: got unknown key 'contxt'", {"did you mean 'context'?"});
   refused(with_task("niah: {question: late}"), "exp.yaml:4:22: got 'late'", {"prompt | decode"});
-  refused(with_task("niah: {turns: 0}"), "exp.yaml:4:19: got turns: 0", {"wanted"});
+  refused(with_task("niah: {turns: 0}"), "exp.yaml:4:19: got 0, wanted", {"'turns'"});
   refused(with_task("niah: {context: []}"), "exp.yaml:4:21: got an empty list");
   refused(with_task("niah: {context: [[1]]}"), "exp.yaml:4:22: got a list inside a list");
 }

@@ -61,15 +61,15 @@ TEST_CASE("first_integer and word are InfiniteBench's rules") {
   CHECK(score("word", "ab-12", List{"ab-1"}) == 0);
 }
 
-TEST_CASE("ordered_list is the share of places with the right item") {
+TEST_CASE("in_order is the share of places with the right item") {
   const List wanted{"11", "22", "33", "44"};
   for (const char* answer : {"11, 22, 33, 44.", "1. 11\n2. 22\n3) 33\n- 44", "a-b: 11\nc d: 22\ne: 33\nf: 44\n",
                              " 11, 22, 33, and 44.\n", "11;22;33;44;55"})
-    CHECK(score("ordered_list", answer, wanted) == 1);
-  CHECK(score("ordered_list", "11, 33, 22, 44", wanted) == 0.5);
-  CHECK(score("ordered_list", "00, 11, 22, 33, 44", wanted) == 0);
-  CHECK(score("ordered_list", "11, 22", wanted) == 0.5);
-  CHECK(score("ordered_list", "", wanted) == 0);
+    CHECK(score("in_order", answer, wanted) == 1);
+  CHECK(score("in_order", "11, 33, 22, 44", wanted) == 0.5);
+  CHECK(score("in_order", "00, 11, 22, 33, 44", wanted) == 0);
+  CHECK(score("in_order", "11, 22", wanted) == 0.5);
+  CHECK(score("in_order", "", wanted) == 0);
 }
 
 TEST_CASE("table_f1 counts cells by row, column and value") {
