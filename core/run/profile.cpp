@@ -76,7 +76,7 @@ std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog
   for (const TaskSpec& task : e.tasks)
     for (const std::int64_t seed : e.seeds)
       for (Item& item : make_items(task, catalog, model.tokenizer, model.config, e, seed).items)
-        out.push_back({task.name, std::move(item)});
+        if (!item.follows) out.push_back({task.name, std::move(item)});  // a later turn needs the answers before it
   return out;
 }
 
