@@ -52,7 +52,7 @@ struct TaskSpec {
   PluginUse task;
   Question question = Question::prompt;
   int questions = 1;
-  int turns = 1;  // of them follow each other
+  int turns = 1;                     // of them follow each other
   std::optional<std::int64_t> seed;  // in place of the experiment's
   std::string where;
 };
