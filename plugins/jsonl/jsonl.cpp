@@ -106,11 +106,13 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
   kvlab::TaskSample out;
   out.context = chat_ ? env.chat_open() : env.text_open();
   const Tokens close = chat_ ? env.chat_close() : Tokens{};
-  std::size_t longest = 0;
+  std::size_t longest = 0, conversation = 0;
   for (const std::size_t i : group.records) {
     const kvlab::Record& record = records_[i];
     kvlab::TaskQuestion q;
-    q.tokens = env.encode_next(question_.render(record, place(i)));
+    q.follows = out.questions.size() % static_cast<std::size_t>(env.turns()) != 0;
+    if (q.follows && chat_) q.tokens = env.chat_next();
+    append(q.tokens, env.encode_next(question_.render(record, place(i))));
     append(q.tokens, close);
     append(q.tokens, env.encode_next(opening_.render(record, place(i))));
     q.references = jsonl::field(record, references_, place(i));
@@ -118,10 +120,11 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
       throw kvlab::Error(kvlab::Errc::data, "got no texts in '" + references_ + "', wanted at least one reference",
                          place(i));
     q.max_new_tokens = max_new_;
-    longest = std::max(longest, q.tokens.size());
+    conversation = (q.follows ? conversation : 0) + q.tokens.size() + static_cast<std::size_t>(max_new_);
+    longest = std::max(longest, conversation);
     out.questions.push_back(std::move(q));
   }
-  const std::size_t others = out.context.size() + longest + static_cast<std::size_t>(max_new_);
+  const std::size_t others = out.context.size() + longest;
   append(out.context,
          fitted(out.context.empty() ? env.encode(group.prompt) : env.encode_next(group.prompt), others, group));
   return out;

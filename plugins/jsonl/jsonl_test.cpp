@@ -82,6 +82,21 @@ TEST_CASE("jsonl: several questions over one context are neighbours with the sam
   CHECK(task->sample(1, env).questions.size() == 1);
 }
 
+TEST_CASE("jsonl: turns are neighbours that follow each other, and count as one conversation") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", longbench);
+  const auto task = f.task(
+      with({{"limit", std::int64_t{1}}, {"max_new_tokens", std::int64_t{4}}, {"max_context", std::int64_t{22}}}));
+  const auto env = f.env(1, 1, 2);
+  CHECK_THROWS_WITH(task->sample(0, env), Catch::Contains("tokens of template, prompt and longest answer"));
+  const TaskSample s = f.task(with({{"max_context", std::int64_t{200}}}))->sample(0, env);
+  REQUIRE(s.questions.size() == 2);
+  CHECK((!s.questions[0].follows && s.questions[1].follows));
+  CHECK(f.task(with({{"max_new_tokens", std::int64_t{4}}, {"max_context", std::int64_t{22}}}))
+            ->sample(0, f.env(1, 2))
+            .questions.size() == 2);
+}
+
 TEST_CASE("jsonl: limit and shuffle") {
   const TaskFixture f("jsonl");
   std::string data;
