@@ -66,7 +66,8 @@ std::string profile_table(const ProfileFile& profile, Format format) {
     table.header = {"array", "values", "min", "10%", "25%", "50%", "75%", "90%", "max"};
     for (const auto& [name, array] : one.profile) {
       std::vector<float> values = array.values;
-      values.erase(std::remove_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); }), values.end());
+      values.erase(std::remove_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); }),
+                   values.end());
       std::sort(values.begin(), values.end());
       std::vector<std::string> row{name, std::to_string(values.size())};
       for (const double q : {0., 0.1, 0.25, 0.5, 0.75, 0.9, 1.}) {

@@ -1,5 +1,6 @@
-// Profile files: what calibration left behind, keyed by the model. HDF5, sealed: root attributes as in a result file and
-// `model`, `model_fingerprint`; one group per profiler with its arrays (f32, attribute `units`) and `params` (JSON).
+// Profile files: what calibration left behind, keyed by the model. HDF5, sealed: root attributes as in a result file
+// and `model`, `model_fingerprint`; one group per profiler with its arrays (f32, attribute `units`) and `params`
+// (JSON).
 #pragma once
 #include <kvlab/profiler.hpp>
 
@@ -21,7 +22,7 @@ struct ProfileFile {
 };
 
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);
-bool is_profile(const std::string& path);             // false for any other file
+bool is_profile(const std::string& path);           // false for any other file
 ProfileFile read_profile(const std::string& path);  // Errc::result_file for a file that is none
 
 // A table of how each array's values spread over the heads.

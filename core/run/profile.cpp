@@ -86,7 +86,8 @@ bool watch(Engine& engine, const Model& model, const Item& item) {
   const auto view = View<float, 2>::dense(logits.data(), {1, model.config.vocab});
   const int slot = engine.open();
   Fit fit = engine.prefill(slot, item.prompt, true, view);
-  for (std::size_t t = 0; fit == Fit::ok && t < item.fed.size(); ++t) fit = engine.step({slot}, {&item.fed[t], 1}, view);
+  for (std::size_t t = 0; fit == Fit::ok && t < item.fed.size(); ++t)
+    fit = engine.step({slot}, {&item.fed[t], 1}, view);
   const std::size_t most = item.forced.empty() ? static_cast<std::size_t>(item.max_new) : item.forced.size();
   for (std::size_t t = 0; fit == Fit::ok && t < most; ++t) {
     const int token = item.forced.empty() ? argmax(logits) : item.forced[t];
@@ -104,14 +105,14 @@ int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOpti
     throw Error(Errc::config, "got no 'profilers', wanted e.g. profilers: [NAME]; `kvlab list profilers` has the names",
                 e.file.string());
   if (e.models.size() != 1)
-    throw Error(Errc::config, fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
+    throw Error(Errc::config,
+                fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
   const ModelSpec& spec = e.models.front();
   auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
-  const std::vector<Sample> samples =
-      samples_of(e, catalog, *model_outline(*checkpoint, spec.dtype, spec.name()));
+  const std::vector<Sample> samples = samples_of(e, catalog, *model_outline(*checkpoint, spec.dtype, spec.name()));
   std::vector<Instance<Profiler>> profilers;
   for (const PluginUse& use : e.profilers)
     profilers.push_back(create<Profiler>(*catalog.find(Role::profiler, use.name), use.params));
@@ -139,8 +140,7 @@ int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOpti
   results::ProfileFile file{spec.name(), model->fingerprint, {}};
   std::vector<Profile> profiles = watched->finish();
   for (std::size_t i = 0; i < profiles.size(); ++i)
-    file.profilers.push_back(
-        {e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move(profiles[i])});
+    file.profilers.push_back({e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move(profiles[i])});
   results::write_profile(e.output.string(), run_info(e, options.command), file);
   if (!options.quiet) {
     fmt::print("{}", results::profile_table(file));

@@ -87,7 +87,8 @@ class HeadStats final : public kvlab::Profiler {
 
   void release(int slot) override {
     const auto clear = [&](auto& all) {
-      const std::size_t n = all.size() / static_cast<std::size_t>(shape_.max_slots), at = static_cast<std::size_t>(slot) * n;
+      const std::size_t n = all.size() / static_cast<std::size_t>(shape_.max_slots),
+                        at = static_cast<std::size_t>(slot) * n;
       for (std::size_t i = at; i < at + n; ++i) all[i].clear();
     };
     clear(history_);
@@ -201,7 +202,8 @@ class HeadStats final : public kvlab::Profiler {
   int sinks_;
   double thresholds_[2];
   kvlab::Shape shape_;
-  Means overlap_1_, overlap_apart_, rco_, top_mass_, top_mass_between_, similarity_, sink_mass_, entropy_, cosine_, low_, high_;
+  Means overlap_1_, overlap_apart_, rco_, top_mass_, top_mass_between_, similarity_, sink_mass_, entropy_, cosine_,
+      low_, high_;
   std::vector<std::deque<Pages>> history_;      // [slot, layer, kv_head] top pages of the last steps
   std::vector<std::vector<float>> last_query_;  // [slot, layer, query head]
 };

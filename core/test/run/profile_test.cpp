@@ -18,7 +18,8 @@ struct Run {
   RegistryCatalog catalog{registry};
 
   Experiment experiment(const std::string& profilers, const std::string& task = "prefix: 150, forced: 40, samples: 2") {
-    std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/llama-gqa3").string() << ", dtype: f32}\n"
+    std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/llama-gqa3").string()
+                                     << ", dtype: f32}\n"
                                      << "tasks: [text: {" << task << "}]\n"
                                      << "page_size: 8\noutput: " << (folder / "p.h5").string() << "\n"
                                      << profilers << "\n";
@@ -90,10 +91,14 @@ TEST_CASE("profilers and policies exclude each other, and each has its command")
   CHECK_THAT(refusal([&] { run.experiment("profilers: [head_stat]"); }), Catch::Contains("did you mean 'head_stats'"));
   CHECK_THAT(refusal([&] { run.experiment("profilers: []"); }), Catch::Contains("wanted a list"));
   const Experiment profilers = run.experiment("profilers: [head_stats]");
-  CHECK_THAT(refusal([&] { run_experiment(profilers, run.catalog, {"test", false, true}); }),
+  CHECK_THAT(refusal([&] {
+               run_experiment(profilers, run.catalog, {"test", false, true});
+             }),
              Catch::Contains("kvlab profile"));
   const Experiment policies = run.experiment("policies: [full]");
-  CHECK_THAT(refusal([&] { run_profile(policies, run.catalog, {"test", false, true}); }),
+  CHECK_THAT(refusal([&] {
+               run_profile(policies, run.catalog, {"test", false, true});
+             }),
              Catch::Contains("list profilers"));
   CHECK_FALSE(std::filesystem::exists(run.folder / "p.h5"));
 }

@@ -1,0 +1,13 @@
+// A budget that changes nothing: the policy answers everything with silence.
+#include "keeps.hpp"
+
+namespace {
+
+class NeverActs final : public kvlab::broken::KeepNewest {
+ public:
+  using KeepNewest::KeepNewest;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<NeverActs>("never_acts", "broken: keeps everything whatever the budget"))
