@@ -1,7 +1,5 @@
 #include "result/results.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <functional>
@@ -50,6 +48,29 @@ void make_folder(const fs::path& folder) {
   if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to make the folder", folder.string());
 }
 
+// Cells of OUT whose parts were deleted get parts again, since OUT is rebuilt from parts and what is finished stays.
+// Returns their rows.
+std::vector<SummaryRow> restore_parts(const std::string& out_path) {
+  std::vector<SummaryRow> restored;
+  std::error_code ignored;
+  if (!fs::is_regular_file(out_path, ignored)) return restored;
+  const h5::File out = open_sealed(out_path);
+  const RunInfo info = read_info(out);
+  for (SummaryRow& row : read_summary_rows(out)) {
+    const std::string path = part_path(out_path, row.cell);
+    if (fs::exists(path, ignored) || !out.has("cells/" + row.cell)) continue;
+    make_folder(parts_folder(out_path));
+    write_sealed(path, [&](const h5::File& part) {
+      write_info(part, info);
+      write_summary_rows(part, {row});
+      part.create_group("cells");
+      copy_cell(out, part, row.cell);
+    });
+    restored.push_back(std::move(row));
+  }
+  return restored;
+}
+
 }  // namespace
 
 std::string parts_folder(const std::string& out_path) { return out_path + ".parts"; }
@@ -57,28 +78,6 @@ std::string parts_folder(const std::string& out_path) { return out_path + ".part
 std::string part_path(const std::string& out_path, const std::string& id) {
   check_id(id);
   return parts_folder(out_path) + "/" + id + ".h5";
-}
-
-void check_output(const std::string& out_path) {
-  const auto refuse = [&](const std::string& message) { throw Error(Errc::result_file, message, out_path); };
-  std::error_code error;
-  if (fs::is_directory(out_path, error))
-    refuse("got a folder as the output, wanted a file's name, e.g. results/mine.h5");
-  // What has parts beside it is ours even if it was damaged: it is built from them again.
-  if (fs::exists(out_path, error) && !fs::is_directory(parts_folder(out_path), error)) {
-    const auto held = h5::lock();
-    try {
-      open_sealed(out_path);
-    } catch (const Error& e) {
-      refuse("got a file as the output that is no result of kvlab (" + e.message() +
-             "), wanted a new name: it would be overwritten");
-    }
-  }
-  fs::path folder = fs::absolute(parts_folder(out_path), error).lexically_normal();
-  while (folder.has_relative_path() && !fs::exists(folder, error)) folder = folder.parent_path();
-  if (!fs::is_directory(folder, error)) refuse("got '" + folder.string() + "', which is no folder, wanted one");
-  if (access(folder.c_str(), W_OK | X_OK) != 0)
-    refuse("got the folder '" + folder.string() + "', wanted one that can be written");
 }
 
 std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info) {
@@ -97,20 +96,43 @@ std::string write_part(const std::string& out_path, const CellResult& cell, cons
 Finished finished(const std::string& out_path) {
   const auto held = h5::lock();
   Finished out;
+  std::map<std::string, std::string> damaged;  // id -> what is wrong
   remove_abandoned(parts_folder(out_path));
   for (const Part& part : list_parts(out_path)) {
     try {
       out.cells.emplace(part.id, part_row(open_sealed(part.path), part.id));
     } catch (const Error& e) {
-      out.warnings.push_back(std::string(e.what()) + "; the cell will run again");
+      damaged.emplace(part.id, e.what());
       std::error_code ignored;
       if (e.code() == Errc::result_file) fs::rename(part.path, part.path + ".damaged", ignored);
     }
   }
+  try {
+    for (SummaryRow& row : restore_parts(out_path)) {
+      const std::string id = row.cell;
+      out.cells.emplace(id, std::move(row));
+    }
+  } catch (const Error& e) {
+    if (e.code() != Errc::result_file) throw;
+    out.warnings.push_back(std::string(e.what()) + "; it is built from its parts again");
+  }
+  for (const auto& [id, what] : damaged)
+    out.warnings.push_back(
+        what + (out.cells.count(id) ? "; its copy in the result file takes its place" : "; the cell will run again"));
   return out;
 }
 
 void forget(const std::string& out_path, const std::vector<std::string>& ids) {
+  const auto held = h5::lock();
+  // OUT goes, or its copies of these cells would come back; its other cells are in parts first.
+  try {
+    restore_parts(out_path);
+  } catch (const Error& e) {
+    if (e.code() != Errc::result_file) throw;
+  }
+  std::error_code absent;
+  if (fs::is_regular_file(out_path, absent) && !fs::remove(out_path, absent))
+    throw Error(Errc::io, "got '" + absent.message() + "', wanted to remove the file", out_path);
   for (const std::string& id : ids) {
     const std::string path = part_path(out_path, id);
     std::error_code error;

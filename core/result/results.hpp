@@ -112,20 +112,17 @@ struct CellResult {
 // do not fit together are Errc::internal. Returns the part's path.
 std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info);
 
-// Errc::result_file if a run could not write OUT in the end: it is a folder or a file that kvlab did not write, or its
-// folder cannot be made. Changes nothing.
-void check_output(const std::string& out_path);
-
 struct Finished {
   std::map<std::string, SummaryRow> cells;  // by id: every complete, readable part, failed and oom cells included
   std::vector<std::string> warnings;        // one line per damaged part; it was renamed to <id>.h5.damaged
 };
 
-// What need not run again. Also removes temporary files that killed processes of this host left. No folder = nothing
-// finished.
+// What need not run again. Also removes temporary files that killed processes of this host left, and gives cells of
+// OUT whose parts were deleted new ones, copied from OUT. Neither OUT nor a folder = nothing finished.
 Finished finished(const std::string& out_path);
 
-// Deletes the parts of these cells (--fresh). A part that does not exist is no error.
+// Deletes the parts of these cells and OUT, whose other cells have parts afterwards (--fresh). A part that does not
+// exist is no error.
 void forget(const std::string& out_path, const std::vector<std::string>& ids);
 
 // Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part

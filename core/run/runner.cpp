@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <ctime>
 #include <map>
 #include <set>
@@ -15,6 +16,7 @@
 #include "base/version.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
+#include "result/output.hpp"
 #include "result/report.hpp"
 #include "result/results.hpp"
 #include "run/cell.hpp"
@@ -128,6 +130,13 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   return p;
 }
 
+// Finished cells of this output that the experiment no longer names.
+std::size_t cells_of_others(const results::Finished& before, const std::vector<std::string>& ids) {
+  const std::set<std::string> own(ids.begin(), ids.end());
+  return static_cast<std::size_t>(
+      std::count_if(before.cells.begin(), before.cells.end(), [&](const auto& c) { return !own.count(c.first); }));
+}
+
 }  // namespace
 
 results::RunInfo run_info(const Experiment& e, const std::string& command) {
@@ -153,8 +162,10 @@ std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) 
   } catch (const Error& error) {
     if (error.code() != Errc::network) throw;
     for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
-    return cell_table(e, cells(e, catalog, {})) + "not checked: prompts and budgets, because the model is not here\n" +
-           error.what() + "\n";
+    std::vector<Cell> all = cells(e, catalog, {});
+    for (Cell& cell : all) cell.id = "-";  // the model's contents are part of it
+    return cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n" + error.what() +
+           "\n";
   }
 }
 
@@ -170,6 +181,7 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
   ReferenceCache references;
 
   const std::string out = e.output.string();
+  results::open_output(out);
   results::RunInfo info = run_info(e, options.command);
   std::vector<std::string> ids;
   for (const Cell& c : all) ids.push_back(c.id);
@@ -201,6 +213,9 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
   if (skipped)
     progress.note(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
   for (const std::string& warning : results::rebuild(out, info, ids)) progress.note("warning: " + warning);
+  if (const std::size_t others = cells_of_others(before, ids))
+    progress.note(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
+                              others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
   if (!options.quiet) {
     fmt::print("{}", results::report(out, results::Format::table));
     fmt::print("results: {}\n", out);

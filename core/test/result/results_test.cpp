@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "result/h5.hpp"
+#include "result/output.hpp"
 #include "result/results_sample.hpp"
 #include "result/rows.hpp"
 #include "result/sealed.hpp"
@@ -195,6 +196,35 @@ TEST_CASE("finished cells, forgetting them and results newer than OUT") {
   CHECK(finished(out).cells.at("c").policy == "snapkv");
 }
 
+TEST_CASE("cells of OUT whose parts were deleted are finished and stay") {
+  const TemporaryFolder dir;
+  const std::string out = dir / "o.h5";
+  write_part(out, sample_cell("a"), sample_info());
+  write_part(out, sample_cell("b", 1), sample_info());
+  rebuild(out, sample_info(), {"a", "b"});
+  fs::remove_all(parts_folder(out));
+  CHECK(finished(out).cells.size() == 2);  // nothing runs again
+  rebuild(out, sample_info(), {"a"});      // an experiment without b
+  CHECK(ids_of(read_summary(out)) == Ids{"a"});
+  check_equal(read_cell(part_path(out, "b"), "b"), sample_cell("b", 1));
+
+  // One part is damaged, its copy in OUT is not.
+  std::ofstream(part_path(out, "a")) << "half";
+  const Finished again = finished(out);
+  CHECK(again.cells.size() == 2);
+  REQUIRE(again.warnings.size() == 1);
+  CHECK_THAT(again.warnings[0], Catch::Contains("takes its place"));
+  check_equal(read_cell(part_path(out, "a"), "a"), sample_cell("a"));
+
+  // --fresh for b: it does not come back from OUT, and a stays.
+  rebuild(out, sample_info(), {"a", "b"});
+  fs::remove_all(parts_folder(out));
+  forget(out, {"b"});
+  const Finished after = finished(out);
+  CHECK(after.cells.size() == 1);
+  CHECK(after.cells.count("a") == 1);
+}
+
 TEST_CASE("an empty experiment has an empty OUT") {
   const TemporaryFolder dir;
   rebuild(dir / "o.h5", sample_info(), {});
@@ -329,7 +359,7 @@ TEST_CASE("an output that cannot be written in the end is refused") {
   CHECK_FALSE(fs::exists(dir / "new"));
   CHECK_THROWS_WITH(check_output(dir / ""), Catch::Contains("got a folder"));
   std::ofstream(dir / "notes.txt") << "mine";
-  CHECK_THROWS_WITH(check_output(dir / "notes.txt"), Catch::Contains("no result of kvlab"));
+  CHECK_THROWS_WITH(check_output(dir / "notes.txt"), Catch::Contains("no result of this kvlab"));
   CHECK_THROWS_WITH(check_output(dir / "notes.txt/o.h5"), Catch::Contains("no folder"));
   rebuild(dir / "o.h5", {}, {});
   CHECK_NOTHROW(check_output(dir / "o.h5"));
@@ -337,6 +367,13 @@ TEST_CASE("an output that cannot be written in the end is refused") {
   std::ofstream(dir / "damaged.h5") << "half";
   fs::create_directory(parts_folder(dir / "damaged.h5"));
   CHECK_NOTHROW(check_output(dir / "damaged.h5"));
+  // No file can be made there, whatever the permissions say.
+  CHECK_THROWS_WITH(check_output("/proc/o.h5"), Catch::Contains("no file can be written"));
+  CHECK_THROWS_AS(open_output("/proc/o.h5"), Error);
+
+  open_output(dir / "new/folder/o.h5");
+  CHECK(fs::is_directory(parts_folder(dir / "new/folder/o.h5")));
+  CHECK(fs::is_empty(parts_folder(dir / "new/folder/o.h5")));
 }
 
 TEST_CASE("kill -9 at any moment loses no finished part") {
