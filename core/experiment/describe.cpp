@@ -206,7 +206,7 @@ std::string describe_text(Registry& registry, const std::string& name) {
   if (name == "full")
     return fmt::format("full (policy, version {})\n  {}\n\nno parameters\n\nkeys of every policy\n{}\nexample\n{}",
                        KVLAB_VERSION, full_help, keys_text(policy_keys()), experiment(any_task(registry), ""));
-  registry.require(roles_of(""), name);
+  registry.require(roles_of(""), name, {"full"});
   return text;
 }
 

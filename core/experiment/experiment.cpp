@@ -67,8 +67,7 @@ class ExperimentReader {
     if (out_.name.empty() || out_.name.find('/') != std::string::npos)
       problems_.add(map.take("experiment")->place,
                     "got '" + out_.name + "' for 'experiment', wanted a name without '/'");
-    out_.backend = map.get<std::string>(make_choice("backend", {"auto", "cpu", "cuda"}, "where the model runs"));
-    if (out_.backend == "cuda") problems_.add_unsupported(map.take("backend")->place, "backend: cuda");
+    out_.backend = map.word("backend", {"auto", "cpu"}, {"cuda"}, "where the model runs");
     out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
     out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
     out_.threads = map.get<int>(make_param("threads", 0, 0, 4096, "0 = all"));
@@ -254,9 +253,7 @@ class ExperimentReader {
   }
 
   void unsupported(MapReader& map) {
-    for (const char* key : {"workload", "inject"})
-      if (const yaml::Entry* e = map.take_entry(key))
-        problems_.add_unsupported(e->key.place, std::string("key '") + key + "'");
+    for (const std::string& key : later_keys()) map.refuse(key, "key '" + key + "'");
   }
 
   std::string read_text(const Node& node, const char* key) {

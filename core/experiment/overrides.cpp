@@ -77,12 +77,28 @@ std::vector<Node*> entries_called(Node& root, const char* section, const std::st
 }  // namespace
 
 const std::vector<std::string>& experiment_keys() {
-  static const std::vector<std::string> keys{
-      "experiment", "model",         "backend",  "tasks",    "policies", "sweep",     "ablate",
-      "repeats",    "seed",          "metrics",  "output",   "batch",    "threads",   "device_memory",
-      "page_size",  "prefill_chunk", "fidelity", "workload", "inject",   "profilers", "plugin_path"};
+  static const std::vector<std::string> keys{"experiment",    "model",    "backend",    "tasks",         "policies",
+                                             "sweep",         "ablate",   "repeats",    "seed",          "metrics",
+                                             "output",        "batch",    "threads",    "device_memory", "page_size",
+                                             "prefill_chunk", "fidelity", "plugin_path"};
   return keys;
 }
+
+const std::vector<std::string>& later_keys() {
+  static const std::vector<std::string> keys{"workload", "inject"};
+  return keys;
+}
+
+namespace {
+
+bool is_experiment_key(const std::string& word) {
+  const auto in = [&](const std::vector<std::string>& keys) {
+    return std::find(keys.begin(), keys.end(), word) != keys.end();
+  };
+  return in(experiment_keys()) || in(later_keys());
+}
+
+}  // namespace
 
 void set_path(Node& root, const std::string& path, const Node& value, yaml::Place place, Problems& problems) {
   std::vector<std::string> parts = split(path);
@@ -96,8 +112,7 @@ void set_path(Node& root, const std::string& path, const Node& value, yaml::Plac
     return;
   }
   if (!section || parts.size() == 1) {
-    const auto& keys = experiment_keys();
-    if (std::find(keys.begin(), keys.end(), parts[0]) != keys.end()) {
+    if (is_experiment_key(parts[0])) {
       if (parts[0] == "sweep" && parts.size() > 2) parts = {"sweep", path.substr(path.find('.') + 1)};
       write(root, parts, 0, value, place, path, problems);
       return;
@@ -155,9 +170,8 @@ void apply_sweep(Node& root, Problems& problems) {
                    fmt::format("got {} for '{}', wanted a list of values", yaml::describe(axis.value), axis.key.text));
       continue;
     }
-    const auto& keys = experiment_keys();
     const std::string head = axis.key.text.substr(0, axis.key.text.find('.'));
-    if (head != "policies" && head != "tasks" && std::find(keys.begin(), keys.end(), head) != keys.end()) {
+    if (head != "policies" && head != "tasks" && is_experiment_key(head)) {
       problems.add(
           axis.key.place,
           fmt::format("got '{}', wanted NAME.KEY of a policy or a task ('seed' and 'model' take lists themselves)",

@@ -168,8 +168,8 @@ class EntryReader {
 
   void placement(const Node& node, Placement& out) {
     MapReader map(node, "placement", problems_);
-    const Tier tier = map.get<Tier>(make_param("tier", Tier::device, "where the pages live"));
-    if (tier == Tier::disk) problems_.add_unsupported(map.take("tier")->place, "tier: disk");
+    const bool host = map.word("tier", {"device", "host"}, {"disk"}, "where the pages live") == "host";
+    const Tier tier = host ? Tier::host : Tier::device;
     out.tier = tier;
     out.resident = map.get<int>(make_param("resident", 0, 0, 1e9, "tokens per KV head that stay on the device"));
     if (const Node* n = map.take("codec")) out.codec = use(*n, Role::codec);

@@ -81,8 +81,11 @@ std::optional<ParamValue> read_value(const Node& node, const ParamSpec& spec, Pr
   }
   const bool as_word = spec.kind == ParamKind::text || spec.kind == ParamKind::choice;
   ParamValue value = as_word ? ParamValue(node.text) : natural(node);
-  if (const auto wrong = check(spec, value)) {
+  if (auto wrong = check(spec, value)) {
     const bool quotes = node.quoted && !as_word;
+    // As the file spells it: 5e2 is a number, which is why it is no integer.
+    if (const auto rest = wrong->find(", wanted "); !std::holds_alternative<std::string>(value))
+      wrong = "got " + node.text + wrong->substr(rest);
     problems.add(node.place, *wrong + " for '" + spec.name + "'" + (quotes ? " (quotes make it text)" : ""));
     return std::nullopt;
   }
@@ -128,6 +131,21 @@ const Node* MapReader::take(const std::string& key) {
   return entry ? &entry->value : nullptr;
 }
 
+void MapReader::refuse(const std::string& key, const std::string& what) {
+  refused_.push_back(key);
+  if (const yaml::Entry* entry = node_.find(key)) problems_.add_unsupported(entry->key.place, what);
+}
+
+std::string MapReader::word(const std::string& key, std::vector<std::string> words,
+                            const std::vector<std::string>& later, const std::string& help) {
+  const Node* node = take(key);
+  if (node && node->is(Node::Kind::scalar) && std::find(later.begin(), later.end(), node->text) != later.end()) {
+    problems_.add_unsupported(node->place, key + ": " + node->text);
+    return words.front();
+  }
+  return get<std::string>(make_choice(key, std::move(words), help));
+}
+
 ParamValue MapReader::value(const ParamSpec& spec) {
   const Node* node = take(spec.name);
   if (!node) return spec.value;
@@ -137,7 +155,9 @@ ParamValue MapReader::value(const ParamSpec& spec) {
 std::vector<const yaml::Entry*> MapReader::rest() const {
   std::vector<const yaml::Entry*> entries;
   for (const yaml::Entry& e : node_.entries)
-    if (std::find(known_.begin(), known_.end(), e.key.text) == known_.end()) entries.push_back(&e);
+    if (std::find(known_.begin(), known_.end(), e.key.text) == known_.end() &&
+        std::find(refused_.begin(), refused_.end(), e.key.text) == refused_.end())
+      entries.push_back(&e);
   return entries;
 }
 

@@ -134,7 +134,7 @@ class Builder {
       set(name_of(role), ref(name_of(role)));
     set("budget", ref("budget_amount"));
     set("schedule", closed({{"prefill", axis({{"type", "boolean"}})}, {"every", axis(integer(0))}}));
-    set("placement", closed({{"tier", axis(words({"device", "host", "disk"}))},
+    set("placement", closed({{"tier", axis(words({"device", "host"}))},
                              {"resident", axis(integer(0))},
                              {"codec", axis(ref("codec"))}}));
     set("page_size", integer(1, 1024));
@@ -197,7 +197,7 @@ class Builder {
     return {
         {"experiment", described(text(), "name of the run; default: the file's name")},
         {"model", described(axis(model), "GGUF file or safetensors folder, and the run's dtype")},
-        {"backend", described(words({"auto", "cpu", "cuda"}), "where the model runs")},
+        {"backend", described(words({"auto", "cpu"}), "where the model runs")},
         {"tasks", {{"type", "array"}, {"items", ref("task_entry")}, {"minItems", 1}}},
         {"policies", {{"type", "array"}, {"items", ref("policy_entry")}, {"minItems", 1}}},
         {"sweep", described(anything, "LABEL.key: list of values")},
@@ -213,8 +213,6 @@ class Builder {
         {"device_memory", described(ref("bytes"), "cap of the device tier")},
         {"plugin_path", described(axis(text()), "folders or libraries that are searched first")},
         {"output", described(text(), "HDF5 file, from the current folder")},
-        {"workload", anything},
-        {"inject", anything},
         {"profilers", {{"type", "array"}}},
     };
   }

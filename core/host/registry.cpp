@@ -139,7 +139,8 @@ const PluginInfo* Registry::find(Role role, const std::string& name) {
   return it == plugins_.end() ? nullptr : &it->second;
 }
 
-const PluginInfo& Registry::require(const std::vector<Role>& roles, const std::string& name) {
+const PluginInfo& Registry::require(const std::vector<Role>& roles, const std::string& name,
+                                    const std::vector<std::string>& also) {
   for (const Role role : roles)
     if (const PluginInfo* found = find(role, name)) return *found;
 
@@ -147,7 +148,8 @@ const PluginInfo& Registry::require(const std::vector<Role>& roles, const std::s
   for (const Diagnostic& d : diagnostics_)
     if (!d.shadowed && d.path.stem() == "lib" + name) throw Error(Errc::plugin, d.message, d.path.string());
 
-  const auto known = names(roles);
+  auto known = names(roles);
+  known.insert(known.begin(), also.begin(), also.end());
   std::string message = "got '" + name + "', wanted the name of a " + words(roles);
   message += known.empty() ? " (there is none in the plugin path)" : ": " + join(known) + did_you_mean(name, known);
   if (message.find("did you mean") == message.npos)

@@ -33,7 +33,9 @@ class Registry {
 
   // The first of `roles` that has the name. Errc::plugin when none has: gives the nearest name and the broken
   // libraries.
-  const PluginInfo& require(const std::vector<Role>& roles, const std::string& name);
+  // also: names that are no plugin's but would do, for the message.
+  const PluginInfo& require(const std::vector<Role>& roles, const std::string& name,
+                            const std::vector<std::string>& also = {});
   const PluginInfo& require(Role role, const std::string& name) { return require(std::vector<Role>{role}, name); }
 
   // By name; of one role, or of all, grouped by role.

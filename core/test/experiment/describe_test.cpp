@@ -37,6 +37,7 @@ TEST_CASE("describe shows the whole declaration and an example that names every 
   CHECK_THAT(describe_text(registry, "plain"), Catch::Contains("no parameters") && Catch::Contains("codec: plain"));
   CHECK_THAT(describe_text(registry, "full"), Catch::Contains("placement") && Catch::Contains("page_size"));
   CHECK_THROWS_WITH(describe_text(registry, "plian"), Catch::Contains("did you mean 'plain'?"));
+  CHECK_THROWS_WITH(describe_text(registry, "nonsense"), Catch::Contains("full, "));
 }
 
 TEST_CASE("the schema is generated from the declarations") {
