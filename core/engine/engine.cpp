@@ -134,6 +134,23 @@ void Engine::keep_window(const PromptLayer& l) {
   tail.insert(tail.end(), l.queries.data + (n - fresh) * row, l.queries.data + n * row);
 }
 
+// Prompt attention reads everything: a further prompt of a sequence whose pages went to the host brings them back.
+Fit Engine::before_prompt(int layer, int slot) {
+  const std::vector<std::int32_t> slots{slot};
+  const std::int32_t position[] = {store_.position(slot)};
+  const LayerKv kv = layer_kv(layer, slots, position);
+  PageList up = kv.list<PageList>("recall", (kv.max_length + kv.shape->page_size - 1) / kv.shape->page_size);
+  for (int head = 0; head < kv.kv_heads(); ++head) {
+    int count = 0;
+    for (int page = 0; page < kv.pages.pages(0, head); ++page)
+      if (kv.pages.entry(0, head, page).frame == null_frame) up.index(0, head, count++) = page;
+    up.count(0, head) = count;
+  }
+  Edits edits(layer);
+  edits.recall(up);
+  return apply(edits.all(), slots);
+}
+
 Fit Engine::prompt(const PromptLayer& l) {
   if (observer_) observer_->prompt(l, store_);
   const Shape& s = store_.shape();

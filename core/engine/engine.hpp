@@ -58,6 +58,7 @@ class Engine final : private LayerHooks {
 
  private:
   bool wants_mass() const override { return needs_.mass() == Mass::all; }
+  Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;
   const PageList* select(const DecodeLayer& l, Fit& fit) override;
   Fit attended(const DecodeLayer& l) override;

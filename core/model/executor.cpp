@@ -164,6 +164,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
       ops::round_to(qkv_.k.data(), n * kn, bytes);
       qkv_.raw_k = qkv_.k;
     }
+    if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
     int past = 0;
     for (int head = 0; head < c.kv_heads; ++head) past = std::max(past, store_.length(layer, slot, head));
 #pragma omp parallel for schedule(static) if (n > 16)

@@ -38,6 +38,8 @@ class LayerHooks {
  public:
   virtual ~LayerHooks() = default;
   virtual bool wants_mass() const { return false; }
+  // Before a chunk's attention reads what the layer holds of the slot already.
+  virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
   // Before attention, this step's tokens appended. null = everything resident. The list lives until the layer is done.
   virtual const PageList* select(const DecodeLayer&, Fit&) { return nullptr; }

@@ -34,6 +34,30 @@ TEST_CASE("everything on the host and recalled equals everything resident, bit f
   }
 }
 
+TEST_CASE("a second prompt reads what went to the host after the first") {
+  const auto model = tiny_model("llama-gqa3");
+  const auto first = test_text(70, model->config.vocab), second = test_text(30, model->config.vocab, 3),
+             answer = test_text(6, model->config.vocab, 5);
+  std::vector<PolicySpec> specs{full_spec()};
+  for (const Subject& s : subjects().list())
+    if (!s.spec.policy) specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));
+  for (const PolicySpec& spec : specs) {
+    CAPTURE(spec.name);
+    const auto logits = [&](const PolicySpec& of) {
+      EngineOptions options;
+      options.protect_host = of.placement.tier == Tier::host;
+      Play p(model, of, options);
+      Logits all = p.run(first, answer);
+      all.push_back(p.prompt(p.slot, second));
+      for (int token : answer) all.push_back(p.step({p.slot}, {token})[0]);
+      return all;
+    };
+    PolicySpec lower = spec;
+    lower.placement.tier = Tier::host;
+    CHECK(logits(lower) == logits(spec));
+  }
+}
+
 TEST_CASE("fidelity is exact where everything is read") {
   for (const std::string& name : group_models()) {
     const auto model = tiny_model(name);
