@@ -40,6 +40,17 @@ void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier t
   ledger_.move(to, Tag::scores, columns);
 }
 
+// Policies write token state in device pages, so a copy of a page on the host has what it was when the page went there.
+void Store::copy_state_down(int layer, int slot, int head, int page) {
+  const PageEntry &upper = entries(Tier::device, layer, slot, head)[page],
+                  &lower = entries(Tier::host, layer, slot, head)[page];
+  const PageLayout &from = layout(Tier::device, upper), &to = layout(Tier::host, lower);
+  const std::int64_t bytes = std::int64_t{to.state_columns} * to.page_size * 4;
+  if (bytes == 0) return;
+  std::memcpy(host_.at(lower.frame) + to.state, device_.at(upper.frame) + from.state, static_cast<std::size_t>(bytes));
+  ledger_.move(Tier::host, Tag::scores, bytes);
+}
+
 // The page's tokens have changed where they are: a lower copy of a device page is stale, and so is the summary.
 void Store::outdated(int layer, int slot, int head, int page) {
   if (entries(Tier::device, layer, slot, head)[page].frame != null_frame)
@@ -259,6 +270,7 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
             if (from.frame == null_frame) break;
             if (other.frame == null_frame)
               bad("got a drop of page " + std::to_string(page) + "'s only copy, wanted an evict or an offload first");
+            if (e.tier == Tier::device) copy_state_down(e.layer, slot, head, page);
             give_back(e.tier, from);
             ++done.changed;
             break;

@@ -117,6 +117,7 @@ class Store {
   void give_back(Tier tier, PageEntry& e);
   void count_frame(Tier tier, const PageLayout& l, int sign);
   void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
+  void copy_state_down(int layer, int slot, int head, int page);
   std::byte* summary_at(int layer, int slot, int head, int page);
   void summarize(int layer, int slot, int head, int page);
   struct Place {

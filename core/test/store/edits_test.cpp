@@ -226,6 +226,39 @@ TEST_CASE("offload, drop and recall keep the bytes and count what moved") {
   }
 }
 
+TEST_CASE("token state that was written above a lower copy goes down with the page") {
+  for (const bool encoded : {false, true}) {
+    StoreFixture f;
+    f.options.token_state = {"age", "score"};
+    if (encoded) f.options.host_codec.k.bits = f.options.host_codec.v.bits = 8;
+    Store store(f.options);
+    const int slot = store.open();
+    f.fill(store, slot, 10);
+    Lists first(2, {0});
+    Edits down, drop, up;
+    down.offload(first.pages());
+    drop.drop(Tier::device, first.pages());
+    up.recall(first.pages());
+    REQUIRE(one(store, slot, down).changed == 2);
+    const std::vector<std::int32_t> slots{slot};
+    const PagedKv kv = store.view(0, slots);
+    for (int c = 0; c < 2; ++c)
+      for (int t = 0; t < 4; ++t) {
+        const PageEntry& e = kv.entry(0, 1, 0);
+        const float x = static_cast<float>(10 * c + t);
+        std::memcpy(kv.frame(e) + kv.layout(e).state + (c * 4 + t) * 4, &x, 4);
+      }
+    const std::int64_t moved = store.ledger().moved_total(Tier::host);
+    REQUIRE(one(store, slot, drop).changed == 2);
+    CHECK(store.ledger().moved_total(Tier::host) == moved + 2 * 2 * 4 * 4);  // heads, columns, tokens, bytes
+    REQUIRE(one(store, slot, up).changed == 2);
+    const auto tokens = test::stored_tokens(store, 0, slot, 1);
+    for (int t = 0; t < 4; ++t)
+      CHECK(tokens[static_cast<std::size_t>(t)].state == std::vector<float>{float(t), float(10 + t)});
+    store.check_invariants();
+  }
+}
+
 TEST_CASE("move exchanges tokens, also between tiers") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
