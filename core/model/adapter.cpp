@@ -147,7 +147,7 @@ class AdaptedCheckpoint final : public Checkpoint {
     const auto it = file.tensors().find(name);
     if (it == file.tensors().end())
       throw Error(Errc::model, "got no such tensor, wanted it", file.where() + ": " + name);
-    const SafeTensor& tensor = it->second;
+    const StoredTensor& tensor = it->second;
     if (tensor.shape != shape)
       throw Error(Errc::model,
                   fmt::format("got shape [{}], wanted [{}]", fmt::join(tensor.shape, ", "), fmt::join(shape, ", ")),

@@ -1,7 +1,5 @@
 #include "model/bpe.hpp"
 
-#include <fmt/format.h>
-
 #include <kvlab/error.hpp>
 #include <queue>
 
@@ -26,27 +24,14 @@ struct Candidate {
 }  // namespace
 
 BpeTokenizer::BpeTokenizer(BpeParts parts) : parts_(std::move(parts)) {
-  const auto count = static_cast<int>(parts_.tokens.size());
-  const auto check = [&](int id, int low, const char* what) {
-    if (id < low || id >= count)
-      throw Error(Errc::tokenizer, fmt::format("got {} id {}, wanted {} to {}", what, id, low, count - 1));
-  };
-  vocab_size_ = count;
-  bos_id_ = parts_.bos_id;
-  eos_ids_ = parts_.eos_ids;
-  add_bos_ = parts_.add_bos;
-  chat_ = parts_.chat;
-  check(bos_id_, -1, "BOS");
-  check(parts_.unknown, -1, "unknown-token");
-  for (const int id : eos_ids_) check(id, 0, "EOS");
-  for (const int id : parts_.byte_ids) check(id, -1, "byte-token");
+  set_vocabulary(parts_);
 
   Fingerprint hash;
   std::vector<char> added(parts_.tokens.size());
   for (const AddedToken& token : parts_.added)
-    if (token.id >= 0 && token.id < count) added[static_cast<std::size_t>(token.id)] = 1;
+    if (token.id >= 0 && token.id < vocab_size_) added[static_cast<std::size_t>(token.id)] = 1;
   ids_.reserve(parts_.tokens.size());
-  for (int id = 0; id < count; ++id) {
+  for (int id = 0; id < vocab_size_; ++id) {
     const std::string& token = parts_.tokens[static_cast<std::size_t>(id)];
     hash.add(token);
     if (!token.empty() && !added[static_cast<std::size_t>(id)]) ids_.emplace(token, id);
@@ -54,7 +39,7 @@ BpeTokenizer::BpeTokenizer(BpeParts parts) : parts_(std::move(parts)) {
   ranks_.reserve(parts_.merges.size());
   for (std::size_t rank = 0; rank < parts_.merges.size(); ++rank) {
     const BpeParts::Merge& m = parts_.merges[rank];
-    for (const int id : {m.left, m.right, m.result}) check(id, 0, "merge");
+    for (const int id : {m.left, m.right, m.result}) check_id(id, 0, "merge");
     ranks_.emplace(pair_key(m.left, m.right), Rank{static_cast<std::uint32_t>(rank), m.result});
   }
   hash.add(parts_.merges.size());
@@ -64,8 +49,7 @@ BpeTokenizer::BpeTokenizer(BpeParts parts) : parts_(std::move(parts)) {
 }
 
 std::string BpeTokenizer::token_bytes(int id) const {
-  if (id < 0 || id >= vocab_size_)
-    throw Error(Errc::tokenizer, fmt::format("got token id {}, wanted 0 to {}", id, vocab_size_ - 1));
+  check_id(id, 0, "token");
   return parts_.tokens[static_cast<std::size_t>(id)];
 }
 

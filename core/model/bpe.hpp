@@ -1,7 +1,6 @@
 // Byte-pair encoding with the merges in rank order: over bytes (GPT-2, Llama 3, Qwen) or over characters with bytes as
 // a fallback (what tokenizer.json makes of SentencePiece models).
 #pragma once
-#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -13,9 +12,8 @@
 
 namespace kvlab {
 
-struct BpeParts {
-  std::string kind;                 // beginning of Tokenizer::id()
-  std::vector<std::string> tokens;  // the bytes each id stands for
+struct BpeParts : Vocabulary {
+  std::string kind;  // beginning of Tokenizer::id()
   struct Merge {
     int left, right, result;  // ids
   };
@@ -28,15 +26,8 @@ struct BpeParts {
     first,
     each,
     each_unless_there
-  } space = Space::none;            // put before the text or each plain part
-  int unknown = -1;                 // id of what has no token; -1 drops it
-  bool fuse_unknown = false;        // neighbouring unknowns become one
-  std::array<int, 256> byte_ids{};  // -1 = none
-  std::vector<AddedToken> added;
-  int bos_id = -1;
-  std::vector<int> eos_ids;
-  bool add_bos = false;
-  ChatTemplate chat;
+  } space = Space::none;      // put before the text or each plain part
+  bool fuse_unknown = false;  // neighbouring unknowns become one
 };
 
 class BpeTokenizer final : public Tokenizer {

@@ -65,7 +65,7 @@ GgufFile::GgufFile(const std::filesystem::path& path) : file_(path), where_(path
   const std::size_t data_begin = (cursor.at() + align - 1) / align * align;
   header_ = file_.text().substr(0, cursor.at());
   for (std::size_t i = 0; i < order.size(); ++i) {
-    GgufTensor& tensor = tensors_.find(order[i])->second;
+    StoredTensor& tensor = tensors_.find(order[i])->second;
     const BlockShape block = block_of(tensor.type);
     const std::uint64_t bytes =
         static_cast<std::uint64_t>(tensor.rows() * tensor.columns() / block.elements) * block.bytes;
@@ -126,7 +126,7 @@ void GgufFile::read_tensor(ByteCursor& cursor, std::vector<std::uint64_t>& offse
   std::string name(cursor.take_string("a tensor name"));
   const auto dimensions = cursor.take<std::uint32_t>("a tensor's dimensions");
   if (dimensions < 1 || dimensions > 4) refuse(name, fmt::format("{} dimensions", dimensions), "1 to 4");
-  GgufTensor tensor;
+  StoredTensor tensor;
   std::uint64_t elements = 1;
   for (std::uint32_t d = 0; d < dimensions; ++d) {
     const auto size = cursor.take<std::uint64_t>("a dimension");

@@ -10,22 +10,9 @@
 #include <vector>
 
 #include "model/mapped_file.hpp"
-#include "model/quants.hpp"
+#include "model/stored_tensor.hpp"
 
 namespace kvlab {
-
-struct GgufTensor {
-  std::vector<std::int64_t> shape;  // row-major: the last is the contiguous one (GGUF writes the reverse)
-  StoredType type = StoredType::f32;
-  const std::byte* data = nullptr;  // into the mapping
-
-  std::int64_t columns() const { return shape.back(); }
-  std::int64_t rows() const {
-    std::int64_t n = 1;
-    for (std::size_t i = 0; i + 1 < shape.size(); ++i) n *= shape[i];
-    return n;
-  }
-};
 
 class GgufFile {
  public:
@@ -42,7 +29,8 @@ class GgufFile {
   std::vector<std::int64_t> integers(std::string_view key) const;
   std::vector<float> floats(std::string_view key) const;
 
-  const std::map<std::string, GgufTensor, std::less<>>& tensors() const { return tensors_; }
+  // Shapes are row-major, GGUF writes the reverse.
+  const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
   std::string_view header() const { return header_; }  // all bytes before the tensor data
   std::size_t file_size() const { return file_.bytes().size(); }
   const std::string& where() const { return where_; }
@@ -67,7 +55,7 @@ class GgufFile {
   MappedFile file_;
   std::string where_;
   std::map<std::string, Value, std::less<>> values_;
-  std::map<std::string, GgufTensor, std::less<>> tensors_;
+  std::map<std::string, StoredTensor, std::less<>> tensors_;
   std::string_view header_;
 };
 

@@ -67,7 +67,7 @@ class GgufCheckpoint final : public Checkpoint {
   std::string stored_type(std::string_view name) const override { return name_of(find(name).type); }
 
   void read_rows(std::string_view name, std::int64_t row_begin, std::int64_t row_count, float* out) const override {
-    const GgufTensor& tensor = find(name);
+    const StoredTensor& tensor = find(name);
     const bool permuted = interleaved_ && (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight"));
     const bool permuted_bias = interleaved_ && (name.ends_with("q_proj.bias") || name.ends_with("k_proj.bias"));
     check_rows(name, tensor.rows(), row_begin, row_count, file_.where());
@@ -86,7 +86,7 @@ class GgufCheckpoint final : public Checkpoint {
   }
 
  private:
-  const GgufTensor& find(std::string_view name) const {
+  const StoredTensor& find(std::string_view name) const {
     const auto it = tensors_.find(name);
     if (it == tensors_.end()) unknown_tensor(name, file_.where());
     return *it->second;
@@ -157,7 +157,7 @@ class GgufCheckpoint final : public Checkpoint {
     }
     const auto factors = file_.tensors().find("rope_freqs.weight");
     if (factors == file_.tensors().end()) return;
-    const GgufTensor& tensor = factors->second;
+    const StoredTensor& tensor = factors->second;
     if (tensor.shape.size() != 1 || tensor.columns() != config_.head_dim / 2)
       throw Error(Errc::model, "got another shape, wanted head_dim / 2 numbers", file_.where() + ": rope_freqs.weight");
     config_.rope_scaling.kind = RopeScaling::Kind::factors;
@@ -167,7 +167,7 @@ class GgufCheckpoint final : public Checkpoint {
 
   GgufFile file_;
   bool interleaved_ = false;
-  std::map<std::string, const GgufTensor*, std::less<>> tensors_;
+  std::map<std::string, const StoredTensor*, std::less<>> tensors_;
 };
 
 }  // namespace

@@ -92,7 +92,7 @@ class HfCheckpoint final : public Checkpoint {
     validate(config_, (folder / "config.json").string());
     Fingerprint hash;
     hash.add(config_file.text());
-    const SafeTensor* shared = nullptr;
+    const StoredTensor* shared = nullptr;
     for (const fs::path& path : weight_files(folder)) {
       files_.push_back(std::make_unique<SafetensorsFile>(path));
       const SafetensorsFile& file = *files_.back();
@@ -124,14 +124,14 @@ class HfCheckpoint final : public Checkpoint {
   }
 
   void read_rows(std::string_view name, std::int64_t row_begin, std::int64_t row_count, float* out) const override {
-    const SafeTensor& tensor = find(name);
+    const StoredTensor& tensor = find(name);
     check_rows(name, tensor.rows(), row_begin, row_count, where_);
     const std::int64_t row_bytes = tensor.columns() * block_of(tensor.type).bytes;
     dequantize(tensor.type, tensor.data + row_begin * row_bytes, row_count * tensor.columns(), out);
   }
 
  private:
-  const SafeTensor& find(std::string_view name) const {
+  const StoredTensor& find(std::string_view name) const {
     const auto it = tensors_.find(name);
     if (it == tensors_.end()) unknown_tensor(name, where_);
     return *it->second;
@@ -139,7 +139,7 @@ class HfCheckpoint final : public Checkpoint {
 
   std::string where_;
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
-  std::map<std::string, const SafeTensor*, std::less<>> tensors_;
+  std::map<std::string, const StoredTensor*, std::less<>> tensors_;
 };
 
 }  // namespace

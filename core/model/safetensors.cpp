@@ -55,7 +55,7 @@ SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : file_(path
     if (!type && (name.ends_with(".weight") || name.ends_with(".bias")))
       throw Error(Errc::unsupported, fmt::format("got dtype {}, wanted F32, F16 or BF16", dtype), entry.where("dtype"));
     if (!type) continue;
-    SafeTensor tensor;
+    StoredTensor tensor;
     tensor.type = *type;
     std::uint64_t elements = 0;
     tensor.shape = read_shape(entry, elements);

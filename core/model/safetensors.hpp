@@ -8,29 +8,16 @@
 #include <vector>
 
 #include "model/mapped_file.hpp"
-#include "model/quants.hpp"
+#include "model/stored_tensor.hpp"
 
 namespace kvlab {
-
-struct SafeTensor {
-  std::vector<std::int64_t> shape;  // row-major; a scalar is [1]
-  StoredType type = StoredType::f32;
-  const std::byte* data = nullptr;  // into the mapping
-
-  std::int64_t columns() const { return shape.back(); }
-  std::int64_t rows() const {
-    std::int64_t n = 1;
-    for (std::size_t i = 0; i + 1 < shape.size(); ++i) n *= shape[i];
-    return n;
-  }
-};
 
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
 
   // Tensors of F32, F16 and BF16. Others are left out, unless they are called a weight or a bias: Errc::unsupported.
-  const std::map<std::string, SafeTensor, std::less<>>& tensors() const { return tensors_; }
+  const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
   std::string_view header() const { return header_; }
   std::size_t file_size() const { return file_.bytes().size(); }
   const std::string& where() const { return where_; }
@@ -39,7 +26,7 @@ class SafetensorsFile {
   MappedFile file_;
   std::string where_;
   std::string_view header_;
-  std::map<std::string, SafeTensor, std::less<>> tensors_;
+  std::map<std::string, StoredTensor, std::less<>> tensors_;
 };
 
 }  // namespace kvlab

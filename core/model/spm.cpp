@@ -29,23 +29,10 @@ struct Candidate {
 }  // namespace
 
 SpmTokenizer::SpmTokenizer(SpmParts parts) : parts_(std::move(parts)) {
-  const auto count = static_cast<int>(parts_.tokens.size());
-  const auto check = [&](int id, int low, const char* what) {
-    if (id < low || id >= count)
-      throw Error(Errc::tokenizer, fmt::format("got {} id {}, wanted {} to {}", what, id, low, count - 1));
-  };
-  vocab_size_ = count;
-  bos_id_ = parts_.bos_id;
-  eos_ids_ = parts_.eos_ids;
-  add_bos_ = parts_.add_bos;
-  chat_ = parts_.chat;
-  check(bos_id_, -1, "BOS");
-  check(parts_.unknown, -1, "unknown-token");
-  for (const int id : eos_ids_) check(id, 0, "EOS");
-  for (const int id : parts_.byte_ids) check(id, -1, "byte-token");
+  set_vocabulary(parts_);
   if (parts_.scores.size() != parts_.tokens.size() || parts_.mergeable.size() != parts_.tokens.size())
     throw Error(Errc::tokenizer, fmt::format("got {} scores and {} types, wanted one for each of {} tokens",
-                                             parts_.scores.size(), parts_.mergeable.size(), count));
+                                             parts_.scores.size(), parts_.mergeable.size(), vocab_size_));
   Fingerprint hash;
   for (std::size_t i = 0; i < parts_.tokens.size(); ++i) {
     if (std::isnan(parts_.scores[i]))
@@ -58,8 +45,7 @@ SpmTokenizer::SpmTokenizer(SpmParts parts) : parts_(std::move(parts)) {
 }
 
 std::string SpmTokenizer::token_bytes(int id) const {
-  if (id < 0 || id >= vocab_size_)
-    throw Error(Errc::tokenizer, fmt::format("got token id {}, wanted 0 to {}", id, vocab_size_ - 1));
+  check_id(id, 0, "token");
   return parts_.tokens[static_cast<std::size_t>(id)];
 }
 

@@ -1,6 +1,5 @@
 // SentencePiece's BPE as GGUF files carry it: pieces with scores; the neighbours whose union scores best are joined.
 #pragma once
-#include <array>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -10,18 +9,14 @@
 
 namespace kvlab {
 
-struct SpmParts {
-  std::vector<std::string> tokens;  // the bytes each id stands for (a space is a space, not U+2581)
-  std::vector<float> scores;        // one per token
-  std::array<int, 256> byte_ids{};  // the <0xNN> tokens; -1 = none
-  int unknown = 0;
+struct SpmParts : Vocabulary {
+  SpmParts() {
+    unknown = 0;
+    add_bos = true;
+  }
+  std::vector<float> scores;    // one per token
   bool space_prefix = true;     // a space is put before the text and after each added token
   std::vector<char> mergeable;  // one per token: normal and user-defined pieces
-  std::vector<AddedToken> added;
-  int bos_id = -1;
-  std::vector<int> eos_ids;
-  bool add_bos = true;
-  ChatTemplate chat;
 };
 
 class SpmTokenizer final : public Tokenizer {

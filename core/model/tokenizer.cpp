@@ -55,6 +55,23 @@ std::string Tokenizer::chat_prompt(std::string_view user, std::optional<std::str
   return render_chat(chat_, user, system);
 }
 
+void Tokenizer::check_id(int id, int low, const char* what) const {
+  if (id < low || id >= vocab_size_)
+    throw Error(Errc::tokenizer, fmt::format("got {} id {}, wanted {} to {}", what, id, low, vocab_size_ - 1));
+}
+
+void Tokenizer::set_vocabulary(const Vocabulary& v) {
+  vocab_size_ = static_cast<int>(v.tokens.size());
+  bos_id_ = v.bos_id;
+  eos_ids_ = v.eos_ids;
+  add_bos_ = v.add_bos;
+  chat_ = v.chat;
+  check_id(bos_id_, -1, "BOS");
+  check_id(v.unknown, -1, "unknown-token");
+  for (const int id : eos_ids_) check_id(id, 0, "EOS");
+  for (const int id : v.byte_ids) check_id(id, -1, "byte-token");
+}
+
 void Tokenizer::set_added(std::vector<AddedToken> added) {
   added_ = std::move(added);
   added_by_byte_.assign(256, {});

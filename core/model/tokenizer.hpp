@@ -1,5 +1,6 @@
 // Text to token ids and back. Any bytes are accepted: what is not UTF-8 is taken byte by byte.
 #pragma once
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,6 +19,18 @@ struct AddedToken {
   std::string text;
   bool special = true;                           // a control token; others match even where parse_special is off
   bool strip_left = false, strip_right = false;  // takes the white space before / after it along
+};
+
+// What every kind of tokenizer is made of.
+struct Vocabulary {
+  std::vector<std::string> tokens;  // the bytes each id stands for (a space is a space, not U+2581)
+  std::array<int, 256> byte_ids{};  // the <0xNN> tokens; -1 = none
+  int unknown = -1;                 // id of what has no token; -1 drops it
+  std::vector<AddedToken> added;
+  int bos_id = -1;
+  std::vector<int> eos_ids;
+  bool add_bos = false;
+  ChatTemplate chat;
 };
 
 class Tokenizer {
@@ -61,7 +74,10 @@ class Tokenizer {
   // What decode strips from the front of the whole text: SentencePiece's added space.
   virtual bool strips_leading_space() const { return false; }
 
-  void set_added(std::vector<AddedToken> added);  // Errc::tokenizer for an id outside the vocabulary
+  // Everything but the tokens and set_added's part. Errc::tokenizer for an id outside the vocabulary.
+  void set_vocabulary(const Vocabulary& vocabulary);
+  void check_id(int id, int low, const char* what) const;  // Errc::tokenizer unless low <= id < vocab_size_
+  void set_added(std::vector<AddedToken> added);           // Errc::tokenizer for an id outside the vocabulary
   void set_id(std::string_view kind, std::uint64_t hash);
 
   int vocab_size_ = 0;
