@@ -57,7 +57,8 @@ class Engine final : private LayerHooks {
   const Model& model() const { return executor_.model(); }
 
  private:
-  bool wants_mass() const override { return needs_.mass() == Mass::all; }
+  bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
+  bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;
   const PageList* select(const DecodeLayer& l, Fit& fit) override;

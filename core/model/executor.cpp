@@ -189,7 +189,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
       a.first = first;
       a.out = output;
       a.round_to_bf16 = s.dtype == DType::bf16;
-      if (hooks.wants_mass()) {
+      if (hooks.wants_prompt_mass()) {
         mass_.resize(static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(past + n));
         a.mass = View<float, 2>::dense(mass_.data(), {c.heads, past + n});
         info.mass = a.mass;

@@ -37,7 +37,8 @@ struct DecodeLayer {
 class LayerHooks {
  public:
   virtual ~LayerHooks() = default;
-  virtual bool wants_mass() const { return false; }
+  virtual bool wants_prompt_mass() const { return false; }
+  virtual bool wants_mass() const { return false; }  // of decode steps
   // Before a chunk's attention reads what the layer holds of the slot already.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }

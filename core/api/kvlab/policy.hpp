@@ -16,9 +16,10 @@
 
 namespace kvlab {
 
-// Which attention probabilities a policy wants: `all` = of every query (prompt: summed over the queries of each chunk;
-// decode: this step's row, which sums to 1 per query head).
-enum class Mass : std::uint8_t { none, all };
+// Which attention probabilities a policy wants. `decode` = each decode step's row, which sums to 1 per query head;
+// `all` = the prompt's too, summed over the queries of each chunk, which costs prompt attention a second pass over its
+// scores. (What the prompt's last queries attend to follows from window_queries: ops::window_votes.)
+enum class Mass : std::uint8_t { none, decode, all };
 
 // What a policy asks of the core; checked once, before any work. An unmet need is an error, never silently dense.
 class Needs {

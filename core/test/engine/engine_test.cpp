@@ -44,6 +44,26 @@ class Nothing final : public Policy {
   Needs needs() const override { return {}; }
 };
 
+// Notes the mass that each callback sees: its sum per query head, or -1 for none.
+class Seer final : public Policy {
+ public:
+  explicit Seer(Mass mass) : mass_(mass) {}
+  Needs needs() const override { return Needs{}.mass(mass_); }
+  void prefill(const LayerPrefill& kv, Edits&, Stream) override { note(kv, prompt); }
+  void observe(const LayerStep& step, Edits&, Stream) override { note(step, decode); }
+  std::vector<double> prompt, decode;
+
+ private:
+  static void note(const LayerKv& kv, std::vector<double>& sums) {
+    for (int head = 0; head < kv.shape->query_heads; ++head) {
+      double sum = kv.mass ? 0 : -1;
+      for (int t = 0; kv.mass && t < kv.pages.tokens(0, 0); ++t) sum += kv.mass(0, head, t);
+      sums.push_back(sum);
+    }
+  }
+  Mass mass_;
+};
+
 EngineOptions options(int slots) {
   EngineOptions o;
   o.slots = slots;
@@ -69,6 +89,22 @@ TEST_CASE("n steps from now is the same moment from every callback of a step") {
     }
     CHECK(engine.store().positions(1, slot, 0).front() == 0);
     engine.store().check_invariants();
+  }
+}
+
+TEST_CASE("a policy sees the attention mass that it asked for") {
+  for (const Mass mass : {Mass::none, Mass::decode, Mass::all}) {
+    CAPTURE(static_cast<int>(mass));
+    const auto policy = std::make_shared<Seer>(mass);
+    Engine engine(tiny(), policy, options(1));
+    const int slot = engine.open(), token = 3;
+    const std::vector<int> text{1, 2, 3, 4, 5};
+    REQUIRE(engine.prefill(slot, text, true, {}) == Fit::ok);
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    REQUIRE(!policy->prompt.empty());
+    REQUIRE(policy->decode.size() == policy->prompt.size());
+    for (const double sum : policy->prompt) CHECK(sum == Approx(mass == Mass::all ? 5 : -1).epsilon(1e-4));
+    for (const double sum : policy->decode) CHECK(sum == Approx(mass == Mass::none ? -1 : 1).epsilon(1e-4));
   }
 }
 

@@ -250,10 +250,11 @@ TEST_CASE("damaged parts are set aside and a damaged OUT is read from its parts"
     }
     return bytes;
   };
+  rebuild(out, sample_info(), {"a"});  // no copy of b
   for (int round = 0; round < 100; ++round) {
     write_bytes(part, damage(good, round % 5));
     const bool changed = bytes_of(part) != good;
-    CHECK(read_summary(out).rows.size() == 2);
+    CHECK(read_summary(out).rows.size() == (changed ? 1 : 2));
     CHECK(rebuild(dir / "other.h5", sample_info(), {}).empty());
     const Finished left = finished(out);
     CHECK(left.cells.count("a") == 1);
