@@ -121,7 +121,7 @@ std::string any_task(Registry& registry) {
 }
 
 std::string experiment(const std::string& task, const std::string& policy) {
-  return "model: {path: bundled/smollm2}\ntasks:\n  - " + task + "\npolicies:\n  - full\n" +
+  return "model: {path: bundled/recall}\ntasks:\n  - " + task + "\npolicies:\n  - full\n" +
          (policy.empty() ? "" : "  - " + policy + "\n");
 }
 

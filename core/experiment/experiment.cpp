@@ -112,7 +112,7 @@ class ExperimentReader {
   void models(MapReader& map) {
     const Node* node = map.take("model");
     if (!node) {
-      missing("model: {path: bundled/smollm2}");
+      missing("model: {path: bundled/recall}");
     } else if (node->is(Node::Kind::list)) {
       if (node->items.empty()) problems_.add(node->place, "got an empty list for 'model', wanted a model");
       for (const Node& item : node->items) model(item);
