@@ -477,7 +477,9 @@ def records(
             most = min(len(singles), 5 if kind == "some" else 36, max(2, room // 30))
             if most < 2:
                 continue
-            chosen = r.sample(singles, count or (most if r.random() < 0.3 else r.randint(2, most)))
+            chosen = r.sample(
+                singles, min(count, len(singles)) if count else most if r.random() < 0.3 else r.randint(2, most)
+            )
             asked.update(chosen)
             mine, its = [ks[i] for i in chosen], [vs[i][0] for i in chosen]
             joined = enumerate_and(mine) if kind == "some" and r.random() < 0.6 else ", ".join(mine)
@@ -502,15 +504,66 @@ def records(
 
 def key_lists(r, text, room):
     """Long lists of keys, all values in the order of the question."""
+    n = r.randint(4, max(4, min(64, room // 36)))
     return records(
         r,
         text,
         room,
-        n=r.randint(4, max(4, min(64, room // 36))),
+        n=n,
         turn="list",
         turns=r.choice([1, 1, 2]),
+        count=r.choice([None, r.randint(min(n, 8), min(n, 40, max(2, room // 40)))]) if n >= 8 else None,
+        style=r.choice(["pairs", "pairs", "values", "values", None]),
+        question=r.choice(["List the {a}s for: {ks}.", None]),
         keys=r.choice(["pair", "pair", "pair", None]),
         values=r.choice(["7 digits", "7 digits", None]),
+    )
+
+
+def ruler(r, text, room):
+    """RULER's wordings of one value, all values of a key, and values of several keys, in texts with few and with many facts."""
+    what, values = r.choice([("number", "7 digits")] * 5 + [("word", "pair"), ("uuid", "uuid"), ("number", "two words")])
+    kind = r.choices(["one", "all", "some", "every"], [8, 7, 3, 1])[0]
+    few = r.random() < 0.7
+    n = r.randint(1, 6) if few else int(math.exp(r.uniform(0, math.log(max(2, room // (70 if what == "uuid" else 26))))))
+    if kind == "all":
+        n = r.choice([1, min(n, 12)])
+    if kind == "some":
+        n = max(2, n)
+    if kind == "every":
+        n = min(n + 1, 40)
+    asks_one = "The special magic {a} for {k} mentioned in the provided text is"
+    asks_all = "The special magic {a}s for {k} mentioned in the provided text are"
+    question, opening = {
+        "one": ("What is the special magic {a} for {k} mentioned in the provided text?", asks_one),
+        "all": ("What are all the special magic {a}s for {k} mentioned in the provided text?", asks_all),
+        "some": (
+            "What are all the special magic {a}s for {ks} mentioned in the provided text?",
+            asks_all.replace("{k}", "{ks}"),
+        ),
+        "every": ("List all special magic {a}s in the order in which the provided text mentions them.", ""),
+    }[kind]
+    many = "Some special magic {a}s are hidden within the following text. Make sure to memorize it. I will quiz you about the {a}s afterwards."
+    one = "A special magic {a} is hidden within the following text. Make sure to memorize it. I will quiz you about the {a} afterwards."
+    hay = r.choices(["text", "none", "noise"], [16, 2, 2])[0]
+    return records(
+        r,
+        text,
+        room,
+        n=n,
+        keys=r.choice(["pair", "pair", "pair", "word", "uuid" if what == "uuid" else "pair"]),
+        values=values,
+        attribute=what,
+        fact="One of the special magic {a}s for {k} is: {v}.",
+        turn=kind,
+        turns=1 if r.random() < 0.6 else r.randint(2, 6),
+        copies=r.choice([2, 3, 4, 4, 4, 5, 6]) if kind == "all" else None,
+        intro=one if n == 1 and kind == "one" and r.random() < 0.4 else many,
+        question=question,
+        opening=opening if r.random() < 0.9 else "",
+        hay=hay,
+        joint=" " if hay == "text" and r.random() < 0.7 else "\n",
+        layout=("\n", " ") if r.random() < 0.75 else None,
     )
 
 
@@ -597,9 +650,9 @@ def any_wording(r, text, room):
     for _ in range(r.randint(1, max(1, min(24, room // 100)))):
         if r.random() < 0.3:
             lead, after = phrase(r, text, 1, 7), phrase(r, text, 0, 6)
-        several = n > 2 and r.random() < 0.3
+        several = n > 2 and r.random() < 0.4
         chosen = (
-            r.sample(range(len(ks)), r.randint(2, min(len(ks), 20, max(2, room // 60))))
+            r.sample(range(len(ks)), r.randint(2, min(len(ks), 24, max(2, room // 50))))
             if several and len(ks) > 2
             else [r.randrange(len(ks))]
         )
@@ -698,6 +751,22 @@ def numbered(r, text, room, *, n=None, values=None, fact=None, question=None, st
         r.choice(["", "", "A list is hidden in the following text. Remember it.", "Memorize the list in this text."]),
         joint=r.choice(["\n", " "]),
         layout=layout,
+    )
+
+
+def ordered(r, text, room):
+    """Long lists in order, the whole list as the answer."""
+    return numbered(
+        r,
+        text,
+        room,
+        n=r.randint(min(12, room // 30), max(2, min(40, room // 26))),
+        values=r.choice(["word"] * 5 + ["7 digits", "7 digits", "pair", "name", None]),
+        fact=r.choice(["Item {i} on the list is {v}.", None]),
+        question=r.choice(["List all items in order.", None]),
+        style=r.choice(["values", "values", "numbered", "lines", None]),
+        whole=True,
+        layout=r.choice([("\n", "\n"), None]),
     )
 
 
@@ -922,6 +991,33 @@ def table(r, text, room, *, n=None, fields=None):
     return Problem(facts, turns, joint="\n")
 
 
+def deliveries(r, text, room):
+    """A long record of deliveries that is turned into a table."""
+    n = r.randint(2, max(2, min(80, room // 48)))
+    days, day = [], 1
+    for _ in range(n):
+        days.append(str(day))
+        day += r.randint(1, 3)
+    few = [r.sample(words, min(16, len(words))) for words in (text.names, text.words, text.names)]
+    rows = [[d, r.choice(few[0]), str(r.randint(1, 99)), r.choice(few[1]), r.choice(few[2])] for d in days]
+    facts = ["On day {}, {} sent {} crates of {} to {}.".format(*row) for row in rows]
+    columns = "day | sender | crates | goods | place"
+    question = "Turn this record into a table with one line for each delivery. The columns are " + columns + ", separated by |."
+    table = "\n".join(" | ".join(row) for row in rows)
+    if r.random() < 0.7:
+        turn = Turn(question, table, columns + "\n")
+    else:
+        turn = Turn(question, columns + "\n" + table)
+    return Problem(
+        [(f, True) for f in facts],
+        [turn],
+        "Below is a record of the deliveries to a warehouse.",
+        block=True,
+        joint="\n",
+        layout=r.choice([("\n", " "), ("\n", "\n"), None]),
+    )
+
+
 def passkey(r, text, room, *, opening=None):
     """InfiniteBench's pass key, and the same in other words."""
     v = number(r, r.choice([5, 5, 6, 8]))
@@ -1005,15 +1101,18 @@ def plain(r, text, room):
 
 
 TRAINING = [
-    (records, 10),
-    (key_lists, 2.5),
-    (any_wording, 6),
-    (numbered, 2.5),
-    (key_value, 2.5),
+    (records, 9),
+    (ruler, 5),
+    (key_lists, 4),
+    (any_wording, 5),
+    (numbered, 2),
+    (ordered, 3),
+    (key_value, 2.2),
     (variable_tracking, 2.2),
     (two_hops, 1.2),
     (copying, 1.8),
-    (table, 1.2),
+    (table, 1),
+    (deliveries, 1.2),
     (passkey, 0.4),
     (common_words, 0.4),
     (frequent_words, 0.3),
@@ -1038,7 +1137,7 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
     chat = (problem.layout == CHAT or problem.layout is None and r.random() < 0.35) if chat is None else chat
     before, between = ("\n", EOS + "\n<|im_start|>assistant\n") if chat else problem.layout or r.choice(LAYOUTS)
     head = (chat_open if chat else "") + problem.intro
-    keep_eos = chat or close or r.random() < 0.7
+    keep_eos = chat or close or r.random() < 0.9
     strings = [head] + [
         problem.joint + f if i or head or not problem.joint.isspace() else f for i, (f, _) in enumerate(problem.facts)
     ]
@@ -1046,7 +1145,7 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
     for t, turn in enumerate(problem.turns):
         lead = before if t == 0 or not chat else "\n<|im_start|>user\n"
         prompt, answer = lead + turn.question + between + turn.opening, turn.answer
-        if turn.opening and not turn.opening.endswith(" ") or prompt.endswith(" "):
+        if turn.opening and not turn.opening.endswith((" ", "\n")) or prompt.endswith(" "):
             prompt, answer = prompt.rstrip(" "), " " + answer
         if not close and answer[0] == " " and r.random() < 0.04:  # prompts that end in a blank happen
             prompt, answer = prompt + " ", answer[1:]

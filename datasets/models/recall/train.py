@@ -49,7 +49,7 @@ SCHEDULE = [
     (0.32, {512: 2, 1024: 5, 2048: 2}),
     (0.46, {512: 1, 1024: 1, 2048: 5, 4096: 3}),
     (0.66, {512: 1, 1024: 1, 2048: 2, 4096: 4, 8192: 5}),
-    (1.00, {512: 2, 1024: 2, 2048: 3, 4096: 4, 8192: 6, 16384: 7, 32768: 1}),
+    (1.00, {512: 2, 1024: 3, 2048: 5, 4096: 5, 8192: 6, 16384: 6, 32768: 0.3}),
 ]
 
 
@@ -341,7 +341,7 @@ def main():
             log.write(json.dumps(row) + "\n"), log.flush()
             print(" ".join(f"{k} {v}" for k, v in row.items()), flush=True)
             since, tokens, seen = now, 0, {}
-            if now - saved > 100:
+            if now - saved > 60:
                 save(model, tokenizer, a.out / "checkpoint")
                 saved = now
     save(model, tokenizer, a.out)
