@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the recall model: a Llama of 9 million parameters that answers from its whole context.
 
-From nothing, on synthetic recall problems hidden in freely licensed text (recall_tasks.py, corpus.py). Lengths grow with time: what is
+From nothing, on synthetic recall problems hidden in freely licensed text (recall_tasks, corpus.py). Lengths grow with time: what is
 learned at 512 tokens in seconds carries over to 16K in minutes. Matrices are trained with Muon, the rest with AdamW. Writes the standard
 Hugging Face layout. The data is drawn from the seed; the schedule follows the clock, so two runs differ by how many steps fit into it.
 """

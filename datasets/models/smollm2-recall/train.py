@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the recall adapter of SmolLM2-135M-Instruct: LoRA of rank 16 on all seven linear layers of a block, in the PEFT layout.
 
-The base stays frozen (GGUF weights, dequantized). Answers of recall problems (recall_tasks.py) are learned by cross entropy; on the
+The base stays frozen (GGUF weights, dequantized). Answers of recall problems (recall_tasks) are learned by cross entropy; on the
 text around them the adapted model is held to the base by KL divergence, so that the language model stays what it was.
 """
 

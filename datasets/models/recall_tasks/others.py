@@ -1,0 +1,235 @@
+"""Chains, hops, copies, a pass key, words counted, plain text."""
+
+import math
+import string
+from collections import Counter
+
+from .problem import Maker, Problem, Turn, fill, maybe, number
+from .records import ruler
+
+
+def variable_tracking(r, text, room, *, chains=None, hops=None, hay=None, ruler=False):
+    """Chains of assignments; all names that end up with a value (RULER)."""
+    chains = chains or r.randint(1, max(1, min(6, room // 300)))
+    names = Maker(r, text, "letters")
+    names.length = r.choice([3, 5, 5, 5])
+    sizes = [(hops or r.randint(1, 6)) + 1 for _ in range(chains)]
+    all_names = iter(names.some(sum(sizes)))
+    groups = [[next(all_names) for _ in range(s)] for s in sizes]
+    values = [number(r, 5) for _ in groups]
+    end = r.choice(["", ".", ""])
+    if ruler:
+        end = ""
+    rows = []
+    for g, v in zip(groups, values):
+        at = sorted(r.random() for _ in g)
+        rows += [(at[j], f"VAR {x} = {v if j == 0 else 'VAR ' + g[j - 1]}{end}") for j, x in enumerate(g)]
+    rows.sort()
+    hay = hay or r.choice(["noise", "text", "text"])
+    turns = []
+    for i in r.sample(range(chains), 1 if ruler else min(chains, r.randint(1, 4))):
+        g, v = groups[i], values[i]
+        if ruler or r.random() < 0.5:
+            turns.append(
+                Turn(
+                    f"Question: Find all variables that are assigned the value {v} in the text above.",
+                    ", ".join(g),
+                    "Answer: According to the chain(s) of variable assignment in the text above, "
+                    f"{len(g)} variables are assigned the value {v}, they are:",
+                )
+            )
+        elif r.random() < 0.3:
+            j = r.randrange(len(g))
+            turns.append(Turn(f"What is the value of VAR {g[j]}?", v))
+        else:
+            turns.append(
+                Turn(
+                    r.choice(
+                        [
+                            "Which variables have the value {v}?",
+                            "Find all variables that are assigned the value {v}.",
+                            "List all variables whose value is {v}.",
+                        ]
+                    ).replace("{v}", v),
+                    ", ".join(g),
+                    maybe(r, [f"The variables with the value {v} are", "They are:", "Variables:"]),
+                )
+            )
+    intro = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
+        if ruler or r.random() < 0.6
+        else ""
+    )
+    return Problem(
+        [(t, True) for _, t in rows],
+        turns,
+        intro.strip("\n"),
+        hay=hay,
+        joint="\n" if hay == "noise" else r.choice(["\n", " "]),
+        layout=("\n", " ") if ruler else None,
+    )
+
+
+def two_hops(r, text, room, *, n=None):
+    """Documents about people; some questions need two of them."""
+    n = n or max(3, int(math.exp(r.uniform(1, math.log(max(4, room // 70))))))
+    people = Maker(r, text, "full name").some(n)
+    n = len(people)
+    town, trade = [r.choice(text.names) for _ in people], [r.choice(text.words) for _ in people]
+    order = list(range(n))
+    r.shuffle(order)
+    pairs = list(zip(order[::2], order[1::2]))
+    facts = [f"{p} lives in the town of {c}." for p, c in zip(people, town)] + [
+        f"{p} studies the {j}." for p, j in zip(people, trade)
+    ]
+    facts += [f"The teacher of {people[x]} is {people[y]}." for x, y in pairs]
+    r.shuffle(facts)
+    documents = r.random() < 0.4
+    if documents:
+        facts = [f"Document {i}: {f}" for i, f in enumerate(facts, 1)]
+    turns = []
+    for _ in range(r.randint(1, 8)):
+        i, x = r.randrange(n), r.random()
+        if x < 0.35:
+            turns.append(
+                Turn(f"Where does {people[i]} live?", town[i], maybe(r, [f"{people[i]} lives in the town of", "In"]))
+            )
+        elif x < 0.6:
+            turns.append(Turn(f"What does {people[i]} study?", trade[i], maybe(r, [f"{people[i]} studies the"])))
+        elif pairs:
+            i, j = r.choice(pairs)
+            if x < 0.75:
+                turns.append(Turn(f"Who is the teacher of {people[i]}?", people[j]))
+            else:
+                turns.append(
+                    Turn(
+                        f"Where does the teacher of {people[i]} live?",
+                        f"The teacher of {people[i]} is {people[j]}, who lives in the town of {town[j]}.",
+                    )
+                )
+    intro = (
+        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+        if documents and r.random() < 0.5
+        else ""
+    )
+    return Problem([(f, True) for f in facts], turns, intro, joint="\n" if documents else r.choice(["\n", " "]))
+
+
+def copying(r, text, room, *, notes=None, length=None):
+    """Repeat a note word for word."""
+    n = notes or r.randint(1, max(1, min(12, room // 400)))
+    heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
+    turns, facts = [], []
+    frame = r.choice(
+        ['Note "{k}": {v} (end of note)', "[{k}] {v} [end]", 'Message from {k}: "{v}"', "<{k}> {v} </{k}>"]
+    )
+    wanted = r.randrange(len(heads))
+    for i, k in enumerate(heads):
+        size = length or r.randint(12, max(13, min(160, room // 4)))
+        if r.random() < 0.3 and not length:
+            body = r.choice([" ", ", "]).join(
+                Maker(r, text, r.choice(["word", "digits", "name"])).draw() for _ in range(size // 3)
+            )
+        else:
+            body = " ".join(text.tokenizer.decode(text.hay(r, size)[0].tolist()).split())
+        facts.append((fill(frame, k=k, v=body), i == wanted))
+        if i == wanted:
+            turns.append(
+                Turn(
+                    fill(
+                        r.choice(
+                            [
+                                'Repeat the note "{k}" word for word.',
+                                "What exactly does {k} say?",
+                                "Copy the text of {k}.",
+                                "Repeat the message of {k} exactly.",
+                            ]
+                        ),
+                        k=k,
+                    ),
+                    body,
+                )
+            )
+    return Problem(facts, turns, joint=r.choice(["\n", " "]))
+
+
+def passkey(r, text, room, *, opening=None):
+    """InfiniteBench's pass key, and the same in other words."""
+    v = number(r, r.choice([5, 5, 6, 8]))
+    fact, q, o = r.choice(
+        [
+            ("The pass key is {v}. Remember it. {v} is the pass key.", "What is the pass key?", "The pass key is"),
+            (
+                "The sequence of digits is {v}. Remember it. {v} is the sequence of digits.",
+                "What is the sequence of digits?",
+                "The sequence of digits is",
+            ),
+            ("The secret number is {v}. Do not forget it.", "What is the secret number?", "The secret number is"),
+        ]
+    )
+    if opening:
+        fact, q, o = "The pass key is {v}. Remember it. {v} is the pass key.", "What is the pass key?", opening
+    return Problem(
+        [(fill(fact, v=v), True)],
+        [Turn(q, v, o if opening else maybe(r, [o], 0.7))],
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about the important information there.",
+        hay="noise" if r.random() < 0.6 or opening else "text",
+        joint="\n",
+    )
+
+
+def common_words(r, text, room):
+    """RULER's common words: the ten that stand in a list ten times as often, in order of first appearance."""
+    most = max(20, room // 5)
+    k, often = r.choice([3, 5, 10]), r.randint(4, 20)
+    while k * often > most * 0.7 and often > 3:
+        often -= 1
+    words = Maker(r, text, "word").some(k + max(3, (most - k * often) // 2))
+    items = words[:k] * often
+    for w in words[k:]:
+        if len(items) + 2 > most:
+            break
+        items += [w] * r.randint(1, 2)
+    r.shuffle(items)
+    first = sorted(words[:k], key=items.index)
+    answer = " ".join(f"{i}. {w}" for i, w in enumerate(first, 1))
+    return Problem(
+        [(f"{i}. {w}", True) for i, w in enumerate(items, 1)],
+        [
+            Turn(
+                f"Question: What are the {k} most common words in the above list?",
+                answer,
+                f"Answer: The top {k} words that appear most often in the list are:",
+            )
+        ],
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n",
+        block=True,
+        layout=("\n", " "),
+    )
+
+
+def frequent_words(r, text, room):
+    """RULER's coded words: the three most frequent, the most frequent first."""
+    total = max(20, room // 6)
+    words = ["".join(r.choices(string.ascii_lowercase, k=6)) for _ in range(r.randint(5, max(6, min(60, total // 4))))]
+    weights = [1 / (i + 1) ** 2 for i in range(len(words))]
+    items = r.choices(words, weights, k=total)
+    top = [w for w, _ in Counter(items).most_common(3)]
+    return Problem(
+        [(w if r.random() < 0.8 else ". . . " + w, True) for w in items],
+        [
+            Turn(
+                "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
+                ", ".join(top),
+                "Answer: According to the coded text above, the three most frequently appeared words are:",
+            )
+        ],
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words.",
+        block=True,
+        layout=("\n", " "),
+    )
+
+
+def plain(r, text, room):
+    """Ordinary text."""
+    return Problem([], [])
