@@ -65,6 +65,8 @@ kvlab::TaskSample Niah::sample(int index, const kvlab::TaskEnv& env) const {
     depths.push_back(d > 1 ? d - 1 : d);
     if (i >= ask_ && i < ask_ + asked)
       prompt.ask(kvlab::filled(question_, fields), kvlab::filled(opening_, fields), {values[n]}, max_new());
+    else if (needles_ > 0 && env.turns() == 1)  // whichever needle is asked for, the text is the same
+      prompt.reserve(kvlab::filled(question_, fields), kvlab::filled(opening_, fields), max_new());
   }
   const int room = prompt.room(taken, std::to_string(count) + (count > 1 ? " needles" : " needle"));
   return prompt.finish(kvlab::hidden(text.take(start, room, env), needles, depths));
@@ -79,7 +81,8 @@ KVLAB_PLUGIN(
         .param("depth", 5, 1, 1000, "number of depths, evenly from 0 to 100 %; 1 = the middle")
         .param("answer", kvlab::Identifier::number, "a number of 7 digits, words, or a UUID")
         .param("needles", 0, 0, most_needles, "facts in the text; 0 = as many as are asked for")
-        .param("ask", 0, 0, most_needles - 1, "which needle the first question is about")
+        .param("ask", 0, 0, most_needles - 1,
+               "which needle the first question is about; with needles: N the text does not depend on it")
         .param("intro",
                std::string("A special magic {kind} is hidden within the following text. Make sure to memorize it. I "
                            "will quiz you about the {kind} afterwards."),

@@ -124,8 +124,7 @@ TEST_CASE("niah: several questions over one context, together and one at a time"
         f.task({{"context", std::int64_t{900}}, {"needles", std::int64_t{3}}, {"ask", static_cast<std::int64_t>(q)}});
     const TaskSample one = alone->sample(1, f.env(2));
     REQUIRE(one.questions.size() == 1);
-    CHECK(total(one, 0) == 900);  // the same text, up to what a shorter question leaves
-    CHECK(env.decode(one.context).substr(0, 1000) == text.substr(0, 1000));
+    CHECK(one.context == s.context);
     CHECK(one.questions[0].tokens == s.questions[q].tokens);
     CHECK(one.questions[0].references == s.questions[q].references);
   }

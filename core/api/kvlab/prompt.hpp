@@ -200,6 +200,14 @@ class Prompt {
     out_.questions.push_back(std::move(q));
   }
 
+  // Room for a question that another run asks over the same text: it counts like one that is asked.
+  void reserve(std::string question, const std::string& opening, int max_new) {
+    const int conversation = conversation_;
+    ask(std::move(question), opening, {}, max_new);
+    out_.questions.pop_back();
+    conversation_ = conversation;
+  }
+
   // Tokens that are left for the body; may be negative.
   int left() const { return context_ - length(out_.context) - longest_; }
   // The same beside `taken` tokens of it, at least `least`. `what` names them in the error.
