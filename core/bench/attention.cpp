@@ -13,8 +13,10 @@ std::vector<Line> attend_cases() {
     int depth;
     RopeRegime rope;
   };
-  for (const auto [depth, rope] :
+  for (const Case& c :
        {Case{2048, RopeRegime::original}, Case{8192, RopeRegime::original}, Case{1024, RopeRegime::cache_relative}}) {
+    const int depth = c.depth;
+    const RopeRegime rope = c.rope;
     const Pages pages(depth, 0, rope == RopeRegime::cache_relative);
     const auto q = randoms(query_heads * head_dim);
     std::vector<float> out(q.size());
