@@ -13,6 +13,8 @@
 namespace kvlab::ops {
 namespace {
 
+constexpr std::int64_t parallel_tokens = 4096;  // fewer are done before threads have started
+
 struct Scratch {
   std::vector<std::uint64_t> keys;
   std::vector<char> chosen;
@@ -116,15 +118,23 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   check_kv(kv, op);
   check_kv_scores(kv, scores, "scores", op);
   check_list(kv, list, op);
+  std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = kv.tokens(r, h);
-      auto& chosen = scratch.chosen;
-      chosen.assign(n, 0);
-      const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
-      check_room(list, std::max(pinned, std::min(n, keep(r, h))), op);
+    for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
+  int short_by = 0;  // what the first list without room should hold; a thread must not throw
+#pragma omp parallel for schedule(static) reduction(max : short_by) if (tokens >= parallel_tokens)
+  for (int i = 0; i < kv.rows * kv.kv_heads; ++i) {
+    const int r = i / kv.kv_heads, h = i % kv.kv_heads, n = kv.tokens(r, h);
+    auto& chosen = scratch.chosen;
+    chosen.assign(static_cast<std::size_t>(n), 0);
+    const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
+    const int wanted = std::max(pinned, std::min(n, keep(r, h)));
+    if (list.index.extent[2] < wanted)
+      short_by = std::max(short_by, wanted);
+    else
       write_list(list, r, h, chosen, n > 0 ? choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen) : 0);
-    }
+  }
+  check_room(list, short_by, op);
 }
 
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
