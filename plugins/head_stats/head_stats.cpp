@@ -52,7 +52,7 @@ class HeadStats final : public kvlab::Profiler {
         thresholds_{p.get<double>("low"), p.get<double>("high")} {}
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.page_summary(kvlab::Summary::min_max).mass(kvlab::Mass::all);
+    return kvlab::Needs{}.page_summary(kvlab::Summary::min_max).mass(kvlab::Mass::decode);
   }
 
   void attach(const kvlab::Shape& shape, kvlab::Workspace&) override {

@@ -19,15 +19,6 @@ void write_folder(const TempDir& dir) {
   write_file(dir / "tokenizer.json", tiny_tokenizer);
 }
 
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
-}
-
 }  // namespace
 
 TEST_CASE("GGUF: Hugging Face names, shapes, and Q and K rows in half-split order") {

@@ -37,6 +37,16 @@ inline std::filesystem::path write_file(const std::filesystem::path& path, std::
   return path;
 }
 
+// What `action` is refused with.
+inline std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
 class Bytes {
  public:
   template <class T>

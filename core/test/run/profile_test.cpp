@@ -36,15 +36,6 @@ struct Run {
   }
 };
 
-std::string refusal(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
-}
-
 }  // namespace
 
 TEST_CASE("head statistics of the tiny model are what their definitions allow") {
@@ -86,17 +77,18 @@ TEST_CASE("where every page is a top page there is nothing to compare") {
 
 TEST_CASE("profilers and policies exclude each other, and each has its command") {
   Run run;
-  CHECK_THAT(refusal([&] { run.experiment("policies: [full]\nprofilers: [head_stats]"); }),
+  CHECK_THAT(test::message_of([&] { run.experiment("policies: [full]\nprofilers: [head_stats]"); }),
              Catch::Contains("policies beside profilers"));
-  CHECK_THAT(refusal([&] { run.experiment("profilers: [head_stat]"); }), Catch::Contains("did you mean 'head_stats'"));
-  CHECK_THAT(refusal([&] { run.experiment("profilers: []"); }), Catch::Contains("wanted a list"));
+  CHECK_THAT(test::message_of([&] { run.experiment("profilers: [head_stat]"); }),
+             Catch::Contains("did you mean 'head_stats'"));
+  CHECK_THAT(test::message_of([&] { run.experiment("profilers: []"); }), Catch::Contains("wanted a list"));
   const Experiment profilers = run.experiment("profilers: [head_stats]");
-  CHECK_THAT(refusal([&] {
+  CHECK_THAT(test::message_of([&] {
                run_experiment(profilers, run.catalog, {"test", false, true});
              }),
              Catch::Contains("kvlab profile"));
   const Experiment policies = run.experiment("policies: [full]");
-  CHECK_THAT(refusal([&] {
+  CHECK_THAT(test::message_of([&] {
                run_profile(policies, run.catalog, {"test", false, true});
              }),
              Catch::Contains("list profilers"));
