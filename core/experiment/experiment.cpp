@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/text.hpp"
+#include "experiment/entry.hpp"
 #include "experiment/overrides.hpp"
 #include "host/parameters.hpp"
 #include "model/bundled.hpp"

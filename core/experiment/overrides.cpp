@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "base/text.hpp"
-#include "experiment/policy_spec.hpp"
+#include "experiment/entry.hpp"
 
 namespace kvlab {
 namespace {

@@ -11,16 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "experiment/catalog.hpp"
-#include "experiment/reader.hpp"
+#include "experiment/plugin_use.hpp"
 
 namespace kvlab {
-
-struct PluginUse {
-  Role role = Role::policy;
-  std::string name;
-  Params params;  // every declared parameter
-};
 
 struct Schedule {
   bool prefill = true;       // compress when the prompt ends
@@ -57,16 +50,9 @@ struct TaskSpec {
   std::string where;
 };
 
-// The label of an entry as `--set`, `sweep` and `ablate` address it; empty when it has none.
-std::string entry_label(const yaml::Node& entry);
-// Where the keys of an entry live: the map below NAME, or the entry itself; a bare name becomes {NAME: {}}.
-yaml::Node& entry_body(yaml::Node& entry);
-
 // `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong.
 std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&);
 std::optional<TaskSpec> read_task(const yaml::Node& entry, const PluginCatalog&, Problems&);
-// `NAME` or `{NAME: {...}}`.
-std::optional<PluginUse> read_profiler(const yaml::Node& entry, const PluginCatalog&, Problems&);
 
 // `policy` with the named component switched off, labelled "LABEL -COMPONENT"; nothing when no plugin of it declares
 // that component or it is off already.

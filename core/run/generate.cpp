@@ -5,9 +5,11 @@
 
 #include <cstdio>
 
+#include "engine/engine.hpp"
+#include "experiment/build_policy.hpp"
+#include "experiment/experiment.hpp"
 #include "model/bundled.hpp"
 #include "model/checkpoint.hpp"
-#include "run/cell.hpp"
 #include "run/sampling.hpp"
 
 namespace kvlab {

@@ -11,9 +11,9 @@
 #include "host/loader.hpp"
 #include "model/bundled.hpp"
 #include "result/profile_file.hpp"
+#include "run/answer.hpp"
 #include "run/items.hpp"
 #include "run/progress.hpp"
-#include "run/sampling.hpp"
 
 namespace kvlab {
 namespace {
@@ -80,22 +80,15 @@ std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog
   return out;
 }
 
-// Prefill, question and answer: forced tokens where the task has them, else the most likely ones.
-bool watch(Engine& engine, const Model& model, const Item& item) {
-  std::vector<float> logits(static_cast<std::size_t>(model.config.vocab));
-  const auto view = View<float, 2>::dense(logits.data(), {1, model.config.vocab});
-  const int slot = engine.open();
-  Fit fit = engine.prefill(slot, item.prompt, true, view);
-  for (std::size_t t = 0; fit == Fit::ok && t < item.fed.size(); ++t)
-    fit = engine.step({slot}, {&item.fed[t], 1}, view);
-  const std::size_t most = item.forced.empty() ? static_cast<std::size_t>(item.max_new) : item.forced.size();
-  for (std::size_t t = 0; fit == Fit::ok && t < most; ++t) {
-    const int token = item.forced.empty() ? argmax(logits) : item.forced[t];
-    if (item.forced.empty() && model.tokenizer->is_eos(token)) break;
-    fit = engine.step({slot}, {&token, 1}, view);
+// Prompt, question and answer, all of which the cache holds in the end, but for the token that ends it.
+Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
+  Fit fit = sequence.begin(item);
+  for (Answer answer(item); fit == Fit::ok && !answer.ended();) {
+    const int token = answer.take(sequence.logits(), tokenizer);
+    if (answer.stop() != Answer::Stop::eos) fit = sequence.feed(token);
   }
-  engine.close(slot);
-  return fit == Fit::ok;
+  sequence.close();
+  return fit;
 }
 
 }  // namespace
@@ -126,11 +119,12 @@ int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOpti
   o.prefill_chunk = e.prefill_chunk;
   o.device_limit = e.device_memory > 0 ? e.device_memory : -1;
   Engine engine(model, watched, o);
+  Sequence sequence(engine);
 
   Progress progress(static_cast<int>(samples.size()), options.quiet);
   for (std::size_t i = 0; i < samples.size(); ++i) {
     progress.begin(fmt::format("{} sample {}", samples[i].task, samples[i].item.sample));
-    if (!watch(engine, *model, samples[i].item)) {
+    if (watch(sequence, samples[i].item, *model->tokenizer) != Fit::ok) {
       progress.end("oom: a sample does not fit; nothing is written");
       return 1;
     }

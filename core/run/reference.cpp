@@ -8,7 +8,7 @@
 
 #include "base/sha256.hpp"
 #include "host/compose.hpp"
-#include "run/sampling.hpp"
+#include "run/answer.hpp"
 
 namespace kvlab {
 namespace {
@@ -38,26 +38,20 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   o.max_tokens = item.most_tokens();
   o.page_size = page_size;
   Engine engine(model, compose({}), o);
-  const int vocab = model->config.vocab;
-  std::vector<float> logits(static_cast<std::size_t>(vocab));
-  const auto view = View<float, 2>::dense(logits.data(), {1, vocab});
-  const int slot = engine.open();
-  engine.prefill(slot, item.prompt, true, view);
-  for (int token : item.fed) engine.step({slot}, {&token, 1}, view);
+  Sequence full(engine);
+  full.begin(item);
 
   Entry e;
   e.offset = end_;
-  const std::size_t most =
-      item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, fidelity_tokens)) : item.forced.size();
-  for (std::size_t t = 0; t < most; ++t) {
-    const auto bytes = static_cast<std::size_t>(vocab) * sizeof(float);
-    if (pwrite(fileno(file_), logits.data(), bytes, end_) != static_cast<ssize_t>(bytes)) io_failure();
+  Answer answer(item, fidelity_tokens);
+  while (!answer.ended()) {
+    if (!answer.tokens().empty()) full.feed(answer.tokens().back());
+    const std::size_t bytes = full.logits().size_bytes();
+    if (pwrite(fileno(file_), full.logits().data(), bytes, end_) != static_cast<ssize_t>(bytes)) io_failure();
     end_ += static_cast<std::int64_t>(bytes);
-    const int token = item.forced.empty() ? argmax(logits) : item.forced[t];
-    e.tokens.push_back(token);
-    if (t + 1 == most || (item.forced.empty() && model->tokenizer->is_eos(token))) break;
-    engine.step({slot}, {&token, 1}, view);
+    answer.take(full.logits(), *model->tokenizer);
   }
+  e.tokens = answer.tokens();
   return entries_.emplace(std::move(key), std::move(e)).first->second;
 }
 

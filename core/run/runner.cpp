@@ -14,6 +14,7 @@
 
 #include "base/cpu.hpp"
 #include "base/version.hpp"
+#include "experiment/build_policy.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
 #include "result/output.hpp"

@@ -85,6 +85,7 @@ class Store {
 
   Ledger& ledger() { return ledger_; }
   const Ledger& ledger() const { return ledger_; }
+  std::int64_t page_bytes(Tier tier) const { return arena(tier).held(); }  // what the limits bound
   StoreWorkspace& workspace() { return workspace_; }
   void protect_host(bool on) { host_.protect(on); }
   void check_invariants() const;  // Errc::internal with what is broken

@@ -6,8 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "engine/engine.hpp"
+#include "experiment/build_policy.hpp"
 #include "host/parameters.hpp"
-#include "run/cell.hpp"
 #include "run/shadow.hpp"
 #include "support/golden.hpp"
 

@@ -10,9 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "engine/engine.hpp"
+#include "experiment/build_policy.hpp"
 #include "host/parameters.hpp"
 #include "model/checkpoint.hpp"
-#include "run/cell.hpp"
 #include "support/golden.hpp"
 
 namespace kvlab::test {

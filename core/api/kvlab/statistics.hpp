@@ -1,0 +1,115 @@
+// What profilers measure, and how they keep it: means per layer and head, something per sequence, and the usual
+// numbers.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvlab/policy.hpp"
+#include "kvlab/profiler.hpp"
+
+namespace kvlab {
+
+// The mean of everything added at each index, e.g. [layer, KV head].
+template <int Rank>
+class Means {
+ public:
+  void resize(const std::array<std::int64_t, Rank>& extent) {
+    extent_ = extent;
+    std::size_t n = 1;
+    for (const std::int64_t e : extent) n *= static_cast<std::size_t>(e);
+    sum_.assign(n, 0), count_.assign(n, 0);
+  }
+  void add(const std::array<int, Rank>& index, double value) {
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < Rank; ++i)
+      at = at * static_cast<std::size_t>(extent_[i]) + static_cast<std::size_t>(index[i]);
+    sum_.at(at) += value, count_.at(at) += 1;
+  }
+  // For Profiler::finish; NaN where nothing was added.
+  ProfileArray array(std::string unit) const {
+    ProfileArray out{{extent_.begin(), extent_.end()}, {}, std::move(unit)};
+    for (std::size_t i = 0; i < sum_.size(); ++i)
+      out.values.push_back(count_[i] > 0 ? static_cast<float>(sum_[i] / count_[i])
+                                         : std::numeric_limits<float>::quiet_NaN());
+    return out;
+  }
+
+ private:
+  std::array<std::int64_t, Rank> extent_{};
+  std::vector<double> sum_, count_;
+};
+
+// A T for each layer and head of each sequence: what a step leaves for the next one.
+template <class T>
+class PerSequence {
+ public:
+  void resize(int slots, int layers, int heads) {
+    heads_ = static_cast<std::size_t>(heads);
+    of_slot_ = static_cast<std::size_t>(layers) * heads_;
+    values_.assign(static_cast<std::size_t>(slots) * of_slot_, T{});
+  }
+  T& at(int slot, int layer, int head) {
+    return values_.at(static_cast<std::size_t>(slot) * of_slot_ + static_cast<std::size_t>(layer) * heads_ +
+                      static_cast<std::size_t>(head));
+  }
+  // For Profiler::release.
+  void clear(int slot) {
+    std::fill_n(values_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(slot) * of_slot_), of_slot_,
+                T{});
+  }
+
+ private:
+  std::size_t heads_ = 0, of_slot_ = 0;
+  std::vector<T> values_;
+};
+
+// How many numbers two lists share; both ascending and without repeats.
+inline int overlap(std::span<const std::int32_t> a, std::span<const std::int32_t> b) {
+  int both = 0;
+  for (auto x = a.begin(), y = b.begin(); x != a.end() && y != b.end();) {
+    if (*x == *y)
+      ++both, ++x, ++y;
+    else
+      ++(*x < *y ? x : y);
+  }
+  return both;
+}
+
+// A share of agreement in place of which chance alone would give `chance`: 0 = no better, 1 = all.
+inline double above_chance(double share, double chance) { return std::max(0., (share - chance) / (1 - chance)); }
+
+// Of a probability row, nats.
+inline double entropy(std::span<const float> probabilities) {
+  double sum = 0;
+  for (const double p : probabilities)
+    if (p > 0) sum -= p * std::log(p);
+  return sum;
+}
+
+// Of two vectors of one length; 0 when one of them is 0.
+inline double cosine(std::span<const float> a, std::span<const float> b) {
+  double dot = 0, aa = 0, bb = 0;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    dot += double{a[i]} * b[i], aa += double{a[i]} * a[i], bb += double{b[i]} * b[i];
+  return dot / std::sqrt(std::max(aa * bb, 1e-30));
+}
+
+// Attention mass (Needs::mass) on a page of a KV head, the mean over its query heads.
+inline double page_mass(const LayerKv& kv, int row, int head, int page) {
+  const int group = kv.shape->group(), begin = page * kv.shape->page_size;
+  const int end = std::min(begin + kv.shape->page_size, kv.pages.tokens(row, head));
+  double mass = 0;
+  for (int q = head * group; q < (head + 1) * group; ++q)
+    for (int t = begin; t < end; ++t) mass += kv.mass(row, q, t);
+  return mass / group;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,39 @@
+#include "experiment/build_policy.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <optional>
+#include <string>
+
+#include "host/compose.hpp"
+
+namespace kvlab {
+namespace {
+
+template <class Interface>
+Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalog& catalog) {
+  if (!use) return {};
+  const PluginInfo* info = catalog.find(use->role, use->name);
+  if (!info) throw Error(Errc::plugin, "got unknown " + std::string(name_of(use->role)) + " '" + use->name + "'");
+  return create<Interface>(*info, use->params);
+}
+
+}  // namespace
+
+std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog) {
+  if (spec.policy) return make<Policy>(spec.policy, catalog);
+  Composition parts;
+  parts.scorer = make<Scorer>(spec.scorer, catalog);
+  parts.split = make<Budget>(spec.split, catalog);
+  parts.selector = make<Selector>(spec.selector, catalog);
+  parts.codec = make<Codec>(spec.codec, catalog);
+  parts.host_codec = make<Codec>(spec.placement.codec, catalog);
+  parts.compress_prompt = spec.schedule.prefill;
+  parts.every = spec.schedule.every;
+  parts.host = spec.placement.tier == Tier::host;
+  parts.resident_tokens = spec.placement.resident;
+  parts.name = spec.name;
+  return compose(std::move(parts));
+}
+
+}  // namespace kvlab

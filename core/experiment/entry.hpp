@@ -1,0 +1,27 @@
+// The two forms of an entry under `policies:` and `tasks:`: X or {X: {...}}, and {name: LABEL, KEY: ...}.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "experiment/reader.hpp"
+
+namespace kvlab {
+
+struct EntryParts {
+  yaml::Node name, body;
+  bool named = true;  // the first form
+};
+
+// Nothing, and a note, when the entry has neither form.
+std::optional<EntryParts> split_entry(const yaml::Node& entry, const char* kind, Problems& problems);
+
+// The name in `X` or `{X: {...}}`; empty for anything else.
+std::string use_name(const yaml::Node& node);
+
+// The label of an entry as `--set`, `sweep` and `ablate` address it; empty when it has none.
+std::string entry_label(const yaml::Node& entry);
+
+// Where the keys of an entry live: the map below NAME, or the entry itself; a bare name becomes {NAME: {}}.
+yaml::Node& entry_body(yaml::Node& entry);
+
+}  // namespace kvlab

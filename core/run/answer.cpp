@@ -1,0 +1,42 @@
+#include "run/answer.hpp"
+
+#include <algorithm>
+
+#include "run/sampling.hpp"
+
+namespace kvlab {
+
+Answer::Answer(const Item& item, int most)
+    : item_(&item),
+      most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()) {}
+
+int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
+  const bool forced = !item_->forced.empty();
+  const int token = forced ? item_->forced[tokens_.size()] : argmax(logits);
+  tokens_.push_back(token);
+  if (!forced && tokenizer.is_eos(token))
+    stop_ = Stop::eos;
+  else if (tokens_.size() >= most_)
+    stop_ = forced ? Stop::forced : Stop::length;
+  return token;
+}
+
+const char* name_of(Answer::Stop stop) {
+  static constexpr const char* names[] = {"", "eos", "length", "forced"};
+  return names[static_cast<int>(stop)];
+}
+
+Sequence::Sequence(Engine& engine) : engine_(engine), logits_(static_cast<std::size_t>(engine.model().config.vocab)) {}
+
+Fit Sequence::begin(const Item& item) {
+  slot_ = engine_.open();
+  Fit fit = engine_.prefill(slot_, item.prompt, true, view());
+  for (std::size_t i = 0; fit == Fit::ok && i < item.fed.size(); ++i) fit = feed(item.fed[i]);
+  return fit;
+}
+
+Fit Sequence::feed(int token) { return engine_.step({slot_}, {&token, 1}, view()); }
+
+void Sequence::close() { engine_.close(slot_); }
+
+}  // namespace kvlab

@@ -1,0 +1,59 @@
+// The walk that every pass over items takes: prompt, question, then the answer token by token.
+#pragma once
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "run/items.hpp"
+
+namespace kvlab {
+
+// An item's answer as it grows: the task's tokens where it forces them, else the most likely ones.
+class Answer {
+ public:
+  enum class Stop : std::uint8_t { none, eos, length, forced };
+
+  // At most `most` tokens of an answer that is not forced (and at most the item's own limit). Borrows the item.
+  explicit Answer(const Item& item, int most = std::numeric_limits<int>::max());
+
+  // The next token, given the logits [vocab] after everything before it. Not after the last one.
+  int take(std::span<const float> logits, const Tokenizer& tokenizer);
+
+  const std::vector<int>& tokens() const { return tokens_; }  // an end-of-sequence token included
+  Stop stop() const { return stop_; }
+  bool ended() const { return stop_ != Stop::none; }
+
+ private:
+  const Item* item_;
+  std::size_t most_;
+  std::vector<int> tokens_;
+  Stop stop_ = Stop::none;
+};
+
+const char* name_of(Answer::Stop stop);  // as in the column `stop`
+
+// One sequence after the other through an engine. Borrows the engine.
+class Sequence {
+ public:
+  explicit Sequence(Engine& engine);
+
+  // Opens a slot for the item's prompt and feeds its question. After out_of_memory it can only be closed.
+  Fit begin(const Item& item);
+  Fit feed(int token);
+  void close();
+
+  std::span<const float> logits() const { return logits_; }  // [vocab], after the latest token
+
+ private:
+  View<float, 2> view() {
+    return View<float, 2>::dense(logits_.data(), {1, static_cast<std::int64_t>(logits_.size())});
+  }
+
+  Engine& engine_;
+  std::vector<float> logits_;
+  int slot_ = -1;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,37 @@
+// What a cell is made of, and what its passes share.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "engine/engine.hpp"
+#include "experiment/experiment.hpp"
+#include "run/items.hpp"
+#include "run/reference.hpp"
+
+namespace kvlab {
+
+// Borrowed for the run of the cell.
+struct CellInput {
+  const Experiment* experiment = nullptr;
+  const Cell* cell = nullptr;
+  std::shared_ptr<const Model> model;
+  const TaskItems* items = nullptr;
+  const PluginCatalog* catalog = nullptr;
+  ReferenceCache* references = nullptr;
+  std::function<void(const std::string& what, int done, int total)> progress;  // items, per pass
+
+  const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
+  bool wants(Metric metric) const { return experiment->metrics.count(metric) != 0; }
+};
+
+// An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
+Engine make_engine(const CellInput& in, int slots);
+
+// Not fitting is a result of the cell.
+struct OutOfMemory {
+  std::string what;
+};
+void want_room(Fit fit, const Engine& engine);  // throws OutOfMemory
+
+}  // namespace kvlab

@@ -1,0 +1,202 @@
+#include "run/plain_pass.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "run/metrics.hpp"
+#include "run/sampling.hpp"
+
+namespace kvlab {
+namespace {
+
+double ms_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::vector<std::size_t> conversations(const std::vector<Item>& items) {
+  std::vector<std::size_t> heads;
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (!items[i].follows) heads.push_back(i);
+  return heads;
+}
+
+}  // namespace
+
+PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
+    : in_(in),
+      out_(out),
+      items_(in.items->items),
+      heads_(conversations(items_)),
+      vocab_(in.model->config.vocab),
+      timed_(in.wants(Metric::latency)),
+      batch_(std::min(static_cast<std::size_t>(std::max(1, in.experiment->batch)), heads_.size())),
+      engine_(make_engine(in, static_cast<int>(batch_))),
+      logits_(batch_ * static_cast<std::size_t>(vocab_)),
+      token_ms_(items_.size()) {
+  if (in.wants(Metric::trace)) trace_.emplace(items_.size(), out.trace);
+  out_.samples.resize(items_.size());
+  answers_.outputs.resize(items_.size());
+}
+
+PlainPass::Answers PlainPass::run() {
+  if (timed_) {
+    warm_up();
+    engine_.ledger().reset_peak();
+  }
+  StepLog log(engine_, out_);
+  for (std::size_t begin = 0; begin < heads_.size(); begin += batch_)
+    run_batch(begin, std::min(heads_.size(), begin + batch_), log);
+  if (trace_) trace_->finish(engine_.store().shape());
+  write_tokens();
+  log.finish(timed_);
+  if (timed_) out_.summary.tokens_per_s = log.tokens_per_s();
+  return std::move(answers_);
+}
+
+// First calls pay for page faults, thread start and primitive creation; they are not what is timed.
+void PlainPass::warm_up() {
+  const int slot = engine_.open();
+  const auto& prompt = items_[0].prompt;
+  const std::size_t n = std::min<std::size_t>(prompt.size(), 16);
+  engine_.prefill(slot, {prompt.data(), n}, true, {});
+  for (int i = 0; i < 2 && static_cast<int>(n) + i < engine_.store().shape().max_tokens; ++i)
+    engine_.step({slot}, {prompt.data(), 1}, logits_view(1));
+  engine_.close(slot);
+}
+
+void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
+  std::vector<Row> rows;
+  rows.reserve(end - begin);  // `active` points into it
+  std::vector<Row*> active;
+  for (std::size_t i = begin; i < end; ++i) {
+    rows.emplace_back(items_[heads_[i]], static_cast<int>(heads_[i]));
+    start(rows.back(), log);
+    if (goes_on(rows.back())) active.push_back(&rows.back());
+  }
+  std::erase_if(contexts_,
+                [&](const auto& c) { return end >= heads_.size() || c.first != items_[heads_[end]].sample; });
+  if (trace_) engine_.observe(&*trace_);
+  while (!active.empty()) step(active, log);
+  engine_.observe(nullptr);
+}
+
+// The prompt, or the sample's context as another question left it.
+void PlainPass::start(Row& row, StepLog& log) {
+  row.slot = engine_.open();
+  row.start = Clock::now();
+  row.queue = row.item->fed;
+  row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
+  PartClock clock;
+  const auto shared = contexts_.find(row.item->sample);
+  const bool restored = row.item->shared && shared != contexts_.end();
+  if (restored) {
+    want_room(engine_.restore(row.slot, shared->second), engine_);
+  } else {
+    want_room(engine_.prefill(row.slot, row.item->prompt, true, logits_view(1)), engine_);
+    if (row.item->shared) contexts_[row.item->sample] = engine_.save(row.slot);
+  }
+  const double ms = ms_since(row.start);
+  if (trace_) trace_->kept(engine_, row.slot, row.number);
+  if (!restored) log.prompt(ms, clock.take());
+  take_logits(row, logits_of(0), ms);
+  if (restored) row.ttft = results::not_measured;
+}
+
+// One decode step of the active rows; conversations that end leave.
+void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
+  std::vector<std::int32_t> slots;
+  std::vector<int> tokens;
+  std::vector<TraceRecorder::Row> traced;
+  for (const Row* row : active) {
+    slots.push_back(row->slot);
+    tokens.push_back(row->asking() ? row->queue[row->fed] : row->answer.tokens().back());
+    traced.push_back({row->number, static_cast<int>(row->answer.tokens().size())});
+  }
+  if (trace_) trace_->rows(std::move(traced));
+  const auto start = Clock::now();
+  PartClock clock;
+  want_room(engine_.step(slots, tokens, logits_view(active.size())), engine_);
+  const double ms = ms_since(start);
+  log.decode(ms, clock.take(), slots);
+  for (std::size_t r = 0; r < active.size(); ++r) {
+    if (active[r]->asking()) ++active[r]->fed;
+    take_logits(*active[r], logits_of(r), ms);
+  }
+  std::erase_if(active, [&](Row* row) { return !goes_on(*row); });
+}
+
+// The logits after this row's latest token yield an answer token once the question is fed.
+void PlainPass::take_logits(Row& row, std::span<const float> logits, double ms) {
+  if (row.asking()) return;
+  const bool first = row.answer.tokens().empty();
+  if (first) row.ttft = ms_since(row.start);
+  row.ms.push_back(static_cast<float>(first ? row.ttft : ms));
+  if (row.item->follows) row.ttft = results::not_measured;  // its prompt was there already
+  const int token = row.answer.take(logits, *in_.model->tokenizer);
+  if (!row.item->forced.empty()) row.nll += negative_log_likelihood(logits, token);
+}
+
+// Is the row still active? One whose answer ended takes its next question, or leaves.
+bool PlainPass::goes_on(Row& row) {
+  if (!row.answer.ended()) return true;
+  finish_item(row);
+  if (next_turn(row)) return true;
+  engine_.close(row.slot);
+  return false;
+}
+
+void PlainPass::finish_item(Row& row) {
+  const Answer& answer = row.answer;
+  results::SampleRow s;
+  s.sample = row.number;
+  s.prompt_sha256 = row.item->sha256;
+  s.prompt_tokens = row.seen;
+  std::vector<int> text = answer.tokens();
+  if (answer.stop() == Answer::Stop::eos) text.pop_back();
+  s.output = in_.model->tokenizer->decode(text);
+  s.output_tokens = static_cast<std::int64_t>(answer.tokens().size());
+  s.stop = name_of(answer.stop());
+  if (timed_) s.ttft_ms = row.ttft;
+  if (row.item->forced.empty()) {
+    s.score = score(in_.items->metric, s.output, row.item->references);
+  } else {
+    const auto tokens = static_cast<double>(row.item->forced.size());
+    s.score = std::exp(row.nll / tokens);
+    answers_.forced.nll += row.nll;
+    answers_.forced.tokens += tokens;
+  }
+  const auto i = static_cast<std::size_t>(row.number);
+  out_.samples[i] = s;
+  answers_.outputs[i] = answer.tokens();
+  token_ms_[i] = std::move(row.ms);
+  ++done_;
+  if (in_.progress) in_.progress("running", done_, static_cast<int>(items_.size()));
+}
+
+// The question after this answer, when the conversation goes on: its answer stays in the cache. The template's end of
+// an answer comes with the question; the model's own is not fed.
+bool PlainPass::next_turn(Row& row) {
+  const auto next = static_cast<std::size_t>(row.number) + 1;
+  if (next == items_.size() || !items_[next].follows) return false;
+  Row turn(items_[next], static_cast<int>(next));
+  turn.slot = row.slot;
+  turn.seen = row.seen + static_cast<std::int64_t>(row.answer.tokens().size() + turn.item->fed.size());
+  if (row.answer.stop() == Answer::Stop::eos)
+    --turn.seen;
+  else
+    turn.queue.push_back(row.answer.tokens().back());
+  turn.queue.insert(turn.queue.end(), turn.item->fed.begin(), turn.item->fed.end());
+  row = std::move(turn);
+  if (trace_) trace_->kept(engine_, row.slot, row.number);
+  return true;
+}
+
+void PlainPass::write_tokens() {
+  out_.token_offsets.push_back(0);
+  for (const auto& ms : token_ms_) {
+    if (timed_) out_.token_ms.insert(out_.token_ms.end(), ms.begin(), ms.end());
+    out_.token_offsets.push_back(out_.token_offsets.back() + static_cast<std::int64_t>(ms.size()));
+  }
+}
+
+}  // namespace kvlab

@@ -1,0 +1,84 @@
+// The plain pass of a cell: every item answered under the policy, batch by batch, timed and traced as the cell asks.
+#pragma once
+#include <chrono>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "result/results.hpp"
+#include "run/answer.hpp"
+#include "run/cell_input.hpp"
+#include "run/step_log.hpp"
+#include "run/summary.hpp"
+#include "run/trace.hpp"
+
+namespace kvlab {
+
+class PlainPass {
+ public:
+  PlainPass(const CellInput& in, results::CellResult& out);
+
+  struct Answers {
+    std::vector<std::vector<int>> outputs;  // by item
+    Forced forced;
+  };
+  // Fills samples, token and step columns, ledger, trace and the summary's memory columns of `out`. Throws OutOfMemory.
+  Answers run();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // An item in its slot.
+  struct Row {
+    Row(const Item& of, int in_cell) : item(&of), number(in_cell), answer(of) {}
+
+    const Item* item;
+    int number;  // of the item in the cell
+    int slot = -1;
+    std::vector<int> queue;  // fed before the answer
+    std::size_t fed = 0;     // of the queue
+    std::int64_t seen = 0;   // tokens before the answer
+    Answer answer;
+    std::vector<float> ms;  // of each answer token
+    double nll = 0;         // of forced tokens
+    Clock::time_point start = Clock::now();
+    double ttft = results::not_measured;
+
+    bool asking() const { return fed < queue.size(); }
+  };
+
+  void warm_up();
+  void run_batch(std::size_t begin, std::size_t end, StepLog& log);
+  void start(Row& row, StepLog& log);
+  void step(std::vector<Row*>& active, StepLog& log);
+  void take_logits(Row& row, std::span<const float> logits, double ms);
+  bool goes_on(Row& row);
+  void finish_item(Row& row);
+  bool next_turn(Row& row);
+  void write_tokens();
+
+  std::span<const float> logits_of(std::size_t row) const {
+    return {logits_.data() + row * static_cast<std::size_t>(vocab_), static_cast<std::size_t>(vocab_)};
+  }
+  View<float, 2> logits_view(std::size_t rows) {
+    return View<float, 2>::dense(logits_.data(), {static_cast<std::int64_t>(rows), vocab_});
+  }
+
+  const CellInput& in_;
+  results::CellResult& out_;
+  const std::vector<Item>& items_;
+  std::vector<std::size_t> heads_;  // the first items of the conversations
+  int vocab_;
+  bool timed_;
+  std::size_t batch_;  // conversations at once
+  Engine engine_;
+  std::optional<TraceRecorder> trace_;
+  std::vector<float> logits_;
+  std::map<int, std::vector<std::byte>> contexts_;  // sample -> cache after its context
+  std::vector<std::vector<float>> token_ms_;        // by item
+  Answers answers_;
+  int done_ = 0;
+};
+
+}  // namespace kvlab

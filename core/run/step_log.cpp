@@ -1,0 +1,69 @@
+#include "run/step_log.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr Tier tiers[] = {Tier::device, Tier::host};
+
+std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
+  return ledger.moved(tier)[static_cast<std::size_t>(tag)];
+}
+
+}  // namespace
+
+StepLog::StepLog(const Engine& engine, results::CellResult& out) : engine_(engine), out_(out), fired_(engine.fired()) {
+  for (int p = 0; p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
+  for (const Tier tier : tiers)
+    for (int tag = 0; tag < tag_count; ++tag)
+      moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
+}
+
+void StepLog::step(double ms, const Parts& parts) {
+  const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
+  out_.step_ms.push_back(static_cast<float>(ms));
+  for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
+  const Ledger& ledger = engine_.store().ledger();
+  for (const Tier tier : tiers)
+    for (int tag = 0; tag < tag_count; ++tag) {
+      const std::int64_t held = ledger.held(tier)[static_cast<std::size_t>(tag)], all = moved(ledger, tier, tag);
+      std::int64_t& before = moved_[{static_cast<int>(tier), tag}];
+      if (held == 0 && all == before) continue;
+      out_.ledger.push_back(
+          {step, tier == Tier::host ? "host" : "device", name_of(static_cast<Tag>(tag)), held, all - before});
+      before = all;
+    }
+}
+
+void StepLog::decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots) {
+  step(ms, parts);
+  ++decode_steps_;
+  decode_ms_ += ms;
+  decode_tokens_ += static_cast<std::int64_t>(slots.size());
+  device_bytes_ += static_cast<double>(engine_.store().ledger().total(Tier::device));
+  const Shape& s = engine_.store().shape();
+  for (const int slot : slots)
+    full_bytes_ += static_cast<double>(engine_.store().position(slot)) * s.layers * s.kv_heads * 2 * s.head_dim *
+                   static_cast<double>(size_of(s.dtype));
+}
+
+void StepLog::finish(bool timed) {
+  auto& s = out_.summary;
+  s.device_bytes_peak = engine_.store().ledger().peak(Tier::device);
+  s.host_bytes_peak = engine_.store().ledger().peak(Tier::host);
+  s.disk_bytes_peak = 0;
+  s.fired = engine_.fired() - fired_;
+  if (decode_steps_ > 0) {
+    s.device_bytes_decode = device_bytes_ / static_cast<double>(decode_steps_);
+    s.compression = full_bytes_ / device_bytes_;
+  }
+  if (timed) return;
+  out_.step_ms.clear();
+  out_.step_parts.clear();
+  out_.parts.clear();
+}
+
+double StepLog::tokens_per_s() const {
+  return decode_ms_ > 0 ? static_cast<double>(decode_tokens_) / (decode_ms_ / 1000) : results::not_measured;
+}
+
+}  // namespace kvlab

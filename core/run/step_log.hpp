@@ -1,0 +1,41 @@
+// What every engine step of a cell's plain pass took and held: times, their parts, the ledger's rows, and the means
+// that the memory columns need.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "base/part_timer.hpp"
+#include "engine/engine.hpp"
+#include "result/results.hpp"
+
+namespace kvlab {
+
+class StepLog {
+ public:
+  // Counts what the engine does from now on.
+  StepLog(const Engine& engine, results::CellResult& out);
+
+  using Parts = std::array<double, part_count>;  // seconds
+  void prompt(double ms, const Parts& parts) { step(ms, parts); }
+  void decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots);
+
+  // The summary's memory columns and `fired`; without `timed` the times go.
+  void finish(bool timed);
+
+  // Tokens that decode steps yielded per second of theirs; NaN before the first.
+  double tokens_per_s() const;
+
+ private:
+  void step(double ms, const Parts& parts);
+
+  const Engine& engine_;
+  results::CellResult& out_;
+  std::map<std::pair<int, int>, std::int64_t> moved_;  // (tier, tag) -> bytes before the latest step
+  std::int64_t fired_ = 0, decode_steps_ = 0, decode_tokens_ = 0;
+  double decode_ms_ = 0, device_bytes_ = 0, full_bytes_ = 0;  // sums over decode steps
+};
+
+}  // namespace kvlab

@@ -1,0 +1,63 @@
+#include "run/summary.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "experiment/variants.hpp"
+#include "run/metrics.hpp"
+
+namespace kvlab {
+
+void describe_cell(const CellInput& in, results::CellResult& out) {
+  const Experiment& e = *in.experiment;
+  const PolicySpec& policy = in.policy();
+  auto& s = out.summary;
+  out.id = s.cell = in.cell->id;
+  s.model = in.model->name;
+  s.policy = policy.name;
+  s.params = in.cell->params;
+  s.task = task_label(e.tasks[in.cell->task]);
+  s.seed = in.cell->seed;
+  s.repeat = in.cell->repeat;
+  for (const Item& item : in.items->items)
+    s.context_tokens = std::max<std::int64_t>(s.context_tokens, item.most_tokens());
+  if (policy.budget.kind == BudgetAmount::tokens) s.budget_tokens = policy.budget.value;
+  if (policy.budget.kind == BudgetAmount::ratio)
+    s.budget_tokens = policy.budget.value * static_cast<double>(s.context_tokens);
+  if (policy.budget.kind == BudgetAmount::bytes) s.budget_bytes = static_cast<std::int64_t>(policy.budget.value);
+}
+
+void summarize(const CellInput& in, const Forced& forced, results::CellResult& out) {
+  auto& s = out.summary;
+  std::vector<double> scores, ttft;
+  std::int64_t tokens = 0;
+  for (const auto& sample : out.samples) {
+    scores.push_back(sample.score);
+    tokens += sample.output_tokens;
+    if (std::isfinite(sample.ttft_ms)) ttft.push_back(sample.ttft_ms);
+  }
+  s.samples = static_cast<std::int64_t>(out.samples.size());
+  s.output_tokens = tokens;
+  if (in.wants(Metric::score)) {
+    s.score = forced.tokens > 0 ? std::exp(forced.nll / forced.tokens) : mean(scores);
+    const Interval interval = mean_interval(scores);
+    s.score_lo = interval.low;
+    s.score_hi = interval.high;
+  }
+  const auto mean_of = [](const std::vector<float>& v) { return mean(std::vector<double>(v.begin(), v.end())); };
+  s.kl = mean_of(out.fidelity.kl);
+  s.top1 = mean_of(out.fidelity.top1);
+  s.mass = mean_of(out.fidelity.mass);
+  if (!in.wants(Metric::latency)) return;
+  s.ttft_ms = percentile(ttft, 0.5);
+  std::vector<double> tpot;  // answer tokens after each sample's first
+  for (std::size_t i = 0; i + 1 < out.token_offsets.size(); ++i)
+    for (std::int64_t t = out.token_offsets[i] + 1; t < out.token_offsets[i + 1]; ++t)
+      tpot.push_back(out.token_ms[static_cast<std::size_t>(t)]);
+  s.tpot_ms_p50 = percentile(tpot, 0.50);
+  s.tpot_ms_p95 = percentile(tpot, 0.95);
+  s.tpot_ms_p99 = percentile(tpot, 0.99);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,20 @@
+// A cell's row of /summary.
+#pragma once
+#include "result/results.hpp"
+#include "run/cell_input.hpp"
+
+namespace kvlab {
+
+// Columns that are known before anything runs.
+void describe_cell(const CellInput& in, results::CellResult& out);
+
+// Negative log-likelihood of forced tokens, over all samples; perplexity is the score of a cell that has any.
+struct Forced {
+  double nll = 0, tokens = 0;
+};
+
+// Scores, fidelity and, for a timed cell, latency, from samples, tokens and fidelity; memory and tokens_per_s are the
+// step log's.
+void summarize(const CellInput& in, const Forced& forced, results::CellResult& out);
+
+}  // namespace kvlab

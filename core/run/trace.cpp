@@ -1,0 +1,41 @@
+#include "run/trace.hpp"
+
+namespace kvlab {
+
+void TraceRecorder::kept(const Engine& engine, int slot, int item) {
+  const Shape& s = engine.store().shape();
+  auto& kept = kept_[static_cast<std::size_t>(item)];
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (int head = 0; head < s.kv_heads; ++head) kept.push_back(engine.store().positions(layer, slot, head));
+}
+
+void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
+  if (!l.pages) return;
+  for (std::size_t r = 0; r < rows_.size(); ++r)
+    for (int head = 0; head < store.shape().kv_heads; ++head) {
+      const auto row = static_cast<std::int64_t>(r);
+      results::TraceEvent e;
+      e.sample = rows_[r].item;
+      e.token = rows_[r].token;
+      e.layer = l.layer;
+      e.kv_head = head;
+      e.begin = static_cast<std::int64_t>(out_.selected.size());
+      e.count = l.pages->count(row, head);
+      for (int i = 0; i < e.count; ++i) out_.selected.push_back(l.pages->index(row, head, i));
+      out_.events.push_back(e);
+    }
+}
+
+void TraceRecorder::finish(const Shape& shape) {
+  out_.layers = shape.layers;
+  out_.kv_heads = shape.kv_heads;
+  out_.samples = static_cast<decltype(out_.samples)>(kept_.size());
+  for (const auto& item : kept_)
+    for (const auto& kept : item) {
+      out_.kept_offsets.push_back(static_cast<std::int64_t>(out_.kept.size()));
+      out_.kept.insert(out_.kept.end(), kept.begin(), kept.end());
+      out_.kept_offsets.push_back(static_cast<std::int64_t>(out_.kept.size()));
+    }
+}
+
+}  // namespace kvlab

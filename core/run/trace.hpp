@@ -1,0 +1,34 @@
+// The positions that a policy kept of each prompt and the pages that attention read, for a cell that asks for `trace`.
+#pragma once
+#include <utility>
+#include <vector>
+
+#include "engine/engine.hpp"
+#include "result/results.hpp"
+
+namespace kvlab {
+
+class TraceRecorder final : public EngineObserver {
+ public:
+  TraceRecorder(std::size_t items, results::Trace& out) : out_(out), kept_(items) {}
+
+  // What the slot holds before an item's answer, once per item in any order.
+  void kept(const Engine& engine, int slot, int item);
+
+  // Which item and which of its tokens each row of the next steps is.
+  struct Row {
+    int item = 0, token = 0;
+  };
+  void rows(std::vector<Row> rows) { rows_ = std::move(rows); }
+  void attended(const DecodeLayer& l, const Store& store) override;
+
+  // The kept positions, item by item, go into the trace.
+  void finish(const Shape& shape);
+
+ private:
+  results::Trace& out_;
+  std::vector<Row> rows_;
+  std::vector<std::vector<std::vector<std::int32_t>>> kept_;  // by item, then layer and KV head
+};
+
+}  // namespace kvlab

@@ -1,0 +1,78 @@
+#include "run/answer.hpp"
+
+#include "run/sampling.hpp"
+#include "support/contract.hpp"
+#include "test/support/task_fixture.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+// Logits whose largest is at `token`.
+std::vector<float> favour(const Tokenizer& tokenizer, int token) {
+  std::vector<float> logits(static_cast<std::size_t>(tokenizer.vocab_size()));
+  logits[static_cast<std::size_t>(token)] = 1;
+  return logits;
+}
+
+}  // namespace
+
+TEST_CASE("an answer ends at the end token, at its longest, or with the forced tokens") {
+  const auto tokenizer = test::test_vocabulary("gpt-2");
+  const int eos = tokenizer->eos_ids().at(0);
+  const auto take = [&](Answer& a, int token) { return a.take(favour(*tokenizer, token), *tokenizer); };
+  Item item;
+  item.max_new = 3;
+
+  Answer full(item);
+  CHECK(take(full, 5) == 5);
+  CHECK(take(full, 6) == 6);
+  CHECK(!full.ended());
+  take(full, 7);
+  CHECK(full.ended());
+  CHECK(name_of(full.stop()) == std::string("length"));
+  CHECK(full.tokens() == std::vector<int>{5, 6, 7});
+
+  Answer shorter(item, 1), longer(item, 9);
+  take(shorter, 5);
+  CHECK(shorter.ended());
+  for (int i = 0; i < 3; ++i) take(longer, 5);
+  CHECK(longer.ended());
+
+  Answer stopped(item);
+  take(stopped, 5);
+  take(stopped, eos);
+  CHECK(name_of(stopped.stop()) == std::string("eos"));
+  CHECK(stopped.tokens() == std::vector<int>{5, eos});
+
+  item.forced = {eos, 8};
+  Answer forced(item, 1);  // a limit is for answers of the model's own
+  CHECK(take(forced, 5) == eos);
+  CHECK(!forced.ended());
+  CHECK(take(forced, 5) == 8);
+  CHECK(name_of(forced.stop()) == std::string("forced"));
+}
+
+TEST_CASE("a question fed after the prompt is the same text, and one sequence leaves nothing to the next") {
+  const auto model = test::tiny_model("llama-gqa3");
+  const auto text = test::test_text(30, model->config.vocab);
+  Item whole, parts;
+  whole.prompt = text;
+  parts.prompt.assign(text.begin(), text.begin() + 22);
+  parts.fed.assign(text.begin() + 22, text.end() - 1);
+  EngineOptions options;
+  options.max_tokens = 32;
+  options.page_size = 8;
+  Engine engine(model, test::subjects().policy(test::full_spec()), options);
+  Sequence sequence(engine);
+  REQUIRE(sequence.begin(whole) == Fit::ok);
+  const std::vector<float> wanted(sequence.logits().begin(), sequence.logits().end());
+  sequence.close();
+  for (int round = 0; round < 2; ++round) {
+    REQUIRE(sequence.begin(parts) == Fit::ok);
+    REQUIRE(sequence.feed(text.back()) == Fit::ok);
+    CHECK(kl_divergence(wanted, sequence.logits()) < 1e-6);
+    CHECK(argmax(sequence.logits()) == argmax(wanted));
+    sequence.close();
+  }
+}

@@ -1,0 +1,166 @@
+#include "run/cell.hpp"
+
+#include <regex>
+
+#include "run/answer.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+// Conversations over texts of the tiny model, under one policy.
+struct Fixture {
+  std::shared_ptr<const Model> model = test::tiny_model("llama-gqa3");
+  Registry registry;
+  RegistryCatalog catalog{registry};
+  Experiment experiment;
+  Cell cell;
+  TaskItems items;
+  ReferenceCache references;
+
+  explicit Fixture(const PolicySpec& policy = test::full_spec()) {
+    experiment.tasks.resize(1);
+    experiment.policies = {policy};
+    experiment.metrics = {Metric::score, Metric::fidelity, Metric::memory, Metric::trace};
+    experiment.fidelity_tokens = 100;
+    items.metric = "contains";
+  }
+  void add(std::vector<int> prompt, std::vector<int> fed, int max_new, bool follows = false) {
+    Item item;
+    item.sample = static_cast<int>(items.items.size());
+    item.max_new = max_new;
+    item.follows = follows;
+    item.prompt = std::move(prompt);
+    item.fed = std::move(fed);
+    item.references = {"x"};
+    item.sha256 = std::to_string(item.sample);
+    if (follows) {
+      const Item& last = items.items.back();
+      item.prompt = last.prompt;
+      item.before = last.most_tokens() - static_cast<int>(last.prompt.size());
+    }
+    items.items.push_back(std::move(item));
+  }
+  // Of different lengths, so that the rows of a batch end at different steps.
+  void conversations() {
+    for (int i = 0; i < 3; ++i) {
+      const unsigned seed = 10u * static_cast<unsigned>(i);
+      add(text(20 + 9 * i, seed + 1), text(i, seed + 2), 3 + 2 * i);
+      add({}, text(4, seed + 3), 4, true);
+      if (i != 1) add({}, text(2, seed + 4), 3, true);
+    }
+  }
+  std::vector<int> text(int tokens, unsigned seed) const { return test::test_text(tokens, model->config.vocab, seed); }
+  results::CellResult run() {
+    CellInput in;
+    in.experiment = &experiment;
+    in.cell = &cell;
+    in.model = model;
+    in.items = &items;
+    in.catalog = &catalog;
+    in.references = &references;
+    return run_cell(in);
+  }
+};
+
+// The full cache's answers, each question over a prompt that repeats the whole conversation before it.
+std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector<std::int64_t>& seen) {
+  EngineOptions options;
+  options.max_tokens = 128;
+  Engine engine(f.model, test::subjects().policy(test::full_spec()), options);
+  Sequence sequence(engine);
+  std::vector<std::vector<int>> out;
+  std::vector<int> so_far;
+  for (const Item& item : f.items.items) {
+    if (!item.follows) so_far = item.prompt;
+    so_far.insert(so_far.end(), item.fed.begin(), item.fed.end());
+    seen.push_back(static_cast<std::int64_t>(so_far.size()));
+    Item whole = item;
+    whole.prompt = so_far;
+    whole.fed.clear();
+    REQUIRE(sequence.begin(whole) == Fit::ok);
+    Answer answer(whole);
+    while (!answer.ended()) {
+      const int token = answer.take(sequence.logits(), *f.model->tokenizer);
+      if (!answer.ended()) REQUIRE(sequence.feed(token) == Fit::ok);
+    }
+    sequence.close();
+    out.push_back(answer.tokens());
+    if (answer.stop() == Answer::Stop::eos) out.back().pop_back();
+    so_far.insert(so_far.end(), out.back().begin(), out.back().end());
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("turns go on in the cache that earlier answers left, whatever the batch") {
+  Fixture f;
+  f.conversations();
+  std::vector<std::int64_t> seen;
+  const auto wanted = answers_from_scratch(f, seen);
+  for (const int batch : {1, 2, 8}) {
+    CAPTURE(batch);
+    f.experiment.batch = batch;
+    const results::CellResult result = f.run();
+    CAPTURE(result.summary.error);
+    REQUIRE(result.summary.status == "ok");
+    REQUIRE(result.samples.size() == wanted.size());
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      CAPTURE(i);
+      CHECK(result.samples[i].output == f.model->tokenizer->decode(wanted[i]));
+      CHECK(result.samples[i].prompt_tokens == seen[i]);
+      CHECK(result.samples[i].top1 == 1);
+      CHECK(result.samples[i].kl < 1e-6);
+      CHECK(result.samples[i].first_divergence == -1);
+    }
+    CHECK(result.trace.samples == static_cast<std::int64_t>(wanted.size()));
+    CHECK(result.summary.mass == Approx(1));
+    CHECK(result.summary.fired == 0);
+  }
+}
+
+TEST_CASE("the trace has each item's kept positions in the items' order") {
+  Fixture f;
+  f.conversations();
+  f.experiment.batch = 3;
+  const results::CellResult result = f.run();
+  REQUIRE(result.summary.status == "ok");
+  const auto& config = f.model->config;
+  const std::size_t heads = static_cast<std::size_t>(config.layers * config.kv_heads);
+  REQUIRE(result.trace.kept_offsets.size() == 2 * heads * f.items.items.size());
+  for (std::size_t i = 0; i < f.items.items.size(); ++i) {
+    const Item& item = f.items.items[i];
+    // At a later turn all but the question and the answer's last token are there; an end token never was.
+    std::int64_t there = static_cast<std::int64_t>(item.prompt.size());
+    if (item.follows) {
+      const bool eos = result.samples[i - 1].stop == "eos";
+      there = result.samples[i - 1].prompt_tokens + result.samples[i - 1].output_tokens - 1;
+      CHECK(result.samples[i].prompt_tokens == there + (eos ? 0 : 1) + static_cast<std::int64_t>(item.fed.size()));
+    }
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::size_t at = 2 * (i * heads + h);
+      CHECK(result.trace.kept_offsets[at + 1] - result.trace.kept_offsets[at] == there);
+    }
+  }
+}
+
+TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {
+  Fixture f;
+  f.conversations();
+  f.experiment.device_memory = 16 * 1024;
+  const results::CellResult result = f.run();
+  CHECK(result.summary.status == "oom");
+  CHECK(result.samples.empty());
+  CHECK(result.ledger.empty());
+  std::smatch numbers;
+  REQUIRE(std::regex_match(result.summary.error, numbers,
+                           std::regex("got a device limit of 16384 bytes, wanted room for more pages than the "
+                                      "([0-9]+) bytes held")));
+  const std::int64_t held = std::stoll(numbers[1]);
+  const auto& config = f.model->config;
+  const std::int64_t page = 8 * config.head_dim * 2 * 4;  // K and V alone
+  CHECK(held <= 16384);
+  CHECK(held + 2 * page > 16384);  // the next page, positions included, was too much
+}
