@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <kvlab/error.hpp>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "engine/engine.hpp"
 #include "host/loader.hpp"
@@ -97,6 +98,12 @@ int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOpti
   if (e.profilers.empty())
     throw Error(Errc::config, "got no 'profilers', wanted e.g. profilers: [NAME]; `kvlab list profilers` has the names",
                 e.file.string());
+  std::set<std::string> names;
+  for (const PluginUse& use : e.profilers)
+    if (!names.insert(use.name).second)
+      throw Error(Errc::config,
+                  fmt::format("got profiler '{}' twice, wanted each once: a profile has one of a name", use.name),
+                  e.file.string());
   if (e.models.size() != 1)
     throw Error(Errc::config,
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),

@@ -92,5 +92,10 @@ TEST_CASE("profilers and policies exclude each other, and each has its command")
                run_profile(policies, run.catalog, {"test", false, true});
              }),
              Catch::Contains("list profilers"));
+  const Experiment twice = run.experiment("profilers: [head_stats, head_stats: {by: bound}]");
+  CHECK_THAT(test::message_of([&] {
+               run_profile(twice, run.catalog, {"test", false, true});
+             }),
+             Catch::Contains("'head_stats' twice"));
   CHECK_FALSE(std::filesystem::exists(run.folder / "p.h5"));
 }
