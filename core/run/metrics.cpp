@@ -170,9 +170,20 @@ double table_f1(const std::string& answer, const std::vector<std::string>& refer
   return f_score(static_cast<double>(both.size()), got.size(), wanted.size());
 }
 
+// The share of references "N: text" for which entry N has the text.
+using Entries = std::map<std::string, std::string>;
+double met(const Entries& entries, const std::vector<std::string>& references) {
+  double count = 0;
+  for (const std::string& r : references) {
+    const auto entry = entries.find(first_integer(r));
+    count += entry != entries.end() && contains(entry->second, trimmed(r.substr(r.find(':') + 1), " "));
+  }
+  return count / static_cast<double>(references.size());
+}
+
 double demands(const std::string& answer, const std::vector<std::string>& references) {
   constexpr std::string_view mark = "#*#";
-  std::map<std::string, std::string> entries;
+  Entries entries;
   for (std::size_t at = 0;;) {
     const std::size_t end = answer.find(mark, at);
     const std::string entry = answer.substr(at, end - at);
@@ -180,12 +191,16 @@ double demands(const std::string& answer, const std::vector<std::string>& refere
     if (end == std::string::npos) break;
     at = end + mark.size();
   }
-  double met = 0;
-  for (const std::string& r : references) {
-    const auto entry = entries.find(first_integer(r));
-    met += entry != entries.end() && contains(entry->second, r.substr(r.find(':') + 1));
-  }
-  return met / static_cast<double>(references.size());
+  return met(entries, references);
+}
+
+double listed_demands(const std::string& answer, const std::vector<std::string>& references) {
+  Entries entries;
+  for (const std::string& line : split(answer, "\n"))
+    if (const std::string item = trimmed(line, " \t\r");
+        !item.empty() && std::isdigit(static_cast<unsigned char>(item[0])))
+      entries.emplace(first_integer(item), item);
+  return met(entries, references);
 }
 
 std::string first_line(const std::string& text) {
@@ -211,8 +226,11 @@ const std::map<std::string, Pairwise>& pairwise() {
 // Of all references together.
 using Listwise = std::function<double(const std::string&, const std::vector<std::string>&)>;
 const std::map<std::string, Listwise>& listwise() {
-  static const std::map<std::string, Listwise> all = {
-      {"contains_all", contains_all}, {"in_order", in_order}, {"table_f1", table_f1}, {"demands", demands}};
+  static const std::map<std::string, Listwise> all = {{"contains_all", contains_all},
+                                                      {"in_order", in_order},
+                                                      {"table_f1", table_f1},
+                                                      {"demands", demands},
+                                                      {"listed_demands", listed_demands}};
   return all;
 }
 

@@ -22,6 +22,8 @@ namespace kvlab {
 //   and
 //                  Li 2022). The first reference is the header, the others rows; cells are parted by '|'
 //   demands        references are "N: text": the share of them for which entry N of the answer contains the text.
+//                   Entries begin with #*#, the first one is number 1.
+//   listed_demands the same where entry N is the answer's first line that begins with N.
 //                  Entries begin with #*# and their number; one that is missing meets nothing (LongGenBench's STIC-2:
 //                  Wu et al. 2024, with a rule in place of a judging model)
 double score(const std::string& metric, const std::string& answer, const std::vector<std::string>& references);

@@ -1,6 +1,6 @@
-// The words that appear most often in a numbered list: RULER's common_words_extraction (Hsieh et al. 2024), without its
-// worked example. Its words are those of the bundled haystack. Score: the share of the common words that the answer
-// has.
+// The words that appear most often in a numbered list: RULER's common_words_extraction (Hsieh et al. 2024), with its
+// worked examples before it. The words are those of the bundled haystack. Score: the share of the common words that the
+// answer has.
 #include <kvlab/prompt.hpp>
 
 #include <set>
@@ -16,7 +16,8 @@ class CommonWords final : public kvlab::PromptTask {
         words_from_(p.get<std::string>("words")),
         common_(p.get<int>("common")),
         times_(p.get<int>("times")),
-        other_times_(p.get<int>("other_times")) {}
+        other_times_(p.get<int>("other_times")),
+        examples_(p.get<int>("examples")) {}
 
   std::string metric() const override { return "contains_all"; }
 
@@ -29,18 +30,40 @@ class CommonWords final : public kvlab::PromptTask {
                          "got " + std::to_string(words.size()) +
                              " different words, wanted more than common: " + std::to_string(common_),
                          words_from_);
+    const auto common = static_cast<std::size_t>(common_);
+    const std::string count = std::to_string(common_),
+                      intro =
+                          "Below is a numbered list of words. In these words, some appear more often than others. "
+                          "Memorize the ones that appear most often.",
+                      question = "\nQuestion: What are the " + count + " most common words in the above list?",
+                      opening = "Answer: The top " + count + " words that appear most often in the list are:";
+    // RULER's frequencies and sizes of examples, below 4096 tokens its smaller ones.
+    const bool small = context() < 4096;
+    const std::size_t example_words = small ? 20 : 40;
+    std::string text;
+    for (int i = 0; i < examples_; ++i) {
+      random.shuffle(words);
+      text += intro +
+              numbered(words, common, small ? 3 : 10, example_words > common ? example_words - common : 0,
+                       small ? 1 : 3, random) +
+              question + " " + opening;
+      for (std::size_t k = 0; k < common; ++k) text += " " + std::to_string(k + 1) + ". " + words[k];
+      text += "\n";
+    }
     random.shuffle(words);
-    const std::string count = std::to_string(common_);
-    kvlab::Prompt prompt =
-        open(env,
-             "Below is a numbered list of words. In these words, some appear more often than others. "
-             "Memorize the ones that appear most often.");
-    prompt.ask("\nQuestion: What are the " + count + " most common words in the above list?",
-               "Answer: The top " + count + " words that appear most often in the list are:",
-               Words(words.begin(), words.begin() + common_), max_new());
+    kvlab::Prompt prompt = open(env, text + intro);
+    prompt.ask(question, opening, Words(words.begin(), words.begin() + common_), max_new());
     // As many of the other words as fit.
-    const auto list = [&](std::size_t others) { return env.encode_next(numbered(words, others, random)); };
-    std::size_t fit = 0, over = words.size() - static_cast<std::size_t>(common_) + 1;
+    const int times = times_ > 0 ? times_
+                      : small    ? 6
+                                 : 30,
+              other_times = other_times_ > 0 ? other_times_
+                            : small          ? 1
+                                             : 3;
+    const auto list = [&](std::size_t others) {
+      return env.encode_next(numbered(words, common, times, others, other_times, random));
+    };
+    std::size_t fit = 0, over = words.size() - common + 1;
     prompt.room(kvlab::length(list(1)), "the list", 0);
     while (over - fit > 1) {
       const std::size_t middle = fit + (over - fit) / 2;
@@ -50,13 +73,13 @@ class CommonWords final : public kvlab::PromptTask {
   }
 
  private:
-  // RULER's frequencies, below 4096 tokens its smaller ones.
-  std::string numbered(const Words& words, std::size_t others, kvlab::Random random) const {
-    const bool small = context() < 4096;
-    const int times = times_ > 0 ? times_ : small ? 6 : 30, other = other_times_ > 0 ? other_times_ : small ? 1 : 3;
+  // The first `common` words `times` times, the next `others` (as far as there are any) `other_times` times, in one
+  // numbered line of its own.
+  static std::string numbered(const Words& words, std::size_t common, int times, std::size_t others, int other_times,
+                              kvlab::Random random) {
     Words all;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(common_) + others; ++i)
-      all.insert(all.end(), static_cast<std::size_t>(i < static_cast<std::size_t>(common_) ? times : other), words[i]);
+    for (std::size_t i = 0; i < std::min(words.size(), common + others); ++i)
+      all.insert(all.end(), static_cast<std::size_t>(i < common ? times : other_times), words[i]);
     random.shuffle(all);
     std::string text = "\n";
     for (std::size_t i = 0; i < all.size(); ++i) text += (i > 0 ? " " : "") + std::to_string(i + 1) + ". " + all[i];
@@ -83,7 +106,7 @@ class CommonWords final : public kvlab::PromptTask {
   }
 
   std::string words_from_;
-  int common_, times_, other_times_;
+  int common_, times_, other_times_, examples_;
   mutable Words vocabulary_;  // read once
 };
 
@@ -94,4 +117,5 @@ KVLAB_PLUGIN(kvlab::prompt_task<CommonWords>("common_words", "the words that app
                  .param("common", 10, 1, 1000, "words that appear often")
                  .param("times", 0, 0, 10000, "how often each does; 0 = 30, below a context of 4096 tokens 6")
                  .param("other_times", 0, 0, 10000, "how often the others do; 0 = 3, below a context of 4096 tokens 1")
+                 .param("examples", 1, 0, 10, "worked examples before the list")
                  .param("words", std::string("bundled/niah/haystack.txt"), "text whose words are used"))

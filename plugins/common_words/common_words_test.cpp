@@ -31,3 +31,30 @@ TEST_CASE("common_words: the references are the words that the list has most oft
           "in the list are:");
   }
 }
+
+TEST_CASE("common_words: RULER's worked example before the list, or none") {
+  const TaskFixture f("common_words");
+  const auto env = f.env(2);
+  const std::string intro = "Below is a numbered list of words.", answers = "in the list are:";
+  for (const std::int64_t context : {2000, 5000}) {
+    const TaskSample s = f.task({{"context", context}})->sample(0, env);
+    const std::string text = env.decode(s.context);
+    const std::size_t begin = text.find("\n1. "), question = text.find("\nQuestion: "), last = text.rfind(intro);
+    REQUIRE((begin < question && question < last));
+    const std::string answer = text.substr(text.find(answers) + answers.size(), std::string::npos);
+    std::map<std::string, int> counts;
+    std::istringstream in(text.substr(begin, question - begin)), top(answer);
+    std::string number, word;
+    while (in >> number >> word) ++counts[word];
+    CHECK(counts.size() == (context < 4096 ? 20 : 40));
+    for (int i = 1; i <= 10; ++i) {
+      REQUIRE(top >> number >> word);
+      CHECK(number == std::to_string(i) + ".");
+      CHECK(counts[word] == (context < 4096 ? 3 : 10));
+      counts.erase(word);
+    }
+    for (const auto& [w, n] : counts) CHECK(n == (context < 4096 ? 1 : 3));
+    const TaskSample none = f.task({{"context", context}, {"examples", std::int64_t{0}}})->sample(0, env);
+    CHECK(env.decode(none.context).rfind(intro) == env.decode(none.context).find(intro));
+  }
+}

@@ -1,9 +1,22 @@
 // A long document in numbered entries, some of which have to meet demands: one entry, a range, every so many. After
-// LongGenBench's skyscraper (Wu et al. 2024), in its form: entries begin with #*# and the first one's heading opens the
-// answer. Score: the share of demanded entries that name what they must, checked by rule.
+// LongGenBench's skyscraper (Wu et al. 2024). `form: document` is its form: the demands as rules, entries in prose that
+// begin with #*#, the first one's heading opens the answer; small models do not follow it. `form: list` says the same
+// floor by floor, hidden in a text, and wants one numbered line for each. Score: the share of demanded entries that
+// name what they must, checked by rule.
 #include <kvlab/prompt.hpp>
 
 #include <map>
+
+namespace {
+
+enum class Form { list, document };
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<Form> {
+  static constexpr std::pair<Form, const char*> all[] = {{Form::list, "list"}, {Form::document, "document"}};
+};
 
 namespace {
 
@@ -11,6 +24,8 @@ class LongGeneration final : public kvlab::PromptTask {
  public:
   explicit LongGeneration(const kvlab::Params& p)
       : PromptTask(p),
+        form_(p.get<Form>("form")),
+        haystack_(p.get<std::string>("haystack")),
         entries_(p.get<int>("entries")),
         once_(p.get<int>("once")),
         range_(p.get<int>("range")),
@@ -22,45 +37,93 @@ class LongGeneration final : public kvlab::PromptTask {
                                                   ", wanted both within entries: " + std::to_string(entries_));
   }
 
-  std::string metric() const override { return "demands"; }
+  std::string metric() const override { return form_ == Form::list ? "listed_demands" : "demands"; }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     one_question(env, "the document is written once");
     kvlab::Random random = this->random(index, env);
-    std::vector<std::string> uses{
-        "art gallery",  "bakery",        "bookshop",    "cinema",         "clinic",
-        "conservatory", "dance studio",  "day nursery", "fitness center", "jewelry workshop",
-        "law office",   "library",       "museum",      "music school",   "photography studio",
-        "restaurant",   "swimming pool", "tea house",   "theater",        "yoga studio"};
-    random.shuffle(uses);
+    const Demands demands(*this, random);
+    return form_ == Form::list ? list(demands, env, random) : document(demands, env);
+  }
+
+ private:
+  struct Demands {
+    Demands(const LongGeneration& task, kvlab::Random& random) {
+      std::vector<std::string> uses{
+          "art gallery",  "bakery",        "bookshop",    "cinema",         "clinic",
+          "conservatory", "dance studio",  "day nursery", "fitness center", "jewelry workshop",
+          "law office",   "library",       "museum",      "music school",   "photography studio",
+          "restaurant",   "swimming pool", "tea house",   "theater",        "yoga studio"};
+      random.shuffle(uses);
+      std::vector<int> floors;
+      for (int f = 1; f <= task.entries_; ++f) floors.push_back(f);
+      random.shuffle(floors);
+      for (int i = 0; i < task.once_; ++i)
+        once.emplace_back(floors[static_cast<std::size_t>(i)], uses[static_cast<std::size_t>(i) % (uses.size() - 2)]);
+      shared = uses[uses.size() - 2];
+      repeated = uses.back();
+      from = 1 + static_cast<int>(random.below(static_cast<std::size_t>(task.entries_ - task.range_ + 1)));
+      for (const auto& [floor, use] : once) want(floor, use);
+      for (int f = from; f < from + task.range_; ++f) want(f, shared);
+      if (task.period_ == 0) return;
+      start = 1 + static_cast<int>(random.below(static_cast<std::size_t>(std::min(task.period_, task.entries_))));
+      for (int f = start; f <= task.entries_; f += task.period_) want(f, repeated);
+    }
+    void want(int floor, const std::string& use) {
+      references.push_back(std::to_string(floor) + ": " + use);
+      std::string& all = of[floor];
+      all += (all.empty() ? "" : " and ") + use;
+    }
+
+    std::vector<std::pair<int, std::string>> once;  // floor, use
+    std::string shared, repeated;                   // uses of the range and of every so many floors
+    int from = 1, start = 1;                        // first floors of these two
+    std::vector<std::string> references;
+    std::map<int, std::string> of;  // all uses of a floor
+  };
+
+  kvlab::TaskSample list(const Demands& demands, const kvlab::TaskEnv& env, kvlab::Random& random) const {
     const std::string n = std::to_string(entries_);
-    std::vector<std::string> demands;
+    std::vector<kvlab::Tokens> facts;
+    std::vector<double> places;
+    std::string answer;
+    int taken = 0;
+    for (int f = 1; f <= entries_; ++f) {
+      const auto it = demands.of.find(f);
+      const std::string use = it == demands.of.end() ? "offices" : it->second;
+      facts.push_back(env.encode_next("\nFloor " + std::to_string(f) + ": " + use));
+      taken += kvlab::length(facts.back());
+      answer += "\n" + std::to_string(f) + ". " + use;
+      places.push_back(random.unit());
+    }
+    std::sort(places.begin(), places.end());
+    constexpr int spare = 8;
+    kvlab::Prompt prompt =
+        open(env, "Construct a skyscraper with " + n +
+                      " floors. What each floor is for is hidden in the following text. Remember it.");
+    prompt.ask("\nWrite the complete list, from floor 1 to floor " + n + ". Number the lines.", "", {},
+               max_new() > 0 ? max_new() : kvlab::length(env.encode_next(answer)) + spare);
+    const int room = prompt.room(taken, n + " floors");
+    const kvlab::Haystack& text = haystack_.of(env);
+    kvlab::TaskSample out =
+        prompt.finish(kvlab::hidden(text.take(random.below(text.pieces.size()), room, env), facts, places));
+    out.questions[0].references = demands.references;
+    return out;
+  }
+
+  kvlab::TaskSample document(const Demands& demands, const kvlab::TaskEnv& env) const {
+    const std::string n = std::to_string(entries_);
     std::string text =
         "Construct a skyscraper with " + n +
         " floors. Please follow the detailed floor assignments below:\n1) Specific floors requirements:\n";
-    std::vector<int> floors;
-    for (int f = 1; f <= entries_; ++f) floors.push_back(f);
-    random.shuffle(floors);
-    const auto want = [&](int floor, const std::string& use) { demands.push_back(std::to_string(floor) + ": " + use); };
-    for (int i = 0; i < once_; ++i) {
-      const int floor = floors[static_cast<std::size_t>(i)];
-      const std::string& use = uses[static_cast<std::size_t>(i) % (uses.size() - 2)];
+    for (const auto& [floor, use] : demands.once)
       text += "  - Designate Floor " + std::to_string(floor) + " for " + use + " use.\n";
-      want(floor, use);
-    }
-    const int from = 1 + static_cast<int>(random.below(static_cast<std::size_t>(entries_ - range_ + 1)));
-    if (range_ > 0) {
-      const std::string& use = uses[uses.size() - 2];
-      text += "2) Range floors requirements: Allocate Floors " + std::to_string(from) + " to " +
-              std::to_string(from + range_ - 1) + " for a " + use + ".\n";
-      for (int f = from; f < from + range_; ++f) want(f, use);
-    }
-    if (period_ > 0) {
-      const int start = 1 + static_cast<int>(random.below(static_cast<std::size_t>(std::min(period_, entries_))));
-      text += "3) Periodic floors requirements: Include a " + uses.back() + " every " + std::to_string(period_) +
-              " floors, starting from Floor " + std::to_string(start) + ".\n";
-      for (int f = start; f <= entries_; f += period_) want(f, uses.back());
-    }
+    if (range_ > 0)
+      text += "2) Range floors requirements: Allocate Floors " + std::to_string(demands.from) + " to " +
+              std::to_string(demands.from + range_ - 1) + " for a " + demands.shared + ".\n";
+    if (period_ > 0)
+      text += "3) Periodic floors requirements: Include a " + demands.repeated + " every " + std::to_string(period_) +
+              " floors, starting from Floor " + std::to_string(demands.start) + ".\n";
     text +=
         "4) Document each floor independently with a description of its facilities and design.\n5) Use '#*#' to "
         "separate "
@@ -77,11 +140,12 @@ class LongGeneration final : public kvlab::PromptTask {
     kvlab::Prompt prompt = asked(max_new() > 0 ? max_new() : asked(0).room(0, "no text", 1));
     prompt.room(0, "no text", 0);
     kvlab::TaskSample out = prompt.finish({});
-    out.questions[0].references = demands;
+    out.questions[0].references = demands.references;
     return out;
   }
 
- private:
+  Form form_;
+  kvlab::HaystackText haystack_;
   int entries_, once_, range_, period_, words_;
 };
 
@@ -89,8 +153,11 @@ class LongGeneration final : public kvlab::PromptTask {
 
 KVLAB_PLUGIN(kvlab::prompt_task<LongGeneration>("long_generation", "a long document whose entries have to meet demands",
                                                 4096, 0)
-                 .param("entries", 100, 1, 10000, "floors to describe")
+                 .param("form", Form::list, "a line for each entry, or LongGenBench's prose")
+                 .param("entries", 30, 1, 10000, "floors to describe")
                  .param("once", 5, 0, 10000, "floors with a demand of their own")
                  .param("range", 5, 0, 10000, "neighbours that share one")
                  .param("period", 10, 0, 10000, "one floor in so many has the same; 0 = none")
-                 .param("words", 150, 1, 10000, "of each entry, at least; not checked"))
+                 .param("words", 150, 1, 10000, "of each entry in prose, at least; not checked")
+                 .param("haystack", std::string("bundled/niah/haystack.txt"),
+                        "of a list: text file, which repeats when it is too short; or noise"))

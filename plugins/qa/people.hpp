@@ -13,51 +13,41 @@ struct Document {
   std::vector<std::string> answers;
 };
 
+inline constexpr int most_people = 1500;
+
 inline std::vector<Document> people(int count, kvlab::Random& random) {
   static constexpr const char *
-      first[] = {"Ada",     "Bram",  "Celia", "Dario", "Edith",  "Felix",  "Greta", "Hugo",
-                 "Irene",   "Jonas", "Karin", "Lucas", "Mabel",  "Nils",   "Olive", "Pavel",
-                 "Queenie", "Ruben", "Sonja", "Tomas", "Ursula", "Viktor", "Wanda", "Yusuf"},
-     *last[] = {"Abbot",  "Bergman", "Castell",  "Dunmore",   "Ekberg",    "Farrow", "Gilroy",   "Hollis",
-                "Ingram", "Jarvis",  "Keller",   "Lindqvist", "Marlow",    "Norrby", "Osgood",   "Pruett",
-                "Quimby", "Rowland", "Sandoval", "Thorne",    "Underhill", "Vance",  "Whitlock", "Yates"},
+      first[] = {"Ada",   "Alma",   "Arthur", "Bram",   "Bruno", "Celia",  "Clara", "Dario", "Dora",  "Edith",
+                 "Emil",  "Felix",  "Flora",  "Frank",  "Greta", "Gustav", "Helen", "Hugo",  "Irene", "Ivan",
+                 "Jonas", "Julia",  "Karin",  "Konrad", "Laura", "Lucas",  "Mabel", "Marta", "Nils",  "Nora",
+                 "Olive", "Oscar",  "Pavel",  "Petra",  "Ralph", "Rosa",   "Ruben", "Silas", "Sonja", "Thea",
+                 "Tomas", "Ursula", "Vera",   "Viktor", "Wanda", "Willem", "Xenia", "Yusuf"},
+     *last[] = {"Abbot",  "Archer",  "Bergman",  "Brook",    "Castell", "Chandler", "Dunmore",   "Draper",
+                "Ekberg", "Ellis",   "Farrow",   "Fletcher", "Gilroy",  "Gordon",   "Hollis",    "Hunter",
+                "Ingram", "Irving",  "Jarvis",   "Jordan",   "Keller",  "Kramer",   "Lambert",   "Marlow",
+                "Mercer", "Newton",  "Norrby",   "Osgood",   "Osborne", "Palmer",   "Pruett",    "Quimby",
+                "Ramsey", "Rowland", "Sandoval", "Spencer",  "Thorne",  "Turner",   "Underhill", "Vance",
+                "Vogel",  "Walton",  "Warner",   "Whitlock", "Wilder",  "Yates",    "Young",     "Zimmer"},
      *town[] = {"Alder", "Birch", "Clay",  "Dun", "Elm",  "Fern",  "Glen",  "Hazel", "Iron", "Kings",
                 "Lang",  "Mill",  "North", "Oak", "Pine", "Raven", "Stone", "Thorn", "West", "Wolf"},
      *ending[] = {"bridge", "bury", "cliff", "dale", "field", "ford", "gate", "haven", "mouth", "stead", "ton", "wick"},
-     *subject[] = {"astronomy", "botany",      "chemistry", "geology", "history",
-                   "law",       "mathematics", "medicine",  "music",   "philosophy"},
-     *job[] = {"baker",     "bookbinder", "carpenter", "clockmaker", "gardener", "glassblower", "lighthouse keeper",
-               "librarian", "printer",    "surveyor",  "tailor",     "teacher"},
-     *work[] = {"a bridge", "a choir", "a garden", "a library", "a museum", "a newspaper", "a school", "a theatre"};
+     *subject[] = {"bees", "birds",  "bridges", "clocks", "clouds", "coins", "ferns", "fossils", "glaciers", "laws",
+                   "maps", "metals", "moths",   "rivers", "rocks",  "songs", "stars", "storms",  "tides",    "winds"};
   const auto pick = [&](const auto& list) { return std::string(list[random.below(std::size(list))]); };
-  const auto place = [&] {
-    std::string out = pick(town);
-    return out += pick(ending);
-  };
   const auto names = kvlab::distinct(count, [&] {
     std::string name = pick(first) + " ";
-    name += random.letters(1, 'A') + ". ";
     return name += pick(last);
   });
   std::vector<Document> out;
-  for (const std::string& name : names) {
-    const std::string birthplace = place(), studied = pick(subject), home = place(), trade = pick(job),
-                      founded = pick(work);
-    const int born = 1800 + static_cast<int>(random.below(120)), moved = born + 21 + static_cast<int>(random.below(20));
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const std::string &name = names[i], teacher = names[(i + 1) % names.size()], home = pick(town) + pick(ending),
+                      studied = pick(subject);
     Document d;
-    d.text = name + " was born in " + birthplace + " in " + std::to_string(born) +
-             ". After some years at the university, "
-             "where the subject was " +
-             studied + ", " + name + " moved to " + home + " in " + std::to_string(moved) + " and worked there as a " +
-             trade + ". Late in life " + name + " founded " + founded + ".";
-    const std::pair<std::string, std::string> asked[] = {
-        {"In which town was " + name + " born?", birthplace},
-        {"In which year was " + name + " born?", std::to_string(born)},
-        {"Which subject did " + name + " study?", studied},
-        {"To which town did " + name + " move?", home},
-        {"In which year did " + name + " move?", std::to_string(moved)},
-        {"What did " + name + " work as?", trade},
-        {"What did " + name + " found?", founded}};
+    d.text = name + " lives in the town of " + home + ". " + name + " studies the " + studied + ". The teacher of " +
+             name + " is " + teacher + ".";
+    const std::pair<std::string, std::string> asked[] = {{"Where does " + name + " live?", home},
+                                                         {"What does " + name + " study?", studied},
+                                                         {"Who is the teacher of " + name + "?", teacher}};
     const auto& [question, answer] = asked[random.below(std::size(asked))];
     d.question = question;
     d.answers = {answer};

@@ -18,7 +18,7 @@ class Qa final : public kvlab::PromptTask {
     kvlab::Random random = this->random(index, env);
     const int asked = env.questions(), most = most_ > 0 ? most_ : std::max(asked, context() / 8);
     const std::vector<Document> pool =
-        data_.empty() ? qa::people(std::min(most, 2000), random) : read(index, env, random);
+        data_.empty() ? qa::people(std::min(most, qa::most_people), random) : read(index, env, random);
     if (asked > std::min<int>(most, static_cast<int>(pool.size())))
       throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(asked) +
                                                   " questions, wanted at most the documents: " +

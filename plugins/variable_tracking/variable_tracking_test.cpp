@@ -1,3 +1,5 @@
+#include <sstream>
+
 #include "test/support/task_fixture.hpp"
 
 using namespace kvlab;
@@ -25,4 +27,29 @@ TEST_CASE("variable_tracking: the chain can be followed from the value to the re
     held = "VAR " + name;
   }
   CHECK(s.questions[0].references.size() == 4);
+}
+
+TEST_CASE("variable_tracking: RULER's worked example before the text, or none") {
+  const TaskFixture f("variable_tracking");
+  const auto env = f.env(2);
+  const std::string intro = "Memorize and track the chain(s)";
+  const std::string text = env.decode(f.task({{"context", std::int64_t{1500}}})->sample(0, env).context);
+  const std::size_t last = text.rfind(intro);
+  const std::string example = text.substr(text.find(intro), last - text.find(intro));
+  const std::string lead = "5 variables are assgined the value ", end = ", they are:";
+  const std::size_t at = example.find(lead);
+  REQUIRE(at != std::string::npos);
+  std::string held = example.substr(at + lead.size(), 5);
+  std::istringstream names(example.substr(example.find(end) + end.size()));
+  int count = 0;
+  for (std::string name; names >> name; ++count) {
+    CHECK(name.size() == 3);
+    CHECK(example.find("\nVAR " + name + " = " + held) != std::string::npos);
+    held = "VAR " + name;
+  }
+  CHECK(count == 5);
+  const std::size_t tokens = env.encode(example).size();
+  CHECK((tokens > 450 && tokens <= 510));
+  const TaskSample none = f.task({{"context", std::int64_t{1500}}, {"examples", std::int64_t{0}}})->sample(0, env);
+  CHECK(env.decode(none.context).rfind(intro) == env.decode(none.context).find(intro));
 }

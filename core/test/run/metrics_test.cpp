@@ -92,6 +92,14 @@ TEST_CASE("demands looks for each one in the entry of its number") {
   CHECK(score("demands", "", wanted) == 0);
 }
 
+TEST_CASE("listed_demands looks for each one in the line of its number") {
+  const List wanted{"1: library", "3: yoga studio", "10: library"};
+  CHECK(score("listed_demands", "1. Library\n2. x\n3. a yoga studio and a bakery\n10. library", wanted) == 1);
+  CHECK(score("listed_demands", "1. x\n1. library\n 3) yoga studio\n4. library", wanted) == Approx(1. / 3));
+  CHECK(score("listed_demands", "library\nyoga studio", wanted) == 0);
+  CHECK(score("listed_demands", "", wanted) == 0);
+}
+
 TEST_CASE("no reference is no score; an unknown metric is refused") {
   CHECK(std::isnan(score("contains", "x", {})));
   CHECK_THROWS_WITH(score("rouge", "x", List{"x"}),
