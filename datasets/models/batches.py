@@ -13,13 +13,16 @@ import recall_tasks
 TASKS = [make.__name__ for make, _ in recall_tasks.TRAINING]
 
 
-def work(seed, text, schedule, stage, tokens, chat_open, out):
+def draw_length(r, lengths):
+    return r.choices(list(lengths), list(lengths.values()))[0]
+
+
+def work(seed, text, schedule, stage, tokens, chat_open, mix, out):
     """Batches of the stage that the trainer has reached, for ever."""
     r = random.Random(seed)
     while True:
-        lengths = schedule[stage.value][1]
-        n = r.choices(list(lengths), list(lengths.values()))[0]
-        samples = [recall_tasks.training_sample(r, text, n + 1, chat_open) for _ in range(max(1, tokens // n))]
+        n = draw_length(r, schedule[stage.value][1])
+        samples = [recall_tasks.training_sample(r, text, n + 1, chat_open, mix) for _ in range(max(1, tokens // n))]
         out.put(
             (
                 n,
@@ -36,13 +39,14 @@ class Batches:
 
     tasks = TASKS
 
-    def __init__(self, text, schedule, seed, workers, tokens, device, chat_open):
+    def __init__(self, text, schedule, seed, workers, tokens, device, chat_open, mix):
         self.stage = mp.Value("i", 0)
         made = mp.Queue(maxsize=24)
         self.ready = queue.Queue(maxsize=4)
+        self.kept = []  # batches of other lengths than those asked for
         self.processes = [
             mp.Process(
-                target=work, args=(seed * 1000 + i, text, schedule, self.stage, tokens, chat_open, made), daemon=True
+                target=work, args=(seed * 1000 + i, text, schedule, self.stage, tokens, chat_open, mix, made), daemon=True
             )
             for i in range(workers)
         ]
@@ -58,9 +62,17 @@ class Batches:
 
         threading.Thread(target=bring, daemon=True).start()
 
-    def next(self, stage):
+    def next(self, stage, length=None):
+        """A batch of that length, or of any."""
         self.stage.value = stage
-        return self.ready.get()
+        for i, batch in enumerate(self.kept):
+            if length in (None, batch[0]):
+                return self.kept.pop(i)
+        while True:
+            batch = self.ready.get()
+            if length in (None, batch[0]):
+                return batch
+            self.kept.append(batch)
 
     def stop(self):
         for p in self.processes:

@@ -6,10 +6,8 @@ learned at 512 tokens in seconds carries over to 16K in minutes. Matrices are tr
 Hugging Face layout. The data is drawn from the seed; the schedule follows the clock, so two runs differ by how many steps fit into it.
 """
 
-import argparse
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -23,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import options
 import recall_tasks
 from batches import Batches
 
@@ -259,20 +258,9 @@ def save(model, tokenizer, folder):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--corpus", type=Path, required=True, help="folder that corpus.py wrote")
-    p.add_argument("--out", type=Path, required=True, help="folder of the model")
+    p = options.parser(__doc__, seconds=1200, rate=3e-3, tokens=131072)
     p.add_argument("--tokenizer", type=Path, help="tokenizer.json; trained on the corpus when not given")
-    p.add_argument("--init", type=Path, help="folder of a model to go on from")
-    p.add_argument("--seconds", type=float, default=1200, help="training time, without the start")
-    p.add_argument("--begin", type=float, default=0.0, help="share of the schedule to begin at")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
-    p.add_argument("--tokens", type=int, default=131072, help="tokens in a batch")
     p.add_argument("--lm-weight", type=float, default=0.3, help="weight of the loss on all text beside that on answers")
-    p.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--documents", type=int, help="use only so many documents (for a try)")
     a = p.parse_args()
 
     random.seed(a.seed), torch.manual_seed(a.seed)
@@ -280,7 +268,7 @@ def main():
     documents = recall_tasks.read_documents(a.corpus / "corpus.jsonl.xz")[: a.documents]
     tokenizer = Tokenizer.from_file(str(a.tokenizer)) if a.tokenizer else train_tokenizer(documents)
     text = recall_tasks.Text(tokenizer, documents)
-    batches = Batches(text, SCHEDULE, a.seed, a.workers, a.tokens, a.device, CHAT_OPEN)
+    batches = Batches(text, SCHEDULE, a.seed, a.workers, a.tokens, a.device, CHAT_OPEN, a.mix)
     cuda = a.device.startswith("cuda")
     model = Recall(compiled=cuda).to(a.device)
     if a.init:

@@ -50,6 +50,9 @@ def numbered(r, text, room, *, n=None, values=None, fact=None, question=None, st
                     "Recall every {l} in the order of their numbers.",
                     "What are the {l}s, in order?",
                     "Repeat the list in order.",
+                    "Write down the whole list of {l}s.",
+                    "Name all {l}s, one after the other, from the first to the last.",
+                    "Put the {l}s in the order of their numbers.",
                 ]
             )
             if hi - lo == len(vs)
@@ -87,7 +90,7 @@ def ordered(r, text, room):
 
 def key_value(r, text, room, *, n=None, keys=None, form=None, question=None, opening=None, turns=None, layout=None):
     """A store in one block: JSON as in InfiniteBench, lines, a table."""
-    km = Maker(r, text, keys or r.choice(["uuid", "pair", "pair", "word", "hex", "code", "full name", "file"]))
+    km = Maker(r, text, keys or r.choice(["uuid", "pair", "pair", "pair", "word", "hex", "code", "full name", "file"]))
     vm = Maker(
         r, text, keys if keys == "uuid" else r.choice(["uuid", "7 digits", "7 digits", "digits", "word", "hex", "pair"])
     )

@@ -1,6 +1,7 @@
 """Chains, hops, copies, a pass key, words counted, plain text."""
 
 import math
+import re
 import string
 from collections import Counter
 
@@ -115,13 +116,54 @@ def two_hops(r, text, room, *, n=None):
     return Problem([(f, True) for f in facts], turns, intro, joint="\n" if documents else r.choice(["\n", " "]))
 
 
+def passages(r, text, room):
+    """Repeat a paragraph that is named by its first words."""
+    facts, turns = [], []
+    n = r.randint(1, 5)
+    wanted = r.randrange(n)
+    for i in range(n):
+        body = excerpt(r, text, r.randint(16, max(17, min(140, room // 6))))
+        facts.append((body + "\n", i == wanted))
+        if i == wanted:
+            first = " ".join(body.split(" ")[: r.randint(4, 7)])
+            turns.append(
+                Turn(
+                    r.choice(
+                        [
+                            'Repeat the paragraph that begins with "{k}".',
+                            'Copy the paragraph that starts "{k}" word for word.',
+                            'One paragraph begins "{k}". Write all of it.',
+                        ]
+                    ).replace("{k}", first),
+                    body,
+                )
+            )
+    return Problem(facts, turns, joint="\n")
+
+
+def excerpt(r, text, tokens):
+    """About so many tokens of the corpus on one line, whole words."""
+    words = text.tokenizer.decode(text.hay(r, tokens)[0].tolist()).replace("\ufffd", "").split()
+    return " ".join(words[:-1] if len(words) > 4 else words)
+
+
 def copying(r, text, room, *, notes=None, length=None):
-    """Repeat a note word for word."""
+    """Repeat a note word for word; what marks its end does not occur inside."""
+    if notes is None and r.random() < 0.2:
+        return passages(r, text, room)
     n = notes or r.randint(1, max(1, min(12, room // 400)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
     turns, facts = [], []
     frame = r.choice(
-        ['Note "{k}": {v} (end of note)', "[{k}] {v} [end]", 'Message from {k}: "{v}"', "<{k}> {v} </{k}>"]
+        [
+            'Note "{k}": {v} (end of note)',
+            "[{k}] {v} [end]",
+            'Message from {k}: "{v}"',
+            "<{k}> {v} </{k}>",
+            "BEGIN {k}\n{v}\nEND {k}",
+            "{k} wrote: {v} (end of letter)",
+            "Note of {k}: <<{v}>>",
+        ]
     )
     wanted = r.randrange(len(heads))
     for i, k in enumerate(heads):
@@ -131,7 +173,8 @@ def copying(r, text, room, *, notes=None, length=None):
                 Maker(r, text, r.choice(["word", "digits", "name"])).draw() for _ in range(size // 3)
             )
         else:
-            body = " ".join(text.tokenizer.decode(text.hay(r, size)[0].tolist()).split())
+            body = excerpt(r, text, size)
+        body = body.replace('"', "'").replace("[end]", "end").replace(">>", ">")
         facts.append((fill(frame, k=k, v=body), i == wanted))
         if i == wanted:
             turns.append(
@@ -143,6 +186,9 @@ def copying(r, text, room, *, notes=None, length=None):
                                 "What exactly does {k} say?",
                                 "Copy the text of {k}.",
                                 "Repeat the message of {k} exactly.",
+                            "Quote {k} in full.",
+                            "Write out the text of {k} without changing a word.",
+                            "Give me the exact words of {k}.",
                             ]
                         ),
                         k=k,
@@ -213,8 +259,12 @@ def frequent_words(r, text, room):
     total = max(20, room // 6)
     words = ["".join(r.choices(string.ascii_lowercase, k=6)) for _ in range(r.randint(5, max(6, min(60, total // 4))))]
     weights = [1 / (i + 1) ** 2 for i in range(len(words))]
-    items = r.choices(words, weights, k=total)
-    top = [w for w, _ in Counter(items).most_common(3)]
+    while True:
+        items = r.choices(words, weights, k=total)
+        counts = Counter(items).most_common(4)
+        if len({c for _, c in counts}) == len(counts) > 3:  # no ties
+            break
+    top = [w for w, _ in counts[:3]]
     return Problem(
         [(w if r.random() < 0.8 else ". . . " + w, True) for w in items],
         [
@@ -231,5 +281,10 @@ def frequent_words(r, text, room):
 
 
 def plain(r, text, room):
-    """Ordinary text."""
-    return Problem([], [])
+    """Ordinary text; some of it with its punctuation set apart, as tokenized corpora have it."""
+    if r.random() < 0.6:
+        return Problem([], [])
+    words = text.tokenizer.decode(text.hay(r, int(room * 0.6))[0].tolist())
+    words = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", words))
+    words = re.sub(r" *((?<!@)[,.;:!?()\[\]\"](?!@)) *", r" \1 ", words)
+    return Problem([(words, True)], [], hay="none", joint=r.choice([" ", "\n"]), layout=("\n", "\n"))

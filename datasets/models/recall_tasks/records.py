@@ -3,7 +3,7 @@
 import math
 
 from .problem import Maker, Problem, Turn, enumerate_and, fill, list_turn, maybe
-from .wordings import ALL, ALL_OPENING, ATTRIBUTES, EVERY, FACTS, INTROS, ONE, ONE_OPENING, SOME, SOME_OPENING
+from .wordings import ALL, ALL_OPENING, ATTRIBUTES, EVERY, FACTS, INTROS, MEASURES, ONE, ONE_OPENING, SOME, SOME_OPENING
 
 
 def records(
@@ -30,6 +30,9 @@ def records(
 ):
     """Keys and values. Turns: one key, some keys, a list of keys, all values of a key, everything in order, the key of a value."""
     a = attribute or r.choice(ATTRIBUTES)
+    if attribute is None and fact is None and r.random() < 0.2:
+        a, sentences = r.choice(MEASURES)
+        fact, values = r.choice(sentences), values or r.choice(["7 digits", "digits", "digits"])
     km, vm = Maker(r, text, keys or r.choice(Maker.KEYS)), Maker(r, text, values or r.choice(Maker.VALUES))
     if n is None:
         most = max(2, room // (60 if "uuid" in (km.style, vm.style) else 26))
@@ -74,6 +77,8 @@ def records(
             out.append(Turn(fill(q, a, ks[i]), vs[i][0], fill(o, a, ks[i])))
         elif kind == "key":
             i = r.choice(singles)
+            if sum(v == vs[i][0] for _, v in facts_of) > 1:
+                continue
             asked.add(i)
             out.append(
                 Turn(
@@ -145,8 +150,8 @@ def key_lists(r, text, room):
         count=r.choice([None, r.randint(min(n, 8), min(n, 40, max(2, room // 40)))]) if n >= 8 else None,
         style=r.choice(["pairs", "pairs", "values", "values", None]),
         question=r.choice(["List the {a}s for: {ks}.", None]),
-        keys=r.choice(["pair", "pair", "pair", None]),
-        values=r.choice(["7 digits", "7 digits", None]),
+        keys=r.choice(["pair", "pair", "pair", "word", "word", None]),
+        values=r.choice(["7 digits", "7 digits", "digits", None]),
     )
 
 

@@ -26,8 +26,8 @@ class Text:
         self.noise_ids = np.tile(np.array(noise, dtype=np.int32), 40000 // len(noise))
         self.noise_starts = np.arange(0, len(self.noise_ids), len(noise))
         everything = "\n".join(documents)
-        common = Counter(re.findall(r"\b[a-z]{4,9}\b", everything)).most_common(8000)
-        self.words = [w for w, _ in common][min(300, len(common) // 10) : 6300]
+        common = Counter(re.findall(r"\b[a-z]{4,9}\b", everything)).most_common(13000)
+        self.words = [w for w, _ in common][min(300, len(common) // 10) : 12300]
         names = Counter(re.findall(r"(?<=[a-z,] )[A-Z][a-z]{3,8}\b", everything)).most_common(1300)
         self.names = [w for w, _ in names][min(40, len(names) // 10) : 1040]
 

@@ -60,6 +60,21 @@ FACTS = [
     "{k} was given the {a} {v}.",
     "Register content of {k} is <{v}>.",
 ]
+# What is measured, and sentences that say it without the word.
+MEASURES = [
+    ("price", ["A {k} costs {v} dollars.", "You pay {v} for the {k}.", "{k} sells at {v} apiece."]),
+    ("height", ["{k} is {v} metres high.", "The {k} rises {v} metres above the ground."]),
+    ("length", ["The {k} measures {v} feet.", "From end to end {k} has {v} feet."]),
+    ("age", ["{k} is {v} days old.", "They say that {k} has seen {v} days."]),
+    ("score", ["{k} won {v} points.", "With {v} points {k} came in."]),
+    ("distance", ["It is {v} miles to {k}.", "{k} lies {v} miles away."]),
+    ("stock", ["There are {v} pieces of {k} left.", "We counted {v} of the {k}."]),
+    ("speed", ["{k} moves at {v} knots.", "At {v} knots {k} passed the pier."]),
+    ("debt", ["{k} owes the bank {v} crowns.", "The books show {v} crowns against {k}."]),
+    ("volume", ["{k} holds {v} litres.", "You can pour {v} litres into the {k}."]),
+    ("seat", ["{k} sits in seat {v}.", "Seat {v} is taken by {k}."]),
+    ("extension", ["Dial {v} to reach {k}.", "{k} answers at extension {v}."]),
+]
 ONE = [
     "What is the {a} for {k} mentioned in the provided text?",
     "What is the {a} for {k} mentioned in the provided text?",
@@ -85,6 +100,10 @@ ONE = [
     "Please return the {a} of {k}.",
     "{k}'s {a}?",
     "What does the text say about {k}?",
+    "Please tell me which {a} {k} has.",
+    "And {k}: what {a} was given?",
+    "Can you say what the {a} of {k} was?",
+    "Check the text for {k} and write its {a}.",
 ]
 ONE_OPENING = [
     "The {a} for {k} mentioned in the provided text is",
@@ -114,6 +133,14 @@ SOME = [
     "For each of {ks}, give the {a}.",
     "I need the {a}s of {ks}.",
     "Return the {a}s of these, in order: {ks}.",
+    "What are the {a}s of these: {ks}?",
+    "Name the {a} of each: {ks}.",
+    "Note down the {a}s of {ks}.",
+    "Go through {ks} and give each one's {a}.",
+    "Fill in the {a}s: {ks}.",
+    "Which {a}s do {ks} have?",
+    "I have {ks}. Which {a}s belong to them, in the same order?",
+    "Answer with the {a}s only: {ks}.",
 ]
 SOME_OPENING = [
     "The {a}s for {ks} mentioned in the provided text are",
@@ -130,6 +157,11 @@ ALL = [
     "List every {a} of {k}.",
     "Which {a}s belong to {k}?",
     "Give all {a}s for {k} in the order in which they appear.",
+    "What {a}s does {k} have?",
+    "Every {a} of {k}, please.",
+    "Collect all {a}s that the text gives for {k}.",
+    "{k} has more than one {a}. List them all.",
+    "Which {a}s are mentioned for {k}?",
 ]
 ALL_OPENING = [
     "The {a}s for {k} mentioned in the provided text are",

@@ -3,12 +3,11 @@
 
 The base stays frozen (GGUF weights, dequantized). Answers of recall problems (recall_tasks) are learned by cross entropy; on the
 text around them the adapted model is held to the base by KL divergence, so that the language model stays what it was.
+On several GPUs: torchrun --standalone --nproc-per-node N train.py ...; every process has batches of its own.
 """
 
-import argparse
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -22,8 +21,10 @@ from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import options
 import recall_tasks
-from batches import Batches
+from batches import Batches, draw_length
+from ranks import Ranks
 
 RANK, ALPHA = 16, 32
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN, EPS, THETA = 30, 576, 9, 3, 64, 1536, 1e-5, 100000.0
@@ -33,6 +34,9 @@ SCHEDULE = [
     (0.52, {1024: 1, 2048: 2, 4096: 4}),
     (1.00, {1024: 1, 2048: 2, 4096: 3, 8192: 8}),
 ]
+MIX = (
+    "records=7,ruler=7,key_lists=6,any_wording=4,numbered=3,ordered=6,key_value=3.5,variable_tracking=1.8,two_hops=2,copying=6,plain=3"
+)
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 MODULES = QKV + ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
@@ -145,82 +149,87 @@ def save(model, folder):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = options.parser(__doc__, seconds=1000, rate=1.5e-3, tokens=65536, changes=MIX)
     p.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     p.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of SmolLM2")
-    p.add_argument("--corpus", type=Path, required=True, help="folder that corpus.py wrote")
-    p.add_argument("--out", type=Path, required=True, help="folder of the adapter")
-    p.add_argument("--init", type=Path, help="folder of an adapter to go on from")
-    p.add_argument("--seconds", type=float, default=1000, help="training time, without the start")
-    p.add_argument("--begin", type=float, default=0.0, help="share of the schedule to begin at")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
-    p.add_argument("--kl", type=float, default=2.0, help="weight of the KL divergence to the base")
-    p.add_argument("--tokens", type=int, default=65536, help="tokens in a batch")
-    p.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--documents", type=int, help="use only so many documents (for a try)")
+    p.add_argument("--ratio", type=float, default=3.0, help="how much slower A learns than B (LoRA+, Hayou et al. 2024)")
+    p.add_argument("--kl", type=float, default=5.0, help="weight of the KL divergence to the base")
+    p.add_argument("--lm-weight", type=float, default=0.3, help="weight of the language model's loss on text")
     a = p.parse_args()
 
+    ranks = Ranks(a.device)
     random.seed(a.seed), torch.manual_seed(a.seed)
     begin = time.time()
     text = recall_tasks.Text(
         Tokenizer.from_file(str(a.tokenizer)), recall_tasks.read_documents(a.corpus / "corpus.jsonl.xz")[: a.documents]
     )
-    batches = Batches(text, SCHEDULE, a.seed, a.workers, a.tokens, a.device, CHAT_OPEN)
+    seed = a.seed * ranks.world + ranks.rank
+    batches = Batches(text, SCHEDULE, seed, a.workers, a.tokens, ranks.device, CHAT_OPEN, a.mix)
     from transformers import AutoModelForCausalLM  # after the workers are forked
 
+    ranks.connect()
     base = AutoModelForCausalLM.from_pretrained(a.gguf.parent, gguf_file=a.gguf.name, dtype=torch.bfloat16).state_dict()
-    cuda = a.device.startswith("cuda")
-    model = Adapted({k: v.to(a.device) for k, v in base.items()}, compiled=cuda)
+    cuda = ranks.device.startswith("cuda")
+    model = Adapted({k: v.to(ranks.device) for k, v in base.items()}, compiled=cuda)
     if a.init:
         for name, value in load_file(a.init / "adapter_model.safetensors").items():
             path, side = name.removeprefix("base_model.model.model.layers.").removesuffix(".weight").rsplit(".lora_", 1)
             model.lora[path.replace(".", "/") + "/" + side].data.copy_(value)
     parameters = list(model.parameters())
-    print(
-        f"{sum(t.numel() for t in parameters) / 1e6:.2f} M parameters, corpus of {len(text.ids) / 1e6:.1f} M tokens, ready after {time.time() - begin:.0f} s",
-        flush=True,
-    )
-    adam = torch.optim.AdamW(parameters, lr=a.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=cuda)
+    ranks.same(parameters)
+    if ranks.rank == 0:
+        print(
+            f"{sum(t.numel() for t in parameters) / 1e6:.2f} M parameters, {ranks.world} processes, corpus of {len(text.ids) / 1e6:.1f} M tokens, "
+            f"ready after {time.time() - begin:.0f} s",
+            flush=True,
+        )
+    sides = [[t for k, t in model.lora.items() if k.endswith(side)] for side in ("/A", "/B")]
+    shares = (1 / a.ratio, 1.0)
+    adam = torch.optim.AdamW([{"params": ts} for ts in sides], betas=(0.9, 0.98), weight_decay=0.0, fused=cuda)
     a.out.mkdir(parents=True, exist_ok=True)
-    log = open(a.out / "log.jsonl", "a")
+    log = open(a.out / "log.jsonl", "a") if ranks.rank == 0 else None
+    lengths = random.Random(a.seed)  # of one length in all processes, or all wait for the longest
     start = since = saved = time.time()
     step = tokens = 0
     seen = {}
     while True:
-        done = a.begin + (1 - a.begin) * (time.time() - start) / a.seconds
+        done = ranks.first(a.begin + (1 - a.begin) * (time.time() - start) / a.seconds)
         if done >= 1:
             break
-        n, ids, weight, task = batches.next(next(i for i, (end, _) in enumerate(SCHEDULE) if done < end))
+        stage = next(i for i, (end, _) in enumerate(SCHEDULE) if done < end)
+        n, ids, weight, task = batches.next(stage, draw_length(lengths, SCHEDULE[stage][1]))
         ids, targets, weight = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weight[:, 1:]
-        for group in adam.param_groups:
-            group["lr"] = a.rate * min(1, (step + 1) / 60) * min(1.0, max(0.02, (1 - done) / 0.45))
+        for group, share in zip(adam.param_groups, shares):
+            group["lr"] = share * a.rate * min(1, (step + 1) / 100) * min(1.0, max(0.01, (1 - done) / 0.5))
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
             hidden = model.hidden(ids)
             places = weight.flatten().nonzero()[:, 0]
             logits = model.logits(hidden[places])
-            answers = F.cross_entropy(logits, targets.flatten()[places])
+            each = (weight / weight.sum(1, keepdim=True).clamp(min=1).sqrt()).flatten()[places]
+            answers = (F.cross_entropy(logits, targets.flatten()[places], reduction="none") * each).sum() / each.sum()
             few = max(1, len(ids) // 4)
             with torch.no_grad():
                 base_hidden = model.hidden(ids[:few], adapted=False)
             around = (~weight[:few]).flatten().nonzero()[:, 0]
-            around = around[torch.randint(len(around), (4096,), device=ids.device)]
+            around = around[torch.randperm(len(around), device=ids.device)[:4096]]
             with torch.no_grad():
                 wanted = model.logits(base_hidden[around]).log_softmax(-1)
-            kl = F.kl_div(model.logits(hidden[around]).log_softmax(-1), wanted, log_target=True, reduction="batchmean")
-            (answers + a.kl * kl).backward()
+            said = model.logits(hidden[around]).log_softmax(-1)
+            kl = F.kl_div(said, wanted, log_target=True, reduction="batchmean")
+            lm = F.nll_loss(said, targets.flatten()[around])
+            (answers + a.kl * kl + a.lm_weight * lm).backward()
+        ranks.mean([t.grad for t in parameters])
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)
         step += 1
-        tokens += ids.numel()
+        tokens += ids.numel() * ranks.world
         if step % 10 == 0:  # whole samples right, by task
             right = torch.ones_like(weight).flatten()
             right[places] = logits.argmax(-1) == targets.flatten()[places]
             for i, e in zip(task, right.view_as(weight).all(1).tolist()):
                 seen.setdefault(batches.tasks[i], []).append(e)
-        if step % 100 == 0:
+        if step % 200 == 0 and ranks.rank == 0:
             now = time.time()
             row = {
                 "step": step,
@@ -228,6 +237,7 @@ def main():
                 "length": n,
                 "answers": round(answers.item(), 4),
                 "kl": round(kl.item(), 4),
+                "lm": round(lm.item(), 4),
                 "tokens_per_second": round(tokens / (now - since)),
                 "waiting": batches.ready.qsize(),
                 "exact": {k: round(sum(v) / len(v), 3) for k, v in sorted(seen.items())},
@@ -238,9 +248,11 @@ def main():
             if now - saved > 100:
                 save(model, a.out / "checkpoint")
                 saved = now
-    save(model, a.out)
     batches.stop()
-    print(f"{step} steps in {time.time() - start:.0f} s; written to {a.out}", flush=True)
+    if ranks.rank == 0:
+        save(model, a.out)
+        print(f"{step} steps in {time.time() - start:.0f} s; written to {a.out}", flush=True)
+    ranks.close()
 
 
 if __name__ == "__main__":
