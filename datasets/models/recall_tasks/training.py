@@ -116,13 +116,17 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
 
 
 def training_sample(r, text, length, chat_open, mix=TRAINING):
-    """Any problem of the mix that fits; the seed decides."""
+    """Any problem of the mix that fits; the seed decides. Text follows the last answer: did every sample end with it, its end would be learned
+    as a place in the sequence, and a list would not stop anywhere else."""
     while True:
         make = r.choices([m for m, _ in mix], [w for _, w in mix])[0]
-        problem = make(r, text, length)
+        after = r.randrange(length * 3 // 10)
+        problem = make(r, text, length - after)
         if not problem.turns and make is not plain:
             continue
-        sample = assemble(problem, text, length, r, chat_open, close=False)
-        if sample is not None and len(sample.ids) == length:
+        sample = assemble(problem, text, length - after, r, chat_open, close=False)
+        if sample is not None and len(sample.ids) == length - after:
             sample.task = make.__name__
+            sample.ids = np.concatenate([sample.ids, text.hay(r, after)[0]])
+            sample.weight = np.concatenate([sample.weight, np.zeros(after, dtype=np.float32)])
             return sample
