@@ -106,7 +106,7 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
   std::int64_t end = 0;
   const auto segment = [&](std::int64_t bytes) {
     const std::int64_t begin = end;
-    end = (end + bytes + granule_bytes - 1) / granule_bytes * granule_bytes;
+    end = (end + bytes + segment_bytes - 1) / segment_bytes * segment_bytes;
     return begin;
   };
   l.k = segment(page_size * row_bytes(l, KvSide::key));
@@ -115,7 +115,7 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
   l.v_meta = segment(codec.v.bits ? page_size * 4 : 0);
   l.positions = segment(std::int64_t{page_size} * 4);
   l.state = segment(std::int64_t{page_size} * 4 * state_columns);
-  l.bytes = end;
+  l.bytes = (end + granule_bytes - 1) / granule_bytes * granule_bytes;
   return l;
 }
 

@@ -14,7 +14,7 @@ Arena::Arena(std::int64_t reserve, std::int64_t limit) : limit_(limit) {
   reserve_ = count * extent_bytes;
   if (reserve_ / granule_bytes > INT32_MAX)
     throw Error(Errc::unsupported, "got a KV cache of " + std::to_string(reserve_ >> 30) +
-                                       " GiB in the worst case, wanted at most 128 GiB a tier: lower batch or context");
+                                       " GiB in the worst case, wanted at most 256 GiB a tier: lower batch or context");
   memory_ = MappedArray(reserve_ + huge_page_bytes);
   const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
   base_ = memory_.data() + (huge_page_bytes - address % huge_page_bytes) % huge_page_bytes;

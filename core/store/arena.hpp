@@ -1,4 +1,4 @@
-// The memory of one tier: frames of a few sizes carved out of extents, addressed in granules of 64 bytes from one base.
+// The memory of one tier: frames of a few sizes carved out of extents, addressed in granules of 128 bytes from one base.
 // An extent holds frames of one size; an empty one goes back to the operating system, so resident memory follows what
 // is held.
 #pragma once

@@ -1,7 +1,7 @@
 // The paged KV cache as a policy sees it: one layer, all sequences ("rows") of this call, all KV heads. Read-only.
 //
 // A page holds up to `page_size` tokens of one KV head in one codec. A frame is the memory of one page in one tier; the
-// frame number counts granules of 64 bytes from the tier's base, -1 (null_frame) = the page is not in that tier. The
+// frame number counts granules of 128 bytes from the tier's base, -1 (null_frame) = the page is not in that tier. The
 // tokens of a head fill its pages in order: token t lies in page t / page_size at offset t % page_size. That order is
 // free (an eviction may move the last token into the hole); the text position of every token is stored with it.
 #pragma once
@@ -15,7 +15,8 @@
 namespace kvlab {
 
 inline constexpr std::int32_t null_frame = -1;
-inline constexpr std::int64_t granule_bytes = 64;
+inline constexpr std::int64_t granule_bytes = 128;  // a GPU's cache line, and the row of its bulk copies
+inline constexpr std::int64_t segment_bytes = 64;   // what the parts of a frame are aligned to
 
 enum class Tier : std::uint8_t { device, host, disk };
 

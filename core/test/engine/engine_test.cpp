@@ -111,7 +111,7 @@ TEST_CASE("a policy sees the attention mass that it asked for") {
 TEST_CASE("running out of memory is a value; what is left goes on once the slot is closed") {
   const auto model = tiny();
   const std::vector<int> prompt{1, 2, 3, 4, 5, 6, 7};
-  const std::int64_t frame = 8 * 2 * model->config.head_dim * 4 + 64;
+  const std::int64_t frame = 8 * 2 * model->config.head_dim * 4 + 128;
   const std::int64_t heads = std::int64_t{model->config.layers} * model->config.kv_heads;
   std::vector<float> logits(static_cast<std::size_t>(model->config.vocab)), expected = logits;
   const auto view = [&](std::vector<float>& v) { return View<float, 2>::dense(v.data(), {1, model->config.vocab}); };
