@@ -8,6 +8,7 @@
 #include <limits>
 #include <string>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/token_rows.hpp"
 
@@ -52,7 +53,6 @@ void check(const AttendArgs& a, int group) {
   if (a.lse && (a.lse.extent[0] < kv.rows || a.lse.extent[1] < a.queries.extent[1]))
     fail(Errc::internal, op, "got too small an lse, wanted [row, query head]");
   if (a.mass) {
-    check_scores(kv, a.mass, "mass", op);
     if (a.mass.extent[1] < a.queries.extent[1]) fail(Errc::internal, op, "got mass of too few query heads");
   }
   if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
@@ -255,11 +255,13 @@ void finish_mass(const AttendArgs& a, const Span& span, int row, int head, int q
 }  // namespace
 
 void attend(const AttendArgs& a, Workspace& w, Stream s) {
-  require_cpu(s, "attend");
   const PagedKv& kv = a.kv;
-  check_kv(kv, "attend");
+  check_view(kv, "attend");
   const int query_heads = static_cast<int>(a.queries.extent[1]), group = query_heads / kv.kv_heads;
   check(a, group);
+  if (s.device() == Device::cuda) return require_cuda("op attend").ops.attend(a, s.handle());
+  check_tables(kv, "attend");
+  if (a.mass) check_scores(kv, a.mass, "mass", "attend");
   thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;
   plan_pages(a, plan);

@@ -11,7 +11,7 @@ std::string shape_of(const View<const float, 3>& v) {
 
 }  // namespace
 
-void check_kv(const PagedKv& kv, const char* op) {
+void check_view(const PagedKv& kv, const char* op) {
   if (kv.head_dim < 8 || kv.head_dim > 256 || kv.head_dim % 8)
     fail(Errc::unsupported, op, "got head_dim " + std::to_string(kv.head_dim) + ", wanted a multiple of 8 up to 256");
   if (kv.rows < 0 || kv.kv_heads < 1 || kv.page_size < 1 ||
@@ -19,6 +19,9 @@ void check_kv(const PagedKv& kv, const char* op) {
     fail(Errc::internal, op, "got an incomplete cache view, wanted rows, slots, table and layouts");
   if (kv.rope == RopeRegime::cache_relative && (!kv.rope_table.inv_freq || kv.rope_table.head_dim != kv.head_dim))
     fail(Errc::internal, op, "got no RoPE table, wanted one for cache-relative positions");
+}
+
+void check_tables(const PagedKv& kv, const char* op) {
   for (int r = 0; r < kv.rows; ++r) {
     const int slot = kv.slots[r];
     if (slot < 0 || slot >= kv.table.extent[0] || slot >= kv.length.extent[0])
@@ -31,6 +34,11 @@ void check_kv(const PagedKv& kv, const char* op) {
              "got " + std::to_string(kv.tokens(r, h)) + " tokens, wanted at most " +
                  std::to_string(kv.table.extent[2] * kv.page_size));
   }
+}
+
+void check_kv(const PagedKv& kv, const char* op) {
+  check_view(kv, op);
+  check_tables(kv, op);
 }
 
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op) {

@@ -17,8 +17,12 @@ inline void require_cpu(Stream s, const char* op) {
     fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: the CUDA backend is not in this build");
 }
 
-// f32 or bf16 rows of a multiple of 8 up to 256, sane counts and tables. Errc::internal or unsupported.
-void check_kv(const PagedKv& kv, const char* op);
+// What the host knows of a cache: rows of a multiple of 8 up to 256 elements, a complete view. Errc::internal or
+// unsupported.
+void check_view(const PagedKv& kv, const char* op);
+// Sane slots and counts; host memory only.
+void check_tables(const PagedKv& kv, const char* op);
+void check_kv(const PagedKv& kv, const char* op);  // both
 
 // Every page of this head has a device frame of a fitting layout. Errc::internal.
 void check_resident(const PagedKv& kv, int row, int head, const char* op);

@@ -1,6 +1,5 @@
 #include "run/doctor.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <omp.h>
 #include <unistd.h>
@@ -8,6 +7,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/backend.hpp"
 #include "base/cpu.hpp"
 #include "base/version.hpp"
 #include "model/bundled.hpp"
@@ -32,10 +32,7 @@ std::string instructions() {
 }
 
 std::string gpu() {
-  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  if (!driver) return "no CUDA driver found";
-  dlclose(driver);
-  return "CUDA driver found, but this version of kvlab runs on the CPU only";
+  return cuda_state();
 }
 
 std::string shown(const fs::path& path) {

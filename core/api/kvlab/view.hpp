@@ -26,7 +26,7 @@ struct View {
   }
 
   template <class... I>
-  T& operator()(I... index) const {
+  constexpr T& operator()(I... index) const {
     static_assert(sizeof...(I) == Rank);
     const std::int64_t at[] = {static_cast<std::int64_t>(index)...};
     std::int64_t offset = 0;

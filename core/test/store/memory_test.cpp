@@ -14,34 +14,34 @@ TEST_CASE("an arena hands out frames of several sizes that do not overlap, and g
   Arena arena(4 << 20, -1);
   std::vector<std::pair<std::int32_t, std::int64_t>> held;
   for (int i = 0; i < 300; ++i)
-    for (std::int64_t bytes : {std::int64_t{64}, std::int64_t{192}, std::int64_t{4096}}) {
+    for (std::int64_t bytes : {std::int64_t{128}, std::int64_t{384}, std::int64_t{4096}}) {
       const std::int32_t frame = arena.allocate(bytes);
       REQUIRE(frame != null_frame);
       std::memset(arena.at(frame), static_cast<int>(held.size() & 0xff), static_cast<std::size_t>(bytes));
       held.emplace_back(frame, bytes);
     }
-  CHECK(arena.held() == 300 * (64 + 192 + 4096));
+  CHECK(arena.held() == 300 * (128 + 384 + 4096));
   for (std::size_t i = 0; i < held.size(); ++i)
     for (std::int64_t b = 0; b < held[i].second; b += 63) REQUIRE(arena.at(held[i].first)[b] == std::byte(i & 0xff));
-  CHECK_THROWS_AS(arena.free(held[0].first, 128), Error);
-  arena.free(held[0].first, 64);
-  CHECK_THROWS_AS(arena.free(held[0].first, 64), Error);  // twice
-  CHECK(arena.allocate(64) == held[0].first);             // low ones first
+  CHECK_THROWS_AS(arena.free(held[0].first, 256), Error);
+  arena.free(held[0].first, 128);
+  CHECK_THROWS_AS(arena.free(held[0].first, 128), Error);  // twice
+  CHECK(arena.allocate(128) == held[0].first);             // low ones first
   CHECK_THROWS_AS(arena.allocate(100), Error);
-  CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 64), Error);
+  CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 128), Error);
   for (const auto& [frame, bytes] : held) arena.free(frame, bytes);
   CHECK(arena.held() == 0);
 }
 
 TEST_CASE("a limit is kept to the byte") {
-  Arena arena(1 << 20, 640);
+  Arena arena(1 << 20, 1280);
   std::vector<std::int32_t> frames;
-  for (int i = 0; i < 5; ++i) frames.push_back(arena.allocate(128));
+  for (int i = 0; i < 5; ++i) frames.push_back(arena.allocate(256));
   CHECK(std::count(frames.begin(), frames.end(), null_frame) == 0);
-  CHECK(arena.allocate(64) == null_frame);
-  arena.free(frames[3], 128);
-  CHECK(arena.allocate(192) == null_frame);
-  CHECK(arena.allocate(64) != null_frame);
+  CHECK(arena.allocate(128) == null_frame);
+  arena.free(frames[3], 256);
+  CHECK(arena.allocate(384) == null_frame);
+  CHECK(arena.allocate(128) != null_frame);
 }
 
 TEST_CASE("resident memory falls when a sequence closes and when tokens leave") {

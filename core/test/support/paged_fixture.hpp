@@ -123,6 +123,9 @@ class PagedFixture {
 
   const PagedOptions& options() const { return options_; }
   const std::vector<std::byte>& arena() const { return arena_; }
+  std::size_t arena_bytes() const {
+    return arena_.size() - static_cast<std::size_t>(aligned_ - arena_.data());
+  }  // from kv.base on
 
  private:
   PagedOptions options_;

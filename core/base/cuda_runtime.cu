@@ -1,0 +1,243 @@
+// Memory, streams and what a kernel keeps between calls; and the entry of libkvlab_cuda.so.
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "base/backend.hpp"
+#include "base/cuda.cuh"
+
+namespace kvlab {
+
+void fill_cuda_ops(CudaOps& ops);  // ops/cuda_table.cu
+
+namespace cuda {
+namespace {
+
+struct Kept {
+  void* memory = nullptr;
+  std::size_t bytes = 0;
+};
+
+Kept& kept_of(void* stream, const char* tag) {
+  static std::map<std::tuple<int, void*, std::string>, Kept> all;  // never freed: the driver is gone before us
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return all[{device, stream, tag}];
+}
+std::mutex kept_mutex;
+
+// While a graph is being captured nothing may be allocated, so the first step runs outside the capture.
+void* grow(Kept& k, void* stream, std::size_t bytes, bool zero) {
+  if (k.bytes < bytes) {
+    check(cudaStreamSynchronize(stream_of(stream)), "scratch");
+    if (k.memory) check(cudaFree(k.memory), "scratch");
+    k = {};
+    check(cudaMalloc(&k.memory, bytes), "scratch");
+    k.bytes = bytes;
+    if (zero) {
+      check(cudaMemsetAsync(k.memory, 0, bytes, stream_of(stream)), "scratch");
+      check(cudaStreamSynchronize(stream_of(stream)), "scratch");
+    }
+  }
+  return k.memory;
+}
+
+int attribute(cudaDeviceAttr what) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, what, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+void* allocate(std::size_t bytes) {
+  void* p = nullptr;
+  const cudaError_t status = cudaMalloc(&p, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // not fitting is a value
+    return nullptr;
+  }
+  check(status, "cudaMalloc");
+  return p;
+}
+void* allocate_pinned(std::size_t bytes) {
+  void* p = nullptr;
+  const cudaError_t status = cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  check(status, "cudaHostAlloc");
+  return p;
+}
+
+}  // namespace
+
+int multiprocessors() {
+  static const int count = attribute(cudaDevAttrMultiProcessorCount);
+  return count;
+}
+std::int64_t shared_bytes() {
+  static const int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return bytes;
+}
+namespace {
+
+// The flush writes more than the cache holds.
+void time_graph(void* graph, void* handle, int runs, float* milliseconds) {
+  const cudaStream_t stream = stream_of(handle);
+  const std::size_t flush = std::size_t(attribute(cudaDevAttrL2CacheSize)) * 4;
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, flush), "time_graph");
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "time_graph");
+  check(cudaEventCreate(&end), "time_graph");
+  for (int i = -3; i < runs; ++i) {
+    check(cudaMemsetAsync(memory, i & 255, flush, stream), "time_graph");
+    check(cudaEventRecord(begin, stream), "time_graph");
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream), "time_graph");
+    check(cudaEventRecord(end, stream), "time_graph");
+    check(cudaEventSynchronize(end), "time_graph");
+    if (i >= 0) check(cudaEventElapsedTime(milliseconds + i, begin, end), "time_graph");
+  }
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  cudaFree(memory);
+}
+
+void* capture(void* handle, void (*work)(void*), void* context) {
+  const cudaStream_t stream = stream_of(handle);
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  cudaGraph_t graph = nullptr;
+  try {
+    work(context);
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph) cudaGraphDestroy(graph);
+    throw;
+  }
+  check(cudaStreamEndCapture(stream, &graph), "capture");
+  cudaGraphExec_t exec = nullptr;
+  check(cudaGraphInstantiate(&exec, graph, 0), "capture");
+  check(cudaGraphDestroy(graph), "capture");
+  return exec;
+}
+
+__global__ void read_kernel(const uint4* data, std::size_t count, unsigned* sink) {
+  constexpr int batch = 8;
+  const std::size_t step = std::size_t(gridDim.x) * blockDim.x;
+  unsigned sum = 0;
+  std::size_t i = std::size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + (batch - 1) * step < count; i += batch * step) {
+    uint4 x[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j) x[j] = __ldcs(data + i + j * step);
+#pragma unroll
+    for (int j = 0; j < batch; ++j) sum ^= x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+  }
+  for (; i < count; i += step) sum ^= data[i].x;
+  if (sum == 0x12345678u) *sink = sum;  // the reads must happen
+}
+
+__global__ void random_kernel(unsigned* data, std::size_t count) {
+  for (std::size_t i = std::size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += std::size_t(gridDim.x) * blockDim.x) {
+    unsigned x = static_cast<unsigned>(i) * 2654435761u ^ static_cast<unsigned>(i >> 32);
+    x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^= x >> 16;
+    data[i] = x;
+  }
+}
+
+double read_rate(std::size_t bytes, void* handle) {
+  const cudaStream_t stream = stream_of(handle);
+  unsigned* data = nullptr;
+  check(cudaMalloc(&data, bytes), "read_rate");
+  random_kernel<<<1024, 256, 0, stream>>>(data, bytes / 4);
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "read_rate");
+  check(cudaEventCreate(&end), "read_rate");
+  float best = 1e30f;
+  for (const int blocks : {2, 4, 8, 16, 32})
+    for (int i = 0; i < 6; ++i) {
+      check(cudaEventRecord(begin, stream), "read_rate");
+      read_kernel<<<blocks * multiprocessors(), 512, 0, stream>>>(reinterpret_cast<const uint4*>(data), bytes / 16,
+                                                                  data);
+      check(cudaEventRecord(end, stream), "read_rate");
+      check(cudaEventSynchronize(end), "read_rate");
+      float ms = 0;
+      check(cudaEventElapsedTime(&ms, begin, end), "read_rate");
+      if (ms < best) best = ms;
+    }
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  check(cudaFree(data), "read_rate");
+  return double(bytes) / (best * 1e-3);
+}
+
+}  // namespace
+
+void* zeroed(void* stream, const char* tag, std::size_t bytes) {
+  const std::lock_guard lock(kept_mutex);
+  return grow(kept_of(stream, tag), stream, bytes, true);
+}
+void* kept(void* stream, const char* tag, std::size_t bytes) {
+  const std::lock_guard lock(kept_mutex);
+  return grow(kept_of(stream, tag), stream, bytes, false);
+}
+
+}  // namespace cuda
+}  // namespace kvlab
+
+extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state) {
+  using namespace kvlab;
+  using namespace kvlab::cuda;
+  int count = 0, driver = 0, runtime = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess || count == 0) {
+    *state =
+        std::string("no usable CUDA device: ") + cudaGetErrorString(status == cudaSuccess ? cudaErrorNoDevice : status);
+    return false;
+  }
+  cudaDeviceProp p;
+  if (const cudaError_t status = cudaGetDeviceProperties(&p, 0); status != cudaSuccess) {
+    *state = std::string("the CUDA device does not answer: ") + cudaGetErrorString(status);
+    return false;
+  }
+  cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+  char text[256];
+  std::snprintf(text, sizeof text, "%s, %zu MiB, sm_%d%d, driver for CUDA %d.%d, built with CUDA %d.%d, %d device%s",
+                p.name, p.totalGlobalMem >> 20, p.major, p.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
+                runtime % 1000 / 10, count, count == 1 ? "" : "s");
+  *state = text;
+  if (p.major != 9 || p.minor != 0) {
+    *state += ": kvlab's kernels are built for sm_90 (H100, H200)";
+    return false;
+  }
+  table->table_version = CudaBackend::version;
+  CudaRuntime& r = table->runtime;
+  r.allocate = allocate;
+  r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
+  r.allocate_pinned = allocate_pinned;
+  r.free_pinned = [](void* x) { check(cudaFreeHost(x), "cudaFreeHost"); };
+  r.copy = [](void* to, const void* from, std::size_t bytes, void* stream) {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "cudaMemcpyAsync");
+  };
+  r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
+    check(cudaMemsetAsync(to, byte, bytes, stream_of(stream)), "cudaMemsetAsync");
+  };
+  r.new_stream = []() -> void* {
+    cudaStream_t s;
+    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
+    return s;
+  };
+  r.delete_stream = [](void* s) { check(cudaStreamDestroy(stream_of(s)), "cudaStreamDestroy"); };
+  r.synchronize = [](void* s) { check(cudaStreamSynchronize(stream_of(s)), "cudaStreamSynchronize"); };
+  r.capture = capture;
+  r.launch = [](void* graph, void* s) {
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(s)), "cudaGraphLaunch");
+  };
+  r.delete_graph = [](void* graph) {
+    check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
+  };
+  r.time_graph = time_graph;
+  r.read_rate = read_rate;
+  fill_cuda_ops(table->ops);
+  return true;
+}

@@ -1,0 +1,69 @@
+// Timing on the GPU: a graph replayed with a cold L2 cache, device buffers with random content.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "bench/cases.hpp"
+
+namespace kvlab::bench {
+
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(std::size_t bytes)
+      : memory_(cuda_backend()->runtime.allocate(std::max<std::size_t>(bytes, 16))) {
+    if (!memory_) throw Error(Errc::device, "got no device memory for a bench", "kvlab bench");
+  }
+  ~DeviceBuffer() { cuda_backend()->runtime.free(memory_); }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_;
+};
+
+// A stream of its own.
+class CudaTimer {
+ public:
+  CudaTimer() : stream_(require_cuda("kvlab bench").runtime.new_stream()) {}
+  ~CudaTimer() { cuda_backend()->runtime.delete_stream(stream_); }
+  CudaTimer(const CudaTimer&) = delete;
+  CudaTimer& operator=(const CudaTimer&) = delete;
+
+  void* handle() const { return stream_; }
+  Stream stream() const { return Stream::cuda(stream_); }
+
+  template <class T>
+  std::unique_ptr<DeviceBuffer> put(const std::vector<T>& from) const {
+    auto b = std::make_unique<DeviceBuffer>(from.size() * sizeof(T));
+    cuda_backend()->runtime.copy(b->as<void>(), from.data(), from.size() * sizeof(T), stream_);
+    cuda_backend()->runtime.synchronize(stream_);
+    return b;
+  }
+
+  // `work` runs once as it is (scratch is allocated), then is captured and replayed with a cold L2. Seconds of one run.
+  template <class F>
+  Times time(F&& work, int runs = 30) const {
+    const CudaRuntime& r = cuda_backend()->runtime;
+    work();
+    r.synchronize(stream_);
+    void* graph = r.capture(
+        stream_, [](void* f) { (*static_cast<std::remove_reference_t<F>*>(f))(); }, &work);
+    std::vector<float> ms(static_cast<std::size_t>(runs));
+    r.time_graph(graph, stream_, runs, ms.data());
+    r.delete_graph(graph);
+    std::sort(ms.begin(), ms.end());
+    return {ms[ms.size() / 2] * 1e-3, ms.front() * 1e-3};
+  }
+
+ private:
+  void* stream_;
+};
+
+}  // namespace kvlab::bench

@@ -1,0 +1,79 @@
+// A PagedKv in kernels: decoded elements of stored tokens, whatever their codec.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <kvlab/kv.hpp>
+
+#include <cstdint>
+
+namespace kvlab::ops {
+
+struct DeviceKv {
+  static constexpr int most_codecs = 4;
+  PagedKv kv;                       // tables and slots in device memory
+  PageLayout layouts[most_codecs];  // by value: kernels cannot read the host's
+  int kv_heads = 0, head_dim = 0, page_size = 0;
+
+  DeviceKv() = default;
+  // codecs: how many layouts kv.layouts has.
+  explicit DeviceKv(const PagedKv& view, int codecs = 1)
+      : kv(view), kv_heads(view.kv_heads), head_dim(view.head_dim), page_size(view.page_size) {
+    for (int i = 0; i < codecs && i < most_codecs; ++i) layouts[i] = view.layouts[i];
+  }
+
+#ifdef __CUDACC__
+  struct Token {
+    const std::byte* frame;
+    const PageLayout* layout;
+    int offset;
+
+    __device__ float element(bool key, int d) const {
+      const PageLayout& l = *layout;
+      const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+      const std::byte* side = frame + (key ? l.k : l.v);
+      const std::int64_t at = std::int64_t(offset) * l.head_dim + d;
+      if (bits) {
+        const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
+        return static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]) * __half2float(meta[0]) +
+               __half2float(meta[1]);
+      }
+      if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
+      if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
+    }
+    __device__ float key(int d) const { return element(true, d); }
+    __device__ float value(int d) const { return element(false, d); }
+    __device__ std::int32_t position() const {
+      return reinterpret_cast<const std::int32_t*>(frame + layout->positions)[offset];
+    }
+    __device__ float* state(int column) const {
+      return reinterpret_cast<float*>(const_cast<std::byte*>(frame) + layout->state) +
+             std::int64_t(column) * layout->page_size + offset;
+    }
+  };
+
+  __device__ int tokens(int row, int head) const {
+    return kv.length.data[kv.slots[row] * kv.length.stride[0] + head * kv.length.stride[1]];
+  }
+  __device__ int pages(int row, int head) const { return (tokens(row, head) + page_size - 1) / page_size; }
+  __device__ const PageEntry& entry(int row, int head, int page) const {
+    return kv.table.data[kv.slots[row] * kv.table.stride[0] + head * kv.table.stride[1] + page];
+  }
+  __device__ Token token(int row, int head, int t) const {
+    const PageEntry& e = entry(row, head, t / page_size);
+    return {kv.base + std::int64_t(e.frame) * granule_bytes, layouts + e.codec, t % page_size};
+  }
+  __device__ std::int32_t position(int row, int head, int t) const { return token(row, head, t).position(); }
+  // Element d of a key rotated by `rank` places: pairs (i, i + head_dim / 2).
+  __device__ float rotated_key(const Token& token, int d, int rank) const {
+    const int half = head_dim / 2, i = d < half ? d : d - half;
+    double sine, cosine;
+    sincos(double(rank) * kv.rope_table.inv_freq[i], &sine, &cosine);
+    const float x = token.key(i), y = token.key(i + half), scale = kv.rope_table.attention_scale;
+    const float c = static_cast<float>(cosine) * scale, s = static_cast<float>(sine) * scale;
+    return d < half ? x * c - y * s : y * c + x * s;
+  }
+#endif
+};
+
+}  // namespace kvlab::ops

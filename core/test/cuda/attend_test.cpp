@@ -1,0 +1,167 @@
+#include "ops/attend.hpp"
+
+#include <catch2/catch.hpp>
+#include <limits>
+
+#include "support/device_cache.hpp"
+#include "support/paged_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+struct Case {
+  PagedOptions options;
+  int group = 1;
+  std::vector<int> lengths;  // [row, kv_head], cycled
+  bool listed = false;
+  int window = 0;
+};
+
+double relative(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    if (!std::isfinite(a[i]) && a[i] != b[i]) return 1e30;
+    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+    norm += double{b[i]} * b[i];
+  }
+  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+}
+
+void compare(const Case& c, unsigned seed) {
+  const PagedOptions& o = c.options;
+  PagedFixture cache(o);
+  std::mt19937 rng(seed);
+  int tokens = 0;
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h) {
+      const int n = c.lengths[static_cast<std::size_t>(r * o.kv_heads + h) % c.lengths.size()];
+      cache.fill_random(r, h, n, rng);
+      tokens = std::max(tokens, n);
+    }
+  const int heads = o.kv_heads * c.group;
+  std::normal_distribution<float> normal;
+  std::vector<float> q(static_cast<std::size_t>(o.rows * heads * o.head_dim));
+  for (float& x : q) x = static_cast<float>(bf16(2 * normal(rng)));
+  std::vector<std::int32_t> last(static_cast<std::size_t>(o.rows)), index, count;
+  for (int r = 0; r < o.rows; ++r)
+    last[static_cast<std::size_t>(r)] =
+        std::max(0, c.lengths[static_cast<std::size_t>(r * o.kv_heads) % c.lengths.size()] - 1);
+  PageList pages;
+  if (c.listed) {
+    index.assign(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages), -7);
+    count.assign(static_cast<std::size_t>(o.rows * o.kv_heads), 0);
+    pages.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, o.max_pages});
+    pages.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h)
+        for (int p = 0; p < cache.view().pages(r, h); ++p)
+          if (rng() % 3) pages.index(r, h, pages.count(r, h)++) = p;
+  }
+  Guarded<3> out({o.rows, heads, o.head_dim}), mass({o.rows, heads, tokens + 5});
+  Guarded<2> lse({o.rows, heads});
+  ops::AttendArgs a;
+  a.kv = cache.view();
+  a.queries = View<const float, 3>::dense(q.data(), {o.rows, heads, o.head_dim});
+  a.pages = c.listed ? &pages : nullptr;
+  a.window = c.window;
+  a.last = last.data();
+  a.out = out.view();
+  a.lse = lse.view();
+  a.mass = mass.view();
+  ops::attend_reference(a);
+
+  OnDevice device;
+  ops::AttendArgs b = a;
+  b.kv = device.put(cache.view(), cache.arena_bytes());
+  b.queries = device.put(a.queries);
+  PageList device_pages;
+  if (c.listed) b.pages = &(device_pages = device.put(pages));
+  b.last = device.put(last.data(), last.size());
+  const std::vector<float> expected = out.values(), expected_lse = lse.values(), expected_mass = mass.values();
+  const auto poison = [](std::size_t n) { return std::vector<float>(n, std::numeric_limits<float>::quiet_NaN()); };
+  const auto nan_out = poison(expected.size()), nan_lse = poison(expected_lse.size()),
+             nan_mass = poison(expected_mass.size());
+  HeapWorkspace unused;
+  for (const bool with_mass : {false, true}) {
+    CAPTURE(with_mass);
+    b.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {o.rows, heads, o.head_dim}));
+    b.lse = device.put(View<float, 2>::dense(const_cast<float*>(nan_lse.data()), {o.rows, heads}));
+    b.mass = with_mass
+                 ? device.put(View<float, 3>::dense(const_cast<float*>(nan_mass.data()), {o.rows, heads, tokens + 5}))
+                 : View<float, 3>{};
+    ops::attend(b, unused, device.stream());
+    const std::vector<float> got = device.get(b.out), got_lse = device.get(b.lse);
+    CHECK(relative(got, expected) < 6e-3);
+    for (std::size_t i = 0; i < expected_lse.size(); ++i) {
+      if (std::isinf(expected_lse[i]))
+        CHECK(got_lse[i] == expected_lse[i]);
+      else
+        CHECK(std::abs(got_lse[i] - expected_lse[i]) < 2e-3);
+    }
+    if (with_mass) CHECK(relative(device.get(b.mass), expected_mass) < 6e-3);
+    // The second run finds the scratch as the first one left it.
+    ops::attend(b, unused, device.stream());
+    CHECK(device.get(b.out) == got);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("cuda attend equals the reference for every head size, page size, group and length") {
+  unsigned seed = 1;
+  for (const int dim : {64, 96, 128, 256})
+    for (const int page : {8, 16, 32, 64})
+      for (const int group : {1, 4, 7, 16}) {
+        CAPTURE(dim, page, group);
+        Case c;
+        c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = page;
+        c.options.max_pages = 700 / page + 1, c.options.dtype = DType::bf16;
+        c.group = group;
+        c.lengths = {700, 1, 17, 0, 333, 64};
+        compare(c, seed++);
+        c.listed = true;
+        compare(c, seed++);
+        c.listed = false, c.window = 50;
+        compare(c, seed++);
+      }
+}
+
+TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many short ones share one") {
+  Case c;
+  c.options.kv_heads = 2, c.options.head_dim = 128, c.options.page_size = 16, c.options.max_pages = 600;
+  c.options.dtype = DType::bf16;
+  c.group = 4;
+  c.lengths = {9500, 9473};
+  compare(c, 77);
+  c.options.rows = 300, c.options.kv_heads = 4, c.options.max_pages = 3;
+  c.lengths = {5, 40, 16, 0, 33, 1, 48};
+  compare(c, 78);
+}
+
+TEST_CASE("cuda attend takes caches of any kind, slowly") {
+  for (unsigned n = 0; n < 24; ++n) {
+    CAPTURE(n);
+    RandomCache r(n);
+    const PagedOptions& o = r.cache.options();
+    const auto q = r.normal(std::int64_t{o.rows} * r.heads() * o.head_dim);
+    Guarded<3> out({o.rows, r.heads(), o.head_dim});
+    Guarded<2> lse({o.rows, r.heads()});
+    ops::AttendArgs a;
+    a.kv = r.cache.view();
+    a.queries = View<const float, 3>::dense(q.data(), {o.rows, r.heads(), o.head_dim});
+    a.out = out.view();
+    a.lse = lse.view();
+    ops::attend_reference(a);
+    OnDevice device;
+    ops::AttendArgs b = a;
+    b.kv = device.put(r.cache.view(), r.cache.arena_bytes());
+    b.queries = device.put(a.queries);
+    b.out = device.put(a.out);
+    b.lse = device.put(a.lse);
+    HeapWorkspace unused;
+    ops::attend(b, unused, device.stream());
+    CHECK(relative(device.get(b.out), out.values()) < 6e-3);
+  }
+}
