@@ -11,6 +11,7 @@
 
 #include "base/buffer.hpp"
 #include "bench/cases.hpp"
+#include "bench/cuda_timing.hpp"
 #include "ops/gemm.hpp"
 
 namespace kvlab::bench {
@@ -18,12 +19,17 @@ namespace {
 
 struct Op {
   const char* name;
-  std::vector<Line> (*cases)();
+  std::vector<Line> (*cases)();           // on the CPU
+  std::vector<Line> (*cuda)() = nullptr;  // on the GPU
 };
-constexpr Op ops[] = {{"gemv", gemv_cases},      {"gemm", gemm_cases},
-                      {"attend", attend_cases},  {"prefill_attention", prefill_attention_cases},
-                      {"score", score_cases},    {"select", select_cases},
-                      {"copy", copy_cases},      {"decode", decode_cases},
+constexpr Op ops[] = {{"gemv", gemv_cases},
+                      {"gemm", gemm_cases},
+                      {"attend", attend_cases, cuda_attend_cases},
+                      {"prefill_attention", prefill_attention_cases},
+                      {"score", score_cases},
+                      {"select", select_cases},
+                      {"copy", copy_cases},
+                      {"decode", decode_cases},
                       {"prefill", prefill_cases}};
 
 // One large product; big enough that packing and threads cost little.
@@ -98,12 +104,25 @@ const std::vector<std::string>& op_names() {
   return names;
 }
 
-Report run(std::vector<std::string> names) {
+Report run(std::vector<std::string> names, bool cuda) {
   for (const auto& name : names)
     if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
       throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
   if (names.empty()) names = op_names();
   Report r;
+  if (cuda) {
+    const CudaTimer timer;
+    const auto rate = [&] { return cuda_backend()->runtime.read_rate(std::size_t{8} << 30, timer.handle()); };
+    r.device = cuda_state();
+    r.ceilings.read_before = rate();
+    for (const Op& op : ops) {
+      if (!op.cuda || std::find(names.begin(), names.end(), op.name) == names.end()) continue;
+      for (Line& line : op.cuda()) r.lines.push_back(std::move(line));
+    }
+    r.ceilings.read_after = rate();
+    r.ceilings.read_bytes_per_s = std::max(r.ceilings.read_before, r.ceilings.read_after);
+    return r;
+  }
   r.ceilings.threads = omp_get_max_threads();
   r.ceilings.read_before = measure_read_rate();
   r.ceilings.gemm = measure_gemm_rate();
@@ -120,9 +139,11 @@ Report run(std::vector<std::string> names) {
 
 std::string table(const Report& r) {
   const Ceilings& c = r.ceilings;
-  std::string s = fmt::format("memory read {} ({} before, {} after), {} threads\n", amount(c.read_bytes_per_s, "B"),
-                              amount(c.read_before, "B"), amount(c.read_after, "B"), c.threads);
-  s += fmt::format("bf16 GEMM   {} ({})\n", amount(c.gemm.flop_per_s, "FLOP"), c.gemm.kernel);
+  std::string s = fmt::format("memory read {} ({} before, {} after), {}\n", amount(c.read_bytes_per_s, "B"),
+                              amount(c.read_before, "B"), amount(c.read_after, "B"),
+                              r.device.empty() ? fmt::format("{} threads", c.threads) : r.device);
+  if (c.gemm.flop_per_s > 0)
+    s += fmt::format("bf16 GEMM   {} ({})\n", amount(c.gemm.flop_per_s, "FLOP"), c.gemm.kernel);
   if (std::min(c.read_before, c.read_after) < 0.9 * c.read_bytes_per_s)
     s += "The read rate moved by more than 10% during this run: something else was using the machine.\n";
   s += fmt::format("\n{:<18} {:<44} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
@@ -136,6 +157,7 @@ std::string table(const Report& r) {
 nlohmann::json to_json(const Report& r) {
   const Ceilings& c = r.ceilings;
   nlohmann::json j;
+  j["device"] = r.device.empty() ? "cpu" : r.device;
   j["threads"] = c.threads;
   j["read_bytes_per_s"] = c.read_bytes_per_s;
   j["read_bytes_per_s_before"] = c.read_before;

@@ -36,6 +36,7 @@ struct Line {
 };
 
 struct Report {
+  std::string device;  // the GPU; empty: the CPU
   Ceilings ceilings;
   std::vector<Line> lines;
 };
@@ -44,7 +45,8 @@ struct Report {
 const std::vector<std::string>& op_names();
 
 // The named ops (none: all). Errc::config for another name.
-Report run(std::vector<std::string> names);
+// On the GPU: those of them that have cases there, with a cold L2 cache.
+Report run(std::vector<std::string> names, bool cuda = false);
 
 std::string table(const Report& r);
 nlohmann::json to_json(const Report& r);

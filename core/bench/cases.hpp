@@ -1,4 +1,4 @@
-// The op cases of `kvlab bench`, at the shapes of SmolLM2-135M.
+// The op cases of `kvlab bench`, on the CPU at the shapes of SmolLM2-135M.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -29,6 +29,9 @@ Times time_runs(int runs, const F& f) {
   return {t[t.size() / 2], t.front()};
 }
 
+// Uniform in [-1, 1), the same ones every time.
+std::vector<float> randoms(std::int64_t count);
+
 std::vector<Line> gemv_cases();
 std::vector<Line> gemm_cases();
 std::vector<Line> attend_cases();
@@ -38,5 +41,8 @@ std::vector<Line> select_cases();
 std::vector<Line> copy_cases();
 std::vector<Line> decode_cases();
 std::vector<Line> prefill_cases();
+
+// On the GPU, at the shapes of Llama-3.1-8B.
+std::vector<Line> cuda_attend_cases();
 
 }  // namespace kvlab::bench

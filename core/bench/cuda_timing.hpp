@@ -42,7 +42,7 @@ class CudaTimer {
   template <class T>
   std::unique_ptr<DeviceBuffer> put(const std::vector<T>& from) const {
     auto b = std::make_unique<DeviceBuffer>(from.size() * sizeof(T));
-    cuda_backend()->runtime.copy(b->as<void>(), from.data(), from.size() * sizeof(T), stream_);
+    cuda_backend()->runtime.copy(b->template as<void>(), from.data(), from.size() * sizeof(T), stream_);
     cuda_backend()->runtime.synchronize(stream_);
     return b;
   }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 
+#include "bench/cases.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab::bench {

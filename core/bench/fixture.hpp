@@ -27,9 +27,6 @@ class BenchWorkspace final : public Workspace {
   std::size_t next_ = 0;
 };
 
-// Uniform in [-1, 1), the same ones every time.
-std::vector<float> randoms(std::int64_t count);
-
 // All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order. wrapped: tokens lie as
 // evictions of the oldest leave them, the newer half in the holes of the older.
 class Pages {

@@ -11,6 +11,9 @@ target_compile_features(kvlab_sdk INTERFACE cxx_std_20)
 target_compile_options(kvlab_sdk INTERFACE -fvisibility=hidden -fvisibility-inlines-hidden)
 
 install(TARGETS kvlab_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+if(TARGET kvlab_cuda)
+  install(TARGETS kvlab_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(TARGETS kvlab kvlab_sdk EXPORT kvlabTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/api/ ${PROJECT_BINARY_DIR}/include/
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")

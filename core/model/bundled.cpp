@@ -1,5 +1,6 @@
 #include "model/bundled.hpp"
 
+#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -45,6 +46,11 @@ std::filesystem::path model_cache() {
 
 std::filesystem::path data_dir() {
   if (const std::string dir = environment("KVLAB_DATA_DIR"); !dir.empty()) return dir;
+  // A bundle (tools/bundle) has its data beside its libraries.
+  if (Dl_info self; dladdr(reinterpret_cast<void*>(&data_dir), &self)) {
+    const auto near = std::filesystem::path(self.dli_fname).parent_path().parent_path() / "share/kvlab/datasets";
+    if (std::error_code none; std::filesystem::exists(near, none)) return near;
+  }
 #ifdef KVLAB_DATA_DIR
   return KVLAB_DATA_DIR;
 #else

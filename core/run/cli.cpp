@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "base/backend.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "bench/bench.hpp"
@@ -95,7 +96,7 @@ class CommandLine {
   CLI::App app_{top_help, "kvlab"};
   std::function<int()> action_;
   std::vector<std::string> names_;
-  std::string file_, output_, word_, format_ = "table";
+  std::string file_, output_, word_, format_ = "table", backend_ = "auto";
   std::vector<std::string> sets_, words_, plugin_path_;
   bool fresh_ = false, resume_ = false, quiet_ = false, json_ = false;
   GenerateOptions generate_;
@@ -230,11 +231,14 @@ void CommandLine::add_rest() {
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
-        const bench::Report r = bench::run(words_);
+        const bench::Report r = bench::run(words_, backend_ == "cuda" || (backend_ == "auto" && cuda_backend()));
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
       });
   bench->add_option("OP", words_, join(bench::op_names(), ", ") + "; nothing = all");
+  bench->add_option("--backend", backend_, "auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
   bench->add_flag("--json", json_, "for programs");
 
   CLI::App* doctor =

@@ -32,17 +32,17 @@ class OnDevice {
   void synchronize() const { cuda_backend()->runtime.synchronize(stream_); }
 
   template <class T>
-  T* put(const T* from, std::size_t count) {
+  std::remove_const_t<T>* put(T* from, std::size_t count) {
     memory_.push_back(std::make_unique<DeviceMemory>(count * sizeof(T)));
     cuda_backend()->runtime.copy(memory_.back()->get(), from, count * sizeof(T), stream_);
     synchronize();
-    return static_cast<T*>(memory_.back()->get());
+    return static_cast<std::remove_const_t<T>*>(memory_.back()->get());
   }
   // Whole dense views; the copy has the same extents.
   template <class T, int Rank>
   View<T, Rank> put(View<T, Rank> dense) {
     if (!dense) return {};
-    return View<T, Rank>::dense(put(const_cast<std::remove_const_t<T>*>(dense.data), count(dense)), dense.extent);
+    return View<T, Rank>::dense(put(dense.data, count(dense)), dense.extent);
   }
   template <class T, int Rank>
   std::vector<std::remove_const_t<T>> get(View<T, Rank> dense) const {
@@ -74,10 +74,6 @@ class OnDevice {
     std::size_t n = 1;
     for (const auto e : v.extent) n *= static_cast<std::size_t>(e);
     return n;
-  }
-  template <class T>
-  T* put(T* from, std::size_t n) {
-    return put(static_cast<const std::remove_const_t<T>*>(from), n);
   }
   void* stream_;
   std::vector<std::unique_ptr<DeviceMemory>> memory_;

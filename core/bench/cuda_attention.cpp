@@ -1,0 +1,167 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <numeric>
+#include <random>
+
+#include "bench/cuda_timing.hpp"
+#include "ops/attend.hpp"
+#include "ops/paged.hpp"
+
+namespace kvlab::bench {
+namespace {
+
+// One layer in Llama-3.1-8B's shape.
+constexpr int query_heads = 32, kv_heads = 8, head_dim = 128;
+
+class NoWorkspace final : public Workspace {
+ public:
+  void* scratch(const char*, std::size_t) override { return nullptr; }
+  void* state(const char*, std::size_t, int) override { return nullptr; }
+};
+
+// A cache of sequences of the given lengths whose pages lie in shuffled order, with random content.
+class DevicePages {
+ public:
+  DevicePages(const CudaTimer& timer, const std::vector<int>& tokens, int page_size)
+      : rows_(static_cast<int>(tokens.size())),
+        page_size_(page_size),
+        layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, 0)) {
+    std::mt19937 rng(7);
+    const int longest = *std::max_element(tokens.begin(), tokens.end());
+    pages_ = (longest + page_size - 1) / page_size;
+    std::vector<std::int32_t> lengths;
+    std::int64_t frames = 0;
+    for (const int n : tokens)
+      for (int h = 0; h < kv_heads; ++h) {
+        lengths.push_back(n);
+        frames += (n + page_size - 1) / page_size;
+      }
+    std::vector<std::int32_t> order(static_cast<std::size_t>(frames));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), rng);
+    std::vector<PageEntry> table(static_cast<std::size_t>(rows_) * kv_heads * static_cast<std::size_t>(pages_));
+    std::size_t next = 0;
+    for (int r = 0; r < rows_; ++r)
+      for (int h = 0; h < kv_heads; ++h)
+        for (int p = 0; p * page_size < tokens[static_cast<std::size_t>(r)]; ++p) {
+          PageEntry& e = table[(static_cast<std::size_t>(r) * kv_heads + static_cast<std::size_t>(h)) *
+                                   static_cast<std::size_t>(pages_) +
+                               static_cast<std::size_t>(p)];
+          e.frame = order[next++] * static_cast<std::int32_t>(layout_.bytes / granule_bytes);
+          e.tokens =
+              static_cast<std::uint16_t>(std::min(page_size, tokens[static_cast<std::size_t>(r)] - p * page_size));
+        }
+    std::vector<bf16> block(std::size_t{16} << 20);
+    std::normal_distribution<float> normal;
+    for (std::size_t i = 0; i < block.size(); ++i)
+      block[i] = i < 65536 ? bf16(normal(rng)) : block[(i * 2654435761u + 12345) % 65536];
+    const std::int64_t bytes = frames * layout_.bytes;
+    frames_ = std::make_unique<DeviceBuffer>(static_cast<std::size_t>(bytes));
+    for (std::int64_t at = 0; at < bytes; at += static_cast<std::int64_t>(block.size() * 2))
+      cuda_backend()->runtime.copy(frames_->as<std::byte>() + at, block.data(),
+                                   static_cast<std::size_t>(std::min<std::int64_t>(bytes - at, block.size() * 2)),
+                                   timer.handle());
+    cuda_backend()->runtime.synchronize(timer.handle());
+    std::vector<std::int32_t> slots(static_cast<std::size_t>(rows_));
+    std::iota(slots.begin(), slots.end(), 0);
+    table_ = timer.put(table);
+    lengths_ = timer.put(lengths);
+    slots_ = timer.put(slots);
+  }
+
+  PagedKv view() const {
+    PagedKv kv;
+    kv.base = frames_->as<std::byte>();
+    kv.layouts = &layout_;
+    kv.table = View<const PageEntry, 3>::dense(table_->as<PageEntry>(), {rows_, kv_heads, pages_});
+    kv.length = View<const std::int32_t, 2>::dense(lengths_->as<std::int32_t>(), {rows_, kv_heads});
+    kv.slots = slots_->as<std::int32_t>();
+    kv.rows = rows_, kv.kv_heads = kv_heads, kv.head_dim = head_dim, kv.page_size = page_size_;
+    return kv;
+  }
+  int pages() const { return pages_; }
+
+ private:
+  int rows_, page_size_, pages_ = 0;
+  PageLayout layout_;
+  std::unique_ptr<DeviceBuffer> frames_, table_, lengths_, slots_;
+};
+
+Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string& shape, std::int64_t tokens,
+             const PageList* list) {
+  const PagedKv kv = cache.view();
+  const auto queries = timer.put(randoms(std::int64_t{kv.rows} * query_heads * head_dim));
+  DeviceBuffer out(static_cast<std::size_t>(kv.rows) * query_heads * head_dim * sizeof(float));
+  ops::AttendArgs a;
+  a.kv = kv;
+  a.queries = View<const float, 3>::dense(queries->as<float>(), {kv.rows, query_heads, head_dim});
+  a.out = View<float, 3>::dense(out.as<float>(), {kv.rows, query_heads, head_dim});
+  a.pages = list;
+  NoWorkspace none;
+  const Times t = timer.time([&] { ops::attend(a, none, timer.stream()); });
+  Line l{"attend", shape, "mma, bulk copies", t.median, t.best};
+  l.bytes = 4. * kv_heads * head_dim * static_cast<double>(tokens);
+  l.flops = 4. * query_heads * head_dim * static_cast<double>(tokens);
+  l.reads = true;
+  return l;
+}
+
+// 64 sequences of 1K to 64K, together as many tokens as 8 x 32K.
+std::vector<int> ragged_lengths() {
+  const auto lengths = [](double power) {
+    std::vector<int> n;
+    for (int i = 0; i < 64; ++i) n.push_back(static_cast<int>(1024 * std::pow(64., std::pow(i / 63., power))));
+    return n;
+  };
+  const auto sum = [](const std::vector<int>& n) { return std::accumulate(n.begin(), n.end(), std::int64_t{0}); };
+  double low = 1, high = 50;
+  for (int i = 0; i < 60; ++i) (sum(lengths((low + high) / 2)) > 8 * 32768 ? low : high) = (low + high) / 2;
+  std::vector<int> n = lengths(high);
+  n[62] += static_cast<int>(8 * 32768 - sum(n));
+  return n;
+}
+
+}  // namespace
+
+std::vector<Line> cuda_attend_cases() {
+  std::vector<Line> lines;
+  const CudaTimer timer;
+  for (const int page : {16, 32})
+    for (const auto& [batch, context] : {std::pair{8, 32768}, {40, 10240}, {1, 131072}, {1, 32768}}) {
+      const DevicePages cache(timer, std::vector<int>(static_cast<std::size_t>(batch), context), page);
+      lines.push_back(measure(timer, cache,
+                              fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
+                              std::int64_t{batch} * context, nullptr));
+    }
+  const std::vector<int> ragged = ragged_lengths();
+  {
+    const DevicePages cache(timer, ragged, 16);
+    lines.push_back(measure(
+        timer, cache,
+        fmt::format("ragged: 64 sequences of {} to {}, page 16", *std::min_element(ragged.begin(), ragged.end()),
+                    *std::max_element(ragged.begin(), ragged.end())),
+        std::accumulate(ragged.begin(), ragged.end(), std::int64_t{0}), nullptr));
+  }
+  const DevicePages cache(timer, std::vector<int>(40, 10240), 16);
+  for (const int selected : {1024, 2048}) {
+    std::mt19937 rng(3);
+    const int count = selected / 16;
+    std::vector<std::int32_t> index, counts(40 * kv_heads, count), all(static_cast<std::size_t>(cache.pages()));
+    for (int i = 0; i < 40 * kv_heads; ++i) {
+      std::iota(all.begin(), all.end(), 0);
+      std::shuffle(all.begin(), all.end(), rng);
+      std::sort(all.begin(), all.begin() + count);
+      index.insert(index.end(), all.begin(), all.begin() + count);
+    }
+    const auto device_index = timer.put(index), device_counts = timer.put(counts);
+    PageList list;
+    list.index = View<std::int32_t, 3>::dense(device_index->as<std::int32_t>(), {40, kv_heads, count});
+    list.count = View<std::int32_t, 2>::dense(device_counts->as<std::int32_t>(), {40, kv_heads});
+    lines.push_back(measure(timer, cache, fmt::format("40 x {} selected of 10240, page 16", selected),
+                            std::int64_t{40} * selected, &list));
+  }
+  return lines;
+}
+
+}  // namespace kvlab::bench
