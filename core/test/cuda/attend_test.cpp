@@ -94,16 +94,17 @@ void compare(const Case& c, unsigned seed) {
     ops::attend(b, unused, device.stream());
     const std::vector<float> got = device.get(b.out), got_lse = device.get(b.lse);
     CHECK(relative(got, expected) < 6e-3);
-    for (std::size_t i = 0; i < expected_lse.size(); ++i) {
-      if (std::isinf(expected_lse[i]))
-        CHECK(got_lse[i] == expected_lse[i]);
-      else
-        CHECK(std::abs(got_lse[i] - expected_lse[i]) < 2e-3);
-    }
+    double worst = 0;
+    for (std::size_t i = 0; i < expected_lse.size(); ++i)
+      if (got_lse[i] != expected_lse[i]) {
+        const double difference = std::abs(double{got_lse[i]} - expected_lse[i]);
+        worst = std::isfinite(difference) ? std::max(worst, difference) : 1e30;
+      }
+    CHECK(worst < 2e-3);
     if (with_mass) CHECK(relative(device.get(b.mass), expected_mass) < 6e-3);
     // The second run finds the scratch as the first one left it.
     ops::attend(b, unused, device.stream());
-    CHECK(device.get(b.out) == got);
+    CHECK(relative(device.get(b.out), got) == 0);
   }
 }
 
