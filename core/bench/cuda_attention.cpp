@@ -20,7 +20,8 @@ class NoWorkspace final : public Workspace {
   void* state(const char*, std::size_t, int) override { return nullptr; }
 };
 
-// A cache of sequences of the given lengths whose pages lie in shuffled order, with random content.
+// Layers of sequences of the given lengths, with random content; pages lie in shuffled order, the same in all layers. A
+// graph attends to one layer after the other, as a decode step does: together they are several times the L2 cache.
 class DevicePages {
  public:
   DevicePages(const CudaTimer& timer, const std::vector<int>& tokens, int page_size)
@@ -56,7 +57,9 @@ class DevicePages {
     std::normal_distribution<float> normal;
     for (std::size_t i = 0; i < block.size(); ++i)
       block[i] = i < 65536 ? bf16(normal(rng)) : block[(i * 2654435761u + 12345) % 65536];
-    const std::int64_t bytes = frames * layout_.bytes;
+    layer_bytes_ = frames * layout_.bytes;
+    layers_ = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{320} << 20) / layer_bytes_ + 1, 4, 32));
+    const std::int64_t bytes = layer_bytes_ * layers_;
     frames_ = std::make_unique<DeviceBuffer>(static_cast<std::size_t>(bytes));
     for (std::int64_t at = 0; at < bytes; at += static_cast<std::int64_t>(block.size() * 2))
       cuda_backend()->runtime.copy(frames_->as<std::byte>() + at, block.data(),
@@ -70,9 +73,10 @@ class DevicePages {
     slots_ = timer.put(slots);
   }
 
-  PagedKv view() const {
+  int layers() const { return layers_; }
+  PagedKv layer(int l) const {
     PagedKv kv;
-    kv.base = frames_->as<std::byte>();
+    kv.base = frames_->as<std::byte>() + l * layer_bytes_;
     kv.layouts = &layout_;
     kv.table = View<const PageEntry, 3>::dense(table_->as<PageEntry>(), {rows_, kv_heads, pages_});
     kv.length = View<const std::int32_t, 2>::dense(lengths_->as<std::int32_t>(), {rows_, kv_heads});
@@ -83,14 +87,15 @@ class DevicePages {
   int pages() const { return pages_; }
 
  private:
-  int rows_, page_size_, pages_ = 0;
+  int rows_, page_size_, pages_ = 0, layers_ = 1;
+  std::int64_t layer_bytes_ = 0;
   PageLayout layout_;
   std::unique_ptr<DeviceBuffer> frames_, table_, lengths_, slots_;
 };
 
 Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string& shape, std::int64_t tokens,
              const PageList* list) {
-  const PagedKv kv = cache.view();
+  const PagedKv kv = cache.layer(0);
   const auto queries = timer.put(randoms(std::int64_t{kv.rows} * query_heads * head_dim));
   DeviceBuffer out(static_cast<std::size_t>(kv.rows) * query_heads * head_dim * sizeof(float));
   ops::AttendArgs a;
@@ -99,8 +104,13 @@ Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string
   a.out = View<float, 3>::dense(out.as<float>(), {kv.rows, query_heads, head_dim});
   a.pages = list;
   NoWorkspace none;
-  const Times t = timer.time([&] { ops::attend(a, none, timer.stream()); });
-  Line l{"attend", shape, "mma, bulk copies", t.median, t.best};
+  const Times t = timer.time([&] {
+    for (int l = 0; l < cache.layers(); ++l) {
+      a.kv = cache.layer(l);
+      ops::attend(a, none, timer.stream());
+    }
+  });
+  Line l{"attend", shape, "mma, bulk copies", t.median / cache.layers(), t.best / cache.layers()};
   l.bytes = 4. * kv_heads * head_dim * static_cast<double>(tokens);
   l.flops = 4. * query_heads * head_dim * static_cast<double>(tokens);
   l.reads = true;

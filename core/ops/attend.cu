@@ -188,10 +188,11 @@ __global__ void __launch_bounds__(256, 1)
         a.out[row * a.out_row + head * a.out_head + i % Dim] = 0;
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
-  const std::int64_t total = first[pairs], blocks = gridDim.x;
+  // Every block that works has at least one unit, so all from a pair's first to its last block arrive for it.
+  const std::int64_t total = first[pairs], blocks = min(static_cast<std::int64_t>(gridDim.x), total);
+  if (blockIdx.x >= blocks) return;
   const int lo = static_cast<int>(total * blockIdx.x / blocks),
             hi = static_cast<int>(total * (blockIdx.x + 1) / blocks);
-  if (lo == hi) return;
   const int items = (hi - lo - warp + warps - 1) / warps;  // of this warp: lo + warp + i * warps
   const std::uint64_t policy = read_once_policy();
 

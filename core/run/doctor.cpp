@@ -31,9 +31,7 @@ std::string instructions() {
   return text;
 }
 
-std::string gpu() {
-  return cuda_state();
-}
+std::string gpu() { return cuda_state(); }
 
 std::string shown(const fs::path& path) {
   std::error_code ec;

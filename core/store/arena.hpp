@@ -1,6 +1,6 @@
-// The memory of one tier: frames of a few sizes carved out of extents, addressed in granules of 128 bytes from one base.
-// An extent holds frames of one size; an empty one goes back to the operating system, so resident memory follows what
-// is held.
+// The memory of one tier: frames of a few sizes carved out of extents, addressed in granules of 128 bytes from one
+// base. An extent holds frames of one size; an empty one goes back to the operating system, so resident memory follows
+// what is held.
 #pragma once
 #include <kvlab/kv.hpp>
 

@@ -75,7 +75,8 @@ TEST_CASE("append fills pages in text order and keeps counts, summaries and the 
   CHECK(kv.pages(0, 0) == 7);
   CHECK(kv.entry(0, 0, 5).tokens == 4);
   CHECK(kv.entry(0, 0, 6).tokens == 1);
-  // 7 pages x 2 heads x 2 layers of K and V: 4 tokens x 8 f32 each; the positions end the frame, which is padded to a granule.
+  // 7 pages x 2 heads x 2 layers of K and V: 4 tokens x 8 f32 each; the positions end the frame, which is padded to a
+  // granule.
   const auto& held = store.ledger().held(Tier::device);
   CHECK(held[static_cast<int>(Tag::keys)] == 28 * 4 * 8 * 4);
   CHECK(held[static_cast<int>(Tag::values)] == 28 * 4 * 8 * 4);

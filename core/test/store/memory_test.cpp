@@ -81,7 +81,7 @@ TEST_CASE("resident memory falls when a sequence closes and when tokens leave") 
 TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
-  const std::int64_t frame = 2 * 4 * 8 * 4 + 64;
+  const std::int64_t frame = 2 * 4 * 8 * 4 + 128;
   for (int frames = 1; frames < 24; ++frames) {
     CAPTURE(frames);
     f.options.device_limit = frames * frame;
@@ -120,7 +120,7 @@ TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
 
 TEST_CASE("recall, offload and encode beyond a limit report it") {
   StoreFixture f;
-  const std::int64_t frame = 2 * 4 * 8 * 4 + 64;
+  const std::int64_t frame = 2 * 4 * 8 * 4 + 128;
   f.options.codecs = {CodecSpec{}, CodecSpec{}};
   f.options.device_limit = 8 * frame;
   f.options.host_limit = 3 * frame;
