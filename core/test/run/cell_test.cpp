@@ -162,7 +162,7 @@ TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no
   const std::int64_t held = std::stoll(numbers[1]);
   const auto& config = f.model->config;
   // A layer takes the pages of its prompt at once: K, V, positions; the longest prompt has five of each head.
-  const std::int64_t page = 8 * config.head_dim * 2 * 4 + 64;
+  const std::int64_t page = 8 * config.head_dim * 2 * 4 + 128;
   CHECK(held <= 16384);
   CHECK(held + 5 * config.kv_heads * page > 16384);
 }
