@@ -13,7 +13,12 @@ namespace kvlab {
 
 namespace ops {
 struct AttendArgs;
-}
+struct LinearArgs;
+struct NormArgs;
+struct EmbedArgs;
+struct ArgmaxArgs;
+struct RopeAppendArgs;
+}  // namespace ops
 
 // Memory and order on the current device. Errors are Errc::device; memory that does not fit is null.
 struct CudaRuntime {
@@ -39,6 +44,13 @@ struct CudaRuntime {
 // The ops of kvlab/ops.hpp and ops/*.hpp on device memory; arguments mean what those headers say.
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
+  // ops/linear_cuda.hpp
+  void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
+  void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;  // whatever the number of rows
+  void (*rms_norm)(const ops::NormArgs& a, void* stream) = nullptr;
+  void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
+  void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
+  void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/rope_append_cuda.hpp
 };
 
 struct CudaBackend {

@@ -1,0 +1,292 @@
+// Linear layers of decode steps: weights stream from memory once, whatever the number of rows up to 16.
+//
+// A work item is a tile of 64 rows of W, or an equal slice of k of one where there are fewer tiles than
+// multiprocessors. A block has one producer, which keeps a ring of bulk copies (64 x 128 pieces of W, with the same 128
+// columns of x) full, and four warps that multiply: tensor cores take 16 rows of W as A and the rows of x as columns of
+// B. Which element of k is which column of a fragment is free as long as A and B agree, so both are 16-byte loads of
+// rows; which row of W or x is which row or column of the product is free too, and chosen so that the two rows that a
+// quarter of a warp reads lie in different halves of the swizzled 128 bytes. Slices leave partial sums; the last one to
+// arrive adds them in order.
+//
+// The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
+// ends.
+#include <algorithm>
+
+#include "base/launch.cuh"
+#include "base/tensor_map.hpp"
+#include "ops/linear_cuda.hpp"
+
+namespace kvlab::ops {
+using namespace cuda;
+namespace {
+
+constexpr int tile_rows = 64, chunk = 128;  // of W: rows of a tile, columns of a piece
+constexpr int half_bytes = tile_rows * 128;
+constexpr int consumers = 4;  // warps
+constexpr int threads = (consumers + 1) * 32;
+constexpr int most_items_of_slices = 256;  // with slices there is at most one item a block
+constexpr int enough_tiles = 80;           // to keep the memory busy without slices
+constexpr int chunks_of_slice = 8;         // at least: a slice costs a round trip through memory
+
+struct Args {
+  int m, n;  // n: outputs, half of W's rows when gated
+  int chunks, slices, items;
+  bool add, constant_weights;
+  const float* bias;
+  float* y;
+  void* gated;
+  std::int64_t y_stride, gated_stride;
+  float* partial;
+  int* arrived;
+};
+
+template <int Columns>
+struct Stage {
+  static constexpr int x_half_bytes = Columns * 8 * 128;
+  static constexpr int bytes = 2 * half_bytes + 2 * x_half_bytes;
+  static constexpr int count = 110 * 1024 / bytes;
+  static constexpr int shared = count * (bytes + 16);
+};
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void bulk_copy_shared_piece(unsigned to, const void* map, int x, int y, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+// Row of a tile of eight that lane group g reads: rows 2i and 2i + 1 of the fragment are four rows apart.
+__device__ __forceinline__ int row_of(int g) { return (g >> 1) | ((g & 1) << 2); }
+
+// The pieces of a block's items in order.
+struct Walk {
+  int chunks, slices, item, end, at, last;
+  __device__ Walk(const Args& a, int begin, int stop)
+      : chunks(a.chunks), slices(a.slices), item(begin), end(stop), at(0), last(0) {
+    enter();
+  }
+  __device__ void enter() {
+    const int slice = item % slices;
+    at = chunks * slice / slices;
+    last = chunks * (slice + 1) / slices;
+  }
+  __device__ bool valid() const { return item < end; }
+  __device__ void next() {
+    if (++at == last) {
+      ++item;
+      enter();
+    }
+  }
+};
+
+template <int Columns, bool Gated>
+__device__ void produce(const Args& a, int begin, int end, const CUtensorMap& weights, const CUtensorMap& input,
+                        unsigned stages, unsigned full, unsigned empty) {
+  using S = Stage<Columns>;
+  const std::uint64_t policy = read_once_policy();
+  const auto copy_weights = [&](int stage, const Walk& w) {
+    const unsigned to = stages + stage * S::bytes, barrier = full + 8 * stage;
+    const int tile = w.item / w.slices;
+    barrier_expect(barrier, S::bytes);
+    for (int h = 0; h < 2; ++h)
+      if constexpr (Gated) {
+        bulk_copy_2d(to + h * half_bytes, &weights, w.at * chunk + h * 64, tile * 32, barrier, policy);
+        bulk_copy_2d(to + h * half_bytes + half_bytes / 2, &weights, w.at * chunk + h * 64, a.n + tile * 32, barrier,
+                     policy);
+      } else {
+        bulk_copy_2d(to + h * half_bytes, &weights, w.at * chunk + h * 64, tile * tile_rows, barrier, policy);
+      }
+  };
+  const auto copy_input = [&](int stage, const Walk& w) {
+    const unsigned to = stages + stage * S::bytes + 2 * half_bytes, barrier = full + 8 * stage;
+    for (int h = 0; h < 2; ++h)
+      bulk_copy_shared_piece(to + h * S::x_half_bytes, &input, w.at * chunk + h * 64, 0, barrier);
+  };
+  if (!a.constant_weights) wait_for_predecessor();
+  Walk w(a, begin, end), x = w;
+  int i = 0;
+  for (; i < S::count && w.valid(); ++i, w.next()) copy_weights(i, w);
+  wait_for_predecessor();
+  for (int j = 0; j < i; ++j, x.next()) copy_input(j, x);
+  for (; w.valid(); ++i, w.next()) {
+    const int stage = i % S::count;
+    barrier_wait(empty + 8 * stage, (i / S::count - 1) & 1);
+    copy_weights(stage, w);
+    copy_input(stage, w);
+  }
+}
+
+// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x.
+template <class T, int Columns, bool Gated>
+__device__ void finish(const Args& a, int low, int high, int q, const float (&sum)[Columns][4]) {
+#pragma unroll
+  for (int c = 0; c < Columns; ++c)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * c + q + 4 * e;
+      if (row >= a.m) continue;
+      if constexpr (Gated) {
+        const float gate = sum[c][e], up = sum[c][2 + e];
+        if (low < a.n)
+          static_cast<T*>(a.gated)[row * a.gated_stride + low] = static_cast<T>(gate / (1.f + expf(-gate)) * up);
+      } else {
+        const auto put = [&](int output, float value) {
+          if (output >= a.n) return;
+          float* to = a.y + row * a.y_stride + output;
+          if (a.bias) value += a.bias[output];
+          if (a.add) value += *to;
+          *to = value;
+        };
+        put(low, sum[c][e]);
+        put(high, sum[c][2 + e]);
+      }
+    }
+}
+
+template <class T, int Columns, bool Gated>
+__global__ void __launch_bounds__(threads, 2)
+    linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
+                  const __grid_constant__ CUtensorMap input) {
+  using S = Stage<Columns>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const unsigned stages = shared_address(memory), full = stages + S::count * S::bytes, empty = full + S::count * 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S::count; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  let_successor_start();
+  const int begin = static_cast<int>(std::int64_t{a.items} * blockIdx.x / gridDim.x),
+            end = static_cast<int>(std::int64_t{a.items} * (blockIdx.x + 1) / gridDim.x);
+  if (warp == consumers) {
+    if (lane == 0) produce<Columns, Gated>(a, begin, end, weights, input, stages, full, empty);
+    return;
+  }
+  wait_for_predecessor();
+
+  // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
+  const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? tile_rows / 2 + low : low + 8;
+  const unsigned piece = (q ^ row) * 16;
+  int i = 0;
+  for (int item = begin; item < end; ++item) {
+    const int tile = item / a.slices, slice = item % a.slices;
+    const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
+    float sum[Columns][4], other[Columns][4];
+#pragma unroll
+    for (int c = 0; c < Columns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[c][e] = other[c][e] = 0;
+    for (int k = 0; k < count; ++k, ++i) {
+      const int stage = i % S::count;
+      const unsigned w = stages + stage * S::bytes + piece, x = w + 2 * half_bytes + row * 128;
+      barrier_wait(full + 8 * stage, (i / S::count) & 1);
+      uint4 w0[4], w1[4], b[4][Columns];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        const unsigned flip = s % 2 * 64;
+        w0[s] = load_shared16((w + s / 2 * half_bytes + low * 128) ^ flip);
+        w1[s] = load_shared16((w + s / 2 * half_bytes + high * 128) ^ flip);
+#pragma unroll
+        for (int c = 0; c < Columns; ++c) b[s][c] = load_shared16((x + s / 2 * S::x_half_bytes + c * 1024) ^ flip);
+      }
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * stage);
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int c = 0; c < Columns; ++c) {
+          mma16816<T>(sum[c], w0[s].x, w1[s].x, w0[s].y, w1[s].y, b[s][c].x, b[s][c].y);
+          mma16816<T>(other[c], w0[s].z, w1[s].z, w0[s].w, w1[s].w, b[s][c].z, b[s][c].w);
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < Columns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[c][e] += other[c][e];
+
+    if (a.slices > 1) {
+      constexpr int values = Columns * 4 * 32;  // of one warp
+      float* partial = a.partial + (std::int64_t{tile} * a.slices * consumers + warp) * values + lane;
+      float* mine = partial + slice * consumers * values;
+#pragma unroll
+      for (int c = 0; c < Columns; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) __stcg(mine + (c * 4 + e) * 32, sum[c][e]);
+      __threadfence();
+      __syncwarp();
+      int before = 0;
+      if (lane == 0) before = atomicAdd(a.arrived + tile * consumers + warp, 1);
+      if (__shfl_sync(~0u, before, 0) != a.slices - 1) continue;
+      __threadfence();
+      if (lane == 0) a.arrived[tile * consumers + warp] = 0;
+#pragma unroll
+      for (int c = 0; c < Columns; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[c][e] = 0;
+      for (int s = 0; s < a.slices; ++s)
+#pragma unroll
+        for (int c = 0; c < Columns; ++c)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
+    }
+    const int first = tile * (Gated ? tile_rows / 2 : tile_rows);
+    finish<T, Columns, Gated>(a, first + low, first + high, q, sum);
+  }
+}
+
+template <class T, int Columns, bool Gated>
+void launch_kernel(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
+                   cudaStream_t stream) {
+  const auto kernel = linear_kernel<T, Columns, Gated>;
+  static const cudaError_t once =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Stage<Columns>::shared);
+  check(once, "linear");
+  launch("linear", kernel, blocks, threads, Stage<Columns>::shared, stream, true, a, weights, input);
+}
+
+template <class T>
+void launch_type(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
+  if (a.gated)
+    a.m <= 8 ? launch_kernel<T, 1, true>(a, blocks, weights, input, stream)
+             : launch_kernel<T, 2, true>(a, blocks, weights, input, stream);
+  else
+    a.m <= 8 ? launch_kernel<T, 1, false>(a, blocks, weights, input, stream)
+             : launch_kernel<T, 2, false>(a, blocks, weights, input, stream);
+}
+
+}  // namespace
+
+void linear_stream_cuda(const LinearArgs& in, void* handle) {
+  const bool half = in.dtype == DType::f16, gated = in.gated != nullptr;
+  Args a = {};
+  a.m = static_cast<int>(in.m);
+  a.n = static_cast<int>(gated ? in.n / 2 : in.n);
+  a.chunks = static_cast<int>((in.k + chunk - 1) / chunk);
+  a.add = in.add, a.constant_weights = in.constant_weights;
+  a.bias = in.bias;
+  a.y = in.y, a.y_stride = in.y_stride;
+  a.gated = in.gated, a.gated_stride = in.gated_stride;
+  const int outputs = gated ? tile_rows / 2 : tile_rows, tiles = (a.n + outputs - 1) / outputs;
+  const int blocks = std::min(multiprocessors(), most_items_of_slices);
+  a.slices = tiles >= enough_tiles ? 1 : std::max(1, std::min(blocks / tiles, a.chunks / chunks_of_slice));
+  a.items = tiles * a.slices;
+  if (a.slices > 1) {
+    constexpr std::size_t columns = linear_stream_rows;
+    a.partial =
+        static_cast<float*>(kept(handle, "linear partial", most_items_of_slices * tile_rows * columns * sizeof(float)));
+    a.arrived = static_cast<int*>(zeroed(handle, "linear arrived", most_items_of_slices * consumers * sizeof(int)));
+  }
+  const int each = (a.items + blocks - 1) / blocks;  // equal shares need not take every multiprocessor
+  const int grid = (a.items + each - 1) / each;
+  const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, outputs),
+                    input = matrix_map(in.x, half, in.m, in.k, in.x_stride, in.m <= 8 ? 8 : 16);
+  half ? launch_type<__half>(a, grid, weights, input, stream_of(handle))
+       : launch_type<__nv_bfloat16>(a, grid, weights, input, stream_of(handle));
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,80 @@
+// The executor's linear layers on CUDA. Everything is in device memory; calls return at once and may be captured in a
+// graph after one call outside of it (scratch is allocated then). Errors: Errc::unsupported for shapes, strides and
+// types that are not listed here, Errc::device.
+#pragma once
+#include <kvlab/dtype.hpp>
+
+#include <cstdint>
+
+namespace kvlab::ops {
+
+// y[m, n] = x[m, k] W[n, k]^T (+ bias), products of 16-bit numbers added in f32.
+// Up to linear_stream_rows rows weights stream through tensor cores at the memory's speed; the order of additions
+// depends on n and k only, so that a row's result is the same, bit for bit, whatever the number of rows and their
+// values. Above, cuBLASLt.
+struct LinearArgs {
+  const void* weight = nullptr;  // [n, k] dense, 16-byte aligned; k a multiple of 8
+  DType dtype = DType::bf16;     // of the weight: bf16 or f16
+  std::int64_t n = 0, k = 0;
+  const void* x = nullptr;  // [m, x_stride] f32 or dtype, 16-byte aligned; f32 is rounded to dtype first
+  DType x_dtype = DType::f32;
+  std::int64_t m = 0, x_stride = 0;  // elements, a multiple of 8
+  const float* bias = nullptr;       // [n] or null; not with gated
+  float* y = nullptr;                // [m, y_stride]; not with gated
+  std::int64_t y_stride = 0;
+  bool add = false;  // y += instead of y =
+
+  // Rows [0, n/2) of W are a gate, [n/2, n) what it gates: gated [m, n/2] of dtype = silu(gate) * up.
+  void* gated = nullptr;
+  std::int64_t gated_stride = 0;
+
+  // The weights are not written by anything that may still be running in the stream: they are read before the work in
+  // front has ended.
+  bool constant_weights = true;
+};
+inline constexpr std::int64_t linear_stream_rows = 16;
+
+void linear_cuda(const LinearArgs& a, void* stream);
+
+// The two ways of linear_cuda; x of dtype.
+void linear_stream_cuda(const LinearArgs& a, void* stream);  // m <= linear_stream_rows
+void linear_blas_cuda(const LinearArgs& a, void* stream);    // any m
+
+// out[row, :] = x[row, :] / sqrt(mean(x^2) + eps) * weight, or x rounded when weight is null. n a multiple of 8.
+struct NormArgs {
+  const float* x = nullptr;  // [rows, x_stride], 16-byte aligned, x_stride a multiple of 4
+  std::int64_t rows = 0, n = 0, x_stride = 0;
+  const float* weight = nullptr;  // [n]
+  float eps = 0;
+  void* out = nullptr;        // [rows, out_stride], out_stride a multiple of 8
+  DType dtype = DType::bf16;  // f32, bf16 or f16
+  std::int64_t out_stride = 0;
+};
+void rms_norm_cuda(const NormArgs& a, void* stream);
+
+// gated[row, i] = silu(x[row, i]) * x[row, n + i], both of dtype (bf16, f16); n a multiple of 8, strides too.
+void silu_mul_cuda(const void* x, std::int64_t x_stride, DType dtype, std::int64_t rows, std::int64_t n, void* gated,
+                   std::int64_t gated_stride, void* stream);
+// y[row, i] += bias[i]
+void add_bias_cuda(const float* bias, std::int64_t rows, std::int64_t n, float* y, std::int64_t y_stride, void* stream);
+
+// out[row, :] f32 = table[token[row], :] of dtype; k a multiple of 8. A token outside [0, vocabulary) gives NaN.
+struct EmbedArgs {
+  const void* table = nullptr;  // [vocabulary, k]
+  DType dtype = DType::bf16;
+  std::int64_t vocabulary = 0, k = 0;
+  const std::int32_t* token = nullptr;  // [rows], device memory
+  std::int64_t rows = 0;
+  float* out = nullptr;  // [rows, k]
+};
+void embed_cuda(const EmbedArgs& a, void* stream);
+
+// index[row] = place of the largest of x[row, 0..n), the lowest of equal ones; NaN is never largest (0 if all are).
+struct ArgmaxArgs {
+  const float* x = nullptr;  // [rows, x_stride]
+  std::int64_t rows = 0, n = 0, x_stride = 0;
+  std::int32_t* index = nullptr;  // [rows]
+};
+void argmax_cuda(const ArgmaxArgs& a, void* stream);
+
+}  // namespace kvlab::ops
