@@ -8,7 +8,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "base/cuda.cuh"
+#include "base/scratch.cuh"
 #include "ops/linear_cuda.hpp"
 
 namespace kvlab::ops {
@@ -156,7 +156,7 @@ void multiply(const LinearArgs& a, void* y, DType y_dtype, std::int64_t y_stride
 
 void linear_blas_cuda(const LinearArgs& a, void* stream) {
   if (a.gated) {
-    void* both = cuda::kept(stream, "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2));
+    void* both = cuda::fixed_scratch(stream, "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2));
     multiply(a, both, a.dtype, a.n, false, stream);
     silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, stream);
   } else {

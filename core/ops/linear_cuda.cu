@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "base/cuda.cuh"
+#include "base/scratch.cuh"
 #include "ops/linear_cuda.hpp"
 
 namespace kvlab::ops {
@@ -47,7 +47,7 @@ void linear_cuda(const LinearArgs& in, void* stream) {
       round.x = static_cast<const float*>(a.x);
       round.rows = a.m, round.n = a.k, round.x_stride = a.x_stride;
       round.dtype = a.dtype;
-      round.out = cuda::kept(stream, "linear x", static_cast<std::size_t>(std::max(a.m, linear_stream_rows) * a.k * 2));
+      round.out = cuda::fixed_scratch(stream, "linear x", static_cast<std::size_t>(a.m * a.k * 2));
       round.out_stride = a.k;
       rms_norm_cuda(round, stream);
       a.x = round.out, a.x_dtype = a.dtype, a.x_stride = a.k;

@@ -1,0 +1,16 @@
+// Scratch that a captured graph may go on using: it never moves when a later call needs more.
+#pragma once
+#include <bit>
+#include <string>
+
+#include "base/cuda.cuh"
+
+namespace kvlab::cuda {
+
+// Kept for the stream, uninitialised; every power of two of bytes is a buffer of its own.
+inline void* fixed_scratch(void* stream, const char* tag, std::size_t bytes) {
+  const std::size_t room = std::bit_ceil(bytes);
+  return kept(stream, (std::string(tag) + " " + std::to_string(room)).c_str(), room);
+}
+
+}  // namespace kvlab::cuda

@@ -1,0 +1,383 @@
+#include "ops/linear_cuda.hpp"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <set>
+
+#include "base/half.hpp"
+#include "support/device_cache.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+std::uint16_t to_16(float x, DType t) { return t == DType::f16 ? float_to_half(x) : bf16(x).bits; }
+float from_16(std::uint16_t x, DType t) {
+  bf16 b;
+  b.bits = x;
+  return t == DType::f16 ? half_to_float(x) : static_cast<float>(b);
+}
+
+struct Case {
+  std::int64_t m = 1, n = 1, k = 8;
+  DType dtype = DType::bf16;
+  bool f32_x = false, bias = false, add = false, gated = false, blas = false;
+  std::int64_t pad = 0;  // between rows of x and y
+
+  std::int64_t outputs() const { return gated ? n / 2 : n; }
+  std::int64_t x_stride() const { return k + pad; }
+  std::int64_t y_stride() const { return outputs() + pad; }
+};
+
+// What a case reads, on the host: x and W as the 16-bit numbers that they are rounded to.
+struct Data {
+  std::vector<float> x, bias, y;  // x unrounded [m, x_stride], NaN between rows; y as it is before
+  std::vector<std::uint16_t> w;
+
+  Data(const Case& c, unsigned seed)
+      : x(static_cast<std::size_t>(c.m * c.x_stride()), nan_value),
+        bias(static_cast<std::size_t>(c.n)),
+        y(static_cast<std::size_t>(c.m * c.y_stride()), nan_value),
+        w(static_cast<std::size_t>(c.n * c.k)) {
+    std::mt19937 rng(seed);
+    const auto value = [&] { return static_cast<float>(static_cast<int>(rng() & 1023) - 512) / 256; };
+    for (std::int64_t r = 0; r < c.m; ++r)
+      for (std::int64_t i = 0; i < c.k; ++i) x[static_cast<std::size_t>(r * c.x_stride() + i)] = value() * 1.01f;
+    for (float& b : bias) b = value();
+    for (auto& e : w) e = to_16(value() / 4, c.dtype);
+    if (c.add)
+      for (std::int64_t r = 0; r < c.m; ++r)
+        for (std::int64_t i = 0; i < c.n; ++i) y[static_cast<std::size_t>(r * c.y_stride() + i)] = value();
+  }
+};
+
+struct Product {
+  double value = 0, size = 0;  // size: of the sum of magnitudes
+};
+Product product(const Case& c, const Data& d, std::int64_t row, std::int64_t output) {
+  Product p;
+  for (std::int64_t i = 0; i < c.k; ++i) {
+    const double t = double{from_16(to_16(d.x[static_cast<std::size_t>(row * c.x_stride() + i)], c.dtype), c.dtype)} *
+                     double{from_16(d.w[static_cast<std::size_t>(output * c.k + i)], c.dtype)};
+    p.value += t, p.size += std::abs(t);
+  }
+  return p;
+}
+
+// y (or the gated half, widened) of one call with outputs poisoned, [m, y_stride].
+std::vector<float> run(const Case& c, const Data& d, int times = 1) {
+  OnDevice device;
+  ops::LinearArgs a;
+  a.weight = device.put(d.w.data(), d.w.size());
+  a.dtype = c.dtype;
+  a.n = c.n, a.k = c.k, a.m = c.m, a.x_stride = c.x_stride();
+  std::vector<std::uint16_t> x16;
+  for (const float v : d.x) x16.push_back(to_16(v, c.dtype));
+  a.x = c.f32_x ? static_cast<const void*>(device.put(d.x.data(), d.x.size())) : device.put(x16.data(), x16.size());
+  a.x_dtype = c.f32_x ? DType::f32 : c.dtype;
+  if (c.bias) a.bias = device.put(d.bias.data(), d.bias.size());
+  a.add = c.add;
+  const CudaOps& ops = cuda_backend()->ops;
+  std::vector<std::uint16_t> y16(d.y.size(), to_16(nan_value, c.dtype));
+  std::vector<float> got;
+  for (int t = 0; t < times; ++t) {
+    const auto extent = std::array<std::int64_t, 1>{static_cast<std::int64_t>(d.y.size())};
+    if (c.gated) {
+      const auto out = View<std::uint16_t, 1>::dense(device.put(y16.data(), y16.size()), extent);
+      a.gated = out.data, a.gated_stride = c.y_stride();
+      (c.blas ? ops.linear_blas : ops.linear)(a, device.stream().handle());
+      const auto result = device.get(out);
+      std::vector<float> wide;
+      for (const auto e : result) wide.push_back(from_16(e, c.dtype));
+      if (t > 0) CHECK(std::memcmp(wide.data(), got.data(), wide.size() * sizeof(float)) == 0);
+      got = wide;
+    } else {
+      const auto out = View<float, 1>::dense(device.put(d.y.data(), d.y.size()), extent);
+      a.y = out.data, a.y_stride = c.y_stride();
+      (c.blas ? ops.linear_blas : ops.linear)(a, device.stream().handle());
+      const auto result = device.get(out);
+      if (t > 0) CHECK(std::memcmp(result.data(), got.data(), result.size() * sizeof(float)) == 0);
+      got = result;
+    }
+  }
+  return got;
+}
+
+std::string list(const std::set<std::int64_t>& of) {
+  std::string text;
+  int count = 0;
+  for (const auto e : of) {
+    if (++count > 20) return text + " ...";
+    text += " " + std::to_string(e);
+  }
+  return text;
+}
+
+// Every output where that is cheap, else a sample that has every row, every place in a tile and both ends.
+void compare(const Case& c, unsigned seed) {
+  CAPTURE(c.m, c.n, c.k, name_of(c.dtype), c.f32_x, c.bias, c.add, c.gated, c.blas, c.pad);
+  const Data d(c, seed);
+  const std::vector<float> got = run(c, d, 2);
+  std::mt19937 rng(seed);
+  const bool all = c.m * c.n * c.k < 30'000'000;
+  std::int64_t bad = 0, checked = 0;
+  std::set<std::int64_t> bad_rows, bad_places;
+  std::string first;
+  for (std::int64_t r = 0; r < c.m; ++r)
+    for (std::int64_t o = 0; o < c.outputs(); ++o) {
+      if (!all && o >= 70 && o + 70 < c.outputs() && rng() % 64) continue;
+      const Product p = product(c, d, r, o);
+      double wanted = p.value, room = 1e-5 * p.size + 1e-6;
+      if (c.gated) {
+        const Product up = product(c, d, r, o + c.outputs());
+        const double silu = p.value / (1 + std::exp(-p.value));
+        wanted = silu * up.value;
+        room = 1e-5 * (1.2 * p.size * std::abs(up.value) + std::abs(silu) * up.size) +
+               (c.dtype == DType::f16 ? 6e-4 : 4.5e-3) * std::abs(wanted) + 1e-6;
+        if (c.blas) {  // gate and up are rounded in between
+          const double e = c.dtype == DType::f16 ? 6e-4 : 4.5e-3;
+          room += e * (1.2 * std::abs(p.value * up.value) + std::abs(wanted));
+        }
+      }
+      const std::size_t at = static_cast<std::size_t>(r * c.y_stride() + o);
+      if (c.bias) wanted += d.bias[static_cast<std::size_t>(o)];
+      if (c.add) wanted += d.y[at];
+      room += 2e-7 * std::abs(wanted);
+      ++checked;
+      if (std::abs(got[at] - wanted) <= room) continue;
+      if (!bad++)
+        first = "row " + std::to_string(r) + " output " + std::to_string(o) + ": got " + std::to_string(got[at]) +
+                ", wanted " + std::to_string(wanted) + " within " + std::to_string(room);
+      bad_rows.insert(r), bad_places.insert(o % 64);
+    }
+  INFO(bad << " of " << checked << " are wrong, first " << first << "; in rows" << list(bad_rows)
+           << "; outputs modulo 64" << list(bad_places));
+  CHECK(bad == 0);
+  std::int64_t stray = 0;
+  for (std::int64_t r = 0; r < c.m; ++r)
+    for (std::int64_t o = c.outputs(); o < c.y_stride(); ++o)
+      stray += !std::isnan(got[static_cast<std::size_t>(r * c.y_stride() + o)]);
+  CHECK(stray == 0);  // nothing is written between rows
+}
+
+}  // namespace
+
+// Row n of W is one at column p(n) alone, so that y[m, n] = x[m, p(n)] exactly: a wrong value says where it came from.
+TEST_CASE("cuda linear: every output takes the column and the row that it should") {
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const std::int64_t k : {8, 64, 128, 200, 1024, 4096})
+      for (const std::int64_t m : {1, 8, 9, 16})
+        for (const bool columns : {true, false}) {  // x says its column, or its row and the column's block of 8
+          Case c;
+          c.m = m, c.n = 150, c.k = k, c.dtype = dtype;
+          CAPTURE(m, k, name_of(dtype), columns);
+          Data d(c, 1);
+          const auto says = [&](std::int64_t row, std::int64_t column) {
+            return static_cast<float>(columns ? column % 128 : row * 8 + column / 8 % 8);
+          };
+          const auto picked = [&](std::int64_t n) { return (n * 37 + 5) % k; };
+          for (std::int64_t r = 0; r < m; ++r)
+            for (std::int64_t i = 0; i < k; ++i) d.x[static_cast<std::size_t>(r * k + i)] = says(r, i);
+          std::fill(d.w.begin(), d.w.end(), std::uint16_t{0});
+          for (std::int64_t n = 0; n < c.n; ++n) d.w[static_cast<std::size_t>(n * k + picked(n))] = to_16(1, dtype);
+          const auto got = run(c, d);
+          int bad = 0;
+          std::string first;
+          for (std::int64_t r = 0; r < m; ++r)
+            for (std::int64_t n = 0; n < c.n; ++n)
+              if (const float y = got[static_cast<std::size_t>(r * c.n + n)]; !(y == says(r, picked(n))) && bad++ < 12)
+                first += "\n  row " + std::to_string(r) + " output " + std::to_string(n) + " (column " +
+                         std::to_string(picked(n)) + "): got " + std::to_string(y) + ", wanted " +
+                         std::to_string(says(r, picked(n)));
+          INFO(bad << " of " << m * c.n << " are wrong:" << first);
+          CHECK(bad == 0);
+        }
+}
+
+TEST_CASE("cuda linear equals the reference up to 16 rows") {
+  unsigned seed = 1;
+  for (const std::int64_t k : {8, 56, 64, 72, 128, 136, 576, 1536, 4096, 14336})
+    for (const std::int64_t n : {1, 7, 64, 65, 200, 576})
+      for (const std::int64_t m : {1, 2, 5, 8, 9, 16}) {
+        if (n * k * m > 30'000'000 || (n > 65 && (m == 2 || m == 9))) continue;
+        Case c;
+        c.m = m, c.n = n, c.k = k;
+        c.dtype = seed % 2 ? DType::bf16 : DType::f16;
+        c.f32_x = seed % 3 == 0;
+        c.bias = seed % 5 < 2;
+        c.add = seed % 7 < 3;
+        c.pad = seed % 4 == 1 ? 8 : 0;
+        compare(c, seed++);
+      }
+}
+
+TEST_CASE("cuda linear: many tiles a block, as many tiles as blocks, slices of tiles") {
+  for (const std::int64_t m : {1, 16}) {
+    Case c;
+    c.m = m;
+    c.n = 20011, c.k = 136;
+    compare(c, 11);
+    c.n = 6144, c.k = 1032;
+    compare(c, 12);
+    c.n = 4096, c.k = 4096, c.add = true;
+    compare(c, 13);
+    c.n = 1000, c.k = 14336, c.bias = true;
+    compare(c, 14);
+  }
+}
+
+TEST_CASE("cuda linear with a gate") {
+  unsigned seed = 100;
+  for (const bool blas : {false, true})
+    for (const std::int64_t k : {8, 136, 576, 4096})
+      for (const std::int64_t half : {2, 30, 32, 34, 768, 3000})
+        for (const std::int64_t m : {1, 7, 16}) {
+          if (half == 3000 && k > 576) continue;
+          Case c;
+          c.m = m, c.n = 2 * half, c.k = k, c.gated = true, c.blas = blas;
+          c.dtype = seed % 2 ? DType::bf16 : DType::f16;
+          c.f32_x = seed % 3 == 0 && !blas;
+          c.pad = seed % 4 == 1 ? 8 : 0;
+          compare(c, seed++);
+        }
+  Case c;
+  c.m = 40, c.n = 1536, c.k = 576, c.gated = true, c.f32_x = true;
+  compare(c, seed);
+}
+
+TEST_CASE("cuda linear through cuBLASLt") {
+  unsigned seed = 200;
+  for (const std::int64_t m : {1, 17, 40, 300})
+    for (const std::int64_t n : {7, 64, 576})
+      for (const std::int64_t k : {8, 136, 576}) {
+        Case c;
+        c.m = m, c.n = n, c.k = k, c.blas = m == 1;
+        c.dtype = seed % 2 ? DType::bf16 : DType::f16;
+        c.f32_x = seed % 3 == 0 && !c.blas;
+        c.bias = seed % 5 < 2;
+        c.add = seed % 7 < 3;
+        c.pad = seed % 4 == 1 ? 8 : 0;
+        compare(c, seed++);
+      }
+}
+
+TEST_CASE("cuda linear: a row's result does not depend on how many rows there are, nor on what they hold") {
+  for (const std::int64_t n : {576, 20000})
+    for (const bool gated : {false, true}) {
+      CAPTURE(n, gated);
+      Case c;
+      c.m = 16, c.n = n, c.k = 1536, c.gated = gated;
+      const Data d(c, 5);
+      const auto together = run(c, d);
+      for (const std::int64_t row : {0, 3, 8, 15}) {
+        CAPTURE(row);
+        Case one = c;
+        one.m = 1;
+        Data alone(one, 6);
+        alone.w = d.w;
+        std::copy_n(d.x.begin() + row * c.k, c.k, alone.x.begin());
+        CHECK(std::memcmp(run(one, alone).data(), together.data() + row * c.y_stride(),
+                          static_cast<std::size_t>(c.outputs()) * sizeof(float)) == 0);
+        Data poisoned = d;
+        std::fill(poisoned.x.begin(), poisoned.x.end(), nan_value);
+        std::copy_n(d.x.begin() + row * c.k, c.k, poisoned.x.begin() + row * c.k);
+        CHECK(std::memcmp(run(c, poisoned).data() + row * c.y_stride(), together.data() + row * c.y_stride(),
+                          static_cast<std::size_t>(c.outputs()) * sizeof(float)) == 0);
+      }
+    }
+}
+
+// Kernels begin before the one in front of them ends; a chain in which each needs all of the last one's output shows
+// whether they wait when they must.
+TEST_CASE("cuda linear: a captured chain of layers gives what the same calls give one at a time") {
+  constexpr std::int64_t hidden = 1024, ffn = 2816, steps = 24;
+  for (const std::int64_t m : {1, 16}) {
+    CAPTURE(m);
+    Case up, down;
+    up.m = down.m = m;
+    up.n = 2 * ffn, up.k = hidden;
+    down.n = hidden, down.k = ffn;
+    const Data a(up, 1), b(down, 2);
+    OnDevice device;
+    const CudaBackend& cuda = *cuda_backend();
+    void* stream = device.stream().handle();
+    const std::vector<float> norm(hidden, 0.5f);
+    std::vector<float> start(static_cast<std::size_t>(m * hidden));
+    for (std::size_t i = 0; i < start.size(); ++i) start[i] = a.x[i];
+    float* x = device.put(start.data(), start.size());
+    const std::vector<std::uint16_t> room(static_cast<std::size_t>(m * ffn), 0x7fff);
+    ops::NormArgs n;
+    n.x = x, n.rows = m, n.n = n.x_stride = n.out_stride = hidden;
+    n.weight = device.put(norm.data(), norm.size()), n.eps = 1e-5f;
+    n.out = device.put(room.data(), room.size());
+    ops::LinearArgs first, second;
+    first.weight = device.put(a.w.data(), a.w.size());
+    first.n = up.n, first.k = hidden, first.m = m, first.x = n.out, first.x_dtype = DType::bf16,
+    first.x_stride = hidden;
+    first.gated = device.put(room.data(), room.size()), first.gated_stride = ffn;
+    second.weight = device.put(b.w.data(), b.w.size());
+    second.n = hidden, second.k = ffn, second.m = m, second.x = first.gated, second.x_dtype = DType::bf16,
+    second.x_stride = ffn;
+    second.y = x, second.y_stride = hidden, second.add = true;
+    const auto all = [&](bool one_at_a_time) {
+      for (std::int64_t s = 0; s < steps; ++s) {
+        cuda.ops.rms_norm(n, stream);
+        if (one_at_a_time) device.synchronize();
+        cuda.ops.linear(first, stream);
+        if (one_at_a_time) device.synchronize();
+        cuda.ops.linear(second, stream);
+        if (one_at_a_time) device.synchronize();
+      }
+    };
+    const auto reset = [&] {
+      cuda.runtime.copy(x, start.data(), start.size() * sizeof(float), stream);
+      device.synchronize();
+    };
+    const auto values = [&] { return device.get(View<float, 1>::dense(x, {m * hidden})); };
+    all(true);
+    const auto wanted = values();
+    CHECK(std::isfinite(wanted[0]));
+    const auto same = [&] {
+      const auto got = values();
+      std::int64_t wrong = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) wrong += !(got[i] == wanted[i]);
+      return wrong;
+    };
+    reset();
+    all(false);
+    CHECK(same() == 0);
+    const auto work = [&] { all(false); };
+    void* graph = cuda.runtime.capture(
+        stream, [](void* f) { (*static_cast<decltype(work)*>(f))(); },
+        const_cast<void*>(static_cast<const void*>(&work)));
+    for (int i = 0; i < 20; ++i) {
+      CAPTURE(i);
+      reset();
+      cuda.runtime.launch(graph, stream);
+      CHECK(same() == 0);
+    }
+    cuda.runtime.delete_graph(graph);
+  }
+}
+
+TEST_CASE("cuda linear names what it cannot do") {
+  ops::LinearArgs a;
+  std::uint16_t memory[8] = {};
+  float y = 0;
+  a.weight = reinterpret_cast<void*>(std::uintptr_t{4096}), a.x = a.weight;
+  a.n = 1, a.k = 12, a.x_stride = 16, a.m = 1, a.y = &y, a.y_stride = 1;
+  OnDevice device;
+  const auto call = [&] { cuda_backend()->ops.linear(a, device.stream().handle()); };
+  CHECK_THROWS_WITH(call(), Catch::Contains("1 x 12"));
+  a.k = 16, a.dtype = DType::f32;
+  CHECK_THROWS_WITH(call(), Catch::Contains("wanted bf16 or f16"));
+  a.dtype = DType::bf16, a.x_dtype = DType::f16;
+  CHECK_THROWS_WITH(call(), Catch::Contains("activations of f16"));
+  a.x_dtype = DType::f32, a.gated = memory;
+  CHECK_THROWS_WITH(call(), Catch::Contains("gated"));
+}
