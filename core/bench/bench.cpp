@@ -22,7 +22,7 @@ struct Op {
   std::vector<Line> (*cases)();           // on the CPU
   std::vector<Line> (*cuda)() = nullptr;  // on the GPU
 };
-constexpr Op ops[] = {{"gemv", gemv_cases},
+constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"gemm", gemm_cases},
                       {"attend", attend_cases, cuda_attend_cases},
                       {"prefill_attention", prefill_attention_cases},
