@@ -46,7 +46,8 @@ struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
-  void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;  // whatever the number of rows
+  void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
+  void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;    // the other one
   void (*rms_norm)(const ops::NormArgs& a, void* stream) = nullptr;
   void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;

@@ -70,7 +70,7 @@ Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std
   const CudaOps& ops = cuda_backend()->ops;
   const Times t = timer.time([&] {
     for (int c = 0; c < copies; ++c)
-      (blas ? ops.linear_blas : ops.linear)(
+      (blas ? ops.linear_blas : ops.linear_stream)(
           memory.layer(kind, m, static_cast<std::size_t>(c) * static_cast<std::size_t>(kind.n * kind.k * 2)),
           timer.handle());
   });
@@ -127,7 +127,9 @@ std::vector<Line> cuda_gemv_cases() {
     for (const std::int64_t m : {1, 8, 16}) lines.push_back(measure(timer, memory, kind, m, false));
   for (const std::int64_t m : {1, 8, 16}) lines.push_back(measure_layer(timer, memory, m));
   for (const Kind& kind : {output, gate_up, down})
-    for (const std::int64_t m : {std::int64_t{8}, most_rows}) lines.push_back(measure(timer, memory, kind, m, true));
+    for (const std::int64_t m : {std::int64_t{8}, std::int64_t{32}, most_rows})
+      for (const bool blas : {false, true})
+        if (blas || m > 8) lines.push_back(measure(timer, memory, kind, m, blas));
   for (const Kind& kind : small) lines.push_back(measure(timer, memory, kind, 1, false));
   return lines;
 }

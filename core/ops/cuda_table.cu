@@ -10,6 +10,7 @@ void fill_cuda_ops(CudaOps& t);
 void fill_cuda_ops(CudaOps& t) {
   t.attend = ops::attend_cuda;
   t.linear = ops::linear_cuda;
+  t.linear_stream = ops::linear_stream_cuda;
   t.linear_blas = ops::linear_blas_cuda;
   t.rms_norm = ops::rms_norm_cuda;
   t.embed = ops::embed_cuda;

@@ -1,12 +1,12 @@
-// Linear layers of decode steps: weights stream from memory once, whatever the number of rows up to 16.
+// Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
 //
 // A work item is a tile of 64 rows of W, or an equal slice of k of one where there are fewer tiles than
-// multiprocessors. A block has one producer, which keeps a ring of bulk copies (64 x 128 pieces of W, with the same 128
-// columns of x) full, and four warps that multiply: tensor cores take 16 rows of W as A and the rows of x as columns of
-// B. Which element of k is which column of a fragment is free as long as A and B agree, so both are 16-byte loads of
-// rows; which row of W or x is which row or column of the product is free too, and chosen so that the two rows that a
-// quarter of a warp reads lie in different halves of the swizzled 128 bytes. Slices leave partial sums; the last one to
-// arrive adds them in order.
+// multiprocessors. A block has one producer, which keeps a ring of bulk copies (64 rows x 128 columns of W, with the
+// same 128 columns of x) full, and four warps that multiply: tensor cores take 16 rows of W as A and the rows of x as
+// columns of B. Which element of k is which column of a fragment is free as long as A and B agree, so both are 16-byte
+// loads of rows; which row of W or x is which row or column of the product is free too, and chosen so that the two rows
+// that a quarter of a warp reads lie in different halves of the swizzled 128 bytes. Slices leave partial sums; the last
+// one to arrive adds them in order.
 //
 // The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
 // ends.
@@ -20,13 +20,13 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int tile_rows = 64, chunk = 128;  // of W: rows of a tile, columns of a piece
-constexpr int half_bytes = tile_rows * 128;
+constexpr int tile_rows = 64, pieces = 2, chunk = 64 * pieces;  // of W: rows of a tile, columns of a stage
+constexpr int piece_bytes = tile_rows * 128;
 constexpr int consumers = 4;  // warps
 constexpr int threads = (consumers + 1) * 32;
-constexpr int most_items_of_slices = 256;  // with slices there is at most one item a block
-constexpr int enough_tiles = 80;           // to keep the memory busy without slices
-constexpr int chunks_of_slice = 8;         // at least: a slice costs a round trip through memory
+constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
+constexpr int enough_tiles = 80;               // to keep the memory busy without slices
+constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
 
 struct Args {
   int m, n;  // n: outputs, half of W's rows when gated
@@ -42,8 +42,9 @@ struct Args {
 
 template <int Columns>
 struct Stage {
-  static constexpr int x_half_bytes = Columns * 8 * 128;
-  static constexpr int bytes = 2 * half_bytes + 2 * x_half_bytes;
+  static constexpr int x_bytes = Columns * 8 * 128;  // 64 columns of x
+  static constexpr int bytes = pieces * (piece_bytes + x_bytes);
+  static constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
   static constexpr int count = 110 * 1024 / bytes;
   static constexpr int shared = count * (bytes + 16);
 };
@@ -51,7 +52,7 @@ struct Stage {
 __device__ __forceinline__ void arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void bulk_copy_shared_piece(unsigned to, const void* map, int x, int y, unsigned barrier) {
+__device__ __forceinline__ void bulk_copy_2d_kept(unsigned to, const void* map, int x, int y, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
@@ -92,19 +93,18 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
     const unsigned to = stages + stage * S::bytes, barrier = full + 8 * stage;
     const int tile = w.item / w.slices;
     barrier_expect(barrier, S::bytes);
-    for (int h = 0; h < 2; ++h)
+    for (int p = 0; p < pieces; ++p)
       if constexpr (Gated) {
-        bulk_copy_2d(to + h * half_bytes, &weights, w.at * chunk + h * 64, tile * 32, barrier, policy);
-        bulk_copy_2d(to + h * half_bytes + half_bytes / 2, &weights, w.at * chunk + h * 64, a.n + tile * 32, barrier,
+        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * 32, barrier, policy);
+        bulk_copy_2d(to + p * piece_bytes + piece_bytes / 2, &weights, w.at * chunk + p * 64, a.n + tile * 32, barrier,
                      policy);
       } else {
-        bulk_copy_2d(to + h * half_bytes, &weights, w.at * chunk + h * 64, tile * tile_rows, barrier, policy);
+        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * tile_rows, barrier, policy);
       }
   };
   const auto copy_input = [&](int stage, const Walk& w) {
-    const unsigned to = stages + stage * S::bytes + 2 * half_bytes, barrier = full + 8 * stage;
-    for (int h = 0; h < 2; ++h)
-      bulk_copy_shared_piece(to + h * S::x_half_bytes, &input, w.at * chunk + h * 64, 0, barrier);
+    const unsigned to = stages + stage * S::bytes + pieces * piece_bytes, barrier = full + 8 * stage;
+    for (int p = 0; p < pieces; ++p) bulk_copy_2d_kept(to + p * S::x_bytes, &input, w.at * chunk + p * 64, 0, barrier);
   };
   if (!a.constant_weights) wait_for_predecessor();
   Walk w(a, begin, end), x = w;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(threads, 2)
 
   // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
   const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? tile_rows / 2 + low : low + 8;
-  const unsigned piece = (q ^ row) * 16;
+  const unsigned vector = (q ^ row) * 16;
   int i = 0;
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
@@ -183,26 +183,30 @@ __global__ void __launch_bounds__(threads, 2)
       for (int e = 0; e < 4; ++e) sum[c][e] = other[c][e] = 0;
     for (int k = 0; k < count; ++k, ++i) {
       const int stage = i % S::count;
-      const unsigned w = stages + stage * S::bytes + piece, x = w + 2 * half_bytes + row * 128;
+      const unsigned w = stages + stage * S::bytes + vector, x = w + pieces * piece_bytes + row * 128;
       barrier_wait(full + 8 * stage, (i / S::count) & 1);
-      uint4 w0[4], w1[4], b[4][Columns];
 #pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        const unsigned flip = s % 2 * 64;
-        w0[s] = load_shared16((w + s / 2 * half_bytes + low * 128) ^ flip);
-        w1[s] = load_shared16((w + s / 2 * half_bytes + high * 128) ^ flip);
+      for (int p = 0; p < pieces; p += S::at_once) {
+        constexpr int steps = 2 * S::at_once;  // of 32 columns
+        uint4 w0[steps], w1[steps], b[steps][Columns];
 #pragma unroll
-        for (int c = 0; c < Columns; ++c) b[s][c] = load_shared16((x + s / 2 * S::x_half_bytes + c * 1024) ^ flip);
+        for (int s = 0; s < steps; ++s) {
+          const unsigned at = p + s / 2, flip = s % 2 * 64;
+          w0[s] = load_shared16((w + at * piece_bytes + low * 128) ^ flip);
+          w1[s] = load_shared16((w + at * piece_bytes + high * 128) ^ flip);
+#pragma unroll
+          for (int c = 0; c < Columns; ++c) b[s][c] = load_shared16((x + at * S::x_bytes + c * 1024) ^ flip);
+        }
+#pragma unroll
+        for (int s = 0; s < steps; ++s)
+#pragma unroll
+          for (int c = 0; c < Columns; ++c) {
+            mma16816<T>(sum[c], w0[s].x, w1[s].x, w0[s].y, w1[s].y, b[s][c].x, b[s][c].y);
+            mma16816<T>(other[c], w0[s].z, w1[s].z, w0[s].w, w1[s].w, b[s][c].z, b[s][c].w);
+          }
       }
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * stage);
-#pragma unroll
-      for (int s = 0; s < 4; ++s)
-#pragma unroll
-        for (int c = 0; c < Columns; ++c) {
-          mma16816<T>(sum[c], w0[s].x, w1[s].x, w0[s].y, w1[s].y, b[s][c].x, b[s][c].y);
-          mma16816<T>(other[c], w0[s].z, w1[s].z, w0[s].w, w1[s].w, b[s][c].z, b[s][c].w);
-        }
     }
 #pragma unroll
     for (int c = 0; c < Columns; ++c)
@@ -239,6 +243,9 @@ __global__ void __launch_bounds__(threads, 2)
   }
 }
 
+// Tiles of 8 rows of x.
+int column_tiles(std::int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : m <= 40 ? 5 : 8; }
+
 template <class T, int Columns, bool Gated>
 void launch_kernel(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
                    cudaStream_t stream) {
@@ -249,19 +256,32 @@ void launch_kernel(const Args& a, int blocks, const CUtensorMap& weights, const 
   launch("linear", kernel, blocks, threads, Stage<Columns>::shared, stream, true, a, weights, input);
 }
 
+template <class T, bool Gated>
+void launch_columns(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
+                    cudaStream_t stream) {
+  switch (column_tiles(a.m)) {
+    case 1: return launch_kernel<T, 1, Gated>(a, blocks, weights, input, stream);
+    case 2: return launch_kernel<T, 2, Gated>(a, blocks, weights, input, stream);
+    case 4: return launch_kernel<T, 4, Gated>(a, blocks, weights, input, stream);
+    case 5: return launch_kernel<T, 5, Gated>(a, blocks, weights, input, stream);
+    default: return launch_kernel<T, 8, Gated>(a, blocks, weights, input, stream);
+  }
+}
+
 template <class T>
 void launch_type(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
-  if (a.gated)
-    a.m <= 8 ? launch_kernel<T, 1, true>(a, blocks, weights, input, stream)
-             : launch_kernel<T, 2, true>(a, blocks, weights, input, stream);
-  else
-    a.m <= 8 ? launch_kernel<T, 1, false>(a, blocks, weights, input, stream)
-             : launch_kernel<T, 2, false>(a, blocks, weights, input, stream);
+  a.gated ? launch_columns<T, true>(a, blocks, weights, input, stream)
+          : launch_columns<T, false>(a, blocks, weights, input, stream);
 }
 
 }  // namespace
 
 void linear_stream_cuda(const LinearArgs& in, void* handle) {
+  if (in.m < 1) return;
+  if (in.m > linear_stream_most)
+    throw Error(Errc::internal,
+                "got " + std::to_string(in.m) + " rows, wanted at most " + std::to_string(linear_stream_most),
+                "op linear (CUDA)");
   const bool half = in.dtype == DType::f16, gated = in.gated != nullptr;
   Args a = {};
   a.m = static_cast<int>(in.m);
@@ -276,7 +296,7 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.slices = tiles >= enough_tiles ? 1 : std::max(1, std::min(blocks / tiles, a.chunks / chunks_of_slice));
   a.items = tiles * a.slices;
   if (a.slices > 1) {
-    constexpr std::size_t columns = linear_stream_rows;
+    constexpr std::size_t columns = linear_stream_most;
     a.partial =
         static_cast<float*>(kept(handle, "linear partial", most_items_of_slices * tile_rows * columns * sizeof(float)));
     a.arrived = static_cast<int*>(zeroed(handle, "linear arrived", most_items_of_slices * consumers * sizeof(int)));
@@ -284,7 +304,7 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   const int each = (a.items + blocks - 1) / blocks;  // equal shares need not take every multiprocessor
   const int grid = (a.items + each - 1) / each;
   const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, outputs),
-                    input = matrix_map(in.x, half, in.m, in.k, in.x_stride, in.m <= 8 ? 8 : 16);
+                    input = matrix_map(in.x, half, in.m, in.k, in.x_stride, 8 * column_tiles(in.m));
   half ? launch_type<__half>(a, grid, weights, input, stream_of(handle))
        : launch_type<__nv_bfloat16>(a, grid, weights, input, stream_of(handle));
 }

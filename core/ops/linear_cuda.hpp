@@ -33,11 +33,12 @@ struct LinearArgs {
   bool constant_weights = true;
 };
 inline constexpr std::int64_t linear_stream_rows = 16;
+inline constexpr std::int64_t linear_stream_most = 64;  // that its kernel can take
 
 void linear_cuda(const LinearArgs& a, void* stream);
 
 // The two ways of linear_cuda; x of dtype.
-void linear_stream_cuda(const LinearArgs& a, void* stream);  // m <= linear_stream_rows
+void linear_stream_cuda(const LinearArgs& a, void* stream);  // m <= linear_stream_most
 void linear_blas_cuda(const LinearArgs& a, void* stream);    // any m
 
 // out[row, :] = x[row, :] / sqrt(mean(x^2) + eps) * weight, or x rounded when weight is null. n a multiple of 8.

@@ -26,7 +26,7 @@ float from_16(std::uint16_t x, DType t) {
 struct Case {
   std::int64_t m = 1, n = 1, k = 8;
   DType dtype = DType::bf16;
-  bool f32_x = false, bias = false, add = false, gated = false, blas = false;
+  bool f32_x = false, bias = false, add = false, gated = false, blas = false, stream = false;
   std::int64_t pad = 0;  // between rows of x and y
 
   std::int64_t outputs() const { return gated ? n / 2 : n; }
@@ -90,7 +90,7 @@ std::vector<float> run(const Case& c, const Data& d, int times = 1) {
     if (c.gated) {
       const auto out = View<std::uint16_t, 1>::dense(device.put(y16.data(), y16.size()), extent);
       a.gated = out.data, a.gated_stride = c.y_stride();
-      (c.blas ? ops.linear_blas : ops.linear)(a, device.stream().handle());
+      (c.blas ? ops.linear_blas : c.stream ? ops.linear_stream : ops.linear)(a, device.stream().handle());
       const auto result = device.get(out);
       std::vector<float> wide;
       for (const auto e : result) wide.push_back(from_16(e, c.dtype));
@@ -99,7 +99,7 @@ std::vector<float> run(const Case& c, const Data& d, int times = 1) {
     } else {
       const auto out = View<float, 1>::dense(device.put(d.y.data(), d.y.size()), extent);
       a.y = out.data, a.y_stride = c.y_stride();
-      (c.blas ? ops.linear_blas : ops.linear)(a, device.stream().handle());
+      (c.blas ? ops.linear_blas : c.stream ? ops.linear_stream : ops.linear)(a, device.stream().handle());
       const auto result = device.get(out);
       if (t > 0) CHECK(std::memcmp(result.data(), got.data(), result.size() * sizeof(float)) == 0);
       got = result;
@@ -120,7 +120,7 @@ std::string list(const std::set<std::int64_t>& of) {
 
 // Every output where that is cheap, else a sample that has every row, every place in a tile and both ends.
 void compare(const Case& c, unsigned seed) {
-  CAPTURE(c.m, c.n, c.k, name_of(c.dtype), c.f32_x, c.bias, c.add, c.gated, c.blas, c.pad);
+  CAPTURE(c.m, c.n, c.k, name_of(c.dtype), c.f32_x, c.bias, c.add, c.gated, c.blas, c.stream, c.pad);
   const Data d(c, seed);
   const std::vector<float> got = run(c, d, 2);
   std::mt19937 rng(seed);
@@ -212,6 +212,18 @@ TEST_CASE("cuda linear equals the reference up to 16 rows") {
         c.bias = seed % 5 < 2;
         c.add = seed % 7 < 3;
         c.pad = seed % 4 == 1 ? 8 : 0;
+        compare(c, seed++);
+      }
+}
+
+TEST_CASE("cuda linear: the streaming kernel above 16 rows") {
+  unsigned seed = 300;
+  for (const std::int64_t m : {17, 32, 33, 40, 41, 64})
+    for (const bool gated : {false, true})
+      for (const std::int64_t k : {136, 3000}) {
+        Case c;
+        c.m = m, c.n = 198, c.k = k, c.gated = gated, c.stream = true;
+        c.dtype = seed % 2 ? DType::bf16 : DType::f16;
         compare(c, seed++);
       }
 }
