@@ -1,0 +1,262 @@
+// Exact selection by one block: what select.hpp says, for rows in shared or global memory. Chosen entries are bits of
+// shared memory, so pins, selection and the ascending list meet in one form.
+#pragma once
+#include <cmath>
+
+#include "base/cuda.cuh"
+
+namespace kvlab::ops::device {
+
+constexpr int select_bins = 2048, most_candidates = 256;
+constexpr unsigned all_lanes = ~0u;
+
+struct SelectShared {
+  unsigned bins[select_bins];
+  unsigned long long candidate[most_candidates];
+  unsigned scan[32];
+  float low[32], high[32];
+  unsigned bin, above, inside, candidates;
+};
+
+// The upper half of selection_key.
+__device__ __forceinline__ unsigned score_key(float score) {
+  const unsigned u = __float_as_uint(score);
+  if (score != score) return 0;
+  if (u == 0x80000000u) return 0x80000000u;  // -0 and 0 are a tie
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+__device__ __forceinline__ unsigned long long selection_key(float score, unsigned index) {
+  return static_cast<unsigned long long>(score_key(score)) << 32 | (0xffffffffu - index);
+}
+
+__device__ __forceinline__ bool has_bit(const unsigned* bits, int i) { return bits[i >> 5] >> (i & 31) & 1; }
+
+// Exclusive prefix of `value` over the threads; `total` is that of the block.
+__device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch, unsigned& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  unsigned inclusive = value;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned below = __shfl_up_sync(all_lanes, inclusive, d);
+    if (lane >= d) inclusive += below;
+  }
+  if (lane == 31) scratch[warp] = inclusive;
+  __syncthreads();
+  unsigned before = 0, sum = 0;
+  for (int w = 0; w < warps; ++w) {
+    const unsigned x = scratch[w];
+    before += w < warp ? x : 0;
+    sum += x;
+  }
+  total = sum;
+  __syncthreads();
+  return before + inclusive - value;
+}
+
+// A threshold so that exactly `wanted` entries have key(s, t, i) >= threshold, when the digits from `lowest` on tell
+// all apart; entries that do not differ there stay together. key(s, t, i, k) is false for an entry that does not take
+// part; entry t of segment s is number i = first[s] + t, and 1 <= wanted <= entries. Keys must end in ~i when lowest is
+// 0. At least 256 threads.
+template <class Key>
+__device__ unsigned long long radix_threshold(const Key& key, const int* first, int segments, unsigned wanted,
+                                              int lowest, SelectShared& s) {
+  const int lane = threadIdx.x % 32;
+  const unsigned last = static_cast<unsigned>(max(first[segments] - 1, 0));
+  unsigned long long prefix = 0;
+  for (int shift = 56; shift >= lowest; shift -= 8) {
+    if (shift < 32 && last >> shift == 0 && shift > 0) {  // all indices have the same digit
+      prefix |= 0xffull << shift;
+      continue;
+    }
+    if (threadIdx.x < 256) s.bins[threadIdx.x] = 0;
+    __syncthreads();
+    for (int segment = 0; segment < segments; ++segment) {
+      const int begin = first[segment], count = first[segment + 1] - begin;
+      for (int base = threadIdx.x - lane; base < count; base += blockDim.x) {
+        const int t = base + lane;
+        unsigned long long k = 0;
+        const bool active = t < count && key(segment, t, static_cast<unsigned>(begin + t), k) &&
+                            (shift == 56 || k >> (shift + 8) == prefix >> (shift + 8));
+        const unsigned digit = active ? 255 - static_cast<unsigned>(k >> shift & 255) : 256;
+        const unsigned peers = __match_any_sync(all_lanes, digit);
+        if (active && lane == __ffs(peers) - 1) atomicAdd(&s.bins[digit], __popc(peers));
+      }
+    }
+    __syncthreads();
+    const unsigned own = threadIdx.x < 256 ? s.bins[threadIdx.x] : 0;
+    unsigned total;
+    const unsigned before = block_scan(own, s.scan, total);
+    if (before < wanted && wanted <= before + own) s.bin = threadIdx.x, s.above = before, s.inside = own;
+    __syncthreads();
+    prefix |= static_cast<unsigned long long>(255 - s.bin) << shift;
+    wanted -= s.above;
+    const bool done = wanted == s.inside;
+    __syncthreads();
+    if (done) break;
+  }
+  return prefix;
+}
+
+// x[0, n) from the same place or from `stage` once it was copied there, and this thread's range of its finite values.
+struct Row {
+  const float* x;
+  float low, high;
+};
+__device__ __forceinline__ void widen(float x, float& low, float& high) {
+  if (fabsf(x) < INFINITY) low = fminf(low, x), high = fmaxf(high, x);
+}
+// Reads past the L1 cache: other blocks may have written x in this launch.
+__device__ __forceinline__ Row load_row(const float* x, int n, float* stage) {
+  Row r{stage ? stage : x, INFINITY, -INFINITY};
+  int begin = 0;
+  if (stage && reinterpret_cast<unsigned long long>(x) % 16 == 0) {
+    begin = n / 4 * 4;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < n / 4; i += blockDim.x) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i);
+      reinterpret_cast<float4*>(stage)[i] = v;
+      widen(v.x, r.low, r.high), widen(v.y, r.low, r.high), widen(v.z, r.low, r.high), widen(v.w, r.low, r.high);
+    }
+  }
+#pragma unroll 4
+  for (int i = begin + threadIdx.x; i < n; i += blockDim.x) {
+    const float v = __ldcg(x + i);
+    if (stage) stage[i] = v;
+    widen(v, r.low, r.high);
+  }
+  __syncthreads();
+  return r;
+}
+
+// 0 = the greatest values; NaN with the least. Never descends as scores do, whatever low and scale are.
+__device__ __forceinline__ int bin_of(float x, float low, float scale) {
+  const float up = fminf(fmaxf((x - low) * scale, 0.f), static_cast<float>(select_bins - 1));
+  return select_bins - 1 - static_cast<int>(up);
+}
+
+// Sets the bits of the `wanted` best of [0, n) whose bit is not set yet; 0 < wanted < how many those are. The bits are
+// there for all threads before and after. Blocks of 256, 512 or 1024 threads.
+__device__ inline void select_best(const Row& row, int n, int wanted, unsigned* chosen, SelectShared& s) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float low = row.low, high = row.high;
+#pragma unroll
+  for (int m = 16; m > 0; m /= 2) {
+    low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
+    high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+  }
+  if (lane == 0) s.low[warp] = low, s.high[warp] = high;
+  for (int i = threadIdx.x; i < select_bins; i += blockDim.x) s.bins[i] = 0;
+  if (threadIdx.x == 0) s.candidates = 0;
+  __syncthreads();
+  for (int w = 0; w < blockDim.x / 32; ++w) low = fminf(low, s.low[w]), high = fmaxf(high, s.high[w]);
+  const float scale = static_cast<float>(select_bins) / (high - low);
+
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += blockDim.x)
+    if (!has_bit(chosen, i)) atomicAdd(&s.bins[bin_of(row.x[i], low, scale)], 1u);
+  __syncthreads();
+  const int each = select_bins / blockDim.x;
+  unsigned own = 0, total;
+  for (int i = 0; i < each; ++i) own += s.bins[threadIdx.x * each + i];
+  unsigned before = block_scan(own, s.scan, total);
+  const auto need = static_cast<unsigned>(wanted);
+  if (before < need && need <= before + own)
+    for (int i = 0; i < each; ++i) {
+      const unsigned inside = s.bins[threadIdx.x * each + i];
+      if (need <= before + inside) {
+        s.bin = threadIdx.x * each + i, s.above = before, s.inside = inside;
+        break;
+      }
+      before += inside;
+    }
+  __syncthreads();
+  const int bin = s.bin;
+  const unsigned left = need - s.above;
+  const bool whole = left == s.inside;
+
+  for (int base = warp * 32; base < n; base += blockDim.x) {
+    const int i = base + lane;
+    const bool free = i < n && !has_bit(chosen, i);
+    const float x = i < n ? row.x[i] : 0.f;
+    const int b = bin_of(x, low, scale);
+    const bool sure = free && (b < bin || (whole && b == bin));
+    if (free && !sure && b == bin) {
+      const unsigned at = atomicAdd(&s.candidates, 1u);
+      if (at < most_candidates) s.candidate[at] = selection_key(x, i);
+    }
+    const unsigned bits = __ballot_sync(all_lanes, sure);  // after every lane has looked at its bit
+    if (lane == 0 && bits) chosen[base >> 5] |= bits;
+  }
+  __syncthreads();
+  const unsigned candidates = s.candidates;
+  if (candidates <= most_candidates) {
+    for (unsigned c = threadIdx.x; c < candidates; c += blockDim.x) {
+      const unsigned long long key = s.candidate[c];
+      unsigned better = 0;
+      for (unsigned o = 0; o < candidates; ++o) better += s.candidate[o] > key;
+      const unsigned index = 0xffffffffu - static_cast<unsigned>(key);
+      if (better < left) atomicOr(&chosen[index >> 5], 1u << (index & 31));
+    }
+    __syncthreads();
+    return;
+  }
+  const auto key = [&](int, int t, unsigned i, unsigned long long& k) {
+    const float x = row.x[t];
+    k = selection_key(x, i);
+    return !has_bit(chosen, t) && bin_of(x, low, scale) == bin;
+  };
+  const int first[] = {0, n};
+  const unsigned long long threshold = radix_threshold(key, first, 1, left, 0, s);
+  for (int base = warp * 32; base < n; base += blockDim.x) {
+    const int i = base + lane;
+    unsigned long long k = 0;
+    const bool take = i < n && key(0, i, static_cast<unsigned>(i), k) && k >= threshold;
+    const unsigned bits = __ballot_sync(all_lanes, take);
+    if (lane == 0 && bits) chosen[base >> 5] |= bits;
+  }
+  __syncthreads();
+}
+
+// Bits [0, n) as an ascending list of at most `room`; returns how many were written. Uses s.bins.
+__device__ inline int write_list(const unsigned* chosen, int n, std::int32_t* to, std::int64_t step, int room,
+                                 SelectShared& s) {
+  const int words = (n + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  unsigned written = 0;
+  for (int base = 0; base < words; base += blockDim.x) {
+    const int own = base + threadIdx.x;
+    unsigned total;
+    s.bins[threadIdx.x] = written + block_scan(own < words ? __popc(chosen[own]) : 0, s.scan, total);
+    __syncthreads();
+    for (int w = warp; w < min(static_cast<int>(blockDim.x), words - base); w += warps) {
+      const unsigned word = chosen[base + w];
+      const unsigned at = s.bins[w] + __popc(word & ((1u << lane) - 1));
+      if (word >> lane & 1 && at < static_cast<unsigned>(room)) to[at * step] = (base + w) * 32 + lane;
+    }
+    written += total;
+    __syncthreads();
+  }
+  return min(static_cast<int>(written), room);
+}
+
+// The bits of [0, n) all set, or none.
+__device__ __forceinline__ void fill_bits(unsigned* bits, int n, bool value) {
+  for (int w = threadIdx.x; w < (n + 31) / 32; w += blockDim.x)
+    bits[w] = !value ? 0u : w * 32 + 32 <= n ? ~0u : (1u << (n & 31)) - 1;
+  __syncthreads();
+}
+
+// The `budget` best of n, of which the last one may be pinned, as a list.
+__device__ inline int choose_pages(const float* scores, int n, int budget, bool newest, std::int32_t* to,
+                                   std::int64_t step, int room, float* stage, unsigned* chosen, SelectShared& s) {
+  const int pinned = newest && n > 0, wanted = min(budget, n) - pinned;
+  const bool every = pinned + wanted >= n;
+  fill_bits(chosen, n, every);
+  if (!every) {
+    if (pinned && threadIdx.x == 0) chosen[(n - 1) >> 5] |= 1u << ((n - 1) & 31);
+    __syncthreads();
+    if (wanted > 0) select_best(load_row(scores, n, stage), n, wanted, chosen, s);
+  }
+  return write_list(chosen, n, to, step, room, s);
+}
+
+}  // namespace kvlab::ops::device
