@@ -11,6 +11,8 @@
 
 namespace kvlab {
 
+struct Allotment;
+
 namespace ops {
 struct AttendArgs;
 struct LinearArgs;
@@ -52,6 +54,27 @@ struct CudaOps {
   void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
   void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/rope_append_cuda.hpp
+  // ops/policy_cuda.hpp; out null: the scores alone
+  void (*score_pages)(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
+                      GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
+                      const Scores& scores, const PageList* out, void* stream) = nullptr;
+  void (*top_pages)(const PagedKv& kv, const View<const float, 3>& scores,
+                    const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const PageList& out,
+                    void* stream) = nullptr;
+  void (*top_tokens)(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
+                     const Pins* pins, const TokenList& list, void* stream) = nullptr;
+  void (*row_norm)(const KvRows& rows, const Scores& out, void* stream) = nullptr;
+  void (*scale)(const Scores& out, float factor, void* stream) = nullptr;
+  void (*recency)(const PagedKv& kv, const Scores& out, void* stream) = nullptr;
+  void (*window_votes)(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
+                       const Scores& votes, void* stream) = nullptr;
+  void (*pool)(const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void* stream) = nullptr;
+  void (*group_reduce)(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out,
+                       void* stream) = nullptr;
+  void (*add_mass)(const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void* stream) = nullptr;
+  void (*read_state)(const StateColumn& column, const Scores& out, void* stream) = nullptr;
+  void (*allot_same)(const Allotment& a, const std::int32_t* tokens, void* stream) = nullptr;
+  void (*allot_by_score)(const Allotment& a, double floor, bool exact_total, void* stream) = nullptr;
 };
 
 struct CudaBackend {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/select.hpp"
 
@@ -21,9 +22,10 @@ int pinned_of(const Allotment& a, int row) {
   return a.pins ? std::max(a.pins[row].first, 0) + std::max(a.pins[row].last, 0) : 0;
 }
 
-void allot_same(const Allotment& a, const std::int32_t* tokens, const char* op) {
+void allot_same(const Allotment& a, const std::int32_t* tokens, const char* op, Stream s) {
   const int rows = rows_of(a, op);
   if (rows > 0 && !tokens) fail(Errc::internal, op, "got no totals, wanted one per row");
+  if (s.device() == Device::cuda) return require_cuda("op allot_tokens").ops.allot_same(a, tokens, s.handle());
   for (int r = 0; r < rows; ++r)
     for (int h = 0; h < a.keep.extent[1]; ++h)
       a.keep(r, h) = std::min(a.length(r, h), std::max({tokens[r], pinned_of(a, r), 0}));
@@ -96,23 +98,24 @@ void allot_row(const Allotment& a, int row, double floor, bool exact_total, Scra
 
 }  // namespace
 
-void allot_uniform(const Allotment& a, Stream s) {
-  require_cpu(s, "allot_uniform");
-  allot_same(a, a.total, "allot_uniform");
-}
+void allot_uniform(const Allotment& a, Stream s) { allot_same(a, a.total, "allot_uniform", s); }
 
 void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s) {
-  require_cpu(s, "allot_tokens");
-  allot_same(a, tokens, "allot_tokens");
+  allot_same(a, tokens, "allot_tokens", s);
 }
 
 void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s) {
   const char* op = "allot_by_score";
-  require_cpu(s, op);
   const int rows = rows_of(a, op);
   if (!(floor >= 0 && floor <= 1))
     fail(Errc::internal, op, "got a floor of " + std::to_string(floor) + ", wanted 0 to 1");
   if (rows > 0 && !a.total) fail(Errc::internal, op, "got no totals, wanted one per row");
+  if (s.device() == Device::cuda) {
+    if (rows > 0 && (a.scores.extent[0] < rows || a.scores.extent[1] < a.keep.extent[1] || (a.pins && !a.kv)))
+      fail(Errc::internal, op,
+           "got too few scores or pins without the cache, wanted [row, kv_head, token] and LayerKv");
+    return require_cuda("op allot_by_score").ops.allot_by_score(a, floor, exact_total, s.handle());
+  }
   for (int r = 0; r < rows; ++r) {
     if (pinned_of(a, r) > 0 && !a.kv) fail(Errc::internal, op, "got pins without the cache, wanted LayerKv");
     for (int h = 0; h < a.keep.extent[1]; ++h)

@@ -261,7 +261,7 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   check(a, group);
   if (s.device() == Device::cuda) return require_cuda("op attend").ops.attend(a, s.handle());
   check_tables(kv, "attend");
-  if (a.mass) check_scores(kv, a.mass, "mass", "attend");
+  if (a.mass) check_scores(kv, a.mass, "mass", "attend", s);
   thread_local Plan plan_of_thread;
   Plan& plan = plan_of_thread;
   plan_pages(a, plan);

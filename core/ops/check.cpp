@@ -36,9 +36,9 @@ void check_tables(const PagedKv& kv, const char* op) {
   }
 }
 
-void check_kv(const PagedKv& kv, const char* op) {
+void check_kv(const PagedKv& kv, const char* op, Stream s) {
   check_view(kv, op);
-  check_tables(kv, op);
+  if (s.device() == Device::cpu) check_tables(kv, op);
 }
 
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op) {
@@ -58,8 +58,8 @@ void check_resident(const PagedKv& kv, int row, int head, const char* op) {
   for (int p = 0; p < pages; ++p) check_page(kv, row, head, p, op);
 }
 
-void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op) {
-  const int tokens = longest(kv);
+void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s) {
+  const int tokens = s.device() == Device::cpu ? longest(kv) : 0;
   if (scores.extent[0] < kv.rows || scores.extent[1] < kv.kv_heads || scores.extent[1] % kv.kv_heads ||
       scores.extent[2] < tokens)
     fail(Errc::internal, op,
@@ -70,12 +70,19 @@ void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const c
     fail(Errc::unsupported, op, std::string("got ") + what + " with a stride between tokens, wanted them contiguous");
 }
 
-void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op) {
-  check_scores(kv, scores, what, op);
+void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op,
+                     Stream s) {
+  check_scores(kv, scores, what, op, s);
   if (scores.extent[1] != kv.kv_heads)
     fail(Errc::internal, op,
          std::string("got ") + what + " of " + std::to_string(scores.extent[1]) + " heads, wanted one per KV head (" +
              std::to_string(kv.kv_heads) + ")");
+}
+
+void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
+  if (list.index.extent[0] < kv.rows || list.index.extent[1] < kv.kv_heads || list.count.extent[0] < kv.rows ||
+      list.count.extent[1] < kv.kv_heads)
+    fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
 }
 
 int longest(const PagedKv& kv) {

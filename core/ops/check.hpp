@@ -22,16 +22,21 @@ inline void require_cpu(Stream s, const char* op) {
 void check_view(const PagedKv& kv, const char* op);
 // Sane slots and counts; host memory only.
 void check_tables(const PagedKv& kv, const char* op);
-void check_kv(const PagedKv& kv, const char* op);  // both
+// Both; with a CUDA stream the view alone.
+void check_kv(const PagedKv& kv, const char* op, Stream s = Stream::cpu());
 
 // Every page of this head has a device frame of a fitting layout. Errc::internal.
 void check_resident(const PagedKv& kv, int row, int head, const char* op);
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
 
 // `scores` [row, heads, >= longest head of each row], contiguous along tokens, heads = kv_heads times a whole group.
-void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op);
+// With a CUDA stream lengths are unknown here; kernels stay within the extent.
+void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s);
 // The same with exactly the KV heads.
-void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op);
+void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s);
+
+// Index and count of every head; room is looked at row by row.
+void check_list(const PagedKv& kv, const IndexList& list, const char* op);
 
 // Longest head over the rows of the call.
 int longest(const PagedKv& kv);

@@ -3,6 +3,7 @@
 #include "ops/attend_cuda.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/rope_append_cuda.hpp"
+#include "ops/policy_cuda.hpp"
 
 namespace kvlab {
 
@@ -16,6 +17,19 @@ void fill_cuda_ops(CudaOps& t) {
   t.embed = ops::embed_cuda;
   t.argmax = ops::argmax_cuda;
   t.rope_append = ops::rope_append_cuda;
+  t.score_pages = ops::score_pages_cuda;
+  t.top_pages = ops::top_pages_cuda;
+  t.top_tokens = ops::top_tokens_cuda;
+  t.row_norm = ops::row_norm_cuda;
+  t.scale = ops::scale_cuda;
+  t.recency = ops::recency_cuda;
+  t.window_votes = ops::window_votes_cuda;
+  t.pool = ops::pool_cuda;
+  t.group_reduce = ops::group_reduce_cuda;
+  t.add_mass = ops::add_mass_cuda;
+  t.read_state = ops::read_state_cuda;
+  t.allot_same = ops::allot_same_cuda;
+  t.allot_by_score = ops::allot_by_score_cuda;
 }
 
 }  // namespace kvlab

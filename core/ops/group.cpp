@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/row_kernels.hpp"
 
@@ -39,10 +40,11 @@ void reduce_group(const float* in, std::int64_t stride, int group, int n, GroupR
 }
 
 void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s) {
-  require_cpu(s, "group_reduce");
-  check_kv(kv, "group_reduce");
-  check_scores(kv, in, "in", "group_reduce");
-  check_kv_scores(kv, out, "out", "group_reduce");
+  check_kv(kv, "group_reduce", s);
+  check_scores(kv, in, "in", "group_reduce", s);
+  check_kv_scores(kv, out, "out", "group_reduce", s);
+  if (s.device() == Device::cuda)
+    return require_cuda("op group_reduce").ops.group_reduce(kv, in, rule, out, s.handle());
   const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * in.extent[1] * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)

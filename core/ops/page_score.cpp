@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "base/part_timer.hpp"
 #include "ops/check.hpp"
 #include "ops/group.hpp"
@@ -47,17 +48,13 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
   reduce_group(x.scores.data(), stride, group, pages, rule, scale, out);
 }
 
-}  // namespace
-
-void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
-                Scores out, Stream s) {
-  const PartTimer timer(Part::score);
-  const char* op = "page_score";
-  require_cpu(s, op);
-  check_kv(kv, op);
+void check(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const Scores& out, const char* op,
+           Stream s) {
+  check_kv(kv, op, s);
   if (queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(queries.dtype) + ", wanted f32");
-  if (summaries.dtype != DType::f32 && summaries.dtype != DType::bf16)
+  if (summaries.dtype != DType::f32 && summaries.dtype != DType::bf16 &&
+      (summaries.dtype != DType::f16 || s.device() == Device::cpu))
     fail(Errc::unsupported, op, std::string("got summaries of ") + name_of(summaries.dtype) + ", wanted f32 or bf16");
   if (summaries.kind == Summary::none || !summaries.data)
     fail(Errc::internal, op, "got no page summaries, wanted min_max or mean (Needs::page_summary)");
@@ -66,15 +63,42 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
   if (q.stride[2] != 1 || out.stride[2] != 1)
     fail(Errc::unsupported, op, "got strided queries or scores, wanted them contiguous");
-  const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
+  const int most = s.device() == Device::cpu ? (longest(kv) + kv.page_size - 1) / kv.page_size : 0;
   if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads || out.extent[2] < most)
     fail(Errc::internal, op, "got too small an output, wanted [row, kv_head, " + std::to_string(most) + " pages]");
+}
+
+}  // namespace
+
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                Scores out, Stream s) {
+  const PartTimer timer(Part::score);
+  const char* op = "page_score";
+  check(queries, kv, summaries, out, op, s);
+  const View<const float, 3> q = queries.f32();
+  if (s.device() == Device::cuda)
+    return require_cuda("op page_score")
+        .ops.score_pages(q, kv, summaries, rule, scale, {}, {}, out, nullptr, s.handle());
+  const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) \
     schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, scale, &out(r, h, 0));
+}
+
+void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                 View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s) {
+  if (s.device() == Device::cpu) {
+    page_score(queries, kv, summaries, rule, scale, scores, s);
+    return top_pages(kv, scores, page_budgets, pins, out, s);
+  }
+  const char* op = "score_pages";
+  check(queries, kv, summaries, scores, op, s);
+  check_list(kv, out, op);
+  require_cuda("op score_pages")
+      .ops.score_pages(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores, &out, s.handle());
 }
 
 }  // namespace kvlab::ops

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 
 namespace kvlab::ops {
@@ -21,13 +22,14 @@ void pool_row(const float* in, int n, Pooling kind, int kernel, float* out) {
 }  // namespace
 
 void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace& w, Stream s) {
-  require_cpu(s, "pool");
-  check_kv(kv, "pool");
-  check_scores(kv, scores, "scores", "pool");
+  check_kv(kv, "pool", s);
+  check_scores(kv, scores, "scores", "pool", s);
   if (kernel < 1 || kernel % 2 == 0)
     fail(Errc::unsupported, "pool", "got a kernel of " + std::to_string(kernel) + ", wanted an odd one");
   if (excluded < 0) fail(Errc::internal, "pool", "got " + std::to_string(excluded) + " excluded tokens");
   if (kind == Pooling::none || kernel == 1) return;
+  if (s.device() == Device::cuda)
+    return require_cuda("op pool").ops.pool(kv, scores, kind, kernel, excluded, s.handle());
   const int heads = static_cast<int>(scores.extent[1]), group = heads / kv.kv_heads, half = kernel / 2;
   const float edge = kind == Pooling::max ? -std::numeric_limits<float>::infinity() : 0.f;
   auto copies = take_scratch<float>(w, "pool", {kv.rows, heads, longest(kv) + 2 * half});

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/group.hpp"
 #include "ops/paged.hpp"
@@ -15,16 +16,23 @@ namespace {
 
 constexpr int pages_ahead = 12;  // frames are scattered: one cache line of each is wanted
 
-const PagedKv& cache_of(const PagedKv* kv, const char* op) {
+// Pages of a CUDA stream are not looked at.
+const PagedKv& cache_of(const PagedKv* kv, const char* op, Stream s) {
   if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
-  check_kv(*kv, op);
+  check_kv(*kv, op, s);
+  if (s.device() == Device::cuda) return *kv;
   for (int r = 0; r < kv->rows; ++r)
     for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
   return *kv;
 }
 
-const PagedKv& checked_column(const StateColumn& column, const char* op) {
-  const PagedKv& kv = cache_of(column.kv, op);
+const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s) {
+  const PagedKv& kv = cache_of(column.kv, op, s);
+  if (s.device() == Device::cuda) {
+    if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
+      fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+    return kv;
+  }
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       for (int p = 0; p < kv.pages(r, h); ++p)
@@ -40,9 +48,9 @@ float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
 }  // namespace
 
 void row_norm(const KvRows& rows, Scores out, Stream s) {
-  require_cpu(s, "row_norm");
-  const PagedKv& kv = cache_of(rows.kv, "row_norm");
-  check_kv_scores(kv, out, "out", "row_norm");
+  const PagedKv& kv = cache_of(rows.kv, "row_norm", s);
+  check_kv_scores(kv, out, "out", "row_norm", s);
+  if (s.device() == Device::cuda) return require_cuda("op row_norm").ops.row_norm(rows, out, s.handle());
   constexpr int chunk = 32;  // pages
 #pragma omp parallel for collapse(2) \
     schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
@@ -62,16 +70,16 @@ void row_norm(const KvRows& rows, Scores out, Stream s) {
 }
 
 void scale(Scores out, float factor, Stream s) {
-  require_cpu(s, "scale");
+  if (s.device() == Device::cuda) return require_cuda("op scale").ops.scale(out, factor, s.handle());
   for (std::int64_t r = 0; r < out.extent[0]; ++r)
     for (std::int64_t h = 0; h < out.extent[1]; ++h)
       for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
 }
 
 void recency(const PagedKv& kv, Scores out, Stream s) {
-  require_cpu(s, "recency");
-  check_kv(kv, "recency");
-  check_kv_scores(kv, out, "out", "recency");
+  check_kv(kv, "recency", s);
+  check_kv_scores(kv, out, "out", "recency", s);
+  if (s.device() == Device::cuda) return require_cuda("op recency").ops.recency(kv, out, s.handle());
   thread_local std::vector<std::int32_t> position;
   position.resize(longest(kv));
   for (int r = 0; r < kv.rows; ++r)
@@ -82,9 +90,9 @@ void recency(const PagedKv& kv, Scores out, Stream s) {
 }
 
 void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
-  require_cpu(s, "add_mass");
-  const PagedKv& kv = checked_column(column, "add_mass");
-  check_scores(kv, mass, "mass", "add_mass");
+  const PagedKv& kv = checked_column(column, "add_mass", s);
+  check_scores(kv, mass, "mass", "add_mass", s);
+  if (s.device() == Device::cuda) return require_cuda("op add_mass").ops.add_mass(mass, rule, column, s.handle());
   const int group = static_cast<int>(mass.extent[1]) / kv.kv_heads;
   thread_local std::vector<float> reduced;
   reduced.resize(longest(kv));
@@ -104,9 +112,9 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
 }
 
 void read_state(const StateColumn& column, Scores out, Stream s) {
-  require_cpu(s, "read_state");
-  const PagedKv& kv = checked_column(column, "read_state");
-  check_kv_scores(kv, out, "out", "read_state");
+  const PagedKv& kv = checked_column(column, "read_state", s);
+  check_kv_scores(kv, out, "out", "read_state", s);
+  if (s.device() == Device::cuda) return require_cuda("op read_state").ops.read_state(column, out, s.handle());
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {

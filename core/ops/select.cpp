@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/paged.hpp"
 
@@ -55,12 +56,6 @@ void write_list(const IndexList& list, int row, int head, const std::vector<char
     to[k * step] = i;
     k += chosen[i];
   }
-}
-
-void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
-  if (list.index.extent[0] < kv.rows || list.index.extent[1] < kv.kv_heads || list.count.extent[0] < kv.rows ||
-      list.count.extent[1] < kv.kv_heads)
-    fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
 }
 
 void check_room(const IndexList& list, int wanted, const char* op) {
@@ -114,10 +109,11 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                 TokenList list, Stream s) {
   const char* op = "top_tokens";
-  require_cpu(s, op);
-  check_kv(kv, op);
-  check_kv_scores(kv, scores, "scores", op);
+  check_kv(kv, op, s);
+  check_kv_scores(kv, scores, "scores", op, s);
   check_list(kv, list, op);
+  if (s.device() == Device::cuda)
+    return require_cuda("op top_tokens").ops.top_tokens(kv, scores, keep, pins, list, s.handle());
   std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
@@ -140,11 +136,12 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
                PageList out, Stream s) {
   const char* op = "top_pages";
-  require_cpu(s, op);
-  check_kv(kv, op);
+  check_kv(kv, op, s);
   check_list(kv, out, op);
   if (page_scores.extent[0] < kv.rows || page_scores.extent[1] < kv.kv_heads || page_scores.stride[2] != 1)
     fail(Errc::internal, op, "got page scores of another shape, wanted [row, kv_head, page] contiguous");
+  if (s.device() == Device::cuda)
+    return require_cuda("op top_pages").ops.top_pages(kv, page_scores, page_budgets, pins, out, s.handle());
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.pages(r, h);

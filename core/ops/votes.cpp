@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "ops/check.hpp"
 #include "ops/paged.hpp"
 #include "ops/token_rows.hpp"
@@ -74,15 +75,16 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes,
                   Stream s) {
   const char* op = "window_votes";
-  require_cpu(s, op);
-  check_kv(kv, op);
-  check_scores(kv, votes, "votes", op);
+  check_kv(kv, op, s);
+  check_scores(kv, votes, "votes", op, s);
   if (window_queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(window_queries.dtype) + ", wanted f32");
   const View<const float, 4> queries = window_queries.f32();
   if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !seen)
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
+  if (s.device() == Device::cuda)
+    return require_cuda("op window_votes").ops.window_votes(queries, seen, kv, votes, s.handle());
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
   const int heads = static_cast<int>(queries.extent[1]), group = heads / kv.kv_heads;

@@ -20,8 +20,8 @@ class Quest final : public kvlab::Selector {
   kvlab::Pins pins() const override { return pins_; }
   void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream s) override {
     auto score = step.scratch<float>("page score", {step.rows(), step.kv_heads(), step.max_pages});
-    kvlab::ops::page_score(step.queries, step.pages, step.summaries, group_, scale_, score, s);
-    kvlab::ops::top_pages(step.pages, score, step.page_budgets, pins_, out, s);
+    kvlab::ops::score_pages(step.queries, step.pages, step.summaries, group_, scale_, step.page_budgets, pins_, score,
+                            out, s);
   }
 
  private:

@@ -3,7 +3,8 @@
 // be moved. Ties go to the lower index everywhere; selection is exact and NaN ranks below every other score. A shape or
 // dtype that is not supported is Errc::unsupported; a view that is too small, or a page that has to be read and is not
 // on the device, is Errc::internal. Scores are contiguous along their last index; entries past a row's length are left
-// alone.
+// alone. With a CUDA stream every array is device memory, pins, totals and text lengths too; what a kernel finds wrong
+// in them it cannot report: it writes no further than the arrays reach.
 #pragma once
 #include "kvlab/kv.hpp"
 #include "kvlab/policy.hpp"
@@ -61,6 +62,10 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
 // scores.
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
                PageList out, Stream s);
+
+// page_score into `scores`, then top_pages of them: one launch on the GPU. Bytes: the layer's summaries.
+void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                 View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s);
 
 // keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.
 void allot_uniform(const Allotment& a, Stream s);
