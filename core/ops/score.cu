@@ -22,6 +22,11 @@ dim3 grid_of(std::int64_t heads, std::int64_t rows, std::int64_t entries, int en
 }
 std::int64_t capacity(const PagedKv& kv) { return kv.table.extent[2] * kv.page_size; }
 
+// Entries of a head: tokens, or pages of `unit` tokens; never more than `room`.
+__device__ __forceinline__ int entries_of(const DeviceKv& kv, int row, int head, int unit, std::int64_t room) {
+  return static_cast<int>(min(static_cast<std::int64_t>((kv.tokens(row, head) + unit - 1) / unit), room));
+}
+
 __device__ __forceinline__ float square_sum(const float* x, int bytes, int lane) {
   float sum = 0;
   for (int i = lane; i < bytes / 16; i += 8) {
@@ -48,7 +53,8 @@ __device__ __forceinline__ float square_sum(const T* x, int bytes, int lane) {
 
 // Eight lanes a token.
 __global__ void __launch_bounds__(threads) row_norm_kernel(DeviceKv kv, bool keys, View<float, 3> out) {
-  const int head = blockIdx.y, row = blockIdx.z, n = kv.tokens(row, head), lane = threadIdx.x % 8;
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  const int lane = threadIdx.x % 8;
   for (int begin = blockIdx.x * (threads / 8); begin < n; begin += gridDim.x * (threads / 8)) {
     const int t = begin + threadIdx.x / 8;
     float sum = 0;
@@ -81,13 +87,13 @@ __global__ void __launch_bounds__(threads) scale_kernel(View<float, 3> out, floa
 }
 
 __global__ void __launch_bounds__(threads) recency_kernel(DeviceKv kv, View<float, 3> out) {
-  const int head = blockIdx.y, row = blockIdx.z, n = kv.tokens(row, head);
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
     out(row, head, t) = static_cast<float>(kv.position(row, head, t));
 }
 
 __global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int column, View<float, 3> out) {
-  const int head = blockIdx.y, row = blockIdx.z, n = kv.tokens(row, head);
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
     out(row, head, t) = *kv.token(row, head, t).state(column);
 }
@@ -95,7 +101,8 @@ __global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int co
 // heads: those of the scores, whole groups of query heads or one per KV head.
 __global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float* copy, std::int64_t room, int group,
                                                        bool maximum, int kernel, int excluded, View<float, 3> out) {
-  const int head = blockIdx.y, row = blockIdx.z, n = kv.tokens(row, head / group) - excluded, half = kernel / 2;
+  const int head = blockIdx.y, row = blockIdx.z, half = kernel / 2;
+  const int n = entries_of(kv, row, head / group, 1, room) - excluded;
   const float* in = copy + (std::int64_t(row) * gridDim.y + head) * room;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
     float x = maximum ? -INFINITY : 0.f;
@@ -106,21 +113,16 @@ __global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float*
 
 __global__ void __launch_bounds__(threads)
     copy_kernel(DeviceKv kv, View<const float, 3> in, int group, float* copy, std::int64_t room) {
-  const int head = blockIdx.y, row = blockIdx.z, n = kv.tokens(row, head / group);
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, 1, room);
   float* to = copy + (std::int64_t(row) * gridDim.y + head) * room;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) to[t] = in(row, head, t);
-}
-
-// Entries of a head: tokens, or pages of `unit` tokens.
-__device__ __forceinline__ int entries_of(const DeviceKv& kv, int row, int head, int unit) {
-  return (kv.tokens(row, head) + unit - 1) / unit;
 }
 
 // Maximum and sum of the softmax of every query head; a maximum that is not finite leaves the sum 0.
 __global__ void __launch_bounds__(threads)
     softmax_kernel(DeviceKv kv, View<const float, 3> in, int group, int unit, float scale, float2* stats) {
   __shared__ float parts[threads / 32];
-  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, unit);
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, unit, in.extent[2]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float high = -INFINITY, sum = 0;
   for (int t = threadIdx.x; t < n; t += threads) high = fmaxf(high, in(row, head, t) * scale);
@@ -144,13 +146,14 @@ struct Reduce {
   View<const float, 3> in;
   View<float, 3> out;  // null: add to the state column
   const float2* stats;
+  std::int64_t room;
   int group, unit, column;
   float scale;
   GroupRule rule;
 };
 
 __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__ Reduce a) {
-  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(a.kv, row, head, a.unit);
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(a.kv, row, head, a.unit, a.room);
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
     float x = 0;
     for (int g = 0; g < a.group; ++g) {
@@ -180,6 +183,7 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
   Reduce a = {};
   a.kv = DeviceKv(kv);
   a.in = in, a.out = out;
+  a.room = out ? std::min(in.extent[2], out.extent[2]) : in.extent[2];
   a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
   if (rule == GroupRule::softmax_mean) {
     auto* stats = static_cast<float2*>(kept(handle, "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));

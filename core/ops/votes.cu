@@ -31,6 +31,10 @@ struct Args {
   float scale;
 };
 
+__device__ __forceinline__ int tokens_of(const Args& a, int row, int kv_head) {
+  return min(a.kv.tokens(row, kv_head), static_cast<int>(a.votes.extent[2]));
+}
+
 // Adds a value or another sum: (maximum, sum of 2^(x - maximum)).
 __device__ __forceinline__ void join(float& high, float& sum, float other_high, float other_sum) {
   const float fresh = fmaxf(high, other_high);
@@ -45,7 +49,7 @@ template <class T, int Chunks, class F, class EndOfTile>
 __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
                            const EndOfTile& end_of_tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4, kv_head = head / a.group;
-  const int tokens = a.kv.tokens(row, kv_head), column_tiles = (2 * a.window + 7) / 8;
+  const int tokens = tokens_of(a, row, kv_head), column_tiles = (2 * a.window + 7) / 8;
   for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
     const int of = i % 32, chunk = i / 32 % Chunks, column = i / 32 / Chunks * 8 + of / 4,
               element = chunk * 32 + of % 4 * 8;
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(threads) rank_kernel(DeviceKv kv, std::int32_t
 __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
   __shared__ float parts[warps];
   const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
-  const int tokens = a.kv.tokens(row, kv_head), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tokens = tokens_of(a, row, kv_head), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* logits = a.logits + (std::int64_t(row) * gridDim.x + head) * a.room;
   const std::int32_t* rank = a.rank ? a.rank + (std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room : nullptr;
   for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) = 0;
