@@ -2,8 +2,8 @@
 #include "base/backend.hpp"
 #include "ops/attend_cuda.hpp"
 #include "ops/linear_cuda.hpp"
-#include "ops/rope_append_cuda.hpp"
 #include "ops/policy_cuda.hpp"
+#include "ops/rope_append_cuda.hpp"
 
 namespace kvlab {
 
