@@ -1,7 +1,6 @@
 #include "store/workspace.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 namespace kvlab {
 
@@ -14,13 +13,12 @@ void* StoreWorkspace::scratch(const char*, std::size_t bytes) {
   if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
     Block b;
     b.bytes = std::max<std::size_t>(bytes, std::size_t{1} << 20);
-    b.memory = std::make_unique_for_overwrite<std::byte[]>(b.bytes + 64);
+    b.memory = StreamMemory(stream_, b.bytes);
     ledger_->hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(b.bytes));
     blocks_.push_back(std::move(b));
   }
   Block& b = blocks_.back();
-  const auto start = (reinterpret_cast<std::uintptr_t>(b.memory.get()) + 63) & ~std::uintptr_t{63};
-  void* p = reinterpret_cast<void*>(start + b.used);
+  void* p = b.memory.as<>() + b.used;
   b.used += bytes;
   return p;
 }
@@ -42,14 +40,19 @@ void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slo
   s.tag = tag;
   s.stride = bytes_per_slot;
   s.slots = slots;
-  s.memory = MappedArray(static_cast<std::int64_t>(s.stride) * slots);
-  ledger_->hold(Tier::device, Tag::scores, s.memory.bytes());
+  if (stream_.device() == Device::cpu) {
+    s.mapped = MappedArray(s.bytes());
+  } else {
+    s.memory = StreamMemory(stream_, static_cast<std::size_t>(s.bytes()));
+    zero_memory(s.data(), s.memory.bytes(), stream_);
+  }
+  ledger_->hold(Tier::device, Tag::scores, s.bytes());
   states_.push_back(std::move(s));
-  return states_.back().memory.data();
+  return states_.back().data();
 }
 
 void StoreWorkspace::clear_slot(int slot) {
-  for (auto& s : states_) std::memset(s.memory.data() + s.stride * static_cast<std::size_t>(slot), 0, s.stride);
+  for (auto& s : states_) zero_memory(s.data() + s.stride * static_cast<std::size_t>(slot), s.stride, stream_);
 }
 
 std::size_t StoreWorkspace::slot_bytes() const {
@@ -60,20 +63,21 @@ std::size_t StoreWorkspace::slot_bytes() const {
 
 std::int64_t StoreWorkspace::state_bytes() const {
   std::int64_t sum = 0;
-  for (auto& s : states_) sum += s.memory.bytes();
+  for (auto& s : states_) sum += s.bytes();
   return sum;
 }
 
 void StoreWorkspace::save_slot(int slot, std::byte* out) const {
   for (auto& s : states_) {
-    std::memcpy(out, s.memory.data() + s.stride * static_cast<std::size_t>(slot), s.stride);
+    copy_memory(out, s.data() + s.stride * static_cast<std::size_t>(slot), s.stride, stream_);
     out += s.stride;
   }
+  synchronize(stream_);
 }
 
 void StoreWorkspace::load_slot(int slot, const std::byte* from) {
   for (auto& s : states_) {
-    std::memcpy(s.memory.data() + s.stride * static_cast<std::size_t>(slot), from, s.stride);
+    copy_memory(s.data() + s.stride * static_cast<std::size_t>(slot), from, s.stride, stream_);
     from += s.stride;
   }
 }

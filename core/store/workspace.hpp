@@ -1,19 +1,20 @@
-// The Workspace that callbacks get: a scratch stack that is emptied after each callback, and per-slot state.
+// The Workspace that callbacks get: a scratch stack that is emptied after each callback, and per-slot state; memory of
+// the stream's device.
 #pragma once
 #include <kvlab/workspace.hpp>
 
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/memory_map.hpp"
+#include "base/stream_memory.hpp"
 #include "store/ledger.hpp"
 
 namespace kvlab {
 
 class StoreWorkspace final : public Workspace {
  public:
-  explicit StoreWorkspace(Ledger& ledger) : ledger_(&ledger) {}
+  StoreWorkspace(Ledger& ledger, Stream stream) : ledger_(&ledger), stream_(stream) {}
   ~StoreWorkspace() override;
 
   void* scratch(const char* tag, std::size_t bytes) override;
@@ -23,21 +24,25 @@ class StoreWorkspace final : public Workspace {
   void clear_slot(int slot);  // zero the slot's state
   std::size_t slot_bytes() const;
   std::int64_t state_bytes() const;                // of all slots
-  void save_slot(int slot, std::byte* out) const;  // slot_bytes()
+  void save_slot(int slot, std::byte* out) const;  // slot_bytes() of host memory
   void load_slot(int slot, const std::byte* from);
 
  private:
   struct Block {
-    std::unique_ptr<std::byte[]> memory;
+    StreamMemory memory;
     std::size_t bytes = 0, used = 0;
   };
   struct State {
     std::string tag;
-    MappedArray memory;
+    MappedArray mapped;   // on the CPU: resident where it was touched
+    StreamMemory memory;  // elsewhere
     std::size_t stride = 0;
     int slots = 0;
+    std::byte* data() const { return memory ? memory.as<>() : mapped.data(); }
+    std::int64_t bytes() const { return static_cast<std::int64_t>(stride) * slots; }
   };
   Ledger* ledger_;
+  Stream stream_;
   std::vector<Block> blocks_;
   std::vector<State> states_;
 };

@@ -1,0 +1,61 @@
+#include "base/stream_memory.hpp"
+
+#include <cstring>
+#include <kvlab/error.hpp>
+#include <new>
+#include <string>
+
+#include "base/backend.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::align_val_t line{64};
+
+const CudaRuntime& runtime() { return require_cuda("device memory").runtime; }
+
+}  // namespace
+
+OwnedStream::OwnedStream(Device device)
+    : stream_(device == Device::cuda ? Stream::cuda(runtime().new_stream()) : Stream::cpu()) {}
+
+OwnedStream::~OwnedStream() {
+  if (stream_.device() == Device::cuda) runtime().delete_stream(stream_.handle());
+}
+
+StreamMemory::StreamMemory(Stream s, std::size_t bytes) : bytes_(bytes), device_(s.device()) {
+  if (bytes == 0) return;
+  data_ = device_ == Device::cuda ? runtime().allocate(bytes) : ::operator new(bytes, line);
+  if (!data_)
+    throw Error(Errc::device, "got no room for " + std::to_string(bytes) + " bytes of GPU memory, wanted less");
+}
+
+StreamMemory::~StreamMemory() {
+  if (!data_) return;
+  if (device_ == Device::cuda)
+    runtime().free(data_);
+  else
+    ::operator delete(data_, line);
+}
+
+void copy_memory(void* to, const void* from, std::size_t bytes, Stream s) {
+  if (bytes == 0) return;
+  if (s.device() == Device::cuda)
+    runtime().copy(to, from, bytes, s.handle());
+  else
+    std::memcpy(to, from, bytes);
+}
+
+void zero_memory(void* to, std::size_t bytes, Stream s) {
+  if (bytes == 0) return;
+  if (s.device() == Device::cuda)
+    runtime().fill(to, 0, bytes, s.handle());
+  else
+    std::memset(to, 0, bytes);
+}
+
+void synchronize(Stream s) {
+  if (s.device() == Device::cuda) runtime().synchronize(s.handle());
+}
+
+}  // namespace kvlab

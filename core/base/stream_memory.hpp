@@ -1,0 +1,60 @@
+// Memory of a stream's device, and copies in the stream's order: what code needs that serves both kinds of stream.
+#pragma once
+#include <kvlab/stream.hpp>
+
+#include <cstddef>
+#include <utility>
+
+namespace kvlab {
+
+// A stream of one device, owned. The CPU's is Stream::cpu().
+class OwnedStream {
+ public:
+  explicit OwnedStream(Device device);  // Errc::device without a usable GPU
+  ~OwnedStream();
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  Stream get() const { return stream_; }
+
+ private:
+  Stream stream_;
+};
+
+// Owned, uninitialised, 64-byte aligned.
+class StreamMemory {
+ public:
+  StreamMemory() = default;
+  StreamMemory(Stream s, std::size_t bytes);  // std::bad_alloc on the CPU, Errc::device on a GPU that has no room
+  ~StreamMemory();
+  StreamMemory(StreamMemory&& o) noexcept { swap(o); }
+  StreamMemory& operator=(StreamMemory&& o) noexcept {
+    StreamMemory old(std::move(*this));
+    swap(o);
+    return *this;
+  }
+
+  template <class T = std::byte>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::size_t bytes() const { return bytes_; }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  void swap(StreamMemory& o) noexcept {
+    std::swap(data_, o.data_);
+    std::swap(bytes_, o.bytes_);
+    std::swap(device_, o.device_);
+  }
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  Device device_ = Device::cpu;
+};
+
+// Between memories of either kind that the stream's device reaches; ranges do not overlap. On a GPU the call may return
+// before the copy has run, except that host memory may be written again at once.
+void copy_memory(void* to, const void* from, std::size_t bytes, Stream s);
+void zero_memory(void* to, std::size_t bytes, Stream s);
+void synchronize(Stream s);  // all work of the stream has run; throws what it ran into
+
+}  // namespace kvlab
