@@ -5,7 +5,7 @@
 
 #include "bench/cases.hpp"
 #include "bench/fixture.hpp"
-#include "store/store.hpp"
+#include "store/cpu_store.hpp"
 
 namespace kvlab::bench {
 namespace {
@@ -47,7 +47,7 @@ struct ListBuffer {
   }
 };
 
-Store make_store(int most, const std::vector<std::string>& columns) {
+CpuStore make_store(int most, const std::vector<std::string>& columns) {
   StoreOptions o;
   o.shape.layers = layers;
   o.shape.query_heads = query_heads;
@@ -57,10 +57,10 @@ Store make_store(int most, const std::vector<std::string>& columns) {
   o.shape.max_slots = 1;
   o.shape.max_tokens = most;
   o.token_state = columns;
-  return Store(o);
+  return CpuStore(o);
 }
 
-void fill(Store& store, int slot, int count) {
+void fill(CpuStore& store, int slot, int count) {
   const auto x = randoms(std::int64_t{count} * kv_heads * head_dim);
   for (int l = 0; l < layers; ++l) store.append(l, slot, x.data(), x.data(), count, 0);
   store.advance(slot, count, false);
@@ -68,7 +68,7 @@ void fill(Store& store, int slot, int count) {
 
 // A decode step of a policy that replaces one token a head: it comes, another leaves from the middle.
 void replace_cases(int depth, const std::vector<std::string>& columns, std::vector<Line>& lines) {
-  Store store = make_store(depth + 1, columns);
+  CpuStore store = make_store(depth + 1, columns);
   const int slot = store.open();
   const std::vector<std::int32_t> slots{slot};
   fill(store, slot, depth);
@@ -183,7 +183,7 @@ std::vector<Line> copy_cases() {
   std::vector<Line> lines;
   replace_cases(1024, {}, lines);
   replace_cases(1024, {"score"}, lines);
-  Store store = make_store(tokens, {});
+  CpuStore store = make_store(tokens, {});
   const int slot = store.open();
   const std::vector<std::int32_t> slots{slot};
   fill(store, slot, tokens);

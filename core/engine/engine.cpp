@@ -34,8 +34,10 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
     : policy_(std::move(policy)),
       needs_(policy_->needs()),
       options_(options),
-      store_(store_options(*model, *policy_, options)),
-      executor_(model, store_) {
+      owned_stream_(options.device),
+      stream_(owned_stream_.get()),
+      store_(make_store(store_options(*model, *policy_, options), stream_)),
+      executor_(make_executor(model, *store_)) {
   if (options.prefill_chunk > 0 && !needs_.chunked_prompts())
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(options.prefill_chunk) +
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
@@ -43,22 +45,29 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
     throw Error(Errc::config, "got " + std::to_string(options.max_tokens) +
                                   " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model->config.context) + ", the context of " + model->name);
-  policy_->attach(store_.shape(), options.budget, store_.workspace());
+  policy_->attach(store_->shape(), options.budget, store_->workspace());
   tail_.resize(static_cast<std::size_t>(options.slots));
 }
 
-int Engine::open() { return store_.open(); }
+void Engine::observe(EngineObserver* observer) {
+  if (observer && options_.device != Device::cpu)
+    throw Error(Errc::unsupported,
+                "got fidelity or a trace to record of a run on CUDA, wanted backend: cpu: they read host memory");
+  observer_ = observer;
+}
+
+int Engine::open() { return store_->open(); }
 
 void Engine::close(int slot) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
-  store_.close(slot);
+  store_->close(slot);
 }
 
 Fit Engine::restore(int slot, const std::vector<std::byte>& snapshot) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
-  return store_.restore(slot, snapshot);
+  return store_->restore(slot, snapshot);
 }
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
@@ -74,7 +83,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
         throw Error(Errc::internal, "asked for the logits of more tokens than the last chunk has");
       out = logits;
     }
-    if (executor_.prefill(slot, tokens.subspan(at, count), end && last, *this, out) != Fit::ok)
+    if (executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out) != Fit::ok)
       return Fit::out_of_memory;
   }
   return Fit::ok;
@@ -84,79 +93,70 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   position_.clear();
   step_.clear();
   for (int slot : slots) {
-    position_.push_back(store_.position(slot) + 1);  // this step's token counts as seen
-    step_.push_back(store_.steps(slot));
+    position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
+    step_.push_back(store_->steps(slot));
   }
-  const Fit fit = executor_.decode(slots, tokens, *this, logits);
-  store_.workspace().reset();
+  const Fit fit = executor_->decode(slots, tokens, *this, logits);
+  store_->workspace().reset();
   return fit;
 }
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {
   Step step;
-  step.shape = &store_.shape();
+  step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
   step.slots = slots.data();
   step.position = position_.data();
   step.step = step_.data();
-  step.workspace = &store_.workspace();
+  step.workspace = &store_->workspace();
   Edits edits;
-  policy_->finish_step(step, edits, Stream::cpu());
+  policy_->finish_step(step, edits, stream_);
   return apply(edits.all(), slots);
 }
 
 LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position) {
   LayerKv kv;
   kv.layer = layer;
-  kv.shape = &store_.shape();
-  kv.pages = store_.view(layer, slots);
-  kv.host_pages = store_.view(layer, slots, Tier::host);
+  kv.shape = &store_->shape();
+  kv.pages = store_->view(layer, slots);
+  kv.host_pages = store_->view(layer, slots, Tier::host);
   pages_ = kv.pages;
   kv.keys = {&pages_, KvSide::key};
   kv.values = {&pages_, KvSide::value};
-  kv.summaries = store_.summaries(layer);
-  kv.state_names = &store_.options().token_state;
-  kv.workspace = &store_.workspace();
+  kv.summaries = store_->summaries(layer);
+  kv.state_names = &store_->options().token_state;
+  kv.workspace = &store_->workspace();
   kv.position = position.data();
-  kv.max_length = store_.max_length(layer, slots);
+  kv.max_length = store_->max_length(layer, slots);
   return kv;
 }
 
 // The last window queries of the prompt so far, when they may have to be joined with the next chunk's.
 void Engine::keep_window(const PromptLayer& l) {
   auto& layers = tail_[static_cast<std::size_t>(l.slot)];
-  layers.resize(static_cast<std::size_t>(store_.shape().layers));
-  auto& tail = layers[static_cast<std::size_t>(l.layer)];
+  layers.resize(static_cast<std::size_t>(store_->shape().layers));
+  Tail& tail = layers[static_cast<std::size_t>(l.layer)];
   const std::int64_t n = l.queries.extent[0], row = l.queries.stride[0], w = needs_.window_queries();
-  const std::int64_t fresh = std::min(n, w),
-                     old = std::min<std::int64_t>(static_cast<std::int64_t>(tail.size()) / row, w - fresh);
-  tail.erase(tail.begin(), tail.end() - old * row);
-  tail.insert(tail.end(), l.queries.data + (n - fresh) * row, l.queries.data + n * row);
+  const std::int64_t fresh = std::min(n, w), old = std::min(tail.rows, w - fresh);
+  const auto bytes = [&](std::int64_t rows) { return static_cast<std::size_t>(rows * row) * sizeof(float); };
+  Tail next{StreamMemory(stream_, bytes(old + fresh)), old + fresh};
+  copy_memory(next.queries.as<float>(), tail.queries.as<float>() + (tail.rows - old) * row, bytes(old), stream_);
+  copy_memory(next.queries.as<float>() + old * row, l.queries.data + (n - fresh) * row, bytes(fresh), stream_);
+  tail = std::move(next);
 }
 
 // Prompt attention reads everything: a further prompt of a sequence whose pages went to the host brings them back.
 Fit Engine::before_prompt(int layer, int slot) {
-  const std::vector<std::int32_t> slots{slot};
-  const std::int32_t position[] = {store_.position(slot)};
-  const LayerKv kv = layer_kv(layer, slots, position);
-  PageList up = kv.list<PageList>("recall", (kv.max_length + kv.shape->page_size - 1) / kv.shape->page_size);
-  for (int head = 0; head < kv.kv_heads(); ++head) {
-    int count = 0;
-    for (int page = 0; page < kv.pages.pages(0, head); ++page)
-      if (kv.pages.entry(0, head, page).frame == null_frame) up.index(0, head, count++) = page;
-    up.count(0, head) = count;
-  }
-  Edits edits(layer);
-  edits.recall(up);
-  return apply(edits.all(), slots);
+  const PartTimer timer(Part::recall);
+  return store_->recall_all(layer, slot);
 }
 
 Fit Engine::prompt(const PromptLayer& l) {
-  if (observer_) observer_->prompt(l, store_);
-  const Shape& s = store_.shape();
+  if (observer_) observer_->prompt(l, *store_);
+  const Shape& s = store_->shape();
   const std::int32_t slots_of[] = {l.slot};
   const std::vector<std::int32_t> slots(slots_of, slots_of + 1);
-  const std::int32_t position[] = {store_.position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
+  const std::int32_t position[] = {store_->position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
   const std::int32_t step[] = {0};
   const bool last[] = {l.last};
   LayerPrefill kv;
@@ -174,17 +174,17 @@ Fit Engine::prompt(const PromptLayer& l) {
       const float* data = l.queries.data + (n - std::min(n, w)) * row;
       std::int64_t count = std::min(n, w);
       if (!whole) {
-        const auto& tail = tail_[static_cast<std::size_t>(l.slot)][static_cast<std::size_t>(l.layer)];
-        data = tail.data();
-        count = static_cast<std::int64_t>(tail.size()) / row;
+        const Tail& tail = tail_[static_cast<std::size_t>(l.slot)][static_cast<std::size_t>(l.layer)];
+        data = tail.queries.as<float>();
+        count = tail.rows;
       }
       kv.window_queries = View<const float, 4>{data, {1, s.query_heads, count, s.head_dim}, {0, s.head_dim, row, 1}};
     }
   }
   Edits edits(l.layer);
-  policy_->prefill(kv, edits, Stream::cpu());
+  policy_->prefill(kv, edits, stream_);
   const Fit fit = apply(edits.all(), slots);
-  store_.workspace().reset();
+  store_->workspace().reset();
   return fit;
 }
 
@@ -194,44 +194,38 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
   step.step = step_.data();
   step.queries = l.queries;
   step.mass = l.mass;
-  step.max_pages = (step.max_length + store_.shape().page_size - 1) / store_.shape().page_size;
+  step.max_pages = (step.max_length + store_->shape().page_size - 1) / store_->shape().page_size;
   if (l.output) step.output = l.output;
   return step;
 }
 
 const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
   Edits edits(l.layer);
-  policy_->select(layer_step(l), edits, Stream::cpu());
+  policy_->select(layer_step(l), edits, stream_);
   const PageList* list = nullptr;
   std::vector<Edit> before, after;
   for (const Edit& e : edits.all()) {
     if (e.verb == Edit::attend) {
-      attend_ = store_.resolve_attend(e, *l.slots, store_.workspace());
+      attend_ = store_->resolve_attend(e, *l.slots, store_->workspace());
       list = &attend_;
-      bool all = true;
-      for (int row = 0; row < static_cast<int>(l.slots->size()); ++row)
-        for (int head = 0; head < store_.shape().kv_heads; ++head)
-          all &= attend_.count(row, head) * store_.shape().page_size >=
-                 store_.length(l.layer, (*l.slots)[static_cast<std::size_t>(row)], head);
-      selected_ += !all;
     } else {
       (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
     }
   }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
-  if (fit == Fit::ok && options_.protect_host) store_.protect_host(true);
+  if (fit == Fit::ok && options_.protect_host) store_->protect_host(true);
   return list;
 }
 
 Fit Engine::attended(const DecodeLayer& l) {
-  if (options_.protect_host) store_.protect_host(false);
-  if (observer_) observer_->attended(l, store_);
+  if (options_.protect_host) store_->protect_host(false);
+  if (observer_) observer_->attended(l, *store_);
   Fit fit = apply(waiting_, *l.slots);
   waiting_.clear();
   if (fit != Fit::ok) return fit;
   Edits edits(l.layer);
-  policy_->observe(layer_step(l), edits, Stream::cpu());
+  policy_->observe(layer_step(l), edits, stream_);
   return apply(edits.all(), *l.slots);
 }
 
@@ -240,7 +234,7 @@ Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t
   bool recall = true;
   for (const Edit& e : edits) recall &= e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
   const PartTimer timer(recall ? Part::recall : Part::compact);
-  return store_.apply(edits, slots).fit;
+  return store_->apply(edits, slots).fit;
 }
 
 }  // namespace kvlab

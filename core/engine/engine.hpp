@@ -9,11 +9,13 @@
 #include <vector>
 
 #include "base/part_timer.hpp"
+#include "base/stream_memory.hpp"
 #include "model/executor.hpp"
 
 namespace kvlab {
 
 struct EngineOptions {
+  Device device = Device::cpu;
   int slots = 1;
   int max_tokens = 0;  // per sequence, prompt and output
   int page_size = 16;
@@ -23,7 +25,7 @@ struct EngineOptions {
   bool protect_host = false;  // tests: the host tier is unreadable while attention runs
 };
 
-// Sees what passes through the engine; for measurement. Everything is borrowed for the call.
+// Sees what passes through the engine; for measurement. Everything is borrowed for the call and host memory.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
@@ -46,15 +48,15 @@ class Engine final : private LayerHooks {
   // One token per row; logits [row, vocab].
   Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits);
 
-  std::vector<std::byte> save(int slot) const { return store_.save(slot); }
+  std::vector<std::byte> save(int slot) const { return store_->save(slot); }
   Fit restore(int slot, const std::vector<std::byte>& snapshot);
 
-  void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
+  void observe(EngineObserver* observer);  // null = nobody. Errc::unsupported on CUDA
 
-  const Store& store() const { return store_; }
-  Ledger& ledger() { return store_.ledger(); }
-  std::int64_t fired() const { return selected_ + store_.fired(); }  // edits that changed something
-  const Model& model() const { return executor_.model(); }
+  const Store& store() const { return *store_; }
+  Ledger& ledger() { return store_->ledger(); }
+  std::int64_t fired() const { return store_->fired(); }  // edits that changed something
+  const Model& model() const { return executor_->model(); }
 
  private:
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
@@ -73,16 +75,21 @@ class Engine final : private LayerHooks {
   std::shared_ptr<Policy> policy_;
   Needs needs_;
   EngineOptions options_;
-  Store store_;
-  Executor executor_;
+  OwnedStream owned_stream_;
+  Stream stream_;  // of everything that runs here
+  std::unique_ptr<Store> store_;
+  std::unique_ptr<Executor> executor_;
   EngineObserver* observer_ = nullptr;
-  std::int64_t selected_ = 0;  // layers whose attention did not read everything
 
   std::vector<std::int32_t> position_, step_;  // of the callback's rows
   std::vector<Edit> waiting_;                  // of this layer's select, due after its attention
   PagedKv pages_;                              // what KvRows and StateColumn of the callback point to
   PageList attend_;
-  std::vector<std::vector<std::vector<float>>> tail_;  // [slot][layer] last window queries of a chunked prompt
+  struct Tail {
+    StreamMemory queries;  // [rows, query head, head_dim] f32
+    std::int64_t rows = 0;
+  };
+  std::vector<std::vector<Tail>> tail_;  // [slot][layer] last window queries of a chunked prompt
 };
 
 }  // namespace kvlab

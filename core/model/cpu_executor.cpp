@@ -1,4 +1,4 @@
-#include "model/executor.hpp"
+#include "model/cpu_executor.hpp"
 
 #include <kvlab/error.hpp>
 
@@ -21,9 +21,10 @@ View<float, 3> heads_view(std::vector<float>& data, std::int64_t rows, std::int6
 
 }  // namespace
 
-Executor::Executor(std::shared_ptr<const Model> model, Store& store) : model_(std::move(model)), store_(store) {}
+CpuExecutor::CpuExecutor(std::shared_ptr<const Model> model, CpuStore& store)
+    : Executor(std::move(model)), store_(store) {}
 
-void Executor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) {
+void CpuExecutor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) {
   const std::size_t query = rows * static_cast<std::size_t>(c.heads * c.head_dim);
   const std::size_t key = rows * static_cast<std::size_t>(c.kv_heads * c.head_dim);
   q.resize(query);
@@ -33,7 +34,7 @@ void Executor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) {
 }
 
 // qkv of `rows` rows of x into rows [at, at + rows) of qkv_, with biases and QK norm, before RoPE.
-void Executor::project(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at) {
+void CpuExecutor::project(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at) {
   const ModelConfig& c = model_->config;
   const std::int64_t qn = std::int64_t{c.heads} * c.head_dim, kn = std::int64_t{c.kv_heads} * c.head_dim,
                      n = qn + 2 * kn;
@@ -61,7 +62,7 @@ void Executor::project(const ModelLayer& l, const float* x, std::int64_t rows, s
 }
 
 // x += output projection of `attention`, then x += MLP(x).
-void Executor::finish_layer(const ModelLayer& l, const float* attention, float* x, std::int64_t rows) {
+void CpuExecutor::finish_layer(const ModelLayer& l, const float* attention, float* x, std::int64_t rows) {
   const ModelConfig& c = model_->config;
   const std::int64_t qn = std::int64_t{c.heads} * c.head_dim;
   for (std::int64_t begin = 0; begin < rows; begin += row_block) {
@@ -94,7 +95,7 @@ void Executor::finish_layer(const ModelLayer& l, const float* attention, float* 
   }
 }
 
-void Executor::add_angle(int position) {
+void CpuExecutor::add_angle(int position) {
   const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2), at = angles_.size();
   angles_.resize(at + 2 * half);
   ops::rope_angles(model_->rope(), position, angles_.data() + at, angles_.data() + at + half);
@@ -102,7 +103,7 @@ void Executor::add_angle(int position) {
 
 // RoPE of query and key of one row of qkv_. Original regime: by the row's text position. Otherwise by the rank that the
 // token takes in its head's cache, `ahead` tokens after the last one there.
-void Executor::rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead) {
+void CpuExecutor::rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead) {
   const ModelConfig& c = model_->config;
   const std::size_t half = static_cast<std::size_t>(c.head_dim / 2);
   std::vector<float> own;
@@ -127,7 +128,7 @@ void Executor::rotate_token(int layer, int slot, std::int64_t row, std::int64_t 
   }
 }
 
-void Executor::logits_of(const float* x, std::int64_t rows, View<float, 2> out) {
+void CpuExecutor::logits_of(const float* x, std::int64_t rows, View<float, 2> out) {
   const ModelConfig& c = model_->config;
   hidden_.resize(static_cast<std::size_t>(rows * c.hidden));
   ops::rms_norm(x, model_->final_norm.data(), c.rms_eps, rows, c.hidden, hidden_.data());
@@ -135,7 +136,7 @@ void Executor::logits_of(const float* x, std::int64_t rows, View<float, 2> out) 
   model_->head.apply(hidden_.data(), c.hidden, out.data, out.stride[0], rows);
 }
 
-Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
+Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
@@ -224,7 +225,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
   return Fit::ok;
 }
 
-Fit Executor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
                      View<float, 2> logits) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();

@@ -1,9 +1,11 @@
 // Runs a model's layers over the paged store, for prompts and for decode steps, and tells a LayerHooks what happens on
-// the way. It knows nothing of policies.
+// the way. It knows nothing of policies. The views that hooks get point to memory of the store's stream's device; lists
+// of slots are host memory.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/policy.hpp>
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -51,33 +53,27 @@ class LayerHooks {
 
 class Executor {
  public:
-  Executor(std::shared_ptr<const Model> model, Store& store);
+  virtual ~Executor() = default;
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
-  // One chunk of a prompt. logits [k, vocab] receives those of the chunk's last k tokens; k may be 0.
-  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits);
+  // One chunk of a prompt. logits [k, vocab] receives those of the chunk's last k tokens; k may be 0. Logits are host
+  // memory on either device and there when the call returns.
+  virtual Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) = 0;
 
   // One token for each row; logits [row, vocab]. The rows' counters advance.
-  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-             View<float, 2> logits);
+  virtual Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+                     View<float, 2> logits) = 0;
 
   const Model& model() const { return *model_; }
 
- private:
-  struct Qkv {
-    std::vector<float> q, k, v, raw_q, raw_k;
-    void resize(std::size_t rows, const ModelConfig& c, bool raw);
-  };
-  void project(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
-  void finish_layer(const ModelLayer& l, const float* attention, float* x, std::int64_t rows);
-  void add_angle(int position);
-  void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead);
-  void logits_of(const float* x, std::int64_t rows, View<float, 2> out);
-
+ protected:
+  explicit Executor(std::shared_ptr<const Model> model) : model_(std::move(model)) {}
   std::shared_ptr<const Model> model_;
-  Store& store_;
-  Qkv qkv_;
-  std::vector<float> x_, hidden_, wide_, attention_, mass_;
-  std::vector<float> angles_;  // original regime: [row, 2, head_dim / 2] cos and sin
 };
+
+// Runs on the device of the store's stream; the store outlives it. Errc::unsupported where that device cannot run the
+// model.
+std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store);
 
 }  // namespace kvlab

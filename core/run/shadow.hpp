@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "store/cpu_store.hpp"
 
 namespace kvlab {
 
@@ -36,7 +37,7 @@ class Shadow final : public EngineObserver {
                         std::vector<float>& buffer) const;
 
   const Model& model_;
-  Store store_;
+  CpuStore store_;
   std::vector<std::int32_t> slots_{0};
   std::vector<float> queries_, keys_, output_, mass_;
   Rows rows_;

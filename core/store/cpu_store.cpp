@@ -1,4 +1,4 @@
-#include "store/store.hpp"
+#include "store/cpu_store.hpp"
 
 #include <kvlab/error.hpp>
 
@@ -33,12 +33,11 @@ std::int64_t widest(const std::vector<PageLayout>& layouts) {
 
 }  // namespace
 
-Store::Store(const StoreOptions& options)
-    : options_(options),
+CpuStore::CpuStore(const StoreOptions& options)
+    : Store(options, Stream::cpu()),
       layouts_(make_layouts(options)),
       host_layout_(ops::make_layout(options.shape.dtype, options.host_codec, options.shape.page_size,
                                     options.shape.head_dim, static_cast<int>(options.token_state.size()))),
-      pages_per_head_(static_cast<std::size_t>(options.shape.max_pages())),
       device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
       host_(worst_case(options.shape, host_layout_.bytes), options.host_limit) {
   const Shape& s = options_.shape;
@@ -48,9 +47,6 @@ Store::Store(const StoreOptions& options)
   lengths_.resize(heads);
   ledger_.hold(Tier::device, Tag::tables,
                static_cast<std::int64_t>(heads * (2 * pages_per_head_ * sizeof(PageEntry) + sizeof(std::int32_t))));
-  position_.resize(static_cast<std::size_t>(s.max_slots));
-  step_.resize(static_cast<std::size_t>(s.max_slots));
-  used_.resize(static_cast<std::size_t>(s.max_slots));
   if (options_.summary != Summary::none) {
     const std::int64_t vectors = options_.summary == Summary::min_max ? 2 : 1;
     summary_bytes_ = vectors * s.head_dim * static_cast<std::int64_t>(size_of(s.dtype));
@@ -58,16 +54,7 @@ Store::Store(const StoreOptions& options)
   }
 }
 
-int Store::open() {
-  for (std::size_t i = 0; i < used_.size(); ++i)
-    if (!used_[i]) {
-      used_[i] = true;
-      return static_cast<int>(i);
-    }
-  return -1;
-}
-
-void Store::close(int slot) {
+void CpuStore::close(int slot) {
   const Shape& s = options_.shape;
   for (int layer = 0; layer < s.layers; ++layer)
     for (int head = 0; head < s.kv_heads; ++head) keep_only(layer, slot, head, nullptr, 0);
@@ -78,7 +65,7 @@ void Store::close(int slot) {
   used_[static_cast<std::size_t>(slot)] = false;
 }
 
-PagedKv Store::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
+PagedKv CpuStore::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
   const Shape& s = options_.shape;
   PagedKv kv;
   kv.base = arena(tier).base();
@@ -96,7 +83,7 @@ PagedKv Store::view(int layer, const std::vector<std::int32_t>& slots, Tier tier
   return kv;
 }
 
-Summaries Store::summaries(int layer) const {
+Summaries CpuStore::summaries(int layer) const {
   Summaries out;
   out.kind = options_.summary;
   out.dtype = options_.shape.dtype;
@@ -108,14 +95,14 @@ Summaries Store::summaries(int layer) const {
   return out;
 }
 
-int Store::max_length(int layer, const std::vector<std::int32_t>& slots) const {
+int CpuStore::max_length(int layer, const std::vector<std::int32_t>& slots) const {
   int longest = 0;
   for (int slot : slots)
     for (int head = 0; head < options_.shape.kv_heads; ++head) longest = std::max(longest, length(layer, slot, head));
   return longest;
 }
 
-void Store::count_frame(Tier tier, const PageLayout& l, int sign) {
+void CpuStore::count_frame(Tier tier, const PageLayout& l, int sign) {
   const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
   ledger_.hold(tier, Tag::keys, sign * (l.v - l.k));
   ledger_.hold(tier, Tag::values, sign * (l.k_meta - l.v));
@@ -124,7 +111,7 @@ void Store::count_frame(Tier tier, const PageLayout& l, int sign) {
   ledger_.hold(tier, Tag::scores, sign * columns);
 }
 
-bool Store::take(Tier tier, PageEntry& e, int codec) {
+bool CpuStore::take(Tier tier, PageEntry& e, int codec) {
   const PageLayout& l = tier == Tier::host ? host_layout_ : layouts_[static_cast<std::size_t>(codec)];
   e.frame = arena(tier).allocate(l.bytes);
   if (e.frame == null_frame) return false;
@@ -134,7 +121,7 @@ bool Store::take(Tier tier, PageEntry& e, int codec) {
   return true;
 }
 
-void Store::give_back(Tier tier, PageEntry& e) {
+void CpuStore::give_back(Tier tier, PageEntry& e) {
   if (e.frame == null_frame) return;
   const PageLayout& l = layout(tier, e);
   arena(tier).free(e.frame, l.bytes);
@@ -142,13 +129,13 @@ void Store::give_back(Tier tier, PageEntry& e) {
   e = PageEntry{};
 }
 
-std::byte* Store::summary_at(int layer, int slot, int head, int page) {
+std::byte* CpuStore::summary_at(int layer, int slot, int head, int page) {
   return summary_pool_.data() +
          static_cast<std::int64_t>(head_index(layer, slot, head) * pages_per_head_ + static_cast<std::size_t>(page)) *
              summary_bytes_;
 }
 
-void Store::summarize(int layer, int slot, int head, int page) {
+void CpuStore::summarize(int layer, int slot, int head, int page) {
   if (options_.summary == Summary::none) return;
   const Place p = place(layer, slot, head, page * options_.shape.page_size);
   const int tokens = std::min(options_.shape.page_size, length(layer, slot, head) - page * options_.shape.page_size);
@@ -156,7 +143,7 @@ void Store::summarize(int layer, int slot, int head, int page) {
                       summary_at(layer, slot, head, page));
 }
 
-Store::Place Store::place(int layer, int slot, int head, int token) {
+CpuStore::Place CpuStore::place(int layer, int slot, int head, int token) {
   const int page = token / options_.shape.page_size, offset = token % options_.shape.page_size;
   for (Tier tier : {Tier::device, Tier::host}) {
     const PageEntry& e = entries(tier, layer, slot, head)[page];
@@ -165,7 +152,7 @@ Store::Place Store::place(int layer, int slot, int head, int token) {
   throw Error(Errc::internal, "page " + std::to_string(page) + " is in no tier");
 }
 
-Fit Store::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
   const Shape& s = options_.shape;
   if (tokens <= 0) return Fit::ok;
   std::vector<PageEntry*> taken;
@@ -216,7 +203,7 @@ Fit Store::append(int layer, int slot, const float* k, const float* v, int token
   return Fit::ok;
 }
 
-Applied Store::advance(int slot, int tokens, bool decode) {
+Applied CpuStore::advance(int slot, int tokens, bool decode) {
   Applied total;
   position_[static_cast<std::size_t>(slot)] += tokens;
   if (!decode) return total;
@@ -239,10 +226,10 @@ Applied Store::advance(int slot, int tokens, bool decode) {
   return total;
 }
 
-std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const {
+std::vector<std::int32_t> CpuStore::positions(int layer, int slot, int head) const {
   const std::vector<std::int32_t> one{slot};
   std::vector<std::int32_t> out(static_cast<std::size_t>(length(layer, slot, head)));
-  Store* self = const_cast<Store*>(this);
+  CpuStore* self = const_cast<CpuStore*>(this);
   for (int t = 0; t < static_cast<int>(out.size()); ++t) {
     const Place p = self->place(layer, slot, head, t);
     std::memcpy(&out[static_cast<std::size_t>(t)], p.frame + p.layout->positions + p.offset * 4, 4);
@@ -251,7 +238,7 @@ std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const 
   return out;
 }
 
-void Store::check_invariants() const {
+void CpuStore::check_invariants() const {
   const Shape& s = options_.shape;
   auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };
   std::int64_t bytes[2] = {0, 0}, summaries = 0;

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "ops/paged.hpp"
-#include "store/store.hpp"
+#include "store/cpu_store.hpp"
 
 namespace kvlab {
 namespace {
@@ -20,7 +20,7 @@ bool ascends(const std::int32_t* list, int count, int limit) {
 
 }  // namespace
 
-void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier to) {
+void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tier to) {
   const PageEntry& a = entries(from, layer, slot, head)[page];
   PageEntry& b = entries(to, layer, slot, head)[page];
   const PageLayout &la = layout(from, a), &lb = layout(to, b);
@@ -41,7 +41,7 @@ void Store::copy_page(int layer, int slot, int head, int page, Tier from, Tier t
 }
 
 // Policies write token state in device pages, so a copy of a page on the host has what it was when the page went there.
-void Store::copy_state_down(int layer, int slot, int head, int page) {
+void CpuStore::copy_state_down(int layer, int slot, int head, int page) {
   const PageEntry &upper = entries(Tier::device, layer, slot, head)[page],
                   &lower = entries(Tier::host, layer, slot, head)[page];
   const PageLayout &from = layout(Tier::device, upper), &to = layout(Tier::host, lower);
@@ -52,13 +52,13 @@ void Store::copy_state_down(int layer, int slot, int head, int page) {
 }
 
 // The page's tokens have changed where they are: a lower copy of a device page is stale, and so is the summary.
-void Store::outdated(int layer, int slot, int head, int page) {
+void CpuStore::outdated(int layer, int slot, int head, int page) {
   if (entries(Tier::device, layer, slot, head)[page].frame != null_frame)
     give_back(Tier::host, entries(Tier::host, layer, slot, head)[page]);
   summarize(layer, slot, head, page);
 }
 
-void Store::swap_tokens(int layer, int slot, int head, int a, int b) {
+void CpuStore::swap_tokens(int layer, int slot, int head, int a, int b) {
   const Place pa = place(layer, slot, head, a), pb = place(layer, slot, head, b);
   const PageLayout& l = *pa.layout;
   std::vector<std::byte> spare(static_cast<std::size_t>(l.bytes));
@@ -69,7 +69,7 @@ void Store::swap_tokens(int layer, int slot, int head, int a, int b) {
 
 // Keeps the listed tokens (ascending places) and returns how many left. Few losses: the last tokens fill the holes, one
 // copy each, and nothing else is looked at. Many: the kept ones move up and stay in order.
-std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t* kept, int count) {
+std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32_t* kept, int count) {
   const Shape& s = options_.shape;
   const int before = length(layer, slot, head);
   const int lost = before - count;
@@ -137,7 +137,7 @@ std::int64_t Store::keep_only(int layer, int slot, int head, const std::int32_t*
   return lost;
 }
 
-void Store::check_list(const Edit& e, std::size_t rows) const {
+void CpuStore::check_list(const Edit& e, std::size_t rows) const {
   const Shape& s = options_.shape;
   const auto bad = [&](const std::string& what) {
     throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
@@ -155,7 +155,7 @@ void Store::check_list(const Edit& e, std::size_t rows) const {
             ", the list's room");
 }
 
-Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+Applied CpuStore::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   Applied total;
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend) continue;
@@ -193,7 +193,7 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   return total;
 }
 
-Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) {
+Applied CpuStore::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   Applied done;
   auto bad = [&](const std::string& what) {
@@ -299,7 +299,26 @@ Applied Store::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) 
   return done;
 }
 
-PageList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) const {
+Fit CpuStore::recall_all(int layer, int slot) {
+  const std::vector<std::int32_t> slots{slot};
+  const Shape& s = options_.shape;
+  PageList up;
+  const std::int64_t room = (max_length(layer, slots) + s.page_size - 1) / s.page_size;
+  up.index = take_scratch<std::int32_t>(workspace_, "recall", {1, s.kv_heads, room});
+  up.count = take_scratch<std::int32_t>(workspace_, "recall", {1, s.kv_heads});
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const PageEntry* device = entries(Tier::device, layer, slot, head);
+    int count = 0;
+    for (int page = 0; page * s.page_size < length(layer, slot, head); ++page)
+      if (device[page].frame == null_frame) up.index(0, head, count++) = page;
+    up.count(0, head) = count;
+  }
+  Edits edits(layer);
+  edits.recall(up);
+  return apply(edits.all(), slots).fit;
+}
+
+PageList CpuStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
   check_list(e, slots.size());
   const int rows = static_cast<int>(slots.size());
@@ -308,6 +327,7 @@ PageList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& s
   out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
   out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
   std::vector<bool> chosen;
+  bool all = true;
   for (int row = 0; row < rows; ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
       const int slot = slots[static_cast<std::size_t>(row)], n = length(e.layer, slot, head), pages = (n + p - 1) / p;
@@ -327,7 +347,9 @@ PageList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& s
       for (int page = 0; page < pages; ++page)
         if (chosen[static_cast<std::size_t>(page)]) out.index(row, head, count++) = page;
       out.count(row, head) = count;
+      all &= count == pages;
     }
+  fired_ += !all;
   return out;
 }
 

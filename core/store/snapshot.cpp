@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "store/store.hpp"
+#include "store/cpu_store.hpp"
 
 namespace kvlab {
 namespace {
@@ -102,7 +102,7 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
 
 }  // namespace
 
-std::vector<std::byte> Store::save(int slot) const {
+std::vector<std::byte> CpuStore::save(int slot) const {
   const Shape& s = options_.shape;
   std::vector<std::byte> out;
   Writer w(out);
@@ -124,7 +124,7 @@ std::vector<std::byte> Store::save(int slot) const {
           if (e.frame != null_frame) w.bytes(arena(tier).at(e.frame), static_cast<std::size_t>(layout(tier, e).bytes));
         }
         if (summary_bytes_)
-          w.bytes(const_cast<Store*>(this)->summary_at(layer, slot, head, page),
+          w.bytes(const_cast<CpuStore*>(this)->summary_at(layer, slot, head, page),
                   static_cast<std::size_t>(summary_bytes_));
       }
     }
@@ -146,7 +146,7 @@ std::vector<std::byte> Store::save(int slot) const {
   return out;
 }
 
-Fit Store::restore(int slot, const std::vector<std::byte>& snapshot) {
+Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   close(slot);
   used_[static_cast<std::size_t>(slot)] = true;
   Fit fit = Fit::ok;
@@ -164,7 +164,7 @@ Fit Store::restore(int slot, const std::vector<std::byte>& snapshot) {
   return fit;
 }
 
-void Store::read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit) {
+void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit) {
   const Shape& s = options_.shape;
   Reader r(snapshot.data(), snapshot.size());
   if (r.get<std::uint64_t>() != magic) throw Error(Errc::data, "got bytes that are no saved cache");

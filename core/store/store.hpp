@@ -1,5 +1,5 @@
 // The paged KV store: the only mutator of the cache. One table per tier, [layer, slot, kv_head, logical page] ->
-// PageEntry.
+// PageEntry. CpuStore (cpu_store.hpp) and CudaStore (cuda_store.hpp) keep it in the memory of their device.
 //
 // Invariants (checked by check_invariants): the pages of a head are full except the last; a page has a frame in at
 // least one tier; a frame belongs to one page; the ledger's KV bytes equal the frames handed out. A lower copy that the
@@ -11,10 +11,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "store/arena.hpp"
 #include "store/ledger.hpp"
 #include "store/workspace.hpp"
 
@@ -36,121 +36,88 @@ enum class Fit : std::uint8_t { ok, out_of_memory };  // not fitting is a value
 // What an apply did.
 struct Applied {
   Fit fit = Fit::ok;
-  std::int64_t changed = 0;  // tokens or pages that an edit really changed
+  std::int64_t changed = 0;  // tokens or pages that an edit really changed; -1 where only the device knows yet
 };
 
+// What the engine, the executor and measurement use. Work is given to one stream; what the host is told ("exact") waits
+// for it.
 class Store {
  public:
-  explicit Store(const StoreOptions& options);
+  virtual ~Store() = default;
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
 
   const Shape& shape() const { return options_.shape; }
   const StoreOptions& options() const { return options_; }
+  Stream stream() const { return stream_; }  // its device is where views point to
 
-  int open();            // a free slot, or -1
-  void close(int slot);  // frees every frame and clears the slot's state
+  int open();                        // a free slot, or -1
+  virtual void close(int slot) = 0;  // frees every frame and clears the slot's state
 
-  // Views over the rows' slots; `slots` is borrowed by the view.
-  PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const;
-  Summaries summaries(int layer) const;
-  int length(int layer, int slot, int head) const { return lengths_[head_index(layer, slot, head)]; }
-  int max_length(int layer, const std::vector<std::int32_t>& slots) const;
-
-  // k, v [token, kv_head, head_dim] f32, as they are to be stored; text positions first, first + 1, ... Changes nothing
-  // when it does not fit.
-  Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
+  // Views over the rows' slots, in memory of the stream's device but for PagedKv::layouts. `slots` is borrowed by the
+  // view on the CPU; on CUDA a view ends when another list of as many slots is asked for.
+  virtual PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const = 0;
+  virtual Summaries summaries(int layer) const = 0;
+  virtual int length(int layer, int slot, int head) const = 0;  // exact
+  // Longest head of these slots; on CUDA no less than that.
+  virtual int max_length(int layer, const std::vector<std::int32_t>& slots) const = 0;
 
   // Text tokens seen: the true position counter, and decode steps. advance() once per chunk or step, after the last
   // layer.
   std::int32_t position(int slot) const { return position_[static_cast<std::size_t>(slot)]; }
   std::int32_t steps(int slot) const { return step_[static_cast<std::size_t>(slot)]; }
   // Carries out the edits that fall due; Applied is theirs.
-  Applied advance(int slot, int tokens, bool decode);
+  virtual Applied advance(int slot, int tokens, bool decode) = 0;
 
-  // Applies the edits of one callback over `slots` (the callback's rows), except attend, which is the caller's.
-  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+  // Applies the edits of one callback over `slots` (the callback's rows), except attend, which is the caller's. Lists
+  // are memory of the stream's device. What a list must not say is Errc::plugin: at once on the CPU, at the next exact
+  // answer on CUDA.
+  virtual Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) = 0;
+  // Every page of the slot's layer has a frame on the device again.
+  virtual Fit recall_all(int layer, int slot) = 0;
 
   // The pages that attention reads: the list of an attend edit plus its pins.
-  PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) const;
+  virtual PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
 
   // Whole cache of a sequence, with token state, tiers, counters and edits to come: bytes that restore() takes back
-  // into any open slot, in place of what it holds. Errc::data for bytes that are not what save() wrote or come from
-  // another kind of store. A slot whose restore threw or did not fit is empty.
-  std::vector<std::byte> save(int slot) const;
-  Fit restore(int slot, const std::vector<std::byte>& snapshot);
+  // into any open slot, in place of what it holds, on either device. Errc::data for bytes that are not what save()
+  // wrote or come from another kind of store. A slot whose restore threw or did not fit is empty.
+  virtual std::vector<std::byte> save(int slot) const = 0;
+  virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
 
-  std::int64_t fired() const { return fired_; }  // edits, of apply and of advance, that changed something
+  // Edits, of apply and of advance, that changed something, and attends that leave something out; exact.
+  virtual std::int64_t fired() const = 0;
 
-  // Text positions in the cache of one head, ascending.
-  std::vector<std::int32_t> positions(int layer, int slot, int head) const;
+  // Text positions in the cache of one head, ascending; exact.
+  virtual std::vector<std::int32_t> positions(int layer, int slot, int head) const = 0;
 
-  Ledger& ledger() { return ledger_; }
-  const Ledger& ledger() const { return ledger_; }
-  std::int64_t page_bytes(Tier tier) const { return arena(tier).held(); }  // what the limits bound
+  virtual Ledger& ledger() = 0;  // exact
+  virtual const Ledger& ledger() const = 0;
+  virtual std::int64_t page_bytes(Tier tier) const = 0;  // what the limits bound; exact
   StoreWorkspace& workspace() { return workspace_; }
-  void protect_host(bool on) { host_.protect(on); }
-  void check_invariants() const;  // Errc::internal with what is broken
+  virtual void protect_host(bool on) = 0;     // any access of the host tier faults; Errc::unsupported on CUDA
+  virtual void check_invariants() const = 0;  // Errc::internal with what is broken
 
- private:
-  struct Pending {
-    Edit edit;
-    std::vector<std::int32_t> slots, index, count;
-    int due = 0;  // decode step of slots[0]
-  };
+ protected:
+  Store(const StoreOptions& options, Stream stream);
+
   std::size_t head_index(int layer, int slot, int head) const {
     return (static_cast<std::size_t>(layer) * static_cast<std::size_t>(options_.shape.max_slots) +
             static_cast<std::size_t>(slot)) *
                static_cast<std::size_t>(options_.shape.kv_heads) +
            static_cast<std::size_t>(head);
   }
-  PageEntry* entries(Tier tier, int layer, int slot, int head) {
-    return table_[static_cast<std::size_t>(tier)].data() + head_index(layer, slot, head) * pages_per_head_;
-  }
-  const PageEntry* entries(Tier tier, int layer, int slot, int head) const {
-    return const_cast<Store*>(this)->entries(tier, layer, slot, head);
-  }
-  const PageLayout& layout(Tier tier, const PageEntry& e) const {
-    return tier == Tier::host ? host_layout_ : layouts_[e.codec];
-  }
-  Arena& arena(Tier tier) { return tier == Tier::host ? host_ : device_; }
-  const Arena& arena(Tier tier) const { return tier == Tier::host ? host_ : device_; }
-
-  bool take(Tier tier, PageEntry& e, int codec);
-  void give_back(Tier tier, PageEntry& e);
-  void count_frame(Tier tier, const PageLayout& l, int sign);
-  void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
-  void copy_state_down(int layer, int slot, int head, int page);
-  std::byte* summary_at(int layer, int slot, int head, int page);
-  void summarize(int layer, int slot, int head, int page);
-  struct Place {
-    std::byte* frame;
-    const PageLayout* layout;
-    int offset;
-  };
-  Place place(int layer, int slot, int head, int token);
-
-  std::int64_t keep_only(int layer, int slot, int head, const std::int32_t* kept, int count);
-  void check_list(const Edit& e, std::size_t rows) const;  // Errc::plugin
-  Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
-  void outdated(int layer, int slot, int head, int page);
-  void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
-  void swap_tokens(int layer, int slot, int head, int a, int b);
 
   StoreOptions options_;
-  std::vector<PageLayout> layouts_;
-  PageLayout host_layout_;
+  Stream stream_;
   std::size_t pages_per_head_ = 0;
-  Arena device_, host_;
-  std::vector<PageEntry> table_[2];
-  std::vector<std::int32_t> lengths_;
-  MappedArray summary_pool_;
-  std::int64_t summary_bytes_ = 0;
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
-  std::vector<Pending> pending_;
-  std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
-  std::int64_t fired_ = 0;
   Ledger ledger_;
-  StoreWorkspace workspace_{ledger_};
+  StoreWorkspace workspace_;
 };
+
+// On the stream's device, for as long as the stream lives. Errc::unsupported for options that it cannot serve.
+std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
 // The executor against logits that transformers computed.
-#include "model/executor.hpp"
+#include "model/cpu_executor.hpp"
 
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -17,7 +17,7 @@ std::shared_ptr<const Model> model_at(const std::filesystem::path& path, DType d
   return load_model(*open_checkpoint(path), dtype, path.filename().string());
 }
 
-Store store_for(const Model& m, int tokens, RopeRegime rope = RopeRegime::original) {
+CpuStore store_for(const Model& m, int tokens, RopeRegime rope = RopeRegime::original) {
   StoreOptions o;
   o.shape.layers = m.config.layers;
   o.shape.query_heads = m.config.heads;
@@ -29,14 +29,14 @@ Store store_for(const Model& m, int tokens, RopeRegime rope = RopeRegime::origin
   o.shape.dtype = m.dtype;
   o.rope = rope;
   o.rope_table = m.rope();
-  return Store(o);
+  return CpuStore(o);
 }
 
 // Logits after every token: `prompt` tokens in chunks of `chunk`, the rest one by one.
 std::vector<float> run(std::shared_ptr<const Model> m, const std::vector<std::int32_t>& ids, std::size_t prompt,
                        std::size_t chunk, RopeRegime rope = RopeRegime::original) {
-  Store store = store_for(*m, static_cast<int>(ids.size()), rope);
-  Executor executor(m, store);
+  CpuStore store = store_for(*m, static_cast<int>(ids.size()), rope);
+  CpuExecutor executor(m, store);
   test::NullHooks hooks;
   const std::size_t vocab = static_cast<std::size_t>(m->config.vocab);
   std::vector<float> logits(ids.size() * vocab);

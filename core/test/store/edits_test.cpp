@@ -55,7 +55,7 @@ Applied one(Store& store, int slot, Edits& edits) { return store.apply(edits.all
 TEST_CASE("append fills pages in text order and keeps counts, summaries and the ledger") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   int n = 0;
   for (int tokens : {1, 2, 1, 7, 13, 1}) {
@@ -90,7 +90,7 @@ TEST_CASE("append fills pages in text order and keeps counts, summaries and the 
 TEST_CASE("evict: few tokens leave by filling holes, many by moving up; other heads and layers stay") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 30);
   SECTION("one") {
@@ -149,7 +149,7 @@ TEST_CASE("evict: few tokens leave by filling holes, many by moving up; other he
 TEST_CASE("offload, drop and recall keep the bytes and count what moved") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 14);
   Lists three(2, {0, 1, 2});
@@ -232,7 +232,7 @@ TEST_CASE("token state that was written above a lower copy goes down with the pa
     StoreFixture f;
     f.options.token_state = {"age", "score"};
     if (encoded) f.options.host_codec.k.bits = f.options.host_codec.v.bits = 8;
-    Store store(f.options);
+    CpuStore store(f.options);
     const int slot = store.open();
     f.fill(store, slot, 10);
     Lists first(2, {0});
@@ -264,7 +264,7 @@ TEST_CASE("move exchanges tokens, also between tiers") {
   StoreFixture f;
   f.options.summary = Summary::min_max;
   f.options.token_state = {"score"};
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 12);
   Lists away(2, {0, 1});
@@ -295,7 +295,7 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
   StoreFixture f;
   f.options.codecs = {CodecSpec{}, CodecSpec{{8}, {8}}};
   f.options.token_state = {"score"};
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 10);
   Lists pages(2, {0, 2});
@@ -337,7 +337,7 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
 TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
   StoreFixture f;
   f.options.host_codec = CodecSpec{{8}, {8}};
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 8);
   const PageLayout host = ops::make_layout(DType::f32, f.options.host_codec, 4, 8, 0);
@@ -359,7 +359,7 @@ TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
 
 TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of its own, per row") {
   StoreFixture f;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int a = store.open(), b = store.open();
   f.fill(store, a, 6);
   f.fill(store, b, 6);
@@ -396,7 +396,7 @@ TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of 
 
 TEST_CASE("edits wait no longer than their sequence") {
   StoreFixture f;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 6);
   Lists l(2, {0});
@@ -412,7 +412,7 @@ TEST_CASE("edits wait no longer than their sequence") {
 
 TEST_CASE("lists that are wrong are refused before anything is read beyond them") {
   StoreFixture f;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 6);
   const auto refused = [&](Edits& e) {
@@ -452,7 +452,7 @@ TEST_CASE("lists that are wrong are refused before anything is read beyond them"
 
 TEST_CASE("an attend list gets its pins, ascending and without repeats") {
   StoreFixture f;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 26);  // 7 pages, the last with 2 tokens
   const auto pages = [&](const std::vector<std::int32_t>& list, Pins pins) {

@@ -52,7 +52,7 @@ TEST_CASE("resident memory falls when a sequence closes and when tokens leave") 
   f.options.rope_table = {f.inv_freq.data(), 64, 1.f};
   f.options.shape.max_tokens = 16384;
   f.options.summary = Summary::min_max;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   const std::int64_t before = resident_bytes();
   std::vector<float> zero(16384 * 2 * 64);
@@ -85,7 +85,7 @@ TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
   for (int frames = 1; frames < 24; ++frames) {
     CAPTURE(frames);
     f.options.device_limit = frames * frame;
-    Store store(f.options);
+    CpuStore store(f.options);
     const int slot = store.open();
     Fit fit = Fit::ok;
     int n = 0;
@@ -124,7 +124,7 @@ TEST_CASE("recall, offload and encode beyond a limit report it") {
   f.options.codecs = {CodecSpec{}, CodecSpec{}};
   f.options.device_limit = 8 * frame;
   f.options.host_limit = 3 * frame;
-  Store store(f.options);
+  CpuStore store(f.options);
   const int slot = store.open();
   REQUIRE(f.fill(store, slot, 8) == Fit::ok);
   Lists two(2, {0, 1}), one(2, {0});
@@ -160,7 +160,7 @@ TEST_CASE("a slot that is used again holds nothing of the sequence before") {
   StoreFixture f;
   f.options.token_state = {"score"};
   f.options.summary = Summary::mean;
-  Store store(f.options);
+  CpuStore store(f.options);
   auto* state = static_cast<std::int32_t*>(store.workspace().state("counter", 8, 3));
   const int slot = store.open(), other = store.open();
   state[slot * 2] = 41;

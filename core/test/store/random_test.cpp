@@ -35,7 +35,7 @@ class RandomEdits {
     f_.options.token_state = {"score"};
     // A second codec of the same precision: re-encoding must not lose anything that the model would have to know.
     f_.options.codecs = {CodecSpec{}, CodecSpec{}};
-    store_ = std::make_unique<Store>(f_.options);
+    store_ = std::make_unique<CpuStore>(f_.options);
     model_.resize(static_cast<std::size_t>(f_.options.shape.max_slots),
                   std::vector<std::vector<Head>>(2, std::vector<Head>(2)));
     open_.assign(static_cast<std::size_t>(f_.options.shape.max_slots), false);
@@ -184,7 +184,7 @@ class RandomEdits {
   }
 
   StoreFixture f_;
-  std::unique_ptr<Store> store_;
+  std::unique_ptr<CpuStore> store_;
   std::vector<std::vector<std::vector<Head>>> model_;
   std::vector<bool> open_;
   std::mt19937 rng_;

@@ -30,7 +30,7 @@ std::vector<std::pair<std::int32_t, std::vector<float>>> seen_keys(const Store& 
 // One layer, one head; key of a token before RoPE as the fixture makes it.
 struct Regime {
   StoreFixture f;
-  std::unique_ptr<Store> store;
+  std::unique_ptr<CpuStore> store;
   int slot = 0;
 
   explicit Regime(RopeRegime rope) {
@@ -39,7 +39,7 @@ struct Regime {
     f.options.rope = rope;
     f.options.rope_table = {f.inv_freq.data(), 8, 1.f};
     f.options.summary = Summary::min_max;
-    store = std::make_unique<Store>(f.options);
+    store = std::make_unique<CpuStore>(f.options);
     slot = store->open();
   }
   void add() {

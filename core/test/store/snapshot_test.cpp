@@ -13,7 +13,7 @@ namespace {
 
 struct Saved {
   StoreFixture f;
-  std::unique_ptr<Store> store;
+  std::unique_ptr<CpuStore> store;
   std::int32_t* state = nullptr;
   int slot = 0;
 
@@ -21,7 +21,7 @@ struct Saved {
     f.options.summary = Summary::min_max;
     f.options.token_state = {"score"};
     f.options.host_codec = CodecSpec{{8}, {0}};
-    store = std::make_unique<Store>(f.options);
+    store = std::make_unique<CpuStore>(f.options);
     state = static_cast<std::int32_t*>(store->workspace().state("counter", 4, 3));
     slot = store->open();
     state[slot] = 17;
@@ -133,7 +133,7 @@ TEST_CASE("a snapshot of another kind of store is refused") {
   Saved x;
   const auto bytes = x.store->save(x.slot);
   const auto refused = [&](StoreOptions o) {
-    Store store(o);
+    CpuStore store(o);
     store.workspace().state("counter", 4, 3);
     CHECK_THROWS_AS(store.restore(store.open(), bytes), Error);
     store.check_invariants();
@@ -160,7 +160,7 @@ TEST_CASE("a snapshot that does not fit is a value and leaves an empty slot") {
   const auto bytes = x.store->save(x.slot);
   StoreOptions o = x.f.options;
   o.device_limit = 5 * 1024;
-  Store store(o);
+  CpuStore store(o);
   store.workspace().state("counter", 4, 3);
   const int slot = store.open();
   CHECK(store.restore(slot, bytes) == Fit::out_of_memory);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ops/paged.hpp"
-#include "store/store.hpp"
+#include "store/cpu_store.hpp"
 
 namespace kvlab::test {
 
@@ -46,7 +46,7 @@ struct StoreFixture {
   }
 
   // `tokens` more tokens of every layer; then the counter advances.
-  Fit fill(Store& store, int slot, int tokens, bool decode = false) const {
+  Fit fill(CpuStore& store, int slot, int tokens, bool decode = false) const {
     const Shape& s = options.shape;
     const int first = store.position(slot);
     for (int layer = 0; layer < s.layers; ++layer) {

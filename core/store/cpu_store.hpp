@@ -1,0 +1,89 @@
+// The store in host memory: "device" and "host" are two budgeted arenas. Edits have been applied when a call returns.
+#pragma once
+#include "store/arena.hpp"
+#include "store/store.hpp"
+
+namespace kvlab {
+
+class CpuStore final : public Store {
+ public:
+  explicit CpuStore(const StoreOptions& options);
+
+  void close(int slot) override;
+  PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
+  Summaries summaries(int layer) const override;
+  int length(int layer, int slot, int head) const override { return lengths_[head_index(layer, slot, head)]; }
+  int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
+
+  // k, v [token, kv_head, head_dim] f32, as they are to be stored; text positions first, first + 1, ... Changes nothing
+  // when it does not fit.
+  Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
+
+  Applied advance(int slot, int tokens, bool decode) override;
+  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) override;
+  Fit recall_all(int layer, int slot) override;
+  PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
+  std::vector<std::byte> save(int slot) const override;
+  Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
+  std::int64_t fired() const override { return fired_; }
+  std::vector<std::int32_t> positions(int layer, int slot, int head) const override;
+  Ledger& ledger() override { return ledger_; }
+  const Ledger& ledger() const override { return ledger_; }
+  std::int64_t page_bytes(Tier tier) const override { return arena(tier).held(); }
+  void protect_host(bool on) override { host_.protect(on); }
+  void check_invariants() const override;
+
+ private:
+  friend class CudaStore;  // copies a slot in and out to save, restore and check it
+
+  struct Pending {
+    Edit edit;
+    std::vector<std::int32_t> slots, index, count;
+    int due = 0;  // decode step of slots[0]
+  };
+  PageEntry* entries(Tier tier, int layer, int slot, int head) {
+    return table_[static_cast<std::size_t>(tier)].data() + head_index(layer, slot, head) * pages_per_head_;
+  }
+  const PageEntry* entries(Tier tier, int layer, int slot, int head) const {
+    return const_cast<CpuStore*>(this)->entries(tier, layer, slot, head);
+  }
+  const PageLayout& layout(Tier tier, const PageEntry& e) const {
+    return tier == Tier::host ? host_layout_ : layouts_[e.codec];
+  }
+  Arena& arena(Tier tier) { return tier == Tier::host ? host_ : device_; }
+  const Arena& arena(Tier tier) const { return tier == Tier::host ? host_ : device_; }
+
+  bool take(Tier tier, PageEntry& e, int codec);
+  void give_back(Tier tier, PageEntry& e);
+  void count_frame(Tier tier, const PageLayout& l, int sign);
+  void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
+  void copy_state_down(int layer, int slot, int head, int page);
+  std::byte* summary_at(int layer, int slot, int head, int page);
+  void summarize(int layer, int slot, int head, int page);
+  struct Place {
+    std::byte* frame;
+    const PageLayout* layout;
+    int offset;
+  };
+  Place place(int layer, int slot, int head, int token);
+
+  std::int64_t keep_only(int layer, int slot, int head, const std::int32_t* kept, int count);
+  void check_list(const Edit& e, std::size_t rows) const;  // Errc::plugin
+  Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
+  void outdated(int layer, int slot, int head, int page);
+  void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
+  void swap_tokens(int layer, int slot, int head, int a, int b);
+
+  std::vector<PageLayout> layouts_;
+  PageLayout host_layout_;
+  Arena device_, host_;
+  std::vector<PageEntry> table_[2];
+  std::vector<std::int32_t> lengths_;
+  MappedArray summary_pool_;
+  std::int64_t summary_bytes_ = 0;
+  std::vector<Pending> pending_;
+  std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
+  std::int64_t fired_ = 0;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,33 @@
+#include "store/store.hpp"
+
+#include <kvlab/error.hpp>
+
+#include "store/cpu_store.hpp"
+
+namespace kvlab {
+
+Store::Store(const StoreOptions& options, Stream stream)
+    : options_(options),
+      stream_(stream),
+      pages_per_head_(static_cast<std::size_t>(options.shape.max_pages())),
+      position_(static_cast<std::size_t>(options.shape.max_slots)),
+      step_(static_cast<std::size_t>(options.shape.max_slots)),
+      used_(static_cast<std::size_t>(options.shape.max_slots)),
+      workspace_(ledger_, stream) {}
+
+int Store::open() {
+  for (std::size_t i = 0; i < used_.size(); ++i)
+    if (!used_[i]) {
+      used_[i] = true;
+      return static_cast<int>(i);
+    }
+  return -1;
+}
+
+std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream) {
+  if (stream.device() == Device::cuda)
+    throw Error(Errc::unsupported, "got device: cuda, wanted device: cpu: the cache has no CUDA backend yet");
+  return std::make_unique<CpuStore>(options);
+}
+
+}  // namespace kvlab
