@@ -22,12 +22,20 @@ struct ArgmaxArgs;
 struct RopeAppendArgs;
 }  // namespace ops
 
+struct CudaStoreLayer;
+struct CudaStoreAppend;
+struct CudaStoreRows;
+struct CudaStoreList;
+struct CudaStorePageEdit;
+struct CudaStoreAttend;
+
 // Memory and order on the current device. Errors are Errc::device; memory that does not fit is null.
 struct CudaRuntime {
   void* (*allocate)(std::size_t bytes) = nullptr;  // device memory, 256-byte aligned; null when it does not fit
   void (*free)(void*) = nullptr;
   void* (*allocate_pinned)(std::size_t bytes) = nullptr;  // host memory that kernels reach
   void (*free_pinned)(void*) = nullptr;
+  std::size_t (*free_bytes)() = nullptr;  // device memory that is not in use
   void (*copy)(void* to, const void* from, std::size_t bytes, void* stream) = nullptr;  // either direction
   void (*fill)(void* to, int byte, std::size_t bytes, void* stream) = nullptr;
   void* (*new_stream)() = nullptr;
@@ -77,11 +85,28 @@ struct CudaOps {
   void (*allot_by_score)(const Allotment& a, double floor, bool exact_total, void* stream) = nullptr;
 };
 
+// What a store on the device does; store/cuda_kernels.hpp.
+struct CudaStoreOps {
+  void (*append)(const CudaStoreLayer& s, const CudaStoreAppend& a, void* stream) = nullptr;
+  // Before and after ops::rope_append: a page that goes on is on the device alone; new pages are counted, summaries
+  // follow.
+  void (*before_step)(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) = nullptr;
+  void (*after_step)(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) = nullptr;
+  // Keeps the listed tokens, or all but them, in the order that CpuStore leaves them in.
+  void (*keep)(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) = nullptr;
+  void (*evict)(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) = nullptr;
+  void (*swap)(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) = nullptr;
+  void (*page_edit)(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) = nullptr;
+  void (*attend)(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) = nullptr;
+  void (*clear)(const CudaStoreLayer& first, int layers, int slot, void* stream) = nullptr;  // a slot of every layer
+};
+
 struct CudaBackend {
-  static constexpr int version = 1;
+  static constexpr int version = 2;
   int table_version = 0;  // of the library; another one is refused
   CudaRuntime runtime;
   CudaOps ops;
+  CudaStoreOps store;
 };
 
 // Null where the backend cannot be used; loaded once, thread-safe.

@@ -9,7 +9,8 @@
 
 namespace kvlab {
 
-void fill_cuda_ops(CudaOps& ops);  // ops/cuda_table.cu
+void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
+void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
 
 namespace cuda {
 namespace {
@@ -226,6 +227,11 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
   r.allocate_pinned = allocate_pinned;
   r.free_pinned = [](void* x) { check(cudaFreeHost(x), "cudaFreeHost"); };
+  r.free_bytes = []() {
+    std::size_t left = 0, total = 0;
+    check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo");
+    return left;
+  };
   r.copy = [](void* to, const void* from, std::size_t bytes, void* stream) {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "cudaMemcpyAsync");
   };
@@ -249,5 +255,6 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.time_graph = time_graph;
   r.read_rate = read_rate;
   fill_cuda_ops(table->ops);
+  fill_cuda_store_ops(table->store);
   return true;
 }

@@ -52,7 +52,7 @@ class StreamMemory {
 };
 
 // Between memories of either kind that the stream's device reaches; ranges do not overlap. On a GPU the call may return
-// before the copy has run, except that host memory may be written again at once.
+// before the copy has run; what it reads of pageable host memory may be written again at once.
 void copy_memory(void* to, const void* from, std::size_t bytes, Stream s);
 void zero_memory(void* to, std::size_t bytes, Stream s);
 void synchronize(Stream s);  // all work of the stream has run; throws what it ran into

@@ -39,6 +39,7 @@ class Ledger {
     for (auto b : moved_[index(tier)]) sum += b;
     return sum;
   }
+  void raise_peak(Tier tier, std::int64_t bytes) { peak_[index(tier)] = std::max(peak_[index(tier)], bytes); }
   void reset_peak() { peak_ = total_; }
 
  private:

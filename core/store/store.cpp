@@ -1,8 +1,7 @@
 #include "store/store.hpp"
 
-#include <kvlab/error.hpp>
-
 #include "store/cpu_store.hpp"
+#include "store/cuda_store.hpp"
 
 namespace kvlab {
 
@@ -25,8 +24,7 @@ int Store::open() {
 }
 
 std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream) {
-  if (stream.device() == Device::cuda)
-    throw Error(Errc::unsupported, "got device: cuda, wanted device: cpu: the cache has no CUDA backend yet");
+  if (stream.device() == Device::cuda) return std::make_unique<CudaStore>(options, stream);
   return std::make_unique<CpuStore>(options);
 }
 

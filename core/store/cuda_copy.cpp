@@ -1,0 +1,243 @@
+// A slot of a CudaStore on the host and back: what saving, restoring and checking need.
+#include <algorithm>
+#include <cstring>
+#include <kvlab/error.hpp>
+#include <string>
+
+#include "store/cpu_store.hpp"
+#include "store/cuda_store.hpp"
+
+namespace kvlab {
+namespace {
+
+StoreOptions of_one_slot(StoreOptions o) {
+  o.shape.max_slots = 1;
+  o.device_limit = o.host_limit = -1;
+  return o;
+}
+
+}  // namespace
+
+std::vector<PageEntry> CudaStore::entries(int tier, int slot) const {
+  const Shape& s = options_.shape;
+  const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
+  std::vector<PageEntry> out(each * static_cast<std::size_t>(s.layers));
+  for (int l = 0; l < s.layers; ++l)
+    copy_memory(out.data() + static_cast<std::size_t>(l) * each, table_[tier].as<PageEntry>() + slot_index(l, slot),
+                each * sizeof(PageEntry), stream_);
+  synchronize(stream_);
+  return out;
+}
+
+std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
+  const Shape& s = options_.shape;
+  refresh();
+  auto out = std::make_unique<CpuStore>(of_one_slot(options_));
+  if (workspace_.slot_bytes() > 0) {
+    std::vector<std::byte> state(workspace_.slot_bytes());
+    workspace_.save_slot(slot, state.data());
+    out->workspace_.state("slot", state.size(), 1);
+    out->workspace_.load_slot(0, state.data());
+  }
+  out->used_[0] = used_[static_cast<std::size_t>(slot)];
+  out->position_[0] = position(slot);
+  out->step_[0] = steps(slot);
+  const std::vector<PageEntry> tables[] = {entries(0, slot), entries(1, slot)};
+  for (int l = 0; l < s.layers; ++l)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const std::size_t at = static_cast<std::size_t>(l * s.kv_heads + head) * pages_per_head_;
+      const int n = lengths_[head_index(l, slot, head)], pages = (n + s.page_size - 1) / s.page_size;
+      out->lengths_[out->head_index(l, 0, head)] = n;
+      if (summary_bytes_ && pages > 0) {
+        const auto bytes = static_cast<std::size_t>(pages * summary_bytes_);
+        const std::size_t from = head_index(l, slot, head) * pages_per_head_ * static_cast<std::size_t>(summary_bytes_);
+        copy_memory(out->summary_at(l, 0, head, 0), summary_pool_.as<>() + from, bytes, stream_);
+        out->ledger_.hold(Tier::device, Tag::summaries, static_cast<std::int64_t>(bytes));
+      }
+      for (std::size_t page = 0; page < pages_per_head_; ++page)
+        for (int t = 0; t < 2; ++t) {
+          const PageEntry& e = tables[t][at + page];
+          if (e.frame == null_frame) continue;
+          const Tier tier = static_cast<Tier>(t);
+          PageEntry& copy = out->entries(tier, l, 0, head)[page];
+          if (!out->take(tier, copy, e.codec)) throw Error(Errc::internal, "a copy of a slot does not fit");
+          copy.tokens = e.tokens;
+          const std::byte* base = t ? host_arena_.data() : arena_.as<>();
+          copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
+                      static_cast<std::size_t>(layout_.bytes), stream_);
+        }
+    }
+  for (const Pending& p : pending_) {
+    if (p.slot != slot) continue;
+    CpuStore::Pending copy;
+    copy.edit = p.edit;
+    copy.slots = {0};
+    copy.due = p.due;
+    const std::int64_t heads = s.kv_heads, room = p.edit.list.index.extent[2];
+    copy.index.resize(static_cast<std::size_t>(heads * room));
+    copy.count.resize(static_cast<std::size_t>(heads));
+    copy_memory(copy.index.data(), p.index.as<>(), copy.index.size() * sizeof(std::int32_t), stream_);
+    copy_memory(copy.count.data(), p.count.as<>(), copy.count.size() * sizeof(std::int32_t), stream_);
+    synchronize(stream_);
+    for (std::int64_t h = 0; h < heads; ++h)  // behind its count a list is whatever scratch held
+      std::fill(
+          copy.index.begin() + std::clamp<std::int64_t>(copy.count[static_cast<std::size_t>(h)], 0, room) + h * room,
+          copy.index.begin() + (h + 1) * room, 0);
+    copy.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, heads, room});
+    copy.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, heads});
+    out->pending_.push_back(std::move(copy));
+  }
+  synchronize(stream_);
+  return out;
+}
+
+std::vector<std::byte> CudaStore::save(int slot) const { return copy_of(slot)->save(0); }
+
+Fit CudaStore::restore(int slot, const std::vector<std::byte>& snapshot) {
+  close(slot);
+  used_[static_cast<std::size_t>(slot)] = true;
+  CpuStore from(of_one_slot(options_));
+  if (workspace_.slot_bytes() > 0) from.workspace_.state("slot", workspace_.slot_bytes(), 1);
+  from.restore(0, snapshot);
+  return copy_in(from, slot);
+}
+
+Fit CudaStore::copy_in(const CpuStore& from, int slot) {
+  const Shape& s = options_.shape;
+  const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
+  std::int64_t needed[] = {0, 0};
+  for (int t = 0; t < 2; ++t)
+    for (const PageEntry& e : from.table_[t]) needed[t] += e.frame != null_frame;
+  if (needed[1] > 0 && !open_host_tier()) return Fit::out_of_memory;
+  stale_ = true;
+  update();
+  if (needed[0] > known_.free[0] || needed[1] > known_.free[1]) return Fit::out_of_memory;
+
+  auto* counters = counters_.as<CudaStoreCounters>();
+  std::vector<PageEntry> tables[2];
+  for (int t = 0; t < 2; ++t) {
+    const Tier tier = static_cast<Tier>(t);
+    std::vector<std::int32_t> frames(static_cast<std::size_t>(needed[t]));
+    const std::int32_t left = known_.free[t] - static_cast<std::int32_t>(needed[t]);
+    copy_memory(frames.data(), free_[t].as<std::int32_t>() + left, frames.size() * sizeof(std::int32_t), stream_);
+    synchronize(stream_);
+    known_.free[t] = left;
+    copy_memory(&counters->free[t], &left, sizeof left, stream_);
+    tables[t].resize(from.table_[t].size());
+    std::byte* base = t ? host_arena_.data() : arena_.as<>();
+    for (std::size_t i = 0; i < tables[t].size(); ++i) {
+      const PageEntry& e = from.table_[t][i];
+      if (e.frame == null_frame) continue;
+      tables[t][i] = e;
+      tables[t][i].frame = frames.back();
+      frames.pop_back();
+      copy_memory(base + std::int64_t{tables[t][i].frame} * granule_bytes, from.arena(tier).at(e.frame),
+                  static_cast<std::size_t>(layout_.bytes), stream_);
+    }
+    for (int l = 0; l < s.layers; ++l)
+      copy_memory(table_[t].as<PageEntry>() + slot_index(l, slot),
+                  tables[t].data() + static_cast<std::size_t>(l) * each, each * sizeof(PageEntry), stream_);
+  }
+  std::int32_t pages = known_.pages;
+  for (int l = 0; l < s.layers; ++l) {
+    const auto* lengths = from.lengths_.data() + from.head_index(l, 0, 0);
+    copy_memory(length_.as<std::int32_t>() + head_index(l, slot, 0), lengths,
+                static_cast<std::size_t>(s.kv_heads) * sizeof(std::int32_t), stream_);
+    if (!summary_bytes_) continue;
+    const auto row = static_cast<std::size_t>(summary_bytes_);
+    copy_memory(summary_pool_.as<>() + slot_index(l, slot) * row,
+                from.summary_pool_.data() + from.head_index(l, 0, 0) * pages_per_head_ * row, each * row, stream_);
+    for (int head = 0; head < s.kv_heads; ++head) pages += (lengths[head] + s.page_size - 1) / s.page_size;
+  }
+  copy_memory(&counters->pages, &pages, sizeof pages, stream_);
+  position_[static_cast<std::size_t>(slot)] = from.position(0);
+  step_[static_cast<std::size_t>(slot)] = from.steps(0);
+  if (workspace_.slot_bytes() > 0) {
+    std::vector<std::byte> state(workspace_.slot_bytes());
+    from.workspace_.save_slot(0, state.data());
+    workspace_.load_slot(slot, state.data());
+  }
+  for (const CpuStore::Pending& p : from.pending_) {
+    Pending copy;
+    copy.edit = p.edit;
+    copy.slot = slot;
+    copy.due = p.due;
+    copy.index = StreamMemory(stream_, std::max<std::size_t>(1, p.index.size()) * sizeof(std::int32_t));
+    copy.count = StreamMemory(stream_, p.count.size() * sizeof(std::int32_t));
+    copy_memory(copy.index.as<>(), p.index.data(), p.index.size() * sizeof(std::int32_t), stream_);
+    copy_memory(copy.count.as<>(), p.count.data(), p.count.size() * sizeof(std::int32_t), stream_);
+    copy.edit.list.index.data = copy.index.as<std::int32_t>();
+    copy.edit.list.count.data = copy.count.as<std::int32_t>();
+    pending_.push_back(std::move(copy));
+  }
+  synchronize(stream_);  // `from` is borrowed
+  stale_ = true;
+  update();
+  return Fit::ok;
+}
+
+std::vector<std::int32_t> CudaStore::positions(int index, int slot, int head) const {
+  const Shape& s = options_.shape;
+  const int n = length(index, slot, head), pages = (n + s.page_size - 1) / s.page_size;
+  std::vector<PageEntry> tables[2];
+  for (int t = 0; t < 2; ++t) {
+    tables[t].resize(static_cast<std::size_t>(pages));
+    copy_memory(tables[t].data(), table_[t].as<PageEntry>() + head_index(index, slot, head) * pages_per_head_,
+                tables[t].size() * sizeof(PageEntry), stream_);
+  }
+  synchronize(stream_);
+  std::vector<std::int32_t> out(static_cast<std::size_t>(n));
+  for (int page = 0; page < pages; ++page) {
+    const PageEntry &upper = tables[0][static_cast<std::size_t>(page)],
+                    &lower = tables[1][static_cast<std::size_t>(page)];
+    const bool device = upper.frame != null_frame;
+    const std::byte* frame = (device ? arena_.as<>() : host_arena_.data()) +
+                             std::int64_t{device ? upper.frame : lower.frame} * granule_bytes;
+    const int first = page * s.page_size;
+    copy_memory(out.data() + first, frame + layout_.positions,
+                static_cast<std::size_t>(std::min(s.page_size, n - first)) * sizeof(std::int32_t), stream_);
+  }
+  synchronize(stream_);
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+void CudaStore::check_invariants() const {
+  const Shape& s = options_.shape;
+  const auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };
+  refresh();
+  std::int64_t pages = 0;
+  std::vector<bool> seen[2];
+  const std::int64_t step = layout_.bytes / granule_bytes;
+  const auto mark = [&](int tier, std::int32_t frame) {
+    if (frame < 0 || frame % step != 0 || frame / step >= capacity_[tier]) fail("a frame that is none");
+    const auto at = static_cast<std::size_t>(frame / step);
+    if (seen[tier][at]) fail("a frame in two places");
+    seen[tier][at] = true;
+  };
+  for (int t = 0; t < 2; ++t) {
+    seen[t].resize(static_cast<std::size_t>(capacity_[t]));
+    if (known_.free[t] < 0 || known_.free[t] > capacity_[t]) fail("a pool of an impossible count");
+    std::vector<std::int32_t> left(static_cast<std::size_t>(known_.free[t]));
+    copy_memory(left.data(), free_[t].as<>(), left.size() * sizeof(std::int32_t), stream_);
+    synchronize(stream_);
+    for (const std::int32_t frame : left) mark(t, frame);
+  }
+  for (int slot = 0; slot < s.max_slots; ++slot) {
+    for (int t = 0; t < 2; ++t)
+      for (const PageEntry& e : entries(t, slot))
+        if (e.frame != null_frame) mark(t, e.frame);
+    for (int l = 0; l < s.layers; ++l)
+      for (int head = 0; head < s.kv_heads; ++head) {
+        const int n = lengths_[head_index(l, slot, head)];
+        if (n > 0 && !used_[static_cast<std::size_t>(slot)]) fail("a closed slot holds tokens");
+        pages += (n + s.page_size - 1) / s.page_size;
+      }
+    copy_of(slot)->check_invariants();
+  }
+  for (const auto& tier : seen)
+    if (std::find(tier.begin(), tier.end(), false) != tier.end()) fail("a frame is lost");
+  if (summary_bytes_ && pages != known_.pages) fail("the count of summaries differs from the pages");
+}
+
+}  // namespace kvlab

@@ -1,0 +1,387 @@
+#include "store/cuda_store.hpp"
+
+#include <algorithm>
+#include <kvlab/error.hpp>
+#include <limits>
+#include <string>
+
+#include "base/backend.hpp"
+#include "ops/paged.hpp"
+
+namespace kvlab {
+namespace {
+
+const CudaBackend& backend() { return require_cuda("the cache on CUDA"); }
+
+[[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the cache on CUDA"); }
+
+bool same(CodecSpec a, CodecSpec b) { return a.k.bits == b.k.bits && a.v.bits == b.v.bits; }
+
+}  // namespace
+
+CudaStore::Pinned::~Pinned() {
+  if (data_) backend().runtime.free_pinned(data_);
+}
+
+bool CudaStore::Pinned::reserve(std::size_t bytes) {
+  data_ = static_cast<std::byte*>(backend().runtime.allocate_pinned(bytes));
+  return data_ != nullptr;
+}
+
+CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
+  const Shape& s = options_.shape;
+  constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
+  if (options_.codecs.size() != 1)
+    refuse("got " + std::to_string(options_.codecs.size()) + " codecs of one cache, wanted one");
+  if (!same(options_.codecs[0], options_.host_codec))
+    refuse("got another codec on the host than on the device, wanted the same");
+  if (options_.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
+  if (options_.token_state.size() > most_columns)
+    refuse("got " + std::to_string(options_.token_state.size()) + " columns of token state, wanted at most 5");
+  layout_ = ops::make_layout(s.dtype, options_.codecs[0], s.page_size, s.head_dim,
+                             static_cast<int>(options_.token_state.size()));
+  heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;
+  const std::size_t heads = static_cast<std::size_t>(heads_), table = heads * pages_per_head_ * sizeof(PageEntry);
+  for (auto& t : table_) {
+    t = StreamMemory(stream_, table);
+    // A null entry is -1 and zeros: written once from here.
+    const std::vector<PageEntry> empty(std::min<std::size_t>(heads * pages_per_head_, 65536));
+    for (std::size_t at = 0; at < heads * pages_per_head_; at += empty.size())
+      copy_memory(t.as<PageEntry>() + at, empty.data(),
+                  std::min(empty.size(), heads * pages_per_head_ - at) * sizeof(PageEntry), stream_);
+    synchronize(stream_);
+  }
+  length_ = StreamMemory(stream_, heads * sizeof(std::int32_t));
+  zero_memory(length_.as<>(), length_.bytes(), stream_);
+  ledger_.hold(Tier::device, Tag::tables, static_cast<std::int64_t>(2 * table + length_.bytes()));
+  counters_ = StreamMemory(stream_, sizeof(CudaStoreCounters));
+  zero_memory(counters_.as<>(), counters_.bytes(), stream_);
+  const std::size_t slots = static_cast<std::size_t>(s.max_slots);
+  rows_ = StreamMemory(stream_, slots * (slots + 1) / 2 * sizeof(std::int32_t));
+  rows_known_.resize(slots + 1);
+  if (options_.summary != Summary::none) {
+    summary_bytes_ =
+        (options_.summary == Summary::min_max ? 2 : 1) * s.head_dim * static_cast<std::int64_t>(size_of(s.dtype));
+    summary_pool_ = StreamMemory(stream_, heads * pages_per_head_ * static_cast<std::size_t>(summary_bytes_));
+  }
+  if (options_.rope_table.inv_freq) {
+    const std::size_t bytes = static_cast<std::size_t>(s.head_dim / 2) * sizeof(float);
+    inv_freq_ = StreamMemory(stream_, bytes);
+    copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, bytes, stream_);
+  }
+  lengths_.resize(heads);
+  bound_.resize(static_cast<std::size_t>(s.layers) * slots);
+
+  std::int64_t frames = heads_ * s.max_pages();
+  if (options_.device_limit >= 0) frames = std::min(frames, options_.device_limit / layout_.bytes);
+  const auto room = static_cast<double>(backend().runtime.free_bytes()) * 0.85;
+  frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layout_.bytes)));
+  arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
+  make_pool(Tier::device, frames);
+  synchronize(stream_);
+}
+
+CudaStore::~CudaStore() {
+  try {
+    synchronize(stream_);  // kernels may still use what goes now
+  } catch (...) {          // whoever waits next for the device hears of it
+  }
+}
+
+const CudaStoreOps& CudaStore::ops() const { return backend().store; }
+
+void CudaStore::make_pool(Tier tier, std::int64_t frames) {
+  const std::int64_t step = layout_.bytes / granule_bytes;
+  frames = std::min<std::int64_t>(frames, std::numeric_limits<std::int32_t>::max() / step);
+  const auto t = static_cast<std::size_t>(tier);
+  std::vector<std::int32_t> numbers(static_cast<std::size_t>(frames));
+  for (std::int64_t i = 0; i < frames; ++i)
+    numbers[static_cast<std::size_t>(i)] = static_cast<std::int32_t>((frames - 1 - i) * step);
+  free_[t] = StreamMemory(stream_, std::max<std::size_t>(1, numbers.size()) * sizeof(std::int32_t));
+  copy_memory(free_[t].as<>(), numbers.data(), numbers.size() * sizeof(std::int32_t), stream_);
+  capacity_[t] = frames;
+  known_.free[t] = static_cast<std::int32_t>(frames);
+  copy_memory(&counters_.as<CudaStoreCounters>()->free[t], &known_.free[t], sizeof known_.free[t], stream_);
+  synchronize(stream_);
+  free_bound_[t] = frames;
+}
+
+// Pinning memory takes half a second per GiB, so it waits for the first page that goes there.
+bool CudaStore::open_host_tier() {
+  if (host_arena_.data()) return true;
+  std::int64_t frames = heads_ * options_.shape.max_pages();
+  if (options_.host_limit >= 0) frames = std::min(frames, options_.host_limit / layout_.bytes);
+  for (int attempt = 0; attempt < 6 && frames > 0; ++attempt, frames /= 2)
+    if (host_arena_.reserve(static_cast<std::size_t>(frames * layout_.bytes))) {
+      make_pool(Tier::host, frames);
+      return true;
+    }
+  return false;
+}
+
+CudaStoreLayer CudaStore::layer(int index) const {
+  CudaStoreLayer l;
+  const std::size_t head = head_index(index, 0, 0), entry = head * pages_per_head_;
+  auto* counters = counters_.as<CudaStoreCounters>();
+  l.base[0] = arena_.as<>();
+  l.base[1] = host_arena_.data();
+  for (int t = 0; t < 2; ++t) {
+    l.table[t] = table_[t].as<PageEntry>() + entry;
+    l.pool[t] = {free_[t].as<std::int32_t>(), &counters->free[t]};
+    l.capacity[t] = static_cast<std::int32_t>(capacity_[t]);
+  }
+  l.length = length_.as<std::int32_t>() + head;
+  l.summary = options_.summary;
+  l.summary_bytes = summary_bytes_;
+  if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
+  l.layout = layout_;
+  l.kv_heads = options_.shape.kv_heads;
+  l.pages = static_cast<int>(pages_per_head_);
+  l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
+  l.counters = counters;
+  return l;
+}
+
+// Lists of n slots share one place, so that a captured graph of a batch finds its rows there.
+const std::int32_t* CudaStore::rows_of(const std::vector<std::int32_t>& slots) const {
+  const std::size_t n = slots.size();
+  if (n >= rows_known_.size()) throw Error(Errc::internal, "got more rows than the store has slots");
+  std::int32_t* to = rows_.as<std::int32_t>() + n * (n - (n > 0)) / 2;
+  if (rows_known_[n] != slots) {
+    copy_memory(to, slots.data(), n * sizeof(std::int32_t), stream_);
+    rows_known_[n] = slots;
+  }
+  return to;
+}
+
+PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier tier) const {
+  const Shape& s = options_.shape;
+  const CudaStoreLayer l = layer(index);
+  PagedKv kv;
+  kv.base = l.base[static_cast<int>(tier)];
+  kv.layouts = &layout_;
+  kv.table = View<const PageEntry, 3>::dense(l.table[static_cast<int>(tier)],
+                                             {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
+  kv.length = View<const std::int32_t, 2>::dense(l.length, {s.max_slots, s.kv_heads});
+  kv.slots = rows_of(slots);
+  kv.rows = static_cast<int>(slots.size());
+  kv.kv_heads = s.kv_heads;
+  kv.head_dim = s.head_dim;
+  kv.page_size = s.page_size;
+  kv.rope = options_.rope;
+  kv.rope_table = options_.rope_table;
+  kv.rope_table.inv_freq = inv_freq_.as<float>();
+  return kv;
+}
+
+Summaries CudaStore::summaries(int index) const {
+  Summaries out;
+  out.kind = options_.summary;
+  out.dtype = options_.shape.dtype;
+  if (options_.summary == Summary::none) return out;
+  out.page_stride = summary_bytes_;
+  out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);
+  out.slot_stride = out.head_stride * options_.shape.kv_heads;
+  out.data = layer(index).summaries;
+  return out;
+}
+
+int CudaStore::length(int index, int slot, int head) const {
+  refresh();
+  return lengths_[head_index(index, slot, head)];
+}
+
+int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) const {
+  int longest = 0;
+  for (int slot : slots) longest = std::max(longest, bound_[bound_index(index, slot)]);
+  return longest;
+}
+
+void CudaStore::update() {
+  if (!stale_) return;
+  const Shape& s = options_.shape;
+  auto* counters = counters_.as<CudaStoreCounters>();
+  copy_memory(&known_, counters, sizeof known_, stream_);
+  copy_memory(lengths_.data(), length_.as<>(), length_.bytes(), stream_);
+  synchronize(stream_);
+  stale_ = false;
+  since_refresh_ = 0;
+  for (int l = 0; l < s.layers; ++l)
+    for (int slot = 0; slot < s.max_slots; ++slot) {
+      const auto* first = lengths_.data() + head_index(l, slot, 0);
+      bound(l, slot) = *std::max_element(first, first + s.kv_heads);
+    }
+  for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
+  count_ledger();
+  // From here on the device notes the peaks of what follows.
+  const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
+  copy_memory(counters->peak_frames, frames, sizeof frames, stream_);
+  copy_memory(&counters->peak_pages, &known_.pages, sizeof known_.pages, stream_);
+  const int error = known_.error;
+  if (error == 0) return;
+  zero_memory(&counters->error, sizeof error, stream_);
+  known_.error = 0;
+  if (error & store_only_copy)
+    throw Error(Errc::plugin, "got a drop of a page's only copy, wanted an evict or an offload first");
+  if (error & store_bad_attend) throw Error(Errc::plugin, "attend list: got a page that the head does not have");
+  if (error & store_bad_list)
+    throw Error(Errc::plugin, "edit: got a list that does not ascend or goes beyond the head's tokens or its room");
+  throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");
+}
+
+void CudaStore::count_ledger() {
+  const PageLayout& l = layout_;
+  const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
+  const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
+                                                {Tag::values, l.k_meta - l.v},
+                                                {Tag::codec_metadata, l.positions - l.k_meta},
+                                                {Tag::positions, l.bytes - l.positions - columns},
+                                                {Tag::scores, columns}};
+  const std::int64_t pages = summary_bytes_ ? known_.pages : 0;
+  ledger_.hold(Tier::device, Tag::summaries, (pages - counted_pages_) * summary_bytes_);
+  counted_pages_ = pages;
+  for (int t = 0; t < 2; ++t) {
+    const Tier tier = static_cast<Tier>(t);
+    const std::int64_t frames = in_use(t), moved = static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]);
+    for (const auto& [tag, bytes] : parts) {
+      ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes);
+      ledger_.move(tier, tag, moved * bytes);
+    }
+    counted_frames_[t] = frames;
+    counted_moved_[t] = known_.moved[t];
+    std::int64_t peak = std::max<std::int64_t>(0, known_.peak_frames[t] - frames) * l.bytes;
+    if (t == 0 && summary_bytes_) peak += std::max<std::int64_t>(0, known_.peak_pages - pages) * summary_bytes_;
+    ledger_.raise_peak(tier, ledger_.total(tier) + peak);
+  }
+  ledger_.move(Tier::host, Tag::scores, static_cast<std::int64_t>(known_.states - counted_states_) * columns);
+  counted_states_ = known_.states;
+}
+
+bool CudaStore::reserve(Tier tier, std::int64_t frames) {
+  std::int64_t& left = free_bound_[static_cast<int>(tier)];
+  if (left < frames) update();
+  if (left < frames) return false;
+  left -= frames;
+  return true;
+}
+
+Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
+                      int first) {
+  const Shape& s = options_.shape;
+  if (tokens <= 0) return Fit::ok;
+  const int p = s.page_size, room = static_cast<int>(pages_per_head_) * p;
+  if (bound(index, slot) + tokens > room) update();
+  if (bound(index, slot) + tokens > room)
+    throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
+  // A page that goes on may have to come up from the host first.
+  const std::int64_t lower = host_arena_.data() ? s.kv_heads : 0;
+  if (!reserve(Tier::device, std::int64_t{s.kv_heads} * ((tokens + p - 1) / p + 1))) {
+    std::int64_t fresh = lower;
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int n = lengths_[head_index(index, slot, head)];
+      fresh += (n + tokens + p - 1) / p - (n + p - 1) / p;
+    }
+    if (!reserve(Tier::device, fresh)) return Fit::out_of_memory;
+  }
+  CudaStoreAppend a;
+  a.slot = slot;
+  a.tokens = tokens;
+  a.first = first;
+  a.k = k;
+  a.v = v;
+  a.dtype = dtype;
+  a.stride = stride;
+  ops().append(layer(index), a, stream_.handle());
+  bound(index, slot) += tokens;
+  stale_ = true;
+  return Fit::ok;
+}
+
+Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a) {
+  const Shape& s = options_.shape;
+  const std::int64_t rows = static_cast<std::int64_t>(slots.size());
+  if (!reserve(Tier::device, rows * s.kv_heads)) {
+    std::int64_t fresh = 0;
+    for (int slot : slots)
+      for (int head = 0; head < s.kv_heads; ++head)
+        fresh += host_arena_.data() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
+    if (!reserve(Tier::device, fresh)) return Fit::out_of_memory;
+  }
+  const CudaStoreLayer l = layer(index);
+  const CudaStoreRows r{rows_of(slots), static_cast<int>(rows)};
+  if (host_arena_.data()) ops().before_step(l, r, stream_.handle());
+  a.rows = r.rows;
+  a.base = l.base[0];
+  a.layouts = &layout_;
+  a.codecs = 1;
+  a.codec = 0;
+  a.table =
+      View<PageEntry, 3>::dense(l.table[0], {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
+  a.length = View<std::int32_t, 2>::dense(l.length, {s.max_slots, s.kv_heads});
+  a.slots = r.slots;
+  a.pool = l.pool[0];
+  a.error = &l.counters->error;
+  for (int slot : slots) ++bound(index, slot);
+  stale_ = true;
+  return Fit::ok;
+}
+
+void CudaStore::after_step(int index, const std::vector<std::int32_t>& slots) {
+  ops().after_step(layer(index), {rows_of(slots), static_cast<int>(slots.size())}, stream_.handle());
+}
+
+void CudaStore::close(int slot) {
+  ops().clear(layer(0), options_.shape.layers, slot, stream_.handle());
+  workspace_.clear_slot(slot);
+  std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
+  position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
+  used_[static_cast<std::size_t>(slot)] = false;
+  for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
+  stale_ = true;
+}
+
+Applied CudaStore::advance(int slot, int tokens, bool decode) {
+  Applied total;
+  position_[static_cast<std::size_t>(slot)] += tokens;
+  if (!decode) {
+    update();  // what the prompt's evictions left
+    return total;
+  }
+  const int now = ++step_[static_cast<std::size_t>(slot)];
+  for (std::size_t i = 0; i < pending_.size();) {
+    if (pending_[i].slot != slot || pending_[i].due > now) {
+      ++i;
+      continue;
+    }
+    const Pending due = std::move(pending_[i]);
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    const Applied one = apply_now(due.edit, {slot});
+    total.changed = -1;
+    if (one.fit != Fit::ok) total.fit = one.fit;
+  }
+  // Bounds on lengths grow by each token that an eviction makes up for.
+  constexpr int steps = 32;
+  if (++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
+  return total;
+}
+
+std::int64_t CudaStore::fired() const {
+  refresh();
+  return static_cast<std::int64_t>(known_.fired);
+}
+
+Ledger& CudaStore::ledger() {
+  update();
+  return ledger_;
+}
+
+std::int64_t CudaStore::page_bytes(Tier tier) const {
+  refresh();
+  return in_use(static_cast<int>(tier)) * layout_.bytes;
+}
+
+void CudaStore::protect_host(bool on) {
+  if (on) refuse("got protect_host, wanted it only on the CPU: pinned memory cannot be made unreadable");
+}
+
+}  // namespace kvlab

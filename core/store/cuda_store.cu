@@ -1,0 +1,746 @@
+// The store's kernels. A head of a row is one block's or one warp's work; heads share nothing but the pools, whose
+// counts are taken from and given to atomically, never both ways in one kernel.
+#include <string>
+
+#include "base/cuda.cuh"
+#include "store/cuda_kernels.hpp"
+
+namespace kvlab {
+using namespace cuda;
+namespace {
+
+constexpr int most_fields = 8;  // 4-byte values that travel with a token: metadata, position, token state
+constexpr int few = 8;          // as CpuStore::keep_only
+
+struct Head {
+  PageEntry* table[2];
+  std::int32_t* length;
+  std::byte* summaries;
+};
+
+__device__ Head head_of(const CudaStoreLayer& s, int slot, int head) {
+  const std::int64_t at = std::int64_t{slot} * s.kv_heads + head;
+  return {{s.table[0] + at * s.pages, s.table[1] + at * s.pages},
+          s.length + at,
+          s.summaries ? s.summaries + at * s.pages * s.summary_bytes : nullptr};
+}
+
+__device__ std::byte* frame_at(const CudaStoreLayer& s, int tier, std::int32_t frame) {
+  return s.base[tier] + std::int64_t{frame} * granule_bytes;
+}
+
+// Where the page's tokens are read and written: on the device if they are there.
+__device__ std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
+  const std::int32_t upper = h.table[0][page].frame;
+  return upper >= 0 ? frame_at(s, 0, upper) : frame_at(s, 1, h.table[1][page].frame);
+}
+
+__device__ void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.counters->error, why); }
+
+// The count before the first frame that a kernel gives back is the least since it was taken from.
+__device__ void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
+  if (e.frame < 0) return;
+  const int at = atomicAdd(s.pool[tier].free_count, 1);
+  s.pool[tier].free[at] = e.frame;
+  atomicMax(&s.counters->peak_frames[tier], s.capacity[tier] - at);
+  e = PageEntry{};
+}
+
+__device__ bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens) {
+  const int left = atomicSub(s.pool[tier].free_count, 1);
+  if (left <= 0) {
+    atomicAdd(s.pool[tier].free_count, 1);
+    fail(s, store_no_frame);
+    return false;
+  }
+  PageEntry fresh;
+  fresh.frame = s.pool[tier].free[left - 1];
+  fresh.tokens = static_cast<std::uint16_t>(tokens);
+  e = fresh;
+  return true;
+}
+
+__device__ void fewer_pages(const CudaStoreLayer& s, int pages) {
+  if (s.summary != Summary::none && pages > 0) atomicMax(&s.counters->peak_pages, atomicSub(&s.counters->pages, pages));
+}
+
+__device__ void count_fired(const CudaStoreLayer& s, unsigned long long edit) {
+  if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
+}
+
+// A frame by `threads` threads, 16 bytes each.
+__device__ void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::byte* to, int thread, int threads) {
+  const uint4* a = reinterpret_cast<const uint4*>(from);
+  uint4* b = reinterpret_cast<uint4*>(to);
+  const int units = static_cast<int>(s.layout.bytes / 16);
+  constexpr int batch = 4;
+  int i = thread;
+  for (; i + (batch - 1) * threads < units; i += batch * threads) {
+    uint4 x[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j) x[j] = a[i + j * threads];
+#pragma unroll
+    for (int j = 0; j < batch; ++j) b[i + j * threads] = x[j];
+  }
+  for (; i < units; i += threads) b[i] = a[i];
+}
+
+// ---- elements ------------------------------------------------------------------------------------------------------
+
+__device__ float key_element(const std::byte* frame, const PageLayout& l, int token, int d) {
+  const std::int64_t at = std::int64_t{token} * l.head_dim + d;
+  if (l.codec.k.bits) {
+    const __half* meta = reinterpret_cast<const __half*>(frame + l.k_meta) + 2 * token;
+    // As the host does it: no fused multiply-add.
+    return __fadd_rn(
+        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(frame + l.k)[at]), __half2float(meta[0])),
+        __half2float(meta[1]));
+  }
+  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(frame + l.k)[at];
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(frame + l.k)[at]);
+}
+
+// The nearest bf16 that is not above (upper: below) x: a bound stays a bound.
+__device__ __nv_bfloat16 bound(float x, bool upper) {
+  const __nv_bfloat16 b = __float2bfloat16_rn(x);
+  const float y = __bfloat162float(b);
+  if (upper ? !(y < x) : !(y > x)) return b;
+  const unsigned short bits = __bfloat16_as_ushort(b);
+  return __ushort_as_bfloat16(upper == (x > 0) ? bits + 1 : bits - 1);
+}
+
+// By a warp.
+__device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
+  if (s.summary == Summary::none) return;
+  const PageLayout& l = s.layout;
+  const std::byte* frame = page_at(s, h, page);
+  std::byte* out = h.summaries + page * s.summary_bytes;
+  for (int d = lane; d < l.head_dim; d += 32) {
+    float lo = 0, hi = 0, total = 0;
+    for (int t = 0; t < tokens; ++t) {
+      const float x = key_element(frame, l, t, d);
+      lo = t ? (x < lo ? x : lo) : x;
+      hi = t ? (hi < x ? x : hi) : x;
+      total = t ? __fadd_rn(total, x) : x;
+    }
+    const float mean = __fdiv_rn(total, static_cast<float>(tokens));
+    if (l.dtype == DType::f32) {
+      float* to = reinterpret_cast<float*>(out);
+      if (s.summary == Summary::mean)
+        to[d] = mean;
+      else
+        to[d] = lo, to[l.head_dim + d] = hi;
+    } else {
+      __nv_bfloat16* to = reinterpret_cast<__nv_bfloat16*>(out);
+      if (s.summary == Summary::mean)
+        to[d] = __float2bfloat16_rn(mean);
+      else
+        to[d] = bound(lo, false), to[l.head_dim + d] = bound(hi, true);
+    }
+  }
+}
+
+// One side of a token by a warp, as ops::write_token stores it.
+template <class In>
+__device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from, int lane) {
+  constexpr int most = 8;  // of a lane: head_dim <= 256
+  float x[most];
+#pragma unroll
+  for (int j = 0; j < most; ++j) {
+    const int d = lane + 32 * j;
+    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
+  }
+  const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+  std::byte* side = frame + (key ? l.k : l.v);
+  const std::int64_t row = std::int64_t{offset} * l.head_dim;
+  const auto put = [&](auto* to, auto of) {
+#pragma unroll
+    for (int j = 0; j < most; ++j)
+      if (const int d = lane + 32 * j; d < l.head_dim) to[row + d] = of(x[j]);
+  };
+  if (bits) {
+    float lo = INFINITY, hi = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < most; ++j)
+      if (lane + 32 * j < l.head_dim) lo = fminf(lo, x[j]), hi = fmaxf(hi, x[j]);
+    for (int d = 16; d; d /= 2)
+      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+    constexpr float largest = 65504.f;  // keeps scale and zero finite in f16
+    const __half half_scale = __float2half_rn(fminf(__fdiv_rn(hi - lo, 255.f), largest)),
+                 half_zero = __float2half_rn(fminf(fmaxf(lo, -largest), largest));
+    if (lane == 0) {
+      __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
+      meta[0] = half_scale, meta[1] = half_zero;
+    }
+    const float scale = __half2float(half_scale), zero = __half2float(half_zero);
+    put(reinterpret_cast<std::uint8_t*>(side), [&](float y) {
+      return static_cast<std::uint8_t>(scale > 0 ? rintf(fminf(fmaxf(__fdiv_rn(y - zero, scale), 0.f), 255.f)) : 0.f);
+    });
+  } else if (l.dtype == DType::f32) {
+    put(reinterpret_cast<float*>(side), [](float y) { return y; });
+  } else {
+    put(reinterpret_cast<__nv_bfloat16*>(side), [](float y) { return __float2bfloat16_rn(y); });
+  }
+}
+
+// ---- tokens --------------------------------------------------------------------------------------------------------
+
+// What a token's bytes are: units of 16 (or 8) bytes of K, then of V, and fields of 4 bytes.
+template <class Unit>
+struct Token {
+  static __device__ int units(const PageLayout& l) { return key_units(l) + side_bytes(l, false) / int{sizeof(Unit)}; }
+  static __device__ Unit* unit(std::byte* frame, const PageLayout& l, int offset, int i) {
+    const int keys = key_units(l);
+    std::byte* side = i < keys ? frame + l.k + std::int64_t{offset} * side_bytes(l, true)
+                               : frame + l.v + std::int64_t{offset} * side_bytes(l, false);
+    return reinterpret_cast<Unit*>(side) + (i < keys ? i : i - keys);
+  }
+
+ private:
+  static __device__ int side_bytes(const PageLayout& l, bool key) {
+    const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+    return l.head_dim * (bits ? 1 : l.dtype == DType::f32 ? 4 : 2);
+  }
+  static __device__ int key_units(const PageLayout& l) { return side_bytes(l, true) / int{sizeof(Unit)}; }
+};
+
+__device__ int fields_of(const PageLayout& l) {
+  return 1 + l.state_columns + (l.codec.k.bits > 0) + (l.codec.v.bits > 0);
+}
+__device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, int i) {
+  std::int64_t at;
+  if (i == 0)
+    at = l.positions;
+  else if (i <= l.state_columns)
+    at = l.state + std::int64_t{i - 1} * l.page_size * 4;
+  else
+    at = l.codec.k.bits && i == l.state_columns + 1 ? l.k_meta : l.v_meta;
+  return reinterpret_cast<unsigned*>(frame + at) + offset;
+}
+
+// Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads.
+template <class Unit, class From, class To>
+__device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, int end, From from, To to) {
+  constexpr int each = 4;  // units of a thread
+  const PageLayout& l = s.layout;
+  const int p = l.page_size, units = Token<Unit>::units(l), fields = fields_of(l);
+  const int threads = static_cast<int>(blockDim.x), tile = max(1, min(threads, threads * each / units));
+  for (int first = begin; first < end; first += tile) {
+    const int count = min(tile, end - first), all = count * units;
+    Unit x[each];
+    unsigned f[most_fields];
+    const int mine = static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < each; ++j)
+      if (const int u = mine + j * threads; u < all) {
+        const int t = from(first + u / units);
+        x[j] = *Token<Unit>::unit(page_at(s, h, t / p), l, t % p, u % units);
+      }
+    if (mine < count) {
+      const int t = from(first + mine);
+      std::byte* frame = page_at(s, h, t / p);
+#pragma unroll
+      for (int i = 0; i < most_fields; ++i)
+        if (i < fields) f[i] = *field(frame, l, t % p, i);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < each; ++j)
+      if (const int u = mine + j * threads; u < all) {
+        const int t = to(first + u / units);
+        *Token<Unit>::unit(page_at(s, h, t / p), l, t % p, u % units) = x[j];
+      }
+    if (mine < count) {
+      const int t = to(first + mine);
+      std::byte* frame = page_at(s, h, t / p);
+#pragma unroll
+      for (int i = 0; i < most_fields; ++i)
+        if (i < fields) *field(frame, l, t % p, i) = f[i];
+    }
+    __syncthreads();
+  }
+}
+
+// ---- append --------------------------------------------------------------------------------------------------------
+
+// One block: every head's new pages get their frames, in the order of heads and pages.
+__global__ void append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
+  extern __shared__ int begin_of[];  // [kv_head] frames that the heads before take; then the total and the pool's count
+  const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const auto lower_only = [&](const Head& h, int n) {
+    return n % p && h.table[0][n / p].frame < 0 && h.table[1][n / p].frame >= 0;
+  };
+  if (mine == 0) {
+    int sum = 0, fresh = 0;
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const Head h = head_of(s, slot, head);
+      const int n = *h.length, more = (n + tokens + p - 1) / p - (n + p - 1) / p;
+      begin_of[head] = sum;
+      sum += more + lower_only(h, n);
+      fresh += more;
+    }
+    const int left = *s.pool[0].free_count;
+    begin_of[s.kv_heads] = sum;
+    begin_of[s.kv_heads + 1] = left;
+    if (sum > left) {
+      fail(s, store_no_frame);
+    } else {
+      *s.pool[0].free_count = left - sum;
+      if (s.summary != Summary::none) atomicAdd(&s.counters->pages, fresh);
+    }
+  }
+  __syncthreads();
+  const int left = begin_of[s.kv_heads + 1];
+  if (begin_of[s.kv_heads] > left) return;
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const Head h = head_of(s, slot, head);
+    const int n = *h.length, end = n + tokens, first = (n + p - 1) / p;
+    const bool up = lower_only(h, n);
+    const std::int32_t* frames = s.pool[0].free + left - 1 - begin_of[head];
+    const std::byte* below = up ? frame_at(s, 1, h.table[1][n / p].frame) : nullptr;
+    __syncthreads();  // everybody has read the length and the entries
+    for (int page = first + mine; page * p < end; page += threads) {
+      PageEntry e;
+      e.frame = frames[-(page - first + up)];
+      e.tokens = static_cast<std::uint16_t>(min(p, end - page * p));
+      h.table[0][page] = e;
+    }
+    if (up) copy_frame(s, below, frame_at(s, 0, frames[0]), mine, threads);
+    __syncthreads();
+    if (mine == 0) {
+      if (n % p) {
+        PageEntry& e = h.table[0][n / p];
+        if (up) e = PageEntry{}, e.frame = frames[0], atomicAdd(&s.counters->moved[0], 1ull);
+        e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
+        give_back(s, 1, h.table[1][n / p]);  // outgrown
+      }
+      *h.length = end;
+    }
+  }
+}
+
+template <class In>
+__global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v,
+                              std::int64_t stride, int tokens, int first) {
+  const int lane = threadIdx.x % 32;
+  const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (index >= std::int64_t{tokens} * s.kv_heads) return;
+  const int i = static_cast<int>(index / s.kv_heads), head = static_cast<int>(index % s.kv_heads);
+  const PageLayout& l = s.layout;
+  const Head h = head_of(s, slot, head);
+  const int t = *h.length - tokens + i;
+  if (t < 0) return;  // there was no frame
+  std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
+  const int offset = t % l.page_size;
+  const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
+  encode(frame, l, true, offset, k + at, lane);
+  encode(frame, l, false, offset, v + at, lane);
+  if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
+  for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
+}
+
+__global__ void append_summaries_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens, int pages) {
+  const int lane = threadIdx.x % 32;
+  const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (index >= std::int64_t{pages} * s.kv_heads) return;
+  const Head h = head_of(s, slot, static_cast<int>(index % s.kv_heads));
+  const int n = *h.length, p = s.layout.page_size;
+  const int page = max(0, n - tokens) / p + static_cast<int>(index / s.kv_heads);
+  if (page * p < n) summarize(s, h, page, min(p, n - page * p), lane);
+}
+
+__global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, const CudaStoreRows r) {
+  const int lane = threadIdx.x % 32, index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (index >= r.rows * s.kv_heads) return;
+  const Head h = head_of(s, r.slots[index / s.kv_heads], index % s.kv_heads);
+  const int n = *h.length, p = s.layout.page_size, page = n / p;
+  if (n % p == 0) return;
+  const PageEntry below = h.table[1][page];
+  if (below.frame < 0) return;
+  int frame = h.table[0][page].frame;
+  if (frame < 0) {
+    PageEntry e;
+    if (lane == 0 && take(s, 0, e, below.tokens)) frame = e.frame;
+    frame = __shfl_sync(~0u, frame, 0);
+    if (frame < 0) return;
+    copy_frame(s, frame_at(s, 1, below.frame), frame_at(s, 0, frame), lane, 32);
+    if (lane == 0) h.table[0][page] = e, atomicAdd(&s.counters->moved[0], 1ull);
+  }
+  __syncwarp();
+  if (lane == 0) give_back(s, 1, h.table[1][page]);
+}
+
+__global__ void after_step_kernel(const __grid_constant__ CudaStoreLayer s, const CudaStoreRows r) {
+  const int lane = threadIdx.x % 32, index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (index >= r.rows * s.kv_heads) return;
+  const Head h = head_of(s, r.slots[index / s.kv_heads], index % s.kv_heads);
+  const int n = *h.length, p = s.layout.page_size;
+  if (n == 0) return;
+  const int page = (n - 1) / p;
+  if (lane == 0 && n - page * p == 1) atomicAdd(&s.counters->pages, 1);
+  summarize(s, h, page, n - page * p, lane);
+}
+
+// ---- evictions -----------------------------------------------------------------------------------------------------
+
+// A head's list: ascending places of tokens that stay, or that leave.
+struct Places {
+  const std::int32_t* list;
+  std::int64_t stride;
+  int count, kept;
+  bool rest;  // the list is what stays
+
+  __device__ int at(int i) const { return list[i * stride]; }
+  // Places of the list that are at most `holes` places behind their index: a prefix of it.
+  __device__ int behind(int holes) const {
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (at(middle) - middle <= holes)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  // Place of the i-th token that stays.
+  __device__ int stays(int i) const { return rest ? at(i) : i + behind(i); }
+  // The i-th place that a token leaves; of interest below `kept`.
+  __device__ int hole(int i) const { return rest ? behind(i) + i : at(i); }
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(512)
+    keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const Head h = head_of(s, a.slots[row], head);
+  const int before = *h.length;
+  Places x;
+  x.list = &a.index(row, head, 0);
+  x.stride = a.index.stride[2];
+  x.count = a.count(row, head);
+  x.rest = rest;
+  bool bad = x.count < 0 || x.count > a.index.extent[2];
+  for (int i = mine; !bad && i < x.count; i += threads)
+    bad = x.at(i) < 0 || x.at(i) >= before || (i > 0 && x.at(i) <= x.at(i - 1));
+  if (__syncthreads_or(bad)) {
+    if (mine == 0) fail(s, store_bad_list);
+    return;
+  }
+  const int lost = rest ? before - x.count : x.count, count = before - lost;
+  if (lost <= 0) return;
+  x.kept = count;
+  const int pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
+
+  int moves = 0;      // of the few
+  int moved = count;  // of the many: the first place that gets another token
+  if (lost <= few) {
+    while (moves < lost && x.hole(moves) < count) ++moves;
+    move_tokens<Unit>(
+        s, h, 0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
+  } else {
+    moved = min(count, x.hole(0));
+    move_tokens<Unit>(
+        s, h, moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
+  }
+  __syncthreads();
+
+  for (int page = pages_after + mine; page < pages_before; page += threads)
+    for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
+  const int last = pages_after - 1;
+  const bool shorter = last >= 0 && min(before, pages_after * p) != count;
+  if (mine == 0) {
+    *h.length = count;
+    fewer_pages(s, pages_before - pages_after);
+    if (shorter) {
+      PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];
+      upper.tokens = static_cast<std::uint16_t>(count - last * p);
+    }
+    count_fired(s, a.edit);
+  }
+  __syncthreads();
+
+  // Pages whose tokens have changed: a lower copy of a device page is stale, and so is the summary.
+  const int warp = mine / 32, lane = mine % 32, all = threads / 32;
+  const auto outdated = [&](int page) {
+    if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
+    summarize(s, h, page, min(p, count - page * p), lane);
+  };
+  for (int i = warp; i < moves; i += all)
+    if (const int page = x.hole(i) / p; i == 0 || x.hole(i - 1) / p != page) outdated(page);
+  if (moved < count) {
+    for (int page = moved / p + warp; page <= last; page += all) outdated(page);
+  } else if (shorter && warp == 0 && (moves == 0 || x.hole(moves - 1) / p != last)) {
+    outdated(last);
+  }
+}
+
+// By a warp: pairs one after the other.
+template <class Unit>
+__global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int lane = static_cast<int>(threadIdx.x);
+  const PageLayout& l = s.layout;
+  const Head h = head_of(s, a.slots[row], head);
+  const int n = *h.length, count = a.count(row, head);
+  bool bad = count < 0 || count > a.index.extent[2] || count % 2;
+  for (int i = lane; !bad && i < count; i += 32) bad = a.index(row, head, i) < 0 || a.index(row, head, i) >= n;
+  if (__any_sync(~0u, bad)) {
+    if (lane == 0) fail(s, store_bad_list);
+    return;
+  }
+  for (int i = 0; i < count; i += 2) {
+    const int x = a.index(row, head, i), y = a.index(row, head, i + 1);
+    if (x == y) continue;
+    std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
+    const int units = Token<Unit>::units(l);
+    for (int u = lane; u < units; u += 32) {
+      Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
+      Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
+      const Unit hold = *ux;
+      *ux = *uy;
+      *uy = hold;
+    }
+    if (lane < fields_of(l)) {
+      unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
+      *ux = *uy;
+      *uy = hold;
+    }
+    __syncwarp();
+    for (const int page : {x / p, y / p}) {
+      if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
+      __syncwarp();
+      summarize(s, h, page, min(p, n - page * p), lane);
+    }
+    __syncwarp();
+    if (lane == 0) count_fired(s, a.edit);
+  }
+}
+
+// Grid [kv_head, layer].
+__global__ void clear_kernel(const __grid_constant__ CudaStoreLayer first, int slot) {
+  CudaStoreLayer s = first;
+  const std::int64_t heads = s.heads_per_layer * blockIdx.y;
+  for (int tier = 0; tier < 2; ++tier) s.table[tier] += heads * s.pages;
+  s.length += heads;
+  const Head h = head_of(s, slot, static_cast<int>(blockIdx.x));
+  const int pages = (*h.length + s.layout.page_size - 1) / s.layout.page_size;
+  __syncthreads();
+  for (int page = threadIdx.x; page < pages; page += blockDim.x)
+    for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
+  if (threadIdx.x == 0) {
+    *h.length = 0;
+    fewer_pages(s, pages);
+  }
+}
+
+// ---- pages ---------------------------------------------------------------------------------------------------------
+
+__global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
+                                 const __grid_constant__ CudaStorePageEdit a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const Head h = head_of(s, a.slots[row], head);
+  const int pages = (*h.length + p - 1) / p;
+  const bool every = a.verb == CudaStorePageEdit::recall_all;
+  const int count = every ? pages : a.count(row, head);
+  if (!every) {
+    bool bad = count < 0 || count > a.index.extent[2];
+    for (int i = mine; !bad && i < count; i += threads) {
+      const int page = a.index(row, head, i);
+      bad = page < 0 || page >= pages || (i > 0 && page <= a.index(row, head, i - 1));
+    }
+    if (__syncthreads_or(bad)) {
+      if (mine == 0) fail(s, store_bad_list);
+      return;
+    }
+  }
+  bool changed = false;
+  for (int i = mine; i < count; i += threads) {
+    const int page = every ? i : a.index(row, head, i);
+    PageEntry &d = h.table[0][page], &low = h.table[1][page];
+    if (a.verb == CudaStorePageEdit::drop) {
+      PageEntry &from = a.tier == Tier::host ? low : d, &other = a.tier == Tier::host ? d : low;
+      if (from.frame < 0) continue;
+      if (other.frame < 0) {
+        fail(s, store_only_copy);
+        continue;
+      }
+      if (a.tier == Tier::device && s.layout.state_columns > 0) {
+        // Policies write token state in device pages, so the copy below has what it was when the page went there.
+        const std::byte* above = frame_at(s, 0, d.frame) + s.layout.state;
+        std::byte* below = frame_at(s, 1, low.frame) + s.layout.state;
+        for (int at = 0; at < s.layout.state_columns * p * 4; at += 4)
+          *reinterpret_cast<unsigned*>(below + at) = *reinterpret_cast<const unsigned*>(above + at);
+        atomicAdd(&s.counters->states, 1ull);
+      }
+      give_back(s, a.tier == Tier::host ? 1 : 0, from);
+      changed = true;
+      continue;
+    }
+    const int to = a.verb == CudaStorePageEdit::offload ? 1 : 0;
+    PageEntry &source = to ? d : low, &target = to ? low : d;
+    if (target.frame >= 0 || source.frame < 0) continue;
+    if (!take(s, to, target, source.tokens)) continue;
+    const int job = atomicAdd(a.job_count, 1);
+    a.jobs[2 * job] = source.frame;
+    a.jobs[2 * job + 1] = target.frame;
+    changed = true;
+  }
+  if (changed) count_fired(s, a.edit);
+}
+
+// A page per block at a time: whole frames cross the link in units of 16 bytes.
+__global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
+                                                        const std::int32_t* count, const std::int32_t* jobs, int to) {
+  for (int job = blockIdx.x; job < *count; job += gridDim.x)
+    copy_frame(s, frame_at(s, 1 - to, jobs[2 * job]), frame_at(s, to, jobs[2 * job + 1]), static_cast<int>(threadIdx.x),
+               static_cast<int>(blockDim.x));
+  if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
+    atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
+}
+
+// The pages of a list and of the pins, ascending.
+__global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
+  extern __shared__ unsigned chosen[];
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int n = *head_of(s, a.slots[row], head).length;
+  const int pages = min((n + p - 1) / p, static_cast<int>(a.pages.extent[2])), words = (pages + 31) / 32;
+  for (int i = mine; i < words; i += threads) chosen[i] = 0;
+  __syncthreads();
+  const auto choose = [&](int page) { atomicOr(&chosen[page / 32], 1u << (page % 32)); };
+  int count = a.count(row, head);
+  if (count < 0 || count > a.index.extent[2]) {
+    if (mine == 0) fail(s, store_bad_list);
+    count = 0;
+  }
+  for (int i = mine; i < count; i += threads) {
+    const int page = a.index(row, head, i);
+    if (page < 0 || page >= pages)
+      fail(s, store_bad_attend);
+    else
+      choose(page);
+  }
+  const int first = min(pages, (a.pins.first + p - 1) / p);
+  const int last = a.pins.last > 0 ? max(0, n - a.pins.last) / p : a.pins.newest_page ? pages - 1 : pages;
+  for (int page = mine; page < first; page += threads) choose(page);
+  for (int page = max(0, last) + mine; page < pages; page += threads) choose(page);
+  __syncthreads();
+  if (mine >= 32) return;
+  int out = 0;
+  for (int begin = 0; begin < words; begin += 32) {
+    unsigned word = begin + mine < words ? chosen[begin + mine] : 0;
+    const int here = __popc(word);
+    int sum = here;
+    for (int d = 1; d < 32; d *= 2)
+      if (const int before = __shfl_up_sync(~0u, sum, d); mine >= d) sum += before;
+    for (int at = out + sum - here; word; word &= word - 1)
+      a.pages(row, head, at++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
+    out += __shfl_sync(~0u, sum, 31);
+  }
+  if (mine == 0) {
+    a.page_count(row, head) = out;
+    if (out != pages) count_fired(s, a.edit);
+  }
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+constexpr int warps = 4;  // of a block whose warps work alone
+int blocks_of(std::int64_t work) { return static_cast<int>((work + warps - 1) / warps); }
+
+template <class In>
+void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
+  const auto kernel = append_kernel<In>;
+  kernel<<<blocks_of(std::int64_t{a.tokens} * s.kv_heads), warps * 32, 0, stream>>>(
+      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, a.tokens, a.first);
+}
+
+void append(const CudaStoreLayer& s, const CudaStoreAppend& a, void* handle) {
+  const cudaStream_t stream = stream_of(handle);
+  if (a.dtype != DType::f32 && a.dtype != DType::bf16)
+    throw Error(Errc::unsupported, "got tokens of " + std::string(name_of(a.dtype)) + ", wanted f32 or bf16",
+                "store append (CUDA)");
+  append_plan_kernel<<<1, 256, (static_cast<std::size_t>(s.kv_heads) + 2) * 4, stream>>>(s, a.slot, a.tokens);
+  check_launch("append_plan");
+  a.dtype == DType::f32 ? append_of<float>(s, a, stream) : append_of<__nv_bfloat16>(s, a, stream);
+  check_launch("append");
+  if (s.summary == Summary::none) return;
+  const int pages = (a.tokens + s.layout.page_size - 1) / s.layout.page_size + 1;
+  append_summaries_kernel<<<blocks_of(std::int64_t{pages} * s.kv_heads), warps * 32, 0, stream>>>(s, a.slot, a.tokens,
+                                                                                                  pages);
+  check_launch("append_summaries");
+}
+
+void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) {
+  before_step_kernel<<<blocks_of(std::int64_t{r.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, r);
+  check_launch("before_step");
+}
+void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) {
+  if (s.summary == Summary::none) return;
+  after_step_kernel<<<blocks_of(std::int64_t{r.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, r);
+  check_launch("after_step");
+}
+
+// Do rows of 16 bytes fit both sides of a token?
+bool wide(const PageLayout& l) {
+  const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };
+  return bytes(l.codec.k.bits) % 16 == 0 && bytes(l.codec.v.bits) % 16 == 0;
+}
+
+void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, void* stream) {
+  const auto kernel = wide(s.layout) ? keep_kernel<uint4> : keep_kernel<uint2>;
+  kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest);
+  check_launch("keep");
+}
+void keep(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) { keep_some(s, kept, true, stream); }
+void evict(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) { keep_some(s, lost, false, stream); }
+
+void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) {
+  const auto kernel = wide(s.layout) ? swap_kernel<uint4> : swap_kernel<uint2>;
+  kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
+  check_launch("swap");
+}
+
+void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) {
+  page_edit_kernel<<<e.rows * s.kv_heads, 128, 0, stream_of(stream)>>>(s, e);
+  check_launch("page_edit");
+  if (e.verb == CudaStorePageEdit::drop) return;
+  page_copy_kernel<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs,
+                                                      e.verb == CudaStorePageEdit::offload ? 1 : 0);
+  check_launch("page_copy");
+}
+
+void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) {
+  const std::size_t shared = (static_cast<std::size_t>(a.pages.extent[2]) + 31) / 32 * 4;
+  if (shared > 48 * 1024)
+    throw Error(Errc::unsupported,
+                "got " + std::to_string(a.pages.extent[2]) + " pages of a head, wanted at most 393216",
+                "store attend (CUDA)");
+  attend_kernel<<<a.rows * s.kv_heads, 128, shared, stream_of(stream)>>>(s, a);
+  check_launch("store attend");
+}
+
+void clear(const CudaStoreLayer& first, int layers, int slot, void* stream) {
+  clear_kernel<<<dim3(static_cast<unsigned>(first.kv_heads), static_cast<unsigned>(layers)), 128, 0,
+                 stream_of(stream)>>>(first, slot);
+  check_launch("clear");
+}
+
+}  // namespace
+
+void fill_cuda_store_ops(CudaStoreOps& t) {
+  t.append = append;
+  t.before_step = before_step;
+  t.after_step = after_step;
+  t.keep = keep;
+  t.evict = evict;
+  t.swap = swap_places;
+  t.page_edit = page_edit;
+  t.attend = attend;
+  t.clear = clear;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,120 @@
+// The store in GPU memory: frames of one size, tables, lengths and free lists on the device, where kernels take frames
+// and give them back without the host. The host tier is pinned memory that the same kernels reach.
+//
+// The host knows positions and steps exactly, lengths from above and free frames from below. It waits for the device
+// only when a bound does not do (a pool that may be near its end), at the end of a prompt, and where an answer is
+// "exact".
+#pragma once
+#include "base/stream_memory.hpp"
+#include "store/cuda_kernels.hpp"
+#include "store/store.hpp"
+
+namespace kvlab {
+
+class CpuStore;
+
+class CudaStore final : public Store {
+ public:
+  // Errc::unsupported for several codecs, another codec on the host, re_rotate, or more token state than fits a kernel.
+  // The arena takes what the shape can need, at most device_limit and 85% of the memory that is free.
+  CudaStore(const StoreOptions& options, Stream stream);
+  ~CudaStore() override;
+
+  void close(int slot) override;
+  PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
+  Summaries summaries(int layer) const override;
+  int length(int layer, int slot, int head) const override;
+  int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
+
+  // k, v [token, kv_head, head_dim] of f32 or bf16 in device memory, rows `stride` elements apart, as they are to be
+  // stored; text positions first, first + 1, ... Changes nothing when it does not fit.
+  Fit append(int layer, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
+             int first);
+
+  // One more token of every row: makes sure of the frames and fills what ops::rope_append needs of the store; then the
+  // caller runs it, and after_step.
+  Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a);
+  void after_step(int layer, const std::vector<std::int32_t>& slots);
+
+  Applied advance(int slot, int tokens, bool decode) override;
+  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) override;
+  Fit recall_all(int layer, int slot) override;
+  PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
+  std::vector<std::byte> save(int slot) const override;
+  Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
+  std::int64_t fired() const override;
+  std::vector<std::int32_t> positions(int layer, int slot, int head) const override;
+  Ledger& ledger() override;
+  const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
+  std::int64_t page_bytes(Tier tier) const override;
+  void protect_host(bool on) override;
+  void check_invariants() const override;
+
+  // A store on the CPU whose slot 0 is a copy of this slot, the same bytes in the same order.
+  std::unique_ptr<CpuStore> copy_of(int slot) const;
+
+ private:
+  struct Pending {
+    Edit edit;
+    int slot = 0, due = 0;
+    StreamMemory index, count;  // dense [kv_head, room], [kv_head]
+  };
+  class Pinned {
+   public:
+    Pinned() = default;
+    ~Pinned();
+    Pinned(const Pinned&) = delete;
+    Pinned& operator=(const Pinned&) = delete;
+    bool reserve(std::size_t bytes);  // false where it does not fit
+    std::byte* data() const { return data_; }
+
+   private:
+    std::byte* data_ = nullptr;
+  };
+
+  const CudaStoreOps& ops() const;
+  CudaStoreLayer layer(int layer) const;
+  const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;
+  std::size_t bound_index(int layer, int slot) const {
+    return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
+  }
+  std::int32_t& bound(int layer, int slot) { return bound_[bound_index(layer, slot)]; }
+  void make_pool(Tier tier, std::int64_t frames);
+  bool open_host_tier();
+  void update();  // all that the host knows is exact afterwards; throws what kernels found wrong
+  void refresh() const { const_cast<CudaStore*>(this)->update(); }
+  void count_ledger();
+  bool reserve(Tier tier, std::int64_t frames);  // are there as many? The bound is lowered by them if so
+  std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
+  std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
+  void check_list(const Edit& e, std::size_t rows) const;
+  void defer(const Edit& e, const std::vector<std::int32_t>& slots);
+  Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
+  Fit edit_pages(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
+  Fit copy_in(const CpuStore& from, int slot);
+  std::vector<PageEntry> entries(int tier, int slot) const;  // [layer, kv_head, page], exact
+  std::size_t slot_index(int layer, int slot) const { return head_index(layer, slot, 0) * pages_per_head_; }
+
+  PageLayout layout_;
+  std::int64_t heads_ = 0;  // of all layers and slots
+  std::int64_t summary_bytes_ = 0;
+  std::int64_t capacity_[2] = {0, 0};
+  StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
+  Pinned host_arena_;
+  mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
+  mutable std::vector<std::vector<std::int32_t>> rows_known_;  // what they hold
+  StreamMemory jobs_;                                          // of one page edit: a count, then pairs of frames
+  std::vector<Pending> pending_;
+  unsigned long long edit_ = 0;
+  int since_refresh_ = 0;  // decode steps of any slot
+
+  // What the host knows: of the last update, and bounds since.
+  bool stale_ = true;
+  CudaStoreCounters known_;
+  std::vector<std::int32_t> lengths_, bound_;  // [layer, slot, kv_head], [layer, slot]
+  std::int64_t free_bound_[2] = {0, 0};
+  std::int64_t counted_frames_[2] = {0, 0}, counted_pages_ = 0;  // what the ledger has
+  unsigned long long counted_moved_[2] = {0, 0}, counted_states_ = 0;
+};
+
+}  // namespace kvlab

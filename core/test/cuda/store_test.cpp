@@ -1,0 +1,421 @@
+// The same edits on both stores leave the same tokens in the same order, the same tiers, summaries and ledger.
+#include "store/cuda_store.hpp"
+
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+#include <random>
+
+#include "base/backend.hpp"
+#include "support/device_cache.hpp"
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using test::OnDevice;
+using test::StoreFixture;
+
+namespace {
+
+// Lists of several rows on the host and on the device.
+struct BothLists {
+  std::vector<std::int32_t> index, count;
+  IndexList host, device;
+
+  // [row][kv_head] -> places
+  BothLists(const std::vector<test::PerHead>& rows, OnDevice& memory) {
+    std::size_t room = 1;
+    for (const auto& row : rows)
+      for (const auto& l : row) room = std::max(room, l.size());
+    const std::size_t heads = rows[0].size();
+    index.assign(rows.size() * heads * room, -5);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      for (std::size_t h = 0; h < heads; ++h) {
+        std::copy(rows[r][h].begin(), rows[r][h].end(),
+                  index.begin() + static_cast<std::ptrdiff_t>((r * heads + h) * room));
+        count.push_back(static_cast<std::int32_t>(rows[r][h].size()));
+      }
+    const std::int64_t n = static_cast<std::int64_t>(rows.size()), k = static_cast<std::int64_t>(heads);
+    host.index = View<std::int32_t, 3>::dense(index.data(), {n, k, static_cast<std::int64_t>(room)});
+    host.count = View<std::int32_t, 2>::dense(count.data(), {n, k});
+    device = memory.put(host);
+  }
+  BothLists(const BothLists&) = delete;
+};
+
+class Both {
+ public:
+  Both(const StoreFixture& fixture, unsigned seed)
+      : f(fixture),
+        heads(f.options.shape.kv_heads),
+        dim(f.options.shape.head_dim),
+        cpu(f.options),
+        cuda(f.options, memory.stream()),
+        rng(seed) {}
+
+  int pick(int n) { return std::uniform_int_distribution<int>(0, n - 1)(rng); }
+
+  void open() {
+    const int slot = cpu.open();
+    REQUIRE(cuda.open() == slot);
+    if (slot >= 0) slots.push_back(slot);
+  }
+  void close(int slot) {
+    cpu.close(slot);
+    cuda.close(slot);
+    slots.erase(std::find(slots.begin(), slots.end(), slot));
+  }
+
+  std::vector<float> tokens(int side, int layer, int slot, int count, int first) const {
+    std::vector<float> out;
+    for (int t = 0; t < count; ++t)
+      for (int h = 0; h < heads; ++h) {
+        const auto row = f.row(side, layer, slot, h, first + t);
+        out.insert(out.end(), row.begin(), row.end());
+      }
+    return out;
+  }
+
+  // A chunk of a prompt.
+  Fit append(int slot, int count) {
+    const int first = cpu.position(slot);
+    for (int layer = 0; layer < f.options.shape.layers; ++layer) {
+      const auto k = tokens(0, layer, slot, count, first), v = tokens(1, layer, slot, count, first);
+      OnDevice chunk;
+      const Fit fit = cpu.append(layer, slot, k.data(), v.data(), count, first);
+      REQUIRE(cuda.append(layer, slot, chunk.put(k.data(), k.size()), chunk.put(v.data(), v.size()), DType::f32,
+                          std::int64_t{heads} * dim, count, first) == fit);
+      memory.synchronize();
+      if (fit != Fit::ok) return fit;
+    }
+    cpu.advance(slot, count, false);
+    cuda.advance(slot, count, false);
+    return Fit::ok;
+  }
+
+  // One token of each of the slots, through rope_append with angles that turn nothing.
+  Fit step(const std::vector<std::int32_t>& rows) {
+    const Shape& s = f.options.shape;
+    const int most = s.max_tokens, half = dim / 2;
+    OnDevice chunk;
+    const std::vector<float> one(static_cast<std::size_t>(most * half), 1.f), zero(one.size(), 0.f);
+    std::vector<std::int32_t> position;
+    for (const int slot : rows) position.push_back(cpu.position(slot));
+    for (int layer = 0; layer < s.layers; ++layer) {
+      std::vector<float> qkv;
+      Fit fit = Fit::ok;
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        const auto k = tokens(0, layer, rows[r], 1, position[r]), v = tokens(1, layer, rows[r], 1, position[r]);
+        qkv.resize(qkv.size() + static_cast<std::size_t>(s.query_heads * dim), 0.25f);
+        qkv.insert(qkv.end(), k.begin(), k.end());
+        qkv.insert(qkv.end(), v.begin(), v.end());
+        if (fit == Fit::ok) fit = cpu.append(layer, rows[r], k.data(), v.data(), 1, position[r]);
+      }
+      ops::RopeAppendArgs a;
+      a.heads = s.query_heads, a.kv_heads = heads, a.head_dim = dim;
+      a.qkv = chunk.put(qkv.data(), qkv.size());
+      a.qkv_stride = static_cast<std::int64_t>(qkv.size() / rows.size());
+      a.cosine = chunk.put(one.data(), one.size());
+      a.sine = chunk.put(zero.data(), zero.size());
+      a.angles = most;
+      a.position = chunk.put(position.data(), position.size());
+      REQUIRE(cuda.before_step(layer, rows, a) == fit);
+      if (fit != Fit::ok) return fit;
+      cuda_backend()->ops.rope_append(a, memory.stream().handle());
+      cuda.after_step(layer, rows);
+      memory.synchronize();
+    }
+    for (const int slot : rows) {
+      cpu.advance(slot, 1, true);
+      cuda.advance(slot, 1, true);
+    }
+    return Fit::ok;
+  }
+
+  // Places of tokens (or pages) of each row and head, each with the odds of `odds` in 11.
+  std::vector<test::PerHead> some(const std::vector<std::int32_t>& rows, int layer, int odds, bool pages) {
+    std::vector<test::PerHead> out;
+    for (const int slot : rows) {
+      test::PerHead row(static_cast<std::size_t>(heads));
+      for (int h = 0; h < heads; ++h) {
+        const int p = f.options.shape.page_size, n = cpu.length(layer, slot, h);
+        for (int t = 0; t < (pages ? (n + p - 1) / p : n); ++t)
+          if (pick(11) < odds) row[static_cast<std::size_t>(h)].push_back(t);
+      }
+      out.push_back(std::move(row));
+    }
+    return out;
+  }
+
+  // fill(edits, list) for both stores.
+  template <class Fill>
+  void apply(const std::vector<std::int32_t>& rows, int layer, const std::vector<test::PerHead>& lists, Fill fill) {
+    const BothLists both(lists, memory);
+    Edits a(layer), b(layer);
+    fill(a, both.host);
+    fill(b, both.device);
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+  }
+
+  void attend(const std::vector<std::int32_t>& rows, int layer) {
+    const BothLists both(some(rows, layer, 4, true), memory);
+    const Pins pins{pick(9), pick(9), pick(2) == 1};
+    Edits a(layer), b(layer);
+    a.attend(PageList{both.host}, pins);
+    b.attend(PageList{both.device}, pins);
+    const PageList wanted = cpu.resolve_attend(a.all()[0], rows, cpu.workspace());
+    const PageList got = cuda.resolve_attend(b.all()[0], rows, cuda.workspace());
+    const auto index = memory.get(got.index), count = memory.get(got.count);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      for (int h = 0; h < heads; ++h) {
+        const int n = wanted.count(static_cast<std::int64_t>(r), h);
+        const std::size_t at = r * static_cast<std::size_t>(heads) + static_cast<std::size_t>(h);
+        REQUIRE(count[at] == n);
+        for (int i = 0; i < n; ++i)
+          REQUIRE(index[at * static_cast<std::size_t>(got.index.extent[2]) + static_cast<std::size_t>(i)] ==
+                  wanted.index(static_cast<std::int64_t>(r), h, i));
+      }
+    cpu.workspace().reset();
+    cuda.workspace().reset();
+  }
+
+  void page_edit(const std::vector<std::int32_t>& rows, int layer) {
+    const int verb = pick(4);
+    const Tier tier = pick(2) ? Tier::device : Tier::host, other = tier == Tier::host ? Tier::device : Tier::host;
+    auto lists = some(rows, layer, 7, true);
+    if (verb >= 2)
+      for (std::size_t r = 0; r < rows.size(); ++r)
+        for (int h = 0; h < heads; ++h)
+          std::erase_if(lists[r][static_cast<std::size_t>(h)],
+                        [&](int page) { return !test::on(cpu, other, layer, rows[r], h, page); });
+    apply(rows, layer, lists, [&](Edits& e, const IndexList& l) {
+      if (verb == 0)
+        e.offload(PageList{l});
+      else if (verb == 1)
+        e.recall(PageList{l});
+      else
+        e.drop(tier, PageList{l});
+    });
+  }
+
+  void random_edit() {
+    const int what = pick(20);
+    if (slots.empty() || what == 0) return open();
+    const int slot = slots[static_cast<std::size_t>(pick(static_cast<int>(slots.size())))], layer = pick(2);
+    std::vector<std::int32_t> rows;
+    for (const int s : slots)
+      if (s == slot || pick(2)) rows.push_back(s);
+    const int room = f.options.shape.max_tokens - 8;
+    if (what == 1 && pick(3) == 0) {
+      close(slot);
+    } else if (what <= 3) {
+      if (const int count = 1 + pick(40); cpu.position(slot) + count < room) REQUIRE(append(slot, count) == Fit::ok);
+    } else if (what <= 7) {
+      for (const int s : rows)
+        if (cpu.position(s) >= room) return;
+      REQUIRE(step(rows) == Fit::ok);
+    } else if (what <= 9) {
+      apply(rows, layer, some(rows, layer, 1 + pick(11), false),
+            [](Edits& e, const IndexList& l) { e.evict_rest(TokenList{l}); });
+    } else if (what <= 11) {
+      apply(rows, layer, some(rows, layer, pick(11), false),
+            [](Edits& e, const IndexList& l) { e.evict(TokenList{l}); });
+    } else if (what == 12) {
+      std::vector<test::PerHead> pairs;
+      for (const int s : rows) {
+        test::PerHead row(static_cast<std::size_t>(heads));
+        for (int h = 0; h < heads; ++h)
+          if (const int n = cpu.length(layer, s, h); n > 0)
+            for (int i = 2 * pick(3); i > 0; --i) row[static_cast<std::size_t>(h)].push_back(pick(n));
+        pairs.push_back(std::move(row));
+      }
+      apply(rows, layer, pairs, [](Edits& e, const IndexList& l) { e.move(TokenList{l}); });
+    } else if (what == 13) {
+      const auto saved = pick(2) ? cpu.save(slot) : cuda.save(slot);
+      REQUIRE(cpu.restore(slot, saved) == Fit::ok);
+      REQUIRE(cuda.restore(slot, saved) == Fit::ok);
+    } else if (what == 14) {
+      attend(rows, layer);
+    } else if (what == 15) {
+      REQUIRE(cpu.recall_all(layer, slot) == Fit::ok);
+      REQUIRE(cuda.recall_all(layer, slot) == Fit::ok);
+      cpu.workspace().reset();
+    } else if (what == 16) {
+      for (const int s : rows)
+        if (cpu.position(s) >= room) return;
+      apply(rows, layer, some(rows, layer, 6, true),
+            [](Edits& e, const IndexList& l) { e.recall(PageList{l}, Deadline::in_steps(1)); });
+      REQUIRE(step(rows) == Fit::ok);
+    } else {
+      page_edit(rows, layer);
+    }
+  }
+
+  void check() {
+    cuda.check_invariants();
+    cpu.check_invariants();
+    for (const int slot : slots) {
+      CAPTURE(slot);
+      CHECK(cuda.position(slot) == cpu.position(slot));
+      CHECK(cuda.steps(slot) == cpu.steps(slot));
+      const auto copy = cuda.copy_of(slot);
+      for (int layer = 0; layer < f.options.shape.layers; ++layer)
+        for (int h = 0; h < heads; ++h) {
+          CAPTURE(layer, h);
+          REQUIRE(cuda.length(layer, slot, h) == cpu.length(layer, slot, h));
+          CHECK(cuda.max_length(layer, {slot}) >= cpu.max_length(layer, {slot}));
+          CHECK(cuda.positions(layer, slot, h) == cpu.positions(layer, slot, h));
+          REQUIRE(test::stored_tokens(*copy, layer, 0, h) == test::stored_tokens(cpu, layer, slot, h));
+          const int p = f.options.shape.page_size;
+          for (int page = 0; page * p < cpu.length(layer, slot, h); ++page) {
+            for (const Tier tier : {Tier::device, Tier::host})
+              REQUIRE(test::on(*copy, tier, layer, 0, h, page) == test::on(cpu, tier, layer, slot, h, page));
+            if (f.options.summary != Summary::none)
+              REQUIRE(std::memcmp(copy->summaries(layer).at(0, h, page), cpu.summaries(layer).at(slot, h, page),
+                                  static_cast<std::size_t>(cpu.summaries(layer).page_stride)) == 0);
+          }
+        }
+    }
+    for (const Tier tier : {Tier::device, Tier::host})
+      for (int t = 0; t < tag_count; ++t) {
+        if (static_cast<Tag>(t) == Tag::workspace) continue;
+        CAPTURE(static_cast<int>(tier), name_of(static_cast<Tag>(t)));
+        CHECK(cuda.ledger().held(tier)[static_cast<std::size_t>(t)] ==
+              cpu.ledger().held(tier)[static_cast<std::size_t>(t)]);
+        CHECK(cuda.ledger().moved(tier)[static_cast<std::size_t>(t)] ==
+              cpu.ledger().moved(tier)[static_cast<std::size_t>(t)]);
+      }
+    CHECK(cuda.fired() == cpu.fired());
+  }
+
+  StoreFixture f;
+  int heads, dim;
+  OnDevice memory;
+  CpuStore cpu;
+  CudaStore cuda;
+  std::vector<std::int32_t> slots;
+  std::mt19937 rng;
+};
+
+StoreFixture fixture(int kind) {
+  StoreFixture f;
+  Shape& s = f.options.shape;
+  s.max_tokens = 128;
+  if (kind == 0) {
+    f.options.summary = Summary::mean;
+    f.options.token_state = {"score"};
+  } else if (kind == 1) {
+    s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 8, s.kv_heads = 3, s.query_heads = 6;
+    f.options.summary = Summary::min_max;
+  } else if (kind == 2) {
+    s.dtype = DType::bf16, s.head_dim = 24, s.page_size = 16;
+    f.options.codecs = {CodecSpec{{8}, {8}}};
+    f.options.host_codec = f.options.codecs[0];
+    f.options.summary = Summary::min_max;
+    f.options.token_state = {"a", "b", "c", "d", "e"};
+  } else {
+    s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
+    f.options.codecs = {CodecSpec{{8}, {0}}};
+    f.options.host_codec = f.options.codecs[0];
+  }
+  f.inv_freq = test::test_inv_freq(s.head_dim);
+  f.options.rope_table = {f.inv_freq.data(), s.head_dim, 1.f};
+  return f;
+}
+
+}  // namespace
+
+TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
+  const int kind = GENERATE(0, 1, 2, 3);
+  for (unsigned seed = 1; seed <= 6; ++seed) {
+    const StoreFixture f = fixture(kind);
+    Both both(f, seed);
+    for (int i = 0; i < 200; ++i) {
+      CAPTURE(kind, seed, i);
+      both.random_edit();
+      if (i % 5 == 4) both.check();
+    }
+  }
+}
+
+TEST_CASE("cuda store: what does not fit is a value and changes nothing") {
+  for (int frames = 1; frames < 30; ++frames) {
+    CAPTURE(frames);
+    StoreFixture f = fixture(1);
+    f.options.device_limit = frames * ops::make_layout(DType::bf16, {}, 8, 64, 0).bytes;
+    Both both(f, 1);
+    both.open();
+    both.open();
+    Fit fit = Fit::ok;
+    for (int i = 0; i < 12 && fit == Fit::ok; ++i) {
+      fit = i % 3 ? both.append(both.slots[static_cast<std::size_t>(i % 2)], 5) : both.step({both.slots[0]});
+      both.cuda.check_invariants();
+    }
+    CHECK(fit == Fit::out_of_memory);
+    both.close(both.slots[0]);
+    both.close(both.slots[0]);
+    both.cuda.check_invariants();
+    CHECK(both.cuda.page_bytes(Tier::device) == 0);
+  }
+}
+
+TEST_CASE("cuda store: lists that say what they must not are refused and change nothing") {
+  const StoreFixture f = fixture(1);
+  Both both(f, 1);
+  both.open();
+  REQUIRE(both.append(both.slots[0], 20) == Fit::ok);
+  const auto refused = [&](const std::vector<std::int32_t>& list, auto fill) {
+    const BothLists lists({test::PerHead(3, list)}, both.memory);
+    Edits e(0);
+    fill(e, lists.device);
+    CHECK(both.cuda.apply(e.all(), both.slots).fit == Fit::ok);
+    try {
+      both.cuda.ledger();
+      FAIL("not refused");
+    } catch (const Error& error) {
+      CHECK(error.code() == Errc::plugin);
+    }
+    both.check();
+  };
+  const auto keep = [](Edits& e, const IndexList& l) { e.evict_rest(TokenList{l}); };
+  const auto evict = [](Edits& e, const IndexList& l) { e.evict(TokenList{l}); };
+  refused({3, 2}, keep);
+  refused({5, 5}, evict);
+  refused({20}, keep);
+  refused({-1, 4}, evict);
+  refused({0, 1, 2}, [](Edits& e, const IndexList& l) { e.move(TokenList{l}); });
+}
+
+TEST_CASE("cuda store: options that it cannot serve are refused by name") {
+  OnDevice device;
+  for (int what = 0; what < 3; ++what) {
+    StoreFixture f;
+    if (what == 0) f.options.codecs = {CodecSpec{}, CodecSpec{}};
+    if (what == 1) f.options.host_codec = CodecSpec{{8}, {8}};
+    if (what == 2) f.options.rope = RopeRegime::re_rotate;
+    try {
+      const CudaStore store(f.options, device.stream());
+      FAIL("not refused");
+    } catch (const Error& error) {
+      CHECK(error.code() == Errc::unsupported);
+    }
+  }
+}
+
+TEST_CASE("cuda store: the ledger's peak is what a prompt held before it was compressed") {
+  const StoreFixture f = fixture(1);
+  Both both(f, 1);
+  both.open();
+  const int slot = both.slots[0];
+  const auto k = both.tokens(0, 0, slot, 100, 0);
+  OnDevice chunk;
+  for (int layer = 0; layer < 2; ++layer) {
+    both.cpu.append(layer, slot, k.data(), k.data(), 100, 0);
+    const float* device = chunk.put(k.data(), k.size());
+    both.cuda.append(layer, slot, device, device, DType::f32, std::int64_t{3} * 64, 100, 0);
+    both.apply({slot}, layer, {test::PerHead(3, {1, 4, 50})},
+               [](Edits& e, const IndexList& l) { e.evict_rest(TokenList{l}); });
+  }
+  CHECK(both.cuda.ledger().peak(Tier::device) == both.cpu.ledger().peak(Tier::device));
+  CHECK(both.cuda.ledger().total(Tier::device) == both.cpu.ledger().total(Tier::device));
+}
