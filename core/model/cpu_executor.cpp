@@ -226,7 +226,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
 }
 
 Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                     View<float, 2> logits) {
+                        View<float, 2> logits) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();
   const std::int64_t n = static_cast<std::int64_t>(slots.size());

@@ -1,14 +1,13 @@
 #include "model/executor.hpp"
 
-#include <kvlab/error.hpp>
-
 #include "model/cpu_executor.hpp"
+#include "model/cuda_executor.hpp"
 
 namespace kvlab {
 
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store) {
   if (store.stream().device() == Device::cuda)
-    throw Error(Errc::unsupported, "got device: cuda, wanted device: cpu: models do not run on CUDA yet", model->name);
+    return std::make_unique<CudaExecutor>(std::move(model), static_cast<CudaStore&>(store));
   return std::make_unique<CpuExecutor>(std::move(model), static_cast<CpuStore&>(store));
 }
 

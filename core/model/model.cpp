@@ -5,6 +5,8 @@
 #include <exception>
 #include <mutex>
 
+#include "model/cuda_model.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -69,8 +71,15 @@ std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std
   return m;
 }
 
-std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name) {
+std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
   const auto m = model_outline(c, dtype, name);
+  if (device == Device::cuda) {
+    if (dtype != DType::bf16)
+      throw Error(Errc::unsupported, std::string("got dtype ") + name_of(dtype) + ", wanted bf16 on CUDA", name);
+    m->cuda = load_cuda_model(c);
+    m->weight_bytes = m->cuda->weight_bytes;
+    return m;
+  }
   m->final_norm = c.read("model.norm.weight");
   m->layers.resize(static_cast<std::size_t>(m->config.layers));
 

@@ -12,6 +12,8 @@
 
 namespace kvlab {
 
+struct CudaModel;  // model/cuda_model.hpp
+
 struct ModelLayer {
   std::vector<float> input_norm, post_norm;  // [hidden]
   ops::Linear qkv;                           // rows: queries, keys, values
@@ -30,10 +32,11 @@ struct Model {
   std::shared_ptr<const Tokenizer> tokenizer;
   std::vector<float> inv_freq;  // [head_dim / 2]
   std::vector<ModelLayer> layers;
-  std::vector<float> final_norm;  // [hidden]
-  ops::Linear head;               // [vocab, hidden]
-  ops::Linear embedding;          // empty when tied: head serves
-  std::int64_t weight_bytes = 0;  // packed
+  std::vector<float> final_norm;          // [hidden]
+  ops::Linear head;                       // [vocab, hidden]
+  ops::Linear embedding;                  // empty when tied: head serves
+  std::int64_t weight_bytes = 0;          // packed
+  std::shared_ptr<const CudaModel> cuda;  // the weights of a model loaded for CUDA; those above are empty then
 
   void embed(int token, float* out) const { (config.tied_embeddings ? head : embedding).row(token, out); }
   RopeTable rope() const { return {inv_freq.data(), config.head_dim, 1.f}; }
@@ -43,7 +46,8 @@ struct Model {
 // cannot run here (f16 on the CPU).
 std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name);
 
-// Errors of model_outline and of the readers. Reads each tensor once, block by block.
-std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name);
+// Errors of model_outline and of the readers. Reads each tensor once, block by block. CUDA takes bf16.
+std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name,
+                                        Device device = Device::cpu);
 
 }  // namespace kvlab

@@ -1,0 +1,268 @@
+#include "model/cuda_executor.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <kvlab/error.hpp>
+
+#include "base/backend.hpp"
+#include "base/part_timer.hpp"
+#include "ops/attend.hpp"
+#include "ops/linear_cuda.hpp"
+#include "ops/paged.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t row_block = 4096;  // rows of a prompt that pass the MLP together: bounds activation memory
+
+const CudaOps& cuda() { return require_cuda("the executor on CUDA").ops; }
+
+[[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
+
+// At least `count` elements; the contents are lost when it has to grow.
+template <class T>
+T* room(StreamMemory& m, std::int64_t count, Stream s) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+  if (m.bytes() < bytes) {
+    m = StreamMemory();
+    m = StreamMemory(s, bytes);
+  }
+  return m.as<T>();
+}
+
+const CudaModel& weights_of(const Model& m) {
+  if (!m.cuda) refuse("got model " + m.name + " loaded for the CPU, wanted one loaded for CUDA");
+  return *m.cuda;
+}
+
+}  // namespace
+
+CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store)
+    : Executor(std::move(model)), store_(store), weights_(weights_of(*model_)), stream_(store.stream()) {
+  if (store_.options().rope != RopeRegime::original) refuse("got another RoPE regime, wanted rope: original");
+  const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
+                    most = static_cast<std::size_t>(store_.shape().max_tokens);
+  std::vector<float> cosine(most * half), sine(most * half);
+#pragma omp parallel for schedule(static)
+  for (std::size_t i = 0; i < most; ++i)
+    ops::rope_angles(model_->rope(), static_cast<double>(i), cosine.data() + i * half, sine.data() + i * half);
+  cosine_ = StreamMemory(stream_, cosine.size() * sizeof(float));
+  sine_ = StreamMemory(stream_, sine.size() * sizeof(float));
+  copy_memory(cosine_.as<>(), cosine.data(), cosine_.bytes(), stream_);
+  copy_memory(sine_.as<>(), sine.data(), sine_.bytes(), stream_);
+  synchronize(stream_);
+}
+
+void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  static_assert(sizeof(int) == sizeof(std::int32_t));
+  copy_memory(room<std::int32_t>(tokens_, n, stream_), tokens.data(), tokens.size_bytes(), stream_);
+  copy_memory(room<std::int32_t>(position_, n, stream_), position.data(), position.size() * sizeof(std::int32_t),
+              stream_);
+  room<float>(qkv_, n * qkv_width(), stream_);
+  room<float>(attention_, n * c.heads * c.head_dim, stream_);
+  const std::int64_t block = std::min(n, row_block);
+  room<bf16>(normed_, block * c.hidden, stream_);
+  room<bf16>(gated_, block * c.ffn, stream_);
+  ops::EmbedArgs e;
+  e.table = weights_.tokens().memory.as<>();
+  e.vocabulary = weights_.tokens().n;
+  e.k = c.hidden;
+  e.token = tokens_.as<std::int32_t>();
+  e.rows = n;
+  e.out = room<float>(x_, n * c.hidden, stream_);
+  cuda().embed(e, stream_.handle());
+}
+
+void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                          const StreamMemory& bias, float* y, std::int64_t y_stride, bool add) {
+  ops::LinearArgs a;
+  a.weight = w.memory.as<>();
+  a.n = w.n, a.k = w.k;
+  a.x = x, a.x_dtype = x_dtype;
+  a.m = rows, a.x_stride = w.k;
+  a.bias = bias.as<float>();
+  a.y = y, a.y_stride = y_stride;
+  a.add = add;
+  cuda().linear(a, stream_.handle());
+}
+
+void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out) {
+  const ModelConfig& c = model_->config;
+  ops::NormArgs a;
+  a.x = x;
+  a.rows = rows, a.n = c.hidden, a.x_stride = c.hidden;
+  a.weight = weight.as<float>();
+  a.eps = c.rms_eps;
+  a.out = out;
+  a.out_stride = c.hidden;
+  cuda().rms_norm(a, stream_.handle());
+}
+
+void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
+  const PartTimer timer(Part::gemm);
+  const ModelConfig& c = model_->config;
+  for (std::int64_t at = 0; at < rows; at += row_block) {
+    const std::int64_t count = std::min(row_block, rows - at);
+    norm(x_.as<float>() + at * c.hidden, l.input_norm, count, normed_.as<>());
+    linear(l.qkv, normed_.as<>(), DType::bf16, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
+           false);
+  }
+}
+
+// QK norm, RoPE and the cache: one token of each slot, from rows first_row on.
+Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row) {
+  const PartTimer timer(Part::append);
+  const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  ops::RopeAppendArgs a;
+  a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
+  a.qkv = qkv_.as<float>() + first_row * qkv_width();
+  a.qkv_stride = qkv_width();
+  a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
+  a.eps = c.rms_eps;
+  a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
+  a.angles = store_.shape().max_tokens;
+  a.position = position_.as<std::int32_t>() + first_row;
+  if (store_.before_step(layer, slots, a) != Fit::ok) return Fit::out_of_memory;
+  cuda().rope_append(a, stream_.handle());
+  store_.after_step(layer, slots);
+  return Fit::ok;
+}
+
+void CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row,
+                          const PageList* pages, View<float, 3> mass) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  const std::int64_t rows = static_cast<std::int64_t>(slots.size()), width = std::int64_t{c.heads} * c.head_dim;
+  ops::AttendArgs a;
+  a.kv = store_.view(layer, slots);
+  a.queries = part(rows, 0, c.heads);
+  a.queries.data += first_row * qkv_width();
+  a.pages = pages;
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  a.last = position_.as<std::int32_t>() + first_row;
+  a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {rows, c.heads, c.head_dim});
+  a.mass = mass;
+  cuda().attend(a, stream_.handle());
+}
+
+void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows) {
+  const PartTimer timer(Part::gemm);
+  const ModelConfig& c = model_->config;
+  for (std::int64_t at = 0; at < rows; at += row_block) {
+    const std::int64_t count = std::min(row_block, rows - at);
+    float* x = x_.as<float>() + at * c.hidden;
+    linear(l.output, attention_.as<float>() + at * l.output.k, DType::f32, count, l.output_bias, x, c.hidden, true);
+    norm(x, l.post_norm, count, normed_.as<>());
+    ops::LinearArgs a;
+    a.weight = l.gate_up.memory.as<>();
+    a.n = l.gate_up.n, a.k = l.gate_up.k;
+    a.x = normed_.as<>(), a.x_dtype = DType::bf16;
+    a.m = count, a.x_stride = c.hidden;
+    a.gated = gated_.as<>();
+    a.gated_stride = c.ffn;
+    cuda().linear(a, stream_.handle());
+    linear(l.down, gated_.as<>(), DType::bf16, count, {}, x, c.hidden, true);
+  }
+}
+
+void CudaExecutor::logits_of(std::int64_t first_row, std::int64_t rows, View<float, 2> out) {
+  const PartTimer timer(Part::gemm);
+  const ModelConfig& c = model_->config;
+  const CudaMatrix& head = weights_.head;
+  for (std::int64_t at = 0; at < rows; at += row_block) {
+    const std::int64_t count = std::min(row_block, rows - at);
+    norm(x_.as<float>() + (first_row + at) * c.hidden, weights_.final_norm, count, normed_.as<>());
+    float* y = room<float>(logits_, count * head.n, stream_);
+    linear(head, normed_.as<>(), DType::bf16, count, {}, y, head.n, false);
+    for (std::int64_t r = 0; r < count; ++r)
+      copy_memory(out.data + (at + r) * out.stride[0], y + r * head.n, static_cast<std::size_t>(head.n) * sizeof(float),
+                  stream_);
+    synchronize(stream_);
+  }
+}
+
+View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
+  const std::int64_t dim = model_->config.head_dim;
+  return {qkv_.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+}
+
+Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
+  const ModelConfig& c = model_->config;
+  if (hooks.wants_prompt_mass()) refuse("got a policy that wants the prompt's attention mass, wanted backend: cpu");
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  const int first = store_.position(slot);
+  const std::vector<std::int32_t> slots{slot};
+  std::vector<std::int32_t> position(tokens.size());
+  for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
+  begin(tokens, position);
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+    project(l, n);
+    if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
+    PromptLayer info;
+    info.past = store_.max_length(layer, slots);
+    for (std::int64_t t = 0; t < n; ++t) {
+      if (append(layer, slots, t) != Fit::ok) return Fit::out_of_memory;
+      attend(layer, slots, t, nullptr, {});
+    }
+    info.layer = layer;
+    info.slot = slot;
+    info.last = last;
+    info.queries = part(n, 0, c.heads);
+    info.keys = part(n, c.heads, c.kv_heads);
+    info.values = part(n, c.heads + c.kv_heads, c.kv_heads);
+    info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
+    if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
+    finish_layer(l, n);
+  }
+  store_.advance(slot, static_cast<int>(n), false);
+  if (const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n); wanted > 0)
+    logits_of(n - wanted, wanted, logits);
+  return Fit::ok;
+}
+
+Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+                         View<float, 2> logits) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t n = static_cast<std::int64_t>(slots.size());
+  std::vector<std::int32_t> position(slots.size());
+  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
+  begin(tokens, position);
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+    project(l, n);
+    if (append(layer, slots, 0) != Fit::ok) return Fit::out_of_memory;
+    DecodeLayer info;
+    info.layer = layer;
+    info.slots = &slots;
+    info.queries = part(n, 0, c.heads);
+    info.keys = part(n, c.heads, c.kv_heads);
+    info.values = part(n, c.heads + c.kv_heads, c.kv_heads);
+    Fit fit = Fit::ok;
+    info.pages = hooks.select(info, fit);
+    if (fit != Fit::ok) return fit;
+    View<float, 3> mass;
+    if (hooks.wants_mass()) {
+      const std::int64_t longest = store_.max_length(layer, slots);
+      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * longest, stream_), {n, c.heads, longest});
+      info.mass = mass;
+    }
+    attend(layer, slots, 0, info.pages, mass);
+    info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
+    fit = hooks.attended(info);
+    store_.workspace().reset();
+    if (fit != Fit::ok) return fit;
+    finish_layer(l, n);
+  }
+  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  for (int slot : slots)
+    if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
+  if (logits) logits_of(0, n, logits);
+  return Fit::ok;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,49 @@
+// The executor on CUDA: weights and cache in bf16, activations between products in f32. A prompt's products run over
+// the whole chunk; its attention goes token by token through the ops of a decode step.
+#pragma once
+#include "base/stream_memory.hpp"
+#include "model/cuda_model.hpp"
+#include "model/executor.hpp"
+#include "store/cuda_store.hpp"
+
+namespace kvlab {
+
+class CudaExecutor final : public Executor {
+ public:
+  // Errc::unsupported for a model without weights on the device, and for a RoPE regime other than original.
+  CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
+
+  // Errc::unsupported for hooks that want the prompt's attention mass.
+  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
+  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+             View<float, 2> logits) override;
+
+ private:
+  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position);
+  void linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows, const StreamMemory& bias, float* y,
+              std::int64_t y_stride, bool add);
+  void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
+  void project(const CudaLayer& l, std::int64_t rows);
+  Fit append(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row);
+  void attend(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row, const PageList* pages,
+              View<float, 3> mass);
+  void finish_layer(const CudaLayer& l, std::int64_t rows);
+  void logits_of(std::int64_t first_row, std::int64_t rows, View<float, 2> out);
+  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
+
+  std::int64_t qkv_width() const {
+    const ModelConfig& c = model_->config;
+    return std::int64_t{c.heads + 2 * c.kv_heads} * c.head_dim;
+  }
+
+  CudaStore& store_;
+  const CudaModel& weights_;
+  Stream stream_;
+  StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
+  StreamMemory tokens_, position_;    // i32 [row]
+  StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
+  StreamMemory normed_, gated_;       // bf16 [row, hidden], [row, ffn]
+  StreamMemory mass_, logits_;        // f32
+};
+
+}  // namespace kvlab

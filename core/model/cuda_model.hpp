@@ -1,0 +1,36 @@
+// A model's weights in GPU memory, as the ops of ops/linear_cuda.hpp take them.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/stream_memory.hpp"
+#include "model/checkpoint.hpp"
+
+namespace kvlab {
+
+struct CudaMatrix {
+  StreamMemory memory;  // bf16 [n, k] dense
+  std::int64_t n = 0, k = 0;
+};
+
+struct CudaLayer {
+  StreamMemory input_norm, post_norm;  // f32 [hidden]
+  CudaMatrix qkv, output, gate_up, down;
+  StreamMemory qkv_bias, output_bias;  // f32 or empty
+  StreamMemory query_norm, key_norm;   // f32 [head_dim] or empty
+};
+
+struct CudaModel {
+  std::vector<CudaLayer> layers;
+  StreamMemory final_norm;
+  CudaMatrix head, embedding;  // embedding: empty when tied, head serves
+  std::int64_t weight_bytes = 0;
+
+  const CudaMatrix& tokens() const { return embedding.n ? embedding : head; }
+};
+
+// Reads each tensor once, block by block, rounded to bf16. Errc::model, Errc::device.
+std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& checkpoint);
+
+}  // namespace kvlab

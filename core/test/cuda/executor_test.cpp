@@ -1,0 +1,162 @@
+// Models on CUDA against the CPU: the same logits within what bf16 allows, chunked or not, alone or in a batch.
+#include "model/executor.hpp"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <kvlab/error.hpp>
+
+#include "engine/engine.hpp"
+#include "support/golden.hpp"
+#include "support/null_hooks.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+struct Tiny {
+  std::shared_ptr<const Model> model;
+  std::vector<std::int32_t> ids;
+  std::vector<float> logits;  // transformers', f32
+  std::size_t vocab = 0;
+
+  Tiny(const std::string& variant, Device device) {
+    const auto folder = test::golden("tiny/" + variant);
+    model = load_model(*open_checkpoint(folder), DType::bf16, variant, device);
+    test::GoldenFile file(folder / "logits.bin", "KVTINY01");
+    REQUIRE(file.get<std::uint32_t>() == 1);
+    const auto n = file.get<std::uint32_t>();
+    vocab = file.get<std::uint32_t>();
+    ids = file.many<std::int32_t>(n);
+    logits = file.many<float>(n * vocab);
+  }
+};
+
+EngineOptions options(Device device, int slots, int chunk) {
+  EngineOptions o;
+  o.device = device;
+  o.slots = slots;
+  o.max_tokens = 160;
+  o.page_size = 16;
+  o.prefill_chunk = chunk;
+  return o;
+}
+
+View<float, 2> rows(std::vector<float>& data, std::size_t first, std::size_t count, std::size_t vocab) {
+  return View<float, 2>::dense(data.data() + first * vocab,
+                               {static_cast<std::int64_t>(count), static_cast<std::int64_t>(vocab)});
+}
+
+struct Everything final : Policy {
+  Needs needs() const override { return Needs{}.mass(Mass::decode); }
+};
+
+// Logits after each of the last tokens: `prompt` tokens in chunks, the others one by one.
+std::vector<float> run(const Tiny& t, Device device, std::size_t prompt, int chunk) {
+  Engine engine(t.model, std::make_shared<Everything>(), options(device, 1, chunk));
+  const int slot = engine.open();
+  std::vector<float> out((t.ids.size() - prompt + 1) * t.vocab);
+  REQUIRE(engine.prefill(slot, {t.ids.data(), prompt}, true, rows(out, 0, 1, t.vocab)) == Fit::ok);
+  for (std::size_t at = prompt; at < t.ids.size(); ++at)
+    REQUIRE(engine.step({slot}, {t.ids.data() + at, 1}, rows(out, at - prompt + 1, 1, t.vocab)) == Fit::ok);
+  engine.store().check_invariants();
+  return out;
+}
+
+// Largest error over the largest logit of its row.
+double worst(const std::vector<float>& a, const float* b, std::size_t vocab) {
+  double all = 0;
+  for (std::size_t row = 0; row < a.size() / vocab; ++row) {
+    double error = 0, scale = 0;
+    for (std::size_t i = row * vocab; i < (row + 1) * vocab; ++i) {
+      error = std::max(error, std::abs(double(a[i]) - b[i]));
+      scale = std::max(scale, std::abs(double(b[i])));
+    }
+    all = std::max(all, std::isfinite(error) ? error / scale : INFINITY);
+  }
+  return all;
+}
+
+void check_variant(const std::string& variant, int chunk) {
+  CAPTURE(variant, chunk);
+  const Tiny cpu(variant, Device::cpu), cuda(variant, Device::cuda);
+  const std::size_t prompt = cpu.ids.size() - 6;
+  const float* wanted = cpu.logits.data() + (prompt - 1) * cpu.vocab;
+  const auto there = run(cuda, Device::cuda, prompt, chunk);
+  const double on_cpu = worst(run(cpu, Device::cpu, prompt, chunk), wanted, cpu.vocab),
+               on_cuda = worst(there, wanted, cpu.vocab);
+  CAPTURE(on_cpu, on_cuda);
+  CHECK(on_cuda < 0.04);                // random weights, a dozen products of 8-bit mantissas
+  CHECK(on_cuda < 2 * on_cpu + 0.004);  // and no worse than the CPU's bf16
+}
+
+const char* const variants[] = {"llama-mha", "llama-gqa3", "llama-gqa4-rope3", "llama-mqa7",
+                                "qwen2",     "qwen3",      "mistral-window32"};
+
+}  // namespace
+
+TEST_CASE("cuda executor: tiny models of every family give transformers' logits") {
+  for (const char* variant : variants) check_variant(variant, 13);
+}
+
+TEST_CASE("cuda executor: whole prompts give transformers' logits") {
+  for (const char* variant : variants) check_variant(variant, 0);
+}
+
+TEST_CASE("cuda engine: a ragged batch equals the sequences alone; a saved one goes on") {
+  const Tiny t("llama-gqa3", Device::cuda);
+  const std::vector<std::size_t> prompts = {12, 3, 7};
+  constexpr std::size_t steps = 20;
+  std::vector<std::vector<float>> alone;
+  for (const std::size_t prompt : prompts) {
+    Engine engine(t.model, std::make_shared<Everything>(), options(Device::cuda, 1, 13));
+    const int slot = engine.open();
+    std::vector<float> out(steps * t.vocab);
+    REQUIRE(engine.prefill(slot, {t.ids.data(), prompt}, true, {}) == Fit::ok);
+    for (std::size_t i = 0; i < steps; ++i)
+      REQUIRE(engine.step({slot}, {t.ids.data() + prompt + i, 1}, rows(out, i, 1, t.vocab)) == Fit::ok);
+    alone.push_back(std::move(out));
+  }
+  Engine engine(t.model, std::make_shared<Everything>(), options(Device::cuda, 4, 13));
+  std::vector<std::int32_t> slots;
+  for (const std::size_t prompt : prompts) {
+    slots.push_back(engine.open());
+    REQUIRE(engine.prefill(slots.back(), {t.ids.data(), prompt}, true, {}) == Fit::ok);
+  }
+  std::vector<float> out(3 * t.vocab);
+  for (std::size_t i = 0; i < steps; ++i) {
+    std::vector<int> tokens;
+    for (const std::size_t prompt : prompts) tokens.push_back(t.ids[prompt + i]);
+    REQUIRE(engine.step(slots, tokens, rows(out, 0, 3, t.vocab)) == Fit::ok);
+    for (std::size_t r = 0; r < 3; ++r) {
+      const std::vector<float> row(out.begin() + static_cast<std::ptrdiff_t>(r * t.vocab),
+                                   out.begin() + static_cast<std::ptrdiff_t>((r + 1) * t.vocab));
+      CHECK(worst(row, alone[r].data() + i * t.vocab, t.vocab) < 0.01);
+    }
+  }
+  const int token = t.ids[40], other = engine.open();
+  REQUIRE(engine.restore(other, engine.save(slots[0])) == Fit::ok);
+  std::vector<float> first(t.vocab), again(t.vocab);
+  REQUIRE(engine.step({slots[0]}, {&token, 1}, rows(first, 0, 1, t.vocab)) == Fit::ok);
+  REQUIRE(engine.step({other}, {&token, 1}, rows(again, 0, 1, t.vocab)) == Fit::ok);
+  CHECK(first == again);
+  engine.store().check_invariants();
+}
+
+TEST_CASE("cuda engine: what cannot run is refused by name") {
+  const auto refused = [](auto work) {
+    try {
+      work();
+      FAIL("not refused");
+    } catch (const Error& error) {
+      CHECK(error.code() == Errc::unsupported);
+    }
+  };
+  const Tiny cpu("llama-gqa3", Device::cpu), cuda("llama-gqa3", Device::cuda);
+  refused([&] { Engine(cpu.model, std::make_shared<Everything>(), options(Device::cuda, 1, 0)); });
+  refused([&] { load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny", Device::cuda); });
+  Engine engine(cuda.model, std::make_shared<Everything>(), options(Device::cuda, 1, 0));
+  EngineObserver observer;
+  refused([&] { engine.observe(&observer); });
+  engine.observe(nullptr);
+}
