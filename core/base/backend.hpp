@@ -101,12 +101,22 @@ struct CudaStoreOps {
   void (*clear)(const CudaStoreLayer& first, int layers, int slot, void* stream) = nullptr;  // a slot of every layer
 };
 
+// What the executor needs beside ops (model/cuda_executor.cu).
+struct CudaModelOps {
+  // length[t, head] = now[head] - tokens + t + 1 and row[t] = t: row t of a chunk of one sequence sees no later token.
+  void (*causal)(const std::int32_t* now, int kv_heads, int tokens, std::int32_t* length, std::int32_t* row,
+                 void* stream) = nullptr;
+  // sums[head, i] += mass[row, head, i] over all rows, in their order.
+  void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
+};
+
 struct CudaBackend {
   static constexpr int version = 2;
   int table_version = 0;  // of the library; another one is refused
   CudaRuntime runtime;
   CudaOps ops;
   CudaStoreOps store;
+  CudaModelOps model;
 };
 
 // Null where the backend cannot be used; loaded once, thread-safe.

@@ -11,6 +11,7 @@ namespace kvlab {
 
 void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
 void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
+void fill_cuda_model_ops(CudaModelOps& ops);  // model/cuda_executor.cu
 
 namespace cuda {
 namespace {
@@ -256,5 +257,6 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.read_rate = read_rate;
   fill_cuda_ops(table->ops);
   fill_cuda_store_ops(table->store);
+  fill_cuda_model_ops(table->model);
   return true;
 }

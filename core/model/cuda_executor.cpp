@@ -111,42 +111,83 @@ void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
   }
 }
 
-// QK norm, RoPE and the cache: one token of each slot, from rows first_row on.
-Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row) {
-  const PartTimer timer(Part::append);
+ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;
   const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
   ops::RopeAppendArgs a;
+  a.rows = static_cast<int>(rows);
   a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
-  a.qkv = qkv_.as<float>() + first_row * qkv_width();
+  a.qkv = qkv_.as<float>();
   a.qkv_stride = qkv_width();
   a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
   a.eps = c.rms_eps;
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
-  a.position = position_.as<std::int32_t>() + first_row;
+  a.position = position_.as<std::int32_t>();
+  return a;
+}
+
+// QK norm, RoPE and the cache: one token of each slot.
+Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
+  const PartTimer timer(Part::append);
+  ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
   if (store_.before_step(layer, slots, a) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
   return Fit::ok;
 }
 
-void CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row,
-                          const PageList* pages, View<float, 3> mass) {
+// The same for a chunk of one slot: queries, then keys, as heads that are only turned; then the store takes them.
+Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
+  const PartTimer timer(Part::append);
+  const ModelConfig& c = model_->config;
+  const PagedKv kv = store_.view(layer, {slot});
+  ops::RopeAppendArgs a = rope(layer, tokens);
+  a.layouts = kv.layouts;
+  a.kv_heads = 0;
+  cuda().rope_append(a, stream_.handle());
+  a.qkv += std::int64_t{c.heads} * c.head_dim;
+  a.heads = c.kv_heads;
+  a.query_norm = a.key_norm;
+  cuda().rope_append(a, stream_.handle());
+  return store_.append(layer, slot, a.qkv, a.qkv + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+                       static_cast<int>(tokens), first);
+}
+
+void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
-  const std::int64_t rows = static_cast<std::int64_t>(slots.size()), width = std::int64_t{c.heads} * c.head_dim;
+  const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
   ops::AttendArgs a;
-  a.kv = store_.view(layer, slots);
-  a.queries = part(rows, 0, c.heads);
+  a.kv = kv;
+  a.queries = part(kv.rows, 0, c.heads);
   a.queries.data += first_row * qkv_width();
   a.pages = pages;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
-  a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {rows, c.heads, c.head_dim});
+  a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
   a.mass = mass;
   cuda().attend(a, stream_.handle());
+}
+
+void CudaExecutor::attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> sums) {
+  const ModelConfig& c = model_->config;
+  const PagedKv all = store_.causal_view(layer, slot, static_cast<int>(tokens),
+                                         room<std::int32_t>(length_, tokens * c.kv_heads, stream_),
+                                         room<std::int32_t>(rows_, tokens, stream_));
+  if (!sums) return attend(all, 0, nullptr, {});
+  zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
+  constexpr std::int64_t block = 32;  // rows whose mass is there at once
+  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1], stream_);
+  for (std::int64_t at = 0; at < tokens; at += block) {
+    PagedKv kv = all;
+    kv.slots += at;
+    kv.rows = static_cast<int>(std::min(block, tokens - at));
+    const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
+    attend(kv, at, nullptr, mass);
+    require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
+  }
 }
 
 void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows) {
@@ -192,7 +233,6 @@ View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_he
 
 Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
   const ModelConfig& c = model_->config;
-  if (hooks.wants_prompt_mass()) refuse("got a policy that wants the prompt's attention mass, wanted backend: cpu");
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   const int first = store_.position(slot);
   const std::vector<std::int32_t> slots{slot};
@@ -205,10 +245,14 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
     PromptLayer info;
     info.past = store_.max_length(layer, slots);
-    for (std::int64_t t = 0; t < n; ++t) {
-      if (append(layer, slots, t) != Fit::ok) return Fit::out_of_memory;
-      attend(layer, slots, t, nullptr, {});
+    if (append_chunk(layer, slot, n, first) != Fit::ok) return Fit::out_of_memory;
+    View<float, 2> sums;
+    if (hooks.wants_prompt_mass()) {
+      const std::int64_t width = info.past + n;
+      sums = View<float, 2>::dense(room<float>(sums_, c.heads * width, stream_), {c.heads, width});
+      info.mass = sums;
     }
+    attend_chunk(layer, slot, n, sums);
     info.layer = layer;
     info.slot = slot;
     info.last = last;
@@ -235,7 +279,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
     project(l, n);
-    if (append(layer, slots, 0) != Fit::ok) return Fit::out_of_memory;
+    if (append(layer, slots) != Fit::ok) return Fit::out_of_memory;
     DecodeLayer info;
     info.layer = layer;
     info.slots = &slots;
@@ -251,7 +295,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
       mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * longest, stream_), {n, c.heads, longest});
       info.mass = mass;
     }
-    attend(layer, slots, 0, info.pages, mass);
+    attend(store_.view(layer, slots), 0, info.pages, mass);
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     fit = hooks.attended(info);
     store_.workspace().reset();

@@ -1,5 +1,5 @@
-// The executor on CUDA: weights and cache in bf16, activations between products in f32. A prompt's products run over
-// the whole chunk; its attention goes token by token through the ops of a decode step.
+// The executor on CUDA: weights and cache in bf16, activations between products in f32. A prompt's attention goes
+// through the op of decode steps, each token a row that sees nothing after itself.
 #pragma once
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
@@ -13,7 +13,6 @@ class CudaExecutor final : public Executor {
   // Errc::unsupported for a model without weights on the device, and for a RoPE regime other than original.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
 
-  // Errc::unsupported for hooks that want the prompt's attention mass.
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
              View<float, 2> logits) override;
@@ -24,9 +23,11 @@ class CudaExecutor final : public Executor {
               std::int64_t y_stride, bool add);
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
   void project(const CudaLayer& l, std::int64_t rows);
-  Fit append(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row);
-  void attend(int layer, const std::vector<std::int32_t>& slots, std::int64_t first_row, const PageList* pages,
-              View<float, 3> mass);
+  ops::RopeAppendArgs rope(int layer, std::int64_t rows);
+  Fit append(int layer, const std::vector<std::int32_t>& slots);
+  Fit append_chunk(int layer, int slot, std::int64_t tokens, int first);
+  void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
+  void attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> mass);
   void finish_layer(const CudaLayer& l, std::int64_t rows);
   void logits_of(std::int64_t first_row, std::int64_t rows, View<float, 2> out);
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
@@ -39,11 +40,12 @@ class CudaExecutor final : public Executor {
   CudaStore& store_;
   const CudaModel& weights_;
   Stream stream_;
-  StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
-  StreamMemory tokens_, position_;    // i32 [row]
-  StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
-  StreamMemory normed_, gated_;       // bf16 [row, hidden], [row, ffn]
-  StreamMemory mass_, logits_;        // f32
+  StreamMemory cosine_, sine_;         // f32 [max_tokens, head_dim / 2]
+  StreamMemory tokens_, position_;     // i32 [row]
+  StreamMemory x_, qkv_, attention_;   // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
+  StreamMemory normed_, gated_;        // bf16 [row, hidden], [row, ffn]
+  StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
+  StreamMemory mass_, sums_, logits_;  // f32
 };
 
 }  // namespace kvlab

@@ -22,7 +22,9 @@ enum AppendError : int {
 };
 
 struct RopeAppendArgs {
-  int rows = 0, heads = 0, kv_heads = 0, head_dim = 0;  // head_dim a multiple of 8 up to 256
+  // head_dim a multiple of 8 up to 256. kv_heads 0: heads are turned and nothing is appended; of the cache only layouts
+  // and codecs are looked at then.
+  int rows = 0, heads = 0, kv_heads = 0, head_dim = 0;
   // [rows, heads + 2 kv_heads, head_dim]: a row's queries, keys, values. Queries and keys are normed and rotated in
   // place; values stay.
   float* qkv = nullptr;

@@ -174,6 +174,20 @@ PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier 
   return kv;
 }
 
+PagedKv CudaStore::causal_view(int index, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const {
+  const Shape& s = options_.shape;
+  PagedKv kv = view(index, {slot});
+  backend().model.causal(kv.length.data + std::int64_t{slot} * s.kv_heads, s.kv_heads, tokens, length, rows,
+                         stream_.handle());
+  kv.table.data += kv.table.stride[0] * slot;
+  kv.table.extent[0] = tokens;
+  kv.table.stride[0] = 0;
+  kv.length = View<const std::int32_t, 2>::dense(length, {tokens, s.kv_heads});
+  kv.slots = rows;
+  kv.rows = tokens;
+  return kv;
+}
+
 Summaries CudaStore::summaries(int index) const {
   Summaries out;
   out.kind = options_.summary;

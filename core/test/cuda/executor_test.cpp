@@ -103,6 +103,44 @@ TEST_CASE("cuda executor: whole prompts give transformers' logits") {
   for (const char* variant : variants) check_variant(variant, 0);
 }
 
+TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {
+  struct Keeper final : LayerHooks {
+    explicit Keeper(Stream s) : stream(s) {}
+    bool wants_prompt_mass() const override { return true; }
+    Fit prompt(const PromptLayer& l) override {
+      std::vector<float> copy(static_cast<std::size_t>(l.mass.extent[0] * l.mass.extent[1]));
+      copy_memory(copy.data(), l.mass.data, copy.size() * sizeof(float), stream);
+      synchronize(stream);
+      mass.push_back(std::move(copy));
+      return Fit::ok;
+    }
+    Stream stream;
+    std::vector<std::vector<float>> mass;  // [chunk, layer]
+  };
+  std::vector<std::vector<float>> mass[2];
+  for (const Device device : {Device::cpu, Device::cuda}) {
+    const Tiny t("llama-gqa4-rope3", device);
+    const OwnedStream stream(device);
+    StoreOptions o;
+    const ModelConfig& c = t.model->config;
+    o.shape = {c.layers, c.heads, c.kv_heads, c.head_dim, 16, 2, 96, DType::bf16};
+    o.rope_table = t.model->rope();
+    const auto store = make_store(o, stream.get());
+    const auto executor = make_executor(t.model, *store);
+    Keeper hooks(stream.get());
+    store->open();
+    const int slot = store->open();
+    for (std::size_t at = 0; at < 39; at += 13)
+      REQUIRE(executor->prefill(slot, {t.ids.data() + at, 13}, at == 26, hooks, {}) == Fit::ok);
+    mass[static_cast<std::size_t>(device)] = hooks.mass;
+  }
+  REQUIRE(mass[1].size() == mass[0].size());
+  for (std::size_t i = 0; i < mass[0].size(); ++i) {
+    REQUIRE(mass[1][i].size() == mass[0][i].size());
+    for (std::size_t j = 0; j < mass[0][i].size(); ++j) REQUIRE(mass[1][i][j] == Approx(mass[0][i][j]).margin(0.05));
+  }
+}
+
 TEST_CASE("cuda engine: a ragged batch equals the sequences alone; a saved one goes on") {
   const Tiny t("llama-gqa3", Device::cuda);
   const std::vector<std::size_t> prompts = {12, 3, 7};

@@ -1,0 +1,49 @@
+#include "base/backend.hpp"
+#include "base/cuda.cuh"
+
+namespace kvlab {
+using namespace cuda;
+namespace {
+
+__global__ void causal_kernel(const std::int32_t* now, int kv_heads, int tokens, std::int32_t* length,
+                              std::int32_t* row) {
+  const std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= std::int64_t{tokens} * kv_heads) return;
+  const int t = static_cast<int>(i / kv_heads), head = static_cast<int>(i % kv_heads);
+  length[i] = now[head] - tokens + t + 1;
+  if (head == 0) row[t] = t;
+}
+
+__global__ void add_rows_kernel(View<const float, 3> mass, View<float, 2> sums) {
+  const std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int head = blockIdx.y;
+  if (i >= sums.extent[1]) return;
+  float sum = sums(head, i);
+  for (std::int64_t row = 0; row < mass.extent[0]; ++row) sum += mass(row, head, i);
+  sums(head, i) = sum;
+}
+
+constexpr int threads = 256;
+unsigned blocks_of(std::int64_t work) { return static_cast<unsigned>((work + threads - 1) / threads); }
+
+void causal(const std::int32_t* now, int kv_heads, int tokens, std::int32_t* length, std::int32_t* row, void* stream) {
+  const unsigned blocks = blocks_of(std::int64_t{tokens} * kv_heads);
+  causal_kernel<<<blocks, threads, 0, stream_of(stream)>>>(now, kv_heads, tokens, length, row);
+  check_launch("causal");
+}
+
+void add_rows(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) {
+  const dim3 grid(blocks_of(sums.extent[1]), static_cast<unsigned>(sums.extent[0]));
+  add_rows_kernel<<<grid, threads, 0, stream_of(stream)>>>(mass, sums);
+  check_launch("add_rows");
+}
+
+}  // namespace
+
+void fill_cuda_model_ops(CudaModelOps& t);
+void fill_cuda_model_ops(CudaModelOps& t) {
+  t.causal = causal;
+  t.add_rows = add_rows;
+}
+
+}  // namespace kvlab
