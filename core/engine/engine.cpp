@@ -1,8 +1,11 @@
 #include "engine/engine.hpp"
 
 #include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
 
 #include <algorithm>
+
+#include "ops/placement.hpp"
 
 namespace kvlab {
 namespace {
@@ -117,6 +120,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.summaries = store_.summaries(layer);
   kv.state_names = &store_.options().token_state;
   kv.workspace = &store_.workspace();
+  kv.slots = slots.data();
   kv.position = position.data();
   kv.max_length = store_.max_length(layer, slots);
   return kv;
@@ -140,12 +144,7 @@ Fit Engine::before_prompt(int layer, int slot) {
   const std::int32_t position[] = {store_.position(slot)};
   const LayerKv kv = layer_kv(layer, slots, position);
   PageList up = kv.list<PageList>("recall", (kv.max_length + kv.shape->page_size - 1) / kv.shape->page_size);
-  for (int head = 0; head < kv.kv_heads(); ++head) {
-    int count = 0;
-    for (int page = 0; page < kv.pages.pages(0, head); ++page)
-      if (kv.pages.entry(0, head, page).frame == null_frame) up.index(0, head, count++) = page;
-    up.count(0, head) = count;
-  }
+  ops::absent_pages(kv.pages, up, Stream::cpu());
   Edits edits(layer);
   edits.recall(up);
   return apply(edits.all(), slots);
@@ -208,12 +207,7 @@ const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
     if (e.verb == Edit::attend) {
       attend_ = store_.resolve_attend(e, *l.slots, store_.workspace());
       list = &attend_;
-      bool all = true;
-      for (int row = 0; row < static_cast<int>(l.slots->size()); ++row)
-        for (int head = 0; head < store_.shape().kv_heads; ++head)
-          all &= attend_.count(row, head) * store_.shape().page_size >=
-                 store_.length(l.layer, (*l.slots)[static_cast<std::size_t>(row)], head);
-      selected_ += !all;
+      ops::count_partial(store_.view(l.layer, *l.slots), attend_, &selected_, Stream::cpu());
     } else {
       (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
     }
