@@ -73,12 +73,7 @@ class GuardedDevice final : public Workspace {
     if (bytes) std::memcpy(to, from, bytes);
     return to;
   }
-  // Scratch is free again, and poisoned.
-  void reset() {
-    const Open open;
-    std::memset(memory_, 0xCD, used_);
-    used_ = 0;
-  }
+  void reset() { used_ = 0; }  // scratch is free again
 
   // A dense copy of a view in any order.
   template <class T, int Rank>
@@ -88,6 +83,11 @@ class GuardedDevice final : public Workspace {
     for (const auto e : v.extent) count *= static_cast<std::size_t>(e);
     auto* to = static_cast<std::remove_const_t<T>*>(scratch("", count * sizeof(T)));
     const Open open;
+    const auto dense = View<T, Rank>::dense(to, v.extent);
+    if (v.stride == dense.stride) {
+      std::memcpy(to, v.data, count * sizeof(T));
+      return dense;
+    }
     std::array<std::int64_t, Rank> at{};
     for (std::size_t i = 0; i < count; ++i) {
       std::int64_t offset = 0;
@@ -96,11 +96,11 @@ class GuardedDevice final : public Workspace {
       for (int d = Rank; d-- > 0 && ++at[static_cast<std::size_t>(d)] == v.extent[static_cast<std::size_t>(d)];)
         at[static_cast<std::size_t>(d)] = 0;
     }
-    return View<T, Rank>::dense(to, v.extent);
+    return dense;
   }
 
  private:
-  static constexpr std::size_t size = std::size_t{1} << 28;
+  static constexpr std::size_t size = std::size_t{1} << 26;
 
   static GuardedDevice*& current() {
     static GuardedDevice* device = nullptr;
