@@ -20,6 +20,7 @@ struct NormArgs;
 struct EmbedArgs;
 struct ArgmaxArgs;
 struct RopeAppendArgs;
+struct PlacementArgs;
 }  // namespace ops
 
 struct CudaStoreLayer;
@@ -83,6 +84,14 @@ struct CudaOps {
   void (*read_state)(const StateColumn& column, const Scores& out, void* stream) = nullptr;
   void (*allot_same)(const Allotment& a, const std::int32_t* tokens, void* stream) = nullptr;
   void (*allot_by_score)(const Allotment& a, double floor, bool exact_total, void* stream) = nullptr;
+  void (*round_allotment)(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
+                          const View<std::int32_t, 2>& keep, void* stream) = nullptr;
+  void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
+  void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
+                      const PageList& out, void* stream) = nullptr;
+  void (*absent_pages)(const PagedKv& kv, const PageList& out, void* stream) = nullptr;
+  void (*place_pages)(const ops::PlacementArgs& a, void* stream) = nullptr;
+  void (*count_partial)(const PagedKv& kv, const PageList& list, std::int64_t* count, void* stream) = nullptr;
 };
 
 // What a store on the device does; store/cuda_kernels.hpp.
@@ -123,6 +132,8 @@ struct CudaBackend {
 const CudaBackend* cuda_backend();
 // The same, or Errc::device with the reason.
 const CudaBackend& require_cuda(const char* who);
+// For tests: this table in place of the library's, null = the library's again. Not while ops run.
+void replace_cuda_backend(const CudaBackend* table);
 // "NVIDIA H200, 143771 MiB, sm_90, driver 580.159, CUDA 13.0", or why there is none.
 const std::string& cuda_state();
 

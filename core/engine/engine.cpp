@@ -126,6 +126,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.summaries = store_->summaries(layer);
   kv.state_names = &store_->options().token_state;
   kv.workspace = &store_->workspace();
+  kv.slots = slots.data();
   kv.position = position.data();
   kv.max_length = store_->max_length(layer, slots);
   return kv;

@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "base/part_timer.hpp"
+#include "ops/allot.hpp"
 #include "ops/paged.hpp"
+#include "ops/placement.hpp"
 
 namespace kvlab {
 namespace {
@@ -55,19 +57,17 @@ class ComposedPolicy final : public Policy {
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
-    std::vector<bool> due(static_cast<std::size_t>(kv.rows()));
-    bool any_due = false, any_last = false;
-    for (int row = 0; row < kv.rows(); ++row) {
-      due[static_cast<std::size_t>(row)] = kv.last[row] && parts_.compress_prompt;
-      any_due |= due[static_cast<std::size_t>(row)];
-      any_last |= kv.last[row];
-    }
-    pages_after_.clear();
+    const std::size_t rows = static_cast<std::size_t>(kv.rows());
+    last_.assign(kv.last, kv.last + rows);
+    due_.assign(rows, 0);
+    if (parts_.compress_prompt) due_ = last_;
+    View<const std::int32_t, 2> left;
     if (parts_.scorer) {
       parts_.scorer->observe(kv, s);
-      if (any_due) compress(kv, due, edits, s);
+      left = compress(kv, edits, s);
     }
-    if (parts_.host && any_last && kv.layer >= dense_layers_) place_rest(kv, kv.last, edits);
+    if (parts_.host && any(last_) && kv.layer >= dense_layers_)
+      place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
   }
 
   void select(const LayerStep& step, Edits& edits, Stream s) override {
@@ -83,20 +83,21 @@ class ComposedPolicy final : public Policy {
       parts_.selector->select(with, list, s);
       pins = parts_.selector->pins();
       edits.attend(list, pins);
-    } else {
-      list = all_pages(step);
     }
-    if (parts_.host) place_step(step, list, pins, edits);
+    if (parts_.host) place_step(step, parts_.selector ? &list : nullptr, pins, edits, s);
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    pages_after_.clear();
+    View<const std::int32_t, 2> left;
     if (parts_.scorer) {
       parts_.scorer->observe(step, s);
-      evict_when_due(step, edits, s);
+      due_.assign(static_cast<std::size_t>(step.rows()), 0);
+      for (int row = 0; every_ > 0 && row < step.rows(); ++row)
+        due_[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
+      left = compress(step, edits, s);
     }
     // Everything was recalled for this attention; a selector's pages stay, for the next step may want them again.
-    if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, nullptr, edits);
+    if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
   }
 
  private:
@@ -120,159 +121,102 @@ class ComposedPolicy final : public Policy {
     throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
   }
 
-  void evict_when_due(const LayerStep& step, Edits& edits, Stream s) {
-    if (every_ == 0) return;
-    std::vector<bool> due(static_cast<std::size_t>(step.rows()));
-    bool any_due = false;
-    for (int row = 0; row < step.rows(); ++row) {
-      due[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
-      any_due |= due[static_cast<std::size_t>(row)];
-    }
-    if (any_due) compress(step, due, edits, s);
+  static bool any(const std::vector<std::uint8_t>& mask) {
+    return std::count(mask.begin(), mask.end(), 0) < std::ssize(mask);
   }
 
   int total(int seen) const { return budget_tokens(amount_, seen, shape_, page_bytes_, dense_layers_); }
 
-  void compress(const LayerKv& kv, const std::vector<bool>& due, Edits& edits, Stream s) {
-    if (amount_.kind == BudgetAmount::unlimited || kv.layer < dense_layers_) return;
-    const int rows = kv.rows();
-    std::vector<std::int32_t> totals(static_cast<std::size_t>(rows));
-    std::vector<Pins> pins(static_cast<std::size_t>(rows));
-    std::vector<bool> keep_all(static_cast<std::size_t>(rows));
-    for (int row = 0; row < rows; ++row) {
-      const std::size_t r = static_cast<std::size_t>(row);
-      totals[r] = due[r] ? std::min(total(kv.position[row]), kv.position[row]) : kv.position[row];
-      keep_all[r] = totals[r] == kv.position[row];
-      if (!keep_all[r]) pins[r] = parts_.scorer->pins(totals[r]);
+  // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty when nothing was done.
+  View<const std::int32_t, 2> compress(const LayerKv& kv, Edits& edits, Stream s) {
+    if (!any(due_) || amount_.kind == BudgetAmount::unlimited || kv.layer < dense_layers_) return {};
+    const std::size_t rows = static_cast<std::size_t>(kv.rows());
+    totals_.resize(rows), pins_.assign(rows, {}), keep_all_.resize(rows);
+    for (std::size_t r = 0; r < rows; ++r) {
+      totals_[r] = due_[r] ? std::min(total(kv.position[r]), kv.position[r]) : kv.position[r];
+      keep_all_[r] = totals_[r] == kv.position[r];
+      if (!keep_all_[r]) pins_[r] = parts_.scorer->pins(totals_[r]);
     }
-    if (std::find(keep_all.begin(), keep_all.end(), false) == keep_all.end()) return;
+    if (std::find(keep_all_.begin(), keep_all_.end(), 0) == keep_all_.end()) return {};
     const PartTimer timer(Part::score);
     Scores scores = kv.kv_head_scores("scores");
     parts_.scorer->score(kv, scores, s);
-    const auto keep = kv.scratch<std::int32_t>("keep", {rows, kv.kv_heads()});
-    const auto length = kv.scratch<std::int32_t>("length", {rows, kv.kv_heads()});
-    for (int row = 0; row < rows; ++row)
-      for (int head = 0; head < kv.kv_heads(); ++head) length(row, head) = kv.pages.tokens(row, head);
+    const auto keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
     Allotment a;
     a.layer = kv.layer - dense_layers_;
     a.layers = shape_.layers - dense_layers_;
     a.scores = scores;
-    a.length = length;
-    a.pins = pins.data();
-    a.total = totals.data();
+    a.length = head_lengths(kv, s);
+    a.pins = kv.upload("pins", pins_.data());
+    a.total = kv.upload("totals", totals_.data());
     a.keep = keep;
     a.kv = &kv;
+    a.host_pins = pins_.data();
+    a.host_total = totals_.data();
     if (parts_.split)
       parts_.split->allot(a, s);
     else
       ops::allot_uniform(a, s);
-    // Bytes are held in whole pages, so a split that ends inside one would hold more than was given.
-    const int p = shape_.page_size;
-    for (int row = 0; row < rows; ++row)
-      for (int head = 0; head < kv.kv_heads(); ++head)
-        if (keep_all[static_cast<std::size_t>(row)])
-          keep(row, head) = length(row, head);
-        else if (amount_.kind == BudgetAmount::bytes && keep(row, head) < length(row, head))
-          keep(row, head) = keep(row, head) / p * p;  // top_tokens keeps the pins whatever this says
+    // Bytes are held in whole pages, so a split that ends inside one would hold more than was given. (top_tokens keeps
+    // the pins whatever this says.)
+    ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
+                         amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
     TokenList kept = kv.list<TokenList>("kept", kv.max_length);
     {
       const PartTimer select_timer(Part::select);
-      ops::top_tokens(kv.pages, scores, keep, pins.data(), kept, s);
+      ops::top_tokens(kv.pages, scores, keep, a.pins, kept, s);
     }
     edits.evict_rest(kept);
-    pages_after_.resize(static_cast<std::size_t>(rows * kv.kv_heads()));
-    for (int row = 0; row < rows; ++row)
-      for (int head = 0; head < kv.kv_heads(); ++head)
-        pages_after_[static_cast<std::size_t>(row * kv.kv_heads() + head)] =
-            (kept.count(row, head) + shape_.page_size - 1) / shape_.page_size;
+    return kept.count;
   }
 
-  View<const std::int32_t, 2> page_budgets(const LayerStep& step) const {
-    auto budgets = step.scratch<std::int32_t>("page budgets", {step.rows(), step.kv_heads()});
+  static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
+    const auto length = kv.scratch<std::int32_t>("length", {kv.rows(), kv.kv_heads()});
+    ops::lengths(kv.pages, length, s);
+    return length;
+  }
+
+  View<const std::int32_t, 2> page_budgets(const LayerStep& step) {
+    budgets_.clear();
     for (int row = 0; row < step.rows(); ++row) {
       const int tokens = total(step.position[row]);
       const int pages =
           tokens == unlimited ? step.max_pages : std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size});
-      for (int head = 0; head < step.kv_heads(); ++head) budgets(row, head) = std::min(pages, step.max_pages);
+      budgets_.insert(budgets_.end(), static_cast<std::size_t>(step.kv_heads()), std::min(pages, step.max_pages));
     }
-    return budgets;
+    return step.upload_heads("page budgets", budgets_.data());
   }
 
-  PageList all_pages(const LayerStep& step) const {
-    PageList list = step.list<PageList>("all pages", step.max_pages);
-    for (int row = 0; row < step.rows(); ++row)
-      for (int head = 0; head < step.kv_heads(); ++head) {
-        const int pages = step.pages.pages(row, head);
-        for (int page = 0; page < pages; ++page) list.index(row, head, page) = page;
-        list.count(row, head) = pages;
-      }
-    return list;
-  }
-
-  // All full pages go to the host, the newest `resident` tokens' pages also stay. rows: [row] which; null = all.
-  void place_rest(const LayerKv& kv, const bool* rows, Edits& edits) {
+  // All full pages go to the host, the newest `resident` tokens' pages also stay. left: tokens that an eviction of this
+  // callback leaves, empty when there was none; rows: which, null = all.
+  void place_rest(const LayerKv& kv, View<const std::int32_t, 2> left, const std::uint8_t* rows, Edits& edits,
+                  Stream s) {
     const int p = shape_.page_size, room = (kv.max_length + p - 1) / p;
+    if (!left) left = head_lengths(kv, s);
     PageList down = kv.list<PageList>("offload", room), out = kv.list<PageList>("drop", room);
-    const int stay = std::max(1, parts_.resident_tokens / p);
-    for (int row = 0; row < kv.rows(); ++row)
-      for (int head = 0; head < kv.kv_heads(); ++head) {
-        const bool evicted = !pages_after_.empty();
-        const int pages = rows && !rows[row] ? 0
-                          : evicted          ? pages_after_[static_cast<std::size_t>(row * kv.kv_heads() + head)]
-                                             : kv.pages.pages(row, head);
-        int offloaded = 0, dropped = 0;
-        for (int page = 0; page + 1 < pages; ++page) {
-          down.index(row, head, offloaded++) = page;
-          if (page < pages - stay) out.index(row, head, dropped++) = page;
-        }
-        down.count(row, head) = offloaded;
-        out.count(row, head) = dropped;
-      }
+    ops::older_pages(left, rows, p, 1, down, s);
+    ops::older_pages(left, rows, p, std::max(1, parts_.resident_tokens / p), out, s);
     edits.offload(down);
     edits.drop(Tier::device, out);
   }
 
-  // Before attention: what it reads comes up, what does not fit beside it goes (down first, if it has no copy there
-  // yet).
-  void place_step(const LayerStep& step, const PageList& list, const Pins& pins, Edits& edits) {
-    const int p = shape_.page_size, rows = step.rows(), heads = step.kv_heads();
-    PageList down = step.list<PageList>("offload", step.max_pages), out = step.list<PageList>("drop", step.max_pages),
-             up = step.list<PageList>("recall", step.max_pages);
-    std::vector<char> wanted;
-    for (int row = 0; row < rows; ++row)
-      for (int head = 0; head < heads; ++head) {
-        const int n = step.pages.tokens(row, head), pages = step.pages.pages(row, head);
-        wanted.assign(static_cast<std::size_t>(pages), 0);
-        int count = 0;
-        const auto want = [&](int page) {
-          if (!wanted[static_cast<std::size_t>(page)]) ++count;
-          wanted[static_cast<std::size_t>(page)] = 1;
-        };
-        for (int i = 0; i < list.count(row, head); ++i) want(list.index(row, head, i));
-        for (int page = 0; page < pages && page * p < pins.first; ++page) want(page);
-        for (int page = pages - 1; page >= 0 && pins.last > 0 && (page + 1) * p > n - pins.last; --page) want(page);
-        int ups = 0;
-        for (int page = 0; page < pages; ++page)
-          if (wanted[static_cast<std::size_t>(page)] && step.pages.entry(row, head, page).frame == null_frame)
-            up.index(row, head, ups++) = page;
-        if (pages > 0) want(pages - 1);  // the page that is being filled is never moved
-        const int room = std::max(count, parts_.resident_tokens / p);
-        for (int page = pages - 1; page >= 0 && count < room; --page)
-          if (step.pages.entry(row, head, page).frame != null_frame) want(page);
-        int downs = 0, outs = 0;
-        for (int page = 0; page < pages; ++page) {
-          if (wanted[static_cast<std::size_t>(page)] || step.pages.entry(row, head, page).frame == null_frame) continue;
-          out.index(row, head, outs++) = page;
-          if (step.host_pages.entry(row, head, page).frame == null_frame) down.index(row, head, downs++) = page;
-        }
-        up.count(row, head) = ups;
-        out.count(row, head) = outs;
-        down.count(row, head) = downs;
-      }
+  // Before attention: what it reads (null = everything) comes up, what does not fit beside it goes (down first, if it
+  // has no copy there yet).
+  void place_step(const LayerStep& step, const PageList* attended, const Pins& pins, Edits& edits, Stream s) {
+    ops::PlacementArgs a;
+    a.device = step.pages;
+    a.host = step.host_pages;
+    a.attended = attended;
+    a.pins = pins;
+    a.resident_tokens = parts_.resident_tokens;
+    a.recall = step.list<PageList>("recall", step.max_pages);
+    a.offload = step.list<PageList>("offload", step.max_pages);
+    a.drop = step.list<PageList>("drop", step.max_pages);
+    ops::place_pages(a, s);
     const Deadline now{Deadline::this_attention};
-    edits.offload(down, now);
-    edits.drop(Tier::device, out, now);
-    edits.recall(up, now);
+    edits.offload(a.offload, now);
+    edits.drop(Tier::device, a.drop, now);
+    edits.recall(a.recall, now);
   }
 
   Composition parts_;
@@ -281,7 +225,10 @@ class ComposedPolicy final : public Policy {
   Shape shape_;
   BudgetAmount amount_;
   std::int64_t page_bytes_ = 0;
-  std::vector<int> pages_after_;  // [row, kv_head] of this layer's callback, once it has evicted
+  // Of one callback; kept so that a decode step allocates nothing.
+  std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
+  std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]
+  std::vector<Pins> pins_;                           // [row]
 };
 
 }  // namespace

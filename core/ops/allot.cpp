@@ -1,3 +1,5 @@
+#include "ops/allot.hpp"
+
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -125,6 +127,22 @@ void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s
   }
   thread_local Scratch x;
   for (int r = 0; r < rows; ++r) allot_row(a, r, floor, exact_total, x);
+}
+
+void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
+                     View<std::int32_t, 2> keep, Stream s) {
+  const char* op = "round_allotment";
+  const auto rows = keep.extent[0], heads = keep.extent[1];
+  if (page_size < 1 || (rows > 0 && !keep_all) || length.extent[0] < rows || length.extent[1] < heads)
+    fail(Errc::internal, op, "got too few lengths, no mask or no page size, wanted those of keep");
+  if (s.device() == Device::cuda)
+    return cuda_op(&CudaOps::round_allotment, op)(length, keep_all, page_size, keep, s.handle());
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t h = 0; h < heads; ++h)
+      if (keep_all[r])
+        keep(r, h) = length(r, h);
+      else if (keep(r, h) < length(r, h))
+        keep(r, h) -= keep(r, h) % page_size;
 }
 
 }  // namespace kvlab::ops

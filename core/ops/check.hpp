@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "base/backend.hpp"
+
 namespace kvlab::ops {
 
 [[noreturn]] inline void fail(Errc code, const char* op, const std::string& message) {
@@ -15,6 +17,14 @@ namespace kvlab::ops {
 inline void require_cpu(Stream s, const char* op) {
   if (s.device() != Device::cpu)
     fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: the CUDA backend is not in this build");
+}
+
+// An entry of the CUDA table. Errc::device without a GPU, Errc::unsupported where the library lacks this op.
+template <class Function>
+Function cuda_op(Function CudaOps::*entry, const char* op) {
+  const Function f = require_cuda(op).ops.*entry;
+  if (!f) fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: this op has no CUDA kernel");
+  return f;
 }
 
 // What the host knows of a cache: rows of a multiple of 8 up to 256 elements, a complete view. Errc::internal or

@@ -1,12 +1,14 @@
 // Every op again, slow and obviously right: straight loops over the views, double accumulation, no threads, no scratch.
 // They are the oracle of the fast CPU forms and of other backends. Arguments, results and errors of a view are those of
-// the op of the same name (kvlab/ops.hpp, paged.hpp, norm.hpp, gemm.hpp); lengths are not checked again.
-// attend_reference and prefill_attention_reference are declared with their ops (attend.hpp).
+// the op of the same name (kvlab/ops.hpp, placement.hpp, allot.hpp, paged.hpp, norm.hpp, gemm.hpp); lengths are not
+// checked again. attend_reference and prefill_attention_reference are declared with their ops (attend.hpp).
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/roles.hpp>
 
 #include <cstdint>
+
+#include "ops/placement.hpp"
 
 namespace kvlab::ops {
 
@@ -45,6 +47,16 @@ void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, Vi
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
 void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);
+void round_allotment_reference(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
+                               View<std::int32_t, 2> keep);
+
+// Placement.
+void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
+void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
+                           PageList out);
+void absent_pages_reference(const PagedKv& kv, PageList out);
+void place_pages_reference(const PlacementArgs& a);
+void count_partial_reference(const PagedKv& kv, const PageList& list, std::int64_t* count);
 
 // The executor's. w [n, k]: the weights as stored (Linear::row).
 void linear_reference(const float* x, std::int64_t x_stride, const float* w, float* y, std::int64_t y_stride,

@@ -23,6 +23,12 @@ void* StoreWorkspace::scratch(const char*, std::size_t bytes) {
   return p;
 }
 
+const void* StoreWorkspace::upload(const char* tag, const void* from, std::size_t bytes) {
+  void* to = scratch(tag, bytes);
+  copy_memory(to, from, bytes, stream_);
+  return to;
+}
+
 void StoreWorkspace::reset() {
   if (blocks_.size() > 1) {
     // One block of the whole size serves the next callback without growing again.

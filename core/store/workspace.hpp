@@ -19,6 +19,7 @@ class StoreWorkspace final : public Workspace {
 
   void* scratch(const char* tag, std::size_t bytes) override;
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
+  const void* upload(const char* tag, const void* from, std::size_t bytes) override;
 
   void reset();               // scratch is free again; keeps the memory of the largest use
   void clear_slot(int slot);  // zero the slot's state

@@ -89,7 +89,7 @@ class HeadStats final : public kvlab::Profiler {
  private:
   // The top pages of one KV head against its own earlier ones and those of the layer's heads before it.
   void pages(const kvlab::LayerStep& step, int row, int head, const kvlab::PageList& best) {
-    const int candidates = step.pages.pages(row, head), slot = step.pages.slots[row];
+    const int candidates = step.pages.pages(row, head), slot = step.slots[row];
     if (candidates <= top_) return;  // every page is a top page
     auto& history = history_.at(slot, step.layer, head);
     const std::int32_t* first = &best.index(row, head, 0);
@@ -127,7 +127,7 @@ class HeadStats final : public kvlab::Profiler {
     const auto sinks = mass.first(std::min(tokens, sinks_));
     sink_mass_.add({step.layer, head}, std::accumulate(sinks.begin(), sinks.end(), 0.));
 
-    auto& last = last_query_.at(step.pages.slots[row], step.layer, head);
+    auto& last = last_query_.at(step.slots[row], step.layer, head);
     const float* q = &step.queries.f32()(row, head, 0);
     const std::span<const float> query{q, q + shape_.head_dim};
     if (!last.empty()) {

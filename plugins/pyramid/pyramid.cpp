@@ -24,9 +24,9 @@ class Pyramid final : public kvlab::Budget {
   void allot(const kvlab::Allotment& a, kvlab::Stream s) override {
     std::vector<std::int32_t> tokens(static_cast<std::size_t>(a.length.extent[0]));
     for (std::size_t row = 0; row < tokens.size(); ++row)
-      tokens[row] = layer_tokens(a.layer, a.layers, a.kv->position[row], a.total[row],
-                                 a.pins[row].first + a.pins[row].last, beta_);
-    kvlab::ops::allot_tokens(a, tokens.data(), s);
+      tokens[row] = layer_tokens(a.layer, a.layers, a.kv->position[row], a.host_total[row],
+                                 a.host_pins[row].first + a.host_pins[row].last, beta_);
+    kvlab::ops::allot_tokens(a, a.kv->upload("layer tokens", tokens.data()), s);
   }
 
  private:

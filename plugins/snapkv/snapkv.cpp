@@ -20,7 +20,7 @@ class SnapKv final : public kvlab::Scorer {
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
     kvlab::Scores votes = kv.query_head_scores("snapkv votes");
-    kvlab::ops::window_votes(kv.window_queries, kv.position, kv.pages, votes, s);
+    kvlab::ops::window_votes(kv.window_queries, kv.upload("seen", kv.position), kv.pages, votes, s);
     if (!group_first_) kvlab::ops::pool(kv.pages, votes, pooling_, kernel_, window_, *kv.workspace, s);
     kvlab::ops::group_reduce(kv.pages, votes, group_, out, s);
     if (group_first_) kvlab::ops::pool(kv.pages, out, pooling_, kernel_, window_, *kv.workspace, s);

@@ -3,8 +3,8 @@
 // be moved. Ties go to the lower index everywhere; selection is exact and NaN ranks below every other score. A shape or
 // dtype that is not supported is Errc::unsupported; a view that is too small, or a page that has to be read and is not
 // on the device, is Errc::internal. Scores are contiguous along their last index; entries past a row's length are left
-// alone. With a CUDA stream every array is device memory, pins, totals and text lengths too; what a kernel finds wrong
-// in them it cannot report: it writes no further than the arrays reach.
+// alone. With a CUDA stream every array is device memory, pins, totals and text lengths too (LayerKv::upload); what a
+// kernel finds wrong in them it cannot report: it writes no further than the arrays reach.
 #pragma once
 #include "kvlab/kv.hpp"
 #include "kvlab/policy.hpp"
@@ -25,8 +25,8 @@ void recency(const PagedKv& kv, Scores out, Stream s);
 
 // votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32, over all cached
 // tokens; query i of the window sees only tokens up to its own text position (the window is the last w tokens). SnapKV
-// steps 2 and 3. seen: [row] text tokens seen so far (LayerKv::position); the newest query is the last of them. Bytes:
-// the layer's keys, once per query head.
+// steps 2 and 3. seen: [row] text tokens seen so far (LayerKv::position, uploaded); the newest query is the last of
+// them. Bytes: the layer's keys, once per query head.
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s);
 
 // 1-D pooling along text order of tokens [0, tokens - excluded), stride 1, in place per row of `scores` (query heads or
@@ -66,6 +66,17 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
 // page_score into `scores`, then top_pages of them: one launch on the GPU. Bytes: the layer's summaries.
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                  View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s);
+
+// out[row, kv_head] = tokens in the cache.
+void lengths(const PagedKv& kv, View<std::int32_t, 2> out, Stream s);
+
+// Of `tokens` tokens per [row, kv_head] all pages but the `newest` newest; none of a row whose mask is 0 (rows null =
+// every row).
+void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest, PageList out,
+                 Stream s);
+
+// The pages of a head that have no frame in kv's tier.
+void absent_pages(const PagedKv& kv, PageList out, Stream s);
 
 // keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.
 void allot_uniform(const Allotment& a, Stream s);

@@ -3,6 +3,10 @@
 //
 // One callback covers all sequences of the batch ("rows") and all KV heads of one layer. Views are borrowed for the
 // call. A policy holds no pages and copies none: it returns Edits.
+//
+// What the host knows without looking is a plain array in host memory: slots, text positions, steps, which prompts end.
+// Every view (tables, lengths, scores, lists, scratch) is memory of the stream's device, which on a GPU the host may
+// neither read nor write: ops do, and what the host counted goes to them by upload().
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -59,7 +63,7 @@ class Needs {
 // The cache of one layer during a callback.
 struct LayerKv {
   int layer = 0;
-  const Shape* shape = nullptr;
+  const Shape* shape = nullptr;  // host memory, like state_names
   PagedKv pages;
   PagedKv host_pages;  // the same tokens, host tier (base and table differ)
   KvRows keys, values;
@@ -68,9 +72,10 @@ struct LayerKv {
   View<const float, 3> mass;  // [row, query head, token]; empty unless asked for
   const std::vector<std::string>* state_names = nullptr;
   Workspace* workspace = nullptr;
+  const std::int32_t* slots = nullptr;  // [row] host memory, as position and step are (pages.slots: the same for ops)
   const std::int32_t* position = nullptr;  // [row] text tokens seen so far (the true position counter)
   const std::int32_t* step = nullptr;      // [row] decode steps of this sequence, 0 while prefilling
-  int max_length = 0;                      // longest head of this layer and batch, in tokens
+  int max_length = 0;                      // no head of this layer and batch holds more tokens
 
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }
@@ -82,6 +87,15 @@ struct LayerKv {
   template <class T, std::size_t Rank>
   View<T, static_cast<int>(Rank)> scratch(const char* tag, const std::int64_t (&extent)[Rank]) const {
     return take_scratch<T>(*workspace, tag, extent);
+  }
+  // Numbers of the host where ops read them: [row] and [row, kv_head].
+  template <class T>
+  const T* upload(const char* tag, const T* of_rows) const {
+    return kvlab::upload(*workspace, tag, of_rows, {rows()}).data;
+  }
+  template <class T>
+  View<const T, 2> upload_heads(const char* tag, const T* of_heads) const {
+    return kvlab::upload(*workspace, tag, of_heads, {rows(), kv_heads()});
   }
   // Uninitialised ragged scratch: scores per KV head or per query head, and lists with room for `capacity` entries a
   // row.
@@ -100,7 +114,7 @@ struct LayerKv {
 
 // After the layer's attention over one chunk of the prompt of each row.
 struct LayerPrefill : LayerKv {
-  const bool* last = nullptr;  // [row] this chunk ends the prompt
+  const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
 };
 
 // One decode step of one layer. In select: before attention, this step's token is already appended; in observe: after
@@ -108,11 +122,11 @@ struct LayerPrefill : LayerKv {
 struct LayerStep : LayerKv {
   Tensor<3> queries;                         // [row, query head, head_dim], after RoPE
   View<const std::int32_t, 2> page_budgets;  // [row, kv_head]
-  int max_pages = 0;
-  Tensor<3> output;  // [row, query head, head_dim] attention output; observe only
+  int max_pages = 0;                         // of max_length tokens
+  Tensor<3> output;                          // [row, query head, head_dim] attention output; observe only
 };
 
-// After the last layer of a decode step.
+// After the last layer of a decode step. The counters are host memory.
 struct Step {
   const Shape* shape = nullptr;
   int rows = 0;

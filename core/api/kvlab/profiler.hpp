@@ -17,6 +17,7 @@ struct ProfileArray {
 };
 using Profile = std::map<std::string, ProfileArray>;
 
+// Unlike a policy's, all views of a profiler are host memory, on a GPU copies of what is there.
 class Profiler {
  public:
   virtual ~Profiler() = default;

@@ -34,6 +34,9 @@ struct Allotment {
   const std::int32_t* total = nullptr;  // [row] mean tokens per KV head and layer, pins included
   View<std::int32_t, 2> keep;           // out: [row, kv_head] tokens to keep, pins included, at most length
   const LayerKv* kv = nullptr;          // positions, scratch
+  // pins and total are for ops; these are the same numbers in host memory.
+  const Pins* host_pins = nullptr;
+  const std::int32_t* host_total = nullptr;
 };
 
 // How a total is divided over layers and heads. `kvlab::ops` has the divisions that methods share.

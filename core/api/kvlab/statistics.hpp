@@ -102,7 +102,8 @@ inline double cosine(std::span<const float> a, std::span<const float> b) {
   return dot / std::sqrt(std::max(aa * bb, 1e-30));
 }
 
-// Attention mass (Needs::mass) on a page of a KV head, the mean over its query heads.
+// Attention mass (Needs::mass) on a page of a KV head, the mean over its query heads. For profilers, whose views are
+// host memory.
 inline double page_mass(const LayerKv& kv, int row, int head, int page) {
   const int group = kv.shape->group(), begin = page * kv.shape->page_size;
   const int end = std::min(begin + kv.shape->page_size, kv.pages.tokens(row, head));

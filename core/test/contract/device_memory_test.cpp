@@ -1,0 +1,180 @@
+// A policy reaches its views through ops only, so that it runs unchanged where the host cannot reach them.
+#include <catch2/catch.hpp>
+
+#include "support/contract.hpp"
+#include "support/guarded_device.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+// The policy under test, its views copied to a guarded device before every callback, what its ops and edits left copied
+// back after it.
+class OnGuardedDevice final : public Policy {
+ public:
+  explicit OnGuardedDevice(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
+  Needs needs() const override { return inner_->needs(); }
+  CodecSpec codec() const override { return inner_->codec(); }
+  CodecSpec host_codec() const override { return inner_->host_codec(); }
+  void attach(const Shape& s, const BudgetAmount& b, Workspace&) override {
+    device_.call([&] { inner_->attach(s, b, device_); });
+  }
+  void prefill(const LayerPrefill& from, Edits& edits, Stream) override {
+    run(from, edits, [&](LayerPrefill& kv, Edits& to, Stream s) { inner_->prefill(kv, to, s); });
+  }
+  void select(const LayerStep& from, Edits& edits, Stream) override {
+    run(from, edits, [&](LayerStep& step, Edits& to, Stream s) {
+      step.queries = device_.put(from.queries.f32());
+      inner_->select(step, to, s);
+    });
+  }
+  void observe(const LayerStep& from, Edits& edits, Stream) override {
+    run(from, edits, [&](LayerStep& step, Edits& to, Stream s) {
+      step.queries = device_.put(from.queries.f32());
+      step.output = device_.put(from.output.f32());
+      inner_->observe(step, to, s);
+    });
+  }
+  void finish_step(const Step& from, Edits& edits, Stream) override {
+    Step step = from;
+    step.workspace = &device_;
+    Edits made;
+    device_.call([&] { inner_->finish_step(step, made, device_.stream()); });
+    hand_over(made, edits, *from.workspace);
+    device_.reset();
+  }
+  void release(int slot) override { inner_->release(slot); }
+
+ private:
+  template <class Kv, class Callback>
+  void run(const Kv& from, Edits& edits, const Callback& callback) {
+    Kv kv = from;
+    kv.workspace = &device_;
+    kv.pages = put(from.pages);
+    kv.host_pages = put(from.host_pages);
+    PagedKv pages = kv.pages;
+    kv.keys.kv = kv.values.kv = &pages;
+    if (from.summaries.data)
+      kv.summaries.data = device_
+                              .put(View<const std::byte, 1>::dense(
+                                  from.summaries.data, {from.summaries.slot_stride * from.shape->max_slots}))
+                              .data;
+    kv.mass = device_.put(from.mass);
+    if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
+    Edits made(from.layer);
+    device_.call([&] { callback(kv, made, device_.stream()); });
+    take_back(from.pages, kv.pages);
+    hand_over(made, edits, *from.workspace);
+    device_.reset();
+  }
+
+  template <class Visit>
+  static void for_frames(const PagedKv& kv, const Visit& visit) {
+    for (int row = 0; row < kv.rows; ++row)
+      for (int head = 0; head < kv.kv_heads; ++head)
+        for (int page = 0; page < kv.pages(row, head); ++page)
+          if (const PageEntry& e = kv.entry(row, head, page); e.frame != null_frame)
+            visit(e.frame * granule_bytes, kv.layout(e).bytes);
+  }
+
+  // Frames keep their numbers.
+  PagedKv put(const PagedKv& from) {
+    std::int64_t end = 0;
+    for_frames(from, [&](std::int64_t at, std::int64_t bytes) { end = std::max(end, at + bytes); });
+    PagedKv kv = from;
+    kv.base = static_cast<std::byte*>(device_.scratch("", static_cast<std::size_t>(end)));
+    {
+      const GuardedDevice::Open open;
+      for_frames(from, [&](std::int64_t at, std::int64_t bytes) {
+        std::memcpy(kv.base + at, from.base + at, static_cast<std::size_t>(bytes));
+      });
+    }
+    kv.table = device_.put(from.table);
+    kv.length = device_.put(from.length);
+    kv.slots = device_.put(View<const std::int32_t, 1>::dense(from.slots, {from.rows})).data;
+    if (from.rope_table.inv_freq)
+      kv.rope_table.inv_freq =
+          device_.put(View<const float, 1>::dense(from.rope_table.inv_freq, {from.head_dim / 2})).data;
+    return kv;
+  }
+
+  // Token state that ops wrote.
+  static void take_back(const PagedKv& to, const PagedKv& from) {
+    const GuardedDevice::Open open;
+    for_frames(to, [&](std::int64_t at, std::int64_t bytes) {
+      std::memcpy(to.base + at, from.base + at, static_cast<std::size_t>(bytes));
+    });
+  }
+
+  static void hand_over(const Edits& made, Edits& edits, Workspace& w) {
+    const GuardedDevice::Open open;
+    for (const Edit& e : made.all()) {
+      const auto index = e.list.index.extent;
+      const auto count = e.list.count.extent;
+      IndexList list;
+      list.index = take_scratch<std::int32_t>(w, "list", {index[0], index[1], index[2]});
+      list.count = take_scratch<std::int32_t>(w, "list", {count[0], count[1]});
+      std::copy_n(e.list.index.data, index[0] * index[1] * index[2], list.index.data);
+      std::copy_n(e.list.count.data, count[0] * count[1], list.count.data);
+      edits.for_layer(e.layer);
+      switch (e.verb) {
+        case Edit::attend: edits.attend(PageList{list}, e.pins); break;
+        case Edit::evict: edits.evict(TokenList{list}, e.when); break;
+        case Edit::evict_rest: edits.evict_rest(TokenList{list}, e.when); break;
+        case Edit::offload: edits.offload(PageList{list}, e.when); break;
+        case Edit::drop: edits.drop(e.tier, PageList{list}, e.when); break;
+        case Edit::recall: edits.recall(PageList{list}, e.when); break;
+        case Edit::encode: edits.encode(PageList{list}, e.codec, e.when); break;
+        case Edit::move: edits.move(TokenList{list}, e.when); break;
+      }
+    }
+  }
+
+  GuardedDevice device_;
+  std::shared_ptr<Policy> inner_;
+};
+
+Logits on_guarded_device(const std::shared_ptr<const Model>& model, const PolicySpec& spec,
+                         const std::vector<int>& prompt, const std::vector<int>& answer, Kept& kept) {
+  Play p(model, spec);
+  EngineOptions options;
+  options.page_size = spec.page_size;
+  options.budget = spec.budget;
+  options.max_tokens = 192;
+  p.policy = std::make_shared<OnGuardedDevice>(p.policy);
+  p.engine = std::make_unique<Engine>(model, p.policy, options);
+  const Logits got = p.run(prompt, answer);
+  kept = kept_of(p.engine->store(), p.slot);
+  return got;
+}
+
+}  // namespace
+
+TEST_CASE("a policy touches device memory through ops only") {
+  const auto model = tiny_model("llama-gqa3");
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(6, model->config.vocab, 5);
+  Play full(model, full_spec());
+  full.run(prompt, {});
+  const auto half = static_cast<double>(full.engine->store().page_bytes(Tier::device)) / 2;
+  std::vector<PolicySpec> specs;
+  for (const Subject& s : subjects().list()) {
+    specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));
+    if (s.composed()) continue;
+    if (!s.spec.policy) specs.push_back(with_budget(s.spec, BudgetAmount::bytes, half));
+  }
+  for (const PolicySpec& spec : specs)
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      CAPTURE(spec.name, static_cast<int>(spec.budget.kind), tier == Tier::host);
+      if (tier == Tier::host && (spec.policy || spec.codec)) continue;
+      PolicySpec placed = spec;
+      placed.placement.tier = tier;
+      placed.placement.resident = tier == Tier::host ? 16 : 0;
+      if (placed.scorer && subjects().policy(placed)->needs().window_queries() == 0) placed.schedule.every = 2;
+      Play plain(model, placed);
+      const Logits expected = plain.run(prompt, answer);
+      Kept kept;
+      CHECK(on_guarded_device(model, placed, prompt, answer, kept) == expected);
+      CHECK(kept == kept_of(plain.engine->store(), plain.slot));
+    }
+}

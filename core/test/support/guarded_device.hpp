@@ -1,0 +1,208 @@
+// A device made of memory that only ops can reach: a policy that is given its stream works on it as on a GPU's, and a
+// read or write from the host's side of the policy is a SIGSEGV, which call() turns into an Error.
+#pragma once
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
+
+#include <cstddef>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "ops/allot.hpp"
+#include "ops/placement.hpp"
+#include "support/paged_fixture.hpp"
+
+namespace kvlab::test {
+
+class GuardedDevice final : public Workspace {
+ public:
+  GuardedDevice() {
+    memory_ = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory_ == MAP_FAILED) throw std::bad_alloc();
+    current() = this;
+    fill_table();
+    replace_cuda_backend(&table_);
+    struct sigaction action = {};
+    action.sa_handler = [](int) { siglongjmp(current()->back_, 1); };
+    sigaction(SIGSEGV, &action, &before_);
+  }
+  ~GuardedDevice() override {
+    sigaction(SIGSEGV, &before_, nullptr);
+    replace_cuda_backend(nullptr);
+    current() = nullptr;
+    munmap(memory_, size);
+  }
+  GuardedDevice(const GuardedDevice&) = delete;
+  GuardedDevice& operator=(const GuardedDevice&) = delete;
+
+  Stream stream() const { return Stream::cuda(memory_); }
+
+  // Runs the host's side of a callback. Its objects are not destroyed when it touches the device.
+  template <class Work>
+  void call(const Work& work) {
+    if (sigsetjmp(back_, 1)) throw Error(Errc::plugin, "got device memory read or written by the host, wanted an op");
+    work();
+  }
+
+  // While one is there, the host may reach the memory.
+  struct Open {
+    Open() { current()->protect(PROT_READ | PROT_WRITE); }
+    ~Open() { current()->protect(PROT_NONE); }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+  };
+
+  void* scratch(const char*, std::size_t bytes) override {
+    void* p = static_cast<std::byte*>(memory_) + used_;
+    used_ += (bytes + 127) / 64 * 64;  // never nothing
+    if (used_ + states_ > size) throw std::bad_alloc();
+    return p;
+  }
+  void* state(const char*, std::size_t bytes_per_slot, int slots) override {
+    states_ += (bytes_per_slot * static_cast<std::size_t>(slots) + 63) / 64 * 64;
+    return static_cast<std::byte*>(memory_) + size - states_;
+  }
+  const void* upload(const char* tag, const void* from, std::size_t bytes) override {
+    void* to = scratch(tag, bytes);
+    const Open open;
+    if (bytes) std::memcpy(to, from, bytes);
+    return to;
+  }
+  void reset() { used_ = 0; }  // scratch is free again
+
+  // A dense copy of a view in any order.
+  template <class T, int Rank>
+  View<T, Rank> put(View<T, Rank> v) {
+    if (!v) return {};
+    std::size_t count = 1;
+    for (const auto e : v.extent) count *= static_cast<std::size_t>(e);
+    auto* to = static_cast<std::remove_const_t<T>*>(scratch("", count * sizeof(T)));
+    const Open open;
+    const auto dense = View<T, Rank>::dense(to, v.extent);
+    if (v.stride == dense.stride) {
+      std::memcpy(to, v.data, count * sizeof(T));
+      return dense;
+    }
+    std::array<std::int64_t, Rank> at{};
+    for (std::size_t i = 0; i < count; ++i) {
+      std::int64_t offset = 0;
+      for (int d = 0; d < Rank; ++d) offset += at[static_cast<std::size_t>(d)] * v.stride[static_cast<std::size_t>(d)];
+      to[i] = v.data[offset];
+      for (int d = Rank; d-- > 0 && ++at[static_cast<std::size_t>(d)] == v.extent[static_cast<std::size_t>(d)];)
+        at[static_cast<std::size_t>(d)] = 0;
+    }
+    return dense;
+  }
+
+ private:
+  static constexpr std::size_t size = std::size_t{1} << 26;
+
+  static GuardedDevice*& current() {
+    static GuardedDevice* device = nullptr;
+    return device;
+  }
+  void protect(int how) { mprotect(memory_, size, how); }
+
+  // Every op is the CPU's.
+  void fill_table() {
+    CudaOps& t = table_.ops;
+    t.score_pages = [](const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
+                       GroupRule rule, float scale, const View<const std::int32_t, 2>& budgets, const Pins& pins,
+                       const Scores& scores, const PageList* out, void*) {
+      const Open open;
+      ops::page_score(queries, kv, summaries, rule, scale, scores, Stream::cpu());
+      if (out) ops::top_pages(kv, scores, budgets, pins, *out, Stream::cpu());
+    };
+    t.top_pages = [](const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& budgets,
+                     const Pins& pins, const PageList& out, void*) {
+      const Open open;
+      ops::top_pages(kv, scores, budgets, pins, out, Stream::cpu());
+    };
+    t.top_tokens = [](const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
+                      const Pins* pins, const TokenList& list, void*) {
+      const Open open;
+      ops::top_tokens(kv, scores, keep, pins, list, Stream::cpu());
+    };
+    t.row_norm = [](const KvRows& rows, const Scores& out, void*) {
+      const Open open;
+      ops::row_norm(rows, out, Stream::cpu());
+    };
+    t.scale = [](const Scores& out, float factor, void*) {
+      const Open open;
+      ops::scale(out, factor, Stream::cpu());
+    };
+    t.recency = [](const PagedKv& kv, const Scores& out, void*) {
+      const Open open;
+      ops::recency(kv, out, Stream::cpu());
+    };
+    t.window_votes = [](const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv,
+                        const Scores& votes, void*) {
+      const Open open;
+      ops::window_votes(queries, seen, kv, votes, Stream::cpu());
+    };
+    t.pool = [](const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void*) {
+      const Open open;
+      HeapWorkspace w;
+      ops::pool(kv, scores, kind, kernel, excluded, w, Stream::cpu());
+    };
+    t.group_reduce = [](const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out, void*) {
+      const Open open;
+      ops::group_reduce(kv, in, rule, out, Stream::cpu());
+    };
+    t.add_mass = [](const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void*) {
+      const Open open;
+      ops::add_mass(mass, rule, column, Stream::cpu());
+    };
+    t.read_state = [](const StateColumn& column, const Scores& out, void*) {
+      const Open open;
+      ops::read_state(column, out, Stream::cpu());
+    };
+    t.allot_same = [](const Allotment& a, const std::int32_t* tokens, void*) {
+      const Open open;
+      ops::allot_tokens(a, tokens, Stream::cpu());
+    };
+    t.allot_by_score = [](const Allotment& a, double floor, bool exact_total, void*) {
+      const Open open;
+      ops::allot_by_score(a, floor, exact_total, Stream::cpu());
+    };
+    t.round_allotment = [](const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
+                           const View<std::int32_t, 2>& keep, void*) {
+      const Open open;
+      ops::round_allotment(length, keep_all, page_size, keep, Stream::cpu());
+    };
+    t.lengths = [](const PagedKv& kv, const View<std::int32_t, 2>& out, void*) {
+      const Open open;
+      ops::lengths(kv, out, Stream::cpu());
+    };
+    t.older_pages = [](const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
+                       const PageList& out, void*) {
+      const Open open;
+      ops::older_pages(tokens, rows, page_size, newest, out, Stream::cpu());
+    };
+    t.absent_pages = [](const PagedKv& kv, const PageList& out, void*) {
+      const Open open;
+      ops::absent_pages(kv, out, Stream::cpu());
+    };
+    t.place_pages = [](const ops::PlacementArgs& a, void*) {
+      const Open open;
+      ops::place_pages(a, Stream::cpu());
+    };
+    t.count_partial = [](const PagedKv& kv, const PageList& list, std::int64_t* count, void*) {
+      const Open open;
+      ops::count_partial(kv, list, count, Stream::cpu());
+    };
+  }
+
+  void* memory_ = nullptr;
+  std::size_t used_ = 0, states_ = 0;
+  CudaBackend table_;
+  struct sigaction before_ = {};
+  sigjmp_buf back_;
+};
+
+}  // namespace kvlab::test
