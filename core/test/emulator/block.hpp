@@ -23,7 +23,7 @@ struct Fiber {
 
 struct Warp {
   Block* block = nullptr;
-  unsigned first = 0;      // thread
+  unsigned first = 0;       // thread
   std::uint32_t ready = 0;  // lanes that can run
   int met = 0;
   const char* what = nullptr;  // the operation that lanes have come to
@@ -67,13 +67,13 @@ struct Block {
 
 constexpr std::size_t static_place = 256 * 1024, room_of_block = static_place + static_shared_of_block + 8192;
 
-Block& block();                            // of the thread that runs
-Fiber& fiber();                            // the same
+Block& block();  // of the thread that runs
+Fiber& fiber();  // the same
 std::mt19937& random();
 void make_ready(Warp& warp, std::uint32_t lanes);
-void leave();                              // until somebody makes this thread ready
-void land(Block& b, std::size_t copy);     // a bulk copy
+void leave();                           // until somebody makes this thread ready
+void land(Block& b, std::size_t copy);  // a bulk copy
 void start_memory(Block& b, std::size_t dynamic_bytes);
-void check_memory(const Block& b);         // nothing was written past its end
+void check_memory(const Block& b);  // nothing was written past its end
 
 }  // namespace emulator

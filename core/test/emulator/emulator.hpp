@@ -1,7 +1,8 @@
 // A CPU that runs kernels as a GPU may: the threads of a block are fibers, warps take turns at random, several blocks
-// are under way at once, bulk copies land late. What a kernel may not do ends the launch with an error: a warp operation
-// or barrier that some lanes never reach, a wait that nothing ends, shared memory past what was asked for. Headers that
-// stand in for CUDA's (fake/) build on this; launches come from runtime.cpp, everything else from inside of kernels.
+// are under way at once, bulk copies land late. What a kernel may not do ends the launch with an error: a warp
+// operation or barrier that some lanes never reach, a wait that nothing ends, shared memory past what was asked for.
+// Headers that stand in for CUDA's (fake/) build on this; launches come from runtime.cpp, everything else from inside
+// of kernels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,8 +43,8 @@ extern Now now;  // of the thread that runs
 // A meeting of the 32 lanes of a warp: the last one to come computes the results of all from what all brought.
 constexpr std::size_t most_bytes_of_lane = 64;
 using Combine = void (*)(const void* in, void* out);
-void* bring(std::size_t bytes);                                  // where this lane leaves its part
-const void* meet(const char* what, unsigned mask, Combine f);    // the results of all lanes
+void* bring(std::size_t bytes);                                // where this lane leaves its part
+const void* meet(const char* what, unsigned mask, Combine f);  // the results of all lanes
 inline int lane() { return static_cast<int>(now.thread.x % 32); }
 
 // f(const In* of_lanes, Out* to_lanes), without captures.

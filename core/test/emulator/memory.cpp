@@ -153,7 +153,8 @@ void land(Block& b, std::size_t at) {
   b.copies.pop_back();
   for (int row = 0; row < c.box.box_rows; ++row)
     for (unsigned piece = 0; piece < 8; ++piece) {
-      const unsigned place = c.to + static_cast<unsigned>(row) * 128 + piece * 16, swizzled = place ^ (place >> 3 & 0x70);
+      const unsigned place = c.to + static_cast<unsigned>(row) * 128 + piece * 16,
+                     swizzled = place ^ (place >> 3 & 0x70);
       const std::int64_t y = std::int64_t{c.y} + row, x = std::int64_t{c.x} + piece * 8;
       std::uint16_t values[8] = {};
       if (y >= 0 && y < c.box.rows)

@@ -114,7 +114,8 @@ std::string place(const Block& b) {
   }
   runnable.clear();
   failed = false;
-  throw kvlab::Error(kvlab::Errc::device, message + " (seed " + std::to_string(seed) + ")", "emulated " + launch->kernel);
+  throw kvlab::Error(kvlab::Errc::device, message + " (seed " + std::to_string(seed) + ")",
+                     "emulated " + launch->kernel);
 }
 
 std::string stuck(const std::vector<Block>& blocks) {
@@ -242,42 +243,42 @@ void run(const Launch& l, const std::function<void()>& thread) {
   };
   for (std::size_t i = 0; i < at_once; ++i) refill(blocks[i]);
   for (;;) try {
-    if (runnable.empty() || random()() % 16 == 0) {
-      std::vector<Block*> with_copies;
-      for (Block& b : blocks)
-        if (b.active && !b.copies.empty()) with_copies.push_back(&b);
-      if (!with_copies.empty()) {
-        Block& b = *with_copies[random()() % with_copies.size()];
-        land(b, random()() % b.copies.size());
-        continue;
+      if (runnable.empty() || random()() % 16 == 0) {
+        std::vector<Block*> with_copies;
+        for (Block& b : blocks)
+          if (b.active && !b.copies.empty()) with_copies.push_back(&b);
+        if (!with_copies.empty()) {
+          Block& b = *with_copies[random()() % with_copies.size()];
+          land(b, random()() % b.copies.size());
+          continue;
+        }
+        if (runnable.empty()) {
+          if (std::none_of(blocks.begin(), blocks.end(), [](const Block& b) { return b.active; })) return;
+          stop(stuck(blocks), blocks);
+        }
       }
-      if (runnable.empty()) {
-        if (std::none_of(blocks.begin(), blocks.end(), [](const Block& b) { return b.active; })) return;
-        stop(stuck(blocks), blocks);
+      const std::size_t chosen = random()() % runnable.size();
+      Warp& warp = *runnable[chosen];
+      Block& b = *warp.block;
+      now.block = b.index;
+      const int lane = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
+      warp.ready &= ~(1u << lane);
+      resume(*b.fibers[warp.first + static_cast<unsigned>(lane)], scheduler);
+      current = nullptr;
+      if (failed) stop(failure, blocks);
+      if (!warp.ready) {
+        warp.listed = false;
+        const auto at = std::find(runnable.begin(), runnable.end(), &warp);
+        *at = runnable.back();
+        runnable.pop_back();
       }
+      if (b.done == b.threads) {
+        end(b);
+        refill(b);
+      }
+    } catch (const Failure& f) {
+      stop(f.what, blocks);
     }
-    const std::size_t chosen = random()() % runnable.size();
-    Warp& warp = *runnable[chosen];
-    Block& b = *warp.block;
-    now.block = b.index;
-    const int lane = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
-    warp.ready &= ~(1u << lane);
-    resume(*b.fibers[warp.first + static_cast<unsigned>(lane)], scheduler);
-    current = nullptr;
-    if (failed) stop(failure, blocks);
-    if (!warp.ready) {
-      warp.listed = false;
-      const auto at = std::find(runnable.begin(), runnable.end(), &warp);
-      *at = runnable.back();
-      runnable.pop_back();
-    }
-    if (b.done == b.threads) {
-      end(b);
-      refill(b);
-    }
-  } catch (const Failure& f) {
-    stop(f.what, blocks);
-  }
 }
 
 }  // namespace emulator

@@ -25,7 +25,9 @@ inline unsigned shared_address(const void* p) { return emulator::shared_address(
 inline uint4 load_shared16(unsigned address) {
   return *static_cast<const uint4*>(emulator::shared_memory(address, 16, 16));
 }
-inline uint2 load_shared8(unsigned address) { return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8)); }
+inline uint2 load_shared8(unsigned address) {
+  return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
+}
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
 struct MmaIn {
@@ -64,8 +66,7 @@ void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
 inline unsigned transpose8x8(unsigned x) {
   return emulator::together<unsigned>("movmatrix", ~0u, x, [](const unsigned* in, unsigned* out) {
     const auto element = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffffu; };
-    for (int i = 0; i < 32; ++i)
-      out[i] = element(i % 4 * 2, i / 4) | element(i % 4 * 2 + 1, i / 4) << 16;
+    for (int i = 0; i < 32; ++i) out[i] = element(i % 4 * 2, i / 4) | element(i % 4 * 2 + 1, i / 4) << 16;
   });
 }
 
