@@ -192,7 +192,7 @@ void* bring(std::size_t bytes) { return current->warp->in + bytes * (current->th
 const void* meet(const char* what, unsigned mask, Combine combine) {
   Warp& warp = *current->warp;
   if (mask != ~0u) fail(std::string("got a mask of fewer than 32 lanes for ") + what + ", which the emulator has not");
-  if (warp.met > 0 && std::strcmp(warp.what, what) != 0)
+  if (warp.met > 0 && warp.what != what && std::strcmp(warp.what, what) != 0)
     fail("got lanes of one warp at " + std::string(warp.what) + " and at " + what + " in " + place(*warp.block));
   warp.what = what;
   if (++warp.met < 32) {
