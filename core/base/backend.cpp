@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <kvlab/error.hpp>
 #include <mutex>
@@ -15,38 +16,47 @@ struct Loaded {
   std::string state;
 
   Loaded() {
-    // Without a driver the library need not even be looked for.
-    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-    if (!driver) {
-      state = "no CUDA driver found";
-      return;
-    }
-    Dl_info self;
-    if (!dladdr(reinterpret_cast<void*>(&cuda_backend), &self)) {
-      state = "the path of libkvlab.so could not be found";
-      return;
-    }
-    const auto path = std::filesystem::path(self.dli_fname).parent_path() / "libkvlab_cuda.so";
-    if (std::error_code ec; !std::filesystem::exists(path, ec)) {
-      state = "a CUDA driver is there, but kvlab was built without nvcc (no " + path.string() + ")";
+    std::string path;
+    if (const char* chosen = std::getenv("KVLAB_CUDA_LIBRARY"); chosen && *chosen) {
+      path = chosen;
+    } else if (!find_beside_us(path)) {
       return;
     }
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) {
-      state = std::string("a CUDA driver is there, but libkvlab_cuda.so does not load: ") + dlerror();
+      state = "the CUDA part of kvlab does not load: " + std::string(dlerror());
       return;
     }
     const auto entry = reinterpret_cast<CudaEntry>(dlsym(library, "kvlab_cuda_backend"));
     if (!entry) {
-      state = "libkvlab_cuda.so has no entry kvlab_cuda_backend: build kvlab again";
+      state = path + " has no entry kvlab_cuda_backend: build kvlab again";
       return;
     }
     usable = entry(&table, &state);
     if (usable && table.table_version != CudaBackend::version) {
       usable = false;
-      state = "got libkvlab_cuda.so of table version " + std::to_string(table.table_version) + ", wanted " +
+      state = "got " + path + " of table version " + std::to_string(table.table_version) + ", wanted " +
               std::to_string(CudaBackend::version) + ": build kvlab again";
     }
+  }
+
+  // The library beside libkvlab.so, where there is a driver: without one it need not even be looked for.
+  bool find_beside_us(std::string& path) {
+    if (!dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL)) {
+      state = "no CUDA driver found";
+      return false;
+    }
+    Dl_info self;
+    if (!dladdr(reinterpret_cast<void*>(&cuda_backend), &self)) {
+      state = "the path of libkvlab.so could not be found";
+      return false;
+    }
+    path = (std::filesystem::path(self.dli_fname).parent_path() / "libkvlab_cuda.so").string();
+    if (std::error_code ec; !std::filesystem::exists(path, ec)) {
+      state = "a CUDA driver is there, but kvlab was built without nvcc (no " + path + ")";
+      return false;
+    }
+    return true;
   }
 };
 

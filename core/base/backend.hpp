@@ -1,6 +1,7 @@
 // The CUDA backend: one table of functions that libkvlab_cuda.so fills. It lies beside libkvlab.so and is loaded when a
 // driver and a device are there; nothing else in core links to CUDA, so one build serves machines with and without a
-// GPU. Ops look at the device of the stream they are given and go through this table.
+// GPU. KVLAB_CUDA_LIBRARY=PATH names another library instead, whether there is a driver or not (the tests' emulator,
+// core/test/emulator, is one). Ops look at the device of the stream they are given and go through this table.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/policy.hpp>

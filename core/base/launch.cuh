@@ -24,12 +24,4 @@ void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::
   check(cudaLaunchKernelEx(&config, kernel, std::forward<A>(arguments)...), name);
 }
 
-// Everything that earlier work of the stream wrote is there afterwards, for the thread that calls it. Every block of
-// every kernel that is launched early calls it, so that "the one before has ended" means that all before it have.
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel of the stream may take the room that is left.
-__device__ __forceinline__ void let_successor_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 }  // namespace kvlab::cuda

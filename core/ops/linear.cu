@@ -49,17 +49,6 @@ struct Stage {
   static constexpr int shared = count * (bytes + 16);
 };
 
-__device__ __forceinline__ void arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void bulk_copy_2d_kept(unsigned to, const void* map, int x, int y, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          to),
-      "l"(map), "r"(x), "r"(y), "r"(barrier)
-      : "memory");
-}
-
 // Row of a tile of eight that lane group g reads: rows 2i and 2i + 1 of the fragment are four rows apart.
 __device__ __forceinline__ int row_of(int g) { return (g >> 1) | ((g & 1) << 2); }
 
@@ -104,7 +93,7 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
   };
   const auto copy_input = [&](int stage, const Walk& w) {
     const unsigned to = stages + stage * S::bytes + pieces * piece_bytes, barrier = full + 8 * stage;
-    for (int p = 0; p < pieces; ++p) bulk_copy_2d_kept(to + p * S::x_bytes, &input, w.at * chunk + p * 64, 0, barrier);
+    for (int p = 0; p < pieces; ++p) bulk_copy_2d(to + p * S::x_bytes, &input, w.at * chunk + p * 64, 0, barrier);
   };
   if (!a.constant_weights) wait_for_predecessor();
   Walk w(a, begin, end), x = w;
@@ -206,7 +195,7 @@ __global__ void __launch_bounds__(threads, 2)
           }
       }
       __syncwarp();
-      if (lane == 0) arrive(empty + 8 * stage);
+      if (lane == 0) barrier_arrive(empty + 8 * stage);
     }
 #pragma unroll
     for (int c = 0; c < Columns; ++c)

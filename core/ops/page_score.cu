@@ -41,14 +41,6 @@ struct Args {
   bool box, newest;
 };
 
-__device__ __forceinline__ uint4 load_once(const std::byte* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ int pages_of(const Args& a, int pair) {
   const int row = pair / a.kv_heads, head = pair % a.kv_heads;
   const int tokens = a.length[a.slots[row] * a.length_slot + head * a.length_head];
@@ -171,8 +163,8 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
       const std::byte *r0 = row_of(tile, 0), *r1 = row_of(tile, 1);
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
-        low[c] = load_once(r0 + c * chunk_bytes);
-        high[c] = load_once(r1 + c * chunk_bytes);
+        low[c] = load_once16(r0 + c * chunk_bytes);
+        high[c] = load_once16(r1 + c * chunk_bytes);
       }
     }
     stage_queries<T, Chunks>(a, row, kv_head, column_tiles, fragments);
@@ -193,8 +185,8 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
             mma16816<T>(sum[t], low[c].z, high[c].z, low[c].w, high[c].w, b.z, b.w);
           }
         if (more) {
-          low[c] = load_once(r0 + c * chunk_bytes);
-          high[c] = load_once(r1 + c * chunk_bytes);
+          low[c] = load_once16(r0 + c * chunk_bytes);
+          high[c] = load_once16(r1 + c * chunk_bytes);
         }
       }
       const int page = (tile - begin) * tile_pages + lane / 4;

@@ -141,6 +141,18 @@ TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many
   compare(c, 78);
 }
 
+TEST_CASE("cuda attend: fewer tokens than the multiprocessors could share") {
+  Case c;
+  c.options.kv_heads = 2, c.options.head_dim = 64, c.options.page_size = 16, c.options.max_pages = 8;
+  c.options.dtype = DType::bf16;
+  c.group = 2;
+  for (const auto& lengths : std::vector<std::vector<int>>{{40, 1}, {17, 0}, {0, 100}, {33, 48}}) {
+    CAPTURE(lengths);
+    c.lengths = lengths;
+    compare(c, 79);
+  }
+}
+
 TEST_CASE("cuda attend takes caches of any kind, slowly") {
   for (unsigned n = 0; n < 24; ++n) {
     CAPTURE(n);

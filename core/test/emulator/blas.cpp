@@ -1,0 +1,45 @@
+// In place of cuBLASLt (ops/linear_blas.cu, which is not compiled): the product in plain loops. The kernels around it
+// are the real ones.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "base/scratch.cuh"
+#include "ops/linear_cuda.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+template <class T, class Y>
+void multiply(const LinearArgs& a, Y* y, std::int64_t y_stride) {
+  const T *weight = static_cast<const T*>(a.weight), *x = static_cast<const T*>(a.x);
+  for (std::int64_t row = 0; row < a.m; ++row)
+    for (std::int64_t output = 0; output < a.n; ++output) {
+      float sum = 0;
+      for (std::int64_t i = 0; i < a.k; ++i)
+        sum += static_cast<float>(weight[output * a.k + i]) * static_cast<float>(x[row * a.x_stride + i]);
+      Y& to = y[row * y_stride + output];
+      to = a.add ? Y(static_cast<float>(to) + sum) : Y(sum);
+    }
+}
+
+template <class T>
+void linear(const LinearArgs& a, cudaStream_t stream) {
+  if (!a.gated) {
+    emulator::submit(stream, [a] { multiply<T>(a, a.y, a.y_stride); });
+    if (a.bias) add_bias_cuda(a.bias, a.m, a.n, a.y, a.y_stride, stream);
+    return;
+  }
+  auto* both =
+      static_cast<T*>(cuda::fixed_scratch(stream, "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2)));
+  emulator::submit(stream, [a, both] { multiply<T>(a, both, a.n); });
+  silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, stream);
+}
+
+}  // namespace
+
+void linear_blas_cuda(const LinearArgs& a, void* stream) {
+  a.dtype == DType::f16 ? linear<__half>(a, cuda::stream_of(stream))
+                        : linear<__nv_bfloat16>(a, cuda::stream_of(stream));
+}
+
+}  // namespace kvlab::ops

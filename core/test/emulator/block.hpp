@@ -1,0 +1,79 @@
+// Blocks under way and the fibers that are their threads.
+#pragma once
+#include <csetjmp>
+#include <memory>
+#include <random>
+#include <unordered_map>
+#include <vector>
+
+#include "emulator.hpp"
+
+namespace emulator {
+
+struct Block;
+struct Warp;
+
+struct Fiber {
+  Warp* warp = nullptr;
+  unsigned thread = 0;
+  std::jmp_buf context;
+  std::unique_ptr<std::byte[]> stack;
+  bool usable = false;  // waits at the end of a kernel for the next one
+};
+
+struct Warp {
+  Block* block = nullptr;
+  unsigned first = 0;       // thread
+  std::uint32_t ready = 0;  // lanes that can run
+  int met = 0;
+  const char* what = nullptr;  // the operation that lanes have come to
+  bool listed = false, backwards = false;
+  alignas(64) std::byte in[32 * most_bytes_of_lane], out[32 * most_bytes_of_lane];
+};
+
+struct Barrier {
+  unsigned arrivals = 0, missing = 0, phase = 0;
+  std::int64_t bytes = 0;
+};
+
+struct Copy {
+  unsigned to, barrier;
+  Box box;
+  int x, y;
+};
+
+struct Waiter {
+  Fiber* fiber;
+  unsigned barrier;
+};
+
+struct Block {
+  bool active = false, any = false, any_before = false, waited = false;
+  dim3 index;
+  unsigned threads = 0, done = 0, at_barrier = 0;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::uint32_t> waiting_at_barrier;  // lanes, of each warp
+
+  std::byte* memory = nullptr;  // 4096-aligned
+  std::unique_ptr<std::byte[]> room;
+  std::size_t dynamic = 0, dynamic_bytes = 0, static_bytes = 0;
+  std::unordered_map<int, std::size_t> statics;  // id -> place
+
+  std::unordered_map<unsigned, Barrier> barriers;
+  std::vector<Copy> copies;
+  std::vector<Waiter> waiters;
+};
+
+constexpr std::size_t static_place = 256 * 1024, room_of_block = static_place + static_shared_of_block + 8192;
+
+Block& block();  // of the thread that runs
+Fiber& fiber();  // the same
+std::mt19937& random();
+void make_ready(Warp& warp, std::uint32_t lanes);
+void leave();                           // until somebody makes this thread ready
+void land(Block& b, std::size_t copy);  // a bulk copy
+void start_memory(Block& b, std::size_t dynamic_bytes);
+void check_memory(const Block& b);  // nothing was written past its end
+
+}  // namespace emulator

@@ -1,0 +1,90 @@
+// base/ptx.cuh on the emulator: the same functions, each what its PTX instruction does.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace kvlab::cuda {
+
+template <class T>
+struct Pair {
+  static unsigned pack(float low, float high) { return T(low).bits | static_cast<unsigned>(T(high).bits) << 16; }
+  static void unpack(unsigned x, float& low, float& high) {
+    T t;
+    t.bits = static_cast<std::uint16_t>(x), low = t;
+    t.bits = static_cast<std::uint16_t>(x >> 16), high = t;
+  }
+};
+
+inline float exp2_fast(float x) {
+  const float y = std::exp2(x);
+  return y < 1.17549435e-38f ? 0.f : y;
+}
+
+inline unsigned shared_address(const void* p) { return emulator::shared_address(p); }
+inline uint4 load_shared16(unsigned address) {
+  return *static_cast<const uint4*>(emulator::shared_memory(address, 16, 16));
+}
+inline uint2 load_shared8(unsigned address) {
+  return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
+}
+inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
+
+struct MmaIn {
+  float c[4];
+  unsigned a[4], b[2];
+};
+struct MmaOut {
+  float c[4];
+};
+template <class T>
+void mma_warp(const MmaIn* in, MmaOut* out) {
+  alignas(64) float a[16][16], b[16][8], c[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const int g = lane / 4, q = lane % 4;
+    const MmaIn& l = in[lane];
+    for (int r = 0; r < 4; ++r) {
+      const int row = g + 8 * (r % 2), k = 2 * q + 8 * (r / 2);
+      Pair<T>::unpack(l.a[r], a[row][k], a[row][k + 1]);
+    }
+    for (int r = 0; r < 2; ++r) Pair<T>::unpack(l.b[r], b[2 * q + 8 * r][g], b[2 * q + 8 * r + 1][g]);
+    for (int r = 0; r < 4; ++r) c[g + 8 * (r / 2)][2 * q + r % 2] = l.c[r];
+  }
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < 8; ++n) c[i][n] += a[i][k] * b[k][n];
+  for (int lane = 0; lane < 32; ++lane)
+    for (int r = 0; r < 4; ++r) out[lane].c[r] = c[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
+}
+template <class T>
+void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  const MmaIn in = {{c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3}, {b0, b1}};
+  const MmaOut out = emulator::together<MmaOut>("mma", ~0u, in, [](const MmaIn* x, MmaOut* y) { mma_warp<T>(x, y); });
+  std::copy_n(out.c, 4, c);
+}
+
+inline unsigned transpose8x8(unsigned x) {
+  return emulator::together<unsigned>("movmatrix", ~0u, x, [](const unsigned* in, unsigned* out) {
+    const auto element = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffffu; };
+    for (int i = 0; i < 32; ++i) out[i] = element(i % 4 * 2, i / 4) | element(i % 4 * 2 + 1, i / 4) << 16;
+  });
+}
+
+inline void barrier_init(unsigned barrier, unsigned arrivals) { emulator::barrier_init(barrier, arrivals); }
+inline void barrier_init_fence() { emulator::pause(); }
+inline void barrier_expect(unsigned barrier, unsigned bytes) { emulator::barrier_expect(barrier, bytes); }
+inline void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
+inline void barrier_wait(unsigned barrier, unsigned parity) { emulator::barrier_wait(barrier, parity); }
+
+inline std::uint64_t read_once_policy() { return 0; }
+inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned barrier) {
+  emulator::bulk_copy(to, static_cast<const CUtensorMap*>(map)->box, x, y, barrier);
+}
+inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned barrier, std::uint64_t) {
+  bulk_copy_2d(to, map, x, y, barrier);
+}
+
+inline void wait_for_predecessor() { emulator::waited_for_predecessor(); }
+inline void let_successor_start() {}
+
+}  // namespace kvlab::cuda

@@ -1,0 +1,230 @@
+// What libkvlab_cuda.so has of its own (base/cuda_runtime.cu), for the emulator: memory, streams, graphs and the entry.
+#include "runtime.hpp"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "base/backend.hpp"
+#include "base/cuda.cuh"
+
+namespace kvlab {
+void fill_cuda_ops(CudaOps& ops);  // ops/cuda_table.cu
+}
+
+namespace emulator {
+namespace {
+
+constexpr std::size_t page = 4096;
+constexpr unsigned char slack_byte = 0xa6;
+
+// Device memory ends at pages that nobody may touch; the bytes between its end and them are checked.
+struct Allocation {
+  std::byte* mapped;
+  std::size_t mapped_bytes, bytes, slack;
+};
+std::recursive_mutex mutex;
+std::map<std::byte*, Allocation> allocations;
+std::set<Stream*> streams;
+std::unordered_map<const void*, std::int64_t> allowed;
+int error = 0;
+
+[[noreturn]] void throw_device(const std::string& what) {
+  throw kvlab::Error(kvlab::Errc::device, what, "emulated CUDA");
+}
+
+bool on_device(const void* p) {
+  auto found = allocations.upper_bound(static_cast<std::byte*>(const_cast<void*>(p)));
+  if (found == allocations.begin()) return false;
+  --found;
+  return static_cast<const std::byte*>(p) < found->first + found->second.bytes;
+}
+
+void* allocate(std::size_t bytes) {
+  const std::lock_guard lock(mutex);
+  const std::size_t room = (bytes + 255) / 256 * 256, pages = (room + page - 1) / page * page;
+  void* mapped = mmap(nullptr, pages + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  auto* begin = static_cast<std::byte*>(mapped);
+  mprotect(begin, page, PROT_NONE);
+  mprotect(begin + page + pages, page, PROT_NONE);
+  std::byte* memory = begin + page + pages - room;
+  std::memset(memory, 0xff, bytes);
+  std::memset(memory + bytes, slack_byte, room - bytes);
+  allocations[memory] = {begin, pages + 2 * page, bytes, room - bytes};
+  return memory;
+}
+
+void check_slack() {
+  for (const auto& [memory, a] : allocations)
+    for (std::size_t i = 0; i < a.slack; ++i)
+      if (memory[a.bytes + i] != std::byte{slack_byte}) {
+        std::memset(memory + a.bytes, slack_byte, a.slack);
+        throw_device("got a write " + std::to_string(i) + " bytes past device memory of " + std::to_string(a.bytes));
+      }
+}
+
+void finish(Stream* s) {
+  const std::lock_guard lock(mutex);
+  std::vector<Work> work = std::exchange(s->waiting, {});
+  for (const Work& w : work) w();
+  check_slack();
+}
+// For destructors: what goes wrong is said and left to the next synchronize.
+std::string left;
+void finish_quietly(Stream* s) {
+  try {
+    finish(s);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    left = e.what();
+  }
+}
+
+void release(void* p) {
+  const std::lock_guard lock(mutex);
+  const auto found = allocations.find(static_cast<std::byte*>(p));
+  if (found == allocations.end()) return;
+  munmap(found->second.mapped, found->second.mapped_bytes);
+  allocations.erase(found);
+}
+
+Stream* stream_of(void* handle) {
+  if (!handle) throw_device("got no stream");
+  return static_cast<Stream*>(handle);
+}
+
+// Host memory is read at once, device memory when it is the stream's turn.
+void copy(void* to, const void* from, std::size_t bytes, void* handle) {
+  const std::lock_guard lock(mutex);
+  Stream* s = stream_of(handle);
+  if (on_device(from) || s->capturing) return submit(s, [=] { std::memcpy(to, from, bytes); });
+  const auto* begin = static_cast<const std::byte*>(from);
+  submit(s, [to, kept = std::vector<std::byte>(begin, begin + bytes)] { std::memcpy(to, kept.data(), kept.size()); });
+}
+
+struct Graph {
+  std::vector<Work> work;
+};
+
+void* capture(void* handle, void (*work)(void*), void* context) {
+  Stream* s = stream_of(handle);
+  finish(s);
+  s->capturing = true;
+  try {
+    work(context);
+  } catch (...) {
+    s->capturing = false;
+    s->waiting.clear();
+    throw;
+  }
+  s->capturing = false;
+  return new Graph{std::exchange(s->waiting, {})};
+}
+
+int number(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text && std::atoi(text) > 0 ? std::atoi(text) : otherwise;
+}
+
+struct Kept {
+  void* memory = nullptr;
+  std::size_t bytes = 0;
+};
+void* grow(void* handle, const char* tag, std::size_t bytes, bool zero) {
+  const std::lock_guard lock(mutex);
+  static std::map<std::pair<void*, std::string>, Kept> all;
+  Kept& k = all[{handle, std::string(zero ? "zero " : "") + tag}];
+  if (k.bytes >= bytes) return k.memory;
+  if (stream_of(handle)->capturing) throw_device("got new scratch while a graph is captured");
+  finish(stream_of(handle));
+  release(k.memory);
+  k = {allocate(bytes), bytes};
+  if (!k.memory) throw_device("got no memory for scratch");
+  if (zero) std::memset(k.memory, 0, bytes);
+  return k.memory;
+}
+
+}  // namespace
+
+void submit(Stream* stream, Work work) {
+  const std::lock_guard lock(mutex);
+  stream_of(stream)->waiting.push_back(std::move(work));
+}
+
+void submit(Stream* stream, Launch l, const void* kernel, Work body) {
+  const std::lock_guard lock(mutex);
+  const auto limit = allowed.contains(kernel) ? allowed[kernel] : static_shared_of_block;
+  if (l.grid.x < 1 || l.grid.y < 1 || l.grid.z < 1 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535 ||
+      l.block.x < 1 || l.block.y != 1 || l.block.z != 1 || l.block.x > 1024 ||
+      static_cast<std::int64_t>(l.shared) > limit) {
+    error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  submit(stream, [launch = std::move(l), body = std::move(body)] { run(launch, body); });
+}
+
+int last_error() { return std::exchange(error, 0); }
+
+bool allow_shared(const void* kernel, std::int64_t bytes) {
+  const std::lock_guard lock(mutex);
+  if (bytes < 0 || bytes > shared_of_block) return false;
+  allowed[kernel] = bytes;
+  return true;
+}
+
+}  // namespace emulator
+
+namespace kvlab::cuda {
+
+int multiprocessors() {
+  static const int count = emulator::number("KVLAB_EMULATED_MULTIPROCESSORS", 132);
+  return count;
+}
+std::int64_t shared_bytes() { return emulator::shared_of_block; }
+void* zeroed(void* stream, const char* tag, std::size_t bytes) { return emulator::grow(stream, tag, bytes, true); }
+void* kept(void* stream, const char* tag, std::size_t bytes) { return emulator::grow(stream, tag, bytes, false); }
+
+}  // namespace kvlab::cuda
+
+extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state) {
+  using namespace emulator;
+  *state = "emulated on the CPU, " + std::to_string(kvlab::cuda::multiprocessors()) + " multiprocessors";
+  table->table_version = kvlab::CudaBackend::version;
+  kvlab::CudaRuntime& r = table->runtime;
+  r.allocate = r.allocate_pinned = allocate;
+  r.free = r.free_pinned = [](void* p) {
+    for (Stream* s : streams) finish_quietly(s);
+    release(p);
+  };
+  r.copy = copy;
+  r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
+    submit(stream_of(stream), [=] { std::memset(to, byte, bytes); });
+  };
+  r.new_stream = []() -> void* { return *streams.insert(new Stream).first; };
+  r.delete_stream = [](void* stream) {
+    Stream* s = stream_of(stream);
+    finish_quietly(s);
+    streams.erase(s);
+    delete s;
+  };
+  r.synchronize = [](void* stream) {
+    if (!left.empty()) throw_device(std::exchange(left, {}));
+    finish(stream_of(stream));
+  };
+  r.capture = capture;
+  r.launch = [](void* graph, void* stream) {
+    for (const Work& w : static_cast<Graph*>(graph)->work) submit(stream_of(stream), w);
+  };
+  r.delete_graph = [](void* graph) { delete static_cast<Graph*>(graph); };
+  r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
+  r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
+  kvlab::fill_cuda_ops(table->ops);
+  return true;
+}

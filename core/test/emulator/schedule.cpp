@@ -1,0 +1,284 @@
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <kvlab/error.hpp>
+
+#include "block.hpp"
+
+namespace emulator {
+
+Now now;
+
+namespace {
+
+constexpr std::size_t stack_bytes = 65536 + 832;  // not a power of two: stacks spread over the sets of a cache
+constexpr int most_at_once = 4;                   // blocks
+constexpr unsigned char stack_mark = 0x5a;
+
+struct Failure {
+  std::string what;
+};
+
+std::jmp_buf scheduler;
+ucontext_t creator;
+Fiber* current = nullptr;  // null: the scheduler runs
+const Launch* launch = nullptr;
+const std::function<void()>* body = nullptr;
+std::vector<Warp*> runnable;
+std::string failure;
+bool failed = false;
+unsigned seed = 1;
+
+[[gnu::noinline]] void jump(std::jmp_buf& from, std::jmp_buf& to) {
+  if (!_setjmp(from)) _longjmp(to, 1);
+}
+
+void resume(Fiber& f, std::jmp_buf& from) {
+  current = &f;
+  now.thread.x = f.thread;
+  jump(from, f.context);
+}
+
+void finish(Fiber& f) {
+  Block& b = *f.warp->block;
+  ++b.done;
+  f.usable = true;
+  leave();
+}
+
+void entry() {
+  Fiber* const self = current;
+  if (!_setjmp(self->context)) setcontext(&creator);
+  for (;;) {
+    (*body)();
+    finish(*self);
+  }
+}
+
+void create(Fiber& f) {
+  if (!f.stack) f.stack.reset(new std::byte[stack_bytes]);
+  std::memset(f.stack.get(), stack_mark, 64);
+  ucontext_t made;
+  getcontext(&made);
+  made.uc_stack.ss_sp = f.stack.get();
+  made.uc_stack.ss_size = stack_bytes;
+  made.uc_link = nullptr;
+  makecontext(&made, entry, 0);
+  current = &f;
+  swapcontext(&creator, &made);
+  current = nullptr;
+  f.usable = true;
+}
+
+void start(Block& b, dim3 index) {
+  b.active = true;
+  b.index = index;
+  b.threads = launch->block.x;
+  b.done = b.at_barrier = 0;
+  b.any = b.waited = false;
+  start_memory(b, launch->shared);
+  const std::size_t warps = (b.threads + 31) / 32;
+  while (b.fibers.size() < b.threads) b.fibers.push_back(std::make_unique<Fiber>());
+  while (b.warps.size() < warps) b.warps.push_back(std::make_unique<Warp>());
+  b.waiting_at_barrier.assign(warps, 0);
+  for (unsigned t = 0; t < b.threads; ++t) {
+    Fiber& f = *b.fibers[t];
+    f.warp = b.warps[t / 32].get();
+    f.thread = t;
+    if (!f.usable) create(f);
+    f.usable = false;
+  }
+  for (unsigned w = 0; w < warps; ++w) {
+    Warp& warp = *b.warps[w];
+    warp.block = &b;
+    warp.first = w * 32;
+    warp.met = 0;
+    const unsigned lanes = std::min(32u, b.threads - w * 32);
+    make_ready(warp, lanes == 32 ? ~0u : (1u << lanes) - 1);
+  }
+}
+
+std::string place(const Block& b) {
+  return launch->kernel + ", block (" + std::to_string(b.index.x) + ", " + std::to_string(b.index.y) + ", " +
+         std::to_string(b.index.z) + ")";
+}
+
+[[noreturn]] void stop(const std::string& message, std::vector<Block>& blocks) {
+  for (Block& b : blocks) {
+    b.active = false;
+    for (auto& f : b.fibers) f->usable = false;
+    for (auto& w : b.warps) w->listed = false, w->ready = 0;
+  }
+  runnable.clear();
+  failed = false;
+  throw kvlab::Error(kvlab::Errc::device, message + " (seed " + std::to_string(seed) + ")",
+                     "emulated " + launch->kernel);
+}
+
+std::string stuck(const std::vector<Block>& blocks) {
+  for (const Block& b : blocks) {
+    if (!b.active) continue;
+    std::string text = "nothing can go on in " + place(b) + ": of " + std::to_string(b.threads) + " threads " +
+                       std::to_string(b.done) + " have ended, " + std::to_string(b.at_barrier) +
+                       " are at __syncthreads, " + std::to_string(b.waiters.size()) + " wait for an mbarrier";
+    for (std::size_t w = 0; w < b.waiting_at_barrier.size(); ++w)
+      if (const Warp& warp = *b.warps[w]; warp.met > 0)
+        text += "; " + std::to_string(warp.met) + " lanes of warp " + std::to_string(w) + " are at " + warp.what;
+    return text;
+  }
+  return "nothing can go on";
+}
+
+void end(Block& b) {
+  if (!b.copies.empty())
+    fail("got " + std::to_string(b.copies.size()) + " bulk copies under way at the end of " + place(b));
+  if (launch->early && !b.waited) fail("got no wait for the kernel in front in " + place(b));
+  for (unsigned t = 0; t < b.threads; ++t)
+    for (int i = 0; i < 64; ++i)
+      if (b.fibers[t]->stack[static_cast<std::size_t>(i)] != std::byte{stack_mark})
+        fail("got a thread that needs more stack than the emulator has in " + place(b));
+  check_memory(b);
+  b.active = false;
+}
+
+}  // namespace
+
+Block& block() { return *current->warp->block; }
+Fiber& fiber() { return *current; }
+std::mt19937& random() {
+  static std::mt19937 all = [] {
+    if (const char* text = std::getenv("KVLAB_EMULATED_SEED")) seed = static_cast<unsigned>(std::atoi(text));
+    return std::mt19937(seed);
+  }();
+  return all;
+}
+
+void fail(const std::string& what) {
+  if (!current) throw Failure{what};
+  failure = what;
+  failed = true;
+  _longjmp(scheduler, 1);
+}
+
+void make_ready(Warp& warp, std::uint32_t lanes) {
+  if (!lanes) return;
+  warp.ready |= lanes;
+  if (warp.listed) return;
+  warp.listed = true;
+  warp.backwards = random()() % 2;
+  runnable.push_back(&warp);
+}
+
+void leave() {
+  Fiber& self = *current;
+  Warp& warp = *self.warp;
+  if (!warp.ready) return jump(self.context, scheduler);
+  const int next = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
+  warp.ready &= ~(1u << next);
+  resume(*warp.block->fibers[warp.first + static_cast<unsigned>(next)], self.context);
+}
+
+void pause() {
+  if (random()() % 4) return;
+  current->warp->ready |= 1u << (current->thread % 32);
+  jump(current->context, scheduler);
+}
+
+void* bring(std::size_t bytes) { return current->warp->in + bytes * (current->thread % 32); }
+
+const void* meet(const char* what, unsigned mask, Combine combine) {
+  Warp& warp = *current->warp;
+  if (mask != ~0u) fail(std::string("got a mask of fewer than 32 lanes for ") + what + ", which the emulator has not");
+  if (warp.met > 0 && warp.what != what && std::strcmp(warp.what, what) != 0)
+    fail("got lanes of one warp at " + std::string(warp.what) + " and at " + what + " in " + place(*warp.block));
+  warp.what = what;
+  if (++warp.met < 32) {
+    leave();
+    return warp.out;
+  }
+  warp.met = 0;
+  combine(warp.in, warp.out);
+  warp.backwards = !warp.backwards;
+  make_ready(warp, ~0u & ~(1u << (current->thread % 32)));
+  pause();
+  return warp.out;
+}
+
+bool meet_block(bool value) {
+  Block& b = block();
+  b.any |= value;
+  if (++b.at_barrier < b.threads) {
+    b.waiting_at_barrier[current->thread / 32] |= 1u << (current->thread % 32);
+    leave();
+    return b.any_before;
+  }
+  b.at_barrier = 0;
+  b.any_before = b.any;
+  b.any = false;
+  for (std::size_t w = 0; w < b.waiting_at_barrier.size(); ++w)
+    make_ready(*b.warps[w], std::exchange(b.waiting_at_barrier[w], 0));
+  return b.any_before;
+}
+
+void waited_for_predecessor() { block().waited = true; }
+
+void run(const Launch& l, const std::function<void()>& thread) {
+  static std::vector<Block> blocks(most_at_once);
+  launch = &l;
+  body = &thread;
+  now.block_dim = l.block, now.grid_dim = l.grid;
+  std::vector<std::uint64_t> order(std::uint64_t{l.grid.x} * l.grid.y * l.grid.z);
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random());
+  const std::size_t at_once = 1 + random()() % most_at_once;
+  std::size_t next = 0;
+  const auto refill = [&](Block& b) {
+    if (next == order.size()) return;
+    const std::uint64_t i = order[next++];
+    start(b, dim3(static_cast<unsigned>(i % l.grid.x), static_cast<unsigned>(i / l.grid.x % l.grid.y),
+                  static_cast<unsigned>(i / l.grid.x / l.grid.y)));
+  };
+  for (std::size_t i = 0; i < at_once; ++i) refill(blocks[i]);
+  for (;;) try {
+      if (runnable.empty() || random()() % 16 == 0) {
+        std::vector<Block*> with_copies;
+        for (Block& b : blocks)
+          if (b.active && !b.copies.empty()) with_copies.push_back(&b);
+        if (!with_copies.empty()) {
+          Block& b = *with_copies[random()() % with_copies.size()];
+          land(b, random()() % b.copies.size());
+          continue;
+        }
+        if (runnable.empty()) {
+          if (std::none_of(blocks.begin(), blocks.end(), [](const Block& b) { return b.active; })) return;
+          stop(stuck(blocks), blocks);
+        }
+      }
+      const std::size_t chosen = random()() % runnable.size();
+      Warp& warp = *runnable[chosen];
+      Block& b = *warp.block;
+      now.block = b.index;
+      const int lane = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
+      warp.ready &= ~(1u << lane);
+      resume(*b.fibers[warp.first + static_cast<unsigned>(lane)], scheduler);
+      current = nullptr;
+      if (failed) stop(failure, blocks);
+      if (!warp.ready) {
+        warp.listed = false;
+        const auto at = std::find(runnable.begin(), runnable.end(), &warp);
+        *at = runnable.back();
+        runnable.pop_back();
+      }
+      if (b.done == b.threads) {
+        end(b);
+        refill(b);
+      }
+    } catch (const Failure& f) {
+      stop(f.what, blocks);
+    }
+}
+
+}  // namespace emulator
