@@ -15,8 +15,10 @@
 #include "base/cuda.cuh"
 
 namespace kvlab {
-void fill_cuda_ops(CudaOps& ops);  // ops/cuda_table.cu
-}
+void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
+void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
+void fill_cuda_model_ops(CudaModelOps& ops);  // model/cuda_executor.cu
+}  // namespace kvlab
 
 namespace emulator {
 namespace {
@@ -33,6 +35,7 @@ std::recursive_mutex mutex;
 std::map<std::byte*, Allocation> allocations;
 std::set<Stream*> streams;
 std::unordered_map<const void*, std::int64_t> allowed;
+std::size_t in_use = 0;  // bytes of allocations
 int error = 0;
 
 [[noreturn]] void throw_device(const std::string& what) {
@@ -46,8 +49,26 @@ bool on_device(const void* p) {
   return static_cast<const std::byte*>(p) < found->first + found->second.bytes;
 }
 
+int number(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text && std::atoi(text) > 0 ? std::atoi(text) : otherwise;
+}
+
+std::size_t free_bytes() {
+  static const std::size_t all = static_cast<std::size_t>(number("KVLAB_EMULATED_MEMORY", 2048)) << 20;
+  const std::lock_guard lock(mutex);
+  return all - in_use;
+}
+
+void no_capture(const char* what) {
+  for (const Stream* s : streams)
+    if (s->capturing) throw_device(std::string("got ") + what + " while a graph is captured");
+}
+
 void* allocate(std::size_t bytes) {
   const std::lock_guard lock(mutex);
+  no_capture("an allocation");
+  if (bytes > free_bytes()) return nullptr;
   const std::size_t room = (bytes + 255) / 256 * 256, pages = (room + page - 1) / page * page;
   void* mapped = mmap(nullptr, pages + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
@@ -58,6 +79,7 @@ void* allocate(std::size_t bytes) {
   std::memset(memory, 0xff, bytes);
   std::memset(memory + bytes, slack_byte, room - bytes);
   allocations[memory] = {begin, pages + 2 * page, bytes, room - bytes};
+  in_use += bytes;
   return memory;
 }
 
@@ -72,6 +94,7 @@ void check_slack() {
 
 void finish(Stream* s) {
   const std::lock_guard lock(mutex);
+  if (s->capturing) throw_device("got a wait for a stream while a graph is captured from it");
   std::vector<Work> work = std::exchange(s->waiting, {});
   for (const Work& w : work) w();
   check_slack();
@@ -91,6 +114,7 @@ void release(void* p) {
   const std::lock_guard lock(mutex);
   const auto found = allocations.find(static_cast<std::byte*>(p));
   if (found == allocations.end()) return;
+  in_use -= found->second.bytes;
   munmap(found->second.mapped, found->second.mapped_bytes);
   allocations.erase(found);
 }
@@ -128,11 +152,6 @@ void* capture(void* handle, void (*work)(void*), void* context) {
   return new Graph{std::exchange(s->waiting, {})};
 }
 
-int number(const char* name, int otherwise) {
-  const char* text = std::getenv(name);
-  return text && std::atoi(text) > 0 ? std::atoi(text) : otherwise;
-}
-
 struct Kept {
   void* memory = nullptr;
   std::size_t bytes = 0;
@@ -142,7 +161,6 @@ void* grow(void* handle, const char* tag, std::size_t bytes, bool zero) {
   static std::map<std::pair<void*, std::string>, Kept> all;
   Kept& k = all[{handle, std::string(zero ? "zero " : "") + tag}];
   if (k.bytes >= bytes) return k.memory;
-  if (stream_of(handle)->capturing) throw_device("got new scratch while a graph is captured");
   finish(stream_of(handle));
   release(k.memory);
   k = {allocate(bytes), bytes};
@@ -203,6 +221,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     for (Stream* s : streams) finish_quietly(s);
     release(p);
   };
+  r.free_bytes = free_bytes;
   r.copy = copy;
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
     submit(stream_of(stream), [=] { std::memset(to, byte, bytes); });
@@ -226,5 +245,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
   kvlab::fill_cuda_ops(table->ops);
+  kvlab::fill_cuda_store_ops(table->store);
+  kvlab::fill_cuda_model_ops(table->model);
   return true;
 }

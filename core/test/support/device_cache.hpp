@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/kv.hpp>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,9 @@
 #include "base/backend.hpp"
 
 namespace kvlab::test {
+
+// KVLAB_QUICK: sweeps take their first cases only (ctest's cuda_emulated).
+inline bool quick() { return std::getenv("KVLAB_QUICK") != nullptr; }
 
 class DeviceMemory {
  public:

@@ -118,6 +118,9 @@ inline float __uint_as_float(unsigned u) {
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 // Byte i of the result is byte (selector nibble i) of b:a.
@@ -168,6 +171,14 @@ T atomicSub(T* p, std::type_identity_t<T> x) {
 template <class T>
 T atomicOr(T* p, std::type_identity_t<T> x) {
   return emulated_atomic(p, [x](T old) { return old | x; });
+}
+template <class T>
+T atomicMax(T* p, std::type_identity_t<T> x) {
+  return emulated_atomic(p, [x](T old) { return std::max(old, x); });
+}
+template <class T>
+T atomicExch(T* p, std::type_identity_t<T> x) {
+  return emulated_atomic(p, [x](T) { return x; });
 }
 
 // ---- warps and blocks ----------------------------------------------------------------------------------------------
