@@ -49,6 +49,8 @@ struct CudaRuntime {
   void (*delete_graph)(void* graph) = nullptr;
   // Milliseconds of each of `runs` launches by events; before each, all of the L2 cache is overwritten.
   void (*time_graph)(void* graph, void* stream, int runs, float* milliseconds) = nullptr;
+  // Milliseconds on the device of what `work` gives to the stream, by events; waits for it.
+  float (*time)(void* stream, void (*work)(void*), void* context) = nullptr;
   // Bytes per second at which all multiprocessors read together, best over grids, of `bytes` of fresh device memory.
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;
 };
@@ -90,9 +92,7 @@ struct CudaOps {
   void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
   void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
                       const PageList& out, void* stream) = nullptr;
-  void (*absent_pages)(const PagedKv& kv, const PageList& out, void* stream) = nullptr;
   void (*place_pages)(const ops::PlacementArgs& a, void* stream) = nullptr;
-  void (*count_partial)(const PagedKv& kv, const PageList& list, std::int64_t* count, void* stream) = nullptr;
 };
 
 // What a store on the device does; store/cuda_kernels.hpp.
@@ -118,11 +118,15 @@ struct CudaModelOps {
                  void* stream) = nullptr;
   // sums[head, i] += mass[row, head, i] over all rows, in their order.
   void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
+  // out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale (model/random_weights.hpp).
+  void (*random)(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
+                 void* stream) = nullptr;
 };
 
 struct CudaBackend {
-  static constexpr int version = 2;
+  static constexpr int version = 3;
   int table_version = 0;  // of the library; another one is refused
+  char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
   CudaOps ops;
   CudaStoreOps store;

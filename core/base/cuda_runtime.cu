@@ -116,6 +116,23 @@ void time_graph(void* graph, void* handle, int runs, float* milliseconds) {
   cudaFree(memory);
 }
 
+struct Event {
+  cudaEvent_t event;
+  Event() { check(cudaEventCreate(&event), "cudaEventCreate"); }
+  ~Event() { cudaEventDestroy(event); }
+};
+
+float time_work(void* handle, void (*work)(void*), void* context) {
+  const Event begin, end;
+  check(cudaEventRecord(begin.event, stream_of(handle)), "cudaEventRecord");
+  work(context);
+  check(cudaEventRecord(end.event, stream_of(handle)), "cudaEventRecord");
+  check(cudaEventSynchronize(end.event), "cudaEventSynchronize");
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, begin.event, end.event), "cudaEventElapsedTime");
+  return ms;
+}
+
 void* capture(void* handle, void (*work)(void*), void* context) {
   const cudaStream_t stream = stream_of(handle);
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
@@ -223,6 +240,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     return false;
   }
   table->table_version = CudaBackend::version;
+  std::snprintf(table->device_name, sizeof table->device_name, "%s", p.name);
   CudaRuntime& r = table->runtime;
   r.allocate = allocate;
   r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
@@ -254,6 +272,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
   };
   r.time_graph = time_graph;
+  r.time = time_work;
   r.read_rate = read_rate;
   fill_cuda_ops(table->ops);
   fill_cuda_store_ops(table->store);

@@ -1,5 +1,11 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <string>
+
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "model/random_weights.hpp"
 
 namespace kvlab {
 using namespace cuda;
@@ -23,6 +29,13 @@ __global__ void add_rows_kernel(View<const float, 3> mass, View<float, 2> sums) 
   sums(head, i) = sum;
 }
 
+template <class T>
+__global__ void random_kernel(T* out, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale) {
+  for (std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += std::int64_t(gridDim.x) * blockDim.x)
+    out[i] = T(random_weight(seed, static_cast<std::uint64_t>(first + i)) * scale);
+}
+
 constexpr int threads = 256;
 unsigned blocks_of(std::int64_t work) { return static_cast<unsigned>((work + threads - 1) / threads); }
 
@@ -38,12 +51,28 @@ void add_rows(const View<const float, 3>& mass, const View<float, 2>& sums, void
   check_launch("add_rows");
 }
 
+void random(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
+            void* stream) {
+  if (count <= 0) return;
+  const unsigned blocks = blocks_of(count < (1 << 24) ? count : 1 << 24);
+  if (dtype == DType::bf16)
+    random_kernel<<<blocks, threads, 0, stream_of(stream)>>>(static_cast<__nv_bfloat16*>(out), first, count, seed,
+                                                             scale);
+  else if (dtype == DType::f16)
+    random_kernel<<<blocks, threads, 0, stream_of(stream)>>>(static_cast<__half*>(out), first, count, seed, scale);
+  else
+    throw Error(Errc::unsupported, std::string("got random weights of ") + name_of(dtype) + ", wanted bf16 or f16",
+                "CUDA random");
+  check_launch("random");
+}
+
 }  // namespace
 
 void fill_cuda_model_ops(CudaModelOps& t);
 void fill_cuda_model_ops(CudaModelOps& t) {
   t.causal = causal;
   t.add_rows = add_rows;
+  t.random = random;
 }
 
 }  // namespace kvlab

@@ -27,7 +27,7 @@ int pinned_of(const Allotment& a, int row) {
 void allot_same(const Allotment& a, const std::int32_t* tokens, const char* op, Stream s) {
   const int rows = rows_of(a, op);
   if (rows > 0 && !tokens) fail(Errc::internal, op, "got no totals, wanted one per row");
-  if (s.device() == Device::cuda) return require_cuda("op allot_tokens").ops.allot_same(a, tokens, s.handle());
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::allot_same, "allot_tokens")(a, tokens, s.handle());
   for (int r = 0; r < rows; ++r)
     for (int h = 0; h < a.keep.extent[1]; ++h)
       a.keep(r, h) = std::min(a.length(r, h), std::max({tokens[r], pinned_of(a, r), 0}));
@@ -116,7 +116,7 @@ void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s
     if (rows > 0 && (a.scores.extent[0] < rows || a.scores.extent[1] < a.keep.extent[1] || (a.pins && !a.kv)))
       fail(Errc::internal, op,
            "got too few scores or pins without the cache, wanted [row, kv_head, token] and LayerKv");
-    return require_cuda("op allot_by_score").ops.allot_by_score(a, floor, exact_total, s.handle());
+    return cuda_op(&CudaOps::allot_by_score, "allot_by_score")(a, floor, exact_total, s.handle());
   }
   for (int r = 0; r < rows; ++r) {
     if (pinned_of(a, r) > 0 && !a.kv) fail(Errc::internal, op, "got pins without the cache, wanted LayerKv");

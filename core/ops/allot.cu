@@ -24,6 +24,17 @@ __global__ void same_kernel(View<const std::int32_t, 2> length, const Pins* pins
   keep(row, head) = min(length(row, head), max(max(tokens[row], pinned_of(pins, row)), 0));
 }
 
+__global__ void round_kernel(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
+                             View<std::int32_t, 2> keep) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, heads = static_cast<int>(keep.extent[1]);
+  if (i >= keep.extent[0] * heads) return;
+  const int row = i / heads, head = i % heads, n = length(row, head), kept = keep(row, head);
+  if (keep_all[row])
+    keep(row, head) = n;
+  else if (kept < n)
+    keep(row, head) = kept - kept % page_size;
+}
+
 struct Args {
   DeviceKv kv;  // only with pins
   View<const float, 3> scores;
@@ -130,6 +141,15 @@ void allot_same_cuda(const Allotment& a, const std::int32_t* tokens, void* handl
   same_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(a.length, a.pins, tokens,
                                                                                            a.keep);
   check_launch("allot_tokens");
+}
+
+void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
+                          const View<std::int32_t, 2>& keep, void* handle) {
+  const auto entries = keep.extent[0] * keep.extent[1];
+  if (entries <= 0) return;
+  round_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(length, keep_all, page_size,
+                                                                                            keep);
+  check_launch("round_allotment");
 }
 
 void allot_by_score_cuda(const Allotment& in, double floor, bool exact_total, void* handle) {

@@ -259,7 +259,7 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   check_view(kv, "attend");
   const int query_heads = static_cast<int>(a.queries.extent[1]), group = query_heads / kv.kv_heads;
   check(a, group);
-  if (s.device() == Device::cuda) return require_cuda("op attend").ops.attend(a, s.handle());
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::attend, "attend")(a, s.handle());
   check_tables(kv, "attend");
   if (a.mass) check_scores(kv, a.mass, "mass", "attend", s);
   thread_local Plan plan_of_thread;

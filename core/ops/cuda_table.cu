@@ -30,6 +30,10 @@ void fill_cuda_ops(CudaOps& t) {
   t.read_state = ops::read_state_cuda;
   t.allot_same = ops::allot_same_cuda;
   t.allot_by_score = ops::allot_by_score_cuda;
+  t.round_allotment = ops::round_allotment_cuda;
+  t.lengths = ops::lengths_cuda;
+  t.older_pages = ops::older_pages_cuda;
+  t.place_pages = ops::place_pages_cuda;
 }
 
 }  // namespace kvlab

@@ -77,8 +77,8 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
   check(queries, kv, summaries, out, op, s);
   const View<const float, 3> q = queries.f32();
   if (s.device() == Device::cuda)
-    return require_cuda("op page_score")
-        .ops.score_pages(q, kv, summaries, rule, scale, {}, {}, out, nullptr, s.handle());
+    return cuda_op(&CudaOps::score_pages, "page_score")(q, kv, summaries, rule, scale, {}, {}, out, nullptr,
+                                                        s.handle());
   const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) \
@@ -97,8 +97,8 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   const char* op = "score_pages";
   check(queries, kv, summaries, scores, op, s);
   check_list(kv, out, op);
-  require_cuda("op score_pages")
-      .ops.score_pages(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores, &out, s.handle());
+  cuda_op(&CudaOps::score_pages, "score_pages")(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores,
+                                                &out, s.handle());
 }
 
 }  // namespace kvlab::ops

@@ -94,24 +94,6 @@ void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, i
     }
 }
 
-void absent_pages(const PagedKv& kv, PageList out, Stream s) {
-  const char* op = "absent_pages";
-  check_kv(kv, op, s);
-  check_list(kv, out, op);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::absent_pages, op)(kv, out, s.handle());
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int pages = kv.pages(r, h);
-      int n = 0;
-      for (int page = 0; page < pages; ++page) {
-        if (present(kv, r, h, page)) continue;
-        check_room(out, n + 1, op);
-        out.index(r, h, n++) = page;
-      }
-      out.count(r, h) = n;
-    }
-}
-
 void place_pages(const PlacementArgs& a, Stream s) {
   const char* op = "place_pages";
   check_kv(a.device, op, s);
@@ -126,18 +108,6 @@ void place_pages(const PlacementArgs& a, Stream s) {
   thread_local std::vector<char> stays;
   for (int r = 0; r < a.device.rows; ++r)
     for (int h = 0; h < a.device.kv_heads; ++h) place_head(a, r, h, stays);
-}
-
-void count_partial(const PagedKv& kv, const PageList& list, std::int64_t* count, Stream s) {
-  const char* op = "count_partial";
-  check_kv(kv, op, s);
-  check_list(kv, list, op);
-  if (!count) fail(Errc::internal, op, "got no counter, wanted one");
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::count_partial, op)(kv, list, count, s.handle());
-  bool all = true;
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) all &= list.count(r, h) >= kv.pages(r, h);
-  *count += !all;
 }
 
 }  // namespace kvlab::ops

@@ -18,7 +18,4 @@ struct PlacementArgs {
 // no copy on the host. Errc::plugin for an attended page that does not exist. Bytes: both tables.
 void place_pages(const PlacementArgs& a, Stream s);
 
-// *count += 1 when some head has a page that `list` leaves out.
-void count_partial(const PagedKv& kv, const PageList& list, std::int64_t* count, Stream s);
-
 }  // namespace kvlab::ops

@@ -38,12 +38,6 @@ void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_
     }
 }
 
-void absent_pages_reference(const PagedKv& kv, PageList out) {
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h)
-      write(out, r, h, kv.pages(r, h), [&](int page) { return !present(kv, r, h, page); });
-}
-
 void place_pages_reference(const PlacementArgs& a) {
   for (int r = 0; r < a.device.rows; ++r)
     for (int h = 0; h < a.device.kv_heads; ++h) {
@@ -65,13 +59,6 @@ void place_pages_reference(const PlacementArgs& a) {
       write(a.drop, r, h, pages, leaves);
       write(a.offload, r, h, pages, [&](int page) { return leaves(page) && !present(a.host, r, h, page); });
     }
-}
-
-void count_partial_reference(const PagedKv& kv, const PageList& list, std::int64_t* count) {
-  bool partial = false;
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) partial |= list.count(r, h) < kv.pages(r, h);
-  if (partial) ++*count;
 }
 
 void round_allotment_reference(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,

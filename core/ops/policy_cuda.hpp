@@ -7,6 +7,8 @@
 
 namespace kvlab::ops {
 
+struct PlacementArgs;
+
 // out null: the scores alone.
 void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                       GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
@@ -30,6 +32,14 @@ void read_state_cuda(const StateColumn& column, const Scores& out, void* stream)
 
 void allot_same_cuda(const Allotment& a, const std::int32_t* tokens, void* stream);
 void allot_by_score_cuda(const Allotment& a, double floor, bool exact_total, void* stream);
+void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
+                          const View<std::int32_t, 2>& keep, void* stream);
+
+void lengths_cuda(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream);
+void older_pages_cuda(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
+                      const PageList& out, void* stream);
+// Attended pages that do not exist are passed over.
+void place_pages_cuda(const PlacementArgs& a, void* stream);
 
 // group_reduce over pages: page_size tokens are one entry; softmax_mean takes the softmax of scale * in.
 void reduce_pages_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale,

@@ -29,7 +29,7 @@ void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int exclud
   if (excluded < 0) fail(Errc::internal, "pool", "got " + std::to_string(excluded) + " excluded tokens");
   if (kind == Pooling::none || kernel == 1) return;
   if (s.device() == Device::cuda)
-    return require_cuda("op pool").ops.pool(kv, scores, kind, kernel, excluded, s.handle());
+    return cuda_op(&CudaOps::pool, "pool")(kv, scores, kind, kernel, excluded, s.handle());
   const int heads = static_cast<int>(scores.extent[1]), group = heads / kv.kv_heads, half = kernel / 2;
   const float edge = kind == Pooling::max ? -std::numeric_limits<float>::infinity() : 0.f;
   auto copies = take_scratch<float>(w, "pool", {kv.rows, heads, longest(kv) + 2 * half});

@@ -54,9 +54,7 @@ void round_allotment_reference(View<const std::int32_t, 2> length, const std::ui
 void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
 void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
                            PageList out);
-void absent_pages_reference(const PagedKv& kv, PageList out);
 void place_pages_reference(const PlacementArgs& a);
-void count_partial_reference(const PagedKv& kv, const PageList& list, std::int64_t* count);
 
 // The executor's. w [n, k]: the weights as stored (Linear::row).
 void linear_reference(const float* x, std::int64_t x_stride, const float* w, float* y, std::int64_t y_stride,

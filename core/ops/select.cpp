@@ -113,7 +113,7 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   check_kv_scores(kv, scores, "scores", op, s);
   check_list(kv, list, op);
   if (s.device() == Device::cuda)
-    return require_cuda("op top_tokens").ops.top_tokens(kv, scores, keep, pins, list, s.handle());
+    return cuda_op(&CudaOps::top_tokens, "top_tokens")(kv, scores, keep, pins, list, s.handle());
   std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
@@ -141,7 +141,7 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
   if (page_scores.extent[0] < kv.rows || page_scores.extent[1] < kv.kv_heads || page_scores.stride[2] != 1)
     fail(Errc::internal, op, "got page scores of another shape, wanted [row, kv_head, page] contiguous");
   if (s.device() == Device::cuda)
-    return require_cuda("op top_pages").ops.top_pages(kv, page_scores, page_budgets, pins, out, s.handle());
+    return cuda_op(&CudaOps::top_pages, "top_pages")(kv, page_scores, page_budgets, pins, out, s.handle());
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.pages(r, h);

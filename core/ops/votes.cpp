@@ -84,7 +84,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
   if (s.device() == Device::cuda)
-    return require_cuda("op window_votes").ops.window_votes(queries, seen, kv, votes, s.handle());
+    return cuda_op(&CudaOps::window_votes, "window_votes")(queries, seen, kv, votes, s.handle());
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
   const int heads = static_cast<int>(queries.extent[1]), group = heads / kv.kv_heads;

@@ -75,9 +75,6 @@ void lengths(const PagedKv& kv, View<std::int32_t, 2> out, Stream s);
 void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest, PageList out,
                  Stream s);
 
-// The pages of a head that have no frame in kv's tier.
-void absent_pages(const PagedKv& kv, PageList out, Stream s);
-
 // keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.
 void allot_uniform(const Allotment& a, Stream s);
 

@@ -215,6 +215,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   using namespace emulator;
   *state = "emulated on the CPU, " + std::to_string(kvlab::cuda::multiprocessors()) + " multiprocessors";
   table->table_version = kvlab::CudaBackend::version;
+  std::snprintf(table->device_name, sizeof table->device_name, "emulated GPU");
   kvlab::CudaRuntime& r = table->runtime;
   r.allocate = r.allocate_pinned = allocate;
   r.free = r.free_pinned = [](void* p) {
@@ -243,6 +244,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   };
   r.delete_graph = [](void* graph) { delete static_cast<Graph*>(graph); };
   r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
+  r.time = [](void*, void (*)(void*), void*) -> float { throw_device("got a measurement, wanted a GPU"); };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
   kvlab::fill_cuda_ops(table->ops);
   kvlab::fill_cuda_store_ops(table->store);

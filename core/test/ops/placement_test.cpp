@@ -87,7 +87,7 @@ TEST_CASE("place_pages by hand") {
   }
 }
 
-TEST_CASE("older_pages, absent_pages, lengths and round_allotment by hand") {
+TEST_CASE("older_pages, lengths and round_allotment by hand") {
   const Ints tokens = {9, 8, 0, 16};
   const auto of = View<const std::int32_t, 2>::dense(tokens.data(), {2, 2});
   List older(2, 2, 4);
@@ -105,11 +105,6 @@ TEST_CASE("older_pages, absent_pages, lengths and round_allotment by hand") {
   CHECK_THROWS_AS(ops::older_pages(of, nullptr, 4, -1, older.list, Stream::cpu()), Error);
 
   TwoTiers t;
-  t.cache.unmap(0, 0, 3), t.cache.unmap(0, 0, 9);
-  List absent(1, 1, 2);
-  ops::absent_pages(t.cache.view(), absent.list, Stream::cpu());
-  CHECK(absent.of(0, 0) == Ints{3, 9});
-  CHECK_THROWS_AS(ops::absent_pages(t.cache.view(), List(1, 1, 1).list, Stream::cpu()), Error);
   std::int32_t length = 0;
   ops::lengths(t.cache.view(), View<std::int32_t, 2>::dense(&length, {1, 1}), Stream::cpu());
   CHECK(length == 38);
@@ -167,8 +162,6 @@ TEST_CASE("placement ops equal their references") {
       fast(x.list), slow(y.list);
       CHECK(x == y);
     };
-    same([&](PageList l) { ops::absent_pages(kv, l, Stream::cpu()); },
-         [&](PageList l) { ops::absent_pages_reference(kv, l); });
     Ints length(static_cast<std::size_t>(rows * heads), -7), again(length);
     const auto view = [&](Ints& x) { return View<std::int32_t, 2>::dense(x.data(), {rows, heads}); };
     ops::lengths(kv, view(length), Stream::cpu());
@@ -186,9 +179,5 @@ TEST_CASE("placement ops equal their references") {
     ops::round_allotment(view(length), mask.data(), p, view(keep), Stream::cpu());
     ops::round_allotment_reference(view(length), mask.data(), p, view(slow));
     CHECK(keep == slow);
-    std::int64_t partial = 3, partial_reference = 3;
-    ops::count_partial(kv, read.list, &partial, Stream::cpu());
-    ops::count_partial_reference(kv, read.list, &partial_reference);
-    CHECK(partial == partial_reference);
   }
 }

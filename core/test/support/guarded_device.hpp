@@ -184,17 +184,9 @@ class GuardedDevice final : public Workspace {
       const Open open;
       ops::older_pages(tokens, rows, page_size, newest, out, Stream::cpu());
     };
-    t.absent_pages = [](const PagedKv& kv, const PageList& out, void*) {
-      const Open open;
-      ops::absent_pages(kv, out, Stream::cpu());
-    };
     t.place_pages = [](const ops::PlacementArgs& a, void*) {
       const Open open;
       ops::place_pages(a, Stream::cpu());
-    };
-    t.count_partial = [](const PagedKv& kv, const PageList& list, std::int64_t* count, void*) {
-      const Open open;
-      ops::count_partial(kv, list, count, Stream::cpu());
     };
   }
 
