@@ -78,7 +78,7 @@ const CudaBackend* cuda_backend() {
 
 const CudaBackend& require_cuda(const char* who) {
   if (replacement) return *replacement;
-  if (!loaded().usable) throw Error(Errc::device, "got a CUDA request, wanted a usable GPU: " + loaded().state, who);
+  if (!loaded().usable) throw Error(Errc::device, "got backend cuda, wanted a usable GPU: " + loaded().state, who);
   return loaded().table;
 }
 

@@ -47,6 +47,9 @@ struct CudaRuntime {
   void* (*capture)(void* stream, void (*work)(void*), void* context) = nullptr;
   void (*launch)(void* graph, void* stream) = nullptr;
   void (*delete_graph)(void* graph) = nullptr;
+  // How often memory that kernels keep between calls has moved. A graph that was captured before the latest move is not
+  // to be launched again.
+  std::int64_t (*scratch_moves)() = nullptr;
   // Milliseconds of each of `runs` launches by events; before each, all of the L2 cache is overwritten.
   void (*time_graph)(void* graph, void* stream, int runs, float* milliseconds) = nullptr;
   // Milliseconds on the device of what `work` gives to the stream, by events; waits for it.

@@ -1,7 +1,9 @@
 // Memory, streams and what a kernel keeps between calls; and the entry of libkvlab_cuda.so.
+#include <atomic>
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <new>
 #include <tuple>
 
 #include "base/backend.hpp"
@@ -28,14 +30,27 @@ Kept& kept_of(void* stream, const char* tag) {
   return all[{device, stream, tag}];
 }
 std::mutex kept_mutex;
+std::atomic<std::int64_t> moves = 0;
+
+void* allocate(std::size_t bytes) {
+  void* p = nullptr;
+  const cudaError_t status = cudaMalloc(&p, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // not fitting is a value
+    return nullptr;
+  }
+  check(status, "cudaMalloc");
+  return p;
+}
 
 // While a graph is being captured nothing may be allocated, so the first step runs outside the capture.
 void* grow(Kept& k, void* stream, std::size_t bytes, bool zero) {
   if (k.bytes < bytes) {
     check(cudaStreamSynchronize(stream_of(stream)), "scratch");
-    if (k.memory) check(cudaFree(k.memory), "scratch");
+    if (k.memory) check(cudaFree(k.memory), "scratch"), ++moves;
     k = {};
-    check(cudaMalloc(&k.memory, bytes), "scratch");
+    k.memory = allocate(bytes);
+    if (!k.memory) throw std::bad_alloc();
     k.bytes = bytes;
     if (zero) {
       check(cudaMemsetAsync(k.memory, 0, bytes, stream_of(stream)), "scratch");
@@ -52,16 +67,6 @@ int attribute(cudaDeviceAttr what) {
   return value;
 }
 
-void* allocate(std::size_t bytes) {
-  void* p = nullptr;
-  const cudaError_t status = cudaMalloc(&p, bytes);
-  if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // not fitting is a value
-    return nullptr;
-  }
-  check(status, "cudaMalloc");
-  return p;
-}
 void* allocate_pinned(std::size_t bytes) {
   void* p = nullptr;
   const cudaError_t status = cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
@@ -271,6 +276,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.delete_graph = [](void* graph) {
     check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
   };
+  r.scratch_moves = []() -> std::int64_t { return moves; };
   r.time_graph = time_graph;
   r.time = time_work;
   r.read_rate = read_rate;

@@ -3,6 +3,8 @@
 #include <kvlab/stream.hpp>
 
 #include <cstddef>
+#include <new>
+#include <string>
 #include <utility>
 
 namespace kvlab {
@@ -20,11 +22,21 @@ class OwnedStream {
   Stream stream_;
 };
 
+// Memory that does not fit, with what was wanted. Measurement records it as a result.
+class NoRoom final : public std::bad_alloc {
+ public:
+  explicit NoRoom(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
 // Owned, uninitialised, 64-byte aligned.
 class StreamMemory {
  public:
   StreamMemory() = default;
-  StreamMemory(Stream s, std::size_t bytes);  // std::bad_alloc on the CPU, Errc::device on a GPU that has no room
+  StreamMemory(Stream s, std::size_t bytes);  // std::bad_alloc; NoRoom on a GPU
   ~StreamMemory();
   StreamMemory(StreamMemory&& o) noexcept { swap(o); }
   StreamMemory& operator=(StreamMemory&& o) noexcept {

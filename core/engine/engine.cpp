@@ -28,7 +28,26 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   return s;
 }
 
+void check_needs(const Model& model, const Needs& needs, const EngineOptions& o) {
+  if (o.prefill_chunk > 0 && !needs.chunked_prompts())
+    throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
+                                  " with a policy that needs whole prompts, wanted prefill_chunk: 0");
+  if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
+    throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
+                                  std::to_string(model.config.context) + ", the context of " + model.name);
+}
+
 }  // namespace
+
+void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
+  const StoreOptions store = store_options(model, policy, o);
+  check_store(store, o.device);
+  check_executor(model, store, o.device);
+  check_needs(model, policy.needs(), o);
+  Ledger ledger;
+  StoreWorkspace workspace(ledger, Stream::cpu());
+  policy.attach(store.shape, o.budget, workspace);
+}
 
 Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options)
     : policy_(std::move(policy)),
@@ -38,22 +57,9 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       stream_(owned_stream_.get()),
       store_(make_store(store_options(*model, *policy_, options), stream_)),
       executor_(make_executor(model, *store_)) {
-  if (options.prefill_chunk > 0 && !needs_.chunked_prompts())
-    throw Error(Errc::config, "got prefill_chunk " + std::to_string(options.prefill_chunk) +
-                                  " with a policy that needs whole prompts, wanted prefill_chunk: 0");
-  if (needs_.rope() == RopeRegime::original && options.max_tokens > model->config.context)
-    throw Error(Errc::config, "got " + std::to_string(options.max_tokens) +
-                                  " tokens of prompt and answer, wanted at most " +
-                                  std::to_string(model->config.context) + ", the context of " + model->name);
+  check_needs(*model, needs_, options);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   tail_.resize(static_cast<std::size_t>(options.slots));
-}
-
-void Engine::observe(EngineObserver* observer) {
-  if (observer && options_.device != Device::cpu)
-    throw Error(Errc::unsupported,
-                "got fidelity or a trace to record of a run on CUDA, wanted backend: cpu: they read host memory");
-  observer_ = observer;
 }
 
 int Engine::open() { return store_->open(); }
@@ -153,7 +159,7 @@ Fit Engine::before_prompt(int layer, int slot) {
 }
 
 Fit Engine::prompt(const PromptLayer& l) {
-  if (observer_) observer_->prompt(l, *store_);
+  if (observer_) observer_->prompt(stream_.device() == Device::cpu ? l : seen_.of(l, stream_), *store_);
   const Shape& s = store_->shape();
   const std::int32_t slots_of[] = {l.slot};
   const std::vector<std::int32_t> slots(slots_of, slots_of + 1);
@@ -221,7 +227,7 @@ const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
 
 Fit Engine::attended(const DecodeLayer& l) {
   if (options_.protect_host) store_->protect_host(false);
-  if (observer_) observer_->attended(l, *store_);
+  if (observer_) observer_->attended(stream_.device() == Device::cpu ? l : seen_.of(l, stream_), *store_);
   Fit fit = apply(waiting_, *l.slots);
   waiting_.clear();
   if (fit != Fit::ok) return fit;

@@ -10,6 +10,7 @@
 
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
+#include "engine/host_copy.hpp"
 #include "model/executor.hpp"
 
 namespace kvlab {
@@ -25,7 +26,8 @@ struct EngineOptions {
   bool protect_host = false;  // tests: the host tier is unreadable while attention runs
 };
 
-// Sees what passes through the engine; for measurement. Everything is borrowed for the call and host memory.
+// Sees what passes through the engine; for measurement. Everything is borrowed for the call and host memory; of the
+// store only what is exact on either device is asked for, no views.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
@@ -37,6 +39,9 @@ class Engine final : private LayerHooks {
  public:
   // Errc::config and Errc::unsupported for needs that this engine cannot meet.
   Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options);
+
+  // The same errors without the model's weights and without taking memory.
+  static void check(const Model& model, Policy& policy, const EngineOptions& options);
 
   int open();  // a free slot, or -1
   void close(int slot);
@@ -51,7 +56,7 @@ class Engine final : private LayerHooks {
   std::vector<std::byte> save(int slot) const { return store_->save(slot); }
   Fit restore(int slot, const std::vector<std::byte>& snapshot);
 
-  void observe(EngineObserver* observer);  // null = nobody. Errc::unsupported on CUDA
+  void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
 
   const Store& store() const { return *store_; }
   Ledger& ledger() { return store_->ledger(); }
@@ -80,6 +85,7 @@ class Engine final : private LayerHooks {
   std::unique_ptr<Store> store_;
   std::unique_ptr<Executor> executor_;
   EngineObserver* observer_ = nullptr;
+  HostCopy seen_;  // by the observer, on CUDA
 
   std::vector<std::int32_t> position_, step_;  // of the callback's rows
   std::vector<Edit> waiting_;                  // of this layer's select, due after its attention

@@ -9,6 +9,7 @@
 #include "experiment/overrides.hpp"
 #include "host/parameters.hpp"
 #include "model/bundled.hpp"
+#include "model/synthetic.hpp"
 
 namespace fs = std::filesystem;
 
@@ -68,7 +69,9 @@ class ExperimentReader {
     if (out_.name.empty() || out_.name.find('/') != std::string::npos)
       problems_.add(map.take("experiment")->place,
                     "got '" + out_.name + "' for 'experiment', wanted a name without '/'");
-    out_.backend = map.word("backend", {"auto", "cpu"}, {"cuda"}, "where the model runs");
+    out_.backend = map.word("backend", {"auto", "cpu", "cuda"}, {}, "where the model runs");
+    const Node* backend = map.take("backend");
+    out_.backend_where = backend ? document_.where(backend->place) : out_.file.string();
     out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
     out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
     out_.threads = map.get<int>(make_param("threads", 0, 0, 4096, "0 = all"));
@@ -92,15 +95,21 @@ class ExperimentReader {
       MapReader map(node, "model", problems_);
       const Node* path = map.take("path");
       const std::string dtype = map.get<std::string>(make_choice("dtype", {"bf16", "f32", "fp16"}, "the run's dtype"));
-      if (dtype == "fp16")
+      if (dtype == "fp16" && out_.backend == "cpu")
         problems_.add(map.take("dtype")->place, "got dtype fp16 on the CPU, wanted bf16 or f32 (fp16 needs a GPU)",
                       Errc::unsupported);
-      model.dtype = dtype == "f32" ? DType::f32 : DType::bf16;
+      model.dtype = dtype == "f32" ? DType::f32 : dtype == "fp16" ? DType::f16 : DType::bf16;
       const Node *adapter = map.take("adapter"), *synthetic = map.take("synthetic");
-      if (synthetic) problems_.add_unsupported(synthetic->place, "model synthetic");
+      if (synthetic) {
+        const auto value =
+            read_value(*synthetic, make_choice("synthetic", synthetic_names(), "a shape with random weights"), problems_);
+        model.path = synthetic_prefix + (value ? std::get<std::string>(*value) : "");
+        if (path) problems_.add(path->place, "got a path beside synthetic, wanted one of them");
+        if (adapter) problems_.add(adapter->place, "got an adapter of a synthetic model, wanted a model from files");
+      }
       if (adapter) model.adapter = read_text(*adapter, "adapter");
       map.finish();
-      if (path)
+      if (path && !synthetic)
         model.path = read_text(*path, "path");
       else if (!synthetic)
         problems_.add(node.place, "got a model without a path, wanted path: FILE or FOLDER");

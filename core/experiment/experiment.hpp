@@ -28,7 +28,8 @@ struct Experiment {
   std::filesystem::path file, folder;  // relative paths in the file start at `folder`
   std::string text;                    // the file's bytes, then one "# --set ..." line per override
   std::vector<ModelSpec> models;
-  std::string backend = "auto";      // auto | cpu
+  std::string backend = "auto";  // auto | cpu | cuda
+  std::string backend_where;
   std::vector<TaskSpec> tasks;       // axes expanded
   std::vector<PolicySpec> policies;  // axes and ablations expanded
   std::vector<PluginUse> profilers;  // in place of policies, for `kvlab profile`

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "experiment/entry_keys.hpp"
+#include "model/synthetic.hpp"
 
 namespace kvlab {
 namespace {
@@ -191,13 +192,13 @@ class Builder {
                             {{"path", axis(text())},
                              {"dtype", axis(words({"bf16", "f32", "fp16"}))},
                              {"adapter", axis(text())},
-                             {"synthetic", axis(text())}}},
+                             {"synthetic", axis({{"enum", synthetic_names()}})}}},
                            {"additionalProperties", false}}}}};
     const Json anything = {{"type", "object"}};
     return {
         {"experiment", described(text(), "name of the run; default: the file's name")},
         {"model", described(axis(model), "GGUF file or safetensors folder, and the run's dtype")},
-        {"backend", described(words({"auto", "cpu"}), "where the model runs")},
+        {"backend", described(words({"auto", "cpu", "cuda"}), "where the model runs")},
         {"tasks", {{"type", "array"}, {"items", ref("task_entry")}, {"minItems", 1}}},
         {"policies", {{"type", "array"}, {"items", ref("policy_entry")}, {"minItems", 1}}},
         {"sweep", described(anything, "LABEL.key: list of values")},

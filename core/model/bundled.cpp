@@ -4,10 +4,12 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <kvlab/error.hpp>
 #include <string_view>
 
 #include "model/adapter.hpp"
+#include "model/synthetic.hpp"
 
 namespace kvlab {
 namespace {
@@ -72,7 +74,8 @@ std::filesystem::path resolve_model_path(const std::string& path, const std::fil
 
 std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
                                        const std::filesystem::path& base_dir) {
-  auto model = open_checkpoint(resolve_model_path(path, base_dir));
+  auto model = path.starts_with(synthetic_prefix) ? open_synthetic(path.substr(std::strlen(synthetic_prefix)))
+                                                  : open_checkpoint(resolve_model_path(path, base_dir));
   return adapter.empty() ? std::move(model) : merge_adapter(std::move(model), resolve_model_path(adapter, base_dir));
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +12,12 @@
 #include "model/tokenizer.hpp"
 
 namespace kvlab {
+
+// A tensor of which element i is random_weight(seed, i) * scale (model/random_weights.hpp).
+struct RandomTensor {
+  std::uint64_t seed;
+  float scale;
+};
 
 // Names: "model.embed_tokens.weight", "model.layers.N.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
 // (has() is false where tied), q_norm, k_norm and biases alike. A projection is [out, in], row-major; Q and K rows are
@@ -37,6 +44,8 @@ class Checkpoint {
   // Rows [row_begin, row_begin + row_count) as f32 into out[row_count * columns]; a 1-D tensor is one row.
   virtual void read_rows(std::string_view name, std::int64_t row_begin, std::int64_t row_count, float* out) const = 0;
   std::vector<float> read(std::string_view name) const;  // the whole tensor
+  // How a synthetic model's tensor may be made where it is wanted, without reading it; empty for weights of a file.
+  virtual std::optional<RandomTensor> random_tensor(std::string_view /*name*/) const { return std::nullopt; }
 
  protected:
   Checkpoint() = default;

@@ -37,9 +37,18 @@ const CudaModel& weights_of(const Model& m) {
 
 }  // namespace
 
+void CudaExecutor::check(const Model& model, const StoreOptions& store) {
+  const ModelConfig& c = model.config;
+  if (store.rope != RopeRegime::original) refuse("got another RoPE regime, wanted rope: original");
+  if (model.dtype != DType::bf16) refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16");
+  if (c.hidden % 8 || c.ffn % 8)
+    refuse("got hidden size " + std::to_string(c.hidden) + " and MLP size " + std::to_string(c.ffn) +
+           ", wanted multiples of 8");
+}
+
 CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store)
     : Executor(std::move(model)), store_(store), weights_(weights_of(*model_)), stream_(store.stream()) {
-  if (store_.options().rope != RopeRegime::original) refuse("got another RoPE regime, wanted rope: original");
+  check(*model_, store_.options());
   const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
                     most = static_cast<std::size_t>(store_.shape().max_tokens);
   std::vector<float> cosine(most * half), sine(most * half);

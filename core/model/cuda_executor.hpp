@@ -12,6 +12,7 @@ class CudaExecutor final : public Executor {
  public:
   // Errc::unsupported for a model without weights on the device, and for a RoPE regime other than original.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
+  static void check(const Model& model, const StoreOptions& store);  // all but the weights
 
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,

@@ -4,6 +4,8 @@
 #include <kvlab/dtype.hpp>
 #include <string>
 
+#include "base/backend.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -27,6 +29,12 @@ class Upload {
     bf16* to = out.memory.as<bf16>();
     for (const auto& name : names) {
       const std::int64_t all = c_.shape(name).at(0);
+      if (const auto random = c_.random_tensor(name)) {
+        require_cuda("random weights").model.random(to, DType::bf16, 0, all * out.k, random->seed, random->scale,
+                                                    s_.handle());
+        to += all * out.k;
+        continue;
+      }
       for (std::int64_t begin = 0; begin < all; begin += rows) {
         const std::int64_t count = std::min(rows, all - begin), elements = count * out.k;
         wide_.resize(static_cast<std::size_t>(elements));
@@ -36,10 +44,11 @@ class Upload {
         for (std::int64_t i = 0; i < elements; ++i)
           narrow_[static_cast<std::size_t>(i)] = bf16(wide_[static_cast<std::size_t>(i)]);
         copy_memory(to, narrow_.data(), narrow_.size() * sizeof(bf16), s_);
-        synchronize(s_);
+        synchronize(s_);  // narrow_ is written again
         to += elements;
       }
     }
+    synchronize(s_);
     return out;
   }
 

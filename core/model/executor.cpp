@@ -5,6 +5,10 @@
 
 namespace kvlab {
 
+void check_executor(const Model& model, const StoreOptions& store, Device device) {
+  if (device == Device::cuda) CudaExecutor::check(model, store);
+}
+
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store) {
   if (store.stream().device() == Device::cuda)
     return std::make_unique<CudaExecutor>(std::move(model), static_cast<CudaStore&>(store));

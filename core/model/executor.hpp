@@ -72,6 +72,9 @@ class Executor {
   std::shared_ptr<const Model> model_;
 };
 
+// What make_executor would refuse on such a device, of the model all but its weights.
+void check_executor(const Model& model, const StoreOptions& store, Device device);
+
 // Runs on the device of the store's stream; the store outlives it. Errc::unsupported where that device cannot run the
 // model.
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store);

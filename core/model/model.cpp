@@ -1,10 +1,13 @@
 #include "model/model.hpp"
 
+#include <fmt/format.h>
 #include <kvlab/error.hpp>
+#include <unistd.h>
 
 #include <exception>
 #include <mutex>
 
+#include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 
 namespace kvlab {
@@ -55,31 +58,48 @@ ModelLayer load_layer(const Checkpoint& c, int index, DType dtype) {
   return l;
 }
 
+// Better said than found out from the operating system's killer.
+void check_room(const Checkpoint& c, DType dtype) {
+  double bytes = 0;
+  for (const std::string& name : c.names()) {
+    double elements = 1;
+    for (const std::int64_t d : c.shape(name)) elements *= static_cast<double>(d);
+    bytes += elements * static_cast<double>(size_of(dtype));
+  }
+  const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (memory > 0 && bytes > memory)
+    throw NoRoom(fmt::format("got {:.1f} GB of weights, wanted at most this machine's {:.1f} GB", bytes / 1e9,
+                             memory / 1e9));
+}
+
 }  // namespace
 
-std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std::string& name) {
-  if (dtype != DType::f32 && dtype != DType::bf16)
-    throw Error(Errc::unsupported, std::string("got dtype ") + name_of(dtype) + ", wanted f32 or bf16 on the CPU",
-                name);
+std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
+  const bool cuda = device == Device::cuda;
+  if (dtype != DType::bf16 && (cuda || dtype != DType::f32))
+    throw Error(
+        Errc::unsupported,
+        std::string("got dtype ") + name_of(dtype) + ", wanted " + (cuda ? "bf16 on CUDA" : "f32 or bf16 on the CPU"),
+        name);
   auto m = std::make_shared<Model>();
   m->config = c.config();
   m->dtype = dtype;
   m->name = name;
   m->fingerprint = c.fingerprint();
+  m->synthetic = c.random_tensor("model.embed_tokens.weight").has_value();
   m->tokenizer = c.tokenizer();
   m->inv_freq = inverse_frequencies(m->config);
   return m;
 }
 
 std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
-  const auto m = model_outline(c, dtype, name);
+  const auto m = model_outline(c, dtype, name, device);
   if (device == Device::cuda) {
-    if (dtype != DType::bf16)
-      throw Error(Errc::unsupported, std::string("got dtype ") + name_of(dtype) + ", wanted bf16 on CUDA", name);
     m->cuda = load_cuda_model(c);
     m->weight_bytes = m->cuda->weight_bytes;
     return m;
   }
+  check_room(c, dtype);
   m->final_norm = c.read("model.norm.weight");
   m->layers.resize(static_cast<std::size_t>(m->config.layers));
 

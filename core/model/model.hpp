@@ -29,6 +29,7 @@ struct Model {
   ModelConfig config;
   DType dtype = DType::bf16;
   std::string name, fingerprint;
+  bool synthetic = false;  // random weights
   std::shared_ptr<const Tokenizer> tokenizer;
   std::vector<float> inv_freq;  // [head_dim / 2]
   std::vector<ModelLayer> layers;
@@ -43,10 +44,12 @@ struct Model {
 };
 
 // A Model without its weights: enough for everything that is checked before work. Errc::unsupported for a dtype that
-// cannot run here (f16 on the CPU).
-std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name);
+// cannot run there: the CPU takes f32 and bf16, CUDA bf16.
+std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name,
+                                     Device device = Device::cpu);
 
-// Errors of model_outline and of the readers. Reads each tensor once, block by block. CUDA takes bf16.
+// Errors of model_outline and of the readers; std::bad_alloc where the weights do not fit. Reads each tensor once,
+// block by block.
 std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                         Device device = Device::cpu);
 

@@ -3,6 +3,8 @@
 #include <exception>
 #include <new>
 
+#include "base/stream_memory.hpp"
+#include "experiment/build_policy.hpp"
 #include "run/fidelity.hpp"
 #include "run/plain_pass.hpp"
 #include "run/summary.hpp"
@@ -11,7 +13,17 @@ namespace kvlab {
 
 using results::CellResult;
 
-void check_cell(const CellInput& in) { make_engine(in, 1); }
+void check_cell(const CellInput& in) {
+  Engine::check(*in.model, *build_policy(in.policy(), *in.catalog), engine_options(in, 1));
+}
+
+CellResult broken_cell(const CellInput& in, const std::string& status, const std::string& error) {
+  CellResult out;
+  describe_cell(in, out);
+  out.summary.status = status;
+  out.summary.error = error;
+  return out;
+}
 
 CellResult run_cell(const CellInput& in) {
   CellResult out;
@@ -21,22 +33,15 @@ CellResult run_cell(const CellInput& in) {
     if (in.wants(Metric::fidelity)) measure_fidelity(in, answers.outputs, out);
     summarize(in, answers.forced, out);
     return out;
-  } catch (const OutOfMemory& e) {
-    out.summary.status = "oom";
-    out.summary.error = e.what;
+  } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept
+    return broken_cell(in, "oom", e.what);
+  } catch (const NoRoom& e) {
+    return broken_cell(in, "oom", e.what());
   } catch (const std::bad_alloc&) {
-    out.summary.status = "oom";
-    out.summary.error = "the operating system refused memory";
+    return broken_cell(in, "oom", "got no memory, wanted more: the operating system or the device refused it");
   } catch (const std::exception& e) {
-    out.summary.status = "failed";
-    out.summary.error = e.what();
+    return broken_cell(in, "failed", e.what());
   }
-  // Half of a cell is no result: what was measured before it broke is not kept.
-  CellResult broken;
-  describe_cell(in, broken);
-  broken.summary.status = out.summary.status;
-  broken.summary.error = out.summary.error;
-  return broken;
 }
 
 }  // namespace kvlab

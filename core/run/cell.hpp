@@ -12,4 +12,7 @@ void check_cell(const CellInput& in);
 // Never throws for what happens inside the cell: an Error becomes status "failed", not fitting "oom".
 results::CellResult run_cell(const CellInput& in);
 
+// What a cell leaves that could not run. status: "failed" or "oom".
+results::CellResult broken_cell(const CellInput& in, const std::string& status, const std::string& error);
+
 }  // namespace kvlab

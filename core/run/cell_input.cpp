@@ -3,25 +3,32 @@
 #include <algorithm>
 
 #include "experiment/build_policy.hpp"
+#include "run/device.hpp"
 
 namespace kvlab {
 
-Engine make_engine(const CellInput& in, int slots) {
+EngineOptions engine_options(const CellInput& in, int slots) {
   EngineOptions o;
+  o.device = device_of(*in.experiment);
   o.slots = slots;
   for (const Item& item : in.items->items) o.max_tokens = std::max(o.max_tokens, item.most_tokens());
   o.page_size = in.policy().page_size;
   o.prefill_chunk = in.experiment->prefill_chunk;
   o.budget = in.policy().budget;
   o.device_limit = in.experiment->device_memory > 0 ? in.experiment->device_memory : -1;
-  return Engine(in.model, build_policy(in.policy(), *in.catalog), o);
+  return o;
+}
+
+Engine make_engine(const CellInput& in, int slots) {
+  return Engine(in.model, build_policy(in.policy(), *in.catalog), engine_options(in, slots));
 }
 
 void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();
-  throw OutOfMemory{"got a device limit of " + std::to_string(store.options().device_limit) +
-                    " bytes, wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) +
+  const std::int64_t limit = store.options().device_limit;
+  throw OutOfMemory{(limit >= 0 ? "got a device limit of " + std::to_string(limit) + " bytes" : "got a full device") +
+                    ", wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) +
                     " bytes held"};
 }
 

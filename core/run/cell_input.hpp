@@ -25,6 +25,8 @@ struct CellInput {
   bool wants(Metric metric) const { return experiment->metrics.count(metric) != 0; }
 };
 
+// Of the cell's policy, with room for its longest item in each slot.
+EngineOptions engine_options(const CellInput& in, int slots);
 // An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
 

@@ -164,6 +164,9 @@ void CommandLine::add_generate() {
   command->add_option("--dtype", generate_.dtype, "of weights and cache")
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->capture_default_str();
+  command->add_option("--backend", generate_.backend, "auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
   command->add_option("--policy", generate_.policy, "as under `policies:` in an experiment")->capture_default_str();
   command->add_option("--max-new", generate_.max_new, "longest answer in tokens")
       ->check(CLI::Range(1, 1 << 20))

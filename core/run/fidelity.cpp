@@ -5,6 +5,7 @@
 
 #include "base/sha256.hpp"
 #include "run/answer.hpp"
+#include "run/device.hpp"
 #include "run/metrics.hpp"
 #include "run/sampling.hpp"
 #include "run/shadow.hpp"
@@ -53,7 +54,8 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
   std::vector<int> history;  // of the conversation after its prompt, with the full cache's answers
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item item = items[i].follows ? after(items[i], history) : items[i];
-    const auto& reference = in.references->get(in.model, item, page_size, in.experiment->fidelity_tokens);
+    const auto& reference =
+        in.references->get(in.model, item, page_size, in.experiment->fidelity_tokens, device_of(*in.experiment));
     shadow.reset();
     want_room(mine.begin(item), engine);
     std::vector<double> kl, top1;

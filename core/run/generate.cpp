@@ -10,6 +10,7 @@
 #include "experiment/experiment.hpp"
 #include "model/bundled.hpp"
 #include "model/checkpoint.hpp"
+#include "run/device.hpp"
 #include "run/sampling.hpp"
 
 namespace kvlab {
@@ -27,8 +28,9 @@ PolicySpec read_one_policy(const std::string& text, const PluginCatalog& catalog
 
 int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   const PolicySpec spec = read_one_policy(o.policy, catalog);
-  const auto model =
-      load_model(*open_model(o.model, o.adapter, "."), o.dtype == "f32" ? DType::f32 : DType::bf16, o.model);
+  const DType dtype = o.dtype == "f32" ? DType::f32 : DType::bf16;
+  const Device device = choose_device(o.backend, {dtype}, "--backend");
+  const auto model = load_model(*open_model(o.model, o.adapter, "."), dtype, o.model, device);
   const Tokenizer& tokenizer = *model->tokenizer;
   const std::vector<int> prompt =
       o.raw ? tokenizer.encode(o.prompt, true, false) : tokenizer.encode(tokenizer.chat_prompt(o.prompt), true, true);
@@ -41,6 +43,7 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
         "generate");
 
   EngineOptions options;
+  options.device = device;
   options.max_tokens = tokens;
   options.page_size = spec.page_size;
   options.budget = spec.budget;

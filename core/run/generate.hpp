@@ -11,7 +11,8 @@ struct GenerateOptions {
   std::string model = "bundled/smollm2";
   std::string adapter;  // PEFT folder to merge, none if empty
   std::string dtype = "bf16";
-  std::string policy = "full";  // as an entry of `policies:`, e.g. "{NAME: {budget: {tokens: 256}}}"
+  std::string backend = "auto";  // auto | cpu | cuda
+  std::string policy = "full";   // as an entry of `policies:`, e.g. "{NAME: {budget: {tokens: 256}}}"
   int max_new = 128;
   double temperature = 0, top_p = 1;
   std::uint64_t seed = 0;

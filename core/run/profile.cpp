@@ -94,7 +94,8 @@ Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
 
 }  // namespace
 
-int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options) {
+int run_profile(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
+  Experiment e = given;
   if (e.profilers.empty())
     throw Error(Errc::config, "got no 'profilers', wanted e.g. profilers: [NAME]; `kvlab list profilers` has the names",
                 e.file.string());
@@ -108,8 +109,11 @@ int run_profile(const Experiment& e, const PluginCatalog& catalog, const RunOpti
     throw Error(Errc::config,
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
+  if (e.backend == "cuda")
+    throw Error(Errc::unsupported, "got backend cuda, wanted cpu or auto: profilers read host memory", e.backend_where);
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
+  e.backend = "cpu";
   const ModelSpec& spec = e.models.front();
   auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
   const std::vector<Sample> samples = samples_of(e, catalog, *model_outline(*checkpoint, spec.dtype, spec.name()));

@@ -26,7 +26,7 @@ ReferenceCache::ReferenceCache() : file_(std::tmpfile()) {
 ReferenceCache::~ReferenceCache() { std::fclose(file_); }
 
 const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> model, const Item& item, int page_size,
-                                                 int fidelity_tokens) {
+                                                 int fidelity_tokens, Device device) {
   std::string key = model->fingerprint + "/" + name_of(model->dtype) + "/" + item.sha256 + "/" +
                     std::to_string(item.prompt.size()) + "/" + std::to_string(page_size) + "/" +
                     std::to_string(item.max_new);
@@ -35,6 +35,7 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   if (const auto it = entries_.find(key); it != entries_.end()) return it->second;
 
   EngineOptions o;
+  o.device = device;
   o.max_tokens = item.most_tokens();
   o.page_size = page_size;
   Engine engine(model, compose({}), o);

@@ -21,7 +21,8 @@ class ReferenceCache {
     std::int64_t offset = 0;  // of its logits in the file
   };
   // Runs the full cache when the item is new. fidelity_tokens: longest answer.
-  const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens);
+  const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
+                   Device device = Device::cpu);
   // Logits of token t of an entry, [vocab].
   void read(const Entry& entry, int t, int vocab, float* out) const;
 

@@ -11,8 +11,11 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 
+#include "base/backend.hpp"
 #include "base/cpu.hpp"
+#include "base/stream_memory.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
 #include "experiment/variants.hpp"
@@ -21,6 +24,7 @@
 #include "result/report.hpp"
 #include "result/results.hpp"
 #include "run/cell.hpp"
+#include "run/device.hpp"
 #include "run/progress.hpp"
 
 namespace kvlab {
@@ -71,22 +75,28 @@ class ModelInUse {
  public:
   ModelInUse(const Experiment& e, Prepared& prepared) : e_(e), prepared_(prepared) {}
 
+  // std::bad_alloc where the weights do not fit, again at the next call without another try.
   void need(std::size_t model) {
+    if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
     if (outline_ && model_ == model) return;
-    if (outline_) prepared_.models[model_] = outline_;
-    model_ = model;
-    std::shared_ptr<const Model>& place = prepared_.models[model];
-    outline_ = place;
+    if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
     const ModelSpec& spec = e_.models[model];
     auto checkpoint = std::move(prepared_.checkpoints[model]);
     if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
-    place = load_model(*checkpoint, spec.dtype, spec.name());
+    try {
+      outline_ =
+          std::exchange(prepared_.models[model], load_model(*checkpoint, spec.dtype, spec.name(), device_of(e_)));
+    } catch (const std::bad_alloc& e) {
+      throw NoRoom(no_room_[model] = std::string("weights of ") + spec.name() + ": " + e.what());
+    }
+    model_ = model;
   }
 
  private:
   const Experiment& e_;
   Prepared& prepared_;
   std::shared_ptr<const Model> outline_;
+  std::map<std::size_t, std::string> no_room_;  // models that did not fit
   std::size_t model_ = 0;
 };
 
@@ -96,7 +106,7 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   for (const ModelSpec& spec : e.models)
     placed(spec.where, [&] {
       p.checkpoints.push_back(open_model(spec.path, spec.adapter, e.folder));
-      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.name()));
+      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.name(), device_of(e)));
     });
   Fingerprints prints = content_fingerprints();
   prints.model = [&](const ModelSpec& spec) {
@@ -151,13 +161,14 @@ results::RunInfo run_info(const Experiment& e, const std::string& command) {
   gethostname(host, sizeof host - 1);
   info.host = host;
   info.cpu = cpu_name();
-  info.gpu = "none";
-  info.backend = "cpu";
+  info.backend = e.backend;
+  info.gpu = device_of(e) == Device::cuda ? require_cuda("run").device_name : "none";
   info.threads = omp_get_max_threads();
   return info;
 }
 
-std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) {
+std::string check_experiment(const Experiment& given, const PluginCatalog& catalog) {
+  const Experiment e = with_backend(given);
   try {
     return cell_table(e, prepare(e, catalog).cells);
   } catch (const Error& error) {
@@ -170,10 +181,11 @@ std::string check_experiment(const Experiment& e, const PluginCatalog& catalog) 
   }
 }
 
-int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options) {
-  if (!e.profilers.empty())
+int run_experiment(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
+  if (!given.profilers.empty())
     throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
-                e.file.string());
+                given.file.string());
+  const Experiment e = with_backend(given);
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
   Prepared prepared = prepare(e, catalog);
@@ -191,6 +203,17 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
   Progress progress(static_cast<int>(all.size()), options.quiet);
   for (const std::string& warning : before.warnings) progress.note("warning: " + warning);
 
+  const auto run_one = [&](const Cell& c) {
+    try {
+      models.need(c.model);
+    } catch (const NoRoom& no_room) {
+      return broken_cell(input(e, catalog, prepared, c), "oom", no_room.what());
+    }
+    CellInput in = input(e, catalog, prepared, c);
+    in.references = &references;
+    in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
+    return run_cell(in);
+  };
   bool trouble = false;
   int skipped = 0;
   for (const Cell& c : all) {
@@ -200,12 +223,8 @@ int run_experiment(const Experiment& e, const PluginCatalog& catalog, const RunO
       progress.skip();
       continue;
     }
-    models.need(c.model);
-    CellInput in = input(e, catalog, prepared, c);
-    in.references = &references;
-    in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
     progress.begin(cell_name(e, c));
-    const results::CellResult result = run_cell(in);
+    const results::CellResult result = run_one(c);
     results::write_part(out, result, info);
     const auto& s = result.summary;
     trouble |= s.status != "ok";

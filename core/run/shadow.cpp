@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 
 #include "ops/attend.hpp"
@@ -27,19 +26,14 @@ StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
 
 // Text positions that one KV head's attention read, as flags over [0, total).
 void attended_positions(const DecodeLayer& l, const Store& store, int head, int window, std::vector<char>& seen) {
-  const PagedKv kv = store.view(l.layer, *l.slots);
-  const int n = kv.tokens(0, head), p = kv.page_size;
-  const int newest = store.position((*l.slots)[0]);
-  const int pages = l.pages ? l.pages->count(0, head) : kv.pages(0, head);
+  const int slot = (*l.slots)[0], newest = store.position(slot), p = store.shape().page_size;
+  const std::vector<std::int32_t> position = store.positions_by_place(l.layer, slot, head);
+  const int n = static_cast<int>(position.size()), pages = l.pages ? l.pages->count(0, head) : (n + p - 1) / p;
   for (int i = 0; i < pages; ++i) {
     const int page = l.pages ? l.pages->index(0, head, i) : i;
-    const PageEntry& e = kv.entry(0, head, page);
-    const int tokens = std::min(p, n - page * p);
-    for (int t = 0; t < tokens; ++t) {
-      std::int32_t position;
-      std::memcpy(&position, kv.frame(e) + kv.layout(e).positions + t * 4, 4);
-      if (window == 0 || position > newest - window) seen[static_cast<std::size_t>(position)] = 1;
-    }
+    for (int t = page * p; t < std::min(n, (page + 1) * p); ++t)
+      if (const std::int32_t at = position[static_cast<std::size_t>(t)]; window == 0 || at > newest - window)
+        seen[static_cast<std::size_t>(at)] = 1;
   }
 }
 

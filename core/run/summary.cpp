@@ -15,6 +15,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   auto& s = out.summary;
   out.id = s.cell = in.cell->id;
   s.model = in.model->name;
+  if (in.model->synthetic) s.labels = "synthetic";
   s.policy = policy.name;
   s.params = in.cell->params;
   s.task = task_label(e.tasks[in.cell->task]);

@@ -54,6 +54,12 @@ CpuStore::CpuStore(const StoreOptions& options)
   }
 }
 
+void CpuStore::check(const StoreOptions& options) {
+  make_layouts(options);
+  ops::make_layout(options.shape.dtype, options.host_codec, options.shape.page_size, options.shape.head_dim,
+                   static_cast<int>(options.token_state.size()));
+}
+
 void CpuStore::close(int slot) {
   const Shape& s = options_.shape;
   for (int layer = 0; layer < s.layers; ++layer)
@@ -226,7 +232,7 @@ Applied CpuStore::advance(int slot, int tokens, bool decode) {
   return total;
 }
 
-std::vector<std::int32_t> CpuStore::positions(int layer, int slot, int head) const {
+std::vector<std::int32_t> CpuStore::positions_by_place(int layer, int slot, int head) const {
   const std::vector<std::int32_t> one{slot};
   std::vector<std::int32_t> out(static_cast<std::size_t>(length(layer, slot, head)));
   CpuStore* self = const_cast<CpuStore*>(this);
@@ -234,7 +240,6 @@ std::vector<std::int32_t> CpuStore::positions(int layer, int slot, int head) con
     const Place p = self->place(layer, slot, head, t);
     std::memcpy(&out[static_cast<std::size_t>(t)], p.frame + p.layout->positions + p.offset * 4, 4);
   }
-  std::sort(out.begin(), out.end());
   return out;
 }
 

@@ -9,6 +9,8 @@ class CpuStore final : public Store {
  public:
   explicit CpuStore(const StoreOptions& options);
 
+  static void check(const StoreOptions& options);
+
   void close(int slot) override;
   PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
   Summaries summaries(int layer) const override;
@@ -26,7 +28,7 @@ class CpuStore final : public Store {
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::int64_t fired() const override { return fired_; }
-  std::vector<std::int32_t> positions(int layer, int slot, int head) const override;
+  std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override { return ledger_; }
   const Ledger& ledger() const override { return ledger_; }
   std::int64_t page_bytes(Tier tier) const override { return arena(tier).held(); }

@@ -176,7 +176,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   return Fit::ok;
 }
 
-std::vector<std::int32_t> CudaStore::positions(int index, int slot, int head) const {
+std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int head) const {
   const Shape& s = options_.shape;
   const int n = length(index, slot, head), pages = (n + s.page_size - 1) / s.page_size;
   std::vector<PageEntry> tables[2];
@@ -198,7 +198,6 @@ std::vector<std::int32_t> CudaStore::positions(int index, int slot, int head) co
                 static_cast<std::size_t>(std::min(s.page_size, n - first)) * sizeof(std::int32_t), stream_);
   }
   synchronize(stream_);
-  std::sort(out.begin(), out.end());
   return out;
 }
 

@@ -28,16 +28,20 @@ bool CudaStore::Pinned::reserve(std::size_t bytes) {
   return data_ != nullptr;
 }
 
-CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
-  const Shape& s = options_.shape;
+void CudaStore::check(const StoreOptions& o) {
   constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
-  if (options_.codecs.size() != 1)
-    refuse("got " + std::to_string(options_.codecs.size()) + " codecs of one cache, wanted one");
-  if (!same(options_.codecs[0], options_.host_codec))
-    refuse("got another codec on the host than on the device, wanted the same");
-  if (options_.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
-  if (options_.token_state.size() > most_columns)
-    refuse("got " + std::to_string(options_.token_state.size()) + " columns of token state, wanted at most 5");
+  if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
+  if (!same(o.codecs[0], o.host_codec)) refuse("got another codec on the host than on the device, wanted the same");
+  if (o.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
+  if (o.token_state.size() > most_columns)
+    refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
+  ops::make_layout(o.shape.dtype, o.codecs[0], o.shape.page_size, o.shape.head_dim,
+                   static_cast<int>(o.token_state.size()));
+}
+
+CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
+  check(options);
+  const Shape& s = options_.shape;
   layout_ = ops::make_layout(s.dtype, options_.codecs[0], s.page_size, s.head_dim,
                              static_cast<int>(options_.token_state.size()));
   heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;

@@ -18,6 +18,7 @@ class CudaStore final : public Store {
   // Errc::unsupported for several codecs, another codec on the host, re_rotate, or more token state than fits a kernel.
   // The arena takes what the shape can need, at most device_limit and 85% of the memory that is free.
   CudaStore(const StoreOptions& options, Stream stream);
+  static void check(const StoreOptions& options);
   ~CudaStore() override;
 
   void close(int slot) override;
@@ -47,7 +48,7 @@ class CudaStore final : public Store {
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::int64_t fired() const override;
-  std::vector<std::int32_t> positions(int layer, int slot, int head) const override;
+  std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override;
   const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
   std::int64_t page_bytes(Tier tier) const override;

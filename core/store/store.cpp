@@ -1,5 +1,7 @@
 #include "store/store.hpp"
 
+#include <algorithm>
+
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
 
@@ -21,6 +23,16 @@ int Store::open() {
       return static_cast<int>(i);
     }
   return -1;
+}
+
+std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const {
+  std::vector<std::int32_t> out = positions_by_place(layer, slot, head);
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+void check_store(const StoreOptions& options, Device device) {
+  device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);
 }
 
 std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream) {

@@ -88,8 +88,9 @@ class Store {
   // Edits, of apply and of advance, that changed something, and attends that leave something out; exact.
   virtual std::int64_t fired() const = 0;
 
-  // Text positions in the cache of one head, ascending; exact.
-  virtual std::vector<std::int32_t> positions(int layer, int slot, int head) const = 0;
+  // Text positions in the cache of one head: ascending, and place by place; exact.
+  std::vector<std::int32_t> positions(int layer, int slot, int head) const;
+  virtual std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const = 0;
 
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
@@ -117,6 +118,8 @@ class Store {
   StoreWorkspace workspace_;
 };
 
+// What make_store would refuse on such a device; takes no memory.
+void check_store(const StoreOptions& options, Device device);
 // On the stream's device, for as long as the stream lives. Errc::unsupported for options that it cannot serve.
 std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream);
 

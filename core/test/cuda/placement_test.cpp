@@ -164,8 +164,8 @@ TEST_CASE("cuda: every entry of the table is there") {
 
 TEST_CASE("cuda: an entry that a library lacks is an error that names the op") {
   CudaBackend table = require_cuda("test");
-  table.ops.lengths = nullptr;
-  table.ops.row_norm = nullptr;
+  table.ops.scale = nullptr;
+  table.ops.round_allotment = nullptr;
   replace_cuda_backend(&table);
   const auto message = [](auto call) {
     try {
@@ -175,12 +175,10 @@ TEST_CASE("cuda: an entry that a library lacks is an error that names the op") {
     }
     return std::string("nothing thrown");
   };
-  const PagedKv none;
-  const std::string lengths = message([&] { ops::lengths(none, {}, Stream::cuda(nullptr)); }),
-                    norm = message([&] {
-                      ops::row_norm({&none, KvSide::key}, {}, Stream::cuda(nullptr));
-                    });
+  const Stream s = Stream::cuda(nullptr);
+  const std::string scale = message([&] { ops::scale({}, 2, s); }),
+                    round = message([&] { ops::round_allotment({}, nullptr, 1, {}, s); });
   replace_cuda_backend(nullptr);
-  CHECK_THAT(lengths, Catch::Contains("op lengths") && Catch::Contains("no CUDA kernel"));
-  CHECK_THAT(norm, Catch::Contains("op row_norm") && Catch::Contains("no CUDA kernel"));
+  CHECK_THAT(scale, Catch::Contains("op scale") && Catch::Contains("no CUDA kernel"));
+  CHECK_THAT(round, Catch::Contains("op round_allotment") && Catch::Contains("no CUDA kernel"));
 }

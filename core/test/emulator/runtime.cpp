@@ -152,6 +152,7 @@ void* capture(void* handle, void (*work)(void*), void* context) {
   return new Graph{std::exchange(s->waiting, {})};
 }
 
+std::int64_t moves = 0;
 struct Kept {
   void* memory = nullptr;
   std::size_t bytes = 0;
@@ -162,6 +163,7 @@ void* grow(void* handle, const char* tag, std::size_t bytes, bool zero) {
   Kept& k = all[{handle, std::string(zero ? "zero " : "") + tag}];
   if (k.bytes >= bytes) return k.memory;
   finish(stream_of(handle));
+  if (k.memory) ++moves;
   release(k.memory);
   k = {allocate(bytes), bytes};
   if (!k.memory) throw_device("got no memory for scratch");
@@ -243,6 +245,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     for (const Work& w : static_cast<Graph*>(graph)->work) submit(stream_of(stream), w);
   };
   r.delete_graph = [](void* graph) { delete static_cast<Graph*>(graph); };
+  r.scratch_moves = [] { return moves; };
   r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
   r.time = [](void*, void (*)(void*), void*) -> float { throw_device("got a measurement, wanted a GPU"); };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };

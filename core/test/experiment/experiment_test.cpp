@@ -144,6 +144,16 @@ plugin_path: [mine, /opt/plugins]
   CHECK(plain_cells(e).size() == (2 + 2) * 4 * 2);
 }
 
+TEST_CASE("synthetic models and backends") {
+  const Experiment e =
+      load("backend: cuda\nmodel: {synthetic: [tiny, llama-3.1-8b], dtype: fp16}\ntasks: [niah]\npolicies: [full]\n");
+  CHECK(e.models.size() == 2);
+  CHECK(e.models[1].name() == "synthetic/llama-3.1-8b");
+  CHECK(e.models[1].dtype == DType::f16);
+  CHECK(e.backend == "cuda");
+  CHECK(e.backend_where == "exp.yaml:1:10");
+}
+
 TEST_CASE("defaults") {
   const Experiment e = load(head + "policies: [full]\n");
   CHECK(e.name == "exp");
@@ -184,8 +194,7 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   const std::string p = head + "policies:\n";  // entries begin in line 4
   refused(p + "  - full\nbakend: cpu\n", "exp.yaml:5:1: got unknown key 'bakend'",
           {"did you mean 'backend'?", "prefill_chunk"});
-  refused(p + "  - full\nbackend: cpi\n", "exp.yaml:5:10: got 'cpi'", {"one of auto | cpu (", "did you mean 'cpu'?"});
-  refused(p + "  - full\nbackend: cuda\n", "exp.yaml:5:10: got backend: cuda", {"not in this version"});
+  refused(p + "  - full\nbackend: cpi\n", "exp.yaml:5:10: got 'cpi'", {"one of auto | cpu | cuda (", "did you mean 'cpu'?"});
   refused(p + "  - full\nrepeats: 0\n", "exp.yaml:5:10: got 0", {"1 to 1000", "'repeats'"});
   refused(p + "  - full\nrepeats: many\n", "exp.yaml:5:10: got 'many'", {"integer"});
   refused(p + "  - full\nrepeats: '2'\n", "exp.yaml:5:10: got '2'", {"quotes make it text"});
@@ -234,8 +243,11 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused("tasks: [niah]\npolicies: [full]\n", "exp.yaml:1:1: got no 'model'");
 
   const auto with_model = [](const std::string& m) { return "tasks: [niah]\npolicies: [full]\nmodel: " + m + "\n"; };
-  refused(with_model("{path: a, dtype: fp16}"), "exp.yaml:3:25: got dtype fp16", {"bf16 or f32"});
-  refused(with_model("{synthetic: llama-3.1-8b}"), "exp.yaml:3:20: got model synthetic", {"not in this version"});
+  refused("backend: cpu\n" + with_model("{path: a, dtype: fp16}"), "exp.yaml:4:25: got dtype fp16", {"bf16 or f32"});
+  refused(with_model("{synthetic: llama-3.1-8}"), "exp.yaml:3:20: got 'llama-3.1-8'",
+          {"did you mean 'llama-3.1-8b'?", "qwen2.5-7b"});
+  refused(with_model("{synthetic: tiny, path: a}"), "exp.yaml:3:32: got a path beside synthetic", {"one of them"});
+  refused(with_model("{synthetic: tiny, adapter: a}"), "exp.yaml:3:35: got an adapter", {"from files"});
   refused(with_model("{dtype: f32}"), "exp.yaml:3:8: got a model without a path");
   refused(with_model("{pth: a}"), "exp.yaml:3:9: got unknown key 'pth'", {"did you mean 'path'?"});
 

@@ -1,0 +1,21 @@
+// Models that are a shape with random weights, for speed: "synthetic/llama-3.1-8b". Their tokenizer takes text byte by
+// byte and nothing ends an answer but its length.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "model/checkpoint.hpp"
+
+namespace kvlab {
+
+inline constexpr const char* synthetic_prefix = "synthetic/";
+
+const std::vector<std::string>& synthetic_names();  // "llama-3.1-8b", ...
+
+// name: without the prefix. Weights follow from the name, tensor by tensor (model/random_weights.hpp): uniform with mean
+// 0 and variance 1 / columns, so that activations stay of order one; norms are 1 and biases 0. Errc::model for a name
+// that is not known.
+std::unique_ptr<Checkpoint> open_synthetic(const std::string& name);
+
+}  // namespace kvlab
