@@ -55,11 +55,13 @@ void random(void* out, DType dtype, std::int64_t first, std::int64_t count, std:
             void* stream) {
   if (count <= 0) return;
   const unsigned blocks = blocks_of(count < (1 << 24) ? count : 1 << 24);
+  const auto start = [&](auto kernel, auto* to) {
+    kernel<<<blocks, threads, 0, stream_of(stream)>>>(to, first, count, seed, scale);
+  };
   if (dtype == DType::bf16)
-    random_kernel<<<blocks, threads, 0, stream_of(stream)>>>(static_cast<__nv_bfloat16*>(out), first, count, seed,
-                                                             scale);
+    start(random_kernel<__nv_bfloat16>, static_cast<__nv_bfloat16*>(out));
   else if (dtype == DType::f16)
-    random_kernel<<<blocks, threads, 0, stream_of(stream)>>>(static_cast<__half*>(out), first, count, seed, scale);
+    start(random_kernel<__half>, static_cast<__half*>(out));
   else
     throw Error(Errc::unsupported, std::string("got random weights of ") + name_of(dtype) + ", wanted bf16 or f16",
                 "CUDA random");

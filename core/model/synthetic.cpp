@@ -48,7 +48,8 @@ std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
       llama3_scaling(8);
   add("llama-3-8b", shape("llama", {32, 4096, 32, 8, 128, 14336, 128256, 8192}, 5e5f, llama_eps));
   add("llama-3-70b", shape("llama", {80, 8192, 64, 8, 128, 28672, 128256, 8192}, 5e5f, llama_eps));
-  ModelConfig& small = add("llama-3.2-1b", shape("llama", {16, 2048, 32, 8, 64, 8192, 128256, 131072}, 5e5f, llama_eps));
+  ModelConfig& small =
+      add("llama-3.2-1b", shape("llama", {16, 2048, 32, 8, 64, 8192, 128256, 131072}, 5e5f, llama_eps));
   small.rope_scaling = llama3_scaling(32);
   small.tied_embeddings = true;
   add("llama-2-7b", shape("llama", {32, 4096, 32, 32, 128, 11008, 32000, 4096}, 1e4f, llama_eps));
@@ -128,8 +129,7 @@ class SyntheticCheckpoint final : public Checkpoint {
   std::optional<RandomTensor> random_tensor(std::string_view name) const override {
     const auto& dims = find(name);
     if (dims.size() < 2) return std::nullopt;
-    return RandomTensor{Fingerprint().add(where_).add(name).value(),
-                        1 / std::sqrt(static_cast<float>(dims.back()))};
+    return RandomTensor{Fingerprint().add(where_).add(name).value(), 1 / std::sqrt(static_cast<float>(dims.back()))};
   }
 
  private:

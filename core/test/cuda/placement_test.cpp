@@ -146,7 +146,7 @@ TEST_CASE("cuda lists without room are cut off") {
 }
 
 // A table of functions: every member is a pointer, none of them null.
-TEST_CASE("cuda: every entry of the table is there") {
+TEST_CASE("cuda table: every entry is there") {
   const auto check = [](const auto& part, const char* name) {
     const auto* entry = reinterpret_cast<void* const*>(&part);
     for (std::size_t i = 0; i < sizeof part / sizeof *entry; ++i) {
@@ -162,7 +162,7 @@ TEST_CASE("cuda: every entry of the table is there") {
   CHECK(b.device_name[0] != '\0');
 }
 
-TEST_CASE("cuda: an entry that a library lacks is an error that names the op") {
+TEST_CASE("cuda table: an entry that a library lacks is an error that names the op") {
   CudaBackend table = require_cuda("test");
   table.ops.scale = nullptr;
   table.ops.round_allotment = nullptr;
