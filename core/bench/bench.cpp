@@ -19,8 +19,9 @@ namespace {
 
 struct Op {
   const char* name;
-  std::vector<Line> (*cases)();           // on the CPU
-  std::vector<Line> (*cuda)() = nullptr;  // on the GPU
+  std::vector<Line> (*cases)() = nullptr;                 // on the CPU
+  std::vector<Line> (*cuda)() = nullptr;                  // on the GPU
+  std::vector<Line> (*model[2])(const ModelSetup&) = {};  // a whole model, on each
 };
 constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"gemm", gemm_cases},
@@ -28,9 +29,9 @@ constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"prefill_attention", prefill_attention_cases},
                       {"score", score_cases, cuda_score_cases},
                       {"select", select_cases, cuda_select_cases},
-                      {"copy", copy_cases},
-                      {"decode", decode_cases},
-                      {"prefill", prefill_cases}};
+                      {"copy", copy_cases, cuda_copy_cases},
+                      {"decode", nullptr, nullptr, {decode_cases, cuda_decode_cases}},
+                      {"prefill", nullptr, nullptr, {prefill_cases, cuda_prefill_cases}}};
 
 // One large product; big enough that packing and threads cost little.
 constexpr std::int64_t gemm_m = 1024, gemm_n = 1536, gemm_k = 1536;
@@ -50,6 +51,20 @@ double sgemm_rate() {
     dnnl_sgemm('N', 'N', gemm_m, gemm_n, gemm_k, 1.f, a.data(), gemm_k, b.data(), gemm_n, 0.f, c.data(), gemm_n);
   });
   return 2. * gemm_m * gemm_n * gemm_k / t.best;
+}
+
+ModelSetup setup_of(const ModelChoice& choice, bool decode, bool cuda) {
+  ModelSetup s{choice.model, {}};
+  if (s.model.empty()) s.model = cuda ? "synthetic/llama-3.1-8b" : "synthetic/smollm2-135m";
+  if (choice.batch > 0 || choice.context > 0)
+    s.shapes = {{std::max(1, choice.batch), choice.context > 0 ? choice.context : 2048}};
+  else if (!cuda)
+    s.shapes = {{1, 2048}};
+  else if (decode)
+    s.shapes = {{1, 10240}, {8, 32768}};
+  else
+    s.shapes = {{1, 8192}, {1, 32768}};
+  return s;
 }
 
 std::string amount(double perSecond, const char* unit) { return fmt::format("{:.1f} G{}/s", perSecond / 1e9, unit); }
@@ -104,21 +119,31 @@ const std::vector<std::string>& op_names() {
   return names;
 }
 
-Report run(std::vector<std::string> names, bool cuda) {
+Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice) {
   for (const auto& name : names)
     if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
       throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
   if (names.empty()) names = op_names();
   Report r;
+  const auto run_ops = [&] {
+    for (const Op& op : ops) {
+      if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
+      const auto cases = cuda ? op.cuda : op.cases;
+      if (const auto model = op.model[cuda]) {
+        const bool decode = std::string(op.name) == "decode";
+        for (Line& line : model(setup_of(choice, decode, cuda))) r.lines.push_back(std::move(line));
+      } else if (cases) {
+        for (Line& line : cases()) r.lines.push_back(std::move(line));
+      }
+    }
+  };
   if (cuda) {
     const CudaTimer timer;
     const auto rate = [&] { return cuda_backend()->runtime.read_rate(std::size_t{8} << 30, timer.handle()); };
     r.device = cuda_state();
     r.ceilings.read_before = rate();
-    for (const Op& op : ops) {
-      if (!op.cuda || std::find(names.begin(), names.end(), op.name) == names.end()) continue;
-      for (Line& line : op.cuda()) r.lines.push_back(std::move(line));
-    }
+    r.ceilings.gemm = cuda_gemm_rate();
+    run_ops();
     r.ceilings.read_after = rate();
     r.ceilings.read_bytes_per_s = std::max(r.ceilings.read_before, r.ceilings.read_after);
     return r;
@@ -126,10 +151,7 @@ Report run(std::vector<std::string> names, bool cuda) {
   r.ceilings.threads = omp_get_max_threads();
   r.ceilings.read_before = measure_read_rate();
   r.ceilings.gemm = measure_gemm_rate();
-  for (const Op& op : ops) {
-    if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
-    for (Line& line : op.cases()) r.lines.push_back(std::move(line));
-  }
+  run_ops();
   r.ceilings.read_after = measure_read_rate();
   r.ceilings.read_bytes_per_s = std::max(r.ceilings.read_before, r.ceilings.read_after);
   if (const GemmRate after = measure_gemm_rate(); after.flop_per_s > r.ceilings.gemm.flop_per_s)
@@ -173,7 +195,9 @@ nlohmann::json to_json(const Report& r) {
                         {"seconds_best", l.best},
                         {"bytes", l.bytes},
                         {"flops", l.flops},
-                        {"ceiling", l.reads ? "read" : "gemm"},
+                        {"ceiling", l.copy_rate > 0 ? "copy"
+                                    : l.reads       ? "read"
+                                                    : "gemm"},
                         {"rate", l.rate()},
                         {"percent", l.percent(c)}});
   return j;

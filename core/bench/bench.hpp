@@ -30,9 +30,12 @@ struct Line {
   double seconds = 0, best = 0;  // median and minimum of the runs
   double bytes = 0, flops = 0;   // that the op must move or compute per run
   bool reads = false;
+  double copy_rate = 0;  // bytes per second of a plain copy the same way, for a case that is held against that
 
   double rate() const { return (reads ? bytes : flops) / seconds; }
-  double percent(const Ceilings& c) const { return 100 * rate() / (reads ? c.read_bytes_per_s : c.gemm.flop_per_s); }
+  double percent(const Ceilings& c) const {
+    return 100 * rate() / (copy_rate > 0 ? copy_rate : reads ? c.read_bytes_per_s : c.gemm.flop_per_s);
+  }
 };
 
 struct Report {
@@ -44,9 +47,16 @@ struct Report {
 // gemv, gemm, attend, prefill_attention; policies: score, select, copy; whole model: decode, prefill
 const std::vector<std::string>& op_names();
 
-// The named ops (none: all). Errc::config for another name.
-// On the GPU: those of them that have cases there, with a cold L2 cache.
-Report run(std::vector<std::string> names, bool cuda = false);
+// What decode and prefill run. Empty and 0: SmolLM2-135M's shape at 2048 tokens on the CPU, Llama-3.1-8B's at the
+// contexts of the design's targets on the GPU, random weights.
+struct ModelChoice {
+  std::string model;  // as an experiment names it
+  int batch = 0, context = 0;
+};
+
+// The named ops (none: all). Errc::config for another name, the errors of model and engine for a choice.
+// On the GPU: those of them that have cases there, ops with a cold L2 cache.
+Report run(std::vector<std::string> names, bool cuda = false, const ModelChoice& choice = {});
 
 std::string table(const Report& r);
 nlohmann::json to_json(const Report& r);

@@ -1,4 +1,4 @@
-// The op cases of `kvlab bench`, on the CPU at the shapes of SmolLM2-135M.
+// The cases of `kvlab bench`, ops on the CPU at the shapes of SmolLM2-135M.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -39,13 +39,27 @@ std::vector<Line> prefill_attention_cases();
 std::vector<Line> score_cases();
 std::vector<Line> select_cases();
 std::vector<Line> copy_cases();
-std::vector<Line> decode_cases();
-std::vector<Line> prefill_cases();
+
+// A whole model: every shape of the setup.
+struct ModelShape {
+  int batch, context;  // sequences, tokens that each holds (decode) or has to read (prefill)
+};
+struct ModelSetup {
+  std::string model;
+  std::vector<ModelShape> shapes;
+};
+std::vector<Line> decode_cases(const ModelSetup& s);
+std::vector<Line> prefill_cases(const ModelSetup& s);
 
 // On the GPU, at the shapes of Llama-3.1-8B.
 std::vector<Line> cuda_attend_cases();
 std::vector<Line> cuda_gemv_cases();
 std::vector<Line> cuda_score_cases();
 std::vector<Line> cuda_select_cases();
+std::vector<Line> cuda_copy_cases();
+std::vector<Line> cuda_decode_cases(const ModelSetup& s);
+std::vector<Line> cuda_prefill_cases(const ModelSetup& s);
+// bf16, as cuBLASLt multiplies a large matrix.
+GemmRate cuda_gemm_rate();
 
 }  // namespace kvlab::bench

@@ -119,6 +119,21 @@ Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m)
 
 }  // namespace
 
+GemmRate cuda_gemm_rate() {
+  constexpr std::int64_t n = 8192;
+  const CudaTimer timer;
+  const DeviceBuffer w(n * n * 2), x(n * n * 2), y(n * n * 4);
+  const CudaModelOps& model = cuda_backend()->model;
+  model.random(w.as<void>(), DType::bf16, 0, n * n, 1, 0.01f, timer.handle());
+  model.random(x.as<void>(), DType::bf16, 0, n * n, 2, 1, timer.handle());
+  ops::LinearArgs a;
+  a.weight = w.as<void>(), a.n = a.k = a.m = n;
+  a.x = x.as<void>(), a.x_dtype = DType::bf16, a.x_stride = n;
+  a.y = y.as<float>(), a.y_stride = n;
+  const Times t = timer.time([&] { cuda_backend()->ops.linear_blas(a, timer.handle()); }, 10);
+  return {2. * n * n * n / t.best, "cublaslt"};
+}
+
 std::vector<Line> cuda_gemv_cases() {
   std::vector<Line> lines;
   const CudaTimer timer;

@@ -1,136 +1,238 @@
-// Whole-model cases: random weights in SmolLM2-135M's shape (speed does not depend on their values), bf16, the full
+// Whole-model cases: a real or a synthetic model in bf16 (speed does not depend on what the weights are), the full
 // cache.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <cstdint>
+#include <kvlab/error.hpp>
 
-#include "bench/cases.hpp"
+#include "bench/cuda_timing.hpp"
 #include "engine/engine.hpp"
 #include "host/compose.hpp"
+#include "model/bundled.hpp"
+#include "store/cuda_store.hpp"
 
 namespace kvlab::bench {
 namespace {
 
-constexpr int depth = 2048, decode_steps = 24;
+constexpr int decode_steps = 24;
 
-// Weights out of a counter: uniform, scaled so that activations neither vanish nor grow.
-class RandomCheckpoint final : public Checkpoint {
- public:
-  RandomCheckpoint() {
-    config_.layers = 30;
-    config_.hidden = 576;
-    config_.heads = 9;
-    config_.kv_heads = 3;
-    config_.head_dim = 64;
-    config_.ffn = 1536;
-    config_.vocab = 49152;
-    config_.context = 8192;
-    config_.rope_theta = 1e5f;
-    config_.tied_embeddings = true;
-    fingerprint_ = "random";
-  }
-  bool has(std::string_view) const override { return true; }
-  std::vector<std::int64_t> shape(std::string_view name) const override {
-    const auto is = [&](std::string_view part) { return name.find(part) != name.npos; };
-    const std::int64_t hidden = config_.hidden, kv = std::int64_t{config_.kv_heads} * config_.head_dim;
-    if (is("norm")) return {hidden};
-    if (is("embed")) return {config_.vocab, hidden};
-    if (is("k_proj") || is("v_proj")) return {kv, hidden};
-    if (is("gate") || is("up")) return {config_.ffn, hidden};
-    if (is("down")) return {hidden, config_.ffn};
-    return {hidden, hidden};
-  }
-  std::vector<std::string> names() const override { return {}; }
-  std::string stored_type(std::string_view) const override { return "random"; }
-  void read_rows(std::string_view name, std::int64_t first, std::int64_t rows, float* out) const override {
-    const auto s = shape(name);
-    const std::int64_t columns = s.back();
-    const float scale = s.size() == 1 ? 0.f : std::sqrt(3.f / static_cast<float>(columns));
-    for (std::int64_t i = 0; i < rows * columns; ++i) {
-      std::uint64_t x = static_cast<std::uint64_t>(first * columns + i) * 0x9e3779b97f4a7c15u + name.size();
-      x ^= x >> 31;
-      x *= 0xbf58476d1ce4e5b9u;
-      out[i] = s.size() == 1 ? 1.f : scale * (static_cast<float>(x >> 40) * 0x1p-23f - 1.f);
-    }
-  }
-};
+std::shared_ptr<const Model> load(const ModelSetup& s, Device device) {
+  return load_model(*open_model(s.model, "", "."), DType::bf16, s.model, device);
+}
 
-struct Bench {
-  std::shared_ptr<const Model> model = load_model(RandomCheckpoint(), DType::bf16, "random SmolLM2-135M");
-  EngineOptions options() const {
-    EngineOptions o;
-    o.max_tokens = depth + decode_steps + 8;
-    return o;
-  }
-  std::vector<int> prompt() const {
-    std::vector<int> tokens(depth);
-    for (int i = 0; i < depth; ++i)
-      tokens[static_cast<std::size_t>(i)] = static_cast<int>(i * 7919LL % model->config.vocab);
-    return tokens;
-  }
-};
+std::vector<int> text(int tokens, int vocab) {
+  std::vector<int> out(static_cast<std::size_t>(tokens));
+  for (int i = 0; i < tokens; ++i) out[static_cast<std::size_t>(i)] = static_cast<int>(i * 7919LL % vocab);
+  return out;
+}
 
-// Decode steps one after another; the cache grows by `decode_steps` tokens, about 1% of the depth.
-Times time_steps(Engine& engine, int slot, int token, View<float, 2> logits) {
-  using Clock = std::chrono::steady_clock;
-  std::vector<double> t;
-  engine.step({slot}, {&token, 1}, logits);
-  for (int i = 0; i < decode_steps; ++i) {
-    const auto begin = Clock::now();
-    engine.step({slot}, {&token, 1}, logits);
-    t.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
-  }
+void check_context(const Model& model, int tokens) {
+  if (tokens > model.config.context)
+    throw Error(
+        Errc::config,
+        fmt::format("got {} tokens, wanted at most {}, the context of {}", tokens, model.config.context, model.name),
+        "kvlab bench");
+}
+
+Times times_of(std::vector<double> t) {
   std::sort(t.begin(), t.end());
   return {t[t.size() / 2], t.front()};
 }
 
-}  // namespace
+// The embedding of an untied model is not read but for a row.
+double weights_read(const Model& m) {
+  const double embedding = 2. * m.config.vocab * m.config.hidden;
+  return static_cast<double>(m.weight_bytes) - (m.config.tied_embeddings ? 0 : embedding);
+}
 
-std::vector<Line> prefill_cases() {
-  const Bench b;
-  Engine engine(b.model, compose({}), b.options());
-  const auto prompt = b.prompt();
-  std::vector<float> logits(static_cast<std::size_t>(b.model->config.vocab));
-  const Times t = time_runs(3, [&] {
-    const int slot = engine.open();
-    engine.prefill(slot, prompt, true, View<float, 2>::dense(logits.data(), {1, b.model->config.vocab}));
-    engine.close(slot);
-  });
-  const ModelConfig& c = b.model->config;
+double cache_bytes(const ModelConfig& c, int rows, int context) {
+  return 2. * 2 * rows * static_cast<double>(context) * c.layers * c.kv_heads * c.head_dim;
+}
+
+Line decode_line(const ModelSetup& s, const Model& m, const ModelShape& shape, const std::string& kernel, Times t) {
+  Line l;
+  l.op = "decode";
+  l.shape = fmt::format("{}, batch {} at {}", s.model, shape.batch, shape.context);
+  l.kernel = kernel;
+  l.seconds = t.median;
+  l.best = t.best;
+  l.bytes = weights_read(m) + cache_bytes(m.config, shape.batch, shape.context);
+  l.reads = true;
+  return l;
+}
+
+Line prefill_line(const ModelSetup& s, const Model& m, int tokens, const std::string& kernel, Times t) {
+  const ModelConfig& c = m.config;
   const double head = 2. * c.vocab * c.hidden;
-  const double linear =
-      (static_cast<double>(b.model->weight_bytes) - head) * depth + head;         // 2 flops per 2-byte weight
-  const double attention = 2. * depth * depth * c.heads * c.head_dim * c.layers;  // causal half of Q K and P V
+  const double linear = (weights_read(m) - head) * tokens + head;                   // 2 flops per 2-byte weight
+  const double attention = 2. * tokens * tokens * c.heads * c.head_dim * c.layers;  // causal half of Q K and P V
   Line l;
   l.op = "prefill";
-  l.shape = "SmolLM2-135M shape, 2048 tokens";
-  l.kernel = b.model->head.kernel();
+  l.shape = fmt::format("{}, {} tokens", s.model, tokens);
+  l.kernel = kernel;
   l.seconds = t.median;
   l.best = t.best;
   l.flops = linear + attention;
-  return {l};
+  return l;
 }
 
-std::vector<Line> decode_cases() {
-  const Bench b;
-  Engine engine(b.model, compose({}), b.options());
-  const auto prompt = b.prompt();
-  std::vector<float> logits(static_cast<std::size_t>(b.model->config.vocab));
-  const auto view = View<float, 2>::dense(logits.data(), {1, b.model->config.vocab});
-  const int slot = engine.open();
-  engine.prefill(slot, prompt, true, view);
-  const Times t = time_steps(engine, slot, prompt[0], view);
-  const Ledger& ledger = engine.ledger();
-  Line l;
-  l.op = "decode";
-  l.shape = "SmolLM2-135M shape, depth 2048, batch 1";
-  l.kernel = b.model->head.kernel();
-  l.seconds = t.median;
-  l.best = t.best;
-  l.bytes = static_cast<double>(b.model->weight_bytes) +
-            static_cast<double>(ledger.held(Tier::device)[static_cast<int>(Tag::keys)] +
-                                ledger.held(Tier::device)[static_cast<int>(Tag::values)]);
-  l.reads = true;
-  return {l};
+// Hooks of the full cache.
+struct FullCache final : LayerHooks {
+  explicit FullCache(bool as_graph) : graph(as_graph) {}
+  bool replayable() const override { return graph; }
+  bool graph;
+};
+
+// A store on the GPU whose slots hold random keys and values, as prompts of that length would have left them.
+class FilledStore {
+ public:
+  FilledStore(const Model& m, const ModelShape& shape, Stream s) : store_(options(m, shape), s) {
+    const ModelConfig& c = m.config;
+    constexpr int block = 4096;
+    const std::int64_t row = std::int64_t{c.kv_heads} * c.head_dim;
+    const DeviceBuffer values(static_cast<std::size_t>(block * row * 2));
+    cuda_backend()->model.random(values.as<void>(), DType::bf16, 0, block * row, 1, 1, s.handle());
+    for (int i = 0; i < shape.batch; ++i) {
+      const int slot = store_.open();
+      slots.push_back(slot);
+      for (int at = 0; at < shape.context; at += block) {
+        const int count = std::min(block, shape.context - at);
+        for (int layer = 0; layer < c.layers; ++layer)
+          if (store_.append(layer, slot, values.as<void>(), values.as<void>(), DType::bf16, row, count, at) != Fit::ok)
+            throw NoRoom(fmt::format("got no room for {} x {} tokens, wanted a smaller batch or context", shape.batch,
+                                     shape.context));
+        store_.advance(slot, count, false);
+      }
+    }
+    synchronize(s);
+  }
+  CudaStore& store() { return store_; }
+  std::vector<std::int32_t> slots;
+
+ private:
+  static StoreOptions options(const Model& m, const ModelShape& shape) {
+    const ModelConfig& c = m.config;
+    StoreOptions o;
+    o.shape.layers = c.layers;
+    o.shape.query_heads = c.heads;
+    o.shape.kv_heads = c.kv_heads;
+    o.shape.head_dim = c.head_dim;
+    o.shape.page_size = 16;
+    o.shape.max_slots = shape.batch;
+    o.shape.max_tokens = shape.context + 4 * decode_steps;
+    o.shape.dtype = m.dtype;
+    o.rope_table = m.rope();
+    return o;
+  }
+  CudaStore store_;
+};
+
+template <class Work>
+double seconds_on(Stream s, Work work) {
+  return 1e-3 * static_cast<double>(cuda_backend()->runtime.time(
+                    s.handle(), [](void* f) { (*static_cast<Work*>(f))(); }, &work));
+}
+
+}  // namespace
+
+std::vector<Line> prefill_cases(const ModelSetup& s) {
+  const auto model = load(s, Device::cpu);
+  std::vector<Line> lines;
+  for (const ModelShape& shape : s.shapes) {
+    check_context(*model, shape.context);
+    EngineOptions o;
+    o.max_tokens = shape.context;
+    Engine engine(model, compose({}), o);
+    const auto prompt = text(shape.context, model->config.vocab);
+    std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
+    const Times t = time_runs(3, [&] {
+      const int slot = engine.open();
+      engine.prefill(slot, prompt, true, View<float, 2>::dense(logits.data(), {1, model->config.vocab}));
+      engine.close(slot);
+    });
+    lines.push_back(prefill_line(s, *model, shape.context, model->head.kernel(), t));
+  }
+  return lines;
+}
+
+// Decode steps one after another; the cache grows by `decode_steps` tokens.
+std::vector<Line> decode_cases(const ModelSetup& s) {
+  const auto model = load(s, Device::cpu);
+  std::vector<Line> lines;
+  for (const ModelShape& shape : s.shapes) {
+    check_context(*model, shape.context + decode_steps + 1);
+    EngineOptions o;
+    o.slots = shape.batch;
+    o.max_tokens = shape.context + decode_steps + 1;
+    Engine engine(model, compose({}), o);
+    const auto prompt = text(shape.context, model->config.vocab);
+    std::vector<float> logits(static_cast<std::size_t>(shape.batch) * static_cast<std::size_t>(model->config.vocab));
+    const auto view = View<float, 2>::dense(logits.data(), {shape.batch, model->config.vocab});
+    std::vector<std::int32_t> slots;
+    for (int i = 0; i < shape.batch; ++i) {
+      slots.push_back(engine.open());
+      engine.prefill(slots.back(), prompt, true, {});
+    }
+    const std::vector<int> tokens(slots.size(), prompt[0]);
+    std::vector<double> t;
+    for (int i = -1; i < decode_steps; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      engine.step(slots, tokens, view);
+      if (i >= 0) t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    }
+    lines.push_back(decode_line(s, *model, shape, model->head.kernel(), times_of(std::move(t))));
+  }
+  return lines;
+}
+
+// Between events around all that a step does: inputs, layers, logits to the host.
+std::vector<Line> cuda_decode_cases(const ModelSetup& s) {
+  const auto model = load(s, Device::cuda);
+  const CudaTimer timer;
+  std::vector<Line> lines;
+  for (const ModelShape& shape : s.shapes) {
+    check_context(*model, shape.context + 4 * decode_steps);
+    FilledStore filled(*model, shape, timer.stream());
+    const auto executor = make_executor(model, filled.store());
+    const std::vector<int> tokens(filled.slots.size(), 1);
+    std::vector<float> logits(filled.slots.size() * static_cast<std::size_t>(model->config.vocab));
+    const auto view = View<float, 2>::dense(logits.data(), {shape.batch, model->config.vocab});
+    for (const bool graph : {false, true}) {
+      FullCache hooks(graph);
+      const auto step = [&] { executor->decode(filled.slots, tokens, hooks, view); };
+      for (int i = 0; i < 3; ++i) step();
+      std::vector<double> t;
+      for (int i = 0; i < decode_steps; ++i) t.push_back(seconds_on(timer.stream(), step));
+      lines.push_back(decode_line(s, *model, shape, graph ? "graph" : "eager", times_of(std::move(t))));
+    }
+  }
+  return lines;
+}
+
+std::vector<Line> cuda_prefill_cases(const ModelSetup& s) {
+  const auto model = load(s, Device::cuda);
+  std::vector<Line> lines;
+  for (const ModelShape& shape : s.shapes) {
+    check_context(*model, shape.context);
+    EngineOptions o;
+    o.device = Device::cuda;
+    o.max_tokens = shape.context;
+    Engine engine(model, compose({}), o);
+    const auto prompt = text(shape.context, model->config.vocab);
+    std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
+    std::vector<double> t;
+    for (int i = -1; i < 3; ++i) {
+      const int slot = engine.open();
+      const double seconds = seconds_on(engine.store().stream(), [&] {
+        engine.prefill(slot, prompt, true, View<float, 2>::dense(logits.data(), {1, model->config.vocab}));
+      });
+      if (i >= 0) t.push_back(seconds);
+      engine.close(slot);
+    }
+    lines.push_back(prefill_line(s, *model, shape.context, "cublaslt", times_of(std::move(t))));
+  }
+  return lines;
 }
 
 }  // namespace kvlab::bench

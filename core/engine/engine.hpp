@@ -62,8 +62,10 @@ class Engine final : private LayerHooks {
   Ledger& ledger() { return store_->ledger(); }
   std::int64_t fired() const { return store_->fired(); }  // edits that changed something
   const Model& model() const { return executor_->model(); }
+  std::int64_t replays() const { return executor_->replays(); }  // decode steps that were one launch of a graph
 
  private:
+  bool replayable() const override { return needs_.capturable() && !observer_; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;

@@ -37,6 +37,9 @@ class ComposedPolicy final : public Policy {
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
     dense_layers_ = n.dense_layers();
+    // Decode steps in which nothing happens beside the model's own work.
+    selector_needs_.capturable(!parts_.scorer && !parts_.selector && !parts_.host);
+    scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
   }
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }

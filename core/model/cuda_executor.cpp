@@ -19,17 +19,6 @@ const CudaOps& cuda() { return require_cuda("the executor on CUDA").ops; }
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
 
-// At least `count` elements; the contents are lost when it has to grow.
-template <class T>
-T* room(StreamMemory& m, std::int64_t count, Stream s) {
-  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-  if (m.bytes() < bytes) {
-    m = StreamMemory();
-    m = StreamMemory(s, bytes);
-  }
-  return m.as<T>();
-}
-
 const CudaModel& weights_of(const Model& m) {
   if (!m.cuda) refuse("got model " + m.name + " loaded for the CPU, wanted one loaded for CUDA");
   return *m.cuda;
@@ -44,6 +33,18 @@ void CudaExecutor::check(const Model& model, const StoreOptions& store) {
   if (c.hidden % 8 || c.ffn % 8)
     refuse("got hidden size " + std::to_string(c.hidden) + " and MLP size " + std::to_string(c.ffn) +
            ", wanted multiples of 8");
+}
+
+// At least `count` elements; the contents are lost when it has to grow.
+template <class T>
+T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+  if (m.bytes() < bytes) {
+    ++grown_;
+    m = StreamMemory();
+    m = StreamMemory(stream_, bytes);
+  }
+  return m.as<T>();
 }
 
 CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store)
@@ -66,21 +67,24 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   static_assert(sizeof(int) == sizeof(std::int32_t));
-  copy_memory(room<std::int32_t>(tokens_, n, stream_), tokens.data(), tokens.size_bytes(), stream_);
-  copy_memory(room<std::int32_t>(position_, n, stream_), position.data(), position.size() * sizeof(std::int32_t),
-              stream_);
-  room<float>(qkv_, n * qkv_width(), stream_);
-  room<float>(attention_, n * c.heads * c.head_dim, stream_);
+  copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
+  copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
+  room<float>(qkv_, n * qkv_width());
+  room<float>(attention_, n * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
-  room<bf16>(normed_, block * c.hidden, stream_);
-  room<bf16>(gated_, block * c.ffn, stream_);
+  room<bf16>(normed_, block * c.hidden);
+  room<bf16>(gated_, block * c.ffn);
+  room<float>(x_, n * c.hidden);
+}
+
+void CudaExecutor::embed(std::int64_t rows) {
   ops::EmbedArgs e;
   e.table = weights_.tokens().memory.as<>();
   e.vocabulary = weights_.tokens().n;
-  e.k = c.hidden;
+  e.k = model_->config.hidden;
   e.token = tokens_.as<std::int32_t>();
-  e.rows = n;
-  e.out = room<float>(x_, n * c.hidden, stream_);
+  e.rows = rows;
+  e.out = x_.as<float>();
   cuda().embed(e, stream_.handle());
 }
 
@@ -137,10 +141,10 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
 }
 
 // QK norm, RoPE and the cache: one token of each slot.
-Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
+Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
   const PartTimer timer(Part::append);
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
-  if (store_.before_step(layer, slots, a) != Fit::ok) return Fit::out_of_memory;
+  if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
   return Fit::ok;
@@ -182,13 +186,13 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
 
 void CudaExecutor::attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
-  const PagedKv all = store_.causal_view(layer, slot, static_cast<int>(tokens),
-                                         room<std::int32_t>(length_, tokens * c.kv_heads, stream_),
-                                         room<std::int32_t>(rows_, tokens, stream_));
+  const PagedKv all =
+      store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
+                         room<std::int32_t>(rows_, tokens));
   if (!sums) return attend(all, 0, nullptr, {});
   zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
   constexpr std::int64_t block = 32;  // rows whose mass is there at once
-  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1], stream_);
+  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
   for (std::int64_t at = 0; at < tokens; at += block) {
     PagedKv kv = all;
     kv.slots += at;
@@ -219,20 +223,19 @@ void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows) {
   }
 }
 
-void CudaExecutor::logits_of(std::int64_t first_row, std::int64_t rows, View<float, 2> out) {
+void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
-  const ModelConfig& c = model_->config;
-  const CudaMatrix& head = weights_.head;
-  for (std::int64_t at = 0; at < rows; at += row_block) {
-    const std::int64_t count = std::min(row_block, rows - at);
-    norm(x_.as<float>() + (first_row + at) * c.hidden, weights_.final_norm, count, normed_.as<>());
-    float* y = room<float>(logits_, count * head.n, stream_);
-    linear(head, normed_.as<>(), DType::bf16, count, {}, y, head.n, false);
-    for (std::int64_t r = 0; r < count; ++r)
-      copy_memory(out.data + (at + r) * out.stride[0], y + r * head.n, static_cast<std::size_t>(head.n) * sizeof(float),
-                  stream_);
-    synchronize(stream_);
-  }
+  const CudaMatrix& w = weights_.head;
+  norm(x_.as<float>() + first_row * model_->config.hidden, weights_.final_norm, rows, normed_.as<>());
+  linear(w, normed_.as<>(), DType::bf16, rows, {}, room<float>(logits_, rows * w.n), w.n, false);
+}
+
+void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
+  const std::int64_t n = weights_.head.n;
+  for (std::int64_t r = 0; r < rows; ++r)
+    copy_memory(out.data + r * out.stride[0], logits_.as<float>() + r * n, static_cast<std::size_t>(n) * sizeof(float),
+                stream_);
+  synchronize(stream_);
 }
 
 View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
@@ -248,6 +251,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
   begin(tokens, position);
+  embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
     project(l, n);
@@ -258,7 +262,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     View<float, 2> sums;
     if (hooks.wants_prompt_mass()) {
       const std::int64_t width = info.past + n;
-      sums = View<float, 2>::dense(room<float>(sums_, c.heads * width, stream_), {c.heads, width});
+      sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
     attend_chunk(layer, slot, n, sums);
@@ -273,22 +277,26 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     finish_layer(l, n);
   }
   store_.advance(slot, static_cast<int>(n), false);
-  if (const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n); wanted > 0)
-    logits_of(n - wanted, wanted, logits);
+  const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
+  for (std::int64_t at = 0; at < wanted; at += row_block) {
+    const std::int64_t count = std::min(row_block, wanted - at);
+    head(n - wanted + at, count);
+    View<float, 2> block = logits;
+    block.data += at * logits.stride[0];
+    logits_of(count, block);
+  }
   return Fit::ok;
 }
 
-Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                         View<float, 2> logits) {
+// One decode step, its logits included; counters stay. reserved: the store has taken frames for all layers.
+Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved) {
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
-  std::vector<std::int32_t> position(slots.size());
-  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
-  begin(tokens, position);
+  embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
     project(l, n);
-    if (append(layer, slots) != Fit::ok) return Fit::out_of_memory;
+    if (append(layer, slots, reserved) != Fit::ok) return Fit::out_of_memory;
     DecodeLayer info;
     info.layer = layer;
     info.slots = &slots;
@@ -301,7 +309,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
     View<float, 3> mass;
     if (hooks.wants_mass()) {
       const std::int64_t longest = store_.max_length(layer, slots);
-      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * longest, stream_), {n, c.heads, longest});
+      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * longest), {n, c.heads, longest});
       info.mass = mass;
     }
     attend(store_.view(layer, slots), 0, info.pages, mass);
@@ -312,9 +320,45 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
     finish_layer(l, n);
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  head(0, n);
+  return Fit::ok;
+}
+
+CudaExecutor::State CudaExecutor::state() const {
+  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_};
+}
+
+// The step as a launch of its graph. False where it has to run without: what it needs is allocated there.
+bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks) {
+  Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
+  const State now = state();
+  const bool known = r.graph && r.captured == now;
+  if (!known && r.warm != now) return false;
+  if (!store_.reserve_step(slots)) return false;
+  store_.view(0, slots);  // puts the slots where the kernels look for them
+  if (!known) {
+    r.graph = CudaGraph(stream_, [&] { step(slots, hooks, true); });
+    r.captured = now;
+  }
+  r.graph.launch(stream_);
+  ++replayed_;
+  return true;
+}
+
+Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+                         View<float, 2> logits) {
+  const std::int64_t n = static_cast<std::int64_t>(slots.size());
+  std::vector<std::int32_t> position(slots.size());
+  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
+  begin(tokens, position);
+  const bool replayable = hooks.replayable() && n <= row_block;
+  if (!replayable || !replay(slots, hooks)) {
+    if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
+    if (replayable) replays_[n].warm = state();
+  }
   for (int slot : slots)
     if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
-  if (logits) logits_of(0, n, logits);
+  if (logits) logits_of(n, logits);
   return Fit::ok;
 }
 

@@ -1,6 +1,11 @@
 // The executor on CUDA: weights and cache in bf16, activations between products in f32. A prompt's attention goes
-// through the op of decode steps, each token a row that sees nothing after itself.
+// through the op of decode steps, each token a row that sees nothing after itself. Where hooks are replayable, the
+// second decode step of a number of rows becomes a graph, which later steps launch: tokens, text positions and slots
+// lie in device memory, and the store's kernels take frames without the host.
 #pragma once
+#include <map>
+
+#include "base/cuda_graph.hpp"
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 #include "model/executor.hpp"
@@ -17,20 +22,38 @@ class CudaExecutor final : public Executor {
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
              View<float, 2> logits) override;
+  std::int64_t replays() const override { return replayed_; }
 
  private:
+  // What a graph was captured with; it is stale when this has changed.
+  struct State {
+    std::int64_t moves = -1, grown = -1;
+    bool operator==(const State&) const = default;
+  };
+  struct Replay {
+    State warm, captured;  // of the latest step without a graph, of `graph`
+    CudaGraph graph;
+  };
+
+  template <class T>
+  T* room(StreamMemory& m, std::int64_t count);
+  State state() const;
   void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position);
+  void embed(std::int64_t rows);
+  Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
+  bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
   void linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows, const StreamMemory& bias, float* y,
               std::int64_t y_stride, bool add);
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
   void project(const CudaLayer& l, std::int64_t rows);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
-  Fit append(int layer, const std::vector<std::int32_t>& slots);
+  Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
   void attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> mass);
   void finish_layer(const CudaLayer& l, std::int64_t rows);
-  void logits_of(std::int64_t first_row, std::int64_t rows, View<float, 2> out);
+  void head(std::int64_t first_row, std::int64_t rows);
+  void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
 
   std::int64_t qkv_width() const {
@@ -47,6 +70,9 @@ class CudaExecutor final : public Executor {
   StreamMemory normed_, gated_;        // bf16 [row, hidden], [row, ffn]
   StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory mass_, sums_, logits_;  // f32
+  std::int64_t grown_ = 0;             // times that one of these moved
+  std::map<std::int64_t, Replay> replays_;  // by rows
+  std::int64_t replayed_ = 0;
 };
 
 }  // namespace kvlab

@@ -47,6 +47,9 @@ class LayerHooks {
   // Before attention, this step's tokens appended. null = everything resident. The list lives until the layer is done.
   virtual const PageList* select(const DecodeLayer&, Fit&) { return nullptr; }
   virtual Fit attended(const DecodeLayer&) { return Fit::ok; }
+  // Do decode steps need the host no more? What the calls below give to the stream in one step then stands for every
+  // later one of as many rows, and an executor may leave the calls out.
+  virtual bool replayable() const { return false; }
   // After the last layer of a decode step, before the rows' counters advance.
   virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
 };
@@ -66,6 +69,7 @@ class Executor {
                      View<float, 2> logits) = 0;
 
   const Model& model() const { return *model_; }
+  virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph
 
  protected:
   explicit Executor(std::shared_ptr<const Model> model) : model_(std::move(model)) {}

@@ -100,6 +100,7 @@ class CommandLine {
   std::vector<std::string> sets_, words_, plugin_path_;
   bool fresh_ = false, resume_ = false, quiet_ = false, json_ = false;
   GenerateOptions generate_;
+  bench::ModelChoice choice_;
 };
 
 CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
@@ -234,7 +235,8 @@ void CommandLine::add_rest() {
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
-        const bench::Report r = bench::run(words_, backend_ == "cuda" || (backend_ == "auto" && cuda_backend()));
+        const bench::Report r =
+            bench::run(words_, backend_ == "cuda" || (backend_ == "auto" && cuda_backend()), choice_);
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
       });
@@ -242,6 +244,10 @@ void CommandLine::add_rest() {
   bench->add_option("--backend", backend_, "auto: the GPU where there is one")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
+  bench->add_option("--model", choice_.model, "of decode and prefill: as an experiment names it, or synthetic/NAME");
+  bench->add_option("--batch", choice_.batch, "sequences of decode")->check(CLI::Range(1, 4096));
+  bench->add_option("--context", choice_.context, "tokens of decode's cache or of the prompt")
+      ->check(CLI::Range(1, 1 << 24));
   bench->add_flag("--json", json_, "for programs");
 
   CLI::App* doctor =

@@ -315,10 +315,28 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   return Fit::ok;
 }
 
-Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a) {
+bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
+  if (!reserve(Tier::device, most)) {
+    std::int64_t fresh = 0;
+    for (int l = 0; l < s.layers; ++l)
+      for (int slot : slots)
+        for (int head = 0; head < s.kv_heads; ++head)
+          fresh += host_arena_.data() || lengths_[head_index(l, slot, head)] % s.page_size == 0;
+    if (!reserve(Tier::device, fresh)) return false;
+  }
+  for (int l = 0; l < s.layers; ++l)
+    for (int slot : slots) ++bound(l, slot);
+  stale_ = true;
+  return true;
+}
+
+Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a,
+                           bool reserved) {
   const Shape& s = options_.shape;
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  if (!reserve(Tier::device, rows * s.kv_heads)) {
+  if (!reserved && !reserve(Tier::device, rows * s.kv_heads)) {
     std::int64_t fresh = 0;
     for (int slot : slots)
       for (int head = 0; head < s.kv_heads; ++head)
@@ -339,7 +357,8 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   a.slots = r.slots;
   a.pool = l.pool[0];
   a.error = &l.counters->error;
-  for (int slot : slots) ++bound(index, slot);
+  if (!reserved)
+    for (int slot : slots) ++bound(index, slot);
   stale_ = true;
   return Fit::ok;
 }

@@ -38,7 +38,10 @@ class CudaStore final : public Store {
 
   // One more token of every row: makes sure of the frames and fills what ops::rope_append needs of the store; then the
   // caller runs it, and after_step.
-  Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a);
+  // reserved: reserve_step did the first part.
+  Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
+  // Frames for one more token of every row in all layers, or nothing and false.
+  bool reserve_step(const std::vector<std::int32_t>& slots);
   void after_step(int layer, const std::vector<std::int32_t>& slots);
 
   Applied advance(int slot, int tokens, bool decode) override;

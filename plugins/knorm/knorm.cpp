@@ -8,7 +8,7 @@ class Knorm final : public kvlab::Scorer {
   explicit Knorm(const kvlab::Params& p)
       : dense_(p.get<int>("dense_layers")), recent_(p.get<int>("recent")), every_(p.get<int>("every")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.dense_layers(dense_).capturable(true); }
   kvlab::Pins pins(int tokens) const override { return {.last = std::min(recent_, tokens)}; }
   int every() const override { return every_; }
 

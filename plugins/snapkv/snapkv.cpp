@@ -15,7 +15,7 @@ class SnapKv final : public kvlab::Scorer {
       throw kvlab::Error(kvlab::Errc::config, "got kernel " + std::to_string(kernel_) + ", wanted an odd number");
   }
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_).capturable(true); }
   kvlab::Pins pins(int) const override { return {.last = window_}; }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {

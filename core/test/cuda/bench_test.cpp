@@ -1,0 +1,23 @@
+// The whole-model cases of `kvlab bench` run and say what they moved; what they measured is not looked at.
+#include <catch2/catch.hpp>
+
+#include "bench/cases.hpp"
+
+using namespace kvlab;
+
+TEST_CASE("cuda bench: decode and prefill of a synthetic model") {
+  const bench::ModelSetup setup{"synthetic/tiny", {{2, 40}}};
+  const auto decode = bench::cuda_decode_cases(setup);
+  REQUIRE(decode.size() == 2);
+  CHECK(decode[0].kernel == "eager");
+  CHECK(decode[1].kernel == "graph");
+  // 2 layers of qkv 64 x 128, o 64 x 64, three of 64 x 128; the head 64 x 512; keys and values of 2 x 40 tokens.
+  const double weights = 2. * (2 * (64 * 128 + 64 * 64 + 3 * 64 * 128) + 64 * 512), cache = 2. * 80 * 2 * 2 * 2 * 16;
+  for (const auto& line : decode) {
+    CHECK(line.bytes == weights + cache);
+    CHECK(line.seconds > 0);
+  }
+  const auto prefill = bench::cuda_prefill_cases(setup);
+  REQUIRE(prefill.size() == 1);
+  CHECK(prefill[0].flops == (weights - 2. * 64 * 512) * 40 + 2. * 64 * 512 + 2. * 40 * 40 * 4 * 16 * 2);
+}

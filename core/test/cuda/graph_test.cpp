@@ -1,0 +1,103 @@
+// Decode steps as graphs: the same logits, bit for bit, as steps that the host gives one by one.
+#include <catch2/catch.hpp>
+
+#include "engine/engine.hpp"
+#include "host/compose.hpp"
+#include "model/bundled.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+// Two engines over one model; the observer of the second keeps it from graphs.
+struct Pair {
+  std::shared_ptr<const Model> model =
+      load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda);
+  EngineObserver nobody;
+  Engine graphs, eager;
+  int vocab = model->config.vocab;
+
+  static EngineOptions options() {
+    EngineOptions o;
+    o.device = Device::cuda;
+    o.slots = 3;
+    o.max_tokens = 96;
+    o.page_size = 8;
+    return o;
+  }
+  Pair() : graphs(model, compose({}), options()), eager(model, compose({}), options()) { eager.observe(&nobody); }
+
+  int open(int tokens, unsigned seed) {
+    const int slot = graphs.open();
+    REQUIRE(eager.open() == slot);
+    const std::vector<int> prompt = test::test_text(tokens, vocab, seed);
+    run([&](Engine& e, View<float, 2> logits) { return e.prefill(slot, prompt, true, logits); }, 1);
+    return slot;
+  }
+  void close(int slot) { graphs.close(slot), eager.close(slot); }
+  // One step, tokens by a rule.
+  void step(const std::vector<std::int32_t>& slots) {
+    std::vector<int> tokens;
+    for (const int slot : slots) tokens.push_back((37 * ++count_ + slot) % vocab);
+    run([&](Engine& e, View<float, 2> logits) { return e.step(slots, tokens, logits); }, slots.size());
+  }
+
+ private:
+  template <class Call>
+  void run(const Call& call, std::size_t rows) {
+    std::vector<float> logits[2];
+    Engine* engines[] = {&graphs, &eager};
+    for (int i = 0; i < 2; ++i) {
+      logits[i].resize(rows * static_cast<std::size_t>(vocab));
+      REQUIRE(call(*engines[i], View<float, 2>::dense(logits[i].data(), {static_cast<std::int64_t>(rows), vocab})) ==
+              Fit::ok);
+    }
+    CHECK(logits[0] == logits[1]);
+  }
+  int count_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("cuda engine: replayed steps equal eager ones, whatever slots and batches") {
+  Pair p;
+  const int a = p.open(5, 1), b = p.open(20, 2);
+  for (int i = 0; i < 5; ++i) p.step({a, b});
+  CHECK(p.graphs.replays() == 4);
+  CHECK(p.eager.replays() == 0);
+  for (int i = 0; i < 3; ++i) p.step({b});
+  for (int i = 0; i < 2; ++i) p.step({a});  // other slots, the same graph
+  p.step({b, a});
+  const auto before = p.graphs.replays();
+  CHECK(before == 4 + 2 + 2 + 1);
+  const int c = p.open(60, 3);  // buffers grow: graphs are stale
+  p.step({b, a});
+  CHECK(p.graphs.replays() == before);
+  for (int i = 0; i < 3; ++i) p.step({c, a});
+  CHECK(p.graphs.replays() == before + 3);
+  p.close(a);
+  const int d = p.open(9, 4);
+  for (int i = 0; i < 3; ++i) p.step({b, c, d});
+  CHECK(p.graphs.store().length(0, c, 0) == p.eager.store().length(0, c, 0));
+  CHECK(p.graphs.store().positions(1, d, 1) == p.eager.store().positions(1, d, 1));
+  CHECK(p.graphs.ledger().total(Tier::device) == p.eager.ledger().total(Tier::device));
+  p.graphs.store().check_invariants();
+}
+
+TEST_CASE("cuda engine: an observer sees every step of what was a graph") {
+  Pair p;
+  const int a = p.open(5, 1);
+  for (int i = 0; i < 3; ++i) p.step({a});
+  struct Count final : EngineObserver {
+    int layers = 0;
+    void attended(const DecodeLayer&, const Store&) override { ++layers; }
+  } count;
+  p.graphs.observe(&count);
+  p.step({a});
+  CHECK(count.layers == p.model->config.layers);
+  p.graphs.observe(nullptr);
+  const auto before = p.graphs.replays();
+  p.step({a});
+  CHECK(p.graphs.replays() == before + 1);
+}
