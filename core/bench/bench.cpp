@@ -12,6 +12,7 @@
 #include "base/buffer.hpp"
 #include "bench/cases.hpp"
 #include "bench/cuda_timing.hpp"
+#include "model/synthetic.hpp"
 #include "ops/gemm.hpp"
 
 namespace kvlab::bench {
@@ -55,7 +56,7 @@ double sgemm_rate() {
 
 ModelSetup setup_of(const ModelChoice& choice, bool decode, bool cuda) {
   ModelSetup s{choice.model, {}};
-  if (s.model.empty()) s.model = cuda ? "synthetic/llama-3.1-8b" : "synthetic/smollm2-135m";
+  if (s.model.empty()) s.model = cuda ? usual_synthetic : small_synthetic;
   if (choice.batch > 0 || choice.context > 0)
     s.shapes = {{std::max(1, choice.batch), choice.context > 0 ? choice.context : 2048}};
   else if (!cuda)

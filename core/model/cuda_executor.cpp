@@ -29,7 +29,8 @@ const CudaModel& weights_of(const Model& m) {
 void CudaExecutor::check(const Model& model, const StoreOptions& store) {
   const ModelConfig& c = model.config;
   if (store.rope != RopeRegime::original) refuse("got another RoPE regime, wanted rope: original");
-  if (model.dtype != DType::bf16) refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16");
+  if (model.dtype != DType::bf16 && model.dtype != DType::f16)
+    refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16 or f16");
   if (c.hidden % 8 || c.ffn % 8)
     refuse("got hidden size " + std::to_string(c.hidden) + " and MLP size " + std::to_string(c.ffn) +
            ", wanted multiples of 8");
@@ -72,14 +73,15 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   room<float>(qkv_, n * qkv_width());
   room<float>(attention_, n * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
-  room<bf16>(normed_, block * c.hidden);
-  room<bf16>(gated_, block * c.ffn);
+  room<std::uint16_t>(normed_, block * c.hidden);
+  room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
 }
 
 void CudaExecutor::embed(std::int64_t rows) {
   ops::EmbedArgs e;
   e.table = weights_.tokens().memory.as<>();
+  e.dtype = weights_.dtype;
   e.vocabulary = weights_.tokens().n;
   e.k = model_->config.hidden;
   e.token = tokens_.as<std::int32_t>();
@@ -93,6 +95,7 @@ void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std
   ops::LinearArgs a;
   a.weight = w.memory.as<>();
   a.n = w.n, a.k = w.k;
+  a.dtype = weights_.dtype;
   a.x = x, a.x_dtype = x_dtype;
   a.m = rows, a.x_stride = w.k;
   a.bias = bias.as<float>();
@@ -109,6 +112,7 @@ void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t
   a.weight = weight.as<float>();
   a.eps = c.rms_eps;
   a.out = out;
+  a.dtype = weights_.dtype;
   a.out_stride = c.hidden;
   cuda().rms_norm(a, stream_.handle());
 }
@@ -119,7 +123,7 @@ void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
   for (std::int64_t at = 0; at < rows; at += row_block) {
     const std::int64_t count = std::min(row_block, rows - at);
     norm(x_.as<float>() + at * c.hidden, l.input_norm, count, normed_.as<>());
-    linear(l.qkv, normed_.as<>(), DType::bf16, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
+    linear(l.qkv, normed_.as<>(), weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
            false);
   }
 }
@@ -214,12 +218,12 @@ void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows) {
     ops::LinearArgs a;
     a.weight = l.gate_up.memory.as<>();
     a.n = l.gate_up.n, a.k = l.gate_up.k;
-    a.x = normed_.as<>(), a.x_dtype = DType::bf16;
+    a.x = normed_.as<>(), a.x_dtype = a.dtype = weights_.dtype;
     a.m = count, a.x_stride = c.hidden;
     a.gated = gated_.as<>();
     a.gated_stride = c.ffn;
     cuda().linear(a, stream_.handle());
-    linear(l.down, gated_.as<>(), DType::bf16, count, {}, x, c.hidden, true);
+    linear(l.down, gated_.as<>(), weights_.dtype, count, {}, x, c.hidden, true);
   }
 }
 
@@ -227,7 +231,7 @@ void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const CudaMatrix& w = weights_.head;
   norm(x_.as<float>() + first_row * model_->config.hidden, weights_.final_norm, rows, normed_.as<>());
-  linear(w, normed_.as<>(), DType::bf16, rows, {}, room<float>(logits_, rows * w.n), w.n, false);
+  linear(w, normed_.as<>(), weights_.dtype, rows, {}, room<float>(logits_, rows * w.n), w.n, false);
 }
 
 void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {

@@ -1,5 +1,5 @@
-// The executor on CUDA: weights and cache in bf16, activations between products in f32. A prompt's attention goes
-// through the op of decode steps, each token a row that sees nothing after itself. Where hooks are replayable, the
+// The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
+// goes through the op of decode steps, each token a row that sees nothing after itself. Where hooks are replayable, the
 // second decode step of a number of rows becomes a graph, which later steps launch: tokens, text positions and slots
 // lie in device memory, and the store's kernels take frames without the host.
 #pragma once
@@ -67,7 +67,7 @@ class CudaExecutor final : public Executor {
   StreamMemory cosine_, sine_;         // f32 [max_tokens, head_dim / 2]
   StreamMemory tokens_, position_;     // i32 [row]
   StreamMemory x_, qkv_, attention_;   // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
-  StreamMemory normed_, gated_;        // bf16 [row, hidden], [row, ffn]
+  StreamMemory normed_, gated_;        // of the weights' dtype: [row, hidden], [row, ffn]
   StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory mass_, sums_, logits_;  // f32
   std::int64_t grown_ = 0;             // times that one of these moved

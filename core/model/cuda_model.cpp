@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/backend.hpp"
+#include "base/half.hpp"
 
 namespace kvlab {
 namespace {
@@ -12,7 +13,7 @@ namespace {
 // Host memory is given back before the copy has run only where the stream has been waited for.
 class Upload {
  public:
-  Upload(const Checkpoint& c, Stream s) : c_(c), s_(s) {}
+  Upload(const Checkpoint& c, DType dtype, Stream s) : c_(c), dtype_(dtype), s_(s) {}
 
   // A matrix whose rows are those of several tensors, one after another.
   CudaMatrix matrix(const std::vector<std::string>& names) {
@@ -22,16 +23,16 @@ class Upload {
       out.n += shape.at(0);
       out.k = shape.at(1);
     }
-    out.memory = StreamMemory(s_, static_cast<std::size_t>(out.n * out.k) * sizeof(bf16));
+    out.memory = StreamMemory(s_, static_cast<std::size_t>(out.n * out.k) * size_of(dtype_));
     bytes += static_cast<std::int64_t>(out.memory.bytes());
     constexpr std::int64_t block_elements = 8 << 20;
     const std::int64_t rows = std::max<std::int64_t>(1, block_elements / out.k);
-    bf16* to = out.memory.as<bf16>();
+    auto* to = out.memory.as<std::uint16_t>();
     for (const auto& name : names) {
       const std::int64_t all = c_.shape(name).at(0);
       if (const auto random = c_.random_tensor(name)) {
-        require_cuda("random weights").model.random(to, DType::bf16, 0, all * out.k, random->seed, random->scale,
-                                                    s_.handle());
+        require_cuda("random weights")
+            .model.random(to, dtype_, 0, all * out.k, random->seed, random->scale, s_.handle());
         to += all * out.k;
         continue;
       }
@@ -42,8 +43,8 @@ class Upload {
         c_.read_rows(name, begin, count, wide_.data());
 #pragma omp parallel for schedule(static)
         for (std::int64_t i = 0; i < elements; ++i)
-          narrow_[static_cast<std::size_t>(i)] = bf16(wide_[static_cast<std::size_t>(i)]);
-        copy_memory(to, narrow_.data(), narrow_.size() * sizeof(bf16), s_);
+          narrow_[static_cast<std::size_t>(i)] = narrow(wide_[static_cast<std::size_t>(i)]);
+        copy_memory(to, narrow_.data(), narrow_.size() * sizeof(std::uint16_t), s_);
         synchronize(s_);  // narrow_ is written again
         to += elements;
       }
@@ -67,19 +68,23 @@ class Upload {
   std::int64_t bytes = 0;
 
  private:
+  std::uint16_t narrow(float x) const { return dtype_ == DType::f16 ? float_to_half(x) : bf16(x).bits; }
+
   const Checkpoint& c_;
+  DType dtype_;
   Stream s_;
   std::vector<float> wide_;
-  std::vector<bf16> narrow_;
+  std::vector<std::uint16_t> narrow_;
 };
 
 }  // namespace
 
-std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& c) {
+std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& c, DType dtype) {
   const ModelConfig& m = c.config();
   const OwnedStream stream(Device::cuda);
-  Upload up(c, stream.get());
+  Upload up(c, dtype, stream.get());
   auto model = std::make_shared<CudaModel>();
+  model->dtype = dtype;
   model->final_norm = up.vector({"model.norm.weight"});
   model->head = up.matrix({m.tied_embeddings ? "model.embed_tokens.weight" : "lm_head.weight"});
   if (!m.tied_embeddings) model->embedding = up.matrix({"model.embed_tokens.weight"});

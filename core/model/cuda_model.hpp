@@ -10,7 +10,7 @@
 namespace kvlab {
 
 struct CudaMatrix {
-  StreamMemory memory;  // bf16 [n, k] dense
+  StreamMemory memory;  // [n, k] dense
   std::int64_t n = 0, k = 0;
 };
 
@@ -26,11 +26,12 @@ struct CudaModel {
   StreamMemory final_norm;
   CudaMatrix head, embedding;  // embedding: empty when tied, head serves
   std::int64_t weight_bytes = 0;
+  DType dtype = DType::bf16;  // of all matrices: bf16 or f16
 
   const CudaMatrix& tokens() const { return embedding.n ? embedding : head; }
 };
 
-// Reads each tensor once, block by block, rounded to bf16. Errc::model, Errc::device.
-std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& checkpoint);
+// Reads each tensor once, block by block, rounded to dtype. Errc::model, Errc::device; std::bad_alloc.
+std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& checkpoint, DType dtype);
 
 }  // namespace kvlab

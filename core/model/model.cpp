@@ -1,8 +1,8 @@
 #include "model/model.hpp"
 
 #include <fmt/format.h>
-#include <kvlab/error.hpp>
 #include <unistd.h>
+#include <kvlab/error.hpp>
 
 #include <exception>
 #include <mutex>
@@ -68,19 +68,19 @@ void check_room(const Checkpoint& c, DType dtype) {
   }
   const double memory = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
   if (memory > 0 && bytes > memory)
-    throw NoRoom(fmt::format("got {:.1f} GB of weights, wanted at most this machine's {:.1f} GB", bytes / 1e9,
-                             memory / 1e9));
+    throw NoRoom(
+        fmt::format("got {:.1f} GB of weights, wanted at most this machine's {:.1f} GB", bytes / 1e9, memory / 1e9));
 }
 
 }  // namespace
 
 std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
   const bool cuda = device == Device::cuda;
-  if (dtype != DType::bf16 && (cuda || dtype != DType::f32))
-    throw Error(
-        Errc::unsupported,
-        std::string("got dtype ") + name_of(dtype) + ", wanted " + (cuda ? "bf16 on CUDA" : "f32 or bf16 on the CPU"),
-        name);
+  if (dtype != DType::bf16 && dtype != (cuda ? DType::f16 : DType::f32))
+    throw Error(Errc::unsupported,
+                std::string("got dtype ") + name_of(dtype) + ", wanted " +
+                    (cuda ? "bf16 or f16 on CUDA" : "f32 or bf16 on the CPU"),
+                name);
   auto m = std::make_shared<Model>();
   m->config = c.config();
   m->dtype = dtype;
@@ -95,7 +95,7 @@ std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std
 std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
   const auto m = model_outline(c, dtype, name, device);
   if (device == Device::cuda) {
-    m->cuda = load_cuda_model(c);
+    m->cuda = load_cuda_model(c, dtype);
     m->weight_bytes = m->cuda->weight_bytes;
     return m;
   }

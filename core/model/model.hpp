@@ -44,7 +44,7 @@ struct Model {
 };
 
 // A Model without its weights: enough for everything that is checked before work. Errc::unsupported for a dtype that
-// cannot run there: the CPU takes f32 and bf16, CUDA bf16.
+// cannot run there: the CPU takes f32 and bf16, CUDA bf16 and f16.
 std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                      Device device = Device::cpu);
 

@@ -38,7 +38,10 @@ void check_tables(const PagedKv& kv, const char* op) {
 
 void check_kv(const PagedKv& kv, const char* op, Stream s) {
   check_view(kv, op);
-  if (s.device() == Device::cpu) check_tables(kv, op);
+  if (s.device() != Device::cpu) return;
+  if (kv.layouts && kv.layouts[0].dtype == DType::f16)
+    fail(Errc::unsupported, op, "got a cache of f16 on the CPU, wanted f32 or bf16");
+  check_tables(kv, op);
 }
 
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op) {

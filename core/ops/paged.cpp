@@ -59,6 +59,9 @@ void encode(const float* x, int dim, int bits, DType dtype, std::byte* row, std:
     std::memcpy(meta, m, 4);
   } else if (dtype == DType::f32) {
     std::memcpy(row, x, dim * sizeof(float));
+  } else if (dtype == DType::f16) {
+    auto* to = reinterpret_cast<std::uint16_t*>(row);
+    for (int d = 0; d < dim; ++d) to[d] = float_to_half(x[d]);
   } else {
     auto* to = reinterpret_cast<bf16*>(row);
     for (int d = 0; d < dim; ++d) to[d] = bf16(x[d]);
@@ -70,22 +73,26 @@ void write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, c
          frame + meta_offset(l, side, offset));
 }
 
-// The nearest value of the dtype that is not above (below) x: a bound stays a bound.
-bf16 toward(float x, float limit) {
-  bf16 b(x);
-  const float y = static_cast<float>(b);
+// The bits of the nearest value of a 16-bit dtype that is not above (below) x: a bound stays a bound.
+std::uint16_t toward(float x, float limit, DType dtype) {
+  const bool half = dtype == DType::f16;
+  std::uint16_t bits = half ? float_to_half(x) : bf16(x).bits;
+  bf16 b;
+  b.bits = bits;
+  const float y = half ? half_to_float(bits) : static_cast<float>(b);
   if ((limit < 0 && y > x) || (limit > 0 && y < x)) {
     const bool larger_magnitude = (limit > 0) == (x > 0);
-    b.bits = static_cast<std::uint16_t>(larger_magnitude ? b.bits + 1 : b.bits - 1);
+    bits = static_cast<std::uint16_t>(larger_magnitude ? bits + 1 : bits - 1);
   }
-  return b;
+  return bits;
 }
 
 }  // namespace
 
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns) {
-  if (dtype != DType::f32 && dtype != DType::bf16)
-    fail(Errc::unsupported, "make_layout", std::string("got a cache of ") + name_of(dtype) + ", wanted f32 or bf16");
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
+    fail(Errc::unsupported, "make_layout",
+         std::string("got a cache of ") + name_of(dtype) + ", wanted f32, bf16 or f16");
   for (const int bits : {codec.k.bits, codec.v.bits})
     if (bits != 0 && bits != 8)
       fail(Errc::unsupported, "make_layout", "got a codec of " + std::to_string(bits) + " bits, wanted 0 or 8");
@@ -138,6 +145,9 @@ void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offs
     for (int d = 0; d < l.head_dim; ++d) out[d] = static_cast<float>(code[d]) * scale + zero;
   } else if (l.dtype == DType::f32) {
     std::memcpy(out, row, l.head_dim * sizeof(float));
+  } else if (l.dtype == DType::f16) {
+    const auto* from = reinterpret_cast<const std::uint16_t*>(row);
+    for (int d = 0; d < l.head_dim; ++d) out[d] = half_to_float(from[d]);
   } else {
     const auto* from = reinterpret_cast<const bf16*>(row);
     for (int d = 0; d < l.head_dim; ++d) out[d] = static_cast<float>(from[d]);
@@ -171,9 +181,9 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
   if (tokens < 1 || tokens > l.page_size)
     fail(Errc::internal, "summarize_page",
          "got " + std::to_string(tokens) + " tokens, wanted 1 to " + std::to_string(l.page_size));
-  if (dtype != DType::f32 && dtype != DType::bf16)
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
     fail(Errc::unsupported, "summarize_page",
-         std::string("got summaries of ") + name_of(dtype) + ", wanted f32 or bf16");
+         std::string("got summaries of ") + name_of(dtype) + ", wanted f32, bf16 or f16");
   const int dim = l.head_dim;
   float key[256], lo[256], hi[256], total[256];
   for (int t = 0; t < tokens; ++t) {
@@ -191,10 +201,10 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
     encode(lo, dim, 0, dtype, out, nullptr);
     encode(hi, dim, 0, dtype, out + dim * sizeof(float), nullptr);
   } else {
-    auto* to = reinterpret_cast<bf16*>(out);
+    auto* to = reinterpret_cast<std::uint16_t*>(out);
     for (int d = 0; d < dim; ++d) {
-      to[d] = toward(lo[d], -1);
-      to[dim + d] = toward(hi[d], 1);
+      to[d] = toward(lo[d], -1, dtype);
+      to[dim + d] = toward(hi[d], 1, dtype);
     }
   }
 }

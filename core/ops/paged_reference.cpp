@@ -44,6 +44,8 @@ void write_side(std::byte* frame, const PageLayout& l, KvSide side, int offset, 
       put(data, first + d, static_cast<std::uint8_t>(code));
     } else if (l.dtype == DType::f32) {
       put(data, first + d, x[d]);
+    } else if (l.dtype == DType::f16) {
+      put(data, first + d, float_to_half(x[d]));
     } else {
       put(data, first + d, bf16(x[d]));
     }
@@ -97,7 +99,9 @@ void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side
       const double zero = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset} + 1));
       out[d] = static_cast<float>(load<std::uint8_t>(data, at) * scale + zero);
     } else {
-      out[d] = l.dtype == DType::f32 ? load<float>(data, at) : static_cast<float>(load<bf16>(data, at));
+      out[d] = l.dtype == DType::f32   ? load<float>(data, at)
+               : l.dtype == DType::f16 ? half_to_float(load<std::uint16_t>(data, at))
+                                       : static_cast<float>(load<bf16>(data, at));
     }
   }
 }

@@ -163,7 +163,7 @@ void CommandLine::add_generate() {
       ->capture_default_str();
   command->add_option("--adapter", generate_.adapter, "PEFT folder merged into the model");
   command->add_option("--dtype", generate_.dtype, "of weights and cache")
-      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->check(CLI::IsMember({"bf16", "f32", "fp16"}))
       ->capture_default_str();
   command->add_option("--backend", generate_.backend, "auto: the GPU where there is one")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))

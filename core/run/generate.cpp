@@ -28,7 +28,7 @@ PolicySpec read_one_policy(const std::string& text, const PluginCatalog& catalog
 
 int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   const PolicySpec spec = read_one_policy(o.policy, catalog);
-  const DType dtype = o.dtype == "f32" ? DType::f32 : DType::bf16;
+  const DType dtype = o.dtype == "f32" ? DType::f32 : o.dtype == "fp16" ? DType::f16 : DType::bf16;
   const Device device = choose_device(o.backend, {dtype}, "--backend");
   const auto model = load_model(*open_model(o.model, o.adapter, "."), dtype, o.model, device);
   const Tokenizer& tokenizer = *model->tokenizer;

@@ -19,7 +19,7 @@ StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
   o.shape.page_size = page_size;
   o.shape.max_slots = 1;
   o.shape.max_tokens = max_tokens;
-  o.shape.dtype = model.dtype;
+  o.shape.dtype = model.dtype == DType::f16 ? DType::f32 : model.dtype;  // the CPU's attention knows no f16
   o.rope_table = model.rope();
   return o;
 }

@@ -97,16 +97,20 @@ __device__ float key_element(const std::byte* frame, const PageLayout& l, int to
         __half2float(meta[1]));
   }
   if (l.dtype == DType::f32) return reinterpret_cast<const float*>(frame + l.k)[at];
+  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(frame + l.k)[at]);
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(frame + l.k)[at]);
 }
 
-// The nearest bf16 that is not above (upper: below) x: a bound stays a bound.
-__device__ __nv_bfloat16 bound(float x, bool upper) {
-  const __nv_bfloat16 b = __float2bfloat16_rn(x);
-  const float y = __bfloat162float(b);
-  if (upper ? !(y < x) : !(y > x)) return b;
-  const unsigned short bits = __bfloat16_as_ushort(b);
-  return __ushort_as_bfloat16(upper == (x > 0) ? bits + 1 : bits - 1);
+// The bits of x in 16 bits, rounded to nearest, or (bound) to the nearest that is not above (upper: below) it: a bound
+// stays a bound.
+__device__ unsigned short narrow(float x, bool half) {
+  return half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+__device__ unsigned short bound(float x, bool upper, bool half) {
+  const unsigned short bits = narrow(x, half);
+  const float y = half ? __half2float(__ushort_as_half(bits)) : __bfloat162float(__ushort_as_bfloat16(bits));
+  if (upper ? !(y < x) : !(y > x)) return bits;
+  return upper == (x > 0) ? bits + 1 : bits - 1;
 }
 
 // By a warp.
@@ -131,11 +135,12 @@ __device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int 
       else
         to[d] = lo, to[l.head_dim + d] = hi;
     } else {
-      __nv_bfloat16* to = reinterpret_cast<__nv_bfloat16*>(out);
+      const bool half = l.dtype == DType::f16;
+      auto* to = reinterpret_cast<unsigned short*>(out);
       if (s.summary == Summary::mean)
-        to[d] = __float2bfloat16_rn(mean);
+        to[d] = narrow(mean, half);
       else
-        to[d] = bound(lo, false), to[l.head_dim + d] = bound(hi, true);
+        to[d] = bound(lo, false, half), to[l.head_dim + d] = bound(hi, true, half);
     }
   }
 }
@@ -178,6 +183,8 @@ __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offs
     });
   } else if (l.dtype == DType::f32) {
     put(reinterpret_cast<float*>(side), [](float y) { return y; });
+  } else if (l.dtype == DType::f16) {
+    put(reinterpret_cast<__half*>(side), [](float y) { return __float2half_rn(y); });
   } else {
     put(reinterpret_cast<__nv_bfloat16*>(side), [](float y) { return __float2bfloat16_rn(y); });
   }

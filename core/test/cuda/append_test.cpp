@@ -212,11 +212,11 @@ TEST_CASE("cuda rope_append writes what write_token writes") {
   for (const int dim : {8, 64, 80, 96, 128, 256})
     for (const int page : {1, 8, 16})
       for (const bool norm : {false, true})
-        for (const int kind : {0, 1, 2, 3}) {
+        for (const int kind : {0, 1, 2, 3, 4}) {
           Setup s;
           s.dim = dim, s.page_size = page, s.norm = norm;
           s.max_pages = 1 + 40 / page;
-          s.dtype = kind == 0 ? DType::f32 : DType::bf16;
+          s.dtype = kind == 0 ? DType::f32 : kind == 4 ? DType::f16 : DType::bf16;
           if (kind == 2) s.codec = {{8}, {8}};
           if (kind == 3) s.codec = {{8}, {0}};
           s.heads = seed % 2 ? 4 : 6, s.kv_heads = seed % 3 ? 2 : 1;

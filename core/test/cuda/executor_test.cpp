@@ -21,9 +21,9 @@ struct Tiny {
   std::vector<float> logits;  // transformers', f32
   std::size_t vocab = 0;
 
-  Tiny(const std::string& variant, Device device) {
+  Tiny(const std::string& variant, Device device, DType dtype = DType::bf16) {
     const auto folder = test::golden("tiny/" + variant);
-    model = load_model(*open_checkpoint(folder), DType::bf16, variant, device);
+    model = load_model(*open_checkpoint(folder), dtype, variant, device);
     test::GoldenFile file(folder / "logits.bin", "KVTINY01");
     REQUIRE(file.get<std::uint32_t>() == 1);
     const auto n = file.get<std::uint32_t>();
@@ -104,6 +104,15 @@ TEST_CASE("cuda executor: tiny models of every family give transformers' logits"
 
 TEST_CASE("cuda executor: whole prompts give transformers' logits") {
   for (const char* variant : variants()) check_variant(variant, 0);
+}
+
+TEST_CASE("cuda executor: f16 is closer to transformers' logits than bf16 can be") {
+  for (const char* variant : variants()) {
+    CAPTURE(variant);
+    const Tiny t(variant, Device::cuda, DType::f16);
+    const std::size_t prompt = t.ids.size() - 6;
+    CHECK(worst(run(t, Device::cuda, prompt, 13), t.logits.data() + (prompt - 1) * t.vocab, t.vocab) < 0.005);
+  }
 }
 
 TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {

@@ -313,6 +313,9 @@ StoreFixture fixture(int kind) {
     f.options.host_codec = f.options.codecs[0];
     f.options.summary = Summary::min_max;
     f.options.token_state = {"a", "b", "c", "d", "e"};
+  } else if (kind == 3) {
+    s.dtype = DType::f16, s.head_dim = 40, s.page_size = 8;
+    f.options.summary = Summary::min_max;
   } else {
     s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
     f.options.codecs = {CodecSpec{{8}, {0}}};
@@ -326,7 +329,7 @@ StoreFixture fixture(int kind) {
 }  // namespace
 
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
-  const int kind = GENERATE(0, 1, 2, 3);
+  const int kind = GENERATE(0, 1, 2, 3, 4);
   for (unsigned seed = 1; seed <= (test::quick() ? 1 : 6); ++seed) {
     const StoreFixture f = fixture(kind);
     Both both(f, seed);

@@ -66,7 +66,8 @@ TEST_CASE("layouts: aligned segments that do not overlap") {
   CHECK(plain.v == 2048);
   CHECK(plain.positions == 4096);
   CHECK(plain.bytes == 4224);  // the positions take 64 bytes of a granule of 128
-  CHECK_THROWS_AS(ops::make_layout(DType::f16, {}, 16, 64, 0), Error);
+  CHECK(ops::make_layout(DType::f16, {}, 16, 64, 0).bytes == plain.bytes);
+  CHECK_THROWS_AS(ops::make_layout(DType::i32, {}, 16, 64, 0), Error);
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {{4}, {8}}, 16, 64, 0), Error);
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 16, 60, 0), Error);
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 0, 64, 0), Error);
@@ -116,9 +117,9 @@ TEST_CASE("int8: constant rows, huge and tiny ranges stay finite; error is at mo
 }
 
 TEST_CASE("tokens round-trip, carry position and state, and write nothing else") {
-  for (const DType dtype : {DType::f32, DType::bf16}) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     Page page(dtype, {}, 4, 16, 2);
-    const auto k = ramp(16, -2, 0.25f), v = ramp(16, 1, 0.5f);  // exact in bf16
+    const auto k = ramp(16, -2, 0.25f), v = ramp(16, 1, 0.5f);  // exact in 16 bits
     const auto before = page.frame;
     ops::write_token(page.frame.data(), page.layout, 2, k.data(), v.data(), 77);
     CHECK(page.row(KvSide::key, 2) == k);
@@ -198,6 +199,15 @@ TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that 
       CHECK(float(bounds[8 + d]) >= page.row(KvSide::key, t)[d]);
       CHECK(float(bounds[d]) >= -5.f);
     }
+  std::uint16_t halves[16];
+  ops::summarize_page(page.frame.data(), page.layout, 4, Summary::min_max, DType::f16,
+                      reinterpret_cast<std::byte*>(halves));
+  for (int t = 0; t < 4; ++t)
+    for (int d = 0; d < 8; ++d) {
+      CHECK(half_to_float(halves[d]) <= page.row(KvSide::key, t)[d]);
+      CHECK(half_to_float(halves[8 + d]) >= page.row(KvSide::key, t)[d]);
+    }
+  CHECK(half_to_float(halves[8]) - half_to_float(halves[0]) < 10);
 }
 
 TEST_CASE("ranks follow text positions") {

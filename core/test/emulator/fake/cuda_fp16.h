@@ -12,3 +12,9 @@ struct __half {
 };
 inline __half __float2half_rn(float x) { return __half(x); }
 inline float __half2float(__half x) { return x; }
+inline unsigned short __half_as_ushort(__half x) { return x.bits; }
+inline __half __ushort_as_half(unsigned short bits) {
+  __half x;
+  x.bits = bits;
+  return x;
+}
