@@ -12,7 +12,9 @@ std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
 }  // namespace
 
 StepLog::StepLog(const Engine& engine, results::CellResult& out) : engine_(engine), out_(out), fired_(engine.fired()) {
-  for (int p = 0; p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
+  // A step on a GPU is given to it and then waited for: the host's clock cannot tell its parts.
+  const bool host = engine.store().stream().device() == Device::cpu;
+  for (int p = 0; host && p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
   for (const Tier tier : tiers)
     for (int tag = 0; tag < tag_count; ++tag)
       moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
@@ -21,7 +23,8 @@ StepLog::StepLog(const Engine& engine, results::CellResult& out) : engine_(engin
 void StepLog::step(double ms, const Parts& parts) {
   const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
   out_.step_ms.push_back(static_cast<float>(ms));
-  for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
+  if (!out_.parts.empty())
+    for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
   const Ledger& ledger = engine_.store().ledger();
   for (const Tier tier : tiers)
     for (int tag = 0; tag < tag_count; ++tag) {
