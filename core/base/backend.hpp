@@ -121,14 +121,19 @@ struct CudaModelOps {
                  void* stream) = nullptr;
   // sums[head, i] += mass[row, head, i] over all rows, in their order.
   void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
+  // Heads of rows [rows, stride]: `heads` of queries, then kv_heads of keys, of dim elements, each turned by the place
+  // of its row's newest token in its KV head: length(slots[row], head) - 1. cosine, sine [angles, dim / 2].
+  void (*turn)(float* heads_of_rows, std::int64_t stride, int rows, int heads, int kv_heads, int dim,
+               const float* cosine, const float* sine, int angles, const View<const std::int32_t, 2>& length,
+               const std::int32_t* slots, void* stream) = nullptr;
   // out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale (model/random_weights.hpp).
   void (*random)(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
                  void* stream) = nullptr;
 };
 
 struct CudaBackend {
-  static constexpr int version = 3;
-  int table_version = 0;  // of the library; another one is refused
+  static constexpr int version = 4;
+  int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
   CudaOps ops;

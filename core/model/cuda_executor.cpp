@@ -28,7 +28,7 @@ const CudaModel& weights_of(const Model& m) {
 
 void CudaExecutor::check(const Model& model, const StoreOptions& store) {
   const ModelConfig& c = model.config;
-  if (store.rope != RopeRegime::original) refuse("got another RoPE regime, wanted rope: original");
+  if (store.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
   if (model.dtype != DType::bf16 && model.dtype != DType::f16)
     refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16 or f16");
   if (c.hidden % 8 || c.ffn % 8)
@@ -147,6 +147,15 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
 // QK norm, RoPE and the cache: one token of each slot.
 Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
   const PartTimer timer(Part::append);
+  if (relative()) {
+    const PagedKv kv = store_.view(layer, slots);
+    keep_raw(layer, kv.rows, kv.layouts);
+    for (std::size_t r = 0; r < slots.size(); ++r)
+      if (append_raw(layer, slots[r], static_cast<std::int64_t>(r), 1, store_.position(slots[r])) != Fit::ok)
+        return Fit::out_of_memory;
+    turn_by_rank(store_.view(layer, slots));
+    return Fit::ok;
+  }
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
   if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
@@ -154,20 +163,60 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool
   return Fit::ok;
 }
 
-// The same for a chunk of one slot: queries, then keys, as heads that are only turned; then the store takes them.
-Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
-  const PartTimer timer(Part::append);
+// Queries, then keys, as heads that are only normed and turned.
+void CudaExecutor::turn(const ops::RopeAppendArgs& both, const PageLayout* layouts) {
   const ModelConfig& c = model_->config;
-  const PagedKv kv = store_.view(layer, {slot});
-  ops::RopeAppendArgs a = rope(layer, tokens);
-  a.layouts = kv.layouts;
+  ops::RopeAppendArgs a = both;
+  a.layouts = layouts;
   a.kv_heads = 0;
   cuda().rope_append(a, stream_.handle());
   a.qkv += std::int64_t{c.heads} * c.head_dim;
   a.heads = c.kv_heads;
   a.query_norm = a.key_norm;
   cuda().rope_append(a, stream_.handle());
-  return store_.append(layer, slot, a.qkv, a.qkv + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+}
+
+// By the places of the rows' newest tokens in their heads.
+void CudaExecutor::turn_by_rank(const PagedKv& kv) {
+  const ModelConfig& c = model_->config;
+  require_cuda("the executor on CUDA")
+      .model.turn(qkv_.as<float>(), qkv_width(), kv.rows, c.heads, c.kv_heads, c.head_dim, cosine_.as<float>(),
+                  sine_.as<float>(), store_.shape().max_tokens, kv.length, kv.slots, stream_.handle());
+}
+
+// QK norm alone (an angle of 0 turns nothing), and a copy of what comes out.
+void CudaExecutor::keep_raw(int layer, std::int64_t rows, const PageLayout* layouts) {
+  if (weights_.layers[static_cast<std::size_t>(layer)].query_norm) {
+    ops::RopeAppendArgs a = rope(layer, rows);
+    zero_memory(room<std::int32_t>(zeros_, rows), static_cast<std::size_t>(rows) * sizeof(std::int32_t), stream_);
+    a.position = zeros_.as<std::int32_t>();
+    turn(a, layouts);
+  }
+  const std::int64_t count = rows * qkv_width();
+  copy_memory(room<float>(raw_, count), qkv_.as<>(), static_cast<std::size_t>(count) * sizeof(float), stream_);
+}
+
+Fit CudaExecutor::append_raw(int layer, int slot, std::int64_t first_row, std::int64_t tokens, int first) {
+  const ModelConfig& c = model_->config;
+  const float* k = raw_.as<float>() + first_row * qkv_width() + std::int64_t{c.heads} * c.head_dim;
+  return store_.append(layer, slot, k, k + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+                       static_cast<int>(tokens), first);
+}
+
+// The same for a chunk of one slot, which the store takes in one go.
+Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
+  const PartTimer timer(Part::append);
+  const ModelConfig& c = model_->config;
+  const PageLayout* layouts = store_.view(layer, {slot}).layouts;
+  ops::RopeAppendArgs a = rope(layer, tokens);
+  if (relative()) {
+    keep_raw(layer, tokens, layouts);
+    if (first > 0) return append_raw(layer, slot, 0, tokens, first);
+    a.query_norm = a.key_norm = nullptr;
+  }
+  turn(a, layouts);
+  const float* k = a.qkv + std::int64_t{c.heads} * c.head_dim;
+  return store_.append(layer, slot, k, k + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
                        static_cast<int>(tokens), first);
 }
 
@@ -177,7 +226,7 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
   ops::AttendArgs a;
   a.kv = kv;
-  a.queries = part(kv.rows, 0, c.heads);
+  a.queries = part(qkv_, kv.rows, 0, c.heads);
   a.queries.data += first_row * qkv_width();
   a.pages = pages;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
@@ -188,19 +237,34 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   cuda().attend(a, stream_.handle());
 }
 
-void CudaExecutor::attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> sums) {
+// whole: the chunk is all that the slot holds, so that a token's place is its text position, and the cache holds turned
+// keys until attention is done.
+void CudaExecutor::attend_chunk(int layer, int slot, std::int64_t tokens, bool whole, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
-  const PagedKv all =
-      store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
-                         room<std::int32_t>(rows_, tokens));
-  if (!sums) return attend(all, 0, nullptr, {});
-  zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
-  constexpr std::int64_t block = 32;  // rows whose mass is there at once
-  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
+  PagedKv all = store_.causal_view(layer, slot, static_cast<int>(tokens),
+                                   room<std::int32_t>(length_, tokens * c.kv_heads), room<std::int32_t>(rows_, tokens));
+  std::int64_t block = tokens;
+  if (relative() && whole) {
+    all.rope = RopeRegime::original;
+  } else if (relative()) {
+    turn_by_rank(all);
+    constexpr std::int64_t most = 1 << 24;  // ranks that are there at once
+    block = std::max<std::int64_t>(1, most / (c.kv_heads * all.table.extent[2] * all.page_size));
+  }
+  float* data = nullptr;
+  if (sums) {
+    zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
+    block = std::min<std::int64_t>(block, 32);  // rows whose mass is there at once
+    data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
+  }
   for (std::int64_t at = 0; at < tokens; at += block) {
     PagedKv kv = all;
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(block, tokens - at));
+    if (!sums) {
+      attend(kv, at, nullptr, {});
+      continue;
+    }
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
     attend(kv, at, nullptr, mass);
     require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
@@ -242,9 +306,10 @@ void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
   synchronize(stream_);
 }
 
-View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
+View<const float, 3> CudaExecutor::part(const StreamMemory& of, std::int64_t rows, std::int64_t first_head,
+                                        std::int64_t heads) const {
   const std::int64_t dim = model_->config.head_dim;
-  return {qkv_.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+  return {of.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
 }
 
 Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
@@ -269,13 +334,21 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
       sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
-    attend_chunk(layer, slot, n, sums);
+    attend_chunk(layer, slot, n, first == 0, sums);
+    if (relative() && first == 0) {
+      store_.clear_layer(layer, slot);
+      if (append_raw(layer, slot, 0, n, first) != Fit::ok) return Fit::out_of_memory;
+    }
     info.layer = layer;
     info.slot = slot;
     info.last = last;
-    info.queries = part(n, 0, c.heads);
-    info.keys = part(n, c.heads, c.kv_heads);
-    info.values = part(n, c.heads + c.kv_heads, c.kv_heads);
+    info.queries = part(qkv_, n, 0, c.heads);
+    info.keys = part(qkv_, n, c.heads, c.kv_heads);
+    info.values = part(qkv_, n, c.heads + c.kv_heads, c.kv_heads);
+    if (relative()) {
+      info.raw_queries = part(raw_, n, 0, c.heads);
+      info.raw_keys = part(raw_, n, c.heads, c.kv_heads);
+    }
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(l, n);
@@ -304,9 +377,13 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     DecodeLayer info;
     info.layer = layer;
     info.slots = &slots;
-    info.queries = part(n, 0, c.heads);
-    info.keys = part(n, c.heads, c.kv_heads);
-    info.values = part(n, c.heads + c.kv_heads, c.kv_heads);
+    info.queries = part(qkv_, n, 0, c.heads);
+    info.keys = part(qkv_, n, c.heads, c.kv_heads);
+    info.values = part(qkv_, n, c.heads + c.kv_heads, c.kv_heads);
+    if (relative()) {
+      info.raw_queries = part(raw_, n, 0, c.heads);
+      info.raw_keys = part(raw_, n, c.heads, c.kv_heads);
+    }
     Fit fit = Fit::ok;
     info.pages = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;

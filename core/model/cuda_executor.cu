@@ -29,6 +29,20 @@ __global__ void add_rows_kernel(View<const float, 3> mass, View<float, 2> sums) 
   sums(head, i) = sum;
 }
 
+__global__ void turn_kernel(float* rows, std::int64_t stride, int heads, int kv_heads, int dim, const float* cosine,
+                            const float* sine, int angles, View<const std::int32_t, 2> length,
+                            const std::int32_t* slots) {
+  const int head = blockIdx.x, row = blockIdx.y, half = dim / 2;
+  const int kv_head = head < heads ? head / (heads / kv_heads) : head - heads;
+  const std::int64_t at = min(max(length(slots[row], kv_head) - 1, 0), angles - 1);
+  float* x = rows + row * stride + std::int64_t{head} * dim;
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    const float c = cosine[at * half + i], s = sine[at * half + i], low = x[i], high = x[i + half];
+    x[i] = low * c - high * s;
+    x[i + half] = high * c + low * s;
+  }
+}
+
 template <class T>
 __global__ void random_kernel(T* out, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale) {
   for (std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
@@ -49,6 +63,18 @@ void add_rows(const View<const float, 3>& mass, const View<float, 2>& sums, void
   const dim3 grid(blocks_of(sums.extent[1]), static_cast<unsigned>(sums.extent[0]));
   add_rows_kernel<<<grid, threads, 0, stream_of(stream)>>>(mass, sums);
   check_launch("add_rows");
+}
+
+void turn(float* heads_of_rows, std::int64_t stride, int rows, int heads, int kv_heads, int dim, const float* cosine,
+          const float* sine, int angles, const View<const std::int32_t, 2>& length, const std::int32_t* slots,
+          void* stream) {
+  constexpr int most_rows = 65535;  // of a grid
+  for (int begin = 0; begin < rows; begin += most_rows) {
+    const dim3 grid(static_cast<unsigned>(heads + kv_heads), static_cast<unsigned>(min(most_rows, rows - begin)));
+    turn_kernel<<<grid, 64, 0, stream_of(stream)>>>(heads_of_rows + begin * stride, stride, heads, kv_heads, dim,
+                                                    cosine, sine, angles, length, slots + begin);
+    check_launch("turn");
+  }
 }
 
 void random(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
@@ -74,6 +100,7 @@ void fill_cuda_model_ops(CudaModelOps& t);
 void fill_cuda_model_ops(CudaModelOps& t) {
   t.causal = causal;
   t.add_rows = add_rows;
+  t.turn = turn;
   t.random = random;
 }
 

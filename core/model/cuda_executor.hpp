@@ -15,7 +15,7 @@ namespace kvlab {
 
 class CudaExecutor final : public Executor {
  public:
-  // Errc::unsupported for a model without weights on the device, and for a RoPE regime other than original.
+  // Errc::unsupported for a model without weights on the device, and for rope: re_rotate.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
   static void check(const Model& model, const StoreOptions& store);  // all but the weights
 
@@ -49,12 +49,19 @@ class CudaExecutor final : public Executor {
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first);
+  void turn(const ops::RopeAppendArgs& a, const PageLayout* layouts);
+  void turn_by_rank(const PagedKv& kv);
+  void keep_raw(int layer, std::int64_t rows, const PageLayout* layouts);
+  Fit append_raw(int layer, int slot, std::int64_t first_row, std::int64_t tokens, int first);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
-  void attend_chunk(int layer, int slot, std::int64_t tokens, View<float, 2> mass);
+  void attend_chunk(int layer, int slot, std::int64_t tokens, bool whole, View<float, 2> mass);
   void finish_layer(const CudaLayer& l, std::int64_t rows);
   void head(std::int64_t first_row, std::int64_t rows);
-  void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
-  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
+  void logits_of(std::int64_t rows, View<float, 2> out);  // as head left them
+  // Of qkv_ or raw_.
+  View<const float, 3> part(const StreamMemory& of, std::int64_t rows, std::int64_t first_head,
+                            std::int64_t heads) const;
+  bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
 
   std::int64_t qkv_width() const {
     const ModelConfig& c = model_->config;
@@ -67,6 +74,7 @@ class CudaExecutor final : public Executor {
   StreamMemory cosine_, sine_;         // f32 [max_tokens, head_dim / 2]
   StreamMemory tokens_, position_;     // i32 [row]
   StreamMemory x_, qkv_, attention_;   // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
+  StreamMemory raw_, zeros_;           // cache_relative: qkv_ before RoPE; i32 [row]
   StreamMemory normed_, gated_;        // of the weights' dtype: [row, hidden], [row, ffn]
   StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory mass_, sums_, logits_;  // f32

@@ -25,11 +25,12 @@ struct Run {
   std::int64_t fired = 0;
   double held = 0;
 };
-Run run(Device device, const PolicySpec& spec, const std::string& name) {
+Run run(Device device, const PolicySpec& spec, const std::string& name, int chunk = 0) {
   const auto model = model_on(device, name);
   EngineOptions o;
   o.device = device;
   o.max_tokens = 128;
+  o.prefill_chunk = chunk;
   Play play(model, spec, o);
   Run r;
   r.logits =
@@ -56,16 +57,13 @@ bool left_out(const Subject& s) {
   return quick() && s.composed() && s.label != "snapkv+adakv" && s.label != "full+int8" && s.label != "h2o+int8";
 }
 
-// As CUDA takes it: keys at their text positions.
-PolicySpec on_cuda(const PolicySpec& spec) { return subjects().with(spec, "rope", "original").value_or(spec); }
-
 }  // namespace
 
 TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep everything") {
   for (const Subject& s : subjects().list()) {
     if (left_out(s)) continue;
     CAPTURE(s.label);
-    const PolicySpec spec = on_cuda(s.spec);
+    const PolicySpec spec = s.spec;
     const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
     CHECK(finite(cuda.logits));
     CHECK(worst(cuda.logits, cpu.logits) < 0.05);
@@ -79,7 +77,7 @@ TEST_CASE("cuda policies: with a budget they keep what they keep on the CPU") {
     for (const Subject& s : subjects().list()) {
       if (left_out(s) || (!s.spec.scorer && !s.spec.selector && !s.spec.policy)) continue;
       CAPTURE(name, s.label);
-      const PolicySpec spec = with_budget(on_cuda(s.spec), BudgetAmount::tokens, limit);
+      const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, limit);
       const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
       CHECK(finite(cuda.logits));
       CHECK(cuda.fired > 0);
@@ -96,10 +94,28 @@ TEST_CASE("cuda policies: pages on the host and recalled equal resident ones, bi
   for (const Subject& s : subjects().list()) {
     if (s.composed()) continue;
     CAPTURE(s.label);
-    const PolicySpec resident = with_budget(on_cuda(s.spec), BudgetAmount::tokens, limit);
+    const PolicySpec resident = with_budget(s.spec, BudgetAmount::tokens, limit);
     PolicySpec below = resident;
     below.placement.tier = Tier::host;
     below.placement.resident = 16;
     CHECK(run(Device::cuda, below, "llama-gqa3").logits == run(Device::cuda, resident, "llama-gqa3").logits);
+  }
+}
+
+TEST_CASE("cuda policies: keys by their place in the cache, whole prompts and chunks") {
+  for (const Subject& s : subjects().list()) {
+    const auto relative = subjects().with(s.spec, "rope", "cache_relative");
+    if (s.composed() || !relative) continue;
+    const auto original = subjects().with(s.spec, "rope", "original");
+    for (const char* name : {"llama-gqa3", "qwen3"}) {
+      CAPTURE(s.label, name);
+      const PolicySpec spec = with_budget(*relative, BudgetAmount::tokens, limit);
+      const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
+      CHECK(cuda.kept == cpu.kept);
+      CHECK(worst(cuda.logits, cpu.logits) < 0.05);
+      CHECK(worst(run(Device::cuda, spec, name, 13).logits, run(Device::cpu, spec, name, 13).logits) < 0.05);
+      const Run other = run(Device::cuda, with_budget(*original, BudgetAmount::tokens, limit), name);
+      CHECK(cuda.logits.back() != other.logits.back());  // places are not text positions
+    }
   }
 }
