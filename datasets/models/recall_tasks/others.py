@@ -5,7 +5,7 @@ import re
 import string
 from collections import Counter
 
-from .problem import Maker, Problem, Turn, fill, maybe, number
+from .problem import CHAT, Maker, Problem, Turn, fill, maybe, number
 from .records import ruler
 
 
@@ -151,7 +151,7 @@ def copying(r, text, room, *, notes=None, length=None):
     """Repeat a note word for word; what marks its end does not occur inside."""
     if notes is None and r.random() < 0.2:
         return passages(r, text, room)
-    n = notes or r.randint(1, max(1, min(12, room // 400)))
+    n = notes or r.randint(1, max(1, min(16, room // 300)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
     turns, facts = [], []
     frame = r.choice(
@@ -165,7 +165,8 @@ def copying(r, text, room, *, notes=None, length=None):
             "Note of {k}: <<{v}>>",
         ]
     )
-    wanted = r.randrange(len(heads))
+    wanted = r.sample(range(len(heads)), 1 if notes else r.randint(1, min(len(heads), 6)))
+    bodies = []
     for i, k in enumerate(heads):
         size = length or r.randint(12, max(13, min(160, room // 4)))
         if r.random() < 0.3 and not length:
@@ -174,28 +175,21 @@ def copying(r, text, room, *, notes=None, length=None):
             )
         else:
             body = excerpt(r, text, size)
-        body = body.replace('"', "'").replace("[end]", "end").replace(">>", ">")
-        facts.append((fill(frame, k=k, v=body), i == wanted))
-        if i == wanted:
-            turns.append(
-                Turn(
-                    fill(
-                        r.choice(
-                            [
-                                'Repeat the note "{k}" word for word.',
-                                "What exactly does {k} say?",
-                                "Copy the text of {k}.",
-                                "Repeat the message of {k} exactly.",
-                            "Quote {k} in full.",
-                            "Write out the text of {k} without changing a word.",
-                            "Give me the exact words of {k}.",
-                            ]
-                        ),
-                        k=k,
-                    ),
-                    body,
-                )
-            )
+        bodies.append(body.replace('"', "'").replace("[end]", "end").replace(">>", ">"))
+        facts.append((fill(frame, k=k, v=bodies[-1]), i in wanted))
+    for i in wanted:
+        question = r.choice(
+            [
+                'Repeat the note "{k}" word for word.',
+                "What exactly does {k} say?",
+                "Copy the text of {k}.",
+                "Repeat the message of {k} exactly.",
+                "Quote {k} in full.",
+                "Write out the text of {k} without changing a word.",
+                "Give me the exact words of {k}.",
+            ]
+        )
+        turns.append(Turn(fill(question, k=heads[i]), bodies[i]))
     return Problem(facts, turns, joint=r.choice(["\n", " "]))
 
 
@@ -224,33 +218,41 @@ def passkey(r, text, room, *, opening=None):
     )
 
 
-def common_words(r, text, room):
-    """RULER's common words: the ten that stand in a list ten times as often, in order of first appearance."""
-    most = max(20, room // 5)
-    k, often = r.choice([3, 5, 10]), r.randint(4, 20)
-    while k * often > most * 0.7 and often > 3:
-        often -= 1
-    words = Maker(r, text, "word").some(k + max(3, (most - k * often) // 2))
-    items = words[:k] * often
-    for w in words[k:]:
-        if len(items) + 2 > most:
-            break
-        items += [w] * r.randint(1, 2)
+def counted(r, words, common, often, others, seldom):
+    """RULER's numbered list: the first words of `words` often, the next ones seldom, shuffled."""
+    items = words[:common] * often + words[common : common + others] * seldom
     r.shuffle(items)
-    first = sorted(words[:k], key=items.index)
-    answer = " ".join(f"{i}. {w}" for i, w in enumerate(first, 1))
+    return " ".join(f"{i}. {w}" for i, w in enumerate(items, 1))
+
+
+def common_words(r, text, room):
+    """RULER's common words, often after a worked example: those that stand in a list several times as often as the rest, in any order."""
+    common = r.choice([3, 5, 10, 10])
+    items = max(24, room // r.choice([10, 12, 20]))
+    of_example = (20, 3, 1) if room < 4096 else (40, 10, 3)
+    worked = r.random() < 0.6
+    if worked:
+        items = max(24, items - common * of_example[1] - (of_example[0] - common) * of_example[2])
+    often, seldom = r.choice([(6, 1), (6, 1), (10, 1), (30, 3), (r.randint(4, 20), r.randint(1, 2))])
+    while common * often > items * 0.6 and often > 3:
+        often, seldom = often - 1, 1
+    others = max(3, (items - common * often) // seldom)
+    words = Maker(r, text, "word").some(max(common + others, of_example[0]))
+    intro = "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n"
+    question = f"Question: What are the {common} most common words in the above list?"
+    opening = f"Answer: The top {common} words that appear most often in the list are:"
+    fact = ""
+    if worked:
+        size, many, few = of_example
+        example = r.sample(words, size)
+        answer = "".join(f" {i}. {w}" for i, w in enumerate(example[:common], 1))
+        fact = intro + counted(r, example, common, many, size - common, few) + f"\n{question} {opening}{answer}\n"
     return Problem(
-        [(f"{i}. {w}", True) for i, w in enumerate(items, 1)],
-        [
-            Turn(
-                f"Question: What are the {k} most common words in the above list?",
-                answer,
-                f"Answer: The top {k} words that appear most often in the list are:",
-            )
-        ],
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n",
-        block=True,
-        layout=("\n", " "),
+        [(fact + intro + counted(r, words, common, often, others, seldom), True)],
+        [Turn(question, " ".join(f"{i}. {w}" for i, w in enumerate(r.sample(words[:common], common), 1)), opening)],
+        hay="none",
+        joint="\n",
+        layout=r.choice([("\n", " "), CHAT]),
     )
 
 

@@ -25,8 +25,8 @@ TRAINING = [
     (table, 1),
     (deliveries, 1.2),
     (passkey, 0.4),
-    (common_words, 0.4),
-    (frequent_words, 0.3),
+    (common_words, 2),
+    (frequent_words, 0.6),
     (plain, 0.6),
 ]
 
@@ -42,7 +42,7 @@ class Sample:
 def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_tail=None):
     """Exactly `length` tokens, or None where the problem does not fit. chat_open: what a chat prompt begins with. exact_tail: evaluation
     with one turn keeps this many tokens for the answer, so that prompts of one length come out."""
-    chat = (problem.layout == CHAT or problem.layout is None and r.random() < 0.35) if chat is None else chat
+    chat = (problem.layout == CHAT or problem.layout is None and r.random() < 0.45) if chat is None else chat
     before, between = ("\n", EOS + "\n<|im_start|>assistant\n") if chat else problem.layout or r.choice(LAYOUTS)
     head = (chat_open if chat else "") + problem.intro
     keep_eos = chat or close or r.random() < 0.9

@@ -141,6 +141,11 @@ SOME = [
     "Which {a}s do {ks} have?",
     "I have {ks}. Which {a}s belong to them, in the same order?",
     "Answer with the {a}s only: {ks}.",
+    "Here are some keys: {ks}. Put their {a}s in one line.",
+    "In the order {ks}, what are the {a}s?",
+    "{ks}: say each one's {a}, in turn.",
+    "The next ones are of interest: {ks}. Only their {a}s are wanted, in that order.",
+    "Make a list of the {a}s that belong to {ks}.",
 ]
 SOME_OPENING = [
     "The {a}s for {ks} mentioned in the provided text are",

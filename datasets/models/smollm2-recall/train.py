@@ -35,7 +35,8 @@ SCHEDULE = [
     (1.00, {1024: 1, 2048: 2, 4096: 3, 8192: 8}),
 ]
 MIX = (
-    "records=7,ruler=7,key_lists=6,any_wording=4,numbered=3,ordered=6,key_value=3.5,variable_tracking=1.8,two_hops=2,copying=6,plain=3"
+    "records=5,ruler=6,key_lists=8,any_wording=5,numbered=3,ordered=8,key_value=3,variable_tracking=1.6,two_hops=3,copying=14,table=0.6,"
+    "deliveries=1.5,common_words=1.5,frequent_words=1,plain=2.5"
 )
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 MODULES = QKV + ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -155,6 +156,7 @@ def main():
     p.add_argument("--ratio", type=float, default=3.0, help="how much slower A learns than B (LoRA+, Hayou et al. 2024)")
     p.add_argument("--kl", type=float, default=5.0, help="weight of the KL divergence to the base")
     p.add_argument("--lm-weight", type=float, default=0.3, help="weight of the language model's loss on text")
+    p.add_argument("--end-weight", type=float, default=4.0, help="weight of the token that ends an answer, beside its others")
     a = p.parse_args()
 
     ranks = Ranks(a.device)
@@ -164,6 +166,7 @@ def main():
         Tokenizer.from_file(str(a.tokenizer)), recall_tasks.read_documents(a.corpus / "corpus.jsonl.xz")[: a.documents]
     )
     seed = a.seed * ranks.world + ranks.rank
+    end = text.tokenizer.token_to_id(recall_tasks.EOS)
     batches = Batches(text, SCHEDULE, seed, a.workers, a.tokens, ranks.device, CHAT_OPEN, a.mix)
     from transformers import AutoModelForCausalLM  # after the workers are forked
 
@@ -206,6 +209,7 @@ def main():
             places = weight.flatten().nonzero()[:, 0]
             logits = model.logits(hidden[places])
             each = (weight / weight.sum(1, keepdim=True).clamp(min=1).sqrt()).flatten()[places]
+            each = torch.where(targets.flatten()[places] == end, a.end_weight * each, each)
             answers = (F.cross_entropy(logits, targets.flatten()[places], reduction="none") * each).sum() / each.sum()
             few = max(1, len(ids) // 4)
             with torch.no_grad():
