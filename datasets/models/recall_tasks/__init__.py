@@ -7,6 +7,6 @@ a sample. Public formats: RULER (Hsieh et al. 2024), InfiniteBench (Zhang et al.
 
 from .evaluation import EVALUATION, evaluation_sample
 from .text import Text, read_documents
-from .training import TRAINING, training_sample
+from .training import EOS, TRAINING, training_sample
 
-__all__ = ["EVALUATION", "TRAINING", "Text", "evaluation_sample", "read_documents", "training_sample"]
+__all__ = ["EOS", "EVALUATION", "TRAINING", "Text", "evaluation_sample", "read_documents", "training_sample"]
