@@ -42,12 +42,6 @@ SummaryRow part_row(const h5::File& file, const std::string& id) {
   return std::move(rows.front());
 }
 
-void make_folder(const fs::path& folder) {
-  std::error_code error;
-  if (!folder.empty()) fs::create_directories(folder, error);
-  if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to make the folder", folder.string());
-}
-
 // Cells of OUT whose parts were deleted get parts again, since OUT is rebuilt from parts and what is finished stays.
 // Returns their rows.
 std::vector<SummaryRow> restore_parts(const std::string& out_path) {
@@ -59,7 +53,6 @@ std::vector<SummaryRow> restore_parts(const std::string& out_path) {
   for (SummaryRow& row : read_summary_rows(out)) {
     const std::string path = part_path(out_path, row.cell);
     if (fs::exists(path, ignored) || !out.has("cells/" + row.cell)) continue;
-    make_folder(parts_folder(out_path));
     write_sealed(path, [&](const h5::File& part) {
       write_info(part, info);
       write_summary_rows(part, {row});
@@ -84,7 +77,6 @@ std::string write_part(const std::string& out_path, const CellResult& cell, cons
   const auto held = h5::lock();
   const std::string path = part_path(out_path, cell.id);
   check_lengths(cell);
-  make_folder(parts_folder(out_path));
   write_sealed(path, [&](const h5::File& file) {
     write_info(file, info);
     write_summary_rows(file, {cell.summary});
@@ -145,7 +137,6 @@ std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& inf
                                  const std::vector<std::string>& ids) {
   const auto held = h5::lock();
   std::vector<std::string> warnings;
-  make_folder(fs::path(out_path).parent_path());
   write_sealed(out_path, [&](const h5::File& out) {
     write_info(out, info);
     out.create_group("cells");

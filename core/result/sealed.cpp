@@ -111,6 +111,9 @@ void seal(const std::string& path) {
 }
 
 void write_sealed(const std::string& path, const std::function<void(const h5::File&)>& fill) {
+  std::error_code error;
+  fs::create_directories(folder_of(path), error);
+  if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to make the folder", folder_of(path));
   const std::string temporary = temporary_name(path);
   try {
     {

@@ -10,7 +10,7 @@
 namespace kvlab::results {
 
 // Calls fill on a new HDF5 file of a temporary name, seals it, and gives it its name (fsync, rename, fsync of the
-// folder). Whatever was at `path` is replaced at once or, on an Error, stays.
+// folder, which is made if it is not there). Whatever was at `path` is replaced at once or, on an Error, stays.
 void write_sealed(const std::string& path, const std::function<void(const h5::File&)>& fill);
 
 // Errc::io if the file cannot be read; Errc::result_file if it is cut, changed or not sealed.

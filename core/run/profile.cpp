@@ -11,6 +11,7 @@
 #include "engine/engine.hpp"
 #include "host/loader.hpp"
 #include "model/bundled.hpp"
+#include "result/output.hpp"
 #include "result/profile_file.hpp"
 #include "run/answer.hpp"
 #include "run/items.hpp"
@@ -112,6 +113,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   if (e.backend == "cuda")
     throw Error(Errc::unsupported, "got backend cuda, wanted cpu or auto: profilers read host memory", e.backend_where);
   if (e.threads > 0) omp_set_num_threads(e.threads);
+  results::check_output(e.output.string());
 
   e.backend = "cpu";
   const ModelSpec& spec = e.models.front();

@@ -21,14 +21,14 @@ struct Run {
     std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/llama-gqa3").string()
                                      << ", dtype: f32}\n"
                                      << "tasks: [text: {" << task << "}]\n"
-                                     << "page_size: 8\noutput: " << (folder / "p.h5").string() << "\n"
+                                     << "page_size: 8\noutput: " << (folder / "new" / "p.h5").string() << "\n"
                                      << profilers << "\n";
     return load_experiment(folder / "e.yaml", {}, catalog);
   }
   Profile profile(const std::string& params) {
     const Experiment e = experiment("profilers: [head_stats: " + params + "]");
     REQUIRE(run_profile(e, catalog, {"test", false, true}) == 0);
-    const results::ProfileFile file = results::read_profile(folder / "p.h5");
+    const results::ProfileFile file = results::read_profile(folder / "new" / "p.h5");
     CHECK(file.model_fingerprint.size() == 16);
     REQUIRE(file.profilers.size() == 1);
     CHECK_THAT(results::profile_table(file), Catch::Contains("overlap_4") && Catch::Contains("query_cosine"));
@@ -97,5 +97,15 @@ TEST_CASE("profilers and policies exclude each other, and each has its command")
                run_profile(twice, run.catalog, {"test", false, true});
              }),
              Catch::Contains("'head_stats' twice"));
-  CHECK_FALSE(std::filesystem::exists(run.folder / "p.h5"));
+  CHECK_FALSE(std::filesystem::exists(run.folder / "new"));
+}
+
+TEST_CASE("a profile that could not be written is refused before any work") {
+  Run run;
+  Experiment e = run.experiment("profilers: [head_stats]");
+  e.output = run.folder / "e.yaml";
+  CHECK_THAT(test::message_of([&] {
+               run_profile(e, run.catalog, {"test", false, true});
+             }),
+             Catch::Contains("no result of this kvlab"));
 }
