@@ -119,6 +119,9 @@ const Plan& plan_of(Library& l, const Product& p) {
   for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     check(l.set_preference(wanted, which, &p.alignment, 4), "preference");
+  // Parts of a split k are added in float: added in the type of y they are rounded at the size of the parts.
+  const std::uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  check(l.set_preference(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction), "preference");
   cublasLtMatmulHeuristicResult_t best = {};
   int count = 0;
   const cublasStatus_t status =
