@@ -118,11 +118,11 @@ def two_hops(r, text, room, *, n=None):
 
 def passages(r, text, room):
     """Repeat a paragraph that is named by its first words."""
-    facts, turns = [], []
+    facts, turns, region = [], [], near(r, text)
     n = r.randint(1, 5)
     wanted = r.randrange(n)
     for i in range(n):
-        body = excerpt(r, text, r.randint(16, max(17, min(140, room // 6))))
+        body = excerpt(r, text, r.randint(16, max(17, min(140, room // 6))), region)
         facts.append((body + "\n", i == wanted))
         if i == wanted:
             first = " ".join(body.split(" ")[: r.randint(4, 7)])
@@ -138,12 +138,17 @@ def passages(r, text, room):
                     body,
                 )
             )
-    return Problem(facts, turns, joint="\n")
+    return Problem(facts, turns, joint="\n", region=region)
 
 
-def excerpt(r, text, tokens):
+def near(r, text):
+    """Often a part of the corpus: passages from the text around them are hard to tell from it."""
+    return text.region(r, r.choice([20000, 40000])) if r.random() < 0.6 else None
+
+
+def excerpt(r, text, tokens, region=None):
     """About so many tokens of the corpus on one line, whole words."""
-    words = text.tokenizer.decode(text.hay(r, tokens)[0].tolist()).replace("\ufffd", "").split()
+    words = text.tokenizer.decode(text.hay(r, tokens, region=region)[0].tolist()).replace("\ufffd", "").split()
     return " ".join(words[:-1] if len(words) > 4 else words)
 
 
@@ -153,7 +158,7 @@ def copying(r, text, room, *, notes=None, length=None):
         return passages(r, text, room)
     n = notes or r.randint(1, max(1, min(16, room // 300)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
-    turns, facts = [], []
+    turns, facts, region = [], [], near(r, text)
     frame = r.choice(
         [
             'Note "{k}": {v} (end of note)',
@@ -174,7 +179,7 @@ def copying(r, text, room, *, notes=None, length=None):
                 Maker(r, text, r.choice(["word", "digits", "name"])).draw() for _ in range(size // 3)
             )
         else:
-            body = excerpt(r, text, size)
+            body = excerpt(r, text, size, region)
         bodies.append(body.replace('"', "'").replace("[end]", "end").replace(">>", ">"))
         facts.append((fill(frame, k=k, v=bodies[-1]), i in wanted))
     for i in wanted:
@@ -190,7 +195,7 @@ def copying(r, text, room, *, notes=None, length=None):
             ]
         )
         turns.append(Turn(fill(question, k=heads[i]), bodies[i]))
-    return Problem(facts, turns, joint=r.choice(["\n", " "]))
+    return Problem(facts, turns, joint=r.choice(["\n", " "]), region=region)
 
 
 def passkey(r, text, room, *, opening=None):

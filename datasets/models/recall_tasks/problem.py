@@ -20,6 +20,7 @@ class Problem:
     hay: str = "text"  # text | noise | none: nothing between the facts
     joint: str = " "  # between the text and a fact
     layout: tuple | None = None  # LAYOUTS entry; drawn when None
+    region: tuple | None = None  # Text.region that the text around the facts begins in
 
 
 # What stands before a question, and between it and the answer or its opening. A final blank belongs to the answer.

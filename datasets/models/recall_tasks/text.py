@@ -34,13 +34,19 @@ class Text:
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def hay(self, r, length, noise=False):
-        """`length` tokens and the places in them where a sentence begins."""
+    def region(self, r, length):
+        """The (first, last) sentence of a part of the corpus of about so many tokens."""
+        begin = r.randrange(max(1, len(self.ids) - length))
+        return tuple(int(x) for x in np.searchsorted(self.starts, (begin, begin + length)))
+
+    def hay(self, r, length, noise=False, region=None):
+        """`length` tokens and the places in them where a sentence begins; they begin in the region, or anywhere."""
         ids, starts = (self.noise_ids, self.noise_starts) if noise else (self.ids, self.starts)
         if length <= 0:
             return ids[:0], [0]
-        last = np.searchsorted(starts, len(ids) - length - 1)
-        begin = starts[r.randrange(max(1, last))]
+        last = max(1, int(np.searchsorted(starts, len(ids) - length - 1)))
+        first, last = (min(region[0], last - 1), min(max(region), last)) if region and not noise else (0, last)
+        begin = starts[r.randrange(first, max(first + 1, last))]
         inside = starts[np.searchsorted(starts, begin) : np.searchsorted(starts, begin + length)] - begin
         return ids[begin : begin + length], inside.tolist()
 

@@ -89,7 +89,7 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
         facts = [f for i, f in enumerate(facts) if i not in gone]
         if need > room:
             return None
-    hay, places = text.hay(r, room - need, problem.hay == "noise")
+    hay, places = text.hay(r, room - need, problem.hay == "noise", problem.region)
     hay = hay.tolist()
     if problem.hay == "none" or problem.block:  # the text stands around the facts
         cut = 0 if problem.hay == "none" and not problem.block else r.choice(places)

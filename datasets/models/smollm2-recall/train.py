@@ -156,7 +156,7 @@ def main():
     p.add_argument("--ratio", type=float, default=3.0, help="how much slower A learns than B (LoRA+, Hayou et al. 2024)")
     p.add_argument("--kl", type=float, default=5.0, help="weight of the KL divergence to the base")
     p.add_argument("--lm-weight", type=float, default=0.3, help="weight of the language model's loss on text")
-    p.add_argument("--end-weight", type=float, default=4.0, help="weight of the token that ends an answer, beside its others")
+    p.add_argument("--end-weight", type=float, default=1.5, help="weight of the token that ends an answer, beside its others")
     a = p.parse_args()
 
     ranks = Ranks(a.device)
