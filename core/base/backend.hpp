@@ -92,6 +92,7 @@ struct CudaOps {
   void (*allot_by_score)(const Allotment& a, double floor, bool exact_total, void* stream) = nullptr;
   void (*round_allotment)(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
                           const View<std::int32_t, 2>& keep, void* stream) = nullptr;
+  void (*fill_heads)(const View<std::int32_t, 2>& out, std::int32_t value, void* stream) = nullptr;
   void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
   void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
                       const PageList& out, void* stream) = nullptr;
@@ -132,7 +133,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 4;
+  static constexpr int version = 5;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

@@ -59,6 +59,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       executor_(make_executor(model, *store_)) {
   check_needs(*model, needs_, options);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
+  capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
 }
 
@@ -201,6 +202,7 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
   step.step = step_.data();
   step.queries = l.queries;
   step.mass = l.mass;
+  if (capturable_) step.max_length = store_->shape().max_tokens;
   step.max_pages = (step.max_length + store_->shape().page_size - 1) / store_->shape().page_size;
   if (l.output) step.output = l.output;
   return step;

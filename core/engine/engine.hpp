@@ -65,7 +65,7 @@ class Engine final : private LayerHooks {
   std::int64_t replays() const { return executor_->replays(); }  // decode steps that were one launch of a graph
 
  private:
-  bool replayable() const override { return needs_.capturable() && !observer_; }
+  bool replayable() const override { return capturable_ && !observer_; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;
@@ -81,6 +81,7 @@ class Engine final : private LayerHooks {
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;
+  bool capturable_ = false;  // by a graph: shapes of decode steps do not follow lengths then
   EngineOptions options_;
   OwnedStream owned_stream_;
   Stream stream_;  // of everything that runs here

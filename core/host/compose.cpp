@@ -37,9 +37,6 @@ class ComposedPolicy final : public Policy {
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
     dense_layers_ = n.dense_layers();
-    // Decode steps in which nothing happens beside the model's own work.
-    selector_needs_.capturable(!parts_.scorer && !parts_.selector && !parts_.host);
-    scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
   }
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }
@@ -57,6 +54,9 @@ class ComposedPolicy final : public Policy {
                       .bytes +
                   vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
     check_amount();
+    // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
+    scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
@@ -82,7 +82,7 @@ class ComposedPolicy final : public Policy {
       const PartTimer timer(Part::select);
       list = step.list<PageList>("selected pages", step.max_pages);
       LayerStep with = step;
-      with.page_budgets = page_budgets(step);
+      with.page_budgets = page_budgets(step, s);
       parts_.selector->select(with, list, s);
       pins = parts_.selector->pins();
       edits.attend(list, pins);
@@ -179,14 +179,24 @@ class ComposedPolicy final : public Policy {
     return length;
   }
 
-  View<const std::int32_t, 2> page_budgets(const LayerStep& step) {
-    budgets_.clear();
-    for (int row = 0; row < step.rows(); ++row) {
-      const int tokens = total(step.position[row]);
-      const int pages =
-          tokens == unlimited ? step.max_pages : std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size});
-      budgets_.insert(budgets_.end(), static_cast<std::size_t>(step.kv_heads()), std::min(pages, step.max_pages));
+  bool constant() const { return amount_.kind == BudgetAmount::unlimited || amount_.kind == BudgetAmount::tokens; }
+
+  int pages_of_budget(const LayerStep& step, int row) const {
+    const int tokens = total(step.position[row]);
+    const int pages =
+        tokens == unlimited ? step.max_pages : std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size});
+    return std::min(pages, step.max_pages);
+  }
+
+  View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
+    if (constant() && step.rows() > 0) {
+      const auto same = step.scratch<std::int32_t>("page budgets", {step.rows(), step.kv_heads()});
+      ops::fill_heads(same, pages_of_budget(step, 0), s);
+      return same;
     }
+    budgets_.clear();
+    for (int row = 0; row < step.rows(); ++row)
+      budgets_.insert(budgets_.end(), static_cast<std::size_t>(step.kv_heads()), pages_of_budget(step, row));
     return step.upload_heads("page budgets", budgets_.data());
   }
 

@@ -406,7 +406,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
 }
 
 CudaExecutor::State CudaExecutor::state() const {
-  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_};
+  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves()};
 }
 
 // The step as a launch of its graph. False where it has to run without: what it needs is allocated there.
@@ -432,7 +432,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
   begin(tokens, position);
-  const bool replayable = hooks.replayable() && n <= row_block;
+  const bool replayable = hooks.replayable() && !relative() && n <= row_block;
   if (!replayable || !replay(slots, hooks)) {
     if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
     if (replayable) replays_[n].warm = state();

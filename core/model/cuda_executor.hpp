@@ -27,7 +27,7 @@ class CudaExecutor final : public Executor {
  private:
   // What a graph was captured with; it is stale when this has changed.
   struct State {
-    std::int64_t moves = -1, grown = -1;
+    std::int64_t moves = -1, grown = -1, scratch = -1;
     bool operator==(const State&) const = default;
   };
   struct Replay {

@@ -145,4 +145,10 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
         keep(r, h) -= keep(r, h) % page_size;
 }
 
+void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::fill_heads, "fill_heads")(out, value, s.handle());
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h) out(r, h) = value;
+}
+
 }  // namespace kvlab::ops

@@ -35,6 +35,11 @@ __global__ void round_kernel(View<const std::int32_t, 2> length, const std::uint
     keep(row, head) = kept - kept % page_size;
 }
 
+__global__ void fill_kernel(View<std::int32_t, 2> out, std::int32_t value) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, heads = static_cast<int>(out.extent[1]);
+  if (i < out.extent[0] * heads) out(i / heads, i % heads) = value;
+}
+
 struct Args {
   DeviceKv kv;  // only with pins
   View<const float, 3> scores;
@@ -150,6 +155,13 @@ void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::
   round_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(length, keep_all, page_size,
                                                                                             keep);
   check_launch("round_allotment");
+}
+
+void fill_heads_cuda(const View<std::int32_t, 2>& out, std::int32_t value, void* handle) {
+  const auto entries = out.extent[0] * out.extent[1];
+  if (entries <= 0) return;
+  fill_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(out, value);
+  check_launch("fill_heads");
 }
 
 void allot_by_score_cuda(const Allotment& in, double floor, bool exact_total, void* handle) {

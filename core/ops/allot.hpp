@@ -10,4 +10,7 @@ namespace kvlab::ops {
 void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
                      View<std::int32_t, 2> keep, Stream s);
 
+// out(row, head) = value.
+void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s);
+
 }  // namespace kvlab::ops

@@ -31,6 +31,7 @@ void fill_cuda_ops(CudaOps& t) {
   t.allot_same = ops::allot_same_cuda;
   t.allot_by_score = ops::allot_by_score_cuda;
   t.round_allotment = ops::round_allotment_cuda;
+  t.fill_heads = ops::fill_heads_cuda;
   t.lengths = ops::lengths_cuda;
   t.older_pages = ops::older_pages_cuda;
   t.place_pages = ops::place_pages_cuda;

@@ -34,6 +34,7 @@ void allot_same_cuda(const Allotment& a, const std::int32_t* tokens, void* strea
 void allot_by_score_cuda(const Allotment& a, double floor, bool exact_total, void* stream);
 void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
                           const View<std::int32_t, 2>& keep, void* stream);
+void fill_heads_cuda(const View<std::int32_t, 2>& out, std::int32_t value, void* stream);
 
 void lengths_cuda(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream);
 void older_pages_cuda(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,

@@ -132,6 +132,8 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
     {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
     {"legacy", "keeps one cache per query head as the original code does"},
+    {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
+    {"graph", "decode steps are launched as CUDA graphs"},
 };
 
 std::string label_note(const std::string& label) {

@@ -50,6 +50,8 @@ PlainPass::Answers PlainPass::run() {
   write_tokens();
   log.finish(timed_);
   if (timed_) out_.summary.tokens_per_s = log.tokens_per_s();
+  std::string& labels = out_.summary.labels;
+  if (engine_.replays() > 0) labels += labels.empty() ? "graph" : ", graph";  // decode steps without the host
   return std::move(answers_);
 }
 

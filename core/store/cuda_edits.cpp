@@ -182,7 +182,7 @@ PageList CudaStore::resolve_attend(const Edit& e, const std::vector<std::int32_t
   const Shape& s = options_.shape;
   check_list(e, slots.size());
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  const std::int64_t room = std::max(1, (max_length(e.layer, slots) + s.page_size - 1) / s.page_size);
+  const auto room = static_cast<std::int64_t>(pages_per_head_);  // whatever the length, for graphs
   PageList out;
   out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
   out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});

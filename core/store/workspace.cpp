@@ -11,6 +11,7 @@ StoreWorkspace::~StoreWorkspace() {
 void* StoreWorkspace::scratch(const char*, std::size_t bytes) {
   bytes = std::max<std::size_t>(64, (bytes + 63) & ~std::size_t{63});
   if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
+    ++moves_;
     Block b;
     b.bytes = std::max<std::size_t>(bytes, std::size_t{1} << 20);
     b.memory = StreamMemory(stream_, b.bytes);

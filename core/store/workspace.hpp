@@ -21,8 +21,9 @@ class StoreWorkspace final : public Workspace {
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
   const void* upload(const char* tag, const void* from, std::size_t bytes) override;
 
-  void reset();               // scratch is free again; keeps the memory of the largest use
-  void clear_slot(int slot);  // zero the slot's state
+  void reset();                                  // scratch is free again; keeps the memory of the largest use
+  void clear_slot(int slot);                     // zero the slot's state
+  std::int64_t moves() const { return moves_; }  // times that scratch was taken anew: earlier addresses are void
   std::size_t slot_bytes() const;
   std::int64_t state_bytes() const;                // of all slots
   void save_slot(int slot, std::byte* out) const;  // slot_bytes() of host memory
@@ -44,6 +45,7 @@ class StoreWorkspace final : public Workspace {
   };
   Ledger* ledger_;
   Stream stream_;
+  std::int64_t moves_ = 0;
   std::vector<Block> blocks_;
   std::vector<State> states_;
 };

@@ -15,7 +15,7 @@ class Quest final : public kvlab::Selector {
         summary_(p.get<bool>("page_bounds") ? kvlab::Summary::min_max : kvlab::Summary::mean) {}
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).min_pages(min_pages_);
+    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).min_pages(min_pages_).capturable(true);
   }
   kvlab::Pins pins() const override { return pins_; }
   void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream s) override {

@@ -122,3 +122,14 @@ TEST_CASE("cuda cell: one that does not fit is a result") {
   CHECK(gpu.summary.error.find("4096 bytes") != std::string::npos);
   CHECK(gpu.samples.empty());
 }
+
+TEST_CASE("cuda cell: decode steps as graphs are said") {
+  Cells cells("full");
+  cells.experiment.metrics = {Metric::score, Metric::latency};
+  const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
+  CHECK(gpu.summary.labels == "synthetic, graph");
+  CHECK(cpu.summary.labels == "synthetic");
+  CHECK(gpu.parts.empty());
+  CHECK(gpu.step_ms.size() == cpu.step_ms.size());
+  for (std::size_t i = 0; i < 3; ++i) CHECK(gpu.samples[i].output == cpu.samples[i].output);
+}

@@ -2,7 +2,6 @@
 #include <catch2/catch.hpp>
 
 #include "engine/engine.hpp"
-#include "host/compose.hpp"
 #include "model/bundled.hpp"
 #include "support/contract.hpp"
 
@@ -18,15 +17,20 @@ struct Pair {
   Engine graphs, eager;
   int vocab = model->config.vocab;
 
-  static EngineOptions options() {
+  static EngineOptions options(const PolicySpec& spec) {
     EngineOptions o;
     o.device = Device::cuda;
     o.slots = 3;
     o.max_tokens = 96;
-    o.page_size = 8;
+    o.page_size = spec.page_size;
+    o.budget = spec.budget;
     return o;
   }
-  Pair() : graphs(model, compose({}), options()), eager(model, compose({}), options()) { eager.observe(&nobody); }
+  explicit Pair(const PolicySpec& spec = test::full_spec())
+      : graphs(model, test::subjects().policy(spec), options(spec)),
+        eager(model, test::subjects().policy(spec), options(spec)) {
+    eager.observe(&nobody);
+  }
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -83,6 +87,36 @@ TEST_CASE("cuda engine: replayed steps equal eager ones, whatever slots and batc
   CHECK(p.graphs.store().positions(1, d, 1) == p.eager.store().positions(1, d, 1));
   CHECK(p.graphs.ledger().total(Tier::device) == p.eager.ledger().total(Tier::device));
   p.graphs.store().check_invariants();
+}
+
+TEST_CASE("cuda engine: steps of a selecting policy and of one that is done with the prompt are replayed") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "quest" && s.label != "snapkv" && s.label != "quest+int8" && s.label != "snapkv+adakv") continue;
+    CAPTURE(s.label);
+    ++known;
+    Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
+    const int a = p.open(50, 1), b = p.open(70, 2);
+    for (int i = 0; i < 9; ++i) p.step({a, b});  // past a page's end
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 8 + 2);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    CHECK(p.graphs.fired() > 0);
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 4);
+}
+
+TEST_CASE("cuda engine: policies that act on the host at decode steps are not replayed") {
+  for (const test::Subject& s : test::subjects().list()) {
+    const bool ratio = s.label == "quest";
+    if (!ratio && s.label != "h2o" && s.label != "window") continue;
+    CAPTURE(s.label);
+    Pair p(test::with_budget(s.spec, ratio ? BudgetAmount::ratio : BudgetAmount::tokens, ratio ? 0.6 : 40));
+    const int a = p.open(50, 1);
+    for (int i = 0; i < 3; ++i) p.step({a});
+    CHECK(p.graphs.replays() == 0);
+  }
 }
 
 TEST_CASE("cuda engine: an observer sees every step of what was a graph") {

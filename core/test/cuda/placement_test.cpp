@@ -135,6 +135,16 @@ TEST_CASE("cuda lengths, older_pages and round_allotment equal their references"
   }
 }
 
+TEST_CASE("cuda lengths of nothing but a number: fill_heads") {
+  Ints out(60, -7), wanted(60, -7);
+  for (int r = 0; r < 20; ++r)
+    wanted[static_cast<std::size_t>(3 * r)] = wanted[static_cast<std::size_t>(3 * r + 1)] = 5;
+  OnDevice on;
+  auto view = View<std::int32_t, 2>{on.put(out.data(), out.size()), {20, 2}, {3, 1}};
+  ops::fill_heads(view, 5, on.stream());
+  CHECK(on.get(View<std::int32_t, 2>::dense(view.data, {20, 3})) == wanted);
+}
+
 TEST_CASE("cuda lists without room are cut off") {
   const Ints tokens = {100};
   OnDevice on;

@@ -120,6 +120,12 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   CHECK(keep == Ints{9, 8, 0, 8});
 }
 
+TEST_CASE("fill_heads by hand") {
+  Ints out(6, -7);
+  ops::fill_heads(View<std::int32_t, 2>{out.data(), {2, 2}, {3, 1}}, 5, Stream::cpu());
+  CHECK(out == Ints{5, 5, -7, 5, 5, -7});
+}
+
 TEST_CASE("placement ops equal their references") {
   for (unsigned n = 0; n < 150; ++n) {
     CAPTURE(n);

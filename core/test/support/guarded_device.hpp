@@ -175,6 +175,10 @@ class GuardedDevice final : public Workspace {
       const Open open;
       ops::round_allotment(length, keep_all, page_size, keep, Stream::cpu());
     };
+    t.fill_heads = [](const View<std::int32_t, 2>& out, std::int32_t value, void*) {
+      const Open open;
+      ops::fill_heads(out, value, Stream::cpu());
+    };
     t.lengths = [](const PagedKv& kv, const View<std::int32_t, 2>& out, void*) {
       const Open open;
       ops::lengths(kv, out, Stream::cpu());
