@@ -151,7 +151,7 @@ Logits on_guarded_device(const std::shared_ptr<const Model>& model, const Policy
 
 }  // namespace
 
-TEST_CASE("a policy touches device memory through ops only") {
+TEST_CASE("a policy touches device memory through ops only", "[cpu]") {
   const auto model = tiny_model("llama-gqa3");
   const auto prompt = test_text(112, model->config.vocab), answer = test_text(6, model->config.vocab, 5);
   Play full(model, full_spec());

@@ -7,9 +7,9 @@
 #include <kvlab/error.hpp>
 
 #include "engine/engine.hpp"
-#include "support/device_cache.hpp"
 #include "support/golden.hpp"
 #include "support/null_hooks.hpp"
+#include "support/quick.hpp"
 
 using namespace kvlab;
 

@@ -7,6 +7,7 @@
 
 #include "base/backend.hpp"
 #include "support/device_cache.hpp"
+#include "support/quick.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;

@@ -2,7 +2,6 @@
 #pragma once
 #include <kvlab/kv.hpp>
 
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,9 +9,6 @@
 #include "base/backend.hpp"
 
 namespace kvlab::test {
-
-// KVLAB_QUICK: sweeps take their first cases only (ctest's cuda_emulated).
-inline bool quick() { return std::getenv("KVLAB_QUICK") != nullptr; }
 
 class DeviceMemory {
  public:
