@@ -21,6 +21,7 @@ struct NormArgs;
 struct EmbedArgs;
 struct ArgmaxArgs;
 struct RopeAppendArgs;
+struct RopeRankArgs;
 struct PlacementArgs;
 }  // namespace ops
 
@@ -30,6 +31,7 @@ struct CudaStoreRows;
 struct CudaStoreList;
 struct CudaStorePageEdit;
 struct CudaStoreAttend;
+struct CudaPromptPages;
 
 // Memory and order on the current device. Errors are Errc::device; memory that does not fit is null.
 struct CudaRuntime {
@@ -69,6 +71,7 @@ struct CudaOps {
   void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
   void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/rope_append_cuda.hpp
+  void (*rope_rank)(const ops::RopeRankArgs& a, void* stream) = nullptr;      // ops/rope_rank_cuda.hpp
   // ops/policy_cuda.hpp; out null: the scores alone
   void (*score_pages)(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                       GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
@@ -122,11 +125,7 @@ struct CudaModelOps {
                  void* stream) = nullptr;
   // sums[head, i] += mass[row, head, i] over all rows, in their order.
   void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
-  // Heads of rows [rows, stride]: `heads` of queries, then kv_heads of keys, of dim elements, each turned by the place
-  // of its row's newest token in its KV head: length(slots[row], head) - 1. cosine, sine [angles, dim / 2].
-  void (*turn)(float* heads_of_rows, std::int64_t stride, int rows, int heads, int kv_heads, int dim,
-               const float* cosine, const float* sine, int angles, const View<const std::int32_t, 2>& length,
-               const std::int32_t* slots, void* stream) = nullptr;
+  void (*prompt_pages)(const CudaPromptPages& a, void* stream) = nullptr;  // model/cuda_kernels.hpp
   // out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale (model/random_weights.hpp).
   void (*random)(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
                  void* stream) = nullptr;

@@ -6,9 +6,11 @@
 
 #include "base/backend.hpp"
 #include "base/part_timer.hpp"
+#include "model/cuda_kernels.hpp"
 #include "ops/attend.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/paged.hpp"
+#include "ops/rope_rank_cuda.hpp"
 
 namespace kvlab {
 namespace {
@@ -51,6 +53,8 @@ T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
 CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store)
     : Executor(std::move(model)), store_(store), weights_(weights_of(*model_)), stream_(store.stream()) {
   check(*model_, store_.options());
+  const Shape& s = store_.shape();
+  copy_layout_ = ops::make_layout(s.dtype, {}, s.page_size, s.head_dim, 0);
   const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
                     most = static_cast<std::size_t>(store_.shape().max_tokens);
   std::vector<float> cosine(most * half), sine(most * half);
@@ -138,6 +142,7 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   a.qkv_stride = qkv_width();
   a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
   a.eps = c.rms_eps;
+  a.turn = !relative();
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.position = position_.as<std::int32_t>();
@@ -147,77 +152,77 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
 // QK norm, RoPE and the cache: one token of each slot.
 Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
   const PartTimer timer(Part::append);
-  if (relative()) {
-    const PagedKv kv = store_.view(layer, slots);
-    keep_raw(layer, kv.rows, kv.layouts);
-    for (std::size_t r = 0; r < slots.size(); ++r)
-      if (append_raw(layer, slots[r], static_cast<std::int64_t>(r), 1, store_.position(slots[r])) != Fit::ok)
-        return Fit::out_of_memory;
-    turn_by_rank(store_.view(layer, slots));
-    return Fit::ok;
-  }
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
   if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
+  if (relative()) turn(store_.view(layer, slots));
   return Fit::ok;
 }
 
-// Queries, then keys, as heads that are only normed and turned.
-void CudaExecutor::turn(const ops::RopeAppendArgs& both, const PageLayout* layouts) {
+// The same for a chunk of one slot: queries, then keys, as heads that go nowhere; then the store takes them.
+Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
+  const PartTimer timer(Part::append);
   const ModelConfig& c = model_->config;
-  ops::RopeAppendArgs a = both;
-  a.layouts = layouts;
+  const PagedKv kv = store_.view(layer, {slot});
+  ops::RopeAppendArgs a = rope(layer, tokens);
+  a.layouts = kv.layouts;
   a.kv_heads = 0;
   cuda().rope_append(a, stream_.handle());
   a.qkv += std::int64_t{c.heads} * c.head_dim;
   a.heads = c.kv_heads;
   a.query_norm = a.key_norm;
   cuda().rope_append(a, stream_.handle());
-}
-
-// By the places of the rows' newest tokens in their heads.
-void CudaExecutor::turn_by_rank(const PagedKv& kv) {
-  const ModelConfig& c = model_->config;
-  require_cuda("the executor on CUDA")
-      .model.turn(qkv_.as<float>(), qkv_width(), kv.rows, c.heads, c.kv_heads, c.head_dim, cosine_.as<float>(),
-                  sine_.as<float>(), store_.shape().max_tokens, kv.length, kv.slots, stream_.handle());
-}
-
-// QK norm alone (an angle of 0 turns nothing), and a copy of what comes out.
-void CudaExecutor::keep_raw(int layer, std::int64_t rows, const PageLayout* layouts) {
-  if (weights_.layers[static_cast<std::size_t>(layer)].query_norm) {
-    ops::RopeAppendArgs a = rope(layer, rows);
-    zero_memory(room<std::int32_t>(zeros_, rows), static_cast<std::size_t>(rows) * sizeof(std::int32_t), stream_);
-    a.position = zeros_.as<std::int32_t>();
-    turn(a, layouts);
-  }
-  const std::int64_t count = rows * qkv_width();
-  copy_memory(room<float>(raw_, count), qkv_.as<>(), static_cast<std::size_t>(count) * sizeof(float), stream_);
-}
-
-Fit CudaExecutor::append_raw(int layer, int slot, std::int64_t first_row, std::int64_t tokens, int first) {
-  const ModelConfig& c = model_->config;
-  const float* k = raw_.as<float>() + first_row * qkv_width() + std::int64_t{c.heads} * c.head_dim;
-  return store_.append(layer, slot, k, k + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+  return store_.append(layer, slot, a.qkv, a.qkv + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
                        static_cast<int>(tokens), first);
 }
 
-// The same for a chunk of one slot, which the store takes in one go.
-Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
-  const PartTimer timer(Part::append);
+void CudaExecutor::turn(const PagedKv& kv) {
   const ModelConfig& c = model_->config;
-  const PageLayout* layouts = store_.view(layer, {slot}).layouts;
-  ops::RopeAppendArgs a = rope(layer, tokens);
-  if (relative()) {
-    keep_raw(layer, tokens, layouts);
-    if (first > 0) return append_raw(layer, slot, 0, tokens, first);
-    a.query_norm = a.key_norm = nullptr;
-  }
-  turn(a, layouts);
-  const float* k = a.qkv + std::int64_t{c.heads} * c.head_dim;
-  return store_.append(layer, slot, k, k + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
-                       static_cast<int>(tokens), first);
+  ops::RopeRankArgs a;
+  a.rows = kv.rows;
+  a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
+  a.x = qkv_.as<float>();
+  a.x_stride = qkv_width();
+  a.out_stride = std::int64_t{c.heads + c.kv_heads} * c.head_dim;
+  a.out = room<float>(turned_, kv.rows * a.out_stride);
+  a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
+  a.angles = store_.shape().max_tokens;
+  a.length = kv.length;
+  a.slots = kv.slots;
+  cuda().rope_rank(a, stream_.handle());
+}
+
+// What the rows of a chunk read.
+PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  PagedKv rows =
+      store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
+                         room<std::int32_t>(rows_, tokens));
+  if (relative()) turn(rows);
+  const CodecSpec codec = rows.layouts->codec;
+  if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
+  CudaPromptPages p;
+  p.kv = store_.view(layer, {slot});
+  p.tokens = static_cast<int>(tokens);
+  const auto keys = turned(tokens, c.heads, c.kv_heads), values = part(tokens, c.heads + c.kv_heads, c.kv_heads);
+  p.keys = keys.data, p.key_stride = keys.stride[0];
+  p.values = values.data, p.value_stride = values.stride[0];
+  p.cosine = cosine_.as<float>(), p.sine = sine_.as<float>();
+  p.angles = store_.shape().max_tokens;
+  p.layout = copy_layout_;
+  const int page_size = store_.shape().page_size;
+  p.pages = (store_.max_length(layer, {slot}) + page_size - 1) / page_size;
+  const std::int64_t pages = std::int64_t{c.kv_heads} * p.pages;
+  p.frames = room<std::byte>(copy_, pages * copy_layout_.bytes);
+  p.table = room<PageEntry>(copy_table_, pages);
+  require_cuda("the executor on CUDA").model.prompt_pages(p, stream_.handle());
+  rows.base = p.frames;
+  rows.layouts = &copy_layout_;
+  rows.table = {p.table, {tokens, c.kv_heads, p.pages}, {0, p.pages, 1}};
+  rows.rope = RopeRegime::original;
+  return rows;
 }
 
 void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass) {
@@ -226,8 +231,8 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
   ops::AttendArgs a;
   a.kv = kv;
-  a.queries = part(qkv_, kv.rows, 0, c.heads);
-  a.queries.data += first_row * qkv_width();
+  a.queries = turned(kv.rows, 0, c.heads);
+  a.queries.data += first_row * a.queries.stride[0];
   a.pages = pages;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
@@ -237,34 +242,17 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   cuda().attend(a, stream_.handle());
 }
 
-// whole: the chunk is all that the slot holds, so that a token's place is its text position, and the cache holds turned
-// keys until attention is done.
-void CudaExecutor::attend_chunk(int layer, int slot, std::int64_t tokens, bool whole, View<float, 2> sums) {
+void CudaExecutor::attend_chunk(const PagedKv& all, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
-  PagedKv all = store_.causal_view(layer, slot, static_cast<int>(tokens),
-                                   room<std::int32_t>(length_, tokens * c.kv_heads), room<std::int32_t>(rows_, tokens));
-  std::int64_t block = tokens;
-  if (relative() && whole) {
-    all.rope = RopeRegime::original;
-  } else if (relative()) {
-    turn_by_rank(all);
-    constexpr std::int64_t most = 1 << 24;  // ranks that are there at once
-    block = std::max<std::int64_t>(1, most / (c.kv_heads * all.table.extent[2] * all.page_size));
-  }
-  float* data = nullptr;
-  if (sums) {
-    zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
-    block = std::min<std::int64_t>(block, 32);  // rows whose mass is there at once
-    data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
-  }
+  const std::int64_t tokens = all.rows;
+  if (!sums) return attend(all, 0, nullptr, {});
+  zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
+  constexpr std::int64_t block = 32;  // rows whose mass is there at once
+  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
   for (std::int64_t at = 0; at < tokens; at += block) {
     PagedKv kv = all;
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(block, tokens - at));
-    if (!sums) {
-      attend(kv, at, nullptr, {});
-      continue;
-    }
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
     attend(kv, at, nullptr, mass);
     require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
@@ -306,10 +294,27 @@ void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
   synchronize(stream_);
 }
 
-View<const float, 3> CudaExecutor::part(const StreamMemory& of, std::int64_t rows, std::int64_t first_head,
-                                        std::int64_t heads) const {
+View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
   const std::int64_t dim = model_->config.head_dim;
-  return {of.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+  return {qkv_.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+}
+
+View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
+  if (!relative()) return part(rows, first_head, heads);
+  const ModelConfig& c = model_->config;
+  const std::int64_t dim = c.head_dim;
+  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {(c.heads + c.kv_heads) * dim, dim, 1}};
+}
+
+template <class Layer>
+void CudaExecutor::show(Layer& info, std::int64_t rows) const {
+  const ModelConfig& c = model_->config;
+  info.queries = turned(rows, 0, c.heads);
+  info.keys = turned(rows, c.heads, c.kv_heads);
+  info.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
+  if (!relative()) return;
+  info.raw_queries = part(rows, 0, c.heads);
+  info.raw_keys = part(rows, c.heads, c.kv_heads);
 }
 
 Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
@@ -334,21 +339,11 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
       sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
-    attend_chunk(layer, slot, n, first == 0, sums);
-    if (relative() && first == 0) {
-      store_.clear_layer(layer, slot);
-      if (append_raw(layer, slot, 0, n, first) != Fit::ok) return Fit::out_of_memory;
-    }
+    attend_chunk(chunk_view(layer, slot, n), sums);
     info.layer = layer;
     info.slot = slot;
     info.last = last;
-    info.queries = part(qkv_, n, 0, c.heads);
-    info.keys = part(qkv_, n, c.heads, c.kv_heads);
-    info.values = part(qkv_, n, c.heads + c.kv_heads, c.kv_heads);
-    if (relative()) {
-      info.raw_queries = part(raw_, n, 0, c.heads);
-      info.raw_keys = part(raw_, n, c.heads, c.kv_heads);
-    }
+    show(info, n);
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(l, n);
@@ -377,13 +372,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     DecodeLayer info;
     info.layer = layer;
     info.slots = &slots;
-    info.queries = part(qkv_, n, 0, c.heads);
-    info.keys = part(qkv_, n, c.heads, c.kv_heads);
-    info.values = part(qkv_, n, c.heads + c.kv_heads, c.kv_heads);
-    if (relative()) {
-      info.raw_queries = part(raw_, n, 0, c.heads);
-      info.raw_keys = part(raw_, n, c.heads, c.kv_heads);
-    }
+    show(info, n);
     Fit fit = Fit::ok;
     info.pages = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;

@@ -5,7 +5,9 @@
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "model/cuda_kernels.hpp"
 #include "model/random_weights.hpp"
+#include "ops/ranks.cuh"
 
 namespace kvlab {
 using namespace cuda;
@@ -29,25 +31,59 @@ __global__ void add_rows_kernel(View<const float, 3> mass, View<float, 2> sums) 
   sums(head, i) = sum;
 }
 
-__global__ void turn_kernel(float* rows, std::int64_t stride, int heads, int kv_heads, int dim, const float* cosine,
-                            const float* sine, int angles, View<const std::int32_t, 2> length,
-                            const std::int32_t* slots) {
-  const int head = blockIdx.x, row = blockIdx.y, half = dim / 2;
-  const int kv_head = head < heads ? head / (heads / kv_heads) : head - heads;
-  const std::int64_t at = min(max(length(slots[row], kv_head) - 1, 0), angles - 1);
-  float* x = rows + row * stride + std::int64_t{head} * dim;
-  for (int i = threadIdx.x; i < half; i += blockDim.x) {
-    const float c = cosine[at * half + i], s = sine[at * half + i], low = x[i], high = x[i + half];
-    x[i] = low * c - high * s;
-    x[i + half] = high * c + low * s;
-  }
-}
-
 template <class T>
 __global__ void random_kernel(T* out, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale) {
   for (std::int64_t i = std::int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += std::int64_t(gridDim.x) * blockDim.x)
     out[i] = T(random_weight(seed, static_cast<std::uint64_t>(first + i)) * scale);
+}
+
+// One warp per token of a head.
+struct PromptPagesArgs {
+  CudaPromptPages in;
+  ops::DeviceKv kv;
+  const std::int32_t* rank;  // [kv_head, room]; null: keys are turned already
+  std::int64_t room;
+};
+
+template <class T>
+__global__ void __launch_bounds__(128) prompt_pages_kernel(const __grid_constant__ PromptPagesArgs a) {
+  const CudaPromptPages& in = a.in;
+  const int lane = threadIdx.x % 32, head = blockIdx.y, t = blockIdx.x * 4 + threadIdx.x / 32;
+  const int n = a.kv.tokens(0, head), p = in.layout.page_size, page = t / p, half = in.layout.head_dim / 2;
+  if (t >= n || page >= in.pages) return;
+  const std::int64_t frame = std::int64_t{head} * in.pages + page;
+  std::byte* to = in.frames + frame * in.layout.bytes;
+  const auto old = a.kv.token(0, head, t);
+  if (lane == 0) {
+    reinterpret_cast<std::int32_t*>(to + in.layout.positions)[t % p] = old.position();
+    if (t % p == 0) {
+      PageEntry e;
+      e.frame = static_cast<std::int32_t>(frame * (in.layout.bytes / granule_bytes));
+      e.tokens = static_cast<std::uint16_t>(min(p, n - t));
+      in.table[frame] = e;
+    }
+  }
+  T* keys = reinterpret_cast<T*>(to + in.layout.k) + t % p * 2 * half;
+  T* values = reinterpret_cast<T*>(to + in.layout.v) + t % p * 2 * half;
+  const int fresh = t - (n - in.tokens);
+  for (int i = lane; i < half; i += 32) {
+    float low, high, value_low, value_high;
+    if (fresh >= 0) {
+      const float* k = in.keys + fresh * in.key_stride + std::int64_t{head} * 2 * half;
+      const float* v = in.values + fresh * in.value_stride + std::int64_t{head} * 2 * half;
+      low = k[i], high = k[i + half], value_low = v[i], value_high = v[i + half];
+    } else {
+      low = old.key(i), high = old.key(i + half), value_low = old.value(i), value_high = old.value(i + half);
+      if (a.rank) {
+        const std::int64_t at = std::int64_t{min(a.rank[head * a.room + t], in.angles - 1)} * half + i;
+        const float x = low, c = in.cosine[at], s = in.sine[at];
+        low = x * c - high * s, high = high * c + x * s;
+      }
+    }
+    keys[i] = T(low), keys[i + half] = T(high);
+    values[i] = T(value_low), values[i + half] = T(value_high);
+  }
 }
 
 constexpr int threads = 256;
@@ -63,18 +99,6 @@ void add_rows(const View<const float, 3>& mass, const View<float, 2>& sums, void
   const dim3 grid(blocks_of(sums.extent[1]), static_cast<unsigned>(sums.extent[0]));
   add_rows_kernel<<<grid, threads, 0, stream_of(stream)>>>(mass, sums);
   check_launch("add_rows");
-}
-
-void turn(float* heads_of_rows, std::int64_t stride, int rows, int heads, int kv_heads, int dim, const float* cosine,
-          const float* sine, int angles, const View<const std::int32_t, 2>& length, const std::int32_t* slots,
-          void* stream) {
-  constexpr int most_rows = 65535;  // of a grid
-  for (int begin = 0; begin < rows; begin += most_rows) {
-    const dim3 grid(static_cast<unsigned>(heads + kv_heads), static_cast<unsigned>(min(most_rows, rows - begin)));
-    turn_kernel<<<grid, 64, 0, stream_of(stream)>>>(heads_of_rows + begin * stride, stride, heads, kv_heads, dim,
-                                                    cosine, sine, angles, length, slots + begin);
-    check_launch("turn");
-  }
 }
 
 void random(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
@@ -94,13 +118,28 @@ void random(void* out, DType dtype, std::int64_t first, std::int64_t count, std:
   check_launch("random");
 }
 
+void prompt_pages(const CudaPromptPages& in, void* stream) {
+  PromptPagesArgs a;
+  a.in = in;
+  a.kv = ops::DeviceKv(in.kv);
+  a.room = in.kv.table.extent[2] * in.kv.page_size;
+  a.rank = in.kv.rope == RopeRegime::cache_relative ? ops::token_ranks(a.kv, stream) : nullptr;
+  const dim3 grid(static_cast<unsigned>(in.pages * in.layout.page_size / 4 + 1), static_cast<unsigned>(in.kv.kv_heads));
+  const auto start = [&](auto kernel) { kernel<<<grid, 128, 0, stream_of(stream)>>>(a); };
+  if (in.layout.dtype == DType::f16)
+    start(prompt_pages_kernel<__half>);
+  else
+    start(prompt_pages_kernel<__nv_bfloat16>);
+  check_launch("prompt_pages");
+}
+
 }  // namespace
 
 void fill_cuda_model_ops(CudaModelOps& t);
 void fill_cuda_model_ops(CudaModelOps& t) {
   t.causal = causal;
   t.add_rows = add_rows;
-  t.turn = turn;
+  t.prompt_pages = prompt_pages;
   t.random = random;
 }
 

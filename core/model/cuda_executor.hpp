@@ -1,7 +1,8 @@
 // The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
-// goes through the op of decode steps, each token a row that sees nothing after itself. Where hooks are replayable, the
-// second decode step of a number of rows becomes a graph, which later steps launch: tokens, text positions and slots
-// lie in device memory, and the store's kernels take frames without the host.
+// goes through the op of decode steps, each token a row that sees nothing after itself; with a codec or cache-relative
+// RoPE it reads a copy of the layer (CudaPromptPages). Where hooks are replayable, the second decode step of a number
+// of rows becomes a graph, which later steps launch: tokens, text positions and slots lie in device memory, and the
+// store's kernels take frames without the host.
 #pragma once
 #include <map>
 
@@ -15,7 +16,7 @@ namespace kvlab {
 
 class CudaExecutor final : public Executor {
  public:
-  // Errc::unsupported for a model without weights on the device, and for rope: re_rotate.
+  // Errc::unsupported for a model without weights on the device, and for the re_rotate regime.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
   static void check(const Model& model, const StoreOptions& store);  // all but the weights
 
@@ -49,18 +50,17 @@ class CudaExecutor final : public Executor {
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first);
-  void turn(const ops::RopeAppendArgs& a, const PageLayout* layouts);
-  void turn_by_rank(const PagedKv& kv);
-  void keep_raw(int layer, std::int64_t rows, const PageLayout* layouts);
-  Fit append_raw(int layer, int slot, std::int64_t first_row, std::int64_t tokens, int first);
+  void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
+  PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
-  void attend_chunk(int layer, int slot, std::int64_t tokens, bool whole, View<float, 2> mass);
+  void attend_chunk(const PagedKv& chunk, View<float, 2> mass);
   void finish_layer(const CudaLayer& l, std::int64_t rows);
   void head(std::int64_t first_row, std::int64_t rows);
-  void logits_of(std::int64_t rows, View<float, 2> out);  // as head left them
-  // Of qkv_ or raw_.
-  View<const float, 3> part(const StreamMemory& of, std::int64_t rows, std::int64_t first_head,
-                            std::int64_t heads) const;
+  void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
+  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
+  View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
+  template <class Layer>
+  void show(Layer& info, std::int64_t rows) const;
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
 
   std::int64_t qkv_width() const {
@@ -74,11 +74,13 @@ class CudaExecutor final : public Executor {
   StreamMemory cosine_, sine_;         // f32 [max_tokens, head_dim / 2]
   StreamMemory tokens_, position_;     // i32 [row]
   StreamMemory x_, qkv_, attention_;   // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
-  StreamMemory raw_, zeros_;           // cache_relative: qkv_ before RoPE; i32 [row]
+  StreamMemory turned_;                // f32 [row, heads + kv_heads, head_dim]; cache_relative only
   StreamMemory normed_, gated_;        // of the weights' dtype: [row, hidden], [row, ffn]
   StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory mass_, sums_, logits_;  // f32
-  std::int64_t grown_ = 0;             // times that one of these moved
+  StreamMemory copy_, copy_table_;     // of one layer, for prompts
+  PageLayout copy_layout_;
+  std::int64_t grown_ = 0;                  // times that one of these moved
   std::map<std::int64_t, Replay> replays_;  // by rows
   std::int64_t replayed_ = 0;
 };

@@ -14,7 +14,7 @@
 #include <mutex>
 #include <tuple>
 
-#include "base/cuda.cuh"
+#include "base/scratch.cuh"
 #include "ops/attend.hpp"
 #include "ops/attend_cuda.hpp"
 
@@ -575,8 +575,9 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   a.arrived = static_cast<int*>(cuda::zeroed(handle, "attend arrived", max_pairs * sizeof(int)));
   View<float, 2> lse = in.lse;
   if (in.mass && !lse)
-    lse = View<float, 2>::dense(static_cast<float*>(cuda::kept(handle, "attend lse", std::size_t(kv.rows) * heads * 4)),
-                                {kv.rows, heads});
+    lse = View<float, 2>::dense(
+        static_cast<float*>(cuda::fixed_scratch(handle, "attend lse", std::size_t(kv.rows) * heads * 4)),
+        {kv.rows, heads});
   const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
   const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
   if (in.mass && kv.rows > 0)

@@ -4,7 +4,7 @@
 
 #include "base/cuda.cuh"
 #include "ops/attend_cuda.hpp"
-#include "ops/paged.cuh"
+#include "ops/ranks.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -24,27 +24,6 @@ struct Args {
   int room, window, group;
   float scale;
 };
-
-// rank[t] = resident tokens with a smaller text position. Caches are mostly in order, where the rank is the place.
-__global__ void rank_kernel(DeviceKv kv, std::int32_t* rank, int room) {
-  const int head = blockIdx.x, row = blockIdx.y, n = kv.tokens(row, head);
-  std::int32_t* out = rank + (std::int64_t(row) * kv.kv_heads + head) * room;
-  __shared__ int disorder;
-  if (threadIdx.x == 0) disorder = 0;
-  __syncthreads();
-  for (int t = threadIdx.x; t + 1 < n; t += blockDim.x)
-    if (kv.position(row, head, t) > kv.position(row, head, t + 1)) disorder = 1;
-  __syncthreads();
-  for (int t = threadIdx.x; t < n; t += blockDim.x) {
-    int before = t;
-    if (disorder) {
-      const int own = kv.position(row, head, t);
-      before = 0;
-      for (int i = 0; i < n; ++i) before += kv.position(row, head, i) < own;
-    }
-    out[t] = before;
-  }
-}
 
 __global__ void __launch_bounds__(warps * 32) attend_any_kernel(const __grid_constant__ Args a) {
   const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group;
@@ -130,11 +109,7 @@ void attend_any_cuda(const AttendArgs& in, void* handle) {
   a.scale = in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(in.kv.head_dim));
   if (in.kv.rope == RopeRegime::cache_relative) {
     a.room = static_cast<int>(in.kv.table.extent[2]) * in.kv.page_size;
-    auto* rank = static_cast<std::int32_t*>(
-        kept(handle, "attend ranks", std::size_t(rows) * in.kv.kv_heads * static_cast<std::size_t>(a.room) * 4));
-    rank_kernel<<<dim3(in.kv.kv_heads, rows), 256, 0, stream>>>(a.kv, rank, a.room);
-    check_launch("attend ranks");
-    a.rank = rank;
+    a.rank = token_ranks(a.kv, handle);
   }
   if (in.mass) clear_kernel<<<dim3(heads, rows), 256, 0, stream>>>(in.mass);
   attend_any_kernel<<<dim3(heads, rows), warps * 32, 0, stream>>>(a);

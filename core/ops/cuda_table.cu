@@ -4,6 +4,7 @@
 #include "ops/linear_cuda.hpp"
 #include "ops/policy_cuda.hpp"
 #include "ops/rope_append_cuda.hpp"
+#include "ops/rope_rank_cuda.hpp"
 
 namespace kvlab {
 
@@ -17,6 +18,7 @@ void fill_cuda_ops(CudaOps& t) {
   t.embed = ops::embed_cuda;
   t.argmax = ops::argmax_cuda;
   t.rope_append = ops::rope_append_cuda;
+  t.rope_rank = ops::rope_rank_cuda;
   t.score_pages = ops::score_pages_cuda;
   t.top_pages = ops::top_pages_cuda;
   t.top_tokens = ops::top_tokens_cuda;

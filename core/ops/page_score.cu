@@ -3,6 +3,7 @@
 // and whichever block brings the last scores of a head selects its pages.
 #include <algorithm>
 
+#include "base/scratch.cuh"
 #include "ops/paged.cuh"
 #include "ops/policy_cuda.hpp"
 #include "ops/select.cuh"
@@ -332,7 +333,7 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
   a.newest = pins.newest_page;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
   if (rule == GroupRule::softmax_mean)
-    a.raw = static_cast<float*>(kept(handle, "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
+    a.raw = static_cast<float*>(fixed_scratch(handle, "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
   if (!fits_tiles(kv, summaries, a.group)) {
     const int chunks = std::max(1, std::min((a.most_pages + warps - 1) / warps, 2048 / (kv.rows * kv.kv_heads) + 1));
     score_any_kernel<<<dim3(chunks, kv.kv_heads, kv.rows), threads, 0, stream>>>(a, summaries.dtype);

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(warps * 32) rope_append_kernel(const __grid_co
   Head h;
   h.load(x, half, lane);
   if (const float* norm = query ? a.query_norm : a.key_norm) h.norm(norm, a.eps, half, lane);
-  h.rotate(a.cosine + std::int64_t{at} * half, a.sine + std::int64_t{at} * half, half, lane);
+  if (a.turn) h.rotate(a.cosine + std::int64_t{at} * half, a.sine + std::int64_t{at} * half, half, lane);
   h.store(x, half, lane);
   if (query) return;
 

@@ -31,6 +31,7 @@ struct RopeAppendArgs {
   std::int64_t qkv_stride = 0;
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head_dim] or null
   float eps = 0;
+  bool turn = true;                                // false: heads are normed only (RopeRegime::cache_relative)
   const float *cosine = nullptr, *sine = nullptr;  // [angles, head_dim / 2], attention_scale in them; pairs i, i + D/2
   int angles = 0;
   const std::int32_t* position = nullptr;  // [row] of the text

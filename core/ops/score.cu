@@ -2,7 +2,7 @@
 // the batch, blocks of one head striding over its tokens.
 #include <algorithm>
 
-#include "base/cuda.cuh"
+#include "base/scratch.cuh"
 #include "ops/paged.cuh"
 #include "ops/policy_cuda.hpp"
 
@@ -186,7 +186,8 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
   a.room = out ? std::min(in.extent[2], out.extent[2]) : in.extent[2];
   a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
   if (rule == GroupRule::softmax_mean) {
-    auto* stats = static_cast<float2*>(kept(handle, "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
+    auto* stats =
+        static_cast<float2*>(fixed_scratch(handle, "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
     softmax_kernel<<<dim3(1, heads, kv.rows), threads, 0, stream>>>(a.kv, in, a.group, unit, scale, stats);
     check_launch(op);
     a.stats = stats;
@@ -221,7 +222,7 @@ void pool_cuda(const PagedKv& kv, const Scores& scores, Pooling kind, int kernel
   if (kv.rows == 0) return;
   const std::int64_t heads = scores.extent[1], room = std::min(capacity(kv), scores.extent[2]);
   const int group = static_cast<int>(heads) / kv.kv_heads;
-  auto* copy = static_cast<float*>(kept(handle, "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
+  auto* copy = static_cast<float*>(fixed_scratch(handle, "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
   const dim3 grid = grid_of(heads, kv.rows, room);
   copy_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), scores, group, copy, room);
   check_launch("pool");

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "base/cuda.cuh"
-#include "ops/paged.cuh"
 #include "ops/policy_cuda.hpp"
+#include "ops/ranks.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -163,27 +163,6 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
       });
 }
 
-// rank[t] = resident tokens with a smaller text position. At a prompt's end the cache is in order.
-__global__ void __launch_bounds__(threads) rank_kernel(DeviceKv kv, std::int32_t* rank, std::int64_t room) {
-  const int head = blockIdx.x, row = blockIdx.y, n = kv.tokens(row, head);
-  std::int32_t* out = rank + (std::int64_t(row) * kv.kv_heads + head) * room;
-  bool descends = false;
-  for (int t = threadIdx.x; t + 1 < n; t += threads)
-    descends |= kv.position(row, head, t) > kv.position(row, head, t + 1);
-  descends = __syncthreads_or(descends);
-  for (int t = threadIdx.x; t < n; t += threads) {
-    int before = t;
-    const int own = kv.position(row, head, t);
-    if (descends) {
-      before = 0;
-      for (int i = 0; i < n; ++i) before += kv.position(row, head, i) < own;
-    } else {
-      while (before > 0 && kv.position(row, head, before - 1) == own) --before;
-    }
-    out[t] = before;
-  }
-}
-
 // Any codec, regime, head_dim and window: one block per query head goes through its queries.
 __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
   __shared__ float parts[warps];
@@ -276,19 +255,13 @@ void window_votes_cuda(const View<const float, 4>& queries, const std::int32_t* 
     const std::int64_t useful = (a.room + tile_tokens * warps - 1) / (tile_tokens * warps);
     a.chunks = static_cast<int>(std::clamp<std::int64_t>(4 * multiprocessors() / (std::int64_t{heads} * kv.rows), 1,
                                                          std::max<std::int64_t>(useful, 1)));
-    a.partial = static_cast<float2*>(
-        kept(handle, "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
+    a.partial = static_cast<float2*>(fixed_scratch(
+        handle, "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
     return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half>(a, stream) : launch_dim<__nv_bfloat16>(a, stream);
   }
-  if (kv.rope == RopeRegime::cache_relative) {
-    auto* rank = static_cast<std::int32_t*>(
-        kept(handle, "window votes rank", std::size_t(kv.rows) * kv.kv_heads * std::size_t(a.room) * 4));
-    rank_kernel<<<dim3(kv.kv_heads, kv.rows), threads, 0, stream>>>(a.kv, rank, a.room);
-    check_launch("window_votes");
-    a.rank = rank;
-  }
-  a.logits =
-      static_cast<float*>(kept(handle, "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
+  if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, handle);
+  a.logits = static_cast<float*>(
+      fixed_scratch(handle, "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
   votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream>>>(a);
   check_launch("window_votes");
 }

@@ -367,12 +367,6 @@ void CudaStore::after_step(int index, const std::vector<std::int32_t>& slots) {
   ops().after_step(layer(index), {rows_of(slots), static_cast<int>(slots.size())}, stream_.handle());
 }
 
-void CudaStore::clear_layer(int index, int slot) {
-  ops().clear(layer(index), 1, slot, stream_.handle());
-  bound(index, slot) = 0;
-  stale_ = true;
-}
-
 void CudaStore::close(int slot) {
   ops().clear(layer(0), options_.shape.layers, slot, stream_.handle());
   workspace_.clear_slot(slot);

@@ -32,8 +32,6 @@ class CudaStore final : public Store {
   Fit append(int layer, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
              int first);
 
-  void clear_layer(int layer, int slot);  // as close() does, of one layer
-
   // A chunk's tokens, appended last, as rows that each see nothing after themselves: row t has length[t, kv_head] and
   // is slot t of the view. length [tokens, kv_heads] and rows [tokens] are device memory of the caller.
   PagedKv causal_view(int layer, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const;

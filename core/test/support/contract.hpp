@@ -31,7 +31,8 @@ inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dt
       load_model(*open_checkpoint(golden("tiny/" + name)), on_cuda() ? DType::bf16 : dtype, name, contract_device()));
 }
 inline std::shared_ptr<const Model> tiny_model(const std::string& name, DType dtype = DType::f32) {
-  static std::map<std::pair<std::string, DType>, std::shared_ptr<const Model>> known;
+  // Never freed: the device may be gone before statics are.
+  static auto& known = *new std::map<std::pair<std::string, DType>, std::shared_ptr<const Model>>;
   auto& m = known[{name, dtype}];
   if (!m) m = fresh_tiny_model(name, dtype);
   return m;
