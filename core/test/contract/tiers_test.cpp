@@ -58,7 +58,7 @@ TEST_CASE("a second prompt reads what went to the host after the first") {
   }
 }
 
-TEST_CASE("fidelity is exact where everything is read", "[cpu]") {
+TEST_CASE("fidelity is exact where everything is read") {
   for (const std::string& name : group_models()) {
     const auto model = tiny_model(name);
     const auto prompt = test_text(75, model->config.vocab), answer = test_text(6, model->config.vocab, 5);
@@ -76,9 +76,9 @@ TEST_CASE("fidelity is exact where everything is read", "[cpu]") {
       const Shadow::Rows rows = shadow.take();
       REQUIRE(rows.mass.size() == answer.size() * static_cast<std::size_t>(model->config.layers));
       for (std::size_t i = 0; i < rows.mass.size(); ++i) {
-        REQUIRE(rows.mass[i] == 1.f);
+        REQUIRE(rows.mass[i] == (on_cuda() ? Approx(1).margin(1e-5) : Approx(1).margin(0).epsilon(0)));
         REQUIRE(rows.page_recall[i] == 1.f);
-        REQUIRE(rows.output_error[i] == 0.f);
+        REQUIRE(rows.output_error[i] <= (on_cuda() ? 0.02f : 0.f));
       }
     }
   }

@@ -26,9 +26,10 @@ inline Device contract_device() {
 }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
 
-inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype) {
-  return std::const_pointer_cast<Model>(
-      load_model(*open_checkpoint(golden("tiny/" + name)), on_cuda() ? DType::bf16 : dtype, name, contract_device()));
+inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype,
+                                               Device device = contract_device()) {
+  if (device == Device::cuda) dtype = DType::bf16;
+  return std::const_pointer_cast<Model>(load_model(*open_checkpoint(golden("tiny/" + name)), dtype, name, device));
 }
 inline std::shared_ptr<const Model> tiny_model(const std::string& name, DType dtype = DType::f32) {
   // Never freed: the device may be gone before statics are.
@@ -165,13 +166,26 @@ inline std::size_t count_of(const Kept& kept) {
   return n;
 }
 
+// Share of the first one's tokens that the other one has too.
+inline double overlap(const Kept& a, const Kept& b) {
+  std::size_t same = 0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    std::vector<std::int32_t> both;
+    std::set_intersection(a[i].begin(), a[i].end(), b[i].begin(), b[i].end(), std::back_inserter(both));
+    same += both.size();
+  }
+  return a.size() == b.size() && count_of(a) == count_of(b)
+             ? static_cast<double>(same) / static_cast<double>(count_of(a))
+             : 0;
+}
+
 // An engine with what it needs to be asked for; every step is checked.
 class Play {
  public:
   Play(std::shared_ptr<const Model> model, const PolicySpec& spec, EngineOptions options = {}) {
     options.page_size = spec.page_size;
     options.budget = spec.budget;
-    options.device = contract_device();
+    options.device = model->cuda ? Device::cuda : Device::cpu;
     if (options.max_tokens == 0) options.max_tokens = 192;
     policy = subjects().policy(spec);
     engine = std::make_unique<Engine>(model, policy, options);
