@@ -166,7 +166,7 @@ inline std::size_t count_of(const Kept& kept) {
   return n;
 }
 
-// Share of the first one's tokens that the other one has too.
+// Share of the tokens that both have.
 inline double overlap(const Kept& a, const Kept& b) {
   std::size_t same = 0;
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
@@ -174,9 +174,8 @@ inline double overlap(const Kept& a, const Kept& b) {
     std::set_intersection(a[i].begin(), a[i].end(), b[i].begin(), b[i].end(), std::back_inserter(both));
     same += both.size();
   }
-  return a.size() == b.size() && count_of(a) == count_of(b)
-             ? static_cast<double>(same) / static_cast<double>(count_of(a))
-             : 0;
+  const std::size_t most = std::max({std::size_t{1}, count_of(a), count_of(b)});
+  return a.size() == b.size() ? static_cast<double>(same) / static_cast<double>(most) : 0;
 }
 
 // An engine with what it needs to be asked for; every step is checked.
