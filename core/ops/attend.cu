@@ -14,6 +14,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/attend.hpp"
 #include "ops/attend_cuda.hpp"
@@ -46,6 +47,7 @@ struct Args {
   int rows, kv_heads, group, page_size, window;
   int value_rows;  // 128-byte rows from a page's keys to its values
   int stages;
+  bool joint;   // a page's keys and values are one piece of a unit's size
   float scale;  // of the scores, times log2(e)
 };
 
@@ -134,12 +136,16 @@ __device__ __forceinline__ Unit locate(const Args& a, const int* first, int pair
 __device__ void count_units(const Args& a, int pairs, int* first, int* warp_sum) {
   const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int each = (pairs + threads - 1) / threads, begin = threadIdx.x * each;
-  int own = 0;
-  for (int i = 0; i < each; ++i)
-    if (begin + i < pairs) {
-      const int n = (tokens_of_pair(a, begin + i) + unit_tokens - 1) / unit_tokens;
+  constexpr int most = max_pairs / 128;  // of each: blocks have 128 or 256 threads
+  int units[most], own = 0;
+#pragma unroll
+  for (int i = 0; i < most; ++i)  // all loads at once
+    units[i] = i < each && begin + i < pairs ? (tokens_of_pair(a, begin + i) + unit_tokens - 1) / unit_tokens : 0;
+#pragma unroll
+  for (int i = 0; i < most; ++i)
+    if (i < each && begin + i < pairs) {
       first[begin + i] = own;
-      own += n;
+      own += units[i];
     }
   int before = own;
   for (int d = 1; d < 32; d *= 2) {
@@ -170,6 +176,7 @@ __global__ void __launch_bounds__(256, 1)
   float* merge = reinterpret_cast<float*>(barriers + warps * a.stages);  // [warp, head] max, sum; [warp, head, dim]
   int* first = reinterpret_cast<int*>(merge + warps * group * (2 + Dim));
   __shared__ int warp_sum[8];
+  __shared__ float share[8 * ColumnTiles];  // [head] 1 / sum
   __shared__ bool merges;
 
   const unsigned my_stage = shared_address(stages) + warp * a.stages * S::unit_bytes;
@@ -179,6 +186,8 @@ __global__ void __launch_bounds__(256, 1)
     barrier_init_fence();
   }
   __syncwarp();
+  let_successor_start();
+  wait_for_predecessor();
   count_units(a, pairs, first, warp_sum);
 
   for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x)
@@ -204,7 +213,10 @@ __global__ void __launch_bounds__(256, 1)
     if (lane) return;
     const int s = i % a.stages;
     const unsigned to = my_stage + s * S::unit_bytes, barrier = my_barrier + 8 * s;
-    if (a.page_size >= unit_tokens) {
+    if (a.joint) {
+      barrier_expect(barrier, S::unit_bytes);
+      bulk_copy_2d(to, &map, 0, y0, barrier, policy);
+    } else if (a.page_size >= unit_tokens) {
       barrier_expect(barrier, S::unit_bytes);
       bulk_copy_2d(to, &map, 0, y0, barrier, policy);
       bulk_copy_2d(to + S::side_bytes, &map, 0, y0 + a.value_rows, barrier, policy);
@@ -435,25 +447,35 @@ __global__ void __launch_bounds__(256, 1)
       __syncthreads();
       if (merges) {
         __threadfence();
-        const int from_slot = from * 2 + (begin > static_cast<int>(total * from / blocks) ? 1 : 0);
+        const int parts = to - from + 1,
+                  from_slot = from * 2 + (begin > static_cast<int>(total * from / blocks) ? 1 : 0);
+        const auto part = [&](int i) {
+          return a.partial + std::int64_t(i == 0 ? from_slot : 2 * (from + i)) * heads_room * (Dim + 2);
+        };
+        float* weights = merge;  // [part, head]
+        for (int head = warp; head < group; head += warps) {
+          float top = -INFINITY, sum_of = 0;
+          for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(part(i) + head * 2));
+          for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+          for (int i = lane; i < parts; i += 32) {
+            const float high_i = __ldcg(part(i) + head * 2),
+                        weight = high_i == -INFINITY ? 0.f : exp2_fast(high_i - top);
+            weights[i * group + head] = weight;
+            sum_of += weight * __ldcg(part(i) + head * 2 + 1);
+          }
+          for (int d = 1; d < 32; d *= 2) sum_of += __shfl_xor_sync(~0u, sum_of, d);
+          if (lane) continue;
+          share[head] = sum_of > 0 ? 1 / sum_of : 0.f;
+          if (a.lse)
+            a.lse[row * a.lse_row + kv_head * group + head] = sum_of > 0 ? top * ln2 + logf(sum_of) : -INFINITY;
+        }
+        __syncthreads();
         for (int x = threadIdx.x; x < group * Dim; x += blockDim.x) {
           const int head = x / Dim, d = x % Dim;
-          float top = -INFINITY, total_sum = 0, value = 0;
-          for (int b = from; b <= to; ++b) {
-            const float* other = a.partial + std::int64_t(b == from ? from_slot : 2 * b) * heads_room * (Dim + 2);
-            const float high_b = __ldcg(other + head * 2), sum_b = __ldcg(other + head * 2 + 1),
-                        out_b = __ldcg(other + 2 * heads_room + head * Dim + d);
-            const float fresh = fmaxf(top, high_b);
-            if (fresh == -INFINITY) continue;
-            const float old_weight = exp2_fast(top - fresh), weight = exp2_fast(high_b - fresh);
-            total_sum = total_sum * old_weight + sum_b * weight;
-            value = value * old_weight + out_b * weight;
-            top = fresh;
-          }
-          const int query_head = kv_head * group + head;
-          a.out[row * a.out_row + query_head * a.out_head + d] = total_sum > 0 ? value / total_sum : 0.f;
-          if (a.lse && d == 0)
-            a.lse[row * a.lse_row + query_head] = total_sum > 0 ? top * ln2 + logf(total_sum) : -INFINITY;
+          float value = 0;
+#pragma unroll 8
+          for (int i = 0; i < parts; ++i) value += weights[i * group + head] * __ldcg(part(i) + 2 * heads_room + x);
+          a.out[row * a.out_row + (kv_head * group + head) * a.out_head + d] = value * share[head];
         }
         if (threadIdx.x == 0) a.arrived[pair] = 0;
       }
@@ -519,8 +541,7 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(cuda::shared_bytes() - 1024));
   cuda::check(once, "attend");
-  kernel<<<cuda::multiprocessors(), warps * 32, bytes, stream>>>(a, map);
-  cuda::check_launch("attend");
+  cuda::launch("attend", kernel, cuda::multiprocessors(), warps * 32, bytes, stream, true, a, map);
 }
 
 template <class T>
@@ -582,7 +603,10 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
   if (in.mass && kv.rows > 0)
     fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
-  const CUtensorMap& map = tensor_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128, half);
+  a.joint =
+      kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
+  const CUtensorMap& map =
+      tensor_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     a.rows = std::min(at_once, kv.rows - begin);
