@@ -96,14 +96,14 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
   return Fit::ok;
 }
 
-Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits) {
+Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out) {
   position_.clear();
   step_.clear();
   for (int slot : slots) {
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
     step_.push_back(store_->steps(slot));
   }
-  const Fit fit = executor_->decode(slots, tokens, *this, logits);
+  const Fit fit = executor_->decode(slots, tokens, *this, out);
   store_->workspace().reset();
   return fit;
 }

@@ -50,8 +50,8 @@ class Engine final : private LayerHooks {
   // last k tokens. After out_of_memory the slot can only be closed.
   Fit prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits);
 
-  // One token per row; logits [row, vocab].
-  Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, View<float, 2> logits);
+  // One token per row.
+  Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out);
 
   std::vector<std::byte> save(int slot) const { return store_->save(slot); }
   Fit restore(int slot, const std::vector<std::byte>& snapshot);

@@ -226,7 +226,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
 }
 
 Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                        View<float, 2> logits) {
+                        const StepResult& out) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
@@ -303,7 +303,16 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   for (int slot : slots)
     if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
+  View<float, 2> logits = out.logits;
+  if (!logits && !out.likeliest.empty()) {
+    logits_.resize(static_cast<std::size_t>(n * c.vocab));
+    logits = View<float, 2>::dense(logits_.data(), {n, c.vocab});
+  }
   if (logits) logits_of(x_.data(), n, logits);
+  for (std::size_t r = 0; r < out.likeliest.size(); ++r) {
+    const float* row = logits.data + static_cast<std::int64_t>(r) * logits.stride[0];
+    out.likeliest[r] = static_cast<std::int32_t>(std::max_element(row, row + c.vocab) - row);
+  }
   return Fit::ok;
 }
 

@@ -11,7 +11,7 @@ class CpuExecutor final : public Executor {
 
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-             View<float, 2> logits) override;
+             const StepResult& out) override;
 
  private:
   struct Qkv {
@@ -26,7 +26,7 @@ class CpuExecutor final : public Executor {
 
   CpuStore& store_;
   Qkv qkv_;
-  std::vector<float> x_, hidden_, wide_, attention_, mass_;
+  std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
   std::vector<float> angles_;  // original regime: [row, 2, head_dim / 2] cos and sin
 };
 

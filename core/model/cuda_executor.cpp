@@ -391,6 +391,12 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(0, n);
+  ops::ArgmaxArgs a;
+  a.x = logits_.as<float>();
+  a.rows = n;
+  a.n = a.x_stride = weights_.head.n;
+  a.index = room<std::int32_t>(likeliest_, n);
+  cuda().argmax(a, stream_.handle());
   return Fit::ok;
 }
 
@@ -416,7 +422,7 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
 }
 
 Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                         View<float, 2> logits) {
+                         const StepResult& out) {
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
@@ -428,7 +434,11 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   }
   for (int slot : slots)
     if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
-  if (logits) logits_of(n, logits);
+  if (!out.likeliest.empty()) {
+    copy_memory(out.likeliest.data(), likeliest_.as<>(), out.likeliest.size_bytes(), stream_);
+    synchronize(stream_);
+  }
+  if (out.logits) logits_of(n, out.logits);
   return Fit::ok;
 }
 

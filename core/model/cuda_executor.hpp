@@ -22,7 +22,7 @@ class CudaExecutor final : public Executor {
 
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-             View<float, 2> logits) override;
+             const StepResult& out) override;
   std::int64_t replays() const override { return replayed_; }
 
  private:
@@ -77,6 +77,7 @@ class CudaExecutor final : public Executor {
   StreamMemory turned_;                // f32 [row, heads + kv_heads, head_dim]; cache_relative only
   StreamMemory normed_, gated_;        // of the weights' dtype: [row, hidden], [row, ffn]
   StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
+  StreamMemory likeliest_;             // i32 [row]
   StreamMemory mass_, sums_, logits_;  // f32
   StreamMemory copy_, copy_table_;     // of one layer, for prompts
   PageLayout copy_layout_;

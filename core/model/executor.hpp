@@ -54,6 +54,16 @@ class LayerHooks {
   virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
 };
 
+// What a decode step leaves on the host. Either may be empty: logits of a large vocabulary take long to come from a
+// GPU.
+struct StepResult {
+  StepResult() = default;
+  StepResult(View<float, 2> of_rows) : logits(of_rows) {}
+  StepResult(std::span<std::int32_t> of_rows) : likeliest(of_rows) {}
+  View<float, 2> logits;              // [row, vocab]
+  std::span<std::int32_t> likeliest;  // [row] the token of the largest logit, the lowest of equal ones
+};
+
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -64,9 +74,9 @@ class Executor {
   // memory on either device and there when the call returns.
   virtual Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) = 0;
 
-  // One token for each row; logits [row, vocab]. The rows' counters advance.
+  // One token for each row. The rows' counters advance.
   virtual Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                     View<float, 2> logits) = 0;
+                     const StepResult& out) = 0;
 
   const Model& model() const { return *model_; }
   virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph

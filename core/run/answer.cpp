@@ -11,8 +11,12 @@ Answer::Answer(const Item& item, int most)
       most_(item.forced.empty() ? static_cast<std::size_t>(std::min(item.max_new, most)) : item.forced.size()) {}
 
 int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
+  return take(item_->forced.empty() ? argmax(logits) : -1, tokenizer);
+}
+
+int Answer::take(int likeliest, const Tokenizer& tokenizer) {
   const bool forced = !item_->forced.empty();
-  const int token = forced ? item_->forced[tokens_.size()] : argmax(logits);
+  const int token = forced ? item_->forced[tokens_.size()] : likeliest;
   tokens_.push_back(token);
   if (!forced && tokenizer.is_eos(token))
     stop_ = Stop::eos;

@@ -18,8 +18,9 @@ class Answer {
   // At most `most` tokens of an answer that is not forced (and at most the item's own limit). Borrows the item.
   explicit Answer(const Item& item, int most = std::numeric_limits<int>::max());
 
-  // The next token, given the logits [vocab] after everything before it. Not after the last one.
+  // The next token, given the logits [vocab] after everything before it, or their likeliest. Not after the last one.
   int take(std::span<const float> logits, const Tokenizer& tokenizer);
+  int take(int likeliest, const Tokenizer& tokenizer);
 
   const std::vector<int>& tokens() const { return tokens_; }  // an end-of-sequence token included
   Stop stop() const { return stop_; }

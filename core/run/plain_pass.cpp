@@ -100,7 +100,7 @@ void PlainPass::start(Row& row, StepLog& log) {
   const double ms = ms_since(row.start);
   if (trace_) trace_->kept(engine_, row.slot, row.number);
   if (!restored) log.prompt(ms, clock.take());
-  take_logits(row, logits_of(0), ms);
+  take(row, logits_of(0), ms);
   if (restored) row.ttft = results::not_measured;
 }
 
@@ -117,25 +117,30 @@ void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
   if (trace_) trace_->rows(std::move(traced));
   const auto start = Clock::now();
   PartClock clock;
-  want_room(engine_.step(slots, tokens, logits_view(active.size())), engine_);
+  const bool forced = std::any_of(active.begin(), active.end(), [](const Row* r) { return !r->item->forced.empty(); });
+  likeliest_.resize(active.size());
+  const auto result = forced ? StepResult(logits_view(active.size())) : StepResult(likeliest_);
+  want_room(engine_.step(slots, tokens, result), engine_);
   const double ms = ms_since(start);
   log.decode(ms, clock.take(), slots);
   for (std::size_t r = 0; r < active.size(); ++r) {
     if (active[r]->asking()) ++active[r]->fed;
-    take_logits(*active[r], logits_of(r), ms);
+    forced ? take(*active[r], logits_of(r), ms) : take(*active[r], likeliest_[r], ms);
   }
   std::erase_if(active, [&](Row* row) { return !goes_on(*row); });
 }
 
-// The logits after this row's latest token yield an answer token once the question is fed.
-void PlainPass::take_logits(Row& row, std::span<const float> logits, double ms) {
+// What comes after this row's latest token is an answer token once the question is fed.
+template <class Logits>
+void PlainPass::take(Row& row, Logits logits, double ms) {
   if (row.asking()) return;
   const bool first = row.answer.tokens().empty();
   if (first) row.ttft = ms_since(row.start);
   row.ms.push_back(static_cast<float>(first ? row.ttft : ms));
   if (row.item->follows) row.ttft = results::not_measured;  // its prompt was there already
   const int token = row.answer.take(logits, *in_.model->tokenizer);
-  if (!row.item->forced.empty()) row.nll += negative_log_likelihood(logits, token);
+  if constexpr (!std::is_integral_v<Logits>)
+    if (!row.item->forced.empty()) row.nll += negative_log_likelihood(logits, token);
 }
 
 // Is the row still active? One whose answer ended takes its next question, or leaves.

@@ -52,7 +52,8 @@ class PlainPass {
   void run_batch(std::size_t begin, std::size_t end, StepLog& log);
   void start(Row& row, StepLog& log);
   void step(std::vector<Row*>& active, StepLog& log);
-  void take_logits(Row& row, std::span<const float> logits, double ms);
+  template <class Logits>  // of a row, or their likeliest token where nothing is forced
+  void take(Row& row, Logits logits, double ms);
   bool goes_on(Row& row);
   void finish_item(Row& row);
   bool next_turn(Row& row);
@@ -75,6 +76,7 @@ class PlainPass {
   Engine engine_;
   std::optional<TraceRecorder> trace_;
   std::vector<float> logits_;
+  std::vector<std::int32_t> likeliest_;             // [row]
   std::map<int, std::vector<std::byte>> contexts_;  // sample -> cache after its context
   std::vector<std::vector<float>> token_ms_;        // by item
   Answers answers_;

@@ -119,6 +119,25 @@ TEST_CASE("cuda engine: policies that act on the host at decode steps are not re
   }
 }
 
+TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {
+  Pair p;
+  const int a = p.open(30, 1), b = p.open(11, 2);
+  const std::vector<std::int32_t> slots{a, b};
+  std::vector<int> tokens{3, 5};
+  for (int i = 0; i < 4; ++i) {
+    std::vector<std::int32_t> likeliest(2, -1);
+    std::vector<float> logits(2 * static_cast<std::size_t>(p.vocab));
+    REQUIRE(p.graphs.step(slots, tokens, StepResult(likeliest)) == Fit::ok);
+    REQUIRE(p.eager.step(slots, tokens, View<float, 2>::dense(logits.data(), {2, p.vocab})) == Fit::ok);
+    for (int r = 0; r < 2; ++r) {
+      const auto row = logits.begin() + r * p.vocab;
+      CHECK(likeliest[static_cast<std::size_t>(r)] == std::max_element(row, row + p.vocab) - row);
+      tokens[static_cast<std::size_t>(r)] = likeliest[static_cast<std::size_t>(r)];
+    }
+  }
+  CHECK(p.graphs.replays() == 3);
+}
+
 TEST_CASE("cuda engine: an observer sees every step of what was a graph") {
   Pair p;
   const int a = p.open(5, 1);
