@@ -427,7 +427,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
   begin(tokens, position);
-  const bool replayable = hooks.replayable() && !relative() && n <= row_block;
+  const bool replayable = hooks.replayable() && n <= row_block;
   if (!replayable || !replay(slots, hooks)) {
     if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
     if (replayable) replays_[n].warm = state();
