@@ -379,7 +379,8 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     View<float, 3> mass;
     if (hooks.wants_mass()) {
       const std::int64_t longest = store_.max_length(layer, slots);
-      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * longest), {n, c.heads, longest});
+      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * ((longest + 1023) / 1024 * 1024)),
+                                   {n, c.heads, longest});
       info.mass = mass;
     }
     attend(store_.view(layer, slots), 0, info.pages, mass);

@@ -1,6 +1,7 @@
 // Decode steps as graphs: the same logits, bit for bit, as steps that the host gives one by one.
 #include <catch2/catch.hpp>
 
+#include "base/backend.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
 #include "support/contract.hpp"
@@ -136,6 +137,26 @@ TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {
     }
   }
   CHECK(p.graphs.replays() == 3);
+}
+
+TEST_CASE("cuda engine: decode steps take no memory") {
+  static int taken;
+  static void* (*take)(std::size_t);
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.composed()) continue;
+    CAPTURE(s.label);
+    Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
+    const int a = p.open(50, 1), b = p.open(60, 2);
+    for (int i = 0; i < 3; ++i) p.step({a, b});
+    CudaBackend counting = require_cuda("test");
+    take = counting.runtime.allocate;
+    taken = 0;
+    counting.runtime.allocate = [](std::size_t bytes) { return ++taken, take(bytes); };
+    replace_cuda_backend(&counting);
+    for (int i = 0; i < 5; ++i) p.step({a, b});
+    replace_cuda_backend(nullptr);
+    CHECK(taken == 0);
+  }
 }
 
 TEST_CASE("cuda engine: an observer sees every step of what was a graph") {
