@@ -1,0 +1,30 @@
+#include "run/device.hpp"
+
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+
+#include "base/backend.hpp"
+
+using namespace kvlab;
+
+TEST_CASE("backend: what the words mean on this machine") {
+  const Device usual = cuda_backend() ? Device::cuda : Device::cpu;
+  CHECK(choose_device("cpu", {DType::bf16}, "x.yaml:1:1") == Device::cpu);
+  CHECK(choose_device("auto", {DType::bf16}, "x.yaml:1:1") == usual);
+  CHECK(choose_device("auto", {DType::bf16, DType::f32}, "x.yaml:1:1") == Device::cpu);
+  Experiment e;
+  e.models.resize(1);
+  CHECK(with_backend(e).backend == (usual == Device::cuda ? "cuda" : "cpu"));
+  CHECK(device_of(with_backend(e)) == usual);
+  e.backend = "cuda";
+  e.backend_where = "x.yaml:7:10";
+  if (cuda_backend()) return;
+  try {
+    with_backend(e);
+    FAIL("not refused");
+  } catch (const Error& error) {
+    CHECK(error.code() == Errc::device);
+    CHECK(error.where() == "x.yaml:7:10");
+    CHECK_THAT(error.what(), Catch::Contains("wanted a usable GPU"));
+  }
+}
