@@ -226,7 +226,8 @@ std::string csv(const std::vector<SummaryRow>& rows) {
 std::string head_of(const RunInfo& info) {
   std::string head = "kvlab " + info.kvlab_version;
   if (!info.git_commit.empty()) head += " (" + info.git_commit + ")";
-  for (const std::string& part : {info.created_utc, info.host, info.gpu.empty() ? info.cpu : info.gpu, info.backend})
+  for (const std::string& part :
+       {info.created_utc, info.host, info.backend == "cuda" ? info.gpu : info.cpu, info.backend})
     if (!part.empty()) head += ", " + part;
   if (info.threads > 0) head += fmt::format(", {} threads", info.threads);
   return one_line(head);
