@@ -9,8 +9,10 @@
 
 #include "base/backend.hpp"
 #include "base/cpu.hpp"
+#include "base/text.hpp"
 #include "base/version.hpp"
 #include "model/bundled.hpp"
+#include "model/synthetic.hpp"
 
 namespace fs = std::filesystem;
 
@@ -54,6 +56,7 @@ std::string models_text() {
       text += fmt::format("{:<20} not there: {}\n", model, e.message());
     }
   }
+  text += fmt::format("{:<20} random weights: {}\n", "synthetic/NAME", join(synthetic_names()));
   return text;
 }
 
