@@ -364,6 +364,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
 Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved) {
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
+  if (reserved) store_.count_edits_anew();
   embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];

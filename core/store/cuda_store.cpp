@@ -315,6 +315,11 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   return Fit::ok;
 }
 
+void CudaStore::count_edits_anew() {
+  auto* counters = counters_.as<CudaStoreCounters>();
+  zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
+}
+
 bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;

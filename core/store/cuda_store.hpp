@@ -40,6 +40,8 @@ class CudaStore final : public Store {
   // caller runs it, and after_step.
   // reserved: reserve_step did the first part.
   Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
+  // In a graph: its edits, whose numbers are the same at every launch, count each time.
+  void count_edits_anew();
   // Frames for one more token of every row in all layers, or nothing and false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
   void after_step(int layer, const std::vector<std::int32_t>& slots);

@@ -108,6 +108,22 @@ TEST_CASE("cuda engine: steps of a selecting policy and of one that is done with
   CHECK(known == 4);
 }
 
+TEST_CASE("cuda engine: every launch of a graph counts what its edits change") {
+  test::Subject quest;
+  for (const test::Subject& s : test::subjects().list())
+    if (s.label == "quest") quest = s;
+  REQUIRE(quest.spec.selector);
+  auto values = quest.spec.selector->params.values();
+  values["dense_layers"] = std::int64_t{1};  // one layer is left
+  quest.spec.selector->params = Params(values);
+  Pair p(test::with_budget(quest.spec, BudgetAmount::tokens, 40));
+  const int a = p.open(70, 1);
+  for (int i = 0; i < 6; ++i) p.step({a});
+  CHECK(p.graphs.replays() == 5);
+  CHECK(p.graphs.fired() == 6);
+  CHECK(p.eager.fired() == 6);
+}
+
 TEST_CASE("cuda engine: policies that act on the host at decode steps are not replayed") {
   for (const test::Subject& s : test::subjects().list()) {
     const bool ratio = s.label == "quest";
