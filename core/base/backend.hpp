@@ -16,6 +16,7 @@ struct Allotment;
 
 namespace ops {
 struct AttendArgs;
+struct PromptArgs;
 struct LinearArgs;
 struct NormArgs;
 struct EmbedArgs;
@@ -63,6 +64,7 @@ struct CudaRuntime {
 // The ops of kvlab/ops.hpp and ops/*.hpp on device memory; arguments mean what those headers say.
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
+  bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
@@ -132,7 +134,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 5;
+  static constexpr int version = 6;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

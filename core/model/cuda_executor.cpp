@@ -7,7 +7,7 @@
 #include "base/backend.hpp"
 #include "base/part_timer.hpp"
 #include "model/cuda_kernels.hpp"
-#include "ops/attend.hpp"
+#include "ops/attend_cuda.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/paged.hpp"
 #include "ops/rope_rank_cuda.hpp"
@@ -245,8 +245,17 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
 void CudaExecutor::attend_chunk(const PagedKv& all, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
+  if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
+  if (c.sliding_window == 0) {
+    const PartTimer timer(Part::attend);
+    ops::PromptArgs a;
+    a.kv = all;
+    a.queries = turned(tokens, 0, c.heads);
+    a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
+    a.sums = sums;
+    if (cuda().attend_prompt(a, stream_.handle())) return;
+  }
   if (!sums) return attend(all, 0, nullptr, {});
-  zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
   constexpr std::int64_t block = 32;  // rows whose mass is there at once
   float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
   for (std::int64_t at = 0; at < tokens; at += block) {

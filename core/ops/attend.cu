@@ -3,12 +3,8 @@
 // One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line that is cut into equal
 // parts, one a block, so that ragged batches and long single sequences fill the machine alike. In a block every warp
 // runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of a unit, tensor
-// cores compute S^T = K Q^T and O^T += V^T P^T with the query heads of the group as columns. Which token is which row
-// of a tile, and which element of head_dim which row of O^T, is free: the maps below make every shared-memory load 16
-// bytes wide and free of bank conflicts (head_dim 64 and 128) without a transposing load. Blocks that share a pair
-// leave partial results; the last one to arrive merges them in the order of the line.
-#include <cuda.h>
-
+// cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair leave partial
+// results; the last one to arrive merges them in the order of the line.
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -18,14 +14,13 @@
 #include "base/scratch.cuh"
 #include "ops/attend.hpp"
 #include "ops/attend_cuda.hpp"
+#include "ops/attend_unit.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int unit_tokens = 16;
 constexpr int max_pairs = 1024;  // (row, KV head) pairs of one launch
-constexpr float log2e = 1.4426950408889634f, ln2 = 0.6931471805599453f;
 
 struct Args {
   const PageEntry* table;
@@ -50,38 +45,6 @@ struct Args {
   bool joint;   // a page's keys and values are one piece of a unit's size
   float scale;  // of the scores, times log2(e)
 };
-
-template <int Dim>
-struct Shape {
-  static constexpr int row_bytes = Dim * 2;
-  static constexpr int side_bytes = unit_tokens * row_bytes;
-  static constexpr int unit_bytes = 2 * side_bytes;
-  static constexpr int steps = Dim / 16;                // of the contraction over head_dim
-  static constexpr int tiles = Dim / 16;                // of 16 rows of O^T
-  static constexpr int vector = Dim % 64 == 0 ? 8 : 4;  // elements of one load of V
-  static constexpr int vectors = Dim / 8 / vector;      // loads a lane makes of one row of V
-};
-
-// Token of tile row g, 0 <= g < 8; row g + 8 is 8 tokens on. Pairs (2i, 2i + 1) differ in the bit that moves a
-// 16-byte chunk into the other half of a swizzled 128-byte row, and the even rows, like the odd ones, lie in rows that
-// are swizzled differently.
-template <int Dim>
-__device__ __forceinline__ int token_of(int g) {
-  const int q = g >> 1;
-  if constexpr (Dim == 64) return g & 1 ? (2 * q ^ 4) + 1 : 2 * q;
-  if constexpr (Dim == 128) return g & 1 ? 4 + (q ^ 2) : q;
-  return g;
-}
-
-// Where a byte of a unit's side lies after the 128-byte swizzle of a bulk copy.
-__device__ __forceinline__ unsigned swizzled(unsigned offset) { return offset ^ ((offset >> 3) & 0x70u); }
-
-// Element of head_dim that a lane's e-th element of V is.
-template <int Dim>
-__device__ __forceinline__ int element_of(int g, int e) {
-  constexpr int v = Shape<Dim>::vector;
-  return (g + 8 * (e / v)) * v + e % v;
-}
 
 __device__ __forceinline__ int tokens_of_pair(const Args& a, int pair) {
   const int row = pair / a.kv_heads, head = pair % a.kv_heads;
@@ -114,7 +77,7 @@ __device__ __forceinline__ Unit locate(const Args& a, const int* first, int pair
   if (a.page_size >= unit_tokens) {
     const int per_page = a.page_size / unit_tokens, i = u / per_page, sub = u % per_page;
     const int page = list ? list[i] : i;
-    out.y0 = entries[page].frame + sub * (Shape<Dim>::side_bytes / 128);
+    out.y0 = entries[page].frame + sub * (UnitShape<Dim>::side_bytes / 128);
     out.place0 = page * a.page_size + sub * unit_tokens;
     out.y1 = -1, out.place1 = 0;
   } else {
@@ -165,7 +128,7 @@ __device__ void count_units(const Args& a, int pairs, int* first, int* warp_sum)
 template <class T, int Dim, int ColumnTiles>
 __global__ void __launch_bounds__(256, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap map) {
-  using S = Shape<Dim>;
+  using S = UnitShape<Dim>;
   constexpr int heads_room = 8 * ColumnTiles;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int pairs = a.rows * a.kv_heads, group = a.group;
@@ -232,8 +195,7 @@ __global__ void __launch_bounds__(256, 1)
   };
   for (int i = 0; i < a.stages && i < items; ++i) issue(i, ahead);
 
-  const int row0 = token_of<Dim>(g), row1 = row0 + 8;                     // tokens of tile rows g and g + 8
-  const int even = token_of<Dim>(2 * q), odd = token_of<Dim>(2 * q + 1);  // tokens of P^T's rows 2q, 2q + 1
+  const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
 
   int pair = 0;
   {
@@ -258,12 +220,7 @@ __global__ void __launch_bounds__(256, 1)
       const float* from = a.queries + row * a.query_row + (kv_head * group + min(head, group - 1)) * a.query_head;
       const float factor = head < group ? 1.f : 0.f;
 #pragma unroll
-      for (int s = 0; s < S::steps; ++s) {
-        const float2 x = *reinterpret_cast<const float2*>(from + ((s / 2) * 4 + q) * 8 + (s % 2) * 4);
-        const float2 y = *reinterpret_cast<const float2*>(from + ((s / 2) * 4 + q) * 8 + (s % 2) * 4 + 2);
-        qf[c][s][0] = Pair<T>::pack(x.x * factor, x.y * factor);
-        qf[c][s][1] = Pair<T>::pack(y.x * factor, y.y * factor);
-      }
+      for (int j = 0; j < S::steps / 2; ++j) pack_query<T>(from, factor, q, j, qf[c][2 * j], qf[c][2 * j + 1]);
     }
     float o[ColumnTiles][S::tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
 #pragma unroll
@@ -281,18 +238,7 @@ __global__ void __launch_bounds__(256, 1)
       barrier_wait(my_barrier + 8 * stage, (i / a.stages) & 1);
 
       float s[ColumnTiles][4];
-#pragma unroll
-      for (int c = 0; c < ColumnTiles; ++c) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0;
-#pragma unroll
-      for (int j = 0; j < S::steps / 2; ++j) {
-        const uint4 k0 = load_shared16(keys + swizzled(row0 * S::row_bytes + (4 * j + q) * 16));
-        const uint4 k1 = load_shared16(keys + swizzled(row1 * S::row_bytes + (4 * j + q) * 16));
-#pragma unroll
-        for (int c = 0; c < ColumnTiles; ++c) {
-          mma16816<T>(s[c], k0.x, k1.x, k0.y, k1.y, qf[c][2 * j][0], qf[c][2 * j][1]);
-          mma16816<T>(s[c], k0.z, k1.z, k0.w, k1.w, qf[c][2 * j + 1][0], qf[c][2 * j + 1][1]);
-        }
-      }
+      score_unit<T, Dim>(keys, row0, row1, q, qf, s);
       bool seen0 = row0 < valid, seen1 = row1 < valid;
       if (a.window > 0 || a.mass) {
         const int place0 = __shfl_sync(~0u, current.place0, i % 32), place1 = __shfl_sync(~0u, current.place1, i % 32);
@@ -322,66 +268,14 @@ __global__ void __launch_bounds__(256, 1)
       unsigned p[ColumnTiles][2];
 #pragma unroll
       for (int c = 0; c < ColumnTiles; ++c) {
-        float top[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           s[c][h] = seen0 ? s[c][h] * a.scale : -INFINITY;
           s[c][2 + h] = seen1 ? s[c][2 + h] * a.scale : -INFINITY;
-          top[h] = fmaxf(s[c][h], s[c][2 + h]);
         }
-        // The running maximum, the same in all lanes of a head, moves rarely.
-        if (__any_sync(~0u, top[0] > high[c][0] || top[1] > high[c][1])) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            for (int d = 4; d < 32; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], d));
-            const float fresh = fmaxf(top[h], high[c][h]);
-            const float shrink = high[c][h] == -INFINITY ? 0.f : exp2_fast(high[c][h] - fresh);
-            high[c][h] = fresh;
-            sum[c][h] *= shrink;
-#pragma unroll
-            for (int t = 0; t < S::tiles; ++t) o[c][t][h] *= shrink, o[c][t][2 + h] *= shrink;
-          }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float shift = high[c][h] == -INFINITY ? 0.f : high[c][h];
-          s[c][h] = exp2_fast(s[c][h] - shift);
-          s[c][2 + h] = exp2_fast(s[c][2 + h] - shift);
-          sum[c][h] += s[c][h] + s[c][2 + h];
-        }
-        p[c][0] = transpose8x8(Pair<T>::pack(s[c][0], s[c][1]));
-        p[c][1] = transpose8x8(Pair<T>::pack(s[c][2], s[c][3]));
+        soften_unit<T>(s[c], high[c], sum[c], o[c], p[c]);
       }
-
-      // Frames have room for tokens that are not there; what lies in it may be anything, also NaN.
-      const bool partial = valid < unit_tokens;
-      const int lane_tokens[4] = {even, odd, even + 8, odd + 8};
-#pragma unroll
-      for (int v = 0; v < S::vectors; ++v) {
-        unsigned w[4][S::vector / 2];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          const unsigned from = values + swizzled(lane_tokens[t] * S::row_bytes + (g + 8 * v) * S::vector * 2);
-          if constexpr (S::vector == 8) {
-            const uint4 x = load_shared16(from);
-            w[t][0] = x.x, w[t][1] = x.y, w[t][2] = x.z, w[t][3] = x.w;
-          } else {
-            const uint2 x = load_shared8(from);
-            w[t][0] = x.x, w[t][1] = x.y;
-          }
-          if (partial && lane_tokens[t] >= valid)
-#pragma unroll
-            for (int e = 0; e < S::vector / 2; ++e) w[t][e] = 0;
-        }
-#pragma unroll
-        for (int e = 0; e < S::vector / 2; ++e) {
-          const int tile = v * (S::vector / 2) + e;
-          const unsigned a0 = __byte_perm(w[0][e], w[1][e], 0x5410), a1 = __byte_perm(w[0][e], w[1][e], 0x7632),
-                         a2 = __byte_perm(w[2][e], w[3][e], 0x5410), a3 = __byte_perm(w[2][e], w[3][e], 0x7632);
-#pragma unroll
-          for (int c = 0; c < ColumnTiles; ++c) mma16816<T>(o[c][tile], a0, a1, a2, a3, p[c][0], p[c][1]);
-        }
-      }
+      add_unit<T, Dim>(values, valid, g, q, p, o);
       __syncwarp();
       const int next = i + a.stages;
       if (next % 32 == 0 && next < items + 32) {
@@ -499,34 +393,9 @@ __global__ void fill_kernel(float* out, std::int64_t row, std::int64_t head, int
   for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < tokens; t += gridDim.x * blockDim.x) x[t] = value;
 }
 
-// The whole tier as rows of 128 bytes; nothing past what the cache names is ever asked for.
-const CUtensorMap& tensor_map(const void* base, int box_rows, bool half) {
-  static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, bool>, CUtensorMap> maps;
-  const std::lock_guard lock(mutex);
-  const auto key = std::make_tuple(base, box_rows, half);
-  if (const auto found = maps.find(key); found != maps.end()) return found->second;
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cuda::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
-              "cuTensorMapEncodeTiled");
-  if (!entry)
-    throw Error(Errc::device, "got a driver without cuTensorMapEncodeTiled, wanted CUDA 12 or newer", "op attend");
-  CUtensorMap map;
-  const cuuint64_t extent[] = {64, 0x7fffffff}, stride[] = {128};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};
-  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base),
-      extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS)
-    throw Error(Errc::device, "got error " + std::to_string(status) + " for a map of 128-byte rows", "op attend");
-  return maps.emplace(key, map).first->second;
-}
-
 template <class T, int Dim, int ColumnTiles>
 void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
-  using S = Shape<Dim>;
+  using S = UnitShape<Dim>;
   const int warps = Dim > 128 ? 4 : 8, pairs = a.rows * a.kv_heads;
   const std::int64_t fixed = std::int64_t{warps} * a.group * (2 + Dim) * 4 + (pairs + 1) * 4;
   const std::int64_t limit = cuda::shared_bytes() - 1024;  // static shared memory, aligned
@@ -556,6 +425,31 @@ void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t str
 }
 
 }  // namespace
+
+// Nothing past what the cache names is ever asked for.
+const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, bool>, CUtensorMap> maps;
+  const std::lock_guard lock(mutex);
+  const auto key = std::make_tuple(base, box_rows, half);
+  if (const auto found = maps.find(key); found != maps.end()) return found->second;
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cuda::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+              "cuTensorMapEncodeTiled");
+  if (!entry)
+    throw Error(Errc::device, "got a driver without cuTensorMapEncodeTiled, wanted CUDA 12 or newer", "op attend");
+  CUtensorMap map;
+  const cuuint64_t extent[] = {64, 0x7fffffff}, stride[] = {128};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};
+  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+      &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base),
+      extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS)
+    throw Error(Errc::device, "got error " + std::to_string(status) + " for a map of 128-byte rows", "op attend");
+  return maps.emplace(key, map).first->second;
+}
 
 bool attend_pipelined(const AttendArgs& in) {
   const PagedKv& kv = in.kv;
@@ -606,7 +500,7 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   a.joint =
       kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
   const CUtensorMap& map =
-      tensor_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
+      unit_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     a.rows = std::min(at_once, kv.rows - begin);

@@ -11,4 +11,15 @@ bool attend_pipelined(const AttendArgs& a);
 // Any codec, head_dim, page size, group and regime; plain loops.
 void attend_any_cuda(const AttendArgs& a, void* stream);
 
+// A prompt's chunk: row r is its r-th token and sees what row r - 1 sees and one token more, itself.
+struct PromptArgs {
+  PagedKv kv;                    // every row in the same slot's pages, which have the chunk already
+  View<const float, 3> queries;  // [row, query head, head_dim], rotated; rows and heads 16-byte aligned
+  float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
+  View<float, 3> out;            // [row, query head, head_dim]
+  View<float, 2> sums;  // optional: [query head, place] sums of the rows' probabilities; kept where no token is
+};
+// false, and nothing done, for what attend_pipelined does not take either.
+bool attend_prompt_cuda(const PromptArgs& a, void* stream);
+
 }  // namespace kvlab::ops

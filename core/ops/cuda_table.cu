@@ -11,6 +11,7 @@ namespace kvlab {
 void fill_cuda_ops(CudaOps& t);
 void fill_cuda_ops(CudaOps& t) {
   t.attend = ops::attend_cuda;
+  t.attend_prompt = ops::attend_prompt_cuda;
   t.linear = ops::linear_cuda;
   t.linear_stream = ops::linear_stream_cuda;
   t.linear_blas = ops::linear_blas_cuda;

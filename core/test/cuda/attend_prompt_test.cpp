@@ -1,0 +1,134 @@
+#include <catch2/catch.hpp>
+#include <limits>
+#include <numeric>
+
+#include "ops/attend.hpp"
+#include "ops/attend_cuda.hpp"
+#include "support/device_cache.hpp"
+#include "support/paged_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+struct Case {
+  PagedOptions options;  // one row
+  int group = 1, tokens = 1;
+  std::vector<int> past;  // [kv_head], cycled
+};
+
+double relative(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    if (!std::isfinite(a[i])) return 1e30;
+    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+    norm += double{b[i]} * b[i];
+  }
+  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+}
+
+// As the executor gives a chunk: its rows share a slot's pages and have lengths of their own.
+void compare(const Case& c, unsigned seed) {
+  const PagedOptions& o = c.options;
+  PagedFixture cache(o);
+  std::mt19937 rng(seed);
+  std::vector<std::int32_t> lengths, rows(static_cast<std::size_t>(c.tokens)), zeros(rows.size(), 0);
+  std::iota(rows.begin(), rows.end(), 0);
+  int longest = 0;
+  for (int h = 0; h < o.kv_heads; ++h) {
+    const int n = c.past[static_cast<std::size_t>(h) % c.past.size()] + c.tokens;
+    cache.fill_random(0, h, n, rng);
+    longest = std::max(longest, n);
+  }
+  for (int t = 0; t < c.tokens; ++t)
+    for (int h = 0; h < o.kv_heads; ++h) lengths.push_back(c.past[static_cast<std::size_t>(h) % c.past.size()] + t + 1);
+  const auto chunk = [&](PagedKv kv, const std::int32_t* length, const std::int32_t* slots) {
+    kv.table.extent[0] = c.tokens, kv.table.stride[0] = 0;
+    kv.length = View<const std::int32_t, 2>::dense(length, {c.tokens, o.kv_heads});
+    kv.slots = slots;
+    kv.rows = c.tokens;
+    return kv;
+  };
+  const int heads = o.kv_heads * c.group;
+  std::normal_distribution<float> normal;
+  std::vector<float> q(static_cast<std::size_t>(c.tokens * heads * o.head_dim));
+  for (float& x : q) x = static_cast<float>(bf16(2 * normal(rng)));
+  Guarded<3> out({c.tokens, heads, o.head_dim}), mass({c.tokens, heads, longest});
+  ops::AttendArgs a;
+  a.kv = chunk(cache.view(), lengths.data(), rows.data());
+  a.queries = View<const float, 3>::dense(q.data(), {c.tokens, heads, o.head_dim});
+  a.out = out.view();
+  a.mass = mass.view();
+  ops::attend_reference(a);
+  std::vector<double> sums(static_cast<std::size_t>(heads * longest));
+  const std::vector<float> expected = out.values(), each = mass.values();
+  for (std::size_t i = 0; i < each.size(); ++i) sums[i % sums.size()] += each[i];
+  const std::vector<float> expected_sums(sums.begin(), sums.end());
+
+  OnDevice device;
+  const std::vector<float> nan_out(expected.size(), std::numeric_limits<float>::quiet_NaN());
+  std::vector<float> zero_sums(sums.size());
+  ops::PromptArgs b;
+  b.kv = chunk(device.put(cache.view(), cache.arena_bytes()), device.put(lengths.data(), lengths.size()),
+               device.put(rows.data(), rows.size()));
+  b.queries = device.put(a.queries);
+  for (const bool with_sums : {false, true}) {
+    CAPTURE(with_sums);
+    b.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {c.tokens, heads, o.head_dim}));
+    b.sums = with_sums ? device.put(View<float, 2>::dense(zero_sums.data(), {heads, longest})) : View<float, 2>{};
+    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    CHECK(relative(device.get(b.out), expected) < 6e-3);
+    if (!with_sums) continue;
+    const std::vector<float> got = device.get(b.sums);
+    CHECK(relative(got, expected_sums) < 6e-3);
+    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    CHECK(device.get(b.sums) == got);  // the same bits, run after run
+  }
+}
+
+}  // namespace
+
+TEST_CASE("cuda attend_prompt equals the reference for every head size, page size and group") {
+  unsigned seed = 1;
+  for (const int dim : {64, 96, 128, 256})
+    for (const int page : {8, 16, 32, 64}) {
+      if (dim == 96 && page == 8) continue;
+      const int group = std::array{1, 3, 4, 7}[seed % 4];
+      CAPTURE(dim, page, group);
+      Case c;
+      c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = page;
+      c.options.dtype = DType::bf16;
+      c.options.max_pages = 300 / page + 1;
+      c.group = group;
+      c.past = {0}, c.tokens = 45;
+      compare(c, seed++);
+      c.past = {70, 3}, c.tokens = 37;
+      compare(c, seed++);
+    }
+}
+
+TEST_CASE("cuda attend_prompt: chunks of one token, of whole tiles, with a long past") {
+  Case c;
+  c.options.kv_heads = 1, c.options.head_dim = 64, c.options.page_size = 16, c.options.dtype = DType::bf16;
+  c.options.max_pages = 80;
+  c.group = 2;
+  unsigned seed = 100;
+  for (const auto& [past, tokens] :
+       std::vector<std::pair<int, int>>{{0, 1}, {15, 1}, {16, 1}, {0, 32}, {0, 64}, {64, 64}, {1000, 40}, {1, 300}}) {
+    CAPTURE(past, tokens);
+    c.past = {past}, c.tokens = tokens;
+    compare(c, seed++);
+  }
+}
+
+TEST_CASE("cuda attend_prompt leaves what it cannot do to attend") {
+  PagedOptions o;
+  o.head_dim = 80, o.page_size = 16, o.dtype = DType::bf16;
+  PagedFixture cache(o);
+  std::mt19937 rng(1);
+  cache.fill_random(0, 0, 3, rng);
+  ops::PromptArgs a;
+  a.kv = cache.view();
+  CHECK_FALSE(cuda_backend()->ops.attend_prompt(a, nullptr));
+}
