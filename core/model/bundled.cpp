@@ -37,6 +37,17 @@ std::filesystem::path smollm2() {
       "bundled/smollm2");
 }
 
+std::filesystem::path resolve(const std::string& path, const std::filesystem::path& base_dir, const char* kind,
+                              const char* wanted) {
+  if (path == "bundled/smollm2") return smollm2();
+  const bool ours = path.starts_with(bundled);
+  const std::filesystem::path full = ours ? data_dir() / "models" / path.substr(bundled.size()) : base_dir / path;
+  if (path.empty() || !std::filesystem::exists(full))
+    throw Error(Errc::model, fmt::format("got {} '{}' and nothing at {}, wanted {}", kind, path, full.string(), wanted),
+                path);
+  return full;
+}
+
 }  // namespace
 
 std::filesystem::path model_cache() {
@@ -61,22 +72,16 @@ std::filesystem::path data_dir() {
 }
 
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir) {
-  if (path == "bundled/smollm2") return smollm2();
-  const bool ours = path.starts_with(bundled);
-  const std::filesystem::path full = ours ? data_dir() / "models" / path.substr(bundled.size()) : base_dir / path;
-  if (path.empty() || !std::filesystem::exists(full))
-    throw Error(
-        Errc::model,
-        fmt::format("got model '{}' and nothing at {}, wanted a .gguf file or a model folder", path, full.string()),
-        path);
-  return full;
+  return resolve(path, base_dir, "model", "a .gguf file or a model folder");
 }
 
 std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
                                        const std::filesystem::path& base_dir) {
   auto model = path.starts_with(synthetic_prefix) ? open_synthetic(path.substr(std::strlen(synthetic_prefix)))
                                                   : open_checkpoint(resolve_model_path(path, base_dir));
-  return adapter.empty() ? std::move(model) : merge_adapter(std::move(model), resolve_model_path(adapter, base_dir));
+  if (adapter.empty()) return model;
+  return merge_adapter(std::move(model), resolve(adapter, base_dir, "adapter",
+                                                 "a folder with adapter_config.json and adapter_model.safetensors"));
 }
 
 std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir) {

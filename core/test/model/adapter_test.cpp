@@ -2,6 +2,8 @@
 
 #include <catch2/catch.hpp>
 
+#include "model/bundled.hpp"
+#include "support/golden.hpp"
 #include "test/model/tiny_models.hpp"
 
 using namespace kvlab;
@@ -139,6 +141,8 @@ TEST_CASE("adapters that do not fit are refused by name") {
   std::filesystem::remove(f.folder() / "adapter_model.safetensors");
   CHECK_THAT(f.refusal(), says("adapter_model.safetensors"));
   CHECK_THROWS_AS(merge_adapter(f.base(), f.folder() / "absent"), Error);
+  CHECK_THROWS_WITH(open_model(test::golden("tiny/llama-gqa3").string(), "absent", f.folder().path()),
+                    says("got adapter 'absent'") && says("adapter_config.json"));
 }
 
 TEST_CASE("a broken adapter file is refused or read, never followed out of the file") {

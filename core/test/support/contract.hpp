@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -16,6 +15,7 @@
 #include "host/parameters.hpp"
 #include "model/checkpoint.hpp"
 #include "support/golden.hpp"
+#include "support/library_under_test.hpp"
 #include "support/quick.hpp"
 
 namespace kvlab::test {
@@ -51,28 +51,28 @@ struct Subject {
   bool evicts() const { return spec.scorer.has_value(); }
 };
 
-// The plugins under test: of KVLAB_CONTRACT_LIBRARY, else of the build's own folder.
+// The policies under test.
 class Subjects {
  public:
-  Subjects() : registry_(places()), catalog_(registry_) {
+  Subjects() : registry_(library_under_test()), catalog_(registry_) {
     const auto scorers = all(Role::scorer), selectors = all(Role::selector), codecs = all(Role::codec);
     for (const PluginInfo* p : scorers)
-      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.scorer = use(*p); });
+      if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.scorer = use(*p); });
     for (const PluginInfo* p : selectors)
-      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
+      if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.selector = use(*p); });
     for (const PluginInfo* p : all(Role::policy))
-      if (tested(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
+      if (under_test(*p)) add(*p, p->name, [&](PolicySpec& s) { s.policy = use(*p); });
     for (const PluginInfo* p : all(Role::budget))
       for (const PluginInfo* scorer : scorers)
-        if (tested(*p))
+        if (under_test(*p))
           add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.split = use(*p); });
     for (const PluginInfo* p : codecs) {
-      if (tested(*p)) add(*p, "full+" + p->name, [&](PolicySpec& s) { s.codec = use(*p); });
+      if (under_test(*p)) add(*p, "full+" + p->name, [&](PolicySpec& s) { s.codec = use(*p); });
       for (const PluginInfo* scorer : scorers)
-        if (tested(*p) || tested(*scorer))
+        if (under_test(*p) || under_test(*scorer))
           add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.codec = use(*p); });
       for (const PluginInfo* selector : selectors)
-        if (tested(*p) || tested(*selector))
+        if (under_test(*p) || under_test(*selector))
           add(*p, selector->name + "+" + p->name,
               [&](PolicySpec& s) { s.selector = use(*selector), s.codec = use(*p); });
     }
@@ -80,6 +80,9 @@ class Subjects {
 
   const std::vector<Subject>& list() const { return subjects_; }
   std::shared_ptr<Policy> policy(const PolicySpec& spec) const { return build_policy(spec, catalog_); }
+  Instance<Scorer> scorer(const PolicySpec& spec) {
+    return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
+  }
 
   // The same with another value of a parameter of its scorer; nothing when it has no such choice.
   std::optional<PolicySpec> with(PolicySpec spec, const std::string& name, const std::string& word) {
@@ -92,16 +95,6 @@ class Subjects {
   }
 
  private:
-  static std::vector<std::filesystem::path> places() {
-    std::vector<std::filesystem::path> out;
-    if (const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY")) out.emplace_back(library);
-    return out;
-  }
-  static bool tested(const PluginInfo& p) {
-    const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
-    std::error_code ec;
-    return !library || std::filesystem::equivalent(p.library, library, ec);
-  }
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   // Defaults, but no dense layers: the tiny models have no more than those.
   static PluginUse use(const PluginInfo& p) {

@@ -15,6 +15,7 @@
 #include "model/gguf.hpp"
 #include "model/tokenizer_files.hpp"
 #include "run/task_env.hpp"
+#include "test/support/library_under_test.hpp"
 
 namespace kvlab::test {
 
@@ -31,7 +32,7 @@ class TaskFixture {
       : name_(std::move(task)),
         tokenizer_(test_vocabulary(vocabulary)),
         folder_(std::filesystem::temp_directory_path() / ("kvlab-" + name_ + "-" + std::to_string(getpid()))),
-        registry_({std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"}) {
+        registry_(library_under_test()) {
     std::filesystem::create_directories(folder_);
   }
   ~TaskFixture() { std::filesystem::remove_all(folder_); }

@@ -1,7 +1,8 @@
 // What holds for every task whose prompts are generated to a length, whoever wrote it.
 #include <algorithm>
 
-#include "test/support/task_fixture.hpp"
+#include "support/library_under_test.hpp"
+#include "support/task_fixture.hpp"
 
 using namespace kvlab;
 using test::TaskFixture;
@@ -10,10 +11,11 @@ using Given = std::map<std::string, ParamValue>;
 namespace {
 
 std::vector<std::string> generated() {
-  Registry registry({std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"});
+  Registry registry(test::library_under_test());
   std::vector<std::string> out;
   for (const PluginInfo* p : registry.list(Role::task))
-    if (std::any_of(p->params.begin(), p->params.end(), [](const ParamSpec& s) { return s.name == "context"; }))
+    if (test::under_test(*p) &&
+        std::any_of(p->params.begin(), p->params.end(), [](const ParamSpec& s) { return s.name == "context"; }))
       out.push_back(p->name);
   return out;
 }

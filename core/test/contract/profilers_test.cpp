@@ -1,0 +1,56 @@
+// What every profiler promises, whatever it measures.
+#include <catch2/catch.hpp>
+#include <fstream>
+
+#include "experiment/experiment.hpp"
+#include "result/profile_file.hpp"
+#include "run/profile.hpp"
+#include "support/golden.hpp"
+#include "support/library_under_test.hpp"
+#include "test/model/tiny_files.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+Profile profile(const std::string& profiler, const std::string& model, const std::string& text) {
+  Registry registry(test::library_under_test());
+  const RegistryCatalog catalog(registry);
+  const test::TempDir folder;
+  const std::string out = (folder / "p.h5").string();
+  std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/" + model).string()
+                                   << ", dtype: f32}\ntasks: [text: {" << text << "}]\nprofilers: [" << profiler
+                                   << "]\npage_size: 8\noutput: " << out << "\n";
+  REQUIRE(run_profile(load_experiment(folder / "e.yaml", {}, catalog), catalog, {"test", false, true}) == 0);
+  return results::read_profile(out).profilers.at(0).profile;
+}
+
+bool same(const Profile& a, const Profile& b) {
+  const auto bytes = [](const std::vector<float>& v) {
+    return std::string(reinterpret_cast<const char*>(v.data()), v.size() * sizeof(float));
+  };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](const auto& p, const auto& q) {
+    return p.first == q.first && p.second.extent == q.second.extent && bytes(p.second.values) == bytes(q.second.values);
+  });
+}
+
+}  // namespace
+
+TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text") {
+  Registry registry(test::library_under_test());
+  for (const PluginInfo* p : registry.list(Role::profiler)) {
+    if (!test::under_test(*p)) continue;
+    for (const char* model : {"llama-mha", "llama-gqa3", "llama-gqa4-rope3", "llama-mqa7"})
+      for (const char* text : {"prefix: 150, forced: 20, samples: 2", "prefix: 1, forced: 1"}) {
+        CAPTURE(p->name, model, text);
+        const Profile once = profile(p->name, model, text);
+        CHECK_FALSE(once.empty());
+        for (const auto& [name, array] : once) {
+          std::int64_t count = 1;
+          for (const std::int64_t e : array.extent) count *= e;
+          CHECK(count == static_cast<std::int64_t>(array.values.size()));
+        }
+        CHECK(same(profile(p->name, model, text), once));
+      }
+  }
+}

@@ -1,0 +1,65 @@
+// Scores that can be put in order.
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "host/compose.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+// The scorer under test, its scores looked at.
+class Watched final : public Scorer {
+ public:
+  Watched(Instance<Scorer> inner, int& calls) : inner_(std::move(inner)), calls_(calls) {}
+  Needs needs() const override { return inner_->needs(); }
+  Pins pins(int tokens) const override { return inner_->pins(tokens); }
+  void observe(const LayerKv& kv, Stream s) override { inner_->observe(kv, s); }
+  int every() const override { return inner_->every(); }
+  void score(const LayerKv& kv, Scores out, Stream s) override {
+    ++calls_;
+    for (int row = 0; row < kv.rows(); ++row)
+      for (int head = 0; head < kv.kv_heads(); ++head)
+        for (int t = 0; t < kv.pages.tokens(row, head); ++t) out(row, head, t) = NAN;
+    inner_->score(kv, out, s);
+    for (int row = 0; row < kv.rows(); ++row)
+      for (int head = 0; head < kv.kv_heads(); ++head)
+        for (int t = 0; t < kv.pages.tokens(row, head); ++t) {
+          CAPTURE(kv.layer, head, t);
+          REQUIRE_FALSE(std::isnan(out(row, head, t)));
+        }
+  }
+
+ private:
+  Instance<Scorer> inner_;
+  int& calls_;
+};
+
+}  // namespace
+
+TEST_CASE("every token has a score, and none is NaN") {
+  for (const std::string& name : group_models()) {
+    const auto model = tiny_model(name);
+    for (const Subject& s : subjects().list()) {
+      if (!s.evicts() || s.composed()) continue;
+      CAPTURE(name, s.label);
+      int calls = 0;
+      Composition parts;
+      parts.scorer = Instance<Scorer>(new Watched(subjects().scorer(s.spec), calls),
+                                      {nullptr, [](void* p) { delete static_cast<Watched*>(p); }});
+      if (parts.scorer->needs().window_queries() == 0) parts.every = 1;
+      parts.name = s.label;
+      Play p(model, with_budget(s.spec, BudgetAmount::tokens, 48));
+      EngineOptions options;
+      options.page_size = s.spec.page_size;
+      options.budget = {BudgetAmount::tokens, 48};
+      options.max_tokens = 192;
+      p.policy = compose(std::move(parts));
+      p.engine = std::make_unique<Engine>(model, p.policy, options);
+      p.run(test_text(112, model->config.vocab), test_text(4, model->config.vocab, 5));
+      CHECK(calls >= model->config.layers - p.policy->needs().dense_layers());
+    }
+  }
+}

@@ -1,0 +1,24 @@
+// The conformance suite is about the plugins of KVLAB_CONTRACT_LIBRARY, else about all of the build's own folder.
+#pragma once
+#include <cstdlib>
+#include <filesystem>
+#include <vector>
+
+#include "host/registry.hpp"
+
+namespace kvlab::test {
+
+// What a Registry is given to know them.
+inline std::vector<std::filesystem::path> library_under_test() {
+  const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
+  if (library) return {library};
+  return {std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"};
+}
+
+inline bool under_test(const PluginInfo& p) {
+  const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
+  std::error_code ec;
+  return !library || std::filesystem::equivalent(p.library, library, ec);
+}
+
+}  // namespace kvlab::test
