@@ -4,8 +4,13 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdint>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
 
+#include "base/sha256.hpp"
 #include "model/bundled.hpp"
+#include "model/mapped_file.hpp"
 #include "support/golden.hpp"
 #include "support/null_hooks.hpp"
 
@@ -100,24 +105,33 @@ TEST_CASE("a merged adapter gives transformers' and peft's logits in f32") {
   CHECK(worst(run(m, ids, n, n), expected, vocab) < 2e-5);
 }
 
-TEST_CASE("SmolLM2 gives transformers' logits on real text in f32") {
-  std::filesystem::path path;
-  try {
-    path = resolve_model_path("bundled/smollm2", "");
-  } catch (const Error& e) {
-    WARN("not checked, the model is not here: " << e.what());
-    return;
-  }
-  const auto m = model_at(path, DType::f32);
-  test::GoldenFile file(test::golden("smollm2_logits.bin"), "KVGOLD01");
+namespace {
+
+std::string text_at(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+nlohmann::json golden_json(const std::string& name) {
+  return nlohmann::json::parse(text_at(test::golden(name + "_logits.json")));
+}
+
+// Token ids of the texts; worst error of the model's logits, over the largest logit of each position.
+void compare_with_golden(const std::string& name, const std::shared_ptr<const Model>& m) {
+  test::GoldenFile file(test::golden(name + "_logits.bin"), "KVGOLD01");
   REQUIRE(file.get<std::uint32_t>() == 1);
   file.get<std::uint32_t>();
   const auto vocab = file.get<std::uint32_t>(), sampled = file.get<std::uint32_t>(), top = file.get<std::uint32_t>(),
              sequences = file.get<std::uint32_t>();
+  REQUIRE(m->config.vocab == static_cast<int>(vocab));
   const auto sampled_ids = file.many<std::int32_t>(sampled);
+  const auto about = golden_json(name).at("sequences");
   for (std::uint32_t s = 0; s < sequences; ++s) {
     const auto n = file.get<std::uint32_t>();
     const auto ids = file.many<std::int32_t>(n);
+    auto encoded = m->tokenizer->encode(text_at(test::golden(about.at(s).at("text"))), false, false);
+    REQUIRE(encoded.size() >= n);
+    encoded.resize(n);
+    CHECK(encoded == ids);
     const auto scale = file.many<float>(n), at_sampled = file.many<float>(std::size_t{n} * sampled);
     const auto top_ids = file.many<std::int32_t>(std::size_t{n} * top);
     const auto at_top = file.many<float>(std::size_t{n} * top);
@@ -130,8 +144,44 @@ TEST_CASE("SmolLM2 gives transformers' logits on real text in f32") {
       for (std::uint32_t i = 0; i < top; ++i)
         all = std::max<double>(all, std::abs(row[top_ids[t * top + i]] - at_top[t * top + i]) / scale[t]);
     }
-    CAPTURE(s);
+    CAPTURE(name, s);
     CHECK(all < 1e-3);
-    WARN("sequence " << s << ": worst error " << all);
+    WARN(name << ", sequence " << s << ": worst error " << all);
   }
+}
+
+// The golden is of the weights that are there: another training run needs another export.
+void check_exported_from(const std::string& name, const std::filesystem::path& weights) {
+  const std::string of = golden_json(name).at("files").at(weights.filename().string());
+  INFO(weights << " has changed: run tools/goldens/export_logits.py as its README says");
+  REQUIRE(sha256_hex(MappedFile(weights).text()) == of);
+}
+
+std::optional<std::filesystem::path> smollm2() {
+  try {
+    return resolve_model_path("bundled/smollm2", "");
+  } catch (const Error& e) {
+    WARN("not checked, the model is not here: " << e.what());
+    return {};
+  }
+}
+
+}  // namespace
+
+TEST_CASE("the bundled recall model gives transformers' logits on real text in f32") {
+  const std::filesystem::path folder = resolve_model_path("bundled/recall", "");
+  check_exported_from("recall", folder / "model.safetensors");
+  compare_with_golden("recall", model_at(folder, DType::f32));
+}
+
+TEST_CASE("SmolLM2 gives transformers' logits on real text in f32") {
+  if (const auto path = smollm2()) compare_with_golden("smollm2", model_at(*path, DType::f32));
+}
+
+TEST_CASE("SmolLM2 with the bundled adapter gives transformers' and peft's logits on real text in f32") {
+  const std::string adapter = "bundled/smollm2-recall";
+  check_exported_from("smollm2-recall", resolve_model_path(adapter, "") / "adapter_model.safetensors");
+  if (smollm2())
+    compare_with_golden("smollm2-recall",
+                        load_model(*open_model("bundled/smollm2", adapter, ""), DType::f32, "smollm2-recall"));
 }
