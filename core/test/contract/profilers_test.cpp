@@ -36,7 +36,7 @@ bool same(const Profile& a, const Profile& b) {
 
 }  // namespace
 
-TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text") {
+TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text", "[cpu]") {
   Registry registry(test::library_under_test());
   for (const PluginInfo* p : registry.list(Role::profiler)) {
     if (!test::under_test(*p)) continue;

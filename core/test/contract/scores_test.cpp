@@ -39,7 +39,7 @@ class Watched final : public Scorer {
 
 }  // namespace
 
-TEST_CASE("every token has a score, and none is NaN") {
+TEST_CASE("every token has a score, and none is NaN", "[cpu]") {
   for (const std::string& name : group_models()) {
     const auto model = tiny_model(name);
     for (const Subject& s : subjects().list()) {

@@ -41,7 +41,7 @@ bool same(const TaskSample& a, const TaskSample& b) {
 
 }  // namespace
 
-TEST_CASE("a generated prompt has exactly the tokens of its context") {
+TEST_CASE("a generated prompt has exactly the tokens of its context", "[cpu]") {
   for (const std::string& name : generated())
     for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
       const TaskFixture f(name, vocabulary);
@@ -55,7 +55,7 @@ TEST_CASE("a generated prompt has exactly the tokens of its context") {
     }
 }
 
-TEST_CASE("a generated prompt follows from seed and index alone") {
+TEST_CASE("a generated prompt follows from seed and index alone", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
     const TaskFixture f(name);
@@ -70,7 +70,7 @@ TEST_CASE("a generated prompt follows from seed and index alone") {
   }
 }
 
-TEST_CASE("turns and questions of a generated task fit its context, or it takes none") {
+TEST_CASE("turns and questions of a generated task fit its context, or it takes none", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
     const TaskFixture f(name);
@@ -88,7 +88,7 @@ TEST_CASE("turns and questions of a generated task fit its context, or it takes 
   }
 }
 
-TEST_CASE("a context too short for a generated prompt is refused by its length") {
+TEST_CASE("a context too short for a generated prompt is refused by its length", "[cpu]") {
   for (const std::string& name : generated()) {
     CAPTURE(name);
     const TaskFixture f(name);
