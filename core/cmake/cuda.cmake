@@ -31,4 +31,7 @@ target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAK
 # #554: view.hpp's conversion to const of what is const.
 target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -gencode=arch=compute_90a,code=sm_90a
   --expt-relaxed-constexpr -diag-suppress=554 -lineinfo $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
+if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+  target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)  # a tenth of the size
+endif()
 target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})

@@ -11,6 +11,7 @@ target_compile_features(kvlab_sdk INTERFACE cxx_std_20)
 target_compile_options(kvlab_sdk INTERFACE -fvisibility=hidden -fvisibility-inlines-hidden)
 
 install(TARGETS kvlab_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS kvlab_onednn LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 if(TARGET kvlab_cuda)
   install(TARGETS kvlab_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()

@@ -8,6 +8,7 @@
 
 #include "base/cpu.hpp"
 #include "ops/gemm_weights.hpp"
+#include "ops/onednn.hpp"
 
 namespace kvlab::ops {
 
@@ -23,7 +24,11 @@ Choice choice() {
   const char* value = std::getenv("KVLAB_GEMM");
   const std::string s = value ? value : "";
   if (s.empty()) return Choice::automatic;
-  if (s == "onednn") return Choice::onednn;
+  if (s == "onednn") {
+    if (!gemm::onednn())
+      throw Error(Errc::unsupported, "got KVLAB_GEMM=onednn, wanted libkvlab_onednn.so and oneDNN beside libkvlab.so");
+    return Choice::onednn;
+  }
   if (s == "portable") return Choice::portable;
   if (s == "avx2") {
     if (!has_avx2()) throw Error(Errc::unsupported, "got KVLAB_GEMM=avx2, wanted kernels that this CPU has");
@@ -34,7 +39,8 @@ Choice choice() {
 
 bool uses_onednn(Choice c, DType dtype) {
   if (c != Choice::automatic) return c == Choice::onednn;
-  return dtype == DType::bf16 ? gemm::onednn_has_bf16() : gemm::onednn_has_avx512();
+  const gemm::OneDnn* o = gemm::onednn();
+  return o && (dtype == DType::bf16 ? o->bf16 : o->avx512);
 }
 
 const Kernels& panel_kernels(Choice c) {
@@ -69,7 +75,7 @@ Linear Linear::pack(std::int64_t n, std::int64_t k, DType dtype, const Fill& fil
   l.impl_->n = n;
   l.impl_->k = k;
   l.impl_->weights =
-      uses_onednn(c, dtype) ? gemm::onednn_weights(n, k, dtype) : gemm::panel_weights(n, k, dtype, panel_kernels(c));
+      uses_onednn(c, dtype) ? gemm::onednn()->weights(n, k, dtype) : gemm::panel_weights(n, k, dtype, panel_kernels(c));
   const std::int64_t block = std::min<std::int64_t>(n, 4 * gemm::panel_width);
   std::vector<float> rows(static_cast<std::size_t>(block * k));
   for (std::int64_t begin = 0; begin < n; begin += block) {
@@ -98,7 +104,7 @@ std::string Linear::kernel() const { return impl_ ? impl_->weights->kernel() : "
 std::string bf16_kernel() {
   const Choice c = choice();
   if (!uses_onednn(c, DType::bf16)) return panel_name(panel_kernels(c), DType::bf16);
-  return gemm::onednn_has_bf16() ? "onednn bf16" : "onednn f32";
+  return gemm::onednn()->bf16 ? "onednn bf16" : "onednn f32";
 }
 
 }  // namespace kvlab::ops

@@ -1,3 +1,4 @@
+// libkvlab_onednn.so: what ops/onednn.hpp loads.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 
 #include "base/buffer.hpp"
 #include "ops/gemm_weights.hpp"
+#include "ops/onednn.hpp"
 #include "ops/row_kernels.hpp"
 
 namespace kvlab::ops::gemm {
@@ -20,6 +22,8 @@ bool effective_isa_has(dnnl::cpu_isa isa) {
   const int want = static_cast<int>(isa);
   return (static_cast<int>(dnnl::get_effective_cpu_isa()) & want) == want;
 }
+
+bool has_bf16() { return effective_isa_has(dnnl::cpu_isa::avx512_core_bf16); }
 
 // A prompt is multiplied this many rows at a time, so that few different primitives are ever made.
 constexpr std::int64_t max_rows = 512;
@@ -50,7 +54,7 @@ class OneDnnWeights final : public Weights {
       : n_(n),
         k_(k),
         rounded_(dtype == DType::bf16),
-        type_(rounded_ && onednn_has_bf16() ? memory::data_type::bf16 : memory::data_type::f32) {
+        type_(rounded_ && has_bf16() ? memory::data_type::bf16 : memory::data_type::f32) {
     weights_md_ = memory::desc({k_, n_}, type_, memory::format_tag::any);
     weights_md_ = descriptor(max_rows).weights_desc();
     if (weights_md_.data.format_kind != dnnl_blocked || weights_md_.data.extra.flags != 0)
@@ -194,22 +198,23 @@ class OneDnnWeights final : public Weights {
   mutable std::map<std::int64_t, Plan> plans_;
 };
 
-}  // namespace
-
-std::unique_ptr<Weights> onednn_weights(std::int64_t n, std::int64_t k, DType dtype) try {
+std::unique_ptr<Weights> weights(std::int64_t n, std::int64_t k, DType dtype) try {
   return std::make_unique<OneDnnWeights>(n, k, dtype);
 } catch (const dnnl::error& e) {
   throw Error(Errc::unsupported, std::string("oneDNN refused a matrix multiplication: ") + e.what());
 }
 
-bool onednn_has_bf16() {
-  static const bool yes = effective_isa_has(dnnl::cpu_isa::avx512_core_bf16);
-  return yes;
+void sgemm(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, const float* b, float* c) {
+  dnnl_sgemm('N', 'N', m, n, k, 1.f, a, k, b, n, 0.f, c, n);
 }
 
-bool onednn_has_avx512() {
-  static const bool yes = effective_isa_has(dnnl::cpu_isa::avx512_core);
-  return yes;
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void kvlab_onednn(OneDnn* out) {
+  out->weights = weights;
+  out->sgemm = sgemm;
+  out->bf16 = has_bf16();
+  out->avx512 = effective_isa_has(dnnl::cpu_isa::avx512_core);
 }
 
 }  // namespace kvlab::ops::gemm

@@ -23,10 +23,4 @@ class Weights {
 // dtype: f32 or bf16.
 std::unique_ptr<Weights> panel_weights(std::int64_t n, std::int64_t k, DType dtype, const Kernels& kernels);
 
-// bf16 is multiplied as bf16 where oneDNN can (activations are rounded too); elsewhere its rounded values are held and
-// multiplied as f32.
-std::unique_ptr<Weights> onednn_weights(std::int64_t n, std::int64_t k, DType dtype);
-bool onednn_has_bf16();    // AVX-512 with bf16, or AMX
-bool onednn_has_avx512();  // f32 GEMM twice as wide as our AVX2 kernels
-
 }  // namespace kvlab::ops::gemm

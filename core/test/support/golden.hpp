@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/error.hpp>
 
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -11,7 +12,8 @@
 namespace kvlab::test {
 
 inline std::filesystem::path golden(const std::string& name) {
-  return std::filesystem::path(KVLAB_SOURCE_DIR) / "core/test/golden" / name;
+  const char* moved = std::getenv("KVLAB_TEST_ROOT");  // a bundle's folder
+  return std::filesystem::path(moved ? moved : KVLAB_SOURCE_DIR) / "core/test/golden" / name;
 }
 
 class GoldenFile {
