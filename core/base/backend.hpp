@@ -46,7 +46,8 @@ struct CudaRuntime {
   void* (*new_stream)() = nullptr;
   void (*delete_stream)(void* stream) = nullptr;
   void (*synchronize)(void* stream) = nullptr;  // throws what the stream's kernels ran into
-  // What `work` gives to the stream, as one graph that can be launched again.
+  // What `work` gives to the stream, as one graph that can be launched again. Pageable memory that it copies from is
+  // read now.
   void* (*capture)(void* stream, void (*work)(void*), void* context) = nullptr;
   void (*launch)(void* graph, void* stream) = nullptr;
   void (*delete_graph)(void* graph) = nullptr;

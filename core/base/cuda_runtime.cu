@@ -1,10 +1,13 @@
 // Memory, streams and what a kernel keeps between calls; and the entry of libkvlab_cuda.so.
 #include <atomic>
 #include <cstdio>
+#include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <tuple>
+#include <vector>
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
@@ -98,6 +101,13 @@ __global__ void flush_kernel(const uint4* data, std::size_t count, unsigned* sin
   if (sum == 0x12345678u) *sink = sum;  // the reads must happen
 }
 
+struct Graph {
+  cudaGraphExec_t exec = nullptr;
+  std::vector<std::unique_ptr<std::byte[]>> read;  // host memory that its copies read
+};
+thread_local Graph* captured = nullptr;  // of the capture under way
+cudaGraphExec_t exec_of(void* graph) { return static_cast<Graph*>(graph)->exec; }
+
 // The flush reads more than the cache holds: after a write, the graph would pay for the lines that go back to memory.
 void time_graph(void* graph, void* handle, int runs, float* milliseconds) {
   const cudaStream_t stream = stream_of(handle);
@@ -112,7 +122,7 @@ void time_graph(void* graph, void* handle, int runs, float* milliseconds) {
     flush_kernel<<<8 * multiprocessors(), 512, 0, stream>>>(static_cast<const uint4*>(memory), flush / 16,
                                                             static_cast<unsigned*>(memory));
     check(cudaEventRecord(begin, stream), "time_graph");
-    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream), "time_graph");
+    check(cudaGraphLaunch(exec_of(graph), stream), "time_graph");
     check(cudaEventRecord(end, stream), "time_graph");
     check(cudaEventSynchronize(end), "time_graph");
     if (i >= 0) check(cudaEventElapsedTime(milliseconds + i, begin, end), "time_graph");
@@ -138,22 +148,38 @@ float time_work(void* handle, void (*work)(void*), void* context) {
   return ms;
 }
 
+void copy(void* to, const void* from, std::size_t bytes, void* stream) {
+  if (captured) {
+    cudaPointerAttributes a;
+    check(cudaPointerGetAttributes(&a, from), "cudaPointerGetAttributes");
+    if (a.type == cudaMemoryTypeUnregistered) {  // the graph reads it later, when it may be gone
+      captured->read.emplace_back(new std::byte[bytes]);
+      std::memcpy(captured->read.back().get(), from, bytes);
+      from = captured->read.back().get();
+    }
+  }
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "cudaMemcpyAsync");
+}
+
 void* capture(void* handle, void (*work)(void*), void* context) {
   const cudaStream_t stream = stream_of(handle);
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
   cudaGraph_t graph = nullptr;
+  auto out = std::make_unique<Graph>();
+  captured = out.get();
   try {
     work(context);
+    captured = nullptr;
   } catch (...) {
+    captured = nullptr;
     cudaStreamEndCapture(stream, &graph);
     if (graph) cudaGraphDestroy(graph);
     throw;
   }
   check(cudaStreamEndCapture(stream, &graph), "capture");
-  cudaGraphExec_t exec = nullptr;
-  check(cudaGraphInstantiate(&exec, graph, 0), "capture");
+  check(cudaGraphInstantiate(&out->exec, graph, 0), "capture");
   check(cudaGraphDestroy(graph), "capture");
-  return exec;
+  return out.release();
 }
 
 __global__ void read_kernel(const uint4* data, std::size_t count, unsigned* sink) {
@@ -256,9 +282,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo");
     return left;
   };
-  r.copy = [](void* to, const void* from, std::size_t bytes, void* stream) {
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "cudaMemcpyAsync");
-  };
+  r.copy = copy;
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
     check(cudaMemsetAsync(to, byte, bytes, stream_of(stream)), "cudaMemsetAsync");
   };
@@ -270,11 +294,10 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.delete_stream = [](void* s) { check(cudaStreamDestroy(stream_of(s)), "cudaStreamDestroy"); };
   r.synchronize = [](void* s) { check(cudaStreamSynchronize(stream_of(s)), "cudaStreamSynchronize"); };
   r.capture = capture;
-  r.launch = [](void* graph, void* s) {
-    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(s)), "cudaGraphLaunch");
-  };
+  r.launch = [](void* graph, void* s) { check(cudaGraphLaunch(exec_of(graph), stream_of(s)), "cudaGraphLaunch"); };
   r.delete_graph = [](void* graph) {
-    check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
+    const std::unique_ptr<Graph> all(static_cast<Graph*>(graph));
+    check(cudaGraphExecDestroy(all->exec), "cudaGraphExecDestroy");
   };
   r.scratch_moves = []() -> std::int64_t { return moves; };
   r.time_graph = time_graph;

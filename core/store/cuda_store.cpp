@@ -333,6 +333,8 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   }
   for (int l = 0; l < s.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
+  // The edits of a replayed step have the numbers of the captured one: not those of the edit before.
+  zero_memory(&counters_.as<CudaStoreCounters>()->last_edit, sizeof(CudaStoreCounters::last_edit), stream_);
   stale_ = true;
   return true;
 }

@@ -125,11 +125,11 @@ Stream* stream_of(void* handle) {
   return static_cast<Stream*>(handle);
 }
 
-// Host memory is read at once, device memory when it is the stream's turn.
+// Host memory is read at once, by a graph's copies when they are captured, device memory when it is the stream's turn.
 void copy(void* to, const void* from, std::size_t bytes, void* handle) {
   const std::lock_guard lock(mutex);
   Stream* s = stream_of(handle);
-  if (on_device(from) || s->capturing) return submit(s, [=] { std::memcpy(to, from, bytes); });
+  if (on_device(from)) return submit(s, [=] { std::memcpy(to, from, bytes); });
   const auto* begin = static_cast<const std::byte*>(from);
   submit(s, [to, kept = std::vector<std::byte>(begin, begin + bytes)] { std::memcpy(to, kept.data(), kept.size()); });
 }
