@@ -101,8 +101,8 @@ class ExperimentReader {
       model.dtype = dtype == "f32" ? DType::f32 : dtype == "fp16" ? DType::f16 : DType::bf16;
       const Node *adapter = map.take("adapter"), *synthetic = map.take("synthetic");
       if (synthetic) {
-        const auto value =
-            read_value(*synthetic, make_choice("synthetic", synthetic_names(), "a shape with random weights"), problems_);
+        const auto value = read_value(
+            *synthetic, make_choice("synthetic", synthetic_names(), "a shape with random weights"), problems_);
         model.path = synthetic_prefix + (value ? std::get<std::string>(*value) : "");
         if (path) problems_.add(path->place, "got a path beside synthetic, wanted one of them");
         if (adapter) problems_.add(adapter->place, "got an adapter of a synthetic model, wanted a model from files");

@@ -18,8 +18,8 @@ std::filesystem::path data_dir();
 // -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir);
 
-// The model at `path` ("synthetic/NAME": model/synthetic.hpp) with the PEFT adapter at `adapter` merged into it ("": none); both as resolve_model_path has
-// them.
+// The model at `path` ("synthetic/NAME": model/synthetic.hpp) with the PEFT adapter at `adapter` merged into it ("":
+// none); both as resolve_model_path has them.
 std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
                                        const std::filesystem::path& base_dir);
 

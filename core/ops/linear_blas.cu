@@ -121,7 +121,8 @@ const Plan& plan_of(Library& l, const Product& p) {
     check(l.set_preference(wanted, which, &p.alignment, 4), "preference");
   // Parts of a split k are added in float: added in the type of y they are rounded at the size of the parts.
   const std::uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  check(l.set_preference(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction), "preference");
+  check(l.set_preference(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction),
+        "preference");
   cublasLtMatmulHeuristicResult_t best = {};
   int count = 0;
   const cublasStatus_t status =

@@ -194,7 +194,8 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   const std::string p = head + "policies:\n";  // entries begin in line 4
   refused(p + "  - full\nbakend: cpu\n", "exp.yaml:5:1: got unknown key 'bakend'",
           {"did you mean 'backend'?", "prefill_chunk"});
-  refused(p + "  - full\nbackend: cpi\n", "exp.yaml:5:10: got 'cpi'", {"one of auto | cpu | cuda (", "did you mean 'cpu'?"});
+  refused(p + "  - full\nbackend: cpi\n", "exp.yaml:5:10: got 'cpi'",
+          {"one of auto | cpu | cuda (", "did you mean 'cpu'?"});
   refused(p + "  - full\nrepeats: 0\n", "exp.yaml:5:10: got 0", {"1 to 1000", "'repeats'"});
   refused(p + "  - full\nrepeats: many\n", "exp.yaml:5:10: got 'many'", {"integer"});
   refused(p + "  - full\nrepeats: '2'\n", "exp.yaml:5:10: got '2'", {"quotes make it text"});
