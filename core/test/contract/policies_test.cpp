@@ -141,6 +141,35 @@ TEST_CASE("the budget holds while decoding: tokens where the schedule evicts, pa
     }
 }
 
+// Core does the arithmetic for scorers and selectors; a policy of its own life cycle has its own.
+TEST_CASE("a policy of its own obeys a budget as a ratio and in bytes, or refuses it before any work") {
+  const auto model = tiny_model("llama-gqa3");
+  const Text text(*model);
+  Play full(model, full_spec());
+  full.run(text.prompt, {});
+  const auto everything = static_cast<double>(full.engine->store().page_bytes(Tier::device));
+  for (const Subject& s : subjects().list()) {
+    if (!s.spec.policy) continue;
+    Play tokens(model, limited(s));
+    tokens.run(text.prompt, {});
+    if (count_of(tokens.kept) == count_of(full.kept)) continue;  // it evicts nothing
+    for (const bool bytes : {false, true}) {
+      CAPTURE(s.label, bytes);
+      try {
+        Play p(model, bytes ? with_budget(s.spec, BudgetAmount::bytes, everything / 2)
+                            : with_budget(s.spec, BudgetAmount::ratio, 0.5));
+        p.run(text.prompt, {});
+        if (bytes)
+          CHECK(static_cast<double>(p.engine->store().page_bytes(Tier::device)) <= everything / 2);
+        else
+          CHECK(count_of(p.kept) <= count_of(full.kept) / 2);
+      } catch (const Error& e) {
+        CHECK(e.code() == Errc::config);
+      }
+    }
+  }
+}
+
 TEST_CASE("a byte budget holds, metadata and summaries included") {
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model);
