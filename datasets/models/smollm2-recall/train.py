@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import options
 import recall_tasks
 from batches import Batches, draw_length
+from muon import Muon
 from ranks import Ranks
 
 RANK, ALPHA = 16, 32
@@ -154,6 +155,7 @@ def main():
     p.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     p.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of SmolLM2")
     p.add_argument("--ratio", type=float, default=3.0, help="how much slower A learns than B (LoRA+, Hayou et al. 2024)")
+    p.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     p.add_argument("--kl", type=float, default=5.0, help="weight of the KL divergence to the base")
     p.add_argument("--lm-weight", type=float, default=0.3, help="weight of the language model's loss on text")
     p.add_argument("--end-weight", type=float, default=1.5, help="weight of the token that ends an answer, beside its others")
@@ -189,6 +191,7 @@ def main():
     sides = [[t for k, t in model.lora.items() if k.endswith(side)] for side in ("/A", "/B")]
     shares = (1 / a.ratio, 1.0)
     adam = torch.optim.AdamW([{"params": ts} for ts in sides], betas=(0.9, 0.98), weight_decay=0.0, fused=cuda)
+    muons = [Muon(ts, decay=0.0) for ts in sides]
     a.out.mkdir(parents=True, exist_ok=True)
     log = open(a.out / "log.jsonl", "a") if ranks.rank == 0 else None
     lengths = random.Random(a.seed)  # of one length in all processes, or all wait for the longest
@@ -202,8 +205,9 @@ def main():
         stage = next(i for i, (end, _) in enumerate(SCHEDULE) if done < end)
         n, ids, weight, task = batches.next(stage, draw_length(lengths, SCHEDULE[stage][1]))
         ids, targets, weight = ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weight[:, 1:]
+        rate = a.rate * min(1, (step + 1) / 100) * min(1.0, max(0.01, (1 - done) / 0.5))
         for group, share in zip(adam.param_groups, shares):
-            group["lr"] = share * a.rate * min(1, (step + 1) / 100) * min(1.0, max(0.01, (1 - done) / 0.5))
+            group["lr"] = share * rate
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
             hidden = model.hidden(ids)
             places = weight.flatten().nonzero()[:, 0]
@@ -224,7 +228,11 @@ def main():
             (answers + a.kl * kl + a.lm_weight * lm).backward()
         ranks.mean([t.grad for t in parameters])
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        adam.step()
+        if a.optimizer == "muon":
+            for muon, share in zip(muons, shares):
+                muon.step(share * rate)
+        else:
+            adam.step()
         adam.zero_grad(set_to_none=True)
         step += 1
         tokens += ids.numel() * ranks.world
