@@ -4,9 +4,14 @@ The readers here share nothing with the C++ ones: GGUF goes through gguf-py's de
 """
 import json
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "datasets" / "models"))
+from gguf_tokenizer import gguf_tokenizer  # noqa: F401  (for those who import this module)
 
 GGUF_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -88,26 +93,3 @@ def transformers_model(path):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32,
                                                                   attn_implementation="eager")
     return model.float().eval()
-
-
-def gguf_tokenizer(path):
-    """A `tokenizers` byte-level BPE from a GGUF vocabulary of model gpt2 with pre-tokenizer smollm."""
-    import gguf
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    reader = gguf.GGUFReader(path)
-
-    def field(key):
-        return reader.fields[key].contents()
-
-    if (field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")) != ("gpt2", "smollm"):
-        raise ValueError(f"got tokenizer {field('tokenizer.ggml.model')}/{field('tokenizer.ggml.pre')}, "
-                         "wanted gpt2/smollm")
-    tokens = field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, field("tokenizer.ggml.token_type")) if kind == 3]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
-    return tokenizer

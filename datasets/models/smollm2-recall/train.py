@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import options
 import recall_tasks
 from batches import Batches, draw_length
+from gguf_tokenizer import gguf_tokenizer
 from muon import Muon
 from ranks import Ranks
 
@@ -153,7 +154,7 @@ def save(model, folder):
 def main():
     p = options.parser(__doc__, seconds=1000, rate=1.5e-3, tokens=65536, changes=MIX)
     p.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
-    p.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of SmolLM2")
+    p.add_argument("--tokenizer", type=Path, help="tokenizer.json of SmolLM2; the GGUF file's when left out")
     p.add_argument("--ratio", type=float, default=3.0, help="how much slower A learns than B (LoRA+, Hayou et al. 2024)")
     p.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     p.add_argument("--kl", type=float, default=5.0, help="weight of the KL divergence to the base")
@@ -164,8 +165,9 @@ def main():
     ranks = Ranks(a.device)
     random.seed(a.seed), torch.manual_seed(a.seed)
     begin = time.time()
+    tokenizer = Tokenizer.from_file(str(a.tokenizer)) if a.tokenizer else gguf_tokenizer(a.gguf)
     text = recall_tasks.Text(
-        Tokenizer.from_file(str(a.tokenizer)), recall_tasks.read_documents(a.corpus / "corpus.jsonl.xz")[: a.documents]
+        tokenizer, recall_tasks.read_documents(a.corpus / "corpus.jsonl.xz")[: a.documents]
     )
     seed = a.seed * ranks.world + ranks.rank
     end = text.tokenizer.token_to_id(recall_tasks.EOS)
