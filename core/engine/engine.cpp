@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "ops/paged.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -75,6 +77,24 @@ Fit Engine::restore(int slot, const std::vector<std::byte>& snapshot) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
   return store_->restore(slot, snapshot);
+}
+
+std::int64_t Engine::full_bytes(int tokens) const {
+  const Shape& s = store_->shape();
+  const std::int64_t pages = (tokens + s.page_size - 1) / s.page_size;
+  const PageLayout frame = ops::make_layout(s.dtype, store_->options().codecs[0], s.page_size, s.head_dim,
+                                            static_cast<int>(store_->options().token_state.size()));
+  return std::int64_t{s.layers} * s.kv_heads * pages * frame.bytes;
+}
+
+std::int64_t Engine::prompt_bytes(int tokens) const {
+  const std::int64_t most = policy_->demand(tokens, 0).device_prefill;
+  return full_bytes(most < 0 ? tokens : static_cast<int>(std::min<std::int64_t>(tokens, most)));
+}
+
+std::int64_t Engine::free_bytes() const {
+  const std::int64_t limit = store_->options().device_limit;
+  return limit < 0 ? no_limit : std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device));
 }
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {

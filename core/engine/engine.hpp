@@ -4,6 +4,7 @@
 #include <kvlab/policy.hpp>
 
 #include <array>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -55,6 +56,14 @@ class Engine final : private LayerHooks {
 
   std::vector<std::byte> save(int slot) const { return store_->save(slot); }
   Fit restore(int slot, const std::vector<std::byte>& snapshot);
+
+  // For admission, in bytes of device frames: what a sequence of so many tokens holds when nothing of it is evicted (a
+  // page of each KV head counts whole), what it holds at the end of such a prompt by what the policy says of itself,
+  // and what the limit still leaves.
+  std::int64_t full_bytes(int tokens) const;
+  std::int64_t prompt_bytes(int tokens) const;
+  std::int64_t free_bytes() const;
+  static constexpr std::int64_t no_limit = std::numeric_limits<std::int64_t>::max();
 
   void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
 

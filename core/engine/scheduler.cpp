@@ -1,0 +1,211 @@
+#include "engine/scheduler.hpp"
+
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+
+namespace kvlab {
+namespace {
+
+double steady_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+Scheduler::Scheduler(Engine& engine, std::vector<Request> requests, SchedulerOptions options)
+    : engine_(engine),
+      requests_(std::move(requests)),
+      options_(std::move(options)),
+      served_(requests_.size()),
+      order_(requests_.size()),
+      most_active_(static_cast<std::size_t>(engine.store().shape().max_slots)),
+      growth_(engine.full_bytes(1)),
+      logits_(static_cast<std::size_t>(engine.model().config.vocab)) {
+  const int room = engine.store().shape().max_tokens;
+  for (std::size_t i = 0; i < requests_.size(); ++i) {
+    const Request& r = requests_[i];
+    if (r.prompt.empty() || r.max_new < 1)
+      throw Error(Errc::data, "got a request of " + std::to_string(r.prompt.size()) + " prompt tokens and " +
+                                  std::to_string(r.max_new) + " new ones, wanted at least one of each");
+    const std::size_t tokens = r.prompt.size() + r.fed.size() + static_cast<std::size_t>(r.max_new);
+    if (tokens > static_cast<std::size_t>(room))
+      throw Error(Errc::data, "got a request of " + std::to_string(tokens) +
+                                  " tokens with its answer, wanted at most " + std::to_string(room));
+    served_[i].arrival_ms = r.arrival_ms;
+  }
+  std::iota(order_.begin(), order_.end(), std::size_t{0});
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](std::size_t a, std::size_t b) { return requests_[a].arrival_ms < requests_[b].arrival_ms; });
+  if (!options_.clock) options_.clock = steady_ms;
+  start_ = options_.clock();
+}
+
+double Scheduler::now() const { return options_.clock() - start_ + skipped_; }
+
+int Scheduler::next_token(const Active& a) const {
+  const auto& fed = request(a).fed;
+  return a.given < fed.size() ? fed[a.given] : served_[index(a)].tokens[a.given - fed.size()];
+}
+
+Fit Scheduler::iterate() {
+  arrive();
+  if (const Fit fit = prompts(); fit != Fit::ok) return fit;
+  return decode();
+}
+
+void Scheduler::arrive() {
+  if (active_.empty() && waiting_.empty() && arrived_ < order_.size())
+    skipped_ += std::max(0., requests_[order_[arrived_]].arrival_ms - now());
+  for (const double at = now(); arrived_ < order_.size(); ++arrived_) {
+    const bool due = requests_[order_[arrived_]].arrival_ms <= at;
+    if (!due && (!active_.empty() || !waiting_.empty())) break;  // a clock's rounding may keep the first one back
+    waiting_.insert(waiting_.end(), arrived_);
+  }
+}
+
+// A prompt leaves no more than a shorter one did, grown in proportion: budgets are amounts or shares, so what is kept
+// grows no faster than the prompt. A page of every head for the rounding.
+std::int64_t Scheduler::bytes_left(std::size_t prompt) const {
+  std::int64_t least = engine_.prompt_bytes(static_cast<int>(prompt));
+  for (const Left& l : left_) {
+    const double ratio = std::max(1., static_cast<double>(prompt) / static_cast<double>(l.tokens));
+    least = std::min(least, static_cast<std::int64_t>(ratio * static_cast<double>(l.bytes)) + engine_.full_bytes(1));
+  }
+  return least;
+}
+
+bool Scheduler::fits(std::size_t index) const {
+  const std::int64_t free = engine_.free_bytes();
+  if (free == Engine::no_limit) return true;
+  const std::size_t prompt = requests_[index].prompt.size(), more = known(index);
+  const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt)), kept = bytes_left(prompt);
+  // Whole prompts are compressed in each layer before the next one, chunked ones at their end.
+  const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
+  const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
+  const std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
+  return free >= std::max(peak, after) + growth_ * static_cast<std::int64_t>(active_.size() + 1);
+}
+
+// The first one that waits, when there is room; the only one is always let in, to find out.
+bool Scheduler::admit() {
+  if (waiting_.empty()) return false;
+  const std::size_t rank = *waiting_.begin(), request = order_[rank];
+  if (!active_.empty() && (full_ || active_.size() >= most_active_ || !fits(request))) return false;
+  Active a;
+  a.rank = rank;
+  a.slot = engine_.open();
+  if (a.slot < 0) return false;
+  waiting_.erase(waiting_.begin());
+  active_.push_back(a);
+  if (served_[request].admitted_ms != served_[request].admitted_ms) served_[request].admitted_ms = now();
+  return true;
+}
+
+Fit Scheduler::prompts() {
+  const auto chunk = static_cast<std::size_t>(options_.prefill_chunk);
+  for (std::size_t spent = 0;;) {
+    if ((active_.empty() || !prompting(active_.back())) && !admit()) return Fit::ok;
+    Active& a = active_.back();
+    const std::vector<int>& prompt = request(a).prompt;
+    // Chunks begin at multiples of their size whatever else runs, so that they are the same in every schedule.
+    const std::size_t left = prompt.size() - a.prefilled, count = chunk ? std::min(chunk, left) : left;
+    if (chunk && spent > 0 && spent + count > chunk) return Fit::ok;
+    const bool last = count == left, asks = last && known(index(a)) == 0;
+    const std::int64_t free = engine_.free_bytes();
+    const double begin = now();
+    const Fit fit =
+        engine_.prefill(a.slot, {prompt.data() + a.prefilled, count}, last,
+                        asks ? View<float, 2>::dense(logits_.data(), {1, static_cast<std::int64_t>(logits_.size())})
+                             : View<float, 2>());
+    if (fit != Fit::ok) {
+      if (active_.size() == 1) return fit;
+      put_back(active_.size() - 1);
+      full_ = true;
+      return Fit::ok;
+    }
+    const double end = now();
+    if (options_.prompted) options_.prompted(end - begin);
+    a.prefilled += count;
+    spent += count;
+    if (free != Engine::no_limit) a.kept += free - engine_.free_bytes();
+    if (last && free != Engine::no_limit) left_.push_back({prompt.size(), std::max<std::int64_t>(0, a.kept)});
+    if (asks && take(a, static_cast<int>(std::max_element(logits_.begin(), logits_.end()) - logits_.begin()), end))
+      finish(active_.size() - 1);
+  }
+}
+
+// The latest ones go until the next step of the others fits. The only one stays: its pages may have room for the token.
+void Scheduler::make_room() {
+  const auto missing = [&] {
+    const auto rows = std::count_if(active_.begin(), active_.end(), [&](const Active& a) { return !prompting(a); });
+    return engine_.free_bytes() < growth_ * rows;
+  };
+  while (active_.size() > 1 && missing()) put_back(active_.size() - 1);
+}
+
+Fit Scheduler::decode() {
+  make_room();
+  std::vector<std::int32_t> slots, likeliest;
+  std::vector<int> tokens;
+  for (const Active& a : active_) {
+    if (prompting(a)) continue;
+    slots.push_back(a.slot);
+    tokens.push_back(next_token(a));
+  }
+  if (slots.empty()) return Fit::ok;
+  likeliest.resize(slots.size());
+  const std::int64_t free = engine_.free_bytes();
+  const double begin = now();
+  if (engine_.step(slots, tokens, StepResult(likeliest)) != Fit::ok) {
+    // What the rows hold is of no use now. Fewer of them try again.
+    if (active_.size() == 1) return Fit::out_of_memory;
+    most_active_ = active_.size() - 1;
+    while (!active_.empty()) put_back(active_.size() - 1);
+    return Fit::ok;
+  }
+  const double end = now();
+  if (options_.stepped) options_.stepped(end - begin, slots);
+  if (free != Engine::no_limit)
+    growth_ = std::max(growth_, (free - engine_.free_bytes()) / static_cast<std::int64_t>(slots.size()));
+  std::vector<std::size_t> ended;
+  for (std::size_t i = 0, row = 0; i < active_.size(); ++i) {
+    if (prompting(active_[i])) continue;
+    Active& a = active_[i];
+    ++a.given;
+    if (const int token = likeliest[row++]; a.given == known(index(a)) && take(a, token, end)) ended.push_back(i);
+  }
+  for (; !ended.empty(); ended.pop_back()) finish(ended.back());
+  return Fit::ok;
+}
+
+// A token of the answer. True when it is the last one.
+bool Scheduler::take(Active& a, int token, double at) {
+  Served& s = served_[index(a)];
+  s.tokens.push_back(token);
+  s.token_ms.push_back(at);
+  s.ended = options_.ends && options_.ends(token);
+  return s.ended || s.tokens.size() == static_cast<std::size_t>(request(a).max_new);
+}
+
+void Scheduler::put_back(std::size_t active) {
+  const Active a = active_[active];
+  engine_.close(a.slot);
+  active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(active));
+  waiting_.insert(a.rank);
+  ++served_[index(a)].preemptions;
+}
+
+void Scheduler::finish(std::size_t active) {
+  const std::size_t request = index(active_[active]);
+  engine_.close(active_[active].slot);
+  active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(active));
+  ++finished_;
+  full_ = false;
+  most_active_ = std::min(most_active_ + 1, static_cast<std::size_t>(engine_.store().shape().max_slots));
+  if (options_.finished) options_.finished(request);
+}
+
+}  // namespace kvlab

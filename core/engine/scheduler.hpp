@@ -1,0 +1,108 @@
+// Continuous batching: requests arrive, wait, take a slot when the device has room for them, and decode together, each
+// at its own length. What runs is one iteration after the other: at most `prefill_chunk` tokens of prompts, then one
+// decode step of every request whose prompt is done.
+//
+// Requests are served in the order of their arrival. When the next decode step might not fit, the latest one is
+// preempted: its cache goes, and once there is room again its prompt is prefilled and its own tokens are fed once more,
+// one by one, so that its policy sees what it saw before and its text stays the same. The earliest request is never
+// preempted for room, so every one ends.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <set>
+#include <vector>
+
+#include "engine/engine.hpp"
+
+namespace kvlab {
+
+struct Request {
+  std::vector<int> prompt;  // not empty
+  std::vector<int> fed;     // fed one by one after the prompt, before the answer
+  int max_new = 1;          // tokens of the answer, at least 1
+  double arrival_ms = 0;    // since the start
+};
+
+// Times are since the start; NaN = not yet.
+struct Served {
+  double arrival_ms = 0, admitted_ms = std::numeric_limits<double>::quiet_NaN();
+  std::vector<int> tokens;       // of the answer
+  std::vector<double> token_ms;  // when each of them came
+  int preemptions = 0;
+  bool ended = false;
+};
+
+struct SchedulerOptions {
+  int prefill_chunk = 0;                 // prompt tokens of an iteration; 0 = every prompt that fits, whole
+  std::function<bool(int)> ends;         // is this token the last one of an answer; none = answers have max_new tokens
+  std::function<double()> clock;         // ms, for tests; none = the steady clock
+  std::function<void(double)> prompted;  // after each chunk of a prompt: its ms
+  std::function<void(double, const std::vector<std::int32_t>&)> stepped;  // after each decode step: its ms and slots
+  std::function<void(std::size_t)> finished;                              // a request, by its index
+};
+
+class Scheduler {
+ public:
+  // The engine is borrowed, with all of its slots free; each has room for any request. Errc::data for a request without
+  // a prompt or an answer.
+  Scheduler(Engine& engine, std::vector<Request> requests, SchedulerOptions options);
+
+  bool done() const { return finished_ == requests_.size(); }
+
+  // One iteration. When nothing is there to do, time goes on to the next arrival without waiting for it. out_of_memory:
+  // a request does not fit even alone; nothing more can be done then.
+  Fit iterate();
+
+  const std::vector<Served>& served() const { return served_; }  // in the order of the requests given
+  int active() const { return static_cast<int>(active_.size()); }
+  int waiting() const { return static_cast<int>(waiting_.size()); }
+
+ private:
+  // A request in its slot.
+  struct Active {
+    std::size_t rank = 0;  // of its arrival
+    std::int32_t slot = -1;
+    std::size_t prefilled = 0, given = 0;  // tokens of the prompt; of what is known to come after it
+    std::int64_t kept = 0;                 // bytes that its prompt took so far
+  };
+  // What is known of the cache that a prompt leaves.
+  struct Left {
+    std::size_t tokens;
+    std::int64_t bytes;
+  };
+
+  std::size_t index(const Active& a) const { return order_[a.rank]; }
+  const Request& request(const Active& a) const { return requests_[index(a)]; }
+  bool prompting(const Active& a) const { return a.prefilled < request(a).prompt.size(); }
+  std::size_t known(std::size_t index) const { return requests_[index].fed.size() + served_[index].tokens.size(); }
+  int next_token(const Active& a) const;
+
+  double now() const;
+  void arrive();
+  bool admit();
+  bool fits(std::size_t index) const;
+  std::int64_t bytes_left(std::size_t prompt) const;
+  Fit prompts();
+  Fit decode();
+  void make_room();
+  bool take(Active& a, int token, double at);
+  void put_back(std::size_t active);
+  void finish(std::size_t active);
+
+  Engine& engine_;
+  std::vector<Request> requests_;
+  SchedulerOptions options_;
+  std::vector<Served> served_;
+  std::vector<std::size_t> order_;  // requests by arrival
+  std::size_t arrived_ = 0, finished_ = 0, most_active_;
+  std::set<std::size_t> waiting_;  // ranks; all of them after those of active_
+  std::vector<Active> active_;     // ascending ranks; at most the last one is still prompting
+  bool full_ = false;              // a prompt did not fit: nothing is admitted before something ends
+  double start_ = 0, skipped_ = 0;
+  std::int64_t growth_;        // bytes that a row's decode step may add
+  std::vector<Left> left_;     // by prompts so far
+  std::vector<float> logits_;  // [vocab]
+};
+
+}  // namespace kvlab

@@ -1,0 +1,269 @@
+// Continuous batching on a tiny model: whatever runs beside a request, its text is what it is alone.
+#include "engine/scheduler.hpp"
+
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/checkpoint.hpp"
+#include "support/golden.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+std::shared_ptr<const Model> tiny() {
+  static const auto model = load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny");
+  return model;
+}
+
+class Nothing final : public Policy {
+ public:
+  explicit Nothing(std::int64_t says = -1) : says_(says) {}
+  Needs needs() const override { return {}; }
+  Demand demand(int, int) const override { return {says_, -1, 0}; }
+
+ private:
+  std::int64_t says_;
+};
+
+// Keeps the first `kept` tokens of a prompt.
+class Short final : public Policy {
+ public:
+  explicit Short(int kept) : kept_(kept) {}
+  Needs needs() const override { return {}; }
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
+    if (!kv.last[0]) return;
+    TokenList l;
+    l.index = kv.scratch<std::int32_t>("kept", {1, kv.kv_heads(), kept_});
+    l.count = kv.scratch<std::int32_t>("kept", {1, kv.kv_heads()});
+    for (int h = 0; h < kv.kv_heads(); ++h) {
+      l.count(0, h) = std::min(kept_, kv.pages.tokens(0, h));
+      for (int t = 0; t < l.count(0, h); ++t) l.index(0, h, t) = t;
+    }
+    edits.evict_rest(l);
+  }
+
+ private:
+  int kept_;
+};
+
+constexpr int page = 8, room = 128;
+
+EngineOptions options(int slots, std::int64_t limit = -1) {
+  EngineOptions o;
+  o.slots = slots;
+  o.max_tokens = room;
+  o.page_size = page;
+  o.device_limit = limit;
+  return o;
+}
+
+std::vector<int> text(int tokens, unsigned seed) {
+  std::vector<int> out;
+  for (int t = 0; t < tokens; ++t)
+    out.push_back(static_cast<int>((seed * 7919u + static_cast<unsigned>(t) * (31u + seed % 13u)) % 97u) + 3);
+  return out;
+}
+
+// Prompts of 1 to 80 tokens, answers of 1 to 30, some with a question that is fed.
+std::vector<Request> ragged(int count) {
+  std::vector<Request> out;
+  for (int i = 0; i < count; ++i) {
+    Request r;
+    r.prompt = text(1 + (i * 37) % 80, static_cast<unsigned>(i));
+    if (i % 5 == 0) r.fed = text(1 + i % 3, static_cast<unsigned>(i) + 100);
+    r.max_new = 1 + (i * 11) % 30;
+    out.push_back(std::move(r));
+  }
+  return out;
+}
+
+std::vector<int> alone(const Request& r, std::shared_ptr<Policy> policy) {
+  Engine engine(tiny(), std::move(policy), options(1));
+  const int slot = engine.open();
+  std::vector<float> logits(static_cast<std::size_t>(tiny()->config.vocab));
+  const auto view = View<float, 2>::dense(logits.data(), {1, tiny()->config.vocab});
+  const auto best = [&] { return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin()); };
+  REQUIRE(engine.prefill(slot, r.prompt, true, view) == Fit::ok);
+  for (const int token : r.fed) REQUIRE(engine.step({slot}, {&token, 1}, view) == Fit::ok);
+  std::vector<int> out{best()};
+  while (out.size() < static_cast<std::size_t>(r.max_new)) {
+    REQUIRE(engine.step({slot}, {&out.back(), 1}, view) == Fit::ok);
+    out.push_back(best());
+  }
+  return out;
+}
+
+// A clock that says one ms more at every look.
+std::function<double()> ticking() {
+  return [t = 0.]() mutable { return ++t; };
+}
+
+int preemptions(const Scheduler& s) {
+  int all = 0;
+  for (const Served& one : s.served()) all += one.preemptions;
+  return all;
+}
+
+std::int64_t bytes_of(int tokens) {
+  const ModelConfig& c = tiny()->config;
+  const std::int64_t frame = page * 2 * c.head_dim * 4 + 128;
+  return std::int64_t{c.layers} * c.kv_heads * ((tokens + page - 1) / page) * frame;
+}
+
+// Runs to the end, looking after every iteration at what must always hold.
+void run(Scheduler& s, const Engine& engine, int most = 20000) {
+  const std::int64_t limit = engine.store().options().device_limit;
+  while (!s.done()) {
+    REQUIRE(s.iterate() == Fit::ok);
+    REQUIRE(--most > 0);
+    if (limit >= 0) REQUIRE(engine.store().page_bytes(Tier::device) <= limit);
+  }
+  CHECK(s.active() == 0);
+  CHECK(engine.store().page_bytes(Tier::device) == 0);
+  engine.store().check_invariants();
+}
+
+}  // namespace
+
+TEST_CASE("each of 64 ragged requests has the text that it has alone") {
+  const auto requests = ragged(64);
+  std::vector<std::vector<int>> wanted;
+  for (const Request& r : requests) wanted.push_back(alone(r, std::make_shared<Nothing>()));
+  for (const int chunk : {0, 16})
+    for (const std::int64_t limit : {std::int64_t{-1}, bytes_of(room) * 2}) {
+      CAPTURE(chunk, limit);
+      EngineOptions o = options(8, limit);
+      o.prefill_chunk = chunk;
+      Engine engine(tiny(), std::make_shared<Nothing>(), o);
+      SchedulerOptions how;
+      how.prefill_chunk = chunk;
+      how.clock = ticking();
+      Scheduler s(engine, requests, how);
+      run(s, engine);
+      CHECK((preemptions(s) > 0) == (limit >= 0));
+      for (std::size_t i = 0; i < requests.size(); ++i) {
+        CAPTURE(i, s.served()[i].preemptions);
+        CHECK(s.served()[i].tokens == wanted[i]);
+        CHECK(s.served()[i].token_ms.size() == wanted[i].size());
+        CHECK(std::is_sorted(s.served()[i].token_ms.begin(), s.served()[i].token_ms.end()));
+      }
+      // In the order of arrival, so nobody starves.
+      for (std::size_t i = 1; i < requests.size(); ++i)
+        CHECK(s.served()[i - 1].admitted_ms <= s.served()[i].admitted_ms);
+      CHECK(s.served().front().preemptions == 0);
+    }
+}
+
+TEST_CASE("a policy that keeps little lets more requests in once its prompts were seen") {
+  std::vector<Request> requests;
+  for (int i = 0; i < 24; ++i) requests.push_back({text(72, static_cast<unsigned>(i)), {}, 12, 0});
+  std::vector<std::vector<int>> wanted;
+  for (const Request& r : requests) wanted.push_back(alone(r, std::make_shared<Short>(8)));
+  const auto busiest = [&](std::shared_ptr<Policy> policy) {
+    Engine engine(tiny(), std::move(policy), options(16, bytes_of(room) * 2));
+    SchedulerOptions how;
+    how.clock = ticking();
+    int most = 0;
+    how.stepped = [&](double, const std::vector<std::int32_t>& slots) {
+      most = std::max(most, static_cast<int>(slots.size()));
+    };
+    Scheduler s(engine, requests, how);
+    run(s, engine);
+    return std::pair{most, s.served()};
+  };
+  const auto [with_all, all] = busiest(std::make_shared<Nothing>());
+  const auto [with_few, few] = busiest(std::make_shared<Short>(8));
+  CHECK(with_all <= 3);
+  CHECK(with_few >= 6);
+  for (std::size_t i = 0; i < requests.size(); ++i) CHECK(few[i].tokens == wanted[i]);
+}
+
+TEST_CASE("a policy that promises less than it takes costs time, not text") {
+  const auto requests = ragged(16);
+  Engine engine(tiny(), std::make_shared<Nothing>(0), options(8, bytes_of(room)));
+  SchedulerOptions how;
+  how.clock = ticking();
+  Scheduler s(engine, requests, how);
+  run(s, engine);
+  CHECK(preemptions(s) > 0);
+  for (std::size_t i = 0; i < requests.size(); ++i)
+    CHECK(s.served()[i].tokens == alone(requests[i], std::make_shared<Nothing>()));
+}
+
+TEST_CASE("what does not fit alone is out of memory, in its prompt or in its answer; what just fits runs") {
+  const Request r{text(16, 1), {}, 10, 0};  // holds 25 tokens: the last one is not fed
+  for (const int tokens : {8, 24, 32}) {
+    CAPTURE(tokens);
+    Engine engine(tiny(), std::make_shared<Nothing>(), options(4, bytes_of(tokens)));
+    Scheduler s(engine, {r, r, r}, {});
+    Fit fit = Fit::ok;
+    while (fit == Fit::ok && !s.done()) fit = s.iterate();
+    CHECK((fit == Fit::ok) == (tokens == 32));
+  }
+}
+
+TEST_CASE("requests come in at their arrivals, and nobody waits for an empty engine's next one") {
+  std::vector<Request> requests;
+  for (const double at : {5000., 0., 1e6}) requests.push_back({text(6, 1), {}, 4, at});
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(2));
+  SchedulerOptions how;
+  how.clock = ticking();
+  std::vector<std::size_t> order;
+  how.finished = [&](std::size_t i) { order.push_back(i); };
+  Scheduler s(engine, requests, how);
+  run(s, engine);
+  CHECK(order == std::vector<std::size_t>{1, 0, 2});
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const Served& one = s.served()[i];
+    CHECK(one.arrival_ms == requests[i].arrival_ms);
+    CHECK(one.admitted_ms >= one.arrival_ms);
+    CHECK(one.admitted_ms < one.arrival_ms + 100);
+    CHECK(one.token_ms.front() > one.admitted_ms);
+  }
+}
+
+TEST_CASE("prompts of other requests come between the tokens of one, a chunk at a time") {
+  Engine engine(tiny(), std::make_shared<Nothing>(), [] {
+    EngineOptions o = options(4);
+    o.prefill_chunk = 16;
+    return o;
+  }());
+  // 3 tokens, then 4 chunks of prompt beside the steps of the first; two short prompts share an iteration.
+  std::vector<Request> requests{
+      {text(3, 1), {}, 20, 0}, {text(60, 2), {}, 2, 0}, {text(7, 3), {}, 2, 0}, {text(8, 4), {}, 2, 0}};
+  std::string order;
+  SchedulerOptions how;
+  how.prefill_chunk = 16;
+  how.clock = ticking();
+  how.prompted = [&](double) { order += 'p'; };
+  how.stepped = [&](double, const auto& slots) { order += static_cast<char>('0' + slots.size()); };
+  Scheduler s(engine, requests, how);
+  run(s, engine);
+  CHECK(order.substr(0, 13) == "p1p1p1p1p2pp3");
+}
+
+TEST_CASE("an answer ends at the token that ends answers") {
+  const Request r{text(9, 5), {}, 20, 0};
+  const auto whole = alone(r, std::make_shared<Nothing>());
+  const int last = whole[4];
+  const auto end = std::find(whole.begin(), whole.end(), last) + 1;
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(1));
+  SchedulerOptions how;
+  how.ends = [&](int token) { return token == last; };
+  Scheduler s(engine, {r}, how);
+  run(s, engine);
+  CHECK(s.served()[0].tokens == std::vector<int>(whole.begin(), end));
+  CHECK(s.served()[0].ended);
+}
+
+TEST_CASE("requests that cannot run are refused") {
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(1));
+  const auto refused = [&](Request r) { CHECK_THROWS_AS(Scheduler(engine, {std::move(r)}, {}), Error); };
+  refused({{}, {}, 1, 0});
+  refused({text(3, 1), {}, 0, 0});
+  refused({text(room, 1), {}, 1, 0});
+}
