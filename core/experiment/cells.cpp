@@ -66,6 +66,18 @@ Json describe(const PolicySpec& policy, const Experiment& experiment, const Plug
   return json;
 }
 
+std::string describe(const WorkloadSpec& w, const Experiment& experiment, const Fingerprints& fingerprints) {
+  Json json = {{"requests", w.requests},
+               {"arrivals", static_cast<int>(w.arrivals)},
+               {"rate", w.rate},
+               {"file", w.file},
+               {"ignore_eos", w.ignore_eos}};
+  const fs::path path = resolve_data_path(w.file, experiment.folder);
+  std::error_code ec;
+  if (!w.file.empty() && fingerprints.file && fs::is_regular_file(path, ec)) json["content"] = fingerprints.file(path);
+  return "\n" + json.dump();
+}
+
 // What every cell of the run shares and its results depend on.
 Json common(const Experiment& experiment) {
   Json metrics = Json::array();
@@ -99,30 +111,43 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
     params.push_back(to_json(policy).dump());
   }
   const std::string shared = common(experiment).dump();
+  std::vector<std::string> workloads;
+  for (const WorkloadSpec& w : experiment.workloads) workloads.push_back(describe(w, experiment, fingerprints));
+  if (workloads.empty()) workloads.emplace_back();
 
   std::vector<Cell> all;
   std::map<std::string, std::string> places;  // by id
+  const auto add = [&](Cell cell) {
+    const TaskSpec& task = experiment.tasks[cell.task];
+    const PolicySpec& policy = experiment.policies[cell.policy];
+    Hash hash;
+    hash.add(shared + "\n" + models[cell.model] + "\n" + tasks[cell.task] + "\n" + policies[cell.policy] + "\n");
+    hash.add(fmt::format("{} {}", cell.seed, cell.repeat) + workloads[cell.workload]);
+    cell.id = hash.hex();
+    cell.params = params[cell.policy];
+    const std::string place = policy.where + " and " + task.where;
+    if (const auto [it, fresh] = places.emplace(cell.id, place); !fresh)
+      throw Error(Errc::config,
+                  fmt::format("got the same cell twice: policy '{}', task '{}', seed {} (also at {})", policy.name,
+                              task.name, cell.seed, it->second),
+                  policy.where);
+    all.push_back(std::move(cell));
+    if (all.size() > max_cells)
+      throw Error(Errc::config, fmt::format("got more than {} cells", max_cells), experiment.file.string());
+  };
   for (std::size_t m = 0; m < models.size(); ++m)
     for (std::size_t t = 0; t < tasks.size(); ++t)
-      for (std::size_t p = 0; p < policies.size(); ++p) {
-        const auto& own = experiment.tasks[t].seed;
-        for (const std::int64_t seed : own ? std::vector<std::int64_t>{*own} : experiment.seeds)
-          for (int repeat = 0; repeat < experiment.repeats; ++repeat) {
-            Hash hash;
-            hash.add(shared + "\n" + models[m] + "\n" + tasks[t] + "\n" + policies[p] + "\n");
-            hash.add(fmt::format("{} {}", seed, repeat));
-            Cell cell{hash.hex(), m, t, p, seed, repeat, params[p]};
-            const std::string place = experiment.policies[p].where + " and " + experiment.tasks[t].where;
-            if (const auto [it, fresh] = places.emplace(cell.id, place); !fresh)
-              throw Error(Errc::config,
-                          fmt::format("got the same cell twice: policy '{}', task '{}', seed {} (also at {})",
-                                      experiment.policies[p].name, experiment.tasks[t].name, seed, it->second),
-                          experiment.policies[p].where);
-            all.push_back(std::move(cell));
-            if (all.size() > max_cells)
-              throw Error(Errc::config, fmt::format("got more than {} cells", max_cells), experiment.file.string());
-          }
-      }
+      for (std::size_t w = 0; w < workloads.size(); ++w)
+        for (std::size_t p = 0; p < policies.size(); ++p) {
+          const auto& own = experiment.tasks[t].seed;
+          for (const std::int64_t seed : own ? std::vector<std::int64_t>{*own} : experiment.seeds)
+            for (int repeat = 0; repeat < experiment.repeats; ++repeat) {
+              Cell cell;
+              cell.model = m, cell.task = t, cell.workload = w, cell.policy = p;
+              cell.seed = seed, cell.repeat = repeat;
+              add(std::move(cell));
+            }
+        }
   return all;
 }
 
@@ -191,7 +216,8 @@ std::string cell_table(const Experiment& experiment, const std::vector<Cell>& al
   std::vector<std::array<std::string, columns>> rows{{"cell", "model", "task", "policy", "budget", "seed", "repeat"}};
   for (const Cell& cell : all) {
     const PolicySpec& policy = experiment.policies[cell.policy];
-    rows.push_back({cell.id, experiment.models[cell.model].name(), task_text(experiment, experiment.tasks[cell.task]),
+    rows.push_back({cell.id, experiment.models[cell.model].name(),
+                    task_text(experiment, experiment.tasks[cell.task]) + workload_label(experiment, cell),
                     policy_text(experiment, policy), budget_text(policy), std::to_string(cell.seed),
                     std::to_string(cell.repeat)});
   }

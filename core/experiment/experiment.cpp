@@ -19,6 +19,7 @@ namespace {
 using yaml::Node;
 
 constexpr std::size_t most_expansions = 10'000;
+constexpr int workload_batch = 64;  // sequences at once under a workload that names none
 
 constexpr std::pair<const char*, Metric> metric_words[] = {{"score", Metric::score},
                                                            {"fidelity", Metric::fidelity},
@@ -53,6 +54,7 @@ class ExperimentReader {
     scalars(map);
     models(map);
     metrics(map);
+    workloads(map);
     seeds(map);
     paths(map);
     tasks(map);
@@ -146,6 +148,24 @@ class ExperimentReader {
           if (std::get<std::string>(*value) == word) out_.metrics.insert(metric);
     if (node->is(Node::Kind::list) && node->items.empty())
       problems_.add(node->place, "got an empty list for 'metrics', wanted some of " + join(words));
+  }
+
+  void workloads(MapReader& map) {
+    const yaml::Entry* entry = map.take_entry("workload");
+    if (!entry) return;
+    for (const Node& one : expand_axes(entry->value, 100, problems_))
+      out_.workloads.push_back(read_workload(one, problems_));
+    if (!map.take("batch")) out_.batch = workload_batch;
+    if (map.take("profilers")) problems_.add(entry->key.place, "got a workload beside profilers, wanted one of them");
+    const Node* metrics = map.take("metrics");
+    if (!metrics) {
+      out_.metrics.erase(Metric::fidelity);
+      return;
+    }
+    for (const Node* item : one_or_list(*metrics))
+      if (item->text == "fidelity" || item->text == "trace")
+        problems_.add(item->place, "got '" + item->text + "' with a workload, wanted score, memory or latency",
+                      Errc::unsupported);
   }
 
   void seeds(MapReader& map) {

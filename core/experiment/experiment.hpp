@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "experiment/policy_spec.hpp"
+#include "experiment/workload.hpp"
 
 namespace kvlab {
 
@@ -30,14 +31,15 @@ struct Experiment {
   std::vector<ModelSpec> models;
   std::string backend = "auto";  // auto | cpu | cuda
   std::string backend_where;
-  std::vector<TaskSpec> tasks;       // axes expanded
-  std::vector<PolicySpec> policies;  // axes and ablations expanded
-  std::vector<PluginUse> profilers;  // in place of policies, for `kvlab profile`
+  std::vector<TaskSpec> tasks;          // axes expanded
+  std::vector<PolicySpec> policies;     // axes and ablations expanded
+  std::vector<PluginUse> profilers;     // in place of policies, for `kvlab profile`
+  std::vector<WorkloadSpec> workloads;  // axes expanded; none = the tasks' samples, batch by batch
   std::vector<std::int64_t> seeds{0};
   int repeats = 1;  // the same cell measured again
   std::set<Metric> metrics;
   std::filesystem::path output;          // relative to the current folder
-  int batch = 1;                         // sequences at once
+  int batch = 1;                         // sequences at once, with a workload at most
   int threads = 0;                       // 0 = all
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   int page_size = 16;                    // tokens per page, where a policy names none
@@ -60,6 +62,7 @@ std::vector<std::string> plugin_path_of(const std::string& path, const std::vect
 struct Cell {
   std::string id;                               // 16 hexadecimal digits
   std::size_t model = 0, task = 0, policy = 0;  // indices into the experiment's
+  std::size_t workload = 0;                     // likewise, where there is any
   std::int64_t seed = 0;
   int repeat = 0;
   std::string params;  // JSON: everything resolved about the policy
@@ -74,8 +77,8 @@ struct Fingerprints {
 
 inline constexpr std::size_t max_cells = 100'000;
 
-// Model by task by policy by seed by repeat, in the file's order. A text parameter that names an existing file counts
-// with the file's contents. Errc::config when two cells are the same.
+// Model by task by workload by policy by seed by repeat, in the file's order. A text parameter that names an existing
+// file counts with the file's contents. Errc::config when two cells are the same.
 std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catalog, const Fingerprints& fingerprints);
 
 // Hashes of file contents, each file read once; the model's is its path alone.

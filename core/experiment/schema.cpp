@@ -214,6 +214,12 @@ class Builder {
         {"device_memory", described(ref("bytes"), "cap of the device tier")},
         {"plugin_path", described(axis(text()), "folders or libraries that are searched first")},
         {"output", described(text(), "HDF5 file, from the current folder")},
+        {"workload", described(closed({{"requests", axis(integer(0, 1e6))},
+                                       {"arrivals", axis(words({"all", "poisson", "trace"}))},
+                                       {"rate", axis(number("number", 0, 1e6))},
+                                       {"file", axis(text())},
+                                       {"ignore_eos", axis({{"type", "boolean"}})}}),
+                               "requests that arrive and are batched continuously, in place of batches of samples")},
         {"profilers", {{"type", "array"}}},
     };
   }

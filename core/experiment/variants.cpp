@@ -19,4 +19,8 @@ std::string task_label(const TaskSpec& task) {
   return task.question == Question::decode ? task.name + " question=decode" : task.name;
 }
 
+std::string workload_label(const Experiment& experiment, const Cell& cell) {
+  return experiment.workloads.empty() ? "" : ", " + experiment.workloads[cell.workload].text();
+}
+
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 
 namespace kvlab {
 
+struct Cell;
 struct Experiment;
 struct PolicySpec;
 struct TaskSpec;
@@ -13,5 +14,8 @@ std::string policy_text(const Experiment& experiment, const PolicySpec& policy);
 
 // "niah", or "niah question=decode" when the policy does not see the question: other scores, so another name in tables.
 std::string task_label(const TaskSpec& task);
+
+// ", 64 requests, poisson 2/s", or nothing without a workload.
+std::string workload_label(const Experiment& experiment, const Cell& cell);
 
 }  // namespace kvlab

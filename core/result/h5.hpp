@@ -82,6 +82,7 @@ class Location {
   // Columns of equal length. Units become the attribute `units`, one string per column.
   void write_table(const std::string& name, const std::vector<Column>& columns) const;
   // Fills the given columns (name and type set) by name; a missing column or another type class is an error.
+  bool has_column(const std::string& name, const std::string& column) const;  // of a table
   void read_table(const std::string& name, std::vector<Column>& columns) const;
 
   // object: a path below this location, "." for itself.

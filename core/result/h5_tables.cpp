@@ -98,6 +98,11 @@ void Location::write_table(const std::string& name, const std::vector<Column>& c
   set_attribute(name, "units", units);
 }
 
+bool Location::has_column(const std::string& name, const std::string& column) const {
+  const Dataset data(handle_.get(), name, 1, file_);
+  return H5Tget_class(data.type.get()) == H5T_COMPOUND && H5Tget_member_index(data.type.get(), column.c_str()) >= 0;
+}
+
 void Location::read_table(const std::string& name, std::vector<Column>& columns) const {
   const Dataset data(handle_.get(), name, 1, file_);
   if (H5Tget_class(data.type.get()) != H5T_COMPOUND) fail("got an array, wanted a table", file_, name);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <kvlab/error.hpp>
 #include <tuple>
 #include <utility>
@@ -22,7 +23,7 @@ struct Group {
 };
 
 struct Block {
-  std::string model, task;
+  std::string model, task, workload;
   std::int64_t context = 0;
   std::vector<Group> groups;
 };
@@ -49,9 +50,11 @@ std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
   std::vector<Block> blocks;
   for (const SummaryRow& row : rows) {
     auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block& b) {
-      return b.model == row.model && b.task == row.task && b.context == row.context_tokens;
+      return b.model == row.model && b.task == row.task && b.workload == row.workload &&
+             b.context == row.context_tokens;
     });
-    if (block == blocks.end()) block = blocks.insert(blocks.end(), {row.model, row.task, row.context_tokens, {}});
+    if (block == blocks.end())
+      block = blocks.insert(blocks.end(), {row.model, row.task, row.workload, row.context_tokens, {}});
     auto group =
         std::find_if(block->groups.begin(), block->groups.end(), [&](const Group& g) { return belongs(g, row); });
     if (group == block->groups.end()) group = block->groups.insert(group, Group{});
@@ -158,34 +161,67 @@ bool never_acted(const SummaryRow& row) {
          row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
 }
 
+struct ReportColumn {
+  const char* name;
+  std::function<std::string(const Group&)> text;
+};
+
+template <class Get>
+ReportColumn spread_of(const char* name, Get get) {
+  return {name, [get](const Group& group) { return spread(group, get); }};
+}
+
+template <class Get>
+ReportColumn mean_of(const char* name, Get get) {
+  return {name, [get](const Group& group) { return mean(group, get); }};
+}
+
+// After policy, budget and n.
+std::vector<ReportColumn> columns_for(const Block& block) {
+  using Row = const SummaryRow&;
+  const ReportColumn score{"score", score_text};
+  const auto compression = mean_of("compr. ×", [](Row r) { return r.compression; });
+  const auto fired = mean_of("fired", [](Row r) { return as_double(r.fired); });
+  if (block.workload.empty())
+    return {score,
+            spread_of("KL", [](Row r) { return r.kl; }),
+            spread_of("top-1", [](Row r) { return r.top1; }),
+            spread_of("mass", [](Row r) { return r.mass; }),
+            mean_of("device MB",
+                    [](Row r) { return r.device_bytes_decode < 0 ? not_measured : r.device_bytes_decode / 1e6; }),
+            compression,
+            spread_of("ms/token", [](Row r) { return r.tpot_ms_p50; }),
+            spread_of("TTFT ms", [](Row r) { return r.ttft_ms; }),
+            fired};
+  return {score,
+          spread_of("tokens/s", [](Row r) { return r.tokens_per_s; }),
+          spread_of("TTFT ms p50", [](Row r) { return r.ttft_ms; }),
+          spread_of("p95", [](Row r) { return r.ttft_ms_p95; }),
+          spread_of("ms/token p50", [](Row r) { return r.tpot_ms_p50; }),
+          spread_of("p95", [](Row r) { return r.tpot_ms_p95; }),
+          spread_of("queue ms p50", [](Row r) { return r.queue_ms_p50; }),
+          mean_of("preempt.", [](Row r) { return as_double(r.preemptions); }),
+          mean_of("peak MB", [](Row r) { return as_double(r.device_bytes_peak) / 1e6; }),
+          compression,
+          fired};
+}
+
 ReportTable table_of(const Block& block, ReportPage& page) {
   Notes notes(page.notes);
   ReportTable table;
   table.title = one_line(block.model + ", " + block.task) +
-                (block.context >= 0 ? fmt::format(", context {}", block.context) : std::string());
-  table.header = {"policy", "budget",    "n",        "score",    "KL",      "top-1",
-                  "mass",   "device MB", "compr. ×", "ms/token", "TTFT ms", "fired"};
+                (block.context >= 0 ? fmt::format(", context {}", block.context) : std::string()) +
+                (block.workload.empty() ? "" : ", " + one_line(block.workload));
+  const auto columns = columns_for(block);
+  table.header = {"policy", "budget", "n"};
+  for (const auto& column : columns) table.header.emplace_back(column.name);
   for (const Group& group : block.groups) {
     std::string policy = policy_text(group, block);
     for (const std::string& label : split_labels(group.first().labels)) policy += notes.mark(label_note(label));
     for (const SummaryRow* row : group.bad)
       policy += notes.mark(one_line(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
-    table.rows.push_back({
-        policy,
-        budget_text(group),
-        std::to_string(group.good.size()),
-        score_text(group),
-        spread(group, [](const SummaryRow& r) { return r.kl; }),
-        spread(group, [](const SummaryRow& r) { return r.top1; }),
-        spread(group, [](const SummaryRow& r) { return r.mass; }),
-        mean(
-            group,
-            [](const SummaryRow& r) { return r.device_bytes_decode < 0 ? not_measured : r.device_bytes_decode / 1e6; }),
-        mean(group, [](const SummaryRow& r) { return r.compression; }),
-        spread(group, [](const SummaryRow& r) { return r.tpot_ms_p50; }),
-        spread(group, [](const SummaryRow& r) { return r.ttft_ms; }),
-        mean(group, [](const SummaryRow& r) { return as_double(r.fired); }),
-    });
+    table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});
+    for (const auto& column : columns) table.rows.back().push_back(column.text(group));
     const auto idle =
         std::find_if(group.good.begin(), group.good.end(), [](const SummaryRow* r) { return never_acted(*r); });
     if (idle != group.good.end())

@@ -49,6 +49,9 @@ struct SummaryRow {
   double ttft_ms = not_measured;
   double tpot_ms_p50 = not_measured, tpot_ms_p95 = not_measured, tpot_ms_p99 = not_measured;
   double tokens_per_s = not_measured;
+  std::string workload;  // of a cell with one; its tokens_per_s is of the whole time
+  double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
+  std::int64_t preemptions = -1;
 };
 
 struct SampleRow {
@@ -61,6 +64,8 @@ struct SampleRow {
   double score = not_measured, kl = not_measured, top1 = not_measured;
   std::int64_t first_divergence = -1;  // generated token; -1 = none or not measured
   double arrival_ms = not_measured, queue_ms = not_measured, ttft_ms = not_measured;
+  double end_ms = not_measured;   // of a request's last token, since the start, as arrival_ms is
+  std::int64_t preemptions = -1;  // of a request
 };
 
 struct LedgerRow {

@@ -21,6 +21,7 @@ struct Field {
   Member member;
   const char* unit = "";
   bool label = false;  // a text of a few short words
+  bool later = false;  // files of earlier versions do not have it
 
   ColumnType type() const {
     switch (member.index()) {
@@ -68,6 +69,10 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"tpot_ms_p95", &R::tpot_ms_p95, "ms"},
       {"tpot_ms_p99", &R::tpot_ms_p99, "ms"},
       {"tokens_per_s", &R::tokens_per_s, "tokens/s"},
+      {"workload", &R::workload, "", false, true},
+      {"ttft_ms_p95", &R::ttft_ms_p95, "ms", false, true},
+      {"queue_ms_p50", &R::queue_ms_p50, "ms", false, true},
+      {"preemptions", &R::preemptions, "", false, true},
   };
   return list;
 }
@@ -88,6 +93,8 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
       {"arrival_ms", &R::arrival_ms, "ms"},
       {"queue_ms", &R::queue_ms, "ms"},
       {"ttft_ms", &R::ttft_ms, "ms"},
+      {"end_ms", &R::end_ms, "ms", false, true},
+      {"preemptions", &R::preemptions, "", false, true},
   };
   return list;
 }
@@ -169,8 +176,13 @@ std::vector<Column> columns_of(const std::vector<TraceEvent>& rows) { return col
 template <class Row>
 std::vector<Row> read_rows(const h5::Location& at, const std::string& name) {
   std::vector<Column> table = columns(std::vector<Row>{});
+  auto list = fields(static_cast<const Row*>(nullptr));
+  for (std::size_t c = list.size(); c-- > 0;) {
+    if (!list[c].later || at.has_column(name, list[c].name)) continue;
+    list.erase(list.begin() + static_cast<std::ptrdiff_t>(c));
+    table.erase(table.begin() + static_cast<std::ptrdiff_t>(c));
+  }
   at.read_table(name, table);
-  const auto& list = fields(static_cast<const Row*>(nullptr));
   std::vector<Row> rows(table.front().rows());
   for (std::size_t c = 0; c < table.size(); ++c)
     std::visit(

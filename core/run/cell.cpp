@@ -7,6 +7,7 @@
 #include "experiment/build_policy.hpp"
 #include "run/fidelity.hpp"
 #include "run/plain_pass.hpp"
+#include "run/serve.hpp"
 #include "run/summary.hpp"
 
 namespace kvlab {
@@ -29,6 +30,10 @@ CellResult run_cell(const CellInput& in) {
   CellResult out;
   describe_cell(in, out);
   try {
+    if (in.workload()) {
+      serve(in, out);
+      return out;
+    }
     const auto answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
     if (in.wants(Metric::fidelity)) measure_fidelity(in, answers.outputs, out);
     summarize(in, answers.forced, out);

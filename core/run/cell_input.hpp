@@ -22,6 +22,9 @@ struct CellInput {
   std::function<void(const std::string& what, int done, int total)> progress;  // items, per pass
 
   const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
+  const WorkloadSpec* workload() const {  // null = none
+    return experiment->workloads.empty() ? nullptr : &experiment->workloads[cell->workload];
+  }
   bool wants(Metric metric) const { return experiment->metrics.count(metric) != 0; }
 };
 
@@ -29,6 +32,9 @@ struct CellInput {
 EngineOptions engine_options(const CellInput& in, int slots);
 // An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
+
+// First calls pay for page faults, thread start and primitive creation; they are not what is timed.
+void warm_up(Engine& engine, const Item& item);
 
 // Not fitting is a result of the cell.
 struct OutOfMemory {

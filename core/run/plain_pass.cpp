@@ -40,7 +40,7 @@ PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
 
 PlainPass::Answers PlainPass::run() {
   if (timed_) {
-    warm_up();
+    warm_up(engine_, items_[0]);
     engine_.ledger().reset_peak();
   }
   StepLog log(engine_, out_);
@@ -53,17 +53,6 @@ PlainPass::Answers PlainPass::run() {
   std::string& labels = out_.summary.labels;
   if (engine_.replays() > 0) labels += labels.empty() ? "graph" : ", graph";  // decode steps without the host
   return std::move(answers_);
-}
-
-// First calls pay for page faults, thread start and primitive creation; they are not what is timed.
-void PlainPass::warm_up() {
-  const int slot = engine_.open();
-  const auto& prompt = items_[0].prompt;
-  const std::size_t n = std::min<std::size_t>(prompt.size(), 16);
-  engine_.prefill(slot, {prompt.data(), n}, true, {});
-  for (int i = 0; i < 2 && static_cast<int>(n) + i < engine_.store().shape().max_tokens; ++i)
-    engine_.step({slot}, {prompt.data(), 1}, logits_view(1));
-  engine_.close(slot);
 }
 
 void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {

@@ -48,7 +48,6 @@ class PlainPass {
     bool asking() const { return fed < queue.size(); }
   };
 
-  void warm_up();
   void run_batch(std::size_t begin, std::size_t end, StepLog& log);
   void start(Row& row, StepLog& log);
   void step(std::vector<Row*>& active, StepLog& log);

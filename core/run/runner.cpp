@@ -26,6 +26,7 @@
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/progress.hpp"
+#include "run/requests.hpp"
 
 namespace kvlab {
 namespace {
@@ -34,7 +35,7 @@ using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, 
 
 std::string cell_name(const Experiment& e, const Cell& c) {
   const PolicySpec& p = e.policies[c.policy];
-  std::string name = task_label(e.tasks[c.task]) + " " + policy_text(e, p);
+  std::string name = task_label(e.tasks[c.task]) + workload_label(e, c) + " " + policy_text(e, p);
   if (p.budget.kind != BudgetAmount::unlimited) name += " " + budget_text(p);
   if (e.seeds.size() > 1) name += " seed " + std::to_string(c.seed);
   if (e.repeats > 1) name += " repeat " + std::to_string(c.repeat);
@@ -131,6 +132,9 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
       attempt(e.tasks[c.task].where,
               [&] { p.items[key] = make_items(e.tasks[c.task], catalog, model.tokenizer, model.config, e, c.seed); });
     const std::string& where = e.policies[c.policy].where;
+    if (p.items.count(key) && !e.workloads.empty())
+      attempt(e.workloads[c.workload].where,
+              [&] { make_requests(e.workloads[c.workload], p.items[key].items, c.seed, e.folder); });
     if (p.items.count(key))
       attempt(where, [&] { check_cell(input(e, catalog, p, c)); });
     else

@@ -19,6 +19,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   s.policy = policy.name;
   s.params = in.cell->params;
   s.task = task_label(e.tasks[in.cell->task]);
+  if (in.workload()) s.workload = in.workload()->text();
   s.seed = in.cell->seed;
   s.repeat = in.cell->repeat;
   for (const Item& item : in.items->items)

@@ -205,7 +205,18 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nrepeats: [1, 2]\n", "exp.yaml:5:10: got a list for 'repeats'");
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
-  refused(p + "  - full\nworkload: {requests: 3}\n", "exp.yaml:5:1: got key 'workload'", {"not in this version"});
+  refused(p + "  - full\ninject: {trace: a}\n", "exp.yaml:5:1: got key 'inject'", {"not in this version"});
+  refused(p + "  - full\nworkload: {request: 3}\n", "exp.yaml:5:12: got unknown key 'request'",
+          {"did you mean 'requests'?"});
+  refused(p + "  - full\nworkload: {requests: -1}\n", "exp.yaml:5:22: got -1", {"'requests'"});
+  refused(p + "  - full\nworkload: {arrivals: poison}\n", "exp.yaml:5:22: got 'poison'", {"did you mean 'poisson'?"});
+  refused(p + "  - full\nworkload: {arrivals: poisson}\n", "exp.yaml:5:11: got arrivals: poisson without a rate");
+  refused(p + "  - full\nworkload: {rate: 2}\n", "exp.yaml:5:18: got a rate with arrivals: all", {"poisson"});
+  refused(p + "  - full\nworkload: {arrivals: trace}\n", "exp.yaml:5:11: got arrivals: trace without a file");
+  refused(p + "  - full\nworkload: {file: a.csv}\n", "exp.yaml:5:18: got a file with arrivals: all", {"trace"});
+  refused(p + "  - full\nworkload: 3\n", "exp.yaml:5:11: got '3' for 'workload', wanted a map");
+  refused(p + "  - full\nworkload: {}\nmetrics: [score, trace]\n", "exp.yaml:6:18: got 'trace' with a workload",
+          {"latency"});
   refused(p + "  - full\nexperiment: a/b\n", "exp.yaml:5:13: got 'a/b'");
   refused(p + "  - full\noutput: ''\n", "exp.yaml:5:9: got empty text");
   refused(p + "  - full\nfidelity: {token: 3}\n", "exp.yaml:5:12: got unknown key 'token'", {"did you mean 'tokens'?"});
@@ -265,7 +276,7 @@ TEST_CASE("an unknown key's message names every key once") {
   const auto all = errors(head + "policies: [full]\ntask: 1\n");
   REQUIRE(all.size() == 1);
   const std::string keys = all.front().substr(all.front().find("wanted one of:"));
-  for (const char* later : {"workload", "inject"}) CHECK(keys.find(later) == std::string::npos);
+  for (const char* later : {"inject"}) CHECK(keys.find(later) == std::string::npos);
   for (const char* key : {" tasks,", " policies,", " seed,", " plugin_path"}) {
     CAPTURE(keys, key);
     REQUIRE(keys.find(key) != std::string::npos);

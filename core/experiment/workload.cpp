@@ -1,0 +1,43 @@
+#include "experiment/workload.hpp"
+
+#include <fmt/format.h>
+
+namespace kvlab {
+
+WorkloadSpec read_workload(const yaml::Node& node, Problems& problems) {
+  WorkloadSpec w;
+  w.where = problems.document().where(node.place);
+  MapReader map(node, "workload", problems);
+  w.requests =
+      map.get<int>(make_param("requests", 0, 0, 1'000'000, "0 = one for each prompt, or each line of the file"));
+  const std::string arrivals = map.word("arrivals", {"all", "poisson", "trace"}, {}, "when requests arrive");
+  w.arrivals = arrivals == "poisson" ? Arrivals::poisson : arrivals == "trace" ? Arrivals::trace : Arrivals::all;
+  w.rate = map.get<double>(make_param("rate", 0., 0., 1e6, "requests per second"));
+  w.file = map.get<std::string>(make_param("file", std::string(), "arrivals in seconds, one a line"));
+  w.ignore_eos = map.get<bool>(make_param("ignore_eos", false, "answers go on to their longest"));
+  const yaml::Node *rate = map.take("rate"), *file = map.take("file");
+  map.finish();
+  if (w.arrivals == Arrivals::poisson && !(w.rate > 0))
+    problems.add(rate ? rate->place : node.place,
+                 "got arrivals: poisson without a rate, wanted rate: REQUESTS_PER_SECOND");
+  if (w.arrivals != Arrivals::poisson && rate)
+    problems.add(rate->place, "got a rate with arrivals: " + arrivals + ", wanted it with arrivals: poisson");
+  if (w.arrivals == Arrivals::trace && w.file.empty())
+    problems.add(file ? file->place : node.place, "got arrivals: trace without a file, wanted file: FILE");
+  if (w.arrivals != Arrivals::trace && file)
+    problems.add(file->place, "got a file with arrivals: " + arrivals + ", wanted it with arrivals: trace");
+  return w;
+}
+
+std::string WorkloadSpec::text() const {
+  std::string out = requests > 0 ? fmt::format("{} {}, ", requests, requests == 1 ? "request" : "requests") : "";
+  if (arrivals == Arrivals::poisson)
+    out += fmt::format("poisson {:g}/s", rate);
+  else if (arrivals == Arrivals::trace)
+    out += "arrivals of " + file;
+  else
+    out += "all at once";
+  return ignore_eos ? out + ", longest answers" : out;
+}
+
+}  // namespace kvlab

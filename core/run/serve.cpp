@@ -1,0 +1,107 @@
+#include "run/serve.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "run/metrics.hpp"
+#include "run/requests.hpp"
+#include "run/step_log.hpp"
+#include "run/summary.hpp"
+
+namespace kvlab {
+namespace {
+
+results::SampleRow sample_of(const CellInput& in, std::size_t index, const Served& served) {
+  const Item& item = in.items->items[index % in.items->items.size()];
+  results::SampleRow s;
+  s.sample = static_cast<std::int64_t>(index);
+  s.prompt_sha256 = item.sha256;
+  s.prompt_tokens = static_cast<std::int64_t>(item.prompt.size() + item.fed.size());
+  std::vector<int> text = served.tokens;
+  if (served.ended) text.pop_back();
+  s.output = in.model->tokenizer->decode(text);
+  s.output_tokens = static_cast<std::int64_t>(served.tokens.size());
+  s.stop = served.ended ? "eos" : "length";
+  s.score = score(in.items->metric, s.output, item.references);
+  s.preemptions = served.preemptions;
+  if (!in.wants(Metric::latency)) return s;
+  s.arrival_ms = served.arrival_ms;
+  s.queue_ms = served.admitted_ms - served.arrival_ms;
+  s.ttft_ms = served.token_ms.front() - served.arrival_ms;
+  s.end_ms = served.token_ms.back();
+  return s;
+}
+
+// A request's first token counts from its arrival, each other one from the one before.
+void add_tokens(const Served& served, results::CellResult& out) {
+  double before = served.arrival_ms;
+  for (const double at : served.token_ms) {
+    out.token_ms.push_back(static_cast<float>(at - before));
+    before = at;
+  }
+}
+
+void summarize_requests(const std::vector<Served>& all, bool timed, results::CellResult& out) {
+  auto& s = out.summary;
+  s.preemptions = 0;
+  for (const Served& one : all) s.preemptions += one.preemptions;
+  if (!timed) return;
+  std::vector<double> ttft, queue;
+  double begin = all.front().arrival_ms, end = 0;
+  for (const Served& one : all) {
+    ttft.push_back(one.token_ms.front() - one.arrival_ms);
+    queue.push_back(one.admitted_ms - one.arrival_ms);
+    begin = std::min(begin, one.arrival_ms);
+    end = std::max(end, one.token_ms.back());
+  }
+  s.ttft_ms_p95 = percentile(ttft, 0.95);
+  s.queue_ms_p50 = percentile(queue, 0.5);
+  s.tokens_per_s = static_cast<double>(s.output_tokens) / ((end - begin) / 1000);
+}
+
+}  // namespace
+
+void serve(const CellInput& in, results::CellResult& out) {
+  const bool timed = in.wants(Metric::latency);
+  auto requests = make_requests(*in.workload(), in.items->items, in.cell->seed, in.experiment->folder);
+  const std::size_t count = requests.size();
+  Engine engine = make_engine(
+      in, static_cast<int>(std::min<std::size_t>(count, static_cast<std::size_t>(std::max(1, in.experiment->batch)))));
+  if (timed) {
+    warm_up(engine, in.items->items.front());
+    engine.ledger().reset_peak();
+  }
+  StepLog log(engine, out);
+  PartClock clock;
+  // A step's time is everything since the one before it, the scheduler's own included.
+  const auto lap = [&](auto note) {
+    const auto parts = clock.take();
+    note(1000 * std::accumulate(parts.begin(), parts.end(), 0.), parts);
+  };
+  SchedulerOptions how;
+  how.prefill_chunk = in.experiment->prefill_chunk;
+  if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
+  how.prompted = [&](double) { lap([&](double ms, const StepLog::Parts& parts) { log.prompt(ms, parts); }); };
+  how.stepped = [&](double, const std::vector<std::int32_t>& slots) {
+    lap([&](double ms, const StepLog::Parts& parts) { log.decode(ms, parts, slots); });
+  };
+  int done = 0;
+  how.finished = [&](std::size_t) {
+    if (in.progress) in.progress("serving", ++done, static_cast<int>(count));
+  };
+  Scheduler scheduler(engine, std::move(requests), how);
+  while (!scheduler.done()) want_room(scheduler.iterate(), engine);
+  log.finish(timed);
+  out.token_offsets.push_back(0);
+  for (std::size_t i = 0; i < count; ++i) {
+    const Served& served = scheduler.served()[i];
+    out.samples.push_back(sample_of(in, i, served));
+    if (timed) add_tokens(served, out);
+    out.token_offsets.push_back(out.token_offsets.back() + static_cast<std::int64_t>(served.tokens.size()));
+  }
+  if (engine.replays() > 0) out.summary.labels += out.summary.labels.empty() ? "graph" : ", graph";
+  summarize(in, {}, out);
+  summarize_requests(scheduler.served(), timed, out);
+}
+
+}  // namespace kvlab
