@@ -43,6 +43,21 @@ std::string line_with(const std::string& text, const std::string& what) {
 
 }  // namespace
 
+TEST_CASE("cells with a workload have a table of their own, one for each workload") {
+  auto slow = row("a", "full", not_measured, 1), fast = row("b", "full", not_measured, 1);
+  slow.workload = "9 requests, poisson 2/s";
+  fast.workload = "9 requests, poisson 8/s";
+  slow.tokens_per_s = 1234;
+  slow.ttft_ms = 56;
+  slow.ttft_ms_p95 = 78;
+  slow.preemptions = 91;
+  const std::string text = text_of({slow, fast, row("c", "full", not_measured, 0.25)});
+  CHECK_THAT(text, Contains("context 2048, 9 requests, poisson 2/s\n") &&
+                       Contains("context 2048, 9 requests, poisson 8/s\n") && Contains("context 2048\n"));
+  CHECK_THAT(line_with(text, "1234"), Contains("56") && Contains("78") && Contains("91"));
+  CHECK_THAT(line_with(text, "tokens/s"), Contains("TTFT ms p50") && Contains("preempt.") && !Contains("KL"));
+}
+
 TEST_CASE("one block per model, task and context, one row per policy and budget") {
   auto other = row("d", "full", not_measured, 1);
   other.context_tokens = 8192;

@@ -129,6 +129,35 @@ TEST_CASE("a part and OUT give back every field") {
   CHECK(fs::exists(part));
 }
 
+TEST_CASE("tables of earlier versions, without the columns that came later, are read") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "old.h5";
+  const CellResult cell = sample_cell("a");
+  const auto held = h5::lock();
+  const auto earlier = [](std::vector<h5::Column> columns, const std::string& last) {
+    while (columns.back().name != last) columns.pop_back();
+    return columns;
+  };
+  {
+    h5::File file = h5::File::create(path);
+    file.write_table("summary", earlier(columns_of(std::vector{cell.summary}), "tokens_per_s"));
+    file.write_table("samples", earlier(columns_of(cell.samples), "ttft_ms"));
+    file.write_table("broken", earlier(columns_of(cell.samples), "queue_ms"));
+    file.close();
+  }
+  const h5::File file = h5::File::open(path);
+  const auto rows = read_rows<SummaryRow>(file, "summary");
+  REQUIRE(rows.size() == 1);
+  CHECK(rows[0].tokens_per_s == cell.summary.tokens_per_s);
+  CHECK(rows[0].workload.empty());
+  CHECK(rows[0].preemptions == -1);
+  const auto samples = read_rows<SampleRow>(file, "samples");
+  REQUIRE(samples.size() == 2);
+  CHECK(samples[1].queue_ms == 2);
+  CHECK(std::isnan(samples[1].end_ms));
+  CHECK_THROWS_AS(read_rows<SampleRow>(file, "broken"), Error);
+}
+
 TEST_CASE("text that is not UTF-8 is made so") {
   const TemporaryFolder dir;
   CellResult cell = sample_cell("a");

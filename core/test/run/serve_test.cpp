@@ -1,0 +1,164 @@
+// Cells with a workload, and the requests that they are made of.
+#include <catch2/catch.hpp>
+#include <kvlab/error.hpp>
+
+#include <cmath>
+#include <fstream>
+#include <numeric>
+
+#include "run/cell.hpp"
+#include "run/requests.hpp"
+#include "support/contract.hpp"
+#include "support/task_fixture.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+std::vector<Item> items(int count) {
+  std::vector<Item> out;
+  for (int i = 0; i < count; ++i) {
+    Item item;
+    item.sample = i;
+    item.prompt = test::test_text(12 + 20 * i, 90, static_cast<unsigned>(i) + 1);
+    if (i == 1) item.fed = {5, 6};
+    item.max_new = 4 + i;
+    item.references = {"x"};
+    item.sha256 = std::to_string(i);
+    out.push_back(std::move(item));
+  }
+  return out;
+}
+
+WorkloadSpec poisson(int requests, double rate) {
+  WorkloadSpec w;
+  w.requests = requests;
+  w.arrivals = Arrivals::poisson;
+  w.rate = rate;
+  return w;
+}
+
+}  // namespace
+
+TEST_CASE("poisson arrivals have the rate, follow the seed and nothing else") {
+  const auto all = items(3);
+  const auto requests = make_requests(poisson(20000, 4), all, 1, ".");
+  REQUIRE(requests.size() == 20000);
+  double squares = 0, last = 0;
+  for (const Request& r : requests) {
+    const double gap = r.arrival_ms - last;
+    REQUIRE(gap >= 0);
+    squares += gap * gap;
+    last = r.arrival_ms;
+  }
+  const double mean = last / 20000;
+  CHECK(mean == Approx(250).epsilon(0.03));
+  CHECK(squares / 20000 == Approx(2 * mean * mean).epsilon(0.08));  // of an exponential distribution
+  CHECK(requests[4].prompt == all[1].prompt);
+  CHECK(requests[4].fed == all[1].fed);
+  CHECK(requests[4].max_new == all[1].max_new);
+  CHECK(make_requests(poisson(5, 4), items(1), 1, ".")[4].arrival_ms == requests[4].arrival_ms);
+  CHECK(make_requests(poisson(5, 4), all, 2, ".")[4].arrival_ms != requests[4].arrival_ms);
+  for (const Request& r : make_requests({}, all, 1, ".")) CHECK(r.arrival_ms == 0);
+}
+
+TEST_CASE("a trace gives the arrivals; what is wrong with it is named by line") {
+  const test::TaskFixture folder("text");
+  const auto place = std::filesystem::temp_directory_path() / ("kvlab-text-" + std::to_string(getpid()));
+  WorkloadSpec w;
+  w.arrivals = Arrivals::trace;
+  w.file = "trace.csv";
+  folder.write("trace.csv", "# seconds\n0.5\n\n2, 100, 20\n1.25 x\n");
+  const auto requests = make_requests(w, items(2), 1, place);
+  REQUIRE(requests.size() == 3);
+  CHECK(requests[0].arrival_ms == 500);
+  CHECK(requests[1].arrival_ms == 2000);
+  CHECK(requests[2].arrival_ms == 1250);
+  w.requests = 2;
+  CHECK(make_requests(w, items(2), 1, place).size() == 2);
+  const auto where = [&] {
+    try {
+      make_requests(w, items(2), 1, place);
+    } catch (const Error& e) {
+      return e.where();
+    }
+    return std::string("no error");
+  };
+  w.requests = 4;
+  CHECK(where() == (place / "trace.csv").string());
+  for (const char* bad : {"1\nx\n", "1\n-1\n", "1\n2x\n", "1\nnan\n", "1\n1e300\n", "1\n,2\n"}) {
+    CAPTURE(bad);
+    folder.write("trace.csv", bad);
+    CHECK(where() == (place / "trace.csv").string() + ":2");
+  }
+  folder.write("trace.csv", "# none\n");
+  CHECK(where() == (place / "trace.csv").string());
+  w.file = "absent.csv";
+  CHECK(where() == (place / "absent.csv").string());
+}
+
+TEST_CASE("forced tokens and turns are no requests") {
+  auto forced = items(1), turns = items(2);
+  forced[0].forced = {1, 2};
+  turns[1].follows = true;
+  CHECK_THROWS_AS(make_requests({}, forced, 1, "."), Error);
+  CHECK_THROWS_AS(make_requests({}, turns, 1, "."), Error);
+}
+
+TEST_CASE("a cell with a workload has the texts of one without, and every request's times") {
+  Registry registry;
+  const RegistryCatalog catalog(registry);
+  Experiment e;
+  e.tasks.resize(1);
+  e.policies = {test::full_spec()};
+  e.metrics = {Metric::score, Metric::memory, Metric::latency};
+  TaskItems all;
+  all.metric = "contains";
+  all.items = items(4);
+  Cell cell;
+  CellInput in;
+  in.experiment = &e;
+  in.cell = &cell;
+  in.model = test::tiny_model("llama-gqa3");
+  in.items = &all;
+  in.catalog = &catalog;
+  const results::CellResult plain = run_cell(in);
+  REQUIRE(plain.summary.status == "ok");
+  CHECK(plain.summary.workload.empty());
+  CHECK(plain.summary.preemptions == -1);
+
+  e.workloads = {poisson(10, 50)};
+  e.batch = 4;
+  e.device_memory = 60'000;
+  for (const int chunk : {0, 16}) {
+    CAPTURE(chunk);
+    e.prefill_chunk = chunk;
+    const results::CellResult served = run_cell(in);
+    CAPTURE(served.summary.error);
+    REQUIRE(served.summary.status == "ok");
+    CHECK(served.summary.workload == "10 requests, poisson 50/s");
+    REQUIRE(served.samples.size() == 10);
+    std::int64_t preemptions = 0;
+    for (std::size_t i = 0; i < 10; ++i) {
+      const auto& s = served.samples[i];
+      const auto& alone = plain.samples[i % 4];
+      CHECK(s.output == alone.output);
+      CHECK(s.stop == alone.stop);
+      CHECK(s.prompt_tokens == alone.prompt_tokens);
+      CHECK(s.queue_ms >= 0);
+      CHECK(s.ttft_ms >= s.queue_ms);
+      const auto first = served.token_ms.begin() + served.token_offsets[i],
+                 last = served.token_ms.begin() + served.token_offsets[i + 1];
+      CHECK(last - first == s.output_tokens);
+      CHECK(*first == Approx(s.ttft_ms));
+      CHECK(s.arrival_ms + std::accumulate(first, last, 0.) == Approx(s.end_ms).epsilon(1e-4));
+      preemptions += s.preemptions;
+    }
+    CHECK(served.summary.preemptions == preemptions);
+    CHECK(served.summary.ttft_ms <= served.summary.ttft_ms_p95);
+    CHECK(served.summary.tokens_per_s > 0);
+    CHECK(!served.step_ms.empty());
+  }
+  e.device_memory = 1000;
+  CHECK(run_cell(in).summary.status == "oom");
+}
