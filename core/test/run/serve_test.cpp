@@ -129,7 +129,7 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
 
   e.workloads = {poisson(10, 50)};
   e.batch = 4;
-  e.device_memory = 60'000;
+  e.device_memory = 100'000;
   for (const int chunk : {0, 16}) {
     CAPTURE(chunk);
     e.prefill_chunk = chunk;
