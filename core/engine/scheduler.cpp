@@ -50,6 +50,12 @@ int Scheduler::next_token(const Active& a) const {
   return a.given < fed.size() ? fed[a.given] : served_[index(a)].tokens[a.given - fed.size()];
 }
 
+std::vector<std::int32_t> Scheduler::slots() const {
+  std::vector<std::int32_t> out;
+  for (const Active& a : active_) out.push_back(a.slot);
+  return out;
+}
+
 Fit Scheduler::iterate() {
   arrive();
   if (const Fit fit = prompts(); fit != Fit::ok) return fit;

@@ -55,6 +55,7 @@ class Scheduler {
   Fit iterate();
 
   const std::vector<Served>& served() const { return served_; }  // in the order of the requests given
+  std::vector<std::int32_t> slots() const;                       // in use, prompts under way included
   int active() const { return static_cast<int>(active_.size()); }
   int waiting() const { return static_cast<int>(waiting_.size()); }
 

@@ -82,14 +82,16 @@ void serve(const CellInput& in, results::CellResult& out) {
   how.prefill_chunk = in.experiment->prefill_chunk;
   if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
   how.prompted = [&](double) { lap([&](double ms, const StepLog::Parts& parts) { log.prompt(ms, parts); }); };
-  how.stepped = [&](double, const std::vector<std::int32_t>& slots) {
-    lap([&](double ms, const StepLog::Parts& parts) { log.decode(ms, parts, slots); });
+  const Scheduler* running = nullptr;
+  how.stepped = [&](double, const std::vector<std::int32_t>&) {  // what is held is of prompts under way too
+    lap([&](double ms, const StepLog::Parts& parts) { log.decode(ms, parts, running->slots()); });
   };
   int done = 0;
   how.finished = [&](std::size_t) {
     if (in.progress) in.progress("serving", ++done, static_cast<int>(count));
   };
   Scheduler scheduler(engine, std::move(requests), how);
+  running = &scheduler;
   while (!scheduler.done()) want_room(scheduler.iterate(), engine);
   log.finish(timed);
   out.token_offsets.push_back(0);

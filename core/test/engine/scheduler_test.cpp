@@ -120,6 +120,7 @@ void run(Scheduler& s, const Engine& engine, int most = 20000) {
   while (!s.done()) {
     REQUIRE(s.iterate() == Fit::ok);
     REQUIRE(--most > 0);
+    CHECK(s.slots().size() == static_cast<std::size_t>(s.active()));
     if (limit >= 0) REQUIRE(engine.store().page_bytes(Tier::device) <= limit);
   }
   CHECK(s.active() == 0);
