@@ -24,6 +24,7 @@ struct ArgmaxArgs;
 struct RopeAppendArgs;
 struct RopeRankArgs;
 struct PlacementArgs;
+struct InjectArgs;
 }  // namespace ops
 
 struct CudaStoreLayer;
@@ -103,6 +104,7 @@ struct CudaOps {
   void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
                       const PageList& out, void* stream) = nullptr;
   void (*place_pages)(const ops::PlacementArgs& a, void* stream) = nullptr;
+  void (*inject_pages)(const ops::InjectArgs& a, void* stream) = nullptr;
 };
 
 // What a store on the device does; store/cuda_kernels.hpp.
@@ -135,7 +137,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 6;
+  static constexpr int version = 7;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

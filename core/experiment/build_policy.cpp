@@ -20,7 +20,8 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
 
 }  // namespace
 
-std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog) {
+std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
+                                     std::optional<Injection> injection) {
   if (spec.policy) return make<Policy>(spec.policy, catalog);
   Composition parts;
   parts.scorer = make<Scorer>(spec.scorer, catalog);
@@ -32,6 +33,7 @@ std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog
   parts.every = spec.schedule.every;
   parts.host = spec.placement.tier == Tier::host;
   parts.resident_tokens = spec.placement.resident;
+  parts.injection = std::move(injection);
   parts.name = spec.name;
   return compose(std::move(parts));
 }

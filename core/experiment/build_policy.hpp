@@ -3,12 +3,15 @@
 #include <kvlab/policy.hpp>
 
 #include <memory>
+#include <optional>
 
 #include "experiment/policy_spec.hpp"
+#include "host/injection.hpp"
 
 namespace kvlab {
 
-// Throws as the plugins' constructors and compose() do.
-std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog);
+// Throws as the plugins' constructors and compose() do. injection: of a selector's lists.
+std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
+                                     std::optional<Injection> injection = {});
 
 }  // namespace kvlab

@@ -57,9 +57,27 @@ Json dependencies(const PluginUse& use, const Experiment& experiment, const Plug
   return json;
 }
 
+// With what replaces its selector's lists.
+Json params_of(const PolicySpec& policy, const Experiment& experiment) {
+  Json json = to_json(policy);
+  const InjectSpec& inject = experiment.inject;
+  if (!inject.used(policy)) return json;
+  if (inject.overlap)
+    json["inject"] = {{"overlap", *inject.overlap}};
+  else
+    json["inject"] = {{"trace", inject.trace}};
+  if (!inject.cell.empty()) json["inject"]["cell"] = inject.cell;
+  return json;
+}
+
 Json describe(const PolicySpec& policy, const Experiment& experiment, const PluginCatalog& catalog,
               const Fingerprints& fingerprints) {
-  Json json = {{"name", policy.name}, {"params", to_json(policy)}, {"depends", Json::array()}};
+  Json json = {{"name", policy.name}, {"params", params_of(policy, experiment)}, {"depends", Json::array()}};
+  if (const std::string& trace = experiment.inject.trace; experiment.inject.used(policy) && !trace.empty()) {
+    std::error_code ec;
+    const fs::path path = experiment.resolve(trace);
+    if (fingerprints.file && fs::is_regular_file(path, ec)) json["depends"].push_back(fingerprints.file(path));
+  }
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
     if (*use) json["depends"].push_back(dependencies(**use, experiment, catalog, fingerprints));
@@ -108,7 +126,7 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
                         .dump());
   for (const PolicySpec& policy : experiment.policies) {
     policies.push_back(describe(policy, experiment, catalog, fingerprints).dump());
-    params.push_back(to_json(policy).dump());
+    params.push_back(params_of(policy, experiment).dump());
   }
   const std::string shared = common(experiment).dump();
   std::vector<std::string> workloads;

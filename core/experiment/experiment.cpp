@@ -59,7 +59,7 @@ class ExperimentReader {
     paths(map);
     tasks(map);
     policies(map);
-    unsupported(map);
+    inject(map);
     map.take("sweep");
     map.finish();
     return std::move(out_);
@@ -282,8 +282,33 @@ class ExperimentReader {
     }
   }
 
-  void unsupported(MapReader& map) {
-    for (const std::string& key : later_keys()) map.refuse(key, "key '" + key + "'");
+  void inject(MapReader& map) {
+    const Node* node = map.take("inject");
+    if (!node) return;
+    InjectSpec& inject = out_.inject;
+    inject.where = document_.where(node->place);
+    MapReader keys(*node, "inject", problems_);
+    const Node *overlap = keys.take("overlap"), *trace = keys.take("trace"), *cell = keys.take("cell");
+    keys.finish();
+    if (!node->is(Node::Kind::map)) {
+      if (node->is(Node::Kind::null))
+        problems_.add(node->place, "got an empty 'inject', wanted {overlap: X} or {trace: FILE}");
+      return;
+    }
+    if (!overlap == !trace)
+      problems_.add(node->place, std::string("got ") + (trace ? "overlap and trace" : "neither overlap nor trace") +
+                                     " for 'inject', wanted {overlap: X} or {trace: FILE}");
+    if (overlap)
+      if (const auto value =
+              read_value(*overlap, make_param("overlap", 0., 0, 1, "pages that the step before had"), problems_))
+        inject.overlap = std::get<double>(*value);
+    if (trace) inject.trace = read_text(*trace, "trace");
+    if (cell) inject.cell = read_text(*cell, "cell");
+    if (cell && !trace) problems_.add(cell->place, "got a cell without a trace, wanted trace: FILE beside it");
+    if (problems_.empty() &&
+        std::none_of(out_.policies.begin(), out_.policies.end(), [](const PolicySpec& p) { return p.selector; }))
+      problems_.add(node->place,
+                    "got inject without a policy that selects pages, wanted a selector whose lists it replaces");
   }
 
   std::string read_text(const Node& node, const char* key) {

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -23,6 +24,15 @@ struct ModelSpec {
 };
 
 enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace };
+
+// Page lists in place of those that selectors choose; one of the two.
+struct InjectSpec {
+  std::optional<double> overlap;  // share of a list that is of the step before
+  std::string trace, cell;        // a result file, relative as data paths are, and the cell in it; "" = the only one
+  std::string where;
+
+  bool used(const PolicySpec& policy) const { return (overlap || !trace.empty()) && policy.selector; }
+};
 
 struct Experiment {
   std::string name;
@@ -45,6 +55,7 @@ struct Experiment {
   int page_size = 16;                    // tokens per page, where a policy names none
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   int fidelity_tokens = 32;              // forced tokens per sample
+  InjectSpec inject;                     // of page lists; nothing = none
   std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
 
   std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file

@@ -80,22 +80,14 @@ const std::vector<std::string>& experiment_keys() {
   static const std::vector<std::string> keys{"experiment",    "model",    "backend",     "tasks",         "policies",
                                              "sweep",         "ablate",   "repeats",     "seed",          "metrics",
                                              "output",        "batch",    "threads",     "device_memory", "page_size",
-                                             "prefill_chunk", "fidelity", "plugin_path", "workload"};
-  return keys;
-}
-
-const std::vector<std::string>& later_keys() {
-  static const std::vector<std::string> keys{"inject"};
+                                             "prefill_chunk", "fidelity", "plugin_path", "workload",      "inject"};
   return keys;
 }
 
 namespace {
 
 bool is_experiment_key(const std::string& word) {
-  const auto in = [&](const std::vector<std::string>& keys) {
-    return std::find(keys.begin(), keys.end(), word) != keys.end();
-  };
-  return in(experiment_keys()) || in(later_keys());
+  return std::find(experiment_keys().begin(), experiment_keys().end(), word) != experiment_keys().end();
 }
 
 }  // namespace

@@ -131,11 +131,6 @@ const Node* MapReader::take(const std::string& key) {
   return entry ? &entry->value : nullptr;
 }
 
-void MapReader::refuse(const std::string& key, const std::string& what) {
-  refused_.push_back(key);
-  if (const yaml::Entry* entry = node_.find(key)) problems_.add_unsupported(entry->key.place, what);
-}
-
 std::string MapReader::word(const std::string& key, std::vector<std::string> words,
                             const std::vector<std::string>& later, const std::string& help) {
   const Node* node = take(key);
@@ -155,9 +150,7 @@ ParamValue MapReader::value(const ParamSpec& spec) {
 std::vector<const yaml::Entry*> MapReader::rest() const {
   std::vector<const yaml::Entry*> entries;
   for (const yaml::Entry& e : node_.entries)
-    if (std::find(known_.begin(), known_.end(), e.key.text) == known_.end() &&
-        std::find(refused_.begin(), refused_.end(), e.key.text) == refused_.end())
-      entries.push_back(&e);
+    if (std::find(known_.begin(), known_.end(), e.key.text) == known_.end()) entries.push_back(&e);
   return entries;
 }
 

@@ -67,8 +67,6 @@ class MapReader {
 
   const yaml::Node* take(const std::string& key);  // null when absent
   const yaml::Entry* take_entry(const std::string& key);
-  // A key that this version knows and refuses: a note when it is there, and no message offers it.
-  void refuse(const std::string& key, const std::string& what);
   // One of `words`, the first when absent. One of `later` is noted as not in this version, and no message offers it.
   std::string word(const std::string& key, std::vector<std::string> words, const std::vector<std::string>& later,
                    const std::string& help);
@@ -85,7 +83,7 @@ class MapReader {
  private:
   const yaml::Node& node_;
   Problems& problems_;
-  std::vector<std::string> known_, refused_;
+  std::vector<std::string> known_;
 };
 
 // Every list inside `entry` is an axis: one copy of the entry per combination, the last axis fastest. An empty list, a

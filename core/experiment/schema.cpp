@@ -207,6 +207,8 @@ class Builder {
         {"repeats", described(integer(1, 1000), "times that each cell is measured")},
         {"metrics", described(axis(words({"score", "fidelity", "memory", "latency", "trace"})), "what is measured")},
         {"fidelity", described(closed({{"tokens", integer(1)}}), "forced tokens per sample")},
+        {"inject", described(closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}}),
+                             "page lists in place of those that selectors choose")},
         {"batch", described(integer(1, 4096), "sequences at once")},
         {"threads", described(integer(0, 4096), "0 = all")},
         {"page_size", described(integer(1, 1024), "tokens per page, where a policy names none")},

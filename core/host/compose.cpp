@@ -44,7 +44,7 @@ class ComposedPolicy final : public Policy {
   CodecSpec codec() const override { return parts_.codec ? parts_.codec->spec() : CodecSpec{}; }
   CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codec(); }
 
-  void attach(const Shape& shape, const BudgetAmount& amount, Workspace&) override {
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;
     const Needs n = needs();
@@ -54,6 +54,7 @@ class ComposedPolicy final : public Policy {
                       .bytes +
                   vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
     check_amount();
+    if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
     scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
@@ -79,12 +80,15 @@ class ComposedPolicy final : public Policy {
     PageList list;
     Pins pins;
     if (parts_.selector) {
-      const PartTimer timer(Part::select);
-      list = step.list<PageList>("selected pages", step.max_pages);
-      LayerStep with = step;
-      with.page_budgets = page_budgets(step, s);
-      parts_.selector->select(with, list, s);
-      pins = parts_.selector->pins();
+      {
+        const PartTimer timer(Part::select);
+        list = step.list<PageList>("selected pages", step.max_pages);
+        LayerStep with = step;
+        with.page_budgets = page_budgets(step, s);
+        parts_.selector->select(with, list, s);
+        pins = parts_.selector->pins();
+      }
+      if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
     }
     if (parts_.host) place_step(step, parts_.selector ? &list : nullptr, pins, edits, s);
@@ -238,6 +242,7 @@ class ComposedPolicy final : public Policy {
   Shape shape_;
   BudgetAmount amount_;
   std::int64_t page_bytes_ = 0;
+  std::optional<Injector> injector_;
   // Of one callback; kept so that a decode step allocates nothing.
   std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
   std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]

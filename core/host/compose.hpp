@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "host/injection.hpp"
 #include "host/loader.hpp"
 
 namespace kvlab {
@@ -21,7 +22,8 @@ struct Composition {
   std::optional<int> every;     // decode steps between evictions; nothing = as the scorer says
   bool host = false;            // pages live on the host tier and are recalled for attention
   int resident_tokens = 0;      // per KV head, kept on the device; 0 = what attention reads
-  std::string name;             // for messages
+  std::optional<Injection> injection;  // of the selector's lists
+  std::string name;                    // for messages
 };
 
 // Errc::config for parts that contradict each other.

@@ -1,6 +1,7 @@
 // The ops that libkvlab_cuda.so offers.
 #include "base/backend.hpp"
 #include "ops/attend_cuda.hpp"
+#include "ops/inject.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/policy_cuda.hpp"
 #include "ops/rope_append_cuda.hpp"
@@ -38,6 +39,7 @@ void fill_cuda_ops(CudaOps& t) {
   t.lengths = ops::lengths_cuda;
   t.older_pages = ops::older_pages_cuda;
   t.place_pages = ops::place_pages_cuda;
+  t.inject_pages = ops::inject_pages_cuda;
 }
 
 }  // namespace kvlab

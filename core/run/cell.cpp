@@ -4,7 +4,6 @@
 #include <new>
 
 #include "base/stream_memory.hpp"
-#include "experiment/build_policy.hpp"
 #include "run/fidelity.hpp"
 #include "run/plain_pass.hpp"
 #include "run/serve.hpp"
@@ -14,9 +13,7 @@ namespace kvlab {
 
 using results::CellResult;
 
-void check_cell(const CellInput& in) {
-  Engine::check(*in.model, *build_policy(in.policy(), *in.catalog), engine_options(in, 1));
-}
+void check_cell(const CellInput& in) { Engine::check(*in.model, *cell_policy(in), engine_options(in, 1)); }
 
 CellResult broken_cell(const CellInput& in, const std::string& status, const std::string& error) {
   CellResult out;

@@ -1,6 +1,7 @@
 #include "run/cell_input.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "experiment/build_policy.hpp"
 #include "run/device.hpp"
@@ -19,8 +20,18 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   return o;
 }
 
+std::shared_ptr<Policy> cell_policy(const CellInput& in) {
+  const InjectSpec& inject = in.experiment->inject;
+  if (!inject.used(in.policy())) return build_policy(in.policy(), *in.catalog);
+  Injection injection;
+  injection.overlap = static_cast<std::int32_t>(std::lround(inject.overlap.value_or(0) * 1e6));
+  injection.seed = static_cast<std::uint64_t>(in.cell->seed);
+  injection.recorded = in.recorded;
+  return build_policy(in.policy(), *in.catalog, std::move(injection));
+}
+
 Engine make_engine(const CellInput& in, int slots) {
-  return Engine(in.model, build_policy(in.policy(), *in.catalog), engine_options(in, slots));
+  return Engine(in.model, cell_policy(in), engine_options(in, slots));
 }
 
 void warm_up(Engine& engine, const Item& item) {

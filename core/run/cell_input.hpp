@@ -6,6 +6,7 @@
 
 #include "engine/engine.hpp"
 #include "experiment/experiment.hpp"
+#include "host/injection.hpp"
 #include "run/items.hpp"
 #include "run/reference.hpp"
 
@@ -19,6 +20,7 @@ struct CellInput {
   const TaskItems* items = nullptr;
   const PluginCatalog* catalog = nullptr;
   ReferenceCache* references = nullptr;
+  std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
   std::function<void(const std::string& what, int done, int total)> progress;  // items, per pass
 
   const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
@@ -30,6 +32,8 @@ struct CellInput {
 
 // Of the cell's policy, with room for its longest item in each slot.
 EngineOptions engine_options(const CellInput& in, int slots);
+// The cell's policy, with injected page lists where the experiment wants them.
+std::shared_ptr<Policy> cell_policy(const CellInput& in);
 // An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
 

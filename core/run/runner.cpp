@@ -26,6 +26,7 @@
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/progress.hpp"
+#include "run/recorded.hpp"
 #include "run/requests.hpp"
 
 namespace kvlab {
@@ -59,6 +60,7 @@ struct Prepared {
   std::vector<std::shared_ptr<const Model>> models;  // without weights, all but the one in use
   std::vector<Cell> cells;
   std::map<ItemsKey, TaskItems> items;
+  std::shared_ptr<const RecordedTrace> recorded;
 };
 
 CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepared& p, const Cell& cell) {
@@ -68,6 +70,7 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   in.model = p.models[cell.model];
   in.items = &p.items.at({cell.model, cell.task, cell.seed});
   in.catalog = &catalog;
+  in.recorded = p.recorded;
   return in;
 }
 
@@ -114,6 +117,11 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     return p.models[static_cast<std::size_t>(&spec - e.models.data())]->fingerprint;
   };
   p.cells = cells(e, catalog, prints);
+
+  if (!e.inject.trace.empty())
+    placed(e.inject.where, [&] {
+      p.recorded = std::make_shared<RecordedTrace>(read_recorded(e.resolve(e.inject.trace).string(), e.inject.cell));
+    });
 
   std::vector<Error> wrong;
   std::set<std::string> seen;

@@ -16,6 +16,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   out.id = s.cell = in.cell->id;
   s.model = in.model->name;
   if (in.model->synthetic) s.labels = "synthetic";
+  if (e.inject.used(policy)) s.labels += s.labels.empty() ? "injected" : ", injected";
   s.policy = policy.name;
   s.params = in.cell->params;
   s.task = task_label(e.tasks[in.cell->task]);

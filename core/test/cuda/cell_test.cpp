@@ -1,7 +1,9 @@
 // Cells of an experiment with backend: cuda, against the same cells on the CPU.
 #include "run/cell.hpp"
 
+#include <array>
 #include <catch2/catch.hpp>
+#include <map>
 
 #include "model/bundled.hpp"
 #include "run/answer.hpp"
@@ -132,4 +134,24 @@ TEST_CASE("cuda cell: decode steps as graphs are said") {
   CHECK(gpu.parts.empty());
   CHECK(gpu.step_ms.size() == cpu.step_ms.size());
   for (std::size_t i = 0; i < 3; ++i) CHECK(gpu.samples[i].output == cpu.samples[i].output);
+}
+
+TEST_CASE("cuda cell: injected page lists, eagerly and in graphs") {
+  Cells cells("{quest: {dense_layers: 0, budget: {tokens: 24}}}");
+  cells.experiment.inject.overlap = 1;
+  const auto gpu = cells.run("cuda");
+  REQUIRE(gpu.summary.error == "");
+  CHECK(gpu.summary.labels == "synthetic, injected");
+  std::map<std::array<int, 3>, std::vector<std::int32_t>> before;
+  int compared = 0;
+  for (const auto& e : gpu.trace.events) {
+    const std::vector<std::int32_t> now(gpu.trace.selected.begin() + e.begin,
+                                        gpu.trace.selected.begin() + e.begin + e.count);
+    auto& last = before[{e.sample, e.layer, e.kv_head}];
+    if (!last.empty() && last.back() == now.back()) CHECK((++compared, now == last));
+    last = now;
+  }
+  CHECK(compared > 0);
+  cells.experiment.metrics = {Metric::score, Metric::latency};
+  CHECK(cells.run("cuda").summary.labels == "synthetic, injected, graph");
 }

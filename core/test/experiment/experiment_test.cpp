@@ -205,7 +205,6 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nrepeats: [1, 2]\n", "exp.yaml:5:10: got a list for 'repeats'");
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
-  refused(p + "  - full\ninject: {trace: a}\n", "exp.yaml:5:1: got key 'inject'", {"not in this version"});
   refused(p + "  - full\nworkload: {request: 3}\n", "exp.yaml:5:12: got unknown key 'request'",
           {"did you mean 'requests'?"});
   refused(p + "  - full\nworkload: {requests: -1}\n", "exp.yaml:5:22: got -1", {"'requests'"});
@@ -217,6 +216,17 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nworkload: 3\n", "exp.yaml:5:11: got '3' for 'workload', wanted a map");
   refused(p + "  - full\nworkload: {}\nmetrics: [score, trace]\n", "exp.yaml:6:18: got 'trace' with a workload",
           {"latency"});
+  const std::string q = p + "  - quest\n";
+  refused(q + "inject: {overlap: 1.2}\n", "exp.yaml:5:19: got 1.2", {"0 to 1", "'overlap'"});
+  refused(q + "inject: {overlap: -0.1}\n", "exp.yaml:5:19: got -0.1", {"0 to 1"});
+  refused(q + "inject: {overlap: much}\n", "exp.yaml:5:19: got 'much'");
+  refused(q + "inject: 0.5\n", "exp.yaml:5:9: got '0.5' for 'inject', wanted a map");
+  refused(q + "inject: ~\n", "exp.yaml:5:9: got an empty 'inject'", {"{overlap: X} or {trace: FILE}"});
+  refused(q + "inject: {}\n", "exp.yaml:5:9: got neither overlap nor trace", {"{overlap: X} or {trace: FILE}"});
+  refused(q + "inject: {overlap: 1, trace: a.h5}\n", "exp.yaml:5:9: got overlap and trace");
+  refused(q + "inject: {overlap: 1, cell: a}\n", "exp.yaml:5:28: got a cell without a trace");
+  refused(q + "inject: {overlp: 1}\n", "exp.yaml:5:10: got unknown key 'overlp'", {"did you mean 'overlap'?"});
+  refused(p + "  - full\ninject: {overlap: 1}\n", "exp.yaml:5:9: got inject without a policy that selects");
   refused(p + "  - full\nexperiment: a/b\n", "exp.yaml:5:13: got 'a/b'");
   refused(p + "  - full\noutput: ''\n", "exp.yaml:5:9: got empty text");
   refused(p + "  - full\nfidelity: {token: 3}\n", "exp.yaml:5:12: got unknown key 'token'", {"did you mean 'tokens'?"});
@@ -276,7 +286,6 @@ TEST_CASE("an unknown key's message names every key once") {
   const auto all = errors(head + "policies: [full]\ntask: 1\n");
   REQUIRE(all.size() == 1);
   const std::string keys = all.front().substr(all.front().find("wanted one of:"));
-  for (const char* later : {"inject"}) CHECK(keys.find(later) == std::string::npos);
   for (const char* key : {" tasks,", " policies,", " seed,", " plugin_path"}) {
     CAPTURE(keys, key);
     REQUIRE(keys.find(key) != std::string::npos);
@@ -397,6 +406,8 @@ TEST_CASE("--set") {
     const auto all = errors(p, {set});
     return all.empty() ? "" : all.front();
   };
+  CHECK(load("model: m\ntasks: [niah]\npolicies: [quest]\n", {"inject.overlap=0.8"}).inject.overlap == 0.8);
+  CHECK_THAT(one("inject.overlap=2"), Catch::StartsWith("--set inject.overlap=2: got 2"));
   CHECK_THAT(one("snapkv.window=0"), Catch::StartsWith("--set snapkv.window=0: got 0"));
   CHECK_THAT(one("snapkv.windw=1"), Catch::StartsWith("--set snapkv.windw=1: got unknown key 'windw'"));
   CHECK_THAT(one("snapvk.window=1"), Catch::Contains("did you mean 'snapkv'?"));
@@ -438,6 +449,19 @@ TEST_CASE("a cell's id follows what its result depends on") {
   CHECK(id("model: m\ntasks: [niah: {context: 64, depth: 2, question: decode}]\npolicies: [snapkv: {window: 8, kernel: "
            "5}]\n") != base);
   CHECK(id("model: m\ntasks: [niah: {context: 64, depth: 2}]\npolicies: [snapkv: {window: 9, kernel: 5}]\n") != base);
+
+  // Injected lists count where there is a selector.
+  CHECK(id("inject: {overlap: 1}\nmodel: m\ntasks: [niah: {context: 64, depth: 2}]\n"
+           "policies: [snapkv: {window: 8, kernel: 5}, quest]\n") == base);
+  const std::string selects = "model: m\ntasks: [niah]\npolicies: [quest]\n";
+  const std::string some = id(selects + "inject: {overlap: 0.5}\n");
+  CHECK(some != id(selects));
+  CHECK(some != id(selects + "inject: {overlap: 0.6}\n"));
+  CHECK(some != id(selects + "inject: {trace: r.h5}\n"));
+  CHECK(id(selects + "inject: {trace: r.h5}\n") != id(selects + "inject: {trace: r.h5, cell: a}\n"));
+  CHECK(
+      cells(load(selects + "inject: {overlap: 0.5}\n"), catalog, {}).at(0).params.find(R"("inject":{"overlap":0.5})") !=
+      std::string::npos);
 
   Fingerprints one, two;
   one.model = [](const ModelSpec&) { return "1"; };

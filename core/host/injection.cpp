@@ -1,0 +1,48 @@
+#include "host/injection.hpp"
+
+#include <utility>
+
+namespace kvlab {
+
+Injector::Injector(Injection injection, const Shape& shape, Workspace& w)
+    : injection_(std::move(injection)), shape_(shape), words_(ops::inject_words(shape.max_pages())) {
+  const auto bytes = static_cast<std::size_t>(words_) * sizeof(std::uint32_t) * static_cast<std::size_t>(shape.layers) *
+                     static_cast<std::size_t>(shape.kv_heads);
+  state_ = static_cast<std::uint32_t*>(w.state("injected pages", bytes, shape.max_slots));
+}
+
+void Injector::replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s) {
+  if (injection_.recorded && !recorded_.first) upload(s);
+  const std::int64_t layer = shape_.kv_heads * words_;
+  ops::InjectArgs a;
+  a.pages = step.pages;
+  a.list = list;
+  a.pins = pins;
+  a.state = {
+      state_ + layer * step.layer, {shape_.max_slots, shape_.kv_heads, words_}, {layer * shape_.layers, words_, 1}};
+  a.layer = step.layer;
+  a.seed = injection_.seed;
+  a.overlap = injection_.overlap;
+  a.recorded = recorded_;
+  ops::inject_pages(a, s);
+}
+
+// Recorded pages spread over a sequence's room, by one factor for the whole run: what two lists share they go on
+// sharing.
+void Injector::upload(Stream s) {
+  const RecordedTrace& r = *injection_.recorded;
+  std::vector<std::int32_t> page;
+  page.reserve(r.page.size());
+  for (const std::int32_t p : r.page)
+    page.push_back(static_cast<std::int32_t>(std::int64_t{p} * shape_.max_pages() / r.pages));
+  const auto put = [&](StreamMemory& to, const auto& from) {
+    to = StreamMemory(s, from.size() * sizeof from[0]);
+    copy_memory(to.as<>(), from.data(), to.bytes(), s);
+  };
+  put(first_, r.first), put(begin_, r.begin), put(page_, page);
+  synchronize(s);
+  recorded_ = {
+      first_.as<std::int32_t>(), begin_.as<std::int64_t>(), page_.as<std::int32_t>(), r.samples, r.layers, r.heads};
+}
+
+}  // namespace kvlab

@@ -1,0 +1,43 @@
+// Page lists in place of a selector's: `inject` of an experiment, for models whose attention means nothing.
+#pragma once
+#include <kvlab/policy.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "base/stream_memory.hpp"
+#include "ops/inject.hpp"
+
+namespace kvlab {
+
+// Lists of recorded sequences as ops::RecordedPages has them, on the host; pages are below `pages`.
+struct RecordedTrace {
+  int samples = 0, layers = 0, heads = 0, pages = 0;
+  std::vector<std::int32_t> first, page;
+  std::vector<std::int64_t> begin;
+};
+
+struct Injection {
+  std::int32_t overlap = 0;  // millionths
+  std::uint64_t seed = 0;
+  std::shared_ptr<const RecordedTrace> recorded;  // null = by overlap
+};
+
+class Injector {
+ public:
+  // Takes state of the workspace.
+  Injector(Injection injection, const Shape& shape, Workspace& w);
+  void replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s);
+
+ private:
+  void upload(Stream s);
+
+  Injection injection_;
+  Shape shape_;
+  std::uint32_t* state_;  // [slot, layer, kv_head, words]
+  std::int64_t words_;
+  StreamMemory first_, begin_, page_;  // of what was recorded
+  ops::RecordedPages recorded_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,72 @@
+// Page lists that follow a recorded or made-up pattern in place of a selector's choice (`inject` of an experiment).
+#pragma once
+#include <kvlab/kv.hpp>
+#include <kvlab/stream.hpp>
+
+#include <cstdint>
+
+namespace kvlab::ops {
+
+// Lists of recorded sequences; memory of the stream's device.
+struct RecordedPages {
+  const std::int32_t* first = nullptr;  // [samples + 1] steps before each sample; null = nothing recorded
+  const std::int64_t* begin = nullptr;  // [step, layer, head] and the end: into `page`
+  const std::int32_t* page = nullptr;
+  int samples = 0, layers = 0, heads = 0;
+
+  // Which entry of `begin` a slot's layer and head follow: samples by slot, all else modulo.
+  constexpr std::int64_t list(int slot, std::uint32_t step, int layer, int head) const {
+    const int sample = slot % samples;
+    const auto steps = static_cast<std::uint32_t>(first[sample + 1] - first[sample]);
+    const std::int64_t row = first[sample] + static_cast<std::int64_t>(step % steps);
+    return (row * layers + layer % layers) * heads + head % heads;
+  }
+};
+
+struct InjectArgs {
+  PagedKv pages;
+  PageList list;  // in: what a selector chose; out: as many pages
+  Pins pins;      // of the selector; its choice of their pages stays
+  // [slot, kv_head, inject_words(...)]: steps so far, then a bit for each page that the step before read. Zero = a new
+  // sequence.
+  View<std::uint32_t, 3> state;
+  int layer = 0;
+  std::uint64_t seed = 0;
+  std::int32_t overlap = 0;  // millionths of a list that are of the step before
+  RecordedPages recorded;    // takes the place of `overlap`
+};
+
+constexpr std::int64_t inject_words(std::int64_t pages) { return 1 + (pages + 31) / 32; }
+
+// Overlap: round(overlap * n) of a list's n pages, pinned ones among them, are of the list of the step before, as far
+// as there are enough other pages; a sequence's first list stays. Recorded: its pages that exist, as many as there is
+// room for, then others. Which ones is drawn by a hash of seed, layer, slot, head, step (overlap only) and page.
+// Errc::plugin for a chosen page that does not exist. Bytes: lists and state.
+void inject_pages(const InjectArgs& a, Stream s);
+void inject_pages_reference(const InjectArgs& a);
+void inject_pages_cuda(const InjectArgs& a, void* stream);  // passes over pages that do not exist
+
+// Pages of a list of n that are of the step before.
+constexpr int inject_kept(std::int32_t overlap, int n) {
+  return static_cast<int>((std::int64_t{overlap} * n + 500'000) / 1'000'000);
+}
+
+constexpr std::uint64_t inject_mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+constexpr std::uint64_t inject_stream(std::uint64_t seed, int layer, int slot, int head, std::uint32_t step) {
+  std::uint64_t x = inject_mix(seed);
+  x = inject_mix(x ^ static_cast<std::uint32_t>(layer));
+  x = inject_mix(x ^ static_cast<std::uint32_t>(slot));
+  x = inject_mix(x ^ static_cast<std::uint32_t>(head));
+  return inject_mix(x ^ step);
+}
+// Greater key = drawn earlier; keys of different pages differ.
+constexpr std::uint64_t inject_key(std::uint64_t stream, std::uint32_t page) {
+  return (inject_mix(stream ^ page) >> 32 << 32) | (0xffffffffu - page);
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,37 @@
+#include "ops/inject.hpp"
+
+#include <catch2/catch.hpp>
+
+#include "support/device_cache.hpp"
+#include "support/inject_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+TEST_CASE("cuda inject_pages equals its reference") {
+  for (unsigned n = 0; n < 40; ++n) {
+    CAPTURE(n);
+    RandomInjection r(n);
+    OnDevice on;
+    ops::InjectArgs a = r.f.args;
+    a.pages = on.put(a.pages, r.f.frame.size());
+    a.list = on.put(a.list);
+    a.state = on.put(a.state);
+    if (a.recorded.first) {
+      a.recorded.first = on.put(r.first.data(), r.first.size());
+      a.recorded.begin = on.put(r.begin.data(), r.begin.size());
+      a.recorded.page = on.put(r.page.data(), r.page.size());
+    }
+    for (int step = 0; step < 4; ++step) {
+      CAPTURE(step);
+      r.next();
+      a.list = on.put(r.f.args.list);
+      a.pages.length = on.put(r.f.args.pages.length);
+      ops::inject_pages(a, on.stream());
+      ops::inject_pages_reference(r.f.args);
+      CHECK(on.get(a.list.index) == r.f.index);
+      CHECK(on.get(a.list.count) == r.f.count);
+      CHECK(on.get(a.state) == r.f.state);
+    }
+  }
+}
