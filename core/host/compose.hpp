@@ -16,12 +16,12 @@ struct Composition {
   Instance<Scorer> scorer;
   Instance<Budget> split;  // null = uniform
   Instance<Selector> selector;
-  Instance<Codec> codec;        // null = the run's dtype
-  Instance<Codec> host_codec;   // null = as on the device
-  bool compress_prompt = true;  // evict when the prompt ends
-  std::optional<int> every;     // decode steps between evictions; nothing = as the scorer says
-  bool host = false;            // pages live on the host tier and are recalled for attention
-  int resident_tokens = 0;      // per KV head, kept on the device; 0 = what attention reads
+  Instance<Codec> codec;               // null = the run's dtype
+  Instance<Codec> host_codec;          // null = as on the device
+  bool compress_prompt = true;         // evict when the prompt ends
+  std::optional<int> every;            // decode steps between evictions; nothing = as the scorer says
+  bool host = false;                   // pages live on the host tier and are recalled for attention
+  int resident_tokens = 0;             // per KV head, kept on the device; 0 = what attention reads
   std::optional<Injection> injection;  // of the selector's lists
   std::string name;                    // for messages
 };
