@@ -76,7 +76,7 @@ TEST_CASE("served together under a cap, every request has the text that it has a
   const auto all = requests(tiny_model("llama-gqa3")->config.vocab);
   std::vector<PolicySpec> specs{full_spec()};
   for (const Subject& s : subjects().list()) specs.push_back(with_budget(s.spec, BudgetAmount::tokens, tokens_kept));
-  int preempted = 0;  // runs of policies that evict
+  int evicting = 0, preempted = 0;  // runs of policies that evict
   for (const PolicySpec& spec : specs) {
     for (const bool host : {false, true}) {
       CAPTURE(spec.name, host);
@@ -87,8 +87,9 @@ TEST_CASE("served together under a cap, every request has the text that it has a
       const Outcome together = serve(placed, all, 6, least(placed, all));
       CHECK(together.texts == alone.texts);
       if (!host && !spec.scorer && !spec.policy) CHECK(together.preemptions > 0);
+      evicting += spec.scorer || spec.policy;
       preempted += (spec.scorer || spec.policy) && together.preemptions > 0;
     }
   }
-  CHECK(preempted > 0);
+  if (evicting > 2) CHECK(preempted > 0);  // of a library's one policy all requests may fit
 }
