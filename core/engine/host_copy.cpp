@@ -37,8 +37,9 @@ View<const T, Rank> HostCopy::copy(const View<const T, Rank>& from, std::vector<
   return View<const T, Rank>::dense(to.data(), from.extent);
 }
 
-PromptLayer HostCopy::of(const PromptLayer& l, Stream s) {
-  PromptLayer out = l;
+template <class Layer>
+Layer HostCopy::arrays_of(const Layer& l, Stream s) {
+  Layer out = l;
   out.queries = copy(l.queries, floats_[0], s);
   out.raw_queries = copy(l.raw_queries, floats_[1], s);
   out.keys = copy(l.keys, floats_[2], s);
@@ -49,15 +50,10 @@ PromptLayer HostCopy::of(const PromptLayer& l, Stream s) {
   return out;
 }
 
+PromptLayer HostCopy::of(const PromptLayer& l, Stream s) { return arrays_of(l, s); }
+
 DecodeLayer HostCopy::of(const DecodeLayer& l, Stream s) {
-  DecodeLayer out = l;
-  out.queries = copy(l.queries, floats_[0], s);
-  out.raw_queries = copy(l.raw_queries, floats_[1], s);
-  out.keys = copy(l.keys, floats_[2], s);
-  out.raw_keys = copy(l.raw_keys, floats_[3], s);
-  out.values = copy(l.values, floats_[4], s);
-  out.output = copy(l.output, floats_[5], s);
-  out.mass = copy(l.mass, floats_[6], s);
+  DecodeLayer out = arrays_of(l, s);
   if (!l.pages) return out;
   const View<const std::int32_t, 3> index = l.pages->index;
   const View<const std::int32_t, 2> count = l.pages->count;

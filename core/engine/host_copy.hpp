@@ -15,6 +15,8 @@ class HostCopy {
  private:
   template <class T, int Rank>
   View<const T, Rank> copy(const View<const T, Rank>& from, std::vector<T>& to, Stream s);
+  template <class Layer>
+  Layer arrays_of(const Layer& l, Stream s);  // all that both kinds of layer have
 
   std::vector<float> floats_[7];
   std::vector<std::int32_t> index_, count_;

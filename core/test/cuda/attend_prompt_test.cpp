@@ -6,6 +6,7 @@
 #include "ops/attend_cuda.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
+#include "support/relative_error.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -17,16 +18,6 @@ struct Case {
   int group = 1, tokens = 1;
   std::vector<int> past;  // [kv_head], cycled
 };
-
-double relative(const std::vector<float>& a, const std::vector<float>& b) {
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < b.size(); ++i) {
-    if (!std::isfinite(a[i])) return 1e30;
-    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
-    norm += double{b[i]} * b[i];
-  }
-  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-}
 
 // As the executor gives a chunk: its rows share a slot's pages and have lengths of their own.
 void compare(const Case& c, unsigned seed) {

@@ -5,6 +5,7 @@
 
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
+#include "support/relative_error.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -18,16 +19,6 @@ struct Case {
   bool listed = false;
   int window = 0;
 };
-
-double relative(const std::vector<float>& a, const std::vector<float>& b) {
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < b.size(); ++i) {
-    if (!std::isfinite(a[i]) && a[i] != b[i]) return 1e30;
-    difference += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
-    norm += double{b[i]} * b[i];
-  }
-  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-}
 
 void compare(const Case& c, unsigned seed) {
   const PagedOptions& o = c.options;
