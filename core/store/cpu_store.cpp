@@ -72,33 +72,16 @@ void CpuStore::close(int slot) {
 }
 
 PagedKv CpuStore::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
-  const Shape& s = options_.shape;
-  PagedKv kv;
+  PagedKv kv = paged(entries(tier, layer, 0, 0), lengths_.data() + head_index(layer, 0, 0), slots.data(), slots.size());
   kv.base = arena(tier).base();
   kv.layouts = tier == Tier::host ? &host_layout_ : layouts_.data();
-  kv.table = View<const PageEntry, 3>::dense(entries(tier, layer, 0, 0),
-                                             {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
-  kv.length = View<const std::int32_t, 2>::dense(lengths_.data() + head_index(layer, 0, 0), {s.max_slots, s.kv_heads});
-  kv.slots = slots.data();
-  kv.rows = static_cast<int>(slots.size());
-  kv.kv_heads = s.kv_heads;
-  kv.head_dim = s.head_dim;
-  kv.page_size = s.page_size;
-  kv.rope = options_.rope;
-  kv.rope_table = options_.rope_table;
   return kv;
 }
 
 Summaries CpuStore::summaries(int layer) const {
-  Summaries out;
-  out.kind = options_.summary;
-  out.dtype = options_.shape.dtype;
-  if (options_.summary == Summary::none) return out;
-  out.page_stride = summary_bytes_;
-  out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);
-  out.slot_stride = out.head_stride * options_.shape.kv_heads;
-  out.data = summary_pool_.data() + out.slot_stride * options_.shape.max_slots * layer;
-  return out;
+  const Shape& s = options_.shape;
+  return summaries_at(summary_pool_.data() +
+                      summary_bytes_ * static_cast<std::int64_t>(pages_per_head_) * s.kv_heads * s.max_slots * layer);
 }
 
 int CpuStore::max_length(int layer, const std::vector<std::int32_t>& slots) const {

@@ -82,7 +82,6 @@ class CpuStore final : public Store {
   std::vector<PageEntry> table_[2];
   std::vector<std::int32_t> lengths_;
   MappedArray summary_pool_;
-  std::int64_t summary_bytes_ = 0;
   std::vector<Pending> pending_;
   std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
   std::int64_t fired_ = 0;

@@ -159,21 +159,10 @@ const std::int32_t* CudaStore::rows_of(const std::vector<std::int32_t>& slots) c
 }
 
 PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier tier) const {
-  const Shape& s = options_.shape;
   const CudaStoreLayer l = layer(index);
-  PagedKv kv;
+  PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, rows_of(slots), slots.size());
   kv.base = l.base[static_cast<int>(tier)];
   kv.layouts = &layout_;
-  kv.table = View<const PageEntry, 3>::dense(l.table[static_cast<int>(tier)],
-                                             {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
-  kv.length = View<const std::int32_t, 2>::dense(l.length, {s.max_slots, s.kv_heads});
-  kv.slots = rows_of(slots);
-  kv.rows = static_cast<int>(slots.size());
-  kv.kv_heads = s.kv_heads;
-  kv.head_dim = s.head_dim;
-  kv.page_size = s.page_size;
-  kv.rope = options_.rope;
-  kv.rope_table = options_.rope_table;
   kv.rope_table.inv_freq = inv_freq_.as<float>();
   return kv;
 }
@@ -192,17 +181,7 @@ PagedKv CudaStore::causal_view(int index, int slot, int tokens, std::int32_t* le
   return kv;
 }
 
-Summaries CudaStore::summaries(int index) const {
-  Summaries out;
-  out.kind = options_.summary;
-  out.dtype = options_.shape.dtype;
-  if (options_.summary == Summary::none) return out;
-  out.page_stride = summary_bytes_;
-  out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);
-  out.slot_stride = out.head_stride * options_.shape.kv_heads;
-  out.data = layer(index).summaries;
-  return out;
-}
+Summaries CudaStore::summaries(int index) const { return summaries_at(layer(index).summaries); }
 
 int CudaStore::length(int index, int slot, int head) const {
   refresh();

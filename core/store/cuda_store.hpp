@@ -107,7 +107,6 @@ class CudaStore final : public Store {
 
   PageLayout layout_;
   std::int64_t heads_ = 0;  // of all layers and slots
-  std::int64_t summary_bytes_ = 0;
   std::int64_t capacity_[2] = {0, 0};
   StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
   Pinned host_arena_;

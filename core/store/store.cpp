@@ -25,6 +25,35 @@ int Store::open() {
   return -1;
 }
 
+PagedKv Store::paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
+                     std::size_t rows) const {
+  const Shape& s = options_.shape;
+  PagedKv kv;
+  kv.table =
+      View<const PageEntry, 3>::dense(entries, {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
+  kv.length = View<const std::int32_t, 2>::dense(lengths, {s.max_slots, s.kv_heads});
+  kv.slots = slots;
+  kv.rows = static_cast<int>(rows);
+  kv.kv_heads = s.kv_heads;
+  kv.head_dim = s.head_dim;
+  kv.page_size = s.page_size;
+  kv.rope = options_.rope;
+  kv.rope_table = options_.rope_table;
+  return kv;
+}
+
+Summaries Store::summaries_at(const std::byte* layer) const {
+  Summaries out;
+  out.kind = options_.summary;
+  out.dtype = options_.shape.dtype;
+  if (options_.summary == Summary::none) return out;
+  out.page_stride = summary_bytes_;
+  out.head_stride = summary_bytes_ * static_cast<std::int64_t>(pages_per_head_);
+  out.slot_stride = out.head_stride * options_.shape.kv_heads;
+  out.data = layer;
+  return out;
+}
+
 std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const {
   std::vector<std::int32_t> out = positions_by_place(layer, slot, head);
   std::sort(out.begin(), out.end());

@@ -100,6 +100,11 @@ class Store {
   virtual void check_invariants() const = 0;  // Errc::internal with what is broken
 
  protected:
+  // A view of the shape of the run; base and layouts are the tier's.
+  PagedKv paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
+                std::size_t rows) const;
+  Summaries summaries_at(const std::byte* layer) const;
+
   Store(const StoreOptions& options, Stream stream);
 
   std::size_t head_index(int layer, int slot, int head) const {
@@ -112,6 +117,7 @@ class Store {
   StoreOptions options_;
   Stream stream_;
   std::size_t pages_per_head_ = 0;
+  std::int64_t summary_bytes_ = 0;  // of a page
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
   Ledger ledger_;
