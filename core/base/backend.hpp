@@ -67,6 +67,7 @@ struct CudaRuntime {
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
   bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
+  const std::string& (*cudnn_state)() = nullptr;                            // ops/cudnn_attention.hpp
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
@@ -137,7 +138,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 7;
+  static constexpr int version = 8;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

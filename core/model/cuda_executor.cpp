@@ -242,7 +242,7 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   cuda().attend(a, stream_.handle());
 }
 
-void CudaExecutor::attend_chunk(const PagedKv& all, View<float, 2> sums) {
+void CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -253,6 +253,7 @@ void CudaExecutor::attend_chunk(const PagedKv& all, View<float, 2> sums) {
     a.queries = turned(tokens, 0, c.heads);
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
+    a.longest = longest;
     if (cuda().attend_prompt(a, stream_.handle())) return;
   }
   if (!sums) return attend(all, 0, nullptr, {});
@@ -348,7 +349,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
       sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
-    attend_chunk(chunk_view(layer, slot, n), sums);
+    attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), sums);
     info.layer = layer;
     info.slot = slot;
     info.last = last;

@@ -53,7 +53,7 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
-  void attend_chunk(const PagedKv& chunk, View<float, 2> mass);
+  void attend_chunk(const PagedKv& chunk, int longest, View<float, 2> mass);
   void finish_layer(const CudaLayer& l, std::int64_t rows);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them

@@ -11,6 +11,9 @@ bool attend_pipelined(const AttendArgs& a);
 // Any codec, head_dim, page size, group and regime; plain loops.
 void attend_any_cuda(const AttendArgs& a, void* stream);
 
+// best: cuDNN where it is there and the chunk is long enough, else our own; cudnn: or nothing.
+enum class PromptKernel { best, own, cudnn };
+
 // A prompt's chunk: row r is its r-th token and sees what row r - 1 sees and one token more, itself.
 struct PromptArgs {
   PagedKv kv;                    // every row in the same slot's pages, which have the chunk already
@@ -18,8 +21,10 @@ struct PromptArgs {
   float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
   View<float, 3> out;            // [row, query head, head_dim]
   View<float, 2> sums;  // optional: [query head, place] sums of the rows' probabilities; kept where no token is
+  int longest = 0;      // most tokens that the last row sees; 0: the host does not know, and cuDNN is not used
+  PromptKernel kernel = PromptKernel::best;
 };
-// false, and nothing done, for what attend_pipelined does not take either.
+// false, and nothing done, for what attend_pipelined does not take either, and where PromptKernel::cudnn cannot be had.
 bool attend_prompt_cuda(const PromptArgs& a, void* stream);
 
 }  // namespace kvlab::ops

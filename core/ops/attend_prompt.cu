@@ -8,7 +8,7 @@
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
-#include "ops/attend_cuda.hpp"
+#include "ops/attend_prompt_cuda.hpp"
 #include "ops/attend_unit.cuh"
 
 namespace kvlab::ops {
@@ -26,7 +26,8 @@ struct Args {
   std::int64_t length_slot, table_slot;
   const float* queries;
   std::int64_t query_row, query_head;
-  float *out, *lse, *sums;  // lse [token, query head], times log2(e)
+  float *out, *lse, *sums;  // lse [token, query head], times log2(e), or null
+  PromptLse sums_lse;       // what sums are made with
   std::int64_t out_row, out_head, sum_head;
   const std::byte* base;
   std::int64_t keys;  // offset in a frame
@@ -205,7 +206,9 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
       *reinterpret_cast<unsigned*>(memory + token * U::query_stride + e * 2) = Pair<T>::pack(x.x, x.y);
     }
     for (int i = threadIdx.x; i < U::queries; i += blockDim.x)
-      lse[i] = first + i < a.tokens ? a.lse[std::int64_t(first + i) * a.heads + head] : INFINITY;
+      lse[i] = first + i < a.tokens
+                   ? a.sums_lse.data[(first + i) * a.sums_lse.row + head * a.sums_lse.head] * a.sums_lse.unit
+                   : INFINITY;
     __syncthreads();
     if (place >= min(seen + first + U::queries - 1, total)) continue;
 #pragma unroll
@@ -241,10 +244,8 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
 }
 
 template <class T, int Dim>
-void launch_dim(Args a, const CUtensorMap& map, int kv_heads, int most, cudaStream_t stream) {
-  using S = UnitShape<Dim>;
-  using U = SumTile<Dim>;
-  const std::int64_t stage = stage_units * S::unit_bytes + 8;
+void launch_attention(Args a, const CUtensorMap& map, int kv_heads, cudaStream_t stream) {
+  const std::int64_t stage = stage_units * UnitShape<Dim>::unit_bytes + 8;
   a.stages = static_cast<int>(std::min<std::int64_t>(6, (shared_bytes() - 1024) / stage));
   const auto kernel = prompt_kernel<T, Dim>;
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -253,21 +254,30 @@ void launch_dim(Args a, const CUtensorMap& map, int kv_heads, int most, cudaStre
   const int items = (a.tokens + Tile<Dim>::tokens - 1) / Tile<Dim>::tokens * a.group;
   cuda::launch("attend_prompt", kernel, dim3((items + warps - 1) / warps, kv_heads), 32 * warps,
                static_cast<std::size_t>(a.stages * stage), stream, true, a, map);
-  if (!a.sums) return;
+}
+
+template <class T, int Dim>
+void launch_sums(const Args& a, int most, cudaStream_t stream) {
+  using U = SumTile<Dim>;
   const dim3 grid((most + warps * U::tokens - 1) / (warps * U::tokens), a.heads);
   const auto sums = sums_kernel<T, Dim>;
   sums<<<grid, 32 * warps, U::queries*(U::query_stride + 4), stream>>>(a);
   check_launch("attend_prompt sums");
 }
 
-template <class T>
-void launch(const Args& a, int dim, const CUtensorMap& map, int kv_heads, int most, cudaStream_t stream) {
+// f.template operator()<T, Dim>()
+template <class T, class F>
+void with_dim(int dim, F f) {
   switch (dim) {
-    case 64: return launch_dim<T, 64>(a, map, kv_heads, most, stream);
-    case 96: return launch_dim<T, 96>(a, map, kv_heads, most, stream);
-    case 128: return launch_dim<T, 128>(a, map, kv_heads, most, stream);
-    default: return launch_dim<T, 256>(a, map, kv_heads, most, stream);
+    case 64: return f.template operator()<T, 64>();
+    case 96: return f.template operator()<T, 96>();
+    case 128: return f.template operator()<T, 128>();
+    default: return f.template operator()<T, 256>();
   }
+}
+template <class F>
+void with_type(bool half, int dim, F f) {
+  half ? with_dim<__half>(dim, f) : with_dim<__nv_bfloat16>(dim, f);
 }
 
 }  // namespace
@@ -299,17 +309,25 @@ bool attend_prompt_cuda(const PromptArgs& in, void* handle) {
   const std::int64_t side = std::int64_t{unit_tokens} * dim * 2;
   a.value_rows = static_cast<int>((l.v - l.k) / granule_bytes);
   a.joint = p == unit_tokens && l.v - l.k == side && 2 * side / granule_bytes <= 256;
-  a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
+  const float scale = in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim));
+  a.scale = scale * log2e;
+  const cudaStream_t stream = stream_of(handle);
+  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, handle)) {
+    if (in.kernel == PromptKernel::cudnn) return false;
+    if (in.sums) {
+      a.lse = static_cast<float*>(
+          fixed_scratch(handle, "attend_prompt lse", std::size_t(a.tokens) * static_cast<std::size_t>(a.heads) * 4));
+      a.sums_lse = {a.lse, a.heads, 1, 1};
+    }
+    const int rows = static_cast<int>(std::min(p, unit_tokens) * dim * 2 / granule_bytes) * (a.joint ? 2 : 1);
+    const CUtensorMap& map = unit_map(kv.base, rows, half);
+    with_type(half, dim, [&]<class T, int Dim>() { launch_attention<T, Dim>(a, map, kv.kv_heads, stream); });
+  }
   if (in.sums) {
     a.sums = in.sums.data, a.sum_head = in.sums.stride[0];
-    a.lse = static_cast<float*>(
-        fixed_scratch(handle, "attend_prompt lse", std::size_t(a.tokens) * static_cast<std::size_t>(a.heads) * 4));
+    const int most = static_cast<int>(in.sums.extent[1]);
+    with_type(half, dim, [&]<class T, int Dim>() { launch_sums<T, Dim>(a, most, stream); });
   }
-  const CUtensorMap& map =
-      unit_map(kv.base, static_cast<int>(std::min(p, unit_tokens) * dim * 2 / granule_bytes) * (a.joint ? 2 : 1), half);
-  const int most = static_cast<int>(in.sums ? in.sums.extent[1] : 0);
-  half ? launch<__half>(a, dim, map, kv.kv_heads, most, stream_of(handle))
-       : launch<__nv_bfloat16>(a, dim, map, kv.kv_heads, most, stream_of(handle));
   return true;
 }
 

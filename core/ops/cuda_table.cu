@@ -1,6 +1,7 @@
 // The ops that libkvlab_cuda.so offers.
 #include "base/backend.hpp"
 #include "ops/attend_cuda.hpp"
+#include "ops/cudnn_attention.hpp"
 #include "ops/inject.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/policy_cuda.hpp"
@@ -13,6 +14,7 @@ void fill_cuda_ops(CudaOps& t);
 void fill_cuda_ops(CudaOps& t) {
   t.attend = ops::attend_cuda;
   t.attend_prompt = ops::attend_prompt_cuda;
+  t.cudnn_state = ops::cudnn_state;
   t.linear = ops::linear_cuda;
   t.linear_stream = ops::linear_stream_cuda;
   t.linear_blas = ops::linear_blas_cuda;

@@ -71,6 +71,7 @@ std::string doctor_text(Registry& registry) {
   line("threads", std::to_string(omp_get_max_threads()));
   line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
   line("GPU", gpu());
+  if (const CudaBackend* b = cuda_backend()) line("cuDNN", b->ops.cudnn_state());
   line("cache", shown(model_cache()));
   line("data", shown(data_dir()));
   text += "\nmodels\n";

@@ -1,4 +1,5 @@
 #include <catch2/catch.hpp>
+#include <cstdio>
 #include <limits>
 #include <numeric>
 
@@ -17,6 +18,7 @@ struct Case {
   PagedOptions options;  // one row
   int group = 1, tokens = 1;
   std::vector<int> past;  // [kv_head], cycled
+  ops::PromptKernel kernel = ops::PromptKernel::own;
 };
 
 // As the executor gives a chunk: its rows share a slot's pages and have lengths of their own.
@@ -64,6 +66,8 @@ void compare(const Case& c, unsigned seed) {
   b.kv = chunk(device.put(cache.view(), cache.arena_bytes()), device.put(lengths.data(), lengths.size()),
                device.put(rows.data(), rows.size()));
   b.queries = device.put(a.queries);
+  b.longest = longest;
+  b.kernel = c.kernel;
   for (const bool with_sums : {false, true}) {
     CAPTURE(with_sums);
     b.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {c.tokens, heads, o.head_dim}));
@@ -122,4 +126,26 @@ TEST_CASE("cuda attend_prompt leaves what it cannot do to attend") {
   ops::PromptArgs a;
   a.kv = cache.view();
   CHECK_FALSE(cuda_backend()->ops.attend_prompt(a, nullptr));
+}
+
+TEST_CASE("cuda cudnn: attention of prompts equals the reference") {
+  if (!cuda_backend()->ops.cudnn_state().starts_with("cuDNN")) {
+    std::printf("skipped: cuDNN is %s\n", cuda_backend()->ops.cudnn_state().c_str());
+    return;
+  }
+  unsigned seed = 200;
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const int dim : {64, 96, 128})
+      for (const int group : {1, 4})
+        for (const auto& [tokens, past] :
+             std::vector<std::pair<int, std::vector<int>>>{{128, {0}}, {45, {0}}, {45, {70, 3}}, {200, {0, 131}}}) {
+          CAPTURE(name_of(dtype), dim, group, tokens, past);
+          Case c;
+          c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = 16, c.options.dtype = dtype;
+          c.options.max_pages = 24;
+          c.group = group;
+          c.tokens = tokens, c.past = past;
+          c.kernel = ops::PromptKernel::cudnn;
+          compare(c, seed++);
+        }
 }
