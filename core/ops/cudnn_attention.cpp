@@ -3,8 +3,8 @@
 #ifdef KVLAB_CUDNN_FRONTEND
 #define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
-#include <cudnn_frontend.h>
 #include <cuda_runtime_api.h>
+#include <cudnn_frontend.h>
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -57,8 +57,8 @@ struct Library {
     there = true;
   }
 
-  // The front end looks for a shared CUDA runtime by name; ours is linked statically. Once it is open, wherever it lies,
-  // its name finds it.
+  // The front end looks for a shared CUDA runtime by name; ours is linked statically. Once it is open, wherever it
+  // lies, its name finds it.
   static void open_runtime() {
     const std::string name = "libcudart.so." + std::to_string(CUDART_VERSION / 1000);
     if (!dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL))
@@ -122,14 +122,14 @@ class Plan final : public CudnnPlan {
     graph_.set_io_data_type(s.dtype == DType::f16 ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
-    auto options = fe::graph::SDPA_attributes()
-                       .set_name("prompt")
-                       .set_implementation(fe::AttentionImplementation_t::COMPOSITE)
-                       .set_generate_stats(s.stats)
-                       .set_attn_scale(s.scale)
-                       .set_diagonal_alignment(s.exact ? fe::DiagonalAlignment_t::TOP_LEFT
-                                                       : fe::DiagonalAlignment_t::BOTTOM_RIGHT)
-                       .set_diagonal_band_right_bound(0);
+    auto options =
+        fe::graph::SDPA_attributes()
+            .set_name("prompt")
+            .set_implementation(fe::AttentionImplementation_t::COMPOSITE)
+            .set_generate_stats(s.stats)
+            .set_attn_scale(s.scale)
+            .set_diagonal_alignment(s.exact ? fe::DiagonalAlignment_t::TOP_LEFT : fe::DiagonalAlignment_t::BOTTOM_RIGHT)
+            .set_diagonal_band_right_bound(0);
     if (!s.exact) {
       const auto lengths = [&](Id id) {
         return graph_.tensor(tensor(id, {heads, 1, 1, 1}, {1, 1, 1, 1}).set_data_type(fe::DataType_t::INT32));
@@ -156,10 +156,8 @@ class Plan final : public CudnnPlan {
     const std::lock_guard lock(guard());  // the handle's stream
     check(fe::detail::set_stream(handle_, static_cast<cudaStream_t>(stream)), "cudnnSetStream");
     const auto pointer = [](const void* p) { return const_cast<void*>(p); };
-    std::unordered_map<std::int64_t, void*> tensors{{queries_id, pointer(d.queries)},
-                                                    {keys_id, pointer(d.keys)},
-                                                    {values_id, pointer(d.values)},
-                                                    {out_id, d.out}};
+    std::unordered_map<std::int64_t, void*> tensors{
+        {queries_id, pointer(d.queries)}, {keys_id, pointer(d.keys)}, {values_id, pointer(d.values)}, {out_id, d.out}};
     if (shape_.stats) tensors[stats_id] = d.stats;
     if (!shape_.exact)
       tensors[query_tokens_id] = pointer(d.query_tokens), tensors[key_tokens_id] = pointer(d.key_tokens);

@@ -23,8 +23,8 @@ struct CudnnShape {
 // Device memory, 16-byte aligned. There is room for the most queries and keys of the shape; keys and values after the
 // last one are finite.
 struct CudnnData {
-  const void* queries = nullptr;                 // [query, kv_head, group, head_dim]
-  const void *keys = nullptr, *values = nullptr;  // [kv_head, key, head_dim]
+  const void* queries = nullptr;                                      // [query, kv_head, group, head_dim]
+  const void *keys = nullptr, *values = nullptr;                      // [kv_head, key, head_dim]
   const std::int32_t *query_tokens = nullptr, *key_tokens = nullptr;  // [kv_head]; not looked at if exact
   void* out = nullptr;                                                // as queries; rows after the last are anything
   float* stats = nullptr;                                             // [kv_head, group, query]: log-sum-exp, natural
