@@ -4,6 +4,7 @@
 
 #include "base/sha256.hpp"
 #include "experiment/catalog.hpp"
+#include "test/support/places.hpp"
 #include "test/support/task_fixture.hpp"
 
 using namespace kvlab;
@@ -27,7 +28,7 @@ struct Scripted final : Task {
 
 TaskItems made(Question question, int context = 100) {
   static const Registration registration = task<Scripted>("scripted", "a test's own");
-  Registry registry({std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"});
+  Registry registry({test::plugin_folder()});
   registry.add(registration);
   TaskSpec spec;
   spec.name = "scripted";

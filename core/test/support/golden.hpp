@@ -2,19 +2,17 @@
 #pragma once
 #include <kvlab/error.hpp>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
 
+#include "test/support/places.hpp"
+
 namespace kvlab::test {
 
-inline std::filesystem::path golden(const std::string& name) {
-  const char* moved = std::getenv("KVLAB_TEST_ROOT");  // a bundle's folder
-  return std::filesystem::path(moved ? moved : KVLAB_SOURCE_DIR) / "core/test/golden" / name;
-}
+inline std::filesystem::path golden(const std::string& name) { return source_root() / "core/test/golden" / name; }
 
 class GoldenFile {
  public:

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "host/registry.hpp"
+#include "test/support/places.hpp"
 
 namespace kvlab::test {
 
@@ -12,7 +13,7 @@ namespace kvlab::test {
 inline std::vector<std::filesystem::path> library_under_test() {
   const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
   if (library) return {library};
-  return {std::filesystem::path(KVLAB_BINARY_DIR) / "lib" / "plugins"};
+  return {plugin_folder()};
 }
 
 inline bool under_test(const PluginInfo& p) {
