@@ -53,6 +53,7 @@ std::vector<Line> prefill_cases(const ModelSetup& s);
 
 // On the GPU, at the shapes of Llama-3.1-8B.
 std::vector<Line> cuda_attend_cases();
+std::vector<Line> cuda_prefill_attention_cases();
 std::vector<Line> cuda_gemv_cases();
 std::vector<Line> cuda_score_cases();
 std::vector<Line> cuda_select_cases();

@@ -6,6 +6,7 @@
 
 #include "bench/cuda_timing.hpp"
 #include "ops/attend.hpp"
+#include "ops/attend_cuda.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab::bench {
@@ -171,6 +172,55 @@ std::vector<Line> cuda_attend_cases() {
     lines.push_back(measure(timer, cache, fmt::format("40 x {} selected of 10240, page 16", selected),
                             std::int64_t{40} * selected, &list));
   }
+  return lines;
+}
+
+namespace {
+
+// One layer of a chunk that comes after `past` tokens, by our own kernel and by cuDNN, where it is there.
+void prompt_lines(const CudaTimer& timer, int past, int tokens, std::vector<Line>& lines) {
+  const int total = past + tokens;
+  const DevicePages cache(timer, {total}, 16);
+  std::vector<std::int32_t> lengths, rows(static_cast<std::size_t>(tokens));
+  for (int t = 0; t < tokens; ++t) lengths.insert(lengths.end(), kv_heads, past + t + 1);
+  std::iota(rows.begin(), rows.end(), 0);
+  const auto device_lengths = timer.put(lengths), device_rows = timer.put(rows);
+  const std::int64_t elements = std::int64_t{tokens} * query_heads * head_dim;
+  const auto queries = timer.put(randoms(elements));
+  const DeviceBuffer out(static_cast<std::size_t>(elements) * sizeof(float)),
+      sums(std::size_t{query_heads} * static_cast<std::size_t>(total) * sizeof(float));
+  ops::PromptArgs a;
+  a.kv = cache.layer(0);
+  a.kv.rows = tokens;
+  a.kv.table.extent[0] = tokens, a.kv.table.stride[0] = 0;
+  a.kv.length = View<const std::int32_t, 2>::dense(device_lengths->as<std::int32_t>(), {tokens, kv_heads});
+  a.kv.slots = device_rows->as<std::int32_t>();
+  a.queries = View<const float, 3>::dense(queries->as<float>(), {tokens, query_heads, head_dim});
+  a.out = View<float, 3>::dense(out.as<float>(), {tokens, query_heads, head_dim});
+  a.longest = total;
+  const auto& op = cuda_backend()->ops.attend_prompt;
+  for (const bool with_sums : {false, true})
+    for (const auto& [kernel, name] : {std::pair{ops::PromptKernel::own, "own"}, {ops::PromptKernel::cudnn, "cudnn"}}) {
+      a.kernel = kernel;
+      if (with_sums) a.sums = View<float, 2>::dense(sums.as<float>(), {query_heads, total});
+      if (!op(a, timer.handle())) continue;
+      const Times t = timer.time([&] { op(a, timer.handle()); }, 10);
+      Line l{"prefill_attention",
+             fmt::format("bf16 32/8 heads of 128, {} tokens{}{}", tokens, past ? fmt::format(" after {}", past) : "",
+                         with_sums ? ", sums" : ""),
+             name, t.median, t.best};
+      l.flops = (with_sums ? 6. : 4.) * query_heads * head_dim * (past + 0.5 * (tokens + 1)) * tokens;
+      lines.push_back(l);
+    }
+}
+
+}  // namespace
+
+std::vector<Line> cuda_prefill_attention_cases() {
+  const CudaTimer timer;
+  std::vector<Line> lines;
+  for (const auto& [past, tokens] : {std::pair{0, 2048}, {0, 8192}, {0, 8000}, {0, 32768}, {28672, 4096}})
+    prompt_lines(timer, past, tokens, lines);
   return lines;
 }
 
