@@ -1,5 +1,6 @@
 // The store's kernels. A head of a row is one block's or one warp's work; heads share nothing but the pools, whose
 // counts are taken from and given to atomically, never both ways in one kernel.
+#include <algorithm>
 #include <string>
 
 #include "base/cuda.cuh"
@@ -73,7 +74,7 @@ __device__ void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::
   const uint4* a = reinterpret_cast<const uint4*>(from);
   uint4* b = reinterpret_cast<uint4*>(to);
   const int units = static_cast<int>(s.layout.bytes / 16);
-  constexpr int batch = 4;
+  constexpr int batch = 8;
   int i = thread;
   for (; i + (batch - 1) * threads < units; i += batch * threads) {
     uint4 x[batch];
@@ -548,11 +549,12 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
                                  const __grid_constant__ CudaStorePageEdit a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int part = static_cast<int>(blockIdx.y) * threads + mine, parts = static_cast<int>(gridDim.y) * threads;
   const Head h = head_of(s, a.slots[row], head);
   const int pages = (*h.length + p - 1) / p;
   const bool every = a.verb == CudaStorePageEdit::recall_all;
   const int count = every ? pages : a.count(row, head);
-  if (!every) {
+  if (!every) {  // every block checks all of it: a list that is refused changes nothing
     bool bad = count < 0 || count > a.index.extent[2];
     for (int i = mine; !bad && i < count; i += threads) {
       const int page = a.index(row, head, i);
@@ -564,7 +566,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
     }
   }
   bool changed = false;
-  for (int i = mine; i < count; i += threads) {
+  for (int i = part; i < count; i += parts) {
     const int page = every ? i : a.index(row, head, i);
     PageEntry &d = h.table[0][page], &low = h.table[1][page];
     if (a.verb == CudaStorePageEdit::drop) {
@@ -598,12 +600,14 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   if (changed) count_fired(s, a.edit);
 }
 
-// A page per block at a time: whole frames cross the link in units of 16 bytes.
+// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way.
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
-  for (int job = blockIdx.x; job < *count; job += gridDim.x)
-    copy_frame(s, frame_at(s, 1 - to, jobs[2 * job]), frame_at(s, to, jobs[2 * job + 1]), static_cast<int>(threadIdx.x),
-               static_cast<int>(blockDim.x));
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < *count;
+       job += static_cast<int>(gridDim.x) * warps)
+    copy_frame(s, frame_at(s, 1 - to, jobs[2 * job]), frame_at(s, to, jobs[2 * job + 1]),
+               static_cast<int>(threadIdx.x) % 32, 32);
   if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
@@ -712,7 +716,9 @@ void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stre
 }
 
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) {
-  page_edit_kernel<<<e.rows * s.kv_heads, 128, 0, stream_of(stream)>>>(s, e);
+  const std::int64_t most = e.verb == CudaStorePageEdit::recall_all ? s.pages : e.index.extent[2];
+  const unsigned parts = static_cast<unsigned>(std::clamp<std::int64_t>((most + 127) / 128, 1, 16));
+  page_edit_kernel<<<dim3(e.rows * s.kv_heads, parts), 128, 0, stream_of(stream)>>>(s, e);
   check_launch("page_edit");
   if (e.verb == CudaStorePageEdit::drop) return;
   page_copy_kernel<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs,
