@@ -76,6 +76,7 @@ class Engine final : private LayerHooks {
  private:
   bool replayable() const override { return capturable_ && !observer_; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
+  bool wants_prompt_output() const override { return observer_ != nullptr; }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;

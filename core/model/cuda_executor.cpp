@@ -75,7 +75,7 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
   copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
   room<float>(qkv_, n * qkv_width());
-  room<float>(attention_, n * c.heads * c.head_dim);
+  room<float>(attention_, std::max<std::int64_t>(n, ops::prompt_room(static_cast<int>(n)) / 2) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
   room<std::uint16_t>(normed_, block * c.hidden);
   room<std::uint16_t>(gated_, block * c.ffn);
@@ -242,7 +242,7 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   cuda().attend(a, stream_.handle());
 }
 
-void CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> sums) {
+DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -254,9 +254,13 @@ void CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> 
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
-    if (cuda().attend_prompt(a, stream_.handle())) return;
+    if (round && all.layouts->dtype == weights_.dtype) a.rounded = attention_.as<>();
+    if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
   }
-  if (!sums) return attend(all, 0, nullptr, {});
+  if (!sums) {
+    attend(all, 0, nullptr, {});
+    return DType::f32;
+  }
   constexpr std::int64_t block = 32;  // rows whose mass is there at once
   float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
   for (std::int64_t at = 0; at < tokens; at += block) {
@@ -267,15 +271,17 @@ void CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> 
     attend(kv, at, nullptr, mass);
     require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
   }
+  return DType::f32;
 }
 
-void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows) {
+void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, DType attended) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
   for (std::int64_t at = 0; at < rows; at += row_block) {
     const std::int64_t count = std::min(row_block, rows - at);
     float* x = x_.as<float>() + at * c.hidden;
-    linear(l.output, attention_.as<float>() + at * l.output.k, DType::f32, count, l.output_bias, x, c.hidden, true);
+    const auto* from = attention_.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
+    linear(l.output, from, attended, count, l.output_bias, x, c.hidden, true);
     norm(x, l.post_norm, count, normed_.as<>());
     ops::LinearArgs a;
     a.weight = l.gate_up.memory.as<>();
@@ -349,14 +355,15 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
       sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
-    attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), sums);
+    const bool shown = hooks.wants_prompt_output();
+    const DType attended = attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), !shown, sums);
     info.layer = layer;
     info.slot = slot;
     info.last = last;
     show(info, n);
-    info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
+    if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(l, n);
+    finish_layer(l, n, attended);
   }
   store_.advance(slot, static_cast<int>(n), false);
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);

@@ -53,8 +53,8 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
-  void attend_chunk(const PagedKv& chunk, int longest, View<float, 2> mass);
-  void finish_layer(const CudaLayer& l, std::int64_t rows);
+  DType attend_chunk(const PagedKv& chunk, int longest, bool round, View<float, 2> mass);  // of what attention_ holds
+  void finish_layer(const CudaLayer& l, std::int64_t rows, DType attended = DType::f32);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
@@ -71,13 +71,14 @@ class CudaExecutor final : public Executor {
   CudaStore& store_;
   const CudaModel& weights_;
   Stream stream_;
-  StreamMemory cosine_, sine_;         // f32 [max_tokens, head_dim / 2]
-  StreamMemory tokens_, position_;     // i32 [row]
-  StreamMemory x_, qkv_, attention_;   // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim]
-  StreamMemory turned_;                // f32 [row, heads + kv_heads, head_dim]; cache_relative only
-  StreamMemory normed_, gated_;        // of the weights' dtype: [row, hidden], [row, ffn]
-  StreamMemory length_, rows_;         // i32 [token, kv_head], [token]: what a chunk's rows see
-  StreamMemory likeliest_;             // i32 [row]
+  StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
+  StreamMemory tokens_, position_;    // i32 [row]
+  StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
+                                      // attention_ of a prompt in the weights' dtype if nobody looks at it
+  StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim]; cache_relative only
+  StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
+  StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
+  StreamMemory likeliest_;            // i32 [row]
   StreamMemory mass_, sums_, logits_;  // f32
   StreamMemory copy_, copy_table_;     // of one layer, for prompts
   PageLayout copy_layout_;

@@ -21,7 +21,7 @@ struct PromptLayer {
   bool last = false;                            // this chunk ends the prompt
   View<const float, 3> queries, raw_queries;    // [token, query head, head_dim]
   View<const float, 3> keys, raw_keys, values;  // [token, kv_head, head_dim]
-  View<const float, 3> output;                  // [token, query head, head_dim]
+  View<const float, 3> output;                  // [token, query head, head_dim]; may be empty unless asked for
   View<const float, 2> mass;                    // [query head, past + token]; empty unless asked for
 };
 
@@ -40,6 +40,7 @@ class LayerHooks {
  public:
   virtual ~LayerHooks() = default;
   virtual bool wants_prompt_mass() const { return false; }
+  virtual bool wants_prompt_output() const { return true; }
   virtual bool wants_mass() const { return false; }  // of decode steps
   // Before a chunk's attention reads what the layer holds of the slot already.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }

@@ -1,5 +1,8 @@
 // attend on CUDA: the pipelined kernel and the one for everything else.
 #pragma once
+#include <algorithm>
+#include <bit>
+
 #include "ops/attend.hpp"
 
 namespace kvlab::ops {
@@ -14,12 +17,21 @@ void attend_any_cuda(const AttendArgs& a, void* stream);
 // best: cuDNN where it is there and the chunk is long enough, else our own; cudnn: or nothing.
 enum class PromptKernel { best, own, cudnn };
 
+// Rows that PromptArgs::rounded has room for.
+constexpr int prompt_room(int rows) {
+  const int step = std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows)) / 4));
+  return (rows + step - 1) / step * step;
+}
+
 // A prompt's chunk: row r is its r-th token and sees what row r - 1 sees and one token more, itself.
 struct PromptArgs {
   PagedKv kv;                    // every row in the same slot's pages, which have the chunk already
   View<const float, 3> queries;  // [row, query head, head_dim], rotated; rows and heads 16-byte aligned
   float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
   View<float, 3> out;            // [row, query head, head_dim]
+  // In place of out: [prompt_room(rows), query head, head_dim] of the pages' dtype, dense, 16-byte aligned; what
+  // follows the last row may be written too.
+  void* rounded = nullptr;
   View<float, 2> sums;  // optional: [query head, place] sums of the rows' probabilities; kept where no token is
   int longest = 0;      // most tokens that the last row sees; 0: the host does not know, and cuDNN is not used
   PromptKernel kernel = PromptKernel::best;

@@ -28,6 +28,7 @@ struct Args {
   std::int64_t query_row, query_head;
   float *out, *lse, *sums;  // lse [token, query head], times log2(e), or null
   PromptLse sums_lse;       // what sums are made with
+  void* rounded;            // in place of out, dense
   std::int64_t out_row, out_head, sum_head;
   const std::byte* base;
   std::int64_t keys;  // offset in a frame
@@ -151,11 +152,19 @@ __global__ void __launch_bounds__(32 * warps, 1)
       const int token = first + c * 8 + 2 * q + h;
       if (!works || token >= a.tokens) continue;
       const float share = 1 / sum[c][h];  // a token sees itself
-      float* to = a.out + token * a.out_row + head * a.out_head;
+      if (a.rounded) {
+        T* to = static_cast<T*>(a.rounded) + (std::int64_t{token} * a.heads + head) * Dim;
 #pragma unroll
-      for (int t = 0; t < S::tiles; ++t)
-        *reinterpret_cast<float2*>(to + element_of<Dim>(g, 2 * t)) =
-            make_float2(o[c][t][h] * share, o[c][t][2 + h] * share);
+        for (int t = 0; t < S::tiles; ++t)
+          *reinterpret_cast<unsigned*>(to + element_of<Dim>(g, 2 * t)) =
+              Pair<T>::pack(o[c][t][h] * share, o[c][t][2 + h] * share);
+      } else {
+        float* to = a.out + token * a.out_row + head * a.out_head;
+#pragma unroll
+        for (int t = 0; t < S::tiles; ++t)
+          *reinterpret_cast<float2*>(to + element_of<Dim>(g, 2 * t)) =
+              make_float2(o[c][t][h] * share, o[c][t][2 + h] * share);
+      }
       if (a.lse && g == 0) a.lse[std::int64_t(token) * a.heads + head] = high[c][h] + log2f(sum[c][h]);
     }
 }
@@ -300,6 +309,7 @@ bool attend_prompt_cuda(const PromptArgs& in, void* handle) {
   a.query_row = in.queries.stride[0], a.query_head = in.queries.stride[1];
   a.out = in.out.data;
   a.out_row = in.out.stride[0], a.out_head = in.out.stride[1];
+  a.rounded = in.rounded;
   a.base = kv.base;
   a.keys = l.k;
   a.tokens = kv.rows;

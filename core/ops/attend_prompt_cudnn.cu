@@ -64,12 +64,6 @@ __global__ void __launch_bounds__(threads) widen_kernel(const T* from, int heads
 
 unsigned blocks_of(std::int64_t work) { return static_cast<unsigned>((work + threads - 1) / threads); }
 
-// A quarter of the power of two at most is for nothing.
-int rounded(int n) {
-  const int step = std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(n)) / 4));
-  return (n + step - 1) / step * step;
-}
-
 void gather(const PagedKv& kv, int room, void* keys, void* values, std::int32_t* lengths, void* stream) {
   const PageLayout& l = kv.layouts[0];
   Gather g;
@@ -104,7 +98,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   CudnnShape s;
   s.dtype = kv.layouts[0].dtype;
   s.kv_heads = kv.kv_heads, s.group = heads / kv.kv_heads, s.head_dim = dim;
-  s.queries = rounded(kv.rows), s.keys = rounded(in.longest);
+  s.queries = prompt_room(kv.rows), s.keys = prompt_room(in.longest);
   s.exact = in.longest == kv.rows && s.queries == kv.rows;
   s.stats = lse != nullptr;
   s.scale = scale;
@@ -122,7 +116,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   CudnnData d;
   d.queries = queries, d.keys = keys, d.values = values;
   d.query_tokens = lengths, d.key_tokens = lengths + kv.kv_heads;
-  d.out = scratch("cudnn out", query_bytes);
+  d.out = in.rounded ? in.rounded : scratch("cudnn out", query_bytes);
   if (lse) d.stats = static_cast<float*>(scratch("cudnn stats", std::int64_t{heads} * s.queries * 4));
   void* workspace = scratch("cudnn workspace", plan->workspace_bytes());
 
@@ -134,7 +128,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   rms_norm_cuda(round, stream);
   gather(kv, s.keys, keys, values, lengths, stream);
   if (!plan->run(d, workspace, stream)) return false;
-  widen(d.out, s.dtype, dim, in.out, stream);
+  if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
   if (lse) *lse = {d.stats, 1, s.queries, log2e};
   return true;
 }

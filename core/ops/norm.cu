@@ -65,17 +65,29 @@ __global__ void __launch_bounds__(1024) norm_kernel(NormArgs a) {
   for (int v = threadIdx.x + most * threads; v < count; v += threads) put(v, load(v));
 }
 
-template <class T>
+// Vector: unsigned or uint4, of elements.
+template <class T, class Vector>
 __global__ void silu_mul_kernel(const T* x, std::int64_t x_stride, int n, T* gated, std::int64_t gated_stride) {
   let_successor_start();
   wait_for_predecessor();
   const T *gate = x + blockIdx.y * x_stride, *up = gate + n;
   T* out = gated + blockIdx.y * gated_stride;
-  for (int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 2 * gridDim.x * blockDim.x) {
-    float g0, g1, u0, u1;
-    Pair<T>::unpack(*reinterpret_cast<const unsigned*>(gate + i), g0, g1);
-    Pair<T>::unpack(*reinterpret_cast<const unsigned*>(up + i), u0, u1);
-    *reinterpret_cast<unsigned*>(out + i) = Pair<T>::pack(g0 / (1 + expf(-g0)) * u0, g1 / (1 + expf(-g1)) * u1);
+  constexpr int words = sizeof(Vector) / 4, width = 2 * words;
+  for (int i = width * (blockIdx.x * blockDim.x + threadIdx.x); i < n; i += width * gridDim.x * blockDim.x) {
+    union Words {
+      Vector all;
+      unsigned each[words];
+    } g, u;
+    g.all = *reinterpret_cast<const Vector*>(gate + i);
+    u.all = *reinterpret_cast<const Vector*>(up + i);
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+      float g0, g1, u0, u1;
+      Pair<T>::unpack(g.each[w], g0, g1);
+      Pair<T>::unpack(u.each[w], u0, u1);
+      g.each[w] = Pair<T>::pack(g0 / (1 + expf(-g0)) * u0, g1 / (1 + expf(-g1)) * u1);
+    }
+    *reinterpret_cast<Vector*>(out + i) = g.all;
   }
 }
 
@@ -176,10 +188,12 @@ void silu_mul_cuda(const void* x, std::int64_t x_stride, DType dtype, std::int64
   if (n % 2 || x_stride % 2 || gated_stride % 2)
     throw Error(Errc::unsupported, "got an odd gate of " + std::to_string(n) + ", wanted an even one",
                 "op silu_mul (CUDA)");
-  const dim3 grid(blocks_of(n / 2, 256, 64), static_cast<unsigned>(rows));
+  const auto bits = reinterpret_cast<std::uintptr_t>(x) | reinterpret_cast<std::uintptr_t>(gated);
+  const bool wide = n % 8 == 0 && x_stride % 8 == 0 && gated_stride % 8 == 0 && bits % 16 == 0;
+  const dim3 grid(blocks_of(n / (wide ? 8 : 2), 256, 64), static_cast<unsigned>(rows));
   const auto go = [&]<class T>(T*) {
-    launch("silu_mul", silu_mul_kernel<T>, grid, 256, 0, stream_of(stream), true, static_cast<const T*>(x), x_stride,
-           static_cast<int>(n), static_cast<T*>(gated), gated_stride);
+    launch("silu_mul", wide ? silu_mul_kernel<T, uint4> : silu_mul_kernel<T, unsigned>, grid, 256, 0, stream_of(stream),
+           true, static_cast<const T*>(x), x_stride, static_cast<int>(n), static_cast<T*>(gated), gated_stride);
   };
   dtype == DType::f16 ? go(static_cast<__half*>(nullptr)) : go(static_cast<__nv_bfloat16*>(nullptr));
 }

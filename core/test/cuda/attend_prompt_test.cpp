@@ -24,6 +24,16 @@ struct Case {
   bool half = false;  // the device has the same cache as f16, which the reference does not read
 };
 
+std::vector<float> widened(const std::vector<std::uint16_t>& from, bool half) {
+  std::vector<float> out;
+  for (const std::uint16_t x : from) {
+    bf16 b;
+    b.bits = x;
+    out.push_back(half ? half_to_float(x) : static_cast<float>(b));
+  }
+  return out;
+}
+
 void to_half(const PagedKv& kv, const std::vector<int>& tokens) {
   const PageLayout& l = kv.layouts[0];
   for (int h = 0; h < kv.kv_heads; ++h)
@@ -102,6 +112,14 @@ void compare(const Case& c, unsigned seed) {
     b.sums = with_sums ? device.put(View<float, 2>::dense(zero_sums.data(), {heads, longest})) : View<float, 2>{};
     REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
     CHECK(relative(device.get(b.out), expected) < 6e-3);
+    const std::vector<std::uint16_t> room(static_cast<std::size_t>(ops::prompt_room(c.tokens) * heads * o.head_dim));
+    auto* rounded = device.put(room.data(), room.size());
+    b.rounded = rounded;
+    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    CHECK(relative(widened(device.get(View<std::uint16_t, 1>::dense(rounded, {a.out.extent[0] * heads * o.head_dim})),
+                           c.half),
+                   expected) < 9e-3);
+    b.rounded = nullptr;
     if (!with_sums) continue;
     const std::vector<float> got = device.get(b.sums);
     CHECK(relative(got, expected_sums) < 6e-3);
