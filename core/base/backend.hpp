@@ -122,6 +122,8 @@ struct CudaStoreOps {
   void (*page_edit)(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) = nullptr;
   void (*attend)(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) = nullptr;
   void (*clear)(const CudaStoreLayer& first, int layers, int slot, void* stream) = nullptr;  // a slot of every layer
+  // Text positions of a head's first `tokens` places, wherever their pages are.
+  void (*positions)(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, void* stream) = nullptr;
 };
 
 // What the executor needs beside ops (model/cuda_executor.cu).
@@ -138,7 +140,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 8;
+  static constexpr int version = 9;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

@@ -177,26 +177,15 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
 }
 
 std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int head) const {
-  const Shape& s = options_.shape;
-  const int n = length(index, slot, head), pages = (n + s.page_size - 1) / s.page_size;
-  std::vector<PageEntry> tables[2];
-  for (int t = 0; t < 2; ++t) {
-    tables[t].resize(static_cast<std::size_t>(pages));
-    copy_memory(tables[t].data(), table_[t].as<PageEntry>() + head_index(index, slot, head) * pages_per_head_,
-                tables[t].size() * sizeof(PageEntry), stream_);
-  }
-  synchronize(stream_);
-  std::vector<std::int32_t> out(static_cast<std::size_t>(n));
-  for (int page = 0; page < pages; ++page) {
-    const PageEntry &upper = tables[0][static_cast<std::size_t>(page)],
-                    &lower = tables[1][static_cast<std::size_t>(page)];
-    const bool device = upper.frame != null_frame;
-    const std::byte* frame = (device ? arena_.as<>() : host_arena_.data()) +
-                             std::int64_t{device ? upper.frame : lower.frame} * granule_bytes;
-    const int first = page * s.page_size;
-    copy_memory(out.data() + first, frame + layout_.positions,
-                static_cast<std::size_t>(std::min(s.page_size, n - first)) * sizeof(std::int32_t), stream_);
-  }
+  std::vector<std::int32_t> out(static_cast<std::size_t>(length(index, slot, head)));
+  const std::size_t bytes = out.size() * sizeof(std::int32_t);
+  if (bytes == 0) return out;
+  if (positions_.bytes() < bytes)
+    positions_ = StreamMemory(
+        stream_, pages_per_head_ * static_cast<std::size_t>(options_.shape.page_size) * sizeof(std::int32_t));
+  ops().positions(layer(index), slot, head, static_cast<int>(out.size()), positions_.as<std::int32_t>(),
+                  stream_.handle());
+  copy_memory(out.data(), positions_.as<>(), bytes, stream_);
   synchronize(stream_);
   return out;
 }

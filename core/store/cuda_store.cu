@@ -612,6 +612,14 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
 
+__global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
+                                 std::int32_t* out) {
+  const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
+  if (t >= tokens) return;
+  const std::byte* page = page_at(s, head_of(s, slot, head), t / p);
+  out[t] = reinterpret_cast<const std::int32_t*>(page + s.layout.positions)[t % p];
+}
+
 // The pages of a list and of the pins, ascending.
 __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
   extern __shared__ unsigned chosen[];
@@ -742,6 +750,12 @@ void clear(const CudaStoreLayer& first, int layers, int slot, void* stream) {
   check_launch("clear");
 }
 
+void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, void* stream) {
+  if (tokens < 1) return;
+  positions_kernel<<<(tokens + 255) / 256, 256, 0, stream_of(stream)>>>(s, slot, head, tokens, out);
+  check_launch("positions");
+}
+
 }  // namespace
 
 void fill_cuda_store_ops(CudaStoreOps& t) {
@@ -754,6 +768,7 @@ void fill_cuda_store_ops(CudaStoreOps& t) {
   t.page_edit = page_edit;
   t.attend = attend;
   t.clear = clear;
+  t.positions = positions;
 }
 
 }  // namespace kvlab

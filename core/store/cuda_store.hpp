@@ -112,6 +112,7 @@ class CudaStore final : public Store {
   Pinned host_arena_;
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // what they hold
+  mutable StreamMemory positions_;                             // of the head that was asked for last
   StreamMemory jobs_;                                          // of one page edit: a count, then pairs of frames
   std::vector<Pending> pending_;
   unsigned long long edit_ = 0;
