@@ -1,12 +1,12 @@
 // Attention of decode steps over pages of plain bf16 or f16 rows.
 //
-// One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line, so that ragged batches and
-// long single sequences fill the machine alike. Multiprocessors do not read equally fast: every block has most of an
-// equal share for its own, the rest is cut into pieces that go to who is free (attend_line.cuh). In a block every warp
-// runs a pipeline of its own over each n-th unit of its parts: bulk copies (TMA, 128-byte swizzle) bring K and V of a
-// unit, tensor cores compute with the query heads of the group as columns (attend_unit.cuh). Parts that share a pair
-// leave partial results; the last block to arrive merges them in the order of the line. So the result does not depend
-// on who took which piece.
+// One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line, so that ragged batches
+// and long single sequences fill the machine alike. Multiprocessors do not read equally fast: every block has most of
+// an equal share for its own, the rest is cut into pieces that go to who is free (attend_line.cuh). In a block every
+// warp runs a pipeline of its own over each n-th unit of its parts: bulk copies (TMA, 128-byte swizzle) bring K and V
+// of a unit, tensor cores compute with the query heads of the group as columns (attend_unit.cuh). Parts that share a
+// pair leave partial results; the last block to arrive merges them in the order of the line. So the result does not
+// depend on who took which piece.
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -324,15 +324,23 @@ __global__ void __launch_bounds__(256, 1)
     if (lane == 0) part = take_piece(line, claims + k % claims_room, a.taken);
     return __shfl_sync(~0u, part, 0);
   };
-  // Queries of a pair: the eight elements that go into two steps' B fragments.
-  float4 query[ColumnTiles][S::steps];
+  // B fragments of Q^T: columns are the query heads of the group. They are packed as late as registers allow.
+  constexpr bool late = ColumnTiles * Dim <= 128;
+  float4 query[late ? ColumnTiles : 1][S::steps];
+  unsigned qf[ColumnTiles][S::steps][2];
   const auto load_queries = [&](int pair) {
     const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
       const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
 #pragma unroll
-      for (int j = 0; j < S::steps; ++j) query[c][j] = query_elements(from, q, j);
+      for (int j = 0; j < S::steps; ++j) {
+        const float4 elements = query_elements(from, q, j);
+        if constexpr (late)
+          query[c][j] = elements;
+        else
+          pack_query<T>(elements, c * 8 + g < group ? 1.f : 0.f, qf[c][j]);
+      }
     }
   };
 
@@ -392,12 +400,11 @@ __global__ void __launch_bounds__(256, 1)
     const int begin = pairs.first[pair], end = pairs.first[pair + 1], stop = min(end, hi);
     const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, tokens = pairs.tokens(pair);
 
-    // B fragments of Q^T: columns are the query heads of the group.
-    unsigned qf[ColumnTiles][S::steps][2];
+    if constexpr (late)
 #pragma unroll
-    for (int c = 0; c < ColumnTiles; ++c)
+      for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
-      for (int j = 0; j < S::steps; ++j) pack_query<T>(query[c][j], c * 8 + g < group ? 1.f : 0.f, qf[c][j]);
+        for (int j = 0; j < S::steps; ++j) pack_query<T>(query[c][j], c * 8 + g < group ? 1.f : 0.f, qf[c][j]);
     float o[ColumnTiles][S::tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
@@ -542,8 +549,7 @@ template <class T, int Dim, int ColumnTiles>
 void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   using S = UnitShape<Dim>;
   const int warps = Dim > 128 ? 4 : 8;
-  const std::int64_t fixed =
-      std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(a.rows * a.kv_heads);
+  const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(a.rows * a.kv_heads);
   const std::int64_t limit = cuda::shared_bytes() - 1024;  // static shared memory, aligned
   a.stages = static_cast<int>(std::min<std::int64_t>(16, (limit - fixed) / (warps * (S::unit_bytes + 16))));
   if (a.stages < 2)

@@ -7,9 +7,9 @@ namespace kvlab::ops {
 // Every block has a span of the line, the spans differ by a unit at most. A span is the block's own part, then pieces
 // of equal size that whoever is free takes. What the parts are follows from the line alone.
 struct UnitLine {
-  static constexpr int most_pieces = 6;          // of a span
-  static constexpr int smallest_piece = 32;      // units; a multiple of the warps of a block, as every piece is
-  static constexpr int own_of_five = 4;          // fifths of a span that are the block's own, at least
+  static constexpr int most_pieces = 6;      // of a span
+  static constexpr int smallest_piece = 32;  // units; a multiple of the warps of a block, as every piece is
+  static constexpr int own_of_five = 4;      // fifths of a span that are the block's own, at least
   static constexpr int most_parts_of_span = most_pieces + 1;
 
   int total, blocks;  // units; blocks that have any
