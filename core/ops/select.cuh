@@ -10,12 +10,13 @@ namespace kvlab::ops::device {
 constexpr int select_bins = 2048, most_candidates = 256;
 constexpr unsigned all_lanes = ~0u;
 
-struct SelectShared {
+struct alignas(16) SelectShared {
   unsigned bins[select_bins];
   unsigned long long candidate[most_candidates];
   unsigned scan[32];
   float low[32], high[32];
   unsigned bin, above, inside, candidates;
+  unsigned long long threshold;
 };
 
 // The upper half of selection_key.

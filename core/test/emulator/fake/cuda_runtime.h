@@ -13,6 +13,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -225,6 +226,13 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
     unsigned bits = 0;
     for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(in[i]) << i;
     std::fill_n(out, 32, bits);
+  });
+}
+inline unsigned __reduce_add_sync(unsigned mask, unsigned x) {
+  return emulator::together<unsigned>("__reduce_add_sync", mask, x, [](const unsigned* in, unsigned* out) {
+    unsigned sum = 0;
+    for (int i = 0; i < 32; ++i) sum += in[i];
+    std::fill_n(out, 32, sum);
   });
 }
 inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
