@@ -59,6 +59,11 @@ struct CudaRuntime {
   void (*time_graph)(void* graph, void* stream, int runs, float* milliseconds) = nullptr;
   // Milliseconds on the device of what `work` gives to the stream, by events; waits for it.
   float (*time)(void* stream, void (*work)(void*), void* context) = nullptr;
+  // Points in a stream's time. elapsed: milliseconds between two that were recorded; waits for `end`.
+  void* (*new_event)() = nullptr;
+  void (*delete_event)(void* event) = nullptr;
+  void (*record)(void* event, void* stream) = nullptr;
+  float (*elapsed)(void* begin, void* end) = nullptr;
   // Bytes per second at which all multiprocessors read together, best over grids, of `bytes` of fresh device memory.
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;
 };

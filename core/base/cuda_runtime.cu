@@ -137,15 +137,19 @@ struct Event {
   ~Event() { cudaEventDestroy(event); }
 };
 
+float elapsed(const Event& begin, const Event& end) {
+  check(cudaEventSynchronize(end.event), "cudaEventSynchronize");
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, begin.event, end.event), "cudaEventElapsedTime");
+  return ms;
+}
+
 float time_work(void* handle, void (*work)(void*), void* context) {
   const Event begin, end;
   check(cudaEventRecord(begin.event, stream_of(handle)), "cudaEventRecord");
   work(context);
   check(cudaEventRecord(end.event, stream_of(handle)), "cudaEventRecord");
-  check(cudaEventSynchronize(end.event), "cudaEventSynchronize");
-  float ms = 0;
-  check(cudaEventElapsedTime(&ms, begin.event, end.event), "cudaEventElapsedTime");
-  return ms;
+  return elapsed(begin, end);
 }
 
 void copy(void* to, const void* from, std::size_t bytes, void* stream) {
@@ -252,9 +256,13 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   using namespace kvlab;
   using namespace kvlab::cuda;
   int count = 0, driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
   if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess || count == 0) {
     *state =
         std::string("no usable CUDA device: ") + cudaGetErrorString(status == cudaSuccess ? cudaErrorNoDevice : status);
+    if (status == cudaErrorInsufficientDriver)
+      *state += " (got a driver for CUDA " + version(driver) + ", wanted one for CUDA " + version(runtime) + ")";
     return false;
   }
   cudaDeviceProp p;
@@ -262,11 +270,10 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     *state = std::string("the CUDA device does not answer: ") + cudaGetErrorString(status);
     return false;
   }
-  cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime);
   char text[256];
-  std::snprintf(text, sizeof text, "%s, %zu MiB, sm_%d%d, driver for CUDA %d.%d, built with CUDA %d.%d, %d device%s",
-                p.name, p.totalGlobalMem >> 20, p.major, p.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
-                runtime % 1000 / 10, count, count == 1 ? "" : "s");
+  std::snprintf(text, sizeof text, "%s, %zu MiB, sm_%d%d, driver for CUDA %s, built with CUDA %s, %d device%s", p.name,
+                p.totalGlobalMem >> 20, p.major, p.minor, version(driver).c_str(), version(runtime).c_str(), count,
+                count == 1 ? "" : "s");
   *state = text;
   if (p.major != 9 || p.minor != 0) {
     *state += ": kvlab's kernels are built for sm_90 (H100, H200)";
@@ -304,6 +311,12 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.scratch_moves = []() -> std::int64_t { return moves; };
   r.time_graph = time_graph;
   r.time = time_work;
+  r.new_event = []() -> void* { return new Event; };
+  r.delete_event = [](void* e) { delete static_cast<Event*>(e); };
+  r.record = [](void* e, void* s) {
+    check(cudaEventRecord(static_cast<Event*>(e)->event, stream_of(s)), "cudaEventRecord");
+  };
+  r.elapsed = [](void* begin, void* end) { return elapsed(*static_cast<Event*>(begin), *static_cast<Event*>(end)); };
   r.read_rate = read_rate;
   fill_cuda_ops(table->ops);
   fill_cuda_store_ops(table->store);

@@ -170,8 +170,9 @@ std::string table(const Report& r) {
   s += fmt::format("\n{:<18} {:<44} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
                    "ceiling");
   for (const Line& l : r.lines)
-    s += fmt::format("{:<18} {:<44} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
-                     amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c));
+    s += fmt::format("{:<18} {:<44} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%{}\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
+                     amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c),
+                     l.overhead < 0 ? "" : fmt::format("  overhead {:.1f}%", 100 * l.overhead));
   return s;
 }
 
@@ -199,6 +200,8 @@ nlohmann::json to_json(const Report& r) {
                                                     : "gemm"},
                         {"rate", l.rate()},
                         {"percent", l.percent(c)}});
+  for (std::size_t i = 0; i < r.lines.size(); ++i)
+    if (r.lines[i].overhead >= 0) j["ops"][i]["overhead_percent"] = 100 * r.lines[i].overhead;
   return j;
 }
 

@@ -30,6 +30,7 @@ struct Line {
   double seconds = 0, best = 0;  // median and minimum of the runs
   double bytes = 0, flops = 0;   // that the op must move or compute per run
   bool reads = false;
+  double overhead = -1;  // share of a decode step's time in which no kernel ran; -1 = not measured
   double copy_rate = 0;  // bytes per second of a plain copy the same way, for a case that is held against that
 
   double rate() const { return (reads ? bytes : flops) / seconds; }

@@ -58,14 +58,19 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       owned_stream_(options.device),
       stream_(owned_stream_.get()),
       store_(make_store(store_options(*model, *policy_, options), stream_)),
-      executor_(make_executor(model, *store_)) {
+      executor_(make_executor(model, *store_, options.batch_invariant)) {
   check_needs(*model, needs_, options);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
+  sequences_.resize(tail_.size());
 }
 
-int Engine::open() { return store_->open(); }
+int Engine::open(std::uint32_t sequence) {
+  const int slot = store_->open();
+  if (slot >= 0) sequences_[static_cast<std::size_t>(slot)] = sequence;
+  return slot;
+}
 
 void Engine::close(int slot) {
   policy_->release(slot);
@@ -93,7 +98,7 @@ std::int64_t Engine::prompt_bytes(int tokens) const {
 }
 
 std::int64_t Engine::free_bytes() const {
-  const std::int64_t limit = store_->options().device_limit;
+  const std::int64_t limit = store_->page_limit();
   return limit < 0 ? no_limit : std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device));
 }
 
@@ -119,7 +124,9 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
 Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out) {
   position_.clear();
   step_.clear();
+  sequence_.clear();
   for (int slot : slots) {
+    sequence_.push_back(sequences_[static_cast<std::size_t>(slot)]);
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
     step_.push_back(store_->steps(slot));
   }
@@ -155,6 +162,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.workspace = &store_->workspace();
   kv.slots = slots.data();
   kv.position = position.data();
+  kv.sequence = sequence_.data();
   kv.max_length = store_->max_length(layer, slots);
   return kv;
 }
@@ -187,6 +195,7 @@ Fit Engine::prompt(const PromptLayer& l) {
   const std::int32_t position[] = {store_->position(l.slot) + static_cast<std::int32_t>(l.queries.extent[0])};
   const std::int32_t step[] = {0};
   const bool last[] = {l.last};
+  sequence_ = {sequences_[static_cast<std::size_t>(l.slot)]};
   LayerPrefill kv;
   static_cast<LayerKv&>(kv) = layer_kv(l.layer, slots, position);
   kv.step = step;

@@ -24,7 +24,8 @@ struct EngineOptions {
   int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   BudgetAmount budget;
   std::int64_t device_limit = -1;
-  bool protect_host = false;  // tests: the host tier is unreadable while attention runs
+  bool batch_invariant = false;  // make_executor
+  bool protect_host = false;     // tests: the host tier is unreadable while attention runs
 };
 
 // Sees what passes through the engine; for measurement. Everything is borrowed for the call and host memory; of the
@@ -44,7 +45,9 @@ class Engine final : private LayerHooks {
   // The same errors without the model's weights and without taking memory.
   static void check(const Model& model, Policy& policy, const EngineOptions& options);
 
-  int open();  // a free slot, or -1
+  // A free slot, or -1. `sequence` numbers what will be in it, for choices that are random: they follow it, so they do
+  // not depend on the slot or on what else runs.
+  int open(std::uint32_t sequence = 0);
   void close(int slot);
 
   // The whole prompt of an opened slot, or its next part: end = the policy may compress now. logits [k, vocab]: of the
@@ -59,7 +62,7 @@ class Engine final : private LayerHooks {
 
   // For admission, in bytes of device frames: what a sequence of so many tokens holds when nothing of it is evicted (a
   // page of each KV head counts whole), what it holds at the end of such a prompt by what the policy says of itself,
-  // and what the limit still leaves.
+  // and what the limit still leaves, on a GPU the memory that was free at the start.
   std::int64_t full_bytes(int tokens) const;
   std::int64_t prompt_bytes(int tokens) const;
   std::int64_t free_bytes() const;
@@ -72,6 +75,7 @@ class Engine final : private LayerHooks {
   std::int64_t fired() const { return store_->fired(); }  // edits that changed something
   const Model& model() const { return executor_->model(); }
   std::int64_t replays() const { return executor_->replays(); }  // decode steps that were one launch of a graph
+  double device_ms() const { return executor_->device_ms(); }    // of the latest decode step; NaN on the CPU
 
  private:
   bool replayable() const override { return capturable_ && !observer_; }
@@ -100,9 +104,10 @@ class Engine final : private LayerHooks {
   EngineObserver* observer_ = nullptr;
   HostCopy seen_;  // by the observer, on CUDA
 
-  std::vector<std::int32_t> position_, step_;  // of the callback's rows
-  std::vector<Edit> waiting_;                  // of this layer's select, due after its attention
-  PagedKv pages_;                              // what KvRows and StateColumn of the callback point to
+  std::vector<std::int32_t> position_, step_;        // of the callback's rows
+  std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
+  std::vector<Edit> waiting_;                        // of this layer's select, due after its attention
+  PagedKv pages_;                                    // what KvRows and StateColumn of the callback point to
   PageList attend_;
   struct Tail {
     StreamMemory queries;  // [rows, query head, head_dim] f32

@@ -5,62 +5,91 @@
 #include "base/stream_memory.hpp"
 
 namespace kvlab {
+namespace {
 
-// One transfer of all that lies between the first and the last element; then they move together here.
 template <class T, int Rank>
-View<const T, Rank> HostCopy::copy(const View<const T, Rank>& from, std::vector<T>& to, Stream s) {
-  to.clear();
-  if (!from) return {};
-  std::int64_t span = 1, elements = 1;
-  for (int d = 0; d < Rank; ++d) {
-    elements *= from.extent[d];
-    span += (from.extent[d] - 1) * from.stride[d];
-  }
+std::int64_t elements_of(const View<const T, Rank>& v) {
+  std::int64_t n = v ? 1 : 0;
+  for (int d = 0; d < Rank; ++d) n *= v.extent[d];
+  return n;
+}
+
+}  // namespace
+
+// All that lies between the first and the last element, in one transfer.
+template <class T, int Rank>
+void HostCopy::fetch(const View<const T, Rank>& from, Array<T>& to, Stream s) {
+  to.raw.clear();
+  if (elements_of(from) == 0) return;
+  std::int64_t span = 1;
+  for (int d = 0; d < Rank; ++d) span += (from.extent[d] - 1) * from.stride[d];
+  to.raw.resize(static_cast<std::size_t>(span));
+  copy_memory(to.raw.data(), from.data, to.raw.size() * sizeof(T), s);
+}
+
+template <class T, int Rank>
+View<T, Rank> HostCopy::dense(const View<const T, Rank>& from, Array<T>& to) {
+  const std::int64_t elements = elements_of(from);
   if (elements == 0) return {};
-  std::vector<T> raw(static_cast<std::size_t>(span));
-  copy_memory(raw.data(), from.data, raw.size() * sizeof(T), s);
-  synchronize(s);
-  if (span == elements) {
-    to = std::move(raw);
-  } else {
-    to.reserve(static_cast<std::size_t>(elements));
-    const std::int64_t inner = from.extent[Rank - 1], step = from.stride[Rank - 1];
-    for (std::int64_t row = 0; row < elements / inner; ++row) {
-      std::int64_t at = 0, rest = row;
-      for (int d = Rank - 2; d >= 0; --d) {
-        at += rest % from.extent[d] * from.stride[d];
-        rest /= from.extent[d];
-      }
-      for (std::int64_t i = 0; i < inner; ++i) to.push_back(raw[static_cast<std::size_t>(at + i * step)]);
+  if (static_cast<std::int64_t>(to.raw.size()) == elements) return View<T, Rank>::dense(to.raw.data(), from.extent);
+  to.dense.clear();
+  to.dense.reserve(static_cast<std::size_t>(elements));
+  const std::int64_t inner = from.extent[Rank - 1], step = from.stride[Rank - 1];
+  for (std::int64_t row = 0; row < elements / inner; ++row) {
+    std::int64_t at = 0, rest = row;
+    for (int d = Rank - 2; d >= 0; --d) {
+      at += rest % from.extent[d] * from.stride[d];
+      rest /= from.extent[d];
     }
+    for (std::int64_t i = 0; i < inner; ++i) to.dense.push_back(to.raw[static_cast<std::size_t>(at + i * step)]);
   }
-  return View<const T, Rank>::dense(to.data(), from.extent);
+  return View<T, Rank>::dense(to.dense.data(), from.extent);
 }
 
 template <class Layer>
-Layer HostCopy::arrays_of(const Layer& l, Stream s) {
+void HostCopy::fetch_all(const Layer& l, Stream s) {
+  fetch(l.queries, floats_[0], s);
+  fetch(l.raw_queries, floats_[1], s);
+  fetch(l.keys, floats_[2], s);
+  fetch(l.raw_keys, floats_[3], s);
+  fetch(l.values, floats_[4], s);
+  fetch(l.output, floats_[5], s);
+  fetch(l.mass, floats_[6], s);
+}
+
+template <class Layer>
+Layer HostCopy::dense_all(const Layer& l) {
   Layer out = l;
-  out.queries = copy(l.queries, floats_[0], s);
-  out.raw_queries = copy(l.raw_queries, floats_[1], s);
-  out.keys = copy(l.keys, floats_[2], s);
-  out.raw_keys = copy(l.raw_keys, floats_[3], s);
-  out.values = copy(l.values, floats_[4], s);
-  out.output = copy(l.output, floats_[5], s);
-  out.mass = copy(l.mass, floats_[6], s);
+  out.queries = dense(l.queries, floats_[0]);
+  out.raw_queries = dense(l.raw_queries, floats_[1]);
+  out.keys = dense(l.keys, floats_[2]);
+  out.raw_keys = dense(l.raw_keys, floats_[3]);
+  out.values = dense(l.values, floats_[4]);
+  out.output = dense(l.output, floats_[5]);
+  out.mass = dense(l.mass, floats_[6]);
   return out;
 }
 
-PromptLayer HostCopy::of(const PromptLayer& l, Stream s) { return arrays_of(l, s); }
+PromptLayer HostCopy::of(const PromptLayer& l, Stream s) {
+  fetch_all(l, s);
+  synchronize(s);
+  return dense_all(l);
+}
 
 DecodeLayer HostCopy::of(const DecodeLayer& l, Stream s) {
-  DecodeLayer out = arrays_of(l, s);
+  fetch_all(l, s);
+  View<const std::int32_t, 3> index;
+  View<const std::int32_t, 2> count;
+  if (l.pages) {
+    index = l.pages->index, count = l.pages->count;
+    fetch(index, index_, s);
+    fetch(count, count_, s);
+  }
+  synchronize(s);
+  DecodeLayer out = dense_all(l);
   if (!l.pages) return out;
-  const View<const std::int32_t, 3> index = l.pages->index;
-  const View<const std::int32_t, 2> count = l.pages->count;
-  copy(index, index_, s);
-  copy(count, count_, s);
-  pages_.index = View<std::int32_t, 3>::dense(index_.data(), l.pages->index.extent);
-  pages_.count = View<std::int32_t, 2>::dense(count_.data(), l.pages->count.extent);
+  pages_.index = dense(index, index_);
+  pages_.count = dense(count, count_);
   out.pages = &pages_;
   return out;
 }

@@ -8,18 +8,26 @@ namespace kvlab {
 
 class HostCopy {
  public:
-  // The copies live until the next call. Both wait for the stream.
+  // The copies live until the next call. Both wait for the stream, once.
   PromptLayer of(const PromptLayer& l, Stream s);
   DecodeLayer of(const DecodeLayer& l, Stream s);
 
  private:
+  template <class T>
+  struct Array {
+    std::vector<T> raw, dense;
+  };
   template <class T, int Rank>
-  View<const T, Rank> copy(const View<const T, Rank>& from, std::vector<T>& to, Stream s);
+  void fetch(const View<const T, Rank>& from, Array<T>& to, Stream s);  // gives the copy to the stream
+  template <class T, int Rank>
+  View<T, Rank> dense(const View<const T, Rank>& from, Array<T>& to);  // once it is there
   template <class Layer>
-  Layer arrays_of(const Layer& l, Stream s);  // all that both kinds of layer have
+  void fetch_all(const Layer& l, Stream s);  // that both kinds of layer have
+  template <class Layer>
+  Layer dense_all(const Layer& l);
 
-  std::vector<float> floats_[7];
-  std::vector<std::int32_t> index_, count_;
+  Array<float> floats_[7];
+  Array<std::int32_t> index_, count_;
   PageList pages_;
 };
 

@@ -102,7 +102,7 @@ bool Scheduler::admit() {
   if (!active_.empty() && (full_ || active_.size() >= most_active_ || !fits(request))) return false;
   Active a;
   a.rank = rank;
-  a.slot = engine_.open();
+  a.slot = engine_.open(requests_[request].sequence);
   if (a.slot < 0) return false;
   waiting_.erase(waiting_.begin());
   active_.push_back(a);

@@ -18,10 +18,11 @@
 namespace kvlab {
 
 struct Request {
-  std::vector<int> prompt;  // not empty
-  std::vector<int> fed;     // fed one by one after the prompt, before the answer
-  int max_new = 1;          // tokens of the answer, at least 1
-  double arrival_ms = 0;    // since the start
+  std::vector<int> prompt;     // not empty
+  std::vector<int> fed;        // fed one by one after the prompt, before the answer
+  int max_new = 1;             // tokens of the answer, at least 1
+  double arrival_ms = 0;       // since the start
+  std::uint32_t sequence = 0;  // for Engine::open
 };
 
 // Times are since the start; NaN = not yet.

@@ -100,13 +100,15 @@ std::string describe(const WorkloadSpec& w, const Experiment& experiment, const 
 Json common(const Experiment& experiment) {
   Json metrics = Json::array();
   for (const Metric metric : experiment.metrics) metrics.push_back(name_of(metric));
-  return {{"backend", experiment.backend},
-          {"metrics", metrics},
-          {"batch", experiment.batch},
-          {"threads", experiment.threads},
-          {"device_memory", experiment.device_memory},
-          {"prefill_chunk", experiment.prefill_chunk},
-          {"fidelity_tokens", experiment.fidelity_tokens}};
+  Json json = {{"backend", experiment.backend},
+               {"metrics", metrics},
+               {"batch", experiment.batch},
+               {"threads", experiment.threads},
+               {"device_memory", experiment.device_memory},
+               {"prefill_chunk", experiment.prefill_chunk},
+               {"fidelity_tokens", experiment.fidelity_tokens}};
+  if (experiment.batch_invariant) json["batch_invariant"] = true;
+  return json;
 }
 
 }  // namespace

@@ -80,6 +80,8 @@ class ExperimentReader {
     out_.page_size = map.get<int>(make_param("page_size", 16, 1, 1024, "tokens per page"));
     out_.prefill_chunk = map.get<int>(
         make_param("prefill_chunk", 0, 0, 1 << 24, "prompt tokens per chunk, 0 = the whole prompt, layer by layer"));
+    out_.batch_invariant = map.get<bool>(
+        make_param("batch_invariant", false, "on CUDA: other rows of a batch change no bit of a row; slower"));
     if (const Node* n = map.take("device_memory")) out_.device_memory = read_bytes(*n, problems_).value_or(0);
     if (const Node* n = map.take("fidelity")) {
       MapReader fidelity(*n, "fidelity", problems_);

@@ -53,6 +53,7 @@ struct Experiment {
   int threads = 0;                       // 0 = all
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   int page_size = 16;                    // tokens per page, where a policy names none
+  bool batch_invariant = false;          // on CUDA: other rows of a batch change no bit of a row
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   int fidelity_tokens = 32;              // forced tokens per sample
   InjectSpec inject;                     // of page lists; nothing = none

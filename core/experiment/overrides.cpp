@@ -77,10 +77,10 @@ std::vector<Node*> entries_called(Node& root, const char* section, const std::st
 }  // namespace
 
 const std::vector<std::string>& experiment_keys() {
-  static const std::vector<std::string> keys{"experiment",    "model",    "backend",     "tasks",         "policies",
-                                             "sweep",         "ablate",   "repeats",     "seed",          "metrics",
-                                             "output",        "batch",    "threads",     "device_memory", "page_size",
-                                             "prefill_chunk", "fidelity", "plugin_path", "workload",      "inject"};
+  static const std::vector<std::string> keys{
+      "experiment", "model",         "backend",  "tasks",       "policies", "sweep",   "ablate",
+      "repeats",    "seed",          "metrics",  "output",      "batch",    "threads", "device_memory",
+      "page_size",  "prefill_chunk", "fidelity", "plugin_path", "workload", "inject",  "batch_invariant"};
   return keys;
 }
 

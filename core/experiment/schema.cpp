@@ -213,6 +213,7 @@ class Builder {
         {"threads", described(integer(0, 4096), "0 = all")},
         {"page_size", described(integer(1, 1024), "tokens per page, where a policy names none")},
         {"prefill_chunk", described(integer(0), "prompt tokens per chunk, 0 = the whole prompt, layer by layer")},
+        {"batch_invariant", described({{"type", "boolean"}}, "on CUDA: other rows of a batch change no bit of a row")},
         {"device_memory", described(ref("bytes"), "cap of the device tier")},
         {"plugin_path", described(axis(text()), "folders or libraries that are searched first")},
         {"output", described(text(), "HDF5 file, from the current folder")},

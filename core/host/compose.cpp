@@ -65,6 +65,7 @@ class ComposedPolicy final : public Policy {
     last_.assign(kv.last, kv.last + rows);
     due_.assign(rows, 0);
     if (parts_.compress_prompt) due_ = last_;
+    if (injector_) injector_->begin(kv, s);
     View<const std::int32_t, 2> left;
     if (parts_.scorer) {
       parts_.scorer->observe(kv, s);

@@ -9,6 +9,13 @@ Injector::Injector(Injection injection, const Shape& shape, Workspace& w)
   const auto bytes = static_cast<std::size_t>(words_) * sizeof(std::uint32_t) * static_cast<std::size_t>(shape.layers) *
                      static_cast<std::size_t>(shape.kv_heads);
   state_ = static_cast<std::uint32_t*>(w.state("injected pages", bytes, shape.max_slots));
+  sequence_ = static_cast<std::uint32_t*>(w.state("injected sequence", sizeof(std::uint32_t), shape.max_slots));
+}
+
+void Injector::begin(const LayerPrefill& kv, Stream s) {
+  if (kv.layer > 0) return;
+  for (int row = 0; row < kv.rows(); ++row)
+    copy_memory(sequence_ + kv.slots[row], kv.sequence + row, sizeof *sequence_, s);
 }
 
 void Injector::replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s) {
@@ -20,6 +27,7 @@ void Injector::replace(const LayerStep& step, const PageList& list, const Pins& 
   a.pins = pins;
   a.state = {
       state_ + layer * step.layer, {shape_.max_slots, shape_.kv_heads, words_}, {layer * shape_.layers, words_, 1}};
+  a.sequence = sequence_;
   a.layer = step.layer;
   a.seed = injection_.seed;
   a.overlap = injection_.overlap;

@@ -27,6 +27,7 @@ class Injector {
  public:
   // Takes state of the workspace.
   Injector(Injection injection, const Shape& shape, Workspace& w);
+  void begin(const LayerPrefill& kv, Stream s);  // the rows' sequences get their numbers
   void replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s);
 
  private:
@@ -36,6 +37,7 @@ class Injector {
   Shape shape_;
   std::uint32_t* state_;  // [slot, layer, kv_head, words]
   std::int64_t words_;
+  std::uint32_t* sequence_;            // [slot]
   StreamMemory first_, begin_, page_;  // of what was recorded
   ops::RecordedPages recorded_;
 };

@@ -50,8 +50,12 @@ T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
   return m.as<T>();
 }
 
-CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store)
-    : Executor(std::move(model)), store_(store), weights_(weights_of(*model_)), stream_(store.stream()) {
+CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant)
+    : Executor(std::move(model)),
+      store_(store),
+      batch_invariant_(batch_invariant),
+      weights_(weights_of(*model_)),
+      stream_(store.stream()) {
   check(*model_, store_.options());
   const Shape& s = store_.shape();
   copy_layout_ = ops::make_layout(s.dtype, {}, s.page_size, s.head_dim, 0);
@@ -121,11 +125,17 @@ void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t
   cuda().rms_norm(a, stream_.handle());
 }
 
+// The order of additions of a product depends on the number of rows above linear_stream_rows.
+std::int64_t CudaExecutor::rows_together() const {
+  return batch_invariant_ && decoding_ ? ops::linear_stream_rows : row_block;
+}
+
 void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
-  for (std::int64_t at = 0; at < rows; at += row_block) {
-    const std::int64_t count = std::min(row_block, rows - at);
+  const std::int64_t block = rows_together();
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
     norm(x_.as<float>() + at * c.hidden, l.input_norm, count, normed_.as<>());
     linear(l.qkv, normed_.as<>(), weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
            false);
@@ -242,6 +252,24 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   cuda().attend(a, stream_.handle());
 }
 
+// Rows of a decode step one by one: one that shares a launch with others has its tokens cut where they leave it.
+void CudaExecutor::attend_each(const PagedKv& kv, const PageList* pages, const View<float, 3>& mass) {
+  for (std::int64_t r = 0; r < kv.rows; ++r) {
+    PagedKv one = kv;
+    one.slots += r;
+    one.rows = 1;
+    PageList list;
+    if (pages) {
+      list = *pages;
+      list.index.data += r * list.index.stride[0], list.index.extent[0] = 1;
+      list.count.data += r * list.count.stride[0], list.count.extent[0] = 1;
+    }
+    View<float, 3> sums = mass;
+    if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
+    attend(one, r, pages ? &list : nullptr, sums);
+  }
+}
+
 DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
@@ -277,8 +305,9 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, Vi
 void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, DType attended) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
-  for (std::int64_t at = 0; at < rows; at += row_block) {
-    const std::int64_t count = std::min(row_block, rows - at);
+  const std::int64_t block = rows_together();
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
     float* x = x_.as<float>() + at * c.hidden;
     const auto* from = attention_.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
     linear(l.output, from, attended, count, l.output_bias, x, c.hidden, true);
@@ -298,8 +327,13 @@ void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, DType att
 void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const CudaMatrix& w = weights_.head;
-  norm(x_.as<float>() + first_row * model_->config.hidden, weights_.final_norm, rows, normed_.as<>());
-  linear(w, normed_.as<>(), weights_.dtype, rows, {}, room<float>(logits_, rows * w.n), w.n, false);
+  float* out = room<float>(logits_, rows * w.n);
+  const std::int64_t block = rows_together();
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
+    norm(x_.as<float>() + (first_row + at) * model_->config.hidden, weights_.final_norm, count, normed_.as<>());
+    linear(w, normed_.as<>(), weights_.dtype, count, {}, out + at * w.n, w.n, false);
+  }
 }
 
 void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
@@ -341,6 +375,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
   begin(tokens, position);
+  decoding_ = false;
   embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
@@ -382,6 +417,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   if (reserved) store_.count_edits_anew();
+  decoding_ = true;
   embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
@@ -401,7 +437,10 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
                                    {n, c.heads, longest});
       info.mass = mass;
     }
-    attend(store_.view(layer, slots), 0, info.pages, mass);
+    if (batch_invariant_)
+      attend_each(store_.view(layer, slots), info.pages, mass);
+    else
+      attend(store_.view(layer, slots), 0, info.pages, mass);
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     fit = hooks.attended(info);
     store_.workspace().reset();
@@ -435,7 +474,9 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
     r.graph = CudaGraph(stream_, [&] { step(slots, hooks, true); });
     r.captured = now;
   }
+  watch_.begin(stream_);
   r.graph.launch(stream_);
+  watch_.end(stream_);
   ++replayed_;
   return true;
 }
@@ -448,7 +489,9 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   begin(tokens, position);
   const bool replayable = hooks.replayable() && n <= row_block;
   if (!replayable || !replay(slots, hooks)) {
+    watch_.begin(stream_);
     if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
+    watch_.end(stream_);
     if (replayable) replays_[n].warm = state();
   }
   for (int slot : slots)

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "base/cuda_graph.hpp"
+#include "base/cuda_stopwatch.hpp"
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 #include "model/executor.hpp"
@@ -17,13 +18,14 @@ namespace kvlab {
 class CudaExecutor final : public Executor {
  public:
   // Errc::unsupported for a model without weights on the device, and for the re_rotate regime.
-  CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store);
+  CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
   static void check(const Model& model, const StoreOptions& store);  // all but the weights
 
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
              const StepResult& out) override;
   std::int64_t replays() const override { return replayed_; }
+  double device_ms() const override { return watch_.ms(); }
 
  private:
   // What a graph was captured with; it is stale when this has changed.
@@ -61,6 +63,8 @@ class CudaExecutor final : public Executor {
   View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
   template <class Layer>
   void show(Layer& info, std::int64_t rows) const;
+  std::int64_t rows_together() const;  // in a product
+  void attend_each(const PagedKv& kv, const PageList* pages, const View<float, 3>& mass);
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
 
   std::int64_t qkv_width() const {
@@ -69,6 +73,7 @@ class CudaExecutor final : public Executor {
   }
 
   CudaStore& store_;
+  bool batch_invariant_, decoding_ = false;
   const CudaModel& weights_;
   Stream stream_;
   StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
@@ -85,6 +90,7 @@ class CudaExecutor final : public Executor {
   std::int64_t grown_ = 0;                  // times that one of these moved
   std::map<std::int64_t, Replay> replays_;  // by rows
   std::int64_t replayed_ = 0;
+  CudaStopwatch watch_;
 };
 
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <kvlab/kv.hpp>
 #include <kvlab/policy.hpp>
 
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -81,6 +82,9 @@ class Executor {
 
   const Model& model() const { return *model_; }
   virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph
+  // Of the latest decode step: from its first kernel to its last one on a GPU, what lies between the kernels of an
+  // eager step included. NaN on the CPU.
+  virtual double device_ms() const { return std::numeric_limits<double>::quiet_NaN(); }
 
  protected:
   explicit Executor(std::shared_ptr<const Model> model) : model_(std::move(model)) {}
@@ -91,7 +95,8 @@ class Executor {
 void check_executor(const Model& model, const StoreOptions& store, Device device);
 
 // Runs on the device of the store's stream; the store outlives it. Errc::unsupported where that device cannot run the
-// model.
-std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store);
+// model. batch_invariant: a decode step gives every row the same bits whatever other rows there are; on a GPU sums are
+// cut differently for another batch otherwise, and cost less time. (The CPU's never are.)
+std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store, bool batch_invariant = false);
 
 }  // namespace kvlab

@@ -26,7 +26,7 @@ class Head {
     for (int i = 0; i < n; ++i) now_[at(checked(a_.list.index(row_, head_, i)))] = 1;
     if (a_.recorded.first) {
       was_.assign(was_.size(), 0);
-      const std::int64_t list = a_.recorded.list(slot_, step, a_.layer, head_);
+      const std::int64_t list = a_.recorded.list(a_.sequence[slot_], step, a_.layer, head_);
       for (std::int64_t i = a_.recorded.begin[list]; i < a_.recorded.begin[list + 1]; ++i)
         if (const int page = a_.recorded.page[i]; page >= 0 && page < pages_) was_[at(page)] = 1;
       draw(n, n, 0);
@@ -56,7 +56,7 @@ class Head {
 
   // A new `now_` of n pages: pinned ones stay, `kept` pages are of `was_`, the others are not.
   void draw(int n, int kept, std::uint32_t step) {
-    const std::uint64_t stream = inject_stream(a_.seed, a_.layer, slot_, head_, step);
+    const std::uint64_t stream = inject_stream(a_.seed, a_.layer, a_.sequence[slot_], head_, step);
     old_.clear(), other_.clear();
     int wanted = n;
     for (int page = 0; page < pages_; ++page) {

@@ -18,6 +18,7 @@ struct Args {
   View<std::int32_t, 2> count;
   Pins pins;
   View<std::uint32_t, 3> state;
+  const std::uint32_t* sequence;
   int layer, most;  // pages of a head
   std::uint64_t seed;
   std::int32_t overlap;
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
   const int slot = a.kv.kv.slots[row], room_words = (a.most + 31) / 32;
   unsigned *now = bits, *was = now + room_words, *free = was + room_words;
   std::uint32_t* state = a.state.data + slot * a.state.stride[0] + head * a.state.stride[1];
-  const std::uint32_t step = state[0];
+  const std::uint32_t step = state[0], sequence = a.sequence[slot];
   const bool recorded = a.recorded.first, drawn = recorded || step > 0;
   fill_bits(now, pages, false);
   for (int w = threadIdx.x; w < words; w += threads) was[w] = recorded ? 0 : state[1 + w];
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
   };
   for (int i = threadIdx.x; i < a.count(row, head); i += threads) set(now, a.index(row, head, i));
   if (recorded) {
-    const std::int64_t list = a.recorded.list(slot, step, a.layer, head), end = a.recorded.begin[list + 1];
+    const std::int64_t list = a.recorded.list(sequence, step, a.layer, head), end = a.recorded.begin[list + 1];
     for (std::int64_t i = a.recorded.begin[list] + threadIdx.x; i < end; i += threads) set(was, a.recorded.page[i]);
   }
   for (int base = threadIdx.x - lane; base < pages; base += threads) {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
     __syncthreads();
     const int kept = max(0, (recorded ? n : inject_kept(a.overlap, n)) - fixed_old), wanted = n - fixed;
     const int rest = min(wanted - min(min(kept, wanted), old), others);
-    const auto stream = inject_stream(a.seed, a.layer, slot, head, recorded ? 0 : step);
+    const auto stream = inject_stream(a.seed, a.layer, sequence, head, recorded ? 0 : step);
     draw(was, old, wanted - rest, pages, stream, now, s);
     draw(free, others, rest, pages, stream, now, s);
   }
@@ -124,6 +125,7 @@ void inject_pages_cuda(const InjectArgs& in, void* handle) {
   a.index = in.list.index, a.count = in.list.count;
   a.pins = in.pins;
   a.state = in.state;
+  a.sequence = in.sequence;
   a.layer = in.layer, a.seed = in.seed, a.overlap = in.overlap, a.recorded = in.recorded;
   a.most = static_cast<int>(in.pages.table.extent[2]);
   const std::int64_t bytes = std::int64_t{(a.most + 31) / 32} * 4 * 3, room = 32 * 1024;

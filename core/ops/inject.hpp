@@ -14,9 +14,9 @@ struct RecordedPages {
   const std::int32_t* page = nullptr;
   int samples = 0, layers = 0, heads = 0;
 
-  // Which entry of `begin` a slot's layer and head follow: samples by slot, all else modulo.
-  constexpr std::int64_t list(int slot, std::uint32_t step, int layer, int head) const {
-    const int sample = slot % samples;
+  // Which entry of `begin` a sequence's layer and head follow, all modulo.
+  constexpr std::int64_t list(std::uint32_t sequence, std::uint32_t step, int layer, int head) const {
+    const auto sample = static_cast<int>(sequence % static_cast<std::uint32_t>(samples));
     const auto steps = static_cast<std::uint32_t>(first[sample + 1] - first[sample]);
     const std::int64_t row = first[sample] + static_cast<std::int64_t>(step % steps);
     return (row * layers + layer % layers) * heads + head % heads;
@@ -30,6 +30,7 @@ struct InjectArgs {
   // [slot, kv_head, inject_words(...)]: steps so far, then a bit for each page that the step before read. Zero = a new
   // sequence.
   View<std::uint32_t, 3> state;
+  const std::uint32_t* sequence = nullptr;  // [slot] numbers of the sequences
   int layer = 0;
   std::uint64_t seed = 0;
   std::int32_t overlap = 0;  // millionths of a list that are of the step before
@@ -40,7 +41,7 @@ constexpr std::int64_t inject_words(std::int64_t pages) { return 1 + (pages + 31
 
 // Overlap: round(overlap * n) of a list's n pages, pinned ones among them, are of the list of the step before, as far
 // as there are enough other pages; a sequence's first list stays. Recorded: its pages that exist, as many as there is
-// room for, then others. Which ones is drawn by a hash of seed, layer, slot, head, step (overlap only) and page.
+// room for, then others. Which ones is drawn by a hash of seed, sequence, layer, head, step (overlap only) and page.
 // Errc::plugin for a chosen page that does not exist. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
@@ -57,10 +58,11 @@ constexpr std::uint64_t inject_mix(std::uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
   return x ^ (x >> 31);
 }
-constexpr std::uint64_t inject_stream(std::uint64_t seed, int layer, int slot, int head, std::uint32_t step) {
+constexpr std::uint64_t inject_stream(std::uint64_t seed, int layer, std::uint32_t sequence, int head,
+                                      std::uint32_t step) {
   std::uint64_t x = inject_mix(seed);
   x = inject_mix(x ^ static_cast<std::uint32_t>(layer));
-  x = inject_mix(x ^ static_cast<std::uint32_t>(slot));
+  x = inject_mix(x ^ sequence);
   x = inject_mix(x ^ static_cast<std::uint32_t>(head));
   return inject_mix(x ^ step);
 }

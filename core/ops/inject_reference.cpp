@@ -21,18 +21,18 @@ void inject_pages_reference(const InjectArgs& a) {
       const int slot = a.pages.slots[r], tokens = a.pages.tokens(r, h), pages = a.pages.pages(r, h),
                 n = a.list.count(r, h);
       std::uint32_t* state = &a.state(slot, h, 0);
-      const std::uint32_t step = state[0];
+      const std::uint32_t step = state[0], sequence = a.sequence[slot];
       std::set<int> chosen, old, drawn;
       for (int i = 0; i < n; ++i) chosen.insert(a.list.index(r, h, i));
       if (a.recorded.first) {
-        const std::int64_t list = a.recorded.list(slot, step, a.layer, h);
+        const std::int64_t list = a.recorded.list(sequence, step, a.layer, h);
         for (std::int64_t i = a.recorded.begin[list]; i < a.recorded.begin[list + 1]; ++i)
           old.insert(a.recorded.page[i]);
       } else {
         for (int page = 0; page < pages; ++page)
           if (state[1 + page / 32] >> (page % 32) & 1) old.insert(page);
       }
-      const auto stream = inject_stream(a.seed, a.layer, slot, h, a.recorded.first ? 0 : step);
+      const auto stream = inject_stream(a.seed, a.layer, sequence, h, a.recorded.first ? 0 : step);
       const int kept = a.recorded.first ? n : inject_kept(a.overlap, n);
       const auto size = [](const std::set<int>& s) { return static_cast<int>(s.size()); };
       const auto shared = [&] {

@@ -69,6 +69,8 @@ void check_lengths(const CellResult& cell) {
   want(cell.token_ms.empty() || (!cell.token_offsets.empty() && cell.token_offsets.front() == 0 &&
                                  cell.token_offsets.back() == length(cell.token_ms.size())),
        id, "token_offsets from 0 to the length of token_ms");
+  want(cell.step_device_ms.empty() || cell.step_device_ms.size() == cell.step_ms.size(), id,
+       "step_device_ms [engine step]");
   want(cell.step_parts.size() == cell.step_ms.size() * cell.parts.size() || cell.step_parts.empty(), id,
        "step_parts [engine step, part]");
   const Fidelity& f = cell.fidelity;
@@ -119,6 +121,7 @@ void write_cell_group(const h5::File& file, const CellResult& cell) {
   write_if(at, "token_ms", cell.token_ms, {length(cell.token_ms.size())}, "ms");
   write_if(at, "token_offsets", cell.token_offsets, {length(cell.token_offsets.size())}, "generated token");
   write_if(at, "step_ms", cell.step_ms, {length(cell.step_ms.size())}, "ms");
+  write_if(at, "step_device_ms", cell.step_device_ms, {length(cell.step_device_ms.size())}, "ms");
   if (!cell.step_parts.empty()) {
     at.write("step_parts", cell.step_parts, {length(cell.step_ms.size()), length(cell.parts.size())}, "ms");
     at.set_attribute("step_parts", "parts", cell.parts);
@@ -160,6 +163,7 @@ CellResult read_cell_group(const h5::File& file, const std::string& id) {
   cell.token_ms = read_f32_if(at, "token_ms", 1);
   if (at.has("token_offsets")) cell.token_offsets = at.read_i64("token_offsets", 1);
   cell.step_ms = read_f32_if(at, "step_ms", 1);
+  cell.step_device_ms = read_f32_if(at, "step_device_ms", 1);
   cell.step_parts = read_f32_if(at, "step_parts", 2);
   if (at.has("step_parts")) cell.parts = at.texts_attribute("step_parts", "parts");
   if (at.has("ledger")) cell.ledger = read_rows<LedgerRow>(at, "ledger");

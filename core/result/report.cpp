@@ -193,17 +193,21 @@ std::vector<ReportColumn> columns_for(const Block& block) {
             spread_of("ms/token", [](Row r) { return r.tpot_ms_p50; }),
             spread_of("TTFT ms", [](Row r) { return r.ttft_ms; }),
             fired};
-  return {score,
-          spread_of("tokens/s", [](Row r) { return r.tokens_per_s; }),
-          spread_of("TTFT ms p50", [](Row r) { return r.ttft_ms; }),
-          spread_of("p95", [](Row r) { return r.ttft_ms_p95; }),
-          spread_of("ms/token p50", [](Row r) { return r.tpot_ms_p50; }),
-          spread_of("p95", [](Row r) { return r.tpot_ms_p95; }),
-          spread_of("queue ms p50", [](Row r) { return r.queue_ms_p50; }),
-          mean_of("preempt.", [](Row r) { return as_double(r.preemptions); }),
-          mean_of("peak MB", [](Row r) { return as_double(r.device_bytes_peak) / 1e6; }),
-          compression,
-          fired};
+  std::vector<ReportColumn> columns{score,
+                                    spread_of("tokens/s", [](Row r) { return r.tokens_per_s; }),
+                                    spread_of("TTFT ms p50", [](Row r) { return r.ttft_ms; }),
+                                    spread_of("p95", [](Row r) { return r.ttft_ms_p95; }),
+                                    spread_of("ms/token p50", [](Row r) { return r.tpot_ms_p50; }),
+                                    spread_of("p95", [](Row r) { return r.tpot_ms_p95; }),
+                                    spread_of("queue ms p50", [](Row r) { return r.queue_ms_p50; }),
+                                    mean_of("preempt.", [](Row r) { return as_double(r.preemptions); }),
+                                    mean_of("peak MB", [](Row r) { return as_double(r.device_bytes_peak) / 1e6; }),
+                                    compression,
+                                    fired};
+  if (std::any_of(block.groups.begin(), block.groups.end(),
+                  [](const Group& g) { return measured(g.first().overhead); }))
+    columns.insert(columns.end() - 3, spread_of("overhead %", [](Row r) { return 100 * r.overhead; }));
+  return columns;
 }
 
 ReportTable table_of(const Block& block, ReportPage& page) {

@@ -52,6 +52,7 @@ struct SummaryRow {
   std::string workload;  // of a cell with one; its tokens_per_s is of the whole time
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
+  double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
 };
 
 struct SampleRow {
@@ -106,6 +107,7 @@ struct CellResult {
   std::vector<float> token_ms;              // [generated token]
   std::vector<std::int64_t> token_offsets;  // [sample + 1] into token_ms
   std::vector<float> step_ms;               // [engine step]
+  std::vector<float> step_device_ms;        // [engine step] of its kernels on a GPU; NaN = not measured
   std::vector<std::string> parts;           // names of the columns of step_parts
   std::vector<float> step_parts;            // ms [engine step, part]
   std::vector<LedgerRow> ledger;

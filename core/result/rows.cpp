@@ -73,6 +73,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"ttft_ms_p95", &R::ttft_ms_p95, "ms", false, true},
       {"queue_ms_p50", &R::queue_ms_p50, "ms", false, true},
       {"preemptions", &R::preemptions, "", false, true},
+      {"overhead", &R::overhead, "share", false, true},
   };
   return list;
 }

@@ -15,6 +15,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   for (const Item& item : in.items->items) o.max_tokens = std::max(o.max_tokens, item.most_tokens());
   o.page_size = in.policy().page_size;
   o.prefill_chunk = in.experiment->prefill_chunk;
+  o.batch_invariant = in.experiment->batch_invariant;
   o.budget = in.policy().budget;
   o.device_limit = in.experiment->device_memory > 0 ? in.experiment->device_memory : -1;
   return o;
@@ -47,8 +48,10 @@ void warm_up(Engine& engine, const Item& item) {
 void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();
-  const std::int64_t limit = store.options().device_limit;
-  throw OutOfMemory{(limit >= 0 ? "got a device limit of " + std::to_string(limit) + " bytes" : "got a full device") +
+  const std::int64_t limit = store.options().device_limit, room = store.page_limit();
+  throw OutOfMemory{(limit >= 0  ? "got a device limit of " + std::to_string(limit) + " bytes"
+                     : room >= 0 ? "got a device with room for " + std::to_string(room) + " bytes of pages"
+                                 : "got a full device") +
                     ", wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) +
                     " bytes held"};
 }

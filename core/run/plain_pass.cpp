@@ -73,7 +73,7 @@ void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
 
 // The prompt, or the sample's context as another question left it.
 void PlainPass::start(Row& row, StepLog& log) {
-  row.slot = engine_.open();
+  row.slot = engine_.open(static_cast<std::uint32_t>(row.item->sample));
   row.start = Clock::now();
   row.queue = row.item->fed;
   row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());

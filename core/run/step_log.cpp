@@ -20,9 +20,10 @@ StepLog::StepLog(const Engine& engine, results::CellResult& out) : engine_(engin
       moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
 }
 
-void StepLog::step(double ms, const Parts& parts) {
+void StepLog::step(double ms, double device_ms, const Parts& parts) {
   const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
   out_.step_ms.push_back(static_cast<float>(ms));
+  if (engine_.store().stream().device() == Device::cuda) out_.step_device_ms.push_back(static_cast<float>(device_ms));
   if (!out_.parts.empty())
     for (double seconds : parts) out_.step_parts.push_back(static_cast<float>(seconds * 1000));
   const Ledger& ledger = engine_.store().ledger();
@@ -38,9 +39,11 @@ void StepLog::step(double ms, const Parts& parts) {
 }
 
 void StepLog::decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots) {
-  step(ms, parts);
+  const double device_ms = engine_.device_ms();
+  step(ms, device_ms, parts);
   ++decode_steps_;
   decode_ms_ += ms;
+  device_ms_ += device_ms;
   decode_tokens_ += static_cast<std::int64_t>(slots.size());
   device_bytes_ += static_cast<double>(engine_.store().ledger().total(Tier::device));
   const Shape& s = engine_.store().shape();
@@ -59,8 +62,10 @@ void StepLog::finish(bool timed) {
     s.device_bytes_decode = device_bytes_ / static_cast<double>(decode_steps_);
     s.compression = full_bytes_ / device_bytes_;
   }
+  if (timed && decode_steps_ > 0) s.overhead = 1 - device_ms_ / decode_ms_;
   if (timed) return;
   out_.step_ms.clear();
+  out_.step_device_ms.clear();
   out_.step_parts.clear();
   out_.parts.clear();
 }

@@ -19,7 +19,7 @@ class StepLog {
   StepLog(const Engine& engine, results::CellResult& out);
 
   using Parts = std::array<double, part_count>;  // seconds
-  void prompt(double ms, const Parts& parts) { step(ms, parts); }
+  void prompt(double ms, const Parts& parts) { step(ms, results::not_measured, parts); }
   void decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots);
 
   // The summary's memory columns and `fired`; without `timed` the times go.
@@ -29,13 +29,13 @@ class StepLog {
   double tokens_per_s() const;
 
  private:
-  void step(double ms, const Parts& parts);
+  void step(double ms, double device_ms, const Parts& parts);
 
   const Engine& engine_;
   results::CellResult& out_;
   std::map<std::pair<int, int>, std::int64_t> moved_;  // (tier, tag) -> bytes before the latest step
   std::int64_t fired_ = 0, decode_steps_ = 0, decode_tokens_ = 0;
-  double decode_ms_ = 0, device_bytes_ = 0, full_bytes_ = 0;  // sums over decode steps
+  double decode_ms_ = 0, device_ms_ = 0, device_bytes_ = 0, full_bytes_ = 0;  // sums over decode steps
 };
 
 }  // namespace kvlab

@@ -403,6 +403,11 @@ std::int64_t CudaStore::page_bytes(Tier tier) const {
   return in_use(static_cast<int>(tier)) * layout_.bytes;
 }
 
+std::int64_t CudaStore::page_limit() const {
+  const bool all = capacity_[0] >= heads_ * options_.shape.max_pages();
+  return all ? options_.device_limit : capacity_[0] * layout_.bytes;
+}
+
 void CudaStore::protect_host(bool on) {
   if (on) refuse("got protect_host, wanted it only on the CPU: pinned memory cannot be made unreadable");
 }

@@ -57,6 +57,7 @@ class CudaStore final : public Store {
   Ledger& ledger() override;
   const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
   std::int64_t page_bytes(Tier tier) const override;
+  std::int64_t page_limit() const override;
   void protect_host(bool on) override;
   void check_invariants() const override;
 

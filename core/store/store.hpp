@@ -95,6 +95,9 @@ class Store {
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
   virtual std::int64_t page_bytes(Tier tier) const = 0;  // what the limits bound; exact
+  // Most bytes of pages on the device: the limit of the options, on a GPU no more than what was free at the start less
+  // a reserve for what runs beside the cache. -1 = no limit, or as much as all slots can need.
+  virtual std::int64_t page_limit() const { return options_.device_limit; }
   StoreWorkspace& workspace() { return workspace_; }
   virtual void protect_host(bool on) = 0;     // any access of the host tier faults; Errc::unsupported on CUDA
   virtual void check_invariants() const = 0;  // Errc::internal with what is broken

@@ -75,7 +75,9 @@ struct LayerKv {
   const std::int32_t* slots = nullptr;  // [row] host memory, as position and step are (pages.slots: the same for ops)
   const std::int32_t* position = nullptr;  // [row] text tokens seen so far (the true position counter)
   const std::int32_t* step = nullptr;      // [row] decode steps of this sequence, 0 while prefilling
-  int max_length = 0;                      // no head of this layer and batch holds more tokens
+  // [row] a number of the sequence, of its sample; host memory. What is drawn at random follows it, never the slot.
+  const std::uint32_t* sequence = nullptr;
+  int max_length = 0;  // no head of this layer and batch holds more tokens
 
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }

@@ -1,66 +1,39 @@
 // Cells of an experiment with backend: cuda, against the same cells on the CPU.
 #include "run/cell.hpp"
 
+#include <unistd.h>
+
 #include <array>
 #include <catch2/catch.hpp>
+#include <filesystem>
 #include <map>
 
 #include "model/bundled.hpp"
-#include "run/answer.hpp"
-#include "support/contract.hpp"
+#include "run/recorded.hpp"
+#include "support/cell_fixture.hpp"
 
 using namespace kvlab;
 
 namespace {
 
 // Two prompts, one with a further turn, under one policy.
-struct Cells {
-  Registry registry;
-  RegistryCatalog catalog{registry};
-  Experiment experiment;
-  Cell cell;
-  TaskItems items;
-
-  explicit Cells(const char* policy) {
-    const yaml::Document document = yaml::parse_text(policy, "policy");
-    Problems problems(document);
-    const auto spec = read_policy(document.root, 8, catalog, problems);
-    problems.raise();
-    experiment.tasks.resize(1);
-    experiment.policies = {*spec};
-    experiment.metrics = {Metric::score, Metric::fidelity, Metric::memory, Metric::trace};
+struct Cells : test::CellFixture {
+  explicit Cells(const char* policy)
+      : CellFixture(nullptr, test::policy_of(policy, 8),
+                    {Metric::score, Metric::fidelity, Metric::memory, Metric::trace}) {
     experiment.fidelity_tokens = 3;
     experiment.batch = 2;
-    items.metric = "contains";
-    for (int i = 0; i < 3; ++i) {
-      Item item;
-      item.sample = i;
-      item.follows = i == 1;
-      item.prompt = test::test_text(i == 2 ? 33 : 40, 512, i == 2 ? 7u : 5u);
-      if (item.follows) item.fed = test::test_text(3, 512, 9);
-      item.before = item.follows ? items.items[0].most_tokens() - 40 : 0;
-      item.max_new = 4;
-      item.references = {"x"};
-      item.sha256 = std::to_string(i);
-      items.items.push_back(std::move(item));
-    }
+    add(test::test_text(40, 512, 5), {}, 4);
+    add({}, test::test_text(3, 512, 9), 4, true);
+    add(test::test_text(33, 512, 7), {}, 4);
   }
 
   results::CellResult run(const char* backend, std::int64_t device_memory = 0) {
     experiment.backend = backend;
     experiment.device_memory = device_memory;
-    const auto model = load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny",
-                                  experiment.backend == "cuda" ? Device::cuda : Device::cpu);
-    ReferenceCache references;
-    CellInput in;
-    in.experiment = &experiment;
-    in.cell = &cell;
-    in.model = model;
-    in.items = &items;
-    in.catalog = &catalog;
-    in.references = &references;
-    check_cell(in);
-    return run_cell(in);
+    model = load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny",
+                       experiment.backend == "cuda" ? Device::cuda : Device::cpu);
+    return CellFixture::run();
   }
 };
 
@@ -133,6 +106,17 @@ TEST_CASE("cuda cell: decode steps as graphs are said") {
   CHECK(cpu.summary.labels == "synthetic");
   CHECK(gpu.parts.empty());
   CHECK(gpu.step_ms.size() == cpu.step_ms.size());
+  CHECK(cpu.step_device_ms.empty());
+  CHECK(std::isnan(cpu.summary.overhead));
+  REQUIRE(gpu.step_device_ms.size() == gpu.step_ms.size());
+  double steps = 0, kernels = 0;  // of decode steps; prompts have no such time
+  for (std::size_t i = 0; i < gpu.step_ms.size(); ++i)
+    if (std::isfinite(gpu.step_device_ms[i])) {
+      CHECK(gpu.step_device_ms[i] > 0);
+      CHECK(gpu.step_device_ms[i] < gpu.step_ms[i]);
+      steps += static_cast<double>(gpu.step_ms[i]), kernels += static_cast<double>(gpu.step_device_ms[i]);
+    }
+  CHECK(gpu.summary.overhead == Approx(1 - kernels / steps));
   for (std::size_t i = 0; i < 3; ++i) CHECK(gpu.samples[i].output == cpu.samples[i].output);
 }
 
@@ -154,4 +138,21 @@ TEST_CASE("cuda cell: injected page lists, eagerly and in graphs") {
   CHECK(compared > 0);
   cells.experiment.metrics = {Metric::score, Metric::latency};
   CHECK(cells.run("cuda").summary.labels == "synthetic, injected, graph");
+}
+
+TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
+  Cells cells("{quest: {dense_layers: 0, budget: {tokens: 24}}}");
+  const std::string file =
+      (std::filesystem::temp_directory_path() / ("kvlab-cuda-recorded" + std::to_string(getpid()) + ".h5")).string();
+  results::write_part(file, cells.run("cuda"), {});
+  results::rebuild(file, {}, {cells.cell.id});
+  cells.recorded = std::make_shared<RecordedTrace>(read_recorded(file, ""));
+  std::filesystem::remove(file);
+  std::filesystem::remove_all(results::parts_folder(file));
+  cells.experiment.inject.trace = file;
+  const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
+  REQUIRE(gpu.summary.error == "");
+  CHECK(gpu.summary.labels == "synthetic, injected");
+  CHECK(gpu.trace.selected.size() > 50);
+  CHECK(gpu.trace.selected == cpu.trace.selected);
 }

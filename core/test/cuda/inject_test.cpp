@@ -17,6 +17,7 @@ TEST_CASE("cuda inject_pages equals its reference") {
     a.pages = on.put(a.pages, r.f.frame.size());
     a.list = on.put(a.list);
     a.state = on.put(a.state);
+    a.sequence = on.put(r.f.sequence.data(), r.f.sequence.size());
     if (a.recorded.first) {
       a.recorded.first = on.put(r.first.data(), r.first.size());
       a.recorded.begin = on.put(r.begin.data(), r.begin.size());

@@ -153,6 +153,11 @@ void* capture(void* handle, void (*work)(void*), void* context) {
   return new Graph{std::exchange(s->waiting, {})};
 }
 
+struct Event {
+  Stream* stream = nullptr;
+  std::chrono::steady_clock::time_point at;
+};
+
 std::int64_t moves = 0;
 struct Kept {
   void* memory = nullptr;
@@ -167,7 +172,10 @@ void* grow(void* handle, const char* tag, std::size_t bytes, bool zero) {
   if (k.memory) ++moves;
   release(k.memory);
   k = {allocate(bytes), bytes};
-  if (!k.memory) throw_device("got no memory for scratch");
+  if (!k.memory) {
+    k = {};
+    throw std::bad_alloc();
+  }
   if (zero) std::memset(k.memory, 0, bytes);
   return k.memory;
 }
@@ -253,6 +261,18 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     work(context);
     finish(stream_of(stream));
     return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  };
+  r.new_event = []() -> void* { return new Event; };
+  r.delete_event = [](void* e) { delete static_cast<Event*>(e); };
+  r.record = [](void* e, void* stream) {
+    auto* event = static_cast<Event*>(e);
+    event->stream = stream_of(stream);
+    submit(event->stream, [event] { event->at = std::chrono::steady_clock::now(); });
+  };
+  r.elapsed = [](void* begin, void* end) {
+    auto *from = static_cast<Event*>(begin), *to = static_cast<Event*>(end);
+    finish(to->stream);
+    return std::chrono::duration<float, std::milli>(to->at - from->at).count();
   };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
   kvlab::fill_cuda_ops(table->ops);

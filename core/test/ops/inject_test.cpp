@@ -115,6 +115,35 @@ TEST_CASE("recorded lists come in their order, layers and heads modulo, and star
   CHECK(shared(f.of(0, 0), {1, 2, 7}) == 3);
 }
 
+TEST_CASE("what is drawn follows the sequence, not the slot") {
+  InjectFixture f(2, 2, 4, 64);
+  f.lengths(40 * 4);
+  f.args.overlap = 500'000;
+  const Ints chosen{1, 5, 7, 8, 20, 21, 30, 33, 38, 39};
+  const auto lists = [&](std::uint32_t first, std::uint32_t second) {
+    std::fill(f.state.begin(), f.state.end(), 0u);
+    f.sequence = {first, second};  // of slots, which rows have the other way round
+    f.args.sequence = f.sequence.data();
+    std::vector<Ints> out(4);
+    for (int step = 0; step < 5; ++step) {
+      f.choose(chosen);
+      ops::inject_pages(f.args, Stream::cpu());
+      for (int row = 0; row < 2; ++row)
+        for (int head = 0; head < 2; ++head) {
+          const Ints now = f.of(row, head);
+          auto& all = out[static_cast<std::size_t>(2 * row + head)];
+          all.insert(all.end(), now.begin(), now.end());
+        }
+    }
+    return out;
+  };
+  const auto one = lists(3, 9), other = lists(9, 3);
+  CHECK(one[0] == other[2]);
+  CHECK(one[1] == other[3]);
+  CHECK(one[2] == other[0]);
+  CHECK(one[0] != one[2]);
+}
+
 TEST_CASE("inject_pages refuses what does not fit") {
   InjectFixture f(1, 1, 4, 8);
   f.lengths(20);

@@ -51,11 +51,15 @@ TEST_CASE("cells with a workload have a table of their own, one for each workloa
   slow.ttft_ms = 56;
   slow.ttft_ms_p95 = 78;
   slow.preemptions = 91;
+  slow.overhead = 0.0275;
   const std::string text = text_of({slow, fast, row("c", "full", not_measured, 0.25)});
   CHECK_THAT(text, Contains("context 2048, 9 requests, poisson 2/s\n") &&
                        Contains("context 2048, 9 requests, poisson 8/s\n") && Contains("context 2048\n"));
   CHECK_THAT(line_with(text, "1234"), Contains("56") && Contains("78") && Contains("91"));
-  CHECK_THAT(line_with(text, "tokens/s"), Contains("TTFT ms p50") && Contains("preempt.") && !Contains("KL"));
+  CHECK_THAT(line_with(text, "tokens/s"),
+             Contains("TTFT ms p50") && Contains("preempt.") && Contains("overhead %") && !Contains("KL"));
+  CHECK_THAT(line_with(text, "1234"), Contains("2.75"));
+  CHECK(text.find("overhead %") == text.rfind("overhead %"));  // where it was measured
 }
 
 TEST_CASE("one block per model, task and context, one row per policy and budget") {

@@ -61,6 +61,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   s.ttft_ms_p95 = 20.5;
   s.queue_ms_p50 = 0.5;
   s.preemptions = 4;
+  s.overhead = 0.125;
   c.samples.resize(2);
   c.samples[0].sample = 0;
   c.samples[0].prompt_sha256 = std::string(64, 'a');
@@ -82,6 +83,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.token_ms = {1, 2, 3, 4, 5};
   c.token_offsets = {0, 3, 5};
   c.step_ms = {6, 7, 8};
+  c.step_device_ms = {std::numeric_limits<float>::quiet_NaN(), 6, 7};
   c.parts = {"score", "attend"};
   c.step_parts = {1, 2, 3, 4, 5, 6};
   c.ledger = {{0, "device", "keys", 4096, 100}, {1, "host", "codec metadata", 0, -1}};

@@ -55,6 +55,7 @@ void check_equal(const CellResult& a, const CellResult& b) {
   CHECK(same(a.token_ms, b.token_ms));
   CHECK(same(a.token_offsets, b.token_offsets));
   CHECK(same(a.step_ms, b.step_ms));
+  CHECK(same(a.step_device_ms, b.step_device_ms));
   CHECK(a.parts == b.parts);
   CHECK(same(a.step_parts, b.step_parts));
   CHECK(spelled(a.ledger) == spelled(b.ledger));

@@ -4,44 +4,18 @@
 #include <regex>
 
 #include "run/answer.hpp"
-#include "support/contract.hpp"
+#include "support/cell_fixture.hpp"
 
 using namespace kvlab;
 
 namespace {
 
 // Conversations over texts of the tiny model, under one policy.
-struct Fixture {
-  std::shared_ptr<const Model> model = test::tiny_model("llama-gqa3");
-  Registry registry;
-  RegistryCatalog catalog{registry};
-  Experiment experiment;
-  Cell cell;
-  TaskItems items;
-  ReferenceCache references;
-
-  explicit Fixture(const PolicySpec& policy = test::full_spec()) {
-    experiment.tasks.resize(1);
-    experiment.policies = {policy};
-    experiment.metrics = {Metric::score, Metric::fidelity, Metric::memory, Metric::trace};
+struct Fixture : test::CellFixture {
+  explicit Fixture(const PolicySpec& policy = test::full_spec())
+      : CellFixture(test::tiny_model("llama-gqa3"), policy,
+                    {Metric::score, Metric::fidelity, Metric::memory, Metric::trace}) {
     experiment.fidelity_tokens = 100;
-    items.metric = "contains";
-  }
-  void add(std::vector<int> prompt, std::vector<int> fed, int max_new, bool follows = false) {
-    Item item;
-    item.sample = static_cast<int>(items.items.size());
-    item.max_new = max_new;
-    item.follows = follows;
-    item.prompt = std::move(prompt);
-    item.fed = std::move(fed);
-    item.references = {"x"};
-    item.sha256 = std::to_string(item.sample);
-    if (follows) {
-      const Item& last = items.items.back();
-      item.prompt = last.prompt;
-      item.before = last.most_tokens() - static_cast<int>(last.prompt.size());
-    }
-    items.items.push_back(std::move(item));
   }
   // Of different lengths, so that the rows of a batch end at different steps.
   void conversations() {
@@ -53,16 +27,6 @@ struct Fixture {
     }
   }
   std::vector<int> text(int tokens, unsigned seed) const { return test::test_text(tokens, model->config.vocab, seed); }
-  results::CellResult run() {
-    CellInput in;
-    in.experiment = &experiment;
-    in.cell = &cell;
-    in.model = model;
-    in.items = &items;
-    in.catalog = &catalog;
-    in.references = &references;
-    return run_cell(in);
-  }
 };
 
 // The full cache's answers, each question over a prompt that repeats the whole conversation before it.

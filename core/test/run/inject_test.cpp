@@ -10,7 +10,7 @@
 
 #include "run/cell.hpp"
 #include "run/recorded.hpp"
-#include "support/contract.hpp"
+#include "support/cell_fixture.hpp"
 
 using namespace kvlab;
 
@@ -21,45 +21,16 @@ using Pages = std::vector<std::int32_t>;
 constexpr int page_size = 4, most = 10;  // tokens of a page, pages of a list
 
 // Prompts of the tiny model under quest, four sequences of which two are batched.
-struct Cells {
-  std::shared_ptr<const Model> model = test::tiny_model("llama-gqa3");
-  RegistryCatalog& catalog;
-  Experiment experiment;
-  Cell cell;
-  TaskItems items;
-  std::shared_ptr<const RecordedTrace> recorded;
-
-  explicit Cells(RegistryCatalog& c) : catalog(c) {
-    yaml::Document document = yaml::parse_text("{quest: {dense_layers: 0, budget: {tokens: 40}}}", "policy");
-    Problems problems(document);
-    const auto spec = read_policy(document.root, page_size, catalog, problems);
-    problems.raise();
-    experiment.tasks.resize(1);
-    experiment.policies = {*spec};
-    experiment.metrics = {Metric::trace};
+struct Cells : test::CellFixture {
+  Cells()
+      : CellFixture(test::tiny_model("llama-gqa3"),
+                    test::policy_of("{quest: {dense_layers: 0, budget: {tokens: 40}}}", page_size), {Metric::trace}) {
     experiment.batch = 2;
-    cell.id = "cell";
-    items.metric = "contains";
-    for (int i = 0; i < 4; ++i) {
-      Item item;
-      item.sample = i;
-      item.prompt = test::test_text(120 + 7 * i, model->config.vocab, static_cast<unsigned>(i));
-      item.max_new = 12;
-      item.references = {"x"};
-      item.sha256 = std::to_string(i);
-      items.items.push_back(std::move(item));
-    }
+    for (int i = 0; i < 4; ++i)
+      add(test::test_text(120 + 7 * i, model->config.vocab, static_cast<unsigned>(i)), {}, 12);
   }
-
   results::CellResult run() {
-    CellInput in;
-    in.experiment = &experiment;
-    in.cell = &cell;
-    in.model = model;
-    in.items = &items;
-    in.catalog = &catalog;
-    in.recorded = recorded;
-    auto out = run_cell(in);
+    auto out = CellFixture::run();
     CHECK(out.summary.error == "");
     return out;
   }
@@ -74,10 +45,10 @@ std::map<std::array<int, 3>, std::vector<Pages>> lists_of(const results::Trace& 
   return out;
 }
 
-RegistryCatalog& catalog() {
-  static Registry registry;
-  static RegistryCatalog catalog(registry);
-  return catalog;
+std::size_t shared(const Pages& a, const Pages& b) {
+  Pages both;
+  std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
+  return both.size();
 }
 
 std::string temporary(const char* name) {
@@ -99,16 +70,13 @@ void remove(const std::string& file) {
 TEST_CASE("the overlap of traced lists is the injected one") {
   for (const double overlap : {0., 0.5, 0.83, 1.}) {
     CAPTURE(overlap);
-    Cells cells(catalog());
+    Cells cells;
     cells.experiment.inject.overlap = overlap;
     const auto result = cells.run();
     CHECK(result.summary.labels == "injected");
     int compared = 0;
     for (const auto& [place, lists] : lists_of(result.trace))
       for (std::size_t i = 1; i < lists.size(); ++i, ++compared) {
-        Pages both;
-        std::set_intersection(lists[i].begin(), lists[i].end(), lists[i - 1].begin(), lists[i - 1].end(),
-                              std::back_inserter(both));
         REQUIRE(lists[i].size() == most);
         CHECK(std::adjacent_find(lists[i].begin(), lists[i].end(), std::greater_equal<>()) == lists[i].end());
         const auto wanted = static_cast<std::size_t>(std::lround(overlap * most));
@@ -116,14 +84,55 @@ TEST_CASE("the overlap of traced lists is the injected one") {
         // is wanted the same one is shared.
         const bool same_newest = lists[i].back() == lists[i - 1].back();
         const std::size_t least = same_newest ? 1 : 0, greatest = most - (same_newest ? 0 : 1);
-        CHECK(both.size() == std::clamp(wanted, least, greatest));
+        CHECK(shared(lists[i], lists[i - 1]) == std::clamp(wanted, least, greatest));
       }
     CHECK(compared > 100);
   }
 }
 
+TEST_CASE("the mean overlap of the lists of a result file is the injected one") {
+  for (const double overlap : {0.3, 0.8}) {
+    Cells cells;
+    cells.experiment.inject.overlap = overlap;
+    const std::string file = temporary("kvlab-overlap");
+    write(file, cells.run());
+    const results::Trace trace = results::read_cell(file, "cell").trace;
+    remove(file);
+    double sum = 0;
+    int steps = 0;
+    for (const auto& [place, lists] : lists_of(trace))
+      for (std::size_t i = 1; i < lists.size(); ++i, ++steps)
+        sum += static_cast<double>(shared(lists[i], lists[i - 1])) / static_cast<double>(lists[i].size());
+    REQUIRE(steps > 100);
+    CHECK(sum / steps == Approx(overlap).margin(1e-9));  // of ten pages both are whole numbers
+  }
+}
+
+TEST_CASE("a sequence has the lists that it has in any other slot, beside any others") {
+  Cells cells;
+  cells.experiment.inject.overlap = 0.5;
+  cells.experiment.batch = 1;
+  const auto alone = cells.run();
+  const auto wanted = lists_of(alone.trace);
+  const auto same = [&](const results::CellResult& other) {
+    CHECK(lists_of(other.trace) == wanted);
+    for (std::size_t i = 0; i < alone.samples.size(); ++i) CHECK(other.samples[i].output == alone.samples[i].output);
+  };
+  cells.experiment.batch = 2;
+  same(cells.run());
+  cells.experiment.batch = 4;
+  same(cells.run());
+  // The items the other way round: each one keeps the number of its sample.
+  std::reverse(cells.items.items.begin(), cells.items.items.end());
+  const auto turned = cells.run();
+  const auto lists = lists_of(turned.trace);
+  for (const auto& [place, own] : wanted) CHECK(lists.at({3 - place[0], place[1], place[2]}) == own);
+  for (std::size_t i = 0; i < 4; ++i) CHECK(turned.samples[i].output == alone.samples[3 - i].output);
+  CHECK(wanted.at({0, 0, 0}) != wanted.at({1, 0, 0}));
+}
+
 TEST_CASE("a cell without injection, or without a selector, has no such label") {
-  Cells cells(catalog());
+  Cells cells;
   const auto own = cells.run();
   CHECK(own.summary.labels.empty());
   cells.experiment.inject.overlap = 0.5;
@@ -133,7 +142,7 @@ TEST_CASE("a cell without injection, or without a selector, has no such label") 
 }
 
 TEST_CASE("lists of a traced cell are injected again") {
-  Cells cells(catalog());
+  Cells cells;
   const auto own = cells.run();
   const std::string file = temporary("kvlab-recorded");
   write(file, own);
@@ -143,12 +152,10 @@ TEST_CASE("lists of a traced cell are injected again") {
   CHECK(cells.recorded->layers == cells.model->config.layers);
   CHECK(cells.recorded->heads == cells.model->config.kv_heads);
   cells.experiment.inject.trace = file;
-  cells.experiment.batch = 1;  // slot 0: every sequence follows the first sample
-  cells.items.items.resize(1);
   const auto again = cells.run();
   CHECK(again.summary.labels == "injected");
   const auto scale = [&](std::int32_t page) {
-    const int room = (cells.items.items[0].most_tokens() + page_size - 1) / page_size;
+    const int room = (cells.items.items[3].most_tokens() + page_size - 1) / page_size;  // of the longest one
     return page * room / cells.recorded->pages;
   };
   auto recorded = lists_of(own.trace);
@@ -164,7 +171,7 @@ TEST_CASE("lists of a traced cell are injected again") {
 }
 
 TEST_CASE("a file without lists of pages is refused") {
-  Cells cells(catalog());
+  Cells cells;
   cells.experiment.metrics = {Metric::score};
   const std::string file = temporary("kvlab-untraced");
   write(file, cells.run());

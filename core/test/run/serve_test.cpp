@@ -6,9 +6,8 @@
 #include <fstream>
 #include <numeric>
 
-#include "run/cell.hpp"
 #include "run/requests.hpp"
-#include "support/contract.hpp"
+#include "support/cell_fixture.hpp"
 #include "support/task_fixture.hpp"
 
 using namespace kvlab;
@@ -106,23 +105,11 @@ TEST_CASE("forced tokens and turns are no requests") {
 }
 
 TEST_CASE("a cell with a workload has the texts of one without, and every request's times") {
-  Registry registry;
-  const RegistryCatalog catalog(registry);
-  Experiment e;
-  e.tasks.resize(1);
-  e.policies = {test::full_spec()};
-  e.metrics = {Metric::score, Metric::memory, Metric::latency};
-  TaskItems all;
-  all.metric = "contains";
-  all.items = items(4);
-  Cell cell;
-  CellInput in;
-  in.experiment = &e;
-  in.cell = &cell;
-  in.model = test::tiny_model("llama-gqa3");
-  in.items = &all;
-  in.catalog = &catalog;
-  const results::CellResult plain = run_cell(in);
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(),
+                      {Metric::score, Metric::memory, Metric::latency});
+  Experiment& e = f.experiment;
+  f.items.items = items(4);
+  const results::CellResult plain = f.run();
   REQUIRE(plain.summary.status == "ok");
   CHECK(plain.summary.workload.empty());
   CHECK(plain.summary.preemptions == -1);
@@ -133,7 +120,7 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
   for (const int chunk : {0, 16}) {
     CAPTURE(chunk);
     e.prefill_chunk = chunk;
-    const results::CellResult served = run_cell(in);
+    const results::CellResult served = f.run();
     CAPTURE(served.summary.error);
     REQUIRE(served.summary.status == "ok");
     CHECK(served.summary.workload == "10 requests, poisson 50/s");
@@ -160,5 +147,5 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
     CHECK(!served.step_ms.empty());
   }
   e.device_memory = 1000;
-  CHECK(run_cell(in).summary.status == "oom");
+  CHECK(f.run().summary.status == "oom");
 }

@@ -14,7 +14,7 @@ struct InjectFixture {
   int rows, heads, most;
   Ints length, slots, index, count;
   std::vector<PageEntry> table;
-  std::vector<std::uint32_t> state;
+  std::vector<std::uint32_t> state, sequence;
   std::vector<std::byte> frame = std::vector<std::byte>(granule_bytes);
   PageLayout layout;
   ops::InjectArgs args;
@@ -26,7 +26,7 @@ struct InjectFixture {
     index.assign(n * static_cast<std::size_t>(most), -7);
     table.resize(index.size());
     state.resize(n * static_cast<std::size_t>(words));
-    for (int r = 0; r < rows; ++r) slots.push_back(rows - 1 - r);
+    for (int r = 0; r < rows; ++r) slots.push_back(rows - 1 - r), sequence.push_back(static_cast<std::uint32_t>(r));
     PagedKv& kv = args.pages;
     kv.base = frame.data();
     kv.layouts = &layout;
@@ -36,6 +36,7 @@ struct InjectFixture {
     kv.rows = rows, kv.kv_heads = heads, kv.head_dim = 64, kv.page_size = page_size;
     args.list.index = View<std::int32_t, 3>::dense(index.data(), {rows, heads, most});
     args.list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
+    args.sequence = sequence.data();
     args.state = View<std::uint32_t, 3>::dense(state.data(), {rows, heads, words});
   }
   InjectFixture(const InjectFixture&) = delete;
@@ -69,6 +70,7 @@ struct RandomInjection {
     ops::InjectArgs& a = f.args;
     a.pins = {static_cast<int>(below(n % 4 ? 20 : 1)), static_cast<int>(below(n % 5 ? 30 : 1)), n % 3 > 0};
     a.layer = static_cast<int>(below(9)), a.seed = n;
+    for (auto& x : f.sequence) x = below(1000);
     a.overlap = static_cast<std::int32_t>(below(1'000'001));
     if (n % 4 == 3) record();
   }

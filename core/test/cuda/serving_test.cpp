@@ -1,0 +1,144 @@
+// Requests served on the GPU: admission by the memory that is free, batches that change no bit of a row.
+#include <catch2/catch.hpp>
+
+#include <algorithm>
+
+#include "base/backend.hpp"
+#include "engine/scheduler.hpp"
+#include "support/contract.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+std::shared_ptr<const Model> model() {
+  static auto& known = *new std::shared_ptr<const Model>(fresh_tiny_model("llama-gqa3", DType::bf16, Device::cuda));
+  return known;
+}
+
+EngineOptions options(int slots, int chunk) {
+  EngineOptions o;
+  o.device = Device::cuda;
+  o.slots = slots;
+  o.max_tokens = 96;
+  o.page_size = 8;
+  o.prefill_chunk = chunk;
+  o.batch_invariant = true;
+  return o;
+}
+
+// Prompts of 1 to 60 tokens, answers of 1 to 20, some with a question that is fed.
+std::vector<Request> ragged(int count) {
+  std::vector<Request> out;
+  for (int i = 0; i < count; ++i) {
+    Request r;
+    r.prompt = test_text(1 + (i * 37) % 60, model()->config.vocab, static_cast<unsigned>(i) + 1);
+    if (i % 5 == 0) r.fed = test_text(1 + i % 3, model()->config.vocab, static_cast<unsigned>(i) + 100);
+    r.max_new = 1 + (i * 11) % 20;
+    out.push_back(std::move(r));
+  }
+  return out;
+}
+
+struct Outcome {
+  std::vector<std::vector<int>> texts;
+  int preemptions = 0, together = 0;
+  std::int64_t replays = 0;
+};
+
+Outcome serve(const std::vector<Request>& requests, int slots, int chunk) {
+  Engine engine(model(), subjects().policy(full_spec()), options(slots, chunk));
+  SchedulerOptions how;
+  how.prefill_chunk = chunk;
+  Outcome out;
+  how.stepped = [&](double, const std::vector<std::int32_t>& rows) {
+    out.together = std::max(out.together, static_cast<int>(rows.size()));
+    CHECK(engine.device_ms() >= 0);
+  };
+  Scheduler scheduler(engine, requests, how);
+  while (!scheduler.done()) REQUIRE(scheduler.iterate() == Fit::ok);
+  engine.store().check_invariants();
+  for (const Served& s : scheduler.served()) {
+    out.texts.push_back(s.tokens);
+    out.preemptions += s.preemptions;
+  }
+  out.replays = engine.replays();
+  return out;
+}
+
+std::size_t free_memory = 0;
+// What the device says that it has left.
+class FreeMemory {
+ public:
+  explicit FreeMemory(std::int64_t bytes) : table_(*cuda_backend()) {
+    free_memory = static_cast<std::size_t>(bytes);
+    table_.runtime.free_bytes = [] { return free_memory; };
+    replace_cuda_backend(&table_);
+  }
+  ~FreeMemory() { replace_cuda_backend(nullptr); }
+  FreeMemory(const FreeMemory&) = delete;
+
+ private:
+  CudaBackend table_;
+};
+
+}  // namespace
+
+TEST_CASE("cuda serving: without a cap the device's free memory is the limit") {
+  const std::int64_t all = 4 * Engine(model(), subjects().policy(full_spec()), options(4, 0)).full_bytes(96);
+  {
+    const Engine engine(model(), subjects().policy(full_spec()), options(4, 0));
+    CHECK(engine.free_bytes() == Engine::no_limit);  // room for every slot
+  }
+  const FreeMemory little(all / 3);
+  Engine engine(model(), subjects().policy(full_spec()), options(4, 0));
+  const std::int64_t room = engine.free_bytes();
+  CHECK(room < all / 3);
+  CHECK(room > all / 4);
+  const int slot = engine.open();
+  REQUIRE(engine.prefill(slot, test_text(50, model()->config.vocab), true, {}) == Fit::ok);
+  CHECK(engine.free_bytes() == room - engine.full_bytes(50));
+  engine.close(slot);
+  CHECK(engine.free_bytes() == room);
+}
+
+TEST_CASE("cuda serving: ragged requests in little memory have the texts that they have alone") {
+  const auto requests = ragged(quick() ? 12 : 64);
+  int preemptions = 0;
+  for (const int chunk : {0, 16}) {
+    CAPTURE(chunk);
+    const Outcome alone = serve(requests, 1, chunk);
+    const std::int64_t sequence = Engine(model(), subjects().policy(full_spec()), options(1, 0)).full_bytes(96);
+    const FreeMemory little(sequence * 5 / 2);
+    const Outcome together = serve(requests, 20, chunk);
+    CHECK(together.texts == alone.texts);
+    CHECK(together.together > 2);
+    CHECK(together.replays > 0);
+    preemptions += together.preemptions;
+  }
+  CHECK(preemptions > 0);
+}
+
+TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
+  constexpr int rows = 21;
+  const int vocab = model()->config.vocab;
+  Engine engine(model(), subjects().policy(full_spec()), options(rows, 0));
+  std::vector<std::int32_t> slots;
+  std::vector<int> tokens;
+  std::vector<float> alone(static_cast<std::size_t>(rows * vocab)), together(alone.size());
+  const auto view = [&](std::vector<float>& v, int row, int count) {
+    return View<float, 2>::dense(v.data() + row * vocab, {count, vocab});
+  };
+  for (int r = 0; r < rows; ++r) {
+    const int slot = engine.open();
+    tokens.push_back(5 + r);
+    REQUIRE(engine.prefill(slot, test_text(4 + 3 * r, vocab, static_cast<unsigned>(r)), true, {}) == Fit::ok);
+    const auto before = engine.save(slot);
+    REQUIRE(engine.step({slot}, {&tokens.back(), 1}, view(alone, r, 1)) == Fit::ok);
+    REQUIRE(engine.restore(slot, before) == Fit::ok);
+    slots.push_back(slot);
+  }
+  REQUIRE(engine.step(slots, tokens, view(together, 0, rows)) == Fit::ok);
+  CHECK(together == alone);
+}
