@@ -1,5 +1,6 @@
 // Requests that are served together, under a cap that preempts some of them, have the texts that they have alone:
 // with every policy, and with its pages on the host.
+#include <algorithm>
 #include <catch2/catch.hpp>
 
 #include "engine/scheduler.hpp"
@@ -14,7 +15,7 @@ constexpr int tokens_kept = 48;
 
 std::vector<Request> requests(int vocab) {
   std::vector<Request> out;
-  for (int i = 0; i < (quick() ? 5 : 8); ++i) {
+  for (int i = 0; i < (quick() ? 5 : 6); ++i) {
     Request r;
     r.prompt = test_text(9 + 17 * (i % 5), vocab, static_cast<unsigned>(i) + 1);
     if (i % 3 == 0) r.fed = test_text(2, vocab, static_cast<unsigned>(i) + 50);
@@ -69,15 +70,22 @@ std::int64_t page_of_heads(const PolicySpec& spec) {
 // As many pages as one sequence may have, and one.
 std::int64_t whole(const PolicySpec& spec) { return (128 / spec.page_size + 1) * page_of_heads(spec); }
 
-// The least limit under which each of the requests runs alone.
+// The least limit under which each of the requests runs alone, and a page of every KV head.
 std::int64_t least(const PolicySpec& spec, const std::vector<Request>& all) {
   const std::int64_t page = page_of_heads(spec);
+  const auto longest = [&](auto tokens) {
+    return *std::max_element(all.begin(), all.end(),
+                             [&](const Request& a, const Request& b) { return tokens(a) < tokens(b); });
+  };
+  const std::vector<Request> hardest{
+      longest([](const Request& r) { return r.prompt.size(); }),
+      longest([](const Request& r) { return r.prompt.size() + r.fed.size() + static_cast<std::size_t>(r.max_new); })};
   std::int64_t low = 0, high = whole(spec) / page;  // does not fit, fits
   while (high - low > 1) {
     const std::int64_t middle = (low + high) / 2;
-    (serve(spec, all, 1, middle * page).fits ? high : low) = middle;
+    (serve(spec, hardest, 1, middle * page).fits ? high : low) = middle;
   }
-  return high * page;
+  return (high + 1) * page;
 }
 
 }  // namespace
