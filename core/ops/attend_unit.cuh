@@ -77,6 +77,73 @@ __device__ __forceinline__ void score_unit(unsigned keys, int row0, int row1, in
   }
 }
 
+// Full turns a place of rank adds, in two parts that keep a large rank's angle exact.
+__device__ __forceinline__ float2 turns_of(float inv_freq) {
+  const double turns = inv_freq * 0.15915494309189533577;
+  const float high = static_cast<float>(turns);
+  return make_float2(high, static_cast<float>(turns - high));
+}
+
+// Two elements of two pairs (i, i + head_dim / 2), packed in one register each, turned by `rank` places.
+template <class T>
+__device__ __forceinline__ void turn_pairs(unsigned& low, unsigned& high, float rank, const float2* turns,
+                                           float scale) {
+  float x[2], y[2];
+  cuda::Pair<T>::unpack(low, x[0], x[1]);
+  cuda::Pair<T>::unpack(high, y[0], y[1]);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float2 turn = turns[e];
+    const float most = __fmul_rn(rank, turn.x), rest = fmaf(rank, turn.x, -most) + rank * turn.y;
+    const float angle = 6.283185307f * ((most - rintf(most)) + rest);
+    const float c = __cosf(angle) * scale, s = __sinf(angle) * scale;
+    const float turned = x[e] * c - y[e] * s;
+    y[e] = y[e] * c + x[e] * s;
+    x[e] = turned;
+  }
+  low = cuda::Pair<T>::pack(x[0], x[1]), high = cuda::Pair<T>::pack(y[0], y[1]);
+}
+template <class T>
+__device__ __forceinline__ void turn_pairs(uint4& low, uint4& high, float rank, const float2* turns, float scale) {
+  turn_pairs<T>(low.x, high.x, rank, turns, scale), turn_pairs<T>(low.y, high.y, rank, turns + 2, scale);
+  turn_pairs<T>(low.z, high.z, rank, turns + 4, scale), turn_pairs<T>(low.w, high.w, rank, turns + 6, scale);
+}
+
+// score_unit of keys that RoPE has yet to turn by the ranks of rows g and g + 8. turns: [head_dim / 2]. A lane holds
+// both elements of a pair where head_dim is a multiple of 64.
+template <class T, int Dim, int Columns>
+__device__ __forceinline__ void score_turned_unit(unsigned keys, int row0, int row1, int q, int rank0, int rank1,
+                                                  const float2* turns, float scale,
+                                                  const unsigned (&qf)[Columns][UnitShape<Dim>::steps][2],
+                                                  float (&s)[Columns][4]) {
+  using S = UnitShape<Dim>;
+  static_assert(Dim % 64 == 0);
+#pragma unroll
+  for (int c = 0; c < Columns; ++c) s[c][0] = s[c][1] = s[c][2] = s[c][3] = 0;
+#pragma unroll
+  for (int j = 0; j < S::steps / 4; ++j) {
+    uint4 k[2][2];  // [half of head_dim, token]
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int chunk = 4 * j + q + half * (Dim / 16);
+      k[half][0] = cuda::load_shared16(keys + swizzled(row0 * S::row_bytes + chunk * 16));
+      k[half][1] = cuda::load_shared16(keys + swizzled(row1 * S::row_bytes + chunk * 16));
+    }
+    turn_pairs<T>(k[0][0], k[1][0], static_cast<float>(rank0), turns + (4 * j + q) * 8, scale);
+    turn_pairs<T>(k[0][1], k[1][1], static_cast<float>(rank1), turns + (4 * j + q) * 8, scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int step = 2 * j + half * (S::steps / 2);
+#pragma unroll
+      for (int c = 0; c < Columns; ++c) {
+        cuda::mma16816<T>(s[c], k[half][0].x, k[half][1].x, k[half][0].y, k[half][1].y, qf[c][step][0], qf[c][step][1]);
+        cuda::mma16816<T>(s[c], k[half][0].z, k[half][1].z, k[half][0].w, k[half][1].w, qf[c][step + 1][0],
+                          qf[c][step + 1][1]);
+      }
+    }
+  }
+}
+
 // The running softmax of one column tile takes a unit's scores (times log2(e), -inf where nothing is seen); p = P^T.
 template <class T, int Tiles>
 __device__ __forceinline__ void soften_unit(float (&s)[4], float (&high)[2], float (&sum)[2], float (&o)[Tiles][4],

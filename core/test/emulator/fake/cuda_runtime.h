@@ -86,6 +86,9 @@ struct alignas(8) int2 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -126,6 +129,8 @@ inline double __dsub_rn(double a, double b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __sinf(float x) { return std::sin(x); }
+inline float __cosf(float x) { return std::cos(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 // Byte i of the result is byte (selector nibble i) of b:a.
