@@ -190,7 +190,7 @@ __device__ void add_slices(const Args& a, int warp, int lane, int low, int high,
     if (__shfl_sync(~0u, before, 0) != a.slices - 1) continue;
     __threadfence();
     if (lane == 0) a.arrived[tile * consumers + warp] = 0;
-    constexpr int at_once = Columns > 2 ? 1 : 8 / Columns;
+    constexpr int at_once = Columns > 2 ? 1 : 16 / Columns;
     float sum[Columns][4] = {};
     for (int s = 0; s < a.slices; s += at_once) {
       float part[at_once][Columns * 4];
@@ -210,9 +210,7 @@ __device__ void add_slices(const Args& a, int warp, int lane, int low, int high,
 }
 
 template <class T, int Columns, bool Gated>
-__global__ void __launch_bounds__(threads, Columns > 4   ? 1
-                                           : Columns > 2 ? 2
-                                                         : 3)
+__global__ void __launch_bounds__(threads, Columns > 4 ? 1 : 2)
     linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap input) {
   using S = Stage<Columns>;
