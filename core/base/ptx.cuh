@@ -64,17 +64,6 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
   return v;
 }
 
-// 16 bytes to shared memory, there for the thread that asked once it has waited for the group.
-__device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups but the last `Newer` have come.
-template <int Newer>
-__device__ __forceinline__ void wait_copy_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Newer) : "memory");
-}
-
 // C[16, 8] += A[16, 16] B[16, 8], f32 accumulators.
 template <class T>
 __device__ __forceinline__ void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,

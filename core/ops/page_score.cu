@@ -1,14 +1,12 @@
 // Page scores, and with a list the selection too in the same launch: tiles of 16 pages of all heads lie on one line
-// that the resident blocks share evenly (where they can, each a whole number of heads or of parts of one), a warp
-// multiplies a tile with the queries of its KV head on the tensor cores, and whichever block brings the last scores of
-// a head selects its pages. Every thread copies what it will multiply to places of its own in shared memory, one tile
-// ahead.
+// that the resident blocks share evenly, a warp multiplies a tile with the queries of its KV head on the tensor cores,
+// and whichever block brings the last scores of a head selects its pages.
 #include <algorithm>
 
 #include "base/scratch.cuh"
 #include "ops/paged.cuh"
 #include "ops/policy_cuda.hpp"
-#include "ops/select_held.cuh"
+#include "ops/select.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -21,7 +19,6 @@ constexpr int chunk_bytes = 64;          // of a summary: what the four lanes of
 constexpr int most_column_tiles = 4;     // of 8 columns; a query is two of them, its rounded value and the rest
 constexpr int max_pairs = 2048;          // (row, KV head) of one launch
 constexpr int most_fused_pages = 14336;  // scores of one head in shared memory
-constexpr int vectors = 4, most_held_pages = threads * vectors * 4;
 
 struct Args {
   const std::int32_t* length;
@@ -42,11 +39,7 @@ struct Args {
   int rows, kv_heads, group, dim, page_size, most_pages, room;
   float scale;
   GroupRule rule;
-  bool box, newest, wide_queries;  // wide_queries: 16-byte loads of them are aligned
-};
-
-struct Place {
-  int tiles, pages;  // before a pair, of it
+  bool box, newest;
 };
 
 __device__ __forceinline__ int pages_of(const Args& a, int pair) {
@@ -60,19 +53,6 @@ __device__ __forceinline__ float wide_query(const Args& a, const float* q, int e
   if (!a.box) return q[e];
   return e < a.dim ? fminf(q[e], 0.f) : fmaxf(q[e - a.dim], 0.f);
 }
-// Elements [e, e + 8) of it, e a multiple of 8.
-__device__ __forceinline__ void wide_query8(const Args& a, const float* q, int e, float (&out)[8]) {
-  if (a.wide_queries) {
-    const auto* from = reinterpret_cast<const float4*>(q + (a.box && e >= a.dim ? e - a.dim : e));
-    const float4 x = from[0], y = from[1];
-    const float values[] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) out[k] = !a.box ? values[k] : e < a.dim ? fminf(values[k], 0.f) : fmaxf(values[k], 0.f);
-  } else {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) out[k] = wide_query(a, q, e + k);
-  }
-}
 
 // Fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
 // neighbouring elements each, so the order of the sum over k is not that of memory, in A and B alike.
@@ -84,11 +64,9 @@ __device__ void stage_queries(const Args& a, int row, int kv_head, int column_ti
     unsigned out[4] = {};
     if (head < a.group) {
       const float* q = a.queries + row * a.query_row + (kv_head * a.group + head) * a.query_head;
-      float values[8];
-      wide_query8(a, q, element, values);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float x = values[2 * k], y = values[2 * k + 1];
+        const float x = wide_query(a, q, element + 2 * k), y = wide_query(a, q, element + 2 * k + 1);
         out[k] = Pair<T>::pack(x, y);
         if (column % 2) {
           float rounded_x, rounded_y;
@@ -129,45 +107,32 @@ __device__ void softmax_mean(const Args& a, int row, int kv_head, int pages, flo
   }
 }
 
-// Dynamic shared memory: fragments of the queries, the line of heads, then what a thread copies and, when all of a
-// head's scores are there, what the selection needs.
-__host__ __device__ constexpr int line_bytes(int pairs) { return (pairs + 2) / 2 * 16; }
-__host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 32 + 3) / 4 * 16; }
-
 template <class T, int Chunks>
-__global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
+  __shared__ SelectShared select;
   __shared__ int merges;
   const int column_tiles = (2 * a.group + 7) / 8, pairs = a.rows * a.kv_heads;
   const bool raw = a.rule == GroupRule::softmax_mean;
   uint4* fragments = dynamic;
-  Place* line = reinterpret_cast<Place*>(fragments + column_tiles * Chunks * 32);  // [pairs + 1]
-  unsigned char* rest = reinterpret_cast<unsigned char*>(line) + line_bytes(pairs);
-  SelectShared& select = *reinterpret_cast<SelectShared*>(rest);
-  unsigned* chosen = reinterpret_cast<unsigned*>(rest + sizeof(SelectShared));
-  float* stage = reinterpret_cast<float*>(rest + sizeof(SelectShared) + bit_bytes(a.most_pages));
+  int* first = reinterpret_cast<int*>(fragments + column_tiles * Chunks * 32);  // [pairs + 1] tiles before each pair
+  unsigned* chosen = reinterpret_cast<unsigned*>(first + (pairs + 4) / 4 * 4);
+  float* stage = reinterpret_cast<float*>(chosen + ((a.most_pages + 31) / 32 + 3) / 4 * 4);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
-  const auto tiles_of = [](int pages) { return (pages + tile_pages - 1) / tile_pages; };
   unsigned total = 0;
-  {
-    const int each = (pairs + threads - 1) / threads, begin = threadIdx.x * each, end = min(begin + each, pairs);
-    unsigned own = 0;
-#pragma unroll 4
-    for (int pair = begin; pair < end; ++pair) {
-      const int pages = pages_of(a, pair);
-      line[pair].pages = pages;
-      own += tiles_of(pages);
+  for (int base = 0; base < pairs; base += threads) {
+    const int pair = base + threadIdx.x, pages = pair < pairs ? pages_of(a, pair) : 0;
+    unsigned sum;
+    const unsigned before = block_scan((pages + tile_pages - 1) / tile_pages, select.scan, sum);
+    if (pair < pairs) {
+      first[pair] = static_cast<int>(total + before);
       if (pages == 0 && a.list && blockIdx.x == 0)
         a.count[pair / a.kv_heads * a.count_row + pair % a.kv_heads * a.count_head] = 0;
     }
-    int before = static_cast<int>(block_scan(own, select.scan, total));
-    for (int pair = begin; pair < end; ++pair) {
-      line[pair].tiles = before;
-      before += tiles_of(line[pair].pages);
-    }
+    total += sum;
   }
-  if (threadIdx.x == 0) line[pairs] = {static_cast<int>(total), 0};
+  if (threadIdx.x == 0) first[pairs] = static_cast<int>(total);
   __syncthreads();
   const std::int64_t blocks = min(gridDim.x, total);
   if (blockIdx.x >= blocks) return;
@@ -176,17 +141,16 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(cons
   int pair = 0;  // the last one that begins at or before lo, so not an empty one
   for (int left = 0, right = pairs; left < right;) {
     const int middle = (left + right) / 2;
-    if (line[middle].tiles <= lo)
+    if (first[middle] <= lo)
       pair = middle, left = middle + 1;
     else
       right = middle;
   }
-  const unsigned own_room = shared_address(rest) + threadIdx.x * 16;  // chunk c of a tile's rows: c and half, threads
 
-  for (; pair < pairs && line[pair].tiles < hi; ++pair) {
-    const int begin = line[pair].tiles, end = line[pair + 1].tiles;
+  for (; pair < pairs && first[pair] < hi; ++pair) {
+    const int begin = first[pair], end = first[pair + 1];
     if (begin == end) continue;
-    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, pages = line[pair].pages;
+    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, pages = pages_of(a, pair);
     const int from = max(lo, begin), to = min(hi, end);
     const std::byte* summaries = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + quarter * 16;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
@@ -195,16 +159,13 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(cons
       return summaries + min((tile - begin) * tile_pages + lane / 4 + 8 * half, pages - 1) * a.page_stride;
     };
     int tile = from + warp;
-    const auto copy = [&](int c, const std::byte* r0, const std::byte* r1) {
-      copy_async16(own_room + 2 * c * threads * 16, r0 + c * chunk_bytes);
-      copy_async16(own_room + (2 * c + 1) * threads * 16, r1 + c * chunk_bytes);
-    };
+    uint4 low[Chunks], high[Chunks];
     if (tile < to) {
       const std::byte *r0 = row_of(tile, 0), *r1 = row_of(tile, 1);
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
-        copy(c, r0, r1);
-        end_copy_group();
+        low[c] = load_once16(r0 + c * chunk_bytes);
+        high[c] = load_once16(r1 + c * chunk_bytes);
       }
     }
     stage_queries<T, Chunks>(a, row, kv_head, column_tiles, fragments);
@@ -217,18 +178,17 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(cons
       float sum[most_column_tiles][4] = {};
 #pragma unroll
       for (int c = 0; c < Chunks; ++c) {
-        wait_copy_groups<Chunks - 1>();
-        const uint4 low = load_shared16(own_room + 2 * c * threads * 16),
-                    high = load_shared16(own_room + (2 * c + 1) * threads * 16);
 #pragma unroll
         for (int t = 0; t < most_column_tiles; ++t)
           if (t < column_tiles) {
             const uint4 b = load_shared16(fragment + (t * Chunks + c) * 512);
-            mma16816<T>(sum[t], low.x, high.x, low.y, high.y, b.x, b.y);
-            mma16816<T>(sum[t], low.z, high.z, low.w, high.w, b.z, b.w);
+            mma16816<T>(sum[t], low[c].x, high[c].x, low[c].y, high[c].y, b.x, b.y);
+            mma16816<T>(sum[t], low[c].z, high[c].z, low[c].w, high[c].w, b.z, b.w);
           }
-        if (more) copy(c, r0, r1);
-        end_copy_group();
+        if (more) {
+          low[c] = load_once16(r0 + c * chunk_bytes);
+          high[c] = load_once16(r1 + c * chunk_bytes);
+        }
       }
       const int page = (tile - begin) * tile_pages + lane / 4;
       const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
@@ -263,7 +223,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(cons
     }
     if (a.list || raw) {
       const int parts = static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
-      if (parts > 1) __threadfence();
+      __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
         merges = parts == 1 || atomicAdd(a.arrived + pair, 1) == parts - 1;
@@ -271,20 +231,16 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 3) score_kernel(cons
       }
       __syncthreads();
       if (merges) {
-        if (parts > 1) __threadfence();
+        __threadfence();
         if (raw) {
           softmax_mean(a, row, kv_head, pages, scores, select);
           __threadfence_block();
           __syncthreads();
         }
         if (a.list) {
-          const int budget = a.budgets[row * a.budget_row + kv_head * a.budget_head];
-          std::int32_t* list = a.list + row * a.list_row + kv_head * a.list_head;
-          const int count =
-              a.most_pages <= most_held_pages
-                  ? choose_pages_held<threads, vectors>(scores, pages, budget, a.newest, list, a.list_step, a.room,
-                                                        chosen, select)
-                  : choose_pages(scores, pages, budget, a.newest, list, a.list_step, a.room, stage, chosen, select);
+          const int count = choose_pages(scores, pages, a.budgets[row * a.budget_row + kv_head * a.budget_head],
+                                         a.newest, a.list + row * a.list_row + kv_head * a.list_head, a.list_step,
+                                         a.room, stage, chosen, select);
           if (threadIdx.x == 0) a.count[row * a.count_row + kv_head * a.count_head] = count;
         }
       }
@@ -324,16 +280,14 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
 template <class T, int Chunks>
 void launch(const Args& a, cudaStream_t stream) {
   const int pairs = a.rows * a.kv_heads, column_tiles = (2 * a.group + 7) / 8;
-  int after = static_cast<int>(sizeof(SelectShared));
-  if (a.list) after += bit_bytes(a.most_pages) + (a.most_pages <= most_held_pages ? 0 : a.most_pages * 4);
-  const int bytes = column_tiles * Chunks * 512 + line_bytes(pairs) + std::max(after, 2 * Chunks * threads * 16);
+  int bytes = column_tiles * Chunks * 512 + (pairs + 4) / 4 * 16;
+  if (a.list) bytes += ((a.most_pages + 31) / 32 + 3) / 4 * 16 + a.most_pages * 4;
   const auto kernel = score_kernel<T, Chunks>;
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(shared_bytes() - 1024));
+                                                       static_cast<int>(shared_bytes() - sizeof(SelectShared) - 1024));
   check(once, "page_score");
-  const int together = Chunks > 8 ? 1 : std::clamp(224 * 1024 / (bytes + 2048), 1, 3);
-  const int most = multiprocessors() * together, even = most / pairs * pairs;
-  kernel<<<4 * even >= 3 * most ? even : most, threads, bytes, stream>>>(a);
+  const bool two = Chunks <= 8 && 2 * (bytes + static_cast<int>(sizeof(SelectShared)) + 2048) < 224 * 1024;
+  kernel<<<multiprocessors() * (two ? 2 : 1), threads, bytes, stream>>>(a);
   check_launch("page_score");
 }
 
@@ -377,8 +331,6 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
   a.rule = rule, a.scale = scale;
   a.box = summaries.kind == Summary::min_max;
   a.newest = pins.newest_page;
-  a.wide_queries =
-      reinterpret_cast<std::uintptr_t>(queries.data) % 16 == 0 && a.query_row % 4 == 0 && a.query_head % 4 == 0;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
   if (rule == GroupRule::softmax_mean)
     a.raw = static_cast<float*>(fixed_scratch(handle, "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));

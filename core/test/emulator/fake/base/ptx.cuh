@@ -4,11 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <array>
-#include <deque>
-#include <map>
-#include <vector>
-
 namespace kvlab::cuda {
 
 template <class T>
@@ -32,31 +27,6 @@ inline uint4 load_shared16(unsigned address) {
 }
 inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
-}
-
-// Groups of copies that a thread waits for: until then their room holds garbage.
-struct AsyncCopies {
-  struct Copy {
-    unsigned to;
-    const void* from;
-  };
-  std::deque<std::vector<Copy>> groups{1};  // the last one is open
-};
-inline AsyncCopies& async_copies() {
-  static std::map<std::array<unsigned, 4>, AsyncCopies> of;
-  const auto& n = emulator::now;
-  return of[{n.block.x, n.block.y, n.block.z, n.thread.x}];
-}
-inline void copy_async16(unsigned to, const void* from) {
-  std::memset(emulator::shared_memory(to, 16, 16), 0xff, 16);
-  async_copies().groups.back().push_back({to, from});
-}
-inline void end_copy_group() { async_copies().groups.emplace_back(); }
-template <int Newer>
-void wait_copy_groups() {
-  auto& groups = async_copies().groups;
-  for (; groups.size() > Newer + 1; groups.pop_front())
-    for (const auto& c : groups.front()) std::memcpy(emulator::shared_memory(c.to, 16, 16), c.from, 16);
 }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
