@@ -188,7 +188,11 @@ Fit Engine::before_prompt(int layer, int slot) {
 }
 
 Fit Engine::prompt(const PromptLayer& l) {
-  if (observer_) observer_->prompt(stream_.device() == Device::cpu ? l : seen_.of(l, stream_), *store_);
+  using Reads = EngineObserver::Prompt;
+  const Reads reads = observer_ ? observer_->reads_of_prompt() : Reads::nothing;
+  if (reads != Reads::nothing)
+    observer_->prompt(stream_.device() == Device::cpu ? l : seen_.of(l, reads == Reads::keys_and_values, stream_),
+                      *store_);
   const Shape& s = store_->shape();
   const std::int32_t slots_of[] = {l.slot};
   const std::vector<std::int32_t> slots(slots_of, slots_of + 1);

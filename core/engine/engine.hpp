@@ -33,6 +33,9 @@ struct EngineOptions {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  // What of a prompt's layers it reads: the rest need not come from a GPU.
+  enum class Prompt : std::uint8_t { nothing, keys_and_values, everything };
+  virtual Prompt reads_of_prompt() const { return Prompt::everything; }
   virtual void prompt(const PromptLayer&, const Store&) {}
   virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits
 };
@@ -80,7 +83,9 @@ class Engine final : private LayerHooks {
  private:
   bool replayable() const override { return capturable_ && !observer_; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
-  bool wants_prompt_output() const override { return observer_ != nullptr; }
+  bool wants_prompt_output() const override {
+    return observer_ && observer_->reads_of_prompt() == EngineObserver::Prompt::everything;
+  }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;

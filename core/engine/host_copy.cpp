@@ -70,10 +70,12 @@ Layer HostCopy::dense_all(const Layer& l) {
   return out;
 }
 
-PromptLayer HostCopy::of(const PromptLayer& l, Stream s) {
-  fetch_all(l, s);
+PromptLayer HostCopy::of(const PromptLayer& l, bool keys_and_values_only, Stream s) {
+  PromptLayer wanted = l;
+  if (keys_and_values_only) wanted.queries = wanted.raw_queries = wanted.output = {}, wanted.mass = {};
+  fetch_all(wanted, s);
   synchronize(s);
-  return dense_all(l);
+  return dense_all(wanted);
 }
 
 DecodeLayer HostCopy::of(const DecodeLayer& l, Stream s) {

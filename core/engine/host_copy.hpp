@@ -9,7 +9,7 @@ namespace kvlab {
 class HostCopy {
  public:
   // The copies live until the next call. Both wait for the stream, once.
-  PromptLayer of(const PromptLayer& l, Stream s);
+  PromptLayer of(const PromptLayer& l, bool keys_and_values_only, Stream s);
   DecodeLayer of(const DecodeLayer& l, Stream s);
 
  private:

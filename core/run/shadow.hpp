@@ -18,6 +18,7 @@ class Shadow final : public EngineObserver {
   // Forget the sequence; a new one starts at position 0.
   void reset();
 
+  Prompt reads_of_prompt() const override { return Prompt::keys_and_values; }
   void prompt(const PromptLayer& l, const Store& store) override;
   void attended(const DecodeLayer& l, const Store& store) override;
 

@@ -20,6 +20,7 @@ class TraceRecorder final : public EngineObserver {
     int item = 0, token = 0;
   };
   void rows(std::vector<Row> rows) { rows_ = std::move(rows); }
+  Prompt reads_of_prompt() const override { return Prompt::nothing; }
   void attended(const DecodeLayer& l, const Store& store) override;
 
   // The kept positions, item by item, go into the trace.

@@ -83,7 +83,7 @@ bool here(const std::string& path) {
 }  // namespace
 
 TEST_CASE("cuda text: greedy text is the CPU's, or the first difference has no margin") {
-  const int count = test::quick() ? 4 : 96;
+  const int count = test::quick() ? 4 : 72;
   CHECK(same_text("bundled/recall", "", count) > 0);
   if (test::quick()) return;
   if (here("bundled/smollm2")) {
