@@ -145,10 +145,6 @@ __device__ __forceinline__ void bulk_copy_2d(unsigned to, const void* map, int x
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
-// Into the L2 cache; a hint.
-__device__ __forceinline__ void bulk_prefetch_2d(const void* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
-}
 
 // ---- programmatic dependent launch (base/launch.cuh) --------------------------------------------------------------
 

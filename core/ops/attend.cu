@@ -105,12 +105,9 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   a.window = in.window;
   a.value_rows = static_cast<int>((l.v - l.k) / 128);
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
-  a.slots_room = static_cast<int>(kv.table.extent[0]), a.pages_room = static_cast<int>(kv.table.extent[2]);
-  const std::size_t parts = std::size_t(cuda::multiprocessors()) * UnitLine::most_parts_of_span;
-  const std::size_t partials = parts * 2 * (a.group > 8 ? 16 : 8) * (2 + dim) * sizeof(float);
-  a.partial = static_cast<float*>(cuda::fixed_scratch(handle, "attend partial", partials));
-  a.arrived = static_cast<int*>(cuda::zeroed(handle, "attend arrived", (max_pairs + 1) * sizeof(int)));
-  a.taken = a.arrived + max_pairs;
+  const std::size_t partials = std::size_t(cuda::multiprocessors()) * 2 * 16 * (256 + 2) * sizeof(float);
+  a.partial = static_cast<float*>(cuda::kept(handle, "attend partial", partials));
+  a.arrived = static_cast<int*>(cuda::zeroed(handle, "attend arrived", max_pairs * sizeof(int)));
   View<float, 2> lse = in.lse;
   if (in.mass && !lse)
     lse = View<float, 2>::dense(
@@ -127,7 +124,7 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   const bool turn = kv.rope == RopeRegime::cache_relative;
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), handle) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
-  a.rank_room = a.pages_room * kv.page_size;
+  a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     a.rows = std::min(at_once, kv.rows - begin);
@@ -143,7 +140,6 @@ void attend_cuda(const AttendArgs& in, void* handle) {
       const PageList& list = *in.pages;
       a.list = list.index.data + begin * list.index.stride[0];
       a.list_row = list.index.stride[0], a.list_head = list.index.stride[1];
-      a.list_room = static_cast<int>(list.index.extent[2]);
       a.list_count = list.count.data + begin * list.count.stride[0];
       a.count_row = list.count.stride[0], a.count_head = list.count.stride[1];
     }

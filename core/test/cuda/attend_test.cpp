@@ -170,7 +170,7 @@ TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many
   compare(c, 78);
 }
 
-// Long enough for pieces that blocks take as they come; who takes which must not show.
+// Blocks share pairs, and one of them merges; which one comes last must not show.
 TEST_CASE("cuda attend: the same bits however the blocks share the work") {
   const int spans = quick() ? 16 : 132;  // as many as there are multiprocessors, or more
   Case c;

@@ -83,7 +83,6 @@ inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned ba
 inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned barrier, std::uint64_t) {
   bulk_copy_2d(to, map, x, y, barrier);
 }
-inline void bulk_prefetch_2d(const void*, int, int) {}
 
 inline void wait_for_predecessor() { emulator::waited_for_predecessor(); }
 inline void let_successor_start() {}
