@@ -32,16 +32,16 @@ struct Args {
   const std::int32_t* last;
   float* partial;
   int* arrived;
-  std::int64_t positions;    // offset in a frame
+  std::int64_t positions;  // offset in a frame
+  int rows, kv_heads, group, page_size, window;
+  int value_rows;  // 128-byte rows from a page's keys to its values
+  int stages;
+  bool joint;                // a page's keys and values are one piece of a unit's size
+  float scale;               // of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room], where keys are turned
   const float* inv_freq;     // [head_dim / 2]
   float turn_scale;          // of turned keys
   int rank_room;
-  int rows, kv_heads, group, page_size, window;
-  int value_rows;  // 128-byte rows from a page's keys to its values
-  int stages;
-  bool joint;   // a page's keys and values are one piece of a unit's size
-  float scale;  // of the scores, times log2(e)
 };
 
 __device__ __forceinline__ int tokens_of_pair(const Args& a, int pair) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ Unit locate(const Args& a, const int* first, int pair
 }
 
 // first[pair] = units before it, first[pairs] = all.
-__device__ void count_units(const Args& a, int pairs, int* first, int* warp_sum) {
+inline __device__ void count_units(const Args& a, int pairs, int* first, int* warp_sum) {
   const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int each = (pairs + threads - 1) / threads, begin = threadIdx.x * each;
   constexpr int most = max_pairs / 128;  // of each: blocks have 128 or 256 threads
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(256, 1)
       const float* from = a.queries + row * a.query_row + (kv_head * group + min(head, group - 1)) * a.query_head;
       const float factor = head < group ? 1.f : 0.f;
 #pragma unroll
-      for (int j = 0; j < S::steps; ++j) pack_query<T>(query_elements(from, q, j), factor, qf[c][j]);
+      for (int j = 0; j < S::steps / 2; ++j) pack_query<T>(from, factor, q, j, qf[c][2 * j], qf[c][2 * j + 1]);
     }
     float o[ColumnTiles][S::tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
 #pragma unroll
@@ -243,7 +243,6 @@ __global__ void __launch_bounds__(256, 1)
       const int stage = i % a.stages;
       const unsigned keys = my_stage + stage * S::unit_bytes, values = keys + S::side_bytes;
       const int valid = min(unit_tokens, tokens - (x - begin) * unit_tokens);
-      bool seen0 = row0 < valid, seen1 = row1 < valid;
       int lower = 0, upper = 0;  // places of the lane's two tokens, where somebody asks
       const auto find_places = [&] {
         const int place0 = __shfl_sync(~0u, current.place0, i % 32), place1 = __shfl_sync(~0u, current.place1, i % 32);
@@ -253,13 +252,14 @@ __global__ void __launch_bounds__(256, 1)
       if constexpr (Turn) {
         find_places();
         const std::int32_t* rank = a.rank + std::int64_t{pair} * a.rank_room;
-        const int rank0 = seen0 ? rank[lower] : 0, rank1 = seen1 ? rank[upper] : 0;
+        const int rank0 = row0 < valid ? rank[lower] : 0, rank1 = row1 < valid ? rank[upper] : 0;
         barrier_wait(my_barrier + 8 * stage, (i / a.stages) & 1);
         score_turned_unit<T, Dim>(keys, row0, row1, q, rank0, rank1, turns, a.turn_scale, qf, s);
       } else {
         barrier_wait(my_barrier + 8 * stage, (i / a.stages) & 1);
         score_unit<T, Dim>(keys, row0, row1, q, qf, s);
       }
+      bool seen0 = row0 < valid, seen1 = row1 < valid;
       if (a.window > 0 || a.mass) {
         if constexpr (!Turn) find_places();
         if (a.window > 0) {

@@ -48,13 +48,14 @@ __device__ __forceinline__ int element_of(int g, int e) {
   return (g + 8 * (e / v)) * v + e % v;
 }
 
-// A query's elements of one step of the contraction, in the order of the fragments of Q^T.
-__device__ __forceinline__ float4 query_elements(const float* query, int q, int step) {
-  return *reinterpret_cast<const float4*>(query + (step / 2 * 4 + q) * 8 + step % 2 * 4);
-}
+// A query's elements in the order of the fragments of Q^T: two of them for each of two steps of the contraction.
 template <class T>
-__device__ __forceinline__ void pack_query(const float4& x, float factor, unsigned (&to)[2]) {
-  to[0] = cuda::Pair<T>::pack(x.x * factor, x.y * factor), to[1] = cuda::Pair<T>::pack(x.z * factor, x.w * factor);
+__device__ __forceinline__ void pack_query(const float* from, float factor, int q, int pair, unsigned (&even)[2],
+                                           unsigned (&odd)[2]) {
+  const float4 x = *reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8),
+               y = *reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8 + 4);
+  even[0] = cuda::Pair<T>::pack(x.x * factor, x.y * factor), even[1] = cuda::Pair<T>::pack(x.z * factor, x.w * factor);
+  odd[0] = cuda::Pair<T>::pack(y.x * factor, y.y * factor), odd[1] = cuda::Pair<T>::pack(y.z * factor, y.w * factor);
 }
 
 // s = scores of the unit's tokens, [0, 1] of row g and [2, 3] of row g + 8.
