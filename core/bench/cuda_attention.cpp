@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <random>
 
@@ -21,14 +22,16 @@ class NoWorkspace final : public Workspace {
   void* state(const char*, std::size_t, int) override { return nullptr; }
 };
 
-// Layers of sequences of the given lengths, with random content; pages lie in shuffled order, the same in all layers. A
-// graph attends to one layer after the other, as a decode step does: together they are several times the L2 cache.
+// Layers of sequences of the given lengths, with random content, positions too unless `ordered`; pages lie in shuffled
+// order, the same in all layers. A graph attends to one layer after the other, as a decode step does: together they are
+// several times the L2 cache.
 class DevicePages {
  public:
-  DevicePages(const CudaTimer& timer, const std::vector<int>& tokens, int page_size)
+  DevicePages(const CudaTimer& timer, const std::vector<int>& tokens, int page_size, CodecSpec codec = {},
+              bool ordered = false)
       : rows_(static_cast<int>(tokens.size())),
         page_size_(page_size),
-        layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, 0)) {
+        layout_(ops::make_layout(DType::bf16, codec, page_size, head_dim, 0)) {
     std::mt19937 rng(7);
     const int longest = *std::max_element(tokens.begin(), tokens.end());
     pages_ = (longest + page_size - 1) / page_size;
@@ -66,6 +69,20 @@ class DevicePages {
       cuda_backend()->runtime.copy(frames_->as<std::byte>() + at, block.data(),
                                    static_cast<std::size_t>(std::min<std::int64_t>(bytes - at, block.size() * 2)),
                                    timer.handle());
+    if (ordered) {
+      std::vector<std::byte> image(static_cast<std::size_t>(layer_bytes_));
+      for (std::size_t at = 0; at < image.size(); at += block.size() * 2)
+        std::memcpy(image.data() + at, block.data(), std::min(image.size() - at, block.size() * 2));
+      for (std::size_t i = 0; i < table.size(); ++i)
+        for (int t = 0; t < table[i].tokens; ++t) {
+          const std::int32_t position = static_cast<std::int32_t>(i % static_cast<std::size_t>(pages_)) * page_size + t;
+          std::memcpy(image.data() + table[i].frame * granule_bytes + layout_.positions + t * 4, &position, 4);
+        }
+      for (int l = 0; l < layers_; ++l)
+        cuda_backend()->runtime.copy(frames_->as<std::byte>() + l * layer_bytes_, image.data(), image.size(),
+                                     timer.handle());
+      cuda_backend()->runtime.synchronize(timer.handle());
+    }
     cuda_backend()->runtime.synchronize(timer.handle());
     std::vector<std::int32_t> slots(static_cast<std::size_t>(rows_));
     std::iota(slots.begin(), slots.end(), 0);
@@ -86,6 +103,11 @@ class DevicePages {
     return kv;
   }
   int pages() const { return pages_; }
+  bool coded() const { return layout_.codec.k.bits != 0; }
+  int token_bytes() const {  // of one head's key and value
+    const auto side = [](const CodecSide& c) { return c.bits ? head_dim + 4 : head_dim * 2; };
+    return side(layout_.codec.k) + side(layout_.codec.v);
+  }
 
  private:
   int rows_, page_size_, pages_ = 0, layers_ = 1;
@@ -95,7 +117,7 @@ class DevicePages {
 };
 
 Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string& shape, std::int64_t tokens,
-             const PageList* list) {
+             const PageList* list, const RopeTable* turned = nullptr) {
   const PagedKv kv = cache.layer(0);
   const auto queries = timer.put(randoms(std::int64_t{kv.rows} * query_heads * head_dim));
   DeviceBuffer out(static_cast<std::size_t>(kv.rows) * query_heads * head_dim * sizeof(float));
@@ -108,11 +130,13 @@ Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string
   const Times t = timer.time([&] {
     for (int l = 0; l < cache.layers(); ++l) {
       a.kv = cache.layer(l);
+      if (turned) a.kv.rope = RopeRegime::cache_relative, a.kv.rope_table = *turned;
       ops::attend(a, none, timer.stream());
     }
   });
-  Line l{"attend", shape, "mma, bulk copies", t.median / cache.layers(), t.best / cache.layers()};
-  l.bytes = 4. * kv_heads * head_dim * static_cast<double>(tokens);
+  const char* kernel = cache.coded() ? "any codec" : "mma, bulk copies";
+  Line l{"attend", shape, kernel, t.median / cache.layers(), t.best / cache.layers()};
+  l.bytes = 1. * cache.token_bytes() * kv_heads * static_cast<double>(tokens);
   l.flops = 4. * query_heads * head_dim * static_cast<double>(tokens);
   l.reads = true;
   return l;
@@ -145,6 +169,19 @@ std::vector<Line> cuda_attend_cases() {
                               fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
                               std::int64_t{batch} * context, nullptr));
     }
+  {
+    const DevicePages cache(timer, std::vector<int>(8, 32768), 16, {{8}, {8}});
+    lines.push_back(measure(timer, cache, "int8 32/8 heads of 128, 8 x 32768, page 16", 8 * 32768, nullptr));
+  }
+  std::vector<float> inv_freq;
+  for (int i = 0; i < head_dim; i += 2) inv_freq.push_back(std::pow(5e5f, -static_cast<float>(i) / head_dim));
+  const auto device_freq = timer.put(inv_freq);
+  const RopeTable rope{device_freq->as<float>(), head_dim};
+  for (const auto& [name, codec] : {std::pair{"bf16", CodecSpec{}}, {"int8", CodecSpec{{8}, {8}}}}) {
+    const DevicePages cache(timer, std::vector<int>(40, 1024), 16, codec, true);
+    lines.push_back(measure(timer, cache, fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name),
+                            40 * 1024, nullptr, &rope));
+  }
   const std::vector<int> ragged = ragged_lengths();
   {
     const DevicePages cache(timer, ragged, 16);

@@ -198,7 +198,7 @@ TEST_CASE("cuda attend: fewer tokens than the multiprocessors could share") {
   }
 }
 
-TEST_CASE("cuda attend takes caches of any kind, slowly") {
+TEST_CASE("cuda attend takes caches of any kind") {
   for (unsigned n = 0; n < 24; ++n) {
     CAPTURE(n);
     RandomCache r(n);
@@ -222,4 +222,37 @@ TEST_CASE("cuda attend takes caches of any kind, slowly") {
     ops::attend(b, unused, device.stream());
     CHECK(relative(device.get(b.out), out.values()) < 6e-3);
   }
+}
+
+TEST_CASE("cuda attend takes caches of any kind in several parts, with lists, windows and the same bits again") {
+  unsigned seed = 300;
+  const CodecSpec plain, codes{{8}, {8}}, mixed{{0}, {8}};
+  struct Kind {
+    CodecSpec codec;
+    DType dtype;
+    int dim, page, group;
+  };
+  for (const Kind& k : {Kind{codes, DType::bf16, 128, 16, 4},
+                        {mixed, DType::bf16, 72, 5, 3},
+                        {plain, DType::f32, 256, 7, 1},
+                        {codes, DType::bf16, 64, 16, 11},
+                        {plain, DType::bf16, 96, 16, 2},
+                        {mixed, DType::f32, 8, 4, 8}})
+    for (const RopeRegime rope : {RopeRegime::original, RopeRegime::cache_relative}) {
+      CAPTURE(seed, k.dim, k.page, k.group, static_cast<int>(rope));
+      Case c;
+      c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = k.dim, c.options.page_size = k.page;
+      c.options.max_pages = 900 / k.page + 1, c.options.dtype = k.dtype, c.options.codec = k.codec;
+      c.options.rope = rope;
+      c.group = k.group;
+      c.lengths = {900, 1, 257, 0, 512, 33};
+      for (const bool ordered : {true, false}) {
+        c.ordered = ordered;
+        compare(c, seed++);
+      }
+      c.listed = true;
+      compare(c, seed++);
+      c.window = 300;
+      compare(c, seed++);
+    }
 }
