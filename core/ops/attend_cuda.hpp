@@ -11,7 +11,7 @@ void attend_cuda(const AttendArgs& a, void* stream);
 // Rows of bf16 or f16 in pages of 8, 16, 32 or 64 tokens, head_dim 64, 96, 128 or 256, groups up to 16; with
 // cache_relative not head_dim 96.
 bool attend_pipelined(const AttendArgs& a);
-// Any codec, head_dim, page size, group and regime; plain loops.
+// Any codec, head_dim, page size, group and regime.
 void attend_any_cuda(const AttendArgs& a, void* stream);
 
 // best: cuDNN where it is there and the chunk is long enough, else our own; cudnn: or nothing.
