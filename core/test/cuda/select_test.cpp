@@ -144,11 +144,13 @@ TEST_CASE("cuda selection of short rows: around the sizes of warps, words and ca
   compare_rows({0, 1, 2, 31, 32, 33, 63, 64, 65, 100, 255, 256, 257, 300, 511, 513}, 1);
 }
 
-TEST_CASE("cuda selection of rows in shared memory: every block size") {
+TEST_CASE("cuda selection of rows in registers: every block size") {
   compare_rows({2048, 2047, 640, 1000}, 2);
   compare_rows({8192, 2049, 5000, 1}, 3);
   compare_rows({14336, 14335}, 4);
 }
+
+TEST_CASE("cuda selection of rows in shared memory") { compare_rows({20000, 16385}, 6); }
 
 TEST_CASE("cuda selection of rows that stay in global memory") { compare_rows({40000, 70001}, 5); }
 

@@ -342,6 +342,28 @@ TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
   }
 }
 
+TEST_CASE("cuda store: page edits whose lists several blocks share") {
+  StoreFixture f = fixture(4);
+  f.options.shape.max_tokens = 1400;
+  Both both(f, 1);
+  both.open();
+  const int slot = both.slots[0];
+  REQUIRE(both.append(slot, 1390) == Fit::ok);
+  const auto lists = both.some({slot}, 0, 9, true);
+  REQUIRE(lists[0][0].size() > 256);  // 128 a block
+  const auto drop = [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); };
+  both.apply({slot}, 0, lists, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
+  both.check();
+  both.apply({slot}, 0, lists, drop);
+  both.check();
+  both.apply({slot}, 0, lists, [](Edits& e, const IndexList& l) { e.recall(PageList{l}); });
+  both.check();
+  both.apply({slot}, 0, lists, drop);
+  REQUIRE(both.cpu.recall_all(0, slot) == Fit::ok);
+  REQUIRE(both.cuda.recall_all(0, slot) == Fit::ok);
+  both.check();
+}
+
 TEST_CASE("cuda store: what does not fit is a value and changes nothing") {
   for (int frames = 1; frames < 30; ++frames) {
     CAPTURE(frames);
