@@ -263,7 +263,11 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     return std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begin).count();
   };
   r.new_event = []() -> void* { return new Event; };
-  r.delete_event = [](void* e) { delete static_cast<Event*>(e); };
+  r.delete_event = [](void* e) {
+    auto* event = static_cast<Event*>(e);
+    if (event->stream) finish_quietly(event->stream);  // what it waits with writes to the event
+    delete event;
+  };
   r.record = [](void* e, void* stream) {
     auto* event = static_cast<Event*>(e);
     event->stream = stream_of(stream);
