@@ -31,8 +31,9 @@ def main(first, second):
         preempted = (a.preemptions[samples] > 0).sum()
         print(f"{key[1]}: {len(samples) - len(wrong)} of {len(samples)} answers are the same; {preempted} were preempted")
         for s in wrong:
-            at = next((i for i, (x, y) in enumerate(zip(a.output[s], b.output[s])) if x != y), None)
-            print(f"  sample {s}: from character {at if at is not None else 'of the end'} on")
+            shorter = min(len(a.output[s]), len(b.output[s]))
+            at = next((i for i in range(shorter) if a.output[s][i] != b.output[s][i]), shorter)
+            print(f"  sample {s}: from character {at} on")
     return 1 if differ else 0
 
 
