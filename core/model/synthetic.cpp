@@ -60,6 +60,7 @@ std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
   add("qwen3-8b", shape("qwen3", {36, 4096, 32, 8, 128, 12288, 151936, 40960}, 1e6f, qwen_eps)).qk_norm = true;
   add("smollm2-135m", shape("llama", {30, 576, 9, 3, 64, 1536, 49152, 8192}, 1e5f, llama_eps)).tied_embeddings = true;
   add("tiny", shape("llama", {2, 64, 4, 2, 16, 128, 512, 4096}, 1e4f, llama_eps));
+  add("tiny-wide", shape("llama", {2, 64, 4, 2, 64, 128, 512, 4096}, 1e4f, llama_eps));  // heads as GPUs' kernels want
   return all;
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/backend.hpp"
 #include "engine/scheduler.hpp"
+#include "model/bundled.hpp"
 #include "support/contract.hpp"
 
 using namespace kvlab;
@@ -122,8 +123,21 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
 
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
   constexpr int rows = 21;
-  const int vocab = model()->config.vocab;
-  Engine engine(model(), subjects().policy(full_spec()), options(rows, 0));
+  // Its heads go through the kernel that shares rows among blocks.
+  const std::string name = "synthetic/tiny-wide";
+  const std::shared_ptr<const Model> wide = load_model(*open_model(name, "", ""), DType::bf16, name, Device::cuda);
+  const int vocab = wide->config.vocab;
+  Engine engine(wide, subjects().policy(full_spec()), options(rows, 0));
+  // Of the first layer, before products round them.
+  struct Outputs final : EngineObserver {
+    std::vector<float> seen;
+    Prompt reads_of_prompt() const override { return Prompt::nothing; }
+    void attended(const DecodeLayer& l, const Store&) override {
+      const auto n = l.output.extent[0] * l.output.extent[1] * l.output.extent[2];
+      if (l.layer == 0) seen.insert(seen.end(), l.output.data, l.output.data + n);
+    }
+  } each, all;
+  engine.observe(&each);
   std::vector<std::int32_t> slots;
   std::vector<int> tokens;
   std::vector<float> alone(static_cast<std::size_t>(rows * vocab)), together(alone.size());
@@ -139,6 +153,9 @@ TEST_CASE("cuda serving: more rows than a streaming product takes change no bit 
     REQUIRE(engine.restore(slot, before) == Fit::ok);
     slots.push_back(slot);
   }
+  engine.observe(&all);
   REQUIRE(engine.step(slots, tokens, view(together, 0, rows)) == Fit::ok);
   CHECK(together == alone);
+  CHECK(all.seen.size() == static_cast<std::size_t>(rows) * 4 * 64);
+  CHECK(all.seen == each.seen);
 }
