@@ -5,12 +5,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <tuple>
 #include <vector>
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "base/stream_memory.hpp"
 
 namespace kvlab {
 
@@ -35,6 +35,12 @@ Kept& kept_of(void* stream, const char* tag) {
 std::mutex kept_mutex;
 std::atomic<std::int64_t> moves = 0;
 
+std::size_t free_bytes() {
+  std::size_t left = 0, total = 0;
+  check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo");
+  return left;
+}
+
 void* allocate(std::size_t bytes) {
   void* p = nullptr;
   const cudaError_t status = cudaMalloc(&p, bytes);
@@ -53,7 +59,7 @@ void* grow(Kept& k, void* stream, std::size_t bytes, bool zero) {
     if (k.memory) check(cudaFree(k.memory), "scratch"), ++moves;
     k = {};
     k.memory = allocate(bytes);
-    if (!k.memory) throw std::bad_alloc();
+    if (!k.memory) throw NoRoom(free_bytes(), bytes);
     k.bytes = bytes;
     if (zero) {
       check(cudaMemsetAsync(k.memory, 0, bytes, stream_of(stream)), "scratch");
@@ -286,11 +292,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
   r.allocate_pinned = allocate_pinned;
   r.free_pinned = [](void* x) { check(cudaFreeHost(x), "cudaFreeHost"); };
-  r.free_bytes = []() {
-    std::size_t left = 0, total = 0;
-    check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo");
-    return left;
-  };
+  r.free_bytes = free_bytes;
   r.copy = copy;
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
     check(cudaMemsetAsync(to, byte, bytes, stream_of(stream)), "cudaMemsetAsync");

@@ -26,9 +26,7 @@ OwnedStream::~OwnedStream() {
 StreamMemory::StreamMemory(Stream s, std::size_t bytes) : bytes_(bytes), device_(s.device()) {
   if (bytes == 0) return;
   data_ = device_ == Device::cuda ? runtime().allocate(bytes) : ::operator new(bytes, line);
-  if (!data_)
-    throw NoRoom("got " + std::to_string(runtime().free_bytes()) + " free bytes of GPU memory, wanted " +
-                 std::to_string(bytes) + " more");
+  if (!data_) throw NoRoom(runtime().free_bytes(), bytes);
 }
 
 StreamMemory::~StreamMemory() {

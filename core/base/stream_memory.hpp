@@ -26,6 +26,9 @@ class OwnedStream {
 class NoRoom final : public std::bad_alloc {
  public:
   explicit NoRoom(std::string text) : text_(std::move(text)) {}
+  NoRoom(std::size_t free_bytes, std::size_t wanted)  // of a GPU
+      : NoRoom("got " + std::to_string(free_bytes) + " free bytes of GPU memory, wanted " + std::to_string(wanted) +
+               " more") {}
   const char* what() const noexcept override { return text_.c_str(); }
 
  private:
