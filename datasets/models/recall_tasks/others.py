@@ -123,6 +123,7 @@ def passages(r, text, room):
     wanted = r.randrange(n)
     for i in range(n):
         body = excerpt(r, text, r.randint(16, max(17, min(140, room // 6))), region)
+        body = edited(r, text, body) if r.random() < 0.3 else body
         facts.append((body + "\n", i == wanted))
         if i == wanted:
             first = " ".join(body.split(" ")[: r.randint(4, 7)])
@@ -152,11 +153,47 @@ def excerpt(r, text, tokens, region=None):
     return " ".join(words[:-1] if len(words) > 4 else words)
 
 
+LIKE = [
+    group.split()
+    for group in (
+        "this that these those|would should could might will shall|a the|is was|are were|has had have|I you he she we they|his her my your their our|"
+        "him them me us|in on at by to from of with|and but or|not never|meanwhile meantime|here there|great good much|upon on|until till|'Yes,' 'No,'"
+    ).split("|")
+]
+
+
+def edited(r, text, body, share=None):
+    """The passage with some of its words changed: a language model's guess is wrong there, only what was read helps."""
+    share = share or r.choice([0.05, 0.1, 0.2, 0.35])
+    words = body.split(" ")
+    out = []
+    for i, word in enumerate(words):
+        if r.random() >= share:
+            out.append(word)
+            continue
+        like = [w for group in LIKE if word in group for w in group if w != word]
+        x = r.random()
+        if like and x < 0.7:
+            out.append(r.choice(like))
+        elif x < 0.35:
+            out.append(r.choice(text.words))
+        elif x < 0.5:
+            out.append(r.choice(words))
+        elif x < 0.6:
+            out += [word, r.choice(text.words)]
+        elif x < 0.7:
+            pass
+        else:
+            bare = word.strip("'.,;:!?-")
+            out.append(r.choice(["{}", "{}", "{},", "{}.", "{}...", "{}....", "'{}", "{}'", "{}?'", "{};", "{}!"]).format(bare or word))
+    return " ".join(out) or body
+
+
 def copying(r, text, room, *, notes=None, length=None):
     """Repeat a note word for word; what marks its end does not occur inside."""
     if notes is None and r.random() < 0.2:
         return passages(r, text, room)
-    n = notes or r.randint(1, max(1, min(16, room // 300)))
+    n = notes or r.randint(1, max(1, min(24, room // 300)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
     turns, facts, region = [], [], near(r, text)
     frame = r.choice(
@@ -170,16 +207,20 @@ def copying(r, text, room, *, notes=None, length=None):
             "Note of {k}: <<{v}>>",
         ]
     )
-    wanted = r.sample(range(len(heads)), 1 if notes else r.randint(1, min(len(heads), 6)))
+    wanted = r.sample(range(len(heads)), 1 if notes else r.randint(1, min(len(heads), 12)))
     bodies = []
+    changed = 0 if notes else r.choice([0, 0.5, 1])
     for i, k in enumerate(heads):
         size = length or r.randint(12, max(13, min(160, room // 4)))
         if r.random() < 0.3 and not length:
             body = r.choice([" ", ", "]).join(
                 Maker(r, text, r.choice(["word", "digits", "name"])).draw() for _ in range(size // 3)
             )
+        elif bodies and changed and r.random() < 0.12:
+            body = edited(r, text, r.choice(bodies), r.choice([0.05, 0.1, 0.2]))
         else:
             body = excerpt(r, text, size, region)
+            body = edited(r, text, body) if r.random() < changed else body
         bodies.append(body.replace('"', "'").replace("[end]", "end").replace(">>", ">"))
         facts.append((fill(frame, k=k, v=bodies[-1]), i in wanted))
     for i in wanted:
