@@ -176,6 +176,28 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
   }
 
+  const auto pair_of = [&](int x) {
+    int low = 0, top = pairs;
+    while (top - low > 1) {
+      const int mid = (low + top) / 2;
+      (first[mid] <= x ? low : top) = mid;
+    }
+    return low;
+  };
+  // Asked for in front of the copies, which they would have to wait for.
+  QueryPiece asked[ColumnTiles][S::steps / 2];
+  const auto ask_queries = [&](int of) {
+    const int row = of / a.kv_heads, kv_head = of % a.kv_heads;
+#pragma unroll
+    for (int c = 0; c < ColumnTiles; ++c) {
+      const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
+#pragma unroll
+      for (int j = 0; j < S::steps / 2; ++j) asked[c][j] = query_piece(from, q, j);
+    }
+  };
+  int pair = pair_of(lo);
+  ask_queries(pair);
+
   Unit ahead = {};
   if (lane < items) ahead = locate<Dim>(a, first, pairs, lo + warp + lane * warps);
   Unit current = ahead;  // of the batch of 32 that is being worked on
@@ -204,18 +226,8 @@ __global__ void __launch_bounds__(256, 1)
   for (int i = 0; i < a.stages && i < items; ++i) issue(i, ahead);
 
   const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
-
-  int pair = 0;
-  {
-    int top = pairs;
-    while (top - pair > 1) {
-      const int mid = (pair + top) / 2;
-      (first[mid] <= lo ? pair : top) = mid;
-    }
-  }
-  for (int i = 0; pair < pairs && first[pair] < hi; ++pair) {
+  for (int i = 0; pair < pairs;) {
     const int begin = first[pair], end = first[pair + 1];
-    if (begin == end) continue;
     const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
     const int tokens = tokens_of_pair(a, pair);
     const int stop = min(end, hi);
@@ -223,13 +235,10 @@ __global__ void __launch_bounds__(256, 1)
     // B fragments of Q^T: columns are the query heads of the group.
     unsigned qf[ColumnTiles][S::steps][2];
 #pragma unroll
-    for (int c = 0; c < ColumnTiles; ++c) {
-      const int head = c * 8 + g;
-      const float* from = a.queries + row * a.query_row + (kv_head * group + min(head, group - 1)) * a.query_head;
-      const float factor = head < group ? 1.f : 0.f;
+    for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
-      for (int j = 0; j < S::steps / 2; ++j) pack_query<T>(from, factor, q, j, qf[c][2 * j], qf[c][2 * j + 1]);
-    }
+      for (int j = 0; j < S::steps / 2; ++j)
+        pack_query<T>(asked[c][j], c * 8 + g < group ? 1.f : 0.f, qf[c][2 * j], qf[c][2 * j + 1]);
     float o[ColumnTiles][S::tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
@@ -326,6 +335,8 @@ __global__ void __launch_bounds__(256, 1)
         for (int t = 0; t < S::tiles; ++t)
           *reinterpret_cast<float2*>(to + element_of<Dim>(g, 2 * t)) = make_float2(o[c][t][h], o[c][t][2 + h]);
       }
+    const int next_pair = end < hi ? pair_of(end) : pairs;
+    if (next_pair < pairs) ask_queries(next_pair);
     __syncthreads();
     const bool whole = begin >= lo && end <= hi;
     const int slot = blockIdx.x * 2 + (begin > lo ? 1 : 0);
@@ -394,6 +405,7 @@ __global__ void __launch_bounds__(256, 1)
       }
     }
     __syncthreads();
+    pair = next_pair;
   }
 }
 
