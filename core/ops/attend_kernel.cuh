@@ -123,12 +123,97 @@ inline __device__ void count_units(const Args& a, int pairs, int* first, int* wa
   __syncthreads();
 }
 
+// Floats of shared memory for a block's warps' results, or for what its threads merge of several blocks'.
+__host__ __device__ constexpr int merge_floats(int dim, int warps, int group) {
+  const int results = warps * group * (2 + dim), merged = warps * 32 * 6;
+  return results > merged ? results : merged;
+}
+
+// A block's partial result of a pair: [head] maximum and sum, [head, head_dim].
+template <int Dim, int ColumnTiles>
+struct Partial {
+  static constexpr int heads = 8 * ColumnTiles;
+  static constexpr std::int64_t floats = heads * (2 + Dim);
+};
+
+// A head's running result: of several parts in their order.
+struct Running {
+  float high = -INFINITY, sum = 0;
+  float4 out = {0, 0, 0, 0};
+
+  __device__ __forceinline__ void raise(float top) {
+    if (top <= high) return;
+    const float shrink = high == -INFINITY ? 0.f : exp2_fast(high - top);
+    high = top;
+    sum *= shrink, out.x *= shrink, out.y *= shrink, out.z *= shrink, out.w *= shrink;
+  }
+  // Of a maximum no larger.
+  __device__ __forceinline__ void add(float other_high, float other_sum, const float4& other) {
+    const float weight = other_high == -INFINITY ? 0.f : exp2_fast(other_high - high);
+    sum += weight * other_sum;
+    out.x += weight * other.x, out.y += weight * other.y, out.z += weight * other.z, out.w += weight * other.w;
+  }
+};
+
+// Partial results of `parts` blocks become the pair's: `first`, and from the second on those behind `others`, two a
+// block. By a whole block; all loads of up to `at_once` parts a thread are one round trip. Threads that share a column
+// of four elements take every n-th part each.
+template <int Dim, int ColumnTiles>
+__device__ __forceinline__ void merge_parts(const Args& a, int pair, const float* first, const float* others, int parts,
+                                            float* memory) {
+  using P = Partial<Dim, ColumnTiles>;
+  constexpr int at_once = 10;
+  const int threads = blockDim.x, columns = a.group * (Dim / 4), across = min(columns, threads),
+            teams = threads / across, team = threadIdx.x / across;
+  const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
+  float4* team_out = reinterpret_cast<float4*>(memory);
+  float2* team_sum = reinterpret_cast<float2*>(team_out + threads);
+  for (int column = threadIdx.x % across; column < columns; column += across) {
+    const int head = column / (Dim / 4);
+    Running r;
+    for (int i = team; team < teams && i < parts; i += at_once * teams) {
+      float2 sums[at_once];
+      float4 outs[at_once];
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) {
+        const int k = min(i + u * teams, parts - 1);
+        const float* part = k == 0 ? first : others + k * 2 * P::floats;
+        sums[u] = __ldcg(reinterpret_cast<const float2*>(part) + head);
+        outs[u] = __ldcg(reinterpret_cast<const float4*>(part + 2 * P::heads) + column);
+      }
+      float top = -INFINITY;
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) top = fmaxf(top, sums[u].x);
+      r.raise(top);
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (i + u * teams < parts) r.add(sums[u].x, sums[u].y, outs[u]);
+    }
+    if (teams > 1) {  // then every thread comes here once: across = columns
+      team_out[threadIdx.x] = r.out;
+      team_sum[threadIdx.x] = make_float2(r.high, r.sum);
+      __syncthreads();
+    }
+    if (team > 0) continue;
+    for (int t = 1; t < teams; ++t) {
+      const float2 other = team_sum[threadIdx.x + t * across];
+      r.raise(other.x);
+      r.add(other.x, other.y, team_out[threadIdx.x + t * across]);
+    }
+    const float share = r.sum > 0 ? 1 / r.sum : 0.f;
+    const int query_head = kv_head * a.group + head, element = column % (Dim / 4) * 4;
+    float* out = a.out + row * a.out_row + query_head * a.out_head + element;
+    out[0] = r.out.x * share, out[1] = r.out.y * share, out[2] = r.out.z * share, out[3] = r.out.w * share;
+    if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum > 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
+  }
+}
+
 // Turn: keys are stored as they were before RoPE and turned by their tokens' ranks in the cache.
 template <class T, int Dim, int ColumnTiles, bool Turn>
 __global__ void __launch_bounds__(256, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap map) {
   using S = UnitShape<Dim>;
-  constexpr int heads_room = 8 * ColumnTiles;
+  using P = Partial<Dim, ColumnTiles>;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int pairs = a.rows * a.kv_heads, group = a.group;
 
@@ -136,9 +221,8 @@ __global__ void __launch_bounds__(256, 1)
   unsigned char* stages = memory;
   std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(stages + warps * a.stages * S::unit_bytes);
   float* merge = reinterpret_cast<float*>(barriers + warps * a.stages);  // [warp, head] max, sum; [warp, head, dim]
-  int* first = reinterpret_cast<int*>(merge + warps * group * (2 + Dim));
+  int* first = reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group));
   __shared__ int warp_sum[8];
-  __shared__ float share[8 * ColumnTiles];  // [head] 1 / sum
   __shared__ bool merges;
   float2* turns = nullptr;  // [head_dim / 2]
   if constexpr (Turn) {
@@ -340,7 +424,7 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
     const bool whole = begin >= lo && end <= hi;
     const int slot = blockIdx.x * 2 + (begin > lo ? 1 : 0);
-    float* partial_out = a.partial + std::int64_t(slot) * heads_room * (Dim + 2);
+    float* partial_out = a.partial + slot * P::floats;
     for (int x = threadIdx.x; x < group * Dim; x += blockDim.x) {
       const int head = x / Dim, d = x % Dim;
       float top = -INFINITY, total_sum = 0, value = 0;
@@ -358,50 +442,25 @@ __global__ void __launch_bounds__(256, 1)
           a.lse[row * a.lse_row + query_head] = total_sum > 0 ? top * ln2 + logf(total_sum) : -INFINITY;
       } else {
         if (d == 0) partial_out[head * 2] = top, partial_out[head * 2 + 1] = total_sum;
-        partial_out[2 * heads_room + head * Dim + d] = value;
+        partial_out[2 * P::heads + head * Dim + d] = value;
       }
     }
     if (!whole) {
       // Blocks whose parts of the line touch this pair.
       const int from = static_cast<int>(((begin + 1) * blocks - 1) / total),
                 to = static_cast<int>((end * blocks - 1) / total);
-      __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0) merges = atomicAdd(a.arrived + pair, 1) == to - from;
+      if (threadIdx.x == 0) {
+        __threadfence();  // of the block's writes, which the barrier has put in front
+        merges = atomicAdd(a.arrived + pair, 1) == to - from;
+        if (merges) a.arrived[pair] = 0;
+        __threadfence();
+      }
       __syncthreads();
       if (merges) {
-        __threadfence();
-        const int parts = to - from + 1,
-                  from_slot = from * 2 + (begin > static_cast<int>(total * from / blocks) ? 1 : 0);
-        const auto part = [&](int i) {
-          return a.partial + std::int64_t(i == 0 ? from_slot : 2 * (from + i)) * heads_room * (Dim + 2);
-        };
-        float* weights = merge;  // [part, head]
-        for (int head = warp; head < group; head += warps) {
-          float top = -INFINITY, sum_of = 0;
-          for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(part(i) + head * 2));
-          for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-          for (int i = lane; i < parts; i += 32) {
-            const float high_i = __ldcg(part(i) + head * 2),
-                        weight = high_i == -INFINITY ? 0.f : exp2_fast(high_i - top);
-            weights[i * group + head] = weight;
-            sum_of += weight * __ldcg(part(i) + head * 2 + 1);
-          }
-          for (int d = 1; d < 32; d *= 2) sum_of += __shfl_xor_sync(~0u, sum_of, d);
-          if (lane) continue;
-          share[head] = sum_of > 0 ? 1 / sum_of : 0.f;
-          if (a.lse)
-            a.lse[row * a.lse_row + kv_head * group + head] = sum_of > 0 ? top * ln2 + logf(sum_of) : -INFINITY;
-        }
-        __syncthreads();
-        for (int x = threadIdx.x; x < group * Dim; x += blockDim.x) {
-          const int head = x / Dim, d = x % Dim;
-          float value = 0;
-#pragma unroll 8
-          for (int i = 0; i < parts; ++i) value += weights[i * group + head] * __ldcg(part(i) + 2 * heads_room + x);
-          a.out[row * a.out_row + (kv_head * group + head) * a.out_head + d] = value * share[head];
-        }
-        if (threadIdx.x == 0) a.arrived[pair] = 0;
+        const int from_slot = from * 2 + (begin > static_cast<int>(total * from / blocks) ? 1 : 0);
+        merge_parts<Dim, ColumnTiles>(a, pair, a.partial + from_slot * P::floats, a.partial + 2 * from * P::floats,
+                                      to - from + 1, merge);
       }
     }
     __syncthreads();
@@ -413,7 +472,7 @@ template <class T, int Dim, int ColumnTiles, bool Turn>
 void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   using S = UnitShape<Dim>;
   const int warps = Dim > 128 ? 4 : 8, pairs = a.rows * a.kv_heads;
-  const std::int64_t fixed = std::int64_t{warps} * a.group * (2 + Dim) * 4 + (pairs + 1) * 4;
+  const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + (pairs + 1) * 4;
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
   a.stages = static_cast<int>(std::min<std::int64_t>(16, (limit - fixed) / (warps * (S::unit_bytes + 8))));
