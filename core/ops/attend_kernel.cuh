@@ -27,6 +27,7 @@ struct Args {
   const float* queries;
   std::int64_t query_row, query_head;
   float *out, *lse, *mass;
+  void* rounded;  // or null: [row, query head, head_dim] of T
   std::int64_t out_row, out_head, lse_row, mass_row, mass_head;
   const std::byte* base;
   const std::int32_t* last;
@@ -198,21 +199,30 @@ struct Running {
   }
 };
 
+template <class T, int Dim>
+__device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head, int element) {
+  return static_cast<T*>(a.rounded) + (std::int64_t{row} * a.kv_heads * a.group + query_head) * Dim + element;
+}
+
 // Of a column of four elements of the pair's heads.
-template <int Dim>
+template <class T, int Dim>
 __device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
   const float share = r.sum > 0 ? 1 / r.sum : 0.f;
   const int row = pair / a.kv_heads, query_head = pair % a.kv_heads * a.group + column / (Dim / 4),
             element = column % (Dim / 4) * 4;
+  const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
   float* out = a.out + row * a.out_row + query_head * a.out_head + element;
-  out[0] = r.out.x * share, out[1] = r.out.y * share, out[2] = r.out.z * share, out[3] = r.out.w * share;
+  out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+  if (a.rounded)
+    *reinterpret_cast<uint2*>(rounded_at<T, Dim>(a, row, query_head, element)) =
+        make_uint2(Pair<T>::pack(x.x, x.y), Pair<T>::pack(x.z, x.w));
   if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum > 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
 }
 
 // Partial results of `parts` blocks become the pair's: `first`, and from the second on those behind `others`, two a
 // block. By a whole block; all loads of up to `at_once` parts a thread are one round trip. Threads that share a column
 // of four elements take every n-th part each.
-template <int Dim, int ColumnTiles>
+template <class T, int Dim, int ColumnTiles>
 __device__ __forceinline__ void merge_parts(const Args& a, int pair, const float* first, const float* others, int parts,
                                             float* memory) {
   using P = Partial<Dim, ColumnTiles>;
@@ -253,7 +263,7 @@ __device__ __forceinline__ void merge_parts(const Args& a, int pair, const float
       r.raise(other.x);
       r.add(other.x, other.y, team_out[threadIdx.x + t * across]);
     }
-    put_result<Dim>(a, pair, column, r);
+    put_result<T, Dim>(a, pair, column, r);
   }
 }
 
@@ -309,6 +319,7 @@ __global__ void __launch_bounds__(256, 1)
       for (int i = threadIdx.x; i < group * Dim; i += blockDim.x) {
         const int row = pair / a.kv_heads, head = pair % a.kv_heads * group + i / Dim;
         a.out[row * a.out_row + head * a.out_head + i % Dim] = 0;
+        if (a.rounded) *rounded_at<T, Dim>(a, row, head, i % Dim) = T(0.f);
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
   // Every block that works has at least one unit, so all from a pair's first to its last block arrive for it.
@@ -495,7 +506,7 @@ __global__ void __launch_bounds__(256, 1)
           r.add(merge_high[w * group + head], merge_sum[w * group + head],
                 reinterpret_cast<const float4*>(merge_out)[w * group * (Dim / 4) + column]);
         if (begin >= lo && end <= hi) {
-          put_result<Dim>(a, pair, column, r);
+          put_result<T, Dim>(a, pair, column, r);
         } else {
           if (column % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
           reinterpret_cast<float4*>(partial + 2 * P::heads)[column] = r.out;
@@ -541,8 +552,8 @@ __global__ void __launch_bounds__(256, 1)
     if (!merges[i]) continue;
     const int of = i ? last_pair : first_pair, from = first_block[i];
     const float* others = a.partial + 2 * from * P::floats;
-    merge_parts<Dim, ColumnTiles>(a, of, first[of] > line.begin(from) ? others + P::floats : others, others, parts[i],
-                                  merge);
+    merge_parts<T, Dim, ColumnTiles>(a, of, first[of] > line.begin(from) ? others + P::floats : others, others,
+                                     parts[i], merge);
     __syncthreads();
   }
 }
@@ -555,7 +566,9 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + warps * 8;
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
-  a.stages = static_cast<int>(std::min<std::int64_t>(16, (limit - fixed) / (warps * (S::unit_bytes + 8))));
+  // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.
+  constexpr std::int64_t under_way = 128 << 10, enough = under_way / (warps * S::unit_bytes);
+  a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (S::unit_bytes + 8))));
   if (a.stages < 2)
     throw Error(Errc::unsupported,
                 "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(Dim) +
