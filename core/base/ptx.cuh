@@ -94,6 +94,14 @@ __device__ __forceinline__ unsigned transpose8x8(unsigned x) {
   return y;
 }
 
+// atomicAdd that comes after what the thread, or its block in front of a barrier, has written, and before what they
+// read behind it.
+__device__ __forceinline__ int add_released(int* p, int x) {
+  int old;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory");
+  return old;
+}
+
 // ---- transaction barriers and bulk copies (Hopper) ----------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {

@@ -248,6 +248,7 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
   a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
+  if (decoding_ && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   cuda().attend(a, stream_.handle());
 }
@@ -270,6 +271,9 @@ void CudaExecutor::attend_each(const PagedKv& kv, const PageList* pages, const V
   }
 }
 
+// Whether attention leaves its output as the next product takes it.
+bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype == weights_.dtype; }
+
 DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
@@ -282,7 +286,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, Vi
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
-    if (round && all.layouts->dtype == weights_.dtype) a.rounded = attention_.as<>();
+    if (round && rounds(all)) a.rounded = attention_.as<>();
     if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
@@ -302,14 +306,14 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, Vi
   return DType::f32;
 }
 
-void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, DType attended) {
+void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
   const std::int64_t block = rows_together();
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
     float* x = x_.as<float>() + at * c.hidden;
-    const auto* from = attention_.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
+    const auto* from = attention.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
     linear(l.output, from, attended, count, l.output_bias, x, c.hidden, true);
     norm(x, l.post_norm, count, normed_.as<>());
     ops::LinearArgs a;
@@ -398,7 +402,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     show(info, n);
     if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(l, n, attended);
+    finish_layer(l, n, attention_, attended);
   }
   store_.advance(slot, static_cast<int>(n), false);
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
@@ -437,15 +441,14 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
                                    {n, c.heads, longest});
       info.mass = mass;
     }
-    if (batch_invariant_)
-      attend_each(store_.view(layer, slots), info.pages, mass);
-    else
-      attend(store_.view(layer, slots), 0, info.pages, mass);
+    const PagedKv kv = store_.view(layer, slots);
+    const bool rounded = rounds(kv);
+    batch_invariant_ ? attend_each(kv, info.pages, mass) : attend(kv, 0, info.pages, mass);
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     fit = hooks.attended(info);
     store_.workspace().reset();
     if (fit != Fit::ok) return fit;
-    finish_layer(l, n);
+    rounded ? finish_layer(l, n, rounded_, weights_.dtype) : finish_layer(l, n, attention_, DType::f32);
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(0, n);
@@ -487,6 +490,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
   begin(tokens, position);
+  room<std::uint16_t>(rounded_, n * model_->config.heads * model_->config.head_dim);
   const bool replayable = hooks.replayable() && n <= row_block;
   if (!replayable || !replay(slots, hooks)) {
     watch_.begin(stream_);

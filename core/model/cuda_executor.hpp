@@ -55,8 +55,9 @@ class CudaExecutor final : public Executor {
   void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
+  bool rounds(const PagedKv& kv) const;
   DType attend_chunk(const PagedKv& chunk, int longest, bool round, View<float, 2> mass);  // of what attention_ holds
-  void finish_layer(const CudaLayer& l, std::int64_t rows, DType attended = DType::f32);
+  void finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
@@ -80,6 +81,7 @@ class CudaExecutor final : public Executor {
   StreamMemory tokens_, position_;    // i32 [row]
   StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
                                       // attention_ of a prompt in the weights' dtype if nobody looks at it
+  StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
   StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim]; cache_relative only
   StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
   StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see

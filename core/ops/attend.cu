@@ -4,8 +4,10 @@
 #include <tuple>
 
 #include "base/scratch.cuh"
+#include "base/tensor_map.hpp"
 #include "ops/attend_cuda.hpp"
 #include "ops/attend_kernel.cuh"
+#include "ops/linear_cuda.hpp"
 #include "ops/ranks.cuh"
 
 namespace kvlab::ops {
@@ -44,6 +46,16 @@ void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t str
   }
 }
 
+void round_output(const AttendArgs& in, void* handle) {
+  NormArgs a;
+  a.x = in.out.data;
+  a.rows = in.kv.rows, a.n = in.out.extent[1] * in.out.extent[2], a.x_stride = in.out.stride[0];
+  a.dtype = in.kv.layouts[0].dtype;
+  a.out = in.rounded;
+  a.out_stride = a.n;
+  rms_norm_cuda(a, handle);
+}
+
 }  // namespace
 
 // Nothing past what the cache names is ever asked for.
@@ -53,22 +65,7 @@ const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
   const std::lock_guard lock(mutex);
   const auto key = std::make_tuple(base, box_rows, half);
   if (const auto found = maps.find(key); found != maps.end()) return found->second;
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cuda::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
-              "cuTensorMapEncodeTiled");
-  if (!entry)
-    throw Error(Errc::device, "got a driver without cuTensorMapEncodeTiled, wanted CUDA 12 or newer", "op attend");
-  CUtensorMap map;
-  const cuuint64_t extent[] = {64, 0x7fffffff}, stride[] = {128};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};
-  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
-      &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base),
-      extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS)
-    throw Error(Errc::device, "got error " + std::to_string(status) + " for a map of 128-byte rows", "op attend");
-  return maps.emplace(key, map).first->second;
+  return maps.emplace(key, cuda::matrix_map(base, half, 0x7fffffff, 64, 64, box_rows)).first->second;
 }
 
 bool attend_pipelined(const AttendArgs& in) {
@@ -83,7 +80,11 @@ bool attend_pipelined(const AttendArgs& in) {
 }
 
 void attend_cuda(const AttendArgs& in, void* handle) {
-  if (!attend_pipelined(in)) return attend_any_cuda(in, handle);
+  if (!attend_pipelined(in)) {
+    attend_any_cuda(in, handle);
+    if (in.rounded) round_output(in, handle);
+    return;
+  }
   const PagedKv& kv = in.kv;
   const cudaStream_t stream = cuda::stream_of(handle);
   const PageLayout& l = kv.layouts[0];
@@ -131,6 +132,7 @@ void attend_cuda(const AttendArgs& in, void* handle) {
     a.slots = kv.slots + begin;
     a.queries = in.queries.data + begin * a.query_row;
     a.out = in.out.data + begin * a.out_row;
+    if (in.rounded) a.rounded = static_cast<std::byte*>(in.rounded) + std::int64_t{begin} * heads * row_bytes;
     a.last = in.last ? in.last + begin : nullptr;
     if (lse) a.lse = lse.data + begin * lse.stride[0], a.lse_row = lse.stride[0];
     if (in.mass)

@@ -14,6 +14,7 @@ struct AttendArgs {
   int window = 0;  // model's sliding window in tokens, 0 = none: only positions > last - window are seen
   const std::int32_t* last = nullptr;  // [row] text position of the query
   View<float, 3> out;                  // [row, query head, head_dim]
+  void* rounded = nullptr;             // optional, CUDA only, of a dense out: the same in the cache's 16-bit dtype
   View<float, 2> lse;                  // optional: [row, query head], natural log
   View<float, 3> mass;                 // optional: [row, query head, token place]; 0 where not attended, to its extent
 };

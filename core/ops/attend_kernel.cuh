@@ -27,6 +27,7 @@ struct Args {
   const float* queries;
   std::int64_t query_row, query_head;
   float *out, *lse, *mass;
+  void* rounded;  // or null: [row, query head, head_dim] of T
   std::int64_t out_row, out_head, lse_row, mass_row, mass_head;
   const std::byte* base;
   const std::int32_t* last;
@@ -44,16 +45,20 @@ struct Args {
   int rank_room;
 };
 
-__device__ __forceinline__ int tokens_of_pair(const Args& a, int pair) {
-  const int row = pair / a.kv_heads, head = pair % a.kv_heads;
-  const int length = a.length[a.slots[row] * a.length_slot + head * a.length_head];
-  if (!a.list) return length;
-  const int count = a.list_count[row * a.count_row + head * a.count_head];
-  if (count == 0) return 0;
-  const int newest = (length - 1) / a.page_size;
-  const int last = a.list[row * a.list_row + head * a.list_head + count - 1];
-  return count * a.page_size - (last == newest ? (newest + 1) * a.page_size - length : 0);
-}
+// The line of units, cut into equal parts for the blocks.
+struct Line {
+  int blocks, share, longer;  // blocks that have any; units of a part, the first `longer` parts have one more
+
+  __device__ Line(int units, int most) {
+    blocks = min(most, units);
+    share = blocks > 0 ? units / blocks : 0, longer = units - share * blocks;
+  }
+  __device__ int begin(int block) const { return block * share + min(block, longer); }
+  __device__ int block_of(int unit) const {
+    const int in_longer = longer * (share + 1);
+    return unit < in_longer ? unit / (share + 1) : longer + (unit - in_longer) / share;
+  }
+};
 
 // What a lane knows of one unit to come: rows of the tensor map, place of its first token in the cache.
 struct Unit {
@@ -61,14 +66,31 @@ struct Unit {
   int place0, place1;
 };
 
-template <int Dim>
-__device__ __forceinline__ Unit locate(const Args& a, const int* first, int pairs, int x) {
-  int lo = 0, hi = pairs;
-  while (hi - lo > 1) {
-    const int mid = (lo + hi) / 2;
-    (first[mid] <= x ? lo : hi) = mid;
+// What a block keeps of the pairs in shared memory.
+struct Pairs {
+  int count;
+  int* first;              // [pair] units before it, [count] = all
+  unsigned char* missing;  // [pair] tokens that its last unit lacks
+
+  static constexpr int bytes_of(int pairs) { return (pairs + 1) * 4 + pairs; }
+  __device__ Pairs(int pairs, int* memory)
+      : count(pairs), first(memory), missing(reinterpret_cast<unsigned char*>(memory + pairs + 1)) {}
+  __device__ __forceinline__ int of_unit(int x) const {
+    int low = 0, high = count;
+    while (high - low > 1) {
+      const int mid = (low + high) / 2;
+      (first[mid] <= x ? low : high) = mid;
+    }
+    return low;
   }
-  const int pair = lo, u = x - first[pair], row = pair / a.kv_heads, head = pair % a.kv_heads;
+  __device__ __forceinline__ int tokens(int pair) const {
+    return (first[pair + 1] - first[pair]) * unit_tokens - missing[pair];
+  }
+};
+
+template <int Dim>
+__device__ __forceinline__ Unit locate(const Args& a, const Pairs& pairs, int x) {
+  const int pair = pairs.of_unit(x), u = x - pairs.first[pair], row = pair / a.kv_heads, head = pair % a.kv_heads;
   const PageEntry* entries = a.table + a.slots[row] * a.table_slot + head * a.table_head;
   const std::int32_t* list = a.list ? a.list + row * a.list_row + head * a.list_head : nullptr;
   Unit out;
@@ -79,7 +101,7 @@ __device__ __forceinline__ Unit locate(const Args& a, const int* first, int pair
     out.place0 = page * a.page_size + sub * unit_tokens;
     out.y1 = -1, out.place1 = 0;
   } else {
-    const int count = (tokens_of_pair(a, pair) + a.page_size - 1) / a.page_size;
+    const int count = (pairs.tokens(pair) + a.page_size - 1) / a.page_size;
     const int p0 = list ? list[2 * u] : 2 * u;
     out.y0 = entries[p0].frame;
     out.place0 = p0 * a.page_size;
@@ -93,21 +115,43 @@ __device__ __forceinline__ Unit locate(const Args& a, const int* first, int pair
   return out;
 }
 
-// first[pair] = units before it, first[pairs] = all.
-inline __device__ void count_units(const Args& a, int pairs, int* first, int* warp_sum) {
-  const int threads = blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int each = (pairs + threads - 1) / threads, begin = threadIdx.x * each;
-  constexpr int most = max_pairs / 128;  // of each: blocks have 128 or 256 threads
-  int units[most], own = 0;
+// Tokens of pairs `begin` and on, up to `Most`: all in two round trips.
+template <int Most>
+__device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs, int (&tokens)[Most]) {
+  int row[Most], head[Most], slot[Most], count[Most], length[Most], last[Most];
 #pragma unroll
-  for (int i = 0; i < most; ++i)  // all loads at once
-    units[i] = i < each && begin + i < pairs ? (tokens_of_pair(a, begin + i) + unit_tokens - 1) / unit_tokens : 0;
+  for (int i = 0; i < Most; ++i) {
+    const int pair = min(begin + i, pairs - 1);
+    row[i] = pair / a.kv_heads, head[i] = pair % a.kv_heads;
+    slot[i] = a.slots[row[i]];
+    count[i] = a.list ? a.list_count[row[i] * a.count_row + head[i] * a.count_head] : 0;
+  }
 #pragma unroll
-  for (int i = 0; i < most; ++i)
-    if (i < each && begin + i < pairs) {
-      first[begin + i] = own;
-      own += units[i];
-    }
+  for (int i = 0; i < Most; ++i) {
+    length[i] = a.length[slot[i] * a.length_slot + head[i] * a.length_head];
+    last[i] = count[i] > 0 ? a.list[row[i] * a.list_row + head[i] * a.list_head + count[i] - 1] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < Most; ++i) {
+    const int newest = (length[i] - 1) / a.page_size;
+    const int lacking = last[i] == newest ? (newest + 1) * a.page_size - length[i] : 0;
+    tokens[i] = !a.list ? length[i] : count[i] > 0 ? count[i] * a.page_size - lacking : 0;
+  }
+}
+
+template <int Threads, int Most>
+__device__ __forceinline__ void count_units(const Args& a, const Pairs& to, int each, int* warp_sum) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = threadIdx.x * each;
+  int tokens[Most], own = 0;
+  count_tokens(a, begin, to.count, tokens);
+#pragma unroll
+  for (int i = 0; i < Most; ++i) {
+    if (i >= each || begin + i >= to.count) continue;
+    const int units = (tokens[i] + unit_tokens - 1) / unit_tokens;
+    to.first[begin + i] = own;
+    to.missing[begin + i] = static_cast<unsigned char>(units * unit_tokens - tokens[i]);
+    own += units;
+  }
   int before = own;
   for (int d = 1; d < 32; d *= 2) {
     const int other = __shfl_up_sync(~0u, before, d);
@@ -118,28 +162,135 @@ inline __device__ void count_units(const Args& a, int pairs, int* first, int* wa
   int offset = before - own;
   for (int w = 0; w < warp; ++w) offset += warp_sum[w];
   for (int i = 0; i < each; ++i)
-    if (begin + i < pairs) first[begin + i] += offset;
-  if (threadIdx.x == threads - 1) first[pairs] = offset + own;
+    if (begin + i < to.count) to.first[begin + i] += offset;
+  if (threadIdx.x == Threads - 1) to.first[to.count] = offset + own;
   __syncthreads();
 }
+
+// Floats of shared memory for a block's warps' results, or for what its threads merge of several blocks'.
+__host__ __device__ constexpr int merge_floats(int dim, int warps, int group) {
+  const int results = warps * group * (2 + dim), merged = warps * 32 * 6;
+  return results > merged ? results : merged;
+}
+
+// A block's partial result of a pair: [head] maximum and sum, [head, head_dim].
+template <int Dim, int ColumnTiles>
+struct Partial {
+  static constexpr int heads = 8 * ColumnTiles;
+  static constexpr std::int64_t floats = heads * (2 + Dim);
+};
+
+// A head's running result: of several parts in their order.
+struct Running {
+  float high = -INFINITY, sum = 0;
+  float4 out = {0, 0, 0, 0};
+
+  __device__ __forceinline__ void raise(float top) {
+    if (top <= high) return;
+    const float shrink = high == -INFINITY ? 0.f : exp2_fast(high - top);
+    high = top;
+    sum *= shrink, out.x *= shrink, out.y *= shrink, out.z *= shrink, out.w *= shrink;
+  }
+  // Of a maximum no larger.
+  __device__ __forceinline__ void add(float other_high, float other_sum, const float4& other) {
+    const float weight = other_high == -INFINITY ? 0.f : exp2_fast(other_high - high);
+    sum += weight * other_sum;
+    out.x += weight * other.x, out.y += weight * other.y, out.z += weight * other.z, out.w += weight * other.w;
+  }
+};
+
+template <class T, int Dim>
+__device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head, int element) {
+  return static_cast<T*>(a.rounded) + (std::int64_t{row} * a.kv_heads * a.group + query_head) * Dim + element;
+}
+
+// Of a column of four elements of the pair's heads.
+template <class T, int Dim>
+__device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
+  const float share = r.sum > 0 ? 1 / r.sum : 0.f;
+  const int row = pair / a.kv_heads, query_head = pair % a.kv_heads * a.group + column / (Dim / 4),
+            element = column % (Dim / 4) * 4;
+  const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
+  float* out = a.out + row * a.out_row + query_head * a.out_head + element;
+  out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+  if (a.rounded)
+    *reinterpret_cast<uint2*>(rounded_at<T, Dim>(a, row, query_head, element)) =
+        make_uint2(Pair<T>::pack(x.x, x.y), Pair<T>::pack(x.z, x.w));
+  if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum > 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
+}
+
+// Partial results of `parts` blocks become the pair's: `first`, and from the second on those behind `others`, two a
+// block. By a whole block; all loads of up to `at_once` parts a thread are one round trip. Threads that share a column
+// of four elements take every n-th part each.
+template <class T, int Dim, int ColumnTiles>
+__device__ __forceinline__ void merge_parts(const Args& a, int pair, const float* first, const float* others, int parts,
+                                            float* memory) {
+  using P = Partial<Dim, ColumnTiles>;
+  constexpr int at_once = 10;
+  const int threads = blockDim.x, columns = a.group * (Dim / 4), across = min(columns, threads),
+            teams = threads / across, team = threadIdx.x / across;
+  float4* team_out = reinterpret_cast<float4*>(memory);
+  float2* team_sum = reinterpret_cast<float2*>(team_out + threads);
+  for (int column = threadIdx.x % across; column < columns; column += across) {
+    const int head = column / (Dim / 4);
+    Running r;
+    for (int i = team; team < teams && i < parts; i += at_once * teams) {
+      float2 sums[at_once];
+      float4 outs[at_once];
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) {
+        const int k = min(i + u * teams, parts - 1);
+        const float* part = k == 0 ? first : others + k * 2 * P::floats;
+        sums[u] = __ldcg(reinterpret_cast<const float2*>(part) + head);
+        outs[u] = __ldcg(reinterpret_cast<const float4*>(part + 2 * P::heads) + column);
+      }
+      float top = -INFINITY;
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) top = fmaxf(top, sums[u].x);
+      r.raise(top);
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (i + u * teams < parts) r.add(sums[u].x, sums[u].y, outs[u]);
+    }
+    if (teams > 1) {  // then every thread comes here once: across = columns
+      team_out[threadIdx.x] = r.out;
+      team_sum[threadIdx.x] = make_float2(r.high, r.sum);
+      __syncthreads();
+    }
+    if (team > 0) continue;
+    for (int t = 1; t < teams; ++t) {
+      const float2 other = team_sum[threadIdx.x + t * across];
+      r.raise(other.x);
+      r.add(other.x, other.y, team_out[threadIdx.x + t * across]);
+    }
+    put_result<T, Dim>(a, pair, column, r);
+  }
+}
+
+constexpr int warps_of(int dim) { return dim > 128 ? 4 : 8; }  // of a block
 
 // Turn: keys are stored as they were before RoPE and turned by their tokens' ranks in the cache.
 template <class T, int Dim, int ColumnTiles, bool Turn>
 __global__ void __launch_bounds__(256, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap map) {
   using S = UnitShape<Dim>;
-  constexpr int heads_room = 8 * ColumnTiles;
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int pairs = a.rows * a.kv_heads, group = a.group;
+  using P = Partial<Dim, ColumnTiles>;
+  constexpr int warps = warps_of(Dim), threads = warps * 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int group = a.group;
 
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char* stages = memory;
   std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(stages + warps * a.stages * S::unit_bytes);
-  float* merge = reinterpret_cast<float*>(barriers + warps * a.stages);  // [warp, head] max, sum; [warp, head, dim]
-  int* first = reinterpret_cast<int*>(merge + warps * group * (2 + Dim));
+  float* merge =
+      reinterpret_cast<float*>(barriers + warps * (a.stages + 1));  // [warp, head] max, sum; [warp, head, dim]
+  const Pairs pairs(a.rows * a.kv_heads, reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group)));
+  const int* first = pairs.first;
   __shared__ int warp_sum[8];
-  __shared__ float share[8 * ColumnTiles];  // [head] 1 / sum
-  __shared__ bool merges;
+  __shared__ int landed;  // warps whose results of a pair are in `merge`
+  // Pairs that other blocks have parts of, of the block's first and last.
+  __shared__ int parts[2], first_block[2];  // 0: none
+  __shared__ bool merges[2];
   float2* turns = nullptr;  // [head_dim / 2]
   if constexpr (Turn) {
     __shared__ float2 own_turns[Dim / 2];
@@ -148,27 +299,33 @@ __global__ void __launch_bounds__(256, 1)
 
   const unsigned my_stage = shared_address(stages) + warp * a.stages * S::unit_bytes;
   const unsigned my_barrier = shared_address(barriers + warp * a.stages);
+  const unsigned merged = shared_address(barriers + warps * a.stages);  // a pair's results have been read
   if (lane == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, 1);
+    if (warp == 0) barrier_init(merged, 1), landed = 0;
     barrier_init_fence();
   }
   __syncwarp();
   let_successor_start();
   wait_for_predecessor();
-  count_units(a, pairs, first, warp_sum);
+  const int each = (pairs.count + threads - 1) / threads;
+  if (each <= 2)
+    count_units<threads, 2>(a, pairs, each, warp_sum);
+  else
+    count_units<threads, max_pairs / threads>(a, pairs, each, warp_sum);
 
-  for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x)
+  for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
     if (first[pair + 1] == first[pair])
       for (int i = threadIdx.x; i < group * Dim; i += blockDim.x) {
         const int row = pair / a.kv_heads, head = pair % a.kv_heads * group + i / Dim;
         a.out[row * a.out_row + head * a.out_head + i % Dim] = 0;
+        if (a.rounded) *rounded_at<T, Dim>(a, row, head, i % Dim) = T(0.f);
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
   // Every block that works has at least one unit, so all from a pair's first to its last block arrive for it.
-  const std::int64_t total = first[pairs], blocks = min(static_cast<std::int64_t>(gridDim.x), total);
-  if (blockIdx.x >= blocks) return;
-  const int lo = static_cast<int>(total * blockIdx.x / blocks),
-            hi = static_cast<int>(total * (blockIdx.x + 1) / blocks);
+  const Line line(first[pairs.count], gridDim.x);
+  if (blockIdx.x >= line.blocks) return;
+  const int lo = line.begin(blockIdx.x), hi = line.begin(blockIdx.x + 1);
   const int items = (hi - lo - warp + warps - 1) / warps;  // of this warp: lo + warp + i * warps
   const std::uint64_t policy = read_once_policy();
   if constexpr (Turn) {
@@ -176,8 +333,23 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
   }
 
+  // Asked for in front of the copies, which they would have to wait for.
+  QueryPiece asked[ColumnTiles][S::steps / 2];
+  const auto ask_queries = [&](int of) {
+    const int row = of / a.kv_heads, kv_head = of % a.kv_heads;
+#pragma unroll
+    for (int c = 0; c < ColumnTiles; ++c) {
+      const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
+#pragma unroll
+      for (int j = 0; j < S::steps / 2; ++j) asked[c][j] = query_piece(from, q, j);
+    }
+  };
+  const int first_pair = pairs.of_unit(lo);
+  int pair = first_pair, handed = 0;  // pairs of the block before this one
+  ask_queries(pair);
+
   Unit ahead = {};
-  if (lane < items) ahead = locate<Dim>(a, first, pairs, lo + warp + lane * warps);
+  if (lane < items) ahead = locate<Dim>(a, pairs, lo + warp + lane * warps);
   Unit current = ahead;  // of the batch of 32 that is being worked on
   const auto issue = [&](int i, const Unit& batch) {
     const int y0 = __shfl_sync(~0u, batch.y0, i % 32), y1 = __shfl_sync(~0u, batch.y1, i % 32);
@@ -203,33 +375,28 @@ __global__ void __launch_bounds__(256, 1)
   };
   for (int i = 0; i < a.stages && i < items; ++i) issue(i, ahead);
 
-  const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
-
-  int pair = 0;
-  {
-    int top = pairs;
-    while (top - pair > 1) {
-      const int mid = (pair + top) / 2;
-      (first[mid] <= lo ? pair : top) = mid;
-    }
+  const int last_pair = pairs.of_unit(hi - 1);
+  if (threadIdx.x < 2) {
+    const int of = threadIdx.x ? last_pair : first_pair;
+    const bool shared = (first[of] < lo || first[of + 1] > hi) && (threadIdx.x == 0 || last_pair != first_pair);
+    first_block[threadIdx.x] = line.block_of(first[of]);
+    parts[threadIdx.x] = shared ? line.block_of(first[of + 1] - 1) - line.block_of(first[of]) + 1 : 0;
   }
-  for (int i = 0; pair < pairs && first[pair] < hi; ++pair) {
+
+  const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
+  for (int i = 0;; ++handed) {
     const int begin = first[pair], end = first[pair + 1];
-    if (begin == end) continue;
     const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
-    const int tokens = tokens_of_pair(a, pair);
+    const int tokens = pairs.tokens(pair);
     const int stop = min(end, hi);
 
     // B fragments of Q^T: columns are the query heads of the group.
     unsigned qf[ColumnTiles][S::steps][2];
 #pragma unroll
-    for (int c = 0; c < ColumnTiles; ++c) {
-      const int head = c * 8 + g;
-      const float* from = a.queries + row * a.query_row + (kv_head * group + min(head, group - 1)) * a.query_head;
-      const float factor = head < group ? 1.f : 0.f;
+    for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
-      for (int j = 0; j < S::steps / 2; ++j) pack_query<T>(from, factor, q, j, qf[c][2 * j], qf[c][2 * j + 1]);
-    }
+      for (int j = 0; j < S::steps / 2; ++j)
+        pack_query<T>(asked[c][j], c * 8 + g < group ? 1.f : 0.f, qf[c][2 * j], qf[c][2 * j + 1]);
     float o[ColumnTiles][S::tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
@@ -299,17 +466,18 @@ __global__ void __launch_bounds__(256, 1)
       const int next = i + a.stages;
       if (next % 32 == 0 && next < items + 32) {
         Unit fresh = {};
-        if (next + lane < items) fresh = locate<Dim>(a, first, pairs, lo + warp + (next + lane) * warps);
+        if (next + lane < items) fresh = locate<Dim>(a, pairs, lo + warp + (next + lane) * warps);
         ahead = fresh;
       }
       if (next < items) issue(next, ahead);
       if ((i + 1) % 32 == 0) current = ahead;
     }
 
-    // The block's warps into one.
+    // The block's warps into one, by the last of them to come here; the others go on.
     float* merge_high = merge;
     float* merge_sum = merge_high + warps * group;
     float* merge_out = merge_sum + warps * group;
+    if (handed > 0) barrier_wait(merged, (handed - 1) & 1);
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
@@ -326,73 +494,66 @@ __global__ void __launch_bounds__(256, 1)
         for (int t = 0; t < S::tiles; ++t)
           *reinterpret_cast<float2*>(to + element_of<Dim>(g, 2 * t)) = make_float2(o[c][t][h], o[c][t][2 + h]);
       }
-    __syncthreads();
-    const bool whole = begin >= lo && end <= hi;
-    const int slot = blockIdx.x * 2 + (begin > lo ? 1 : 0);
-    float* partial_out = a.partial + std::int64_t(slot) * heads_room * (Dim + 2);
-    for (int x = threadIdx.x; x < group * Dim; x += blockDim.x) {
-      const int head = x / Dim, d = x % Dim;
-      float top = -INFINITY, total_sum = 0, value = 0;
-      for (int w = 0; w < warps; ++w) top = fmaxf(top, merge_high[w * group + head]);
-      if (top != -INFINITY)
-        for (int w = 0; w < warps; ++w) {
-          const float weight = exp2_fast(merge_high[w * group + head] - top);
-          total_sum += weight * merge_sum[w * group + head];
-          value += weight * merge_out[(w * group + head) * Dim + d];
+    const auto combine = [&](int from, int step) {
+      float* partial = a.partial + (blockIdx.x * 2 + (begin > lo ? 1 : 0)) * P::floats;
+      for (int column = from; column < group * (Dim / 4); column += step) {
+        const int head = column / (Dim / 4);
+        Running r;
+#pragma unroll
+        for (int w = 0; w < warps; ++w) r.high = fmaxf(r.high, merge_high[w * group + head]);
+#pragma unroll
+        for (int w = 0; w < warps; ++w)
+          r.add(merge_high[w * group + head], merge_sum[w * group + head],
+                reinterpret_cast<const float4*>(merge_out)[w * group * (Dim / 4) + column]);
+        if (begin >= lo && end <= hi) {
+          put_result<T, Dim>(a, pair, column, r);
+        } else {
+          if (column % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
+          reinterpret_cast<float4*>(partial + 2 * P::heads)[column] = r.out;
         }
-      if (whole) {
-        const int query_head = kv_head * group + head;
-        a.out[row * a.out_row + query_head * a.out_head + d] = total_sum > 0 ? value / total_sum : 0.f;
-        if (a.lse && d == 0)
-          a.lse[row * a.lse_row + query_head] = total_sum > 0 ? top * ln2 + logf(total_sum) : -INFINITY;
-      } else {
-        if (d == 0) partial_out[head * 2] = top, partial_out[head * 2 + 1] = total_sum;
-        partial_out[2 * heads_room + head * Dim + d] = value;
+      }
+    };
+    if (end >= hi) {
+      __syncthreads();
+      combine(threadIdx.x, threads);
+      break;
+    }
+    const int next_pair = pairs.of_unit(end);
+    ask_queries(next_pair);
+    __threadfence_block();
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = atomicAdd(&landed, 1);
+    if (__shfl_sync(~0u, before, 0) == warps - 1) {
+      __threadfence_block();
+      combine(lane, 32);
+      __syncwarp();
+      if (lane == 0) {
+        landed = 0;
+        __threadfence_block();
+        barrier_arrive(merged);
       }
     }
-    if (!whole) {
-      // Blocks whose parts of the line touch this pair.
-      const int from = static_cast<int>(((begin + 1) * blocks - 1) / total),
-                to = static_cast<int>((end * blocks - 1) / total);
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) merges = atomicAdd(a.arrived + pair, 1) == to - from;
-      __syncthreads();
-      if (merges) {
-        __threadfence();
-        const int parts = to - from + 1,
-                  from_slot = from * 2 + (begin > static_cast<int>(total * from / blocks) ? 1 : 0);
-        const auto part = [&](int i) {
-          return a.partial + std::int64_t(i == 0 ? from_slot : 2 * (from + i)) * heads_room * (Dim + 2);
-        };
-        float* weights = merge;  // [part, head]
-        for (int head = warp; head < group; head += warps) {
-          float top = -INFINITY, sum_of = 0;
-          for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(part(i) + head * 2));
-          for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-          for (int i = lane; i < parts; i += 32) {
-            const float high_i = __ldcg(part(i) + head * 2),
-                        weight = high_i == -INFINITY ? 0.f : exp2_fast(high_i - top);
-            weights[i * group + head] = weight;
-            sum_of += weight * __ldcg(part(i) + head * 2 + 1);
-          }
-          for (int d = 1; d < 32; d *= 2) sum_of += __shfl_xor_sync(~0u, sum_of, d);
-          if (lane) continue;
-          share[head] = sum_of > 0 ? 1 / sum_of : 0.f;
-          if (a.lse)
-            a.lse[row * a.lse_row + kv_head * group + head] = sum_of > 0 ? top * ln2 + logf(sum_of) : -INFINITY;
-        }
-        __syncthreads();
-        for (int x = threadIdx.x; x < group * Dim; x += blockDim.x) {
-          const int head = x / Dim, d = x % Dim;
-          float value = 0;
-#pragma unroll 8
-          for (int i = 0; i < parts; ++i) value += weights[i * group + head] * __ldcg(part(i) + 2 * heads_room + x);
-          a.out[row * a.out_row + (kv_head * group + head) * a.out_head + d] = value * share[head];
-        }
-        if (threadIdx.x == 0) a.arrived[pair] = 0;
-      }
-    }
+    pair = next_pair;
+  }
+
+  // Of pairs that other blocks have parts of, whoever comes last merges.
+  if (parts[0] + parts[1] == 0) return;
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    const int of = threadIdx.x ? last_pair : first_pair, wanted = parts[threadIdx.x];
+    const bool comes_last = wanted > 0 && add_released(a.arrived + of, 1) == wanted - 1;
+    if (comes_last) a.arrived[of] = 0;
+    merges[threadIdx.x] = comes_last;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    if (!merges[i]) continue;
+    const int of = i ? last_pair : first_pair, from = first_block[i];
+    const float* others = a.partial + 2 * from * P::floats;
+    merge_parts<T, Dim, ColumnTiles>(a, of, first[of] > line.begin(from) ? others + P::floats : others, others,
+                                     parts[i], merge);
     __syncthreads();
   }
 }
@@ -400,11 +561,14 @@ __global__ void __launch_bounds__(256, 1)
 template <class T, int Dim, int ColumnTiles, bool Turn>
 void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   using S = UnitShape<Dim>;
-  const int warps = Dim > 128 ? 4 : 8, pairs = a.rows * a.kv_heads;
-  const std::int64_t fixed = std::int64_t{warps} * a.group * (2 + Dim) * 4 + (pairs + 1) * 4;
+  constexpr int warps = warps_of(Dim);
+  const int pairs = a.rows * a.kv_heads;
+  const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + warps * 8;
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
-  a.stages = static_cast<int>(std::min<std::int64_t>(16, (limit - fixed) / (warps * (S::unit_bytes + 8))));
+  // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.
+  constexpr std::int64_t under_way = 128 << 10, enough = under_way / (warps * S::unit_bytes);
+  a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (S::unit_bytes + 8))));
   if (a.stages < 2)
     throw Error(Errc::unsupported,
                 "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(Dim) +

@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(32 * warps, 1)
     const bool there = works && token < a.tokens;
     const float* from = a.queries + (there ? token * a.query_row + head * a.query_head : 0);
 #pragma unroll
-    for (int j = 0; j < S::steps / 2; ++j) pack_query<T>(from, there ? 1.f : 0.f, q, j, qf[c][2 * j], qf[c][2 * j + 1]);
+    for (int j = 0; j < S::steps / 2; ++j)
+      pack_query<T>(query_piece(from, q, j), there ? 1.f : 0.f, qf[c][2 * j], qf[c][2 * j + 1]);
   }
   float o[columns][S::tiles][4], high[columns][2], sum[columns][2];
 #pragma unroll

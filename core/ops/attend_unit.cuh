@@ -49,11 +49,17 @@ __device__ __forceinline__ int element_of(int g, int e) {
 }
 
 // A query's elements in the order of the fragments of Q^T: two of them for each of two steps of the contraction.
+struct QueryPiece {
+  float4 even, odd;
+};
+__device__ __forceinline__ QueryPiece query_piece(const float* from, int q, int pair) {
+  return {*reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8),
+          *reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8 + 4)};
+}
 template <class T>
-__device__ __forceinline__ void pack_query(const float* from, float factor, int q, int pair, unsigned (&even)[2],
+__device__ __forceinline__ void pack_query(const QueryPiece& from, float factor, unsigned (&even)[2],
                                            unsigned (&odd)[2]) {
-  const float4 x = *reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8),
-               y = *reinterpret_cast<const float4*>(from + (pair * 4 + q) * 8 + 4);
+  const float4 x = from.even, y = from.odd;
   even[0] = cuda::Pair<T>::pack(x.x * factor, x.y * factor), even[1] = cuda::Pair<T>::pack(x.z * factor, x.w * factor);
   odd[0] = cuda::Pair<T>::pack(y.x * factor, y.y * factor), odd[1] = cuda::Pair<T>::pack(y.z * factor, y.w * factor);
 }

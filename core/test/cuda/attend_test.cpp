@@ -87,6 +87,7 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
   const auto poison = [](std::size_t n) { return std::vector<float>(n, std::numeric_limits<float>::quiet_NaN()); };
   const auto nan_out = poison(expected.size()), nan_lse = poison(expected_lse.size()),
              nan_mass = poison(expected_mass.size());
+  const std::vector<std::uint16_t> not_written(expected.size(), 0xffff);
   HeapWorkspace unused;
   for (const bool with_mass : {false, true}) {
     CAPTURE(with_mass);
@@ -95,9 +96,16 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
     b.mass = with_mass
                  ? device.put(View<float, 3>::dense(const_cast<float*>(nan_mass.data()), {o.rows, heads, tokens + 5}))
                  : View<float, 3>{};
+    if (o.dtype == DType::bf16) b.rounded = device.put(not_written.data(), not_written.size());
     ops::attend(b, unused, device.stream());
     const std::vector<float> got = device.get(b.out), got_lse = device.get(b.lse);
     CHECK(relative(got, expected) < 6e-3);
+    if (b.rounded) {
+      std::vector<std::uint16_t> wanted;
+      for (const float x : got) wanted.push_back(bf16(x).bits);
+      CHECK(device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(b.rounded),
+                                                     {static_cast<std::int64_t>(wanted.size())})) == wanted);
+    }
     double worst = 0;
     for (std::size_t i = 0; i < expected_lse.size(); ++i)
       if (got_lse[i] != expected_lse[i]) {

@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 namespace kvlab::cuda {
 
@@ -71,6 +72,8 @@ inline unsigned transpose8x8(unsigned x) {
 }
 
 inline void barrier_init(unsigned barrier, unsigned arrivals) { emulator::barrier_init(barrier, arrivals); }
+inline int add_released(int* p, int x) { return atomicAdd(p, x); }
+
 inline void barrier_init_fence() { emulator::pause(); }
 inline void barrier_expect(unsigned barrier, unsigned bytes) { emulator::barrier_expect(barrier, bytes); }
 inline void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
