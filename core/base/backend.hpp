@@ -145,7 +145,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 10;
+  static constexpr int version = 11;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
