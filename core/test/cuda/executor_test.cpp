@@ -154,21 +154,22 @@ TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {
   }
 }
 
-// Nobody reads the outputs: attention is 16-bit and, where cuDNN is there, takes the queries as they were rounded
-// beside the rotation. The bits are those of f32 outputs and queries, which are rounded later.
-TEST_CASE("cuda executor: a long prompt's logits are the same whether hooks read the outputs or not") {
+// Where nobody reads its outputs attention is 16-bit and, if cuDNN is there, takes the queries as they were rounded
+// beside the rotation. The bits are those of f32 outputs and queries, which are rounded later: the second layer's
+// queries show it.
+TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks read the outputs or not") {
   struct Reader final : LayerHooks {
     Reader(bool reads, Stream s) : outputs(reads), stream(s) {}
     bool wants_prompt_output() const override { return outputs; }
     Fit prompt(const PromptLayer& l) override {
       const auto& q = l.queries;
-      std::vector<float> row(static_cast<std::size_t>(q.extent[1] * q.extent[2]));
-      for (const std::int64_t r : {std::int64_t{0}, q.extent[0] - 1}) {
-        copy_memory(row.data(), q.data + r * q.stride[0], row.size() * sizeof(float), stream);
+      const std::size_t width = static_cast<std::size_t>(q.extent[1] * q.extent[2]);
+      for (std::int64_t r = 0; r < q.extent[0]; r += 7) {
+        queries.resize(queries.size() + width);
+        copy_memory(&queries[queries.size() - width], q.data + r * q.stride[0], width * sizeof(float), stream);
         synchronize(stream);
-        queries.insert(queries.end(), row.begin(), row.end());
       }
-      return Fit::ok;
+      return l.layer == 1 ? Fit::out_of_memory : Fit::ok;  // and that is enough
     }
     bool outputs;
     Stream stream;
@@ -176,9 +177,10 @@ TEST_CASE("cuda executor: a long prompt's logits are the same whether hooks read
   };
   const auto model = load_model(*open_model("bundled/recall", "", ""), DType::bf16, "bundled/recall", Device::cuda);
   const ModelConfig& c = model->config;
+  REQUIRE(c.head_dim == 64);  // what cuDNN takes
   std::vector<std::int32_t> tokens(520);
   for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>((7 * i + i * i) % 251);
-  std::vector<float> logits[2], queries[2];
+  std::vector<float> queries[2];
   for (const bool reads : {false, true}) {
     const OwnedStream stream(Device::cuda);
     StoreOptions o;
@@ -187,15 +189,13 @@ TEST_CASE("cuda executor: a long prompt's logits are the same whether hooks read
     const auto store = make_store(o, stream.get());
     const auto executor = make_executor(model, *store);
     Reader hooks(reads, stream.get());
-    logits[reads].resize(static_cast<std::size_t>(2 * c.vocab));
-    REQUIRE(executor->prefill(store->open(), tokens, true, hooks,
-                              View<float, 2>::dense(logits[reads].data(), {2, c.vocab})) == Fit::ok);
+    REQUIRE(executor->prefill(store->open(), tokens, true, hooks, {}) == Fit::out_of_memory);
     queries[reads] = hooks.queries;
   }
-  CHECK(std::isfinite(logits[0][0]));
-  CHECK(logits[0] == logits[1]);
-  CHECK(queries[0].size() == static_cast<std::size_t>(2 * c.layers * c.heads * c.head_dim));
-  CHECK(queries[0] == queries[1]);
+  CHECK(queries[0].size() == static_cast<std::size_t>(2 * 75 * c.heads * c.head_dim));
+  CHECK(std::all_of(queries[0].begin(), queries[0].end(), [](float x) { return std::isfinite(x); }));
+  const bool same = queries[0] == queries[1];  // not for Catch to print
+  CHECK(same);
 }
 
 TEST_CASE("cuda engine: a ragged batch equals the sequences alone; a saved one goes on") {
