@@ -79,7 +79,9 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
   copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
   room<float>(qkv_, n * qkv_width());
-  room<float>(attention_, std::max<std::int64_t>(n, ops::prompt_room(static_cast<int>(n)) / 2) * c.heads * c.head_dim);
+  const int prompt_rows = ops::prompt_room(static_cast<int>(n));
+  room<float>(attention_,
+              std::max<std::int64_t>(n, rounds_queries(n) ? prompt_rows : prompt_rows / 2) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
   room<std::uint16_t>(normed_, block * c.hidden);
   room<std::uint16_t>(gated_, block * c.ffn);
@@ -170,20 +172,17 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool
   return Fit::ok;
 }
 
-// The same for a chunk of one slot: queries, then keys, as heads that go nowhere; then the store takes them.
-Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first) {
+// The same for a chunk of one slot, whose keys and values the store takes.
+Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded) {
   const PartTimer timer(Part::append);
   const ModelConfig& c = model_->config;
-  const PagedKv kv = store_.view(layer, {slot});
   ops::RopeAppendArgs a = rope(layer, tokens);
-  a.layouts = kv.layouts;
-  a.kv_heads = 0;
+  a.append = false;
+  a.rounded = rounded;
+  a.rounded_dtype = weights_.dtype;
   cuda().rope_append(a, stream_.handle());
-  a.qkv += std::int64_t{c.heads} * c.head_dim;
-  a.heads = c.kv_heads;
-  a.query_norm = a.key_norm;
-  cuda().rope_append(a, stream_.handle());
-  return store_.append(layer, slot, a.qkv, a.qkv + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+  const float* keys = a.qkv + std::int64_t{c.heads} * c.head_dim;
+  return store_.append(layer, slot, keys, keys + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
                        static_cast<int>(tokens), first);
 }
 
@@ -274,7 +273,21 @@ void CudaExecutor::attend_each(const PagedKv& kv, const PageList* pages, const V
 // Whether attention leaves its output as the next product takes it.
 bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype == weights_.dtype; }
 
-DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, View<float, 2> sums) {
+// Whether cuDNN will want the queries of a chunk rounded as they are rotated.
+bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
+  return tokens >= ops::prompt_cudnn_rows && !relative() && model_->config.sliding_window == 0 &&
+         copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().starts_with("cuDNN");
+}
+
+// Behind the attention of as many rows, which is 16-bit too.
+void* CudaExecutor::rounded_queries(std::int64_t tokens) const {
+  const ModelConfig& c = model_->config;
+  return attention_.as<std::uint16_t>() +
+         std::int64_t{ops::prompt_room(static_cast<int>(tokens))} * c.heads * c.head_dim;
+}
+
+DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, const void* queries,
+                                 View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -283,6 +296,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, Vi
     ops::PromptArgs a;
     a.kv = all;
     a.queries = turned(tokens, 0, c.heads);
+    a.rounded_queries = queries;
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
@@ -381,21 +395,23 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
   begin(tokens, position);
   decoding_ = false;
   embed(n);
+  const bool shown = hooks.wants_prompt_output();
+  void* queries = !shown && rounds_queries(n) ? rounded_queries(n) : nullptr;
   for (int layer = 0; layer < c.layers; ++layer) {
     const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
     project(l, n);
     if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
     PromptLayer info;
     info.past = store_.max_length(layer, slots);
-    if (append_chunk(layer, slot, n, first) != Fit::ok) return Fit::out_of_memory;
+    if (append_chunk(layer, slot, n, first, queries) != Fit::ok) return Fit::out_of_memory;
     View<float, 2> sums;
     if (hooks.wants_prompt_mass()) {
       const std::int64_t width = info.past + n;
       sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
       info.mass = sums;
     }
-    const bool shown = hooks.wants_prompt_output();
-    const DType attended = attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), !shown, sums);
+    const DType attended =
+        attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), !shown, queries, sums);
     info.layer = layer;
     info.slot = slot;
     info.last = last;

@@ -51,12 +51,15 @@ class CudaExecutor final : public Executor {
   void project(const CudaLayer& l, std::int64_t rows);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
-  Fit append_chunk(int layer, int slot, std::int64_t tokens, int first);
+  Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
   void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
   bool rounds(const PagedKv& kv) const;
-  DType attend_chunk(const PagedKv& chunk, int longest, bool round, View<float, 2> mass);  // of what attention_ holds
+  bool rounds_queries(std::int64_t tokens) const;
+  void* rounded_queries(std::int64_t tokens) const;
+  DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries,
+                     View<float, 2> mass);  // of what attention_ holds
   void finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
@@ -80,7 +83,8 @@ class CudaExecutor final : public Executor {
   StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
   StreamMemory tokens_, position_;    // i32 [row]
   StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
-                                      // attention_ of a prompt in the weights' dtype if nobody looks at it
+                                      // attention_ of a prompt in the weights' dtype if nobody looks at it, and then
+                                      // perhaps its rounded queries
   StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
   StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim]; cache_relative only
   StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]

@@ -17,7 +17,10 @@ void attend_any_cuda(const AttendArgs& a, void* stream);
 // best: cuDNN where it is there and the chunk is long enough, else our own; cudnn: or nothing.
 enum class PromptKernel { best, own, cudnn };
 
-// Rows that PromptArgs::rounded has room for.
+// Rows of a chunk from which on cuDNN is the best, where it is there.
+inline constexpr int prompt_cudnn_rows = 512;
+
+// Rows that PromptArgs::rounded and rounded_queries have room for.
 constexpr int prompt_room(int rows) {
   const int step = std::max(64, static_cast<int>(std::bit_ceil(static_cast<unsigned>(rows)) / 4));
   return (rows + step - 1) / step * step;
@@ -27,8 +30,11 @@ constexpr int prompt_room(int rows) {
 struct PromptArgs {
   PagedKv kv;                    // every row in the same slot's pages, which have the chunk already
   View<const float, 3> queries;  // [row, query head, head_dim], rotated; rows and heads 16-byte aligned
-  float softmax_scale = 0;       // 0 = 1 / sqrt(head_dim)
-  View<float, 3> out;            // [row, query head, head_dim]
+  // Optional: [prompt_room(rows), query head, head_dim], dense, 16-byte aligned: the queries rounded to the pages'
+  // dtype, for cuDNN, which else has them rounded; after the last row is anything.
+  const void* rounded_queries = nullptr;
+  float softmax_scale = 0;  // 0 = 1 / sqrt(head_dim)
+  View<float, 3> out;       // [row, query head, head_dim]
   // In place of out: [prompt_room(rows), query head, head_dim] of the pages' dtype, dense, 16-byte aligned; what
   // follows the last row may be written too.
   void* rounded = nullptr;

@@ -1,5 +1,6 @@
-// A prompt's attention by cuDNN: it takes 16-bit queries and keys and values in rows, so queries are rounded and pages
-// gathered, which is a hundredth of the work. Lengths come from device memory; plans are made for rounded ones.
+// A prompt's attention by cuDNN: it takes 16-bit queries and keys and values in rows, so queries are rounded, unless
+// that is done, and pages gathered, which is a hundredth of the work. Lengths come from device memory; plans are made
+// for rounded ones.
 #include <algorithm>
 #include <new>
 
@@ -13,7 +14,6 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int fewest_rows = 512;  // below, our own kernel is as fast
 constexpr int threads = 256, vector_bytes = 16;
 
 struct Gather {
@@ -110,22 +110,24 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   };
   const std::int64_t query_bytes = std::int64_t{s.queries} * heads * dim * 2,
                      key_bytes = std::int64_t{kv.kv_heads} * s.keys * dim * 2;
-  void *queries = scratch("cudnn queries", query_bytes), *keys = scratch("cudnn keys", key_bytes),
-       *values = scratch("cudnn values", key_bytes);
+  void *keys = scratch("cudnn keys", key_bytes), *values = scratch("cudnn values", key_bytes);
   auto* lengths = static_cast<std::int32_t*>(scratch("cudnn lengths", 8 * kv.kv_heads));
   CudnnData d;
-  d.queries = queries, d.keys = keys, d.values = values;
+  d.queries = in.rounded_queries, d.keys = keys, d.values = values;
   d.query_tokens = lengths, d.key_tokens = lengths + kv.kv_heads;
   d.out = in.rounded ? in.rounded : scratch("cudnn out", query_bytes);
   if (lse) d.stats = static_cast<float*>(scratch("cudnn stats", std::int64_t{heads} * s.queries * 4));
   void* workspace = scratch("cudnn workspace", plan->workspace_bytes());
 
-  NormArgs round;
-  round.x = in.queries.data;
-  round.rows = kv.rows, round.n = std::int64_t{heads} * dim, round.x_stride = in.queries.stride[0];
-  round.dtype = s.dtype;
-  round.out = queries, round.out_stride = round.n;
-  rms_norm_cuda(round, stream);
+  if (!d.queries) {
+    NormArgs round;
+    round.x = in.queries.data;
+    round.rows = kv.rows, round.n = std::int64_t{heads} * dim, round.x_stride = in.queries.stride[0];
+    round.dtype = s.dtype;
+    round.out = scratch("cudnn queries", query_bytes), round.out_stride = round.n;
+    rms_norm_cuda(round, stream);
+    d.queries = round.out;
+  }
   gather(kv, s.keys, keys, values, lengths, stream);
   if (!plan->run(d, workspace, stream)) return false;
   if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
@@ -136,7 +138,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
 }  // namespace
 
 bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, void* stream) try {
-  if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < fewest_rows) ||
+  if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < prompt_cudnn_rows) ||
       in.queries.stride[1] != in.kv.head_dim)
     return false;
   return run(in, scale, lse, stream);

@@ -1,5 +1,5 @@
-// What lies between the QKV product and attention in a decode step on CUDA: QK norm, RoPE, the new token of every row
-// into its page. Everything is in device memory but the layouts.
+// What lies between the QKV product and attention on CUDA: QK norm, RoPE and, in a decode step, the new token of every
+// row into its page. Everything is in device memory but the layouts.
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -22,13 +22,15 @@ enum AppendError : int {
 };
 
 struct RopeAppendArgs {
-  // head_dim a multiple of 8 up to 256. kv_heads 0: heads are turned and nothing is appended; of the cache only layouts
-  // and codecs are looked at then.
+  // head_dim a multiple of 8 up to 256.
   int rows = 0, heads = 0, kv_heads = 0, head_dim = 0;
   // [rows, heads + 2 kv_heads, head_dim]: a row's queries, keys, values. Queries and keys are normed and rotated in
-  // place; values stay.
+  // place; values stay. 16-byte aligned, as norms and angles are; qkv_stride a multiple of 4.
   float* qkv = nullptr;
   std::int64_t qkv_stride = 0;
+  // Optional: [rows, heads, head_dim], dense, 16-byte aligned: the queries once more, rounded to bf16 or f16.
+  void* rounded = nullptr;
+  DType rounded_dtype = DType::bf16;
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head_dim] or null
   float eps = 0;
   bool turn = true;                                // false: heads are normed only (RopeRegime::cache_relative)
@@ -36,6 +38,8 @@ struct RopeAppendArgs {
   int angles = 0;
   const std::int32_t* position = nullptr;  // [row] of the text
 
+  // false: nothing goes into the cache, and of what follows only `error` is looked at, which may be null.
+  bool append = true;
   // One layer of the cache; length is the number of tokens before this one and becomes one more.
   std::byte* base = nullptr;
   const PageLayout* layouts = nullptr;  // host memory, `codecs` of them

@@ -271,59 +271,75 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, i
 
 // ---- append --------------------------------------------------------------------------------------------------------
 
-// One block: every head's new pages get their frames, in the order of heads and pages.
-__global__ void append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
-  extern __shared__ int begin_of[];  // [kv_head] frames that the heads before take; then the total and the pool's count
+// A head's share of an append.
+struct AppendPlan {
+  int length, begin;  // tokens before; frames that the heads before take
+  int pages, up;      // new pages; whether the page that goes on has to come up from the host
+};
+
+constexpr int plan_threads = 1024;
+
+// One block: every head's new pages get their frames, in the order of heads and pages. Heads are looked at side by side
+// and finished only when all is read.
+__global__ void __launch_bounds__(plan_threads)
+    append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
+  extern __shared__ AppendPlan plans[];  // [kv_head]
+  __shared__ int sum, left;
   const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const auto lower_only = [&](const Head& h, int n) {
-    return n % p && h.table[0][n / p].frame < 0 && h.table[1][n / p].frame >= 0;
-  };
+  for (int head = mine; head < s.kv_heads; head += threads) {
+    const Head h = head_of(s, slot, head);
+    const int n = *h.length;
+    plans[head].length = n;
+    plans[head].pages = (n + tokens + p - 1) / p - (n + p - 1) / p;
+    plans[head].up = n % p && h.table[0][n / p].frame < 0 && h.table[1][n / p].frame >= 0;
+  }
+  if (mine == 0) left = *s.pool[0].free_count;
+  __syncthreads();
   if (mine == 0) {
-    int sum = 0, fresh = 0;
+    int all = 0, fresh = 0;
     for (int head = 0; head < s.kv_heads; ++head) {
-      const Head h = head_of(s, slot, head);
-      const int n = *h.length, more = (n + tokens + p - 1) / p - (n + p - 1) / p;
-      begin_of[head] = sum;
-      sum += more + lower_only(h, n);
-      fresh += more;
+      plans[head].begin = all;
+      all += plans[head].pages + plans[head].up;
+      fresh += plans[head].pages;
     }
-    const int left = *s.pool[0].free_count;
-    begin_of[s.kv_heads] = sum;
-    begin_of[s.kv_heads + 1] = left;
-    if (sum > left) {
+    sum = all;
+    if (all > left) {
       fail(s, store_no_frame);
     } else {
-      *s.pool[0].free_count = left - sum;
+      *s.pool[0].free_count = left - all;
       if (s.summary != Summary::none) atomicAdd(&s.counters->pages, fresh);
     }
   }
   __syncthreads();
-  const int left = begin_of[s.kv_heads + 1];
-  if (begin_of[s.kv_heads] > left) return;
-  for (int head = 0; head < s.kv_heads; ++head) {
+  if (sum > left) return;
+  const int each = max(1, threads / s.kv_heads), teams = threads / each, team = mine / each;
+  for (int head = team; team < teams && head < s.kv_heads; head += teams) {
     const Head h = head_of(s, slot, head);
-    const int n = *h.length, end = n + tokens, first = (n + p - 1) / p;
-    const bool up = lower_only(h, n);
-    const std::int32_t* frames = s.pool[0].free + left - 1 - begin_of[head];
-    const std::byte* below = up ? frame_at(s, 1, h.table[1][n / p].frame) : nullptr;
-    __syncthreads();  // everybody has read the length and the entries
-    for (int page = first + mine; page * p < end; page += threads) {
+    const AppendPlan plan = plans[head];
+    const int end = plan.length + tokens, first = (plan.length + p - 1) / p;
+    const std::int32_t* frames = s.pool[0].free + left - 1 - plan.begin;
+#pragma unroll 4
+    for (int i = mine % each; i < plan.pages; i += each) {
       PageEntry e;
-      e.frame = frames[-(page - first + up)];
-      e.tokens = static_cast<std::uint16_t>(min(p, end - page * p));
-      h.table[0][page] = e;
+      e.frame = frames[-(i + plan.up)];
+      e.tokens = static_cast<std::uint16_t>(min(p, end - (first + i) * p));
+      h.table[0][first + i] = e;
     }
-    if (up) copy_frame(s, below, frame_at(s, 0, frames[0]), mine, threads);
-    __syncthreads();
-    if (mine == 0) {
-      if (n % p) {
-        PageEntry& e = h.table[0][n / p];
-        if (up) e = PageEntry{}, e.frame = frames[0], atomicAdd(&s.counters->moved[0], 1ull);
-        e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
-        give_back(s, 1, h.table[1][n / p]);  // outgrown
-      }
-      *h.length = end;
+    if (plan.up)
+      copy_frame(s, frame_at(s, 1, h.table[1][plan.length / p].frame), frame_at(s, 0, frames[0]), mine % each, each);
+  }
+  __syncthreads();
+  for (int head = mine; head < s.kv_heads; head += threads) {
+    const Head h = head_of(s, slot, head);
+    const int n = plans[head].length, end = n + tokens;
+    if (n % p) {
+      PageEntry& e = h.table[0][n / p];
+      if (plans[head].up)
+        e = PageEntry{}, e.frame = s.pool[0].free[left - 1 - plans[head].begin], atomicAdd(&s.counters->moved[0], 1ull);
+      e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
+      give_back(s, 1, h.table[1][n / p]);  // outgrown
     }
+    *h.length = end;
   }
 }
 
@@ -682,7 +698,8 @@ void append(const CudaStoreLayer& s, const CudaStoreAppend& a, void* handle) {
   if (a.dtype != DType::f32 && a.dtype != DType::bf16)
     throw Error(Errc::unsupported, "got tokens of " + std::string(name_of(a.dtype)) + ", wanted f32 or bf16",
                 "store append (CUDA)");
-  append_plan_kernel<<<1, 256, (static_cast<std::size_t>(s.kv_heads) + 2) * 4, stream>>>(s, a.slot, a.tokens);
+  append_plan_kernel<<<1, plan_threads, static_cast<std::size_t>(s.kv_heads) * sizeof(AppendPlan), stream>>>(s, a.slot,
+                                                                                                             a.tokens);
   check_launch("append_plan");
   a.dtype == DType::f32 ? append_of<float>(s, a, stream) : append_of<__nv_bfloat16>(s, a, stream);
   check_launch("append");

@@ -1,9 +1,11 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <random>
 #include <set>
 
+#include "base/half.hpp"
 #include "ops/paged.hpp"
 #include "ops/rope_append_cuda.hpp"
 #include "support/device_cache.hpp"
@@ -20,6 +22,8 @@ struct Setup {
   bool norm = false;
   std::vector<int> lengths = {0};  // [row, kv_head], cycled
   int frames = 64;                 // in the pool besides those in use
+  bool append = true;
+  std::optional<DType> rounded;  // queries too
 };
 
 // One appended token per row, on the device, against the same token written on the host.
@@ -32,6 +36,7 @@ struct Appended {
   std::vector<PageEntry> table;
   // after the call
   std::vector<float> got_qkv;
+  std::vector<std::uint16_t> got_rounded;
   std::vector<std::byte> got_arena;
   std::vector<PageEntry> got_table;
   std::vector<std::int32_t> got_length;
@@ -105,12 +110,18 @@ struct Appended {
     a.table = View<PageEntry, 3>::dense(device.put(table.data(), table.size()), {s.rows, s.kv_heads, s.max_pages});
     a.length = View<std::int32_t, 2>::dense(device.put(length.data(), length.size()), {s.rows, s.kv_heads});
     a.slots = device.put(slots.data(), slots.size());
+    const std::vector<std::uint16_t> poison(static_cast<std::size_t>(s.rows * s.heads * s.dim), 0xffff);
+    const auto rounded = View<std::uint16_t, 1>::dense(device.put(poison.data(), poison.size()),
+                                                       {static_cast<std::int64_t>(poison.size())});
+    if (s.rounded) a.rounded = rounded.data, a.rounded_dtype = *s.rounded;
+    a.append = s.append;
     const std::int32_t counts[] = {static_cast<std::int32_t>(free.size()), 0};
     const auto count = View<std::int32_t, 1>::dense(device.put(counts, 2), {2});
     a.pool = {device.put(free.data(), free.size()), count.data};
     a.error = count.data + 1;
     cuda_backend()->ops.rope_append(a, device.stream().handle());
     got_qkv = device.get(x);
+    got_rounded = device.get(rounded);
     got_arena = device.get(frames);
     got_table = device.get(a.table);
     got_length = device.get(a.length);
@@ -141,13 +152,9 @@ struct Appended {
   }
 };
 
-void check_all(const Setup& s, unsigned seed) {
-  Appended a(s, seed);
-  CAPTURE(s.rows, s.heads, s.kv_heads, s.dim, s.page_size, name_of(s.dtype), int{s.codec.k.bits}, int{s.codec.v.bits},
-          s.norm, seed);
-  a.run();
-  REQUIRE(a.error == 0);
-  // Queries and keys against the reference; values and what lies between rows as they were.
+// Queries and keys against the reference; values and what lies between rows as they were.
+void check_heads(const Appended& a) {
+  const Setup& s = a.s;
   int bad = 0;
   std::string first;
   for (int r = 0; r < s.rows; ++r)
@@ -165,6 +172,24 @@ void check_all(const Setup& s, unsigned seed) {
     }
   INFO(bad << " queries, keys or values are wrong, first " << first);
   CHECK(bad == 0);
+  if (!s.rounded) return;
+  int differ = 0;
+  for (int r = 0; r < s.rows; ++r)
+    for (int i = 0; i < s.heads * s.dim; ++i) {
+      const float x = a.got_qkv[static_cast<std::size_t>(r * a.stride() + i)];
+      const std::uint16_t wanted = *s.rounded == DType::f16 ? float_to_half(x) : bf16(x).bits;
+      differ += a.got_rounded[static_cast<std::size_t>(r * s.heads * s.dim + i)] != wanted;
+    }
+  CHECK(differ == 0);
+}
+
+void check_all(const Setup& s, unsigned seed) {
+  Appended a(s, seed);
+  CAPTURE(s.rows, s.heads, s.kv_heads, s.dim, s.page_size, name_of(s.dtype), int{s.codec.k.bits}, int{s.codec.v.bits},
+          s.norm, seed);
+  a.run();
+  REQUIRE(a.error == 0);
+  check_heads(a);
 
   // Tables, lengths and frames: byte for byte what write_token leaves when it is given the same key and value.
   std::set<std::int32_t> pool(a.free.begin(), a.free.end());
@@ -205,6 +230,13 @@ void check_all(const Setup& s, unsigned seed) {
   CHECK(different == 0);
 }
 
+void unchanged(const Appended& a) {
+  CHECK(a.got_length == a.length);
+  CHECK(a.got_arena == a.arena);
+  CHECK(std::memcmp(a.table.data(), a.got_table.data(), a.table.size() * sizeof(PageEntry)) == 0);
+  CHECK(a.left == static_cast<int>(a.free.size()));
+}
+
 }  // namespace
 
 TEST_CASE("cuda rope_append writes what write_token writes") {
@@ -222,6 +254,7 @@ TEST_CASE("cuda rope_append writes what write_token writes") {
           s.heads = seed % 2 ? 4 : 6, s.kv_heads = seed % 3 ? 2 : 1;
           s.lengths = {0, 1, page - 1, page, 2 * page + 1, 17};
           s.rows = 4;
+          if (seed % 4 == 0) s.rounded = seed % 8 ? DType::bf16 : DType::f16;
           check_all(s, seed++);
         }
   Setup many;
@@ -231,15 +264,42 @@ TEST_CASE("cuda rope_append writes what write_token writes") {
   check_all(many, seed);
 }
 
+TEST_CASE("cuda rope_append without appending turns a prompt's queries and keys and leaves the cache as it was") {
+  unsigned seed = 1000;
+  for (const int dim : {8, 64, 80, 96, 128, 256})
+    for (const auto& [heads, kv_heads] : std::vector<std::pair<int, int>>{{4, 2}, {7, 1}, {2, 2}, {9, 3}, {5, 0}})
+      for (const bool norm : {false, true}) {
+        Setup s;
+        s.dim = dim, s.heads = heads, s.kv_heads = kv_heads, s.norm = norm;
+        s.rows = 37;
+        s.append = false;
+        if (seed % 3) s.rounded = seed % 3 == 1 ? DType::bf16 : DType::f16;
+        CAPTURE(dim, heads, kv_heads, norm, seed);
+        Appended a(s, seed++);
+        a.run();
+        CHECK(a.error == 0);
+        check_heads(a);
+        unchanged(a);
+      }
+  Setup s;
+  s.append = false;
+  s.rounded = DType::bf16;
+  Appended a(s, seed);
+  a.position[1] = -1;
+  a.run();
+  CHECK(a.error == ops::append_no_angle);
+  const auto row = [&](const std::vector<float>& of, int r) {
+    const auto begin = of.begin() + r * a.stride();
+    return std::vector<float>(begin, begin + a.stride() - 8);
+  };
+  CHECK(row(a.got_qkv, 1) == row(a.qkv, 1));
+  CHECK(row(a.got_qkv, 2) != row(a.qkv, 2));
+  unchanged(a);
+}
+
 TEST_CASE("cuda rope_append says why a token does not fit and leaves the cache as it was") {
   Setup s;
   s.rows = 1, s.kv_heads = 1, s.heads = 1;
-  const auto unchanged = [](const Appended& a) {
-    CHECK(a.got_length == a.length);
-    CHECK(a.got_arena == a.arena);
-    CHECK(std::memcmp(a.table.data(), a.got_table.data(), a.table.size() * sizeof(PageEntry)) == 0);
-    CHECK(a.left == static_cast<int>(a.free.size()));
-  };
   SECTION("no frame") {
     s.frames = 0;
     Appended a(s, 1);

@@ -7,6 +7,7 @@
 #include <kvlab/error.hpp>
 
 #include "engine/engine.hpp"
+#include "model/bundled.hpp"
 #include "support/golden.hpp"
 #include "support/null_hooks.hpp"
 #include "support/quick.hpp"
@@ -151,6 +152,50 @@ TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {
     REQUIRE(mass[1][i].size() == mass[0][i].size());
     for (std::size_t j = 0; j < mass[0][i].size(); ++j) REQUIRE(mass[1][i][j] == Approx(mass[0][i][j]).margin(0.05));
   }
+}
+
+// Where nobody reads its outputs attention is 16-bit and, if cuDNN is there, takes the queries as they were rounded
+// beside the rotation. The bits are those of f32 outputs and queries, which are rounded later: the second layer's
+// queries show it.
+TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks read the outputs or not") {
+  struct Reader final : LayerHooks {
+    Reader(bool reads, Stream s) : outputs(reads), stream(s) {}
+    bool wants_prompt_output() const override { return outputs; }
+    Fit prompt(const PromptLayer& l) override {
+      const auto& q = l.queries;
+      const std::size_t width = static_cast<std::size_t>(q.extent[1] * q.extent[2]);
+      for (std::int64_t r = 0; r < q.extent[0]; r += 7) {
+        queries.resize(queries.size() + width);
+        copy_memory(&queries[queries.size() - width], q.data + r * q.stride[0], width * sizeof(float), stream);
+        synchronize(stream);
+      }
+      return l.layer == 1 ? Fit::out_of_memory : Fit::ok;  // and that is enough
+    }
+    bool outputs;
+    Stream stream;
+    std::vector<float> queries;
+  };
+  const auto model = load_model(*open_model("bundled/recall", "", ""), DType::bf16, "bundled/recall", Device::cuda);
+  const ModelConfig& c = model->config;
+  REQUIRE(c.head_dim == 64);  // what cuDNN takes
+  std::vector<std::int32_t> tokens(520);
+  for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>((7 * i + i * i) % 251);
+  std::vector<float> queries[2];
+  for (const bool reads : {false, true}) {
+    const OwnedStream stream(Device::cuda);
+    StoreOptions o;
+    o.shape = {c.layers, c.heads, c.kv_heads, c.head_dim, 16, 1, 540, DType::bf16};
+    o.rope_table = model->rope();
+    const auto store = make_store(o, stream.get());
+    const auto executor = make_executor(model, *store);
+    Reader hooks(reads, stream.get());
+    REQUIRE(executor->prefill(store->open(), tokens, true, hooks, {}) == Fit::out_of_memory);
+    queries[reads] = hooks.queries;
+  }
+  CHECK(queries[0].size() == static_cast<std::size_t>(2 * 75 * c.heads * c.head_dim));
+  CHECK(std::all_of(queries[0].begin(), queries[0].end(), [](float x) { return std::isfinite(x); }));
+  const bool same = queries[0] == queries[1];  // not for Catch to print
+  CHECK(same);
 }
 
 TEST_CASE("cuda engine: a ragged batch equals the sequences alone; a saved one goes on") {
