@@ -95,7 +95,9 @@ __device__ __forceinline__ void load_queries(const Args& a, const float* queries
       x[0] = u.x, x[1] = u.y, x[2] = u.z, x[3] = u.w, x[4] = v.x, x[5] = v.y, x[6] = v.z, x[7] = v.w;
     };
     float x[8];
-    if (a.box) {
+    // Which of the two it is, the width often says (head_dim 64, 96, 128 or 256).
+    constexpr bool only_boxes = Chunks == 6 || Chunks == 16, no_boxes = Chunks == 2;
+    if (only_boxes || (!no_boxes && a.box)) {
 #pragma unroll
       for (int c = 0; c < Chunks / 2; ++c) {
         eight(c, x);
