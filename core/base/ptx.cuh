@@ -64,6 +64,13 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
   return v;
 }
 
+// 16 bytes to shared memory, there for the thread that asked once it has waited.
+__device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// For all that this thread asked copy_async16 for.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // C[16, 8] += A[16, 16] B[16, 8], f32 accumulators.
 template <class T>
 __device__ __forceinline__ void mma16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,

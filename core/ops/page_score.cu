@@ -1,51 +1,25 @@
 // Page scores, and with a list the selection too in the same launch: tiles of 16 pages of all heads lie on one line
 // that the resident blocks share evenly, a warp multiplies a tile with the queries of its KV head on the tensor cores,
-// and whichever block brings the last scores of a head selects its pages.
+// and whichever block brings the last scores of a head selects its pages. Here is the choice of the kernel, the one for
+// what the rings (page_score_ring.cuh) do not take, and the one for any shape.
 #include <algorithm>
 
 #include "base/scratch.cuh"
-#include "ops/paged.cuh"
+#include "ops/page_score_ring.cuh"
 #include "ops/policy_cuda.hpp"
-#include "ops/select.cuh"
 
 namespace kvlab::ops {
 namespace {
 
 using namespace cuda;
 using namespace device;
+using namespace page_scores;
 
-constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
-constexpr int chunk_bytes = 64;          // of a summary: what the four lanes of a row load at once
-constexpr int most_column_tiles = 4;     // of 8 columns; a query is two of them, its rounded value and the rest
-constexpr int max_pairs = 2048;          // (row, KV head) of one launch
-constexpr int most_fused_pages = 14336;  // scores of one head in shared memory
+constexpr int most_column_tiles = 4;  // of 8 columns; a query is two of them, its rounded value and the rest
+constexpr int max_pairs = 2048;       // (row, KV head) of one launch
 
-struct Args {
-  const std::int32_t* length;
-  std::int64_t length_slot, length_head;
-  const std::int32_t* slots;
-  const float* queries;
-  std::int64_t query_row, query_head;
-  const std::byte* data;
-  std::int64_t slot_stride, head_stride, page_stride;
-  float* scores;
-  std::int64_t score_row, score_head;
-  float* raw;  // softmax_mean: [row, query head, most_pages] scores of each query head
-  const std::int32_t* budgets;
-  std::int64_t budget_row, budget_head;
-  std::int32_t *list, *count;  // null: no selection
-  std::int64_t list_row, list_head, list_step, count_row, count_head;
-  int* arrived;  // [pair], zero
-  int rows, kv_heads, group, dim, page_size, most_pages, room;
-  float scale;
-  GroupRule rule;
-  bool box, newest;
-};
-
-__device__ __forceinline__ int pages_of(const Args& a, int pair) {
-  const int row = pair / a.kv_heads, head = pair % a.kv_heads;
-  const int tokens = a.length[a.slots[row] * a.length_slot + head * a.length_head];
-  return min((tokens + a.page_size - 1) / a.page_size, a.most_pages);
+__device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
+  return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
 }
 
 // The query that a row of the summary is multiplied with: max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
@@ -79,52 +53,23 @@ __device__ void stage_queries(const Args& a, int row, int kv_head, int column_ti
   }
 }
 
-// Scores of one head from those of its query heads, where the rule looks at all pages.
-__device__ void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out, SelectShared& s) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int p = threadIdx.x; p < pages; p += threads) out[p] = 0;
-  for (int g = 0; g < a.group; ++g) {
-    const float* raw = a.raw + (std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + g) * a.most_pages;
-    float high = -INFINITY, sum = 0;
-    for (int p = threadIdx.x; p < pages; p += threads) high = fmaxf(high, __ldcg(raw + p));
-    for (int m = 16; m > 0; m /= 2) high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
-    if (lane == 0) s.high[warp] = high;
-    __syncthreads();
-    for (int w = 0; w < warps; ++w) high = fmaxf(high, s.high[w]);
-    if (high == -INFINITY || high == INFINITY) {
-      __syncthreads();
-      continue;
-    }
-    for (int p = threadIdx.x; p < pages; p += threads) sum += expf(__ldcg(raw + p) - high);
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
-    if (lane == 0) s.low[warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < warps; ++w) sum += s.low[w];
-    const float factor = 1.f / (sum * static_cast<float>(a.group));
-    for (int p = threadIdx.x; p < pages; p += threads) out[p] += expf(__ldcg(raw + p) - high) * factor;
-    __syncthreads();
-  }
-}
-
 template <class T, int Chunks>
 __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
   __shared__ int merges;
   const int column_tiles = (2 * a.group + 7) / 8, pairs = a.rows * a.kv_heads;
-  const bool raw = a.rule == GroupRule::softmax_mean;
   uint4* fragments = dynamic;
   int* first = reinterpret_cast<int*>(fragments + column_tiles * Chunks * 32);  // [pairs + 1] tiles before each pair
   unsigned* chosen = reinterpret_cast<unsigned*>(first + (pairs + 4) / 4 * 4);
-  float* stage = reinterpret_cast<float*>(chosen + ((a.most_pages + 31) / 32 + 3) / 4 * 4);
+  float* stage = reinterpret_cast<float*>(chosen + bit_bytes(a.most_pages) / 4);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
   unsigned total = 0;
   for (int base = 0; base < pairs; base += threads) {
-    const int pair = base + threadIdx.x, pages = pair < pairs ? pages_of(a, pair) : 0;
+    const int pair = base + threadIdx.x, pages = pair < pairs ? pages_of_pair(a, pair) : 0;
     unsigned sum;
-    const unsigned before = block_scan((pages + tile_pages - 1) / tile_pages, select.scan, sum);
+    const unsigned before = block_scan(tiles_of(pages), select.scan, sum);
     if (pair < pairs) {
       first[pair] = static_cast<int>(total + before);
       if (pages == 0 && a.list && blockIdx.x == 0)
@@ -150,7 +95,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
   for (; pair < pairs && first[pair] < hi; ++pair) {
     const int begin = first[pair], end = first[pair + 1];
     if (begin == end) continue;
-    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, pages = pages_of(a, pair);
+    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, pages = pages_of_pair(a, pair);
     const int from = max(lo, begin), to = min(hi, end);
     const std::byte* summaries = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + quarter * 16;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
@@ -191,61 +136,11 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
         }
       }
       const int page = (tile - begin) * tile_pages + lane / 4;
-      const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
-      float best[2] = {none, none};
-#pragma unroll
-      for (int t = 0; t < most_column_tiles; ++t) {
-        const int head = t * 4 + quarter;
-        if (t >= column_tiles || head >= a.group) continue;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float x = sum[t][2 * half] + sum[t][2 * half + 1];
-          if (a.rule == GroupRule::max)
-            best[half] = fmaxf(best[half], x);
-          else
-            best[half] += x;
-          if (raw && page + 8 * half < pages)
-            a.raw[(std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + head) * a.most_pages + page +
-                  8 * half] = x * a.scale;
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int m = 1; m < 4; m *= 2) {
-          const float other = __shfl_xor_sync(all_lanes, best[half], m);
-          best[half] = a.rule == GroupRule::max ? fmaxf(best[half], other) : best[half] + other;
-        }
-        if (a.rule == GroupRule::mean) best[half] *= 1.f / static_cast<float>(a.group);
-        if (!raw && quarter == 0 && page + 8 * half < pages) scores[page + 8 * half] = best[half];
-      }
+      write_tile(a, sum, row, kv_head, page, pages, scores, nullptr);
       tile = next;
     }
-    if (a.list || raw) {
-      const int parts = static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        merges = parts == 1 || atomicAdd(a.arrived + pair, 1) == parts - 1;
-        if (merges) a.arrived[pair] = 0;
-      }
-      __syncthreads();
-      if (merges) {
-        __threadfence();
-        if (raw) {
-          softmax_mean(a, row, kv_head, pages, scores, select);
-          __threadfence_block();
-          __syncthreads();
-        }
-        if (a.list) {
-          const int count = choose_pages(scores, pages, a.budgets[row * a.budget_row + kv_head * a.budget_head],
-                                         a.newest, a.list + row * a.list_row + kv_head * a.list_head, a.list_step,
-                                         a.room, stage, chosen, select);
-          if (threadIdx.x == 0) a.count[row * a.count_row + kv_head * a.count_head] = count;
-        }
-      }
-    }
-    __syncthreads();
+    const int budget = a.list ? a.budgets[row * a.budget_row + kv_head * a.budget_head] : 0;
+    end_head(a, pair, parts_of(begin, end, total, blocks), pages, budget, false, stage, chosen, merges, select);
   }
 }
 
@@ -258,7 +153,7 @@ __device__ __forceinline__ float summary_element(const std::byte* summary, DType
 // Any head_dim, element type, group and stride: one warp per page.
 __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_constant__ Args a, DType dtype) {
   const int lane = threadIdx.x % 32, kv_head = blockIdx.y, row = blockIdx.z;
-  const int pages = pages_of(a, row * a.kv_heads + kv_head), width = a.box ? 2 * a.dim : a.dim;
+  const int pages = pages_of(a, a.slots[row], kv_head), width = a.box ? 2 * a.dim : a.dim;
   const bool raw = a.rule == GroupRule::softmax_mean;
   for (int page = blockIdx.x * warps + threadIdx.x / 32; page < pages; page += gridDim.x * warps) {
     const std::byte* summary = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + page * a.page_stride;
@@ -281,7 +176,7 @@ template <class T, int Chunks>
 void launch(const Args& a, cudaStream_t stream) {
   const int pairs = a.rows * a.kv_heads, column_tiles = (2 * a.group + 7) / 8;
   int bytes = column_tiles * Chunks * 512 + (pairs + 4) / 4 * 16;
-  if (a.list) bytes += ((a.most_pages + 31) / 32 + 3) / 4 * 16 + a.most_pages * 4;
+  if (a.list) bytes += bit_bytes(a.most_pages) + score_bytes(a.most_pages);
   const auto kernel = score_kernel<T, Chunks>;
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(shared_bytes() - sizeof(SelectShared) - 1024));
@@ -352,7 +247,9 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
     a.count_row = out->count.stride[0], a.count_head = out->count.stride[1];
     a.room = static_cast<int>(out->index.extent[2]);
   }
-  const int at_once = max_pairs / kv.kv_heads, row_bytes = (a.box ? 4 : 2) * kv.head_dim;
+  const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
+  const bool ring = fits_ring(a, row_bytes), f16 = summaries.dtype == DType::f16;
+  const int at_once = (ring ? most_ring_pairs : max_pairs) / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     Args b = a;
     b.rows = std::min(at_once, kv.rows - begin);
@@ -365,8 +262,10 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
       b.list = out->index.data + begin * a.list_row;
       b.count = out->count.data + begin * a.count_row;
     }
-    summaries.dtype == DType::f16 ? launch_width<__half>(b, row_bytes, stream)
-                                  : launch_width<__nv_bfloat16>(b, row_bytes, stream);
+    if (ring)
+      f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
+    else
+      f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
   }
   if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, handle);
 }

@@ -71,6 +71,19 @@ struct Held {
       }
     }
   }
+  // The same from shared memory, 16-byte aligned.
+  __device__ __forceinline__ void load_own(const float* row, int n) {
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) {
+      const int first = index(4 * j);
+      float4 v = {};
+      if (first < n) v = *reinterpret_cast<const float4*>(row + first);
+      x[4 * j] = first < n ? v.x : NAN;
+      x[4 * j + 1] = first + 1 < n ? v.y : NAN;
+      x[4 * j + 2] = first + 2 < n ? v.z : NAN;
+      x[4 * j + 3] = first + 3 < n ? v.w : NAN;
+    }
+  }
   // Entries for which pinned(index) holds, of [0, n).
   template <class Pinned>
   __device__ __forceinline__ void pin(int n, const Pinned& pinned) {
@@ -89,7 +102,7 @@ struct Held {
   __device__ __forceinline__ bool select(int wanted, SelectShared& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto need = static_cast<unsigned>(wanted);
-    const bool groups = wanted <= Threads * Vectors / 2;  // enough of them to bound the threshold
+    const bool groups = Vectors > 1 && wanted <= Threads * Vectors / 2;  // enough of them to bound the threshold
     float best[Vectors], low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) {
@@ -243,15 +256,22 @@ __device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const f
   return held.write(to, step, room, s);
 }
 
+// choose_pages of a row that is held.
+template <int Threads, int Vectors>
+__device__ __forceinline__ int choose_pages_held(Held<Threads, Vectors>& held, const float* scores, int n, int budget,
+                                                 bool newest, std::int32_t* to, std::int64_t step, int room,
+                                                 unsigned* chosen, SelectShared& s) {
+  const int pinned = newest && n > 0;
+  if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
+  return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s);
+}
 // choose_pages for n <= 4 * Vectors * Threads.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_pages_held(const float* scores, int n, int budget, bool newest, std::int32_t* to,
                                                  std::int64_t step, int room, unsigned* chosen, SelectShared& s) {
   Held<Threads, Vectors> held;
   held.load(scores, n);
-  const int pinned = newest && n > 0;
-  if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
-  return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s);
+  return choose_pages_held(held, scores, n, budget, newest, to, step, room, chosen, s);
 }
 
 }  // namespace kvlab::ops::device

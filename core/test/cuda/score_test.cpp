@@ -49,11 +49,15 @@ struct PageCase {
   GroupRule rule = GroupRule::max;
   bool newest = false;
   unsigned seed = 1;
+  int budget = -1;      // pages, of every head; negative: any
+  int summary_gap = 0;  // bytes behind each summary
+  int query_gap = 0;    // elements behind each query
+  bool ties = false;    // few scores differ
 };
 
 void compare_pages(const PageCase& c) {
   CAPTURE(c.rows, c.kv_heads, c.dim, c.group, static_cast<int>(c.kind), static_cast<int>(c.dtype),
-          static_cast<int>(c.rule), c.newest, c.pages);
+          static_cast<int>(c.rule), c.newest, c.pages, c.budget, c.summary_gap, c.query_gap, c.ties);
   std::mt19937 rng(c.seed);
   std::normal_distribution<float> normal;
   const int most = *std::max_element(c.pages.begin(), c.pages.end()) + 1, heads = c.kv_heads * c.group;
@@ -62,7 +66,7 @@ void compare_pages(const PageCase& c) {
   for (int i = 0; i < c.rows * c.kv_heads; ++i) {
     const int n = c.pages[static_cast<std::size_t>(i) % c.pages.size()];
     length.push_back(n ? n * c.page_size - static_cast<int>(rng() % static_cast<unsigned>(c.page_size)) : 0);
-    budget.push_back(static_cast<int>(rng() % static_cast<unsigned>(most / 2 + 3)));
+    budget.push_back(c.budget < 0 ? static_cast<int>(rng() % static_cast<unsigned>(most / 2 + 3)) : c.budget);
   }
   std::vector<PageEntry> table(static_cast<std::size_t>(c.rows * c.kv_heads * most));
   std::vector<std::byte> frame(granule_bytes);
@@ -79,11 +83,13 @@ void compare_pages(const PageCase& c) {
   const std::int64_t width = c.kind == Summary::min_max ? 2 * c.dim : c.dim;
   const std::int64_t count = std::int64_t{c.rows} * c.kv_heads * most * width, size = size_of(c.dtype);
   std::vector<float> wide(static_cast<std::size_t>(count));
-  std::vector<std::byte> stored(static_cast<std::size_t>(count * size));
+  const std::int64_t page_bytes = width * size + c.summary_gap;
+  std::vector<std::byte> stored(static_cast<std::size_t>(count / width * page_bytes), std::byte{0xff});
   for (std::int64_t i = 0; i < count; ++i) {
     float x = normal(rng);
+    if (c.ties) x = i % width ? 0 : std::round(x);
     if (c.kind == Summary::min_max) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
-    std::byte* to = stored.data() + i * size;
+    std::byte* to = stored.data() + i / width * page_bytes + i % width * size;
     if (c.dtype == DType::bf16) {
       const bf16 y(x);
       std::memcpy(to, &y, 2);
@@ -97,21 +103,26 @@ void compare_pages(const PageCase& c) {
     }
     wide[static_cast<std::size_t>(i)] = x;
   }
-  const auto summaries = [&](DType dtype, const std::byte* data) {
-    const std::int64_t page = width * static_cast<std::int64_t>(size_of(dtype));
+  const auto summaries = [&](DType dtype, const std::byte* data, std::int64_t page) {
     return Summaries{c.kind, dtype, data, c.kv_heads * most * page, most * page, page};
   };
-  std::vector<float> q(static_cast<std::size_t>(c.rows * heads * c.dim));
+  std::vector<float> q(static_cast<std::size_t>(c.rows * heads * (c.dim + c.query_gap)));
   for (float& x : q) x = normal(rng);
-  const auto queries = View<const float, 3>::dense(q.data(), {c.rows, heads, c.dim});
+  const auto wide_queries = View<const float, 3>::dense(q.data(), {c.rows, heads, c.dim + c.query_gap});
+  const auto narrow = [&](View<const float, 3> all) {
+    all.extent[2] = c.dim;
+    return all;
+  };
+  const auto queries = narrow(wide_queries);
   Guarded<3> wanted({c.rows, c.kv_heads, most + 3});
-  ops::page_score_reference(queries, kv, summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data())), c.rule,
+  ops::page_score_reference(queries, kv,
+                            summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()), width * 4), c.rule,
                             0.125f, wanted.view());
 
   OnDevice device;
   const PagedKv device_kv = device.put(kv, frame.size());
-  const auto device_queries = device.put(queries);
-  const Summaries on_device = summaries(c.dtype, device.put(stored.data(), stored.size()));
+  const auto device_queries = narrow(device.put(wide_queries));
+  const Summaries on_device = summaries(c.dtype, device.put(stored.data(), stored.size()), page_bytes);
   const auto budgets = View<const std::int32_t, 2>::dense(budget.data(), {c.rows, c.kv_heads});
   const auto device_budgets = device.put(budgets);
   const Guarded<3> fresh({c.rows, c.kv_heads, most + 3});
@@ -203,6 +214,47 @@ TEST_CASE("cuda score_pages: heads shared by many blocks, blocks shared by many 
   c.rows = 12, c.kv_heads = 8, c.dim = 128, c.kind = Summary::min_max;
   c.pages = {640, 600, 17, 639};
   compare_pages(c);
+}
+
+TEST_CASE("cuda score_pages: cuts at every place of a head, and in heads of a page") {
+  PageCase c;
+  c.rows = 1, c.kv_heads = 5;
+  for (int tiles = 1; tiles <= 40; tiles += tiles < 20 ? 1 : 5) {  // the cuts move through the heads behind
+    c.pages = {16 * tiles, 321, 0, 150, 16};
+    c.rule = tiles % 4 ? GroupRule::max : GroupRule::softmax_mean;
+    c.newest = ++c.seed % 2;
+    compare_pages(c);
+  }
+  c.rows = 60, c.kv_heads = 4, c.rule = GroupRule::max;
+  for (const auto& pages : {std::vector{1}, {0, 0, 1, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 700}, {1, 15, 16, 0, 17}, {0}}) {
+    c.pages = pages, c.newest = ++c.seed % 2;
+    compare_pages(c);
+  }
+}
+
+TEST_CASE("cuda score_pages: budgets of none, of one and of more than there is, ties") {
+  PageCase c;
+  c.rows = 1, c.kv_heads = 4;
+  for (const auto& pages : {std::vector{1, 3, 40, 16}, {1023, 1024, 1025, 2048}, {2049, 4096, 4097, 700}})
+    for (const int budget : {0, 1, 130, 5000})
+      for (const bool ties : {false, true}) {
+        c.pages = pages, c.budget = budget, c.ties = ties, c.newest = ++c.seed % 2;
+        compare_pages(c);
+      }
+}
+
+TEST_CASE("cuda score_pages: summaries and queries with gaps, heads of 64, groups of 8") {
+  PageCase c;
+  c.pages = {97, 0, 1, 16, 17, 150};
+  for (const int dim : {64, 96, 128, 256})
+    for (const int group : {4, 8})
+      for (const int gap : {16, 128, 640}) {
+        c.dim = dim, c.group = group, c.summary_gap = gap;
+        c.query_gap = static_cast<int>(++c.seed % 3) * 2;
+        c.kind = c.seed % 4 ? Summary::min_max : Summary::mean;
+        c.dtype = c.seed % 2 ? DType::bf16 : DType::f16;
+        compare_pages(c);
+      }
 }
 
 TEST_CASE("cuda scores of tokens equal their references on caches of every kind") {

@@ -42,6 +42,11 @@ struct Copy {
   int x, y;
 };
 
+struct OwnCopy {
+  unsigned thread, to;
+  const void* from;
+};
+
 struct Waiter {
   Fiber* fiber;
   unsigned barrier;
@@ -62,6 +67,7 @@ struct Block {
 
   std::unordered_map<unsigned, Barrier> barriers;
   std::vector<Copy> copies;
+  std::vector<OwnCopy> own_copies;
   std::vector<Waiter> waiters;
 };
 

@@ -75,6 +75,10 @@ S& static_shared() {
 unsigned shared_address(const void* p);
 void* shared_memory(unsigned address, std::size_t bytes, std::size_t alignment);  // checked
 
+// 16 bytes that are there once this thread has waited for its copies; until then the room holds garbage.
+void copy_async(unsigned to, const void* from);
+void wait_copies();
+
 // Transaction barriers: a phase ends when all arrivals and all expected bytes have come.
 void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_expect(unsigned barrier, unsigned bytes);  // and arrives

@@ -54,6 +54,7 @@ void start_memory(Block& b, std::size_t dynamic_bytes) {
   b.statics.clear();
   b.barriers.clear();
   b.copies.clear();
+  b.own_copies.clear();
   b.waiters.clear();
   static constexpr int garbage[] = {0xff, 0x7f, 0xcd};
   std::memset(b.memory, garbage[random()() % 3], dynamic_bytes + 2048);
@@ -145,6 +146,19 @@ void bulk_copy(unsigned to, const Box& box, int x, int y, unsigned address) {
   const std::size_t bytes = std::size_t{128} * static_cast<std::size_t>(box.box_rows);
   std::memset(shared_memory(to, bytes, 128), 0xff, bytes);
   b.copies.push_back({to, address, box, x, y});
+}
+
+void copy_async(unsigned to, const void* from) {
+  std::memset(shared_memory(to, 16, 16), 0xff, 16);
+  block().own_copies.push_back({now.thread.x, to, from});
+}
+
+void wait_copies() {
+  std::erase_if(block().own_copies, [](const OwnCopy& c) {
+    if (c.thread != now.thread.x) return false;
+    std::memcpy(shared_memory(c.to, 16, 16), c.from, 16);
+    return true;
+  });
 }
 
 void land(Block& b, std::size_t at) {

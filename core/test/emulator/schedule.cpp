@@ -135,6 +135,8 @@ std::string stuck(const std::vector<Block>& blocks) {
 void end(Block& b) {
   if (!b.copies.empty())
     fail("got " + std::to_string(b.copies.size()) + " bulk copies under way at the end of " + place(b));
+  if (!b.own_copies.empty())
+    fail("got " + std::to_string(b.own_copies.size()) + " copies that nobody waited for at the end of " + place(b));
   if (launch->early && !b.waited) fail("got no wait for the kernel in front in " + place(b));
   for (unsigned t = 0; t < b.threads; ++t)
     for (int i = 0; i < 64; ++i)

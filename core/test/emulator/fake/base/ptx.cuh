@@ -29,6 +29,8 @@ inline uint4 load_shared16(unsigned address) {
 inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
 }
+inline void copy_async16(unsigned to, const void* from) { emulator::copy_async(to, from); }
+inline void wait_copies() { emulator::wait_copies(); }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
 struct MmaIn {
