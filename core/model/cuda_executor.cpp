@@ -72,6 +72,11 @@ CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store,
   synchronize(stream_);
 }
 
+// Of attention_, f32: of a prompt also 16-bit ones up to prompt_room.
+std::int64_t CudaExecutor::attention_rows(std::int64_t tokens) {
+  return std::max<std::int64_t>(tokens, ops::prompt_room(static_cast<int>(tokens)) / 2);
+}
+
 void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position) {
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
@@ -79,9 +84,7 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
   copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
   room<float>(qkv_, n * qkv_width());
-  const int prompt_rows = ops::prompt_room(static_cast<int>(n));
-  room<float>(attention_,
-              std::max<std::int64_t>(n, rounds_queries(n) ? prompt_rows : prompt_rows / 2) * c.heads * c.head_dim);
+  room<float>(attention_, attention_rows(n) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
   room<std::uint16_t>(normed_, block * c.hidden);
   room<std::uint16_t>(gated_, block * c.ffn);
@@ -279,11 +282,19 @@ bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
          copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().starts_with("cuDNN");
 }
 
-// Behind the attention of as many rows, which is 16-bit too.
-void* CudaExecutor::rounded_queries(std::int64_t tokens) const {
+// Behind the attention of as many rows, which is 16-bit too. Null where there is no room: cuDNN rounds them itself, or
+// gives way to our own kernel.
+void* CudaExecutor::rounded_queries(std::int64_t tokens) {
   const ModelConfig& c = model_->config;
-  return attention_.as<std::uint16_t>() +
-         std::int64_t{ops::prompt_room(static_cast<int>(tokens))} * c.heads * c.head_dim;
+  const std::int64_t width = std::int64_t{c.heads} * c.head_dim,
+                     count = ops::prompt_room(static_cast<int>(tokens)) * width;
+  try {
+    room<float>(attention_, count);
+  } catch (const NoRoom&) {
+    room<float>(attention_, attention_rows(tokens) * width);
+    return nullptr;
+  }
+  return attention_.as<std::uint16_t>() + count;
 }
 
 DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, const void* queries,
@@ -390,6 +401,11 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   const int first = store_.position(slot);
   const std::vector<std::int32_t> slots{slot};
+  if (first + n > store_.shape().max_tokens)
+    throw Error(Errc::internal,
+                "got text positions up to " + std::to_string(first + n) + ", wanted at most " +
+                    std::to_string(store_.shape().max_tokens),
+                "a prompt on CUDA");
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
   begin(tokens, position);

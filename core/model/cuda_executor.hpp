@@ -1,8 +1,8 @@
 // The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
-// goes through the op of decode steps, each token a row that sees nothing after itself; with a codec or cache-relative
-// RoPE it reads a copy of the layer (CudaPromptPages). Where hooks are replayable, the second decode step of a number
-// of rows becomes a graph, which later steps launch: tokens, text positions and slots lie in device memory, and the
-// store's kernels take frames without the host.
+// goes through ops::attend_prompt, or, where that cannot, through the op of decode steps, each token a row that sees
+// nothing after itself; with a codec or cache-relative RoPE it reads a copy of the layer (CudaPromptPages). Where hooks
+// are replayable, the second decode step of a number of rows becomes a graph, which later steps launch: tokens, text
+// positions and slots lie in device memory, and the store's kernels take frames without the host.
 #pragma once
 #include <map>
 
@@ -57,9 +57,10 @@ class CudaExecutor final : public Executor {
   void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
-  void* rounded_queries(std::int64_t tokens) const;
-  DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries,
-                     View<float, 2> mass);  // of what attention_ holds
+  void* rounded_queries(std::int64_t tokens);
+  static std::int64_t attention_rows(std::int64_t tokens);
+  // Returns the type of what attention_ holds then.
+  DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries, View<float, 2> sums);
   void finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them

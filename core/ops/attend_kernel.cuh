@@ -4,7 +4,8 @@
 // parts, one a block, so that ragged batches and long single sequences fill the machine alike. In a block every warp
 // runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of a unit, tensor
 // cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair leave partial
-// results; the last one to arrive merges them in the order of the line.
+// results; the last one to arrive merges them, in an order that follows from their number. Within a block the warps do
+// the same with a pair's results in shared memory: the last one to come combines them, the others go on.
 #pragma once
 #include <cmath>
 
@@ -180,7 +181,7 @@ struct Partial {
   static constexpr std::int64_t floats = heads * (2 + Dim);
 };
 
-// A head's running result: of several parts in their order.
+// A head's running result, of several parts.
 struct Running {
   float high = -INFINITY, sum = 0;
   float4 out = {0, 0, 0, 0};
@@ -526,6 +527,7 @@ __global__ void __launch_bounds__(256, 1)
     if (lane == 0) before = atomicAdd(&landed, 1);
     if (__shfl_sync(~0u, before, 0) == warps - 1) {
       __threadfence_block();
+      __syncwarp();
       combine(lane, 32);
       __syncwarp();
       if (lane == 0) {
