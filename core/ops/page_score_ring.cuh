@@ -42,7 +42,7 @@ static_assert(Ring<16>::bytes(most_ring_group, 256, most_ring_pairs, most_fused_
 
 struct RingArgs {
   Args all;
-  int page_rows;      // rows of the maps from a page to the next one
+  int page_step;      // rows of the maps from a page to the next one
   bool dense;         // summaries have no gaps between them
   bool wide_queries;  // queries can be read 16 bytes at once
 };
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(threads, 1)
     while (line[cursor + 1].tiles <= tile) ++cursor;
     const Place at = line[cursor];
     const int page = (tile - at.tiles) * tile_pages, pages = min(tile_pages, at.pages - page);
-    const int y = at.y + page * r.page_rows;
+    const int y = at.y + page * r.page_step;
     const unsigned to = my_stages + stage * R::tile_bytes, barrier = my_barriers + 8 * stage;
     if (lane == 0) cuda::barrier_expect(barrier, pages * R::page_bytes);
     if (pages == tile_pages && r.dense) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(threads, 1)
     } else {
       __syncwarp();
       if (lane < pages)
-        cuda::bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * r.page_rows, barrier, policy);
+        cuda::bulk_copy_2d(to + lane * R::page_bytes, &page_map, 0, y + lane * r.page_step, barrier, policy);
     }
   };
   int item = warp, stage = 0;

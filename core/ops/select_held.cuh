@@ -1,6 +1,7 @@
 // Exact selection by one block from a row that its threads hold in registers, 4 * Vectors entries each. It asks no more
 // of shared memory than it must: a histogram of the greatest of each four entries bounds the threshold from below, one
-// of the few entries above that bound finds it. Rows where that does not tell enough apart go to select_best.
+// of the few entries above that bound finds it (with one vector a thread, of all entries). Rows where that does not
+// tell enough apart go to select_best.
 #pragma once
 #include "ops/select.cuh"
 

@@ -1,5 +1,5 @@
 // The store's kernels. A head of a row is one block's or one warp's work; heads share nothing but the pools, whose
-// counts are taken from and given to atomically, never both ways in one kernel.
+// counts are taken from and given to atomically, never both ways in one kernel; a plan of one block alone need not.
 #include <algorithm>
 #include <string>
 
