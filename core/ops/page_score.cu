@@ -81,17 +81,9 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
   __syncthreads();
   const std::int64_t blocks = min(gridDim.x, total);
   if (blockIdx.x >= blocks) return;
-  const int lo = static_cast<int>(total * std::int64_t(blockIdx.x) / blocks),
-            hi = static_cast<int>(total * std::int64_t(blockIdx.x + 1) / blocks);
-  int pair = 0;  // the last one that begins at or before lo, so not an empty one
-  for (int left = 0, right = pairs; left < right;) {
-    const int middle = (left + right) / 2;
-    if (first[middle] <= lo)
-      pair = middle, left = middle + 1;
-    else
-      right = middle;
-  }
-
+  const Share share = share_of(blockIdx.x, blocks, total, pairs, [&](int i) { return first[i]; });
+  const int lo = share.lo, hi = share.hi;
+  int pair = share.pair;
   for (; pair < pairs && first[pair] < hi; ++pair) {
     const int begin = first[pair], end = first[pair + 1];
     if (begin == end) continue;

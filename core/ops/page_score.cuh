@@ -46,6 +46,26 @@ __device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int he
   return min((tokens + a.page_size - 1) / a.page_size, a.most_pages);
 }
 
+// A block's tiles [lo, hi) of the line of all pairs' tiles, and the last pair that begins at or before lo, so not an
+// empty one. begin_of: tiles before a pair. blocks: those that have any tiles.
+struct Share {
+  int lo, hi, pair;
+};
+template <class F>
+__device__ __forceinline__ Share share_of(int block, std::int64_t blocks, unsigned total, int pairs,
+                                          const F& begin_of) {
+  Share s = {static_cast<int>(total * std::int64_t(block) / blocks),
+             static_cast<int>(total * std::int64_t(block + 1) / blocks), 0};
+  for (int left = 0, right = pairs; left < right;) {
+    const int middle = (left + right) / 2;
+    if (begin_of(middle) <= s.lo)
+      s.pair = middle, left = middle + 1;
+    else
+      right = middle;
+  }
+  return s;
+}
+
 // Which of `blocks` have a part of tiles [begin, end), where block b has [total b / blocks, total (b + 1) / blocks).
 __device__ __forceinline__ int parts_of(int begin, int end, unsigned total, std::int64_t blocks) {
   return static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;

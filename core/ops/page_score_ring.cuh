@@ -177,16 +177,8 @@ __global__ void __launch_bounds__(threads, 1)
   const unsigned total = lay_out(a, line, select);
   const std::int64_t blocks = min(gridDim.x, total);
   if (blockIdx.x >= blocks) return;
-  const int lo = static_cast<int>(total * std::int64_t(blockIdx.x) / blocks),
-            hi = static_cast<int>(total * std::int64_t(blockIdx.x + 1) / blocks);
-  int first = 0;  // the last pair that begins at or before lo, so not an empty one
-  for (int left = 0, right = pairs; left < right;) {
-    const int middle = (left + right) / 2;
-    if (line[middle].tiles <= lo)
-      first = middle, left = middle + 1;
-    else
-      right = middle;
-  }
+  const Share share = share_of(blockIdx.x, blocks, total, pairs, [&](int i) { return line[i].tiles; });
+  const int lo = share.lo, hi = share.hi, first = share.pair;
   int last = first;
   while (line[last + 1].tiles < hi) ++last;
   // A head that is cut at the block's end comes first: cut heads are complete while others are still read, and what is
