@@ -284,11 +284,11 @@ __global__ void __launch_bounds__(256, 1)
   unsigned char* stages = memory;
   std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(stages + warps * a.stages * S::unit_bytes);
   float* merge =
-      reinterpret_cast<float*>(barriers + warps * (a.stages + 1));  // [warp, head] max, sum; [warp, head, dim]
+      reinterpret_cast<float*>(barriers + warps * a.stages + 2);  // [warp, head] max, sum; [warp, head, dim]
   const Pairs pairs(a.rows * a.kv_heads, reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group)));
   const int* first = pairs.first;
   __shared__ int warp_sum[8];
-  __shared__ int landed;  // warps whose results of a pair are in `merge`
+  __shared__ int arrivals;  // of warps whose results of a pair are in `merge`
   // Pairs that other blocks have parts of, of the block's first and last.
   __shared__ int parts[2], first_block[2];  // 0: none
   __shared__ bool merges[2];
@@ -300,10 +300,11 @@ __global__ void __launch_bounds__(256, 1)
 
   const unsigned my_stage = shared_address(stages) + warp * a.stages * S::unit_bytes;
   const unsigned my_barrier = shared_address(barriers + warp * a.stages);
-  const unsigned merged = shared_address(barriers + warps * a.stages);  // a pair's results have been read
+  // A pair's results are all in `merge`; they have been read.
+  const unsigned landed = shared_address(barriers + warps * a.stages), merged = landed + 8;
   if (lane == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, 1);
-    if (warp == 0) barrier_init(merged, 1), landed = 0;
+    if (warp == 0) barrier_init(landed, threads), barrier_init(merged, 32), arrivals = 0;
     barrier_init_fence();
   }
   __syncwarp();
@@ -521,20 +522,14 @@ __global__ void __launch_bounds__(256, 1)
     }
     const int next_pair = pairs.of_unit(end);
     ask_queries(next_pair);
-    __threadfence_block();
+    barrier_arrive(landed);
     __syncwarp();
     int before = 0;
-    if (lane == 0) before = atomicAdd(&landed, 1);
-    if (__shfl_sync(~0u, before, 0) == warps - 1) {
-      __threadfence_block();
-      __syncwarp();
+    if (lane == 0) before = atomicAdd(&arrivals, 1);
+    if (__shfl_sync(~0u, before, 0) % warps == warps - 1) {  // all have arrived: nobody waits here
+      barrier_wait(landed, handed & 1);
       combine(lane, 32);
-      __syncwarp();
-      if (lane == 0) {
-        landed = 0;
-        __threadfence_block();
-        barrier_arrive(merged);
-      }
+      barrier_arrive(merged);
     }
     pair = next_pair;
   }
@@ -565,7 +560,7 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   using S = UnitShape<Dim>;
   constexpr int warps = warps_of(Dim);
   const int pairs = a.rows * a.kv_heads;
-  const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + warps * 8;
+  const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + 16;
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
   // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.

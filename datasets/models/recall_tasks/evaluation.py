@@ -158,7 +158,8 @@ EVALUATION = {
         ),
     ),
     "passkey": (24, lambda r, t, n: passkey(r, t, n, opening="The pass key is")),
-    "copy": (160, lambda r, t, n: copying(r, t, n, notes=6, length=60)),
+    "copy": (160, lambda r, t, n: copying(r, t, n, notes=6, length=60, apart=True)),
+    "copy_near": (160, lambda r, t, n: copying(r, t, n, notes=6, length=60)),  # the text around may have the passage too
     "two_hops": (64, lambda r, t, n: two_hops(r, t, n, n=24)),
     "late": (24, lambda r, t, n: records(r, t, n, n=16, keys="pair", hay="text", **{**MAGIC, "turns": 4}, **ASK_ONE)),
     "unseen_one": (

@@ -189,13 +189,14 @@ def edited(r, text, body, share=None):
     return " ".join(out) or body
 
 
-def copying(r, text, room, *, notes=None, length=None):
-    """Repeat a note word for word; what marks its end does not occur inside."""
+def copying(r, text, room, *, notes=None, length=None, apart=False):
+    """Repeat a note word for word; what marks its end does not occur inside. apart: the text around the notes has none of their passages."""
     if notes is None and r.random() < 0.2:
         return passages(r, text, room)
     n = notes or r.randint(1, max(1, min(24, room // 300)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
-    turns, facts, region = [], [], near(r, text)
+    turns, facts = [], []
+    region, source = text.apart(r, room) if apart else (near(r, text),) * 2
     frame = r.choice(
         [
             'Note "{k}": {v} (end of note)',
@@ -209,7 +210,7 @@ def copying(r, text, room, *, notes=None, length=None):
     )
     wanted = r.sample(range(len(heads)), 1 if notes else r.randint(1, min(len(heads), 12)))
     bodies = []
-    changed = 0 if notes else r.choice([0, 0.5, 1])
+    changed = 0 if notes else r.choice([0, 0, 0.3, 1])
     for i, k in enumerate(heads):
         size = length or r.randint(12, max(13, min(160, room // 4)))
         if r.random() < 0.3 and not length:
@@ -219,7 +220,7 @@ def copying(r, text, room, *, notes=None, length=None):
         elif bodies and changed and r.random() < 0.12:
             body = edited(r, text, r.choice(bodies), r.choice([0.05, 0.1, 0.2]))
         else:
-            body = excerpt(r, text, size, region)
+            body = excerpt(r, text, size, source)
             body = edited(r, text, body) if r.random() < changed else body
         bodies.append(body.replace('"', "'").replace("[end]", "end").replace(">>", ">"))
         facts.append((fill(frame, k=k, v=bodies[-1]), i in wanted))

@@ -39,6 +39,13 @@ class Text:
         begin = r.randrange(max(1, len(self.ids) - length))
         return tuple(int(x) for x in np.searchsorted(self.starts, (begin, begin + length)))
 
+    def apart(self, r, length):
+        """Sentences (first, last): one that text of up to `length` tokens begins with, and a part of the corpus that has nothing of that text."""
+        first = int(np.searchsorted(self.starts, r.randrange(max(1, len(self.ids) - length))))
+        before = (0, int(np.searchsorted(self.starts, self.starts[first] - length // 8)))
+        after = (int(np.searchsorted(self.starts, self.starts[first] + length)), len(self.starts) - 1)
+        return (first, first + 1), max(before, after, key=lambda part: part[1] - part[0])
+
     def hay(self, r, length, noise=False, region=None):
         """`length` tokens and the places in them where a sentence begins; they begin in the region, or anywhere."""
         ids, starts = (self.noise_ids, self.noise_starts) if noise else (self.ids, self.starts)

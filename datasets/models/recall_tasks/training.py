@@ -120,7 +120,7 @@ def training_sample(r, text, length, chat_open, mix=TRAINING):
     as a place in the sequence, and a list would not stop anywhere else."""
     while True:
         make = r.choices([m for m, _ in mix], [w for _, w in mix])[0]
-        after = r.randrange(length * 3 // 10)
+        after = r.randrange(length * r.choice([1, 6]) // 20)
         problem = make(r, text, length - after)
         if not problem.turns and make is not plain:
             continue

@@ -34,7 +34,8 @@ CHAT_OPEN = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, tr
 SCHEDULE = [
     (0.28, {1024: 2, 2048: 4}),
     (0.52, {1024: 1, 2048: 2, 4096: 4}),
-    (1.00, {1024: 1, 2048: 2, 4096: 3, 8192: 8}),
+    (0.80, {1024: 1, 2048: 2, 4096: 3, 8192: 8}),
+    (1.00, {2048: 1, 4096: 2, 8192: 9}),
 ]
 MIX = (
     "records=5,ruler=6,key_lists=8,any_wording=5,numbered=3,ordered=8,key_value=3,variable_tracking=1.6,two_hops=3,copying=14,table=0.6,"
