@@ -41,13 +41,15 @@ void linear_cuda(const LinearArgs& a, void* stream);
 void linear_stream_cuda(const LinearArgs& a, void* stream);  // m <= linear_stream_most
 void linear_blas_cuda(const LinearArgs& a, void* stream);    // any m
 
-// out[row, :] = x[row, :] / sqrt(mean(x^2) + eps) * weight, or x rounded when weight is null. n a multiple of 8.
+// out[row, :] = x[row, :] / sqrt(mean(x^2) + eps) * weight, or x rounded when weight is null. n a multiple of 8. A
+// row's result is the same, bit for bit, whatever the number of rows.
 struct NormArgs {
   const float* x = nullptr;  // [rows, x_stride], 16-byte aligned, x_stride a multiple of 4
   std::int64_t rows = 0, n = 0, x_stride = 0;
-  const float* weight = nullptr;  // [n]
+  const float* weight = nullptr;  // [n], 16-byte aligned; not written by anything that may still be running: it is read
+                                  // before the work in front has ended
   float eps = 0;
-  void* out = nullptr;        // [rows, out_stride], out_stride a multiple of 8
+  void* out = nullptr;        // [rows, out_stride], 16-byte aligned, out_stride a multiple of 8; not x
   DType dtype = DType::bf16;  // f32, bf16 or f16
   std::int64_t out_stride = 0;
 };

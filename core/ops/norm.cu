@@ -26,43 +26,76 @@ __device__ float block_sum(float x, float* shared) {
   return x;
 }
 
-// One block a row. The order of additions depends on n alone.
-template <class T>
-__global__ void __launch_bounds__(1024) norm_kernel(NormArgs a) {
-  constexpr int most = 4;  // vectors a thread keeps between the passes
-  __shared__ float sums[32];
+// A block takes every gridDim.x-th row; the next one is on its way while a row is summed and written, and the weights
+// stay in registers. The order of a row's additions depends on n alone.
+// most: vectors of a row that a thread holds; rest: there are more, which are read twice.
+constexpr int norm_threads = 512;
+constexpr int norm_resident(int most) { return (most <= 2 ? 3 : 2) * norm_threads; }  // threads of a multiprocessor
+
+template <class T, int most, bool rest>
+__global__ void __launch_bounds__(norm_threads, norm_resident(most) / norm_threads) norm_kernel(NormArgs a) {
+  __shared__ float sums[2][norm_threads / 32];  // by turns: one barrier a row is enough
+  const int count = static_cast<int>(a.n / 4), threads = blockDim.x, mine = threadIdx.x;
+  const auto load = [&](const float* from, float4* to, bool there) {
+#pragma unroll
+    for (int j = 0; j < most; ++j)
+      to[j] = there && mine + j * threads < count ? reinterpret_cast<const float4*>(from)[mine + j * threads]
+                                                  : make_float4(0, 0, 0, 0);
+  };
+  float4 weight[most], row[most], next[most];
+  load(a.weight, weight, true);
   let_successor_start();
   wait_for_predecessor();
   const float* x = a.x + blockIdx.x * a.x_stride;
   T* out = static_cast<T*>(a.out) + blockIdx.x * a.out_stride;
-  const int count = static_cast<int>(a.n / 4), threads = blockDim.x;
-  const auto load = [&](int v) { return *reinterpret_cast<const float4*>(x + 4 * v); };
-  float4 first[most];
-#pragma unroll
-  for (int j = 0; j < most; ++j) {
-    const int v = threadIdx.x + j * threads;
-    first[j] = v < count ? load(v) : make_float4(0, 0, 0, 0);
-  }
-  float factor = 1;
-  if (a.weight) {
+  int left = (static_cast<int>(a.rows) - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x);
+  load(x, row, true);
+  for (float* sum_of = sums[0];; --left) {
+    const float* following = x + gridDim.x * a.x_stride;
+    load(following, next, left > 0);
     float sum = 0;
     const auto add = [&](float4 v) { sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; };
 #pragma unroll
-    for (int j = 0; j < most; ++j) add(first[j]);
-    for (int v = threadIdx.x + most * threads; v < count; v += threads) add(load(v));
-    factor = 1 / sqrtf(block_sum(sum, sums) / static_cast<float>(a.n) + a.eps);
-  }
-  const auto put = [&](int v, float4 e) {
-    if (a.weight) {
-      const float4 w = *reinterpret_cast<const float4*>(a.weight + 4 * v);
-      e = make_float4(e.x * factor * w.x, e.y * factor * w.y, e.z * factor * w.z, e.w * factor * w.w);
-    }
-    put4(out + 4 * v, e);
-  };
+    for (int j = 0; j < most; ++j) add(row[j]);
+    if constexpr (rest)
+      for (int v = mine + most * threads; v < count; v += threads) add(reinterpret_cast<const float4*>(x)[v]);
+    const float factor = 1 / sqrtf(block_sum(sum, sum_of) / static_cast<float>(a.n) + a.eps);
+    const auto put = [&](int v, float4 e, float4 w) {
+      put4(out + 4 * v, make_float4(e.x * factor * w.x, e.y * factor * w.y, e.z * factor * w.z, e.w * factor * w.w));
+    };
 #pragma unroll
-  for (int j = 0; j < most; ++j)
-    if (const int v = threadIdx.x + j * threads; v < count) put(v, first[j]);
-  for (int v = threadIdx.x + most * threads; v < count; v += threads) put(v, load(v));
+    for (int j = 0; j < most; ++j)
+      if (const int v = mine + j * threads; v < count) put(v, row[j], weight[j]);
+    if constexpr (rest)
+      for (int v = mine + most * threads; v < count; v += threads)
+        put(v, reinterpret_cast<const float4*>(x)[v], reinterpret_cast<const float4*>(a.weight)[v]);
+    if (left == 0) return;
+#pragma unroll
+    for (int j = 0; j < most; ++j) row[j] = next[j];
+    x = following;
+    out += gridDim.x * a.out_stride;
+    sum_of = sum_of == sums[0] ? sums[1] : sums[0];
+  }
+}
+
+// Piece blockIdx.y of row blockIdx.x, `each` vectors a thread.
+constexpr int round_threads = 128;
+
+template <class T, int each>
+__global__ void __launch_bounds__(round_threads) round_kernel(NormArgs a) {
+  let_successor_start();
+  wait_for_predecessor();
+  const float* x = a.x + blockIdx.x * a.x_stride;
+  T* out = static_cast<T*>(a.out) + blockIdx.x * a.out_stride;
+  const int count = static_cast<int>(a.n / 4), threads = blockDim.x,
+            first = static_cast<int>(blockIdx.y) * each * threads + threadIdx.x;
+  float4 row[each];
+#pragma unroll
+  for (int j = 0; j < each; ++j)
+    if (const int v = first + j * threads; v < count) row[j] = *reinterpret_cast<const float4*>(x + 4 * v);
+#pragma unroll
+  for (int j = 0; j < each; ++j)
+    if (const int v = first + j * threads; v < count) put4(out + 4 * v, row[j]);
 }
 
 // Vector: unsigned or uint4, of elements.
@@ -162,6 +195,40 @@ __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Be
   }
 }
 
+// Threads of a block that takes `vectors` of a row, `each` a thread.
+int threads_for(std::int64_t vectors, int each, int most) {
+  return static_cast<int>(std::min<std::int64_t>(most, ((vectors + each - 1) / each + 31) / 32 * 32));
+}
+
+template <class T, int most, bool rest>
+void launch_norm(const NormArgs& a, void* stream) {
+  const int threads = threads_for(a.n / 4, most, norm_threads);
+  const std::int64_t blocks = std::int64_t{multiprocessors()} * std::min(32, norm_resident(most) / threads),
+                     each = (a.rows + blocks - 1) / blocks;  // rows of a block, as even as can be
+  launch("rms_norm", norm_kernel<T, most, rest>, static_cast<unsigned>((a.rows + each - 1) / each), threads, 0,
+         stream_of(stream), true, a);
+}
+
+template <class T, int each>
+void launch_round(const NormArgs& a, void* stream) {
+  const int threads = threads_for(a.n / 4, each, round_threads);
+  const std::int64_t piece = 4 * each * threads;
+  const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>((a.n + piece - 1) / piece));
+  launch("round", round_kernel<T, each>, grid, threads, 0, stream_of(stream), true, a);
+}
+
+template <class T>
+void norm_of(const NormArgs& a, void* stream) {
+  constexpr std::int64_t many = 64;  // rows that fill the device with eight vectors a thread
+  const std::int64_t vectors = a.n / 4;
+  if (!a.weight)
+    a.rows < many ? launch_round<T, 1>(a, stream) : launch_round<T, 8>(a, stream);
+  else if (vectors <= 2 * norm_threads)
+    launch_norm<T, 2, false>(a, stream);
+  else
+    vectors <= 4 * norm_threads ? launch_norm<T, 4, false>(a, stream) : launch_norm<T, 4, true>(a, stream);
+}
+
 int blocks_of(std::int64_t elements, int block, int most) {
   return static_cast<int>(std::clamp<std::int64_t>((elements + block - 1) / block, 1, most));
 }
@@ -175,11 +242,9 @@ void rms_norm_cuda(const NormArgs& a, void* stream) {
                     std::to_string(a.out_stride) + " apart, wanted multiples of 8, 4 and 8",
                 "op rms_norm (CUDA)");
   if (a.rows == 0) return;
-  const int threads = std::min<int>(1024, static_cast<int>(a.n / 4 + 31) / 32 * 32);
-  const auto kernel = a.dtype == DType::f32   ? norm_kernel<float>
-                      : a.dtype == DType::f16 ? norm_kernel<__half>
-                                              : norm_kernel<__nv_bfloat16>;
-  launch("rms_norm", kernel, static_cast<unsigned>(a.rows), threads, 0, stream_of(stream), true, a);
+  a.dtype == DType::f32   ? norm_of<float>(a, stream)
+  : a.dtype == DType::f16 ? norm_of<__half>(a, stream)
+                          : norm_of<__nv_bfloat16>(a, stream);
 }
 
 void silu_mul_cuda(const void* x, std::int64_t x_stride, DType dtype, std::int64_t rows, std::int64_t n, void* gated,

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <limits>
@@ -6,6 +7,7 @@
 #include "base/half.hpp"
 #include "ops/linear_cuda.hpp"
 #include "support/device_cache.hpp"
+#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -33,8 +35,8 @@ TEST_CASE("cuda rms_norm and rounding equal the reference") {
   std::mt19937 rng(3);
   std::normal_distribution<float> normal;
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
-    for (const std::int64_t n : {8, 72, 576, 4096, 14336, 20008})
-      for (const std::int64_t rows : {1, 3, 40})
+    for (const std::int64_t n : {8, 72, 576, 4096, 5120, 20008})
+      for (const std::int64_t rows : {1, 3, 70})
         for (const bool norm : {true, false}) {
           CAPTURE(name_of(dtype), n, rows, norm);
           const std::int64_t x_stride = n + 4, out_stride = n + 8;
@@ -84,6 +86,41 @@ TEST_CASE("cuda rms_norm and rounding equal the reference") {
           CHECK(bad == 0);
           CHECK(stray == 0);
         }
+}
+
+// A block takes many rows where there are many; a row that is the only one is the first of its block.
+TEST_CASE("cuda rms_norm and rounding: a row's bits do not depend on how many rows there are") {
+  std::mt19937 rng(4);
+  std::normal_distribution<float> normal;
+  for (const std::int64_t n : {72, 4096, 8192, 8200}) {
+    const std::int64_t rows = test::quick() ? 603 : 5003;  // more than blocks at once
+    std::vector<float> x(static_cast<std::size_t>(rows * n)), weight(static_cast<std::size_t>(n));
+    for (float& v : x) v = normal(rng);
+    for (float& w : weight) w = normal(rng);
+    const std::vector<std::uint16_t> poison(x.size(), 0xffff);
+    OnDevice device;
+    ops::NormArgs a;
+    a.n = a.x_stride = a.out_stride = n;
+    a.eps = 1e-5f;
+    const float* from = device.put(x.data(), x.size());
+    const float* weights = device.put(weight.data(), weight.size());
+    std::uint16_t *together = device.put(poison.data(), poison.size()),
+                  *apart = device.put(poison.data(), poison.size());
+    for (const bool norm : {true, false}) {
+      CAPTURE(n, norm);
+      a.weight = norm ? weights : nullptr;
+      a.x = from, a.out = together, a.rows = rows;
+      cuda_backend()->ops.rms_norm(a, device.stream().handle());
+      a.rows = 1;
+      for (std::int64_t r = 0; r < rows; ++r) {
+        a.x = from + r * n, a.out = apart + r * n;
+        cuda_backend()->ops.rms_norm(a, device.stream().handle());
+      }
+      const auto all = device.get(View<std::uint16_t, 1>::dense(together, {rows * n}));
+      CHECK(all == device.get(View<std::uint16_t, 1>::dense(apart, {rows * n})));
+      CHECK(std::count(all.begin(), all.end(), 0xffff) == 0);
+    }
+  }
 }
 
 TEST_CASE("cuda embed copies rows of the table; an unknown token gives NaN") {
