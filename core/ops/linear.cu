@@ -1,12 +1,12 @@
 // Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
 //
-// A work item is a tile of 64 rows of W, or an equal slice of k of one where there are fewer tiles than
-// multiprocessors. A block has one producer, which keeps a ring of bulk copies (64 rows x 128 columns of W, with the
-// same 128 columns of x) full, and four warps that multiply: tensor cores take 16 rows of W as A and the rows of x as
-// columns of B. Which element of k is which column of a fragment is free as long as A and B agree, so both are 16-byte
-// loads of rows; which row of W or x is which row or column of the product is free too, and chosen so that the two rows
-// that a quarter of a warp reads lie in different halves of the swizzled 128 bytes. Slices leave partial sums; the last
-// one to arrive adds them in order.
+// A work item is a tile of 64, 48 or 32 rows of W, whichever spreads them best over the multiprocessors, or an equal
+// slice of k of one where there are too few tiles. A block has one producer, which keeps a ring of bulk copies (the
+// tile's rows x 128 columns of W, with the same 128 columns of x) full, and a warp per 16 rows that multiplies: tensor
+// cores take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is
+// free as long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the
+// product is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the
+// swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
 //
 // The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
 // ends.
@@ -20,16 +20,17 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int tile_rows = 64, pieces = 2, chunk = 64 * pieces;  // of W: rows of a tile, columns of a stage
-constexpr int piece_bytes = tile_rows * 128;
-constexpr int consumers = 4;  // warps
-constexpr int threads = (consumers + 1) * 32;
+constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
+constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
+constexpr int most_threads = (most_rows / warp_rows + 1) * 32;
+constexpr int ring_bytes = 110 * 1024;
 constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
 constexpr int enough_tiles = 80;               // to keep the memory busy without slices
 constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
 
 struct Args {
-  int m, n;  // n: outputs, half of W's rows when gated
+  int m, n;                          // n: outputs, half of W's rows when gated
+  int tile_rows, consumers, stages;  // consumers: warps, one per 16 rows of a tile
   int chunks, slices, items;
   bool add, constant_weights;
   const float* bias;
@@ -42,11 +43,18 @@ struct Args {
 
 template <int Columns>
 struct Stage {
-  static constexpr int x_bytes = Columns * 8 * 128;  // 64 columns of x
-  static constexpr int bytes = pieces * (piece_bytes + x_bytes);
+  static constexpr int x_bytes = Columns * 8 * 128;         // 64 columns of x
   static constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
-  static constexpr int count = 110 * 1024 / bytes;
-  static constexpr int shared = count * (bytes + 16);
+  static __host__ __device__ int bytes(int tile_rows) { return pieces * (tile_rows * 128 + x_bytes); }
+};
+
+// A place in the ring of stages, and whether its barrier's phase is odd there.
+struct Place {
+  int stage = 0;
+  unsigned odd = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, odd ^= 1;
+  }
 };
 
 // Row of a tile of eight that lane group g reads: rows 2i and 2i + 1 of the fragment are four rows apart.
@@ -77,35 +85,36 @@ template <int Columns, bool Gated>
 __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& weights, const CUtensorMap& input,
                         unsigned stages, unsigned full, unsigned empty) {
   using S = Stage<Columns>;
+  const int piece_bytes = a.tile_rows * 128, bytes = S::bytes(a.tile_rows);
   const std::uint64_t policy = read_once_policy();
   const auto copy_weights = [&](int stage, const Walk& w) {
-    const unsigned to = stages + stage * S::bytes, barrier = full + 8 * stage;
+    const unsigned to = stages + stage * bytes, barrier = full + 8 * stage;
     const int tile = w.item / w.slices;
-    barrier_expect(barrier, S::bytes);
+    barrier_expect(barrier, static_cast<unsigned>(bytes));
     for (int p = 0; p < pieces; ++p)
       if constexpr (Gated) {
-        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * 32, barrier, policy);
-        bulk_copy_2d(to + p * piece_bytes + piece_bytes / 2, &weights, w.at * chunk + p * 64, a.n + tile * 32, barrier,
-                     policy);
+        const int half = a.tile_rows / 2;
+        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * half, barrier, policy);
+        bulk_copy_2d(to + p * piece_bytes + piece_bytes / 2, &weights, w.at * chunk + p * 64, a.n + tile * half,
+                     barrier, policy);
       } else {
-        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * tile_rows, barrier, policy);
+        bulk_copy_2d(to + p * piece_bytes, &weights, w.at * chunk + p * 64, tile * a.tile_rows, barrier, policy);
       }
   };
   const auto copy_input = [&](int stage, const Walk& w) {
-    const unsigned to = stages + stage * S::bytes + pieces * piece_bytes, barrier = full + 8 * stage;
+    const unsigned to = stages + stage * bytes + pieces * piece_bytes, barrier = full + 8 * stage;
     for (int p = 0; p < pieces; ++p) bulk_copy_2d(to + p * S::x_bytes, &input, w.at * chunk + p * 64, 0, barrier);
   };
   if (!a.constant_weights) wait_for_predecessor();
   Walk w(a, begin, end), x = w;
   int i = 0;
-  for (; i < S::count && w.valid(); ++i, w.next()) copy_weights(i, w);
+  for (; i < a.stages && w.valid(); ++i, w.next()) copy_weights(i, w);
   wait_for_predecessor();
   for (int j = 0; j < i; ++j, x.next()) copy_input(j, x);
-  for (; w.valid(); ++i, w.next()) {
-    const int stage = i % S::count;
-    barrier_wait(empty + 8 * stage, (i / S::count - 1) & 1);
-    copy_weights(stage, w);
-    copy_input(stage, w);
+  for (Place at; w.valid(); at.next(a.stages), w.next()) {
+    barrier_wait(empty + 8 * at.stage, at.odd);
+    copy_weights(at.stage, w);
+    copy_input(at.stage, w);
   }
 }
 
@@ -137,15 +146,16 @@ __device__ void finish(const Args& a, int low, int high, int q, const float (&su
 }
 
 template <class T, int Columns, bool Gated>
-__global__ void __launch_bounds__(threads, 2)
+__global__ void __launch_bounds__(most_threads, 2)
     linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap input) {
   using S = Stage<Columns>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const unsigned stages = shared_address(memory), full = stages + S::count * S::bytes, empty = full + S::count * 8;
+  const int piece_bytes = a.tile_rows * 128, bytes = S::bytes(a.tile_rows), consumers = a.consumers;
+  const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < S::count; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
+    for (int s = 0; s < a.stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
     barrier_init_fence();
   }
   __syncthreads();
@@ -159,9 +169,9 @@ __global__ void __launch_bounds__(threads, 2)
   wait_for_predecessor();
 
   // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
-  const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? tile_rows / 2 + low : low + 8;
+  const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
   const unsigned vector = (q ^ row) * 16;
-  int i = 0;
+  Place place;
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
     const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
@@ -170,10 +180,9 @@ __global__ void __launch_bounds__(threads, 2)
     for (int c = 0; c < Columns; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[c][e] = other[c][e] = 0;
-    for (int k = 0; k < count; ++k, ++i) {
-      const int stage = i % S::count;
-      const unsigned w = stages + stage * S::bytes + vector, x = w + pieces * piece_bytes + row * 128;
-      barrier_wait(full + 8 * stage, (i / S::count) & 1);
+    for (int k = 0; k < count; ++k, place.next(a.stages)) {
+      const unsigned w = stages + place.stage * bytes + vector, x = w + pieces * piece_bytes + row * 128;
+      barrier_wait(full + 8 * place.stage, place.odd);
 #pragma unroll
       for (int p = 0; p < pieces; p += S::at_once) {
         constexpr int steps = 2 * S::at_once;  // of 32 columns
@@ -195,7 +204,7 @@ __global__ void __launch_bounds__(threads, 2)
           }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty + 8 * stage);
+      if (lane == 0) barrier_arrive(empty + 8 * place.stage);
     }
 #pragma unroll
     for (int c = 0; c < Columns; ++c)
@@ -227,7 +236,7 @@ __global__ void __launch_bounds__(threads, 2)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
     }
-    const int first = tile * (Gated ? tile_rows / 2 : tile_rows);
+    const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
     finish<T, Columns, Gated>(a, first + low, first + high, q, sum);
   }
 }
@@ -236,13 +245,15 @@ __global__ void __launch_bounds__(threads, 2)
 int column_tiles(std::int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : m <= 40 ? 5 : 8; }
 
 template <class T, int Columns, bool Gated>
-void launch_kernel(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
-                   cudaStream_t stream) {
+void launch_kernel(Args a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
   const auto kernel = linear_kernel<T, Columns, Gated>;
+  constexpr int barriers = 2048;  // bytes, more than there can be
   static const cudaError_t once =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Stage<Columns>::shared);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers);
   check(once, "linear");
-  launch("linear", kernel, blocks, threads, Stage<Columns>::shared, stream, true, a, weights, input);
+  const int bytes = Stage<Columns>::bytes(a.tile_rows);
+  a.stages = ring_bytes / bytes;
+  launch("linear", kernel, blocks, (a.consumers + 1) * 32, a.stages * (bytes + 16), stream, true, a, weights, input);
 }
 
 template <class T, bool Gated>
@@ -263,6 +274,24 @@ void launch_type(const Args& a, int blocks, const CUtensorMap& weights, const CU
           : launch_columns<T, false>(a, blocks, weights, input, stream);
 }
 
+struct Tiles {
+  int rows, count, each;  // each: that a block takes at most
+};
+
+// A block's work is the rows that it reads, and x once a tile, which costs less than as many rows: it comes from the
+// L2 cache. The number of rows of a tile changes no bit of the result.
+Tiles tiles_of(int n, bool gated, int rows, int blocks) {
+  const int outputs = gated ? rows / 2 : rows, count = (n + outputs - 1) / outputs;
+  return {rows, count, (count + blocks - 1) / blocks};
+}
+Tiles best_tiles(int n, bool gated, int columns, int blocks) {
+  const auto cost = [&](const Tiles& t) { return t.each * (t.rows + 0.7 * 8 * columns); };
+  Tiles best = tiles_of(n, gated, most_rows, blocks);
+  for (int rows = most_rows - warp_rows; rows >= 2 * warp_rows; rows -= warp_rows)
+    if (const Tiles t = tiles_of(n, gated, rows, blocks); cost(t) < cost(best)) best = t;
+  return best;
+}
+
 }  // namespace
 
 void linear_stream_cuda(const LinearArgs& in, void* handle) {
@@ -280,19 +309,24 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.bias = in.bias;
   a.y = in.y, a.y_stride = in.y_stride;
   a.gated = in.gated, a.gated_stride = in.gated_stride;
-  const int outputs = gated ? tile_rows / 2 : tile_rows, tiles = (a.n + outputs - 1) / outputs;
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
-  a.slices = tiles >= enough_tiles ? 1 : std::max(1, std::min(blocks / tiles, a.chunks / chunks_of_slice));
-  a.items = tiles * a.slices;
+  Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
+  a.slices = 1;  // or more, whatever m is: the order of additions follows
+  if (tiles_of(a.n, gated, 2 * warp_rows, blocks).count < enough_tiles)
+    a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
+  if (a.slices == 1) tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
+  a.tile_rows = tiles.rows, a.consumers = tiles.rows / warp_rows;
+  a.items = tiles.count * a.slices;
   if (a.slices > 1) {
     constexpr std::size_t columns = linear_stream_most;
     a.partial =
-        static_cast<float*>(kept(handle, "linear partial", most_items_of_slices * tile_rows * columns * sizeof(float)));
-    a.arrived = static_cast<int*>(zeroed(handle, "linear arrived", most_items_of_slices * consumers * sizeof(int)));
+        static_cast<float*>(kept(handle, "linear partial", most_items_of_slices * most_rows * columns * sizeof(float)));
+    a.arrived = static_cast<int*>(
+        zeroed(handle, "linear arrived", most_items_of_slices * (most_rows / warp_rows) * sizeof(int)));
   }
   const int each = (a.items + blocks - 1) / blocks;  // equal shares need not take every multiprocessor
   const int grid = (a.items + each - 1) / each;
-  const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, outputs),
+  const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, gated ? a.tile_rows / 2 : a.tile_rows),
                     input = matrix_map(in.x, half, in.m, in.k, in.x_stride, 8 * column_tiles(in.m));
   half ? launch_type<__half>(a, grid, weights, input, stream_of(handle))
        : launch_type<__nv_bfloat16>(a, grid, weights, input, stream_of(handle));
