@@ -1,6 +1,6 @@
 // Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
 //
-// A work item is a tile of 64, 48 or 32 rows of W, whichever spreads them best over the multiprocessors, or an equal
+// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors, or an equal
 // slice of k of one where there are too few tiles. A block has one producer, which keeps a ring of bulk copies (the
 // tile's rows x 128 columns of W, with the same 128 columns of x) full, and a warp per 16 rows that multiplies: tensor
 // cores take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is
@@ -285,11 +285,13 @@ Tiles tiles_of(int n, bool gated, int rows, int blocks) {
   return {rows, count, (count + blocks - 1) / blocks};
 }
 Tiles best_tiles(int n, bool gated, int columns, int blocks) {
+  const Tiles most = tiles_of(n, gated, most_rows, blocks);
+  // With more rows of x a chain of layers was slower with small tiles (164 us instead of 122), though no layer by
+  // itself: core/bench/RESULTS.md.
+  if (columns > 1) return most;
   const auto cost = [&](const Tiles& t) { return t.each * (t.rows + 0.7 * 8 * columns); };
-  Tiles best = tiles_of(n, gated, most_rows, blocks);
-  for (int rows = most_rows - warp_rows; rows >= 2 * warp_rows; rows -= warp_rows)
-    if (const Tiles t = tiles_of(n, gated, rows, blocks); cost(t) < cost(best)) best = t;
-  return best;
+  const Tiles fewer = tiles_of(n, gated, most_rows - warp_rows, blocks);
+  return cost(fewer) < cost(most) ? fewer : most;
 }
 
 }  // namespace
@@ -312,9 +314,10 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
   a.slices = 1;  // or more, whatever m is: the order of additions follows
-  if (tiles_of(a.n, gated, 2 * warp_rows, blocks).count < enough_tiles)
+  if (tiles.count < enough_tiles)
     a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
-  if (a.slices == 1) tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
+  else
+    tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
   a.tile_rows = tiles.rows, a.consumers = tiles.rows / warp_rows;
   a.items = tiles.count * a.slices;
   if (a.slices > 1) {
