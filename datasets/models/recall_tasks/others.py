@@ -144,7 +144,7 @@ def passages(r, text, room):
 
 def near(r, text):
     """Often a part of the corpus: passages from the text around them are hard to tell from it."""
-    return text.region(r, r.choice([12000, 20000, 40000])) if r.random() < 0.75 else None
+    return text.region(r, r.choice([20000, 40000])) if r.random() < 0.6 else None
 
 
 def excerpt(r, text, tokens, region=None):
@@ -196,7 +196,7 @@ def copying(r, text, room, *, notes=None, length=None, apart=False):
     n = notes or r.randint(1, max(1, min(24, room // 300)))
     heads = Maker(r, text, r.choice(["word", "pair", "numbered"])).some(n)
     turns, facts = [], []
-    region, source = text.apart(r, room) if apart else (None if notes else near(r, text),) * 2
+    region, source = text.apart(r, room) if apart else (near(r, text),) * 2
     frame = r.choice(
         [
             'Note "{k}": {v} (end of note)',
@@ -213,7 +213,7 @@ def copying(r, text, room, *, notes=None, length=None, apart=False):
     changed = 0 if notes else r.choice([0, 0, 0.3, 1])
     for i, k in enumerate(heads):
         size = length or r.randint(12, max(13, min(160, room // 4)))
-        if r.random() < 0.15 and not length:
+        if r.random() < 0.3 and not length:
             body = r.choice([" ", ", "]).join(
                 Maker(r, text, r.choice(["word", "digits", "name"])).draw() for _ in range(size // 3)
             )
@@ -237,8 +237,7 @@ def copying(r, text, room, *, notes=None, length=None, apart=False):
             ]
         )
         turns.append(Turn(fill(question, k=heads[i]), bodies[i]))
-    layout = CHAT if not notes and r.random() < 0.35 else None
-    return Problem(facts, turns, joint=r.choice(["\n", " "]), region=region, layout=layout)
+    return Problem(facts, turns, joint=r.choice(["\n", " "]), region=region)
 
 
 def passkey(r, text, room, *, opening=None):
