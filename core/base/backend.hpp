@@ -16,6 +16,7 @@ struct Allotment;
 
 namespace ops {
 struct AttendArgs;
+struct CudnnState;
 struct PromptArgs;
 struct LinearArgs;
 struct NormArgs;
@@ -72,7 +73,7 @@ struct CudaRuntime {
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
   bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
-  const std::string& (*cudnn_state)() = nullptr;                            // ops/cudnn_attention.hpp
+  const ops::CudnnState& (*cudnn_state)() = nullptr;                        // ops/cudnn_attention.hpp
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
@@ -145,7 +146,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 11;
+  static constexpr int version = 12;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

@@ -8,6 +8,7 @@
 #include "base/part_timer.hpp"
 #include "model/cuda_kernels.hpp"
 #include "ops/attend_cuda.hpp"
+#include "ops/cudnn_attention.hpp"
 #include "ops/linear_cuda.hpp"
 #include "ops/paged.hpp"
 #include "ops/rope_rank_cuda.hpp"
@@ -279,7 +280,7 @@ bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype ==
 // Whether cuDNN will want the queries of a chunk rounded as they are rotated.
 bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
   return tokens >= ops::prompt_cudnn_rows && !relative() && model_->config.sliding_window == 0 &&
-         copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().starts_with("cuDNN");
+         copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().there;
 }
 
 // Behind the attention of as many rows, which is 16-bit too. Null where there is no room: cuDNN rounds them itself, or

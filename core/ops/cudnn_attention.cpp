@@ -28,33 +28,32 @@ namespace fe = cudnn_frontend;
 constexpr std::size_t oldest = 90600;  // causal masks that end at the last key of sequences of any length
 
 struct Library {
-  bool there = false;
-  std::string state;
+  CudnnState state;
 
   Library() {
     const char* chosen = std::getenv("KVLAB_CUDNN");
     if (chosen && std::strcmp(chosen, "off") == 0) {
-      state = "turned off by KVLAB_CUDNN";
+      state.text = "turned off by KVLAB_CUDNN";
       return;
     }
     fe::cudnn_dlhandle = dlopen(chosen && *chosen ? chosen : "libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
     if (!fe::cudnn_dlhandle) {
-      state = "not found: " + std::string(dlerror()) + " (KVLAB_CUDNN=PATH names another)";
+      state.text = "not found: " + std::string(dlerror()) + " (KVLAB_CUDNN=PATH names another)";
       return;
     }
     if (!dlsym(fe::cudnn_dlhandle, "cudnnGetVersion")) {
-      state = std::string("got ") + (chosen ? chosen : "libcudnn.so.9") + ", which is not cuDNN";
+      state.text = std::string("got ") + (chosen ? chosen : "libcudnn.so.9") + ", which is not cuDNN";
       return;
     }
     const std::size_t version = fe::detail::get_backend_version();
-    state = "cuDNN " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+    state.text = "cuDNN " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
             std::to_string(version % 100);
     if (version < oldest) {
-      state = "got " + state + ", wanted 9.6 or newer";
+      state.text = "got " + state.text + ", wanted 9.6 or newer";
       return;
     }
     open_runtime();
-    there = true;
+    state.there = true;
   }
 
   // The front end looks for a shared CUDA runtime by name; ours is linked statically. Once it is open, wherever it
@@ -84,7 +83,7 @@ void warn(const std::string& why) {
   static std::once_flag once;
   std::call_once(once, [&] {
     std::fprintf(stderr, "kvlab: warning: %s does not do a prompt's attention, our own kernel does: %s\n",
-                 library().state.c_str(), why.c_str());
+                 library().state.text.c_str(), why.c_str());
   });
 }
 
@@ -178,7 +177,7 @@ class Plan final : public CudnnPlan {
 }  // namespace
 
 const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
-  if (!library().there) return nullptr;
+  if (!library().state.there) return nullptr;
   using Plans = std::map<std::pair<int, CudnnShape>, std::unique_ptr<Plan>>;  // null: refused
   static Plans& plans = *new Plans;                                           // never destroyed, as handles
   const std::lock_guard lock(guard());
@@ -193,7 +192,7 @@ const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
   }
 }
 
-const std::string& cudnn_state() { return library().state; }
+const CudnnState& cudnn_state() { return library().state; }
 
 }  // namespace kvlab::ops
 
@@ -203,8 +202,8 @@ namespace kvlab::ops {
 
 const CudnnPlan* cudnn_plan(const CudnnShape&) { return nullptr; }
 
-const std::string& cudnn_state() {
-  static const std::string state = "not used: kvlab was built without cuDNN's front end";
+const CudnnState& cudnn_state() {
+  static const CudnnState state{false, "not used: kvlab was built without cuDNN's front end"};
   return state;
 }
 

@@ -42,7 +42,10 @@ class CudnnPlan {
 // where cuDNN is not there or does not take the shape; the first such shape is reported on stderr. Thread-safe.
 const CudnnPlan* cudnn_plan(const CudnnShape& shape);
 
-// "cuDNN 9.14.0", or why it is not used.
-const std::string& cudnn_state();
+struct CudnnState {
+  bool there = false;
+  std::string text;  // "cuDNN 9.14.0", or why it is not used
+};
+const CudnnState& cudnn_state();
 
 }  // namespace kvlab::ops

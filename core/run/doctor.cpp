@@ -13,6 +13,7 @@
 #include "base/version.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
+#include "ops/cudnn_attention.hpp"
 
 namespace fs = std::filesystem;
 
@@ -71,7 +72,7 @@ std::string doctor_text(Registry& registry) {
   line("threads", std::to_string(omp_get_max_threads()));
   line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
   line("GPU", gpu());
-  if (const CudaBackend* b = cuda_backend()) line("cuDNN", b->ops.cudnn_state());
+  if (const CudaBackend* b = cuda_backend()) line("cuDNN", b->ops.cudnn_state().text);
   line("cache", shown(model_cache()));
   line("data", shown(data_dir()));
   text += "\nmodels\n";

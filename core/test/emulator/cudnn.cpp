@@ -82,8 +82,8 @@ const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
   return plan.get();
 }
 
-const std::string& cudnn_state() {
-  static const std::string state = "cuDNN, emulated";
+const CudnnState& cudnn_state() {
+  static const CudnnState state{true, "cuDNN, emulated"};
   return state;
 }
 
