@@ -286,7 +286,7 @@ Tiles tiles_of(int n, bool gated, int rows, int blocks) {
 }
 Tiles best_tiles(int n, bool gated, int columns, int blocks) {
   const Tiles most = tiles_of(n, gated, most_rows, blocks);
-  // With more rows of x a chain of layers was slower with small tiles (164 us instead of 122), though no layer by
+  // With more rows of x a chain of layers was slower with small tiles (167 us instead of 122), though no layer by
   // itself: core/bench/RESULTS.md.
   if (columns > 1) return most;
   const auto cost = [&](const Tiles& t) { return t.each * (t.rows + 0.7 * 8 * columns); };
