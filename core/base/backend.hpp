@@ -46,6 +46,7 @@ struct CudaRuntime {
   void (*copy)(void* to, const void* from, std::size_t bytes, void* stream) = nullptr;  // either direction
   void (*fill)(void* to, int byte, std::size_t bytes, void* stream) = nullptr;
   void* (*new_stream)() = nullptr;
+  // Waits for it and frees what kernels keep for it: graphs that were captured from it are not to be launched again.
   void (*delete_stream)(void* stream) = nullptr;
   void (*synchronize)(void* stream) = nullptr;  // throws what the stream's kernels ran into
   // What `work` gives to the stream, as one graph that can be launched again. Pageable memory that it copies from is
@@ -53,8 +54,8 @@ struct CudaRuntime {
   void* (*capture)(void* stream, void (*work)(void*), void* context) = nullptr;
   void (*launch)(void* graph, void* stream) = nullptr;
   void (*delete_graph)(void* graph) = nullptr;
-  // How often memory that kernels keep between calls has moved. A graph that was captured before the latest move is not
-  // to be launched again.
+  // How often memory that kernels keep between calls has moved, streams that are gone aside. A graph that was captured
+  // before the latest move is not to be launched again.
   std::int64_t (*scratch_moves)() = nullptr;
   // Milliseconds of each of `runs` launches by events; before each, all of the L2 cache is overwritten.
   void (*time_graph)(void* graph, void* stream, int runs, float* milliseconds) = nullptr;

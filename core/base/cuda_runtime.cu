@@ -1,16 +1,12 @@
 // Memory, streams and what a kernel keeps between calls; and the entry of libkvlab_cuda.so.
-#include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <tuple>
 #include <vector>
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
-#include "base/stream_memory.hpp"
+#include "base/kept_memory.hpp"
 
 namespace kvlab {
 
@@ -20,20 +16,6 @@ void fill_cuda_model_ops(CudaModelOps& ops);  // model/cuda_executor.cu
 
 namespace cuda {
 namespace {
-
-struct Kept {
-  void* memory = nullptr;
-  std::size_t bytes = 0;
-};
-
-Kept& kept_of(void* stream, const char* tag) {
-  static std::map<std::tuple<int, void*, std::string>, Kept> all;  // never freed: the driver is gone before us
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  return all[{device, stream, tag}];
-}
-std::mutex kept_mutex;
-std::atomic<std::int64_t> moves = 0;
 
 std::size_t free_bytes() {
   std::size_t left = 0, total = 0;
@@ -53,20 +35,24 @@ void* allocate(std::size_t bytes) {
 }
 
 // While a graph is being captured nothing may be allocated, so the first step runs outside the capture.
-void* grow(Kept& k, void* stream, std::size_t bytes, bool zero) {
-  if (k.bytes < bytes) {
+KeptMemory& kept_memory() {
+  KeptMemory::Device device;
+  device.allocate = allocate;
+  device.free = [](void* p) { cudaFree(p); };  // what a kernel ran into is synchronize's to throw
+  device.free_bytes = free_bytes;
+  device.zero = [](void* p, std::size_t bytes, void* stream) {
+    check(cudaMemsetAsync(p, 0, bytes, stream_of(stream)), "scratch");
     check(cudaStreamSynchronize(stream_of(stream)), "scratch");
-    if (k.memory) check(cudaFree(k.memory), "scratch"), ++moves;
-    k = {};
-    k.memory = allocate(bytes);
-    if (!k.memory) throw NoRoom(free_bytes(), bytes);
-    k.bytes = bytes;
-    if (zero) {
-      check(cudaMemsetAsync(k.memory, 0, bytes, stream_of(stream)), "scratch");
-      check(cudaStreamSynchronize(stream_of(stream)), "scratch");
-    }
-  }
-  return k.memory;
+  };
+  device.wait = [](void* stream) { check(cudaStreamSynchronize(stream_of(stream)), "scratch"); };
+  static auto& all = *new KeptMemory(device);  // never deleted: the driver is gone before us
+  return all;
+}
+
+void delete_stream(void* s) {
+  cudaStreamSynchronize(stream_of(s));
+  kept_memory().drop(s);
+  check(cudaStreamDestroy(stream_of(s)), "cudaStreamDestroy");
 }
 
 int attribute(cudaDeviceAttr what) {
@@ -246,14 +232,8 @@ double read_rate(std::size_t bytes, void* handle) {
 
 }  // namespace
 
-void* zeroed(void* stream, const char* tag, std::size_t bytes) {
-  const std::lock_guard lock(kept_mutex);
-  return grow(kept_of(stream, tag), stream, bytes, true);
-}
-void* kept(void* stream, const char* tag, std::size_t bytes) {
-  const std::lock_guard lock(kept_mutex);
-  return grow(kept_of(stream, tag), stream, bytes, false);
-}
+void* zeroed(void* stream, const char* tag, std::size_t bytes) { return kept_memory().get(stream, tag, bytes, true); }
+void* kept(void* stream, const char* tag, std::size_t bytes) { return kept_memory().get(stream, tag, bytes, false); }
 
 }  // namespace cuda
 }  // namespace kvlab
@@ -302,7 +282,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
     return s;
   };
-  r.delete_stream = [](void* s) { check(cudaStreamDestroy(stream_of(s)), "cudaStreamDestroy"); };
+  r.delete_stream = delete_stream;
   r.synchronize = [](void* s) { check(cudaStreamSynchronize(stream_of(s)), "cudaStreamSynchronize"); };
   r.capture = capture;
   r.launch = [](void* graph, void* s) { check(cudaGraphLaunch(exec_of(graph), stream_of(s)), "cudaGraphLaunch"); };
@@ -310,7 +290,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     const std::unique_ptr<Graph> all(static_cast<Graph*>(graph));
     check(cudaGraphExecDestroy(all->exec), "cudaGraphExecDestroy");
   };
-  r.scratch_moves = []() -> std::int64_t { return moves; };
+  r.scratch_moves = [] { return kept_memory().moves(); };
   r.time_graph = time_graph;
   r.time = time_work;
   r.new_event = []() -> void* { return new Event; };

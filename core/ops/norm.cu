@@ -236,11 +236,13 @@ int blocks_of(std::int64_t elements, int block, int most) {
 }  // namespace
 
 void rms_norm_cuda(const NormArgs& a, void* stream) {
-  if (a.n < 8 || a.n % 8 || a.x_stride % 4 || a.out_stride % 8)
-    throw Error(Errc::unsupported,
-                "got rows of " + std::to_string(a.n) + ", " + std::to_string(a.x_stride) + " and " +
-                    std::to_string(a.out_stride) + " apart, wanted multiples of 8, 4 and 8",
-                "op rms_norm (CUDA)");
+  const auto refuse = [](const std::string& message) { throw Error(Errc::unsupported, message, "op rms_norm (CUDA)"); };
+  if (a.n < 8 || a.n % 8 || a.x_stride < a.n || a.x_stride % 4 || a.out_stride < a.n || a.out_stride % 8)
+    refuse("got rows of " + std::to_string(a.n) + ", " + std::to_string(a.x_stride) + " and " +
+           std::to_string(a.out_stride) + " apart, wanted multiples of 8, 4 and 8 and no row over another");
+  const auto bits = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
+  if ((bits(a.x) | bits(a.weight) | bits(a.out)) % 16) refuse("got rows or weights off a multiple of 16 bytes");
+  if (a.rows > 0 && a.out == a.x) refuse("got the rows as their own output, wanted memory beside them");
   if (a.rows == 0) return;
   a.dtype == DType::f32   ? norm_of<float>(a, stream)
   : a.dtype == DType::f16 ? norm_of<__half>(a, stream)

@@ -1,6 +1,5 @@
 #include <catch2/catch.hpp>
 #include <cstdio>
-#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -35,22 +34,6 @@ std::vector<float> widened(const std::vector<std::uint16_t>& from, bool half) {
   return out;
 }
 
-void to_half(const PagedKv& kv, const std::vector<int>& tokens) {
-  const PageLayout& l = kv.layouts[0];
-  for (int h = 0; h < kv.kv_heads; ++h)
-    for (int t = 0; t < tokens[static_cast<std::size_t>(h)]; ++t)
-      for (const std::int64_t side : {l.k, l.v}) {
-        std::byte* row = const_cast<std::byte*>(kv.base) + kv.table(0, h, t / kv.page_size).frame * granule_bytes +
-                         side + std::int64_t{t % kv.page_size} * l.head_dim * 2;
-        for (int i = 0; i < l.head_dim; ++i) {
-          bf16 x;
-          std::memcpy(&x, row + 2 * i, 2);
-          const std::uint16_t y = float_to_half(static_cast<float>(x));
-          std::memcpy(row + 2 * i, &y, 2);
-        }
-      }
-}
-
 // As the executor gives a chunk: its rows share a slot's pages and have lengths of their own.
 void compare(const Case& c, unsigned seed) {
   const PagedOptions& o = c.options;
@@ -59,12 +42,10 @@ void compare(const Case& c, unsigned seed) {
   std::vector<std::int32_t> lengths, rows(static_cast<std::size_t>(c.tokens)), zeros(rows.size(), 0);
   std::iota(rows.begin(), rows.end(), 0);
   int longest = 0;
-  std::vector<int> totals;
   for (int h = 0; h < o.kv_heads; ++h) {
     const int n = c.past[static_cast<std::size_t>(h) % c.past.size()] + c.tokens;
     cache.fill_random(0, h, n, rng);
     longest = std::max(longest, n);
-    totals.push_back(n);
   }
   for (int t = 0; t < c.tokens; ++t)
     for (int h = 0; h < o.kv_heads; ++h) lengths.push_back(c.past[static_cast<std::size_t>(h) % c.past.size()] + t + 1);
@@ -91,18 +72,12 @@ void compare(const Case& c, unsigned seed) {
   for (std::size_t i = 0; i < each.size(); ++i) sums[i % sums.size()] += each[i];
   const std::vector<float> expected_sums(sums.begin(), sums.end());
 
-  PagedKv stored = cache.view();
-  PageLayout layout = stored.layouts[0];
-  if (c.half) {
-    to_half(stored, totals);
-    layout.dtype = DType::f16;
-    stored.layouts = &layout;
-  }
+  if (c.half) cache.to_half();
   OnDevice device;
   const std::vector<float> nan_out(expected.size(), std::numeric_limits<float>::quiet_NaN());
   std::vector<float> zero_sums(sums.size());
   ops::PromptArgs b;
-  b.kv = chunk(device.put(stored, cache.arena_bytes()), device.put(lengths.data(), lengths.size()),
+  b.kv = chunk(device.put(cache.view(), cache.arena_bytes()), device.put(lengths.data(), lengths.size()),
                device.put(rows.data(), rows.size()));
   b.queries = device.put(a.queries);
   b.longest = longest;

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "base/half.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 #include "support/quick.hpp"
@@ -19,6 +20,7 @@ struct Case {
   std::vector<int> lengths;  // [row, kv_head], cycled
   bool listed = false;
   int window = 0;
+  bool half = false;    // the device has the same cache as f16, which the reference does not read
   bool ordered = true;  // else the newest half of a head's tokens lies in front of the oldest, as after evictions
 };
 
@@ -76,6 +78,7 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
   a.mass = mass.view();
   ops::attend_reference(a);
 
+  if (c.half) cache.to_half();
   OnDevice device;
   ops::AttendArgs b = a;
   b.kv = device.put(cache.view(), cache.arena_bytes());
@@ -102,7 +105,7 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
     CHECK(relative(got, expected) < 6e-3);
     if (b.rounded) {
       std::vector<std::uint16_t> wanted;
-      for (const float x : got) wanted.push_back(bf16(x).bits);
+      for (const float x : got) wanted.push_back(c.half ? float_to_half(x) : bf16(x).bits);
       CHECK(device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(b.rounded),
                                                      {static_cast<std::int64_t>(wanted.size())})) == wanted);
     }
@@ -164,6 +167,27 @@ TEST_CASE("cuda attend: keys that are turned by their ranks on reading") {
         c.listed = true;
         compare(c, seed++);
       }
+}
+
+TEST_CASE("cuda attend: f16, whichever kernel takes it") {
+  unsigned seed = 250;
+  for (const int dim : {64, 96, 128, 256, 80}) {  // the last by the kernel for caches of any kind
+    CAPTURE(dim);
+    Case c;
+    c.half = true;
+    c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = 16;
+    c.options.max_pages = 25, c.options.dtype = DType::bf16;
+    c.group = dim == 128 ? 11 : 3;
+    c.lengths = {390, 1, 17, 0, 145, 64};
+    compare(c, seed++);
+    c.listed = true;
+    compare(c, seed++);
+    c.listed = false, c.window = 50;
+    compare(c, seed++);
+    if (dim % 64) continue;
+    c.window = 0, c.options.rope = RopeRegime::cache_relative;
+    compare(c, seed++);
+  }
 }
 
 TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many short ones share one") {

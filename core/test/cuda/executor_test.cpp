@@ -239,15 +239,18 @@ TEST_CASE("cuda engine: a ragged batch equals the sequences alone; a saved one g
 }
 
 TEST_CASE("cuda engine: what cannot run is refused by name") {
-  const auto refused = [](auto work) {
+  const auto refused = [](auto work, const std::string& text) {
     try {
       work();
       FAIL("not refused");
     } catch (const Error& error) {
       CHECK(error.code() == Errc::unsupported);
+      CHECK_THAT(error.what(), Catch::Contains(text));
     }
   };
   const Tiny cpu("llama-gqa3", Device::cpu);
-  refused([&] { Engine(cpu.model, std::make_shared<Everything>(), options(Device::cuda, 1, 0)); });
-  refused([&] { load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny", Device::cuda); });
+  refused([&] { Engine(cpu.model, std::make_shared<Everything>(), options(Device::cuda, 1, 0)); },
+          "got model llama-gqa3 loaded for the CPU, wanted one loaded for CUDA");
+  refused([&] { load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny", Device::cuda); },
+          "f32, wanted bf16 or f16 on CUDA");
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <tuple>
 
 #include "base/half.hpp"
 #include "ops/linear_cuda.hpp"
@@ -121,6 +122,35 @@ TEST_CASE("cuda rms_norm and rounding: a row's bits do not depend on how many ro
       CHECK(std::count(all.begin(), all.end(), 0xffff) == 0);
     }
   }
+}
+
+TEST_CASE("cuda rms_norm names what it cannot do") {
+  OnDevice device;
+  const std::vector<float> zeros(64);
+  float* x = device.put(zeros.data(), zeros.size());
+  float* out = device.put(zeros.data(), zeros.size());
+  ops::NormArgs good;
+  good.x = x, good.weight = x, good.out = out, good.dtype = DType::f32;
+  good.rows = 2, good.n = good.x_stride = good.out_stride = 16;
+  const auto call = [&](auto change) {
+    ops::NormArgs a = good;
+    change(a);
+    cuda_backend()->ops.rms_norm(a, device.stream().handle());
+    device.synchronize();
+  };
+  CHECK_NOTHROW(call([](ops::NormArgs&) {}));
+  for (const auto& [n, x_stride, out_stride, text] : {std::tuple{12, 16, 16, "rows of 12, 16 and 16 apart"},
+                                                      {16, 18, 16, "rows of 16, 18 and 16 apart"},
+                                                      {16, 16, 20, "rows of 16, 16 and 20 apart"},
+                                                      {16, 12, 16, "rows of 16, 12 and 16 apart"},
+                                                      {16, 16, 8, "rows of 16, 16 and 8 apart"}})
+    CHECK_THROWS_WITH(call([&](ops::NormArgs& a) { a.n = n, a.x_stride = x_stride, a.out_stride = out_stride; }),
+                      Catch::Contains(text));
+  const auto* off = "off a multiple of 16 bytes";
+  CHECK_THROWS_WITH(call([&](ops::NormArgs& a) { a.x = x + 2; }), Catch::Contains(off));
+  CHECK_THROWS_WITH(call([&](ops::NormArgs& a) { a.weight = x + 1; }), Catch::Contains(off));
+  CHECK_THROWS_WITH(call([&](ops::NormArgs& a) { a.out = out + 2; }), Catch::Contains(off));
+  CHECK_THROWS_WITH(call([&](ops::NormArgs& a) { a.out = x; }), Catch::Contains("their own output"));
 }
 
 TEST_CASE("cuda embed copies rows of the table; an unknown token gives NaN") {

@@ -1,6 +1,9 @@
 #include <catch2/catch.hpp>
 
 #include "base/cuda_graph.hpp"
+#include "base/half.hpp"
+#include "base/stream_memory.hpp"
+#include "ops/linear_cuda.hpp"
 #include "support/device_cache.hpp"
 
 using namespace kvlab;
@@ -22,5 +25,41 @@ TEST_CASE("cuda runtime: a graph's copies read host memory when they are capture
     cuda_backend()->runtime.fill(to, 0, 4 * sizeof(int), device.stream().handle());
     graph.launch(device.stream());
     CHECK(device.get(View<int, 1>::dense(to, {4})) == std::vector<int>{1, 2, 3, 4});
+  }
+}
+
+// Two products in slices and an argmax keep megabytes for the stream that they run in.
+TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept for it") {
+  constexpr std::int64_t n = 64, k = 8192;
+  const CudaBackend& cuda = *cuda_backend();
+  const std::vector<std::uint16_t> half(static_cast<std::size_t>(n * k), bf16(0.5f).bits);
+  const std::vector<float> unset(n, -1);
+  OnDevice memory;
+  ops::LinearArgs a;
+  a.weight = a.x = memory.put(half.data(), half.size());
+  a.x_dtype = DType::bf16;
+  a.m = 1, a.n = n, a.k = a.x_stride = k, a.y_stride = n;
+  a.y = memory.put(unset.data(), unset.size());
+  ops::ArgmaxArgs likeliest;
+  const std::vector<std::int32_t> none = {-1};
+  likeliest.x = a.y, likeliest.rows = 1, likeliest.n = likeliest.x_stride = n;
+  likeliest.index = memory.put(none.data(), none.size());
+  const auto in_new_stream = [&] {
+    const OwnedStream owned(Device::cuda);
+    void* stream = owned.get().handle();
+    cuda.runtime.copy(a.y, unset.data(), n * sizeof(float), stream);
+    for (int i = 0; i < 2; ++i) cuda.ops.linear(a, stream);
+    cuda.ops.argmax(likeliest, stream);
+    cuda.runtime.synchronize(stream);
+    const std::size_t left = cuda.runtime.free_bytes();
+    CHECK(memory.get(View<float, 1>::dense(a.y, {n})) == std::vector<float>(n, k / 4.f));
+    CHECK(memory.get(View<std::int32_t, 1>::dense(likeliest.index, {1})) == std::vector<std::int32_t>{0});
+    return left;
+  };
+  in_new_stream();  // the driver loads what it needs
+  const std::size_t before = cuda.runtime.free_bytes();
+  for (int i = 0; i < 3; ++i) {
+    CHECK(in_new_stream() + (std::size_t{4} << 20) <= before);
+    CHECK(cuda.runtime.free_bytes() == before);
   }
 }

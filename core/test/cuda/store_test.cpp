@@ -414,18 +414,21 @@ TEST_CASE("cuda store: lists that say what they must not are refused and change 
 
 TEST_CASE("cuda store: options that it cannot serve are refused by name") {
   OnDevice device;
-  for (int what = 0; what < 3; ++what) {
+  const auto refused = [&](auto change, const std::string& text) {
     StoreFixture f;
-    if (what == 0) f.options.codecs = {CodecSpec{}, CodecSpec{}};
-    if (what == 1) f.options.host_codec = CodecSpec{{8}, {8}};
-    if (what == 2) f.options.rope = RopeRegime::re_rotate;
+    change(f.options);
     try {
       const CudaStore store(f.options, device.stream());
       FAIL("not refused");
     } catch (const Error& error) {
       CHECK(error.code() == Errc::unsupported);
+      CHECK_THAT(error.what(), Catch::Contains(text));
     }
-  }
+  };
+  refused([](StoreOptions& o) { o.codecs = {CodecSpec{}, CodecSpec{}}; }, "got 2 codecs of one cache, wanted one");
+  refused([](StoreOptions& o) { o.host_codec = CodecSpec{{8}, {8}}; }, "got another codec on the host");
+  refused([](StoreOptions& o) { o.rope = RopeRegime::re_rotate; }, "got rope re_rotate, wanted original");
+  refused([](StoreOptions& o) { o.token_state.resize(6); }, "got 6 columns of token state, wanted at most 5");
 }
 
 TEST_CASE("cuda store: the ledger's peak is what a prompt held before it was compressed") {

@@ -14,6 +14,7 @@
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "base/kept_memory.hpp"
 
 namespace kvlab {
 void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
@@ -158,26 +159,15 @@ struct Event {
   std::chrono::steady_clock::time_point at;
 };
 
-std::int64_t moves = 0;
-struct Kept {
-  void* memory = nullptr;
-  std::size_t bytes = 0;
-};
-void* grow(void* handle, const char* tag, std::size_t bytes, bool zero) {
-  const std::lock_guard lock(mutex);
-  static std::map<std::pair<void*, std::string>, Kept> all;
-  Kept& k = all[{handle, std::string(zero ? "zero " : "") + tag}];
-  if (k.bytes >= bytes) return k.memory;
-  finish(stream_of(handle));
-  if (k.memory) ++moves;
-  release(k.memory);
-  k = {allocate(bytes), bytes};
-  if (!k.memory) {
-    k = {};
-    throw std::bad_alloc();
-  }
-  if (zero) std::memset(k.memory, 0, bytes);
-  return k.memory;
+kvlab::KeptMemory& kept_memory() {
+  kvlab::KeptMemory::Device device;
+  device.allocate = allocate;
+  device.free = release;
+  device.free_bytes = free_bytes;
+  device.zero = [](void* p, std::size_t bytes, void*) { std::memset(p, 0, bytes); };
+  device.wait = [](void* stream) { finish(stream_of(stream)); };
+  static auto& all = *new kvlab::KeptMemory(device);
+  return all;
 }
 
 }  // namespace
@@ -217,8 +207,12 @@ int multiprocessors() {
   return count;
 }
 std::int64_t shared_bytes() { return emulator::shared_of_block; }
-void* zeroed(void* stream, const char* tag, std::size_t bytes) { return emulator::grow(stream, tag, bytes, true); }
-void* kept(void* stream, const char* tag, std::size_t bytes) { return emulator::grow(stream, tag, bytes, false); }
+void* zeroed(void* stream, const char* tag, std::size_t bytes) {
+  return emulator::kept_memory().get(stream, tag, bytes, true);
+}
+void* kept(void* stream, const char* tag, std::size_t bytes) {
+  return emulator::kept_memory().get(stream, tag, bytes, false);
+}
 
 }  // namespace kvlab::cuda
 
@@ -242,6 +236,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.delete_stream = [](void* stream) {
     Stream* s = stream_of(stream);
     finish_quietly(s);
+    kept_memory().drop(s);
     streams.erase(s);
     delete s;
   };
@@ -254,7 +249,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     for (const Work& w : static_cast<Graph*>(graph)->work) submit(stream_of(stream), w);
   };
   r.delete_graph = [](void* graph) { delete static_cast<Graph*>(graph); };
-  r.scratch_moves = [] { return moves; };
+  r.scratch_moves = [] { return kept_memory().moves(); };
   r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
   r.time = [](void* stream, void (*work)(void*), void* context) {  // of the emulation: for tests that benches run
     const auto begin = std::chrono::steady_clock::now();

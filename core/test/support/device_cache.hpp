@@ -7,12 +7,15 @@
 #include <vector>
 
 #include "base/backend.hpp"
+#include "base/stream_memory.hpp"
 
 namespace kvlab::test {
 
 class DeviceMemory {
  public:
-  explicit DeviceMemory(std::size_t bytes) : memory_(require_cuda("test").runtime.allocate(bytes ? bytes : 1)) {}
+  explicit DeviceMemory(std::size_t bytes) : memory_(require_cuda("test").runtime.allocate(bytes ? bytes : 1)) {
+    if (!memory_) throw NoRoom(cuda_backend()->runtime.free_bytes(), bytes);
+  }
   ~DeviceMemory() { cuda_backend()->runtime.free(memory_); }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;

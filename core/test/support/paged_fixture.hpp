@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "base/half.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab::test {
@@ -88,6 +89,26 @@ class PagedFixture {
     kv.rope = options_.rope;
     kv.rope_table = {inv_freq_.data(), options_.head_dim, 1.f};
     return kv;
+  }
+
+  // Makes a bf16 cache without a codec the same one of f16.
+  void to_half() {
+    PageLayout& l = layouts_[0];
+    const PagedKv kv = view();
+    for (int r = 0; r < kv.rows; ++r)
+      for (int h = 0; h < kv.kv_heads; ++h)
+        for (int t = 0; t < kv.tokens(r, h); ++t)
+          for (const std::int64_t side : {l.k, l.v}) {
+            std::byte* at = aligned_ + entry(r, h, t / l.page_size).frame * granule_bytes + side +
+                            std::int64_t{t % l.page_size} * l.head_dim * 2;
+            for (int d = 0; d < l.head_dim; ++d, at += 2) {
+              bf16 x;
+              std::memcpy(&x, at, 2);
+              const std::uint16_t y = float_to_half(static_cast<float>(x));
+              std::memcpy(at, &y, 2);
+            }
+          }
+    l.dtype = DType::f16;
   }
 
   // Takes a page away from the device.
