@@ -57,7 +57,7 @@ TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept f
     CHECK(memory.get(View<std::int32_t, 1>::dense(likeliest.index, {1})) == std::vector<std::int32_t>{0});
     return left;
   };
-  in_new_stream();  // the driver loads what it needs
+  in_new_stream();                                                          // the driver loads what it needs
   const bool alone = std::string_view(cuda.device_name) == "emulated GPU";  // others may use a real one meanwhile
   const std::size_t before = cuda.runtime.free_bytes();
   for (int i = 0; i < 3; ++i) {
