@@ -18,6 +18,7 @@ void fill_cuda_ops(CudaOps& t) {
   t.linear = ops::linear_cuda;
   t.linear_stream = ops::linear_stream_cuda;
   t.linear_blas = ops::linear_blas_cuda;
+  t.cublaslt_state = ops::cublaslt_state;
   t.rms_norm = ops::rms_norm_cuda;
   t.embed = ops::embed_cuda;
   t.argmax = ops::argmax_cuda;
