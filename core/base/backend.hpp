@@ -76,6 +76,7 @@ struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
   bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
   const LibraryState& (*cudnn_state)() = nullptr;                           // ops/cudnn_attention.hpp
+  std::int64_t (*cudnn_chunks)() = nullptr;                                 // ops/attend_cuda.hpp
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows

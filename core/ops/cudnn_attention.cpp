@@ -195,7 +195,12 @@ namespace kvlab::ops {
 const CudnnPlan* cudnn_plan(const CudnnShape&) { return nullptr; }
 
 const LibraryState& cudnn_state() {
-  static const LibraryState state{false, false, "not used: kvlab was built without cuDNN's front end"};
+  static const LibraryState state = [] {
+    LibraryState s;
+    open_library("KVLAB_CUDNN", {}, s);  // it may be turned off all the same
+    if (!s.off) s.text = "not used: kvlab was built without cuDNN's front end";
+    return s;
+  }();
   return state;
 }
 
