@@ -82,6 +82,13 @@ const CudaBackend& require_cuda(const char* who) {
   return loaded().table;
 }
 
+const CudaBackend& require_cuda_for_models(const char* who) {
+  const CudaBackend& b = require_cuda(who);
+  if (const LibraryState& blas = b.ops.cublaslt_state(); !blas.there)
+    throw Error(Errc::device, "got backend cuda without cuBLASLt, wanted it for models' products: " + blas.text, who);
+  return b;
+}
+
 const std::string& cuda_state() { return loaded().state; }
 
 }  // namespace kvlab

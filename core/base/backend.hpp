@@ -10,13 +10,14 @@
 #include <cstdint>
 #include <string>
 
+#include "base/library_state.hpp"
+
 namespace kvlab {
 
 struct Allotment;
 
 namespace ops {
 struct AttendArgs;
-struct CudnnState;
 struct PromptArgs;
 struct LinearArgs;
 struct NormArgs;
@@ -74,11 +75,13 @@ struct CudaRuntime {
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
   bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
-  const ops::CudnnState& (*cudnn_state)() = nullptr;                        // ops/cudnn_attention.hpp
+  const LibraryState& (*cudnn_state)() = nullptr;                           // ops/cudnn_attention.hpp
+  std::int64_t (*cudnn_chunks)() = nullptr;                                 // ops/attend_cuda.hpp
   // ops/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
   void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;    // the other one
+  const LibraryState& (*cublaslt_state)() = nullptr;
   void (*rms_norm)(const ops::NormArgs& a, void* stream) = nullptr;
   void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
@@ -147,7 +150,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 12;
+  static constexpr int version = 13;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
@@ -160,9 +163,11 @@ struct CudaBackend {
 const CudaBackend* cuda_backend();
 // The same, or Errc::device with the reason.
 const CudaBackend& require_cuda(const char* who);
+// The same, or Errc::device too where cuBLASLt is missing, without which no model runs.
+const CudaBackend& require_cuda_for_models(const char* who);
 // For tests: this table in place of the library's, null = the library's again. Not while ops run.
 void replace_cuda_backend(const CudaBackend* table);
-// "NVIDIA H200, 143771 MiB, sm_90, driver 580.159, CUDA 13.0", or why there is none.
+// "NVIDIA H200, 143771 MiB, sm_90, driver for CUDA 13.0, built with CUDA 13.0, 1 device", or why there is none.
 const std::string& cuda_state();
 
 // What libkvlab_cuda.so exports as `kvlab_cuda_backend`: fills the table and says what device it found; returns false

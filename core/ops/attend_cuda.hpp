@@ -44,5 +44,7 @@ struct PromptArgs {
 };
 // false, and nothing done, for what attend_pipelined does not take either, and where PromptKernel::cudnn cannot be had.
 bool attend_prompt_cuda(const PromptArgs& a, void* stream);
+// How many chunks' attention cuDNN has done.
+std::int64_t cudnn_chunks();
 
 }  // namespace kvlab::ops

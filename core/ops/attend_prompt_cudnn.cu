@@ -2,6 +2,9 @@
 // that is done, and pages gathered, which is a hundredth of the work. Lengths come from device memory; plans are made
 // for rounded ones.
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <mutex>
 #include <new>
 
 #include "base/scratch.cuh"
@@ -92,6 +95,19 @@ void widen(const void* from, DType dtype, int dim, const View<float, 3>& out, vo
   check_launch("attend_prompt widen");
 }
 
+std::atomic<std::int64_t> chunks = 0;
+
+// Once. Who has turned cuDNN off knows it.
+void warn_missing() {
+  const LibraryState& cudnn = cudnn_state();
+  if (cudnn.there || cudnn.off) return;
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    std::fprintf(stderr, "kvlab: warning: long prompts take 1.2 to 1.7 times as long without cuDNN (%s)\n",
+                 cudnn.text.c_str());
+  });
+}
+
 bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   const PagedKv& kv = in.kv;
   const int heads = static_cast<int>(in.queries.extent[1]), dim = kv.head_dim;
@@ -103,7 +119,10 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   s.stats = lse != nullptr;
   s.scale = scale;
   const CudnnPlan* plan = cudnn_plan(s);
-  if (!plan) return false;
+  if (!plan) {
+    warn_missing();
+    return false;
+  }
 
   const auto scratch = [&](const char* tag, std::int64_t bytes) {
     return fixed_scratch(stream, tag, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 256)));
@@ -130,12 +149,15 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   }
   gather(kv, s.keys, keys, values, lengths, stream);
   if (!plan->run(d, workspace, stream)) return false;
+  ++chunks;
   if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
   if (lse) *lse = {d.stats, 1, s.queries, log2e};
   return true;
 }
 
 }  // namespace
+
+std::int64_t cudnn_chunks() { return chunks; }
 
 bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, void* stream) try {
   if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < prompt_cudnn_rows) ||

@@ -9,7 +9,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,26 +27,19 @@ namespace fe = cudnn_frontend;
 constexpr std::size_t oldest = 90600;  // causal masks that end at the last key of sequences of any length
 
 struct Library {
-  CudnnState state;
+  LibraryState state;
 
   Library() {
-    const char* chosen = std::getenv("KVLAB_CUDNN");
-    if (chosen && std::strcmp(chosen, "off") == 0) {
-      state.text = "turned off by KVLAB_CUDNN";
-      return;
-    }
-    fe::cudnn_dlhandle = dlopen(chosen && *chosen ? chosen : "libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
-    if (!fe::cudnn_dlhandle) {
-      state.text = "not found: " + std::string(dlerror()) + " (KVLAB_CUDNN=PATH names another)";
-      return;
-    }
+    fe::cudnn_dlhandle = open_library("KVLAB_CUDNN", {"libcudnn.so.9"}, state);
+    if (!fe::cudnn_dlhandle) return;
     if (!dlsym(fe::cudnn_dlhandle, "cudnnGetVersion")) {
-      state.text = std::string("got ") + (chosen ? chosen : "libcudnn.so.9") + ", which is not cuDNN";
+      const char* chosen = std::getenv("KVLAB_CUDNN");
+      state.text = std::string("got ") + (chosen && *chosen ? chosen : "libcudnn.so.9") + ", which is not cuDNN";
       return;
     }
     const std::size_t version = fe::detail::get_backend_version();
     state.text = "cuDNN " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-            std::to_string(version % 100);
+                 std::to_string(version % 100);
     if (version < oldest) {
       state.text = "got " + state.text + ", wanted 9.6 or newer";
       return;
@@ -192,7 +184,7 @@ const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
   }
 }
 
-const CudnnState& cudnn_state() { return library().state; }
+const LibraryState& cudnn_state() { return library().state; }
 
 }  // namespace kvlab::ops
 
@@ -202,8 +194,13 @@ namespace kvlab::ops {
 
 const CudnnPlan* cudnn_plan(const CudnnShape&) { return nullptr; }
 
-const CudnnState& cudnn_state() {
-  static const CudnnState state{false, "not used: kvlab was built without cuDNN's front end"};
+const LibraryState& cudnn_state() {
+  static const LibraryState state = [] {
+    LibraryState s;
+    open_library("KVLAB_CUDNN", {}, s);  // it may be turned off all the same
+    if (!s.off) s.text = "not used: kvlab was built without cuDNN's front end";
+    return s;
+  }();
   return state;
 }
 

@@ -5,7 +5,8 @@
 #include <kvlab/dtype.hpp>
 
 #include <cstdint>
-#include <string>
+
+#include "base/library_state.hpp"
 
 namespace kvlab::ops {
 
@@ -42,10 +43,6 @@ class CudnnPlan {
 // where cuDNN is not there or does not take the shape; the first such shape is reported on stderr. Thread-safe.
 const CudnnPlan* cudnn_plan(const CudnnShape& shape);
 
-struct CudnnState {
-  bool there = false;
-  std::string text;  // "cuDNN 9.14.0", or why it is not used
-};
-const CudnnState& cudnn_state();
+const LibraryState& cudnn_state();
 
 }  // namespace kvlab::ops

@@ -17,6 +17,7 @@ namespace {
 constexpr std::size_t workspace_bytes = std::size_t{32} << 20;
 
 struct Library {
+  LibraryState state;
   decltype(&cublasLtCreate) create;
   decltype(&cublasLtMatmulDescCreate) new_operation;
   decltype(&cublasLtMatmulDescSetAttribute) set_operation;
@@ -36,19 +37,17 @@ void check(cublasStatus_t status, const char* what) {
 }
 
 Library load() {
-  const std::string major = std::to_string(CUBLAS_VER_MAJOR);
-  void* library = nullptr;
-  for (const std::string& name : {"libcublasLt.so." + major, "/usr/local/cuda/lib64/libcublasLt.so." + major})
-    if (!library) library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library)
-    throw Error(Errc::device, "got no libcublasLt.so." + major + ", wanted cuBLAS of CUDA " + major,
-                "op linear (CUDA)");
   Library l = {};
+  const std::string major = std::to_string(CUBLAS_VER_MAJOR);
+  void* library = open_library("KVLAB_CUBLASLT",
+                               {"libcublasLt.so." + major, "/usr/local/cuda/lib64/libcublasLt.so." + major}, l.state);
+  if (!library) return l;
   const auto find = [&](auto& function, const char* name) {
-    void* symbol = dlsym(library, name);
-    if (!symbol) throw Error(Errc::device, std::string("got no ") + name + " in cuBLASLt", "op linear (CUDA)");
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    if (!function && l.state.text.empty()) l.state.text = std::string("got a library without ") + name;
   };
+  decltype(&cublasLtGetVersion) version_of;
+  find(version_of, "cublasLtGetVersion");
   find(l.create, "cublasLtCreate");
   find(l.new_operation, "cublasLtMatmulDescCreate");
   find(l.set_operation, "cublasLtMatmulDescSetAttribute");
@@ -58,6 +57,15 @@ Library load() {
   find(l.delete_preference, "cublasLtMatmulPreferenceDestroy");
   find(l.choose, "cublasLtMatmulAlgoGetHeuristic");
   find(l.multiply, "cublasLtMatmul");
+  if (!l.state.text.empty()) {
+    l.state.text += ", wanted cuBLASLt " + major;
+    return l;
+  }
+  const std::size_t version = version_of();
+  l.state.text = "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+                 std::to_string(version % 100);
+  l.state.there = version / 10000 == CUBLAS_VER_MAJOR;
+  if (!l.state.there) l.state.text = "got " + l.state.text + ", wanted " + major;
   return l;
 }
 
@@ -140,6 +148,7 @@ const Plan& plan_of(Library& l, const Product& p) {
 void multiply(const LinearArgs& a, void* y, DType y_dtype, std::int64_t y_stride, bool add, void* stream) {
   const std::lock_guard lock(mutex);
   Library& l = library();
+  if (!l.state.there) throw Error(Errc::device, "got no cuBLASLt: " + l.state.text, "op linear (CUDA)");
   Product p;
   p.type = a.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
   p.out_type = y_dtype == DType::f32 ? CUDA_R_32F : p.type;
@@ -157,6 +166,8 @@ void multiply(const LinearArgs& a, void* y, DType y_dtype, std::int64_t y_stride
 }
 
 }  // namespace
+
+const LibraryState& cublaslt_state() { return library().state; }
 
 void linear_blas_cuda(const LinearArgs& a, void* stream) {
   if (a.gated) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "base/library_state.hpp"
+
 namespace kvlab::ops {
 
 // y[m, n] = x[m, k] W[n, k]^T (+ bias), products of 16-bit numbers added in f32.
@@ -40,6 +42,10 @@ void linear_cuda(const LinearArgs& a, void* stream);
 // The two ways of linear_cuda; x of dtype.
 void linear_stream_cuda(const LinearArgs& a, void* stream);  // m <= linear_stream_most
 void linear_blas_cuda(const LinearArgs& a, void* stream);    // any m
+
+// cuBLASLt: the library that KVLAB_CUBLASLT names, else that of the CUDA version of the build, wherever the loader or
+// /usr/local/cuda has it; KVLAB_CUBLASLT=off turns it off. Errc::device from linear_blas_cuda where it is not there.
+const LibraryState& cublaslt_state();
 
 // out[row, :] = x[row, :] / sqrt(mean(x^2) + eps) * weight, or x rounded when weight is null. n a multiple of 8. A
 // row's result is the same, bit for bit, whatever the number of rows.

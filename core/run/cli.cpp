@@ -17,6 +17,7 @@
 #include "result/h5_text.hpp"
 #include "result/profile_file.hpp"
 #include "result/report.hpp"
+#include "run/device.hpp"
 #include "run/doctor.hpp"
 #include "run/generate.hpp"
 #include "run/profile.hpp"
@@ -235,8 +236,7 @@ void CommandLine::add_rest() {
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
-        const bench::Report r =
-            bench::run(words_, backend_ == "cuda" || (backend_ == "auto" && cuda_backend()), choice_);
+        const bench::Report r = bench::run(words_, choose_device(backend_, {}, "kvlab bench") == Device::cuda, choice_);
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
       });

@@ -1,7 +1,10 @@
 #include "run/device.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <kvlab/error.hpp>
+#include <mutex>
 
 #include "base/backend.hpp"
 
@@ -9,11 +12,18 @@ namespace kvlab {
 
 Device choose_device(const std::string& backend, const std::vector<DType>& models, const std::string& where) {
   if (backend == "cuda") {
-    require_cuda(where.c_str());
+    require_cuda_for_models(where.c_str());
     return Device::cuda;
   }
   const bool wide = std::count(models.begin(), models.end(), DType::f32) > 0;
-  return backend == "auto" && !wide && cuda_backend() ? Device::cuda : Device::cpu;
+  if (backend != "auto" || wide || !cuda_backend()) return Device::cpu;
+  const LibraryState& blas = cuda_backend()->ops.cublaslt_state();
+  if (blas.there) return Device::cuda;
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    fmt::print(stderr, "kvlab: warning: backend auto is the CPU although there is a GPU; cuBLASLt: {}\n", blas.text);
+  });
+  return Device::cpu;
 }
 
 Experiment with_backend(Experiment e) {

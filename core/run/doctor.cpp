@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <set>
+#include <sstream>
 
 #include "base/backend.hpp"
 #include "base/cpu.hpp"
@@ -13,7 +15,6 @@
 #include "base/version.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
-#include "ops/cudnn_attention.hpp"
 
 namespace fs = std::filesystem;
 
@@ -34,14 +35,22 @@ std::string instructions() {
   return text;
 }
 
-std::string gpu() { return cuda_state(); }
-
 std::string shown(const fs::path& path) {
   std::error_code ec;
   return path.string() + (fs::exists(path, ec) ? "" : " (not there)");
 }
 
 }  // namespace
+
+// "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue ...": the first word that is a number with a dot.
+std::string driver_version(const std::string& file) {
+  std::ifstream in(file);
+  std::string line, word;
+  std::getline(in, line);
+  for (std::istringstream words(line); words >> word;)
+    if (word.find('.') != std::string::npos && word.find_first_not_of("0123456789.") == std::string::npos) return word;
+  return "";
+}
 
 std::string models_text() {
   std::set<std::string> names{"smollm2"};
@@ -71,8 +80,12 @@ std::string doctor_text(Registry& registry) {
   line("instructions", instructions());
   line("threads", std::to_string(omp_get_max_threads()));
   line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
-  line("GPU", gpu());
-  if (const CudaBackend* b = cuda_backend()) line("cuDNN", b->ops.cudnn_state().text);
+  line("GPU", cuda_state());
+  if (const std::string driver = driver_version(); !driver.empty()) line("driver", driver);
+  if (const CudaBackend* b = cuda_backend()) {
+    line("cuBLASLt", b->ops.cublaslt_state().text);
+    line("cuDNN", b->ops.cudnn_state().text);
+  }
   line("cache", shown(model_cache()));
   line("data", shown(data_dir()));
   text += "\nmodels\n";

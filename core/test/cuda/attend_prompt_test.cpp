@@ -185,3 +185,21 @@ TEST_CASE("cuda cudnn: attention of prompts equals the reference") {
           compare(c, seed++);
         }
 }
+
+TEST_CASE("cuda cudnn: what it does of a long prompt is counted, and that it is missing is said") {
+  Case c;
+  c.options.kv_heads = 1, c.options.head_dim = 64, c.options.page_size = 64, c.options.dtype = DType::bf16;
+  c.options.max_pages = 9;
+  c.group = 1;
+  c.past = {0};
+  c.kernel = ops::PromptKernel::best;
+  const CudaOps& gpu = cuda_backend()->ops;
+  const auto chunks_of = [&](int tokens) {
+    const std::int64_t before = gpu.cudnn_chunks();
+    c.tokens = tokens;
+    compare(c, 300);
+    return gpu.cudnn_chunks() - before;
+  };
+  CHECK(chunks_of(ops::prompt_cudnn_rows - 1) == 0);
+  CHECK((chunks_of(ops::prompt_cudnn_rows) > 0) == gpu.cudnn_state().there);
+}

@@ -37,6 +37,11 @@ void linear(const LinearArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
+const LibraryState& cublaslt_state() {
+  static const LibraryState state = emulator::stand_in("cuBLASLt", "KVLAB_CUBLASLT");
+  return state;
+}
+
 void linear_blas_cuda(const LinearArgs& a, void* stream) {
   a.dtype == DType::f16 ? linear<__half>(a, cuda::stream_of(stream))
                         : linear<__nv_bfloat16>(a, cuda::stream_of(stream));

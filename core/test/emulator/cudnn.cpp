@@ -76,14 +76,15 @@ class Plan final : public CudnnPlan {
 }  // namespace
 
 const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
+  if (!cudnn_state().there) return nullptr;
   static std::map<CudnnShape, std::unique_ptr<Plan>> plans;
   auto& plan = plans[shape];
   if (!plan) plan = std::make_unique<Plan>(shape);
   return plan.get();
 }
 
-const CudnnState& cudnn_state() {
-  static const CudnnState state{true, "cuDNN, emulated"};
+const LibraryState& cudnn_state() {
+  static const LibraryState state = emulator::stand_in("cuDNN", "KVLAB_CUDNN");
   return state;
 }
 

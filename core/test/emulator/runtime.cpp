@@ -198,6 +198,14 @@ bool allow_shared(const void* kernel, std::int64_t bytes) {
   return true;
 }
 
+kvlab::LibraryState stand_in(const char* name, const char* variable) {
+  kvlab::LibraryState state;
+  const char* chosen = std::getenv(variable);
+  state.there = !chosen || !*chosen || kvlab::open_library(variable, {}, state);
+  if (state.there) state.text = std::string(name) + ", emulated";
+  return state;
+}
+
 }  // namespace emulator
 
 namespace kvlab::cuda {

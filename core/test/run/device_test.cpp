@@ -8,7 +8,8 @@
 using namespace kvlab;
 
 TEST_CASE("backend: what the words mean on this machine") {
-  const Device usual = cuda_backend() ? Device::cuda : Device::cpu;
+  const CudaBackend* gpu = cuda_backend();
+  const Device usual = gpu && gpu->ops.cublaslt_state().there ? Device::cuda : Device::cpu;
   CHECK(choose_device("cpu", {DType::bf16}, "x.yaml:1:1") == Device::cpu);
   CHECK(choose_device("auto", {DType::bf16}, "x.yaml:1:1") == usual);
   CHECK(choose_device("auto", {DType::bf16, DType::f32}, "x.yaml:1:1") == Device::cpu);
@@ -27,4 +28,23 @@ TEST_CASE("backend: what the words mean on this machine") {
     CHECK(error.where() == "x.yaml:7:10");
     CHECK_THAT(error.what(), Catch::Contains("wanted a usable GPU"));
   }
+}
+
+TEST_CASE("backend: a GPU without cuBLASLt is refused, and auto goes past it") {
+  CudaBackend gpu;
+  gpu.ops.cublaslt_state = []() -> const LibraryState& {
+    static const LibraryState missing{false, false, "not found: libsome.so (KVLAB_CUBLASLT=PATH names another)"};
+    return missing;
+  };
+  replace_cuda_backend(&gpu);
+  CHECK(choose_device("auto", {DType::bf16}, "x.yaml:1:1") == Device::cpu);
+  try {
+    choose_device("cuda", {DType::bf16}, "x.yaml:7:10");
+    FAIL("not refused");
+  } catch (const Error& error) {
+    CHECK(error.code() == Errc::device);
+    CHECK(error.where() == "x.yaml:7:10");
+    CHECK_THAT(error.what(), Catch::Contains("libsome.so") && Catch::Contains("KVLAB_CUBLASLT=PATH"));
+  }
+  replace_cuda_backend(nullptr);
 }
