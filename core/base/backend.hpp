@@ -147,7 +147,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 12;
+  static constexpr int version = 13;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
