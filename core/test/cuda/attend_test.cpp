@@ -19,6 +19,7 @@ struct Case {
   int group = 1;
   std::vector<int> lengths;  // [row, kv_head], cycled
   bool listed = false;
+  double tokens = -1;  // share of its tokens that a head's list has; -1 = no list of tokens
   int window = 0;
   bool half = false;    // the device has the same cache as f16, which the reference does not read
   bool ordered = true;  // else the newest half of a head's tokens lies in front of the oldest, as after evictions
@@ -65,12 +66,26 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
         for (int p = 0; p < cache.view().pages(r, h); ++p)
           if (rng() % 3) pages.index(r, h, pages.count(r, h)++) = p;
   }
+  TokenList listed;
+  if (c.tokens >= 0) {
+    const int room = std::max(1, tokens);
+    index.assign(static_cast<std::size_t>(o.rows * o.kv_heads * room), -7);
+    count.assign(static_cast<std::size_t>(o.rows * o.kv_heads), 0);
+    listed.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, room});
+    listed.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
+    std::uniform_real_distribution<double> share;
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h)
+        for (int t = 0; t < cache.view().tokens(r, h); ++t)
+          if (share(rng) < c.tokens) listed.index(r, h, listed.count(r, h)++) = t;
+  }
   Guarded<3> out({o.rows, heads, o.head_dim}), mass({o.rows, heads, tokens + 5});
   Guarded<2> lse({o.rows, heads});
   ops::AttendArgs a;
   a.kv = cache.view();
   a.queries = View<const float, 3>::dense(q.data(), {o.rows, heads, o.head_dim});
   a.pages = c.listed ? &pages : nullptr;
+  a.tokens = c.tokens >= 0 ? &listed : nullptr;
   a.window = c.window;
   a.last = last.data();
   a.out = out.view();
@@ -85,6 +100,8 @@ void compare(const Case& c, unsigned seed, int repeats = 1) {
   b.queries = device.put(a.queries);
   PageList device_pages;
   if (c.listed) b.pages = &(device_pages = device.put(pages));
+  TokenList device_tokens;
+  if (c.tokens >= 0) b.tokens = &(device_tokens = device.put(listed));
   b.last = device.put(last.data(), last.size());
   const std::vector<float> expected = out.values(), expected_lse = lse.values(), expected_mass = mass.values();
   const auto poison = [](std::size_t n) { return std::vector<float>(n, std::numeric_limits<float>::quiet_NaN()); };
@@ -287,4 +304,83 @@ TEST_CASE("cuda attend takes caches of any kind in several parts, with lists, wi
       c.window = 300;
       compare(c, seed++);
     }
+}
+
+TEST_CASE("cuda attend over lists of tokens equals the reference") {
+  unsigned seed = 500;
+  const CodecSpec plain, codes{{8}, {8}}, mixed{{0}, {8}}, keys{{8}, {0}};
+  struct Kind {
+    CodecSpec codec;
+    DType dtype;
+    int dim, page, group;
+  };
+  for (const Kind& k : {Kind{plain, DType::bf16, 128, 16, 4},
+                        {plain, DType::f16, 64, 16, 16},
+                        {codes, DType::bf16, 128, 16, 8},
+                        {codes, DType::f16, 96, 5, 2},
+                        {mixed, DType::bf16, 72, 5, 3},
+                        {keys, DType::bf16, 64, 16, 11},
+                        {plain, DType::f32, 256, 5, 1}})
+    for (const RopeRegime rope : {RopeRegime::original, RopeRegime::cache_relative}) {
+      CAPTURE(seed, k.dim, k.page, k.group, static_cast<int>(rope));
+      Case c;
+      c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = k.dim, c.options.page_size = k.page;
+      c.options.max_pages = 900 / k.page + 1, c.options.dtype = k.dtype, c.options.codec = k.codec;
+      c.options.rope = rope;
+      c.group = k.group;
+      c.lengths = {900, 1, 257, 0, 512, 33};
+      for (const double share : {1.0, 0.4, 0.02, 0.0}) {
+        if (quick() && share == 0.02 && rope == RopeRegime::original) continue;
+        CAPTURE(share);
+        c.tokens = share;
+        c.ordered = share != 0.4;
+        compare(c, seed++);
+      }
+      c.tokens = 0.6, c.window = 300;
+      compare(c, seed++);
+    }
+}
+
+TEST_CASE("cuda attend: a list of all tokens is no list, and what no list may say is left out") {
+  PagedOptions o;
+  o.rows = 2, o.kv_heads = 2, o.head_dim = 64, o.page_size = 5, o.max_pages = 80, o.dtype = DType::bf16;
+  PagedFixture cache(o);
+  std::mt19937 rng(9);
+  for (int r = 0; r < 2; ++r)
+    for (int h = 0; h < 2; ++h) cache.fill_random(r, h, 390 - 100 * r - 7 * h, rng);
+  const std::vector<float> q = normals(2 * 6 * 64, rng);
+  std::vector<std::int32_t> index(2 * 2 * 402), count;
+  const TokenList list{
+      {View<std::int32_t, 3>::dense(index.data(), {2, 2, 402}), View<std::int32_t, 2>::dense(nullptr, {2, 2})}};
+  for (int r = 0; r < 2; ++r)
+    for (int h = 0; h < 2; ++h) {
+      const int n = cache.view().tokens(r, h);
+      for (int t = 0; t < 402; ++t) list.index(r, h, t) = t < n ? t : t % 2 ? -t : 100000 * t;
+      count.push_back(n + 9 * r);
+    }
+  OnDevice device;
+  ops::AttendArgs a;
+  a.kv = device.put(cache.view(), cache.arena_bytes());
+  a.queries = device.put(View<const float, 3>::dense(q.data(), {2, 6, 64}));
+  const std::vector<float> poison(2 * 6 * 64, std::numeric_limits<float>::quiet_NaN());
+  a.out = device.put(View<float, 3>::dense(const_cast<float*>(poison.data()), {2, 6, 64}));
+  HeapWorkspace unused;
+  ops::attend(a, unused, device.stream());
+  const std::vector<float> all = device.get(a.out);
+  const auto given = [&](const std::vector<std::int32_t>& counts) {
+    TokenList there{{device.put(list.index), View<std::int32_t, 2>::dense(device.put(counts.data(), 4), {2, 2})}};
+    a.tokens = &there;
+    a.out = device.put(View<float, 3>::dense(const_cast<float*>(poison.data()), {2, 6, 64}));
+    ops::attend(a, unused, device.stream());
+    const std::vector<float> got = device.get(a.out);
+    a.tokens = nullptr;
+    return got;
+  };
+  CHECK(relative(given(count), all) < 1e-5);
+  CHECK(relative(given({1 << 30, 402, 400, 5000}), all) < 1e-5);
+  const std::vector<float> none = given({0, -1, -(1 << 30), 0});
+  CHECK(none == std::vector<float>(none.size(), 0.f));
+  const PageList pages{list};
+  a.tokens = &list, a.pages = &pages;
+  CHECK_THROWS_WITH(ops::attend(a, unused, device.stream()), Catch::Contains("one of the two"));
 }

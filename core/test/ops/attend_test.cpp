@@ -18,6 +18,7 @@ struct Case {
   int group = 1;
   std::vector<int> lengths;  // [row * kv_heads], cycled
   bool listed = false, all_listed = false;
+  double tokens = -1;  // share of its tokens that a head's list has; -1 = no list of tokens
   int window = 0;
 };
 
@@ -42,6 +43,7 @@ struct Scene {
   View<const float, 3> queries;
   std::vector<std::int32_t> last, index, count;
   PageList pages;
+  TokenList listed;
   int tokens = 0, group;
   HeapWorkspace workspace;
 
@@ -69,6 +71,18 @@ struct Scene {
           for (int p = 0; p < cache.view().pages(r, h); ++p)
             if (c.all_listed || rng() % 2) pages.index(r, h, pages.count(r, h)++) = p;
     }
+    if (c.tokens >= 0) {
+      const int room = std::max(1, tokens);
+      index.assign(std::size_t(o.rows) * o.kv_heads * room, -7);
+      count.assign(o.rows * o.kv_heads, 0);
+      listed.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, room});
+      listed.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
+      std::uniform_real_distribution<double> share;
+      for (int r = 0; r < o.rows; ++r)
+        for (int h = 0; h < o.kv_heads; ++h)
+          for (int t = 0; t < cache.view().tokens(r, h); ++t)
+            if (share(rng) < c.tokens) listed.index(r, h, listed.count(r, h)++) = t;
+    }
   }
 
   ops::AttendArgs args(const Outputs& o, const Case& c) {
@@ -76,6 +90,7 @@ struct Scene {
     a.kv = cache.view();
     a.queries = queries;
     a.pages = c.listed || c.all_listed ? &pages : nullptr;
+    a.tokens = c.tokens >= 0 ? &listed : nullptr;
     a.window = c.window;
     a.last = last.data();
     a.out = o.out.view();
@@ -144,6 +159,92 @@ TEST_CASE("attend equals the reference on ragged caches of every storage") {
       }
 }
 
+TEST_CASE("attend equals the reference on ragged lists of tokens of every storage") {
+  const CodecSpec codecs[] = {{}, {{8}, {8}}, {{8}, {0}}, {{0}, {8}}};
+  unsigned seed = 1;
+  for (const int page : {5, 16})
+    for (const int group : {1, 2, 5, 8, 16})
+      for (const int storage : {0, 1, 2, 3, 4})
+        for (const double share : {0.03, 0.6, 1.0}) {
+          Case c;
+          c.options.head_dim = std::vector<int>{64, 80, 16}[seed % 3];
+          c.options.page_size = page;
+          c.options.rows = 2;
+          c.options.kv_heads = 3;
+          c.options.max_pages = 700 / page + 1;
+          c.options.dtype = storage == 0 ? DType::f32 : DType::bf16;
+          c.options.codec = codecs[storage == 0 ? 0 : storage - 1];
+          c.options.rope = seed % 3 == 0 ? RopeRegime::cache_relative : RopeRegime::original;
+          c.group = group;
+          c.lengths = {37, 0, 1, 700, page, 5 * page + 1};
+          c.tokens = share;
+          c.window = seed % 4 == 0 ? 40 : 0;
+          INFO("seed " << seed << " page " << page << " storage " << storage << " group " << group);
+          check_against_reference(c, seed++);
+        }
+}
+
+TEST_CASE("attend: three tokens of two pages by hand") {
+  // Scores ln 1, ln 2 and ln 5 of the listed tokens: probabilities 1/8, 2/8 and 5/8. The others would drown them.
+  const float score[] = {50, 0, std::log(2.f), 60, 70, std::log(5.f), 80};
+  const float value[] = {1000, 8, 4, 2000, 3000, 16, 4000};
+  PagedFixture cache({});  // pages of 4
+  for (int t = 0; t < 7; ++t) {
+    std::vector<float> k(16, 0.f);
+    k[3] = score[t];
+    cache.append(0, 0, k, std::vector<float>(16, value[t]));
+  }
+  std::vector<float> q(16, 0.f);
+  q[3] = 1;
+  std::vector<std::int32_t> index{1, 2, 5}, count{3};
+  const TokenList list{
+      {View<std::int32_t, 3>::dense(index.data(), {1, 1, 3}), View<std::int32_t, 2>::dense(count.data(), {1, 1})}};
+  for (const bool reference : {false, true}) {
+    CAPTURE(reference);
+    HeapWorkspace w;
+    Guarded<3> out({1, 1, 16}), mass({1, 1, 9});
+    Guarded<2> lse({1, 1});
+    ops::AttendArgs a;
+    a.kv = cache.view();
+    a.queries = View<const float, 3>::dense(q.data(), {1, 1, 16});
+    a.tokens = &list;
+    a.softmax_scale = 1;
+    a.out = out.view();
+    a.lse = lse.view();
+    a.mass = mass.view();
+    reference ? ops::attend_reference(a) : ops::attend(a, w, Stream::cpu());
+    CHECK(out(0, 0, 9) == Approx(12));  // 8 / 8 + 2 * 4 / 8 + 5 * 16 / 8
+    CHECK(lse(0, 0) == Approx(std::log(8.f)));
+    for (int t = 0; t < 9; ++t) CHECK(mass(0, 0, t) == Approx(t == 1 ? 0.125 : t == 2 ? 0.25 : t == 5 ? 0.625 : 0));
+  }
+}
+
+TEST_CASE("attend: a list of all tokens is within rounding of no list, an empty one gives 0 and an lse of -inf") {
+  for (const int storage : {0, 1, 2}) {
+    Case c;
+    c.options = {2, 2, 64, 5, 200, storage == 0 ? DType::f32 : DType::bf16};
+    if (storage == 2) c.options.codec = {{8}, {8}};
+    c.group = 3;
+    c.lengths = {900, 3, 257, 256};
+    Scene plain(c, 21);
+    const Outputs wanted = plain.run(c);
+    c.tokens = 1;
+    Scene all(c, 21);
+    const Outputs got = all.run(c);
+    const Tolerance tolerance;
+    CHECK(Tolerance::worst(got.out.values(), wanted.out.values()) < tolerance.output);
+    CHECK(Tolerance::worst(got.mass.values(), wanted.mass.values()) < tolerance.probability);
+    CHECK(Tolerance::worst(got.lse.values(), wanted.lse.values()) < tolerance.lse);
+    c.tokens = 0;
+    Scene none(c, 21);
+    for (const Outputs& o : {none.run(c), none.reference(c)}) {
+      for (const float x : o.out.values()) CHECK(x == 0);
+      for (const float x : o.mass.values()) CHECK(x == 0);
+      for (const float x : o.lse.values()) CHECK(x == -std::numeric_limits<float>::infinity());
+    }
+  }
+}
+
 TEST_CASE("attend: two tokens by hand") {
   // Scores q.k / sqrt(16) = 0 and ln 3: probabilities 1/4 and 3/4.
   PagedFixture cache({});
@@ -181,12 +282,14 @@ TEST_CASE("attend: an empty head gives 0 and an lse of -inf") {
 }
 
 TEST_CASE("attend: a list of all pages equals no list, bit for bit; threads and other rows change nothing") {
-  for (const int storage : {0, 1, 2}) {
+  for (const int kind : {0, 1, 2, 3, 4, 5}) {
+    const int storage = kind % 3;
     Case c;
     c.options = {3, 2, 64, 16, 100, storage == 0 ? DType::f32 : DType::bf16};
     if (storage == 2) c.options.codec = {{8}, {8}};
     c.group = 3;
     c.lengths = {1500, 3, 700, 257, 256, 1100};
+    if (kind >= 3) c.tokens = 0.7;
     Scene scene(c, 11);
     omp_set_num_threads(1);
     const Outputs one = scene.run(c);
@@ -195,13 +298,21 @@ TEST_CASE("attend: a list of all pages equals no list, bit for bit; threads and 
     CHECK(one.same(four));
     omp_set_num_threads(2);
 
-    Case listed = c;
-    listed.all_listed = true;
-    Scene with_list(listed, 11);
-    CHECK(with_list.run(listed).same(one));
+    if (c.tokens < 0) {
+      Case listed = c;
+      listed.all_listed = true;
+      Scene with_list(listed, 11);
+      CHECK(with_list.run(listed).same(one));
+    }
 
     for (int r = 0; r < 3; ++r) {  // each row alone
       ops::AttendArgs a = scene.args(scene.outputs(), c);
+      TokenList of_row = scene.listed;
+      if (a.tokens) {
+        of_row.index.data += r * of_row.index.stride[0];
+        of_row.count.data += r * of_row.count.stride[0];
+        a.tokens = &of_row;
+      }
       Outputs alone(1, 6, 64, scene.tokens + 3);
       a.kv.rows = 1;
       a.kv.slots += r;
@@ -290,4 +401,54 @@ TEST_CASE("attend refuses what it cannot do") {
   CHECK(code_of(a, Stream::cpu()) == Errc::data);  // no error
   scene.cache.unmap(1, 0, 2);
   CHECK(code_of(a, Stream::cpu()) == Errc::internal);
+}
+
+TEST_CASE("attend refuses lists of tokens that are none") {
+  Case c;
+  c.options.rows = 2;
+  c.lengths = {30};
+  c.tokens = 1;
+  Scene scene(c, 2);
+  const Outputs o = scene.outputs();
+  const ops::AttendArgs a = scene.args(o, c);
+  const auto refused = [&](const ops::AttendArgs& args, const char* what) {
+    try {
+      ops::attend(args, scene.workspace, Stream::cpu());
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::internal);
+      return std::string(e.what()).find(what) != std::string::npos;
+    }
+    return false;
+  };
+  const TokenList& list = scene.listed;
+  std::swap(list.index(1, 0, 7), list.index(1, 0, 8));
+  CHECK(refused(a, "ascending tokens"));
+  list.index(1, 0, 7) = list.index(1, 0, 8) = 7;
+  CHECK(refused(a, "ascending tokens"));
+  list.index(1, 0, 8) = 8;
+  list.index(1, 0, 29) = 30;
+  CHECK(refused(a, "token 30 of 30"));
+  list.index(1, 0, 29) = 29, list.index(1, 0, 0) = -1;
+  CHECK(refused(a, "token -1 of 30"));
+  list.index(1, 0, 0) = 0;
+  for (const int count : {-1, 31}) {
+    list.count(1, 0) = count;
+    CHECK(refused(a, "wanted at most 30"));
+  }
+  list.count(1, 0) = 7;  // two pages of the eight
+  ops::attend(a, scene.workspace, Stream::cpu());
+  scene.cache.unmap(1, 0, 2);
+  ops::attend(a, scene.workspace, Stream::cpu());
+  list.count(1, 0) = 9;
+  CHECK_THROWS_AS(ops::attend(a, scene.workspace, Stream::cpu()), Error);
+  list.count(1, 0) = 7;
+  const PageList pages{list};
+  ops::AttendArgs both = a;
+  both.pages = &pages;
+  CHECK(refused(both, "one of the two"));
+  TokenList narrow = list;
+  narrow.count.extent[0] = 1;
+  ops::AttendArgs small = a;
+  small.tokens = &narrow;
+  CHECK(refused(small, "too small a list"));
 }
