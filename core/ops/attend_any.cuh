@@ -93,11 +93,15 @@ struct Place {
 __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head, int x, int end) {
   Place place;
   if (x >= end) return place;
-  const int number = x / a.entry_tokens, entry = a.list.data ? a.list(row, kv_head, number) : number;
-  const int t = x + (entry - number) * a.entry_tokens;
-  if (entry < 0 || t >= a.kv.tokens(row, kv_head)) return place;
-  const int page = a.entry_tokens == 1 ? t / a.kv.page_size : entry;
-  place.t = t, place.offset = t - page * a.kv.page_size, place.frame = a.kv.entry(row, kv_head, page).frame;
+  const int p = a.kv.page_size;
+  int t = x;
+  if (a.list.data) {
+    const int number = x / a.entry_tokens;
+    t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
+  }
+  if (static_cast<unsigned>(t) >= static_cast<unsigned>(a.kv.tokens(row, kv_head))) return place;
+  const int page = t / p;
+  place.t = t, place.offset = t - page * p, place.frame = a.kv.entry(row, kv_head, page).frame;
   return place;
 }
 
