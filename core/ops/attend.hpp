@@ -26,8 +26,8 @@ struct AttendArgs {
 // result does not depend on the number of threads or on other rows. A list of all pages equals no list bit for bit; one
 // of all tokens equals it within rounding. Nothing to attend to gives out 0 and lse -inf. Bytes: K, V and positions of
 // the listed pages or tokens. On the CPU a list that breaks the rules above is Errc::internal. On CUDA, where the host
-// does not look into lists, places and counts that the cache does not have are left out; lists of tokens go to the
-// general kernel (ops/attend_cuda.hpp), whatever the cache.
+// does not look into lists, they go unchecked, but places of a list of tokens that the cache does not have are left
+// out; these lists go to the general kernel (ops/attend_cuda.hpp), whatever the cache.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

@@ -16,8 +16,8 @@ enum class Elements { codes, half, bfloat, single };
 struct Args {
   DeviceKv kv;
   View<const float, 3> queries;
-  View<const std::int32_t, 3> list;  // of pages, or of tokens where entry_tokens is 1
-  View<const std::int32_t, 2> list_count;
+  View<const std::int32_t, 3> list;        // of pages, or of tokens where entry_tokens is 1
+  View<const std::int32_t, 2> list_count;  // null = no list
   View<float, 3> out, mass;
   View<float, 2> lse;
   const std::int32_t* last;
@@ -33,7 +33,7 @@ struct Args {
 
 // Places that the parts divide: of the listed pages or tokens, or of all.
 __device__ int places(const Args& a, int row, int kv_head) {
-  if (!a.list.data) return a.kv.tokens(row, kv_head);
+  if (!a.list_count.data) return a.kv.tokens(row, kv_head);
   const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
   return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
 }
@@ -95,7 +95,7 @@ __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head,
   if (x >= end) return place;
   const int p = a.kv.page_size;
   int t = x;
-  if (a.list.data) {
+  if (a.list_count.data) {
     const int number = x / a.entry_tokens;
     t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
   }
