@@ -241,23 +241,28 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
   return step;
 }
 
-const PageList* Engine::select(const DecodeLayer& l, Fit& fit) {
+Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   Edits edits(l.layer);
   policy_->select(layer_step(l), edits, stream_);
-  const PageList* list = nullptr;
+  Selection read;
   std::vector<Edit> before, after;
   for (const Edit& e : edits.all()) {
     if (e.verb == Edit::attend) {
-      attend_ = store_->resolve_attend(e, *l.slots, store_->workspace());
-      list = &attend_;
+      attended_pages_ = {store_->resolve_attend(e, *l.slots, store_->workspace())};
+      read.pages = &attended_pages_;
+    } else if (e.verb == Edit::attend_tokens) {
+      attended_tokens_ = {store_->resolve_attend(e, *l.slots, store_->workspace())};
+      read.tokens = &attended_tokens_;
     } else {
       (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
     }
   }
+  if (read.pages && read.tokens)
+    throw Error(Errc::plugin, "select: got a list of pages and a list of tokens to attend to, wanted one of the two");
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
   if (fit == Fit::ok && options_.protect_host) store_->protect_host(true);
-  return list;
+  return read;
 }
 
 Fit Engine::attended(const DecodeLayer& l) {

@@ -89,7 +89,7 @@ class Engine final : private LayerHooks {
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;
-  const PageList* select(const DecodeLayer& l, Fit& fit) override;
+  Selection select(const DecodeLayer& l, Fit& fit) override;
   Fit attended(const DecodeLayer& l) override;
   Fit finish_step(const std::vector<std::int32_t>& slots) override;
 
@@ -113,7 +113,8 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   std::vector<Edit> waiting_;                        // of this layer's select, due after its attention
   PagedKv pages_;                                    // what KvRows and StateColumn of the callback point to
-  PageList attend_;
+  PageList attended_pages_;                          // what Selection points to
+  TokenList attended_tokens_;
   struct Tail {
     StreamMemory queries;  // [rows, query head, head_dim] f32
     std::int64_t rows = 0;

@@ -82,17 +82,20 @@ DecodeLayer HostCopy::of(const DecodeLayer& l, Stream s) {
   fetch_all(l, s);
   View<const std::int32_t, 3> index;
   View<const std::int32_t, 2> count;
-  if (l.pages) {
-    index = l.pages->index, count = l.pages->count;
+  const IndexList* list = l.read.pages ? static_cast<const IndexList*>(l.read.pages) : l.read.tokens;
+  if (list) {
+    index = list->index, count = list->count;
     fetch(index, index_, s);
     fetch(count, count_, s);
   }
   synchronize(s);
   DecodeLayer out = dense_all(l);
-  if (!l.pages) return out;
-  pages_.index = dense(index, index_);
-  pages_.count = dense(count, count_);
-  out.pages = &pages_;
+  if (!list) return out;
+  const IndexList here{dense(index, index_), dense(count, count_)};
+  if (l.read.pages)
+    out.read.pages = &(pages_ = {here});
+  else
+    out.read.tokens = &(tokens_ = {here});
   return out;
 }
 

@@ -29,6 +29,7 @@ class HostCopy {
   Array<float> floats_[7];
   Array<std::int32_t> index_, count_;
   PageList pages_;
+  TokenList tokens_;
 };
 
 }  // namespace kvlab

@@ -274,14 +274,15 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
       info.raw_keys = heads_view(qkv_.raw_k, n, c.kv_heads, c.head_dim);
     }
     Fit fit = Fit::ok;
-    info.pages = hooks.select(info, fit);
+    info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
     {
       const PartTimer timer(Part::attend);
       ops::AttendArgs a;
       a.kv = store_.view(layer, slots);
       a.queries = info.queries;
-      a.pages = info.pages;
+      a.pages = info.read.pages;
+      a.tokens = info.read.tokens;
       a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
       a.window = c.sliding_window;
       a.last = position.data();

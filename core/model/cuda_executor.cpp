@@ -238,7 +238,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   return rows;
 }
 
-void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass) {
+void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -246,7 +246,8 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
   a.kv = kv;
   a.queries = turned(kv.rows, 0, c.heads);
   a.queries.data += first_row * a.queries.stride[0];
-  a.pages = pages;
+  a.pages = read.pages;
+  a.tokens = read.tokens;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
@@ -257,20 +258,21 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const PageL
 }
 
 // Rows of a decode step one by one: one that shares a launch with others has its tokens cut where they leave it.
-void CudaExecutor::attend_each(const PagedKv& kv, const PageList* pages, const View<float, 3>& mass) {
+void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass) {
   for (std::int64_t r = 0; r < kv.rows; ++r) {
     PagedKv one = kv;
     one.slots += r;
     one.rows = 1;
-    PageList list;
-    if (pages) {
-      list = *pages;
+    const auto of_row = [&](auto& list) {
       list.index.data += r * list.index.stride[0], list.index.extent[0] = 1;
       list.count.data += r * list.count.stride[0], list.count.extent[0] = 1;
-    }
+      return &list;
+    };
+    PageList pages = read.pages ? *read.pages : PageList{};
+    TokenList tokens = read.tokens ? *read.tokens : TokenList{};
     View<float, 3> sums = mass;
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
-    attend(one, r, pages ? &list : nullptr, sums);
+    attend(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums);
   }
 }
 
@@ -316,7 +318,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
     if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
-    attend(all, 0, nullptr, {});
+    attend(all, 0, {}, {});
     return DType::f32;
   }
   constexpr std::int64_t block = 32;  // rows whose mass is there at once
@@ -326,7 +328,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(block, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
-    attend(kv, at, nullptr, mass);
+    attend(kv, at, {}, mass);
     require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
   }
   return DType::f32;
@@ -465,7 +467,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     info.slots = &slots;
     show(info, n);
     Fit fit = Fit::ok;
-    info.pages = hooks.select(info, fit);
+    info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
     View<float, 3> mass;
     if (hooks.wants_mass()) {
@@ -476,7 +478,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     }
     const PagedKv kv = store_.view(layer, slots);
     const bool rounded = rounds(kv);
-    batch_invariant_ ? attend_each(kv, info.pages, mass) : attend(kv, 0, info.pages, mass);
+    batch_invariant_ ? attend_each(kv, info.read, mass) : attend(kv, 0, info.read, mass);
     info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     fit = hooks.attended(info);
     store_.workspace().reset();

@@ -54,7 +54,7 @@ class CudaExecutor final : public Executor {
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
   void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
-  void attend(const PagedKv& kv, std::int64_t first_row, const PageList* pages, View<float, 3> mass);
+  void attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
@@ -69,7 +69,7 @@ class CudaExecutor final : public Executor {
   template <class Layer>
   void show(Layer& info, std::int64_t rows) const;
   std::int64_t rows_together() const;  // in a product
-  void attend_each(const PagedKv& kv, const PageList* pages, const View<float, 3>& mass);
+  void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
 
   std::int64_t qkv_width() const {

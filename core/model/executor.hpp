@@ -26,6 +26,12 @@ struct PromptLayer {
   View<const float, 2> mass;                    // [query head, past + token]; empty unless asked for
 };
 
+// What attention of a decode step reads: pages, tokens or, without a list, everything resident.
+struct Selection {
+  const PageList* pages = nullptr;
+  const TokenList* tokens = nullptr;
+};
+
 // One layer of one decode step.
 struct DecodeLayer {
   int layer = 0;
@@ -34,7 +40,7 @@ struct DecodeLayer {
   View<const float, 3> keys, raw_keys, values;  // [row, kv_head, head_dim]
   View<const float, 3> output;                  // after attention only
   View<const float, 3> mass;                    // [row, query head, token]; after attention, empty unless asked for
-  const PageList* pages = nullptr;              // what attention read; null = everything
+  Selection read;                               // by attention; set once select has answered
 };
 
 class LayerHooks {
@@ -46,8 +52,8 @@ class LayerHooks {
   // Before a chunk's attention reads what the layer holds of the slot already.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
-  // Before attention, this step's tokens appended. null = everything resident. The list lives until the layer is done.
-  virtual const PageList* select(const DecodeLayer&, Fit&) { return nullptr; }
+  // Before attention, this step's tokens appended. The list lives until the layer is done; two are Errc::internal.
+  virtual Selection select(const DecodeLayer&, Fit&) { return {}; }
   virtual Fit attended(const DecodeLayer&) { return Fit::ok; }
   // Do decode steps need the host no more? What the calls below give to the stream in one step then stands for every
   // later one of as many rows, and an executor may leave the calls out.

@@ -73,13 +73,15 @@ bool attend_pipelined(const AttendArgs& in) {
   const int dim = kv.head_dim, p = kv.page_size, group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
   const CodecSpec codec = kv.layouts[0].codec;
   const DType dtype = kv.layouts[0].dtype;
-  return codec.k.bits == 0 && codec.v.bits == 0 && (dtype == DType::bf16 || dtype == DType::f16) &&
+  return !in.tokens && codec.k.bits == 0 && codec.v.bits == 0 && (dtype == DType::bf16 || dtype == DType::f16) &&
          (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
          (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 &&
          (kv.rope != RopeRegime::cache_relative || dim % 64 == 0) && kv.kv_heads <= max_pairs;
 }
 
 void attend_cuda(const AttendArgs& in, void* handle) {
+  if (in.pages && in.tokens)
+    throw Error(Errc::internal, "got a list of pages and a list of tokens, wanted one of the two", "op attend");
   if (!attend_pipelined(in)) {
     attend_any_cuda(in, handle);
     if (in.rounded) round_output(in, handle);

@@ -1,7 +1,7 @@
 // Attention of decode steps for every cache that the pipelined kernel does not take: any codec, regime, page size and
-// head_dim. The tokens of a (row, KV head) lie in parts of fixed size, whatever the device. A block of four warps
-// serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens (attend_any.cuh). A second kernel
-// merges the parts in their order.
+// head_dim; and for lists of tokens. The tokens of a (row, KV head) lie in parts of fixed size, whatever the device. A
+// block of four warps serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens (attend_any.cuh).
+// A second kernel merges the parts in their order.
 #include "ops/attend_any.cuh"
 
 #include <algorithm>
@@ -199,10 +199,9 @@ void attend_any_cuda(const AttendArgs& in, void* handle) {
   const PageLayout& layout = a.kv.layouts[0];
   a.keys = elements_of(layout.codec.k, layout.dtype), a.values = elements_of(layout.codec.v, layout.dtype);
   a.queries = in.queries;
-  if (in.pages) {
-    a.list = in.pages->index;
-    a.list_count = in.pages->count;
-  }
+  a.entry_tokens = in.tokens ? 1 : in.kv.page_size;
+  if (in.pages) a.list = in.pages->index, a.list_count = in.pages->count;
+  if (in.tokens) a.list = in.tokens->index, a.list_count = in.tokens->count;
   a.out = in.out, a.mass = in.mass, a.lse = in.lse, a.last = in.last, a.window = in.window;
   a.group = heads / in.kv.kv_heads;
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
@@ -211,8 +210,9 @@ void attend_any_cuda(const AttendArgs& in, void* handle) {
     a.rank = token_ranks(a.kv, handle);
     a.scale *= in.kv.rope_table.attention_scale;
   }
-  a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(a.room / most_parts))));
-  a.parts = std::max(1, (a.room + a.part_tokens - 1) / a.part_tokens);
+  const int most = in.tokens ? static_cast<int>(std::min<std::int64_t>(a.room, a.list.extent[2])) : a.room;
+  a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(most / most_parts))));
+  a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens);
   const std::size_t pairs = std::size_t(rows) * std::size_t(heads), parts = pairs * std::size_t(a.parts);
   a.softmax = static_cast<float2*>(fixed_scratch(handle, "attend any softmax", parts * sizeof(float2)));
   a.part_out = static_cast<float*>(fixed_scratch(handle, "attend any out", parts * std::size_t(dim) * sizeof(float)));

@@ -16,8 +16,8 @@ enum class Elements { codes, half, bfloat, single };
 struct Args {
   DeviceKv kv;
   View<const float, 3> queries;
-  View<const std::int32_t, 3> list;
-  View<const std::int32_t, 2> list_count;
+  View<const std::int32_t, 3> list;        // of pages, or of tokens where entry_tokens is 1
+  View<const std::int32_t, 2> list_count;  // null = no list
   View<float, 3> out, mass;
   View<float, 2> lse;
   const std::int32_t* last;
@@ -27,12 +27,15 @@ struct Args {
   float* shift;              // [row, query head] lse in units of log2
   Elements keys, values;
   int room, window, group, head_sets, part_tokens, parts;
-  float scale;  // times log2(e), and RoPE's scale where keys are turned
+  int entry_tokens;  // of the list
+  float scale;       // times log2(e), and RoPE's scale where keys are turned
 };
 
-// Places that the parts divide: of the listed pages, or of all.
+// Places that the parts divide: of the listed pages or tokens, or of all.
 __device__ int places(const Args& a, int row, int kv_head) {
-  return a.list.data ? a.list_count(row, kv_head) * a.kv.page_size : a.kv.tokens(row, kv_head);
+  if (!a.list_count.data) return a.kv.tokens(row, kv_head);
+  const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
+  return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
 }
 
 template <int Words>
@@ -90,10 +93,15 @@ struct Place {
 __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head, int x, int end) {
   Place place;
   if (x >= end) return place;
-  const int p = a.kv.page_size, number = x / p;
-  const int page = a.list.data ? a.list(row, kv_head, number) : number, t = x + (page - number) * p;
-  if (t >= a.kv.tokens(row, kv_head)) return place;
-  place.t = t, place.offset = x - number * p, place.frame = a.kv.entry(row, kv_head, page).frame;
+  const int p = a.kv.page_size;
+  int t = x;
+  if (a.list_count.data) {
+    const int number = x / a.entry_tokens;
+    t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
+  }
+  if (static_cast<unsigned>(t) >= static_cast<unsigned>(a.kv.tokens(row, kv_head))) return place;
+  const int page = t / p;
+  place.t = t, place.offset = t - page * p, place.frame = a.kv.entry(row, kv_head, page).frame;
   return place;
 }
 

@@ -27,6 +27,10 @@ void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
         if (place < tokens) seen[place] = 1;
       }
   }
+  if (a.tokens) {
+    seen.assign(tokens, 0);
+    for (int i = 0; i < a.tokens->count(row, head); ++i) seen[a.tokens->index(row, head, i)] = 1;
+  }
   if (a.window > 0)
     for (int t = 0; t < tokens; ++t)
       if (position[t] <= a.last[row] - a.window) seen[t] = 0;

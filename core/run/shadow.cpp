@@ -28,13 +28,19 @@ StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
 void attended_positions(const DecodeLayer& l, const Store& store, int head, int window, std::vector<char>& seen) {
   const int slot = (*l.slots)[0], newest = store.position(slot), p = store.shape().page_size;
   const std::vector<std::int32_t> position = store.positions_by_place(l.layer, slot, head);
-  const int n = static_cast<int>(position.size()), pages = l.pages ? l.pages->count(0, head) : (n + p - 1) / p;
-  for (int i = 0; i < pages; ++i) {
-    const int page = l.pages ? l.pages->index(0, head, i) : i;
-    for (int t = page * p; t < std::min(n, (page + 1) * p); ++t)
+  const int n = static_cast<int>(position.size());
+  const auto see = [&](int begin, int end) {
+    for (int t = begin; t < std::min(n, end); ++t)
       if (const std::int32_t at = position[static_cast<std::size_t>(t)]; window == 0 || at > newest - window)
         seen[static_cast<std::size_t>(at)] = 1;
-  }
+  };
+  const PageList* pages = l.read.pages;
+  const TokenList* tokens = l.read.tokens;
+  if (!pages && !tokens) see(0, n);
+  for (int i = 0; pages && i < pages->count(0, head); ++i)
+    see(pages->index(0, head, i) * p, (pages->index(0, head, i) + 1) * p);
+  for (int i = 0; tokens && i < tokens->count(0, head); ++i)
+    see(tokens->index(0, head, i), tokens->index(0, head, i) + 1);
 }
 
 }  // namespace

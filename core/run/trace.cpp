@@ -10,7 +10,9 @@ void TraceRecorder::kept(const Engine& engine, int slot, int item) {
 }
 
 void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
-  if (!l.pages) return;
+  const IndexList* list = l.read.pages ? static_cast<const IndexList*>(l.read.pages) : l.read.tokens;
+  if (!list) return;
+  const int unit = l.read.pages ? 1 : store.shape().page_size;  // entries of a page
   for (std::size_t r = 0; r < rows_.size(); ++r)
     for (int head = 0; head < store.shape().kv_heads; ++head) {
       const auto row = static_cast<std::int64_t>(r);
@@ -20,8 +22,9 @@ void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
       e.layer = l.layer;
       e.kv_head = head;
       e.begin = static_cast<std::int64_t>(out_.selected.size());
-      e.count = l.pages->count(row, head);
-      for (int i = 0; i < e.count; ++i) out_.selected.push_back(l.pages->index(row, head, i));
+      for (int i = 0, newest = -1; i < list->count(row, head); ++i)
+        if (const int page = list->index(row, head, i) / unit; page != newest) out_.selected.push_back(newest = page);
+      e.count = static_cast<decltype(e.count)>(static_cast<std::int64_t>(out_.selected.size()) - e.begin);
       out_.events.push_back(e);
     }
 }

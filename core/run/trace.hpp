@@ -1,4 +1,5 @@
 // The positions that a policy kept of each prompt and the pages that attention read, for a cell that asks for `trace`.
+// Of an attention that read a list of tokens: the pages that they lie in.
 #pragma once
 #include <utility>
 #include <vector>

@@ -62,7 +62,7 @@ void CudaStore::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
 Applied CudaStore::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   Applied total;
   for (const Edit& e : edits) {
-    if (e.verb == Edit::attend) continue;
+    if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     check_list(e, slots.size());
     total.changed = -1;
     if (e.when.kind == Deadline::steps_from_now && e.when.steps > 0) {
@@ -178,18 +178,22 @@ Fit CudaStore::recall_all(int index, int slot) {
   return edit_pages(e, index, slots);
 }
 
-PageList CudaStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
+IndexList CudaStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
   check_list(e, slots.size());
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  const auto room = static_cast<std::int64_t>(pages_per_head_);  // whatever the length, for graphs
-  PageList out;
-  out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
-  out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
   auto a = list_of<CudaStoreAttend>(e, rows_of(slots), slots.size(), ++edit_);
   a.pins = e.pins;
-  a.pages = out.index;
-  a.page_count = out.count;
+  a.unit = e.verb == Edit::attend ? s.page_size : 1;
+  a.most = static_cast<int>(pages_per_head_) * (s.page_size / a.unit);
+  // Whatever the length, for graphs.
+  const std::int64_t pinned = std::int64_t{std::max(0, e.pins.first)} + std::max(0, e.pins.last) + 2 * s.page_size;
+  const std::int64_t room = a.unit == 1 ? std::min<std::int64_t>(a.most, e.list.index.extent[2] + pinned) : a.most;
+  IndexList out;
+  out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
+  out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
+  a.out = out.index;
+  a.out_count = out.count;
   ops().attend(layer(e.layer), a, stream_.handle());
   stale_ = true;
   return out;

@@ -16,7 +16,7 @@ enum StoreError : int {
   store_no_frame = 256,     // a pool was empty although the host had made sure
   store_bad_list = 512,     // a count beyond the list's room, a place beyond the head's, or a list that does not ascend
   store_only_copy = 1024,   // a drop of a page's only copy
-  store_bad_attend = 2048,  // an attend list with a page that the head does not have
+  store_bad_attend = 2048,  // an attend list with a page or token that the head does not have
 };
 
 struct CudaStoreCounters {
@@ -78,8 +78,10 @@ struct CudaStorePageEdit : CudaStoreList {
 
 struct CudaStoreAttend : CudaStoreList {
   Pins pins;
-  View<std::int32_t, 3> pages;  // what comes out: [row, kv_head, i], room for every page of a head
-  View<std::int32_t, 2> page_count;
+  int unit = 1;               // tokens of an entry: the page size for lists of pages, 1 for lists of tokens
+  int most = 0;               // entries that a head can have
+  View<std::int32_t, 3> out;  // [row, kv_head, i], room for what list and pins can name together
+  View<std::int32_t, 2> out_count;
 };
 
 void fill_cuda_store_ops(CudaStoreOps& ops);  // cuda_store.cu

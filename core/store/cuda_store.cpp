@@ -220,7 +220,8 @@ void CudaStore::update() {
   known_.error = 0;
   if (error & store_only_copy)
     throw Error(Errc::plugin, "got a drop of a page's only copy, wanted an evict or an offload first");
-  if (error & store_bad_attend) throw Error(Errc::plugin, "attend list: got a page that the head does not have");
+  if (error & store_bad_attend)
+    throw Error(Errc::plugin, "attend list: got a page or token that the head does not have");
   if (error & store_bad_list)
     throw Error(Errc::plugin, "edit: got a list that does not ascend or goes beyond the head's tokens or its room");
   throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");

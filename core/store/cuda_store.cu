@@ -636,32 +636,33 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
   out[t] = reinterpret_cast<const std::int32_t*>(page + s.layout.positions)[t % p];
 }
 
-// The pages of a list and of the pins, ascending.
+// The pages or tokens of a list and of the pins, ascending.
 __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
   extern __shared__ unsigned chosen[];
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int n = *head_of(s, a.slots[row], head).length;
-  const int pages = min((n + p - 1) / p, static_cast<int>(a.pages.extent[2])), words = (pages + 31) / 32;
+  const int unit = a.unit, all = min((n + unit - 1) / unit, a.most), words = (all + 31) / 32;
   for (int i = mine; i < words; i += threads) chosen[i] = 0;
   __syncthreads();
-  const auto choose = [&](int page) { atomicOr(&chosen[page / 32], 1u << (page % 32)); };
+  const auto choose = [&](int entry) { atomicOr(&chosen[entry / 32], 1u << (entry % 32)); };
   int count = a.count(row, head);
   if (count < 0 || count > a.index.extent[2]) {
     if (mine == 0) fail(s, store_bad_list);
     count = 0;
   }
   for (int i = mine; i < count; i += threads) {
-    const int page = a.index(row, head, i);
-    if (page < 0 || page >= pages)
+    const int entry = a.index(row, head, i);
+    if (entry < 0 || entry >= all)
       fail(s, store_bad_attend);
     else
-      choose(page);
+      choose(entry);
   }
-  const int first = min(pages, (a.pins.first + p - 1) / p);
-  const int last = a.pins.last > 0 ? max(0, n - a.pins.last) / p : a.pins.newest_page ? pages - 1 : pages;
-  for (int page = mine; page < first; page += threads) choose(page);
-  for (int page = max(0, last) + mine; page < pages; page += threads) choose(page);
+  const int first = a.pins.first > 0 ? min(all, (min(a.pins.first, n) + unit - 1) / unit) : 0;
+  int last = a.pins.last > 0 ? max(0, n - a.pins.last) / unit : all;
+  if (a.pins.newest_page) last = min(last, max(0, n - 1) / p * p / unit);
+  for (int entry = mine; entry < first; entry += threads) choose(entry);
+  for (int entry = last + mine; entry < all; entry += threads) choose(entry);
   __syncthreads();
   if (mine >= 32) return;
   int out = 0;
@@ -672,12 +673,12 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
     for (int d = 1; d < 32; d *= 2)
       if (const int before = __shfl_up_sync(~0u, sum, d); mine >= d) sum += before;
     for (int at = out + sum - here; word; word &= word - 1)
-      a.pages(row, head, at++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
+      a.out(row, head, at++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
     out += __shfl_sync(~0u, sum, 31);
   }
   if (mine == 0) {
-    a.page_count(row, head) = out;
-    if (out != pages) count_fired(s, a.edit);
+    a.out_count(row, head) = out;
+    if (out != all) count_fired(s, a.edit);
   }
 }
 
@@ -752,11 +753,12 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream
 }
 
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) {
-  const std::size_t shared = (static_cast<std::size_t>(a.pages.extent[2]) + 31) / 32 * 4;
+  const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4;
   if (shared > 48 * 1024)
-    throw Error(Errc::unsupported,
-                "got " + std::to_string(a.pages.extent[2]) + " pages of a head, wanted at most 393216",
-                "store attend (CUDA)");
+    throw Error(
+        Errc::unsupported,
+        "got " + std::to_string(a.most) + (a.unit == 1 ? " tokens" : " pages") + " of a head, wanted at most 393216",
+        "store attend (CUDA)");
   attend_kernel<<<a.rows * s.kv_heads, 128, shared, stream_of(stream)>>>(s, a);
   check_launch("store attend");
 }

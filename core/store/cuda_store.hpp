@@ -49,7 +49,7 @@ class CudaStore final : public Store {
   Applied advance(int slot, int tokens, bool decode) override;
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) override;
   Fit recall_all(int layer, int slot) override;
-  PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
+  IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::int64_t fired() const override;

@@ -158,7 +158,7 @@ void CpuStore::check_list(const Edit& e, std::size_t rows) const {
 Applied CpuStore::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   Applied total;
   for (const Edit& e : edits) {
-    if (e.verb == Edit::attend) continue;
+    if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     check_list(e, slots.size());
     if (e.when.kind == Deadline::steps_from_now && e.when.steps > 0) {
       // Rows keep their own clocks, so each row waits on its own.
@@ -318,36 +318,40 @@ Fit CpuStore::recall_all(int layer, int slot) {
   return apply(edits.all(), slots).fit;
 }
 
-PageList CpuStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
+IndexList CpuStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
   check_list(e, slots.size());
   const int rows = static_cast<int>(slots.size());
-  const int p = s.page_size, room = std::max(1, (max_length(e.layer, slots) + p - 1) / p);
-  PageList out;
+  const bool of_pages = e.verb == Edit::attend;
+  const int p = s.page_size, unit = of_pages ? p : 1;  // tokens of an entry
+  const int room = std::max(1, (max_length(e.layer, slots) + unit - 1) / unit);
+  IndexList out;
   out.index = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads, room});
   out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
   std::vector<bool> chosen;
   bool all = true;
   for (int row = 0; row < rows; ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
-      const int slot = slots[static_cast<std::size_t>(row)], n = length(e.layer, slot, head), pages = (n + p - 1) / p;
-      chosen.assign(static_cast<std::size_t>(pages), false);
+      const int n = length(e.layer, slots[static_cast<std::size_t>(row)], head), entries = (n + unit - 1) / unit;
+      chosen.assign(static_cast<std::size_t>(entries), false);
+      const auto choose = [&](int begin, int end) {
+        for (int i = begin; i < end; ++i) chosen[static_cast<std::size_t>(i)] = true;
+      };
       for (int i = 0; i < e.list.count(row, head); ++i) {
-        const int page = e.list.index(row, head, i);
-        if (page < 0 || page >= pages)
-          throw Error(Errc::plugin,
-                      "attend list: got page " + std::to_string(page) + ", wanted 0 to " + std::to_string(pages - 1));
-        chosen[static_cast<std::size_t>(page)] = true;
+        const int entry = e.list.index(row, head, i);
+        if (entry < 0 || entry >= entries)
+          throw Error(Errc::plugin, std::string("attend list: got ") + (of_pages ? "page " : "token ") +
+                                        std::to_string(entry) + ", wanted 0 to " + std::to_string(entries - 1));
+        choose(entry, entry + 1);
       }
-      for (int page = 0; page < pages && page * p < e.pins.first; ++page) chosen[static_cast<std::size_t>(page)] = true;
-      for (int page = pages - 1; page >= 0 && (page + 1) * p > n - e.pins.last && e.pins.last > 0; --page)
-        chosen[static_cast<std::size_t>(page)] = true;
-      if (e.pins.newest_page && pages > 0) chosen[static_cast<std::size_t>(pages - 1)] = true;
+      choose(0, (std::clamp(e.pins.first, 0, n) + unit - 1) / unit);
+      choose((n - std::clamp(e.pins.last, 0, n)) / unit, e.pins.last > 0 ? entries : 0);
+      if (e.pins.newest_page) choose(std::max(0, n - 1) / p * p / unit, entries);
       int count = 0;
-      for (int page = 0; page < pages; ++page)
-        if (chosen[static_cast<std::size_t>(page)]) out.index(row, head, count++) = page;
+      for (int i = 0; i < entries; ++i)
+        if (chosen[static_cast<std::size_t>(i)]) out.index(row, head, count++) = i;
       out.count(row, head) = count;
-      all &= count == pages;
+      all &= count == entries;
     }
   fired_ += !all;
   return out;

@@ -76,8 +76,9 @@ class Store {
   // Every page of the slot's layer has a frame on the device again.
   virtual Fit recall_all(int layer, int slot) = 0;
 
-  // The pages that attention reads: the list of an attend edit plus its pins.
-  virtual PageList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
+  // The pages (of an attend edit) or tokens (of attend_tokens) that attention reads: the list, in any order, plus the
+  // pins; ascending and without repeats, in scratch.
+  virtual IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
 
   // Whole cache of a sequence, with token state, tiers, counters and edits to come: bytes that restore() takes back
   // into any open slot, in place of what it holds, on either device. Errc::data for bytes that are not what save()

@@ -19,17 +19,19 @@ struct Deadline {
 
 struct Edit {
   enum Verb : std::uint8_t {
-    attend,      // this step's attention reads only these pages (plus pins)
-    evict,       // these tokens leave every tier
-    evict_rest,  // all tokens but these leave every tier
-    offload,     // copy pages device -> host; the device frame stays
-    drop,        // free the frames of these pages in `tier`; refused for the only copy (that is evict)
-    recall,      // copy pages host -> device; the host copy stays
-    encode,      // re-encode pages that are on the device as `codec`
-    move,        // exchange the places of tokens: list holds pairs (from, to)
+    attend,         // this step's attention reads only these pages (plus pins)
+    evict,          // these tokens leave every tier
+    evict_rest,     // all tokens but these leave every tier
+    offload,        // copy pages device -> host; the device frame stays
+    drop,           // free the frames of these pages in `tier`; refused for the only copy (that is evict)
+    recall,         // copy pages host -> device; the host copy stays
+    encode,         // re-encode pages that are on the device as `codec`
+    move,           // exchange the places of tokens: list holds pairs (from, to)
+    attend_tokens,  // this step's attention reads only these tokens (plus pins)
   };
   Verb verb = attend;
-  IndexList list;  // pages, or tokens for evict, evict_rest and move; [row, kv_head, i] over the rows of the callback
+  IndexList list;  // pages, or tokens for evict, evict_rest, move and attend_tokens; [row, kv_head, i] over the rows of
+                   // the callback
   int layer = 0;
   Tier tier = Tier::device;
   int codec = 0;
@@ -41,8 +43,12 @@ class Edits {
  public:
   explicit Edits(int layer = 0) : layer_(layer) {}
 
+  // One list a callback, of pages or of tokens; Errc::plugin for both. A page that a pin reaches into is pinned whole.
   void attend(const PageList& pages, Pins pins = {}) {
     push(Edit::attend, pages, {Deadline::this_attention}).pins = pins;
+  }
+  void attend(const TokenList& tokens, Pins pins = {}) {
+    push(Edit::attend_tokens, tokens, {Deadline::this_attention}).pins = pins;
   }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }

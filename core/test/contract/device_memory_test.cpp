@@ -120,6 +120,7 @@ class OnGuardedDevice final : public Policy {
       edits.for_layer(e.layer);
       switch (e.verb) {
         case Edit::attend: edits.attend(PageList{list}, e.pins); break;
+        case Edit::attend_tokens: edits.attend(TokenList{list}, e.pins); break;
         case Edit::evict: edits.evict(TokenList{list}, e.when); break;
         case Edit::evict_rest: edits.evict_rest(TokenList{list}, e.when); break;
         case Edit::offload: edits.offload(PageList{list}, e.when); break;

@@ -110,7 +110,8 @@ namespace {
 struct MostPages final : EngineObserver {
   int most = 0;
   void attended(const DecodeLayer& l, const Store& store) override {
-    for (int head = 0; l.pages && head < store.shape().kv_heads; ++head) most = std::max(most, l.pages->count(0, head));
+    for (int head = 0; l.read.pages && head < store.shape().kv_heads; ++head)
+      most = std::max(most, l.read.pages->count(0, head));
   }
 };
 

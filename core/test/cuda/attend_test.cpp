@@ -1,132 +1,12 @@
 #include "ops/attend.hpp"
 
 #include <catch2/catch.hpp>
-#include <limits>
 
-#include "base/half.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
+#include "support/cuda_attend.hpp"
 #include "support/quick.hpp"
-#include "support/relative_error.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
-
-namespace {
-
-struct Case {
-  PagedOptions options;
-  int group = 1;
-  std::vector<int> lengths;  // [row, kv_head], cycled
-  bool listed = false;
-  int window = 0;
-  bool half = false;    // the device has the same cache as f16, which the reference does not read
-  bool ordered = true;  // else the newest half of a head's tokens lies in front of the oldest, as after evictions
-};
-
-std::vector<float> normals(int n, std::mt19937& rng) {
-  std::normal_distribution<float> normal;
-  std::vector<float> x(static_cast<std::size_t>(n));
-  for (float& e : x) e = normal(rng);
-  return x;
-}
-
-void compare(const Case& c, unsigned seed, int repeats = 1) {
-  const PagedOptions& o = c.options;
-  PagedFixture cache(o);
-  std::mt19937 rng(seed);
-  int tokens = 0;
-  for (int r = 0; r < o.rows; ++r)
-    for (int h = 0; h < o.kv_heads; ++h) {
-      const int n = c.lengths[static_cast<std::size_t>(r * o.kv_heads + h) % c.lengths.size()];
-      if (c.ordered)
-        cache.fill_random(r, h, n, rng);
-      else
-        for (int t = 0; t < n; ++t)
-          cache.append(r, h, normals(o.head_dim, rng), normals(o.head_dim, rng), 3 * (t < n / 2 ? n + t : t));
-      tokens = std::max(tokens, n);
-    }
-  const int heads = o.kv_heads * c.group;
-  std::normal_distribution<float> normal;
-  std::vector<float> q(static_cast<std::size_t>(o.rows * heads * o.head_dim));
-  for (float& x : q) x = static_cast<float>(bf16(2 * normal(rng)));
-  std::vector<std::int32_t> last(static_cast<std::size_t>(o.rows)), index, count;
-  for (int r = 0; r < o.rows; ++r)
-    last[static_cast<std::size_t>(r)] =
-        std::max(0, c.lengths[static_cast<std::size_t>(r * o.kv_heads) % c.lengths.size()] - 1);
-  PageList pages;
-  if (c.listed) {
-    index.assign(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages), -7);
-    count.assign(static_cast<std::size_t>(o.rows * o.kv_heads), 0);
-    pages.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, o.max_pages});
-    pages.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
-    for (int r = 0; r < o.rows; ++r)
-      for (int h = 0; h < o.kv_heads; ++h)
-        for (int p = 0; p < cache.view().pages(r, h); ++p)
-          if (rng() % 3) pages.index(r, h, pages.count(r, h)++) = p;
-  }
-  Guarded<3> out({o.rows, heads, o.head_dim}), mass({o.rows, heads, tokens + 5});
-  Guarded<2> lse({o.rows, heads});
-  ops::AttendArgs a;
-  a.kv = cache.view();
-  a.queries = View<const float, 3>::dense(q.data(), {o.rows, heads, o.head_dim});
-  a.pages = c.listed ? &pages : nullptr;
-  a.window = c.window;
-  a.last = last.data();
-  a.out = out.view();
-  a.lse = lse.view();
-  a.mass = mass.view();
-  ops::attend_reference(a);
-
-  if (c.half) cache.to_half();
-  OnDevice device;
-  ops::AttendArgs b = a;
-  b.kv = device.put(cache.view(), cache.arena_bytes());
-  b.queries = device.put(a.queries);
-  PageList device_pages;
-  if (c.listed) b.pages = &(device_pages = device.put(pages));
-  b.last = device.put(last.data(), last.size());
-  const std::vector<float> expected = out.values(), expected_lse = lse.values(), expected_mass = mass.values();
-  const auto poison = [](std::size_t n) { return std::vector<float>(n, std::numeric_limits<float>::quiet_NaN()); };
-  const auto nan_out = poison(expected.size()), nan_lse = poison(expected_lse.size()),
-             nan_mass = poison(expected_mass.size());
-  const std::vector<std::uint16_t> not_written(expected.size(), 0xffff);
-  HeapWorkspace unused;
-  for (const bool with_mass : {false, true}) {
-    CAPTURE(with_mass);
-    b.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {o.rows, heads, o.head_dim}));
-    b.lse = device.put(View<float, 2>::dense(const_cast<float*>(nan_lse.data()), {o.rows, heads}));
-    b.mass = with_mass
-                 ? device.put(View<float, 3>::dense(const_cast<float*>(nan_mass.data()), {o.rows, heads, tokens + 5}))
-                 : View<float, 3>{};
-    if (o.dtype == DType::bf16) b.rounded = device.put(not_written.data(), not_written.size());
-    ops::attend(b, unused, device.stream());
-    const std::vector<float> got = device.get(b.out), got_lse = device.get(b.lse);
-    CHECK(relative(got, expected) < 6e-3);
-    if (b.rounded) {
-      std::vector<std::uint16_t> wanted;
-      for (const float x : got) wanted.push_back(c.half ? float_to_half(x) : bf16(x).bits);
-      CHECK(device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(b.rounded),
-                                                     {static_cast<std::int64_t>(wanted.size())})) == wanted);
-    }
-    double worst = 0;
-    for (std::size_t i = 0; i < expected_lse.size(); ++i)
-      if (got_lse[i] != expected_lse[i]) {
-        const double difference = std::abs(double{got_lse[i]} - expected_lse[i]);
-        worst = std::isfinite(difference) ? std::max(worst, difference) : 1e30;
-      }
-    // Keys that were turned are rounded once more than the reference's.
-    CHECK(worst < (o.rope == RopeRegime::cache_relative ? 8e-3 : 2e-3));
-    if (with_mass) CHECK(relative(device.get(b.mass), expected_mass) < 6e-3);
-    for (int i = 0; i < repeats; ++i) {  // which finds the scratch as the run before left it
-      ops::attend(b, unused, device.stream());
-      CHECK(device.get(b.out) == got);
-      CHECK(device.get(b.lse) == got_lse);
-    }
-  }
-}
-
-}  // namespace
 
 TEST_CASE("cuda attend equals the reference for every head size, page size, group and length") {
   unsigned seed = 1;
@@ -134,16 +14,16 @@ TEST_CASE("cuda attend equals the reference for every head size, page size, grou
     for (const int page : {8, 16, 32, 64})
       for (const int group : {1, 4, 7, 16}) {
         CAPTURE(dim, page, group);
-        Case c;
+        CudaAttendCase c;
         c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = page;
         c.options.max_pages = 700 / page + 1, c.options.dtype = DType::bf16;
         c.group = group;
         c.lengths = {700, 1, 17, 0, 333, 64};
-        compare(c, seed++);
+        compare_with_reference(c, seed++);
         c.listed = true;
-        compare(c, seed++);
+        compare_with_reference(c, seed++);
         c.listed = false, c.window = 50;
-        compare(c, seed++);
+        compare_with_reference(c, seed++);
       }
 }
 
@@ -154,7 +34,7 @@ TEST_CASE("cuda attend: keys that are turned by their ranks on reading") {
       for (const int group : {3, 16}) {
         if (quick() && (page == 64) != (group == 16)) continue;
         CAPTURE(dim, page, group);
-        Case c;
+        CudaAttendCase c;
         c.options.rows = 2, c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = page;
         c.options.max_pages = 400 / page + 1, c.options.dtype = DType::bf16;
         c.options.rope = RopeRegime::cache_relative;
@@ -162,10 +42,10 @@ TEST_CASE("cuda attend: keys that are turned by their ranks on reading") {
         c.lengths = {390, 1, 0, 145};
         for (const bool ordered : {true, false}) {
           c.ordered = ordered;
-          compare(c, seed++);
+          compare_with_reference(c, seed++);
         }
         c.listed = true;
-        compare(c, seed++);
+        compare_with_reference(c, seed++);
       }
 }
 
@@ -173,39 +53,39 @@ TEST_CASE("cuda attend: f16, whichever kernel takes it") {
   unsigned seed = 250;
   for (const int dim : {64, 96, 128, 256, 80}) {  // the last by the kernel for caches of any kind
     CAPTURE(dim);
-    Case c;
+    CudaAttendCase c;
     c.half = true;
     c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = dim, c.options.page_size = 16;
     c.options.max_pages = 25, c.options.dtype = DType::bf16;
     c.group = dim == 128 ? 11 : 3;
     c.lengths = {390, 1, 17, 0, 145, 64};
-    compare(c, seed++);
+    compare_with_reference(c, seed++);
     c.listed = true;
-    compare(c, seed++);
+    compare_with_reference(c, seed++);
     c.listed = false, c.window = 50;
-    compare(c, seed++);
+    compare_with_reference(c, seed++);
     if (dim % 64) continue;
     c.window = 0, c.options.rope = RopeRegime::cache_relative;
-    compare(c, seed++);
+    compare_with_reference(c, seed++);
   }
 }
 
 TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many short ones share one") {
-  Case c;
+  CudaAttendCase c;
   c.options.kv_heads = 2, c.options.head_dim = 128, c.options.page_size = 16, c.options.max_pages = 600;
   c.options.dtype = DType::bf16;
   c.group = 4;
   c.lengths = {9500, 9473};
-  compare(c, 77);
+  compare_with_reference(c, 77);
   c.options.rows = 300, c.options.kv_heads = 4, c.options.max_pages = 3;
   c.lengths = {5, 40, 16, 0, 33, 1, 48};
-  compare(c, 78);
+  compare_with_reference(c, 78);
 }
 
 // Blocks share pairs, and one of them merges; which one comes last must not show.
 TEST_CASE("cuda attend: the same bits however the blocks share the work") {
   const int spans = quick() ? 16 : 132;  // as many as there are multiprocessors, or more
-  Case c;
+  CudaAttendCase c;
   c.options.head_dim = 64, c.options.page_size = 16, c.options.dtype = DType::bf16;
   for (const auto& [units, pairs] : {std::pair{165, 3}, {170, 1}, {420, 7}}) {  // units of a span
     if (quick() && pairs != 3) continue;
@@ -214,19 +94,19 @@ TEST_CASE("cuda attend: the same bits however the blocks share the work") {
     c.options.kv_heads = pairs, c.options.max_pages = tokens / 8;
     c.lengths.clear();
     for (int i = 0; i < pairs; ++i) c.lengths.push_back(tokens * (pairs + 1 + 2 * i) / (2 * pairs) - i);
-    compare(c, 80, 3);
+    compare_with_reference(c, 80, 3);
   }
 }
 
 TEST_CASE("cuda attend: fewer tokens than the multiprocessors could share") {
-  Case c;
+  CudaAttendCase c;
   c.options.kv_heads = 2, c.options.head_dim = 64, c.options.page_size = 16, c.options.max_pages = 8;
   c.options.dtype = DType::bf16;
   c.group = 2;
   for (const auto& lengths : std::vector<std::vector<int>>{{40, 1}, {17, 0}, {0, 100}, {33, 48}}) {
     CAPTURE(lengths);
     c.lengths = lengths;
-    compare(c, 79);
+    compare_with_reference(c, 79);
   }
 }
 
@@ -272,7 +152,7 @@ TEST_CASE("cuda attend takes caches of any kind in several parts, with lists, wi
                         {mixed, DType::f32, 8, 4, 8}})
     for (const RopeRegime rope : {RopeRegime::original, RopeRegime::cache_relative}) {
       CAPTURE(seed, k.dim, k.page, k.group, static_cast<int>(rope));
-      Case c;
+      CudaAttendCase c;
       c.options.rows = 3, c.options.kv_heads = 2, c.options.head_dim = k.dim, c.options.page_size = k.page;
       c.options.max_pages = 900 / k.page + 1, c.options.dtype = k.dtype, c.options.codec = k.codec;
       c.options.rope = rope;
@@ -280,11 +160,11 @@ TEST_CASE("cuda attend takes caches of any kind in several parts, with lists, wi
       c.lengths = {900, 1, 257, 0, 512, 33};
       for (const bool ordered : {true, false}) {
         c.ordered = ordered;
-        compare(c, seed++);
+        compare_with_reference(c, seed++);
       }
       c.listed = true;
-      compare(c, seed++);
+      compare_with_reference(c, seed++);
       c.window = 300;
-      compare(c, seed++);
+      compare_with_reference(c, seed++);
     }
 }

@@ -5,6 +5,7 @@
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
 #include "support/contract.hpp"
+#include "support/token_reader.hpp"
 
 using namespace kvlab;
 
@@ -27,11 +28,13 @@ struct Pair {
     o.budget = spec.budget;
     return o;
   }
-  explicit Pair(const PolicySpec& spec = test::full_spec())
-      : graphs(model, test::subjects().policy(spec), options(spec)),
-        eager(model, test::subjects().policy(spec), options(spec)) {
+  template <class Make>
+  Pair(const PolicySpec& spec, const Make& policy)
+      : graphs(model, policy(), options(spec)), eager(model, policy(), options(spec)) {
     eager.observe(&nobody);
   }
+  explicit Pair(const PolicySpec& spec = test::full_spec())
+      : Pair(spec, [&] { return test::subjects().policy(spec); }) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -88,6 +91,16 @@ TEST_CASE("cuda engine: replayed steps equal eager ones, whatever slots and batc
   CHECK(p.graphs.store().positions(1, d, 1) == p.eager.store().positions(1, d, 1));
   CHECK(p.graphs.ledger().total(Tier::device) == p.eager.ledger().total(Tier::device));
   p.graphs.store().check_invariants();
+}
+
+TEST_CASE("cuda engine: steps that attend to tokens are replayed") {
+  Pair p(test::full_spec(), [] { return std::make_shared<test::TokenReader>(9); });
+  const int a = p.open(5, 1), b = p.open(40, 2);
+  for (int i = 0; i < 9; ++i) p.step({a, b});
+  for (int i = 0; i < 3; ++i) p.step({b});
+  CHECK(p.graphs.replays() == 8 + 2);
+  CHECK(p.graphs.fired() == p.eager.fired());
+  CHECK(p.graphs.fired() > 0);
 }
 
 TEST_CASE("cuda engine: steps of a selecting policy and of one that is done with the prompt are replayed") {

@@ -159,13 +159,19 @@ class Both {
   }
 
   void attend(const std::vector<std::int32_t>& rows, int layer) {
-    const BothLists both(some(rows, layer, 4, true), memory);
+    const bool pages = pick(2) == 1;
+    const BothLists both(some(rows, layer, 4, pages), memory);
     const Pins pins{pick(9), pick(9), pick(2) == 1};
     Edits a(layer), b(layer);
-    a.attend(PageList{both.host}, pins);
-    b.attend(PageList{both.device}, pins);
-    const PageList wanted = cpu.resolve_attend(a.all()[0], rows, cpu.workspace());
-    const PageList got = cuda.resolve_attend(b.all()[0], rows, cuda.workspace());
+    if (pages) {
+      a.attend(PageList{both.host}, pins);
+      b.attend(PageList{both.device}, pins);
+    } else {
+      a.attend(TokenList{both.host}, pins);
+      b.attend(TokenList{both.device}, pins);
+    }
+    const IndexList wanted = cpu.resolve_attend(a.all()[0], rows, cpu.workspace());
+    const IndexList got = cuda.resolve_attend(b.all()[0], rows, cuda.workspace());
     const auto index = memory.get(got.index), count = memory.get(got.count);
     for (std::size_t r = 0; r < rows.size(); ++r)
       for (int h = 0; h < heads; ++h) {

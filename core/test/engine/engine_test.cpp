@@ -5,6 +5,7 @@
 
 #include "model/checkpoint.hpp"
 #include "support/golden.hpp"
+#include "support/token_reader.hpp"
 
 using namespace kvlab;
 
@@ -106,6 +107,56 @@ TEST_CASE("a policy sees the attention mass that it asked for") {
     for (const double sum : policy->prompt) CHECK(sum == Approx(mass == Mass::all ? 5 : -1).epsilon(1e-4));
     for (const double sum : policy->decode) CHECK(sum == Approx(mass == Mass::none ? -1 : 1).epsilon(1e-4));
   }
+}
+
+TEST_CASE("attention over tokens: all of them are no list, few are all that is read") {
+  const auto model = tiny();
+  const std::vector<int> text{9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5};
+  std::int64_t fired = 0;
+  const auto run = [&](const std::shared_ptr<Policy>& policy) {
+    Engine engine(model, policy, options(1));
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, text, true, {}) == Fit::ok);
+    std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
+    for (const int token : {3, 1, 4})
+      REQUIRE(engine.step({slot}, {&token, 1}, View<float, 2>::dense(logits.data(), {1, model->config.vocab})) ==
+              Fit::ok);
+    fired = engine.fired();
+    return logits;
+  };
+  const std::vector<float> wanted = run(std::make_shared<Nothing>());
+  const std::vector<float> all = run(std::make_shared<test::TokenReader>(64));
+  CHECK(fired == 0);
+  for (std::size_t i = 0; i < wanted.size(); ++i) REQUIRE(all[i] == Approx(wanted[i]).margin(1e-4));
+
+  const auto reader = std::make_shared<test::TokenReader>(5, true);
+  CHECK(run(reader) != wanted);
+  CHECK(fired == 3 * model->config.layers);
+  REQUIRE(reader->mass.size() == static_cast<std::size_t>(3 * model->config.layers));
+  for (const auto& mass : reader->mass) {
+    double sum = 0;
+    for (std::size_t t = 0; t < mass.size(); ++t) {
+      sum += mass[t];
+      CHECK((mass[t] > 0) == (t < 2 || t + 5 >= mass.size()));
+    }
+    CHECK(sum == Approx(1));
+  }
+}
+
+TEST_CASE("a policy that lists pages and tokens to attend to is refused") {
+  struct Both final : Policy {
+    Needs needs() const override { return {}; }
+    void select(const LayerStep& step, Edits& edits, Stream) override {
+      const auto list = step.list<TokenList>("none", 1);
+      for (int h = 0; h < step.kv_heads(); ++h) list.count(0, h) = 0;
+      edits.attend(list, {.last = 1});
+      edits.attend(PageList{list}, {.last = 1});
+    }
+  };
+  Engine engine(tiny(), std::make_shared<Both>(), options(1));
+  const int slot = engine.open(), token = 3;
+  REQUIRE(engine.prefill(slot, std::vector<int>{1, 2}, true, {}) == Fit::ok);
+  CHECK_THROWS_WITH(engine.step({slot}, {&token, 1}, {}), Catch::Contains("wanted one of the two"));
 }
 
 TEST_CASE("running out of memory is a value; what is left goes on once the slot is closed") {

@@ -459,7 +459,7 @@ TEST_CASE("an attend list gets its pins, ascending and without repeats") {
     Lists l(2, list);
     Edits e;
     e.attend(l.pages(), pins);
-    const PageList out = store.resolve_attend(e.all()[0], {slot}, store.workspace());
+    const IndexList out = store.resolve_attend(e.all()[0], {slot}, store.workspace());
     std::vector<std::int32_t> got;
     for (int i = 0; i < out.count(0, 1); ++i) got.push_back(out.index(0, 1, i));
     return got;
@@ -475,4 +475,33 @@ TEST_CASE("an attend list gets its pins, ascending and without repeats") {
   CHECK(pages({}, {.first = 99, .last = 99}) == V{0, 1, 2, 3, 4, 5, 6});
   CHECK_THROWS_AS(pages({7}, {}), Error);
   CHECK_THROWS_AS(pages({-1}, {}), Error);
+}
+
+TEST_CASE("an attend list of tokens gets its pins, ascending and without repeats") {
+  StoreFixture f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 10);  // pages of 4: the newest one has tokens 8 and 9
+  const auto tokens = [&](const std::vector<std::int32_t>& list, Pins pins) {
+    Lists l(2, list);
+    Edits e;
+    e.attend(l.tokens(), pins);
+    const IndexList out = store.resolve_attend(e.all()[0], {slot}, store.workspace());
+    std::vector<std::int32_t> got;
+    for (int i = 0; i < out.count(0, 1); ++i) got.push_back(out.index(0, 1, i));
+    return got;
+  };
+  using V = std::vector<std::int32_t>;
+  CHECK(tokens({2, 5}, {}) == V{2, 5});
+  CHECK(tokens({}, {}) == V{});
+  CHECK(tokens({2, 5}, {.first = 1}) == V{0, 2, 5});
+  CHECK(tokens({2, 5}, {.first = 3}) == V{0, 1, 2, 5});
+  CHECK(tokens({2, 9}, {.last = 2}) == V{2, 8, 9});
+  CHECK(tokens({2, 5}, {.newest_page = true}) == V{2, 5, 8, 9});
+  CHECK(tokens({2}, {.last = 3, .newest_page = true}) == V{2, 7, 8, 9});
+  CHECK(store.fired() == 7);
+  CHECK(tokens({4}, {.first = 99}) == V{0, 1, 2, 3, 4, 5, 6, 7, 8, 9});
+  CHECK(store.fired() == 7);
+  CHECK_THROWS_WITH(tokens({10}, {}), Catch::Contains("token 10"));
+  CHECK_THROWS_AS(tokens({-1}, {}), Error);
 }

@@ -1,0 +1,150 @@
+// attend over lists of tokens.
+#include <catch2/catch.hpp>
+#include <limits>
+
+#include "support/attend_scene.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+using Case = AttendCase;
+using Scene = AttendScene;
+using Outputs = AttendOutputs;
+}  // namespace
+
+TEST_CASE("attend equals the reference on ragged lists of tokens of every storage") {
+  const CodecSpec codecs[] = {{}, {{8}, {8}}, {{8}, {0}}, {{0}, {8}}};
+  unsigned seed = 1;
+  for (const int page : {5, 16})
+    for (const int group : {1, 2, 5, 8, 16})
+      for (const int storage : {0, 1, 2, 3, 4})
+        for (const double share : {0.03, 0.6, 1.0}) {
+          Case c;
+          c.options.head_dim = std::vector<int>{64, 80, 16}[seed % 3];
+          c.options.page_size = page;
+          c.options.rows = 2;
+          c.options.kv_heads = 3;
+          c.options.max_pages = 700 / page + 1;
+          c.options.dtype = storage == 0 ? DType::f32 : DType::bf16;
+          c.options.codec = codecs[storage == 0 ? 0 : storage - 1];
+          c.options.rope = seed % 3 == 0 ? RopeRegime::cache_relative : RopeRegime::original;
+          c.group = group;
+          c.lengths = {37, 0, 1, 700, page, 5 * page + 1};
+          c.tokens = share;
+          c.window = seed % 4 == 0 ? 40 : 0;
+          INFO("seed " << seed << " page " << page << " storage " << storage << " group " << group);
+          check_against_reference(c, seed++);
+        }
+}
+
+TEST_CASE("attend: three tokens of two pages by hand") {
+  // Scores ln 1, ln 2 and ln 5 of the listed tokens: probabilities 1/8, 2/8 and 5/8. The others would drown them.
+  const float score[] = {50, 0, std::log(2.f), 60, 70, std::log(5.f), 80};
+  const float value[] = {1000, 8, 4, 2000, 3000, 16, 4000};
+  PagedFixture cache({});  // pages of 4
+  for (int t = 0; t < 7; ++t) {
+    std::vector<float> k(16, 0.f);
+    k[3] = score[t];
+    cache.append(0, 0, k, std::vector<float>(16, value[t]));
+  }
+  std::vector<float> q(16, 0.f);
+  q[3] = 1;
+  std::vector<std::int32_t> index{1, 2, 5}, count{3};
+  const TokenList list{
+      {View<std::int32_t, 3>::dense(index.data(), {1, 1, 3}), View<std::int32_t, 2>::dense(count.data(), {1, 1})}};
+  for (const bool reference : {false, true}) {
+    CAPTURE(reference);
+    HeapWorkspace w;
+    Guarded<3> out({1, 1, 16}), mass({1, 1, 9});
+    Guarded<2> lse({1, 1});
+    ops::AttendArgs a;
+    a.kv = cache.view();
+    a.queries = View<const float, 3>::dense(q.data(), {1, 1, 16});
+    a.tokens = &list;
+    a.softmax_scale = 1;
+    a.out = out.view();
+    a.lse = lse.view();
+    a.mass = mass.view();
+    reference ? ops::attend_reference(a) : ops::attend(a, w, Stream::cpu());
+    CHECK(out(0, 0, 9) == Approx(12));  // 8 / 8 + 2 * 4 / 8 + 5 * 16 / 8
+    CHECK(lse(0, 0) == Approx(std::log(8.f)));
+    for (int t = 0; t < 9; ++t) CHECK(mass(0, 0, t) == Approx(t == 1 ? 0.125 : t == 2 ? 0.25 : t == 5 ? 0.625 : 0));
+  }
+}
+
+TEST_CASE("attend: a list of all tokens is within rounding of no list, an empty one gives 0 and an lse of -inf") {
+  for (const int storage : {0, 1, 2}) {
+    Case c;
+    c.options = {2, 2, 64, 5, 200, storage == 0 ? DType::f32 : DType::bf16};
+    if (storage == 2) c.options.codec = {{8}, {8}};
+    c.group = 3;
+    c.lengths = {900, 3, 257, 256};
+    Scene plain(c, 21);
+    const Outputs wanted = plain.run(c);
+    c.tokens = 1;
+    Scene all(c, 21);
+    const Outputs got = all.run(c);
+    const Tolerance tolerance;
+    CHECK(Tolerance::worst(got.out.values(), wanted.out.values()) < tolerance.output);
+    CHECK(Tolerance::worst(got.mass.values(), wanted.mass.values()) < tolerance.probability);
+    CHECK(Tolerance::worst(got.lse.values(), wanted.lse.values()) < tolerance.lse);
+    c.tokens = 0;
+    Scene none(c, 21);
+    for (const Outputs& o : {none.run(c), none.reference(c)}) {
+      for (const float x : o.out.values()) CHECK(x == 0);
+      for (const float x : o.mass.values()) CHECK(x == 0);
+      for (const float x : o.lse.values()) CHECK(x == -std::numeric_limits<float>::infinity());
+    }
+  }
+}
+
+TEST_CASE("attend refuses lists of tokens that are none") {
+  Case c;
+  c.options.rows = 2;
+  c.lengths = {30};
+  c.tokens = 1;
+  Scene scene(c, 2);
+  const Outputs o = scene.outputs();
+  const ops::AttendArgs a = scene.args(o, c);
+  const auto refused = [&](const ops::AttendArgs& args, const char* what) {
+    try {
+      ops::attend(args, scene.workspace, Stream::cpu());
+    } catch (const Error& e) {
+      CHECK(e.code() == Errc::internal);
+      return std::string(e.what()).find(what) != std::string::npos;
+    }
+    return false;
+  };
+  const TokenList& list = scene.listed;
+  std::swap(list.index(1, 0, 7), list.index(1, 0, 8));
+  CHECK(refused(a, "ascending tokens"));
+  list.index(1, 0, 7) = list.index(1, 0, 8) = 7;
+  CHECK(refused(a, "ascending tokens"));
+  list.index(1, 0, 8) = 8;
+  list.index(1, 0, 29) = 30;
+  CHECK(refused(a, "token 30 of 30"));
+  list.index(1, 0, 29) = 29, list.index(1, 0, 0) = -1;
+  CHECK(refused(a, "token -1 of 30"));
+  list.index(1, 0, 0) = 0;
+  for (const int count : {-1, 31}) {
+    list.count(1, 0) = count;
+    CHECK(refused(a, "wanted at most 30"));
+  }
+  list.count(1, 0) = 7;  // two pages of the eight
+  ops::attend(a, scene.workspace, Stream::cpu());
+  scene.cache.unmap(1, 0, 2);
+  ops::attend(a, scene.workspace, Stream::cpu());
+  list.count(1, 0) = 9;
+  CHECK_THROWS_AS(ops::attend(a, scene.workspace, Stream::cpu()), Error);
+  list.count(1, 0) = 7;
+  const PageList pages{list};
+  ops::AttendArgs both = a;
+  both.pages = &pages;
+  CHECK(refused(both, "one of the two"));
+  TokenList narrow = list;
+  narrow.count.extent[0] = 1;
+  ops::AttendArgs small = a;
+  small.tokens = &narrow;
+  CHECK(refused(small, "too small a list"));
+}
