@@ -1,11 +1,12 @@
 // Attention of decode steps over pages of plain bf16 or f16 rows.
 //
 // One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line that is cut into equal
-// parts, one a block (attend_line.cuh), so that ragged batches and long single sequences fill the machine alike. In a block every warp
-// runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of a unit, tensor
-// cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair leave partial
-// results; the last one to arrive merges them, in an order that follows from their number. Within a block the warps do
-// the same with a pair's results in shared memory: the last one to come combines them, the others go on.
+// parts, one a block (attend_line.cuh), so that ragged batches and long single sequences fill the machine alike. In a
+// block every warp runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of
+// a unit, tensor cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair
+// leave partial results; the last one to arrive merges them (attend_merge.cuh), in an order that follows from their
+// number. Within a block the warps do the same with a pair's results in shared memory: the last one to come combines
+// them, the others go on.
 #pragma once
 #include "ops/attend_merge.cuh"
 
