@@ -62,8 +62,8 @@ class Watch final : public EngineObserver {
     auto& heads = pages.emplace_back();
     for (int h = 0; h < s.shape().kv_heads; ++h) {
       heads.emplace_back();
-      if (!l.pages) continue;
-      for (int i = 0; i < l.pages->count(0, h); ++i) heads.back().push_back(l.pages->index(0, h, i));
+      if (!l.read.pages) continue;
+      for (int i = 0; i < l.read.pages->count(0, h); ++i) heads.back().push_back(l.read.pages->index(0, h, i));
     }
   }
   Shadow shadow;
