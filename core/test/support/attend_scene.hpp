@@ -36,7 +36,8 @@ struct AttendScene {
   PagedFixture cache;
   std::vector<float> q;
   View<const float, 3> queries;
-  std::vector<std::int32_t> last, index, count;
+  std::vector<std::int32_t> last;
+  ListMemory list;
   PageList pages;
   TokenList listed;
   int tokens = 0, group;
@@ -56,28 +57,8 @@ struct AttendScene {
     for (float& x : q) x = normal(rng);
     queries = View<const float, 3>::dense(q.data(), {o.rows, o.kv_heads * c.group, o.head_dim});
     for (int r = 0; r < o.rows; ++r) last.push_back(std::max(0, c.lengths[r * o.kv_heads % c.lengths.size()] - 1));
-    if (c.listed || c.all_listed) {
-      index.assign(std::size_t(o.rows) * o.kv_heads * o.max_pages, -7);
-      count.assign(o.rows * o.kv_heads, 0);
-      pages.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, o.max_pages});
-      pages.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
-      for (int r = 0; r < o.rows; ++r)
-        for (int h = 0; h < o.kv_heads; ++h)
-          for (int p = 0; p < cache.view().pages(r, h); ++p)
-            if (c.all_listed || rng() % 2) pages.index(r, h, pages.count(r, h)++) = p;
-    }
-    if (c.tokens >= 0) {
-      const int room = std::max(1, tokens);
-      index.assign(std::size_t(o.rows) * o.kv_heads * room, -7);
-      count.assign(o.rows * o.kv_heads, 0);
-      listed.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, room});
-      listed.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
-      std::uniform_real_distribution<double> share;
-      for (int r = 0; r < o.rows; ++r)
-        for (int h = 0; h < o.kv_heads; ++h)
-          for (int t = 0; t < cache.view().tokens(r, h); ++t)
-            if (share(rng) < c.tokens) listed.index(r, h, listed.count(r, h)++) = t;
-    }
+    if (c.listed || c.all_listed) pages = {list.choose_pages(cache, o, [&] { return c.all_listed || rng() % 2; })};
+    if (c.tokens >= 0) listed = {list.choose_tokens(cache, o, tokens, c.tokens, rng)};
   }
 
   ops::AttendArgs args(const AttendOutputs& o, const AttendCase& c) {

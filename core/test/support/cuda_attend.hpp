@@ -48,34 +48,15 @@ inline void compare_with_reference(const CudaAttendCase& c, unsigned seed, int r
   std::normal_distribution<float> normal;
   std::vector<float> q(static_cast<std::size_t>(o.rows * heads * o.head_dim));
   for (float& x : q) x = static_cast<float>(bf16(2 * normal(rng)));
-  std::vector<std::int32_t> last(static_cast<std::size_t>(o.rows)), index, count;
+  std::vector<std::int32_t> last(static_cast<std::size_t>(o.rows));
   for (int r = 0; r < o.rows; ++r)
     last[static_cast<std::size_t>(r)] =
         std::max(0, c.lengths[static_cast<std::size_t>(r * o.kv_heads) % c.lengths.size()] - 1);
+  ListMemory list;
   PageList pages;
-  if (c.listed) {
-    index.assign(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages), -7);
-    count.assign(static_cast<std::size_t>(o.rows * o.kv_heads), 0);
-    pages.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, o.max_pages});
-    pages.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
-    for (int r = 0; r < o.rows; ++r)
-      for (int h = 0; h < o.kv_heads; ++h)
-        for (int p = 0; p < cache.view().pages(r, h); ++p)
-          if (rng() % 3) pages.index(r, h, pages.count(r, h)++) = p;
-  }
+  if (c.listed) pages = {list.choose_pages(cache, o, [&] { return rng() % 3; })};
   TokenList listed;
-  if (c.tokens >= 0) {
-    const int room = std::max(1, tokens);
-    index.assign(static_cast<std::size_t>(o.rows * o.kv_heads * room), -7);
-    count.assign(static_cast<std::size_t>(o.rows * o.kv_heads), 0);
-    listed.index = View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, room});
-    listed.count = View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads});
-    std::uniform_real_distribution<double> share;
-    for (int r = 0; r < o.rows; ++r)
-      for (int h = 0; h < o.kv_heads; ++h)
-        for (int t = 0; t < cache.view().tokens(r, h); ++t)
-          if (share(rng) < c.tokens) listed.index(r, h, listed.count(r, h)++) = t;
-  }
+  if (c.tokens >= 0) listed = {list.choose_tokens(cache, o, tokens, c.tokens, rng)};
   Guarded<3> out({o.rows, heads, o.head_dim}), mass({o.rows, heads, tokens + 5});
   Guarded<2> lse({o.rows, heads});
   ops::AttendArgs a;

@@ -260,6 +260,38 @@ class Guarded {
   View<float, Rank> view_;
 };
 
+// A list of pages or tokens of a cache's heads, with room behind every count that holds no entry.
+struct ListMemory {
+  std::vector<std::int32_t> index, count;
+
+  // Of a head's first entries(row, head) entries those for which keep() is true.
+  template <class Entries, class Keep>
+  IndexList choose(const PagedOptions& o, int room, Entries entries, Keep keep) {
+    const auto heads = static_cast<std::size_t>(o.rows) * static_cast<std::size_t>(o.kv_heads);
+    index.assign(heads * static_cast<std::size_t>(room), -7);
+    count.assign(heads, 0);
+    const IndexList list{View<std::int32_t, 3>::dense(index.data(), {o.rows, o.kv_heads, room}),
+                         View<std::int32_t, 2>::dense(count.data(), {o.rows, o.kv_heads})};
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h)
+        for (int i = 0; i < entries(r, h); ++i)
+          if (keep()) list.index(r, h, list.count(r, h)++) = i;
+    return list;
+  }
+  IndexList choose_pages(PagedFixture& cache, const PagedOptions& o, auto keep) {
+    const PagedKv kv = cache.view();
+    return choose(
+        o, o.max_pages, [&](int r, int h) { return kv.pages(r, h); }, keep);
+  }
+  // Each with the probability `share`.
+  IndexList choose_tokens(PagedFixture& cache, const PagedOptions& o, int room, double share, std::mt19937& rng) {
+    const PagedKv kv = cache.view();
+    std::uniform_real_distribution<double> draw;
+    return choose(
+        o, std::max(1, room), [&](int r, int h) { return kv.tokens(r, h); }, [&] { return draw(rng) < share; });
+  }
+};
+
 // Largest difference allowed between a fast op and its reference that read the same stored bytes: absolute, for values
 // and queries of about unit size. Storage is decoded exactly, so only the order of f32 additions differs.
 struct Tolerance {

@@ -7,8 +7,6 @@ from collections import Counter
 
 import numpy as np
 
-from .evaluation import everything
-
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
