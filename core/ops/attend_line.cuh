@@ -103,7 +103,7 @@ class Line {
     return unit < in_longer ? unit / (share_ + 1) : longer_ + (unit - in_longer) / share_;
   }
   const Pairs& pairs_;
-  int each_;  // blocks of a pair; 0: the line is cut
+  int each_;                     // blocks of a pair; 0: the line is cut
   int blocks_, share_, longer_;  // that have any; units of a part, where cut the first `longer` parts have one more
 };
 

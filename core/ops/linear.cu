@@ -1,15 +1,16 @@
 // Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
 //
-// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors, or an equal
-// slice of k of one where there are too few tiles. A block has one producer, which keeps a ring of bulk copies (the
-// tile's rows x 128 columns of W, with the same 128 columns of x) full, and a warp per 16 rows that multiplies: tensor
-// cores take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is
-// free as long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the
-// product is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the
-// swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
+// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors; of 32 where
+// there are too few of those; an equal slice of k of one of 64 where there are too few of 32 as well. A block has one
+// producer, which keeps a ring of bulk copies (the tile's rows x 128 columns of W, with the same 128 columns of x)
+// full, and warps that multiply: one per 16 rows, in tiles of 32 two, which take half of the columns each. Tensor cores
+// take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is free as
+// long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the product
+// is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the swizzled
+// 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
 //
 // The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
-// ends.
+// ends: a block beside one of another linear layer, or of attention over few tokens.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -20,17 +21,18 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
-constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
+constexpr int most_rows = 64, halved_rows = 32, warp_rows = 16;  // of W: of a tile, of one with halves, of a warp
+constexpr int most_halved = 2;                                   // tiles of 8 rows of x
+constexpr int pieces = 2, chunk = 64 * pieces;                   // columns of a stage, 64 a piece
 constexpr int most_threads = (most_rows / warp_rows + 1) * 32;
-constexpr int ring_bytes = 110 * 1024;
+constexpr int ring_bytes = 96 * 1024;
 constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
 constexpr int enough_tiles = 80;               // to keep the memory busy without slices
 constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
 
 struct Args {
   int m, n;                          // n: outputs, half of W's rows when gated
-  int tile_rows, consumers, stages;  // consumers: warps, one per 16 rows of a tile
+  int tile_rows, consumers, stages;  // consumers: warps
   int chunks, slices, items;
   bool add, constant_weights;
   const float* bias;
@@ -43,9 +45,15 @@ struct Args {
 
 template <int Columns>
 struct Stage {
-  static constexpr int x_bytes = Columns * 8 * 128;         // 64 columns of x
-  static constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
+  static constexpr int x_bytes = Columns * 8 * 128;  // 64 columns of x
   static __host__ __device__ int bytes(int tile_rows) { return pieces * (tile_rows * 128 + x_bytes); }
+};
+
+// Of tiles whose columns are halved: what the second warp of 16 rows hands to the first.
+template <int Columns>
+struct Handover {
+  static constexpr int groups = 2, floats = Columns * 4 * 32;  // of 16 rows; of one of them
+  static constexpr int bytes = groups * (floats * 4 + 16);     // with two barriers: handed over, taken
 };
 
 // A place in the ring of stages, and whether its barrier's phase is odd there.
@@ -120,7 +128,8 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
 
 // sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x.
 template <class T, int Columns, bool Gated>
-__device__ void finish(const Args& a, int low, int high, int q, const float (&sum)[Columns][4]) {
+__device__ void finish(const Args& a, int low, int high, int q, const float (&sum)[Columns][4],
+                       const float (&old)[Columns][4]) {
 #pragma unroll
   for (int c = 0; c < Columns; ++c)
 #pragma unroll
@@ -132,20 +141,30 @@ __device__ void finish(const Args& a, int low, int high, int q, const float (&su
         if (low < a.n)
           static_cast<T*>(a.gated)[row * a.gated_stride + low] = static_cast<T>(gate / (1.f + expf(-gate)) * up);
       } else {
-        const auto put = [&](int output, float value) {
-          if (output >= a.n) return;
-          float* to = a.y + row * a.y_stride + output;
-          if (a.bias) value += a.bias[output];
-          if (a.add) value += *to;
-          *to = value;
-        };
-        put(low, sum[c][e]);
-        put(high, sum[c][2 + e]);
+        if (low < a.n) a.y[row * a.y_stride + low] = sum[c][e] + old[c][e];
+        if (high < a.n) a.y[row * a.y_stride + high] = sum[c][2 + e] + old[c][2 + e];
       }
     }
 }
 
-template <class T, int Columns, bool Gated>
+// What the sums are added to, in their order: asked for in front of them.
+template <int Columns, bool Gated>
+__device__ __forceinline__ void load_old(const Args& a, int low, int high, int q, float (&old)[Columns][4]) {
+#pragma unroll
+  for (int c = 0; c < Columns; ++c)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      old[c][e] = 0;
+      if constexpr (Gated) continue;
+      const int row = 8 * c + q + 4 * (e % 2), output = e < 2 ? low : high;
+      if (row >= a.m || output >= a.n) continue;
+      if (a.bias) old[c][e] = a.bias[output];
+      if (a.add) old[c][e] += a.y[row * a.y_stride + output];
+    }
+}
+
+// Halved: tiles of 32 rows.
+template <class T, int Columns, bool Gated, bool Halved>
 __global__ void __launch_bounds__(most_threads, 2)
     linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap input) {
@@ -154,8 +173,16 @@ __global__ void __launch_bounds__(most_threads, 2)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int piece_bytes = a.tile_rows * 128, bytes = S::bytes(a.tile_rows), consumers = a.consumers;
   const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8;
+  // Of tiles of 32 rows: warps 0 and 1 take the first half of the columns, 2 and 3 the second.
+  using H = Handover<Columns>;
+  const int group = Halved ? warp % H::groups : warp, half = Halved ? warp / H::groups : 0;
+  const unsigned handed = empty + a.stages * 8 + group * 16, taken = handed + 8;
+  float* handover =
+      reinterpret_cast<float*>(memory + a.stages * (bytes + 16) + H::groups * 16) + group * H::floats + lane;
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
+    if constexpr (Halved)
+      for (int i = 0; i < 2 * H::groups; ++i) barrier_init(empty + a.stages * 8 + 8 * i, 32);
     barrier_init_fence();
   }
   __syncthreads();
@@ -169,13 +196,17 @@ __global__ void __launch_bounds__(most_threads, 2)
   wait_for_predecessor();
 
   // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
-  const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
+  const int row = row_of(g), low = (Gated ? 8 : 16) * group + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
   const unsigned vector = (q ^ row) * 16;
+  constexpr int at_once = Columns > 2 || Halved ? 1 : pieces;  // pieces in registers
   Place place;
+  unsigned odd = 0;  // of the item's handover
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
     const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
-    float sum[Columns][4], other[Columns][4];
+    const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
+    float sum[Columns][4], other[Columns][4], old[Columns][4];
+    load_old<Columns, Gated>(a, first + low, first + high, q, old);
 #pragma unroll
     for (int c = 0; c < Columns; ++c)
 #pragma unroll
@@ -184,8 +215,8 @@ __global__ void __launch_bounds__(most_threads, 2)
       const unsigned w = stages + place.stage * bytes + vector, x = w + pieces * piece_bytes + row * 128;
       barrier_wait(full + 8 * place.stage, place.odd);
 #pragma unroll
-      for (int p = 0; p < pieces; p += S::at_once) {
-        constexpr int steps = 2 * S::at_once;  // of 32 columns
+      for (int p = half; p < pieces; p += Halved ? pieces : at_once) {
+        constexpr int steps = 2 * at_once;  // of 32 columns
         uint4 w0[steps], w1[steps], b[steps][Columns];
 #pragma unroll
         for (int s = 0; s < steps; ++s) {
@@ -211,7 +242,25 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[c][e] += other[c][e];
 
-    if (a.slices > 1) {
+    if constexpr (Halved) {
+      if (half) {
+        barrier_wait(taken, odd ^ 1);  // passes at once the first time
+#pragma unroll
+        for (int c = 0; c < Columns; ++c)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) handover[(c * 4 + e) * 32] = sum[c][e];
+        barrier_arrive(handed);
+        odd ^= 1;
+        continue;
+      }
+      barrier_wait(handed, odd);
+#pragma unroll
+      for (int c = 0; c < Columns; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[c][e] += handover[(c * 4 + e) * 32];
+      barrier_arrive(taken);
+      odd ^= 1;
+    } else if (a.slices > 1) {
       constexpr int values = Columns * 4 * 32;  // of one warp
       float* partial = a.partial + (std::int64_t{tile} * a.slices * consumers + warp) * values + lane;
       float* mine = partial + slice * consumers * values;
@@ -236,35 +285,41 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
     }
-    const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
-    finish<T, Columns, Gated>(a, first + low, first + high, q, sum);
+    finish<T, Columns, Gated>(a, first + low, first + high, q, sum, old);
   }
 }
 
 // Tiles of 8 rows of x.
 int column_tiles(std::int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : m <= 40 ? 5 : 8; }
 
-template <class T, int Columns, bool Gated>
+template <class T, int Columns, bool Gated, bool Halved>
 void launch_kernel(Args a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, Columns, Gated>;
+  const auto kernel = linear_kernel<T, Columns, Gated, Halved>;
+  constexpr int handover = Halved ? Handover<Columns>::bytes : 0;
   constexpr int barriers = 2048;  // bytes, more than there can be
   static const cudaError_t once =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers + handover);
   check(once, "linear");
   const int bytes = Stage<Columns>::bytes(a.tile_rows);
   a.stages = ring_bytes / bytes;
-  launch("linear", kernel, blocks, (a.consumers + 1) * 32, a.stages * (bytes + 16), stream, true, a, weights, input);
+  launch("linear", kernel, blocks, (a.consumers + 1) * 32, a.stages * (bytes + 16) + handover, stream, true, a, weights,
+         input);
 }
 
 template <class T, bool Gated>
 void launch_columns(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
                     cudaStream_t stream) {
+  const auto go = [&]<int columns>() {
+    if constexpr (!Gated && columns <= most_halved)
+      if (a.tile_rows == halved_rows) return launch_kernel<T, columns, Gated, true>(a, blocks, weights, input, stream);
+    launch_kernel<T, columns, Gated, false>(a, blocks, weights, input, stream);
+  };
   switch (column_tiles(a.m)) {
-    case 1: return launch_kernel<T, 1, Gated>(a, blocks, weights, input, stream);
-    case 2: return launch_kernel<T, 2, Gated>(a, blocks, weights, input, stream);
-    case 4: return launch_kernel<T, 4, Gated>(a, blocks, weights, input, stream);
-    case 5: return launch_kernel<T, 5, Gated>(a, blocks, weights, input, stream);
-    default: return launch_kernel<T, 8, Gated>(a, blocks, weights, input, stream);
+    case 1: return go.template operator()<1>();
+    case 2: return go.template operator()<2>();
+    case 4: return go.template operator()<4>();
+    case 5: return go.template operator()<5>();
+    default: return go.template operator()<8>();
   }
 }
 
@@ -286,9 +341,6 @@ Tiles tiles_of(int n, bool gated, int rows, int blocks) {
 }
 Tiles best_tiles(int n, bool gated, int columns, int blocks) {
   const Tiles most = tiles_of(n, gated, most_rows, blocks);
-  // With more rows of x a chain of layers was slower with small tiles (167 us instead of 122), though no layer by
-  // itself: core/bench/RESULTS.md.
-  if (columns > 1) return most;
   const auto cost = [&](const Tiles& t) { return t.each * (t.rows + 0.7 * 8 * columns); };
   const Tiles fewer = tiles_of(n, gated, most_rows - warp_rows, blocks);
   return cost(fewer) < cost(most) ? fewer : most;
@@ -313,12 +365,16 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.gated = in.gated, a.gated_stride = in.gated_stride;
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
-  a.slices = 1;  // or more, whatever m is: the order of additions follows
-  if (tiles.count < enough_tiles)
-    a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
-  else
+  // Halves and slices do not depend on m, up to linear_stream_rows: the order of additions follows from them.
+  a.slices = 1;
+  if (tiles.count >= enough_tiles)
     tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
-  a.tile_rows = tiles.rows, a.consumers = tiles.rows / warp_rows;
+  else if (const Tiles halved = tiles_of(a.n, gated, halved_rows, blocks);
+           !gated && halved.count >= enough_tiles && column_tiles(in.m) <= most_halved)
+    tiles = halved;
+  else
+    a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
+  a.tile_rows = tiles.rows, a.consumers = tiles.rows == halved_rows ? 4 : tiles.rows / warp_rows;
   a.items = tiles.count * a.slices;
   if (a.slices > 1) {
     constexpr std::size_t columns = linear_stream_most;
