@@ -87,7 +87,9 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   room<float>(qkv_, n * qkv_width());
   room<float>(attention_, attention_rows(n) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
-  room<std::uint16_t>(normed_, block * c.hidden);
+  const std::int64_t normed = fuses_norms(n) ? n : block;
+  room<std::uint16_t>(normed_, normed * c.hidden);
+  room<float>(squares_, normed * c.hidden / ops::norm_piece);
   room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
 }
@@ -104,8 +106,9 @@ void CudaExecutor::embed(std::int64_t rows) {
   cuda().embed(e, stream_.handle());
 }
 
-void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
-                          const StreamMemory& bias, float* y, std::int64_t y_stride, bool add) {
+// y [m, ...] = x W^T + bias, x dense.
+ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                                      const StreamMemory& bias, float* y, std::int64_t y_stride) const {
   ops::LinearArgs a;
   a.weight = w.memory.as<>();
   a.n = w.n, a.k = w.k;
@@ -114,8 +117,39 @@ void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std
   a.m = rows, a.x_stride = w.k;
   a.bias = bias.as<float>();
   a.y = y, a.y_stride = y_stride;
-  a.add = add;
+  return a;
+}
+
+// Whether the products of these rows leave and take the norms between them.
+bool CudaExecutor::fuses_norms(std::int64_t rows) const {
+  return decoding_ && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
+         std::min(rows, rows_together()) <= ops::linear_stream_rows;
+}
+
+// Of rows `at` and on, as many as the product takes: x becomes its outputs added to x, and the norm is left.
+void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave) {
+  const std::int64_t hidden = model_->config.hidden;
+  a.y = x_.as<float>() + at * hidden, a.y_stride = hidden;
+  a.add = true;
+  if (leave) {
+    a.left.weight = norm.as<float>();
+    a.left.out = normed_.as<std::uint16_t>() + at * hidden, a.left.out_stride = hidden;
+    a.left.squares = squares_.as<float>() + at * hidden / ops::norm_piece;
+  }
   cuda().linear(a, stream_.handle());
+}
+
+// The norm of rows `at` and on: rounded in normed_, or what the product takes of the one that an earlier product left.
+const void* CudaExecutor::normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left,
+                                 ops::NormTaken& taken) {
+  const ModelConfig& c = model_->config;
+  if (!left) {
+    norm(x_.as<float>() + at * c.hidden, weight, rows, normed_.as<>());
+    return normed_.as<>();
+  }
+  taken.squares = squares_.as<float>() + at * c.hidden / ops::norm_piece;
+  taken.eps = c.rms_eps;
+  return normed_.as<std::uint16_t>() + at * c.hidden;
 }
 
 void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out) {
@@ -136,15 +170,19 @@ std::int64_t CudaExecutor::rows_together() const {
   return batch_invariant_ && decoding_ ? ops::linear_stream_rows : row_block;
 }
 
-void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
+void CudaExecutor::project(int layer, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
-  const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
   const std::int64_t block = rows_together();
+  const bool left = layer > 0 && fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    norm(x_.as<float>() + at * c.hidden, l.input_norm, count, normed_.as<>());
-    linear(l.qkv, normed_.as<>(), weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
-           false);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.input_norm, left, taken);
+    ops::LinearArgs a =
+        product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width());
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
   }
 }
 
@@ -334,25 +372,26 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
   return DType::f32;
 }
 
-void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended) {
+void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  const StreamMemory& next_norm =
+      layer + 1 < c.layers ? weights_.layers[static_cast<std::size_t>(layer) + 1].input_norm : weights_.final_norm;
   const std::int64_t block = rows_together();
+  const bool fused = fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    float* x = x_.as<float>() + at * c.hidden;
     const auto* from = attention.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
-    linear(l.output, from, attended, count, l.output_bias, x, c.hidden, true);
-    norm(x, l.post_norm, count, normed_.as<>());
-    ops::LinearArgs a;
-    a.weight = l.gate_up.memory.as<>();
-    a.n = l.gate_up.n, a.k = l.gate_up.k;
-    a.x = normed_.as<>(), a.x_dtype = a.dtype = weights_.dtype;
-    a.m = count, a.x_stride = c.hidden;
+    add_to_x(product(l.output, from, attended, count, l.output_bias, nullptr, 0), at, l.post_norm, fused);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.post_norm, fused, taken);
+    ops::LinearArgs a = product(l.gate_up, x, weights_.dtype, count, {}, nullptr, 0);
+    a.taken = taken;
     a.gated = gated_.as<>();
     a.gated_stride = c.ffn;
     cuda().linear(a, stream_.handle());
-    linear(l.down, gated_.as<>(), weights_.dtype, count, {}, x, c.hidden, true);
+    add_to_x(product(l.down, gated_.as<>(), weights_.dtype, count, {}, nullptr, 0), at, next_norm, fused);
   }
 }
 
@@ -361,10 +400,14 @@ void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
   const CudaMatrix& w = weights_.head;
   float* out = room<float>(logits_, rows * w.n);
   const std::int64_t block = rows_together();
+  const bool left = fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    norm(x_.as<float>() + (first_row + at) * model_->config.hidden, weights_.final_norm, count, normed_.as<>());
-    linear(w, normed_.as<>(), weights_.dtype, count, {}, out + at * w.n, w.n, false);
+    ops::NormTaken taken;
+    const void* x = normed(first_row + at, count, weights_.final_norm, left, taken);
+    ops::LinearArgs a = product(w, x, weights_.dtype, count, {}, out + at * w.n, w.n);
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
   }
 }
 
@@ -411,14 +454,13 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
                 "a prompt on CUDA");
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
-  begin(tokens, position);
   decoding_ = false;
+  begin(tokens, position);
   embed(n);
   const bool shown = hooks.wants_prompt_output();
   void* queries = !shown && rounds_queries(n) ? rounded_queries(n) : nullptr;
   for (int layer = 0; layer < c.layers; ++layer) {
-    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
-    project(l, n);
+    project(layer, n);
     if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
     PromptLayer info;
     info.past = store_.max_length(layer, slots);
@@ -437,7 +479,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     show(info, n);
     if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(l, n, attention_, attended);
+    finish_layer(layer, n, attention_, attended);
   }
   store_.advance(slot, static_cast<int>(n), false);
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
@@ -456,11 +498,9 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   if (reserved) store_.count_edits_anew();
-  decoding_ = true;
   embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
-    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
-    project(l, n);
+    project(layer, n);
     if (append(layer, slots, reserved) != Fit::ok) return Fit::out_of_memory;
     DecodeLayer info;
     info.layer = layer;
@@ -483,7 +523,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     fit = hooks.attended(info);
     store_.workspace().reset();
     if (fit != Fit::ok) return fit;
-    rounded ? finish_layer(l, n, rounded_, weights_.dtype) : finish_layer(l, n, attention_, DType::f32);
+    rounded ? finish_layer(layer, n, rounded_, weights_.dtype) : finish_layer(layer, n, attention_, DType::f32);
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(0, n);
@@ -524,6 +564,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
+  decoding_ = true;
   begin(tokens, position);
   room<std::uint16_t>(rounded_, n * model_->config.heads * model_->config.head_dim);
   const bool replayable = hooks.replayable() && n <= row_block;

@@ -11,6 +11,7 @@
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 #include "model/executor.hpp"
+#include "ops/linear_cuda.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
@@ -45,10 +46,13 @@ class CudaExecutor final : public Executor {
   void embed(std::int64_t rows);
   Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
-  void linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows, const StreamMemory& bias, float* y,
-              std::int64_t y_stride, bool add);
+  ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                          const StreamMemory& bias, float* y, std::int64_t y_stride) const;
+  bool fuses_norms(std::int64_t rows) const;
+  void add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave);
+  const void* normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left, ops::NormTaken& taken);
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
-  void project(const CudaLayer& l, std::int64_t rows);
+  void project(int layer, std::int64_t rows);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
@@ -61,7 +65,7 @@ class CudaExecutor final : public Executor {
   static std::int64_t attention_rows(std::int64_t tokens);
   // Returns the type of what attention_ holds then.
   DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries, View<float, 2> sums);
-  void finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended);
+  void finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
@@ -89,6 +93,7 @@ class CudaExecutor final : public Executor {
   StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
   StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim]; cache_relative only
   StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
+  StreamMemory squares_;              // f32 [row, hidden / norm_piece], beside norms that a product left in normed_
   StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory mass_, sums_, logits_;  // f32

@@ -41,6 +41,9 @@ struct Args {
   std::int64_t y_stride, gated_stride;
   float* partial;
   int* arrived;
+  NormLeft left;
+  NormTaken taken;
+  int k;  // elements of a row that `taken` is of
 };
 
 template <int Columns>
@@ -126,40 +129,79 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
   }
 }
 
-// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x.
+// What a lane's sums are multiplied by and added to, asked for in front of the products.
+template <int Columns>
+struct Before {
+  float scale[Columns][2], old[Columns][4], weight[2];
+
+  // Of rows 8c + q + 4e of x, whose eight lanes share the addition.
+  __device__ __forceinline__ void load_scale(const Args& a, int g, int q) {
+#pragma unroll
+    for (int c = 0; c < Columns; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        scale[c][e] = 1;
+        if (!a.taken.squares) continue;
+        const int row = 8 * c + q + 4 * e, count = a.k / (4 * static_cast<int>(norm_piece));
+        const float4* from = reinterpret_cast<const float4*>(a.taken.squares) + std::int64_t{row} * count;
+        float sum = 0;
+#pragma unroll 8
+        for (int i = g; i < count; i += 8) {
+          const float4 v = row < a.m ? __ldcg(from + i) : make_float4(0, 0, 0, 0);
+          sum += (v.x + v.y) + (v.z + v.w);
+        }
+        for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        scale[c][e] = 1 / sqrtf(sum / static_cast<float>(a.k) + a.taken.eps);
+      }
+  }
+  // In the order of the sums.
+  template <bool Gated>
+  __device__ __forceinline__ void load_old(const Args& a, int low, int high, int q) {
+#pragma unroll
+    for (int c = 0; c < Columns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        old[c][e] = 0;
+        if constexpr (Gated) continue;
+        const int row = 8 * c + q + 4 * (e % 2), output = e < 2 ? low : high;
+        if (row >= a.m || output >= a.n) continue;
+        if (a.bias) old[c][e] = a.bias[output];
+        if (a.add) old[c][e] += a.y[row * a.y_stride + output];
+      }
+    const bool norm = !Gated && a.left.weight;
+    weight[0] = norm && low < a.n ? a.left.weight[low] : 0, weight[1] = norm && high < a.n ? a.left.weight[high] : 0;
+  }
+};
+
+// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x. By all lanes of a warp; `first`: its lowest
+// output.
 template <class T, int Columns, bool Gated>
-__device__ void finish(const Args& a, int low, int high, int q, const float (&sum)[Columns][4],
-                       const float (&old)[Columns][4]) {
+__device__ void finish(const Args& a, int first, int low, int high, int g, int q, const float (&sum)[Columns][4],
+                       const Before<Columns>& before) {
 #pragma unroll
   for (int c = 0; c < Columns; ++c)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = 8 * c + q + 4 * e;
-      if (row >= a.m) continue;
+      const float scale = before.scale[c][e];
+      const bool put_low = row < a.m && low < a.n, put_high = row < a.m && high < a.n;
       if constexpr (Gated) {
-        const float gate = sum[c][e], up = sum[c][2 + e];
-        if (low < a.n)
+        const float gate = sum[c][e] * scale, up = sum[c][2 + e] * scale;
+        if (put_low)
           static_cast<T*>(a.gated)[row * a.gated_stride + low] = static_cast<T>(gate / (1.f + expf(-gate)) * up);
       } else {
-        if (low < a.n) a.y[row * a.y_stride + low] = sum[c][e] + old[c][e];
-        if (high < a.n) a.y[row * a.y_stride + high] = sum[c][2 + e] + old[c][2 + e];
+        const float x = sum[c][e] * scale + before.old[c][e], y = sum[c][2 + e] * scale + before.old[c][2 + e];
+        float* to = a.y + row * a.y_stride;
+        if (put_low) to[low] = x;
+        if (put_high) to[high] = y;
+        if (!a.left.weight) continue;
+        T* out = static_cast<T*>(a.left.out) + row * a.left.out_stride;
+        if (put_low) out[low] = static_cast<T>(x * before.weight[0]);
+        if (put_high) out[high] = static_cast<T>(y * before.weight[1]);
+        float squares = x * x + y * y;
+        for (int d = 4; d < 32; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
+        if (g == 0 && put_low) a.left.squares[(row * std::int64_t{a.n} + first) / norm_piece] = squares;
       }
-    }
-}
-
-// What the sums are added to, in their order: asked for in front of them.
-template <int Columns, bool Gated>
-__device__ __forceinline__ void load_old(const Args& a, int low, int high, int q, float (&old)[Columns][4]) {
-#pragma unroll
-  for (int c = 0; c < Columns; ++c)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      old[c][e] = 0;
-      if constexpr (Gated) continue;
-      const int row = 8 * c + q + 4 * (e % 2), output = e < 2 ? low : high;
-      if (row >= a.m || output >= a.n) continue;
-      if (a.bias) old[c][e] = a.bias[output];
-      if (a.add) old[c][e] += a.y[row * a.y_stride + output];
     }
 }
 
@@ -201,12 +243,14 @@ __global__ void __launch_bounds__(most_threads, 2)
   constexpr int at_once = Columns > 2 || Halved ? 1 : pieces;  // pieces in registers
   Place place;
   unsigned odd = 0;  // of the item's handover
+  Before<Columns> before;
+  before.load_scale(a, g, q);
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
     const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
     const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
-    float sum[Columns][4], other[Columns][4], old[Columns][4];
-    load_old<Columns, Gated>(a, first + low, first + high, q, old);
+    float sum[Columns][4], other[Columns][4];
+    before.template load_old<Gated>(a, first + low, first + high, q);
 #pragma unroll
     for (int c = 0; c < Columns; ++c)
 #pragma unroll
@@ -270,9 +314,9 @@ __global__ void __launch_bounds__(most_threads, 2)
         for (int e = 0; e < 4; ++e) __stcg(mine + (c * 4 + e) * 32, sum[c][e]);
       __threadfence();
       __syncwarp();
-      int before = 0;
-      if (lane == 0) before = atomicAdd(a.arrived + tile * consumers + warp, 1);
-      if (__shfl_sync(~0u, before, 0) != a.slices - 1) continue;
+      int earlier = 0;
+      if (lane == 0) earlier = atomicAdd(a.arrived + tile * consumers + warp, 1);
+      if (__shfl_sync(~0u, earlier, 0) != a.slices - 1) continue;
       __threadfence();
       if (lane == 0) a.arrived[tile * consumers + warp] = 0;
 #pragma unroll
@@ -285,7 +329,7 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
     }
-    finish<T, Columns, Gated>(a, first + low, first + high, q, sum, old);
+    finish<T, Columns, Gated>(a, first + 16 * group, first + low, first + high, g, q, sum, before);
   }
 }
 
@@ -363,6 +407,7 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.bias = in.bias;
   a.y = in.y, a.y_stride = in.y_stride;
   a.gated = in.gated, a.gated_stride = in.gated_stride;
+  a.left = in.left, a.taken = in.taken, a.k = static_cast<int>(in.k);
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
   // Halves and slices do not depend on m, up to linear_stream_rows: the order of additions follows from them.

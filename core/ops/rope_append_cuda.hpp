@@ -21,6 +21,8 @@ enum AppendError : int {
   append_page_absent = 8,  // the page to go on with has no frame on the device
 };
 
+// With `append`, position, slots and angles are read before the work in front of it in the stream has ended: no kernel
+// writes them.
 struct RopeAppendArgs {
   // head_dim a multiple of 8 up to 256.
   int rows = 0, heads = 0, kv_heads = 0, head_dim = 0;
