@@ -1,13 +1,12 @@
 // Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
 //
-// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors; of 32 where
-// there are too few of those; an equal slice of k of one of 64 where there are too few of 32 as well. A block has one
-// producer, which keeps a ring of bulk copies (the tile's rows x 128 columns of W, with the same 128 columns of x)
-// full, and warps that multiply: one per 16 rows, in tiles of 32 two, which take half of the columns each. Tensor cores
-// take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is free as
-// long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the product
-// is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the swizzled
-// 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
+// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors, or an equal
+// slice of k of one where there are too few tiles. A block has one producer, which keeps a ring of bulk copies (the
+// tile's rows x 128 columns of W, with the same 128 columns of x) full, and a warp per 16 rows that multiplies: tensor
+// cores take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is
+// free as long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the
+// product is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the
+// swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
 //
 // The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
 // ends: a block beside one of another linear layer, or of attention over few tokens.
@@ -21,10 +20,9 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int most_rows = 64, halved_rows = 32, warp_rows = 16;  // of W: of a tile, of one with halves, of a warp
-constexpr int most_halved = 2;                                   // tiles of 8 rows of x
-constexpr int pieces = 2, chunk = 64 * pieces;                   // columns of a stage, 64 a piece
-constexpr int most_threads = (most_rows / warp_rows + 1) * 32;
+constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
+constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
+constexpr int most_threads = (most_rows / warp_rows + 2) * 32;
 constexpr int ring_bytes = 96 * 1024;
 constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
 constexpr int enough_tiles = 80;               // to keep the memory busy without slices
@@ -50,13 +48,6 @@ template <int Columns>
 struct Stage {
   static constexpr int x_bytes = Columns * 8 * 128;  // 64 columns of x
   static __host__ __device__ int bytes(int tile_rows) { return pieces * (tile_rows * 128 + x_bytes); }
-};
-
-// Of tiles whose columns are halved: what the second warp of 16 rows hands to the first.
-template <int Columns>
-struct Handover {
-  static constexpr int groups = 2, floats = Columns * 4 * 32;  // of 16 rows; of one of them
-  static constexpr int bytes = groups * (floats * 4 + 16);     // with two barriers: handed over, taken
 };
 
 // A place in the ring of stages, and whether its barrier's phase is odd there.
@@ -129,31 +120,34 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
   }
 }
 
-// What a lane's sums are multiplied by and added to, asked for in front of the products.
+// scales[row]: what x's row is multiplied by. By one warp, while the others multiply; eight lanes share an addition.
+template <int Columns>
+__device__ __forceinline__ void take_norm(const Args& a, int g, int q, float* scales) {
+  const int count = a.k / (4 * static_cast<int>(norm_piece));
+  float sum[2 * Columns];
+#pragma unroll
+  for (int i = 0; i < 2 * Columns; ++i) {
+    const int row = 4 * i + q;
+    const float4* from = reinterpret_cast<const float4*>(a.taken.squares) + std::int64_t{row} * count;
+    sum[i] = 0;
+#pragma unroll 8
+    for (int j = g; j < count; j += 8) {
+      const float4 v = row < a.m ? __ldcg(from + j) : make_float4(0, 0, 0, 0);
+      sum[i] += (v.x + v.y) + (v.z + v.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * Columns; ++i) {
+    for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+    if (g == 0) scales[4 * i + q] = 1 / sqrtf(sum[i] / static_cast<float>(a.k) + a.taken.eps);
+  }
+}
+
+// What a lane's sums are added to, and the weights of their norm: asked for in front of the products.
 template <int Columns>
 struct Before {
-  float scale[Columns][2], old[Columns][4], weight[2];
+  float old[Columns][4], weight[2];
 
-  // Of rows 8c + q + 4e of x, whose eight lanes share the addition.
-  __device__ __forceinline__ void load_scale(const Args& a, int g, int q) {
-#pragma unroll
-    for (int c = 0; c < Columns; ++c)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        scale[c][e] = 1;
-        if (!a.taken.squares) continue;
-        const int row = 8 * c + q + 4 * e, count = a.k / (4 * static_cast<int>(norm_piece));
-        const float4* from = reinterpret_cast<const float4*>(a.taken.squares) + std::int64_t{row} * count;
-        float sum = 0;
-#pragma unroll 8
-        for (int i = g; i < count; i += 8) {
-          const float4 v = row < a.m ? __ldcg(from + i) : make_float4(0, 0, 0, 0);
-          sum += (v.x + v.y) + (v.z + v.w);
-        }
-        for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        scale[c][e] = 1 / sqrtf(sum / static_cast<float>(a.k) + a.taken.eps);
-      }
-  }
   // In the order of the sums.
   template <bool Gated>
   __device__ __forceinline__ void load_old(const Args& a, int low, int high, int q) {
@@ -177,13 +171,13 @@ struct Before {
 // output.
 template <class T, int Columns, bool Gated>
 __device__ void finish(const Args& a, int first, int low, int high, int g, int q, const float (&sum)[Columns][4],
-                       const Before<Columns>& before) {
+                       const Before<Columns>& before, const float* scales) {
 #pragma unroll
   for (int c = 0; c < Columns; ++c)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = 8 * c + q + 4 * e;
-      const float scale = before.scale[c][e];
+      const float scale = a.taken.squares ? scales[row] : 1.f;
       const bool put_low = row < a.m && low < a.n, put_high = row < a.m && high < a.n;
       if constexpr (Gated) {
         const float gate = sum[c][e] * scale, up = sum[c][2 + e] * scale;
@@ -205,8 +199,7 @@ __device__ void finish(const Args& a, int first, int low, int high, int g, int q
     }
 }
 
-// Halved: tiles of 32 rows.
-template <class T, int Columns, bool Gated, bool Halved>
+template <class T, int Columns, bool Gated>
 __global__ void __launch_bounds__(most_threads, 2)
     linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap input) {
@@ -214,17 +207,12 @@ __global__ void __launch_bounds__(most_threads, 2)
   extern __shared__ __align__(1024) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int piece_bytes = a.tile_rows * 128, bytes = S::bytes(a.tile_rows), consumers = a.consumers;
-  const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8;
-  // Of tiles of 32 rows: warps 0 and 1 take the first half of the columns, 2 and 3 the second.
-  using H = Handover<Columns>;
-  const int group = Halved ? warp % H::groups : warp, half = Halved ? warp / H::groups : 0;
-  const unsigned handed = empty + a.stages * 8 + group * 16, taken = handed + 8;
-  float* handover =
-      reinterpret_cast<float*>(memory + a.stages * (bytes + 16) + H::groups * 16) + group * H::floats + lane;
+  const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8,
+                 scaled = empty + a.stages * 8;
+  float* scales = reinterpret_cast<float*>(memory + a.stages * (bytes + 16) + 8);  // [8 Columns]
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
-    if constexpr (Halved)
-      for (int i = 0; i < 2 * H::groups; ++i) barrier_init(empty + a.stages * 8 + 8 * i, 32);
+    barrier_init(scaled, 32);
     barrier_init_fence();
   }
   __syncthreads();
@@ -236,15 +224,18 @@ __global__ void __launch_bounds__(most_threads, 2)
     return;
   }
   wait_for_predecessor();
+  if (warp > consumers) {
+    take_norm<Columns>(a, g, q, scales);
+    barrier_arrive(scaled);
+    return;
+  }
 
   // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
-  const int row = row_of(g), low = (Gated ? 8 : 16) * group + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
+  const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
   const unsigned vector = (q ^ row) * 16;
-  constexpr int at_once = Columns > 2 || Halved ? 1 : pieces;  // pieces in registers
+  constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
   Place place;
-  unsigned odd = 0;  // of the item's handover
   Before<Columns> before;
-  before.load_scale(a, g, q);
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
     const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
@@ -259,7 +250,7 @@ __global__ void __launch_bounds__(most_threads, 2)
       const unsigned w = stages + place.stage * bytes + vector, x = w + pieces * piece_bytes + row * 128;
       barrier_wait(full + 8 * place.stage, place.odd);
 #pragma unroll
-      for (int p = half; p < pieces; p += Halved ? pieces : at_once) {
+      for (int p = 0; p < pieces; p += at_once) {
         constexpr int steps = 2 * at_once;  // of 32 columns
         uint4 w0[steps], w1[steps], b[steps][Columns];
 #pragma unroll
@@ -286,25 +277,7 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[c][e] += other[c][e];
 
-    if constexpr (Halved) {
-      if (half) {
-        barrier_wait(taken, odd ^ 1);  // passes at once the first time
-#pragma unroll
-        for (int c = 0; c < Columns; ++c)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) handover[(c * 4 + e) * 32] = sum[c][e];
-        barrier_arrive(handed);
-        odd ^= 1;
-        continue;
-      }
-      barrier_wait(handed, odd);
-#pragma unroll
-      for (int c = 0; c < Columns; ++c)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[c][e] += handover[(c * 4 + e) * 32];
-      barrier_arrive(taken);
-      odd ^= 1;
-    } else if (a.slices > 1) {
+    if (a.slices > 1) {
       constexpr int values = Columns * 4 * 32;  // of one warp
       float* partial = a.partial + (std::int64_t{tile} * a.slices * consumers + warp) * values + lane;
       float* mine = partial + slice * consumers * values;
@@ -329,41 +302,36 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
     }
-    finish<T, Columns, Gated>(a, first + 16 * group, first + low, first + high, g, q, sum, before);
+    if (a.taken.squares) barrier_wait(scaled, 0);
+    finish<T, Columns, Gated>(a, first + warp_rows * warp, first + low, first + high, g, q, sum, before, scales);
   }
 }
 
 // Tiles of 8 rows of x.
 int column_tiles(std::int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : m <= 40 ? 5 : 8; }
 
-template <class T, int Columns, bool Gated, bool Halved>
+template <class T, int Columns, bool Gated>
 void launch_kernel(Args a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
-  const auto kernel = linear_kernel<T, Columns, Gated, Halved>;
-  constexpr int handover = Halved ? Handover<Columns>::bytes : 0;
+  const auto kernel = linear_kernel<T, Columns, Gated>;
   constexpr int barriers = 2048;  // bytes, more than there can be
   static const cudaError_t once =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers + handover);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers);
   check(once, "linear");
-  const int bytes = Stage<Columns>::bytes(a.tile_rows);
+  const int bytes = Stage<Columns>::bytes(a.tile_rows), warps = a.consumers + (a.taken.squares ? 2 : 1);
   a.stages = ring_bytes / bytes;
-  launch("linear", kernel, blocks, (a.consumers + 1) * 32, a.stages * (bytes + 16) + handover, stream, true, a, weights,
+  launch("linear", kernel, blocks, warps * 32, a.stages * (bytes + 16) + 8 + 32 * Columns, stream, true, a, weights,
          input);
 }
 
 template <class T, bool Gated>
 void launch_columns(const Args& a, int blocks, const CUtensorMap& weights, const CUtensorMap& input,
                     cudaStream_t stream) {
-  const auto go = [&]<int columns>() {
-    if constexpr (!Gated && columns <= most_halved)
-      if (a.tile_rows == halved_rows) return launch_kernel<T, columns, Gated, true>(a, blocks, weights, input, stream);
-    launch_kernel<T, columns, Gated, false>(a, blocks, weights, input, stream);
-  };
   switch (column_tiles(a.m)) {
-    case 1: return go.template operator()<1>();
-    case 2: return go.template operator()<2>();
-    case 4: return go.template operator()<4>();
-    case 5: return go.template operator()<5>();
-    default: return go.template operator()<8>();
+    case 1: return launch_kernel<T, 1, Gated>(a, blocks, weights, input, stream);
+    case 2: return launch_kernel<T, 2, Gated>(a, blocks, weights, input, stream);
+    case 4: return launch_kernel<T, 4, Gated>(a, blocks, weights, input, stream);
+    case 5: return launch_kernel<T, 5, Gated>(a, blocks, weights, input, stream);
+    default: return launch_kernel<T, 8, Gated>(a, blocks, weights, input, stream);
   }
 }
 
@@ -410,16 +378,12 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.left = in.left, a.taken = in.taken, a.k = static_cast<int>(in.k);
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
-  // Halves and slices do not depend on m, up to linear_stream_rows: the order of additions follows from them.
-  a.slices = 1;
-  if (tiles.count >= enough_tiles)
-    tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
-  else if (const Tiles halved = tiles_of(a.n, gated, halved_rows, blocks);
-           !gated && halved.count >= enough_tiles && column_tiles(in.m) <= most_halved)
-    tiles = halved;
-  else
+  a.slices = 1;  // or more, whatever m is: the order of additions follows
+  if (tiles.count < enough_tiles)
     a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
-  a.tile_rows = tiles.rows, a.consumers = tiles.rows == halved_rows ? 4 : tiles.rows / warp_rows;
+  else
+    tiles = best_tiles(a.n, gated, column_tiles(in.m), blocks);
+  a.tile_rows = tiles.rows, a.consumers = tiles.rows / warp_rows;
   a.items = tiles.count * a.slices;
   if (a.slices > 1) {
     constexpr std::size_t columns = linear_stream_most;
