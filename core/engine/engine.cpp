@@ -44,7 +44,7 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
 void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
   const StoreOptions store = store_options(model, policy, o);
   check_store(store, o.device);
-  check_executor(model, store, o.device);
+  check_executor(model, o.device);
   check_needs(model, policy.needs(), o);
   Ledger ledger;
   StoreWorkspace workspace(ledger, Stream::cpu());
