@@ -29,9 +29,8 @@ const CudaModel& weights_of(const Model& m) {
 
 }  // namespace
 
-void CudaExecutor::check(const Model& model, const StoreOptions& store) {
+void CudaExecutor::check(const Model& model) {
   const ModelConfig& c = model.config;
-  if (store.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
   if (model.dtype != DType::bf16 && model.dtype != DType::f16)
     refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16 or f16");
   if (c.hidden % 8 || c.ffn % 8)
@@ -57,7 +56,7 @@ CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store,
       batch_invariant_(batch_invariant),
       weights_(weights_of(*model_)),
       stream_(store.stream()) {
-  check(*model_, store_.options());
+  check(*model_);
   const Shape& s = store_.shape();
   copy_layout_ = ops::make_layout(s.dtype, {}, s.page_size, s.head_dim, 0);
   const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
@@ -196,7 +195,7 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   a.qkv_stride = qkv_width();
   a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
   a.eps = c.rms_eps;
-  a.turn = !relative();
+  a.turn = !by_rank();
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.position = position_.as<std::int32_t>();
@@ -207,10 +206,18 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
 Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
   const PartTimer timer(Part::append);
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
+  if (re_rotated()) {
+    a.append = false;
+    cuda().rope_append(a, stream_.handle());
+    turn(store_.view(layer, slots), true);
+    a.append = true;
+    a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
+    a.query_norm = a.key_norm = nullptr;
+  }
   if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
-  if (relative()) turn(store_.view(layer, slots));
+  if (relative()) turn(store_.view(layer, slots), false);
   return Fit::ok;
 }
 
@@ -223,24 +230,34 @@ Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int fir
   a.rounded = rounded;
   a.rounded_dtype = weights_.dtype;
   cuda().rope_append(a, stream_.handle());
-  const float* keys = a.qkv + std::int64_t{c.heads} * c.head_dim;
+  if (re_rotated()) {
+    PagedKv kv = store_.view(layer, {slot});
+    kv.length.data += kv.length.stride[0] * slot;
+    kv.rows = static_cast<int>(tokens);
+    kv.slots = nullptr;
+    turn(kv, true);
+  }
+  const float* keys = (re_rotated() ? turned_.as<float>() : a.qkv) + std::int64_t{c.heads} * c.head_dim;
   return store_.append(layer, slot, keys, keys + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
                        static_cast<int>(tokens), first);
 }
 
-void CudaExecutor::turn(const PagedKv& kv) {
+void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
   const ModelConfig& c = model_->config;
   ops::RopeRankArgs a;
   a.rows = kv.rows;
   a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
   a.x = qkv_.as<float>();
   a.x_stride = qkv_width();
-  a.out_stride = std::int64_t{c.heads + c.kv_heads} * c.head_dim;
+  a.out_stride = turned_width();
+  a.values = re_rotated() ? c.kv_heads : 0;
   a.out = room<float>(turned_, kv.rows * a.out_stride);
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.length = kv.length;
   a.slots = kv.slots;
+  if (ahead) a.ahead = 0;
+  if (!a.slots) a.step = 1;
   cuda().rope_rank(a, stream_.handle());
 }
 
@@ -251,7 +268,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   PagedKv rows =
       store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
                          room<std::int32_t>(rows_, tokens));
-  if (relative()) turn(rows);
+  if (relative()) turn(rows, false);
   const CodecSpec codec = rows.layouts->codec;
   if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
   CudaPromptPages p;
@@ -319,7 +336,7 @@ bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype ==
 
 // Whether cuDNN will want the queries of a chunk rounded as they are rotated.
 bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
-  return tokens >= ops::prompt_cudnn_rows && !relative() && model_->config.sliding_window == 0 &&
+  return tokens >= ops::prompt_cudnn_rows && !by_rank() && model_->config.sliding_window == 0 &&
          copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().there;
 }
 
@@ -425,10 +442,9 @@ View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_he
 }
 
 View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
-  if (!relative()) return part(rows, first_head, heads);
-  const ModelConfig& c = model_->config;
-  const std::int64_t dim = c.head_dim;
-  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {(c.heads + c.kv_heads) * dim, dim, 1}};
+  if (!by_rank()) return part(rows, first_head, heads);
+  const std::int64_t dim = model_->config.head_dim;
+  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {turned_width(), dim, 1}};
 }
 
 template <class Layer>
@@ -437,7 +453,7 @@ void CudaExecutor::show(Layer& info, std::int64_t rows) const {
   info.queries = turned(rows, 0, c.heads);
   info.keys = turned(rows, c.heads, c.kv_heads);
   info.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
-  if (!relative()) return;
+  if (!by_rank()) return;
   info.raw_queries = part(rows, 0, c.heads);
   info.raw_keys = part(rows, c.heads, c.kv_heads);
 }

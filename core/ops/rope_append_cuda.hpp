@@ -35,7 +35,7 @@ struct RopeAppendArgs {
   DType rounded_dtype = DType::bf16;
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head_dim] or null
   float eps = 0;
-  bool turn = true;                                // false: heads are normed only (RopeRegime::cache_relative)
+  bool turn = true;                                // false: heads are normed only (RoPE by rank)
   const float *cosine = nullptr, *sine = nullptr;  // [angles, head_dim / 2], attention_scale in them; pairs i, i + D/2
   int angles = 0;
   const std::int32_t* position = nullptr;  // [row] of the text

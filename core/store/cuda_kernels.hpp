@@ -40,8 +40,9 @@ struct CudaStoreLayer {
   std::byte* summaries = nullptr;  // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
-  PageLayout layout;            // of both tiers
-  int kv_heads = 0, pages = 0;  // pages: of a head's table
+  PageLayout layout;                // of both tiers
+  const float* inv_freq = nullptr;  // [head_dim / 2] of keys that follow their rank (re_rotate); null = none do
+  int kv_heads = 0, pages = 0;      // pages: of a head's table
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
   std::int32_t capacity[2] = {};  // frames

@@ -32,7 +32,6 @@ void CudaStore::check(const StoreOptions& o) {
   constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
   if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
   if (!same(o.codecs[0], o.host_codec)) refuse("got another codec on the host than on the device, wanted the same");
-  if (o.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
   ops::make_layout(o.shape.dtype, o.codecs[0], o.shape.page_size, o.shape.head_dim,
@@ -73,6 +72,8 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
     inv_freq_ = StreamMemory(stream_, bytes);
     copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, bytes, stream_);
   }
+  if (options_.rope == RopeRegime::re_rotate && !inv_freq_)
+    throw Error(Errc::internal, "got rope re_rotate without its frequencies", "the cache on CUDA");
   lengths_.resize(heads);
   bound_.resize(static_cast<std::size_t>(s.layers) * slots);
 
@@ -139,6 +140,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.summary_bytes = summary_bytes_;
   if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
   l.layout = layout_;
+  if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
