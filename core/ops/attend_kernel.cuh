@@ -305,11 +305,9 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
   // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.
-  // Where that takes a few microseconds anyway, half of it leaves room for the next kernel's first copies.
-  const std::int64_t under_way = (a.brief ? 64 : 128) << 10, enough = under_way / (warps * S::unit_bytes),
-                     most = (limit - fixed) / (warps * (S::unit_bytes + 8));
-  a.stages = static_cast<int>(std::min(enough, most));
-  if (most < 2)
+  constexpr std::int64_t under_way = 128 << 10, enough = under_way / (warps * S::unit_bytes);
+  a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (S::unit_bytes + 8))));
+  if (a.stages < 2)
     throw Error(Errc::unsupported,
                 "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(Dim) +
                     ", wanted one that fits shared memory",

@@ -30,7 +30,6 @@ struct Args {
   int rows, kv_heads, group, page_size, window;
   int value_rows;  // 128-byte rows from a page's keys to its values
   int stages;
-  bool brief;                // few units a block
   bool joint;                // a page's keys and values are one piece of a unit's size
   float scale;               // of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room], where keys are turned
@@ -67,8 +66,8 @@ struct Pairs {
   }
 };
 
-// The line of units, shared out to the blocks. Pairs of about the same length get as many whole blocks each, so that
-// none has parts of two; else the line is cut into equal parts wherever that falls.
+// The line of units, shared out to the blocks. Where that is few units each, pairs of about the same length get as many
+// whole blocks each, so that none has parts of two; else the line is cut into equal parts wherever that falls.
 class Line {
  public:
   // longest: units of a pair; most: blocks.
@@ -76,7 +75,8 @@ class Line {
     const int units = pairs.first[pairs.count];
     blocks_ = min(most, units);
     share_ = blocks_ > 0 ? units / blocks_ : 0, longer_ = units - share_ * blocks_;
-    if (pairs.count > most) return;
+    constexpr int few = 256;
+    if (pairs.count > most || share_ > few) return;
     const int each = most / pairs.count, part = (longest + each - 1) / each;
     if (part <= share_ + share_ / 16 + 1) each_ = each, share_ = part, blocks_ = each * pairs.count;
   }

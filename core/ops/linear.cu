@@ -8,8 +8,9 @@
 // product is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the
 // swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
 //
-// The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
-// ends: a block beside one of another linear layer, or of attention over few tokens.
+// The ring takes more than half of shared memory. Where two blocks fit, those of one launch gather on half of the
+// multiprocessors as soon as these are free, and the rest of the step goes on as unevenly (core/bench/RESULTS.md); so
+// each multiprocessor has one, and the next kernel's first copies are under way there as soon as this one's block ends.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -23,7 +24,7 @@ namespace {
 constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
 constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
 constexpr int most_threads = (most_rows / warp_rows + 2) * 32;
-constexpr int ring_bytes = 96 * 1024;
+constexpr int ring_bytes = 184 * 1024;
 constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
 constexpr int enough_tiles = 80;               // to keep the memory busy without slices
 constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
@@ -200,7 +201,7 @@ __device__ void finish(const Args& a, int first, int low, int high, int g, int q
 }
 
 template <class T, int Columns, bool Gated>
-__global__ void __launch_bounds__(most_threads, 2)
+__global__ void __launch_bounds__(most_threads, 1)
     linear_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap input) {
   using S = Stage<Columns>;
