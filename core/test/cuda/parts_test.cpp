@@ -95,7 +95,7 @@ TEST_CASE("cuda parts: of eager steps, which give the text of graphs") {
       {"full", {}},
       {"{h2o: {budget: {tokens: 16}}}", {Part::score, Part::select, Part::compact}},
       {"{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 24}}}",
-       {Part::score, Part::select, Part::recall}}};
+       {Part::select, Part::recall}}};  // scores and selection are one launch
   for (const Case& c : cases) {
     CAPTURE(c.policy);
     Timed asked(c.policy, {Metric::score, Metric::latency, Metric::parts}),

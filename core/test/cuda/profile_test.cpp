@@ -184,14 +184,16 @@ TEST_CASE("cuda profile: a profiler leaves what it leaves on the CPU") {
       CAPTURE(profiler, name);
       REQUIRE(gpu.count(name) == 1);
       const ProfileArray& there = gpu.at(name);
+      // Where arithmetic decides between two pages or sides of a threshold, one step's share of a few dozen differs.
+      const bool counts = array.unit != "cosine" && array.unit != "nats" && name.find("mass") == std::string::npos;
       CHECK(there.extent == array.extent);
       CHECK(there.unit == array.unit);
       REQUIRE(there.values.size() == array.values.size());
       for (std::size_t i = 0; i < array.values.size(); ++i)
         if (std::isnan(array.values[i]))
           CHECK(std::isnan(there.values[i]));
-        else  // a page that changes places with its equal changes one step's share of a few
-          CHECK(there.values[i] == Approx(array.values[i]).margin(0.03));
+        else
+          CHECK(there.values[i] == Approx(array.values[i]).margin(counts ? 0.1 : 0.02));
     }
   }
 }
