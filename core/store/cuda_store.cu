@@ -30,7 +30,10 @@ __device__ std::byte* frame_at(const CudaStoreLayer& s, int tier, std::int32_t f
   return s.base[tier] + std::int64_t{frame} * granule_bytes;
 }
 
+__device__ const PageLayout& layout_of(const CudaStoreLayer& s, int tier) { return tier ? s.host_layout : s.layout; }
+
 // Where the page's tokens are read and written: on the device if they are there.
+__device__ int tier_of(const Head& h, int page) { return h.table[0][page].frame >= 0 ? 0 : 1; }
 __device__ std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
   const std::int32_t upper = h.table[0][page].frame;
   return upper >= 0 ? frame_at(s, 0, upper) : frame_at(s, 1, h.table[1][page].frame);
@@ -88,18 +91,21 @@ __device__ void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::
 
 // ---- elements ------------------------------------------------------------------------------------------------------
 
-__device__ float key_element(const std::byte* frame, const PageLayout& l, int token, int d) {
+__device__ int bits_of(const PageLayout& l, bool key) { return key ? l.codec.k.bits : l.codec.v.bits; }
+
+__device__ float element(const std::byte* frame, const PageLayout& l, bool key, int token, int d) {
   const std::int64_t at = std::int64_t{token} * l.head_dim + d;
-  if (l.codec.k.bits) {
-    const __half* meta = reinterpret_cast<const __half*>(frame + l.k_meta) + 2 * token;
+  const std::byte* side = frame + (key ? l.k : l.v);
+  if (bits_of(l, key)) {
+    const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * token;
     // As the host does it: no fused multiply-add.
     return __fadd_rn(
-        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(frame + l.k)[at]), __half2float(meta[0])),
+        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]), __half2float(meta[0])),
         __half2float(meta[1]));
   }
-  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(frame + l.k)[at];
-  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(frame + l.k)[at]);
-  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(frame + l.k)[at]);
+  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
+  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
 }
 
 // The bits of x in 16 bits, rounded to nearest, or (bound) to the nearest that is not above (upper: below) it: a bound
@@ -115,15 +121,14 @@ __device__ unsigned short bound(float x, bool upper, bool half) {
 }
 
 // By a warp.
-__device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
-  if (s.summary == Summary::none) return;
-  const PageLayout& l = s.layout;
+__device__ void summarize_as(const CudaStoreLayer& s, const PageLayout& l, const Head& h, int page, int tokens,
+                             int lane) {
   const std::byte* frame = page_at(s, h, page);
   std::byte* out = h.summaries + page * s.summary_bytes;
   for (int d = lane; d < l.head_dim; d += 32) {
     float lo = 0, hi = 0, total = 0;
     for (int t = 0; t < tokens; ++t) {
-      const float x = key_element(frame, l, t, d);
+      const float x = element(frame, l, true, t, d);
       lo = t ? (x < lo ? x : lo) : x;
       hi = t ? (hi < x ? x : hi) : x;
       total = t ? __fadd_rn(total, x) : x;
@@ -146,17 +151,21 @@ __device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int 
   }
 }
 
-// One side of a token by a warp, as ops::write_token stores it.
-template <class In>
-__device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from, int lane) {
-  constexpr int most = 8;  // of a lane: head_dim <= 256
-  float x[most];
-#pragma unroll
-  for (int j = 0; j < most; ++j) {
-    const int d = lane + 32 * j;
-    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
-  }
-  const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+__device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
+  if (s.summary == Summary::none) return;
+  if (s.mixed && tier_of(h, page) == 1)
+    summarize_as(s, s.host_layout, h, page, tokens, lane);
+  else
+    summarize_as(s, s.layout, h, page, tokens, lane);
+}
+
+constexpr int most_elements = 8;  // of a lane: head_dim <= 256
+
+// One side of a token by a warp, as ops::write_token stores it; x[j] is element lane + 32 j.
+__device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const float (&x)[most_elements],
+                       int lane) {
+  constexpr int most = most_elements;
+  const int bits = bits_of(l, key);
   std::byte* side = frame + (key ? l.k : l.v);
   const std::int64_t row = std::int64_t{offset} * l.head_dim;
   const auto put = [&](auto* to, auto of) {
@@ -191,7 +200,22 @@ __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offs
   }
 }
 
+template <class In>
+__device__ void encode_row(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from, int lane) {
+  float x[most_elements];
+#pragma unroll
+  for (int j = 0; j < most_elements; ++j) {
+    const int d = lane + 32 * j;
+    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
+  }
+  encode(frame, l, key, offset, x, lane);
+}
+
 // ---- tokens --------------------------------------------------------------------------------------------------------
+
+__device__ int side_bytes(const PageLayout& l, bool key) {
+  return l.head_dim * (bits_of(l, key) ? 1 : l.dtype == DType::f32 ? 4 : 2);
+}
 
 // What a token's bytes are: units of 16 (or 8) bytes of K, then of V, and fields of 4 bytes.
 template <class Unit>
@@ -205,10 +229,6 @@ struct Token {
   }
 
  private:
-  static __device__ int side_bytes(const PageLayout& l, bool key) {
-    const int bits = key ? l.codec.k.bits : l.codec.v.bits;
-    return l.head_dim * (bits ? 1 : l.dtype == DType::f32 ? 4 : 2);
-  }
   static __device__ int key_units(const PageLayout& l) { return side_bytes(l, true) / int{sizeof(Unit)}; }
 };
 
@@ -224,6 +244,82 @@ __device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, in
   else
     at = l.codec.k.bits && i == l.state_columns + 1 ? l.k_meta : l.v_meta;
   return reinterpret_cast<unsigned*>(frame + at) + offset;
+}
+
+// A token on its way between layouts, in a warp's registers: as ops::copy_token takes it.
+class Carried {
+ public:
+  __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
+    for (int side = 0; side < 2; ++side) {
+      const bool key = side == 0;
+      same_[side] = bits_of(l, key) == bits_of(to, key);  // the tiers have one dtype
+      if (same_[side]) {
+        const auto* row =
+            reinterpret_cast<const unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
+        if (bits_of(l, key))
+          meta_[side] = reinterpret_cast<const unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset];
+      } else {
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          x_[side][j] = lane + 32 * j < l.head_dim ? element(frame, l, key, offset, lane + 32 * j) : 0.f;
+      }
+    }
+    if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
+  }
+  __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
+    for (int side = 0; side < 2; ++side) {
+      const bool key = side == 0;
+      if (same_[side]) {
+        auto* row = reinterpret_cast<unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
+        if (bits_of(l, key) && lane == 0)
+          reinterpret_cast<unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset] = meta_[side];
+      } else {
+        encode(frame, l, key, offset, x_[side], lane);
+      }
+    }
+    if (lane <= l.state_columns) *field(frame, l, offset, lane) = field_;
+  }
+
+ private:
+  float x_[2][most_elements];  // elements, or words of a side that both layouts store alike
+  unsigned meta_[2], field_;
+  bool same_[2];
+};
+
+// A page from a tier to the other one, by a warp.
+__device__ void cross(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to, int tokens,
+                      int lane) {
+  const std::byte* a = frame_at(s, 1 - to, frame_from);
+  std::byte* b = frame_at(s, to, frame_to);
+  if (!s.mixed) return copy_frame(s, a, b, lane, 32);
+  for (int t = 0; t < tokens; ++t) {
+    Carried x;
+    x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
+    x.write(b, layout_of(s, to), t, lane);
+  }
+}
+
+// As move_tokens, where the tiers differ: a token per warp at a time.
+template <class From, class To>
+__device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, int begin, int end, From from, To to) {
+  const int p = s.layout.page_size, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+  for (int first = begin; first < end; first += warps) {
+    const bool mine = first + warp < end;
+    const int a = mine ? from(first + warp) : 0, b = mine ? to(first + warp) : 0;
+    const PageLayout& target = layout_of(s, tier_of(h, b / p));
+    Carried x;
+    if (mine) x.read(page_at(s, h, a / p), layout_of(s, tier_of(h, a / p)), a % p, target, lane);
+    __syncthreads();
+    if (mine) x.write(page_at(s, h, b / p), target, b % p, lane);
+    __syncthreads();
+  }
 }
 
 // Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads.
@@ -325,9 +421,13 @@ __global__ void __launch_bounds__(plan_threads)
       e.tokens = static_cast<std::uint16_t>(min(p, end - (first + i) * p));
       h.table[0][first + i] = e;
     }
-    if (plan.up)
+    if (plan.up && !s.mixed)
       copy_frame(s, frame_at(s, 1, h.table[1][plan.length / p].frame), frame_at(s, 0, frames[0]), mine % each, each);
   }
+  for (int head = mine / 32; s.mixed && head < s.kv_heads; head += threads / 32)
+    if (const AppendPlan plan = plans[head]; plan.up)
+      cross(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, s.pool[0].free[left - 1 - plan.begin],
+            plan.length % p, mine % 32);
   __syncthreads();
   for (int head = mine; head < s.kv_heads; head += threads) {
     const Head h = head_of(s, slot, head);
@@ -357,8 +457,8 @@ __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot
   std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
   const int offset = t % l.page_size;
   const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
-  encode(frame, l, true, offset, k + at, lane);
-  encode(frame, l, false, offset, v + at, lane);
+  encode_row(frame, l, true, offset, k + at, lane);
+  encode_row(frame, l, false, offset, v + at, lane);
   if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
   for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
 }
@@ -387,7 +487,7 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
     if (lane == 0 && take(s, 0, e, below.tokens)) frame = e.frame;
     frame = __shfl_sync(~0u, frame, 0);
     if (frame < 0) return;
-    copy_frame(s, frame_at(s, 1, below.frame), frame_at(s, 0, frame), lane, 32);
+    cross(s, 0, below.frame, frame, below.tokens, lane);
     if (lane == 0) h.table[0][page] = e, atomicAdd(&s.counters->moved[0], 1ull);
   }
   __syncwarp();
@@ -433,7 +533,7 @@ struct Places {
   __device__ int hole(int i) const { return rest ? behind(i) + i : at(i); }
 };
 
-template <class Unit>
+template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(512)
     keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
@@ -457,16 +557,22 @@ __global__ void __launch_bounds__(512)
   x.kept = count;
   const int pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
 
+  const auto move = [&](int begin, int end, auto from, auto to) {
+    if constexpr (Mixed)
+      carry_tokens(s, h, begin, end, from, to);
+    else
+      move_tokens<Unit>(s, h, begin, end, from, to);
+  };
   int moves = 0;      // of the few
   int moved = count;  // of the many: the first place that gets another token
   if (lost <= few) {
     while (moves < lost && x.hole(moves) < count) ++moves;
-    move_tokens<Unit>(
-        s, h, 0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
+    move(
+        0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
   } else {
     moved = min(count, x.hole(0));
-    move_tokens<Unit>(
-        s, h, moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
+    move(
+        moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
   }
   __syncthreads();
 
@@ -501,7 +607,7 @@ __global__ void __launch_bounds__(512)
 }
 
 // By a warp: pairs one after the other.
-template <class Unit>
+template <class Unit, bool Mixed>
 __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int lane = static_cast<int>(threadIdx.x);
@@ -518,18 +624,28 @@ __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __gr
     const int x = a.index(row, head, i), y = a.index(row, head, i + 1);
     if (x == y) continue;
     std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
-    const int units = Token<Unit>::units(l);
-    for (int u = lane; u < units; u += 32) {
-      Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
-      Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
-      const Unit hold = *ux;
-      *ux = *uy;
-      *uy = hold;
-    }
-    if (lane < fields_of(l)) {
-      unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
-      *ux = *uy;
-      *uy = hold;
+    if constexpr (Mixed) {
+      const PageLayout &lx = layout_of(s, tier_of(h, x / p)), &ly = layout_of(s, tier_of(h, y / p));
+      Carried there, back;
+      there.read(fx, lx, x % p, ly, lane);
+      back.read(fy, ly, y % p, lx, lane);
+      __syncwarp();
+      there.write(fy, ly, y % p, lane);
+      back.write(fx, lx, x % p, lane);
+    } else {
+      const int units = Token<Unit>::units(l);
+      for (int u = lane; u < units; u += 32) {
+        Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
+        Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
+        const Unit hold = *ux;
+        *ux = *uy;
+        *uy = hold;
+      }
+      if (lane < fields_of(l)) {
+        unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
+        *ux = *uy;
+        *uy = hold;
+      }
     }
     __syncwarp();
     for (const int page : {x / p, y / p}) {
@@ -595,7 +711,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
       if (a.tier == Tier::device && s.layout.state_columns > 0) {
         // Policies write token state in device pages, so the copy below has what it was when the page went there.
         const std::byte* above = frame_at(s, 0, d.frame) + s.layout.state;
-        std::byte* below = frame_at(s, 1, low.frame) + s.layout.state;
+        std::byte* below = frame_at(s, 1, low.frame) + s.host_layout.state;
         for (int at = 0; at < s.layout.state_columns * p * 4; at += 4)
           *reinterpret_cast<unsigned*>(below + at) = *reinterpret_cast<const unsigned*>(above + at);
         atomicAdd(&s.counters->states, 1ull);
@@ -609,8 +725,9 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
     if (target.frame >= 0 || source.frame < 0) continue;
     if (!take(s, to, target, source.tokens)) continue;
     const int job = atomicAdd(a.job_count, 1);
-    a.jobs[2 * job] = source.frame;
-    a.jobs[2 * job + 1] = target.frame;
+    a.jobs[3 * job] = source.frame;
+    a.jobs[3 * job + 1] = target.frame;
+    a.jobs[3 * job + 2] = source.tokens;
     changed = true;
   }
   if (changed) count_fired(s, a.edit);
@@ -622,8 +739,7 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
   const int warps = static_cast<int>(blockDim.x) / 32;
   for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < *count;
        job += static_cast<int>(gridDim.x) * warps)
-    copy_frame(s, frame_at(s, 1 - to, jobs[2 * job]), frame_at(s, to, jobs[2 * job + 1]),
-               static_cast<int>(threadIdx.x) % 32, 32);
+    cross(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], static_cast<int>(threadIdx.x) % 32);
   if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
@@ -632,8 +748,9 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
                                  std::int32_t* out) {
   const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
   if (t >= tokens) return;
-  const std::byte* page = page_at(s, head_of(s, slot, head), t / p);
-  out[t] = reinterpret_cast<const std::int32_t*>(page + s.layout.positions)[t % p];
+  const Head h = head_of(s, slot, head);
+  const std::byte* page = page_at(s, h, t / p);
+  out[t] = reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
 }
 
 // The pages or tokens of a list and of the pins, ascending.
@@ -728,7 +845,9 @@ bool wide(const PageLayout& l) {
 }
 
 void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, void* stream) {
-  const auto kernel = wide(s.layout) ? keep_kernel<uint4> : keep_kernel<uint2>;
+  const auto kernel = s.mixed          ? keep_kernel<uint2, true>
+                      : wide(s.layout) ? keep_kernel<uint4, false>
+                                       : keep_kernel<uint2, false>;
   kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest);
   check_launch("keep");
 }
@@ -736,7 +855,9 @@ void keep(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) { ke
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) { keep_some(s, lost, false, stream); }
 
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) {
-  const auto kernel = wide(s.layout) ? swap_kernel<uint4> : swap_kernel<uint2>;
+  const auto kernel = s.mixed          ? swap_kernel<uint2, true>
+                      : wide(s.layout) ? swap_kernel<uint4, false>
+                                       : swap_kernel<uint2, false>;
   kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
   check_launch("swap");
 }

@@ -323,6 +323,21 @@ StoreFixture fixture(int kind) {
   } else if (kind == 3) {
     s.dtype = DType::f16, s.head_dim = 40, s.page_size = 8;
     f.options.summary = Summary::min_max;
+  } else if (kind == 5) {
+    s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 8, s.kv_heads = 3, s.query_heads = 6;
+    f.options.host_codec = CodecSpec{{8}, {8}};
+    f.options.summary = Summary::min_max;
+    f.options.token_state = {"score"};
+  } else if (kind == 6) {
+    s.dtype = DType::f16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
+    f.options.codecs = {CodecSpec{{8}, {0}}};
+    f.options.host_codec = CodecSpec{{8}, {8}};
+    f.options.summary = Summary::mean;
+  } else if (kind == 7) {
+    s.dtype = DType::bf16, s.head_dim = 24, s.page_size = 16;
+    f.options.codecs = {CodecSpec{{8}, {8}}};
+    f.options.host_codec = CodecSpec{};
+    f.options.token_state = {"a", "b", "c", "d", "e"};
   } else {
     s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
     f.options.codecs = {CodecSpec{{8}, {0}}};
@@ -336,7 +351,7 @@ StoreFixture fixture(int kind) {
 }  // namespace
 
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
-  const int kind = GENERATE(0, 1, 2, 3, 4);
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7);
   for (unsigned seed = 1; seed <= (test::quick() ? 1 : 6); ++seed) {
     const StoreFixture f = fixture(kind);
     Both both(f, seed);
@@ -432,7 +447,6 @@ TEST_CASE("cuda store: options that it cannot serve are refused by name") {
     }
   };
   refused([](StoreOptions& o) { o.codecs = {CodecSpec{}, CodecSpec{}}; }, "got 2 codecs of one cache, wanted one");
-  refused([](StoreOptions& o) { o.host_codec = CodecSpec{{8}, {8}}; }, "got another codec on the host");
   refused([](StoreOptions& o) { o.rope = RopeRegime::re_rotate; }, "got rope re_rotate, wanted original");
   refused([](StoreOptions& o) { o.token_state.resize(6); }, "got 6 columns of token state, wanted at most 5");
 }
