@@ -75,6 +75,7 @@ TEST_CASE("cuda cell: full, fidelity is exact and the answers are the CPU's") {
 TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is traced") {
   for (const char* policy :
        {"{snapkv: {window: 4, budget: {tokens: 16}}}", "{quest: {dense_layers: 0, budget: {tokens: 16}}}",
+        "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16, codec: int8}}}",
         "{streaming_llm: {sinks: 2, budget: {tokens: 16}}}"}) {
     CAPTURE(policy);
     Cells cells(policy);
