@@ -250,6 +250,7 @@ __device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, in
 class Carried {
  public:
   __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
+#pragma unroll
     for (int side = 0; side < 2; ++side) {
       const bool key = side == 0;
       same_[side] = bits_of(l, key) == bits_of(to, key);  // the tiers have one dtype
@@ -270,6 +271,7 @@ class Carried {
     if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
   }
   __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
+#pragma unroll
     for (int side = 0; side < 2; ++side) {
       const bool key = side == 0;
       if (same_[side]) {
@@ -733,13 +735,20 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   if (changed) count_fired(s, a.edit);
 }
 
-// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way.
+// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way; of tiers that
+// differ a token at a time.
+template <bool Mixed>
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
   const int warps = static_cast<int>(blockDim.x) / 32;
   for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < *count;
-       job += static_cast<int>(gridDim.x) * warps)
-    cross(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], static_cast<int>(threadIdx.x) % 32);
+       job += static_cast<int>(gridDim.x) * warps) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (Mixed)
+      cross(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
+    else
+      copy_frame(s, frame_at(s, 1 - to, jobs[3 * job]), frame_at(s, to, jobs[3 * job + 1]), lane, 32);
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
@@ -868,8 +877,8 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream
   page_edit_kernel<<<dim3(e.rows * s.kv_heads, parts), 128, 0, stream_of(stream)>>>(s, e);
   check_launch("page_edit");
   if (e.verb == CudaStorePageEdit::drop) return;
-  page_copy_kernel<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs,
-                                                      e.verb == CudaStorePageEdit::offload ? 1 : 0);
+  const auto copy = s.mixed ? page_copy_kernel<true> : page_copy_kernel<false>;
+  copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, e.verb == CudaStorePageEdit::offload ? 1 : 0);
   check_launch("page_copy");
 }
 
