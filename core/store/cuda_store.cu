@@ -294,12 +294,11 @@ class Carried {
   bool same_[2];
 };
 
-// A page from a tier to the other one, by a warp.
-__device__ void cross(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to, int tokens,
-                      int lane) {
+// A page from a tier to another layout's, by a warp. A call, for the registers of kernels that seldom need it.
+__device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
+                                        int tokens, int lane) {
   const std::byte* a = frame_at(s, 1 - to, frame_from);
   std::byte* b = frame_at(s, to, frame_to);
-  if (!s.mixed) return copy_frame(s, a, b, lane, 32);
   for (int t = 0; t < tokens; ++t) {
     Carried x;
     x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
@@ -428,8 +427,8 @@ __global__ void __launch_bounds__(plan_threads)
   }
   for (int head = mine / 32; s.mixed && head < s.kv_heads; head += threads / 32)
     if (const AppendPlan plan = plans[head]; plan.up)
-      cross(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, s.pool[0].free[left - 1 - plan.begin],
-            plan.length % p, mine % 32);
+      carry_page(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, s.pool[0].free[left - 1 - plan.begin],
+                 plan.length % p, mine % 32);
   __syncthreads();
   for (int head = mine; head < s.kv_heads; head += threads) {
     const Head h = head_of(s, slot, head);
@@ -489,7 +488,10 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
     if (lane == 0 && take(s, 0, e, below.tokens)) frame = e.frame;
     frame = __shfl_sync(~0u, frame, 0);
     if (frame < 0) return;
-    cross(s, 0, below.frame, frame, below.tokens, lane);
+    if (s.mixed)
+      carry_page(s, 0, below.frame, frame, below.tokens, lane);
+    else
+      copy_frame(s, frame_at(s, 1, below.frame), frame_at(s, 0, frame), lane, 32);
     if (lane == 0) h.table[0][page] = e, atomicAdd(&s.counters->moved[0], 1ull);
   }
   __syncwarp();
@@ -745,7 +747,7 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
        job += static_cast<int>(gridDim.x) * warps) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (Mixed)
-      cross(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
+      carry_page(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
     else
       copy_frame(s, frame_at(s, 1 - to, jobs[3 * job]), frame_at(s, to, jobs[3 * job + 1]), lane, 32);
   }
