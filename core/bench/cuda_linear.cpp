@@ -34,6 +34,7 @@ class Memory {
       r.copy(x_.as<std::byte>() + at, block.data(),
              std::min<std::size_t>(most_rows * widest * 4 - at, block.size() * 2), timer.handle());
     norm_ = timer.put(std::vector<float>(widest, 1.f));
+    squares_ = timer.put(std::vector<float>(most_rows * widest / ops::norm_piece, 1.f));
     r.fill(y_.as<void>(), 0, most_rows * head.n * 4, timer.handle());
     r.synchronize(timer.handle());
   }
@@ -53,6 +54,7 @@ class Memory {
   float* residual() const { return y_.as<float>(); }
   const float* norm() const { return norm_->as<float>(); }
   void* input() const { return x_.as<void>(); }
+  float* squares() const { return squares_->as<float>(); }
   const void* gated() const { return gated_.as<void>(); }
 
   static constexpr std::size_t bytes = std::size_t{1100} << 20;
@@ -60,7 +62,7 @@ class Memory {
  private:
   static constexpr std::size_t widest = 14336;
   DeviceBuffer weights_, x_, y_, gated_;
-  std::unique_ptr<DeviceBuffer> norm_;
+  std::unique_ptr<DeviceBuffer> norm_, squares_;
 };
 
 // One after the other over as many copies as make half a gigabyte (at most 64), as the layers of a step follow each
@@ -82,7 +84,7 @@ Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std
   return l;
 }
 
-// What a layer of a decode step runs besides attention: two norms and four products.
+// What a layer of a decode step runs besides attention: four products, which leave and take two norms.
 Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m) {
   constexpr int layers = 2;
   const CudaOps& ops = cuda_backend()->ops;
@@ -93,20 +95,25 @@ Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m)
       at += static_cast<std::size_t>(kind.n * kind.k * 2);
       return a;
     };
-    ops::NormArgs norm;
-    norm.x = memory.residual(), norm.rows = m, norm.n = norm.x_stride = norm.out_stride = 4096;
-    norm.weight = memory.norm(), norm.eps = 1e-5f;
-    norm.out = memory.input();
+    const auto takes = [&](ops::LinearArgs a) {
+      a.taken.squares = memory.squares(), a.taken.eps = 1e-5f;
+      ops.linear(a, timer.handle());
+    };
+    const auto leaves = [&](ops::LinearArgs a) {
+      a.y = memory.residual(), a.add = true;
+      a.left.weight = memory.norm(), a.left.out = memory.input(), a.left.out_stride = a.n;
+      a.left.squares = memory.squares();
+      ops.linear(a, timer.handle());
+    };
     for (int i = 0; i < layers; ++i) {
-      ops.rms_norm(norm, timer.handle());
-      ops.linear(next(qkv), timer.handle());
-      ops.linear(next(output), timer.handle());
-      ops.rms_norm(norm, timer.handle());
-      ops.linear(next(gate_up), timer.handle());
+      takes(next(qkv));
+      ops::LinearArgs attended = next(output);
+      attended.x = memory.gated();
+      leaves(attended);
+      takes(next(gate_up));
       ops::LinearArgs last = next(down);
       last.x = memory.gated();
-      last.add = true;
-      ops.linear(last, timer.handle());
+      leaves(last);
     }
   });
   Line l{"gemv", fmt::format("a layer without attention, m={}, one of {}", m, layers), "mma, bulk copies",

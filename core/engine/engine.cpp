@@ -44,7 +44,7 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
 void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
   const StoreOptions store = store_options(model, policy, o);
   check_store(store, o.device);
-  check_executor(model, store, o.device);
+  check_executor(model, o.device);
   check_needs(model, policy.needs(), o);
   Ledger ledger;
   StoreWorkspace workspace(ledger, Stream::cpu());
@@ -64,12 +64,20 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
   sequences_.resize(tail_.size());
+  questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
+  zero_memory(questions_.as<>(), questions_.bytes(), stream_);
 }
 
 int Engine::open(std::uint32_t sequence) {
   const int slot = store_->open();
-  if (slot >= 0) sequences_[static_cast<std::size_t>(slot)] = sequence;
+  if (slot < 0) return slot;
+  sequences_[static_cast<std::size_t>(slot)] = sequence;
+  ask(slot, 0);
   return slot;
+}
+
+void Engine::ask(int slot, std::uint32_t question) {
+  copy_memory(questions_.as<std::uint32_t>() + slot, &question, sizeof question, stream_);
 }
 
 void Engine::close(int slot) {
@@ -163,6 +171,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.slots = slots.data();
   kv.position = position.data();
   kv.sequence = sequence_.data();
+  kv.question = questions_.as<std::uint32_t>();
   kv.max_length = store_->max_length(layer, slots);
   return kv;
 }

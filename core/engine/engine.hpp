@@ -53,6 +53,8 @@ class Engine final : private LayerHooks {
   // not depend on the slot or on what else runs.
   int open(std::uint32_t sequence = 0);
   void close(int slot);
+  // From the next step on the slot's steps belong to this question (LayerKv::question); 0 when it is opened.
+  void ask(int slot, std::uint32_t question);
 
   // The whole prompt of an opened slot, or its next part: end = the policy may compress now. logits [k, vocab]: of the
   // last k tokens. After out_of_memory the slot can only be closed.
@@ -112,6 +114,7 @@ class Engine final : private LayerHooks {
 
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
+  StreamMemory questions_;                           // [slot] u32
   std::vector<Edit> waiting_;                        // of this layer's select, due after its attention
   PagedKv pages_;                                    // what KvRows and StateColumn of the callback point to
   PageList attended_pages_;                          // what Selection points to

@@ -55,7 +55,11 @@ void HostMirror::attended(const DecodeLayer& l, const Store& store) {
   }
 }
 
-void HostMirror::point_to_host(LayerKv& kv) {
+void HostMirror::point_to_host(LayerKv& kv, Stream s) {
+  questions_.resize(static_cast<std::size_t>(shape().max_slots));
+  copy_memory(questions_.data(), kv.question, questions_.size() * sizeof questions_[0], s);
+  synchronize(s);
+  kv.question = questions_.data();
   slots_.assign(kv.slots, kv.slots + kv.rows());
   kv.shape = &store_.shape();
   kv.pages = store_.view(kv.layer, slots_);
@@ -71,13 +75,13 @@ void HostMirror::point_to_host(LayerKv& kv) {
 
 LayerPrefill HostMirror::of(const LayerPrefill& l, Stream s) {
   LayerPrefill out = copy_.of(l, s);
-  point_to_host(out);
+  point_to_host(out, s);
   return out;
 }
 
-LayerStep HostMirror::of(const LayerStep& l) {
+LayerStep HostMirror::of(const LayerStep& l, Stream s) {
   LayerStep out = l;
-  point_to_host(out);
+  point_to_host(out, s);
   out.queries = seen_.queries;
   out.output = seen_.output;
   out.mass = seen_.mass;

@@ -18,7 +18,7 @@ class HostMirror final : public EngineObserver {
   // What the engine gave a policy's callback, with views of host memory; not the budgets of a step's pages. They live
   // until the engine goes on; the stream is the engine's.
   LayerPrefill of(const LayerPrefill& l, Stream s);
-  LayerStep of(const LayerStep& l);
+  LayerStep of(const LayerStep& l, Stream s);
 
   Prompt reads_of_prompt() const override { return Prompt::keys_and_values; }
   void prompt(const PromptLayer& l, const Store& store) override;
@@ -26,15 +26,16 @@ class HostMirror final : public EngineObserver {
 
  private:
   void append(int layer, int slot, const float* keys, const float* values, std::int64_t tokens, int first);
-  void point_to_host(LayerKv& kv);
+  void point_to_host(LayerKv& kv, Stream s);
 
   DType dtype_;  // of the engine's cache
   CpuStore store_;
   HostCopy copy_;
-  DecodeLayer seen_;                  // the layer that was attended last
-  std::vector<std::int32_t> slots_;   // of the callback
-  PagedKv pages_;                     // what KvRows of the callback point to
-  std::vector<float> keys_, values_;  // rounded
+  DecodeLayer seen_;                      // the layer that was attended last
+  std::vector<std::int32_t> slots_;       // of the callback
+  PagedKv pages_;                         // what KvRows of the callback point to
+  std::vector<float> keys_, values_;      // rounded
+  std::vector<std::uint32_t> questions_;  // [slot]
 };
 
 }  // namespace kvlab

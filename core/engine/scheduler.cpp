@@ -104,6 +104,7 @@ bool Scheduler::admit() {
   a.rank = rank;
   a.slot = engine_.open(requests_[request].sequence);
   if (a.slot < 0) return false;
+  engine_.ask(a.slot, requests_[request].question);
   waiting_.erase(waiting_.begin());
   active_.push_back(a);
   if (served_[request].admitted_ms != served_[request].admitted_ms) served_[request].admitted_ms = now();

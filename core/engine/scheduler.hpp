@@ -23,6 +23,7 @@ struct Request {
   int max_new = 1;             // tokens of the answer, at least 1
   double arrival_ms = 0;       // since the start
   std::uint32_t sequence = 0;  // for Engine::open
+  std::uint32_t question = 0;  // for Engine::ask
 };
 
 // Times are since the start; NaN = not yet.

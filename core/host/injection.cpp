@@ -1,5 +1,6 @@
 #include "host/injection.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace kvlab {
@@ -11,6 +12,17 @@ Injector::Injector(Injection injection, const Shape& shape, Workspace& w)
   state_ = static_cast<std::uint32_t*>(w.state("injected pages", bytes, shape.max_slots));
   sequence_ = static_cast<std::uint32_t*>(w.state("injected sequence", sizeof(std::uint32_t), shape.max_slots));
 }
+
+namespace {
+
+// Which of the recorded layers a layer follows: itself, in a model with others one of them.
+int layer_of(const std::vector<int>& recorded, int layer) {
+  const auto own = std::lower_bound(recorded.begin(), recorded.end(), layer);
+  if (own != recorded.end() && *own == layer) return static_cast<int>(own - recorded.begin());
+  return layer % static_cast<int>(recorded.size());
+}
+
+}  // namespace
 
 void Injector::begin(const LayerPrefill& kv, Stream s) {
   if (kv.layer > 0) return;
@@ -28,10 +40,12 @@ void Injector::replace(const LayerStep& step, const PageList& list, const Pins& 
   a.state = {
       state_ + layer * step.layer, {shape_.max_slots, shape_.kv_heads, words_}, {layer * shape_.layers, words_, 1}};
   a.sequence = sequence_;
+  a.question = step.question;
   a.layer = step.layer;
   a.seed = injection_.seed;
   a.overlap = injection_.overlap;
   a.recorded = recorded_;
+  if (injection_.recorded) a.recorded.layer = layer_of(injection_.recorded->layers, step.layer);
   ops::inject_pages(a, s);
 }
 
@@ -47,10 +61,17 @@ void Injector::upload(Stream s) {
     to = StreamMemory(s, from.size() * sizeof from[0]);
     copy_memory(to.as<>(), from.data(), to.bytes(), s);
   };
-  put(first_, r.first), put(begin_, r.begin), put(page_, page);
+  std::vector<std::int32_t> first, steps;
+  for (const std::int32_t question : injection_.follows) {
+    first.push_back(r.questions[static_cast<std::size_t>(question)].first);
+    steps.push_back(r.questions[static_cast<std::size_t>(question)].steps);
+  }
+  put(first_, first), put(steps_, steps), put(begin_, r.begin), put(page_, page);
   synchronize(s);
-  recorded_ = {
-      first_.as<std::int32_t>(), begin_.as<std::int64_t>(), page_.as<std::int32_t>(), r.samples, r.layers, r.heads};
+  recorded_.first = first_.as<std::int32_t>(), recorded_.steps = steps_.as<std::int32_t>();
+  recorded_.begin = begin_.as<std::int64_t>(), recorded_.page = page_.as<std::int32_t>();
+  recorded_.questions = static_cast<int>(first.size());
+  recorded_.layers = static_cast<int>(r.layers.size()), recorded_.heads = r.heads;
 }
 
 }  // namespace kvlab

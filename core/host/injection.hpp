@@ -10,17 +10,25 @@
 
 namespace kvlab {
 
-// Lists of recorded sequences as ops::RecordedPages has them, on the host; pages are below `pages`.
+// Lists of a traced cell as ops::RecordedPages has them, on the host; pages are below `pages`.
 struct RecordedTrace {
-  int samples = 0, layers = 0, heads = 0, pages = 0;
-  std::vector<std::int32_t> first, page;
+  struct Question {
+    int sample = 0, question = 0;  // of the task; of its sample
+    bool follows = false;          // a turn
+    std::int32_t first = 0, steps = 0;
+  };
+  std::vector<Question> questions;  // ascending (sample, question)
+  std::vector<int> layers;          // with lists, ascending
+  int heads = 0, pages = 0;
   std::vector<std::int64_t> begin;
+  std::vector<std::int32_t> page;
 };
 
 struct Injection {
   std::int32_t overlap = 0;  // millionths
   std::uint64_t seed = 0;
   std::shared_ptr<const RecordedTrace> recorded;  // null = by overlap
+  std::vector<std::int32_t> follows;              // [LayerKv::question] which of the recorded questions
 };
 
 class Injector {
@@ -37,8 +45,8 @@ class Injector {
   Shape shape_;
   std::uint32_t* state_;  // [slot, layer, kv_head, words]
   std::int64_t words_;
-  std::uint32_t* sequence_;            // [slot]
-  StreamMemory first_, begin_, page_;  // of what was recorded
+  std::uint32_t* sequence_;                    // [slot]
+  StreamMemory first_, steps_, begin_, page_;  // of what was recorded
   ops::RecordedPages recorded_;
 };
 

@@ -29,9 +29,8 @@ const CudaModel& weights_of(const Model& m) {
 
 }  // namespace
 
-void CudaExecutor::check(const Model& model, const StoreOptions& store) {
+void CudaExecutor::check(const Model& model) {
   const ModelConfig& c = model.config;
-  if (store.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
   if (model.dtype != DType::bf16 && model.dtype != DType::f16)
     refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16 or f16");
   if (c.hidden % 8 || c.ffn % 8)
@@ -57,7 +56,7 @@ CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store,
       batch_invariant_(batch_invariant),
       weights_(weights_of(*model_)),
       stream_(store.stream()) {
-  check(*model_, store_.options());
+  check(*model_);
   const Shape& s = store_.shape();
   copy_layout_ = ops::make_layout(s.dtype, {}, s.page_size, s.head_dim, 0);
   const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
@@ -87,7 +86,9 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   room<float>(qkv_, n * qkv_width());
   room<float>(attention_, attention_rows(n) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
-  room<std::uint16_t>(normed_, block * c.hidden);
+  const std::int64_t normed = fuses_norms(n) ? n : block;
+  room<std::uint16_t>(normed_, normed * c.hidden);
+  room<float>(squares_, normed * c.hidden / ops::norm_piece);
   room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
 }
@@ -105,8 +106,9 @@ void CudaExecutor::embed(std::int64_t rows) {
   cuda().embed(e, stream_.handle());
 }
 
-void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
-                          const StreamMemory& bias, float* y, std::int64_t y_stride, bool add) {
+// y [m, ...] = x W^T + bias, x dense.
+ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                                      const StreamMemory& bias, float* y, std::int64_t y_stride) const {
   ops::LinearArgs a;
   a.weight = w.memory.as<>();
   a.n = w.n, a.k = w.k;
@@ -115,8 +117,39 @@ void CudaExecutor::linear(const CudaMatrix& w, const void* x, DType x_dtype, std
   a.m = rows, a.x_stride = w.k;
   a.bias = bias.as<float>();
   a.y = y, a.y_stride = y_stride;
-  a.add = add;
+  return a;
+}
+
+// Whether the products of these rows leave and take the norms between them.
+bool CudaExecutor::fuses_norms(std::int64_t rows) const {
+  return decoding_ && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
+         std::min(rows, rows_together()) <= ops::linear_stream_rows;
+}
+
+// Of rows `at` and on, as many as the product takes: x becomes its outputs added to x, and the norm is left.
+void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave) {
+  const std::int64_t hidden = model_->config.hidden;
+  a.y = x_.as<float>() + at * hidden, a.y_stride = hidden;
+  a.add = true;
+  if (leave) {
+    a.left.weight = norm.as<float>();
+    a.left.out = normed_.as<std::uint16_t>() + at * hidden, a.left.out_stride = hidden;
+    a.left.squares = squares_.as<float>() + at * hidden / ops::norm_piece;
+  }
   cuda().linear(a, stream_.handle());
+}
+
+// The norm of rows `at` and on: rounded in normed_, or what the product takes of the one that an earlier product left.
+const void* CudaExecutor::normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left,
+                                 ops::NormTaken& taken) {
+  const ModelConfig& c = model_->config;
+  if (!left) {
+    norm(x_.as<float>() + at * c.hidden, weight, rows, normed_.as<>());
+    return normed_.as<>();
+  }
+  taken.squares = squares_.as<float>() + at * c.hidden / ops::norm_piece;
+  taken.eps = c.rms_eps;
+  return normed_.as<std::uint16_t>() + at * c.hidden;
 }
 
 void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out) {
@@ -137,15 +170,19 @@ std::int64_t CudaExecutor::rows_together() const {
   return batch_invariant_ && decoding_ ? ops::linear_stream_rows : row_block;
 }
 
-void CudaExecutor::project(const CudaLayer& l, std::int64_t rows) {
+void CudaExecutor::project(int layer, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
-  const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
   const std::int64_t block = rows_together();
+  const bool left = layer > 0 && fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    norm(x_.as<float>() + at * c.hidden, l.input_norm, count, normed_.as<>());
-    linear(l.qkv, normed_.as<>(), weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width(),
-           false);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.input_norm, left, taken);
+    ops::LinearArgs a =
+        product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width());
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
   }
 }
 
@@ -159,7 +196,7 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   a.qkv_stride = qkv_width();
   a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
   a.eps = c.rms_eps;
-  a.turn = !relative();
+  a.turn = !by_rank();
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.position = position_.as<std::int32_t>();
@@ -170,10 +207,18 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
 Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
   const PartTimer timer(Part::append);
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
+  if (re_rotated()) {
+    a.append = false;
+    cuda().rope_append(a, stream_.handle());
+    turn(store_.view(layer, slots), true);
+    a.append = true;
+    a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
+    a.query_norm = a.key_norm = nullptr;
+  }
   if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
-  if (relative()) turn(store_.view(layer, slots));
+  if (relative()) turn(store_.view(layer, slots), false);
   return Fit::ok;
 }
 
@@ -186,24 +231,34 @@ Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int fir
   a.rounded = rounded;
   a.rounded_dtype = weights_.dtype;
   cuda().rope_append(a, stream_.handle());
-  const float* keys = a.qkv + std::int64_t{c.heads} * c.head_dim;
+  if (re_rotated()) {
+    PagedKv kv = store_.view(layer, {slot});
+    kv.length.data += kv.length.stride[0] * slot;
+    kv.rows = static_cast<int>(tokens);
+    kv.slots = nullptr;
+    turn(kv, true);
+  }
+  const float* keys = (re_rotated() ? turned_.as<float>() : a.qkv) + std::int64_t{c.heads} * c.head_dim;
   return store_.append(layer, slot, keys, keys + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
                        static_cast<int>(tokens), first);
 }
 
-void CudaExecutor::turn(const PagedKv& kv) {
+void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
   const ModelConfig& c = model_->config;
   ops::RopeRankArgs a;
   a.rows = kv.rows;
   a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
   a.x = qkv_.as<float>();
   a.x_stride = qkv_width();
-  a.out_stride = std::int64_t{c.heads + c.kv_heads} * c.head_dim;
+  a.out_stride = turned_width();
+  a.values = re_rotated() ? c.kv_heads : 0;
   a.out = room<float>(turned_, kv.rows * a.out_stride);
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.length = kv.length;
   a.slots = kv.slots;
+  if (ahead) a.ahead = 0;
+  if (!a.slots) a.step = 1;
   cuda().rope_rank(a, stream_.handle());
 }
 
@@ -214,7 +269,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   PagedKv rows =
       store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
                          room<std::int32_t>(rows_, tokens));
-  if (relative()) turn(rows);
+  if (relative()) turn(rows, false);
   const CodecSpec codec = rows.layouts->codec;
   if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
   CudaPromptPages p;
@@ -282,7 +337,7 @@ bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype ==
 
 // Whether cuDNN will want the queries of a chunk rounded as they are rotated.
 bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
-  return tokens >= ops::prompt_cudnn_rows && !relative() && model_->config.sliding_window == 0 &&
+  return tokens >= ops::prompt_cudnn_rows && !by_rank() && model_->config.sliding_window == 0 &&
          copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().there;
 }
 
@@ -335,25 +390,26 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
   return DType::f32;
 }
 
-void CudaExecutor::finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended) {
+void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  const StreamMemory& next_norm =
+      layer + 1 < c.layers ? weights_.layers[static_cast<std::size_t>(layer) + 1].input_norm : weights_.final_norm;
   const std::int64_t block = rows_together();
+  const bool fused = fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    float* x = x_.as<float>() + at * c.hidden;
     const auto* from = attention.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
-    linear(l.output, from, attended, count, l.output_bias, x, c.hidden, true);
-    norm(x, l.post_norm, count, normed_.as<>());
-    ops::LinearArgs a;
-    a.weight = l.gate_up.memory.as<>();
-    a.n = l.gate_up.n, a.k = l.gate_up.k;
-    a.x = normed_.as<>(), a.x_dtype = a.dtype = weights_.dtype;
-    a.m = count, a.x_stride = c.hidden;
+    add_to_x(product(l.output, from, attended, count, l.output_bias, nullptr, 0), at, l.post_norm, fused);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.post_norm, fused, taken);
+    ops::LinearArgs a = product(l.gate_up, x, weights_.dtype, count, {}, nullptr, 0);
+    a.taken = taken;
     a.gated = gated_.as<>();
     a.gated_stride = c.ffn;
     cuda().linear(a, stream_.handle());
-    linear(l.down, gated_.as<>(), weights_.dtype, count, {}, x, c.hidden, true);
+    add_to_x(product(l.down, gated_.as<>(), weights_.dtype, count, {}, nullptr, 0), at, next_norm, fused);
   }
 }
 
@@ -362,10 +418,14 @@ void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
   const CudaMatrix& w = weights_.head;
   float* out = room<float>(logits_, rows * w.n);
   const std::int64_t block = rows_together();
+  const bool left = fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    norm(x_.as<float>() + (first_row + at) * model_->config.hidden, weights_.final_norm, count, normed_.as<>());
-    linear(w, normed_.as<>(), weights_.dtype, count, {}, out + at * w.n, w.n, false);
+    ops::NormTaken taken;
+    const void* x = normed(first_row + at, count, weights_.final_norm, left, taken);
+    ops::LinearArgs a = product(w, x, weights_.dtype, count, {}, out + at * w.n, w.n);
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
   }
 }
 
@@ -383,10 +443,9 @@ View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_he
 }
 
 View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
-  if (!relative()) return part(rows, first_head, heads);
-  const ModelConfig& c = model_->config;
-  const std::int64_t dim = c.head_dim;
-  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {(c.heads + c.kv_heads) * dim, dim, 1}};
+  if (!by_rank()) return part(rows, first_head, heads);
+  const std::int64_t dim = model_->config.head_dim;
+  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {turned_width(), dim, 1}};
 }
 
 template <class Layer>
@@ -395,7 +454,7 @@ void CudaExecutor::show(Layer& info, std::int64_t rows) const {
   info.queries = turned(rows, 0, c.heads);
   info.keys = turned(rows, c.heads, c.kv_heads);
   info.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
-  if (!relative()) return;
+  if (!by_rank()) return;
   info.raw_queries = part(rows, 0, c.heads);
   info.raw_keys = part(rows, c.heads, c.kv_heads);
 }
@@ -412,14 +471,13 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
                 "a prompt on CUDA");
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
-  begin(tokens, position);
   decoding_ = false;
+  begin(tokens, position);
   embed(n);
   const bool shown = hooks.wants_prompt_output();
   void* queries = !shown && rounds_queries(n) ? rounded_queries(n) : nullptr;
   for (int layer = 0; layer < c.layers; ++layer) {
-    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
-    project(l, n);
+    project(layer, n);
     if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
     PromptLayer info;
     info.past = store_.max_length(layer, slots);
@@ -438,7 +496,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     show(info, n);
     if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(l, n, attention_, attended);
+    finish_layer(layer, n, attention_, attended);
   }
   store_.advance(slot, static_cast<int>(n), false);
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
@@ -457,11 +515,9 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   if (reserved) store_.count_edits_anew();
-  decoding_ = true;
   embed(n);
   for (int layer = 0; layer < c.layers; ++layer) {
-    const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
-    project(l, n);
+    project(layer, n);
     if (append(layer, slots, reserved) != Fit::ok) return Fit::out_of_memory;
     DecodeLayer info;
     info.layer = layer;
@@ -484,7 +540,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     fit = hooks.attended(info);
     store_.workspace().reset();
     if (fit != Fit::ok) return fit;
-    rounded ? finish_layer(l, n, rounded_, weights_.dtype) : finish_layer(l, n, attention_, DType::f32);
+    rounded ? finish_layer(layer, n, rounded_, weights_.dtype) : finish_layer(layer, n, attention_, DType::f32);
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(0, n);
@@ -526,6 +582,7 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   const std::int64_t n = static_cast<std::int64_t>(slots.size());
   std::vector<std::int32_t> position(slots.size());
   for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
+  decoding_ = true;
   begin(tokens, position);
   room<std::uint16_t>(rounded_, n * model_->config.heads * model_->config.head_dim);
   const bool replayable = hooks.replayable() && n <= row_block;

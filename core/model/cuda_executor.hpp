@@ -11,15 +11,16 @@
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 #include "model/executor.hpp"
+#include "ops/linear_cuda.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
 
 class CudaExecutor final : public Executor {
  public:
-  // Errc::unsupported for a model without weights on the device, and for the re_rotate regime.
+  // Errc::unsupported for a model without weights on the device.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
-  static void check(const Model& model, const StoreOptions& store);  // all but the weights
+  static void check(const Model& model);  // all but the weights
 
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
@@ -45,14 +46,19 @@ class CudaExecutor final : public Executor {
   void embed(std::int64_t rows);
   Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
-  void linear(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows, const StreamMemory& bias, float* y,
-              std::int64_t y_stride, bool add);
+  ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                          const StreamMemory& bias, float* y, std::int64_t y_stride) const;
+  bool fuses_norms(std::int64_t rows) const;
+  void add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave);
+  const void* normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left, ops::NormTaken& taken);
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
-  void project(const CudaLayer& l, std::int64_t rows);
+  void project(int layer, std::int64_t rows);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
-  void turn(const PagedKv& kv);  // queries and keys of the view's rows, by rank
+  // Queries and keys of the view's rows, by rank: of tokens that it holds, or (ahead) that come after it, all rows' in
+  // one slot where `slots` is null.
+  void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
   bool rounds(const PagedKv& kv) const;
@@ -61,7 +67,7 @@ class CudaExecutor final : public Executor {
   static std::int64_t attention_rows(std::int64_t tokens);
   // Returns the type of what attention_ holds then.
   DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries, View<float, 2> sums);
-  void finish_layer(const CudaLayer& l, std::int64_t rows, const StreamMemory& attention, DType attended);
+  void finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended);
   void head(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
@@ -71,7 +77,13 @@ class CudaExecutor final : public Executor {
   std::int64_t rows_together() const;  // in a product
   void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
+  bool re_rotated() const { return store_.options().rope == RopeRegime::re_rotate; }
+  bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // not by text position
 
+  std::int64_t turned_width() const {
+    const ModelConfig& c = model_->config;
+    return relative() ? std::int64_t{c.heads + c.kv_heads} * c.head_dim : qkv_width();
+  }
   std::int64_t qkv_width() const {
     const ModelConfig& c = model_->config;
     return std::int64_t{c.heads + 2 * c.kv_heads} * c.head_dim;
@@ -87,8 +99,9 @@ class CudaExecutor final : public Executor {
                                       // attention_ of a prompt in the weights' dtype if nobody looks at it, and then
                                       // perhaps its rounded queries
   StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
-  StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim]; cache_relative only
+  StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim] if by_rank(); re_rotate: as qkv_
   StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
+  StreamMemory squares_;              // f32 [row, hidden / norm_piece], beside norms that a product left in normed_
   StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory likeliest_;            // i32 [row]
   StreamMemory mass_, sums_, logits_;  // f32

@@ -5,8 +5,8 @@
 
 namespace kvlab {
 
-void check_executor(const Model& model, const StoreOptions& store, Device device) {
-  if (device == Device::cuda) CudaExecutor::check(model, store);
+void check_executor(const Model& model, Device device) {
+  if (device == Device::cuda) CudaExecutor::check(model);
 }
 
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store, bool batch_invariant) {

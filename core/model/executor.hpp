@@ -98,7 +98,7 @@ class Executor {
 };
 
 // What make_executor would refuse on such a device, of the model all but its weights.
-void check_executor(const Model& model, const StoreOptions& store, Device device);
+void check_executor(const Model& model, Device device);
 
 // Runs on the device of the store's stream; the store outlives it. Errc::unsupported where that device cannot run the
 // model. batch_invariant: a decode step gives every row the same bits whatever other rows there are; on a GPU sums are

@@ -128,9 +128,13 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), handle) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
+  const std::int64_t most_pages = in.pages ? in.pages->index.extent[2] : kv.table.extent[2],
+                     most_units = (most_pages * kv.page_size + unit_tokens - 1) / unit_tokens;
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
     a.rows = std::min(at_once, kv.rows - begin);
+    constexpr int few_units = 128;  // of a block
+    a.brief = a.rows * kv.kv_heads * most_units <= std::int64_t{few_units} * cuda::multiprocessors();
     a.slots = kv.slots + begin;
     a.queries = in.queries.data + begin * a.query_row;
     a.out = in.out.data + begin * a.out_row;

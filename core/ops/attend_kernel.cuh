@@ -1,7 +1,7 @@
 // Attention of decode steps over pages of plain bf16 or f16 rows.
 //
-// One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line that is cut into equal
-// parts, one a block (attend_line.cuh), so that ragged batches and long single sequences fill the machine alike. In a
+// One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line that is shared out to the
+// blocks (attend_line.cuh), so that ragged batches and long single sequences fill the machine alike. In a
 // block every warp runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of
 // a unit, tensor cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair
 // leave partial results; the last one to arrive merges them (attend_merge.cuh), in an order that follows from their
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256, 1)
   float* merge = reinterpret_cast<float*>(barriers + warps * a.stages + 2);  // [warp, head] max, sum; [warp, head, dim]
   const Pairs pairs(a.rows * a.kv_heads, reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group)));
   const int* first = pairs.first;
-  __shared__ int warp_sum[8];
+  __shared__ int warp_sum[8], warp_most[8];
   __shared__ int arrivals;  // of warps whose results of a pair are in `merge`
   // Pairs that other blocks have parts of, of the block's first and last.
   __shared__ int parts[2], first_block[2];  // 0: none
@@ -54,10 +54,8 @@ __global__ void __launch_bounds__(256, 1)
   let_successor_start();
   wait_for_predecessor();
   const int each = (pairs.count + threads - 1) / threads;
-  if (each <= 2)
-    count_units<threads, 2>(a, pairs, each, warp_sum);
-  else
-    count_units<threads, max_pairs / threads>(a, pairs, each, warp_sum);
+  const int longest = each <= 2 ? count_units<threads, 2>(a, pairs, each, warp_sum, warp_most)
+                                : count_units<threads, max_pairs / threads>(a, pairs, each, warp_sum, warp_most);
 
   for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
     if (first[pair + 1] == first[pair])
@@ -68,9 +66,9 @@ __global__ void __launch_bounds__(256, 1)
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
   // Every block that works has at least one unit, so all from a pair's first to its last block arrive for it.
-  const Line line(first[pairs.count], gridDim.x);
-  if (blockIdx.x >= line.blocks) return;
-  const int lo = line.begin(blockIdx.x), hi = line.begin(blockIdx.x + 1);
+  const Line line(pairs, longest, gridDim.x);
+  if (!line.works(blockIdx.x)) return;
+  const int lo = line.begin(blockIdx.x), hi = line.end(blockIdx.x);
   const int items = (hi - lo - warp + warps - 1) / warps;  // of this warp: lo + warp + i * warps
   const std::uint64_t policy = read_once_policy();
   if constexpr (Turn) {
@@ -124,8 +122,8 @@ __global__ void __launch_bounds__(256, 1)
   if (threadIdx.x < 2) {
     const int of = threadIdx.x ? last_pair : first_pair;
     const bool shared = (first[of] < lo || first[of + 1] > hi) && (threadIdx.x == 0 || last_pair != first_pair);
-    first_block[threadIdx.x] = line.block_of(first[of]);
-    parts[threadIdx.x] = shared ? line.block_of(first[of + 1] - 1) - line.block_of(first[of]) + 1 : 0;
+    first_block[threadIdx.x] = line.first_block(of);
+    parts[threadIdx.x] = shared ? line.last_block(of) - line.first_block(of) + 1 : 0;
   }
 
   const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
@@ -307,9 +305,11 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
   // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.
-  constexpr std::int64_t under_way = 128 << 10, enough = under_way / (warps * S::unit_bytes);
-  a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (S::unit_bytes + 8))));
-  if (a.stages < 2)
+  // Where that takes a few microseconds anyway, half of it leaves room for the next kernel's first copies.
+  const std::int64_t under_way = (a.brief ? 64 : 128) << 10, enough = under_way / (warps * S::unit_bytes),
+                     most = (limit - fixed) / (warps * (S::unit_bytes + 8));
+  a.stages = static_cast<int>(std::min(enough, most));
+  if (most < 2)
     throw Error(Errc::unsupported,
                 "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(Dim) +
                     ", wanted one that fits shared memory",

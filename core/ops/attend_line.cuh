@@ -30,27 +30,13 @@ struct Args {
   int rows, kv_heads, group, page_size, window;
   int value_rows;  // 128-byte rows from a page's keys to its values
   int stages;
+  bool brief;                // few units a block
   bool joint;                // a page's keys and values are one piece of a unit's size
   float scale;               // of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room], where keys are turned
   const float* inv_freq;     // [head_dim / 2]
   float turn_scale;          // of turned keys
   int rank_room;
-};
-
-// The line of units, cut into equal parts for the blocks.
-struct Line {
-  int blocks, share, longer;  // blocks that have any; units of a part, the first `longer` parts have one more
-
-  __device__ Line(int units, int most) {
-    blocks = min(most, units);
-    share = blocks > 0 ? units / blocks : 0, longer = units - share * blocks;
-  }
-  __device__ int begin(int block) const { return block * share + min(block, longer); }
-  __device__ int block_of(int unit) const {
-    const int in_longer = longer * (share + 1);
-    return unit < in_longer ? unit / (share + 1) : longer + (unit - in_longer) / share;
-  }
 };
 
 // What a lane knows of one unit to come: rows of the tensor map, place of its first token in the cache.
@@ -79,6 +65,46 @@ struct Pairs {
   __device__ __forceinline__ int tokens(int pair) const {
     return (first[pair + 1] - first[pair]) * unit_tokens - missing[pair];
   }
+};
+
+// The line of units, shared out to the blocks. Pairs of about the same length get as many whole blocks each, so that
+// none has parts of two; else the line is cut into equal parts wherever that falls.
+class Line {
+ public:
+  // longest: units of a pair; most: blocks.
+  __device__ Line(const Pairs& pairs, int longest, int most) : pairs_(pairs), each_(0) {
+    const int units = pairs.first[pairs.count];
+    blocks_ = min(most, units);
+    share_ = blocks_ > 0 ? units / blocks_ : 0, longer_ = units - share_ * blocks_;
+    if (pairs.count > most) return;
+    const int each = most / pairs.count, part = (longest + each - 1) / each;
+    if (part <= share_ + share_ / 16 + 1) each_ = each, share_ = part, blocks_ = each * pairs.count;
+  }
+  __device__ bool works(int block) const { return block < blocks_ && begin(block) < end(block); }
+  __device__ int begin(int block) const {
+    if (each_ == 0) return block * share_ + min(block, longer_);
+    const int pair = block / each_;
+    return min(pairs_.first[pair] + block % each_ * share_, pairs_.first[pair + 1]);
+  }
+  __device__ int end(int block) const {
+    if (each_ == 0) return begin(block + 1);
+    const int pair = block / each_;
+    return min(pairs_.first[pair] + (block % each_ + 1) * share_, pairs_.first[pair + 1]);
+  }
+  __device__ int first_block(int pair) const { return each_ ? pair * each_ : block_of(pairs_.first[pair]); }
+  __device__ int last_block(int pair) const {
+    const int last = pairs_.first[pair + 1] - 1;
+    return each_ ? pair * each_ + (last - pairs_.first[pair]) / share_ : block_of(last);
+  }
+
+ private:
+  __device__ int block_of(int unit) const {
+    const int in_longer = longer_ * (share_ + 1);
+    return unit < in_longer ? unit / (share_ + 1) : longer_ + (unit - in_longer) / share_;
+  }
+  const Pairs& pairs_;
+  int each_;                     // blocks of a pair; 0: the line is cut
+  int blocks_, share_, longer_;  // that have any; units of a part, where cut the first `longer` parts have one more
 };
 
 template <int Dim>
@@ -132,10 +158,11 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
   }
 }
 
+// Units of the longest pair. warp_sum, warp_most: a number a warp.
 template <int Threads, int Most>
-__device__ __forceinline__ void count_units(const Args& a, const Pairs& to, int each, int* warp_sum) {
+__device__ __forceinline__ int count_units(const Args& a, const Pairs& to, int each, int* warp_sum, int* warp_most) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = threadIdx.x * each;
-  int tokens[Most], own = 0;
+  int tokens[Most], own = 0, most = 0;
   count_tokens(a, begin, to.count, tokens);
 #pragma unroll
   for (int i = 0; i < Most; ++i) {
@@ -144,20 +171,24 @@ __device__ __forceinline__ void count_units(const Args& a, const Pairs& to, int 
     to.first[begin + i] = own;
     to.missing[begin + i] = static_cast<unsigned char>(units * unit_tokens - tokens[i]);
     own += units;
+    most = max(most, units);
   }
   int before = own;
   for (int d = 1; d < 32; d *= 2) {
     const int other = __shfl_up_sync(~0u, before, d);
     if (lane >= d) before += other;
   }
-  if (lane == 31) warp_sum[warp] = before;
+  for (int d = 1; d < 32; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+  if (lane == 31) warp_sum[warp] = before, warp_most[warp] = most;
   __syncthreads();
   int offset = before - own;
   for (int w = 0; w < warp; ++w) offset += warp_sum[w];
+  for (int w = 0; w < Threads / 32; ++w) most = max(most, warp_most[w]);
   for (int i = 0; i < each; ++i)
     if (begin + i < to.count) to.first[begin + i] += offset;
   if (threadIdx.x == Threads - 1) to.first[to.count] = offset + own;
   __syncthreads();
+  return most;
 }
 
 }  // namespace kvlab::ops::decode

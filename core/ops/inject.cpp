@@ -19,21 +19,22 @@ class Head {
   }
 
   void run() {
-    for (int page = 0; page < pages_; ++page) was_[at(page)] = state_[1 + page / 32] >> (page % 32) & 1;
+    for (int page = 0; page < pages_; ++page) was_[at(page)] = state_[inject_header + page / 32] >> (page % 32) & 1;
     mark_pinned();
-    const std::uint32_t step = state_[0];
+    const std::uint32_t question = a_.asked(slot_), step = state_[1] == question ? state_[0] : 0;
     const int n = a_.list.count(row_, head_);
     for (int i = 0; i < n; ++i) now_[at(checked(a_.list.index(row_, head_, i)))] = 1;
     if (a_.recorded.first) {
       was_.assign(was_.size(), 0);
-      const std::int64_t list = a_.recorded.list(a_.sequence[slot_], step, a_.layer, head_);
-      for (std::int64_t i = a_.recorded.begin[list]; i < a_.recorded.begin[list + 1]; ++i)
-        if (const int page = a_.recorded.page[i]; page >= 0 && page < pages_) was_[at(page)] = 1;
-      draw(n, n, 0);
+      if (const std::int64_t list = a_.recorded.list(question, step, head_); list >= 0) {
+        for (std::int64_t i = a_.recorded.begin[list]; i < a_.recorded.begin[list + 1]; ++i)
+          if (const int page = a_.recorded.page[i]; page >= 0 && page < pages_) was_[at(page)] = 1;
+        draw(n, n, 0);
+      }
     } else if (step > 0) {
       draw(n, inject_kept(a_.overlap, n), step);
     }
-    write(step);
+    write(step, question);
   }
 
  private:
@@ -81,14 +82,14 @@ class Head {
       now_[at(static_cast<int>(0xffffffffu - static_cast<std::uint32_t>(keys[static_cast<std::size_t>(i)])))] = 1;
   }
 
-  void write(std::uint32_t step) {
-    state_[0] = step + 1;
-    std::fill(state_ + 1, state_ + a_.state.extent[2], 0u);
+  void write(std::uint32_t step, std::uint32_t question) {
+    state_[0] = step + 1, state_[1] = question;
+    std::fill(state_ + inject_header, state_ + a_.state.extent[2], 0u);
     int count = 0;
     for (int page = 0; page < pages_; ++page) {
       if (!now_[at(page)]) continue;
       a_.list.index(row_, head_, count++) = page;
-      state_[1 + page / 32] |= 1u << (page % 32);
+      state_[inject_header + page / 32] |= 1u << (page % 32);
     }
     a_.list.count(row_, head_) = count;
   }

@@ -18,7 +18,7 @@ struct Args {
   View<std::int32_t, 2> count;
   Pins pins;
   View<std::uint32_t, 3> state;
-  const std::uint32_t* sequence;
+  const std::uint32_t *sequence, *question;
   int layer, most;  // pages of a head
   std::uint64_t seed;
   std::int32_t overlap;
@@ -63,17 +63,19 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
   const int slot = a.kv.kv.slots[row], room_words = (a.most + 31) / 32;
   unsigned *now = bits, *was = now + room_words, *free = was + room_words;
   std::uint32_t* state = a.state.data + slot * a.state.stride[0] + head * a.state.stride[1];
-  const std::uint32_t step = state[0], sequence = a.sequence[slot];
-  const bool recorded = a.recorded.first, drawn = recorded || step > 0;
+  const bool recorded = a.recorded.first;
+  const std::uint32_t question = recorded ? a.question[slot] : 0, step = state[1] == question ? state[0] : 0;
+  const std::int64_t list = recorded ? a.recorded.list(question, step, head) : -1;
+  const bool drawn = recorded ? list >= 0 : step > 0;
   fill_bits(now, pages, false);
-  for (int w = threadIdx.x; w < words; w += threads) was[w] = recorded ? 0 : state[1 + w];
+  for (int w = threadIdx.x; w < words; w += threads) was[w] = recorded ? 0 : state[inject_header + w];
   __syncthreads();
   const auto set = [&](unsigned* to, int page) {
     if (page >= 0 && page < pages) atomicOr(&to[page >> 5], 1u << (page & 31));
   };
   for (int i = threadIdx.x; i < a.count(row, head); i += threads) set(now, a.index(row, head, i));
-  if (recorded) {
-    const std::int64_t list = a.recorded.list(sequence, step, a.layer, head), end = a.recorded.begin[list + 1];
+  if (list >= 0) {
+    const std::int64_t end = a.recorded.begin[list + 1];
     for (std::int64_t i = a.recorded.begin[list] + threadIdx.x; i < end; i += threads) set(was, a.recorded.page[i]);
   }
   for (int base = threadIdx.x - lane; base < pages; base += threads) {
@@ -106,14 +108,15 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
     __syncthreads();
     const int kept = max(0, (recorded ? n : inject_kept(a.overlap, n)) - fixed_old), wanted = n - fixed;
     const int rest = min(wanted - min(min(kept, wanted), old), others);
-    const auto stream = inject_stream(a.seed, a.layer, sequence, head, recorded ? 0 : step);
+    const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], head, recorded ? 0 : step);
     draw(was, old, wanted - rest, pages, stream, now, s);
     draw(free, others, rest, pages, stream, now, s);
   }
   const int count = write_list(now, pages, a.index.data + row * a.index.stride[0] + head * a.index.stride[1],
                                a.index.stride[2], static_cast<int>(a.index.extent[2]), s);
-  for (int w = threadIdx.x; w + 1 < a.state.extent[2]; w += threads) state[1 + w] = w < words ? now[w] : 0;
-  if (threadIdx.x == 0) a.count(row, head) = count, state[0] = step + 1;
+  for (int w = threadIdx.x; w + inject_header < a.state.extent[2]; w += threads)
+    state[inject_header + w] = w < words ? now[w] : 0;
+  if (threadIdx.x == 0) a.count(row, head) = count, state[0] = step + 1, state[1] = question;
 }
 
 }  // namespace
@@ -125,7 +128,7 @@ void inject_pages_cuda(const InjectArgs& in, void* handle) {
   a.index = in.list.index, a.count = in.list.count;
   a.pins = in.pins;
   a.state = in.state;
-  a.sequence = in.sequence;
+  a.sequence = in.sequence, a.question = in.question;
   a.layer = in.layer, a.seed = in.seed, a.overlap = in.overlap, a.recorded = in.recorded;
   a.most = static_cast<int>(in.pages.table.extent[2]);
   const std::int64_t bytes = std::int64_t{(a.most + 31) / 32} * 4 * 3, room = 32 * 1024;

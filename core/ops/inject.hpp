@@ -7,19 +7,21 @@
 
 namespace kvlab::ops {
 
-// Lists of recorded sequences; memory of the stream's device.
+// Lists that the questions of a run follow; memory of the stream's device.
 struct RecordedPages {
-  const std::int32_t* first = nullptr;  // [samples + 1] steps before each sample; null = nothing recorded
-  const std::int64_t* begin = nullptr;  // [step, layer, head] and the end: into `page`
+  const std::int32_t* first = nullptr;  // [question] a row of `begin`; null = nothing recorded
+  const std::int32_t* steps = nullptr;  // [question] rows from there; 0 = none of this question
+  const std::int64_t* begin = nullptr;  // [row, layer, head] and the end: into `page`
   const std::int32_t* page = nullptr;
-  int samples = 0, layers = 0, heads = 0;
+  int questions = 0, layers = 0, heads = 0;
+  int layer = 0;  // of `layers`, what this call's layer follows
 
-  // Which entry of `begin` a sequence's layer and head follow, all modulo.
-  constexpr std::int64_t list(std::uint32_t sequence, std::uint32_t step, int layer, int head) const {
-    const auto sample = static_cast<int>(sequence % static_cast<std::uint32_t>(samples));
-    const auto steps = static_cast<std::uint32_t>(first[sample + 1] - first[sample]);
-    const std::int64_t row = first[sample] + static_cast<std::int64_t>(step % steps);
-    return (row * layers + layer % layers) * heads + head % heads;
+  // Which entry of `begin` a question's step and head follow, both modulo; -1 = none.
+  constexpr std::int64_t list(std::uint32_t question, std::uint32_t step, int head) const {
+    if (question >= static_cast<std::uint32_t>(questions) || steps[question] <= 0) return -1;
+    const std::int64_t row =
+        first[question] + static_cast<std::int64_t>(step % static_cast<std::uint32_t>(steps[question]));
+    return (row * layers + layer) * heads + head % heads;
   }
 };
 
@@ -27,22 +29,27 @@ struct InjectArgs {
   PagedKv pages;
   PageList list;  // in: what a selector chose; out: as many pages
   Pins pins;      // of the selector; its choice of their pages stays
-  // [slot, kv_head, inject_words(...)]: steps so far, then a bit for each page that the step before read. Zero = a new
-  // sequence.
+  // [slot, kv_head, inject_words(...)]: steps so far (recorded: of the question in the next word), that question, then
+  // a bit for each page that the step before read. Zero = a new sequence.
   View<std::uint32_t, 3> state;
   const std::uint32_t* sequence = nullptr;  // [slot] numbers of the sequences
+  const std::uint32_t* question = nullptr;  // [slot] whose steps these are; recorded only
   int layer = 0;
   std::uint64_t seed = 0;
   std::int32_t overlap = 0;  // millionths of a list that are of the step before
   RecordedPages recorded;    // takes the place of `overlap`
+
+  constexpr std::uint32_t asked(int slot) const { return recorded.first ? question[slot] : 0; }
 };
 
-constexpr std::int64_t inject_words(std::int64_t pages) { return 1 + (pages + 31) / 32; }
+constexpr int inject_header = 2;  // words before the bits
+constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header + (pages + 31) / 32; }
 
 // Overlap: round(overlap * n) of a list's n pages, pinned ones among them, are of the list of the step before, as far
 // as there are enough other pages; a sequence's first list stays. Recorded: its pages that exist, as many as there is
-// room for, then others. Which ones is drawn by a hash of seed, sequence, layer, head, step (overlap only) and page.
-// Errc::plugin for a chosen page that does not exist. Bytes: lists and state.
+// room for, then others; a list stays where nothing was recorded of the question. Which ones is drawn by a hash of
+// seed, sequence, layer, head, step (overlap only) and page. Errc::plugin for a chosen page that does not exist. Bytes:
+// lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
 void inject_pages_cuda(const InjectArgs& a, void* stream);  // passes over pages that do not exist

@@ -21,18 +21,18 @@ void inject_pages_reference(const InjectArgs& a) {
       const int slot = a.pages.slots[r], tokens = a.pages.tokens(r, h), pages = a.pages.pages(r, h),
                 n = a.list.count(r, h);
       std::uint32_t* state = &a.state(slot, h, 0);
-      const std::uint32_t step = state[0], sequence = a.sequence[slot];
+      const std::uint32_t question = a.asked(slot), step = state[1] == question ? state[0] : 0;
       std::set<int> chosen, old, drawn;
       for (int i = 0; i < n; ++i) chosen.insert(a.list.index(r, h, i));
+      const std::int64_t list = a.recorded.first ? a.recorded.list(question, step, h) : -1;
       if (a.recorded.first) {
-        const std::int64_t list = a.recorded.list(sequence, step, a.layer, h);
-        for (std::int64_t i = a.recorded.begin[list]; i < a.recorded.begin[list + 1]; ++i)
+        for (std::int64_t i = list < 0 ? 0 : a.recorded.begin[list]; list >= 0 && i < a.recorded.begin[list + 1]; ++i)
           old.insert(a.recorded.page[i]);
       } else {
         for (int page = 0; page < pages; ++page)
-          if (state[1 + page / 32] >> (page % 32) & 1) old.insert(page);
+          if (state[inject_header + page / 32] >> (page % 32) & 1) old.insert(page);
       }
-      const auto stream = inject_stream(a.seed, a.layer, sequence, h, a.recorded.first ? 0 : step);
+      const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], h, a.recorded.first ? 0 : step);
       const int kept = a.recorded.first ? n : inject_kept(a.overlap, n);
       const auto size = [](const std::set<int>& s) { return static_cast<int>(s.size()); };
       const auto shared = [&] {
@@ -48,7 +48,7 @@ void inject_pages_reference(const InjectArgs& a) {
             best = page;
         return best;
       };
-      if (!a.recorded.first && step == 0) {
+      if (a.recorded.first ? list < 0 : step == 0) {
         drawn = chosen;
       } else {
         for (const int page : chosen)
@@ -57,12 +57,12 @@ void inject_pages_reference(const InjectArgs& a) {
         while (size(drawn) < n && next(false) >= 0) drawn.insert(next(false));
         while (size(drawn) < n && next(true) >= 0) drawn.insert(next(true));
       }
-      state[0] = step + 1;
-      std::fill(state + 1, state + a.state.extent[2], 0u);
+      state[0] = step + 1, state[1] = question;
+      std::fill(state + inject_header, state + a.state.extent[2], 0u);
       int i = 0;
       for (const int page : drawn) {
         a.list.index(r, h, i++) = page;
-        state[1 + page / 32] |= 1u << (page % 32);
+        state[inject_header + page / 32] |= 1u << (page % 32);
       }
       a.list.count(r, h) = i;
     }

@@ -9,7 +9,7 @@
 // swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
 //
 // The ring takes less than half of shared memory, so that the next kernel's first copies are under way when this one
-// ends.
+// ends: a block beside one of another linear layer, or of attention over few tokens.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -22,15 +22,15 @@ namespace {
 
 constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
 constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
-constexpr int most_threads = (most_rows / warp_rows + 1) * 32;
-constexpr int ring_bytes = 110 * 1024;
+constexpr int most_threads = (most_rows / warp_rows + 2) * 32;
+constexpr int ring_bytes = 96 * 1024;
 constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
 constexpr int enough_tiles = 80;               // to keep the memory busy without slices
 constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
 
 struct Args {
   int m, n;                          // n: outputs, half of W's rows when gated
-  int tile_rows, consumers, stages;  // consumers: warps, one per 16 rows of a tile
+  int tile_rows, consumers, stages;  // consumers: warps
   int chunks, slices, items;
   bool add, constant_weights;
   const float* bias;
@@ -39,12 +39,14 @@ struct Args {
   std::int64_t y_stride, gated_stride;
   float* partial;
   int* arrived;
+  NormLeft left;
+  NormTaken taken;
+  int k;  // elements of a row that `taken` is of
 };
 
 template <int Columns>
 struct Stage {
-  static constexpr int x_bytes = Columns * 8 * 128;         // 64 columns of x
-  static constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
+  static constexpr int x_bytes = Columns * 8 * 128;  // 64 columns of x
   static __host__ __device__ int bytes(int tile_rows) { return pieces * (tile_rows * 128 + x_bytes); }
 };
 
@@ -118,29 +120,81 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
   }
 }
 
-// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x.
+// scales[row]: what x's row is multiplied by. By one warp, while the others multiply; eight lanes share an addition.
+template <int Columns>
+__device__ __forceinline__ void take_norm(const Args& a, int g, int q, float* scales) {
+  const int count = a.k / (4 * static_cast<int>(norm_piece));
+  float sum[2 * Columns];
+#pragma unroll
+  for (int i = 0; i < 2 * Columns; ++i) {
+    const int row = 4 * i + q;
+    const float4* from = reinterpret_cast<const float4*>(a.taken.squares) + std::int64_t{row} * count;
+    sum[i] = 0;
+#pragma unroll 8
+    for (int j = g; j < count; j += 8) {
+      const float4 v = row < a.m ? __ldcg(from + j) : make_float4(0, 0, 0, 0);
+      sum[i] += (v.x + v.y) + (v.z + v.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * Columns; ++i) {
+    for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+    if (g == 0) scales[4 * i + q] = 1 / sqrtf(sum[i] / static_cast<float>(a.k) + a.taken.eps);
+  }
+}
+
+// What a lane's sums are added to, and the weights of their norm: asked for in front of the products.
+template <int Columns>
+struct Before {
+  float old[Columns][4], weight[2];
+
+  // In the order of the sums.
+  template <bool Gated>
+  __device__ __forceinline__ void load_old(const Args& a, int low, int high, int q) {
+#pragma unroll
+    for (int c = 0; c < Columns; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        old[c][e] = 0;
+        if constexpr (Gated) continue;
+        const int row = 8 * c + q + 4 * (e % 2), output = e < 2 ? low : high;
+        if (row >= a.m || output >= a.n) continue;
+        if (a.bias) old[c][e] = a.bias[output];
+        if (a.add) old[c][e] += a.y[row * a.y_stride + output];
+      }
+    const bool norm = !Gated && a.left.weight;
+    weight[0] = norm && low < a.n ? a.left.weight[low] : 0, weight[1] = norm && high < a.n ? a.left.weight[high] : 0;
+  }
+};
+
+// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x. By all lanes of a warp; `first`: its lowest
+// output.
 template <class T, int Columns, bool Gated>
-__device__ void finish(const Args& a, int low, int high, int q, const float (&sum)[Columns][4]) {
+__device__ void finish(const Args& a, int first, int low, int high, int g, int q, const float (&sum)[Columns][4],
+                       const Before<Columns>& before, const float* scales) {
 #pragma unroll
   for (int c = 0; c < Columns; ++c)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = 8 * c + q + 4 * e;
-      if (row >= a.m) continue;
+      const float scale = a.taken.squares ? scales[row] : 1.f;
+      const bool put_low = row < a.m && low < a.n, put_high = row < a.m && high < a.n;
       if constexpr (Gated) {
-        const float gate = sum[c][e], up = sum[c][2 + e];
-        if (low < a.n)
+        const float gate = sum[c][e] * scale, up = sum[c][2 + e] * scale;
+        if (put_low)
           static_cast<T*>(a.gated)[row * a.gated_stride + low] = static_cast<T>(gate / (1.f + expf(-gate)) * up);
       } else {
-        const auto put = [&](int output, float value) {
-          if (output >= a.n) return;
-          float* to = a.y + row * a.y_stride + output;
-          if (a.bias) value += a.bias[output];
-          if (a.add) value += *to;
-          *to = value;
-        };
-        put(low, sum[c][e]);
-        put(high, sum[c][2 + e]);
+        const float x = sum[c][e] * scale + before.old[c][e], y = sum[c][2 + e] * scale + before.old[c][2 + e];
+        float* to = a.y + row * a.y_stride;
+        if (put_low) to[low] = x;
+        if (put_high) to[high] = y;
+        if (!a.left.weight) continue;
+        T* out = static_cast<T*>(a.left.out) + row * a.left.out_stride;
+        if (put_low) out[low] = static_cast<T>(x * before.weight[0]);
+        if (put_high) out[high] = static_cast<T>(y * before.weight[1]);
+        float squares = x * x + y * y;
+        for (int d = 4; d < 32; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
+        if (g == 0 && put_low) a.left.squares[(row * std::int64_t{a.n} + first) / norm_piece] = squares;
       }
     }
 }
@@ -153,9 +207,12 @@ __global__ void __launch_bounds__(most_threads, 2)
   extern __shared__ __align__(1024) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int piece_bytes = a.tile_rows * 128, bytes = S::bytes(a.tile_rows), consumers = a.consumers;
-  const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8;
+  const unsigned stages = shared_address(memory), full = stages + a.stages * bytes, empty = full + a.stages * 8,
+                 scaled = empty + a.stages * 8;
+  float* scales = reinterpret_cast<float*>(memory + a.stages * (bytes + 16) + 8);  // [8 Columns]
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, consumers);
+    barrier_init(scaled, 32);
     barrier_init_fence();
   }
   __syncthreads();
@@ -167,15 +224,24 @@ __global__ void __launch_bounds__(most_threads, 2)
     return;
   }
   wait_for_predecessor();
+  if (warp > consumers) {
+    take_norm<Columns>(a, g, q, scales);
+    barrier_arrive(scaled);
+    return;
+  }
 
   // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
   const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
   const unsigned vector = (q ^ row) * 16;
+  constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
   Place place;
+  Before<Columns> before;
   for (int item = begin; item < end; ++item) {
     const int tile = item / a.slices, slice = item % a.slices;
     const int count = a.chunks * (slice + 1) / a.slices - a.chunks * slice / a.slices;
+    const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
     float sum[Columns][4], other[Columns][4];
+    before.template load_old<Gated>(a, first + low, first + high, q);
 #pragma unroll
     for (int c = 0; c < Columns; ++c)
 #pragma unroll
@@ -184,8 +250,8 @@ __global__ void __launch_bounds__(most_threads, 2)
       const unsigned w = stages + place.stage * bytes + vector, x = w + pieces * piece_bytes + row * 128;
       barrier_wait(full + 8 * place.stage, place.odd);
 #pragma unroll
-      for (int p = 0; p < pieces; p += S::at_once) {
-        constexpr int steps = 2 * S::at_once;  // of 32 columns
+      for (int p = 0; p < pieces; p += at_once) {
+        constexpr int steps = 2 * at_once;  // of 32 columns
         uint4 w0[steps], w1[steps], b[steps][Columns];
 #pragma unroll
         for (int s = 0; s < steps; ++s) {
@@ -221,9 +287,9 @@ __global__ void __launch_bounds__(most_threads, 2)
         for (int e = 0; e < 4; ++e) __stcg(mine + (c * 4 + e) * 32, sum[c][e]);
       __threadfence();
       __syncwarp();
-      int before = 0;
-      if (lane == 0) before = atomicAdd(a.arrived + tile * consumers + warp, 1);
-      if (__shfl_sync(~0u, before, 0) != a.slices - 1) continue;
+      int earlier = 0;
+      if (lane == 0) earlier = atomicAdd(a.arrived + tile * consumers + warp, 1);
+      if (__shfl_sync(~0u, earlier, 0) != a.slices - 1) continue;
       __threadfence();
       if (lane == 0) a.arrived[tile * consumers + warp] = 0;
 #pragma unroll
@@ -236,8 +302,8 @@ __global__ void __launch_bounds__(most_threads, 2)
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[c][e] += __ldcg(partial + s * consumers * values + (c * 4 + e) * 32);
     }
-    const int first = tile * (Gated ? a.tile_rows / 2 : a.tile_rows);
-    finish<T, Columns, Gated>(a, first + low, first + high, q, sum);
+    if (a.taken.squares) barrier_wait(scaled, 0);
+    finish<T, Columns, Gated>(a, first + warp_rows * warp, first + low, first + high, g, q, sum, before, scales);
   }
 }
 
@@ -251,9 +317,10 @@ void launch_kernel(Args a, int blocks, const CUtensorMap& weights, const CUtenso
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers);
   check(once, "linear");
-  const int bytes = Stage<Columns>::bytes(a.tile_rows);
+  const int bytes = Stage<Columns>::bytes(a.tile_rows), warps = a.consumers + (a.taken.squares ? 2 : 1);
   a.stages = ring_bytes / bytes;
-  launch("linear", kernel, blocks, (a.consumers + 1) * 32, a.stages * (bytes + 16), stream, true, a, weights, input);
+  launch("linear", kernel, blocks, warps * 32, a.stages * (bytes + 16) + 8 + 32 * Columns, stream, true, a, weights,
+         input);
 }
 
 template <class T, bool Gated>
@@ -286,9 +353,6 @@ Tiles tiles_of(int n, bool gated, int rows, int blocks) {
 }
 Tiles best_tiles(int n, bool gated, int columns, int blocks) {
   const Tiles most = tiles_of(n, gated, most_rows, blocks);
-  // With more rows of x a chain of layers was slower with small tiles (167 us instead of 122), though no layer by
-  // itself: core/bench/RESULTS.md.
-  if (columns > 1) return most;
   const auto cost = [&](const Tiles& t) { return t.each * (t.rows + 0.7 * 8 * columns); };
   const Tiles fewer = tiles_of(n, gated, most_rows - warp_rows, blocks);
   return cost(fewer) < cost(most) ? fewer : most;
@@ -311,6 +375,7 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.bias = in.bias;
   a.y = in.y, a.y_stride = in.y_stride;
   a.gated = in.gated, a.gated_stride = in.gated_stride;
+  a.left = in.left, a.taken = in.taken, a.k = static_cast<int>(in.k);
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
   a.slices = 1;  // or more, whatever m is: the order of additions follows

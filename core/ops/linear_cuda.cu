@@ -25,6 +25,15 @@ void check(const LinearArgs& a) {
   if (!aligned(a.weight) || !aligned(a.x)) refuse("got weights or activations off a multiple of 16 bytes");
   if (gated ? a.n % 2 || a.gated_stride < a.n / 2 || a.bias || a.y || a.add : !a.y || a.y_stride < a.n)
     refuse("got outputs that are neither y [m, " + std::to_string(a.n) + "] nor the gated half of it alone");
+  if (!a.left.weight && !a.taken.squares) return;
+  if (a.m > linear_stream_rows || a.dtype != DType::bf16)
+    refuse("got " + std::to_string(a.m) + " rows of " + name_of(a.dtype) + " with a norm, wanted up to " +
+           std::to_string(linear_stream_rows) + " of bf16");
+  if (a.taken.squares && (a.k % (4 * norm_piece) || a.x_dtype != a.dtype))
+    refuse("got a norm of " + std::to_string(a.k) + " elements of " + name_of(a.x_dtype) +
+           ", wanted a multiple of 64 of bf16");
+  if (a.left.weight && (gated || a.n % (4 * norm_piece) || a.left.out_stride < a.n || !a.left.out || !a.left.squares))
+    refuse("got a norm of " + std::to_string(a.n) + " outputs, wanted one of y, of a multiple of 64, with room for it");
 }
 
 std::byte* advance(void* p, std::int64_t elements, DType t) {

@@ -10,6 +10,22 @@
 
 namespace kvlab::ops {
 
+// A norm without a launch of its own, between two products of up to linear_stream_rows rows. The one that completes x
+// leaves x * weight, rounded, and the sum of squares of every norm_piece elements of x; the one that takes the norm
+// multiplies its sums by 1 / sqrt(mean(x^2) + eps). bf16 only: x * weight may leave the range of f16.
+inline constexpr std::int64_t norm_piece = 16;
+struct NormLeft {
+  const float* weight = nullptr;  // [n], n a multiple of 4 norm_piece; null: no norm. Not written by anything that may
+                                  // still be running
+  void* out = nullptr;            // [m, out_stride] of the weights' type
+  std::int64_t out_stride = 0;
+  float* squares = nullptr;  // [m, n / norm_piece]
+};
+struct NormTaken {
+  const float* squares = nullptr;  // [m, k / norm_piece] of x, as they were left; null: x is taken as it is
+  float eps = 0;
+};
+
 // y[m, n] = x[m, k] W[n, k]^T (+ bias), products of 16-bit numbers added in f32.
 // Up to linear_stream_rows rows weights stream through tensor cores at the memory's speed; the order of additions
 // depends on n and k only, so that a row's result is the same, bit for bit, whatever the number of rows and their
@@ -29,6 +45,9 @@ struct LinearArgs {
   // Rows [0, n/2) of W are a gate, [n/2, n) what it gates: gated [m, n/2] of dtype = silu(gate) * up.
   void* gated = nullptr;
   std::int64_t gated_stride = 0;
+
+  NormLeft left;  // of y; not with gated
+  NormTaken taken;
 
   // The weights are not written by anything that may still be running in the stream: they are read before the work in
   // front has ended.

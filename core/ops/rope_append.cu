@@ -180,14 +180,14 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const bool query = head < a.heads;
   float* x = a.qkv + row * a.qkv_stride + std::int64_t{head} * dim;
   let_successor_start();
-  wait_for_predecessor();
   const int at = a.position[row], slot = a.slots[row];
-  Head h, value;
-  if (mine) h.load(x, half, lane);
-  if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
   const bool known = at >= 0 && at < a.angles, works = mine && known;
   Angles angles;
   if (works) angles.load(a, at, lane);
+  wait_for_predecessor();
+  Head h, value;
+  if (mine) h.load(x, half, lane);
+  if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
   Place p;
   if (there && lane == 0) {
     if (!known)

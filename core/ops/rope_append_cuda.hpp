@@ -21,6 +21,8 @@ enum AppendError : int {
   append_page_absent = 8,  // the page to go on with has no frame on the device
 };
 
+// With `append`, position, slots and angles are read before the work in front of it in the stream has ended: no kernel
+// writes them.
 struct RopeAppendArgs {
   // head_dim a multiple of 8 up to 256.
   int rows = 0, heads = 0, kv_heads = 0, head_dim = 0;
@@ -33,7 +35,7 @@ struct RopeAppendArgs {
   DType rounded_dtype = DType::bf16;
   const float *query_norm = nullptr, *key_norm = nullptr;  // [head_dim] or null
   float eps = 0;
-  bool turn = true;                                // false: heads are normed only (RopeRegime::cache_relative)
+  bool turn = true;                                // false: heads are normed only (RoPE by rank)
   const float *cosine = nullptr, *sine = nullptr;  // [angles, head_dim / 2], attention_scale in them; pairs i, i + D/2
   int angles = 0;
   const std::int32_t* position = nullptr;  // [row] of the text

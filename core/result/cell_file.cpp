@@ -90,6 +90,8 @@ void check_lengths(const CellResult& cell) {
   for (const TraceEvent& e : t.events)
     want(e.begin >= 0 && e.count >= 0 && e.begin <= length(t.selected.size()) - e.count, id,
          "trace/events within trace/selected");
+  want(t.questions.empty() || (t.questions.size() == cell.samples.size() && t.pages > 0), id,
+       "trace/questions [sample] and a number of pages");
 }
 
 void write_info(const h5::File& file, const RunInfo& info) {
@@ -148,6 +150,13 @@ void write_cell_group(const h5::File& file, const CellResult& cell) {
     at.write("trace/selected", t.selected, {length(t.selected.size())}, "token or page");
     at.write_table("trace/events", columns_of(t.events));
   }
+  if (!t.questions.empty()) {
+    std::vector<std::int32_t> rows;
+    for (const TracedQuestion& q : t.questions) rows.insert(rows.end(), {q.sample, q.question, q.follows});
+    at.write("trace/questions", rows, {length(t.questions.size()), 3},
+             "sample of the task, question of it, 1 = a turn");
+    at.set_attribute("trace/questions", "pages", t.pages);
+  }
 }
 
 CellResult read_cell_group(const h5::File& file, const std::string& id) {
@@ -195,6 +204,16 @@ CellResult read_cell_group(const h5::File& file, const std::string& id) {
   if (at.has("trace/events")) {
     t.selected = at.read_i32("trace/selected", 1);
     t.events = read_rows<TraceEvent>(at, "trace/events");
+  }
+  if (at.has("trace/questions")) {
+    Shape shape;
+    const auto questions = at.read_i32("trace/questions", 2, &shape);
+    if (shape[1] != 3)
+      throw Error(Errc::result_file, "got trace/questions of " + std::to_string(shape[1]) + " columns, wanted 3",
+                  file.file() + ": cells/" + id);
+    for (std::size_t i = 0; i < questions.size(); i += 3)
+      t.questions.push_back({questions[i], questions[i + 1], questions[i + 2] != 0});
+    t.pages = at.integer_attribute("trace/questions", "pages");
   }
   try {
     check_lengths(cell);

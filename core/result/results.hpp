@@ -92,12 +92,22 @@ struct Fidelity {
   std::vector<float> mass, page_recall, output_error;  // [generated token, layer]
 };
 
+// Which of its task's questions a sample of a cell is.
+struct TracedQuestion {
+  std::int32_t sample = 0, question = 0;  // of the task; of its sample
+  bool follows = false;                   // a turn: it goes on where the question before it ended
+
+  bool operator==(const TracedQuestion&) const = default;
+};
+
 struct Trace {
   std::int64_t samples = 0, layers = 0, kv_heads = 0;  // of kept_offsets
   std::vector<std::int32_t> kept;          // positions kept after the prompt, ascending per (sample, layer, kv_head)
   std::vector<std::int64_t> kept_offsets;  // [sample, layer, kv_head, 2]: begin and end in `kept`
   std::vector<std::int32_t> selected;      // tokens or pages, by event
   std::vector<TraceEvent> events;
+  std::vector<TracedQuestion> questions;  // [sample]; empty = a file of a version that did not write them
+  std::int64_t pages = 0;                 // that a KV head has room for; with questions
 };
 
 struct CellResult {

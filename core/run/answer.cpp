@@ -32,10 +32,14 @@ const char* name_of(Answer::Stop stop) {
 
 Sequence::Sequence(Engine& engine) : engine_(engine), logits_(static_cast<std::size_t>(engine.model().config.vocab)) {}
 
-Fit Sequence::begin(const Item& item) {
+Fit Sequence::begin(const Item& item, std::span<const Asked> asked) {
   slot_ = engine_.open(static_cast<std::uint32_t>(item.sample));
   Fit fit = engine_.prefill(slot_, item.prompt, true, view());
-  for (std::size_t i = 0; fit == Fit::ok && i < item.fed.size(); ++i) fit = feed(item.fed[i]);
+  for (std::size_t i = 0; fit == Fit::ok && i <= item.fed.size(); ++i) {
+    for (; !asked.empty() && asked.front().fed <= i; asked = asked.subspan(1))
+      engine_.ask(slot_, asked.front().question);
+    if (i < item.fed.size()) fit = feed(item.fed[i]);
+  }
   return fit;
 }
 

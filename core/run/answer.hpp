@@ -40,8 +40,14 @@ class Sequence {
  public:
   explicit Sequence(Engine& engine);
 
-  // Opens a slot for the item's prompt and feeds its question. After out_of_memory it can only be closed.
-  Fit begin(const Item& item);
+  // Some of an item's fed tokens belong to a question before it.
+  struct Asked {
+    std::size_t fed = 0;         // its first token
+    std::uint32_t question = 0;  // for Engine::ask
+  };
+  // Opens a slot for the item's prompt and feeds its question. After out_of_memory it can only be closed. asked:
+  // ascending; none = question 0.
+  Fit begin(const Item& item, std::span<const Asked> asked = {});
   Fit feed(int token);
   void close();
 

@@ -5,6 +5,7 @@
 
 #include "experiment/build_policy.hpp"
 #include "run/device.hpp"
+#include "run/recorded.hpp"
 
 namespace kvlab {
 
@@ -28,7 +29,10 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   Injection injection;
   injection.overlap = static_cast<std::int32_t>(std::lround(inject.overlap.value_or(0) * 1e6));
   injection.seed = static_cast<std::uint64_t>(in.cell->seed);
-  injection.recorded = in.recorded;
+  if (in.recorded) {
+    injection.recorded = in.recorded;
+    injection.follows = follow(*in.recorded, in.items->items);
+  }
   return build_policy(in.policy(), *in.catalog, std::move(injection));
 }
 

@@ -51,13 +51,16 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
   auto& f = out.fidelity;
   f.layers = model.config.layers;
   f.offsets.push_back(0);
-  std::vector<int> history;  // of the conversation after its prompt, with the full cache's answers
+  std::vector<int> history;            // of the conversation after its prompt, with the full cache's answers
+  std::vector<Sequence::Asked> asked;  // of the conversation
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item item = items[i].follows ? after(items[i], history) : items[i];
     const auto& reference =
         in.references->get(in.model, item, page_size, in.experiment->fidelity_tokens, device_of(*in.experiment));
     shadow.reset();
-    want_room(mine.begin(item), engine);
+    if (!items[i].follows) asked = {{0, 0}};
+    asked.back().question = static_cast<std::uint32_t>(i);
+    want_room(mine.begin(item, asked), engine);
     std::vector<double> kl, top1;
     for (std::size_t t = 0; t < reference.tokens.size(); ++t) {
       if (t > 0) want_room(mine.feed(reference.tokens[t - 1]), engine);
@@ -72,6 +75,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     mine.close();
     history = item.fed;
     history.insert(history.end(), reference.tokens.begin(), reference.tokens.end());
+    asked.push_back({history.size() - 1, 0});  // the answer's last token is fed with the next turn, if at all
     if (model.tokenizer->is_eos(history.back())) history.pop_back();
     f.kl.insert(f.kl.end(), kl.begin(), kl.end());
     f.top1.insert(f.top1.end(), top1.begin(), top1.end());

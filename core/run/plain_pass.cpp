@@ -33,7 +33,7 @@ PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
       engine_(make_engine(in, static_cast<int>(batch_))),
       logits_(batch_ * static_cast<std::size_t>(vocab_)),
       token_ms_(items_.size()) {
-  if (in.wants(Metric::trace)) trace_.emplace(items_.size(), out.trace);
+  if (in.wants(Metric::trace)) trace_.emplace(items_, out.trace);
   if (in.wants(Metric::parts) && engine_.store().stream().device() == Device::cuda)
     events_.emplace(engine_.store().stream());
   out_.samples.resize(items_.size());
@@ -76,6 +76,7 @@ void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
 // The prompt, or the sample's context as another question left it.
 void PlainPass::start(Row& row, StepLog& log) {
   row.slot = engine_.open(static_cast<std::uint32_t>(row.item->sample));
+  engine_.ask(row.slot, static_cast<std::uint32_t>(row.number));
   row.start = Clock::now();
   row.queue = row.item->fed;
   row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
@@ -186,6 +187,7 @@ bool PlainPass::next_turn(Row& row) {
     turn.queue.push_back(row.answer.tokens().back());
   turn.queue.insert(turn.queue.end(), turn.item->fed.begin(), turn.item->fed.end());
   row = std::move(turn);
+  engine_.ask(row.slot, static_cast<std::uint32_t>(row.number));
   if (trace_) trace_->kept(engine_, row.slot, row.number);
   return true;
 }

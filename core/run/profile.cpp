@@ -40,8 +40,8 @@ class Watched final : public Policy {
     const LayerPrefill here = mirror_ ? mirror_->of(layer, s) : layer;
     for (const auto& p : profilers_) p->prefill(here, Stream::cpu());
   }
-  void observe(const LayerStep& step, Edits&, Stream) override {
-    const LayerStep here = mirror_ ? mirror_->of(step) : step;
+  void observe(const LayerStep& step, Edits&, Stream s) override {
+    const LayerStep here = mirror_ ? mirror_->of(step, s) : step;
     for (const auto& p : profilers_) p->observe(here, Stream::cpu());
   }
   void release(int slot) override {

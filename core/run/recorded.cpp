@@ -40,43 +40,86 @@ results::CellResult find_cell(const std::string& file, const std::string& id) {
 }  // namespace
 
 RecordedTrace read_recorded(const std::string& file, const std::string& id) {
-  const results::Trace trace = find_cell(file, id).trace;
-  // By sample, then layer and head: its lists, in the order of the steps.
-  std::map<int, std::map<std::pair<int, int>, std::vector<const TraceEvent*>>> samples;
+  const results::CellResult cell = find_cell(file, id);
+  const results::Trace& trace = cell.trace;
+  const auto wrong = [&](const std::string& what) { throw Error(Errc::data, what, file); };
+  // By place in the cell, then layer and head: its lists, in the order of the steps.
+  std::map<int, std::map<std::pair<int, int>, std::vector<const TraceEvent*>>> lists;
   std::set<int> layers, heads;
   for (const TraceEvent& e : trace.events) {
-    if (!is_list(e)) continue;
-    samples[e.sample][{e.layer, e.kv_head}].push_back(&e);
+    if (e.kind != results::TraceKind::select) continue;
+    lists[e.sample][{e.layer, e.kv_head}].push_back(&e);
     layers.insert(e.layer), heads.insert(e.kv_head);
   }
   RecordedTrace out;
-  out.samples = static_cast<int>(samples.size());
-  out.layers = static_cast<int>(layers.size()), out.heads = static_cast<int>(heads.size());
-  out.first.push_back(0);
-  for (const auto& [number, lists] : samples) {
-    const std::size_t steps = lists.begin()->second.size();
-    const bool whole = lists.size() == layers.size() * heads.size() &&
-                       std::all_of(lists.begin(), lists.end(), [&](const auto& l) { return l.second.size() == steps; });
-    if (!whole)
-      throw Error(Errc::data,
-                  "got a trace of sample " + std::to_string(number) +
-                      " that lacks lists, wanted one of each layer and KV head in every step",
-                  file);
-    for (std::size_t step = 0; step < steps; ++step)
-      for (const auto& [place, events] : lists) {
-        const TraceEvent& e = *events[step];
-        out.begin.push_back(static_cast<std::int64_t>(out.page.size()));
-        for (std::int64_t i = e.begin; i < e.begin + e.count; ++i) {
-          const std::int32_t page = trace.selected[static_cast<std::size_t>(i)];
-          if (page < 0 || page == INT32_MAX)
-            throw Error(Errc::data, "got page " + std::to_string(page) + " in the trace, wanted 0 or more", file);
-          out.page.push_back(page);
-          out.pages = std::max(out.pages, page + 1);
+  out.layers.assign(layers.begin(), layers.end());
+  out.heads = static_cast<int>(heads.size());
+  const auto known = static_cast<int>(trace.questions.size());
+  constexpr int most_samples = 10'000'000;
+  const int last = known > 0 ? known - 1 : std::min(lists.rbegin()->first, most_samples - 1);
+  if (lists.begin()->first < 0 || lists.rbegin()->first > last)
+    wrong("got lists of samples " + std::to_string(lists.begin()->first) + " to " +
+          std::to_string(lists.rbegin()->first) + " in a trace, wanted 0 to " + std::to_string(last));
+  std::int64_t rows = 0;
+  for (int number = 0; number <= last; ++number) {
+    RecordedTrace::Question q{number, 0, false, 0, 0};
+    if (known > 0) {
+      const auto& from = trace.questions[static_cast<std::size_t>(number)];
+      q.sample = from.sample, q.question = from.question, q.follows = from.follows;
+    }
+    q.first = static_cast<std::int32_t>(rows);
+    const auto own = lists.find(number);
+    if (own != lists.end()) {
+      const std::size_t steps = own->second.begin()->second.size();
+      if (own->second.size() != layers.size() * heads.size() ||
+          std::any_of(own->second.begin(), own->second.end(), [&](const auto& l) { return l.second.size() != steps; }))
+        wrong("got a trace of sample " + std::to_string(number) +
+              " that lacks lists, wanted one of each layer and KV head in every step");
+      for (std::size_t step = 0; step < steps; ++step)
+        for (const auto& [place, events] : own->second) {
+          const TraceEvent& e = *events[step];
+          out.begin.push_back(static_cast<std::int64_t>(out.page.size()));
+          out.page.insert(out.page.end(), trace.selected.begin() + e.begin, trace.selected.begin() + e.begin + e.count);
         }
-      }
-    out.first.push_back(out.first.back() + static_cast<std::int32_t>(steps));
+      q.steps = static_cast<std::int32_t>(steps);
+      rows += q.steps;
+    }
+    out.questions.push_back(q);
   }
   out.begin.push_back(static_cast<std::int64_t>(out.page.size()));
+  const auto [least, most] = std::minmax_element(out.page.begin(), out.page.end());
+  if (*least < 0 || *most == INT32_MAX || (known > 0 && *most >= trace.pages))
+    wrong("got page " + std::to_string(*least < 0 ? *least : *most) + " in the trace, wanted 0 or more" +
+          (known > 0 ? ", below " + std::to_string(trace.pages) : ""));
+  out.pages = known > 0 ? static_cast<int>(std::min<std::int64_t>(trace.pages, INT32_MAX)) : *most + 1;
+  std::sort(out.questions.begin(), out.questions.end(), [](const auto& a, const auto& b) {
+    return std::pair(a.sample, a.question) < std::pair(b.sample, b.question);
+  });
+  return out;
+}
+
+std::vector<std::int32_t> follow(const RecordedTrace& recorded, const std::vector<Item>& items) {
+  std::map<int, std::map<int, std::int32_t>> samples;  // of the recorded run: place of each question
+  for (std::size_t i = 0; i < recorded.questions.size(); ++i)
+    samples[recorded.questions[i].sample][recorded.questions[i].question] = static_cast<std::int32_t>(i);
+  std::vector<const std::map<int, std::int32_t>*> in_order;
+  for (const auto& [sample, questions] : samples) in_order.push_back(&questions);
+  std::vector<std::int32_t> out;
+  for (const Item& item : items) {
+    const std::string what = item.follows ? "turn" : "question";
+    const auto& questions = *in_order[static_cast<std::size_t>(item.sample) % in_order.size()];
+    const auto own = questions.find(item.question);
+    if (own == questions.end())
+      throw Error(Errc::config, "got " + what + " " + std::to_string(item.question) + " of sample " +
+                                    std::to_string(item.sample) +
+                                    " with inject, wanted a trace that has it: this one has " +
+                                    std::to_string(questions.size()) + " of that sample");
+    if (recorded.questions[static_cast<std::size_t>(own->second)].follows != item.follows)
+      throw Error(Errc::config, "got " + what + " " + std::to_string(item.question) + " of sample " +
+                                    std::to_string(item.sample) + " with inject, wanted a trace in which it is a " +
+                                    what + " too: there it is a " + (item.follows ? "question" : "turn"));
+    out.push_back(own->second);
+  }
   return out;
 }
 

@@ -64,6 +64,7 @@ std::vector<Request> make_requests(const WorkloadSpec& workload, const std::vect
     out[i].fed = item.fed;
     out[i].max_new = item.max_new;
     out[i].sequence = static_cast<std::uint32_t>(item.sample);
+    out[i].question = static_cast<std::uint32_t>(i % items.size());
     if (workload.arrivals == Arrivals::poisson) at -= std::log(1 - random.unit()) / workload.rate;
     out[i].arrival_ms = 1000 * (trace.empty() ? at : trace[i]);
   }

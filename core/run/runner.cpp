@@ -128,8 +128,10 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   const auto attempt = [&](const std::string& where, auto body) {
     try {
       placed(where, body);
+      return true;
     } catch (const Error& error) {
       if (seen.insert(error.what()).second) wrong.push_back(error);
+      return false;
     }
   };
   std::set<ItemsKey> tried;
@@ -143,7 +145,9 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     if (p.items.count(key) && !e.workloads.empty())
       attempt(e.workloads[c.workload].where,
               [&] { make_requests(e.workloads[c.workload], p.items[key].items, c.seed, e.folder); });
-    if (p.items.count(key))
+    const bool followed = !p.items.count(key) || !p.recorded || !e.inject.used(e.policies[c.policy]) ||
+                          attempt(e.inject.where, [&] { follow(*p.recorded, p.items[key].items); });
+    if (p.items.count(key) && followed)
       attempt(where, [&] { check_cell(input(e, catalog, p, c)); });
     else
       attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });

@@ -2,6 +2,10 @@
 
 namespace kvlab {
 
+TraceRecorder::TraceRecorder(const std::vector<Item>& items, results::Trace& out) : out_(out), kept_(items.size()) {
+  for (const Item& item : items) out_.questions.push_back({item.sample, item.question, item.follows});
+}
+
 void TraceRecorder::kept(const Engine& engine, int slot, int item) {
   const Shape& s = engine.store().shape();
   auto& kept = kept_[static_cast<std::size_t>(item)];
@@ -30,6 +34,7 @@ void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
 }
 
 void TraceRecorder::finish(const Shape& shape) {
+  out_.pages = shape.max_pages();
   out_.layers = shape.layers;
   out_.kv_heads = shape.kv_heads;
   out_.samples = static_cast<decltype(out_.samples)>(kept_.size());

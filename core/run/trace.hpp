@@ -6,12 +6,13 @@
 
 #include "engine/engine.hpp"
 #include "result/results.hpp"
+#include "run/items.hpp"
 
 namespace kvlab {
 
 class TraceRecorder final : public EngineObserver {
  public:
-  TraceRecorder(std::size_t items, results::Trace& out) : out_(out), kept_(items) {}
+  TraceRecorder(const std::vector<Item>& items, results::Trace& out);
 
   // What the slot holds before an item's answer, once per item in any order.
   void kept(const Engine& engine, int slot, int item);

@@ -40,9 +40,10 @@ struct CudaStoreLayer {
   std::byte* summaries = nullptr;  // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
-  PageLayout layout, host_layout;  // of the tiers
-  bool mixed = false;              // are they different? Then what crosses is encoded anew
-  int kv_heads = 0, pages = 0;     // pages: of a head's table
+  PageLayout layout, host_layout;   // of the tiers
+  bool mixed = false;               // are they different? Then what crosses is encoded anew
+  const float* inv_freq = nullptr;  // [head_dim / 2] of keys that follow their rank (re_rotate); null = none do
+  int kv_heads = 0, pages = 0;      // pages: of a head's table
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
   std::int32_t capacity[2] = {};  // frames

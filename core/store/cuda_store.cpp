@@ -31,7 +31,6 @@ bool CudaStore::Pinned::reserve(std::size_t bytes) {
 void CudaStore::check(const StoreOptions& o) {
   constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
   if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
-  if (o.rope == RopeRegime::re_rotate) refuse("got rope re_rotate, wanted original or cache_relative");
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
   for (const CodecSpec& codec : {o.codecs[0], o.host_codec})
@@ -74,6 +73,8 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
     inv_freq_ = StreamMemory(stream_, bytes);
     copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, bytes, stream_);
   }
+  if (options_.rope == RopeRegime::re_rotate && !inv_freq_)
+    throw Error(Errc::internal, "got rope re_rotate without its frequencies", "the cache on CUDA");
   lengths_.resize(heads);
   bound_.resize(static_cast<std::size_t>(s.layers) * slots);
 
@@ -142,6 +143,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.layout = layout_;
   l.host_layout = host_layout_;
   l.mixed = !same(options_.codecs[0], options_.host_codec);
+  if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;

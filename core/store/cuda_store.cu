@@ -4,212 +4,16 @@
 #include <string>
 
 #include "base/cuda.cuh"
-#include "store/cuda_kernels.hpp"
+#include "store/cuda_head.cuh"
+#include "store/cuda_turn.hpp"
 
 namespace kvlab {
 using namespace cuda;
+using namespace device_store;
 namespace {
 
 constexpr int most_fields = 8;  // 4-byte values that travel with a token: metadata, position, token state
 constexpr int few = 8;          // as CpuStore::keep_only
-
-struct Head {
-  PageEntry* table[2];
-  std::int32_t* length;
-  std::byte* summaries;
-};
-
-__device__ Head head_of(const CudaStoreLayer& s, int slot, int head) {
-  const std::int64_t at = std::int64_t{slot} * s.kv_heads + head;
-  return {{s.table[0] + at * s.pages, s.table[1] + at * s.pages},
-          s.length + at,
-          s.summaries ? s.summaries + at * s.pages * s.summary_bytes : nullptr};
-}
-
-__device__ std::byte* frame_at(const CudaStoreLayer& s, int tier, std::int32_t frame) {
-  return s.base[tier] + std::int64_t{frame} * granule_bytes;
-}
-
-__device__ const PageLayout& layout_of(const CudaStoreLayer& s, int tier) { return tier ? s.host_layout : s.layout; }
-
-// Where the page's tokens are read and written: on the device if they are there.
-__device__ int tier_of(const Head& h, int page) { return h.table[0][page].frame >= 0 ? 0 : 1; }
-__device__ std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
-  const std::int32_t upper = h.table[0][page].frame;
-  return upper >= 0 ? frame_at(s, 0, upper) : frame_at(s, 1, h.table[1][page].frame);
-}
-
-__device__ void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.counters->error, why); }
-
-// The count before the first frame that a kernel gives back is the least since it was taken from.
-__device__ void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
-  if (e.frame < 0) return;
-  const int at = atomicAdd(s.pool[tier].free_count, 1);
-  s.pool[tier].free[at] = e.frame;
-  atomicMax(&s.counters->peak_frames[tier], s.capacity[tier] - at);
-  e = PageEntry{};
-}
-
-__device__ bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens) {
-  const int left = atomicSub(s.pool[tier].free_count, 1);
-  if (left <= 0) {
-    atomicAdd(s.pool[tier].free_count, 1);
-    fail(s, store_no_frame);
-    return false;
-  }
-  PageEntry fresh;
-  fresh.frame = s.pool[tier].free[left - 1];
-  fresh.tokens = static_cast<std::uint16_t>(tokens);
-  e = fresh;
-  return true;
-}
-
-__device__ void fewer_pages(const CudaStoreLayer& s, int pages) {
-  if (s.summary != Summary::none && pages > 0) atomicMax(&s.counters->peak_pages, atomicSub(&s.counters->pages, pages));
-}
-
-__device__ void count_fired(const CudaStoreLayer& s, unsigned long long edit) {
-  if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
-}
-
-// A frame by `threads` threads, 16 bytes each.
-__device__ void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::byte* to, int thread, int threads) {
-  const uint4* a = reinterpret_cast<const uint4*>(from);
-  uint4* b = reinterpret_cast<uint4*>(to);
-  const int units = static_cast<int>(s.layout.bytes / 16);
-  constexpr int batch = 8;
-  int i = thread;
-  for (; i + (batch - 1) * threads < units; i += batch * threads) {
-    uint4 x[batch];
-#pragma unroll
-    for (int j = 0; j < batch; ++j) x[j] = a[i + j * threads];
-#pragma unroll
-    for (int j = 0; j < batch; ++j) b[i + j * threads] = x[j];
-  }
-  for (; i < units; i += threads) b[i] = a[i];
-}
-
-// ---- elements ------------------------------------------------------------------------------------------------------
-
-__device__ int bits_of(const PageLayout& l, bool key) { return key ? l.codec.k.bits : l.codec.v.bits; }
-
-__device__ float element(const std::byte* frame, const PageLayout& l, bool key, int token, int d) {
-  const std::int64_t at = std::int64_t{token} * l.head_dim + d;
-  const std::byte* side = frame + (key ? l.k : l.v);
-  if (bits_of(l, key)) {
-    const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * token;
-    // As the host does it: no fused multiply-add.
-    return __fadd_rn(
-        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]), __half2float(meta[0])),
-        __half2float(meta[1]));
-  }
-  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
-  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
-  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
-}
-
-// The bits of x in 16 bits, rounded to nearest, or (bound) to the nearest that is not above (upper: below) it: a bound
-// stays a bound.
-__device__ unsigned short narrow(float x, bool half) {
-  return half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-__device__ unsigned short bound(float x, bool upper, bool half) {
-  const unsigned short bits = narrow(x, half);
-  const float y = half ? __half2float(__ushort_as_half(bits)) : __bfloat162float(__ushort_as_bfloat16(bits));
-  if (upper ? !(y < x) : !(y > x)) return bits;
-  return upper == (x > 0) ? bits + 1 : bits - 1;
-}
-
-// By a warp.
-__device__ void summarize_as(const CudaStoreLayer& s, const PageLayout& l, const Head& h, int page, int tokens,
-                             int lane) {
-  const std::byte* frame = page_at(s, h, page);
-  std::byte* out = h.summaries + page * s.summary_bytes;
-  for (int d = lane; d < l.head_dim; d += 32) {
-    float lo = 0, hi = 0, total = 0;
-    for (int t = 0; t < tokens; ++t) {
-      const float x = element(frame, l, true, t, d);
-      lo = t ? (x < lo ? x : lo) : x;
-      hi = t ? (hi < x ? x : hi) : x;
-      total = t ? __fadd_rn(total, x) : x;
-    }
-    const float mean = __fdiv_rn(total, static_cast<float>(tokens));
-    if (l.dtype == DType::f32) {
-      float* to = reinterpret_cast<float*>(out);
-      if (s.summary == Summary::mean)
-        to[d] = mean;
-      else
-        to[d] = lo, to[l.head_dim + d] = hi;
-    } else {
-      const bool half = l.dtype == DType::f16;
-      auto* to = reinterpret_cast<unsigned short*>(out);
-      if (s.summary == Summary::mean)
-        to[d] = narrow(mean, half);
-      else
-        to[d] = bound(lo, false, half), to[l.head_dim + d] = bound(hi, true, half);
-    }
-  }
-}
-
-__device__ void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
-  if (s.summary == Summary::none) return;
-  if (s.mixed && tier_of(h, page) == 1)
-    summarize_as(s, s.host_layout, h, page, tokens, lane);
-  else
-    summarize_as(s, s.layout, h, page, tokens, lane);
-}
-
-constexpr int most_elements = 8;  // of a lane: head_dim <= 256
-
-// One side of a token by a warp, as ops::write_token stores it; x[j] is element lane + 32 j.
-__device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const float (&x)[most_elements],
-                       int lane) {
-  constexpr int most = most_elements;
-  const int bits = bits_of(l, key);
-  std::byte* side = frame + (key ? l.k : l.v);
-  const std::int64_t row = std::int64_t{offset} * l.head_dim;
-  const auto put = [&](auto* to, auto of) {
-#pragma unroll
-    for (int j = 0; j < most; ++j)
-      if (const int d = lane + 32 * j; d < l.head_dim) to[row + d] = of(x[j]);
-  };
-  if (bits) {
-    float lo = INFINITY, hi = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < most; ++j)
-      if (lane + 32 * j < l.head_dim) lo = fminf(lo, x[j]), hi = fmaxf(hi, x[j]);
-    for (int d = 16; d; d /= 2)
-      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
-    constexpr float largest = 65504.f;  // keeps scale and zero finite in f16
-    const __half half_scale = __float2half_rn(fminf(__fdiv_rn(hi - lo, 255.f), largest)),
-                 half_zero = __float2half_rn(fminf(fmaxf(lo, -largest), largest));
-    if (lane == 0) {
-      __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-      meta[0] = half_scale, meta[1] = half_zero;
-    }
-    const float scale = __half2float(half_scale), zero = __half2float(half_zero);
-    put(reinterpret_cast<std::uint8_t*>(side), [&](float y) {
-      return static_cast<std::uint8_t>(scale > 0 ? rintf(fminf(fmaxf(__fdiv_rn(y - zero, scale), 0.f), 255.f)) : 0.f);
-    });
-  } else if (l.dtype == DType::f32) {
-    put(reinterpret_cast<float*>(side), [](float y) { return y; });
-  } else if (l.dtype == DType::f16) {
-    put(reinterpret_cast<__half*>(side), [](float y) { return __float2half_rn(y); });
-  } else {
-    put(reinterpret_cast<__nv_bfloat16*>(side), [](float y) { return __float2bfloat16_rn(y); });
-  }
-}
-
-template <class In>
-__device__ void encode_row(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from, int lane) {
-  float x[most_elements];
-#pragma unroll
-  for (int j = 0; j < most_elements; ++j) {
-    const int d = lane + 32 * j;
-    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
-  }
-  encode(frame, l, key, offset, x, lane);
-}
 
 // ---- tokens --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +112,8 @@ __device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::in
 
 // As move_tokens, where the tiers differ: a token per warp at a time.
 template <class From, class To>
-__device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, int begin, int end, From from, To to) {
+__device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
+                             To to) {
   const int p = s.layout.page_size, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
   for (int first = begin; first < end; first += warps) {
@@ -316,16 +121,20 @@ __device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, int begin, 
     const int a = mine ? from(first + warp) : 0, b = mine ? to(first + warp) : 0;
     const PageLayout& target = layout_of(s, tier_of(h, b / p));
     Carried x;
+    const std::int32_t r = mine && rank ? rank[a] : 0;
     if (mine) x.read(page_at(s, h, a / p), layout_of(s, tier_of(h, a / p)), a % p, target, lane);
     __syncthreads();
     if (mine) x.write(page_at(s, h, b / p), target, b % p, lane);
+    if (mine && rank && lane == 0) rank[b] = r;
     __syncthreads();
   }
 }
 
-// Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads.
+// Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads. rank
+// [place] goes with them, unless null.
 template <class Unit, class From, class To>
-__device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, int end, From from, To to) {
+__device__ void move_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
+                            To to) {
   constexpr int each = 4;  // units of a thread
   const PageLayout& l = s.layout;
   const int p = l.page_size, units = Token<Unit>::units(l), fields = fields_of(l);
@@ -334,6 +143,7 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, i
     const int count = min(tile, end - first), all = count * units;
     Unit x[each];
     unsigned f[most_fields];
+    std::int32_t r = 0;
     const int mine = static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int j = 0; j < each; ++j)
@@ -347,6 +157,7 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, i
 #pragma unroll
       for (int i = 0; i < most_fields; ++i)
         if (i < fields) f[i] = *field(frame, l, t % p, i);
+      if (rank) r = rank[t];
     }
     __syncthreads();
 #pragma unroll
@@ -361,6 +172,7 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, int begin, i
 #pragma unroll
       for (int i = 0; i < most_fields; ++i)
         if (i < fields) *field(frame, l, t % p, i) = f[i];
+      if (rank) rank[t] = r;
     }
     __syncthreads();
   }
@@ -539,7 +351,8 @@ struct Places {
 
 template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(512)
-    keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest) {
+    keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest,
+                std::int32_t* ranks) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const Head h = head_of(s, a.slots[row], head);
@@ -561,11 +374,12 @@ __global__ void __launch_bounds__(512)
   x.kept = count;
   const int pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
 
+  std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * p : nullptr;
   const auto move = [&](int begin, int end, auto from, auto to) {
     if constexpr (Mixed)
-      carry_tokens(s, h, begin, end, from, to);
+      carry_tokens(s, h, rank, begin, end, from, to);
     else
-      move_tokens<Unit>(s, h, begin, end, from, to);
+      move_tokens<Unit>(s, h, rank, begin, end, from, to);
   };
   int moves = 0;      // of the few
   int moved = count;  // of the many: the first place that gets another token
@@ -859,8 +673,10 @@ void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, void*
   const auto kernel = s.mixed          ? keep_kernel<uint2, true>
                       : wide(s.layout) ? keep_kernel<uint4, false>
                                        : keep_kernel<uint2, false>;
-  kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest);
+  std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream) : nullptr;
+  kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest, before);
   check_launch("keep");
+  if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream), stream);
 }
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) { keep_some(s, kept, true, stream); }
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) { keep_some(s, lost, false, stream); }

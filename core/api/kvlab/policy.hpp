@@ -77,6 +77,9 @@ struct LayerKv {
   const std::int32_t* step = nullptr;      // [row] decode steps of this sequence, 0 while prefilling
   // [row] a number of the sequence, of its sample; host memory. What is drawn at random follows it, never the slot.
   const std::uint32_t* sequence = nullptr;
+  // [slot] a number of the question that the slot's decode steps belong to; memory of the stream's device, always the
+  // same place. It may change between steps, so that a captured step reads it where the host runs nothing.
+  const std::uint32_t* question = nullptr;
   int max_length = 0;  // no head of this layer and batch holds more tokens
 
   int rows() const { return pages.rows; }

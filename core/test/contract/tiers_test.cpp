@@ -84,7 +84,7 @@ TEST_CASE("fidelity is exact where everything is read") {
   }
 }
 
-TEST_CASE("re-rotated keys and keys rotated on reading give the same answers", "[cpu]") {
+TEST_CASE("re-rotated keys and keys rotated on reading give the same answers") {
   const auto model = tiny_model("llama-gqa3");
   const auto prompt = test_text(112, model->config.vocab), answer = test_text(20, model->config.vocab, 5);
   for (const Subject& s : subjects().list()) {
@@ -96,7 +96,7 @@ TEST_CASE("re-rotated keys and keys rotated on reading give the same answers", "
       PolicySpec re = with_budget(*b, BudgetAmount::tokens, 48);
       if (host) re.placement.tier = Tier::host;
       Play y(model, re);
-      CHECK(worst(x.run(prompt, answer), y.run(prompt, answer)) < 1e-4);
+      CHECK(worst(x.run(prompt, answer), y.run(prompt, answer)) < (on_cuda() ? 0.05 : 1e-4));
       CHECK(x.kept == y.kept);
     }
   }

@@ -98,6 +98,20 @@ TEST_CASE("cuda attend: the same bits however the blocks share the work") {
   }
 }
 
+// Pairs of about one length take whole blocks, of which the last may have few units or none.
+TEST_CASE("cuda attend: sequences of about the same length") {
+  CudaAttendCase c;
+  c.options.kv_heads = 2, c.options.head_dim = 128, c.options.page_size = 16, c.options.dtype = DType::bf16;
+  c.group = 4;
+  c.options.rows = 3;
+  for (const auto& lengths : std::vector<std::vector<int>>{{2000, 2000}, {1601, 1590, 1570}, {270, 290}, {1, 2}}) {
+    CAPTURE(lengths);
+    c.lengths = lengths;
+    c.options.max_pages = lengths[0] / 8 + 2;
+    compare_with_reference(c, 83, 3);
+  }
+}
+
 TEST_CASE("cuda attend: fewer tokens than the multiprocessors could share") {
   CudaAttendCase c;
   c.options.kv_heads = 2, c.options.head_dim = 64, c.options.page_size = 16, c.options.max_pages = 8;

@@ -76,7 +76,9 @@ TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is tr
   for (const char* policy :
        {"{snapkv: {window: 4, budget: {tokens: 16}}}", "{quest: {dense_layers: 0, budget: {tokens: 16}}}",
         "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16, codec: int8}}}",
-        "{streaming_llm: {sinks: 2, budget: {tokens: 16}}}"}) {
+        "{streaming_llm: {sinks: 2, budget: {tokens: 16}}}",
+        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}",
+        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}, placement: {tier: host, codec: int8}}}"}) {
     CAPTURE(policy);
     Cells cells(policy);
     const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
@@ -145,15 +147,30 @@ TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
   Cells cells("{quest: {dense_layers: 0, budget: {tokens: 24}}}");
   const std::string file =
       (std::filesystem::temp_directory_path() / ("kvlab-cuda-recorded" + std::to_string(getpid()) + ".h5")).string();
-  results::write_part(file, cells.run("cuda"), {});
+  const auto own = cells.run("cuda");
+  results::write_part(file, own, {});
   results::rebuild(file, {}, {cells.cell.id});
   cells.recorded = std::make_shared<RecordedTrace>(read_recorded(file, ""));
   std::filesystem::remove(file);
   std::filesystem::remove_all(results::parts_folder(file));
   cells.experiment.inject.trace = file;
+  // Other texts of the same lengths, of which the selector itself would read other pages.
+  for (Item& item : cells.items.items) {
+    for (std::vector<int>* text : {&item.prompt, &item.fed})
+      for (int& token : *text) token = (token + 11) % 512;
+    item.sha256 += " other";
+  }
   const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
   REQUIRE(gpu.summary.error == "");
   CHECK(gpu.summary.labels == "synthetic, injected");
   CHECK(gpu.trace.selected.size() > 50);
+  CHECK(gpu.trace.selected == own.trace.selected);
   CHECK(gpu.trace.selected == cpu.trace.selected);
+  cells.experiment.metrics = {Metric::score, Metric::latency};
+  const auto graphs = cells.run("cuda");
+  CHECK(graphs.summary.labels == "synthetic, injected, graph");
+  for (std::size_t i = 0; i < 3; ++i) CHECK(graphs.samples[i].output == gpu.samples[i].output);
+  cells.experiment.metrics = {Metric::trace};
+  cells.experiment.inject.trace.clear();
+  CHECK(cells.run("cuda").trace.selected != own.trace.selected);
 }

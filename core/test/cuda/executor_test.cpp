@@ -22,6 +22,12 @@ struct Tiny {
   std::vector<float> logits;  // transformers', f32
   std::size_t vocab = 0;
 
+  // Random weights, heads as the fast kernels take them.
+  explicit Tiny(int tokens)
+      : model(load_model(*open_model("synthetic/tiny-wide", "", "."), DType::bf16, "tiny-wide", Device::cuda)),
+        vocab(static_cast<std::size_t>(model->config.vocab)) {
+    for (int i = 0; i < tokens; ++i) ids.push_back((i * 37 + i * i) % model->config.vocab);
+  }
   Tiny(const std::string& variant, Device device, DType dtype = DType::bf16) {
     const auto folder = test::golden("tiny/" + variant);
     model = load_model(*open_checkpoint(folder), dtype, variant, device);
@@ -50,12 +56,17 @@ View<float, 2> rows(std::vector<float>& data, std::size_t first, std::size_t cou
 }
 
 struct Everything final : Policy {
-  Needs needs() const override { return Needs{}.mass(Mass::decode); }
+  explicit Everything(RopeRegime regime = RopeRegime::original) : rope(regime) {}
+  Needs needs() const override { return Needs{}.mass(Mass::decode).rope(rope); }
+  RopeRegime rope;
 };
 
 // Logits after each of the last tokens: `prompt` tokens in chunks, the others one by one.
-std::vector<float> run(const Tiny& t, Device device, std::size_t prompt, int chunk) {
-  Engine engine(t.model, std::make_shared<Everything>(), options(device, 1, chunk));
+std::vector<float> run(const Tiny& t, Device device, std::size_t prompt, int chunk,
+                       RopeRegime rope = RopeRegime::original) {
+  EngineOptions o = options(device, 1, chunk);
+  o.max_tokens = std::max(o.max_tokens, static_cast<int>(t.ids.size()));
+  Engine engine(t.model, std::make_shared<Everything>(rope), o);
   const int slot = engine.open();
   std::vector<float> out((t.ids.size() - prompt + 1) * t.vocab);
   REQUIRE(engine.prefill(slot, {t.ids.data(), prompt}, true, rows(out, 0, 1, t.vocab)) == Fit::ok);
@@ -114,6 +125,30 @@ TEST_CASE("cuda executor: f16 is closer to transformers' logits than bf16 can be
     const std::size_t prompt = t.ids.size() - 6;
     CHECK(worst(run(t, Device::cuda, prompt, 13), t.logits.data() + (prompt - 1) * t.vocab, t.vocab) < 0.005);
   }
+}
+
+TEST_CASE("cuda executor: keys by their place give transformers' logits while nothing leaves") {
+  for (const char* variant : {"llama-gqa3", "qwen3"})
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      if (test::quick() && variant != std::string("qwen3")) continue;
+      const Tiny t(variant, Device::cuda, dtype);
+      const std::size_t prompt = t.ids.size() - 6;
+      for (const RopeRegime rope : {RopeRegime::cache_relative, RopeRegime::re_rotate})
+        for (const int chunk : {0, 13}) {
+          CAPTURE(variant, name_of(dtype), static_cast<int>(rope), chunk);
+          CHECK(worst(run(t, Device::cuda, prompt, chunk, rope), t.logits.data() + (prompt - 1) * t.vocab, t.vocab) <
+                (dtype == DType::f16 ? 0.005 : 0.04));
+        }
+    }
+}
+
+TEST_CASE("cuda executor: keys by their place give what text positions give, with heads of 64") {
+  const Tiny t(test::quick() ? 90 : 700);
+  const std::size_t prompt = t.ids.size() - 3;
+  const auto wanted = run(t, Device::cuda, prompt, 0);
+  for (const RopeRegime rope : {RopeRegime::cache_relative, RopeRegime::re_rotate})
+    for (const int chunk : {0, 50})
+      CHECK(worst(run(t, Device::cuda, prompt, chunk, rope), wanted.data(), t.vocab) < 0.03);
 }
 
 TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {

@@ -20,6 +20,7 @@ TEST_CASE("cuda inject_pages equals its reference") {
     a.sequence = on.put(r.f.sequence.data(), r.f.sequence.size());
     if (a.recorded.first) {
       a.recorded.first = on.put(r.first.data(), r.first.size());
+      a.recorded.steps = on.put(r.steps.data(), r.steps.size());
       a.recorded.begin = on.put(r.begin.data(), r.begin.size());
       a.recorded.page = on.put(r.page.data(), r.page.size());
     }
@@ -27,6 +28,7 @@ TEST_CASE("cuda inject_pages equals its reference") {
       CAPTURE(step);
       r.next();
       a.list = on.put(r.f.args.list);
+      a.question = on.put(r.f.question.data(), r.f.question.size());
       a.pages.length = on.put(r.f.args.pages.length);
       ops::inject_pages(a, on.stream());
       ops::inject_pages_reference(r.f.args);

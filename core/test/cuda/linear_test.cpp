@@ -241,7 +241,105 @@ TEST_CASE("cuda linear: many tiles a block, as many tiles as blocks, slices of t
     compare(c, 13);
     c.n = 1000, c.k = 14336, c.bias = true;
     compare(c, 14);
+    c.n = 5001, c.k = 136;
+    compare(c, 15);
+    c.n = 2561, c.k = 840;
+    compare(c, 16);
   }
+}
+
+// A product that leaves the norm of what it adds to, and one that takes it, plain or with a gate: against the norm in
+// double between them. Shapes with tiles of 32, 48 and 64 rows and with slices.
+TEST_CASE("cuda linear: norms that are left and taken") {
+  struct Shape {
+    std::int64_t n, k;
+  };
+  constexpr float eps = 1e-5f;
+  unsigned seed = 500;
+  for (const Shape s : {Shape{64, 72}, {576, 1536}, {2624, 136}, {6144, 64}})
+    for (const std::int64_t m : {1, 7, 16})
+      for (const bool gated : {false, true}) {
+        CAPTURE(s.n, s.k, m, gated);
+        Case first;
+        first.m = m, first.n = s.n, first.k = s.k, first.add = true;
+        const Data d(first, seed++);
+        OnDevice device;
+        const auto rounded = [](const std::vector<float>& from) {
+          std::vector<std::uint16_t> to;
+          for (const float v : from) to.push_back(to_16(v, DType::bf16));
+          return to;
+        };
+        std::vector<float> weight(static_cast<std::size_t>(s.n));
+        for (std::size_t i = 0; i < weight.size(); ++i) weight[i] = 0.5f + static_cast<float>(i % 7) / 8;
+        const auto x16 = rounded(d.x);
+        const std::vector<std::uint16_t> poison16(static_cast<std::size_t>(m * (s.n + 8)),
+                                                  to_16(nan_value, DType::bf16));
+        const std::vector<float> poison(static_cast<std::size_t>(m * s.n), nan_value);
+        ops::LinearArgs a;
+        a.weight = device.put(d.w.data(), d.w.size());
+        a.n = s.n, a.k = a.x_stride = s.k, a.m = m;
+        a.x = device.put(x16.data(), x16.size()), a.x_dtype = DType::bf16;
+        a.y = device.put(d.y.data(), d.y.size()), a.y_stride = s.n, a.add = true;
+        a.left.weight = device.put(weight.data(), weight.size());
+        a.left.out = device.put(poison16.data(), poison16.size()), a.left.out_stride = s.n + 8;
+        a.left.squares = device.put(poison.data(), static_cast<std::size_t>(m * s.n / ops::norm_piece));
+        const CudaOps& ops = cuda_backend()->ops;
+        ops.linear(a, device.stream().handle());
+        const auto x = device.get(View<float, 1>::dense(a.y, {m * s.n}));
+
+        Case second;
+        second.m = m, second.n = 130, second.k = s.n, second.gated = gated;
+        const Data e(second, seed++);
+        const std::vector<float> y_poison(static_cast<std::size_t>(m * 130), nan_value);
+        const std::vector<std::uint16_t> gated_poison(static_cast<std::size_t>(m * 65), to_16(nan_value, DType::bf16));
+        ops::LinearArgs b;
+        b.weight = device.put(e.w.data(), e.w.size());
+        b.n = 130, b.k = s.n, b.m = m;
+        b.x = a.left.out, b.x_dtype = DType::bf16, b.x_stride = s.n + 8;
+        b.taken.squares = a.left.squares, b.taken.eps = eps;
+        if (gated)
+          b.gated = device.put(gated_poison.data(), gated_poison.size()), b.gated_stride = 65;
+        else
+          b.y = device.put(y_poison.data(), y_poison.size()), b.y_stride = 130;
+        ops.linear(b, device.stream().handle());
+        std::vector<float> got;
+        if (gated)
+          for (const auto v : device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(b.gated), {m * 65})))
+            got.push_back(from_16(v, DType::bf16));
+        else
+          got = device.get(View<float, 1>::dense(b.y, {m * 130}));
+
+        int bad = 0;
+        for (std::int64_t r = 0; r < m; ++r) {
+          double squares = 0;
+          for (std::int64_t i = 0; i < s.n; ++i)
+            squares += std::pow(double{x[static_cast<std::size_t>(r * s.n + i)]}, 2);
+          const double scale = 1 / std::sqrt(squares / static_cast<double>(s.n) + double{eps});
+          const auto of = [&](std::int64_t output) {
+            Product p;
+            for (std::int64_t i = 0; i < s.n; ++i) {
+              const float taken = x[static_cast<std::size_t>(r * s.n + i)] * weight[static_cast<std::size_t>(i)];
+              const double t = scale * double{from_16(to_16(taken, DType::bf16), DType::bf16)} *
+                               double{from_16(e.w[static_cast<std::size_t>(output * s.n + i)], DType::bf16)};
+              p.value += t, p.size += std::abs(t);
+            }
+            return p;
+          };
+          for (std::int64_t o = 0; o < (gated ? 65 : 130); ++o) {
+            const Product p = of(o);
+            double wanted = p.value, room = 1e-5 * p.size + 1e-6;
+            if (gated) {
+              const Product up = of(o + 65);
+              const double silu = p.value / (1 + std::exp(-p.value));
+              wanted = silu * up.value;
+              room = 1e-5 * (1.2 * p.size * std::abs(up.value) + std::abs(silu) * up.size) + 4.5e-3 * std::abs(wanted) +
+                     1e-6;
+            }
+            bad += !(std::abs(got[static_cast<std::size_t>(r * (gated ? 65 : 130) + o)] - wanted) <= room);
+          }
+        }
+        CHECK(bad == 0);
+      }
 }
 
 TEST_CASE("cuda linear with a gate") {

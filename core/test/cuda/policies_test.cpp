@@ -123,20 +123,21 @@ TEST_CASE("cuda policies: pages on the host and recalled equal resident ones, bi
 }
 
 TEST_CASE("cuda policies: keys by their place in the cache, whole prompts and chunks") {
-  for (const Subject& s : subjects().list()) {
-    const auto relative = subjects().with(s.spec, "rope", "cache_relative");
-    if (s.composed() || !relative) continue;
-    const auto original = subjects().with(s.spec, "rope", "original");
-    for (const char* name : {"llama-gqa3", "qwen3"}) {
-      if (quick() && name != std::string("qwen3")) continue;
-      CAPTURE(s.label, name);
-      const PolicySpec spec = with_budget(*relative, BudgetAmount::tokens, limit);
-      const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
-      CHECK(cuda.kept == cpu.kept);
-      CHECK(worst(cuda.logits, cpu.logits) < 0.05);
-      CHECK(worst(run(Device::cuda, spec, name, 13).logits, run(Device::cpu, spec, name, 13).logits) < 0.05);
-      const Run other = run(Device::cuda, with_budget(*original, BudgetAmount::tokens, limit), name);
-      CHECK(cuda.logits.back() != other.logits.back());  // places are not text positions
+  for (const Subject& s : subjects().list())
+    for (const char* rope : {"cache_relative", "re_rotate"}) {
+      const auto by_place = subjects().with(s.spec, "rope", rope);
+      if (s.composed() || !by_place) continue;
+      const auto original = subjects().with(s.spec, "rope", "original");
+      for (const char* name : {"llama-gqa3", "qwen3"}) {
+        if (quick() && name != std::string("qwen3")) continue;
+        CAPTURE(s.label, name, rope);
+        const PolicySpec spec = with_budget(*by_place, BudgetAmount::tokens, limit);
+        const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
+        CHECK(cuda.kept == cpu.kept);
+        CHECK(worst(cuda.logits, cpu.logits) < 0.05);
+        CHECK(worst(run(Device::cuda, spec, name, 13).logits, run(Device::cpu, spec, name, 13).logits) < 0.05);
+        const Run other = run(Device::cuda, with_budget(*original, BudgetAmount::tokens, limit), name);
+        CHECK(cuda.logits.back() != other.logits.back());  // places are not text positions
+      }
     }
-  }
 }

@@ -43,11 +43,12 @@ class Looks final : public Policy {
     ++windows;
   }
   void observe(const LayerStep& there, Edits&, Stream s) override {
-    const LayerStep here = mirror->of(there);
+    const LayerStep here = mirror->of(there, s);
     compare(there.queries.f32(), here.queries.f32(), s);
     compare(there.output.f32(), here.output.f32(), s);
     for (int row = 0; row < here.rows(); ++row) {
       CHECK(here.pages.tokens(row, 0) == here.position[row]);
+      CHECK(here.question[here.slots[row]] == (here.slots[row] == asking ? 7u : 0u));
       for (int head = 0; head < here.shape->query_heads; ++head) {
         double sum = 0;
         for (int t = 0; t < here.pages.tokens(row, 0); ++t) sum += static_cast<double>(here.mass(row, head, t));
@@ -55,12 +56,13 @@ class Looks final : public Policy {
       }
     }
     last = here;
+    last.question = there.question;
   }
   void release(int slot) override { mirror->release(slot); }
 
   std::optional<HostMirror> mirror;
   LayerStep last;
-  int windows = 0;
+  int windows = 0, asking = -1;  // a slot that is at question 7
 
  private:
   template <int Rank>
@@ -96,7 +98,7 @@ void compare_slot(const Engine& engine, HostMirror& mirror, LayerStep& callback,
   const Shape& s = shape_of(engine);
   for (int layer = 0; layer < s.layers; ++layer) {
     callback.layer = layer;
-    const LayerStep here = mirror.of(callback);
+    const LayerStep here = mirror.of(callback, engine.store().stream());
     const PagedKv there = device->view(layer, {0});
     const Summaries summaries = device->summaries(layer);
     const int row = static_cast<int>(std::find(here.slots, here.slots + here.rows(), slot) - here.slots);
@@ -162,12 +164,15 @@ TEST_CASE("cuda profile: the mirror of a ragged batch holds what the GPU holds")
     REQUIRE(engine.prefill(slot, test::test_text(tokens, vocab, static_cast<unsigned>(tokens)), true, {}) == Fit::ok);
   }
   CHECK(looks->windows == 3 * model->config.layers);
+  engine.ask(1, 7);
+  looks->asking = 1;
   std::vector<std::int32_t> next(3), slots{0, 1, 2};
   for (int i = 0; i < 6; ++i)
     REQUIRE(engine.step(slots, std::vector<int>{1 + i, 20 + i, 40 + i}, StepResult(std::span(next))) == Fit::ok);
   for (const int slot : slots) compare_slot(engine, *looks->mirror, looks->last, slot);
 
   engine.close(1);  // and one of other tokens in its place
+  looks->asking = -1;
   REQUIRE(engine.open() == 1);
   REQUIRE(engine.prefill(1, test::test_text(9, vocab, 5), true, {}) == Fit::ok);
   slots = {2, 1};

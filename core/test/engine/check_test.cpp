@@ -67,7 +67,7 @@ TEST_CASE("Engine::check names what cannot run") {
   Asking turned;
   turned.wanted.rope(RopeRegime::re_rotate);
   CHECK(refusal(turned, Device::cpu) == "");
-  CHECK_THAT(refusal(turned, Device::cuda), Catch::Contains("re_rotate"));
+  CHECK(refusal(turned, Device::cuda) == "");
   Asking whole;
   whole.wanted.chunked_prompts(false);
   CHECK_THAT(refusal(whole, Device::cuda, DType::bf16, nullptr, 16), Catch::Contains("got prefill_chunk 16"));

@@ -83,20 +83,19 @@ TEST_CASE("a sequence without state starts with the selector's choice") {
   f.choose({3, 4});
   ops::inject_pages(f.args, Stream::cpu());
   CHECK(f.state[0] == 1);
-  CHECK(f.state[1] == 0b11000);
+  CHECK(f.state[ops::inject_header] == 0b11000);
   std::fill(f.state.begin(), f.state.end(), 0u);
   f.choose({9, 12});
   ops::inject_pages(f.args, Stream::cpu());
   CHECK(f.of(0, 0) == Ints{9, 12});
 }
 
-TEST_CASE("recorded lists come in their order, layers and heads modulo, and start again") {
-  const Ints first = {0, 2}, pages = {1, 2, 0, 5, 3, 4, 6, 7};  // two steps of one layer and two heads
+TEST_CASE("recorded lists come in their order, heads modulo, and start again") {
+  const Ints first = {0}, steps = {2}, pages = {1, 2, 0, 5, 3, 4, 6, 7};  // two steps of one layer and two heads
   const std::vector<std::int64_t> begin = {0, 2, 4, 6, 8};
   InjectFixture f(1, 3, 4, 8);
   f.lengths(32);
-  f.args.recorded = {first.data(), begin.data(), pages.data(), 1, 1, 2};
-  f.args.layer = 5;
+  f.args.recorded = {first.data(), steps.data(), begin.data(), pages.data(), 1, 1, 2, 0};
   for (int round = 0; round < 2; ++round) {
     f.choose({6, 7});
     ops::inject_pages(f.args, Stream::cpu());
@@ -113,6 +112,26 @@ TEST_CASE("recorded lists come in their order, layers and heads modulo, and star
   ops::inject_pages(f.args, Stream::cpu());
   CHECK(f.of(0, 0).size() == 4);
   CHECK(shared(f.of(0, 0), {1, 2, 7}) == 3);
+}
+
+TEST_CASE("each question follows its own recorded lists, from the first one") {
+  // Question 0: three steps, question 1: none, question 2: one.
+  const Ints first = {1, 4, 0}, steps = {3, 0, 1}, pages = {7, 1, 2, 3};
+  const std::vector<std::int64_t> begin = {0, 1, 2, 3, 4};
+  InjectFixture f(2, 1, 4, 8);
+  f.lengths(32);
+  f.args.recorded = {first.data(), steps.data(), begin.data(), pages.data(), 3, 1, 1, 0};
+  const auto next = [&](std::uint32_t of_slot_0, std::uint32_t of_slot_1) {
+    f.question[0] = of_slot_0, f.question[1] = of_slot_1;
+    f.choose({5});
+    ops::inject_pages(f.args, Stream::cpu());
+    return std::pair(f.of(1, 0)[0], f.of(0, 0)[0]);  // rows have the slots the other way round
+  };
+  CHECK(next(0, 2) == std::pair(1, 7));
+  CHECK(next(0, 0) == std::pair(2, 1));
+  CHECK(next(2, 0) == std::pair(7, 2));
+  CHECK(next(0, 0) == std::pair(1, 3));
+  CHECK(next(1, 9) == std::pair(5, 5));  // nothing of them: the selector's own choice
 }
 
 TEST_CASE("what is drawn follows the sequence, not the slot") {

@@ -73,6 +73,8 @@ void check_equal(const CellResult& a, const CellResult& b) {
   CHECK(same(a.trace.kept_offsets, b.trace.kept_offsets));
   CHECK(same(a.trace.selected, b.trace.selected));
   CHECK(spelled(a.trace.events) == spelled(b.trace.events));
+  CHECK(a.trace.questions == b.trace.questions);
+  CHECK(a.trace.pages == b.trace.pages);
 }
 
 std::string bytes_of(const std::string& path) {
@@ -198,6 +200,8 @@ TEST_CASE("pieces that do not fit together are refused before anything is writte
   refused([](CellResult& c) { c.trace.kept_offsets.back() = 7; });
   refused([](CellResult& c) { c.trace.kv_heads = 3; });
   refused([](CellResult& c) { c.trace.events[1].count = 2; });
+  refused([](CellResult& c) { c.trace.questions.pop_back(); });
+  refused([](CellResult& c) { c.trace.pages = 0; });
 }
 
 TEST_CASE("finished cells, forgetting them and results newer than OUT") {

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 
+#include "run/answer.hpp"
 #include "run/cell.hpp"
 #include "run/recorded.hpp"
 #include "support/cell_fixture.hpp"
@@ -19,6 +20,25 @@ namespace {
 using Pages = std::vector<std::int32_t>;
 
 constexpr int page_size = 4, most = 10;  // tokens of a page, pages of a list
+
+std::string temporary(const char* name) {
+  return (std::filesystem::temp_directory_path() / (name + std::to_string(getpid()) + ".h5")).string();
+}
+
+void write(const std::string& file, const results::CellResult& cell) {
+  results::write_part(file, cell, {});
+  results::rebuild(file, {}, {cell.id});
+}
+
+void remove(const std::string& file) {
+  std::filesystem::remove(file);
+  std::filesystem::remove_all(file + ".parts");
+}
+
+struct Removed {
+  std::string file;
+  ~Removed() { remove(file); }
+};
 
 // Prompts of the tiny model under quest, four sequences of which two are batched.
 struct Cells : test::CellFixture {
@@ -33,6 +53,53 @@ struct Cells : test::CellFixture {
     auto out = CellFixture::run();
     CHECK(out.summary.error == "");
     return out;
+  }
+  // Injects the lists of this cell, through a file.
+  void follow(const results::CellResult& traced) {
+    const std::string file = temporary("kvlab-recorded");
+    write(file, traced);
+    const Removed removed{file};
+    recorded = std::make_shared<RecordedTrace>(read_recorded(file, ""));
+    experiment.inject.trace = "recorded";
+  }
+  int room() const {
+    int tokens = 0;
+    for (const Item& item : items.items) tokens = std::max(tokens, item.most_tokens());
+    return (tokens + page_size - 1) / page_size;
+  }
+};
+
+// Two samples of three questions, the second one a turn that follows the first.
+struct Talks : Cells {
+  explicit Talks(bool shared) {
+    items.items.clear();
+    for (int s = 0; s < 2; ++s) {
+      const auto seed = static_cast<unsigned>(s);
+      const auto context = test::test_text(100 + 9 * s, model->config.vocab, seed);
+      for (int q = 0; q < 3; ++q) {
+        auto question = test::test_text(3 + q + s, model->config.vocab, 10 + 3 * seed + static_cast<unsigned>(q));
+        add(context, {}, 5 + 2 * q + s, q == 1);
+        Item& item = items.items.back();
+        item.sample = s, item.question = q;
+        item.shared = shared && q != 1;
+        auto& to = shared || q == 1 ? item.fed : item.prompt;
+        to.insert(to.end(), question.begin(), question.end());
+      }
+    }
+    place_turns();
+  }
+  void retell() {
+    for (Item& item : items.items)
+      for (std::vector<int>* text : {&item.prompt, &item.fed})
+        for (int& token : *text) token = (token + 11) % model->config.vocab;
+  }
+  // As make_items does.
+  void place_turns() {
+    for (std::size_t i = 1; i < items.items.size(); ++i)
+      if (Item& item = items.items[i], &last = items.items[i - 1]; item.follows) {
+        item.prompt = last.prompt;
+        item.before = last.most_tokens() - static_cast<int>(last.prompt.size());
+      }
   }
 };
 
@@ -49,20 +116,6 @@ std::size_t shared(const Pages& a, const Pages& b) {
   Pages both;
   std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
   return both.size();
-}
-
-std::string temporary(const char* name) {
-  return (std::filesystem::temp_directory_path() / (name + std::to_string(getpid()) + ".h5")).string();
-}
-
-void write(const std::string& file, const results::CellResult& cell) {
-  results::write_part(file, cell, {});
-  results::rebuild(file, {}, {cell.id});
-}
-
-void remove(const std::string& file) {
-  std::filesystem::remove(file);
-  std::filesystem::remove_all(file + ".parts");
 }
 
 }  // namespace
@@ -141,33 +194,175 @@ TEST_CASE("a cell without injection, or without a selector, has no such label") 
   CHECK(cells.run().summary.labels.empty());
 }
 
-TEST_CASE("lists of a traced cell are injected again") {
-  Cells cells;
-  const auto own = cells.run();
-  const std::string file = temporary("kvlab-recorded");
-  write(file, own);
-  cells.recorded = std::make_shared<RecordedTrace>(read_recorded(file, ""));
-  remove(file);
-  CHECK(cells.recorded->samples == 4);
-  CHECK(cells.recorded->layers == cells.model->config.layers);
-  CHECK(cells.recorded->heads == cells.model->config.kv_heads);
-  cells.experiment.inject.trace = file;
-  const auto again = cells.run();
-  CHECK(again.summary.labels == "injected");
-  const auto scale = [&](std::int32_t page) {
-    const int room = (cells.items.items[3].most_tokens() + page_size - 1) / page_size;  // of the longest one
-    return page * room / cells.recorded->pages;
+TEST_CASE("lists of a traced cell are injected again, the same ones") {
+  for (const int dense : {0, 1}) {
+    CAPTURE(dense);
+    Cells cells;
+    cells.experiment.policies = {
+        test::policy_of("{quest: {dense_layers: " + std::to_string(dense) + ", budget: {tokens: 40}}}", page_size)};
+    const auto own = cells.run();
+    cells.follow(own);
+    CHECK(cells.recorded->questions.size() == 4);
+    CHECK(cells.recorded->layers.size() == static_cast<std::size_t>(cells.model->config.layers - dense));
+    CHECK(cells.recorded->layers.front() == dense);
+    CHECK(cells.recorded->heads == cells.model->config.kv_heads);
+    CHECK(cells.recorded->pages == cells.room());
+    const auto again = cells.run();
+    CHECK(again.summary.labels == "injected");
+    CHECK(lists_of(again.trace) == lists_of(own.trace));
+  }
+}
+
+TEST_CASE("several questions of a sample and turns follow their own lists") {
+  for (const bool shared : {false, true}) {  // the context's cache serves all questions, or each has a prompt
+    CAPTURE(shared);
+    Talks talks(shared);
+    const auto own = talks.run();
+    const auto wanted = lists_of(own.trace);
+    talks.follow(own);
+    for (const int batch : {1, 2, 3, 8}) {
+      CAPTURE(batch);
+      talks.experiment.batch = batch;
+      const auto again = talks.run();
+      CHECK(lists_of(again.trace) == wanted);
+      for (std::size_t i = 0; i < own.samples.size(); ++i) CHECK(again.samples[i].output == own.samples[i].output);
+    }
+    // Other texts of the same lengths, of which the selector would read others.
+    talks.retell();
+    CHECK(lists_of(talks.run().trace) == wanted);
+    talks.experiment.inject.trace.clear();
+    for (const auto& [place, lists] : lists_of(talks.run().trace)) CHECK(wanted.at(place) != lists);
+  }
+}
+
+TEST_CASE("longer answers start a question's lists again and leave those of the next turn alone") {
+  Talks talks(true);
+  const auto own = talks.run();
+  const auto recorded = lists_of(own.trace);
+  talks.follow(own);
+  auto geometry = std::make_shared<RecordedTrace>(*talks.recorded);
+  talks.items.items[0].max_new *= 3;
+  talks.place_turns();
+  geometry->pages = talks.room();  // pages stand for themselves, not for a share of the room
+  talks.recorded = geometry;
+  const auto again = lists_of(talks.run().trace);
+  for (const auto& [place, lists] : recorded) {
+    const auto& now = again.at(place);
+    REQUIRE(now.size() >= lists.size());
+    CHECK((now.size() > lists.size()) == (place[0] == 0));
+    for (std::size_t i = 0; i < now.size(); ++i) {
+      // All but the newest page, which is read whatever was recorded and takes another one's place.
+      const Pages& old = lists[i % lists.size()];
+      CHECK(shared(now[i], old) + 1 >= old.size());
+    }
+  }
+}
+
+TEST_CASE("questions and turns that were not recorded are refused") {
+  Talks talks(true);
+  const auto own = talks.run();
+  talks.follow(own);
+  auto& items = talks.items.items;
+  const auto refused = [&] {
+    try {
+      talks.run();
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+    return std::string();
   };
-  auto recorded = lists_of(own.trace);
-  int pages = 0, shared = 0;
-  for (const auto& [place, lists] : lists_of(again.trace))
-    for (std::size_t i = 0; i < lists.size(); ++i)
-      for (const std::int32_t page : recorded[place].at(i)) {
-        ++pages;
-        shared += std::binary_search(lists[i].begin(), lists[i].end(), scale(page));
-      }
-  CHECK(pages > 100);
-  CHECK(shared > 0.85 * pages);  // all but pages that meet, and the newest one
+  const auto all = items;
+  CHECK(refused().empty());
+  items.push_back(items.back());
+  items.back().question = 7, items.back().follows = false;
+  CHECK_THAT(refused(), Catch::Contains("got question 7 of sample 1") && Catch::Contains("has 3"));
+  items = all;
+  items[1].follows = false;
+  CHECK_THAT(refused(), Catch::Contains("got question 1 of sample 0") && Catch::Contains("there it is a turn"));
+  items = all;
+  for (Item& item : items) item.sample += 2;  // samples start again
+  CHECK(refused().empty());
+  items = all;
+  std::swap(items[2], items[5]);  // the same questions in another order
+  CHECK(follow(*talks.recorded, items) == std::vector<std::int32_t>{0, 1, 5, 3, 4, 2});
+}
+
+TEST_CASE("a fidelity pass asks its questions as the plain pass does") {
+  // Of the steps that it takes of a conversation, which question each one belongs to.
+  class Listener final : public Policy {
+   public:
+    Needs needs() const override { return {}; }
+    void select(const LayerStep& step, Edits&, Stream) override {
+      if (step.layer == 0) asked.push_back(step.question[step.slots[0]]);
+    }
+    std::vector<std::uint32_t> asked;
+  };
+  const auto model = test::tiny_model("llama-gqa3");
+  auto listener = std::make_shared<Listener>();
+  EngineOptions o;
+  o.max_tokens = 64;
+  Engine engine(model, listener, o);
+  Sequence sequence(engine);
+  Item item;
+  item.prompt = test::test_text(9, model->config.vocab, 1);
+  item.fed = {1, 2, 3, 4, 5};
+  const Sequence::Asked asked[] = {{0, 4}, {2, 5}, {5, 6}};
+  sequence.begin(item, asked);
+  sequence.feed(3);
+  sequence.close();
+  sequence.begin(item);
+  sequence.close();
+  CHECK(listener->asked == std::vector<std::uint32_t>{4, 4, 5, 5, 5, 6, 0, 0, 0, 0, 0});
+}
+
+TEST_CASE("requests follow their own lists, preempted or not") {
+  Cells cells;
+  for (Item& item : cells.items.items) item.max_new = 40;
+  const auto own = cells.run();
+  cells.follow(own);
+  cells.experiment.policies = {test::policy_of("{quest: {dense_layers: 0, budget: {tokens: 20}}}", page_size)};
+  cells.experiment.metrics = {Metric::score};
+  const auto alone = cells.run();
+  cells.experiment.inject.trace.clear();
+  const auto weak = cells.run();
+  cells.experiment.inject.trace = "recorded";
+  cells.experiment.workloads.resize(1);
+  cells.experiment.workloads[0].requests = 9;
+  cells.experiment.batch = 4;
+  for (const std::int64_t memory : {0, 300'000}) {
+    cells.experiment.device_memory = memory;
+    const auto served = cells.run();
+    CHECK((served.summary.preemptions > 0) == (memory > 0));
+    REQUIRE(served.samples.size() == 9);
+    int others = 0;
+    for (std::size_t i = 0; i < 9; ++i) {
+      CHECK(served.samples[i].output == alone.samples[i % 4].output);
+      others += alone.samples[i % 4].output != weak.samples[i % 4].output;
+    }
+    CHECK(others > 0);
+  }
+}
+
+TEST_CASE("a traced file says which layers and pages its lists are of") {
+  Cells cells;
+  auto cell = cells.run();
+  // As a policy leaves it whose first layer is dense, in an engine with more room.
+  std::erase_if(cell.trace.events, [](const auto& e) { return e.layer == 0; });
+  cell.trace.pages = 999;
+  cells.follow(cell);
+  CHECK(cells.recorded->layers.front() == 1);
+  CHECK(cells.recorded->pages == 999);
+  // A file that does not say so: every sample is one of the task's, room is what its lists name.
+  cell.trace.questions.clear();
+  std::erase_if(cell.trace.events, [](const auto& e) { return e.sample == 2; });
+  cells.follow(cell);
+  REQUIRE(cells.recorded->questions.size() == 4);
+  CHECK(cells.recorded->questions[3].sample == 3);
+  CHECK(cells.recorded->questions[3].steps == cells.recorded->questions[0].steps);
+  CHECK(cells.recorded->questions[2].steps == 0);
+  CHECK(cells.recorded->pages <= cells.room());
+  cell.trace.events.front().sample = -1;
+  CHECK_THROWS_AS(cells.follow(cell), Error);
 }
 
 TEST_CASE("a file without lists of pages is refused") {
@@ -192,7 +387,7 @@ TEST_CASE("a file without lists of pages is refused") {
   results::write_part(file, cell, {});
   results::rebuild(file, {}, {"cell", "more"});
   CHECK_THAT(message(""), Catch::Contains("several cells") && Catch::Contains("cell, more"));
-  CHECK(read_recorded(file, "more").samples == 4);
+  CHECK(read_recorded(file, "more").questions.size() == 4);
   remove(file);
   CHECK_THAT(message(""), Catch::Contains("no such file"));
 }

@@ -32,7 +32,7 @@ void run(EngineObserver& observer, int newest) {
 TEST_CASE("a trace has the pages that listed tokens lie in") {
   const auto model = tiny_model("llama-gqa3");
   results::Trace trace;
-  TraceRecorder recorder(1, trace);
+  TraceRecorder recorder({Item{}}, trace);
   recorder.rows({{0, 0}});
   run(recorder, 4);  // tokens 0, 1 and 17 to 20
   REQUIRE(trace.events.size() == static_cast<std::size_t>(model->config.layers * model->config.kv_heads));

@@ -41,18 +41,19 @@ struct CellFixture {
     items.metric = "contains";
   }
 
-  // follows: a further turn of the conversation of the item before it.
+  // follows: a further turn of the conversation of the item before it, of the same sample.
   void add(std::vector<int> prompt, std::vector<int> fed, int max_new, bool follows = false) {
     Item item;
-    item.sample = static_cast<int>(items.items.size());
+    item.sample = items.items.empty() ? 0 : items.items.back().sample + !follows;
     item.max_new = max_new;
     item.follows = follows;
     item.prompt = std::move(prompt);
     item.fed = std::move(fed);
     item.references = {"x"};
-    item.sha256 = std::to_string(item.sample);
+    item.sha256 = std::to_string(items.items.size());
     if (follows) {
       const Item& last = items.items.back();
+      item.question = last.question + 1;
       item.prompt = last.prompt;
       item.before = last.most_tokens() - static_cast<int>(last.prompt.size());
     }

@@ -14,7 +14,7 @@ struct InjectFixture {
   int rows, heads, most;
   Ints length, slots, index, count;
   std::vector<PageEntry> table;
-  std::vector<std::uint32_t> state, sequence;
+  std::vector<std::uint32_t> state, sequence, question;
   std::vector<std::byte> frame = std::vector<std::byte>(granule_bytes);
   PageLayout layout;
   ops::InjectArgs args;
@@ -36,7 +36,8 @@ struct InjectFixture {
     kv.rows = rows, kv.kv_heads = heads, kv.head_dim = 64, kv.page_size = page_size;
     args.list.index = View<std::int32_t, 3>::dense(index.data(), {rows, heads, most});
     args.list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
-    args.sequence = sequence.data();
+    question = sequence;
+    args.sequence = sequence.data(), args.question = question.data();
     args.state = View<std::uint32_t, 3>::dense(state.data(), {rows, heads, words});
   }
   InjectFixture(const InjectFixture&) = delete;
@@ -61,7 +62,7 @@ struct InjectFixture {
 struct RandomInjection {
   std::mt19937 rng;
   InjectFixture f;
-  Ints first, page;
+  Ints first, steps, page;
   std::vector<std::int64_t> begin;
 
   explicit RandomInjection(unsigned n)
@@ -77,6 +78,7 @@ struct RandomInjection {
 
   void next() {
     for (auto& x : f.length) x += static_cast<int>(below(3));
+    if (below(3) == 0) f.question[0] = below(3);
     for (int r = 0; r < f.rows; ++r)
       for (int h = 0; h < f.heads; ++h) {
         const int pages = f.args.pages.pages(r, h);
@@ -93,15 +95,17 @@ struct RandomInjection {
 
   void record() {
     ops::RecordedPages& r = f.args.recorded;
-    r.samples = 2, r.layers = 3, r.heads = 2;
-    first = {0, 2, 5};
+    r.questions = 3, r.layers = 3, r.heads = 2;
+    r.layer = f.args.layer % 3;
+    first = {2, 0, 0}, steps = {3, 0, 2};  // rows in another order, nothing of question 1
+    for (auto& x : f.question) x = below(3);
     for (int list = 0; list < 5 * r.layers * r.heads; ++list) {
       begin.push_back(static_cast<std::int64_t>(page.size()));
       for (int p = 0; p < f.most; ++p)
         if (below(4) == 0) page.push_back(p);
     }
     begin.push_back(static_cast<std::int64_t>(page.size()));
-    r.first = first.data(), r.begin = begin.data(), r.page = page.data();
+    r.first = first.data(), r.steps = steps.data(), r.begin = begin.data(), r.page = page.data();
   }
 };
 
