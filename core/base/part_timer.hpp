@@ -1,11 +1,15 @@
-// Where a step's time goes. A PartClock that is installed on the thread gets every second between install and read,
-// each under the part of the innermost open PartTimer (exclusive times, so the parts add up to the whole).
+// Where a step's time goes. A PartClock that is installed on the thread gets every second between install and take,
+// each under the part of the innermost open PartTimer (exclusive times, so the parts add up to the whole). Work that is
+// given to a GPU's stream takes its time there: a clock with PartEvents puts an event between two parts in place of
+// looking at the host's clock.
 #pragma once
 #include <array>
 #include <chrono>
 #include <cstdint>
 
 namespace kvlab {
+
+class PartEvents;
 
 enum class Part : std::uint8_t { gemm, attend, append, score, select, recall, compact, other };
 inline constexpr int part_count = 8;
@@ -14,21 +18,24 @@ constexpr const char* name_of(Part p) {
                                              "select", "recall", "compact", "other"};
   return names[static_cast<int>(p)];
 }
+using PartSeconds = std::array<double, part_count>;
 
 class PartClock {
  public:
-  PartClock() : previous_(current()) { current() = this; }
+  // events: of the stream that the work in between goes to; null = the host's clock. Borrowed; what they marked before
+  // is dropped.
+  explicit PartClock(PartEvents* events = nullptr);
   ~PartClock() { current() = previous_; }
   PartClock(const PartClock&) = delete;
   PartClock& operator=(const PartClock&) = delete;
 
-  // Seconds per part since the last take(); starts anew.
-  std::array<double, part_count> take() {
-    lap();
-    auto out = seconds_;
-    seconds_ = {};
-    return out;
-  }
+  struct Step {
+    double seconds = 0;  // of the host's clock
+    PartSeconds parts{};
+  };
+  // Since the last take(); starts anew. On the host's clock the parts add up to the whole; of events, which are waited
+  // for, to what lies between the first and the last end of a PartTimer.
+  Step take();
 
  private:
   friend class PartTimer;
@@ -38,30 +45,26 @@ class PartClock {
     thread_local PartClock* clock = nullptr;
     return clock;
   }
-  void lap() {
-    const auto now = Clock::now();
-    seconds_[static_cast<std::size_t>(part_)] += std::chrono::duration<double>(now - since_).count();
-    since_ = now;
-  }
+  void lap();
+  void enter(Part part);
+  void leave(Part outer) noexcept;
 
+  PartEvents* events_;
   PartClock* previous_;
-  Clock::time_point since_ = Clock::now();
+  Clock::time_point begin_ = Clock::now(), since_ = begin_;
   Part part_ = Part::other;
-  std::array<double, part_count> seconds_{};
+  PartSeconds seconds_{};
 };
 
 class PartTimer {
  public:
   explicit PartTimer(Part part) : clock_(PartClock::current()) {
     if (!clock_) return;
-    clock_->lap();
     outer_ = clock_->part_;
-    clock_->part_ = part;
+    clock_->enter(part);
   }
   ~PartTimer() {
-    if (!clock_) return;
-    clock_->lap();
-    clock_->part_ = outer_;
+    if (clock_) clock_->leave(outer_);
   }
   PartTimer(const PartTimer&) = delete;
   PartTimer& operator=(const PartTimer&) = delete;

@@ -25,6 +25,7 @@ struct EngineOptions {
   BudgetAmount budget;
   std::int64_t device_limit = -1;
   bool batch_invariant = false;  // make_executor
+  bool graphs = true;            // on a GPU: decode steps may be launched as graphs, of which no part can be timed
   bool protect_host = false;     // tests: the host tier is unreadable while attention runs
 };
 
@@ -83,7 +84,7 @@ class Engine final : private LayerHooks {
   double device_ms() const { return executor_->device_ms(); }    // of the latest decode step; NaN on the CPU
 
  private:
-  bool replayable() const override { return capturable_ && !observer_; }
+  bool replayable() const override { return capturable_ && options_.graphs && !observer_; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
   bool wants_prompt_output() const override {
     return observer_ && observer_->reads_of_prompt() == EngineObserver::Prompt::everything;

@@ -31,7 +31,10 @@ template <class T, int Rank>
 View<T, Rank> HostCopy::dense(const View<const T, Rank>& from, Array<T>& to) {
   const std::int64_t elements = elements_of(from);
   if (elements == 0) return {};
-  if (static_cast<std::int64_t>(to.raw.size()) == elements) return View<T, Rank>::dense(to.raw.data(), from.extent);
+  const auto as_it_is = View<T, Rank>::dense(to.raw.data(), from.extent);
+  bool in_order = true;
+  for (int d = 0; d < Rank; ++d) in_order &= from.extent[d] == 1 || from.stride[d] == as_it_is.stride[d];
+  if (in_order) return as_it_is;
   to.dense.clear();
   to.dense.reserve(static_cast<std::size_t>(elements));
   const std::int64_t inner = from.extent[Rank - 1], step = from.stride[Rank - 1];
@@ -96,6 +99,17 @@ DecodeLayer HostCopy::of(const DecodeLayer& l, Stream s) {
     out.read.pages = &(pages_ = {here});
   else
     out.read.tokens = &(tokens_ = {here});
+  return out;
+}
+
+LayerPrefill HostCopy::of(const LayerPrefill& l, Stream s) {
+  const auto window = l.window_queries ? l.window_queries.f32() : View<const float, 4>{};
+  fetch(l.mass, floats_[6], s);
+  fetch(window, window_, s);
+  synchronize(s);
+  LayerPrefill out = l;
+  out.mass = dense(l.mass, floats_[6]);
+  out.window_queries = dense(window, window_);
   return out;
 }
 

@@ -8,9 +8,10 @@ namespace kvlab {
 
 class HostCopy {
  public:
-  // The copies live until the next call. Both wait for the stream, once.
+  // The copies live until the next call. All wait for the stream, once.
   PromptLayer of(const PromptLayer& l, bool keys_and_values_only, Stream s);
   DecodeLayer of(const DecodeLayer& l, Stream s);
+  LayerPrefill of(const LayerPrefill& l, Stream s);  // mass and window queries; the cache stays where it is
 
  private:
   template <class T>
@@ -26,7 +27,7 @@ class HostCopy {
   template <class Layer>
   Layer dense_all(const Layer& l);
 
-  Array<float> floats_[7];
+  Array<float> floats_[7], window_;
   Array<std::int32_t> index_, count_;
   PageList pages_;
   TokenList tokens_;

@@ -21,11 +21,9 @@ using yaml::Node;
 constexpr std::size_t most_expansions = 10'000;
 constexpr int workload_batch = 64;  // sequences at once under a workload that names none
 
-constexpr std::pair<const char*, Metric> metric_words[] = {{"score", Metric::score},
-                                                           {"fidelity", Metric::fidelity},
-                                                           {"memory", Metric::memory},
-                                                           {"latency", Metric::latency},
-                                                           {"trace", Metric::trace}};
+constexpr std::pair<const char*, Metric> metric_words[] = {{"score", Metric::score},   {"fidelity", Metric::fidelity},
+                                                           {"memory", Metric::memory}, {"latency", Metric::latency},
+                                                           {"trace", Metric::trace},   {"parts", Metric::parts}};
 
 // A value or a list of values.
 std::vector<const Node*> one_or_list(const Node& node) {
@@ -148,6 +146,7 @@ class ExperimentReader {
       if (const auto value = read_value(*item, spec, problems_))
         for (const auto& [word, metric] : metric_words)
           if (std::get<std::string>(*value) == word) out_.metrics.insert(metric);
+    if (out_.metrics.count(Metric::parts)) out_.metrics.insert(Metric::latency);
     if (node->is(Node::Kind::list) && node->items.empty())
       problems_.add(node->place, "got an empty list for 'metrics', wanted some of " + join(words));
   }
@@ -166,7 +165,7 @@ class ExperimentReader {
     }
     for (const Node* item : one_or_list(*metrics))
       if (item->text == "fidelity" || item->text == "trace")
-        problems_.add(item->place, "got '" + item->text + "' with a workload, wanted score, memory or latency",
+        problems_.add(item->place, "got '" + item->text + "' with a workload, wanted score, memory, latency or parts",
                       Errc::unsupported);
   }
 

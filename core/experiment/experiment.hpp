@@ -23,7 +23,8 @@ struct ModelSpec {
   std::string name() const { return adapter.empty() ? path : path + " + " + adapter; }
 };
 
-enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace };
+// parts: latency, and of each step what its parts take, for which a GPU runs it eagerly. The CPU's latency has them.
+enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace, parts };
 
 // Page lists in place of those that selectors choose; one of the two.
 struct InjectSpec {

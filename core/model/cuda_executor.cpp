@@ -94,6 +94,7 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
 }
 
 void CudaExecutor::embed(std::int64_t rows) {
+  const PartTimer timer(Part::other);  // a step's first: what lies between two parts counts as `other`
   ops::EmbedArgs e;
   e.table = weights_.tokens().memory.as<>();
   e.dtype = weights_.dtype;
@@ -543,6 +544,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(0, n);
+  const PartTimer timer(Part::other);
   ops::ArgmaxArgs a;
   a.x = logits_.as<float>();
   a.rows = n;

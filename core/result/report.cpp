@@ -137,6 +137,7 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
     {"graph", "decode steps are launched as CUDA graphs"},
+    {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
 
 std::string label_note(const std::string& label) {

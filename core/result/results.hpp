@@ -36,7 +36,7 @@ struct SummaryRow {
   std::int64_t seed = -1, repeat = 0;
   std::string status = "ok";  // ok | failed | oom
   std::string error;
-  std::string labels;  // comma separated: simulated, injected, functional, legacy, synthetic, graph ...
+  std::string labels;  // comma separated: simulated, injected, functional, legacy, synthetic, graph, eager ...
   std::int64_t samples = 0;
   double score = not_measured, score_lo = not_measured, score_hi = not_measured;  // 0 to 1; perplexity for `text`
   double kl = not_measured;                                                       // nats

@@ -17,6 +17,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.page_size = in.policy().page_size;
   o.prefill_chunk = in.experiment->prefill_chunk;
   o.batch_invariant = in.experiment->batch_invariant;
+  o.graphs = !in.wants(Metric::parts);
   o.budget = in.policy().budget;
   o.device_limit = in.experiment->device_memory > 0 ? in.experiment->device_memory : -1;
   return o;

@@ -34,6 +34,8 @@ PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
       logits_(batch_ * static_cast<std::size_t>(vocab_)),
       token_ms_(items_.size()) {
   if (in.wants(Metric::trace)) trace_.emplace(items_, out.trace);
+  if (in.wants(Metric::parts) && engine_.store().stream().device() == Device::cuda)
+    events_.emplace(engine_.store().stream());
   out_.samples.resize(items_.size());
   answers_.outputs.resize(items_.size());
 }
@@ -43,7 +45,7 @@ PlainPass::Answers PlainPass::run() {
     warm_up(engine_, items_[0]);
     engine_.ledger().reset_peak();
   }
-  StepLog log(engine_, out_);
+  StepLog log(engine_, in_.wants(Metric::parts), out_);
   for (std::size_t begin = 0; begin < heads_.size(); begin += batch_)
     run_batch(begin, std::min(heads_.size(), begin + batch_), log);
   if (trace_) trace_->finish(engine_.store().shape());
@@ -78,7 +80,7 @@ void PlainPass::start(Row& row, StepLog& log) {
   row.start = Clock::now();
   row.queue = row.item->fed;
   row.seen = static_cast<std::int64_t>(row.item->prompt.size() + row.item->fed.size());
-  PartClock clock;
+  PartClock clock(events());
   const auto shared = contexts_.find(row.item->sample);
   const bool restored = row.item->shared && shared != contexts_.end();
   if (restored) {
@@ -88,8 +90,9 @@ void PlainPass::start(Row& row, StepLog& log) {
     if (row.item->shared) contexts_[row.item->sample] = engine_.save(row.slot);
   }
   const double ms = ms_since(row.start);
+  const PartSeconds parts = clock.take().parts;
   if (trace_) trace_->kept(engine_, row.slot, row.number);
-  if (!restored) log.prompt(ms, clock.take());
+  if (!restored) log.prompt(ms, parts);
   take(row, logits_of(0), ms);
   if (restored) row.ttft = results::not_measured;
 }
@@ -106,13 +109,13 @@ void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
   }
   if (trace_) trace_->rows(std::move(traced));
   const auto start = Clock::now();
-  PartClock clock;
+  PartClock clock(events());
   const bool forced = std::any_of(active.begin(), active.end(), [](const Row* r) { return !r->item->forced.empty(); });
   likeliest_.resize(active.size());
   const auto result = forced ? StepResult(logits_view(active.size())) : StepResult(likeliest_);
   want_room(engine_.step(slots, tokens, result), engine_);
   const double ms = ms_since(start);
-  log.decode(ms, clock.take(), slots);
+  log.decode(ms, clock.take().parts, slots);
   for (std::size_t r = 0; r < active.size(); ++r) {
     if (active[r]->asking()) ++active[r]->fed;
     forced ? take(*active[r], logits_of(r), ms) : take(*active[r], likeliest_[r], ms);

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "base/part_events.hpp"
 #include "result/results.hpp"
 #include "run/answer.hpp"
 #include "run/cell_input.hpp"
@@ -58,6 +59,7 @@ class PlainPass {
   bool next_turn(Row& row);
   void write_tokens();
 
+  PartEvents* events() { return events_ ? &*events_ : nullptr; }
   std::span<const float> logits_of(std::size_t row) const {
     return {logits_.data() + row * static_cast<std::size_t>(vocab_), static_cast<std::size_t>(vocab_)};
   }
@@ -73,6 +75,7 @@ class PlainPass {
   bool timed_;
   std::size_t batch_;  // conversations at once
   Engine engine_;
+  std::optional<PartEvents> events_;  // where a GPU's parts are asked for
   std::optional<TraceRecorder> trace_;
   std::vector<float> logits_;
   std::vector<std::int32_t> likeliest_;             // [row]

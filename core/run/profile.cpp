@@ -6,40 +6,49 @@
 #include <algorithm>
 #include <kvlab/error.hpp>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
-#include "engine/engine.hpp"
+#include "engine/host_mirror.hpp"
 #include "host/loader.hpp"
 #include "model/bundled.hpp"
 #include "result/output.hpp"
 #include "result/profile_file.hpp"
 #include "run/answer.hpp"
+#include "run/device.hpp"
 #include "run/items.hpp"
 #include "run/progress.hpp"
 
 namespace kvlab {
 namespace {
 
-// The full cache, watched: forwards everything to the profilers and edits nothing.
+// The full cache, watched: forwards everything to the profilers and edits nothing. On a GPU they are shown a mirror.
 class Watched final : public Policy {
  public:
-  explicit Watched(std::vector<Instance<Profiler>> profilers) : profilers_(std::move(profilers)) {
+  Watched(const Experiment& e, const PluginCatalog& catalog) : device_(device_of(e)) {
+    for (const PluginUse& use : e.profilers)
+      profilers_.push_back(create<Profiler>(*catalog.find(Role::profiler, use.name), use.params));
     for (const auto& p : profilers_) join(p->needs());
   }
 
   Needs needs() const override { return needs_; }
   void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override {
-    for (const auto& p : profilers_) p->attach(shape, w);
+    if (device_ == Device::cuda) mirror_.emplace(shape, needs_.page_summary());
+    for (const auto& p : profilers_) mirror_ ? p->attach(mirror_->shape(), mirror_->workspace()) : p->attach(shape, w);
   }
   void prefill(const LayerPrefill& layer, Edits&, Stream s) override {
-    for (const auto& p : profilers_) p->prefill(layer, s);
+    const LayerPrefill here = mirror_ ? mirror_->of(layer, s) : layer;
+    for (const auto& p : profilers_) p->prefill(here, Stream::cpu());
   }
   void observe(const LayerStep& step, Edits&, Stream s) override {
-    for (const auto& p : profilers_) p->observe(step, s);
+    const LayerStep here = mirror_ ? mirror_->of(step, s) : step;
+    for (const auto& p : profilers_) p->observe(here, Stream::cpu());
   }
   void release(int slot) override {
+    if (mirror_) mirror_->release(slot);
     for (const auto& p : profilers_) p->release(slot);
   }
+  EngineObserver* observer() { return mirror_ ? &*mirror_ : nullptr; }
 
   std::vector<Profile> finish() {
     std::vector<Profile> out(profilers_.size());
@@ -64,8 +73,10 @@ class Watched final : public Policy {
     needs_.chunked_prompts(needs_.chunked_prompts() && n.chunked_prompts());
   }
 
+  Device device_;
   std::vector<Instance<Profiler>> profilers_;
   Needs needs_;
+  std::optional<HostMirror> mirror_;
 };
 
 struct Sample {
@@ -110,28 +121,30 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     throw Error(Errc::config,
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
-  if (e.backend == "cuda")
-    throw Error(Errc::unsupported, "got backend cuda, wanted cpu or auto: profilers read host memory", e.backend_where);
   if (e.threads > 0) omp_set_num_threads(e.threads);
   results::check_output(e.output.string());
 
-  e.backend = "cpu";
+  e = with_backend(std::move(e));
   const ModelSpec& spec = e.models.front();
   auto checkpoint = open_model(spec.path, spec.adapter, e.folder);
-  const std::vector<Sample> samples = samples_of(e, catalog, *model_outline(*checkpoint, spec.dtype, spec.name()));
-  std::vector<Instance<Profiler>> profilers;
-  for (const PluginUse& use : e.profilers)
-    profilers.push_back(create<Profiler>(*catalog.find(Role::profiler, use.name), use.params));
-  const auto watched = std::make_shared<Watched>(std::move(profilers));
-
-  const auto model = load_model(*checkpoint, spec.dtype, spec.name());
-  checkpoint.reset();
+  const auto outline = model_outline(*checkpoint, spec.dtype, spec.name(), device_of(e));
+  const std::vector<Sample> samples = samples_of(e, catalog, *outline);
   EngineOptions o;
+  o.device = device_of(e);
   for (const Sample& s : samples) o.max_tokens = std::max(o.max_tokens, s.item.most_tokens());
   o.page_size = e.page_size;
   o.prefill_chunk = e.prefill_chunk;
   o.device_limit = e.device_memory > 0 ? e.device_memory : -1;
+  {
+    Watched unused(e, catalog);
+    Engine::check(*outline, unused, o);
+  }
+
+  const auto model = load_model(*checkpoint, spec.dtype, spec.name(), o.device);
+  checkpoint.reset();
+  const auto watched = std::make_shared<Watched>(e, catalog);
   Engine engine(model, watched, o);
+  engine.observe(watched->observer());
   Sequence sequence(engine);
 
   Progress progress(static_cast<int>(samples.size()), options.quiet);

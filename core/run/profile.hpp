@@ -1,4 +1,4 @@
-// `kvlab profile`: runs the full cache over the tasks' samples and lets profilers watch.
+// `kvlab profile`: runs the full cache over the tasks' samples, on either backend, and lets profilers watch.
 #pragma once
 #include "experiment/experiment.hpp"
 #include "run/runner.hpp"

@@ -1,8 +1,9 @@
 #include "run/serve.hpp"
 
 #include <algorithm>
-#include <numeric>
+#include <optional>
 
+#include "base/part_events.hpp"
 #include "run/metrics.hpp"
 #include "run/requests.hpp"
 #include "run/step_log.hpp"
@@ -71,20 +72,23 @@ void serve(const CellInput& in, results::CellResult& out) {
     warm_up(engine, in.items->items.front());
     engine.ledger().reset_peak();
   }
-  StepLog log(engine, out);
-  PartClock clock;
+  StepLog log(engine, in.wants(Metric::parts), out);
+  std::optional<PartEvents> events;
+  if (in.wants(Metric::parts) && engine.store().stream().device() == Device::cuda)
+    events.emplace(engine.store().stream());
+  PartClock clock(events ? &*events : nullptr);
   // A step's time is everything since the one before it, the scheduler's own included.
   const auto lap = [&](auto note) {
-    const auto parts = clock.take();
-    note(1000 * std::accumulate(parts.begin(), parts.end(), 0.), parts);
+    const PartClock::Step step = clock.take();
+    note(1000 * step.seconds, step.parts);
   };
   SchedulerOptions how;
   how.prefill_chunk = in.experiment->prefill_chunk;
   if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
-  how.prompted = [&](double) { lap([&](double ms, const StepLog::Parts& parts) { log.prompt(ms, parts); }); };
+  how.prompted = [&](double) { lap([&](double ms, const PartSeconds& parts) { log.prompt(ms, parts); }); };
   const Scheduler* running = nullptr;
   how.stepped = [&](double, const std::vector<std::int32_t>&) {  // what is held is of prompts under way too
-    lap([&](double ms, const StepLog::Parts& parts) { log.decode(ms, parts, running->slots()); });
+    lap([&](double ms, const PartSeconds& parts) { log.decode(ms, parts, running->slots()); });
   };
   int done = 0;
   how.finished = [&](std::size_t) {

@@ -11,16 +11,17 @@ std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
 
 }  // namespace
 
-StepLog::StepLog(const Engine& engine, results::CellResult& out) : engine_(engine), out_(out), fired_(engine.fired()) {
+StepLog::StepLog(const Engine& engine, bool parts, results::CellResult& out)
+    : engine_(engine), out_(out), fired_(engine.fired()) {
   // A step on a GPU is given to it and then waited for: the host's clock cannot tell its parts.
-  const bool host = engine.store().stream().device() == Device::cpu;
-  for (int p = 0; host && p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
+  const bool told = parts || engine.store().stream().device() == Device::cpu;
+  for (int p = 0; told && p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
   for (const Tier tier : tiers)
     for (int tag = 0; tag < tag_count; ++tag)
       moved_[{static_cast<int>(tier), tag}] = moved(engine.store().ledger(), tier, tag);
 }
 
-void StepLog::step(double ms, double device_ms, const Parts& parts) {
+void StepLog::step(double ms, double device_ms, const PartSeconds& parts) {
   const std::int64_t step = static_cast<std::int64_t>(out_.step_ms.size());
   out_.step_ms.push_back(static_cast<float>(ms));
   if (engine_.store().stream().device() == Device::cuda) out_.step_device_ms.push_back(static_cast<float>(device_ms));
@@ -38,7 +39,7 @@ void StepLog::step(double ms, double device_ms, const Parts& parts) {
     }
 }
 
-void StepLog::decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots) {
+void StepLog::decode(double ms, const PartSeconds& parts, const std::vector<std::int32_t>& slots) {
   const double device_ms = engine_.device_ms();
   step(ms, device_ms, parts);
   ++decode_steps_;

@@ -1,7 +1,6 @@
 // What every engine step of a cell's plain pass took and held: times, their parts, the ledger's rows, and the means
 // that the memory columns need.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -15,12 +14,11 @@ namespace kvlab {
 
 class StepLog {
  public:
-  // Counts what the engine does from now on.
-  StepLog(const Engine& engine, results::CellResult& out);
+  // Counts what the engine does from now on. parts: are there those of a step on a GPU too?
+  StepLog(const Engine& engine, bool parts, results::CellResult& out);
 
-  using Parts = std::array<double, part_count>;  // seconds
-  void prompt(double ms, const Parts& parts) { step(ms, results::not_measured, parts); }
-  void decode(double ms, const Parts& parts, const std::vector<std::int32_t>& slots);
+  void prompt(double ms, const PartSeconds& parts) { step(ms, results::not_measured, parts); }
+  void decode(double ms, const PartSeconds& parts, const std::vector<std::int32_t>& slots);
 
   // The summary's memory columns and `fired`; without `timed` the times go.
   void finish(bool timed);
@@ -29,7 +27,7 @@ class StepLog {
   double tokens_per_s() const;
 
  private:
-  void step(double ms, double device_ms, const Parts& parts);
+  void step(double ms, double device_ms, const PartSeconds& parts);
 
   const Engine& engine_;
   results::CellResult& out_;

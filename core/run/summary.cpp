@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "experiment/variants.hpp"
+#include "run/device.hpp"
 #include "run/metrics.hpp"
 
 namespace kvlab {
@@ -17,6 +18,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   s.model = in.model->name;
   if (in.model->synthetic) s.labels = "synthetic";
   if (e.inject.used(policy)) s.labels += s.labels.empty() ? "injected" : ", injected";
+  if (device_of(e) == Device::cuda && in.wants(Metric::parts)) s.labels += s.labels.empty() ? "eager" : ", eager";
   s.policy = policy.name;
   s.params = in.cell->params;
   s.task = task_label(e.tasks[in.cell->task]);

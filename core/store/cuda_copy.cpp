@@ -64,7 +64,7 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
           copy.tokens = e.tokens;
           const std::byte* base = t ? host_arena_.data() : arena_.as<>();
           copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
-                      static_cast<std::size_t>(layout_.bytes), stream_);
+                      static_cast<std::size_t>(layout_of(static_cast<std::size_t>(t)).bytes), stream_);
         }
     }
   for (const Pending& p : pending_) {
@@ -132,7 +132,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
       tables[t][i].frame = frames.back();
       frames.pop_back();
       copy_memory(base + std::int64_t{tables[t][i].frame} * granule_bytes, from.arena(tier).at(e.frame),
-                  static_cast<std::size_t>(layout_.bytes), stream_);
+                  static_cast<std::size_t>(layout_of(static_cast<std::size_t>(t)).bytes), stream_);
     }
     for (int l = 0; l < s.layers; ++l)
       copy_memory(table_[t].as<PageEntry>() + slot_index(l, slot),
@@ -196,8 +196,8 @@ void CudaStore::check_invariants() const {
   refresh();
   std::int64_t pages = 0;
   std::vector<bool> seen[2];
-  const std::int64_t step = layout_.bytes / granule_bytes;
   const auto mark = [&](int tier, std::int32_t frame) {
+    const std::int64_t step = layout_of(static_cast<std::size_t>(tier)).bytes / granule_bytes;
     if (frame < 0 || frame % step != 0 || frame / step >= capacity_[tier]) fail("a frame that is none");
     const auto at = static_cast<std::size_t>(frame / step);
     if (seen[tier][at]) fail("a frame in two places");

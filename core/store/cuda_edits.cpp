@@ -157,7 +157,7 @@ Fit CudaStore::edit_pages(CudaStorePageEdit e, int index, const std::vector<std:
     if (most == 0) return Fit::ok;
     const Tier to = e.verb == CudaStorePageEdit::offload ? Tier::host : Tier::device;
     if (!reserve(to, most) && !reserve(to, frames_missing(e, index, slots))) return Fit::out_of_memory;
-    const std::size_t bytes = static_cast<std::size_t>(1 + 2 * most) * sizeof(std::int32_t);
+    const std::size_t bytes = static_cast<std::size_t>(1 + 3 * most) * sizeof(std::int32_t);
     if (jobs_.bytes() < bytes) jobs_ = StreamMemory(stream_, 2 * bytes);
     e.job_count = jobs_.as<std::int32_t>();
     e.jobs = e.job_count + 1;

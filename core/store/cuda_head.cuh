@@ -25,7 +25,12 @@ __device__ inline std::byte* frame_at(const CudaStoreLayer& s, int tier, std::in
   return s.base[tier] + std::int64_t{frame} * granule_bytes;
 }
 
+__device__ inline const PageLayout& layout_of(const CudaStoreLayer& s, int tier) {
+  return tier ? s.host_layout : s.layout;
+}
+
 // Where the page's tokens are read and written: on the device if they are there.
+__device__ inline int tier_of(const Head& h, int page) { return h.table[0][page].frame >= 0 ? 0 : 1; }
 __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
   const std::int32_t upper = h.table[0][page].frame;
   return upper >= 0 ? frame_at(s, 0, upper) : frame_at(s, 1, h.table[1][page].frame);
@@ -84,18 +89,21 @@ __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from
 
 // ---- elements ------------------------------------------------------------------------------------------------------
 
-__device__ inline float key_element(const std::byte* frame, const PageLayout& l, int token, int d) {
+__device__ inline int bits_of(const PageLayout& l, bool key) { return key ? l.codec.k.bits : l.codec.v.bits; }
+
+__device__ inline float element(const std::byte* frame, const PageLayout& l, bool key, int token, int d) {
   const std::int64_t at = std::int64_t{token} * l.head_dim + d;
-  if (l.codec.k.bits) {
-    const __half* meta = reinterpret_cast<const __half*>(frame + l.k_meta) + 2 * token;
+  const std::byte* side = frame + (key ? l.k : l.v);
+  if (bits_of(l, key)) {
+    const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * token;
     // As the host does it: no fused multiply-add.
     return __fadd_rn(
-        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(frame + l.k)[at]), __half2float(meta[0])),
+        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]), __half2float(meta[0])),
         __half2float(meta[1]));
   }
-  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(frame + l.k)[at];
-  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(frame + l.k)[at]);
-  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(frame + l.k)[at]);
+  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
+  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
 }
 
 // The bits of x in 16 bits, rounded to nearest, or (bound) to the nearest that is not above (upper: below) it: a bound
@@ -111,15 +119,14 @@ __device__ inline unsigned short bound(float x, bool upper, bool half) {
 }
 
 // By a warp.
-__device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
-  if (s.summary == Summary::none) return;
-  const PageLayout& l = s.layout;
+__device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l, const Head& h, int page, int tokens,
+                                    int lane) {
   const std::byte* frame = page_at(s, h, page);
   std::byte* out = h.summaries + page * s.summary_bytes;
   for (int d = lane; d < l.head_dim; d += 32) {
     float lo = 0, hi = 0, total = 0;
     for (int t = 0; t < tokens; ++t) {
-      const float x = key_element(frame, l, t, d);
+      const float x = element(frame, l, true, t, d);
       lo = t ? (x < lo ? x : lo) : x;
       hi = t ? (hi < x ? x : hi) : x;
       total = t ? __fadd_rn(total, x) : x;
@@ -142,17 +149,21 @@ __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int pag
   }
 }
 
-// One side of a token by a warp, as ops::write_token stores it.
-template <class In>
-__device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from, int lane) {
-  constexpr int most = 8;  // of a lane: head_dim <= 256
-  float x[most];
-#pragma unroll
-  for (int j = 0; j < most; ++j) {
-    const int d = lane + 32 * j;
-    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
-  }
-  const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+__device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
+  if (s.summary == Summary::none) return;
+  if (s.mixed && tier_of(h, page) == 1)
+    summarize_as(s, s.host_layout, h, page, tokens, lane);
+  else
+    summarize_as(s, s.layout, h, page, tokens, lane);
+}
+
+constexpr int most_elements = 8;  // of a lane: head_dim <= 256
+
+// One side of a token by a warp, as ops::write_token stores it; x[j] is element lane + 32 j.
+__device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
+                              const float (&x)[most_elements], int lane) {
+  constexpr int most = most_elements;
+  const int bits = bits_of(l, key);
   std::byte* side = frame + (key ? l.k : l.v);
   const std::int64_t row = std::int64_t{offset} * l.head_dim;
   const auto put = [&](auto* to, auto of) {
@@ -185,6 +196,18 @@ __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, i
   } else {
     put(reinterpret_cast<__nv_bfloat16*>(side), [](float y) { return __float2bfloat16_rn(y); });
   }
+}
+
+template <class In>
+__device__ inline void encode_row(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from,
+                                  int lane) {
+  float x[most_elements];
+#pragma unroll
+  for (int j = 0; j < most_elements; ++j) {
+    const int d = lane + 32 * j;
+    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
+  }
+  encode(frame, l, key, offset, x, lane);
 }
 
 }  // namespace kvlab::device_store

@@ -40,7 +40,8 @@ struct CudaStoreLayer {
   std::byte* summaries = nullptr;  // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
-  PageLayout layout;                // of both tiers
+  PageLayout layout, host_layout;   // of the tiers
+  bool mixed = false;               // are they different? Then what crosses is encoded anew
   const float* inv_freq = nullptr;  // [head_dim / 2] of keys that follow their rank (re_rotate); null = none do
   int kv_heads = 0, pages = 0;      // pages: of a head's table
   std::int64_t heads_per_layer = 0;
@@ -74,7 +75,7 @@ struct CudaStorePageEdit : CudaStoreList {
   enum Verb : std::uint8_t { offload, recall, recall_all, drop } verb = offload;  // recall_all has no list
   Tier tier = Tier::device;                                                       // of a drop
   std::int32_t* job_count = nullptr;                                              // 0 before
-  std::int32_t* jobs = nullptr;  // [2 * entries of the list, or of the rows' tables]: frames from and to
+  std::int32_t* jobs = nullptr;  // [3 * entries of the list, or of the rows' tables]: frames from and to, tokens
 };
 
 struct CudaStoreAttend : CudaStoreList {

@@ -31,11 +31,10 @@ bool CudaStore::Pinned::reserve(std::size_t bytes) {
 void CudaStore::check(const StoreOptions& o) {
   constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
   if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
-  if (!same(o.codecs[0], o.host_codec)) refuse("got another codec on the host than on the device, wanted the same");
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
-  ops::make_layout(o.shape.dtype, o.codecs[0], o.shape.page_size, o.shape.head_dim,
-                   static_cast<int>(o.token_state.size()));
+  for (const CodecSpec& codec : {o.codecs[0], o.host_codec})
+    ops::make_layout(o.shape.dtype, codec, o.shape.page_size, o.shape.head_dim, static_cast<int>(o.token_state.size()));
 }
 
 CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
@@ -43,6 +42,8 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   const Shape& s = options_.shape;
   layout_ = ops::make_layout(s.dtype, options_.codecs[0], s.page_size, s.head_dim,
                              static_cast<int>(options_.token_state.size()));
+  host_layout_ = ops::make_layout(s.dtype, options_.host_codec, s.page_size, s.head_dim,
+                                  static_cast<int>(options_.token_state.size()));
   heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;
   const std::size_t heads = static_cast<std::size_t>(heads_), table = heads * pages_per_head_ * sizeof(PageEntry);
   for (auto& t : table_) {
@@ -96,9 +97,9 @@ CudaStore::~CudaStore() {
 const CudaStoreOps& CudaStore::ops() const { return backend().store; }
 
 void CudaStore::make_pool(Tier tier, std::int64_t frames) {
-  const std::int64_t step = layout_.bytes / granule_bytes;
-  frames = std::min<std::int64_t>(frames, std::numeric_limits<std::int32_t>::max() / step);
   const auto t = static_cast<std::size_t>(tier);
+  const std::int64_t step = layout_of(t).bytes / granule_bytes;
+  frames = std::min<std::int64_t>(frames, std::numeric_limits<std::int32_t>::max() / step);
   std::vector<std::int32_t> numbers(static_cast<std::size_t>(frames));
   for (std::int64_t i = 0; i < frames; ++i)
     numbers[static_cast<std::size_t>(i)] = static_cast<std::int32_t>((frames - 1 - i) * step);
@@ -115,9 +116,9 @@ void CudaStore::make_pool(Tier tier, std::int64_t frames) {
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
   std::int64_t frames = heads_ * options_.shape.max_pages();
-  if (options_.host_limit >= 0) frames = std::min(frames, options_.host_limit / layout_.bytes);
+  if (options_.host_limit >= 0) frames = std::min(frames, options_.host_limit / host_layout_.bytes);
   for (int attempt = 0; attempt < 6 && frames > 0; ++attempt, frames /= 2)
-    if (host_arena_.reserve(static_cast<std::size_t>(frames * layout_.bytes))) {
+    if (host_arena_.reserve(static_cast<std::size_t>(frames * host_layout_.bytes))) {
       make_pool(Tier::host, frames);
       return true;
     }
@@ -140,6 +141,8 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.summary_bytes = summary_bytes_;
   if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
   l.layout = layout_;
+  l.host_layout = host_layout_;
+  l.mixed = !same(options_.codecs[0], options_.host_codec);
   if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);
@@ -164,7 +167,7 @@ PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier 
   const CudaStoreLayer l = layer(index);
   PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, rows_of(slots), slots.size());
   kv.base = l.base[static_cast<int>(tier)];
-  kv.layouts = &layout_;
+  kv.layouts = &layout_of(static_cast<std::size_t>(tier));
   kv.rope_table.inv_freq = inv_freq_.as<float>();
   return kv;
 }
@@ -230,18 +233,18 @@ void CudaStore::update() {
 }
 
 void CudaStore::count_ledger() {
-  const PageLayout& l = layout_;
-  const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
-  const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
-                                                {Tag::values, l.k_meta - l.v},
-                                                {Tag::codec_metadata, l.positions - l.k_meta},
-                                                {Tag::positions, l.bytes - l.positions - columns},
-                                                {Tag::scores, columns}};
+  const std::int64_t columns = std::int64_t{layout_.state_columns} * layout_.page_size * 4;
   const std::int64_t pages = summary_bytes_ ? known_.pages : 0;
   ledger_.hold(Tier::device, Tag::summaries, (pages - counted_pages_) * summary_bytes_);
   counted_pages_ = pages;
   for (int t = 0; t < 2; ++t) {
     const Tier tier = static_cast<Tier>(t);
+    const PageLayout& l = layout_of(static_cast<std::size_t>(t));
+    const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
+                                                  {Tag::values, l.k_meta - l.v},
+                                                  {Tag::codec_metadata, l.positions - l.k_meta},
+                                                  {Tag::positions, l.bytes - l.positions - columns},
+                                                  {Tag::scores, columns}};
     const std::int64_t frames = in_use(t), moved = static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]);
     for (const auto& [tag, bytes] : parts) {
       ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes);
@@ -403,7 +406,7 @@ Ledger& CudaStore::ledger() {
 
 std::int64_t CudaStore::page_bytes(Tier tier) const {
   refresh();
-  return in_use(static_cast<int>(tier)) * layout_.bytes;
+  return in_use(static_cast<int>(tier)) * layout_of(static_cast<std::size_t>(tier)).bytes;
 }
 
 std::int64_t CudaStore::page_limit() const {

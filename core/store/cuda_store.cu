@@ -17,6 +17,10 @@ constexpr int few = 8;          // as CpuStore::keep_only
 
 // ---- tokens --------------------------------------------------------------------------------------------------------
 
+__device__ int side_bytes(const PageLayout& l, bool key) {
+  return l.head_dim * (bits_of(l, key) ? 1 : l.dtype == DType::f32 ? 4 : 2);
+}
+
 // What a token's bytes are: units of 16 (or 8) bytes of K, then of V, and fields of 4 bytes.
 template <class Unit>
 struct Token {
@@ -29,10 +33,6 @@ struct Token {
   }
 
  private:
-  static __device__ int side_bytes(const PageLayout& l, bool key) {
-    const int bits = key ? l.codec.k.bits : l.codec.v.bits;
-    return l.head_dim * (bits ? 1 : l.dtype == DType::f32 ? 4 : 2);
-  }
   static __device__ int key_units(const PageLayout& l) { return side_bytes(l, true) / int{sizeof(Unit)}; }
 };
 
@@ -48,6 +48,86 @@ __device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, in
   else
     at = l.codec.k.bits && i == l.state_columns + 1 ? l.k_meta : l.v_meta;
   return reinterpret_cast<unsigned*>(frame + at) + offset;
+}
+
+// A token on its way between layouts, in a warp's registers: as ops::copy_token takes it.
+class Carried {
+ public:
+  __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const bool key = side == 0;
+      same_[side] = bits_of(l, key) == bits_of(to, key);  // the tiers have one dtype
+      if (same_[side]) {
+        const auto* row =
+            reinterpret_cast<const unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
+        if (bits_of(l, key))
+          meta_[side] = reinterpret_cast<const unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset];
+      } else {
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          x_[side][j] = lane + 32 * j < l.head_dim ? element(frame, l, key, offset, lane + 32 * j) : 0.f;
+      }
+    }
+    if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
+  }
+  __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const bool key = side == 0;
+      if (same_[side]) {
+        auto* row = reinterpret_cast<unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+#pragma unroll
+        for (int j = 0; j < most_elements; ++j)
+          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
+        if (bits_of(l, key) && lane == 0)
+          reinterpret_cast<unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset] = meta_[side];
+      } else {
+        encode(frame, l, key, offset, x_[side], lane);
+      }
+    }
+    if (lane <= l.state_columns) *field(frame, l, offset, lane) = field_;
+  }
+
+ private:
+  float x_[2][most_elements];  // elements, or words of a side that both layouts store alike
+  unsigned meta_[2], field_;
+  bool same_[2];
+};
+
+// A page from a tier to another layout's, by a warp. A call, for the registers of kernels that seldom need it.
+__device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
+                                        int tokens, int lane) {
+  const std::byte* a = frame_at(s, 1 - to, frame_from);
+  std::byte* b = frame_at(s, to, frame_to);
+  for (int t = 0; t < tokens; ++t) {
+    Carried x;
+    x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
+    x.write(b, layout_of(s, to), t, lane);
+  }
+}
+
+// As move_tokens, where the tiers differ: a token per warp at a time.
+template <class From, class To>
+__device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
+                             To to) {
+  const int p = s.layout.page_size, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+  for (int first = begin; first < end; first += warps) {
+    const bool mine = first + warp < end;
+    const int a = mine ? from(first + warp) : 0, b = mine ? to(first + warp) : 0;
+    const PageLayout& target = layout_of(s, tier_of(h, b / p));
+    Carried x;
+    const std::int32_t r = mine && rank ? rank[a] : 0;
+    if (mine) x.read(page_at(s, h, a / p), layout_of(s, tier_of(h, a / p)), a % p, target, lane);
+    __syncthreads();
+    if (mine) x.write(page_at(s, h, b / p), target, b % p, lane);
+    if (mine && rank && lane == 0) rank[b] = r;
+    __syncthreads();
+  }
 }
 
 // Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads. rank
@@ -154,9 +234,13 @@ __global__ void __launch_bounds__(plan_threads)
       e.tokens = static_cast<std::uint16_t>(min(p, end - (first + i) * p));
       h.table[0][first + i] = e;
     }
-    if (plan.up)
+    if (plan.up && !s.mixed)
       copy_frame(s, frame_at(s, 1, h.table[1][plan.length / p].frame), frame_at(s, 0, frames[0]), mine % each, each);
   }
+  for (int head = mine / 32; s.mixed && head < s.kv_heads; head += threads / 32)
+    if (const AppendPlan plan = plans[head]; plan.up)
+      carry_page(s, 0, head_of(s, slot, head).table[1][plan.length / p].frame, s.pool[0].free[left - 1 - plan.begin],
+                 plan.length % p, mine % 32);
   __syncthreads();
   for (int head = mine; head < s.kv_heads; head += threads) {
     const Head h = head_of(s, slot, head);
@@ -186,8 +270,8 @@ __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot
   std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
   const int offset = t % l.page_size;
   const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
-  encode(frame, l, true, offset, k + at, lane);
-  encode(frame, l, false, offset, v + at, lane);
+  encode_row(frame, l, true, offset, k + at, lane);
+  encode_row(frame, l, false, offset, v + at, lane);
   if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
   for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
 }
@@ -216,7 +300,10 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
     if (lane == 0 && take(s, 0, e, below.tokens)) frame = e.frame;
     frame = __shfl_sync(~0u, frame, 0);
     if (frame < 0) return;
-    copy_frame(s, frame_at(s, 1, below.frame), frame_at(s, 0, frame), lane, 32);
+    if (s.mixed)
+      carry_page(s, 0, below.frame, frame, below.tokens, lane);
+    else
+      copy_frame(s, frame_at(s, 1, below.frame), frame_at(s, 0, frame), lane, 32);
     if (lane == 0) h.table[0][page] = e, atomicAdd(&s.counters->moved[0], 1ull);
   }
   __syncwarp();
@@ -262,7 +349,7 @@ struct Places {
   __device__ int hole(int i) const { return rest ? behind(i) + i : at(i); }
 };
 
-template <class Unit>
+template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(512)
     keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest,
                 std::int32_t* ranks) {
@@ -288,16 +375,22 @@ __global__ void __launch_bounds__(512)
   const int pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
 
   std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * p : nullptr;
+  const auto move = [&](int begin, int end, auto from, auto to) {
+    if constexpr (Mixed)
+      carry_tokens(s, h, rank, begin, end, from, to);
+    else
+      move_tokens<Unit>(s, h, rank, begin, end, from, to);
+  };
   int moves = 0;      // of the few
   int moved = count;  // of the many: the first place that gets another token
   if (lost <= few) {
     while (moves < lost && x.hole(moves) < count) ++moves;
-    move_tokens<Unit>(
-        s, h, rank, 0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
+    move(
+        0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
   } else {
     moved = min(count, x.hole(0));
-    move_tokens<Unit>(
-        s, h, rank, moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
+    move(
+        moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
   }
   __syncthreads();
 
@@ -332,7 +425,7 @@ __global__ void __launch_bounds__(512)
 }
 
 // By a warp: pairs one after the other.
-template <class Unit>
+template <class Unit, bool Mixed>
 __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int lane = static_cast<int>(threadIdx.x);
@@ -349,18 +442,28 @@ __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __gr
     const int x = a.index(row, head, i), y = a.index(row, head, i + 1);
     if (x == y) continue;
     std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
-    const int units = Token<Unit>::units(l);
-    for (int u = lane; u < units; u += 32) {
-      Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
-      Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
-      const Unit hold = *ux;
-      *ux = *uy;
-      *uy = hold;
-    }
-    if (lane < fields_of(l)) {
-      unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
-      *ux = *uy;
-      *uy = hold;
+    if constexpr (Mixed) {
+      const PageLayout &lx = layout_of(s, tier_of(h, x / p)), &ly = layout_of(s, tier_of(h, y / p));
+      Carried there, back;
+      there.read(fx, lx, x % p, ly, lane);
+      back.read(fy, ly, y % p, lx, lane);
+      __syncwarp();
+      there.write(fy, ly, y % p, lane);
+      back.write(fx, lx, x % p, lane);
+    } else {
+      const int units = Token<Unit>::units(l);
+      for (int u = lane; u < units; u += 32) {
+        Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
+        Unit* uy = Token<Unit>::unit(fy, l, y % p, u);
+        const Unit hold = *ux;
+        *ux = *uy;
+        *uy = hold;
+      }
+      if (lane < fields_of(l)) {
+        unsigned *ux = field(fx, l, x % p, lane), *uy = field(fy, l, y % p, lane), hold = *ux;
+        *ux = *uy;
+        *uy = hold;
+      }
     }
     __syncwarp();
     for (const int page : {x / p, y / p}) {
@@ -426,7 +529,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
       if (a.tier == Tier::device && s.layout.state_columns > 0) {
         // Policies write token state in device pages, so the copy below has what it was when the page went there.
         const std::byte* above = frame_at(s, 0, d.frame) + s.layout.state;
-        std::byte* below = frame_at(s, 1, low.frame) + s.layout.state;
+        std::byte* below = frame_at(s, 1, low.frame) + s.host_layout.state;
         for (int at = 0; at < s.layout.state_columns * p * 4; at += 4)
           *reinterpret_cast<unsigned*>(below + at) = *reinterpret_cast<const unsigned*>(above + at);
         atomicAdd(&s.counters->states, 1ull);
@@ -440,21 +543,28 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
     if (target.frame >= 0 || source.frame < 0) continue;
     if (!take(s, to, target, source.tokens)) continue;
     const int job = atomicAdd(a.job_count, 1);
-    a.jobs[2 * job] = source.frame;
-    a.jobs[2 * job + 1] = target.frame;
+    a.jobs[3 * job] = source.frame;
+    a.jobs[3 * job + 1] = target.frame;
+    a.jobs[3 * job + 2] = source.tokens;
     changed = true;
   }
   if (changed) count_fired(s, a.edit);
 }
 
-// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way.
+// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way; of tiers that
+// differ a token at a time.
+template <bool Mixed>
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
   const int warps = static_cast<int>(blockDim.x) / 32;
   for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < *count;
-       job += static_cast<int>(gridDim.x) * warps)
-    copy_frame(s, frame_at(s, 1 - to, jobs[2 * job]), frame_at(s, to, jobs[2 * job + 1]),
-               static_cast<int>(threadIdx.x) % 32, 32);
+       job += static_cast<int>(gridDim.x) * warps) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (Mixed)
+      carry_page(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
+    else
+      copy_frame(s, frame_at(s, 1 - to, jobs[3 * job]), frame_at(s, to, jobs[3 * job + 1]), lane, 32);
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
@@ -463,8 +573,9 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
                                  std::int32_t* out) {
   const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
   if (t >= tokens) return;
-  const std::byte* page = page_at(s, head_of(s, slot, head), t / p);
-  out[t] = reinterpret_cast<const std::int32_t*>(page + s.layout.positions)[t % p];
+  const Head h = head_of(s, slot, head);
+  const std::byte* page = page_at(s, h, t / p);
+  out[t] = reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
 }
 
 // The pages or tokens of a list and of the pins, ascending.
@@ -559,7 +670,9 @@ bool wide(const PageLayout& l) {
 }
 
 void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, void* stream) {
-  const auto kernel = wide(s.layout) ? keep_kernel<uint4> : keep_kernel<uint2>;
+  const auto kernel = s.mixed          ? keep_kernel<uint2, true>
+                      : wide(s.layout) ? keep_kernel<uint4, false>
+                                       : keep_kernel<uint2, false>;
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream) : nullptr;
   kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest, before);
   check_launch("keep");
@@ -569,7 +682,9 @@ void keep(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) { ke
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) { keep_some(s, lost, false, stream); }
 
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) {
-  const auto kernel = wide(s.layout) ? swap_kernel<uint4> : swap_kernel<uint2>;
+  const auto kernel = s.mixed          ? swap_kernel<uint2, true>
+                      : wide(s.layout) ? swap_kernel<uint4, false>
+                                       : swap_kernel<uint2, false>;
   kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
   check_launch("swap");
 }
@@ -580,8 +695,8 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream
   page_edit_kernel<<<dim3(e.rows * s.kv_heads, parts), 128, 0, stream_of(stream)>>>(s, e);
   check_launch("page_edit");
   if (e.verb == CudaStorePageEdit::drop) return;
-  page_copy_kernel<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs,
-                                                      e.verb == CudaStorePageEdit::offload ? 1 : 0);
+  const auto copy = s.mixed ? page_copy_kernel<true> : page_copy_kernel<false>;
+  copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, e.verb == CudaStorePageEdit::offload ? 1 : 0);
   check_launch("page_copy");
 }
 

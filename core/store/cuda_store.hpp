@@ -1,5 +1,5 @@
-// The store in GPU memory: frames of one size, tables, lengths and free lists on the device, where kernels take frames
-// and give them back without the host. The host tier is pinned memory that the same kernels reach.
+// The store in GPU memory: frames of one size in each tier, tables, lengths and free lists on the device, where kernels
+// take frames and give them back without the host. The host tier is pinned memory that the same kernels reach.
 //
 // The host knows positions and steps exactly, lengths from above and free frames from below. It waits for the device
 // only when a bound does not do (a pool that may be near its end), at the end of a prompt, and where an answer is
@@ -15,7 +15,7 @@ class CpuStore;
 
 class CudaStore final : public Store {
  public:
-  // Errc::unsupported for several codecs, another codec on the host, or more token state than fits a kernel.
+  // Errc::unsupported for several codecs on the device, or more token state than fits a kernel.
   // The arena takes what the shape can need, at most device_limit and 85% of the memory that is free.
   CudaStore(const StoreOptions& options, Stream stream);
   static void check(const StoreOptions& options);
@@ -106,7 +106,9 @@ class CudaStore final : public Store {
   std::vector<PageEntry> entries(int tier, int slot) const;  // [layer, kv_head, page], exact
   std::size_t slot_index(int layer, int slot) const { return head_index(layer, slot, 0) * pages_per_head_; }
 
-  PageLayout layout_;
+  const PageLayout& layout_of(std::size_t tier) const { return tier ? host_layout_ : layout_; }
+
+  PageLayout layout_, host_layout_;
   std::int64_t heads_ = 0;  // of all layers and slots
   std::int64_t capacity_[2] = {0, 0};
   StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
@@ -114,7 +116,7 @@ class CudaStore final : public Store {
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // what they hold
   mutable StreamMemory positions_;                             // of the head that was asked for last
-  StreamMemory jobs_;                                          // of one page edit: a count, then pairs of frames
+  StreamMemory jobs_;                                          // of one page edit: a count, then two frames and tokens
   std::vector<Pending> pending_;
   unsigned long long edit_ = 0;
   int since_refresh_ = 0;  // decode steps of any slot

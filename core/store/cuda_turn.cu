@@ -21,12 +21,14 @@ __global__ void __launch_bounds__(ops::rank_threads)
   const int row = blockIdx.x / s.kv_heads, p = s.layout.page_size;
   const Head h = head_of(s, r.slots[row], static_cast<int>(blockIdx.x) % s.kv_heads);
   const auto position = [&](int t) {
-    return reinterpret_cast<const std::int32_t*>(page_at(s, h, t / p) + s.layout.positions)[t % p];
+    const std::byte* page = page_at(s, h, t / p);
+    return reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
   };
   ops::write_ranks(*h.length, position, rank + std::int64_t{blockIdx.x} * s.pages * p, tile);
 }
 
 // A page per warp at a time. Tokens of a page mostly turn by the same angles.
+template <bool Mixed>
 __global__ void __launch_bounds__(warps * 32)
     turn_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreRows r,
                 const std::int32_t* before, const std::int32_t* after) {
@@ -42,6 +44,7 @@ __global__ void __launch_bounds__(warps * 32)
   for (int page = static_cast<int>(blockIdx.y) * warps + warp; page * p < n;
        page += static_cast<int>(gridDim.y) * warps) {
     std::byte* frame = page_at(s, h, page);
+    const PageLayout& l = Mixed ? layout_of(s, tier_of(h, page)) : s.layout;
     const int tokens = min(p, n - page * p);
     bool changed = false;
     for (int t = 0; t < tokens; ++t) {
@@ -62,12 +65,12 @@ __global__ void __launch_bounds__(warps * 32)
       for (int j = 0; j < pairs; ++j)
         if (const int i = lane + 32 * j; i < half) {
           // As the host does it: no fused multiply-add.
-          const float x = key_element(frame, s.layout, t, i), y = key_element(frame, s.layout, t, i + half);
+          const float x = element(frame, l, true, t, i), y = element(frame, l, true, t, i + half);
           keys[warp][i] = __fsub_rn(__fmul_rn(x, cosine[j]), __fmul_rn(y, sine[j]));
           keys[warp][i + half] = __fadd_rn(__fmul_rn(y, cosine[j]), __fmul_rn(x, sine[j]));
         }
       __syncwarp();
-      encode(frame, s.layout, true, t, keys[warp], lane);
+      encode_row(frame, l, true, t, keys[warp], lane);
       __syncwarp();
     }
     if (!changed) continue;
@@ -93,7 +96,8 @@ void turn_keys(const CudaStoreLayer& s, const CudaStoreRows& r, const std::int32
                void* stream) {
   const dim3 grid(static_cast<unsigned>(r.rows * s.kv_heads),
                   static_cast<unsigned>(std::clamp((s.pages + warps - 1) / warps, 1, 64)));
-  turn_kernel<<<grid, warps * 32, 0, stream_of(stream)>>>(s, r, before, after);
+  const auto kernel = s.mixed ? turn_kernel<true> : turn_kernel<false>;
+  kernel<<<grid, warps * 32, 0, stream_of(stream)>>>(s, r, before, after);
   check_launch("turn keys");
 }
 

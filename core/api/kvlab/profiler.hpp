@@ -17,7 +17,8 @@ struct ProfileArray {
 };
 using Profile = std::map<std::string, ProfileArray>;
 
-// Unlike a policy's, all views of a profiler are host memory, on a GPU copies of what is there.
+// Unlike a policy's, all views of a profiler are host memory, on a GPU copies of what is there (of f32 for a cache of
+// f16), and the stream is the CPU's.
 class Profiler {
  public:
   virtual ~Profiler() = default;

@@ -5,8 +5,7 @@
 #include "experiment/experiment.hpp"
 #include "result/profile_file.hpp"
 #include "run/profile.hpp"
-#include "support/golden.hpp"
-#include "support/library_under_test.hpp"
+#include "support/contract.hpp"
 #include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
@@ -19,7 +18,8 @@ Profile profile(const std::string& profiler, const std::string& model, const std
   const test::TempDir folder;
   const std::string out = (folder / "p.h5").string();
   std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/" + model).string()
-                                   << ", dtype: f32}\ntasks: [text: {" << text << "}]\nprofilers: [" << profiler
+                                   << (test::on_cuda() ? ", dtype: bf16}\nbackend: cuda" : ", dtype: f32}")
+                                   << "\ntasks: [text: {" << text << "}]\nprofilers: [" << profiler
                                    << "]\npage_size: 8\noutput: " << out << "\n";
   REQUIRE(run_profile(load_experiment(folder / "e.yaml", {}, catalog), catalog, {"test", false, true}) == 0);
   return results::read_profile(out).profilers.at(0).profile;
@@ -36,11 +36,11 @@ bool same(const Profile& a, const Profile& b) {
 
 }  // namespace
 
-TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text", "[cpu]") {
+TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text") {
   Registry registry(test::library_under_test());
   for (const PluginInfo* p : registry.list(Role::profiler)) {
     if (!test::under_test(*p)) continue;
-    for (const char* model : {"llama-mha", "llama-gqa3", "llama-gqa4-rope3", "llama-mqa7"})
+    for (const std::string& model : test::group_models())
       for (const char* text : {"prefix: 150, forced: 20, samples: 2", "prefix: 1, forced: 1"}) {
         CAPTURE(p->name, model, text);
         const Profile once = profile(p->name, model, text);

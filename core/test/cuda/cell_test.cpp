@@ -75,8 +75,10 @@ TEST_CASE("cuda cell: full, fidelity is exact and the answers are the CPU's") {
 TEST_CASE("cuda cell: an evicting policy keeps its budget, a selecting one is traced") {
   for (const char* policy :
        {"{snapkv: {window: 4, budget: {tokens: 16}}}", "{quest: {dense_layers: 0, budget: {tokens: 16}}}",
+        "{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 16, codec: int8}}}",
         "{streaming_llm: {sinks: 2, budget: {tokens: 16}}}",
-        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}"}) {
+        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}}}",
+        "{streaming_llm: {sinks: 2, rope: re_rotate, budget: {tokens: 16}, placement: {tier: host, codec: int8}}}"}) {
     CAPTURE(policy);
     Cells cells(policy);
     const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");

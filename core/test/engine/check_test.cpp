@@ -63,7 +63,7 @@ TEST_CASE("Engine::check names what cannot run") {
   Asking other;
   other.below = {{8}, {8}};
   CHECK(refusal(other, Device::cpu) == "");
-  CHECK_THAT(refusal(other, Device::cuda), Catch::Contains("another codec on the host"));
+  CHECK(refusal(other, Device::cuda) == "");
   Asking turned;
   turned.wanted.rope(RopeRegime::re_rotate);
   CHECK(refusal(turned, Device::cpu) == "");

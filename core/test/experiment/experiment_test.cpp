@@ -162,6 +162,8 @@ TEST_CASE("defaults") {
   CHECK(e.metrics == std::set<Metric>{Metric::score, Metric::fidelity, Metric::memory, Metric::latency});
   CHECK(e.output == "results/exp.h5");
   CHECK(plain_cells(e).size() == 1);
+  const Experiment parts = load(head + "policies: [full]\nmetrics: parts\n");  // of what latency measures
+  CHECK(parts.metrics == std::set<Metric>{Metric::latency, Metric::parts});
 }
 
 TEST_CASE("a wrong file is refused where it is wrong") {

@@ -1,0 +1,45 @@
+#include "base/part_timer.hpp"
+
+#include <exception>
+
+#include "base/part_events.hpp"
+
+namespace kvlab {
+
+PartClock::PartClock(PartEvents* events) : events_(events), previous_(current()) {
+  if (events_) events_->clear();
+  current() = this;
+}
+
+void PartClock::lap() {
+  if (events_) return events_->mark(part_);
+  const auto now = Clock::now();
+  seconds_[static_cast<std::size_t>(part_)] += std::chrono::duration<double>(now - since_).count();
+  since_ = now;
+}
+
+void PartClock::enter(Part part) {
+  lap();
+  part_ = part;
+}
+
+void PartClock::leave(Part outer) noexcept {
+  try {
+    lap();
+  } catch (const std::exception&) {  // what the device ran into comes up at its next call
+  }
+  part_ = outer;
+}
+
+PartClock::Step PartClock::take() {
+  Step out;
+  if (!events_) lap();
+  const auto end = events_ ? Clock::now() : since_;
+  out.seconds = std::chrono::duration<double>(end - begin_).count();
+  out.parts = events_ ? events_->take() : seconds_;
+  seconds_ = {};
+  begin_ = since_ = events_ ? Clock::now() : since_;  // reading events is nobody's time
+  return out;
+}
+
+}  // namespace kvlab
