@@ -7,7 +7,8 @@
 
 namespace kvlab::cuda {
 
-// early: the kernel calls wait_for_predecessor before it touches anything that earlier work of the stream writes.
+// early: the kernel calls wait_for_predecessor before it touches anything that earlier kernels of the stream write.
+// Copies and fills in front of it have ended.
 template <class... P, class... A>
 void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
             bool early, A&&... arguments) {

@@ -23,7 +23,11 @@ constexpr std::int64_t most_rows = 40;
 class Memory {
  public:
   explicit Memory(const CudaTimer& timer)
-      : weights_(bytes), x_(most_rows * widest * 4), y_(most_rows * head.n * 4), gated_(most_rows * widest * 4) {
+      : weights_(bytes),
+        x_(most_rows * widest * 4),
+        y_(most_rows * head.n * 4),
+        residual_(most_rows * output.n * 4),
+        gated_(most_rows * widest * 4) {
     const std::vector<float> values = randoms(std::int64_t{1} << 22);
     std::vector<bf16> block;
     for (const float v : values) block.emplace_back(v / 16);
@@ -36,6 +40,7 @@ class Memory {
     norm_ = timer.put(std::vector<float>(widest, 1.f));
     squares_ = timer.put(std::vector<float>(most_rows * widest / ops::norm_piece, 1.f));
     r.fill(y_.as<void>(), 0, most_rows * head.n * 4, timer.handle());
+    r.fill(residual_.as<void>(), 0, most_rows * output.n * 4, timer.handle());
     r.synchronize(timer.handle());
   }
 
@@ -51,7 +56,7 @@ class Memory {
       a.y = y_.as<float>(), a.y_stride = kind.n;
     return a;
   }
-  float* residual() const { return y_.as<float>(); }
+  float* residual() const { return residual_.as<float>(); }
   const float* norm() const { return norm_->as<float>(); }
   void* input() const { return x_.as<void>(); }
   float* squares() const { return squares_->as<float>(); }
@@ -61,7 +66,7 @@ class Memory {
 
  private:
   static constexpr std::size_t widest = 14336;
-  DeviceBuffer weights_, x_, y_, gated_;
+  DeviceBuffer weights_, x_, y_, residual_, gated_;
   std::unique_ptr<DeviceBuffer> norm_, squares_;
 };
 

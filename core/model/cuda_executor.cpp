@@ -86,9 +86,8 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   room<float>(qkv_, n * qkv_width());
   room<float>(attention_, attention_rows(n) * c.heads * c.head_dim);
   const std::int64_t block = std::min(n, row_block);
-  const std::int64_t normed = fuses_norms(n) ? n : block;
-  room<std::uint16_t>(normed_, normed * c.hidden);
-  room<float>(squares_, normed * c.hidden / ops::norm_piece);
+  room<std::uint16_t>(normed_, (fuses_norms(n) ? n : block) * c.hidden);
+  if (fuses_norms(n)) room<float>(squares_, n * c.hidden / ops::norm_piece);
   room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
 }

@@ -161,7 +161,7 @@ struct Before {
         const int row = 8 * c + q + 4 * (e % 2), output = e < 2 ? low : high;
         if (row >= a.m || output >= a.n) continue;
         if (a.bias) old[c][e] = a.bias[output];
-        if (a.add) old[c][e] += a.y[row * a.y_stride + output];
+        if (a.add) old[c][e] += __ldcg(a.y + row * a.y_stride + output);
       }
     const bool norm = !Gated && a.left.weight;
     weight[0] = norm && low < a.n ? a.left.weight[low] : 0, weight[1] = norm && high < a.n ? a.left.weight[high] : 0;

@@ -29,6 +29,7 @@ void check(const LinearArgs& a) {
   if (a.m > linear_stream_rows || a.dtype != DType::bf16)
     refuse("got " + std::to_string(a.m) + " rows of " + name_of(a.dtype) + " with a norm, wanted up to " +
            std::to_string(linear_stream_rows) + " of bf16");
+  if (!aligned(a.left.squares) || !aligned(a.taken.squares)) refuse("got sums of squares off a multiple of 16 bytes");
   if (a.taken.squares && (a.k % (4 * norm_piece) || a.x_dtype != a.dtype))
     refuse("got a norm of " + std::to_string(a.k) + " elements of " + name_of(a.x_dtype) +
            ", wanted a multiple of 64 of bf16");

@@ -19,7 +19,7 @@ struct NormLeft {
                                   // still be running
   void* out = nullptr;            // [m, out_stride] of the weights' type
   std::int64_t out_stride = 0;
-  float* squares = nullptr;  // [m, n / norm_piece]
+  float* squares = nullptr;  // [m, n / norm_piece], 16-byte aligned; neither is anything that this product reads
 };
 struct NormTaken {
   const float* squares = nullptr;  // [m, k / norm_piece] of x, as they were left; null: x is taken as it is

@@ -9,8 +9,7 @@ namespace kvlab {
 std::int32_t* store_ranks(const CudaStoreLayer& s, const CudaStoreRows& r, const char* tag, void* stream);
 
 // Turns every key in its frame, on either tier and in that tier's codec, by after - before places, as ops::re_rotate
-// does. Of pages that change
-// the lower copy goes and the summary is made anew.
+// does. Of pages that change the lower copy goes and the summary is made anew.
 void turn_keys(const CudaStoreLayer& s, const CudaStoreRows& r, const std::int32_t* before, const std::int32_t* after,
                void* stream);
 

@@ -249,19 +249,19 @@ TEST_CASE("cuda linear: many tiles a block, as many tiles as blocks, slices of t
 }
 
 // A product that leaves the norm of what it adds to, and one that takes it, plain or with a gate: against the norm in
-// double between them. Shapes with tiles of 32, 48 and 64 rows and with slices.
+// double between them. Shapes with tiles of 64 and 48 rows, whole and not, and with slices.
 TEST_CASE("cuda linear: norms that are left and taken") {
   struct Shape {
     std::int64_t n, k;
   };
   constexpr float eps = 1e-5f;
   unsigned seed = 500;
-  for (const Shape s : {Shape{64, 72}, {576, 1536}, {2624, 136}, {6144, 64}})
+  for (const Shape s : {Shape{64, 72}, {64, 4096}, {1024, 2816}, {2624, 136}, {5248, 72}, {6144, 64}})
     for (const std::int64_t m : {1, 7, 16})
       for (const bool gated : {false, true}) {
         CAPTURE(s.n, s.k, m, gated);
         Case first;
-        first.m = m, first.n = s.n, first.k = s.k, first.add = true;
+        first.m = m, first.n = s.n, first.k = s.k, first.add = m != 16;
         const Data d(first, seed++);
         OnDevice device;
         const auto rounded = [](const std::vector<float>& from) {
@@ -279,7 +279,8 @@ TEST_CASE("cuda linear: norms that are left and taken") {
         a.weight = device.put(d.w.data(), d.w.size());
         a.n = s.n, a.k = a.x_stride = s.k, a.m = m;
         a.x = device.put(x16.data(), x16.size()), a.x_dtype = DType::bf16;
-        a.y = device.put(d.y.data(), d.y.size()), a.y_stride = s.n, a.add = true;
+        a.y = device.put(d.y.data(), d.y.size()), a.y_stride = s.n, a.add = first.add;
+        if (m == 7) a.bias = device.put(d.bias.data(), d.bias.size());
         a.left.weight = device.put(weight.data(), weight.size());
         a.left.out = device.put(poison16.data(), poison16.size()), a.left.out_stride = s.n + 8;
         a.left.squares = device.put(poison.data(), static_cast<std::size_t>(m * s.n / ops::norm_piece));
@@ -409,12 +410,62 @@ TEST_CASE("cuda linear: a row's result does not depend on how many rows there ar
     }
 }
 
+TEST_CASE("cuda linear: a norm that is left and taken does not depend on how many rows there are") {
+  constexpr std::int64_t n = 64, k = 4096;
+  Case c;
+  c.m = 16, c.n = n, c.k = k;
+  const Data d(c, 7);
+  Case after;
+  after.m = 16, after.n = 200, after.k = n;
+  const Data e(after, 8);
+  struct Result {
+    std::vector<std::uint16_t> left;
+    std::vector<float> squares, y;
+  };
+  const auto of = [&](std::int64_t from, std::int64_t rows) {
+    OnDevice device;
+    std::vector<std::uint16_t> x;
+    for (std::int64_t i = from * k; i < (from + rows) * k; ++i)
+      x.push_back(to_16(d.x[static_cast<std::size_t>(i)], DType::bf16));
+    const std::vector<float> weight(n, 0.75f), room(static_cast<std::size_t>(rows * 200), nan_value);
+    const std::vector<std::uint16_t> room16(static_cast<std::size_t>(rows * n), 0x7fff);
+    ops::LinearArgs a, b;
+    a.weight = device.put(d.w.data(), d.w.size());
+    a.n = n, a.k = a.x_stride = k, a.m = b.m = rows;
+    a.x = device.put(x.data(), x.size()), a.x_dtype = b.x_dtype = DType::bf16;
+    a.y = device.put(room.data(), room.size()), a.y_stride = n;
+    a.left.weight = device.put(weight.data(), weight.size());
+    a.left.out = device.put(room16.data(), room16.size()), a.left.out_stride = n;
+    a.left.squares = device.put(room.data(), room.size());
+    b.weight = device.put(e.w.data(), e.w.size());
+    b.n = 200, b.k = b.x_stride = n, b.x = a.left.out;
+    b.taken.squares = a.left.squares, b.taken.eps = 1e-5f;
+    b.y = device.put(room.data(), room.size()), b.y_stride = 200;
+    cuda_backend()->ops.linear(a, device.stream().handle());
+    cuda_backend()->ops.linear(b, device.stream().handle());
+    return Result{device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(a.left.out), {rows * n})),
+                  device.get(View<float, 1>::dense(a.left.squares, {rows * n / ops::norm_piece})),
+                  device.get(View<float, 1>::dense(b.y, {rows * 200}))};
+  };
+  const Result all = of(0, 16);
+  for (const auto& [from, rows] : {std::pair{0, 1}, {9, 1}, {8, 8}, {3, 9}}) {
+    CAPTURE(from, rows);
+    const Result some = of(from, rows);
+    const auto same = [&](const auto& part, const auto& whole, std::int64_t width) {
+      return std::equal(part.begin(), part.end(), whole.begin() + from * width);
+    };
+    CHECK(same(some.left, all.left, n));
+    CHECK(same(some.squares, all.squares, n / ops::norm_piece));
+    CHECK(same(some.y, all.y, 200));
+  }
+}
+
 // Kernels begin before the one in front of them ends; a chain in which each needs all of the last one's output shows
 // whether they wait when they must.
 TEST_CASE("cuda linear: a captured chain of layers gives what the same calls give one at a time") {
   constexpr std::int64_t hidden = 1024, ffn = 2816, steps = 24;
-  for (const std::int64_t m : {1, 16}) {
-    CAPTURE(m);
+  for (const auto& [m, fused] : {std::pair{std::int64_t{1}, false}, {16, false}, {1, true}, {16, true}}) {
+    CAPTURE(m, fused);
     Case up, down;
     up.m = down.m = m;
     up.n = 2 * ffn, up.k = hidden;
@@ -441,9 +492,17 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     second.n = hidden, second.k = ffn, second.m = m, second.x = first.gated, second.x_dtype = DType::bf16,
     second.x_stride = ffn;
     second.y = x, second.y_stride = hidden, second.add = true;
+    const std::vector<float> no_squares(static_cast<std::size_t>(m * hidden / ops::norm_piece), nan_value);
+    float* squares = device.put(no_squares.data(), no_squares.size());
+    if (fused) {  // the norm is left by the second product and taken by the first
+      second.left.weight = n.weight;
+      second.left.out = n.out, second.left.out_stride = hidden;
+      second.left.squares = squares;
+    }
     const auto all = [&](bool one_at_a_time) {
       for (std::int64_t s = 0; s < steps; ++s) {
-        cuda.ops.rms_norm(n, stream);
+        first.taken = {fused && s > 0 ? squares : nullptr, n.eps};
+        if (!first.taken.squares) cuda.ops.rms_norm(n, stream);
         if (one_at_a_time) device.synchronize();
         cuda.ops.linear(first, stream);
         if (one_at_a_time) device.synchronize();

@@ -18,6 +18,14 @@ std::shared_ptr<const Model> model() {
   return known;
 }
 
+// Of a width whose norms lie between products.
+const std::string wide_name = "synthetic/tiny-wide";
+std::shared_ptr<const Model> wide_model() {
+  static auto& known = *new std::shared_ptr<const Model>(
+      load_model(*open_model(wide_name, "", ""), DType::bf16, wide_name, Device::cuda));
+  return known;
+}
+
 EngineOptions options(int slots, int chunk) {
   EngineOptions o;
   o.device = Device::cuda;
@@ -30,12 +38,12 @@ EngineOptions options(int slots, int chunk) {
 }
 
 // Prompts of 1 to 60 tokens, answers of 1 to 20, some with a question that is fed.
-std::vector<Request> ragged(int count) {
+std::vector<Request> ragged(int count, int vocab) {
   std::vector<Request> out;
   for (int i = 0; i < count; ++i) {
     Request r;
-    r.prompt = test_text(1 + (i * 37) % 60, model()->config.vocab, static_cast<unsigned>(i) + 1);
-    if (i % 5 == 0) r.fed = test_text(1 + i % 3, model()->config.vocab, static_cast<unsigned>(i) + 100);
+    r.prompt = test_text(1 + (i * 37) % 60, vocab, static_cast<unsigned>(i) + 1);
+    if (i % 5 == 0) r.fed = test_text(1 + i % 3, vocab, static_cast<unsigned>(i) + 100);
     r.max_new = 1 + (i * 11) % 20;
     out.push_back(std::move(r));
   }
@@ -48,8 +56,8 @@ struct Outcome {
   std::int64_t replays = 0;
 };
 
-Outcome serve(const std::vector<Request>& requests, int slots, int chunk) {
-  Engine engine(model(), subjects().policy(full_spec()), options(slots, chunk));
+Outcome serve(const std::shared_ptr<const Model>& m, const std::vector<Request>& requests, int slots, int chunk) {
+  Engine engine(m, subjects().policy(full_spec()), options(slots, chunk));
   SchedulerOptions how;
   how.prefill_chunk = chunk;
   Outcome out;
@@ -105,27 +113,29 @@ TEST_CASE("cuda serving: without a cap the device's free memory is the limit") {
 }
 
 TEST_CASE("cuda serving: ragged requests in little memory have the texts that they have alone") {
-  const auto requests = ragged(quick() ? 12 : 64);
-  int preemptions = 0;
-  for (const int chunk : {0, 16}) {
-    CAPTURE(chunk);
-    const Outcome alone = serve(requests, 1, chunk);
-    const std::int64_t sequence = Engine(model(), subjects().policy(full_spec()), options(1, 0)).full_bytes(96);
-    const FreeMemory little(sequence * 5 / 2);
-    const Outcome together = serve(requests, 20, chunk);
-    CHECK(together.texts == alone.texts);
-    CHECK(together.together > 2);
-    CHECK(together.replays > 0);
-    preemptions += together.preemptions;
+  for (const auto& m : {model(), wide_model()}) {
+    CAPTURE(m->name);
+    const auto requests = ragged(quick() ? 12 : 64, m->config.vocab);
+    int preemptions = 0;
+    for (const int chunk : {0, 16}) {
+      CAPTURE(chunk);
+      const Outcome alone = serve(m, requests, 1, chunk);
+      const std::int64_t sequence = Engine(m, subjects().policy(full_spec()), options(1, 0)).full_bytes(96);
+      const FreeMemory little(sequence * 5 / 2);
+      const Outcome together = serve(m, requests, 20, chunk);
+      CHECK(together.texts == alone.texts);
+      CHECK(together.together > 2);
+      CHECK(together.replays > 0);
+      preemptions += together.preemptions;
+    }
+    CHECK(preemptions > 0);
   }
-  CHECK(preemptions > 0);
 }
 
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
   constexpr int rows = 21;
   // Its heads go through the kernel that shares rows among blocks.
-  const std::string name = "synthetic/tiny-wide";
-  const std::shared_ptr<const Model> wide = load_model(*open_model(name, "", ""), DType::bf16, name, Device::cuda);
+  const std::shared_ptr<const Model> wide = wide_model();
   const int vocab = wide->config.vocab;
   Engine engine(wide, subjects().policy(full_spec()), options(rows, 0));
   // Of the first layer, before products round them.
