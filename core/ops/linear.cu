@@ -31,7 +31,7 @@ constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a roun
 
 struct Args {
   int m, n;                          // n: outputs, half of W's rows when gated
-  int tile_rows, consumers, stages;  // consumers: warps
+  int tile_rows, consumers, stages;  // consumers: warps, one per 16 rows of a tile
   int chunks, slices, items;
   bool add, constant_weights;
   const float* bias;
