@@ -1,5 +1,21 @@
 #define CATCH_CONFIG_RUNNER
 #include <catch2/catch.hpp>
+#include <cstdlib>
+
+#include "test/support/places.hpp"
+
+namespace kvlab::test {
+
+static std::filesystem::path moved_or(const char* root) {
+  const char* moved = std::getenv("KVLAB_TEST_ROOT");
+  return moved ? moved : root;
+}
+
+std::filesystem::path source_root() { return moved_or(KVLAB_SOURCE_DIR); }
+std::filesystem::path build_root() { return moved_or(KVLAB_BINARY_DIR); }
+std::filesystem::path plugin_folder() { return build_root() / "lib" / "plugins"; }
+
+}  // namespace kvlab::test
 
 // A test executable that needs something which may be missing defines this: the exit code in place of running, or 0.
 extern "C" int kvlab_test_skip() __attribute__((weak));

@@ -4,13 +4,14 @@
 #include <nlohmann/json.hpp>
 
 #include "experiment/schema.hpp"
+#include "test/support/places.hpp"
 
 using namespace kvlab;
 namespace fs = std::filesystem;
 
 namespace {
 
-const fs::path good = fs::path(KVLAB_BINARY_DIR) / "lib" / "bad_plugins" / "libgood.so";
+const fs::path good = test::build_root() / "lib" / "bad_plugins" / "libgood.so";
 
 }  // namespace
 

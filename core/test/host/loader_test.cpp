@@ -6,13 +6,14 @@
 
 #include "host/parameters.hpp"
 #include "host/registry.hpp"
+#include "test/support/places.hpp"
 
 namespace fs = std::filesystem;
 using namespace kvlab;
 
 namespace {
 
-const fs::path bad = fs::path(KVLAB_BINARY_DIR) / "lib" / "bad_plugins";
+const fs::path bad = test::build_root() / "lib" / "bad_plugins";
 
 fs::path library(const std::string& name) { return bad / ("lib" + name + ".so"); }
 
@@ -81,7 +82,7 @@ TEST_CASE("a library that was cut short is refused at every length") {
   std::ifstream in(library("good"), std::ios::binary);
   const std::string whole((std::istreambuf_iterator<char>(in)), {});
   REQUIRE(whole.size() > 1000);
-  const fs::path cut = fs::path(KVLAB_BINARY_DIR) / "libcut.so";
+  const fs::path cut = test::build_root() / "libcut.so";
   for (std::size_t length = 0; length < whole.size(); length += length < 70 ? 1 : whole.size() / 50) {
     std::ofstream(cut, std::ios::binary).write(whole.data(), static_cast<std::streamsize>(length));
     CAPTURE(length);
@@ -94,7 +95,7 @@ TEST_CASE("a library with changed bytes is accepted or refused, and nothing wors
   std::ifstream in(library("good"), std::ios::binary);
   const std::string whole((std::istreambuf_iterator<char>(in)), {});
   std::mt19937 random(3);
-  const fs::path file = fs::path(KVLAB_BINARY_DIR) / "libchanged.so";
+  const fs::path file = test::build_root() / "libchanged.so";
   int refused = 0;
   for (int i = 0; i < 40; ++i) {
     std::string bytes = whole;
@@ -114,7 +115,7 @@ TEST_CASE("a library with changed bytes is accepted or refused, and nothing wors
 TEST_CASE("a library for another machine or of another kind is refused") {
   std::ifstream in(library("good"), std::ios::binary);
   const std::string whole((std::istreambuf_iterator<char>(in)), {});
-  const fs::path file = fs::path(KVLAB_BINARY_DIR) / "libother.so";
+  const fs::path file = test::build_root() / "libother.so";
   const auto with = [&](std::size_t at, char value) {
     std::string bytes = whole;
     bytes[at] = value;

@@ -1,4 +1,5 @@
 #include "host/registry.hpp"
+#include "test/support/places.hpp"
 
 #include <catch2/catch.hpp>
 #include <cstdlib>
@@ -9,11 +10,11 @@ namespace fs = std::filesystem;
 
 namespace {
 
-const fs::path bad = fs::path(KVLAB_BINARY_DIR) / "lib" / "bad_plugins";
+const fs::path bad = test::build_root() / "lib" / "bad_plugins";
 
 // An empty folder of this test, gone afterwards.
 struct Folder {
-  explicit Folder(const char* name) : path(fs::path(KVLAB_BINARY_DIR) / "registry_test" / name) {
+  explicit Folder(const char* name) : path(test::build_root() / "registry_test" / name) {
     fs::remove_all(path);
     fs::create_directories(path);
   }

@@ -7,6 +7,7 @@
 #include "model/config.hpp"
 #include "model/tokenizer_files.hpp"
 #include "test/model/tiny_models.hpp"
+#include "test/support/places.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -45,10 +46,8 @@ TEST_CASE("SentencePiece-like tokenizer.json: marks for spaces, bytes for unknow
 }
 
 TEST_CASE("bytes that are no UTF-8 come back as they were") {
-  const auto t =
-      tokenizer_from_gguf(GgufFile(std::string(KVLAB_SOURCE_DIR) + "/core/test/data/vocab/ggml-vocab-gpt-2.gguf"));
-  const auto s =
-      tokenizer_from_gguf(GgufFile(std::string(KVLAB_SOURCE_DIR) + "/core/test/data/vocab/ggml-vocab-llama-spm.gguf"));
+  const auto t = tokenizer_from_gguf(GgufFile(test::source_root() / "core/test/data/vocab/ggml-vocab-gpt-2.gguf"));
+  const auto s = tokenizer_from_gguf(GgufFile(test::source_root() / "core/test/data/vocab/ggml-vocab-llama-spm.gguf"));
   for (const std::string text :
        {"\xff", "a\xc3", "\xe2\x96 x", "\xed\xa0\x80", "ok \xf0\x9f\x98 \xc0\xaf end", "\0\1\2"}) {
     CHECK(t->decode(t->encode(text)) == text);
@@ -57,8 +56,7 @@ TEST_CASE("bytes that are no UTF-8 come back as they were") {
 }
 
 TEST_CASE("a long piece takes no quadratic time and merges as a short one does") {
-  const auto t =
-      tokenizer_from_gguf(GgufFile(std::string(KVLAB_SOURCE_DIR) + "/core/test/data/vocab/ggml-vocab-gpt-2.gguf"));
+  const auto t = tokenizer_from_gguf(GgufFile(test::source_root() / "core/test/data/vocab/ggml-vocab-gpt-2.gguf"));
   const std::string text(200000, 'a');
   CHECK(t->decode(t->encode(text)) == text);
 }

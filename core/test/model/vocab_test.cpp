@@ -5,6 +5,7 @@
 #include "model/gguf.hpp"
 #include "model/tokenizer_files.hpp"
 #include "test/model/vocab_cases.hpp"
+#include "test/support/places.hpp"
 
 namespace fs = std::filesystem;
 using namespace kvlab;
@@ -52,7 +53,7 @@ int check_folder(const fs::path& folder) {
 }  // namespace
 
 TEST_CASE("vocabularies give the ids their models' own tokenizers give") {
-  CHECK(check_folder(fs::path(KVLAB_SOURCE_DIR) / "core/test/data/vocab") == 2);
+  CHECK(check_folder(test::source_root() / "core/test/data/vocab") == 2);
   // A folder such as llama.cpp's models/: ggml-vocab-*.gguf with .inp and .out; rank files in its sister folders.
   if (const char* extra = std::getenv("KVLAB_EXTRA_VOCAB")) CHECK(check_folder(extra) > 0);
 }

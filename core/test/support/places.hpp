@@ -1,18 +1,13 @@
 // Where tests find what they read: the checkout and its build, or the folder of a bundle with --tests
-// (KVLAB_TEST_ROOT), which may lie on another machine.
+// (KVLAB_TEST_ROOT), which may lie on another machine. One source knows the checkout's path (catch_main.cpp), so that
+// compiler caches serve every checkout.
 #pragma once
-#include <cstdlib>
 #include <filesystem>
 
 namespace kvlab::test {
 
-inline std::filesystem::path source_root() {
-  const char* moved = std::getenv("KVLAB_TEST_ROOT");
-  return moved ? moved : KVLAB_SOURCE_DIR;
-}
-inline std::filesystem::path plugin_folder() {
-  const char* moved = std::getenv("KVLAB_TEST_ROOT");
-  return std::filesystem::path(moved ? moved : KVLAB_BINARY_DIR) / "lib" / "plugins";
-}
+std::filesystem::path source_root();
+std::filesystem::path build_root();
+std::filesystem::path plugin_folder();
 
 }  // namespace kvlab::test

@@ -16,13 +16,14 @@
 #include "model/tokenizer_files.hpp"
 #include "run/task_env.hpp"
 #include "test/support/library_under_test.hpp"
+#include "test/support/places.hpp"
 
 namespace kvlab::test {
 
 inline std::shared_ptr<const Tokenizer> test_vocabulary(const std::string& name) {
   static std::map<std::string, std::shared_ptr<const Tokenizer>> known;
   auto& t = known[name];
-  if (!t) t = tokenizer_from_gguf(GgufFile(KVLAB_SOURCE_DIR "/core/test/data/vocab/ggml-vocab-" + name + ".gguf"));
+  if (!t) t = tokenizer_from_gguf(GgufFile(source_root() / ("core/test/data/vocab/ggml-vocab-" + name + ".gguf")));
   return t;
 }
 
