@@ -3,6 +3,9 @@
 
 #include <catch2/catch.hpp>
 
+#include <algorithm>
+#include <set>
+
 #include "model/checkpoint.hpp"
 #include "support/golden.hpp"
 #include "support/token_reader.hpp"
@@ -16,16 +19,17 @@ std::shared_ptr<const Model> tiny() {
   return model;
 }
 
-// Evicts the first token of every head of layer 0, two steps after step 1, from one callback or the other.
+enum class Callback { select, observe, finish_step };
+
+// Evicts the first token of every head of layer 0, two steps after step 1, from one of a step's callbacks.
 class Later final : public Policy {
  public:
-  explicit Later(bool from_finish) : from_finish_(from_finish) {}
+  explicit Later(Callback from) : from_(from) {}
   Needs needs() const override { return {}; }
-  void observe(const LayerStep& step, Edits& edits, Stream) override {
-    if (!from_finish_ && step.layer == 0 && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
-  }
+  void select(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::select, step, edits); }
+  void observe(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::observe, step, edits); }
   void finish_step(const Step& step, Edits& edits, Stream) override {
-    if (from_finish_ && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
+    if (from_ == Callback::finish_step && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
   }
 
  private:
@@ -37,7 +41,49 @@ class Later final : public Policy {
     edits.for_layer(0);
     edits.evict(l, Deadline::in_steps(2));
   }
-  bool from_finish_;
+  void of_layer(Callback callback, const LayerStep& step, Edits& edits) const {
+    if (from_ == callback && step.layer == 0 && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
+  }
+  Callback from_;
+};
+
+// Notes what each callback of layer 0 is told about its rows.
+class Listener final : public Policy {
+ public:
+  struct Told {
+    std::vector<std::int32_t> slots, position, step;
+    std::vector<std::uint32_t> sequence, question;
+    std::int64_t window = 0;  // queries
+    std::vector<float> window_queries;
+    bool operator==(const Told&) const = default;
+  };
+  explicit Listener(int window = 0) : window_(window) {}
+  Needs needs() const override { return Needs{}.window_queries(window_); }
+  void prefill(const LayerPrefill& kv, Edits&, Stream) override { note(kv, prompts); }
+  void observe(const LayerStep& step, Edits&, Stream) override { note(step, steps); }
+  std::vector<Told> prompts, steps;
+
+ private:
+  static void note(const LayerKv& kv, std::vector<Told>& to) {
+    if (kv.layer > 0) return;
+    Told told;
+    for (int r = 0; r < kv.rows(); ++r) {
+      told.slots.push_back(kv.slots[r]);
+      told.position.push_back(kv.position[r]);
+      told.step.push_back(kv.step[r]);
+      told.sequence.push_back(kv.sequence[r]);
+      told.question.push_back(kv.question[kv.slots[r]]);
+    }
+    if (kv.window_queries.data) {
+      const auto q = kv.window_queries.f32();
+      told.window = q.extent[2];
+      for (std::int64_t head = 0; head < q.extent[1]; ++head)
+        for (std::int64_t i = 0; i < q.extent[2]; ++i)
+          for (std::int64_t d = 0; d < q.extent[3]; ++d) told.window_queries.push_back(q(0, head, i, d));
+    }
+    to.push_back(std::move(told));
+  }
+  int window_;
 };
 
 class Nothing final : public Policy {
@@ -76,9 +122,9 @@ EngineOptions options(int slots) {
 }  // namespace
 
 TEST_CASE("n steps from now is the same moment from every callback of a step") {
-  for (bool from_finish : {false, true}) {
-    CAPTURE(from_finish);
-    Engine engine(tiny(), std::make_shared<Later>(from_finish), options(1));
+  for (const Callback from : {Callback::select, Callback::observe, Callback::finish_step}) {
+    CAPTURE(static_cast<int>(from));
+    Engine engine(tiny(), std::make_shared<Later>(from), options(1));
     const int slot = engine.open(), token = 3;
     const std::vector<int> prompt{1, 2, 3, 4, 5};
     REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
@@ -91,6 +137,104 @@ TEST_CASE("n steps from now is the same moment from every callback of a step") {
     CHECK(engine.store().positions(1, slot, 0).front() == 0);
     engine.store().check_invariants();
   }
+}
+
+TEST_CASE("what a policy is told about a row is of the row's own sequence, in whatever slot") {
+  const auto told = std::make_shared<Listener>();
+  Engine engine(tiny(), told, options(3));
+  const std::vector<int> a{1, 2, 3, 4, 5}, b{6, 7, 8};
+  const int first = engine.open(), second = engine.open(4), third = engine.open(5);
+  engine.close(first);
+  REQUIRE(engine.prefill(third, a, true, {}) == Fit::ok);
+  REQUIRE(engine.prefill(second, b, true, {}) == Fit::ok);
+  engine.ask(second, 9);
+  const int token = 3;
+  const std::vector<int> two{3, 3};
+  REQUIRE(engine.step({second}, {&token, 1}, {}) == Fit::ok);
+  REQUIRE(engine.step({third, second}, two, {}) == Fit::ok);
+  // A step's own token counts as seen, the steps before it as done.
+  REQUIRE(told->prompts.size() == 2);
+  CHECK(told->prompts[0] == Listener::Told{{third}, {5}, {0}, {5}, {0}, 0, {}});
+  CHECK(told->prompts[1] == Listener::Told{{second}, {3}, {0}, {4}, {0}, 0, {}});
+  REQUIRE(told->steps.size() == 2);
+  CHECK(told->steps[0] == Listener::Told{{second}, {4}, {0}, {4}, {9}, 0, {}});
+  CHECK(told->steps[1] == Listener::Told{{third, second}, {6, 5}, {0, 1}, {5, 4}, {0, 9}, 0, {}});
+}
+
+TEST_CASE("a new sequence has no question of the one that had its slot before") {
+  const auto told = std::make_shared<Listener>();
+  Engine engine(tiny(), told, options(1));
+  const std::vector<int> text{1, 2, 3};
+  for (const std::uint32_t question : {7u, 0u}) {
+    const int slot = engine.open();
+    if (question) engine.ask(slot, question);
+    REQUIRE(engine.prefill(slot, text, true, {}) == Fit::ok);
+    CHECK(told->prompts.back().question == std::vector<std::uint32_t>{question});
+    engine.close(slot);
+  }
+}
+
+TEST_CASE("window queries are the last ones of the slot's own prompt, in chunks or whole") {
+  constexpr int window = 6;
+  const std::vector<int> text{9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5}, other{11, 12, 13, 14, 15, 16, 17, 18};
+  const auto of = [&](std::size_t tokens, int chunk, auto before) {
+    const auto told = std::make_shared<Listener>(window);
+    EngineOptions o = options(1);
+    o.prefill_chunk = chunk;
+    Engine engine(tiny(), told, o);
+    const int slot = engine.open();
+    before(engine, slot);
+    REQUIRE(engine.prefill(slot, std::span(text).first(tokens), true, {}) == Fit::ok);
+    return told->prompts.back();
+  };
+  const auto nothing = [](Engine&, int) {};
+  const auto another = [&](Engine& engine, int slot) {
+    REQUIRE(engine.prefill(slot, std::span(other).first(5), false, {}) == Fit::ok);
+    REQUIRE(engine.prefill(slot, std::span(other).last(3), true, {}) == Fit::ok);
+  };
+  for (const std::size_t tokens : {std::size_t{4}, std::size_t{6}, std::size_t{13}}) {
+    const auto wanted = of(tokens, 0, nothing);
+    REQUIRE(wanted.window == std::min<std::int64_t>(window, static_cast<std::int64_t>(tokens)));
+    for (const int chunk : {1, 3, 4, 8}) {
+      CAPTURE(tokens, chunk);
+      CHECK(of(tokens, chunk, nothing) == wanted);
+    }
+    CAPTURE(tokens);
+    CHECK(of(tokens, 0, [&](Engine& engine, int slot) {
+            another(engine, slot);
+            engine.close(slot);
+            engine.open();
+          }) == wanted);
+    CHECK(of(tokens, 0, [&](Engine& engine, int slot) {
+            const auto empty = engine.save(slot);
+            another(engine, slot);
+            REQUIRE(engine.restore(slot, empty) == Fit::ok);
+          }) == wanted);
+  }
+}
+
+TEST_CASE("the likeliest token of each row is that of its logits, wherever the rows lie") {
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(3));
+  const std::int64_t vocab = tiny()->config.vocab, stride = vocab + 5;
+  std::vector<std::int32_t> slots;
+  std::vector<int> tokens;
+  for (int r = 0; r < 3; ++r) {
+    slots.push_back(engine.open());
+    tokens.push_back(5 * r + 1);
+    REQUIRE(engine.prefill(slots.back(), std::vector<int>{r + 1, 2 * r + 3, 4}, true, {}) == Fit::ok);
+  }
+  std::vector<float> logits(static_cast<std::size_t>(3 * stride), 1e30f);
+  std::vector<std::int32_t> likeliest(3, -1);
+  StepResult out(View<float, 2>{logits.data(), {3, vocab}, {stride, 1}});
+  out.likeliest = likeliest;
+  REQUIRE(engine.step(slots, tokens, out) == Fit::ok);
+  for (std::int64_t r = 0; r < 3; ++r) {
+    const float* row = logits.data() + r * stride;
+    CHECK(likeliest[static_cast<std::size_t>(r)] == std::max_element(row, row + vocab) - row);
+    CHECK(*std::max_element(row, row + vocab) < 1e30f);
+    CHECK(row[vocab] == 1e30f);
+  }
+  CHECK(std::set<std::int32_t>(likeliest.begin(), likeliest.end()).size() > 1);
 }
 
 TEST_CASE("a policy sees the attention mass that it asked for") {

@@ -29,25 +29,26 @@ class Nothing final : public Policy {
   std::int64_t says_;
 };
 
-// Keeps the first `kept` tokens of a prompt.
+// Keeps the first `kept` tokens of a prompt, or `kept` for each `per` tokens of it.
 class Short final : public Policy {
  public:
-  explicit Short(int kept) : kept_(kept) {}
+  explicit Short(int kept, int per = 0) : kept_(kept), per_(per) {}
   Needs needs() const override { return {}; }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
     if (!kv.last[0]) return;
+    const int most = per_ > 0 ? kv.pages.tokens(0, 0) * kept_ / per_ : kept_;
     TokenList l;
-    l.index = kv.scratch<std::int32_t>("kept", {1, kv.kv_heads(), kept_});
+    l.index = kv.scratch<std::int32_t>("kept", {1, kv.kv_heads(), most});
     l.count = kv.scratch<std::int32_t>("kept", {1, kv.kv_heads()});
     for (int h = 0; h < kv.kv_heads(); ++h) {
-      l.count(0, h) = std::min(kept_, kv.pages.tokens(0, h));
+      l.count(0, h) = std::min(most, kv.pages.tokens(0, h));
       for (int t = 0; t < l.count(0, h); ++t) l.index(0, h, t) = t;
     }
     edits.evict_rest(l);
   }
 
  private:
-  int kept_;
+  int kept_, per_;
 };
 
 constexpr int page = 8, room = 128;
@@ -193,6 +194,50 @@ TEST_CASE("a policy that promises less than it takes costs time, not text") {
   CHECK(preemptions(s) > 0);
   for (std::size_t i = 0; i < requests.size(); ++i)
     CHECK(s.served()[i].tokens == alone(requests[i], std::make_shared<Nothing>()));
+}
+
+TEST_CASE("the latest request is preempted, whatever slot it has") {
+  // The first one ends at once and leaves slot 0 to the third, the latest; the second keeps slot 1.
+  const std::vector<Request> requests{{text(8, 1), {}, 2, 0}, {text(16, 2), {}, 40, 0}, {text(16, 3), {}, 40, 0}};
+  Engine engine(tiny(), std::make_shared<Nothing>(), options(2, bytes_of(64)));
+  SchedulerOptions how;
+  how.clock = ticking();
+  Scheduler s(engine, requests, how);
+  bool crossed = false;
+  while (!s.done()) {
+    REQUIRE(s.iterate() == Fit::ok);
+    crossed |= s.slots() == std::vector<std::int32_t>{1, 0};
+  }
+  CHECK(crossed);
+  CHECK(s.served()[1].preemptions == 0);
+  CHECK(s.served()[2].preemptions > 0);
+}
+
+TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
+  // Counted in pages of every head of all 3 layers. The long prompt takes 15, a layer of it 5. A prompt of which half
+  // stays leaves 7.5, as the first one tells (1 of 2 pages). One that leaves 8 tokens takes 1. Beside that come a page
+  // for the rounding, one a running request, and the page that the second request has.
+  REQUIRE(tiny()->config.layers == 3);
+  struct Case {
+    std::shared_ptr<Policy> policy;
+    int first, enough;  // tokens of the first prompt; pages with which the long one runs beside the second
+  };
+  const Case cases[] = {{std::make_shared<Short>(1, 2), 16, 18}, {std::make_shared<Short>(8), 120, 11}};
+  for (const Case& c : cases)
+    for (int pages = 11; pages <= 20; ++pages) {
+      CAPTURE(c.first, pages);
+      const std::vector<Request> requests{
+          {text(c.first, 1), {}, 1, 0}, {text(8, 2), {}, 12, 0}, {text(120, 3), {}, 2, 0}};
+      Engine engine(tiny(), c.policy, options(2, bytes_of(pages * page)));
+      SchedulerOptions how;
+      how.clock = ticking();
+      std::size_t most = 0;
+      how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+      Scheduler s(engine, requests, how);
+      run(s, engine);
+      CHECK(preemptions(s) == 0);
+      if (pages >= c.enough) CHECK(most == 2);
+    }
 }
 
 TEST_CASE("what does not fit alone is out of memory, in its prompt or in its answer; what just fits runs") {

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -473,6 +474,69 @@ TEST_CASE("a cell's id follows what its result depends on") {
   one.plugin = [](const PluginInfo& p) { return p.name + "1"; };
   two.plugin = [](const PluginInfo& p) { return p.name == "snapkv" ? "snapkv2" : p.name + "1"; };
   CHECK(id(text, one) != id(text, two));
+}
+
+TEST_CASE("every key of a policy is a part of its cell's id and of its parameters") {
+  // Each line differs from the first in one thing that the results depend on.
+  const char* const policies[] = {
+      "{name: p, scorer: snapkv, budget: {tokens: 64}}",
+      "{name: q, scorer: snapkv, budget: {tokens: 64}}",
+      "{name: p, scorer: knorm, budget: {tokens: 64}}",
+      "{name: p, scorer: {snapkv: {window: 9}}, budget: {tokens: 64}}",
+      "{name: p, selector: quest, budget: {tokens: 64}}",
+      "{name: p, scorer: snapkv, selector: quest, budget: {tokens: 64}}",
+      "{name: p, policy: streaming_llm, budget: {tokens: 64}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 65}}",
+      "{name: p, scorer: snapkv, budget: {bytes: 64}}",
+      "{name: p, scorer: snapkv, budget: {ratio: 0.5}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64, split: uniform}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64, split: pyramid}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64, split: {pyramid: {beta: 3}}}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, schedule: {prefill: false, every: 8}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, schedule: {every: 8}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, schedule: {every: 9}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, codec: int8}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, codec: {int8: {axis: channel}}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, resident: 9}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, codec: int8}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, codec: {int8: {axis: channel}}}}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, page_size: 8}"};
+  std::map<std::string, std::string> ids, params;
+  for (const std::string policy : policies) {
+    CAPTURE(policy);
+    const Cell cell = cells(load(head + "policies:\n  - " + policy + "\n"), catalog, {}).at(0);
+    CHECK(ids.emplace(cell.id, policy).first->second == policy);
+    const std::string label = policy.substr(0, policy.find(','));  // stands beside the parameters, not in them
+    CHECK(params.emplace(label + cell.params, policy).first->second == policy);
+  }
+}
+
+TEST_CASE("every plugin that a cell uses counts with its library") {
+  const std::string text = head +
+                           "policies:\n  - {name: p, scorer: snapkv, selector: quest, budget: {tokens: 64, split: "
+                           "pyramid}, codec: int8, placement: {tier: host, codec: int4}}\n"
+                           "  - streaming_llm: {budget: {tokens: 64}}\n";
+  test::FakeCatalog plugins;
+  plugins.add(Role::codec, "int4", {});
+  const auto ids = [&](const std::string& rebuilt) {
+    Fingerprints f;
+    f.plugin = [&](const PluginInfo& p) { return p.name == rebuilt ? "new" : "old"; };
+    std::vector<std::string> out;
+    for (const Cell& c : cells(read_experiment(yaml::parse_text(text, "exp.yaml"), plugins), plugins, f))
+      out.push_back(c.id);
+    return out;
+  };
+  const auto before = ids("");
+  REQUIRE(before.size() == 2);
+  CHECK(ids("knorm") == before);  // is not used
+  for (const char* used : {"snapkv", "quest", "pyramid", "int8", "int4"}) {
+    CAPTURE(used);
+    CHECK(ids(used)[0] != before[0]);
+    CHECK(ids(used)[1] == before[1]);
+  }
+  CHECK(ids("streaming_llm")[1] != before[1]);
+  CHECK((ids("niah")[0] != before[0] && ids("niah")[1] != before[1]));
 }
 
 TEST_CASE("a data file counts with its contents") {

@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "model/gguf.hpp"
 #include "test/model/tiny_models.hpp"
 
 using namespace kvlab;
@@ -42,6 +43,27 @@ TEST_CASE("GGUF: Hugging Face names, shapes, and Q and K rows in half-split orde
   CHECK(llama->read("model.layers.0.self_attn.v_proj.weight") == counting({4, 8}));
   CHECK(llama->tokenizer()->encode("ab ab") == std::vector<int>{2, 4});
   CHECK(llama->config().eos_ids == std::vector<int>{5});
+}
+
+TEST_CASE("GGUF: data that ends a byte or a block early is refused, in every type") {
+  const TempDir dir;
+  struct Stored {
+    std::uint32_t type;           // GGML's number
+    std::size_t elements, bytes;  // of a block
+  };
+  for (const Stored& s : {Stored{0, 1, 4}, {1, 1, 2}, {2, 32, 18}, {8, 32, 34}, {12, 256, 144}, {14, 256, 210}}) {
+    CAPTURE(s.type);
+    GgufWriter w;
+    w.tensor("t", {2, 512}, s.type, std::string(1024 / s.elements * s.bytes, '\0'));
+    const std::string whole = w.file();
+    const std::size_t padding = (32 - 1024 / s.elements * s.bytes % 32) % 32;
+    const auto open = [&](std::size_t short_of) {
+      return message_of([&] { GgufFile(write_file(dir / "m.gguf", whole.substr(0, whole.size() - short_of))); });
+    };
+    CHECK(open(padding) == "no error");
+    for (const std::size_t less : {std::size_t{1}, s.bytes})
+      CHECK_THAT(open(padding + less), Catch::Contains("wanted data inside the file"));
+  }
 }
 
 TEST_CASE("safetensors: one file, shards with an index, a tied head under either name") {
