@@ -7,6 +7,9 @@
 #include <kvlab/error.hpp>
 #include <mutex>
 
+#include "base/cuda_warn.hpp"
+#include "base/log.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -32,6 +35,8 @@ struct Loaded {
       state = path + " has no entry kvlab_cuda_backend: build kvlab again";
       return;
     }
+    if (const auto warn_through = reinterpret_cast<cuda::WarnThrough>(dlsym(library, "kvlab_cuda_warn_through")))
+      warn_through([](const char* text) { log::warn(text); });
     usable = entry(&table, &state);
     if (usable && table.table_version != CudaBackend::version) {
       usable = false;

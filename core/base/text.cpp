@@ -1,9 +1,29 @@
 #include "base/text.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
 
+#include "base/utf8.hpp"
+
 namespace kvlab {
+namespace {
+
+bool harmless(std::uint32_t c) {
+  if (c < 0x20) return c == '\n' || c == '\t';
+  const bool control = c >= 0x7f && c < 0xa0;
+  const bool direction = c == 0x200e || c == 0x200f || (c >= 0x202a && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
+  const bool line_end = c == 0x2028 || c == 0x2029;
+  return !control && !direction && !line_end;
+}
+
+std::string escaped(std::uint32_t c) {
+  char text[8];
+  std::snprintf(text, sizeof text, c < 0x100 ? "\\x%02x" : "\\u%04x", static_cast<unsigned>(c));
+  return text;
+}
+
+}  // namespace
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> before(b.size() + 1), last(b.size() + 1), row(b.size() + 1);  // of i - 2, i - 1 and i
@@ -46,6 +66,23 @@ std::string join(const std::vector<std::string>& words, std::string_view between
     text += w;
   }
   return text;
+}
+
+std::string printable(std::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t n = utf8_length(text, at);
+    if (n == 0) {
+      out += "\xef\xbf\xbd";
+    } else if (const std::uint32_t c = utf8_code_point(text, at, n); harmless(c)) {
+      out.append(text.substr(at, n));
+    } else {
+      out += escaped(c);
+    }
+    at += n ? n : 1;
+  }
+  return out;
 }
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Small helpers for messages: lists of words and the nearest known word.
+// Small helpers for messages: lists of words, the nearest known word, text that a terminal can take.
 #pragma once
 #include <optional>
 #include <string>
@@ -18,5 +18,9 @@ std::optional<std::string> nearest(std::string_view word, const std::vector<std:
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& known);
 
 std::string join(const std::vector<std::string>& words, std::string_view between = ", ");
+
+// The same text without power over a terminal. Control characters and characters that turn the direction of writing
+// become \x1b, \u202e and the like; bytes that are no UTF-8 become U+FFFD. Line ends and tabs stay.
+std::string printable(std::string_view text);
 
 }  // namespace kvlab

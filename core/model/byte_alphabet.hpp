@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "model/utf8.hpp"
+#include "base/utf8.hpp"
 
 namespace kvlab {
 

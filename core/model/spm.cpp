@@ -7,9 +7,9 @@
 #include <kvlab/error.hpp>
 #include <queue>
 
+#include "base/utf8.hpp"
 #include "model/byte_alphabet.hpp"
 #include "model/fingerprint.hpp"
-#include "model/utf8.hpp"
 
 namespace kvlab {
 namespace {

@@ -3,10 +3,9 @@
 // for rounded ones.
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
-#include <mutex>
 #include <new>
 
+#include "base/cuda_warn.hpp"
 #include "base/scratch.cuh"
 #include "ops/attend_prompt_cuda.hpp"
 #include "ops/attend_unit.cuh"
@@ -97,15 +96,11 @@ void widen(const void* from, DType dtype, int dim, const View<float, 3>& out, vo
 
 std::atomic<std::int64_t> chunks = 0;
 
-// Once. Who has turned cuDNN off knows it.
+// Who has turned cuDNN off knows it.
 void warn_missing() {
   const LibraryState& cudnn = cudnn_state();
   if (cudnn.there || cudnn.off) return;
-  static std::once_flag once;
-  std::call_once(once, [&] {
-    std::fprintf(stderr, "kvlab: warning: long prompts take 1.2 to 1.7 times as long without cuDNN (%s)\n",
-                 cudnn.text.c_str());
-  });
+  cuda::warn("long prompts take 1.2 to 1.7 times as long without cuDNN (" + cudnn.text + ")");
 }
 
 bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {

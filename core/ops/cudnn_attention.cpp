@@ -7,13 +7,14 @@
 #include <cudnn_frontend.h>
 #include <dlfcn.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
+
+#include "base/cuda_warn.hpp"
 
 namespace cudnn_frontend {
 void* cudnn_dlhandle = nullptr;  // where the front end finds cuDNN's functions
@@ -72,11 +73,7 @@ void check(cudnnStatus_t status, const char* what) {
 }
 
 void warn(const std::string& why) {
-  static std::once_flag once;
-  std::call_once(once, [&] {
-    std::fprintf(stderr, "kvlab: warning: %s does not do a prompt's attention, our own kernel does: %s\n",
-                 library().state.text.c_str(), why.c_str());
-  });
+  cuda::warn(library().state.text + " does not do a prompt's attention, our own kernel does: " + why);
 }
 
 std::mutex& guard() {
@@ -170,14 +167,24 @@ class Plan final : public CudnnPlan {
 
 const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
   if (!library().state.there) return nullptr;
-  using Plans = std::map<std::pair<int, CudnnShape>, std::unique_ptr<Plan>>;  // null: refused
-  static Plans& plans = *new Plans;                                           // never destroyed, as handles
+  struct Known {
+    std::unique_ptr<Plan> plan;
+    std::string refused;  // why there is no plan
+  };
+  using Plans = std::map<std::pair<int, CudnnShape>, Known>;
+  static Plans& plans = *new Plans;  // never destroyed, as handles
   const std::lock_guard lock(guard());
   try {
     const int device = current_device();
     const auto [entry, fresh] = plans.try_emplace({device, shape});
-    if (fresh) entry->second = std::make_unique<Plan>(shape, device);
-    return entry->second.get();
+    Known& known = entry->second;
+    if (fresh) try {
+        known.plan = std::make_unique<Plan>(shape, device);
+      } catch (const std::exception& e) {
+        known.refused = e.what();
+      }
+    if (!known.plan) warn(known.refused);
+    return known.plan.get();
   } catch (const std::exception& e) {
     warn(e.what());
     return nullptr;

@@ -40,7 +40,8 @@ class CudnnPlan {
 };
 
 // The plan for a shape of the current device, made at the first call (it takes as long as a second) and kept. Null
-// where cuDNN is not there or does not take the shape; the first such shape is reported on stderr. Thread-safe.
+// where cuDNN is not there or does not take the shape; each call for such a shape warns (base/cuda_warn.hpp).
+// Thread-safe.
 const CudnnPlan* cudnn_plan(const CudnnShape& shape);
 
 const LibraryState& cudnn_state();

@@ -1,12 +1,10 @@
 #include "run/device.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <kvlab/error.hpp>
-#include <mutex>
 
 #include "base/backend.hpp"
+#include "base/log.hpp"
 
 namespace kvlab {
 
@@ -19,10 +17,7 @@ Device choose_device(const std::string& backend, const std::vector<DType>& model
   if (backend != "auto" || wide || !cuda_backend()) return Device::cpu;
   const LibraryState& blas = cuda_backend()->ops.cublaslt_state();
   if (blas.there) return Device::cuda;
-  static std::once_flag once;
-  std::call_once(once, [&] {
-    fmt::print(stderr, "kvlab: warning: backend auto is the CPU although there is a GPU; cuBLASLt: {}\n", blas.text);
-  });
+  log::warn("backend auto is the CPU although there is a GPU; cuBLASLt: " + blas.text);
   return Device::cpu;
 }
 

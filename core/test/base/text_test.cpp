@@ -43,3 +43,18 @@ TEST_CASE("the nearest word is a slip of the pen away or none") {
   CHECK(did_you_mean("zzzzzz", known).empty());
   CHECK(join(known, " | ") == "snapkv | streaming_llm | knorm | quest");
 }
+
+TEST_CASE("printable text has no character that moves, colours or hides what a terminal shows") {
+  CHECK(printable("Grüße, 日本\t✓\n") == "Grüße, 日本\t✓\n");
+  CHECK(printable("\x1b[31m") == "\\x1b[31m");
+  CHECK(printable(std::string_view("a\0b", 3)) == "a\\x00b");
+  CHECK(printable("\xe2\x81\xa6\xe2\x80\xa8") == "\\u2066\\u2028");
+  CHECK(printable("\xc3(\xed\xa0\x80") == "\xef\xbf\xbd(\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd");
+  // Every code point below U+0100: what is_control of Unicode names (C0 but for two, DEL, C1) is gone, the rest stays.
+  for (unsigned c = 0; c < 0x100; ++c) {
+    std::string one = c < 0x80 ? std::string(1, static_cast<char>(c))
+                               : std::string{static_cast<char>(0xc0 | c >> 6), static_cast<char>(0x80 | (c & 63))};
+    const bool control = (c < 0x20 && c != '\t' && c != '\n') || (c >= 0x7f && c < 0xa0);
+    CHECK((printable(one) == one) == !control);
+  }
+}

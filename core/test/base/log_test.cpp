@@ -1,0 +1,227 @@
+#include "base/log.hpp"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <kvlab/error.hpp>
+#include <regex>
+#include <sstream>
+#include <thread>
+
+#include "base/text.hpp"
+
+using namespace kvlab;
+using Catch::Matchers::Contains;
+
+namespace {
+
+struct Folder {
+  Folder() {
+    char name[] = "/tmp/kvlab-log-XXXXXX";
+    path = mkdtemp(name);
+  }
+  ~Folder() {
+    log::start({});
+    std::filesystem::remove_all(path);
+  }
+  std::string operator/(const char* name) const { return (path / name).string(); }
+  std::filesystem::path path;
+};
+
+std::string text_of(const std::string& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::stringstream all;
+  all << in.rdbuf();
+  return all.str();
+}
+
+// What body() writes to stderr.
+template <class Body>
+std::string said(const Folder& folder, Body body) {
+  const std::string file = folder / "stderr";
+  std::fflush(stderr);
+  const int before = dup(STDERR_FILENO), fd = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  dup2(fd, STDERR_FILENO);
+  body();
+  std::fflush(stderr);
+  dup2(before, STDERR_FILENO);
+  close(before), close(fd);
+  return text_of(file);
+}
+
+void say_all() {
+  log::debug("d");
+  log::info("i");
+  log::warn("w");
+  log::error("e");
+}
+
+struct Variable {
+  Variable(const char* name_, const char* value) : name(name_) { setenv(name, value, 1); }
+  ~Variable() { unsetenv(name); }
+  const char* name;
+};
+
+}  // namespace
+
+TEST_CASE("log: stderr shows a level and those above it, without colour in a pipe", "[log]") {
+  const Folder folder;
+  const auto at = [&](log::Level level) {
+    return said(folder, [&] {
+      log::start({level, ""});
+      say_all();
+    });
+  };
+  CHECK(at(log::Level::debug) == "debug: d\ni\nwarning: w\nerror: e\n");
+  CHECK(at(log::Level::info) == "i\nwarning: w\nerror: e\n");
+  CHECK(at(log::Level::warning) == "warning: w\nerror: e\n");
+  CHECK(at(log::Level::error) == "error: e\n");
+  CHECK(at(log::Level::off).empty());
+  CHECK(said(folder, [] { log::status("nobody rewrites a pipe"); }).empty());
+}
+
+TEST_CASE("log: KVLAB_LOG names a level", "[log]") {
+  CHECK(log::level_of_environment() == log::Level::info);
+  for (const auto& [word, level] : {std::pair{"debug", log::Level::debug},
+                                    {"info", log::Level::info},
+                                    {"warning", log::Level::warning},
+                                    {"error", log::Level::error},
+                                    {"off", log::Level::off},
+                                    {"", log::Level::info}}) {
+    const Variable set("KVLAB_LOG", word);
+    CHECK(log::level_of_environment() == level);
+  }
+  const Variable set("KVLAB_LOG", "loud");
+  CHECK_THROWS_WITH(log::level_of_environment(),
+                    "KVLAB_LOG: got the level 'loud', wanted debug, info, warning, error or off");
+}
+
+TEST_CASE("log: a file has times and levels, goes on, and keeps notes that stderr hides", "[log]") {
+  const Folder folder;
+  const std::string file = folder / "run.log";
+  const std::string shown = said(folder, [&] {
+    log::start({log::Level::warning, file});
+    say_all();
+    log::start({log::Level::debug, file});
+    say_all();
+  });
+  CHECK(shown == "warning: w\nerror: e\ndebug: d\ni\nwarning: w\nerror: e\n");
+  const std::string time = "[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-6][0-9]\\.[0-9]{3}Z ";
+  const std::string notes = time + "info i\n" + time + "warning w\n" + time + "error e\n";
+  CHECK(std::regex_match(text_of(file), std::regex("# kvlab log.*\n" + notes + time + "debug d\n" + notes)));
+}
+
+TEST_CASE("log: what is no log of kvlab is refused and left alone", "[log]") {
+  const Folder folder;
+  const auto refused = [](const std::string& file) {
+    CHECK_THROWS_WITH(log::start({log::Level::info, file}), Contains("wanted") && Contains(file));
+  };
+  const std::string notes = folder / "notes.txt", fifo = folder / "fifo", shorter = folder / "short";
+  std::ofstream(notes) << "two lines that are somebody's own,\nand long enough\n";
+  std::ofstream(shorter) << "# kvlab";
+  mkfifo(fifo.c_str(), 0600);
+  refused(notes);
+  refused(shorter);
+  refused(fifo);  // and does not wait for its reader
+  refused(folder.path.string());
+  refused(folder / "no/such/folder.log");
+  refused("/dev/null");
+  refused("/proc/version");
+  CHECK(text_of(notes) == "two lines that are somebody's own,\nand long enough\n");
+  CHECK(text_of(shorter) == "# kvlab");
+}
+
+TEST_CASE("log: a full disk is said once and ends nothing", "[log]") {
+  const Folder folder;
+  const std::string file = folder / "run.log";
+  const std::string shown = said(folder, [&] {
+    log::start({log::Level::warning, file});
+    log::info(std::string(4096, 'x'));  // stderr's file stays below the limit
+    rlimit before{};
+    getrlimit(RLIMIT_FSIZE, &before);
+    const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{std::filesystem::file_size(file), before.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    log::warn("one");
+    log::warn("two");
+    setrlimit(RLIMIT_FSIZE, &before);
+    std::signal(SIGXFSZ, handler);
+  });
+  CHECK_THAT(shown, Contains("warning: one\n") && Contains("warning: two\n"));
+  CHECK_THAT(shown, Contains("warning: the log file is not complete"));
+  CHECK(shown.find("not complete") == shown.rfind("not complete"));
+}
+
+TEST_CASE("log: a message has no power over a terminal and no line that looks like another message", "[log]") {
+  const Folder folder;
+  const std::string file = folder / "run.log";
+  const std::string shown = said(folder, [&] {
+    log::start({log::Level::info, file});
+    log::warn(
+        "\x1b[2J\r\a\x7f\xc2\x9b"
+        "31m \xe2\x80\xae \xff Grüße\nerror: forged\n");
+  });
+  const std::string wanted = "\\x1b[2J\\x0d\\x07\\x7f\\x9b31m \\u202e \xef\xbf\xbd Grüße\n  error: forged\n";
+  CHECK(shown == "warning: " + wanted);
+  CHECK_THAT(text_of(file), Catch::Matchers::EndsWith("Z warning " + wanted));
+}
+
+TEST_CASE("log: warnings are collected from any thread, shown or not, and shown once", "[log]") {
+  const Folder folder;
+  const std::string shown = said(folder, [] {
+    log::start({log::Level::error, ""});
+    log::warn("before");
+
+    {
+      const log::Collected outer;
+      log::info("no warning");
+      log::warn("a");
+      {
+        const log::Collected inner;
+        std::vector<std::thread> threads;
+        for (int t = 0; t < 4; ++t)
+          threads.emplace_back([] {
+            for (int i = 0; i < 100; ++i) log::warn("b");
+          });
+        for (auto& t : threads) t.join();
+        log::warn("a");
+        CHECK(inner.warnings() == std::vector<std::string>{"b", "a"});
+      }
+      CHECK(outer.warnings() == std::vector<std::string>{"a", "b"});
+    }
+    log::start({});
+    for (int i = 0; i < 3; ++i) {
+      const log::Collected cell;
+      log::warn("every cell");
+      CHECK(cell.warnings() == std::vector<std::string>{"every cell"});
+    }
+  });
+  CHECK(shown == "warning: every cell\n");
+}
+
+TEST_CASE("log: threads' lines do not mix", "[log]") {
+  const Folder folder;
+  const std::string file = folder / "run.log";
+  const std::string shown = said(folder, [&] {
+    log::start({log::Level::info, file});
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t)
+      threads.emplace_back([t] {
+        for (int i = 0; i < 50; ++i) log::info(std::string(200, static_cast<char>('a' + t)));
+      });
+    for (auto& t : threads) t.join();
+  });
+  std::istringstream lines(shown);
+  int whole = 0;
+  for (std::string line; std::getline(lines, line);)
+    whole += line.size() == 200 && line.find_first_not_of(line[0]) == std::string::npos;
+  CHECK(whole == 200);
+  CHECK(shown.size() == 200 * 201);
+}
