@@ -93,11 +93,14 @@ std::string mean(const Group& group, Get get) {
   return text.substr(0, text.find(" ±"));
 }
 
+bool has_interval(const SummaryRow& row) { return measured(row.score_lo) && measured(row.score_hi); }
+
 std::string score_text(const Group& group) {
   if (group.good.empty()) return group.first().status;
   const SummaryRow& row = group.first();
   const std::string text = spread(group, [](const SummaryRow& r) { return r.score; });
-  if (group.good.size() > 1 || !measured(row.score_lo) || !measured(row.score_hi)) return text;
+  if (group.good.size() > 1 || !measured(row.score)) return text;
+  if (!has_interval(row)) return text + " (-)";
   return fmt::format("{} ({}-{})", text, number(row.score_lo), number(row.score_hi));
 }
 
@@ -139,6 +142,9 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"graph", "decode steps are launched as CUDA graphs"},
     {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
+
+constexpr const char* interval_note =
+    "in brackets: 95 % interval over contexts like these; Wilson's for answers right or wrong, else bootstrap";
 
 std::string label_note(const std::string& label) {
   for (const auto& [name, meaning] : label_meanings)
@@ -220,6 +226,9 @@ ReportTable table_of(const Block& block, ReportPage& page) {
   const auto columns = columns_for(block);
   table.header = {"policy", "budget", "n"};
   for (const auto& column : columns) table.header.emplace_back(column.name);
+  if (std::any_of(block.groups.begin(), block.groups.end(),
+                  [](const Group& g) { return g.good.size() == 1 && has_interval(g.first()); }))
+    table.header[3] += notes.mark(interval_note);  // of the score
   for (const Group& group : block.groups) {
     std::string policy = policy_text(group, block);
     for (const std::string& label : split_labels(group.first().labels)) policy += notes.mark(label_note(label));

@@ -9,7 +9,6 @@
 #include <iterator>
 #include <limits>
 #include <map>
-#include <random>
 
 #include "base/text.hpp"
 
@@ -270,21 +269,6 @@ double percentile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
   const double rank = std::ceil(share * static_cast<double>(values.size()));
   return values[static_cast<std::size_t>(std::clamp(rank - 1, 0., static_cast<double>(values.size() - 1)))];
-}
-
-Interval mean_interval(const std::vector<double>& all) {
-  std::vector<double> values;
-  for (double v : all)
-    if (std::isfinite(v)) values.push_back(v);
-  if (values.size() < 2) return {nan, nan};
-  std::mt19937_64 random(20240607);
-  std::vector<double> means;
-  for (int i = 0; i < 2000; ++i) {
-    double sum = 0;
-    for (std::size_t k = 0; k < values.size(); ++k) sum += values[random() % values.size()];
-    means.push_back(sum / static_cast<double>(values.size()));
-  }
-  return {percentile(means, 0.025), percentile(means, 0.975)};
 }
 
 }  // namespace kvlab

@@ -29,11 +29,6 @@ namespace kvlab {
 double score(const std::string& metric, const std::string& answer, const std::vector<std::string>& references);
 std::vector<std::string> metric_names();
 
-struct Interval {
-  double low, high;
-};
-// 95% bootstrap interval of the mean of the finite values (2000 resamples, fixed seed); NaN for fewer than two.
-Interval mean_interval(const std::vector<double>& values);
 double mean(const std::vector<double>& values);               // of the finite ones; NaN when there is none
 double percentile(std::vector<double> values, double share);  // nearest rank; NaN when empty
 

@@ -162,8 +162,8 @@ void PlainPass::finish_item(Row& row) {
   } else {
     const auto tokens = static_cast<double>(row.item->forced.size());
     s.score = std::exp(row.nll / tokens);
-    answers_.forced.nll += row.nll;
-    answers_.forced.tokens += tokens;
+    answers_.forced.nll.resize(items_.size());
+    answers_.forced.nll[static_cast<std::size_t>(row.number)] = row.nll;
   }
   const auto i = static_cast<std::size_t>(row.number);
   out_.samples[i] = s;

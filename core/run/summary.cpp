@@ -6,9 +6,36 @@
 
 #include "experiment/variants.hpp"
 #include "run/device.hpp"
+#include "run/interval.hpp"
 #include "run/metrics.hpp"
 
 namespace kvlab {
+namespace {
+
+// A workload asks the items in turn, so that several samples may be of one item.
+std::vector<Scored> scored_questions(const CellInput& in, const Forced& forced, const results::CellResult& out) {
+  const std::vector<Item>& items = in.items->items;
+  std::vector<Scored> scored;
+  for (std::size_t i = 0; i < out.samples.size(); ++i) {
+    const Item& item = items[i % items.size()];
+    if (forced.nll.empty())
+      scored.push_back({item.sample, out.samples[i].score});
+    else
+      scored.push_back({item.sample, forced.nll[i], static_cast<double>(item.forced.size())});
+  }
+  return scored;
+}
+
+double perplexity(const std::vector<Scored>& texts) {
+  double nll = 0, tokens = 0;
+  for (const Scored& text : texts) {
+    nll += text.value;
+    tokens += text.weight;
+  }
+  return std::exp(nll / tokens);
+}
+
+}  // namespace
 
 void describe_cell(const CellInput& in, results::CellResult& out) {
   const Experiment& e = *in.experiment;
@@ -45,8 +72,9 @@ void summarize(const CellInput& in, const Forced& forced, results::CellResult& o
   s.samples = static_cast<std::int64_t>(out.samples.size());
   s.output_tokens = tokens;
   if (in.wants(Metric::score)) {
-    s.score = forced.tokens > 0 ? std::exp(forced.nll / forced.tokens) : mean(scores);
-    const Interval interval = mean_interval(scores);
+    const std::vector<Scored> scored = scored_questions(in, forced, out);
+    s.score = forced.nll.empty() ? mean(scores) : perplexity(scored);
+    const Interval interval = forced.nll.empty() ? score_interval(scored) : perplexity_interval(scored);
     s.score_lo = interval.low;
     s.score_hi = interval.high;
   }

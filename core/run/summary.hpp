@@ -8,9 +8,9 @@ namespace kvlab {
 // Columns that are known before anything runs.
 void describe_cell(const CellInput& in, results::CellResult& out);
 
-// Negative log-likelihood of forced tokens, over all samples; perplexity is the score of a cell that has any.
+// Negative log-likelihood of each item's forced tokens, in nats; perplexity is the score of a cell that has any.
 struct Forced {
-  double nll = 0, tokens = 0;
+  std::vector<double> nll;  // [item]; empty = no item has forced tokens
 };
 
 // Scores, fidelity and, for a timed cell, latency, from samples, tokens and fidelity; memory and tokens_per_s are the

@@ -88,7 +88,10 @@ TEST_CASE("repeats and seeds become mean, sample standard deviation and n") {
   auto lone = row("d", "snap", 512, 0.5);
   lone.score_lo = 0.4;
   lone.score_hi = 0.6;
-  CHECK_THAT(text_of({lone}), Contains("0.5 (0.4-0.6)"));
+  CHECK_THAT(text_of({lone}), Contains("0.5 (0.4-0.6)") && Contains("score [1]") &&
+                                  Contains("[1] in brackets: 95 % interval over contexts"));
+  lone.score_lo = lone.score_hi = not_measured;
+  CHECK_THAT(text_of({lone}), Contains("0.5 (-)") && !Contains("interval"));
 }
 
 TEST_CASE("rows of one policy show the parameters in which they differ") {
@@ -149,8 +152,8 @@ TEST_CASE("markdown, LaTeX and CSV are escaped") {
         "$\\times$ é");
   CHECK(quote_csv("plain") == "plain");
   CHECK(quote_csv("a,\"b\"\n") == "\"a,\"\"b\"\"\n\"");
-  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::md), Contains("| my\\_policy | 512 | 1 |"));
-  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::latex), Contains("my\\_policy & 512 & 1 & "));
+  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::md), Contains("| my\\_policy | 512 | 1 (-) |"));
+  CHECK_THAT(text_of({row("a", "my_policy", 512, 1)}, Format::latex), Contains("my\\_policy & 512 & 1 (-) & "));
   auto r = row("a", "p", 512, 0.1);
   r.error = "a,b";
   const std::string csv = text_of({r}, Format::csv);

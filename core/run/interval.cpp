@@ -1,0 +1,136 @@
+#include "run/interval.hpp"
+
+#include <kvlab/random.hpp>
+
+#include <algorithm>
+#include <boost/math/distributions/normal.hpp>
+#include <boost/math/distributions/students_t.hpp>
+#include <cmath>
+#include <limits>
+#include <map>
+
+namespace kvlab {
+namespace {
+
+constexpr double confidence = 0.95;
+constexpr double upper_tail = (1 - confidence) / 2;
+constexpr int resamples = 5000;
+// The range of fewer independent values misses their mean in more than 1 - confidence of all cases: 2^(1 - n).
+constexpr std::size_t fewest_contexts = 6;
+constexpr Interval none{std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::quiet_NaN()};
+
+double normal_quantile() {
+  static const double z = boost::math::quantile(boost::math::complement(boost::math::normal(), upper_tail));
+  return z;
+}
+
+double t_quantile(double contexts) {
+  const boost::math::students_t t(contexts - 1);
+  return boost::math::quantile(boost::math::complement(t, upper_tail));
+}
+
+struct Context {
+  double value = 0, weight = 0;
+};
+
+std::vector<Context> contexts_of(const std::vector<Scored>& questions) {
+  std::map<int, Context> sums;
+  for (const Scored& q : questions) {
+    if (!std::isfinite(q.value) || !(q.weight > 0)) continue;
+    sums[q.context].value += q.value;
+    sums[q.context].weight += q.weight;
+  }
+  std::vector<Context> out;
+  for (const auto& [id, sum] : sums) out.push_back(sum);
+  return out;
+}
+
+Context total(const std::vector<Context>& contexts) {
+  Context all;
+  for (const Context& c : contexts) {
+    all.value += c.value;
+    all.weight += c.weight;
+  }
+  return all;
+}
+
+bool alike(const std::vector<Context>& contexts) {
+  return std::all_of(contexts.begin(), contexts.end(), [&](const Context& c) {
+    return c.value * contexts.front().weight == contexts.front().value * c.weight;
+  });
+}
+
+// How many contexts of one size weigh as much as these? Fewer where few of them have most questions (Kish 1965).
+double contexts_of_equal_size(const std::vector<Context>& contexts) {
+  double squares = 0;
+  for (const Context& c : contexts) squares += c.weight * c.weight;
+  return std::max(2., std::pow(total(contexts).weight, 2) / squares);
+}
+
+Interval bootstrap(const std::vector<Context>& contexts) {
+  const std::size_t n = contexts.size();
+  Random random(20240607, n);
+  std::vector<double> ratios(resamples);
+  for (double& ratio : ratios) {
+    Context drawn;
+    for (std::size_t i = 0; i < n; ++i) {
+      const Context& c = contexts[random.below(n)];
+      drawn.value += c.value;
+      drawn.weight += c.weight;
+    }
+    ratio = drawn.value / drawn.weight;
+  }
+  std::sort(ratios.begin(), ratios.end());
+  const double equal = contexts_of_equal_size(contexts);
+  const double widened = -std::sqrt(equal / (equal - 1)) * t_quantile(equal);
+  const double tail = boost::math::cdf(boost::math::normal(), widened);
+  const auto rank = static_cast<std::size_t>(tail * resamples);  // as many ratios lie outside, on either side
+  return {ratios[rank], ratios[resamples - 1 - rank]};
+}
+
+// As how many independent 0/1 scores do these count?
+double effective_questions(const std::vector<Context>& contexts) {
+  const auto n = static_cast<double>(contexts.size());
+  const Context all = total(contexts);
+  if (all.weight == n) return n;
+  const double share = all.value / all.weight;
+  double squares = 0;
+  for (const Context& c : contexts) squares += std::pow(c.value - share * c.weight, 2);
+  if (share == 0 || share == 1) return n;  // nothing is seen of the design effect: the worst one
+  const double variance = n / (n - 1) * squares / (all.weight * all.weight);
+  const double design_effect = variance / (share * (1 - share) / all.weight);
+  const double few = std::pow(normal_quantile() / t_quantile(n), 2);
+  return std::clamp(few * all.weight / design_effect, n, all.weight);
+}
+
+}  // namespace
+
+Interval wilson_interval(double share, double n) {
+  const double z = normal_quantile(), z2 = z * z / n;
+  const double middle = share + z2 / 2, half = z * std::sqrt((share * (1 - share) + z2 / 4) / n);
+  return {std::max(0., (middle - half) / (1 + z2)), std::min(1., (middle + half) / (1 + z2))};
+}
+
+Interval score_interval(const std::vector<Scored>& questions) {
+  const std::vector<Context> contexts = contexts_of(questions);
+  if (contexts.size() < 2) return none;
+  const Context all = total(contexts);
+  const double mean = all.value / all.weight;
+  const auto every = [&](auto holds) {
+    return std::all_of(questions.begin(), questions.end(),
+                       [&](const Scored& q) { return !std::isfinite(q.value) || holds(q.value); });
+  };
+  if (every([](double v) { return v == 0 || v == 1; })) return wilson_interval(mean, effective_questions(contexts));
+  if (contexts.size() >= fewest_contexts && !alike(contexts)) return bootstrap(contexts);
+  if (!every([](double v) { return v >= 0 && v <= 1; })) return none;
+  return wilson_interval(mean, static_cast<double>(contexts.size()));
+}
+
+Interval perplexity_interval(const std::vector<Scored>& texts) {
+  const std::vector<Context> contexts = contexts_of(texts);
+  if (contexts.size() < fewest_contexts || alike(contexts)) return none;
+  const Interval nll = bootstrap(contexts);
+  return {std::exp(nll.low), std::exp(nll.high)};
+}
+
+}  // namespace kvlab

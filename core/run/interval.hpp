@@ -1,0 +1,35 @@
+// 95 % confidence intervals of a cell's score, for a population of contexts of which the cell's are a sample.
+//
+// Questions over one context are not independent, so contexts are what is counted or drawn:
+//   scores of 0 and 1    Wilson's interval (Wilson 1927). Where a context has several questions, n is the effective number
+//                        of questions: n over the design effect of the contexts, adjusted for its degrees of freedom
+//                        (Korn and Graubard 1998; compared with others by Dean and Pagano 2015), at least one a context
+//   other scores         bootstrap over contexts of sum(scores) / sum(questions): percentiles, widened for few contexts
+//                        (the expanded percentile interval of Hesterberg 2015, its n Kish's effective number)
+//   perplexity           exp of the same bootstrap of sum(nll) / sum(tokens) over texts
+// Where the bootstrap has too little to draw from (fewer than 6 contexts, or all of them alike), scores from 0 to 1 have
+// Wilson's interval of one observation a context: their variance is at most that of 0/1 scores of the same mean
+// (Bhatia and Davis 2000), so that it is too wide rather than too narrow. Perplexities have none then.
+// No interval is NaN at both ends: a single context shows nothing of how contexts differ.
+#pragma once
+#include <vector>
+
+namespace kvlab {
+
+struct Interval {
+  double low, high;
+};
+
+// One question: what it adds to a score that is sum(value) / sum(weight). Questions that are not finite are left out.
+struct Scored {
+  int context = 0;
+  double value = 0, weight = 1;
+};
+
+// share: 0 to 1. n: observations, above 0; need not be whole.
+Interval wilson_interval(double share, double n);
+
+Interval score_interval(const std::vector<Scored>& questions);   // value = score, weight = 1
+Interval perplexity_interval(const std::vector<Scored>& texts);  // value = nll in nats, weight = tokens
+
+}  // namespace kvlab
