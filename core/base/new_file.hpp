@@ -1,0 +1,45 @@
+// A file that is there whole or not at all, whatever the disk and the process do meanwhile.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace kvlab {
+
+// The file that a chain of symbolic links leads to, which need not exist; `path` itself where it is no link. Errc::io
+// if the links form a circle.
+std::string follow_links(const std::string& path);
+
+// What `write(2)` puts into a temporary file beside the target. `take_name` syncs it and renames it to the target;
+// without that call the destructor removes it. A symbolic link as the target stays: the file that it leads to is
+// replaced. Every failure is Errc::io, names the file, and leaves the target as it was.
+class NewFile {
+ public:
+  // bytes: how many will be written, for messages.
+  NewFile(const std::string& path, std::uint64_t bytes);
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+  ~NewFile();
+
+  void write(const void* data, std::size_t size);
+  void sync();
+  void take_name();
+
+ private:
+  [[noreturn]] void fail(int reason) const;
+
+  std::string target_, temporary_;
+  std::uint64_t bytes_, written_ = 0;
+  int fd_ = -1;
+};
+
+// Bytes that a process without privileges may still write in the folder's file system; -1 = not known.
+std::int64_t free_bytes(const std::string& folder);
+
+std::string folder_of(const std::string& path);  // "." for a bare name
+std::string host_name();                         // "host" if the system does not say
+
+// Removes temporary files in `folder` whose processes of this host have ended. With `target`: only those of that file.
+void remove_abandoned(const std::string& folder, const std::string& target = {});
+
+}  // namespace kvlab
