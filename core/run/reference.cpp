@@ -1,11 +1,14 @@
 #include "run/reference.hpp"
 
+#include <fcntl.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 
+#include "base/new_file.hpp"
 #include "base/sha256.hpp"
 #include "host/compose.hpp"
 #include "run/answer.hpp"
@@ -13,17 +16,52 @@
 namespace kvlab {
 namespace {
 
-[[noreturn]] void io_failure() {
-  throw Error(Errc::io, std::string("temporary file of reference logits: ") + std::strerror(errno) +
-                            ", wanted room for it in TMPDIR or /tmp");
+std::string temporary_folder() {
+  const char* named = std::getenv("TMPDIR");
+  return named && *named ? named : "/tmp";
+}
+
+[[noreturn]] void io_failure(int reason, const std::string& wanted) {
+  const std::string folder = temporary_folder();
+  throw Error(Errc::io,
+              std::string("got '") + std::strerror(reason) + "' (free there: " + std::to_string(free_bytes(folder)) +
+                  " bytes), wanted " + wanted + ": TMPDIR=FOLDER names another place for temporary files",
+              folder);
 }
 
 }  // namespace
 
-ReferenceCache::ReferenceCache() : file_(std::tmpfile()) {
-  if (!file_) io_failure();
+ReferenceCache::~ReferenceCache() {
+  if (file_ >= 0) ::close(file_);
 }
-ReferenceCache::~ReferenceCache() { std::fclose(file_); }
+
+// A file without a name: it goes with the process, however that ends.
+void ReferenceCache::open() {
+  std::string name = temporary_folder() + "/kvlab-reference-XXXXXX";
+  file_ = ::mkostemp(name.data(), O_CLOEXEC);
+  if (file_ < 0) io_failure(errno, "a temporary file of reference logits");
+  ::unlink(name.c_str());
+}
+
+void ReferenceCache::append(const void* data, std::size_t size) {
+  if (file_ < 0) open();
+  const char* at = static_cast<const char*>(data);
+  for (std::size_t done = 0; done < size;) {
+    const ssize_t n = ::pwrite(file_, at + done, size - done, end_ + static_cast<std::int64_t>(done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0)
+      io_failure(n < 0 ? errno : ENOSPC, "room for " + std::to_string(size) + " bytes of reference logits after " +
+                                             std::to_string(end_) + " bytes of others");
+    done += static_cast<std::size_t>(n);
+  }
+  end_ += static_cast<std::int64_t>(size);
+}
+
+// Half an answer takes no room from the answers that follow.
+void ReferenceCache::give_back(std::int64_t from) noexcept {
+  end_ = from;
+  if (file_ >= 0 && ::ftruncate(file_, end_) != 0) errno = 0;  // it is written over in any case
+}
 
 const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> model, const Item& item, int page_size,
                                                  int fidelity_tokens, Device device) {
@@ -45,22 +83,30 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   Entry e;
   e.offset = end_;
   Answer answer(item, fidelity_tokens);
-  while (!answer.ended()) {
-    if (!answer.tokens().empty()) full.feed(answer.tokens().back());
-    const std::size_t bytes = full.logits().size_bytes();
-    if (pwrite(fileno(file_), full.logits().data(), bytes, end_) != static_cast<ssize_t>(bytes)) io_failure();
-    end_ += static_cast<std::int64_t>(bytes);
-    answer.take(full.logits(), *model->tokenizer);
+  try {
+    while (!answer.ended()) {
+      if (!answer.tokens().empty()) full.feed(answer.tokens().back());
+      append(full.logits().data(), full.logits().size_bytes());
+      answer.take(full.logits(), *model->tokenizer);
+    }
+  } catch (...) {
+    give_back(e.offset);
+    throw;
   }
   e.tokens = answer.tokens();
   return entries_.emplace(std::move(key), std::move(e)).first->second;
 }
 
 void ReferenceCache::read(const Entry& entry, int t, int vocab, float* out) const {
-  const auto bytes = static_cast<std::size_t>(vocab) * sizeof(float);
-  if (pread(fileno(file_), out, bytes, entry.offset + std::int64_t{t} * static_cast<std::int64_t>(bytes)) !=
-      static_cast<ssize_t>(bytes))
-    io_failure();
+  const auto bytes = static_cast<std::int64_t>(vocab) * static_cast<std::int64_t>(sizeof(float));
+  char* to = reinterpret_cast<char*>(out);
+  for (std::int64_t done = 0; done < bytes;) {
+    const ssize_t n =
+        ::pread(file_, to + done, static_cast<std::size_t>(bytes - done), entry.offset + t * bytes + done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) io_failure(n < 0 ? errno : EIO, "to read the reference logits that were written there");
+    done += n;
+  }
 }
 
 }  // namespace kvlab

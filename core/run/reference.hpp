@@ -1,5 +1,6 @@
 // What the full cache does on an item: its own greedy answer (or the forced tokens) and the logits of every token of
-// it. Kept for the cells that follow; the logits lie in an unnamed temporary file, so that memory stays small.
+// it. Kept for the cells that follow; the logits lie in a temporary file without a name, in TMPDIR or /tmp, so that
+// memory stays small.
 #pragma once
 #include <map>
 #include <memory>
@@ -13,23 +14,30 @@ namespace kvlab {
 
 class ReferenceCache {
  public:
-  ReferenceCache();
+  ReferenceCache() = default;
+  ReferenceCache(const ReferenceCache&) = delete;
+  ReferenceCache& operator=(const ReferenceCache&) = delete;
   ~ReferenceCache();
 
   struct Entry {
     std::vector<int> tokens;  // the answer that is forced on every policy
     std::int64_t offset = 0;  // of its logits in the file
   };
-  // Runs the full cache when the item is new. fidelity_tokens: longest answer.
+  // Runs the full cache when the item is new. fidelity_tokens: longest answer. Errc::io if the disk does not take the
+  // logits; what was written before stays usable.
   const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
                    Device device = Device::cpu);
   // Logits of token t of an entry, [vocab].
   void read(const Entry& entry, int t, int vocab, float* out) const;
 
  private:
+  void open();
+  void append(const void* data, std::size_t size);
+  void give_back(std::int64_t from) noexcept;
+
   std::map<std::string, Entry> entries_;
-  std::FILE* file_;
-  std::int64_t end_ = 0;
+  int file_ = -1;         // descriptor; -1 until there is something to write
+  std::int64_t end_ = 0;  // bytes written
 };
 
 }  // namespace kvlab
