@@ -90,14 +90,19 @@ Handle access_list(const std::string& path) {
 
 }  // namespace
 
-File File::create(const std::string& path, std::size_t user_block) {
+File File::create(const std::string& name, std::size_t user_block) {
   quiet();
-  const Handle access = access_list(path);
-  const Handle creation = own(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list", path);
-  check(H5Pset_userblock(creation.get(), user_block), "set the user block", path);
+  constexpr std::size_t growth = 1u << 20;  // bytes of memory at a time
+  const Handle access = access_list(name);
+  check(H5Pset_fapl_core(access.get(), growth, false), "set a property", name);
+  const Handle creation = own(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list", name);
+  check(H5Pset_userblock(creation.get(), user_block), "set the user block", name);
+  // HDF5 reads a file of this name first, if there is one, and refuses the name of an abandoned one.
+  static std::int64_t made = 0;
+  const std::string nowhere = name + "/in memory " + std::to_string(made++);
   return File(
-      own(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.get(), access.get()), H5Fclose, "create the file", path),
-      path);
+      own(H5Fcreate(nowhere.c_str(), H5F_ACC_TRUNC, creation.get(), access.get()), H5Fclose, "create the file", name),
+      name);
 }
 
 File File::open(const std::string& path) {
@@ -106,6 +111,19 @@ File File::open(const std::string& path) {
   return File(own(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose, "open an HDF5 file", path), path);
 }
 
-void File::close() { check(H5Fclose(handle_.release()), "write and close the file", file_); }
+std::string_view File::bytes() const {
+  check(H5Fflush(handle_.get(), H5F_SCOPE_GLOBAL), "finish the file", file_);
+  void** memory = nullptr;
+  check(H5Fget_vfd_handle(handle_.get(), H5P_DEFAULT, reinterpret_cast<void**>(&memory)), "find the file's memory",
+        file_);
+  const Handle creation = own(H5Fget_create_plist(handle_.get()), H5Pclose, "read a property list", file_);
+  hsize_t user_block = 0;
+  check(H5Pget_userblock(creation.get(), &user_block), "read the user block's size", file_);
+  const ssize_t rest = H5Fget_file_image(handle_.get(), nullptr, 0);  // counted from the user block's end
+  check(rest < 0 ? -1 : 0, "find the file's size", file_);
+  return {static_cast<const char*>(*memory), static_cast<std::size_t>(user_block) + static_cast<std::size_t>(rest)};
+}
+
+void File::abandon() { handle_.release(); }
 
 }  // namespace kvlab::h5

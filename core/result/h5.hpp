@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvlab::h5 {
@@ -109,10 +110,15 @@ class Location {
 
 class File : public Location {
  public:
-  // A new file with a user block of `user_block` zero bytes in front (0, or a power of two from 512).
-  static File create(const std::string& path, std::size_t user_block = 0);
+  // A new file in memory, which errors call `name`, with `user_block` zero bytes in front (0, or a power of two from
+  // 512). HDF5 crashes when a disk is full, so it writes to none.
+  static File create(const std::string& name, std::size_t user_block = 0);
   static File open(const std::string& path);  // read only
-  void close();                               // everything written so far reaches the operating system, or an Error
+
+  // Of a new file: all of it, user block included, until the file is next written to or goes.
+  std::string_view bytes() const;
+  // A new file that an error left half written is given up: HDF5 may crash when it closes one. Its memory is lost.
+  void abandon();
 
  private:
   using Location::Location;

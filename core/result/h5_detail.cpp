@@ -20,7 +20,12 @@ std::string reason() {
 
 }  // namespace
 
-void quiet() { H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr); }
+void quiet() {
+  // Files are closed by their owners; at exit HDF5 would also close those that were given up (File::abandon).
+  static const herr_t once = H5dont_atexit();
+  static_cast<void>(once);
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+}
 
 [[noreturn]] void fail(const std::string& message, const std::string& file, const std::string& object) {
   throw Error(Errc::result_file, message, object.empty() ? file : file + ": " + object);

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/new_file.hpp"
 #include "result/cell_file.hpp"
 #include "result/h5.hpp"
 #include "result/sealed.hpp"
@@ -42,6 +43,22 @@ SummaryRow part_row(const h5::File& file, const std::string& id) {
   return std::move(rows.front());
 }
 
+// `name`, or with a number behind it, so that no file has it.
+std::string free_name(const std::string& name) {
+  std::error_code ignored;
+  std::string free = name;
+  for (int n = 2; fs::exists(fs::symlink_status(free, ignored)); ++n) free = name + "." + std::to_string(n);
+  return free;
+}
+
+bool undamaged(const std::string& path) try {
+  open_sealed(path);
+  return true;
+} catch (const Error& e) {
+  if (e.code() != Errc::result_file && origin_of(path) != Origin::absent) throw;
+  return false;
+}
+
 // Cells of OUT whose parts were deleted get parts again, since OUT is rebuilt from parts and what is finished stays.
 // Returns their rows.
 std::vector<SummaryRow> restore_parts(const std::string& out_path) {
@@ -66,7 +83,7 @@ std::vector<SummaryRow> restore_parts(const std::string& out_path) {
 
 }  // namespace
 
-std::string parts_folder(const std::string& out_path) { return out_path + ".parts"; }
+std::string parts_folder(const std::string& out_path) { return follow_links(out_path) + ".parts"; }
 
 std::string part_path(const std::string& out_path, const std::string& id) {
   check_id(id);
@@ -94,9 +111,13 @@ Finished finished(const std::string& out_path) {
     try {
       out.cells.emplace(part.id, part_row(open_sealed(part.path), part.id));
     } catch (const Error& e) {
+      if (origin_of(part.path) != Origin::ours) {
+        out.warnings.push_back(std::string(e.what()) + "; it is left alone");
+        continue;
+      }
       damaged.emplace(part.id, e.what());
       std::error_code ignored;
-      if (e.code() == Errc::result_file) fs::rename(part.path, part.path + ".damaged", ignored);
+      if (e.code() == Errc::result_file) fs::rename(part.path, free_name(part.path + ".damaged"), ignored);
     }
   }
   try {
@@ -116,17 +137,15 @@ Finished finished(const std::string& out_path) {
 
 void forget(const std::string& out_path, const std::vector<std::string>& ids) {
   const auto held = h5::lock();
-  // OUT goes, or its copies of these cells would come back; its other cells are in parts first.
-  try {
-    restore_parts(out_path);
-  } catch (const Error& e) {
-    if (e.code() != Errc::result_file) throw;
-  }
-  std::error_code absent;
-  if (fs::is_regular_file(out_path, absent) && !fs::remove(out_path, absent))
-    throw Error(Errc::io, "got '" + absent.message() + "', wanted to remove the file", out_path);
+  // OUT goes, or its copies of these cells would come back; its other cells are in parts first, unless it is damaged.
+  if (undamaged(out_path)) restore_parts(out_path);
+  const std::string file = follow_links(out_path);
+  std::error_code refused;
+  if (origin_of(file) == Origin::ours && !fs::remove(file, refused))
+    throw Error(Errc::io, "got '" + refused.message() + "', wanted to remove the file", file);
   for (const std::string& id : ids) {
     const std::string path = part_path(out_path, id);
+    if (origin_of(path) != Origin::ours) continue;
     std::error_code error;
     fs::remove(path, error);
     if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to remove the part", path);

@@ -126,12 +126,13 @@ struct CellResult {
 };
 
 // Writes OUT.parts/<id>.h5 (temporary file, fsync, rename, fsync of the folder), replacing an older one. Lengths that
-// do not fit together are Errc::internal. Returns the part's path.
+// do not fit together are Errc::internal; Errc::io if the disk does not take it. Returns the part's path.
 std::string write_part(const std::string& out_path, const CellResult& cell, const RunInfo& info);
 
 struct Finished {
   std::map<std::string, SummaryRow> cells;  // by id: every complete, readable part, failed and oom cells included
-  std::vector<std::string> warnings;        // one line per damaged part; it was renamed to <id>.h5.damaged
+  std::vector<std::string> warnings;        // one line per damaged part, which was renamed to <id>.h5.damaged, and
+                                            // per file among the parts that kvlab did not write, which stays
 };
 
 // What need not run again. Also removes temporary files that killed processes of this host left, and gives cells of
@@ -143,7 +144,8 @@ Finished finished(const std::string& out_path);
 void forget(const std::string& out_path, const std::vector<std::string>& ids);
 
 // Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part
-// are left out (not run yet). Returns warnings: one per damaged part, which is left out too.
+// are left out (not run yet). Returns warnings: one per damaged part, which is left out too. OUT is made in memory,
+// which takes as many bytes as OUT has, and goes to the disk in one piece: Errc::io if that has no room for it.
 std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& info, const std::vector<std::string>& ids);
 
 struct Summary {
@@ -159,6 +161,7 @@ Summary read_summary(const std::string& out_path);
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);
 
+// Where OUT is a symbolic link, the parts lie beside the file that it leads to.
 std::string parts_folder(const std::string& out_path);                      // OUT.parts
 std::string part_path(const std::string& out_path, const std::string& id);  // OUT.parts/<id>.h5
 

@@ -9,18 +9,16 @@
 
 namespace kvlab::results {
 
-// Calls fill on a new HDF5 file of a temporary name, seals it, and gives it its name (fsync, rename, fsync of the
-// folder, which is made if it is not there). Whatever was at `path` is replaced at once or, on an Error, stays.
+// Whose a file is, by its first bytes. A file of ours that was cut, even to nothing, is ours.
+enum class Origin : std::uint8_t { absent, ours, foreign };
+Origin origin_of(const std::string& path);  // foreign: also what is no regular file or cannot be read
+
+// Calls fill on a new HDF5 file in memory, seals it, and gives it to the disk (base/new_file.hpp; the folder is made if
+// it is not there). Whatever was at `path` is replaced at once or, on an Error, stays. Errc::io if the disk does not
+// take it; Errc::result_file if `path` is a file that kvlab did not write. Memory: the size of the file.
 void write_sealed(const std::string& path, const std::function<void(const h5::File&)>& fill);
 
 // Errc::io if the file cannot be read; Errc::result_file if it is cut, changed or not sealed.
 h5::File open_sealed(const std::string& path);
-
-// Computes the seal of `path`, which has a user block, and writes it. (write_sealed does; tests and fuzz targets do
-// too.)
-void seal(const std::string& path);
-
-// Removes temporary files in `folder` of processes of this host that no longer exist.
-void remove_abandoned(const std::string& folder);
 
 }  // namespace kvlab::results

@@ -4,9 +4,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <system_error>
 
 #include "base/backend.hpp"
 #include "base/text.hpp"
@@ -283,8 +287,11 @@ int CommandLine::run() {
 }  // namespace
 
 int run_cli(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error of write(2) then, as a full disk is
   try {
-    return CommandLine(argc, argv).run();
+    const int code = CommandLine(argc, argv).run();
+    if (std::fflush(stdout) != 0) throw std::system_error(errno, std::generic_category(), "standard output");
+    return code;
   } catch (const ExperimentError& e) {
     int code = 0;
     for (const Error& one : e.errors()) {
@@ -297,6 +304,8 @@ int run_cli(int argc, char** argv) {
     return exit_code(e.code());
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "error: out of memory\n");
+  } catch (const std::system_error& e) {  // a pipe that was closed, a full disk
+    fmt::print(stderr, "error: {}\n", e.what());
   } catch (const std::exception& e) {
     fmt::print(stderr, "error: {} (a bug in kvlab: please report it)\n", e.what());
   }

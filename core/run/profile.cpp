@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 
+#include "base/log.hpp"
 #include "engine/host_mirror.hpp"
 #include "host/loader.hpp"
 #include "model/bundled.hpp"
@@ -122,7 +123,8 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
   if (e.threads > 0) omp_set_num_threads(e.threads);
-  results::check_output(e.output.string());
+  const std::string out = e.output.string();
+  results::check_output(out, results::OutputKind::profile);
 
   e = with_backend(std::move(e));
   const ModelSpec& spec = e.models.front();
@@ -139,6 +141,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     Watched unused(e, catalog);
     Engine::check(*outline, unused, o);
   }
+  const auto held = results::open_output(out, options.command, results::OutputKind::profile);
 
   const auto model = load_model(*checkpoint, spec.dtype, spec.name(), o.device);
   checkpoint.reset();
@@ -161,12 +164,18 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   std::vector<Profile> profiles = watched->finish();
   for (std::size_t i = 0; i < profiles.size(); ++i)
     file.profilers.push_back({e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move(profiles[i])});
-  results::write_profile(e.output.string(), run_info(e, options.command), file);
+  bool written = true;
+  try {
+    results::write_profile(out, run_info(e, options.command), file);
+  } catch (const Error& error) {
+    log::error(fmt::format("the profile could not be written: {}; nothing of it is kept", error.what()));
+    written = false;
+  }
   if (!options.quiet) {
     fmt::print("{}", results::profile_table(file));
-    fmt::print("profile: {}\n", e.output.string());
+    if (written) fmt::print("profile: {}\n", out);
   }
-  return 0;
+  return written ? 0 : 1;
 }
 
 }  // namespace kvlab

@@ -15,6 +15,7 @@
 
 #include "base/backend.hpp"
 #include "base/cpu.hpp"
+#include "base/log.hpp"
 #include "base/stream_memory.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
@@ -116,11 +117,17 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   prints.model = [&](const ModelSpec& spec) {
     return p.models[static_cast<std::size_t>(&spec - e.models.data())]->fingerprint;
   };
+  std::vector<std::string> inputs;
+  prints.file = [&, hash = prints.file](const std::filesystem::path& file) {
+    inputs.push_back(file.string());
+    return hash(file);
+  };
   p.cells = cells(e, catalog, prints);
 
   if (!e.inject.trace.empty())
     placed(e.inject.where, [&] {
-      p.recorded = std::make_shared<RecordedTrace>(read_recorded(e.resolve(e.inject.trace).string(), e.inject.cell));
+      inputs.push_back(e.resolve(e.inject.trace).string());
+      p.recorded = std::make_shared<RecordedTrace>(read_recorded(inputs.back(), e.inject.cell));
     });
 
   std::vector<Error> wrong;
@@ -152,7 +159,10 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     else
       attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });
   }
-  attempt("", [&] { results::check_output(e.output.string()); });
+  attempt("", [&] {
+    results::check_output(e.output.string());
+    results::check_apart(e.output.string(), inputs);
+  });
   if (!wrong.empty()) throw ExperimentError(std::move(wrong));
   return p;
 }
@@ -162,6 +172,18 @@ std::size_t cells_of_others(const results::Finished& before, const std::vector<s
   const std::set<std::string> own(ids.begin(), ids.end());
   return static_cast<std::size_t>(
       std::count_if(before.cells.begin(), before.cells.end(), [&](const auto& c) { return !own.count(c.first); }));
+}
+
+// A disk that is full, or away, ends a run but no finished cell: whether `write` wrote, else what is lost is told.
+template <class Write>
+bool written(const std::string& what, const std::string& then, Write write) {
+  try {
+    write();
+    return true;
+  } catch (const Error& error) {
+    log::error(fmt::format("{} could not be written: {}; {}", what, error.what(), then));
+    return false;
+  }
 }
 
 }  // namespace
@@ -210,10 +232,10 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   ReferenceCache references;
 
   const std::string out = e.output.string();
-  results::open_output(out);
-  results::RunInfo info = run_info(e, options.command);
   std::vector<std::string> ids;
   for (const Cell& c : all) ids.push_back(c.id);
+  const auto held = results::open_output(out, options.command, results::OutputKind::results, ids);
+  results::RunInfo info = run_info(e, options.command);
   if (options.fresh) results::forget(out, ids);
   const results::Finished before = results::finished(out);
   Progress progress(static_cast<int>(all.size()), options.quiet);
@@ -231,7 +253,7 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     return run_cell(in);
   };
   bool trouble = false;
-  int skipped = 0;
+  int skipped = 0, written_cells = 0;
   for (const Cell& c : all) {
     if (const auto done = before.cells.find(c.id); done != before.cells.end()) {
       trouble |= done->second.status != "ok";
@@ -241,22 +263,32 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     }
     progress.begin(cell_name(e, c));
     const results::CellResult result = run_one(c);
-    results::write_part(out, result, info);
+    if (!written(fmt::format("cell {} ({})", c.id, cell_name(e, c)),
+                 "the run stops here, and the same command goes on from there",
+                 [&] { results::write_part(out, result, info); })) {
+      trouble = true;
+      break;
+    }
+    ++written_cells;
     const auto& s = result.summary;
     trouble |= s.status != "ok";
     progress.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
   }
   if (skipped)
     progress.note(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
-  for (const std::string& warning : results::rebuild(out, info, ids)) progress.note("warning: " + warning);
+  const bool built = written(
+      "the result file",
+      fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out)), [&] {
+        for (const std::string& warning : results::rebuild(out, info, ids)) progress.note("warning: " + warning);
+      });
   if (const std::size_t others = cells_of_others(before, ids))
     progress.note(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
                               others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
-  if (!options.quiet) {
+  if (!options.quiet && (built || skipped + written_cells > 0)) {
     fmt::print("{}", results::report(out, results::Format::table));
-    fmt::print("results: {}\n", out);
+    if (built) fmt::print("results: {}\n", out);
   }
-  return trouble ? 1 : 0;
+  return trouble || !built ? 1 : 0;
 }
 
 }  // namespace kvlab

@@ -1,11 +1,10 @@
 // A cell result with every field set, for the tests of result files.
 #pragma once
-#include <unistd.h>
-
-#include <filesystem>
+#include <limits>
 #include <string>
 
 #include "result/results.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace kvlab::results {
 
@@ -107,22 +106,6 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   return c;
 }
 
-// A folder that goes away with the test.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "kvlab_results_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw std::runtime_error("mkdtemp");
-    path_ = name;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
-};
+using test::TemporaryFolder;
 
 }  // namespace kvlab::results
