@@ -76,8 +76,10 @@ std::vector<int> ModelTaskEnv::encode_next(std::string_view text) const {
 
 std::string ModelTaskEnv::decode(const std::vector<int>& tokens) const { return tokenizer_->decode(tokens); }
 
-std::vector<int> ModelTaskEnv::text_open() const {
-  return tokenizer_->adds_bos() ? std::vector<int>{tokenizer_->bos_id()} : std::vector<int>{};
+std::vector<int> ModelTaskEnv::text_open() const { return tokenizer_->adds_bos() ? bos() : std::vector<int>{}; }
+
+std::vector<int> ModelTaskEnv::bos() const {
+  return tokenizer_->bos_id() >= 0 ? std::vector<int>{tokenizer_->bos_id()} : std::vector<int>{};
 }
 
 std::string ModelTaskEnv::read_text(const std::string& path) const {

@@ -18,6 +18,7 @@ class ModelTaskEnv final : public TaskEnv {
   std::vector<int> encode_next(std::string_view text) const override;
   std::string decode(const std::vector<int>& tokens) const override;
   std::vector<int> text_open() const override;
+  std::vector<int> bos() const override;
   std::vector<int> chat_open() const override { return open_; }
   std::vector<int> chat_close() const override { return close_; }
   std::vector<int> chat_next() const override { return next_; }

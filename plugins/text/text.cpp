@@ -9,9 +9,13 @@ class Text final : public kvlab::Task {
       : file_(p.get<std::string>("file")),
         prefix_(p.get<int>("prefix")),
         forced_(p.get<int>("forced")),
-        samples_(p.get<int>("samples")) {}
+        samples_(p.get<int>("samples")),
+        bos_(p.get<bool>("bos")) {}
 
-  int samples(const kvlab::TaskEnv&) const override { return samples_; }
+  int samples(const kvlab::TaskEnv& env) const override {
+    opening(env);
+    return samples_;
+  }
 
   // Sample i of n begins at i / (n - 1) of what the text allows, the first one at its beginning.
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
@@ -19,7 +23,7 @@ class Text final : public kvlab::Task {
       throw kvlab::Error(kvlab::Errc::config, "got questions: " + std::to_string(env.questions()) +
                                                   ", wanted 1: a text goes on in one way only");
     kvlab::TaskSample out;
-    out.context = env.text_open();
+    out.context = opening(env);
     const auto open = static_cast<std::int64_t>(out.context.size());
     const auto& text = tokens(env);
     const std::int64_t own = prefix_ - open, spare = static_cast<std::int64_t>(text.size()) - own - forced_;
@@ -41,6 +45,15 @@ class Text final : public kvlab::Task {
   }
 
  private:
+  // What stands in front of the text.
+  std::vector<int> opening(const kvlab::TaskEnv& env) const {
+    if (!bos_) return env.text_open();
+    auto bos = env.bos();
+    if (bos.empty())
+      throw kvlab::Error(kvlab::Errc::config, "got bos: true for a tokenizer that has no BOS token, wanted bos: false");
+    return bos;
+  }
+
   const std::vector<int>& tokens(const kvlab::TaskEnv& env) const {
     if (tokens_.empty()) tokens_ = env.encode(env.read_text(file_));
     return tokens_;
@@ -48,6 +61,7 @@ class Text final : public kvlab::Task {
 
   std::string file_;
   int prefix_, forced_, samples_;
+  bool bos_;
   mutable std::vector<int> tokens_;  // read once
 };
 
@@ -57,4 +71,5 @@ KVLAB_PLUGIN(kvlab::task<Text>("text", "perplexity and fidelity on a long text, 
                  .param("file", std::string("bundled/niah/haystack.txt"), "text file")
                  .param("prefix", 1024, 1, kvlab::any, "tokens that are prefilled, BOS among them")
                  .param("forced", 256, 1, kvlab::any, "tokens after them that are fed and scored one by one")
-                 .param("samples", 1, 1, 100000, "places of the text to begin at, evenly spaced"))
+                 .param("samples", 1, 1, 100000, "places of the text to begin at, evenly spaced")
+                 .param("bos", false, "BOS in front of every sample, also where the tokenizer adds none by itself"))

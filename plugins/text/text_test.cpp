@@ -51,6 +51,44 @@ TEST_CASE("text: BOS is the first token of the prefix where the model wants one"
   CHECK(f.env(1).decode({s.context[1], s.context[2]}) == "one two");
 }
 
+TEST_CASE("text: bos puts one BOS in front of every sample, and the counts stay") {
+  // gpt-2's BOS is 50256 and its tokenizer adds none; llama-spm's is 1 and its tokenizer adds it.
+  for (const auto& [vocabulary, bos] : {std::pair{"gpt-2", 50256}, {"llama-spm", 1}}) {
+    const TaskFixture f("text", vocabulary);
+    f.write("digits.txt", counted(100));
+    const auto env = f.env(1);
+    const std::vector<int> text = env.encode(counted(100));
+    const std::map<std::string, ParamValue> given{{"file", std::string("digits.txt")},
+                                                  {"prefix", std::int64_t{6}},
+                                                  {"forced", std::int64_t{4}},
+                                                  {"samples", std::int64_t{3}},
+                                                  {"bos", true}};
+    const auto task = f.task(given);
+    REQUIRE(task->samples(env) == 3);
+    const auto spare = static_cast<std::ptrdiff_t>(text.size()) - 5 - 4;  // one place of the prefix is BOS's
+    for (int i = 0; i < 3; ++i) {
+      CAPTURE(vocabulary, i);
+      const TaskSample s = task->sample(i, env);
+      const auto first = text.begin() + spare * i / 2;
+      REQUIRE(s.context.size() == 6);
+      CHECK(s.context[0] == bos);
+      CHECK(std::equal(s.context.begin() + 1, s.context.end(), first));
+      CHECK(s.questions[0].forced == std::vector<int>(first + 5, first + 9));
+    }
+  }
+}
+
+TEST_CASE("text: bos without a BOS token in the tokenizer is refused before any sample") {
+  const TaskFixture f("text");
+  f.write("none.json", R"({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false}})");
+  const ModelTaskEnv env(tokenizer_from_json(f.path("none.json"), {}), ".", 1, 1);
+  CHECK(env.bos().empty());
+  const auto task = f.task({{"bos", true}});
+  CHECK_THROWS_WITH(task->samples(env), Catch::Contains("got bos: true for a tokenizer that has no BOS token"));
+  CHECK_THROWS_WITH(task->sample(0, env), Catch::Contains("wanted bos: false"));
+}
+
 TEST_CASE("text: the bundled text is the default") {
   const TaskFixture f("text");
   const TaskSample s = f.task({{"prefix", std::int64_t{8}}})->sample(0, f.env(1));

@@ -36,6 +36,7 @@ class TaskEnv {
   virtual std::vector<int> encode_next(std::string_view text) const = 0;
   virtual std::string decode(const std::vector<int>& tokens) const = 0;
   virtual std::vector<int> text_open() const = 0;  // what the model wants before any text: BOS or nothing
+  virtual std::vector<int> bos() const = 0;        // the tokenizer's BOS, whether the model wants it or not; or nothing
   // The model's chat template around one user message: the tokens before and after it. A model without one: text_open()
   // and nothing.
   virtual std::vector<int> chat_open() const = 0;

@@ -42,6 +42,7 @@ class TaskFixture {
   void write(const std::string& file, std::string_view text) const {
     std::ofstream(folder_ / file, std::ios::binary) << text;
   }
+  std::filesystem::path path(const std::string& file) const { return folder_ / file; }
   Instance<Task> task(const std::map<std::string, ParamValue>& given) const {
     const PluginInfo& info = registry_.require(Role::task, name_);
     return create<Task>(info, resolve(info, given));
