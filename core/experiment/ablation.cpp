@@ -19,6 +19,7 @@ std::optional<PolicySpec> without(const PolicySpec& policy, const std::string& c
                                   const PluginCatalog& catalog) {
   PolicySpec variant = policy;
   variant.name += " -" + component;
+  variant.ablated = component;
   bool found = false;
   for_each_use(variant, [&](PluginUse& use) {
     const PluginInfo* plugin = catalog.find(use.role, use.name);

@@ -35,7 +35,8 @@ struct PolicySpec {
   std::optional<PluginUse> codec;
   Placement placement;
   int page_size = 16;
-  std::string where;  // the entry's place, for messages
+  std::string ablated;  // the component that `without` switched off; empty: none
+  std::string where;    // the entry's place, for messages
 };
 
 enum class Question : std::uint8_t { prompt, decode };  // seen before the policy compresses, or fed afterwards

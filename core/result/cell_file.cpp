@@ -90,8 +90,12 @@ void check_lengths(const CellResult& cell) {
   for (const TraceEvent& e : t.events)
     want(e.begin >= 0 && e.count >= 0 && e.begin <= length(t.selected.size()) - e.count, id,
          "trace/events within trace/selected");
-  want(t.questions.empty() || (t.questions.size() == cell.samples.size() && t.pages > 0), id,
-       "trace/questions [sample] and a number of pages");
+  want(t.token_offsets.empty() || length(t.token_offsets.size()) == length(cell.samples.size()) * token_columns, id,
+       "trace/token_offsets [sample, 4]");
+  want(std::is_sorted(t.token_offsets.begin(), t.token_offsets.end()), id, "ascending trace/token_offsets");
+  want(t.token_offsets.empty() ? t.tokens.empty()
+                               : t.token_offsets.front() == 0 && t.token_offsets.back() == length(t.tokens.size()),
+       id, "trace/token_offsets from 0 to the length of trace/tokens");
 }
 
 void write_info(const h5::File& file, const RunInfo& info) {
@@ -149,14 +153,31 @@ void write_cell_group(const h5::File& file, const CellResult& cell) {
   if (!t.events.empty()) {
     at.write("trace/selected", t.selected, {length(t.selected.size())}, "token or page");
     at.write_table("trace/events", columns_of(t.events));
+    at.set_attribute("trace/events", "pages", t.pages);
   }
-  if (!t.questions.empty()) {
-    std::vector<std::int32_t> rows;
-    for (const TracedQuestion& q : t.questions) rows.insert(rows.end(), {q.sample, q.question, q.follows});
-    at.write("trace/questions", rows, {length(t.questions.size()), 3},
-             "sample of the task, question of it, 1 = a turn");
-    at.set_attribute("trace/questions", "pages", t.pages);
+  if (!t.token_offsets.empty()) {
+    at.write("trace/tokens", t.tokens, {length(t.tokens.size())}, "token id");
+    at.write("trace/token_offsets", t.token_offsets, {length(cell.samples.size()), token_columns},
+             "entry of tokens: begin of prompt, of fed tokens, of answer; the answer's end");
   }
+}
+
+// Earlier versions wrote the questions of a traced cell beside its trace, and the samples without them.
+void read_earlier_questions(const h5::Location& at, CellResult& cell) {
+  Shape shape;
+  const auto rows = at.read_i32("trace/questions", 2, &shape);
+  const auto count = length(cell.samples.size());
+  if (shape[0] != count || shape[1] != 3)
+    throw Error(Errc::result_file,
+                "got trace/questions of " + std::to_string(shape[0]) + " by " + std::to_string(shape[1]) + ", wanted " +
+                    std::to_string(count) + " by 3",
+                at.file() + ": cells/" + cell.id);
+  for (std::size_t i = 0; i < cell.samples.size(); ++i) {
+    cell.samples[i].task_sample = rows[3 * i];
+    cell.samples[i].question = rows[3 * i + 1];
+    cell.samples[i].follows = rows[3 * i + 2];
+  }
+  cell.trace.pages = at.integer_attribute("trace/questions", "pages");
 }
 
 CellResult read_cell_group(const h5::File& file, const std::string& id) {
@@ -204,16 +225,12 @@ CellResult read_cell_group(const h5::File& file, const std::string& id) {
   if (at.has("trace/events")) {
     t.selected = at.read_i32("trace/selected", 1);
     t.events = read_rows<TraceEvent>(at, "trace/events");
+    if (at.has_attribute("trace/events", "pages")) t.pages = at.integer_attribute("trace/events", "pages");
   }
-  if (at.has("trace/questions")) {
-    Shape shape;
-    const auto questions = at.read_i32("trace/questions", 2, &shape);
-    if (shape[1] != 3)
-      throw Error(Errc::result_file, "got trace/questions of " + std::to_string(shape[1]) + " columns, wanted 3",
-                  file.file() + ": cells/" + id);
-    for (std::size_t i = 0; i < questions.size(); i += 3)
-      t.questions.push_back({questions[i], questions[i + 1], questions[i + 2] != 0});
-    t.pages = at.integer_attribute("trace/questions", "pages");
+  if (at.has("trace/questions")) read_earlier_questions(at, cell);
+  if (at.has("trace/token_offsets")) {
+    t.token_offsets = at.read_i64("trace/token_offsets", 2);
+    t.tokens = at.read_i32("trace/tokens", 1);
   }
   try {
     check_lengths(cell);

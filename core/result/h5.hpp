@@ -90,6 +90,7 @@ class Location {
   void set_attribute(const std::string& object, const std::string& name, const std::string& value) const;
   void set_attribute(const std::string& object, const std::string& name, std::int64_t value) const;
   void set_attribute(const std::string& object, const std::string& name, const std::vector<std::string>& values) const;
+  bool has_attribute(const std::string& object, const std::string& name) const;
   std::string text_attribute(const std::string& object, const std::string& name) const;
   std::int64_t integer_attribute(const std::string& object, const std::string& name) const;
   std::vector<std::string> texts_attribute(const std::string& object, const std::string& name) const;

@@ -42,6 +42,12 @@ void Location::set_attribute(const std::string& object, const std::string& name,
                 file_);
 }
 
+bool Location::has_attribute(const std::string& object, const std::string& name) const {
+  const htri_t found = H5Aexists_by_name(handle_.get(), object.c_str(), name.c_str(), H5P_DEFAULT);
+  check(found, "look for an attribute", file_, name);
+  return found > 0;
+}
+
 std::vector<std::string> Location::texts_attribute(const std::string& object, const std::string& name) const {
   const Handle attribute = own(H5Aopen_by_name(handle_.get(), object.c_str(), name.c_str(), H5P_DEFAULT, H5P_DEFAULT),
                                H5Aclose, "open an attribute", file_, name);

@@ -28,7 +28,8 @@ struct RunInfo {
 // One row of /summary. NaN or -1 = not measured. Text is UTF-8; what is not becomes U+FFFD when it is written.
 struct SummaryRow {
   std::string cell, model, policy;
-  std::string params;  // JSON
+  std::string params;   // JSON
+  std::string ablated;  // the component that `ablate` switched off; empty: none
   std::string task;
   std::int64_t context_tokens = -1;
   double budget_tokens = not_measured;  // mean per KV head; NaN = the policy has no budget
@@ -56,7 +57,10 @@ struct SummaryRow {
 };
 
 struct SampleRow {
-  std::int64_t sample = 0;
+  std::int64_t sample = 0;        // of the cell: a row a question, or a request
+  std::int64_t task_sample = -1;  // of the task: rows of one context share it; -1 in files of earlier versions
+  std::int64_t question = -1;     // of that sample
+  std::int64_t follows = -1;      // 1 = a turn: it goes on where the question before it ended
   std::string prompt_sha256;
   std::int64_t prompt_tokens = 0;
   std::string output;
@@ -92,23 +96,20 @@ struct Fidelity {
   std::vector<float> mass, page_recall, output_error;  // [generated token, layer]
 };
 
-// Which of its task's questions a sample of a cell is.
-struct TracedQuestion {
-  std::int32_t sample = 0, question = 0;  // of the task; of its sample
-  bool follows = false;                   // a turn: it goes on where the question before it ended
-
-  bool operator==(const TracedQuestion&) const = default;
-};
-
 struct Trace {
   std::int64_t samples = 0, layers = 0, kv_heads = 0;  // of kept_offsets
   std::vector<std::int32_t> kept;          // positions kept after the prompt, ascending per (sample, layer, kv_head)
   std::vector<std::int64_t> kept_offsets;  // [sample, layer, kv_head, 2]: begin and end in `kept`
   std::vector<std::int32_t> selected;      // tokens or pages, by event
   std::vector<TraceEvent> events;
-  std::vector<TracedQuestion> questions;  // [sample]; empty = a file of a version that did not write them
-  std::int64_t pages = 0;                 // that a KV head has room for; with questions
+  std::int64_t pages = 0;                   // that a KV head has room for; 0 = a file that does not say
+  std::vector<std::int32_t> tokens;         // ids, a sample after the other: all it was fed, then its answer
+  std::vector<std::int64_t> token_offsets;  // [sample, 4] into `tokens`, see token_columns
 };
+
+// Columns of Trace::token_offsets. What lies between the first two was prefilled. A turn's fed tokens are those of its
+// whole conversation, earlier answers included; an answer has its end-of-sequence token.
+inline constexpr std::int64_t token_columns = 4;  // begin of prompt, of fed tokens, of answer; the answer's end
 
 struct CellResult {
   std::string id;      // [A-Za-z0-9_-], at most 128: names the part file and the group

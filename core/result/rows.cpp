@@ -74,6 +74,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"queue_ms_p50", &R::queue_ms_p50, "ms", false, true},
       {"preemptions", &R::preemptions, "", false, true},
       {"overhead", &R::overhead, "share", false, true},
+      {"ablated", &R::ablated, "", false, true},
   };
   return list;
 }
@@ -96,6 +97,9 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
       {"ttft_ms", &R::ttft_ms, "ms"},
       {"end_ms", &R::end_ms, "ms", false, true},
       {"preemptions", &R::preemptions, "", false, true},
+      {"task_sample", &R::task_sample, "", false, true},
+      {"question", &R::question, "", false, true},
+      {"follows", &R::follows, "1 = a turn", false, true},
   };
   return list;
 }

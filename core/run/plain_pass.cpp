@@ -147,9 +147,7 @@ bool PlainPass::goes_on(Row& row) {
 
 void PlainPass::finish_item(Row& row) {
   const Answer& answer = row.answer;
-  results::SampleRow s;
-  s.sample = row.number;
-  s.prompt_sha256 = row.item->sha256;
+  results::SampleRow s = sample_row(*row.item, row.number);
   s.prompt_tokens = row.seen;
   std::vector<int> text = answer.tokens();
   if (answer.stop() == Answer::Stop::eos) text.pop_back();
@@ -166,6 +164,7 @@ void PlainPass::finish_item(Row& row) {
     answers_.forced.nll[static_cast<std::size_t>(row.number)] = row.nll;
   }
   const auto i = static_cast<std::size_t>(row.number);
+  if (trace_) trace_->answered(row.number, row.queue, answer.tokens());
   out_.samples[i] = s;
   answers_.outputs[i] = answer.tokens();
   token_ms_[i] = std::move(row.ms);

@@ -54,7 +54,8 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   RecordedTrace out;
   out.layers.assign(layers.begin(), layers.end());
   out.heads = static_cast<int>(heads.size());
-  const auto known = static_cast<int>(trace.questions.size());
+  const bool told = !cell.samples.empty() && cell.samples.front().task_sample >= 0;  // by files since then
+  const auto known = told ? static_cast<int>(cell.samples.size()) : 0;
   constexpr int most_samples = 10'000'000;
   const int last = known > 0 ? known - 1 : std::min(lists.rbegin()->first, most_samples - 1);
   if (lists.begin()->first < 0 || lists.rbegin()->first > last)
@@ -64,8 +65,10 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   for (int number = 0; number <= last; ++number) {
     RecordedTrace::Question q{number, 0, false, 0, 0};
     if (known > 0) {
-      const auto& from = trace.questions[static_cast<std::size_t>(number)];
-      q.sample = from.sample, q.question = from.question, q.follows = from.follows;
+      const auto& from = cell.samples[static_cast<std::size_t>(number)];
+      q.sample = static_cast<std::int32_t>(from.task_sample);
+      q.question = static_cast<std::int32_t>(from.question);
+      q.follows = from.follows > 0;
     }
     q.first = static_cast<std::int32_t>(rows);
     const auto own = lists.find(number);
@@ -88,10 +91,11 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   }
   out.begin.push_back(static_cast<std::int64_t>(out.page.size()));
   const auto [least, most] = std::minmax_element(out.page.begin(), out.page.end());
-  if (*least < 0 || *most == INT32_MAX || (known > 0 && *most >= trace.pages))
+  const bool bounded = trace.pages > 0;
+  if (*least < 0 || *most == INT32_MAX || (bounded && *most >= trace.pages))
     wrong("got page " + std::to_string(*least < 0 ? *least : *most) + " in the trace, wanted 0 or more" +
-          (known > 0 ? ", below " + std::to_string(trace.pages) : ""));
-  out.pages = known > 0 ? static_cast<int>(std::min<std::int64_t>(trace.pages, INT32_MAX)) : *most + 1;
+          (bounded ? ", below " + std::to_string(trace.pages) : ""));
+  out.pages = bounded ? static_cast<int>(std::min<std::int64_t>(trace.pages, INT32_MAX)) : *most + 1;
   std::sort(out.questions.begin(), out.questions.end(), [](const auto& a, const auto& b) {
     return std::pair(a.sample, a.question) < std::pair(b.sample, b.question);
   });

@@ -14,9 +14,7 @@ namespace {
 
 results::SampleRow sample_of(const CellInput& in, std::size_t index, const Served& served) {
   const Item& item = in.items->items[index % in.items->items.size()];
-  results::SampleRow s;
-  s.sample = static_cast<std::int64_t>(index);
-  s.prompt_sha256 = item.sha256;
+  results::SampleRow s = sample_row(item, static_cast<std::int64_t>(index));
   s.prompt_tokens = static_cast<std::int64_t>(item.prompt.size() + item.fed.size());
   std::vector<int> text = served.tokens;
   if (served.ended) text.pop_back();

@@ -48,6 +48,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   if (device_of(e) == Device::cuda && in.wants(Metric::parts)) s.labels += s.labels.empty() ? "eager" : ", eager";
   s.policy = policy.name;
   s.params = in.cell->params;
+  s.ablated = policy.ablated;
   s.task = task_label(e.tasks[in.cell->task]);
   if (in.workload()) s.workload = in.workload()->text();
   s.seed = in.cell->seed;
@@ -58,6 +59,16 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   if (policy.budget.kind == BudgetAmount::ratio)
     s.budget_tokens = policy.budget.value * static_cast<double>(s.context_tokens);
   if (policy.budget.kind == BudgetAmount::bytes) s.budget_bytes = static_cast<std::int64_t>(policy.budget.value);
+}
+
+results::SampleRow sample_row(const Item& item, std::int64_t number) {
+  results::SampleRow s;
+  s.sample = number;
+  s.task_sample = item.sample;
+  s.question = item.question;
+  s.follows = item.follows;
+  s.prompt_sha256 = item.sha256;
+  return s;
 }
 
 void summarize(const CellInput& in, const Forced& forced, results::CellResult& out) {

@@ -8,6 +8,9 @@ namespace kvlab {
 // Columns that are known before anything runs.
 void describe_cell(const CellInput& in, results::CellResult& out);
 
+// A sample's row, with what is known of it before it runs. number: of the sample in the cell.
+results::SampleRow sample_row(const Item& item, std::int64_t number);
+
 // Negative log-likelihood of each item's forced tokens, in nats; perplexity is the score of a cell that has any.
 struct Forced {
   std::vector<double> nll;  // [item]; empty = no item has forced tokens

@@ -2,15 +2,28 @@
 
 namespace kvlab {
 
-TraceRecorder::TraceRecorder(const std::vector<Item>& items, results::Trace& out) : out_(out), kept_(items.size()) {
-  for (const Item& item : items) out_.questions.push_back({item.sample, item.question, item.follows});
-}
+TraceRecorder::TraceRecorder(const std::vector<Item>& items, results::Trace& out)
+    : items_(items), out_(out), kept_(items.size()), tokens_(items.size()) {}
 
 void TraceRecorder::kept(const Engine& engine, int slot, int item) {
   const Shape& s = engine.store().shape();
   auto& kept = kept_[static_cast<std::size_t>(item)];
   for (int layer = 0; layer < s.layers; ++layer)
     for (int head = 0; head < s.kv_heads; ++head) kept.push_back(engine.store().positions(layer, slot, head));
+}
+
+void TraceRecorder::answered(int item, const std::vector<int>& queue, const std::vector<int>& answer) {
+  const auto i = static_cast<std::size_t>(item);
+  std::vector<int>& fed = tokens_[i].fed;
+  if (items_[i].follows) {  // an answer's last token is fed, if at all, by the queue of the question after it
+    const Tokens& before = tokens_[i - 1];
+    fed = before.fed;
+    fed.insert(fed.end(), before.answer.begin(), before.answer.end() - 1);
+  } else {
+    fed = items_[i].prompt;
+  }
+  fed.insert(fed.end(), queue.begin(), queue.end());
+  tokens_[i].answer = answer;
 }
 
 void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
@@ -44,6 +57,16 @@ void TraceRecorder::finish(const Shape& shape) {
       out_.kept.insert(out_.kept.end(), kept.begin(), kept.end());
       out_.kept_offsets.push_back(static_cast<std::int64_t>(out_.kept.size()));
     }
+  for (std::size_t i = 0; i < tokens_.size(); ++i) {
+    const auto& [fed, answer] = tokens_[i];
+    const auto begin = static_cast<std::int64_t>(out_.tokens.size());
+    out_.tokens.insert(out_.tokens.end(), fed.begin(), fed.end());
+    out_.tokens.insert(out_.tokens.end(), answer.begin(), answer.end());
+    const std::int64_t fed_end = begin + static_cast<std::int64_t>(fed.size());
+    out_.token_offsets.insert(out_.token_offsets.end(),
+                              {begin, begin + static_cast<std::int64_t>(items_[i].prompt.size()), fed_end,
+                               fed_end + static_cast<std::int64_t>(answer.size())});
+  }
 }
 
 }  // namespace kvlab

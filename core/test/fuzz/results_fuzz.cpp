@@ -96,11 +96,11 @@ void put_file(Bytes& in, const h5::File& file) {
   else
     file.write_table("summary", columns_of(std::vector{row}));
   const h5::Location at = file.create_group("cells/a");
-  constexpr const char* arrays[] = {"token_ms",       "token_offsets",        "step_ms",
-                                    "step_parts",     "fidelity/kl",          "fidelity/top1",
-                                    "fidelity/mass",  "fidelity/page_recall", "fidelity/output_error",
-                                    "trace/kept",     "trace/kept_offsets",   "trace/selected",
-                                    "trace/questions"};
+  constexpr const char* arrays[] = {"token_ms",        "token_offsets",        "step_ms",
+                                    "step_parts",      "fidelity/kl",          "fidelity/top1",
+                                    "fidelity/mass",   "fidelity/page_recall", "fidelity/output_error",
+                                    "trace/kept",      "trace/kept_offsets",   "trace/selected",
+                                    "trace/questions", "trace/tokens",         "trace/token_offsets"};
   for (int pieces = 0; in.left() && pieces < 16; ++pieces) {
     const std::size_t piece = in.next() % (std::size(arrays) + 3);
     const std::string name = piece < std::size(arrays)        ? arrays[piece]

@@ -61,8 +61,10 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   s.queue_ms_p50 = 0.5;
   s.preemptions = 4;
   s.overhead = 0.125;
+  s.ablated = "window";
   c.samples.resize(2);
   c.samples[0].sample = 0;
+  c.samples[0].task_sample = c.samples[0].question = c.samples[0].follows = 0;
   c.samples[0].prompt_sha256 = std::string(64, 'a');
   c.samples[0].prompt_tokens = 2000;
   c.samples[0].output = "naïve 🙂 \"quoted\",\n\ttab";
@@ -74,6 +76,8 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.samples[0].first_divergence = 2;
   c.samples[0].ttft_ms = 9;
   c.samples[1].sample = 1;
+  c.samples[1].task_sample = 0;
+  c.samples[1].question = c.samples[1].follows = 1;
   c.samples[1].output_tokens = 2;
   c.samples[1].arrival_ms = 1;
   c.samples[1].queue_ms = 2;
@@ -94,7 +98,8 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.fidelity.page_recall = c.fidelity.mass;
   c.fidelity.output_error = {0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
   Trace& t = c.trace;
-  t.questions = {{0, 0, false}, {0, 1, true}};
+  t.tokens = {3, 1, 4, 1, 5, 9, 2};
+  t.token_offsets = {0, 2, 2, 4, 4, 5, 6, 7};
   t.pages = 12;
   t.samples = 2;
   t.layers = 1;

@@ -14,6 +14,7 @@
 #include <sstream>
 #include <thread>
 
+#include "result/cell_file.hpp"
 #include "result/h5.hpp"
 #include "result/output.hpp"
 #include "result/results_sample.hpp"
@@ -73,7 +74,8 @@ void check_equal(const CellResult& a, const CellResult& b) {
   CHECK(same(a.trace.kept_offsets, b.trace.kept_offsets));
   CHECK(same(a.trace.selected, b.trace.selected));
   CHECK(spelled(a.trace.events) == spelled(b.trace.events));
-  CHECK(a.trace.questions == b.trace.questions);
+  CHECK(same(a.trace.tokens, b.trace.tokens));
+  CHECK(same(a.trace.token_offsets, b.trace.token_offsets));
   CHECK(a.trace.pages == b.trace.pages);
 }
 
@@ -159,6 +161,31 @@ TEST_CASE("tables of earlier versions, without the columns that came later, are 
   CHECK_THROWS_AS(read_rows<SampleRow>(file, "broken"), Error);
 }
 
+TEST_CASE("a traced cell of an earlier version, whose questions stand beside its trace, is read") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "old.h5";
+  CellResult cell = sample_cell("a");
+  const auto write = [&](std::vector<std::int64_t> shape) {
+    write_sealed(path, [&](const h5::File& file) {
+      write_info(file, sample_info());
+      write_summary_rows(file, {cell.summary});
+      const h5::Location at = file.create_group("cells/a");
+      auto columns = columns_of(cell.samples);
+      while (columns.back().name != "preemptions") columns.pop_back();
+      at.write_table("samples", columns);
+      at.write("trace/questions", std::vector<std::int32_t>{0, 0, 0, 0, 1, 1}, shape, "");
+      at.set_attribute("trace/questions", "pages", std::int64_t{12});
+    });
+  };
+  write({2, 3});
+  const CellResult got = read_cell(path, "a");
+  CHECK(spelled(got.samples) == spelled(cell.samples));
+  CHECK(got.trace.pages == 12);
+  CHECK(got.trace.tokens.empty());
+  write({3, 2});
+  CHECK_THROWS_WITH(read_cell(path, "a"), Catch::Contains("got trace/questions of 3 by 2, wanted 2 by 3"));
+}
+
 TEST_CASE("text that is not UTF-8 is made so") {
   const TemporaryFolder dir;
   CellResult cell = sample_cell("a");
@@ -198,8 +225,11 @@ TEST_CASE("pieces that do not fit together are refused before anything is writte
   refused([](CellResult& c) { c.trace.kept_offsets.back() = 7; });
   refused([](CellResult& c) { c.trace.kv_heads = 3; });
   refused([](CellResult& c) { c.trace.events[1].count = 2; });
-  refused([](CellResult& c) { c.trace.questions.pop_back(); });
-  refused([](CellResult& c) { c.trace.pages = 0; });
+  refused([](CellResult& c) { c.trace.tokens.pop_back(); });
+  refused([](CellResult& c) { c.trace.token_offsets.resize(4); });
+  refused([](CellResult& c) { c.trace.token_offsets.clear(); });
+  refused([](CellResult& c) { std::swap(c.trace.token_offsets[1], c.trace.token_offsets[5]); });
+  refused([](CellResult& c) { c.trace.token_offsets.front() = 1; });
 }
 
 TEST_CASE("finished cells, forgetting them and results newer than OUT") {

@@ -29,8 +29,9 @@ struct Fixture : test::CellFixture {
   std::vector<int> text(int tokens, unsigned seed) const { return test::test_text(tokens, model->config.vocab, seed); }
 };
 
-// The full cache's answers, each question over a prompt that repeats the whole conversation before it.
-std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector<std::int64_t>& seen) {
+// The full cache's answers, each question over a prompt that repeats the whole conversation before it. seen: these
+// prompts.
+std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector<std::vector<int>>& seen) {
   EngineOptions options;
   options.max_tokens = 128;
   Engine engine(f.model, test::subjects().policy(test::full_spec()), options);
@@ -40,7 +41,7 @@ std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector
   for (const Item& item : f.items.items) {
     if (!item.follows) so_far = item.prompt;
     so_far.insert(so_far.end(), item.fed.begin(), item.fed.end());
-    seen.push_back(static_cast<std::int64_t>(so_far.size()));
+    seen.push_back(so_far);
     Item whole = item;
     whole.prompt = so_far;
     whole.fed.clear();
@@ -58,12 +59,34 @@ std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector
   return out;
 }
 
+// The trace's tokens of each row: what it was prefilled with, all that it was fed, and its answer.
+void check_tokens(const Fixture& f, const results::CellResult& result, const std::vector<std::vector<int>>& seen,
+                  const std::vector<std::vector<int>>& answers) {
+  const results::Trace& t = result.trace;
+  REQUIRE(t.token_offsets.size() == 4 * seen.size());
+  const auto slice = [&](std::int64_t from, std::int64_t to) {
+    return std::vector<int>(t.tokens.begin() + from, t.tokens.begin() + to);
+  };
+  for (std::size_t i = 0; i < seen.size(); ++i) {
+    const std::int64_t* at = t.token_offsets.data() + 4 * i;
+    CHECK(slice(at[0], at[1]) == f.items.items[i].prompt);
+    CHECK(slice(at[0], at[2]) == seen[i]);
+    std::vector<int> answer = slice(at[2], at[3]);
+    CHECK(static_cast<std::int64_t>(answer.size()) == result.samples[i].output_tokens);
+    if (result.samples[i].stop == "eos") {
+      CHECK(f.model->tokenizer->is_eos(answer.back()));
+      answer.pop_back();
+    }
+    CHECK(answer == answers[i]);
+  }
+}
+
 }  // namespace
 
 TEST_CASE("turns go on in the cache that earlier answers left, whatever the batch") {
   Fixture f;
   f.conversations();
-  std::vector<std::int64_t> seen;
+  std::vector<std::vector<int>> seen;
   const auto wanted = answers_from_scratch(f, seen);
   for (const int batch : {1, 2, 8}) {
     CAPTURE(batch);
@@ -75,12 +98,16 @@ TEST_CASE("turns go on in the cache that earlier answers left, whatever the batc
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       CAPTURE(i);
       CHECK(result.samples[i].output == f.model->tokenizer->decode(wanted[i]));
-      CHECK(result.samples[i].prompt_tokens == seen[i]);
+      CHECK(result.samples[i].prompt_tokens == static_cast<std::int64_t>(seen[i].size()));
+      CHECK(result.samples[i].task_sample == f.items.items[i].sample);
+      CHECK(result.samples[i].question == f.items.items[i].question);
+      CHECK(result.samples[i].follows == f.items.items[i].follows);
       CHECK(result.samples[i].top1 == 1);
       CHECK(result.samples[i].kl < 1e-6);
       CHECK(result.samples[i].first_divergence == -1);
     }
     CHECK(result.trace.samples == static_cast<std::int64_t>(wanted.size()));
+    check_tokens(f, result, seen, wanted);
     CHECK(result.summary.mass == Approx(1));
     CHECK(result.summary.fired == 0);
   }
@@ -109,6 +136,24 @@ TEST_CASE("the trace has each item's kept positions in the items' order") {
       CHECK(result.trace.kept_offsets[at + 1] - result.trace.kept_offsets[at] == there);
     }
   }
+}
+
+TEST_CASE("forced tokens are the answer of the trace") {
+  Fixture f;
+  f.add(f.text(20, 1), f.text(2, 2), 3);
+  f.items.items[0].forced = f.text(5, 3);
+  const results::CellResult result = f.run();
+  REQUIRE(result.summary.status == "ok");
+  CHECK(result.trace.token_offsets == std::vector<std::int64_t>{0, 20, 22, 27});
+  CHECK(std::equal(result.trace.tokens.begin() + 22, result.trace.tokens.end(), f.items.items[0].forced.begin()));
+}
+
+TEST_CASE("the summary names the component that is switched off") {
+  Fixture f;
+  f.add(f.text(20, 1), {}, 2);
+  CHECK(f.run().summary.ablated.empty());
+  f.experiment.policies[0].ablated = "window";
+  CHECK(f.run().summary.ablated == "window");
 }
 
 TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {

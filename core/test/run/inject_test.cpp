@@ -353,7 +353,8 @@ TEST_CASE("a traced file says which layers and pages its lists are of") {
   CHECK(cells.recorded->layers.front() == 1);
   CHECK(cells.recorded->pages == 999);
   // A file that does not say so: every sample is one of the task's, room is what its lists name.
-  cell.trace.questions.clear();
+  for (auto& row : cell.samples) row.task_sample = row.question = row.follows = -1;
+  cell.trace.pages = 0;
   std::erase_if(cell.trace.events, [](const auto& e) { return e.sample == 2; });
   cells.follow(cell);
   REQUIRE(cells.recorded->questions.size() == 4);
