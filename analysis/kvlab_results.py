@@ -1,12 +1,22 @@
-"""The one Python reader of kvlab's result files (HDF5 schema version 1).
+"""The one Python reader of kvlab's result files (HDF5 schema version 1). It needs h5py, numpy and pandas.
 
 >>> import kvlab_results as kr
 >>> kr.summary("results/quickstart.h5")            # a DataFrame, one row per cell
+>>> kr.summary("results/quickstart.h5", parameters=True)  # with one column per policy parameter
 >>> kr.cell("results/quickstart.h5", "3f2a...")    # a dict: tables as DataFrames, arrays as numpy arrays
+>>> kr.kept("results/mine.h5", "snapkv/tokens=64")[0][3][1]  # sample 0, layer 3, KV head 1: positions kept
+>>> kr.tokens("results/mine.h5", "snapkv/tokens=64")[0].prompt  # the token ids that were prefilled
+
+A cell is named by its id, by the beginning of it, or by words that fit no other cell, joined by "/": each is the
+policy, the task or `seed=N`, whole or in part, or a parameter as `window=32`. kept, tokens and selected need
+`metrics: [trace]`.
 
 Without this file, in one line (text comes as bytes):
 >>> pd.DataFrame(h5py.File("results/quickstart.h5")["summary"][:]).map(lambda v: v.decode() if isinstance(v, bytes) else v)
 """
+
+import json
+from collections import namedtuple
 
 import h5py
 import pandas as pd
@@ -38,13 +48,84 @@ def info(path):
         return dict(file.attrs)
 
 
-def summary(path):
-    """/summary as a DataFrame; NaN or -1 = not measured; units in .attrs["units"]."""
+def summary(path, parameters=False):
+    """/summary as a DataFrame; NaN or -1 = not measured; units in .attrs["units"].
+
+    parameters: the columns of parameters() behind the others; one that is called like another column is
+    "params.NAME".
+    """
     with _open(path) as file:
-        return _table(file["summary"])
+        frame = _table(file["summary"])
+    if not parameters:
+        return frame
+    more = _parameters(frame).rename(columns=lambda name: f"params.{name}" if name in frame else name)
+    whole = frame.join(more, on="cell")
+    whole.attrs = frame.attrs
+    return whole
 
 
-def cell(path, id):
+def _flat(params):
+    """{"scorer": {"snapkv": {"window": 32}}, "budget": {"tokens": 64}} -> {"window": 32, "budget.tokens": 64}."""
+    flat = {}
+
+    def walk(value, path):
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(inner, path + [key])
+        else:  # a plugin without parameters is named with True
+            own = len(path) > 2 and path[0] in ("policy", "scorer", "selector")
+            flat[".".join(path[2:] if own else path)] = True if value in ({}, None) else value
+
+    walk(json.loads(params or "{}"), [])
+    flat.pop("", None)
+    return flat
+
+
+def _parameters(frame):
+    rows = [_flat(params) for params in frame["params"]]
+    names = sorted(set().union(*rows))
+    return pd.DataFrame([[row.get(name) for name in names] for row in rows], columns=names, index=frame["cell"])
+
+
+def parameters(path):
+    """One row per cell id, one column per policy parameter in the words of an experiment file: "window",
+    "budget.tokens", "codec.int8.keys". A parameter that a cell does not have is None or NaN."""
+    return _parameters(summary(path))
+
+
+def _fits(row, flat, word):
+    """2: the word is one of the row's; 1: it is part of one; 0: neither."""
+    name, equals, value = word.partition("=")
+    if equals and name != "seed":
+        texts = {n: str(v).lower() if isinstance(v, bool) else str(v) for n, v in flat.items()}
+        return 2 * any(t == value and (n == name or n.endswith("." + name)) for n, t in texts.items())
+    texts = [row.policy, row.task, f"seed={row.seed}"]
+    return 2 if word in texts else int(any(word in text for text in texts[:2]))
+
+
+def find(path, cell):
+    """The id of the one cell that `cell` names (see above). LookupError when none or several fit."""
+    rows = summary(path)
+    if cell in set(rows["cell"]):
+        return cell
+    begins = [id for id in rows["cell"] if cell and id.startswith(cell)]
+    if len(begins) == 1:
+        return begins[0]
+    found = [(row, _flat(row.params)) for row in rows.itertuples()]
+    for word in cell.split("/"):
+        fits = [_fits(row, flat, word) for row, flat in found]
+        best = max(fits, default=0)
+        found = [pair for pair, fit in zip(found, fits) if best and fit == best]
+    if len(found) == 1:
+        return found[0][0].cell
+    listed = [row for row, _ in found] or list(rows.itertuples())
+    lines = "".join(f"\n  {row.cell}  {row.policy} {row.params} {row.task} seed={row.seed}" for row in listed[:20])
+    more = f"\n  and {len(listed) - 20} more" if len(listed) > 20 else ""
+    count = f"{len(found)} cells that fit" if found else "no cell that fits"
+    raise LookupError(f"{path}: got {count} {cell!r}, wanted one of{lines}{more}")
+
+
+def cell(path, cell):
     """Everything about one cell by its path below /cells/<id>, e.g. "samples", "fidelity/kl", "trace/kept_offsets".
 
     Tables are DataFrames, arrays numpy arrays; step_parts is a DataFrame with one column per part. Pieces that were not
@@ -63,7 +144,61 @@ def cell(path, id):
             pieces[name] = node[:]
 
     with _open(path) as file:
-        if id not in file["cells"]:
-            raise KeyError(f"{path}: got cell {id!r}, wanted one of {', '.join(file['cells'])}")
-        file["cells"][id].visititems(take)
+        file["cells"][find(path, cell)].visititems(take)
     return pieces
+
+
+def _traced(path, id, piece):
+    pieces = cell(path, id)
+    if piece not in pieces:
+        raise LookupError(f"{path}: got cell {id!r} without {piece}, wanted a run with metrics: [trace]")
+    return pieces
+
+
+def kept(path, cell):
+    """The text positions kept after each prompt, ascending: [sample][layer][kv_head] -> numpy array.
+
+    Of a later turn: what was there before its question.
+    """
+    trace = _traced(path, cell, "trace/kept_offsets")
+    values = trace["trace/kept"]
+    return [[[values[begin:end] for begin, end in heads] for heads in layers] for layers in trace["trace/kept_offsets"]]
+
+
+# Token ids as numpy arrays. prompt: prefilled; fed: one by one after it, a later turn's whole conversation included;
+# answer: with its end-of-sequence token.
+Tokens = namedtuple("Tokens", "prompt fed answer")
+
+
+def tokens(path, cell):
+    """The token ids of every sample, as the model was fed them: [sample] -> Tokens."""
+    trace = _traced(path, cell, "trace/token_offsets")
+    ids = trace["trace/tokens"]
+    return [Tokens(ids[a:b], ids[b:c], ids[c:d]) for a, b, c, d in trace["trace/token_offsets"]]
+
+
+# A decode step. token: of the answer, that the step led to; 0 while a question is fed.
+# pages: [layer][kv_head] -> numpy array, None for a layer that read everything.
+Step = namedtuple("Step", "token pages")
+
+
+def selected(path, cell):
+    """The pages that attention read: [sample][step] -> Step. Steps without a list of pages are left out."""
+    trace = _traced(path, cell, "trace/kept_offsets")
+    samples, layers, heads, _ = trace["trace/kept_offsets"].shape
+    out = [[] for _ in range(samples)]
+    if "trace/events" not in trace:
+        return out
+    last = {}  # by sample: place of its newest list
+    for event in trace["trace/events"].itertuples():
+        if event.kind != "select":
+            continue
+        place = (event.layer, event.kv_head)
+        steps = out[event.sample]
+        if not steps or steps[-1].token != event.token or place <= last[event.sample]:
+            steps.append(Step(event.token, [None] * layers))
+        last[event.sample] = place
+        pages = steps[-1].pages
+        pages[event.layer] = pages[event.layer] or [None] * heads
+        pages[event.layer][event.kv_head] = trace["trace/selected"][event.begin : event.begin + event.count]
+    return out

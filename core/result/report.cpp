@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 #include <kvlab/error.hpp>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -252,10 +253,25 @@ ReportTable table_of(const Block& block, ReportPage& page) {
   return table;
 }
 
+// Names of all policies' parameters; one that is called like a column of /summary gets "params." in front.
+std::map<std::string, std::string> parameter_columns(const std::vector<std::map<std::string, std::string>>& rows,
+                                                     const std::vector<h5::Column>& columns) {
+  std::map<std::string, std::string> titles;  // by parameter
+  for (const auto& row : rows)
+    for (const auto& [name, value] : row) titles[name] = name;
+  for (const h5::Column& column : columns)
+    if (const auto same = titles.find(column.name); same != titles.end()) same->second = "params." + column.name;
+  return titles;
+}
+
 std::string csv(const std::vector<SummaryRow>& rows) {
   const auto columns = columns_of(rows);
+  std::vector<std::map<std::string, std::string>> parameters;
+  for (const SummaryRow& row : rows) parameters.push_back(flat_parameters(row.params));
+  const auto titles = parameter_columns(parameters, columns);
   std::string out;
   for (std::size_t c = 0; c < columns.size(); ++c) out += (c ? "," : "") + columns[c].name;
+  for (const auto& [name, title] : titles) out += "," + quote_csv(title);
   out += "\n";
   for (std::size_t r = 0; r < rows.size(); ++r) {
     for (std::size_t c = 0; c < columns.size(); ++c) {
@@ -267,6 +283,10 @@ std::string csv(const std::vector<SummaryRow>& rows) {
         out += measured(column.f64[r]) ? fmt::format("{}", column.f64[r]) : "";
       else
         out += quote_csv(column.text[r]);
+    }
+    for (const auto& [name, title] : titles) {
+      const auto value = parameters[r].find(name);
+      out += "," + (value == parameters[r].end() ? "" : quote_csv(value->second));
     }
     out += "\n";
   }

@@ -12,7 +12,7 @@ enum class Format { table, md, csv, latex };
 Format parse_format(std::string_view word);  // Errc::config names the four words
 
 // Repeats and seeds of one row become mean ± standard deviation with n; csv has one line per cell with every column,
-// exact.
+// exact, and behind them one column per policy parameter.
 // '-' = not measured. Footnotes: labels, failed and out-of-memory cells with their error, policies that never acted.
 std::string report(const Summary& summary, Format format);
 std::string report(const std::string& path, Format format);  // read_summary, then the above

@@ -8,48 +8,59 @@
 namespace kvlab {
 namespace {
 
-using Leaves = std::map<std::string, std::string>;
-
-// "scorer.snapkv.window" -> "window", "budget.split.adakv" -> "split.adakv": the entry's own words.
-std::string short_name(const std::string& path) {
+// "scorer.snapkv.window" -> "window": the entry's own words.
+std::string own_words(const std::string& path) {
   const std::size_t role_end = path.find('.');
   if (role_end == path.npos) return path;
-  const std::string head = path.substr(0, role_end);
-  if (head == "budget") return path.substr(role_end + 1);
-  if (head != "policy" && head != "scorer" && head != "selector") return path;
+  const std::string role = path.substr(0, role_end);
+  if (role != "policy" && role != "scorer" && role != "selector") return path;
   const std::size_t name_end = path.find('.', role_end + 1);
   return name_end == path.npos ? path : path.substr(name_end + 1);
 }
 
-// Leaves of a JSON object; what is no JSON has none, an empty object (a plugin without parameters) has no value.
-Leaves leaves(const std::string& params) {
-  Leaves out;
+// With values as they are in JSON; an empty object (a plugin without parameters) is null.
+std::map<std::string, nlohmann::json> leaves(const std::string& params) {
+  std::map<std::string, nlohmann::json> out;
   const nlohmann::json json = nlohmann::json::parse(params, nullptr, false);
   if (!json.is_object() || json.empty()) return out;
   const nlohmann::json flat = json.flatten();
   for (const auto& [path, value] : flat.items()) {
     std::string name = path.substr(1);
     std::replace(name.begin(), name.end(), '/', '.');
-    out[short_name(name)] = value.is_string() ? value.get<std::string>() : value.is_null() ? "" : value.dump();
+    out[own_words(name)] = value;
   }
   return out;
 }
 
+std::string spelled(const nlohmann::json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
+
+// "budget.split.adakv" -> "split.adakv"
+std::string short_name(const std::string& name) { return name.starts_with("budget.") ? name.substr(7) : name; }
+
 }  // namespace
 
+std::map<std::string, std::string> flat_parameters(const std::string& params) {
+  std::map<std::string, std::string> out;
+  for (const auto& [name, value] : leaves(params)) out[name] = value.is_null() ? "true" : spelled(value);
+  return out;
+}
+
 std::string varying_text(const std::string& own, const std::vector<std::string>& others) {
-  static const std::set<std::string> amounts{"tokens", "ratio", "bytes"};
-  std::vector<Leaves> theirs;
+  static const std::set<std::string> amounts{"budget.tokens", "budget.ratio", "budget.bytes"};
+  std::vector<std::map<std::string, nlohmann::json>> theirs;
   for (const std::string& other : others) theirs.push_back(leaves(other));
-  std::string text;
+  std::map<std::string, std::string> words;  // by the name that people see
   for (const auto& [name, value] : leaves(own)) {
     if (amounts.count(name)) continue;
-    const bool differs = std::any_of(theirs.begin(), theirs.end(), [&, &n = name, &v = value](const Leaves& other) {
+    const bool differs = std::any_of(theirs.begin(), theirs.end(), [&, &n = name, &v = value](const auto& other) {
       const auto found = other.find(n);
       return found == other.end() || found->second != v;
     });
-    if (differs) text += (text.empty() ? "" : " ") + name + (value.empty() ? "" : "=" + value);
+    const bool bare = value.is_null() || value == "";
+    if (differs) words[short_name(name)] = bare ? "" : "=" + spelled(value);
   }
+  std::string text;
+  for (const auto& [name, value] : words) text += (text.empty() ? "" : " ") + name + value;
   return text;
 }
 

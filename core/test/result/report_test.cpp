@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
+#include <sstream>
 
 #include "result/report_layout.hpp"
 #include "result/results_sample.hpp"
@@ -160,6 +161,23 @@ TEST_CASE("markdown, LaTeX and CSV are escaped") {
   CHECK(csv.substr(0, 25) == "cell,model,policy,params,");
   CHECK_THAT(csv, Contains(",\"a,b\",") && Contains(",0.1,,,,"));
   CHECK(std::count(csv.begin(), csv.end(), '\n') == 2);
+}
+
+TEST_CASE("csv has a column per parameter, empty where a policy does not have it") {
+  auto a = row("a", "p", 64, 0.1), b = row("b", "q", 64, 0.2);
+  a.params = R"({"scorer": {"snapkv": {"window": 8, "seed": 3}}, "budget": {"tokens": 64}})";
+  b.params = R"({"policy": {"q": {"mode": "a,b"}}})";
+  const std::string csv = text_of({a, b}, Format::csv);
+  const auto ends = [&](int line, const std::string& wanted) {
+    std::istringstream in(csv);
+    std::string text;
+    for (int i = 0; i <= line; ++i) std::getline(in, text);
+    CAPTURE(text);
+    CHECK((text.size() > wanted.size() && text.substr(text.size() - wanted.size()) == wanted));
+  };
+  ends(0, ",ablated,budget.tokens,mode,params.seed,window");
+  ends(1, ",64,,3,8");
+  ends(2, R"(,,"a,b",,)");
 }
 
 TEST_CASE("formats have names and a report can be made of a file") {
