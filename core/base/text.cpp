@@ -46,7 +46,9 @@ std::optional<std::string> nearest(std::string_view word, const std::vector<std:
   for (const std::string& k : known) {
     const std::size_t allowed = std::max<std::size_t>(1, std::max(word.size(), k.size()) / 3);
     const std::size_t d = edit_distance(word, k);
-    if (d <= allowed && (!best || d < best_distance)) {
+    // "policy" for "policies": an ending is wrong, not a letter.
+    const bool same_start = word.size() >= 5 && k.starts_with(word.substr(0, word.size() - 1));
+    if ((d <= allowed || same_start) && (!best || d < best_distance)) {
       best = k;
       best_distance = d;
     }

@@ -96,6 +96,29 @@ std::string describe(const WorkloadSpec& w, const Experiment& experiment, const 
   return "\n" + json.dump();
 }
 
+// The same cell twice: says which of the entries that make it is there twice, and where.
+[[noreturn]] void refuse(const Experiment& e, const Cell& first, const Cell& second) {
+  const auto differs = [&](std::size_t Cell::*entry) { return first.*entry != second.*entry; };
+  const PolicySpec& policy = e.policies[second.policy];
+  std::string what = "seed " + std::to_string(second.seed), here = policy.where, there;
+  const auto name = [&](const char* kind, const auto& one, const auto& other, const std::string& label) {
+    what = fmt::format("{} '{}'", kind, label), here = one.where, there = other.where;
+  };
+  if (differs(&Cell::policy))
+    name("policy", policy, e.policies[first.policy], policy.name);
+  else if (differs(&Cell::task))
+    name("task", e.tasks[second.task], e.tasks[first.task], e.tasks[second.task].name);
+  else if (differs(&Cell::model))
+    name("model", e.models[second.model], e.models[first.model], e.models[second.model].name());
+  else if (differs(&Cell::workload))
+    name("workload", e.workloads[second.workload], e.workloads[first.workload], e.workloads[second.workload].text());
+  if (there == here) what += ", whose lists have a value twice";
+  throw Error(Errc::config,
+              fmt::format("got the same cell twice, wanted it once: {}{}", what,
+                          there.empty() || there == here ? "" : " (first at " + there + ")"),
+              here);
+}
+
 // What every cell of the run shares and its results depend on.
 Json common(const Experiment& experiment) {
   Json metrics = Json::array();
@@ -136,21 +159,14 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
   if (workloads.empty()) workloads.emplace_back();
 
   std::vector<Cell> all;
-  std::map<std::string, std::string> places;  // by id
+  std::map<std::string, std::size_t> known;  // by id: place in `all`
   const auto add = [&](Cell cell) {
-    const TaskSpec& task = experiment.tasks[cell.task];
-    const PolicySpec& policy = experiment.policies[cell.policy];
     Hash hash;
     hash.add(shared + "\n" + models[cell.model] + "\n" + tasks[cell.task] + "\n" + policies[cell.policy] + "\n");
     hash.add(fmt::format("{} {}", cell.seed, cell.repeat) + workloads[cell.workload]);
     cell.id = hash.hex();
     cell.params = params[cell.policy];
-    const std::string place = policy.where + " and " + task.where;
-    if (const auto [it, fresh] = places.emplace(cell.id, place); !fresh)
-      throw Error(Errc::config,
-                  fmt::format("got the same cell twice: policy '{}', task '{}', seed {} (also at {})", policy.name,
-                              task.name, cell.seed, it->second),
-                  policy.where);
+    if (const auto [it, fresh] = known.emplace(cell.id, all.size()); !fresh) refuse(experiment, all[it->second], cell);
     all.push_back(std::move(cell));
     if (all.size() > max_cells)
       throw Error(Errc::config, fmt::format("got more than {} cells", max_cells), experiment.file.string());

@@ -69,8 +69,11 @@ class ExperimentReader {
     if (out_.name.empty() || out_.name.find('/') != std::string::npos)
       problems_.add(map.take("experiment")->place,
                     "got '" + out_.name + "' for 'experiment', wanted a name without '/'");
-    out_.backend = map.word("backend", {"auto", "cpu", "cuda"}, {}, "where the model runs");
     const Node* backend = map.take("backend");
+    if (backend && backend->text == "gpu")
+      problems_.add(backend->place, "got 'gpu' for 'backend', wanted cuda, cpu or auto (a GPU where one is usable)");
+    else
+      out_.backend = map.word("backend", {"auto", "cpu", "cuda"}, {}, "where the model runs");
     out_.backend_where = backend ? document_.where(backend->place) : out_.file.string();
     out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
     out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
@@ -127,6 +130,7 @@ class ExperimentReader {
       missing("model: {path: bundled/recall}");
     } else if (node->is(Node::Kind::list)) {
       if (node->items.empty()) problems_.add(node->place, "got an empty list for 'model', wanted a model");
+      note_repeats(*node, problems_);
       for (const Node& item : node->items) model(item);
     } else {
       for (const Node& one : expand_axes(*node, 100, problems_)) model(one);
@@ -173,6 +177,7 @@ class ExperimentReader {
     const Node* node = map.take("seed");
     if (!node) return;
     out_.seeds.clear();
+    note_repeats(*node, problems_);
     for (const Node* item : one_or_list(*node))
       if (const auto value = read_value(*item, make_param("seed", 0, 0, 9e15, "seed"), problems_))
         out_.seeds.push_back(std::get<std::int64_t>(*value));
@@ -262,10 +267,15 @@ class ExperimentReader {
   // `list`: names of components, or `all`.
   void variants(const PolicySpec& base, const Node& list) {
     const std::vector<std::string> declared = components(base, catalog_);
+    const std::string policy = fmt::format("'{}' ({})", base.name, base.where);
     if (declared.empty()) {
-      problems_.add(list.place, fmt::format("got an ablation of '{}', which declares no components", base.name));
+      problems_.add(list.place, fmt::format("got an ablation of {}, which declares no components", policy));
       return;
     }
+    note_repeats(list, problems_);
+    if (list.is(Node::Kind::list) && list.items.empty())
+      problems_.add(list.place,
+                    fmt::format("got an empty list, wanted all or components of {}: {}", policy, join(declared)));
     if (list.is(Node::Kind::scalar) && list.text == "all") {
       for (const std::string& component : declared)
         if (auto variant = without(base, component, catalog_)) out_.policies.push_back(std::move(*variant));
@@ -274,12 +284,13 @@ class ExperimentReader {
     for (const Node* item : one_or_list(list)) {
       const std::string word = item->is(Node::Kind::scalar) ? item->text : "";
       if (std::find(declared.begin(), declared.end(), word) == declared.end())
-        problems_.add(item->place, fmt::format("got {}, wanted all or components of '{}': {}{}", yaml::describe(*item),
-                                               base.name, join(declared), did_you_mean(word, declared)));
+        problems_.add(item->place, fmt::format("got {}{}, wanted all or components of {}: {}{}", yaml::describe(*item),
+                                               word == "all" ? " inside a list" : "", policy, join(declared),
+                                               did_you_mean(word, declared)));
       else if (auto variant = without(base, word, catalog_))
         out_.policies.push_back(std::move(*variant));
       else
-        problems_.add(item->place, fmt::format("got '{}', but '{}' has it switched off already", word, base.name));
+        problems_.add(item->place, fmt::format("got '{}', but {} has it switched off already", word, policy));
     }
   }
 

@@ -118,8 +118,11 @@ void set_path(Node& root, const std::string& path, const Node& value, yaml::Plac
       for (Node* entry : entries_called(root, name, parts[first], &labels)) entries.push_back(entry);
   if (entries.empty()) {
     if (!section) labels.insert(labels.end(), experiment_keys().begin(), experiment_keys().end());
-    problems.add(place, fmt::format("got '{}', wanted one of: {}{}", parts[first], join(labels),
-                                    did_you_mean(parts[first], labels)));
+    std::string message =
+        fmt::format("got '{}', wanted one of: {}{}", parts[first], join(labels), did_you_mean(parts[first], labels));
+    if (!section && !nearest(parts[first], labels))
+      message += "; a key of an entry stands behind its name: NAME." + path;
+    problems.add(place, message);
     return;
   }
   if (parts.size() == first + 1) {

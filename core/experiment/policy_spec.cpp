@@ -36,6 +36,13 @@ void main_plugin(const Node& name, const MapReader& map, bool named, UseReader& 
       }
     }
     if (!composed) {
+      if (!named) {
+        problems.add(
+            name.place,
+            fmt::format("got the label '{}' without a plugin, wanted scorer, selector or policy beside it", name.text),
+            Errc::plugin);
+        return;
+      }
       std::vector<std::string> known{full_name};
       for (const Role role : main_roles)
         for (std::string& n : uses.catalog().names(role))

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "experiment/entry_keys.hpp"
 #include "host/parameters.hpp"
 
 namespace kvlab {
@@ -113,12 +114,22 @@ std::optional<std::int64_t> read_bytes(const Node& node, Problems& problems) {
 }
 
 std::string unknown_key(const std::string& key, const std::vector<std::string>& known) {
-  return "got unknown key '" + key + "', wanted one of: " + join(known) + did_you_mean(key, known);
+  std::string message = "got unknown key '" + key + "', wanted one of: " + join(known) + did_you_mean(key, known);
+  for (const EntryKey& outer : policy_keys()) {
+    const std::string form = outer.form;
+    const bool inside = form.find("{" + key + ":") != form.npos || form.find(" " + key + ":") != form.npos;
+    if (inside && std::find(known.begin(), known.end(), outer.name) != known.end())
+      return message + fmt::format("; '{}' stands inside {}: {}", key, outer.name, form);
+  }
+  return message;
 }
 
 MapReader::MapReader(const Node& node, const std::string& what, Problems& problems) : node_(node), problems_(problems) {
-  if (!node.is(Node::Kind::map) && !node.is(Node::Kind::null))
-    problems.add(node.place, "got " + yaml::describe(node) + " for '" + what + "', wanted a map");
+  if (node.is(Node::Kind::map) || node.is(Node::Kind::null)) return;
+  const auto& keys = policy_keys();
+  const auto key = std::find_if(keys.begin(), keys.end(), [&](const EntryKey& k) { return k.name == what; });
+  problems.add(node.place, "got " + yaml::describe(node) + " for '" + what + "', wanted " +
+                               (key == keys.end() ? "a map" : std::string("a map: ") + key->form));
 }
 
 const yaml::Entry* MapReader::take_entry(const std::string& key) {
@@ -158,6 +169,17 @@ void MapReader::finish() {
   for (const yaml::Entry* e : rest()) problems_.add(e->key.place, unknown_key(e->key.text, known_));
 }
 
+void note_repeats(const Node& list, Problems& problems) {
+  for (auto item = list.items.begin(); item != list.items.end(); ++item) {
+    const auto first = std::find_if(list.items.begin(), item, [&](const Node& other) {
+      return other.is(Node::Kind::scalar) && item->is(Node::Kind::scalar) && other.text == item->text;
+    });
+    if (first != item)
+      problems.add(item->place, fmt::format("got '{}' twice in a list, wanted it once (first at {})", item->text,
+                                            problems.document().where(first->place)));
+  }
+}
+
 std::vector<Node> expand_axes(const Node& entry, std::size_t most, Problems& problems) {
   Node copy = entry;
   std::vector<Node*> axes;
@@ -174,6 +196,7 @@ std::vector<Node> expand_axes(const Node& entry, std::size_t most, Problems& pro
         problems.add(item.place, "got a list inside a list, wanted a value of an axis");
         return {};
       }
+    note_repeats(*axis, problems);
     if (axis->items.size() > most / combinations) {
       problems.add(axis->place, fmt::format("got more than {} combinations of lists", most));
       return {};

@@ -86,8 +86,11 @@ class MapReader {
   std::vector<std::string> known_;
 };
 
+// Notes every scalar of `list` that stands in it a second time, with both places.
+void note_repeats(const yaml::Node& list, Problems& problems);
+
 // Every list inside `entry` is an axis: one copy of the entry per combination, the last axis fastest. An empty list, a
-// list inside a list and more than `most` combinations are noted.
+// list inside a list, a value twice in a list and more than `most` combinations are noted.
 std::vector<yaml::Node> expand_axes(const yaml::Node& entry, std::size_t most, Problems& problems);
 
 }  // namespace kvlab

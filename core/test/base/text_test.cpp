@@ -37,6 +37,7 @@ TEST_CASE("the nearest word is a slip of the pen away or none") {
   CHECK(nearest("snapvk", known) == "snapkv");
   CHECK(nearest("streaming-lm", known) == "streaming_llm");
   CHECK(nearest("qest", known) == "quest");
+  CHECK(nearest("policy", {"model", "policies"}) == "policies");
   CHECK_FALSE(nearest("h2o", known));
   CHECK_FALSE(nearest("", known));
   CHECK(did_you_mean("knrom", known) == " (did you mean 'knorm'?)");

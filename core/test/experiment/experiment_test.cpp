@@ -378,9 +378,69 @@ TEST_CASE("ablate") {
   refused(p + "ablate: {quest: [page_bound]}\n", "exp.yaml:4:18: got 'page_bound'",
           {"did you mean 'page_bounds'?", "reuse"});
   refused(p + "ablate: {quset: all}\n", "exp.yaml:4:10: got 'quset'", {"did you mean 'quest'?"});
-  refused(p + "ablate: {full: all}\n", "exp.yaml:4:16: got an ablation of 'full', which declares no components");
+  refused(p + "ablate: {full: all}\n",
+          "exp.yaml:4:16: got an ablation of 'full' (exp.yaml:3:12), which declares no components");
   refused(p + "ablate: all\n", "exp.yaml:4:9: got 'all' for 'ablate'");
-  refused(head + "policies: [quest: {reuse: false}]\nablate: {quest: [reuse]}\n", "exp.yaml:4:18: got 'reuse', but");
+  refused(head + "policies: [quest: {reuse: false}]\nablate: {quest: [reuse]}\n", "exp.yaml:4:18: got 'reuse', but",
+          {"'quest' (exp.yaml:3:12) has it switched off"});
+}
+
+TEST_CASE("a key or a name in the wrong place is told where it belongs") {
+  refused(head + "policies: [snapkv: {tokens: 64}]\n", "exp.yaml:3:21: got unknown key 'tokens'",
+          {"'tokens' stands inside budget: {tokens: N | ratio: R | bytes: B, split: NAME}"});
+  refused(head + "policies: [snapkv: {every: 8}]\n", "exp.yaml:3:21: got unknown key 'every'",
+          {"'every' stands inside schedule: {prefill: true, every: N}"});
+  refused(head + "policies: [snapkv: {placement: host}]\n",
+          "exp.yaml:3:32: got 'host' for 'placement', wanted a map: {tier: device | host, resident: N, codec: NAME}");
+  refused(head + "policies: [{name: mine, budget: {tokens: 64}}]\n",
+          "exp.yaml:3:19: got the label 'mine' without a plugin, wanted scorer, selector or policy beside it");
+  refused(head + "policies: [snapkv]\nsweep: {budget.tokens: [64, 128]}\n", "exp.yaml:4:9: got 'budget'",
+          {"a key of an entry stands behind its name: NAME.budget.tokens"});
+  refused(head + "policies: [full]\nbackend: gpu\n", "exp.yaml:4:10: got 'gpu' for 'backend', wanted cuda");
+  refused("model: m\ntasks: [niah]\npolicies: [full]\npolicy: full\n", "exp.yaml:4:1: got unknown key 'policy'",
+          {"did you mean 'policies'?"});
+}
+
+TEST_CASE("ablate: what is there twice, or nothing, is refused with both places") {
+  const std::string p = head + "policies: [full, quest: {budget: {tokens: 64}}]\n";
+  refused(p + "ablate: {quest: [reuse, page_bounds, reuse]}\n", "exp.yaml:4:38: got 'reuse' twice in a list",
+          {"first at exp.yaml:4:18"});
+  refused(p + "ablate: {quest: all, quest: [reuse]}\n", "exp.yaml:4:22: got key 'quest' twice", {"line 4"});
+  refused(p + "ablate: [quest, quest]\n", "exp.yaml:4:9: got a list for 'ablate', wanted {NAME: [...]}");
+  refused(p + "ablate: {quest: []}\n", "exp.yaml:4:17: got an empty list, wanted all or components of 'quest'");
+  refused(p + "ablate: {quest: [all]}\n", "exp.yaml:4:18: got 'all' inside a list, wanted all or components");
+  const std::string twice = head + "policies:\n- full\n- quest\n- quest\nablate: {quest: all}\n";
+  CHECK(names(load(twice)).size() == 7);
+  CHECK_THROWS_WITH(plain_cells(load(twice)),
+                    "exp.yaml:6:3: got the same cell twice, wanted it once: policy 'quest' (first at exp.yaml:5:3)");
+  // Policies of one name that differ are told apart, each with its ablation.
+  const auto two = load(head + "policies: [quest: {budget: {tokens: [64, 128]}}]\nablate: {quest: [reuse]}\n");
+  CHECK(names(two) == std::vector<std::string>{"quest", "quest -reuse", "quest", "quest -reuse"});
+  CHECK(two.policies[1].ablated == "reuse");
+  CHECK(two.policies[0].ablated.empty());
+  CHECK(plain_cells(two).size() == 4);
+}
+
+TEST_CASE("a cell that is there twice is refused with the entries that make it so") {
+  const auto message = [](const std::string& text) {
+    try {
+      plain_cells(load(text));
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  const std::string what = "got the same cell twice, wanted it once: ";
+  CHECK(message("model: m\ntasks: [niah, text, niah]\npolicies: [full]\n") ==
+        "exp.yaml:2:21: " + what + "task 'niah' (first at exp.yaml:2:9)");
+  CHECK(message("model: [{path: m}, {path: m}]\ntasks: [niah]\npolicies: [full]\n") ==
+        "exp.yaml:1:20: " + what + "model 'm' (first at exp.yaml:1:9)");
+  CHECK(message(head + "policies: [snapkv: {window: [16, 016]}]\n") ==
+        "exp.yaml:3:12: " + what + "policy 'snapkv', whose lists have a value twice");
+  refused(head + "policies: [snapkv: {window: [16, 8, 16]}]\n", "exp.yaml:3:37: got '16' twice in a list",
+          {"first at exp.yaml:3:30"});
+  refused(head + "policies: [full]\nseed: [1, 2, 1]\n", "exp.yaml:4:14: got '1' twice in a list");
+  refused("model: [m, m]\ntasks: [niah]\npolicies: [full]\n", "exp.yaml:1:12: got 'm' twice in a list");
 }
 
 TEST_CASE("--set") {
