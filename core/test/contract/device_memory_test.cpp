@@ -175,6 +175,10 @@ TEST_CASE("a policy touches device memory through ops only", "[cpu]") {
       Play plain(model, placed);
       const Logits expected = plain.run(prompt, answer);
       Kept kept;
+      INFO(
+          "usual cause: the host reads or writes a view: kv.pages.tokens(), a score or a list in a loop of the "
+          "policy's "
+          "own. That crashes on a GPU. Use ops, and upload() for numbers of the host.");
       CHECK(on_guarded_device(model, placed, prompt, answer, kept) == expected);
       CHECK(kept == kept_of(plain.engine->store(), plain.slot));
     }

@@ -28,6 +28,9 @@ class Watched final : public Scorer {
       for (int head = 0; head < kv.kv_heads(); ++head)
         for (int t = 0; t < kv.pages.tokens(row, head); ++t) {
           CAPTURE(kv.layer, head, t);
+          INFO(
+              "usual cause: score() leaves tokens out, or divides by a sum or a norm that is zero. What is kept is an "
+              "accident then.");
           REQUIRE_FALSE(std::isnan(out(row, head, t)));
         }
   }
@@ -59,6 +62,7 @@ TEST_CASE("every token has a score, and none is NaN", "[cpu]") {
       p.policy = compose(std::move(parts));
       p.engine = std::make_unique<Engine>(model, p.policy, options);
       p.run(test_text(112, model->config.vocab), test_text(4, model->config.vocab, 5));
+      INFO("usual cause: needs() names other dense_layers() at a second call, so that layers are never scored");
       CHECK(calls >= model->config.layers - p.policy->needs().dense_layers());
     }
   }

@@ -102,6 +102,10 @@ TEST_CASE("served together under a cap, every request has the text that it has a
       if (host) placed.placement.tier = Tier::host;
       const Outcome alone = serve(placed, all, 1, -1);
       const Outcome together = serve(placed, all, 6, host ? whole(spec) : least(spec, all));
+      INFO(
+          "usual cause: the policy mixes requests that share a batch, or does not forget a preempted one. Index state "
+          "by "
+          "kv.slots[row], reset it in release(slot), draw from kv.sequence.");
       REQUIRE(together.fits);
       CHECK(together.texts == alone.texts);
       if (!host) CHECK(together.preemptions > 0);

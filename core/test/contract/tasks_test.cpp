@@ -49,6 +49,9 @@ TEST_CASE("a generated prompt has exactly the tokens of its context", "[cpu]") {
         CAPTURE(name, vocabulary, context);
         const auto task = f.task({{"context", context}});
         const TaskSample s = task->sample(task->samples(f.env(3)) - 1, f.env(3));
+        INFO(
+            "usual cause: pieces of the prompt are encoded one by one, or template and answer are not counted. "
+            "PromptTask fills up to the length; encode_next() encodes text that follows other text.");
         CHECK(longest(s) == context);
         CHECK(test::is_utf8(f.env(3).decode(s.context)));
       }
@@ -64,6 +67,10 @@ TEST_CASE("a generated prompt follows from seed and index alone", "[cpu]") {
     const TaskSample s = task->sample(1, f.env(5));
     again->sample(2, f.env(5));
     again->sample(0, f.env(8));
+    INFO(
+        "usual cause: a sample is drawn from a generator that earlier samples moved on, or from the index alone. Seed "
+        "a "
+        "generator of its own with env.seed() and the index.");
     CHECK(same(again->sample(1, f.env(5)), s));
     CHECK(!same(task->sample(2, f.env(5)), s));
     CHECK(!same(task->sample(1, f.env(6)), s));
@@ -76,6 +83,10 @@ TEST_CASE("turns and questions of a generated task fit its context, or it takes 
     const TaskFixture f(name);
     const auto task = f.task({{"context", std::int64_t{3000}}});
     const auto env = f.env(2, 2, 2);
+    INFO(
+        "usual cause: the task makes one question whatever env.questions() says, or leaves room for one answer only. "
+        "It "
+        "makes as many, `follows` set by env.turns(), or refuses with Errc::config.");
     try {
       const TaskSample s = task->sample(0, env);
       CHECK(s.questions.size() == 4);
@@ -92,6 +103,7 @@ TEST_CASE("a context too short for a generated prompt is refused by its length",
   for (const std::string& name : generated()) {
     CAPTURE(name);
     const TaskFixture f(name);
+    INFO("usual cause: the context is taken as it is; what has no room for template, question and answer is refused");
     CHECK_THROWS_WITH(f.task({{"context", std::int64_t{40}}})->sample(0, f.env(1)),
                       Catch::Contains("got context: 40, wanted"));
   }

@@ -24,6 +24,9 @@ TEST_CASE("everything on the host and recalled equals everything resident, bit f
       EngineOptions options;
       options.protect_host = !on_cuda();
       Play p(model, lower, options);
+      INFO(
+          "usual cause: the policy looks for tokens in kv.pages alone. With placement on the host its pages are in "
+          "kv.host_pages until core recalls them; lists name tokens of both.");
       CHECK(p.run(prompt, answer) == expected);
       CHECK(kept_of(p.engine->store(), p.slot) == kept_of(resident.engine->store(), resident.slot));
       const Ledger& ledger = p.engine->ledger();
@@ -54,6 +57,9 @@ TEST_CASE("a second prompt reads what went to the host after the first") {
     };
     PolicySpec lower = spec;
     lower.placement.tier = Tier::host;
+    INFO(
+        "usual cause: prefill() takes a second prompt for the first one: it starts at kv.position, with a cache that "
+        "holds tokens, some of them on the host.");
     CHECK(logits(lower) == logits(spec));
   }
 }
@@ -74,6 +80,7 @@ TEST_CASE("fidelity is exact where everything is read") {
       p.engine->observe(&shadow);
       p.run(prompt, answer);
       const Shadow::Rows rows = shadow.take();
+      INFO("usual cause: without a budget some pages or tokens are not read: look at the lists of select()");
       REQUIRE(rows.mass.size() == answer.size() * static_cast<std::size_t>(model->config.layers));
       for (std::size_t i = 0; i < rows.mass.size(); ++i) {
         REQUIRE(rows.mass[i] == (on_cuda() ? Approx(1).margin(1e-5) : Approx(1).margin(0).epsilon(0)));
@@ -96,6 +103,9 @@ TEST_CASE("re-rotated keys and keys rotated on reading give the same answers") {
       PolicySpec re = with_budget(*b, BudgetAmount::tokens, 48);
       if (host) re.placement.tier = Tier::host;
       Play y(model, re);
+      INFO(
+          "usual cause: the `rope` parameter reaches needs().rope() for one regime only, or scores depend on the keys' "
+          "phase. Score keys that are not turned, or the same way in both.");
       CHECK(worst(x.run(prompt, answer), y.run(prompt, answer)) < (on_cuda() ? 0.05 : 1e-4));
       CHECK(x.kept == y.kept);
     }
@@ -124,6 +134,9 @@ TEST_CASE("in a one-layer model a cache-relative cache equals the dense run over
       Play full(model, full_spec());
       full.run(dense, {});
       const Logits expected = full.step({full.slot}, {token}), got = p.step({p.slot}, {token});
+      INFO(
+          "usual cause: kept keys have the phase of their old positions. A cache that counts positions inside itself "
+          "says rope(RopeRegime::cache_relative) or re_rotate in needs(): core turns the keys then.");
       CHECK(worst(got, expected) < (on_cuda() ? 0.03 : 1e-4));
       text.push_back(token);
     }

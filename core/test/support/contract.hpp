@@ -2,6 +2,7 @@
 // KVLAB_CONTRACT_DEVICE=cuda it runs there, on models of bf16 (test cases tagged [cpu] read host memory and do not).
 #pragma once
 #include <algorithm>
+#include <catch2/catch.hpp>
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -17,6 +18,13 @@
 #include "support/golden.hpp"
 #include "support/library_under_test.hpp"
 #include "support/quick.hpp"
+
+// CHECK of the conformance suite: a failure also says which mistake usually makes it, and where to look.
+#define CHECK_CAUSE(cause, ...)  \
+  do {                           \
+    INFO("usual cause: " cause); \
+    CHECK(__VA_ARGS__);          \
+  } while (false)
 
 namespace kvlab::test {
 
@@ -184,6 +192,7 @@ class Play {
     vocab = model->config.vocab;
   }
   std::vector<float> prompt(int to, const std::vector<int>& text) {
+    INFO(refused_list);
     std::vector<float> out(static_cast<std::size_t>(vocab));
     if (engine->prefill(to, text, true, View<float, 2>::dense(out.data(), {1, vocab})) != Fit::ok)
       throw Error(Errc::internal, "out of memory");
@@ -191,6 +200,7 @@ class Play {
     return out;
   }
   Logits step(const std::vector<std::int32_t>& slots, const std::vector<int>& tokens) {
+    INFO(refused_list);
     std::vector<float> out(slots.size() * static_cast<std::size_t>(vocab));
     const auto rows = static_cast<std::int64_t>(slots.size());
     if (engine->step(slots, tokens, View<float, 2>::dense(out.data(), {rows, vocab})) != Fit::ok)
@@ -213,6 +223,11 @@ class Play {
   std::unique_ptr<Engine> engine;
   int vocab = 0, slot = -1;
   Kept kept;  // after the prompt of run()
+
+ private:
+  static constexpr const char* refused_list =
+      "usual cause, if the store refuses a list: its entries are in the order of their scores. Lists that evict_rest, "
+      "evict and attend take are ascending, each entry once, below the head's length: sort what a top-k left.";
 };
 
 // Largest max |a - b| / max |b| over the rows.
