@@ -253,6 +253,87 @@ TEST_CASE("a policy sees the attention mass that it asked for") {
   }
 }
 
+TEST_CASE("a second prompt's mass covers what each head still holds") {
+  // After the first prompt head h keeps its first h + 1 tokens. Each query's probabilities sum to 1.
+  struct Uneven final : Policy {
+    Needs needs() const override { return Needs{}.mass(Mass::all); }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
+      for (int head = 0; head < kv.shape->query_heads; ++head) {
+        const int kv_head = head / (kv.shape->query_heads / kv.kv_heads());
+        double sum = 0;
+        for (int t = 0; t < kv.pages.tokens(0, kv_head); ++t) sum += kv.mass(0, head, t);
+        sums.push_back(sum);
+        held.push_back(kv.pages.tokens(0, kv_head));
+      }
+      const auto list = kv.list<TokenList>("kept", kv.max_length);
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        list.count(0, h) = h + 1;
+        for (int t = 0; t <= h; ++t) list.index(0, h, t) = t;
+      }
+      edits.evict_rest(list);
+    }
+    std::vector<double> sums;
+    std::vector<int> held;
+  };
+  const auto policy = std::make_shared<Uneven>();
+  Engine engine(tiny(), policy, options(1));
+  const int slot = engine.open();
+  const std::vector<int> text{1, 2, 3, 4, 5, 6, 7};
+  for (const int queries : {7, 3}) {
+    CAPTURE(queries);
+    policy->sums.clear(), policy->held.clear();
+    REQUIRE(engine.prefill(slot, std::span(text).first(static_cast<std::size_t>(queries)), true, {}) == Fit::ok);
+    for (const double sum : policy->sums) CHECK(sum == Approx(queries).epsilon(1e-4));
+    REQUIRE(policy->held.size() == static_cast<std::size_t>(tiny()->config.layers * tiny()->config.heads));
+    CHECK(policy->held.back() == (queries == 7 ? 7 : tiny()->config.kv_heads + 3));
+  }
+}
+
+TEST_CASE("keys by their place turn a new token by what its own head holds") {
+  // Keeps the first h + 1 prompt tokens of KV head h, or all; notes the first layer's queries of the latest step.
+  struct Turning final : Policy {
+    explicit Turning(bool uneven) : uneven_(uneven) {}
+    Needs needs() const override { return Needs{}.rope(RopeRegime::cache_relative); }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
+      if (!uneven_) return;
+      const auto list = kv.list<TokenList>("kept", kv.max_length);
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        list.count(0, h) = h + 1;
+        for (int t = 0; t <= h; ++t) list.index(0, h, t) = t;
+      }
+      edits.evict_rest(list);
+    }
+    void observe(const LayerStep& step, Edits&, Stream) override {
+      if (step.layer > 0) return;
+      const auto q = step.queries.f32();
+      queries.clear();
+      for (std::int64_t head = 0; head < q.extent[1]; ++head)
+        queries.emplace_back(&q(0, head, 0), &q(0, head, 0) + q.extent[2]);
+    }
+    std::vector<std::vector<float>> queries;
+    bool uneven_;
+  };
+  const auto queries_after = [&](int tokens, bool uneven) {
+    const auto policy = std::make_shared<Turning>(uneven);
+    Engine engine(tiny(), policy, options(1));
+    const int slot = engine.open(), token = 3;
+    REQUIRE(engine.prefill(slot, std::vector<int>(static_cast<std::size_t>(tokens), 5), true, {}) == Fit::ok);
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    return policy->queries;
+  };
+  const auto got = queries_after(9, true);
+  const int kv_heads = tiny()->config.kv_heads, group = tiny()->config.group();
+  REQUIRE(kv_heads > 1);
+  for (int h = 0; h < kv_heads; ++h) {
+    const auto wanted = queries_after(h + 1, false);  // the query of a first layer is its token's and its place's alone
+    for (int head = h * group; head < (h + 1) * group; ++head) {
+      CAPTURE(head);
+      CHECK(got[static_cast<std::size_t>(head)] == wanted[static_cast<std::size_t>(head)]);
+      if (h > 0) CHECK(got[static_cast<std::size_t>(head)] != queries_after(1, false)[static_cast<std::size_t>(head)]);
+    }
+  }
+}
+
 TEST_CASE("attention over tokens: all of them are no list, few are all that is read") {
   const auto model = tiny();
   const std::vector<int> text{9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5};

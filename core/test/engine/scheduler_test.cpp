@@ -220,11 +220,11 @@ TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
   REQUIRE(tiny()->config.layers == 3);
   struct Case {
     std::shared_ptr<Policy> policy;
-    int first, enough;  // tokens of the first prompt; pages with which the long one runs beside the second
+    int first, least, enough;  // tokens of the first prompt; pages for the long one alone, and beside the second
   };
-  const Case cases[] = {{std::make_shared<Short>(1, 2), 16, 18}, {std::make_shared<Short>(8), 120, 11}};
+  const Case cases[] = {{std::make_shared<Short>(1, 2), 16, 11, 18}, {std::make_shared<Short>(8), 120, 6, 11}};
   for (const Case& c : cases)
-    for (int pages = 11; pages <= 20; ++pages) {
+    for (int pages = c.least; pages <= 20; ++pages) {
       CAPTURE(c.first, pages);
       const std::vector<Request> requests{
           {text(c.first, 1), {}, 1, 0}, {text(8, 2), {}, 12, 0}, {text(120, 3), {}, 2, 0}};
@@ -238,6 +238,23 @@ TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
       CHECK(preemptions(s) == 0);
       if (pages >= c.enough) CHECK(most == 2);
     }
+}
+
+TEST_CASE("a prompt that is let in leaves room for its first token and everybody's next one") {
+  // One of 1 page and one of 2, both full: the token that each is fed takes a page more.
+  const std::vector<Request> requests{{text(8, 1), {}, 2, 0}, {text(16, 2), {}, 2, 0}};
+  for (int pages = 3; pages <= 7; ++pages) {
+    CAPTURE(pages);
+    Engine engine(tiny(), std::make_shared<Nothing>(), options(2, bytes_of(pages * page)));
+    SchedulerOptions how;
+    how.clock = ticking();
+    std::size_t most = 0;
+    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+    Scheduler s(engine, requests, how);
+    run(s, engine);
+    CHECK(preemptions(s) == 0);
+    CHECK(most == (pages >= 5 ? 2 : 1));
+  }
 }
 
 TEST_CASE("what does not fit alone is out of memory, in its prompt or in its answer; what just fits runs") {

@@ -3,6 +3,9 @@
 
 #include <catch2/catch.hpp>
 
+#include <algorithm>
+#include <random>
+
 #include "base/memory_map.hpp"
 #include "support/store_fixture.hpp"
 
@@ -30,6 +33,44 @@ TEST_CASE("an arena hands out frames of several sizes that do not overlap, and g
   CHECK_THROWS_AS(arena.allocate(100), Error);
   CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 128), Error);
   for (const auto& [frame, bytes] : held) arena.free(frame, bytes);
+  CHECK(arena.held() == 0);
+}
+
+TEST_CASE("frames keep their bytes while others of any size come and go, and empty extents change their size") {
+  Arena arena(8 << 20, -1);
+  struct Frame {
+    std::int32_t at;
+    std::int64_t bytes;
+    std::byte mark;
+  };
+  std::vector<Frame> held;
+  std::mt19937 random(3);
+  std::int64_t total = 0;
+  const auto intact = [&](const Frame& f) {
+    const std::byte* from = arena.at(f.at);
+    return std::all_of(from, from + f.bytes, [&](std::byte b) { return b == f.mark; });
+  };
+  const auto give_back = [&](std::size_t i) {
+    REQUIRE(intact(held[i]));
+    arena.free(held[i].at, held[i].bytes);
+    total -= held[i].bytes;
+    held[i] = held.back();
+    held.pop_back();
+  };
+  for (int round = 0; round < 40; ++round) {
+    // Every round prefers another size; now and then everything goes.
+    for (int i = 0; i < 60; ++i) {
+      const std::int64_t bytes = 128 << (random() % 4 ? round % 9 : static_cast<int>(random() % 9));
+      const std::int32_t at = arena.allocate(bytes);
+      REQUIRE(at != null_frame);
+      held.push_back({at, bytes, std::byte(random() & 0xff)});
+      std::fill_n(arena.at(at), bytes, held.back().mark);
+      total += bytes;
+    }
+    CHECK(arena.held() == total);
+    const std::size_t stay = round % 5 == 4 ? 0 : random() % held.size();
+    while (held.size() > stay) give_back(random() % held.size());
+  }
   CHECK(arena.held() == 0);
 }
 
