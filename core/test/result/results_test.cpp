@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <kvlab/error.hpp>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -341,6 +342,21 @@ TEST_CASE("damaged parts are set aside and a damaged OUT is read from its parts"
   write_bytes(out, "not HDF5");
   CHECK_THROWS_AS(read_summary(out), Error);
   CHECK_THROWS_AS(read_summary(dir / ""), Error);
+}
+
+TEST_CASE("a part of several MiB comes back, and a changed byte at its end is seen") {
+  const TemporaryFolder dir;
+  CellResult cell = sample_cell("a");
+  cell.step_ms.resize(700'000);
+  std::iota(cell.step_ms.begin(), cell.step_ms.end(), 0.f);
+  cell.step_device_ms.clear(), cell.step_parts.clear(), cell.parts.clear();
+  const std::string part = write_part(dir / "o.h5", cell, sample_info());
+  std::string bytes = bytes_of(part);
+  REQUIRE(bytes.size() > (2u << 20));
+  CHECK(read_cell(part, "a").step_ms == cell.step_ms);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  write_bytes(part, bytes);
+  CHECK_THROWS_WITH(read_cell(part, "a"), Catch::Contains("wanted an unchanged file"));
 }
 
 TEST_CASE("a sealed file of another layout is an error, not a crash") {
