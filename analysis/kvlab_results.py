@@ -125,6 +125,15 @@ def find(path, cell):
     raise LookupError(f"{path}: got {count} {cell!r}, wanted one of{lines}{more}")
 
 
+def warnings(path):
+    """What was warned of while cells ran, each once, as {warning: [cell, ...]}."""
+    found = {}
+    for _, row in summary(path).iterrows():
+        for line in row.get("warnings", "").splitlines():  # files of earlier versions have no such column
+            found.setdefault(line, []).append(row["cell"])
+    return found
+
+
 def cell(path, cell):
     """Everything about one cell by its path below /cells/<id>, e.g. "samples", "fidelity/kl", "trace/kept_offsets".
 

@@ -1,6 +1,7 @@
 #include "base/log.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/base_sink.h>
@@ -123,7 +124,7 @@ struct Outputs {
     console->set_level(spd(s.level));
     logger->set_level(spdlog::level::debug);
     logger->flush_on(spdlog::level::debug);
-    if (!s.file.empty()) add_file(s);
+    if (!s.file.empty()) add_file(s.file);
     logger->set_error_handler([this](const std::string& what) {
       if (std::exchange(file_failed, true)) return;
       const std::string text = "the log file is not complete: " + indented(what);
@@ -132,9 +133,8 @@ struct Outputs {
   }
 
  private:
-  void add_file(const Settings& s) {
-    auto file = std::make_shared<spdlog::sinks::basic_file_sink_mt>(s.file);
-    file->set_level(spd(std::min(s.level, Level::info)));
+  void add_file(const std::string& path) {
+    auto file = std::make_shared<spdlog::sinks::basic_file_sink_mt>(path);
     file->set_formatter(
         std::make_unique<spdlog::pattern_formatter>("%Y-%m-%dT%H:%M:%S.%eZ %l %v", spdlog::pattern_time_type::utc));
     logger->sinks().push_back(std::move(file));
@@ -222,6 +222,11 @@ void warn(std::string_view text) {
 }
 
 void status(std::string_view line) { outputs()->console->status(indented(line)); }
+
+Timed::~Timed() {
+  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - start_;
+  debug(fmt::format("{}: {:.1f} ms", what_, ms.count()));
+}
 
 Collected::Collected() {
   const std::lock_guard lock(door().guard);

@@ -5,8 +5,10 @@
 //
 // libkvlab_cuda.so does not link to this: its host code calls cuda::warn (base/cuda_warn.hpp).
 #pragma once
+#include <chrono>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace kvlab::log {
@@ -19,7 +21,7 @@ Level level_of_environment();
 
 struct Settings {
   Level level = Level::info;  // stderr shows this level and those above it
-  std::string file;           // it is appended to; it takes `level` or info, whichever is more. Empty: no file
+  std::string file;           // it is appended to and takes all levels; empty: no file
 };
 
 // Errc::io where the file cannot be opened, is no regular file, or holds something that is no log of kvlab.
@@ -38,6 +40,19 @@ void error(std::string_view text);
 // Rewrites the last line of a terminal, "" = takes it away; messages appear above it. It does nothing where stderr is
 // no terminal or hides notes.
 void status(std::string_view line);
+
+// Says at its end, as a debug message, how long it has lived: "weights of x: 12 ms".
+class Timed {
+ public:
+  explicit Timed(std::string what) : what_(std::move(what)) {}
+  ~Timed();
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+
+ private:
+  std::string what_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 // Gathers the warnings that are said while it lives, by any thread, whether they are shown or not.
 class Collected {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <set>
 
+#include "base/log.hpp"
 #include "base/text.hpp"
 
 namespace fs = std::filesystem;
@@ -84,6 +85,8 @@ void Registry::load() {
   for (const fs::path& place : places())
     if (seen.insert(fs::weakly_canonical(place, ec)).second) load_place(place);
   loaded_ = true;
+  for (const fs::path& place : seen) log::debug("plugins from " + place.string());
+  for (const Diagnostic& d : diagnostics_) log::debug("plugins: " + d.path.string() + ": " + d.message);
 }
 
 void Registry::load_place(const fs::path& place) {

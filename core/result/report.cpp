@@ -10,9 +10,11 @@
 #include <tuple>
 #include <utility>
 
+#include "base/text.hpp"
 #include "result/report_layout.hpp"
 #include "result/rows.hpp"
 #include "result/varying.hpp"
+#include "result/warnings.hpp"
 
 namespace kvlab::results {
 namespace {
@@ -66,8 +68,8 @@ std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
 
 std::string one_line(std::string text) {
   std::replace_if(
-      text.begin(), text.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
-  return text;
+      text.begin(), text.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
+  return printable(text);
 }
 
 std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
@@ -163,10 +165,29 @@ std::vector<std::string> split_labels(const std::string& labels) {
   return out;
 }
 
-// A budget below the context that changed nothing: the row is the full cache under another name.
-bool never_acted(const SummaryRow& row) {
-  return row.status == "ok" && row.fired == 0 && row.budget_tokens >= 0 &&
-         row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
+// Each warning once, with the cells that it was said of.
+std::vector<std::string> cell_warnings(const std::vector<SummaryRow>& rows) {
+  constexpr std::size_t named = 3;
+  std::vector<std::pair<std::string, std::vector<std::string>>> found;
+  for (const SummaryRow& row : rows)
+    for (std::string& text : warnings_of(row)) {
+      auto at = std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.first == text; });
+      if (at == found.end()) at = found.insert(at, {std::move(text), {}});
+      at->second.push_back(row.cell);
+    }
+  std::vector<std::string> out;
+  for (auto& [text, cells] : found) {
+    const std::size_t count = cells.size();
+    if (count > 1 && count == rows.size()) {
+      out.push_back(text + " (every cell)");
+      continue;
+    }
+    cells.resize(std::min(count, named));
+    std::string names = join(cells);
+    if (count > named) names += fmt::format(" and {} more", count - named);
+    out.push_back(fmt::format("{} ({} {})", text, count == 1 ? "cell" : "cells", names));
+  }
+  return out;
 }
 
 struct ReportColumn {
@@ -237,12 +258,6 @@ ReportTable table_of(const Block& block, ReportPage& page) {
       policy += notes.mark(one_line(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
     table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});
     for (const auto& column : columns) table.rows.back().push_back(column.text(group));
-    const auto idle =
-        std::find_if(group.good.begin(), group.good.end(), [](const SummaryRow* r) { return never_acted(*r); });
-    if (idle != group.good.end())
-      page.warnings.push_back(one_line(fmt::format(
-          "{} never acted in {}: fired 0, budget {} of {} tokens, compression {}", policy_text(group, block),
-          table.title, number((*idle)->budget_tokens), block.context, number((*idle)->compression))));
   }
   // One run per row needs no column that says so.
   if (std::all_of(table.rows.begin(), table.rows.end(),
@@ -318,6 +333,7 @@ std::string report(const Summary& summary, Format format) {
   ReportPage page;
   page.head = head_of(summary.info);
   for (const Block& block : blocks_of(summary.rows)) page.tables.push_back(table_of(block, page));
+  for (const std::string& warning : cell_warnings(summary.rows)) page.warnings.push_back(one_line(warning));
   for (const std::string& warning : summary.warnings) page.warnings.push_back(one_line(warning));
   if (summary.rows.empty()) page.warnings.emplace_back("no cell has finished yet");
   return render(page, format);

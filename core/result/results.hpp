@@ -54,6 +54,7 @@ struct SummaryRow {
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
+  std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
 };
 
 struct SampleRow {

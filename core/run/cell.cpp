@@ -3,7 +3,9 @@
 #include <exception>
 #include <new>
 
+#include "base/log.hpp"
 #include "base/stream_memory.hpp"
+#include "result/warnings.hpp"
 #include "run/fidelity.hpp"
 #include "run/plain_pass.hpp"
 #include "run/serve.hpp"
@@ -23,16 +25,26 @@ CellResult broken_cell(const CellInput& in, const std::string& status, const std
   return out;
 }
 
-CellResult run_cell(const CellInput& in) {
+namespace {
+
+CellResult run_passes(const CellInput& in) {
   CellResult out;
   describe_cell(in, out);
   try {
     if (in.workload()) {
+      const log::Timed timed("cell " + in.cell->id + ": requests");
       serve(in, out);
       return out;
     }
-    const auto answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
-    if (in.wants(Metric::fidelity)) measure_fidelity(in, answers.outputs, out);
+    PlainPass::Answers answers;
+    {
+      const log::Timed timed("cell " + in.cell->id + ": plain pass");
+      answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
+    }
+    if (in.wants(Metric::fidelity)) {
+      const log::Timed timed("cell " + in.cell->id + ": fidelity");
+      measure_fidelity(in, answers.outputs, out);
+    }
     summarize(in, answers.forced, out);
     return out;
   } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept
@@ -44,6 +56,16 @@ CellResult run_cell(const CellInput& in) {
   } catch (const std::exception& e) {
     return broken_cell(in, "failed", e.what());
   }
+}
+
+}  // namespace
+
+CellResult run_cell(const CellInput& in) {
+  const log::Collected said;
+  CellResult out = run_passes(in);
+  if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);
+  out.summary.warnings = results::column_of(said.warnings());
+  return out;
 }
 
 }  // namespace kvlab

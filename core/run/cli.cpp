@@ -13,12 +13,12 @@
 #include <system_error>
 
 #include "base/backend.hpp"
+#include "base/log.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "bench/bench.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
-#include "result/h5_text.hpp"
 #include "result/profile_file.hpp"
 #include "result/report.hpp"
 #include "run/device.hpp"
@@ -43,8 +43,6 @@ int exit_code(Errc code) {
   if (code == Errc::network || code == Errc::device) return 3;
   return code == Errc::internal ? 1 : 2;
 }
-
-void print_error(const Error& e) { fmt::print(stderr, "error: {}\n", h5::valid_utf8(e.what())); }
 
 std::string joined(int argc, char** argv) {
   std::string text = "kvlab";
@@ -80,9 +78,14 @@ class CommandLine {
     CLI::App* command = app_.add_subcommand(name, help);
     command->footer(examples);
     command->callback([this, action = std::move(action)] { action_ = action; });
+    CLI::Option* quiet = command->add_flag("-q,--quiet", quiet_, "errors and warnings only; no table of what was run");
+    command->add_flag("-v,--verbose", verbose_, "debug messages too: what was loaded, and where the time goes")
+        ->excludes(quiet);
+    command->add_option("--log", log_file_, "file that all messages are appended to, with times and levels");
     names_.emplace_back(name);
     return command;
   }
+  void start_log() const;
   void add_experiment(CLI::App* command) {
     command->add_option("FILE", file_, "experiment file (YAML)")->required();
     command->add_option("--set", sets_, "key=value in place of the file's, e.g. POLICY.budget.tokens=256; repeatable")
@@ -103,7 +106,8 @@ class CommandLine {
   std::vector<std::string> names_;
   std::string file_, output_, word_, format_ = "table", backend_ = "auto";
   std::vector<std::string> sets_, words_, plugin_path_;
-  bool fresh_ = false, resume_ = false, quiet_ = false, json_ = false;
+  std::optional<std::string> log_file_;
+  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, json_ = false;
   GenerateOptions generate_;
   bench::ModelChoice choice_;
 };
@@ -132,7 +136,6 @@ void CommandLine::add_run() {
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
   CLI::Option* fresh = run->add_flag("--fresh", fresh_, "run finished cells again");
   run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
-  run->add_flag("-q,--quiet", quiet_, "no progress, no table");
 
   CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
                         "kvlab check exp.yaml", [this] {
@@ -153,7 +156,6 @@ void CommandLine::add_profile() {
           });
   add_experiment(profile);
   profile->add_option("-o,--output", output_, "profile file (HDF5), in place of the experiment's");
-  profile->add_flag("-q,--quiet", quiet_, "no progress and no table");
 }
 
 void CommandLine::add_generate() {
@@ -265,6 +267,17 @@ void CommandLine::add_rest() {
   add("reproduce", "not in this version", "", [this] { return not_yet("reproduce"); })->allow_extras();
 }
 
+void CommandLine::start_log() const {
+  log::Settings settings;
+  settings.level = log::level_of_environment();
+  if (quiet_) settings.level = std::max(settings.level, log::Level::warning);
+  if (verbose_) settings.level = log::Level::debug;
+  if (log_file_ && log_file_->empty()) throw Error(Errc::config, "got an empty name, wanted a file", "--log");
+  settings.file = log_file_.value_or("");
+  log::start(settings);
+  log::debug(fmt::format("kvlab {} ({}): {}", version(), git_commit(), joined(argc_, argv_)));
+}
+
 int CommandLine::run() {
   if (argc_ > 1 && argv_[1][0] != '-' && std::find(names_.begin(), names_.end(), argv_[1]) == names_.end())
     throw Error(Errc::config,
@@ -281,12 +294,14 @@ int CommandLine::run() {
     if (e.get_exit_code() == 0) return app_.exit(e);
     throw Error(Errc::config, fmt::format("{} (see kvlab {} --help)", e.what(), argv_[1]), "kvlab");
   }
+  start_log();
   return action_();
 }
 
 }  // namespace
 
 int run_cli(int argc, char** argv) {
+  log::start({});                 // until the options are read
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error of write(2) then, as a full disk is
   try {
     const int code = CommandLine(argc, argv).run();
@@ -295,19 +310,19 @@ int run_cli(int argc, char** argv) {
   } catch (const ExperimentError& e) {
     int code = 0;
     for (const Error& one : e.errors()) {
-      print_error(one);
+      log::error(one.what());
       code = code ? code : exit_code(one.code());
     }
     return code;
   } catch (const Error& e) {
-    print_error(e);
+    log::error(e.what());
     return exit_code(e.code());
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "error: out of memory\n");
+    log::error("out of memory");
   } catch (const std::system_error& e) {  // a pipe that was closed, a full disk
-    fmt::print(stderr, "error: {}\n", e.what());
+    log::error(e.what());
   } catch (const std::exception& e) {
-    fmt::print(stderr, "error: {} (a bug in kvlab: please report it)\n", e.what());
+    log::error(std::string(e.what()) + " (a bug in kvlab: please report it)");
   }
   return 1;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "base/log.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "experiment/experiment.hpp"
@@ -64,7 +65,7 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   }
   std::fputc('\n', stdout);
   if (fit == Fit::ok) return 0;
-  fmt::print(stderr, "error: the sequence does not fit in memory\n");
+  log::error("the sequence does not fit in memory");
   return 1;
 }
 

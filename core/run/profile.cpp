@@ -150,7 +150,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   engine.observe(watched->observer());
   Sequence sequence(engine);
 
-  Progress progress(static_cast<int>(samples.size()), options.quiet);
+  Progress progress(static_cast<int>(samples.size()));
   for (std::size_t i = 0; i < samples.size(); ++i) {
     progress.begin(fmt::format("{} sample {}", samples[i].task, samples[i].item.sample));
     if (watch(sequence, samples[i].item, *model->tokenizer) != Fit::ok) {

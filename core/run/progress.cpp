@@ -1,10 +1,10 @@
 #include "run/progress.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
+
+#include "base/log.hpp"
 
 namespace kvlab {
 namespace {
@@ -22,12 +22,8 @@ std::string duration_text(double seconds) {
   return fmt::format("{} h {:02} min", s / 3600, s % 3600 / 60);
 }
 
-Progress::Progress(int cells, bool quiet) : cells_(cells), quiet_(quiet), terminal_(isatty(STDERR_FILENO) != 0) {}
-Progress::~Progress() { clear_line(); }
-
-void Progress::clear_line() {
-  if (!quiet_ && terminal_) fmt::print(stderr, "\r\x1b[K");
-}
+Progress::Progress(int cells) : cells_(cells) {}
+Progress::~Progress() { log::status(""); }
 
 void Progress::skip() {
   ++skipped_;
@@ -49,25 +45,18 @@ void Progress::begin(const std::string& name) {
 }
 
 void Progress::item(const std::string& pass, int done, int total) {
-  if (quiet_ || !terminal_ || seconds_since(drawn_) < 0.1) return;
+  if (seconds_since(drawn_) < 0.1) return;
   drawn_ = Clock::now();
-  fmt::print(stderr, "\r\x1b[K[{}/{}] {}: {} {}/{}{}", done_ + 1, cells_, name_, pass, done, total,
-             eta(static_cast<double>(done) / std::max(1, total) * 0.5));
-  std::fflush(stderr);
+  log::status(fmt::format("[{}/{}] {}: {} {}/{}{}", done_ + 1, cells_, name_, pass, done, total,
+                          eta(static_cast<double>(done) / std::max(1, total) * 0.5)));
 }
 
 void Progress::end(const std::string& outcome) {
   ++done_;
-  if (quiet_) return;
-  clear_line();
-  fmt::print(stderr, "[{}/{}] {}: {} in {}{}\n", done_, cells_, name_, outcome,
-             duration_text(seconds_since(cell_start_)), done_ < cells_ ? eta(0) : "");
-}
-
-void Progress::note(const std::string& line) {
-  if (quiet_) return;
-  clear_line();
-  fmt::print(stderr, "{}\n", line);
+  log::status("");
+  const std::string line = fmt::format("[{}/{}] {}: {} in {}{}", done_, cells_, name_, outcome,
+                                       duration_text(seconds_since(cell_start_)), done_ < cells_ ? eta(0) : "");
+  outcome == "ok" ? log::info(line) : log::error(line);
 }
 
 }  // namespace kvlab

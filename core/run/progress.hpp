@@ -1,4 +1,4 @@
-// Progress on stderr: one line that is rewritten on a terminal, a line per finished cell in a pipe.
+// Progress through base/log.hpp: a line that is rewritten on a terminal, and a line per finished cell.
 #pragma once
 #include <chrono>
 #include <string>
@@ -7,22 +7,19 @@ namespace kvlab {
 
 class Progress {
  public:
-  Progress(int cells, bool quiet);
+  explicit Progress(int cells);
   ~Progress();
 
   void skip();  // a cell that is finished already
   void begin(const std::string& name);
   void item(const std::string& pass, int done, int total);
-  void end(const std::string& outcome);  // "ok", "failed: ...", "oom: ..."
-  void note(const std::string& line);
+  void end(const std::string& outcome);  // "ok", or an error: "failed: ...", "oom: ..."
 
  private:
   using Clock = std::chrono::steady_clock;
   std::string eta(double part_of_cell) const;
-  void clear_line();
 
   int cells_, done_ = 0, skipped_ = 0;
-  bool quiet_, terminal_;
   std::string name_;
   Clock::time_point start_ = Clock::now(), cell_start_ = start_, drawn_{};
 };

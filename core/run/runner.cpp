@@ -86,6 +86,7 @@ class ModelInUse {
     if (outline_ && model_ == model) return;
     if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
     const ModelSpec& spec = e_.models[model];
+    const log::Timed timed("weights of " + spec.name());
     auto checkpoint = std::move(prepared_.checkpoints[model]);
     if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
     try {
@@ -112,6 +113,7 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     placed(spec.where, [&] {
       p.checkpoints.push_back(open_model(spec.path, spec.adapter, e.folder));
       p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.name(), device_of(e)));
+      log::debug("model " + spec.name() + ": contents " + p.models.back()->fingerprint);
     });
   Fingerprints prints = content_fingerprints();
   prints.model = [&](const ModelSpec& spec) {
@@ -123,6 +125,7 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     return hash(file);
   };
   p.cells = cells(e, catalog, prints);
+  log::debug(fmt::format("{}: {} cells on {}", e.file.string(), p.cells.size(), e.backend));
 
   if (!e.inject.trace.empty())
     placed(e.inject.where, [&] {
@@ -146,8 +149,10 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     const ItemsKey key{c.model, c.task, c.seed};
     const Model& model = *p.models[c.model];
     if (tried.insert(key).second)
-      attempt(e.tasks[c.task].where,
-              [&] { p.items[key] = make_items(e.tasks[c.task], catalog, model.tokenizer, model.config, e, c.seed); });
+      attempt(e.tasks[c.task].where, [&] {
+        const log::Timed timed("prompts of " + task_label(e.tasks[c.task]));
+        p.items[key] = make_items(e.tasks[c.task], catalog, model.tokenizer, model.config, e, c.seed);
+      });
     const std::string& where = e.policies[c.policy].where;
     if (p.items.count(key) && !e.workloads.empty())
       attempt(e.workloads[c.workload].where,
@@ -238,8 +243,8 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   results::RunInfo info = run_info(e, options.command);
   if (options.fresh) results::forget(out, ids);
   const results::Finished before = results::finished(out);
-  Progress progress(static_cast<int>(all.size()), options.quiet);
-  for (const std::string& warning : before.warnings) progress.note("warning: " + warning);
+  Progress progress(static_cast<int>(all.size()));
+  for (const std::string& warning : before.warnings) log::warn(warning);
 
   const auto run_one = [&](const Cell& c) {
     try {
@@ -261,11 +266,13 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
       progress.skip();
       continue;
     }
-    progress.begin(cell_name(e, c));
+    const std::string name = cell_name(e, c);
+    log::debug("cell " + c.id + ": " + name);
+    progress.begin(name);
     const results::CellResult result = run_one(c);
-    if (!written(fmt::format("cell {} ({})", c.id, cell_name(e, c)),
-                 "the run stops here, and the same command goes on from there",
-                 [&] { results::write_part(out, result, info); })) {
+    if (!written(fmt::format("cell {} ({})", c.id, name), "the run stops here, and the same command goes on from there",
+                 [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info)); })) {
+      progress.end("not written");
       trouble = true;
       break;
     }
@@ -275,15 +282,15 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     progress.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
   }
   if (skipped)
-    progress.note(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
+    log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
   const bool built = written(
       "the result file",
       fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out)), [&] {
-        for (const std::string& warning : results::rebuild(out, info, ids)) progress.note("warning: " + warning);
+        for (const std::string& warning : results::rebuild(out, info, ids)) log::warn(warning);
       });
   if (const std::size_t others = cells_of_others(before, ids))
-    progress.note(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
-                              others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
+    log::info(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
+                          others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
   if (!options.quiet && (built || skipped + written_cells > 0)) {
     fmt::print("{}", results::report(out, results::Format::table));
     if (built) fmt::print("results: {}\n", out);

@@ -11,7 +11,7 @@ namespace kvlab {
 struct RunOptions {
   std::string command;  // as typed, for the result file
   bool fresh = false;   // run finished cells again
-  bool quiet = false;   // no progress and no table
+  bool quiet = false;   // no table
 };
 
 // Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,

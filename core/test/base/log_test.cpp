@@ -1,10 +1,12 @@
 #include "base/log.hpp"
 
 #include <fcntl.h>
+#include <pty.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <csignal>
 #include <cstdlib>
@@ -42,7 +44,7 @@ std::string text_of(const std::string& file) {
   return all.str();
 }
 
-// What body() writes to stderr.
+// body() writes this to stderr.
 template <class Body>
 std::string said(const Folder& folder, Body body) {
   const std::string file = folder / "stderr";
@@ -69,6 +71,26 @@ struct Variable {
   const char* name;
 };
 
+// body() writes this to stderr when that is a terminal of 20 columns.
+template <class Body>
+std::string said_to_terminal(Body body) {
+  const winsize size{24, 20, 0, 0};
+  int master = -1, slave = -1;
+  REQUIRE(openpty(&master, &slave, nullptr, nullptr, &size) == 0);
+  std::fflush(stderr);
+  const int before = dup(STDERR_FILENO);
+  dup2(slave, STDERR_FILENO);
+  body();
+  std::fflush(stderr);
+  dup2(before, STDERR_FILENO);
+  close(before);
+  std::string text(4096, '\0');
+  fcntl(master, F_SETFL, O_NONBLOCK);
+  text.resize(static_cast<std::size_t>(std::max<ssize_t>(0, read(master, text.data(), text.size()))));
+  close(master), close(slave);
+  return text;
+}
+
 }  // namespace
 
 TEST_CASE("log: stderr shows a level and those above it, without colour in a pipe", "[log]") {
@@ -87,6 +109,46 @@ TEST_CASE("log: stderr shows a level and those above it, without colour in a pip
   CHECK(said(folder, [] { log::status("nobody rewrites a pipe"); }).empty());
 }
 
+TEST_CASE("log: a terminal has colours, unless NO_COLOR forbids them, and none where it is dumb", "[log]") {
+  const Folder folder;
+  const auto shown = [&] {
+    return said_to_terminal([&] {
+      log::start({log::Level::debug, folder / "run.log"});
+      say_all();
+    });
+  };
+  const Variable term("TERM", "xterm");
+  unsetenv("NO_COLOR");
+  CHECK(shown() == "\x1b[2mdebug:\x1b[0m d\r\ni\r\n\x1b[1;33mwarning:\x1b[0m w\r\n\x1b[1;31merror:\x1b[0m e\r\n");
+  const std::string plain = "debug: d\r\ni\r\nwarning: w\r\nerror: e\r\n";
+  {
+    const Variable forbidden("NO_COLOR", "1");
+    CHECK(shown() == plain);
+  }
+  const Variable dumb("TERM", "dumb");
+  CHECK(shown() == plain);
+  CHECK(text_of(folder / "run.log").find('\x1b') == std::string::npos);
+}
+
+TEST_CASE("log: on a terminal messages appear above the line that is rewritten", "[log]") {
+  const Folder folder;
+  const Variable term("TERM", "xterm");
+  const std::string erase = "\r\x1b[K";
+  CHECK(said_to_terminal([] {
+          log::start({});
+          log::status("");
+          log::status("working");
+          log::info("a note");
+          log::status("a line that would wrap");
+          log::status("");
+          log::info("done");
+        }) == erase + "working" + erase + "a note\r\nworking" + erase + "a line that would w" + erase + "done\r\n");
+  CHECK(said_to_terminal([] {
+          log::start({log::Level::warning, ""});
+          log::status("hidden, as notes are");
+        }).empty());
+}
+
 TEST_CASE("log: KVLAB_LOG names a level", "[log]") {
   CHECK(log::level_of_environment() == log::Level::info);
   for (const auto& [word, level] : {std::pair{"debug", log::Level::debug},
@@ -103,7 +165,7 @@ TEST_CASE("log: KVLAB_LOG names a level", "[log]") {
                     "KVLAB_LOG: got the level 'loud', wanted debug, info, warning, error or off");
 }
 
-TEST_CASE("log: a file has times and levels, goes on, and keeps notes that stderr hides", "[log]") {
+TEST_CASE("log: a file has times and levels, goes on, and takes what stderr hides", "[log]") {
   const Folder folder;
   const std::string file = folder / "run.log";
   const std::string shown = said(folder, [&] {
@@ -114,8 +176,8 @@ TEST_CASE("log: a file has times and levels, goes on, and keeps notes that stder
   });
   CHECK(shown == "warning: w\nerror: e\ndebug: d\ni\nwarning: w\nerror: e\n");
   const std::string time = "[0-9]{4}-[01][0-9]-[0-3][0-9]T[0-2][0-9]:[0-5][0-9]:[0-6][0-9]\\.[0-9]{3}Z ";
-  const std::string notes = time + "info i\n" + time + "warning w\n" + time + "error e\n";
-  CHECK(std::regex_match(text_of(file), std::regex("# kvlab log.*\n" + notes + time + "debug d\n" + notes)));
+  const std::string all = time + "debug d\n" + time + "info i\n" + time + "warning w\n" + time + "error e\n";
+  CHECK(std::regex_match(text_of(file), std::regex("# kvlab log[^\n]*\n" + all + all)));
 }
 
 TEST_CASE("log: what is no log of kvlab is refused and left alone", "[log]") {

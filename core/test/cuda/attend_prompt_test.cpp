@@ -4,6 +4,8 @@
 #include <numeric>
 
 #include "base/half.hpp"
+#include "base/log.hpp"
+#include "base/text.hpp"
 #include "ops/attend.hpp"
 #include "ops/attend_cuda.hpp"
 #include "ops/cudnn_attention.hpp"
@@ -201,5 +203,12 @@ TEST_CASE("cuda cudnn: what it does of a long prompt is counted, and that it is 
     return gpu.cudnn_chunks() - before;
   };
   CHECK(chunks_of(ops::prompt_cudnn_rows - 1) == 0);
-  CHECK((chunks_of(ops::prompt_cudnn_rows) > 0) == gpu.cudnn_state().there);
+  const LibraryState& cudnn = gpu.cudnn_state();
+  for (const char* time : {"first", "second"}) {  // each cell that does without it has the warning, not the first alone
+    CAPTURE(time);
+    const log::Collected said;
+    CHECK((chunks_of(ops::prompt_cudnn_rows) > 0) == cudnn.there);
+    const std::string warnings = join(said.warnings());
+    CHECK((warnings.find("without cuDNN (" + cudnn.text) != std::string::npos) == (!cudnn.there && !cudnn.off));
+  }
 }

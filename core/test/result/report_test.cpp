@@ -6,6 +6,7 @@
 
 #include "result/report_layout.hpp"
 #include "result/results_sample.hpp"
+#include "result/warnings.hpp"
 
 using namespace kvlab::results;
 using Catch::Contains;
@@ -133,6 +134,33 @@ TEST_CASE("failures, labels and policies that never acted are said") {
   CHECK(!warns([](SummaryRow& r) { r.budget_tokens = 2048; }));
   CHECK(!warns([](SummaryRow& r) { r.compression = 2; }));  // a codec: smaller without an edit
   CHECK_THAT(text_of({}), Contains("no cell has finished"));
+}
+
+TEST_CASE("cells' warnings stand under the tables, each once, with the cells that they belong to") {
+  std::vector<SummaryRow> rows;
+  for (const char* id : {"a", "b", "c", "d", "e"}) rows.push_back(row(id, "snap", 512, 1));
+  for (std::size_t i = 0; i < rows.size(); ++i) rows[i].seed = static_cast<std::int64_t>(i);
+  rows[1].warnings = "of one";
+  for (std::size_t i = 0; i < 2; ++i) rows[i].warnings += (i ? "\n" : "") + std::string("of two");
+  for (std::size_t i = 1; i < 5; ++i) rows[i].warnings += "\nof \x1b[31mfour";
+  const std::string text = text_of(rows);
+  CHECK_THAT(text, Contains("warning: of one (cell b)\n") && Contains("warning: of two (cells a, b)\n"));
+  CHECK_THAT(text, Contains("warning: of \\x1b[31mfour (cells b, c, d and 1 more)\n"));
+  CHECK(text.find("warning: ") > text.rfind("snap"));
+  for (SummaryRow& r : rows) r.warnings = "of all";
+  CHECK_THAT(text_of(rows), Contains("warning: of all (every cell)\n"));
+}
+
+TEST_CASE("a warning of a result file is one line, and a policy that never acted is said once") {
+  CHECK(column_of({"two\nlines", "\x1b[2J"}) == "two lines\n\\x1b[2J");
+  SummaryRow idle = row("a", "idle", 512, 1);
+  idle.fired = 0;
+  idle.compression = 1;
+  const std::string warning = never_acted(idle);
+  REQUIRE(!warning.empty());
+  CHECK(warnings_of(idle) == std::vector<std::string>{warning});  // a file of an earlier version
+  idle.warnings = column_of({"another", warning});
+  CHECK(warnings_of(idle) == std::vector<std::string>{"another", warning});
 }
 
 TEST_CASE("columns line up by what a terminal shows") {

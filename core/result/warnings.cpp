@@ -1,0 +1,44 @@
+#include "result/warnings.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/text.hpp"
+
+namespace kvlab::results {
+
+std::string column_of(const std::vector<std::string>& warnings) {
+  std::vector<std::string> lines;
+  for (std::string line : warnings) {
+    std::replace(line.begin(), line.end(), '\n', ' ');
+    lines.push_back(printable(line));
+  }
+  return join(lines, "\n");
+}
+
+std::vector<std::string> warnings_of(const SummaryRow& row) {
+  std::vector<std::string> all;
+  for (std::size_t at = 0; at < row.warnings.size();) {
+    const std::size_t end = std::min(row.warnings.find('\n', at), row.warnings.size());
+    if (end > at) all.push_back(row.warnings.substr(at, end - at));
+    at = end + 1;
+  }
+  const std::string idle = never_acted(row);
+  if (!idle.empty() && std::find(all.begin(), all.end(), idle) == all.end()) all.push_back(idle);
+  return all;
+}
+
+std::string never_acted(const SummaryRow& row) {
+  const bool idle = row.status == "ok" && row.fired == 0 && row.budget_tokens >= 0 &&
+                    row.budget_tokens < 0.95 * static_cast<double>(row.context_tokens) && !(row.compression >= 1.05);
+  if (!idle) return "";
+  const std::string compression = std::isnan(row.compression) ? "-" : fmt::format("{:.4g}", row.compression);
+  return fmt::format("{} never acted in {}, {}, context {}{}: fired 0, budget {:.4g} of {} tokens, compression {}",
+                     row.policy, row.model, row.task, row.context_tokens,
+                     row.workload.empty() ? "" : ", " + row.workload, row.budget_tokens, row.context_tokens,
+                     compression);
+}
+
+}  // namespace kvlab::results

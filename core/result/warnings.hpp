@@ -1,0 +1,19 @@
+// The warnings of a cell. A result file keeps them in the column `warnings` of /summary, one per line.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "result/results.hpp"
+
+namespace kvlab::results {
+
+// The column's text. Line ends and control characters inside a warning are made visible.
+std::string column_of(const std::vector<std::string>& warnings);
+
+// The lines of the row's column, and never_acted where the column does not have it (files of earlier versions).
+std::vector<std::string> warnings_of(const SummaryRow& row);
+
+// A budget below the context changed nothing: the row is the full cache under another name. The warning, or "".
+std::string never_acted(const SummaryRow& row);
+
+}  // namespace kvlab::results
