@@ -1,7 +1,10 @@
 // Memory: limits as a value, what the operating system gets back, slots that are used again.
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <cmath>
+#include <cstring>
 
 #include "base/memory_map.hpp"
 #include "support/store_fixture.hpp"
@@ -31,6 +34,29 @@ TEST_CASE("an arena hands out frames of several sizes that do not overlap, and g
   CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 128), Error);
   for (const auto& [frame, bytes] : held) arena.free(frame, bytes);
   CHECK(arena.held() == 0);
+}
+
+TEST_CASE("tests run with poison: a frame reads as NaN when it is freed and when it is taken") {
+  REQUIRE(poison_frames());  // set by catch_main.cpp
+  Arena arena(1 << 20, -1);
+  const auto nan_only = [&](std::int32_t frame) {
+    std::vector<float> x(64);
+    std::memcpy(x.data(), arena.at(frame), 256);
+    return std::all_of(x.begin(), x.end(), [](float v) { return std::isnan(v); });
+  };
+  const std::int32_t first = arena.allocate(256), second = arena.allocate(256);  // its extent is not given back
+  CHECK(nan_only(first));
+  std::memset(arena.at(first), 0, 256);
+  std::memset(arena.at(second), 0, 256);
+  arena.free(first, 256);
+  CHECK(nan_only(first));
+  CHECK_FALSE(nan_only(second));
+  std::memset(arena.at(first), 0, 256);
+  REQUIRE(arena.allocate(256) == first);
+  CHECK(nan_only(first));
+  arena.free(first, 256);
+  arena.free(second, 256);
+  CHECK(nan_only(arena.allocate(256)));  // of an extent that went back to the operating system
 }
 
 TEST_CASE("a limit is kept to the byte") {
