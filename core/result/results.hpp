@@ -55,6 +55,7 @@ struct SummaryRow {
   std::int64_t preemptions = -1;
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
+  std::int64_t nonfinite = 0;      // numbers that are NaN or infinite, of the call that ended a failed cell
 };
 
 struct SampleRow {

@@ -76,6 +76,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"overhead", &R::overhead, "share", false, true},
       {"ablated", &R::ablated, "", false, true},
       {"warnings", &R::warnings, "", false, true},
+      {"nonfinite", &R::nonfinite, "numbers", false, true},
   };
   return list;
 }

@@ -7,6 +7,7 @@
 #include "base/stream_memory.hpp"
 #include "result/warnings.hpp"
 #include "run/fidelity.hpp"
+#include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
 #include "run/serve.hpp"
 #include "run/summary.hpp"
@@ -25,28 +26,45 @@ CellResult broken_cell(const CellInput& in, const std::string& status, const std
   return out;
 }
 
+CellResult broken_cell(const CellInput& in, const NonFinite& error) {
+  CellResult out = broken_cell(in, "failed", error.what());
+  out.summary.nonfinite = error.count();
+  return out;
+}
+
 namespace {
 
-CellResult run_passes(const CellInput& in) {
+CellResult passes(const CellInput& in) {
   CellResult out;
   describe_cell(in, out);
-  try {
-    if (in.workload()) {
-      const log::Timed timed("cell " + in.cell->id + ": requests");
-      serve(in, out);
-      return out;
-    }
-    PlainPass::Answers answers;
-    {
-      const log::Timed timed("cell " + in.cell->id + ": plain pass");
-      answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
-    }
-    if (in.wants(Metric::fidelity)) {
-      const log::Timed timed("cell " + in.cell->id + ": fidelity");
-      measure_fidelity(in, answers.outputs, out);
-    }
-    summarize(in, answers.forced, out);
+  if (in.workload()) {
+    const log::Timed timed("cell " + in.cell->id + ": requests");
+    serve(in, out);
     return out;
+  }
+  PlainPass::Answers answers;
+  {
+    const log::Timed timed("cell " + in.cell->id + ": plain pass");
+    answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
+  }
+  if (in.wants(Metric::fidelity)) {
+    const log::Timed timed("cell " + in.cell->id + ": fidelity");
+    measure_fidelity(in, answers.outputs, out);
+  }
+  summarize(in, answers.forced, out);
+  return out;
+}
+
+CellResult passes_or_error(const CellInput& in) {
+  try {
+    try {
+      return passes(in);
+    } catch (const NonFiniteStep& e) {
+      throw located(
+          in.model, [&] { return cell_policy(in); }, engine_options(in, 1), e);
+    }
+  } catch (const NonFinite& e) {
+    return broken_cell(in, e);
   } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept
     return broken_cell(in, "oom", e.what);
   } catch (const NoRoom& e) {
@@ -62,7 +80,7 @@ CellResult run_passes(const CellInput& in) {
 
 CellResult run_cell(const CellInput& in) {
   const log::Collected said;
-  CellResult out = run_passes(in);
+  CellResult out = passes_or_error(in);
   if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);
   out.summary.warnings = results::column_of(said.warnings());
   return out;

@@ -47,6 +47,7 @@ struct CudaStoreLayer {
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
   std::int32_t capacity[2] = {};  // frames
+  bool poison = false;            // tests: what is given back is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 
@@ -57,6 +58,7 @@ struct CudaStoreAppend {
   const void *k = nullptr, *v = nullptr;
   DType dtype = DType::f32;  // f32 or bf16
   std::int64_t stride = 0;
+  std::int32_t* nonfinite = nullptr;  // optional: becomes 1 where one is NaN or infinite in the cache's dtype
 };
 
 struct CudaStoreRows {
