@@ -14,7 +14,7 @@ struct RunOptions {
   bool fresh = false;   // run finished cells again
   bool quiet = false;   // no progress and no table
   // How a cell gets a process of its own: this command and `--isolated-cell ID`. Empty: cells run in this process.
-  std::vector<std::string> isolate;
+  std::vector<std::string> isolate = {};
 };
 
 // Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,
