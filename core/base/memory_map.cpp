@@ -10,14 +10,16 @@
 #include <kvlab/error.hpp>
 #include <string>
 
+#include "base/stream_memory.hpp"
+
 namespace kvlab {
 
 std::byte* reserve_memory(std::int64_t bytes) {
   void* p = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
-    throw Error(Errc::io, "got '" + std::string(std::strerror(errno)) + "' for " + std::to_string(bytes >> 20) +
-                              " MiB of address space, wanted it: lower batch or context");
+    throw NoRoom("got '" + std::string(std::strerror(errno)) + "' for " + std::to_string(bytes >> 20) +
+                 " MiB of address space, wanted it: lower batch or context");
   return static_cast<std::byte*>(p);
 }
 

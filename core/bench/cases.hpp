@@ -4,6 +4,7 @@
 #include <chrono>
 #include <vector>
 
+#include "base/stop.hpp"
 #include "bench/bench.hpp"
 
 namespace kvlab::bench {
@@ -20,6 +21,7 @@ Times time_runs(int runs, const F& f) {
   std::vector<double> t;
   double total = 0;
   while (static_cast<int>(t.size()) < runs || (total < 0.25 && t.size() < 10000)) {
+    stop::check();
     const auto begin = Clock::now();
     f();
     t.push_back(std::chrono::duration<double>(Clock::now() - begin).count());

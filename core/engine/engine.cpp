@@ -4,6 +4,9 @@
 
 #include <algorithm>
 
+#include "base/memory_reserve.hpp"
+#include "base/stop.hpp"
+#include "host/edits_author.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab {
@@ -48,6 +51,17 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);
+}
+
+// body(); what the store refuses of a policy's edits gets the name of their author.
+template <class Body>
+auto authored(const Policy& policy, Body body) {
+  try {
+    return body();
+  } catch (const Error& e) {
+    if (e.code() != Errc::plugin || e.where().starts_with("plugin ")) throw;
+    throw Error(e.code(), e.message(), author_of(policy) + (e.where().empty() ? "" : ": " + e.where()));
+  }
 }
 
 }  // namespace
@@ -153,14 +167,17 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
         throw Error(Errc::internal, "asked for the logits of more tokens than the last chunk has");
       out = logits;
     }
-    if (executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out) != Fit::ok)
-      return Fit::out_of_memory;
+    const Fit fit = authored(
+        *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
+    if (fit != Fit::ok) return Fit::out_of_memory;
     want_finite({slot});
   }
   return Fit::ok;
 }
 
 Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out) {
+  stop::check();
+  check_reserve();
   position_.clear();
   step_.clear();
   sequence_.clear();
@@ -169,7 +186,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
     step_.push_back(store_->steps(slot));
   }
-  const Fit fit = executor_->decode(slots, tokens, *this, out);
+  const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {
     auto& given = given_[static_cast<std::size_t>(slots[r])];
@@ -234,6 +251,8 @@ Fit Engine::before_prompt(int layer, int slot) {
 }
 
 Fit Engine::prompt(const PromptLayer& l) {
+  stop::check();
+  check_reserve();
   using Reads = EngineObserver::Prompt;
   const Reads reads = observer_ ? observer_->reads_of_prompt() : Reads::nothing;
   if (reads != Reads::nothing)

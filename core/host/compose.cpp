@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/part_timer.hpp"
+#include "host/edits_author.hpp"
 #include "ops/allot.hpp"
 #include "ops/paged.hpp"
 #include "ops/placement.hpp"
@@ -27,7 +28,7 @@ int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page
   return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
 }
 
-class ComposedPolicy final : public Policy {
+class ComposedPolicy final : public Policy, public EditsAuthor {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
     if (parts_.scorer) {
@@ -37,6 +38,10 @@ class ComposedPolicy final : public Policy {
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
     dense_layers_ = n.dense_layers();
+  }
+
+  std::string author() const override {
+    return parts_.selector ? author_of(*parts_.selector) : parts_.scorer ? author_of(*parts_.scorer) : std::string();
   }
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }

@@ -11,11 +11,14 @@
 #include <csignal>
 #include <map>
 #include <mutex>
+#include <new>
 #include <set>
 
 #define BOOST_DLL_USE_STD_FS
 #include <boost/dll/shared_library.hpp>
 
+#include "base/stream_memory.hpp"
+#include "host/callback.hpp"
 #include "host/elf.hpp"
 #include "host/parameters.hpp"
 
@@ -232,17 +235,16 @@ std::vector<PluginInfo> load_library(const fs::path& path) {
 }
 
 void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params) {
-  const std::string where = plugin.library.empty() ? plugin.name : plugin.name + " (" + plugin.library.string() + ")";
+  const Callee who(plugin.name, plugin.library);
+  constexpr const char* callback = "constructor";
   if (plugin.role != wanted)
-    throw Error(Errc::plugin, fmt::format("got a {}, wanted a {}", name_of(plugin.role), name_of(wanted)), where);
+    who.refuse(callback, fmt::format("got a {}, wanted a {}", name_of(plugin.role), name_of(wanted)));
   char err[4096] = "";
-  void* object = plugin.create(&params, err, sizeof err);
-  if (!object)
-    throw Error(
-        Errc::plugin,
-        *err ? std::string(err) : "got no object and no message, wanted an object; report it to the plugin's author",
-        where);
-  return object;
+  void* object = who.call(callback, [&] { return plugin.create(&params, err, sizeof err); });
+  if (object) return object;
+  if (std::string(err) == std::bad_alloc().what()) throw NoRoom(who.where(callback) + ": got no memory, wanted more");
+  who.refuse(callback,
+             *err ? one_line(err) : "got no object and no message, wanted an object; report it to the plugin's author");
 }
 
 }  // namespace kvlab

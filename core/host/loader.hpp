@@ -55,14 +55,26 @@ struct PluginDeleter {
 template <class Interface>
 using Instance = std::unique_ptr<Interface, PluginDeleter>;
 
-// Throws Errc::plugin with the constructor's message, where = "NAME (LIBRARY)".
+// Throws Errc::plugin with the constructor's message, where = "plugin NAME (LIBRARY), constructor()"; NoRoom where it
+// got no memory.
 void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params);
+
+// The object behind a guard that owns it. What a callback throws names plugin, file and callback (host/callback.hpp);
+// numbers that no contract allows are refused where they enter (Errc::plugin).
+Instance<Policy> guarded(const PluginInfo& plugin, Instance<Policy> object);
+Instance<Scorer> guarded(const PluginInfo& plugin, Instance<Scorer> object);
+Instance<Selector> guarded(const PluginInfo& plugin, Instance<Selector> object);
+Instance<Budget> guarded(const PluginInfo& plugin, Instance<Budget> object);
+Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object);
+Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object);
+Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object);
 
 // Interface: Policy, Scorer, ...; must be the plugin's role. params as resolve() gave them.
 template <class Interface>
 Instance<Interface> create(const PluginInfo& plugin, const Params& params) {
   void* object = create_raw(plugin, role_of<Interface>, params);
-  return Instance<Interface>(static_cast<Interface*>(object), PluginDeleter{plugin.owner, plugin.destroy});
+  return guarded(plugin,
+                 Instance<Interface>(static_cast<Interface*>(object), PluginDeleter{plugin.owner, plugin.destroy}));
 }
 
 }  // namespace kvlab

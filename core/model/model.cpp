@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "base/finite.hpp"
+#include "base/stop.hpp"
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 
@@ -111,6 +112,7 @@ std::shared_ptr<const Model> load(const Checkpoint& c, DType dtype, const std::s
   std::mutex guard;
 #pragma omp parallel for schedule(dynamic)
   for (int i = -1; i < m->config.layers; ++i) try {
+      stop::check();
       if (i >= 0) {
         m->layers[static_cast<std::size_t>(i)] = load_layer(c, i, dtype);
       } else {

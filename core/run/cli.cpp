@@ -14,11 +14,13 @@
 
 #include "base/backend.hpp"
 #include "base/log.hpp"
+#include "base/stop.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "bench/bench.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
+#include "host/callback.hpp"
 #include "result/profile_file.hpp"
 #include "result/report.hpp"
 #include "run/device.hpp"
@@ -95,6 +97,12 @@ class CommandLine {
   void add_profile();
   void add_generate();
   void add_rest();
+  // As typed, but for what the run does itself.
+  std::vector<std::string> command_of_a_cell() const {
+    std::vector<std::string> words(argv_, argv_ + argc_);
+    std::erase_if(words, [](const std::string& w) { return w == "--isolate" || w == "--fresh" || w == "--resume"; });
+    return words;
+  }
   int not_yet(const char* name) {
     throw Error(Errc::unsupported, fmt::format("got '{}', which is not in this version of kvlab", name), "kvlab");
   }
@@ -104,10 +112,10 @@ class CommandLine {
   CLI::App app_{top_help, "kvlab"};
   std::function<int()> action_;
   std::vector<std::string> names_;
-  std::string file_, output_, word_, format_ = "table", backend_ = "auto";
+  std::string file_, output_, isolated_cell_, word_, format_ = "table", backend_ = "auto";
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
-  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, json_ = false;
+  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false;
   GenerateOptions generate_;
   bench::ModelChoice choice_;
 };
@@ -117,7 +125,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
   app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
   app_.footer(
       "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed; 2 something is wrong with what was\n"
-      "given, nothing was run; 3 no network, device or driver.");
+      "given, nothing was run; 3 no network, device or driver; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
   add_run();
   add_profile();
   add_generate();
@@ -125,21 +133,30 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
 }
 
 void CommandLine::add_run() {
-  CLI::App* run =
-      add("run", "run an experiment; cells that are finished are not run again",
-          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
-            Loaded loaded(file_, sets_);
-            if (!output_.empty()) loaded.experiment.output = output_;
-            return run_experiment(loaded.experiment, *loaded.catalog, {joined(argc_, argv_), fresh_, quiet_});
-          });
+  CLI::App* run = add("run", "run an experiment; cells that are finished are not run again",
+                      "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
+                        Loaded loaded(file_, sets_);
+                        if (!output_.empty()) loaded.experiment.output = output_;
+                        const std::string command = joined(argc_, argv_);
+                        if (!isolated_cell_.empty())
+                          return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, command);
+                        return run_experiment(
+                            loaded.experiment, *loaded.catalog,
+                            {command, fresh_, quiet_, isolate_ ? command_of_a_cell() : std::vector<std::string>()});
+                      });
   add_experiment(run);
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
   CLI::Option* fresh = run->add_flag("--fresh", fresh_, "run finished cells again");
   run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
+  run->add_flag("--isolate", isolate_,
+                "each cell in a process of its own, so that a plugin that ends it costs that cell only; the model is "
+                "loaded and the full cache's reference made anew for each cell");
+  run->add_option("--isolated-cell", isolated_cell_, "what --isolate starts")->group("");
 
   CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
                         "kvlab check exp.yaml", [this] {
                           const Loaded loaded(file_, sets_);
+                          name_callback_at_end();
                           fmt::print("{}", check_experiment(loaded.experiment, *loaded.catalog));
                           return 0;
                         });
@@ -163,6 +180,8 @@ void CommandLine::add_generate() {
       add("generate", "answer one prompt under a policy",
           "kvlab generate 'Why is the sky blue?' --policy '{POLICY: {budget: {tokens: 64}}}'", [this] {
             Registry registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
+            stop::watch();
+            name_callback_at_end();
             return generate(generate_, RegistryCatalog(registry));
           });
   command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
@@ -242,6 +261,7 @@ void CommandLine::add_rest() {
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
+        stop::watch();
         const bench::Report r = bench::run(words_, choose_device(backend_, {}, "kvlab bench") == Device::cuda, choice_);
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
@@ -307,6 +327,9 @@ int run_cli(int argc, char** argv) {
     const int code = CommandLine(argc, argv).run();
     if (std::fflush(stdout) != 0) throw std::system_error(errno, std::generic_category(), "standard output");
     return code;
+  } catch (const stop::Interrupted& stopped) {
+    log::info(std::string("stopped by ") + stop::name_of(stopped.signal));
+    return stop::exit_code(stopped.signal);
   } catch (const ExperimentError& e) {
     int code = 0;
     for (const Error& one : e.errors()) {

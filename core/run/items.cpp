@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/sha256.hpp"
+#include "base/stop.hpp"
 #include "base/text.hpp"
 #include "run/metrics.hpp"
 #include "run/task_env.hpp"
@@ -12,14 +13,13 @@
 namespace kvlab {
 namespace {
 
-// body(); an error of the task that names no place gets this one.
+// body(); an error of the task gets its place in the experiment.
 template <class Body>
 auto placed(const std::string& where, Body body) {
   try {
     return body();
   } catch (const Error& e) {
-    if (!e.where().empty()) throw;
-    throw Error(e.code(), e.message(), where);
+    throw Error(e.code(), e.message(), e.where().empty() ? where : where + ": " + e.where());
   }
 }
 
@@ -47,6 +47,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   out.samples = placed(spec.where, [&] { return task->samples(env); });
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
   for (int i = 0; i < out.samples; ++i) {
+    stop::check();
     const std::string where = spec.where + ": sample " + std::to_string(i);
     const TaskSample sample = placed(where, [&] { return task->sample(i, env); });
     if (sample.questions.empty()) throw Error(Errc::data, "got a sample without questions", where);

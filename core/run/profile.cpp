@@ -10,7 +10,9 @@
 #include <set>
 
 #include "base/log.hpp"
+#include "base/stop.hpp"
 #include "engine/host_mirror.hpp"
+#include "host/callback.hpp"
 #include "host/loader.hpp"
 #include "model/bundled.hpp"
 #include "result/output.hpp"
@@ -126,6 +128,8 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   const std::string out = e.output.string();
   results::check_output(out, results::OutputKind::profile);
 
+  stop::watch();
+  name_callback_at_end();
   e = with_backend(std::move(e));
   const ModelSpec& spec = e.models.front();
   auto checkpoint = open_model(spec.path, spec.adapter, e.folder);

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <ctime>
+#include <filesystem>
 #include <map>
+#include <new>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -16,16 +18,20 @@
 #include "base/backend.hpp"
 #include "base/cpu.hpp"
 #include "base/log.hpp"
+#include "base/memory_reserve.hpp"
+#include "base/stop.hpp"
 #include "base/stream_memory.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
 #include "experiment/variants.hpp"
+#include "host/callback.hpp"
 #include "model/bundled.hpp"
 #include "result/output.hpp"
 #include "result/report.hpp"
 #include "result/results.hpp"
 #include "run/cell.hpp"
 #include "run/device.hpp"
+#include "run/isolated.hpp"
 #include "run/progress.hpp"
 #include "run/recorded.hpp"
 #include "run/requests.hpp"
@@ -102,6 +108,7 @@ class ModelInUse {
     }
     model_ = model;
   }
+  std::shared_ptr<const Model> model(std::size_t model) const { return prepared_.models[model]; }
 
  private:
   const Experiment& e_;
@@ -112,8 +119,9 @@ class ModelInUse {
   std::size_t model_ = 0;
 };
 
-// Whatever is wrong shows here, before anything is run or written; each message once.
-Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
+// Whatever is wrong shows here, before anything is run or written; each message once. only: this cell of the
+// experiment, empty = all.
+Prepared prepare(const Experiment& e, const PluginCatalog& catalog, const std::string& only = {}) {
   Prepared p;
   for (const ModelSpec& spec : e.models)
     placed(spec.where, [&] {
@@ -132,6 +140,7 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
   };
   p.cells = cells(e, catalog, prints);
   log::debug(fmt::format("{}: {} cells on {}", e.file.string(), p.cells.size(), e.backend));
+  if (!only.empty()) std::erase_if(p.cells, [&](const Cell& c) { return c.id != only; });
 
   if (!e.inject.trace.empty())
     placed(e.inject.where, [&] {
@@ -170,12 +179,38 @@ Prepared prepare(const Experiment& e, const PluginCatalog& catalog) {
     else
       attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });
   }
-  attempt("", [&] {
-    results::check_output(e.output.string());
-    results::check_apart(e.output.string(), inputs);
-  });
+  if (only.empty())
+    attempt("", [&] {  // else the run that asks holds the output
+      results::check_output(e.output.string());
+      results::check_apart(e.output.string(), inputs);
+    });
   if (!wrong.empty()) throw ExperimentError(std::move(wrong));
   return p;
+}
+
+// Runs the cell where this process has all it takes.
+results::CellResult run_here(const CellInput& in, ModelInUse& models) {
+  try {
+    models.need(in.cell->model);
+  } catch (const NoRoom& no_room) {
+    return broken_cell(in, "oom", no_room.what());
+  } catch (const NonFinite& weights) {
+    return broken_cell(in, weights);
+  }
+  CellInput with_weights = in;
+  with_weights.model = models.model(in.cell->model);
+  return run_cell(with_weights);
+}
+
+// body(); without memory for what comes before the first cell there is nothing to record.
+template <class Body>
+auto with_memory(Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc& e) {
+    throw Error(Errc::config,
+                fmt::format("got no memory to prepare the run ({}), wanted more: see ulimit -v", e.what()));
+  }
 }
 
 // Finished cells of this output that the experiment no longer names.
@@ -234,10 +269,16 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   if (!given.profilers.empty())
     throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
                 given.file.string());
+  stop::watch();
+  name_callback_at_end();
   const Experiment e = with_backend(given);
   if (e.threads > 0) omp_set_num_threads(e.threads);
 
-  Prepared prepared = prepare(e, catalog);
+  keep_reserve();
+  Prepared prepared = with_memory([&] {
+    start_threads();
+    return prepare(e, catalog);
+  });
   ModelInUse models(e, prepared);
   const std::vector<Cell>& all = prepared.cells;
   ReferenceCache references;
@@ -253,41 +294,51 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   for (const std::string& warning : before.warnings) log::warn(warning);
 
   const auto run_one = [&](const Cell& c) {
-    try {
-      models.need(c.model);
-    } catch (const NoRoom& no_room) {
-      return broken_cell(input(e, catalog, prepared, c), "oom", no_room.what());
-    } catch (const NonFinite& weights) {
-      return broken_cell(input(e, catalog, prepared, c), weights);
-    }
     CellInput in = input(e, catalog, prepared, c);
     in.references = &references;
     in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
-    return run_cell(in);
+    if (options.isolate.empty()) return run_here(in, models);
+    std::vector<std::string> command = options.isolate;
+    command.insert(command.end(), {"--isolated-cell", c.id});
+    const CellEnd end = run_cell_process(command, in.progress);
+    if (const std::string part = results::part_path(out, c.id); std::filesystem::exists(part))
+      return results::read_cell(part, c.id);
+    return broken_cell(in, end.status, end.error);
   };
   bool trouble = false;
+  int stopped = 0;  // by this signal
   int skipped = 0, written_cells = 0;
-  for (const Cell& c : all) {
-    if (const auto done = before.cells.find(c.id); done != before.cells.end()) {
-      trouble |= done->second.status != "ok";
-      ++skipped;
-      progress.skip();
-      continue;
+  try {
+    for (const Cell& c : all) {
+      if (const auto done = before.cells.find(c.id); done != before.cells.end()) {
+        trouble |= done->second.status != "ok";
+        ++skipped;
+        progress.skip();
+        continue;
+      }
+      stop::check();
+      keep_reserve();
+      const std::string name = cell_name(e, c);
+      log::debug("cell " + c.id + ": " + name);
+      progress.begin(name);
+      const results::CellResult result = run_one(c);
+      const bool on_disk = !options.isolate.empty() && std::filesystem::exists(results::part_path(out, c.id));
+      if (!on_disk &&
+          !written(fmt::format("cell {} ({})", c.id, name),
+                   "the run stops here, and the same command goes on from there",
+                   [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info)); })) {
+        progress.end("not written");
+        trouble = true;
+        break;
+      }
+      ++written_cells;
+      const auto& s = result.summary;
+      trouble |= s.status != "ok";
+      progress.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
     }
-    const std::string name = cell_name(e, c);
-    log::debug("cell " + c.id + ": " + name);
-    progress.begin(name);
-    const results::CellResult result = run_one(c);
-    if (!written(fmt::format("cell {} ({})", c.id, name), "the run stops here, and the same command goes on from there",
-                 [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info)); })) {
-      progress.end("not written");
-      trouble = true;
-      break;
-    }
-    ++written_cells;
-    const auto& s = result.summary;
-    trouble |= s.status != "ok";
-    progress.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
+    stop::check();
+  } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
+    stopped = by.signal;
   }
   if (skipped)
     log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
@@ -296,6 +347,12 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
       fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out)), [&] {
         for (const std::string& warning : results::rebuild(out, info, ids)) log::warn(warning);
       });
+  if (stopped) {
+    log::info(
+        fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
+                    stop::name_of(stopped), skipped + written_cells, all.size(), out));
+    return stop::exit_code(stopped);
+  }
   if (const std::size_t others = cells_of_others(before, ids))
     log::info(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
                           others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
@@ -304,6 +361,36 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     if (built) fmt::print("results: {}\n", out);
   }
   return trouble || !built ? 1 : 0;
+}
+
+int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, const std::string& id,
+                      const std::string& command) {
+  telling::begin();
+  stop::watch();
+  try {
+    const Experiment e = with_backend(given);
+    if (e.threads > 0) omp_set_num_threads(e.threads);
+    keep_reserve();
+    start_threads();
+    Prepared prepared = prepare(e, catalog, id);
+    if (prepared.cells.empty())
+      throw Error(Errc::data, "got other cells than the run that asks for it: the file or its data has changed", id);
+    ModelInUse models(e, prepared);
+    ReferenceCache references;
+    CellInput in = input(e, catalog, prepared, prepared.cells.front());
+    in.references = &references;
+    in.progress = telling::progress;
+    const results::CellResult result = run_here(in, models);
+    results::write_part(e.output.string(), result, run_info(e, command));
+    return result.summary.status == "ok" ? 0 : 1;
+  } catch (const stop::Interrupted& stopped) {
+    return stop::exit_code(stopped.signal);
+  } catch (const std::bad_alloc& no_memory) {
+    telling::no_memory(no_memory.what());
+  } catch (const std::exception& error) {
+    telling::failed(error.what());
+  }
+  return 1;
 }
 
 }  // namespace kvlab

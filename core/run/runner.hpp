@@ -2,6 +2,7 @@
 // starts.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "experiment/experiment.hpp"
 #include "result/results.hpp"
@@ -12,11 +13,18 @@ struct RunOptions {
   std::string command;  // as typed, for the result file
   bool fresh = false;   // run finished cells again
   bool quiet = false;   // no table
+  // How a cell gets a process of its own: this command and `--isolated-cell ID`. Empty: cells run in this process.
+  std::vector<std::string> isolate = {};
 };
 
 // Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,
 // model, plugin or data; nothing is written then.
 int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
+
+// That process: runs the cell, writes its part and tells the run how it goes (run/isolated.hpp). The run holds the
+// output and makes OUT.
+int run_isolated_cell(const Experiment& experiment, const PluginCatalog& catalog, const std::string& id,
+                      const std::string& command);
 
 // What ran where, for the head of a file.
 results::RunInfo run_info(const Experiment& experiment, const std::string& command);

@@ -1,0 +1,174 @@
+// Plugins that misbehave, as a user meets them: the run says who did what where, and what is finished stays.
+#include <catch2/catch.hpp>
+#include <map>
+
+#include "result/results.hpp"
+#include "support/child.hpp"
+
+using namespace kvlab;
+using test::Ended;
+using test::Folder;
+
+namespace {
+
+std::string library() { return (test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so").string(); }
+
+std::string experiment(const std::string& policies) {
+  return "model: {synthetic: tiny}\n"
+         "plugin_path: " +
+         library() +
+         "\n"
+         "tasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
+         "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n"
+         "policies:\n" +
+         policies;
+}
+
+std::string scorer(const std::string& name, const std::string& in, const std::string& deed) {
+  return "  - {name: " + name + ", scorer: {bad_scorer: {in: " + in + ", deed: " + deed + "}}, budget: {tokens: 16}}\n";
+}
+
+std::string place(const std::string& plugin, const std::string& callback) {
+  return "plugin " + plugin + " (" + library() + "), " + callback + "()";
+}
+
+std::map<std::string, results::SummaryRow> rows(const std::string& out) {
+  std::map<std::string, results::SummaryRow> by_policy;
+  for (const results::SummaryRow& row : results::read_summary(out).rows) by_policy[row.policy] = row;
+  return by_policy;
+}
+
+Ended run(const Folder& folder, const std::string& policies, const std::vector<std::string>& more = {}) {
+  std::vector<std::string> words{"run", folder.write("e.yaml", experiment(policies)), "-o", folder / "out.h5"};
+  words.insert(words.end(), more.begin(), more.end());
+  return test::run_kvlab(words);
+}
+
+}  // namespace
+
+TEST_CASE("cells of plugins that throw or give wrong numbers fail by name; the others run") {
+  const Folder folder;
+  std::string policies = scorer("int", "score", "throw_int") + scorer("text", "score", "throw") +
+                         scorer("memory", "score", "no_memory") + scorer("nan", "score", "nan") +
+                         scorer("inf", "score", "inf") + scorer("fine", "nowhere", "nothing");
+  for (const char* deed : {"far", "negative", "long"})
+    policies += "  - {name: list_" + std::string(deed) + ", selector: {bad_selector: {in: select, deed: " + deed +
+                "}}, budget: {tokens: 16}}\n";
+  for (const char* deed : {"negative", "long", "everything"})
+    policies += "  - {name: keep_" + std::string(deed) +
+                ", scorer: bad_scorer, budget: {tokens: 8, split: {bad_budget: " + "{in: allot, deed: " + deed +
+                "}}}}\n";
+  policies += "  - bad_policy: {in: observe, deed: far}\n";
+  const Ended ended = run(folder, policies);
+  INFO(ended.said);
+  REQUIRE(ended.code == 1);
+  auto row = rows(folder / "out.h5");
+  REQUIRE(row.size() == 13);
+  CHECK(row["fine"].status == "ok");
+  CHECK(row["inf"].status == "ok");
+  const auto failed = [&](const std::string& policy, const std::string& where, const std::string& what) {
+    CAPTURE(policy, row[policy].error);
+    CHECK(row[policy].status == "failed");
+    CHECK_THAT(row[policy].error, Catch::Contains(where) && Catch::Contains(what));
+  };
+  failed("int", place("bad_scorer", "score"), "no std::exception");
+  failed("text", place("bad_scorer", "score"), "red\\x1b[31m\\nbell\\x07");
+  CHECK(row["memory"].status == "oom");
+  CHECK_THAT(row["memory"].error, Catch::Contains(place("bad_scorer", "score")));
+  failed("nan", place("bad_scorer", "score"), "position 5 (layer 1, KV head 1, 1 of its");
+  failed("list_far", place("bad_selector", "select"), "got page");
+  failed("list_negative", place("bad_selector", "select"), "got page -1");
+  failed("list_long", place("bad_selector", "select"), "got a count of 1048576");
+  failed("keep_negative", place("bad_budget", "allot"), "got -1 tokens to keep in layer 0, KV head 0");
+  failed("keep_long", place("bad_budget", "allot"), "tokens to keep in layer 0, KV head 0");
+  failed("keep_everything", place("bad_budget", "allot"), "over all layers and KV heads");
+  failed("bad_policy", place("bad_policy", "observe"), "got index 1048576");
+  CHECK(ended.said.find('\x1b') == std::string::npos);
+  CHECK(ended.said.find('\a') == std::string::npos);
+  const Ended report = test::run_kvlab({"report", folder / "out.h5"});
+  CHECK(report.said.find('\x1b') == std::string::npos);
+}
+
+TEST_CASE("what a plugin does before the first cell is refused by name, and nothing is written") {
+  for (const auto& [in, deed, code] : {std::tuple{"every", "negative", 2},
+                                       {"pins", "negative", 2},
+                                       {"pins", "throw", 2},
+                                       {"constructor", "throw_int", 2},
+                                       {"needs", "throw_int", 2},
+                                       {"pins", "exit", 1}}) {
+    CAPTURE(in, deed);
+    const Folder folder;
+    const Ended ended = run(folder, scorer("bad", in, deed));
+    INFO(ended.said);
+    CHECK(ended.code == code);
+    CHECK_THAT(ended.said, Catch::Contains(place("bad_scorer", in)) && !Catch::Contains("a bug in kvlab"));
+    CHECK(ended.said.find('\x1b') == std::string::npos);
+    CHECK(!std::filesystem::exists(folder / "out.h5"));
+  }
+}
+
+TEST_CASE("a callback that ends the process names itself, and the finished cells stay") {
+  for (const auto& [deed, code, signal] : {std::tuple{"exit", 1, 0},
+                                           {"_exit", 1, 0},
+                                           {"quick_exit", 1, 0},
+                                           {"abort", -1, SIGABRT},
+                                           {"segv", -1, SIGSEGV},
+                                           {"fpe", -1, SIGFPE},
+                                           {"overflow", -1, SIGSEGV}}) {
+    CAPTURE(deed);
+    const Folder folder;
+    const Ended ended = run(folder, "  - full\n" + scorer("bad", "score", deed));
+    INFO(ended.said);
+    CHECK(ended.code == code);
+    CHECK(ended.signal == signal);
+    CHECK_THAT(ended.said, Catch::Contains("error: " + place("bad_scorer", "score") + ": got "));
+    CHECK(rows(folder / "out.h5").count("full") == 1);
+  }
+}
+
+TEST_CASE("--isolate: a cell whose process ends is a failed cell, the run goes on, and nothing is run twice") {
+  const Folder folder;
+  std::string policies = scorer("first", "nowhere", "nothing");
+  const std::map<std::string, std::string> ends = {{"exit", "got a call of exit()"},
+                                                   {"_exit", "got a call of _exit()"},
+                                                   {"segv", "got signal 11"},
+                                                   {"abort", "got signal 6"},
+                                                   {"overflow", "got signal 11"}};
+  for (const auto& [deed, what] : ends) policies += scorer(deed, "score", deed);
+  policies +=
+      scorer("kill", "score", "kill") + scorer("int", "score", "throw_int") + scorer("last", "nowhere", "nothing");
+  const Ended ended = run(folder, policies, {"--isolate"});
+  INFO(ended.said);
+  CHECK(ended.code == 1);
+  auto row = rows(folder / "out.h5");
+  REQUIRE(row.size() == ends.size() + 4);
+  CHECK(row["first"].status == "ok");
+  CHECK(row["last"].status == "ok");
+  for (const auto& [deed, what] : ends) {
+    CAPTURE(deed, row[deed].error);
+    CHECK(row[deed].status == "failed");
+    CHECK_THAT(row[deed].error, Catch::Contains(place("bad_scorer", "score")) && Catch::Contains(what));
+  }
+  CHECK(row["kill"].status != "ok");
+  CHECK_THAT(row["kill"].error, Catch::Contains("signal 9"));
+  CHECK_THAT(row["int"].error, Catch::Contains("no std::exception"));
+
+  const Ended again = run(folder, policies);  // the ids do not depend on --isolate
+  CHECK_THAT(again.said, Catch::Contains("9 of 9 cells were finished already"));
+}
+
+TEST_CASE("--isolate: a signal reaches the cell's process, and the finished cells stay") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml",
+                                        "model: {path: bundled/recall}\n"
+                                        "tasks: [niah: {context: 256, samples: 2, max_new_tokens: 8}]\n"
+                                        "policies: [full, streaming_llm: {budget: {tokens: [32, 48, 64]}}]\n"
+                                        "metrics: [score]\nbackend: cpu\nthreads: 1\n");
+  test::Child child(test::kvlab_command({"run", file, "-o", folder / "out.h5", "--isolate"}));
+  REQUIRE(child.reaches([&] { return folder.files("out.h5.parts", ".h5") >= 1; }));
+  child.kill(SIGTERM);
+  const Ended ended = child.wait();
+  INFO(ended.said);
+  CHECK(ended.code == 128 + SIGTERM);
+  CHECK(results::read_summary(folder / "out.h5").rows.size() == folder.files("out.h5.parts", ".h5"));
+}
