@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/threads.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab {
@@ -112,6 +113,7 @@ std::int64_t Engine::free_bytes() const {
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
+  if (stream_.device() == Device::cpu) follow_load();
   const std::size_t chunk =
       options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
   for (std::size_t at = 0; at < tokens.size(); at += chunk) {
@@ -130,6 +132,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
 }
 
 Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out) {
+  if (stream_.device() == Device::cpu) follow_load();
   position_.clear();
   step_.clear();
   sequence_.clear();

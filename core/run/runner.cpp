@@ -2,7 +2,6 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <omp.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
@@ -17,6 +16,7 @@
 #include "base/cpu.hpp"
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
+#include "base/threads.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
 #include "experiment/variants.hpp"
@@ -201,7 +201,7 @@ results::RunInfo run_info(const Experiment& e, const std::string& command) {
   info.cpu = cpu_name();
   info.backend = e.backend;
   info.gpu = device_of(e) == Device::cuda ? require_cuda("run").device_name : "none";
-  info.threads = omp_get_max_threads();
+  info.threads = all_threads();
   return info;
 }
 
@@ -224,7 +224,7 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
                 given.file.string());
   const Experiment e = with_backend(given);
-  if (e.threads > 0) omp_set_num_threads(e.threads);
+  use_threads(e.threads);
 
   Prepared prepared = prepare(e, catalog);
   ModelInUse models(e, prepared);
