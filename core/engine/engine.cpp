@@ -7,6 +7,7 @@
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "host/edits_author.hpp"
+#include "base/threads.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab {
@@ -156,6 +157,7 @@ std::int64_t Engine::free_bytes() const {
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
   given_[static_cast<std::size_t>(slot)].push_back({{tokens.begin(), tokens.end()}, true, end});
+  if (stream_.device() == Device::cpu) follow_load();
   const std::size_t chunk =
       options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
   for (std::size_t at = 0; at < tokens.size(); at += chunk) {
@@ -178,6 +180,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
 Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out) {
   stop::check();
   check_reserve();
+  if (stream_.device() == Device::cpu) follow_load();
   position_.clear();
   step_.clear();
   sequence_.clear();

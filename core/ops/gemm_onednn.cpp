@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/buffer.hpp"
+#include "base/threads.hpp"
 #include "ops/gemm_weights.hpp"
 #include "ops/onednn.hpp"
 #include "ops/row_kernels.hpp"
@@ -144,6 +145,7 @@ class OneDnnWeights final : public Weights {
     const std::lock_guard lock(mutex_);
     auto it = plans_.find(m);
     if (it == plans_.end()) {
+      const AllThreads all;  // a plan may share a sum out to its threads: the load must not say to how many
       auto pd = descriptor(m);
       it = plans_.emplace(m, Plan{pd, dnnl::matmul(pd)}).first;
     }

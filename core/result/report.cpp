@@ -37,9 +37,26 @@ bool near(double a, double b) {
   return a == b || (!measured(a) && !measured(b)) || std::fabs(a - b) <= 0.05 * std::fabs(b);
 }
 
+std::vector<std::string> split_labels(const std::string& labels) {
+  std::vector<std::string> out;
+  for (std::size_t at = 0; at <= labels.size();) {
+    const std::size_t end = std::min(labels.find_first_of(", ", at), labels.size());
+    if (end > at) out.push_back(labels.substr(at, end - at));
+    at = end + 1;
+  }
+  return out;
+}
+
+// What a row's labels say of the cell, without what happened around it.
+std::vector<std::string> identity_of(const SummaryRow& row) {
+  auto labels = split_labels(row.labels);
+  std::erase(labels, "disturbed");
+  return labels;
+}
+
 bool belongs(const Group& group, const SummaryRow& row) {
   const SummaryRow& first = group.first();
-  if (row.policy != first.policy || row.params != first.params || row.labels != first.labels ||
+  if (row.policy != first.policy || row.params != first.params || identity_of(row) != identity_of(first) ||
       row.budget_bytes != first.budget_bytes)
     return false;
   // Cells that failed may have no measured budget. The same seed and repeat twice = two configurations.
@@ -143,6 +160,7 @@ constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
     {"graph", "decode steps are launched as CUDA graphs"},
+    {"disturbed", "other processes took cores that this cell needed: its times are too long"},
     {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
 };
 
@@ -155,14 +173,12 @@ std::string label_note(const std::string& label) {
   return label;
 }
 
-std::vector<std::string> split_labels(const std::string& labels) {
-  std::vector<std::string> out;
-  for (std::size_t at = 0; at <= labels.size();) {
-    const std::size_t end = std::min(labels.find_first_of(", ", at), labels.size());
-    if (end > at) out.push_back(labels.substr(at, end - at));
-    at = end + 1;
-  }
-  return out;
+// The group's own, and what happened around any of its cells.
+std::vector<std::string> labels_of(const Group& group) {
+  auto labels = identity_of(group.first());
+  const auto is_disturbed = [](const SummaryRow* row) { return split_labels(row->labels) != identity_of(*row); };
+  if (std::any_of(group.good.begin(), group.good.end(), is_disturbed)) labels.emplace_back("disturbed");
+  return labels;
 }
 
 // Each warning once, with the cells that it was said of.
@@ -253,7 +269,7 @@ ReportTable table_of(const Block& block, ReportPage& page) {
     table.header[3] += notes.mark(interval_note);  // of the score
   for (const Group& group : block.groups) {
     std::string policy = policy_text(group, block);
-    for (const std::string& label : split_labels(group.first().labels)) policy += notes.mark(label_note(label));
+    for (const std::string& label : labels_of(group)) policy += notes.mark(label_note(label));
     for (const SummaryRow* row : group.bad)
       policy += notes.mark(one_line(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
     table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});

@@ -222,6 +222,8 @@ Summary read_summary(const std::string& out_path) {
   return out;
 }
 
+void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }
+
 CellResult read_cell(const std::string& file, const std::string& id) {
   const auto held = h5::lock();
   check_id(id);

@@ -37,7 +37,8 @@ struct SummaryRow {
   std::int64_t seed = -1, repeat = 0;
   std::string status = "ok";  // ok | failed | oom
   std::string error;
-  std::string labels;  // comma separated: simulated, injected, functional, legacy, synthetic, graph, eager ...
+  std::string labels;  // comma separated: simulated, injected, functional, legacy, synthetic, graph, eager,
+                       // disturbed ...
   std::int64_t samples = 0;
   double score = not_measured, score_lo = not_measured, score_hi = not_measured;  // 0 to 1; perplexity for `text`
   double kl = not_measured;                                                       // nats
@@ -56,7 +57,15 @@ struct SummaryRow {
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
   std::int64_t nonfinite = 0;      // numbers that are NaN or infinite, of the call that ended a failed cell
+  // Of a timed cell's timed part:
+  double load = not_measured;             // the machine's load average over a minute, at its end
+  double other_cores = not_measured;      // mean number of our cores that other processes used
+  double waiting_threads = not_measured;  // mean number of our threads that could run and had no core
+  std::int64_t involuntary_switches = -1, voluntary_switches = -1;
+  std::int64_t threads = -1;  // the fewest that worked
 };
+
+void add_label(SummaryRow& row, const std::string& label);
 
 struct SampleRow {
   std::int64_t sample = 0;        // of the cell: a row a question, or a request

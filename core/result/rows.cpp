@@ -77,6 +77,12 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"ablated", &R::ablated, "", false, true},
       {"warnings", &R::warnings, "", false, true},
       {"nonfinite", &R::nonfinite, "numbers", false, true},
+      {"load", &R::load, "processes", false, true},
+      {"other_cores", &R::other_cores, "cores", false, true},
+      {"waiting_threads", &R::waiting_threads, "threads", false, true},
+      {"involuntary_switches", &R::involuntary_switches, "", false, true},
+      {"voluntary_switches", &R::voluntary_switches, "", false, true},
+      {"threads", &R::threads, "threads", false, true},
   };
   return list;
 }

@@ -40,16 +40,6 @@ Engine make_engine(const CellInput& in, int slots) {
   return Engine(in.model, cell_policy(in), engine_options(in, slots));
 }
 
-void warm_up(Engine& engine, const Item& item) {
-  const int slot = engine.open();
-  const std::size_t n = std::min<std::size_t>(item.prompt.size(), 16);
-  engine.prefill(slot, {item.prompt.data(), n}, true, {});
-  std::int32_t likeliest = 0;
-  for (int i = 0; i < 2 && static_cast<int>(n) + i < engine.store().shape().max_tokens; ++i)
-    engine.step({slot}, {item.prompt.data(), 1}, StepResult(std::span(&likeliest, 1)));
-  engine.close(slot);
-}
-
 void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();

@@ -37,9 +37,6 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in);
 // An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
 
-// First calls pay for page faults, thread start and primitive creation; they are not what is timed.
-void warm_up(Engine& engine, const Item& item);
-
 // Not fitting is a result of the cell.
 struct OutOfMemory {
   std::string what;

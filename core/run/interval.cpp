@@ -108,7 +108,7 @@ double effective_questions(const std::vector<Context>& contexts) {
 Interval wilson_interval(double share, double n) {
   const double z = normal_quantile(), z2 = z * z / n;
   const double middle = share + z2 / 2, half = z * std::sqrt((share * (1 - share) + z2 / 4) / n);
-  return {std::max(0., (middle - half) / (1 + z2)), std::min(1., (middle + half) / (1 + z2))};
+  return {share <= 0 ? 0 : (middle - half) / (1 + z2), share >= 1 ? 1 : (middle + half) / (1 + z2)};
 }
 
 Interval score_interval(const std::vector<Scored>& questions) {

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "run/disturbance.hpp"
 #include "run/metrics.hpp"
 #include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
+#include "run/warm_up.hpp"
 
 namespace kvlab {
 namespace {
@@ -31,7 +33,7 @@ PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
       vocab_(in.model->config.vocab),
       timed_(in.wants(Metric::latency)),
       batch_(std::min(static_cast<std::size_t>(std::max(1, in.experiment->batch)), heads_.size())),
-      engine_(make_engine(in, static_cast<int>(batch_))),
+      engine_(warmed_engine(in, static_cast<int>(batch_))),
       logits_(batch_ * static_cast<std::size_t>(vocab_)),
       token_ms_(items_.size()) {
   if (in.wants(Metric::trace)) trace_.emplace(items_, out.trace);
@@ -42,10 +44,10 @@ PlainPass::PlainPass(const CellInput& in, results::CellResult& out)
 }
 
 PlainPass::Answers PlainPass::run() {
-  if (timed_) {
-    warm_up(engine_, items_[0]);
-    engine_.ledger().reset_peak();
-  }
+  if (timed_) touch(engine_, items_[0]);
+  const std::int64_t replays = engine_.replays();
+  std::optional<TimedPart> timed;
+  if (timed_) timed.emplace(engine_.store().stream().device());
   StepLog log(engine_, in_.wants(Metric::parts), out_);
   for (std::size_t begin = 0; begin < heads_.size(); begin += batch_)
     run_batch(begin, std::min(heads_.size(), begin + batch_), log);
@@ -53,8 +55,8 @@ PlainPass::Answers PlainPass::run() {
   write_tokens();
   log.finish(timed_);
   if (timed_) out_.summary.tokens_per_s = log.tokens_per_s();
-  std::string& labels = out_.summary.labels;
-  if (engine_.replays() > 0) labels += labels.empty() ? "graph" : ", graph";  // decode steps without the host
+  if (engine_.replays() > replays) add_label(out_.summary, "graph");  // decode steps without the host
+  if (timed) timed->note(out_.summary);
   return std::move(answers_);
 }
 

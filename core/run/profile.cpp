@@ -1,7 +1,6 @@
 #include "run/profile.hpp"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <kvlab/error.hpp>
@@ -11,6 +10,7 @@
 
 #include "base/log.hpp"
 #include "base/stop.hpp"
+#include "base/threads.hpp"
 #include "engine/host_mirror.hpp"
 #include "host/callback.hpp"
 #include "host/loader.hpp"
@@ -124,7 +124,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     throw Error(Errc::config,
                 fmt::format("got {} models, wanted one: a profile is keyed by its model", e.models.size()),
                 e.file.string());
-  if (e.threads > 0) omp_set_num_threads(e.threads);
+  use_threads(e.threads);
   const std::string out = e.output.string();
   results::check_output(out, results::OutputKind::profile);
 

@@ -2,7 +2,6 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <omp.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
@@ -21,6 +20,7 @@
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/stream_memory.hpp"
+#include "base/threads.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
 #include "experiment/variants.hpp"
@@ -247,7 +247,7 @@ results::RunInfo run_info(const Experiment& e, const std::string& command) {
   info.cpu = cpu_name();
   info.backend = e.backend;
   info.gpu = device_of(e) == Device::cuda ? require_cuda("run").device_name : "none";
-  info.threads = omp_get_max_threads();
+  info.threads = all_threads();
   return info;
 }
 
@@ -272,7 +272,7 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   stop::watch();
   name_callback_at_end();
   const Experiment e = with_backend(given);
-  if (e.threads > 0) omp_set_num_threads(e.threads);
+  use_threads(e.threads);
 
   keep_reserve();
   Prepared prepared = with_memory([&] {

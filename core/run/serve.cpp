@@ -4,11 +4,13 @@
 #include <optional>
 
 #include "base/part_events.hpp"
+#include "run/disturbance.hpp"
 #include "run/metrics.hpp"
 #include "run/nonfinite.hpp"
 #include "run/requests.hpp"
 #include "run/step_log.hpp"
 #include "run/summary.hpp"
+#include "run/warm_up.hpp"
 
 namespace kvlab {
 namespace {
@@ -66,12 +68,12 @@ void serve(const CellInput& in, results::CellResult& out) {
   const bool timed = in.wants(Metric::latency);
   auto requests = make_requests(*in.workload(), in.items->items, in.cell->seed, in.experiment->folder);
   const std::size_t count = requests.size();
-  Engine engine = make_engine(
+  Engine engine = warmed_engine(
       in, static_cast<int>(std::min<std::size_t>(count, static_cast<std::size_t>(std::max(1, in.experiment->batch)))));
-  if (timed) {
-    warm_up(engine, in.items->items.front());
-    engine.ledger().reset_peak();
-  }
+  if (timed) touch(engine, in.items->items.front());
+  const std::int64_t replays = engine.replays();
+  std::optional<TimedPart> timed_part;
+  if (timed) timed_part.emplace(engine.store().stream().device());
   StepLog log(engine, in.wants(Metric::parts), out);
   std::optional<PartEvents> events;
   if (in.wants(Metric::parts) && engine.store().stream().device() == Device::cuda)
@@ -98,6 +100,7 @@ void serve(const CellInput& in, results::CellResult& out) {
   running = &scheduler;
   while (!scheduler.done()) want_room(scheduler.iterate(), engine);
   log.finish(timed);
+  if (timed_part) timed_part->note(out.summary);
   out.token_offsets.push_back(0);
   for (std::size_t i = 0; i < count; ++i) {
     const Served& served = scheduler.served()[i];
@@ -105,7 +108,7 @@ void serve(const CellInput& in, results::CellResult& out) {
     if (timed) add_tokens(served, out);
     out.token_offsets.push_back(out.token_offsets.back() + static_cast<std::int64_t>(served.tokens.size()));
   }
-  if (engine.replays() > 0) out.summary.labels += out.summary.labels.empty() ? "graph" : ", graph";
+  if (engine.replays() > replays) add_label(out.summary, "graph");
   summarize(in, {}, out);
   summarize_requests(scheduler.served(), timed, out);
 }

@@ -43,9 +43,9 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   auto& s = out.summary;
   out.id = s.cell = in.cell->id;
   s.model = in.model->name;
-  if (in.model->synthetic) s.labels = "synthetic";
-  if (e.inject.used(policy)) s.labels += s.labels.empty() ? "injected" : ", injected";
-  if (device_of(e) == Device::cuda && in.wants(Metric::parts)) s.labels += s.labels.empty() ? "eager" : ", eager";
+  if (in.model->synthetic) add_label(s, "synthetic");
+  if (e.inject.used(policy)) add_label(s, "injected");
+  if (device_of(e) == Device::cuda && in.wants(Metric::parts)) add_label(s, "eager");
   s.policy = policy.name;
   s.params = in.cell->params;
   s.ablated = policy.ablated;

@@ -30,7 +30,7 @@ std::vector<double> zeros_and_ones(int ones, int n) {
 // The share of samples of `contexts` contexts, made by draw(random), whose interval holds `truth`.
 template <class Draw>
 double coverage(int contexts, double truth, Draw draw) {
-  constexpr int samples = 600;
+  constexpr int samples = 500;
   int held = 0;
   for (int s = 0; s < samples; ++s) {
     Random random(static_cast<std::uint64_t>(contexts), static_cast<std::uint64_t>(s));
@@ -51,14 +51,24 @@ TEST_CASE("Wilson's interval is the formula's") {
     int ones, n;
     double low, high;
   };
-  for (const Known& k : {Known{3, 3, 0.43850, 1}, {0, 3, 0, 0.56150}, {7, 10, 0.39678, 0.89221},
-                         {1, 2, 0.09453, 0.90547}, {50, 100, 0.40383, 0.59617}}) {
+  for (const Known& k : {Known{3, 3, 0.43850, 1},
+                         {0, 3, 0, 0.56150},
+                         {7, 10, 0.39678, 0.89221},
+                         {1, 2, 0.09453, 0.90547},
+                         {50, 100, 0.40383, 0.59617}}) {
     CAPTURE(k.ones, k.n);
-    for (const Interval& i :
-         {wilson_interval(k.ones / static_cast<double>(k.n), k.n), score_interval(alone(zeros_and_ones(k.ones, k.n)))}) {
+    for (const Interval& i : {wilson_interval(k.ones / static_cast<double>(k.n), k.n),
+                              score_interval(alone(zeros_and_ones(k.ones, k.n)))}) {
       CHECK(i.low == Approx(k.low).margin(1e-5));
       CHECK(i.high == Approx(k.high).margin(1e-5));
     }
+  }
+}
+
+TEST_CASE("Wilson's interval ends at 0 and 1, not beside them") {
+  for (const double n : {1., 3., 7., 1000.}) {
+    CHECK(wilson_interval(0, n).low == 0);
+    CHECK(wilson_interval(1, n).high == 1);
   }
 }
 
@@ -144,7 +154,7 @@ TEST_CASE("the bootstrap covers the truth in 93 to 97 of 100 cases") {
     for (double& score : out) score = context * random.unit();
     return out;
   };
-  for (const int contexts : {8, 16, 32}) {
+  for (const int contexts : {8, 16}) {
     CAPTURE(contexts);
     const double share = coverage(contexts, 0.5, even);
     CHECK(share > 0.93);

@@ -1,0 +1,123 @@
+#include "base/threads.hpp"
+
+#include <omp.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+#include "base/cpu_use.hpp"
+
+using namespace kvlab;
+namespace fs = std::filesystem;
+
+namespace {
+
+// A folder that looks like / to cgroup_cpus.
+struct Root {
+  fs::path path = fs::temp_directory_path() / ("kvlab_cgroup_" + std::to_string(getpid()));
+  Root() { fs::create_directories(path / "proc/self"); }
+  ~Root() { fs::remove_all(path); }
+  void write(const fs::path& file, const std::string& text) const {
+    fs::create_directories((path / file).parent_path());
+    std::ofstream(path / file) << text;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a cgroup's quota is read where v1 and v2 keep it; the strictest group on the way up counts") {
+  const Root root;
+  CHECK(std::isinf(cgroup_cpus(root.path)));
+  SECTION("v2") {
+    root.write("proc/self/cgroup", "0::/a/b\n");
+    root.write("sys/fs/cgroup/a/b/cpu.max", "max 100000\n");
+    CHECK(std::isinf(cgroup_cpus(root.path)));
+    root.write("sys/fs/cgroup/a/b/cpu.max", "400000 100000\n");
+    CHECK(cgroup_cpus(root.path) == 4);
+    root.write("sys/fs/cgroup/a/cpu.max", "150000 100000\n");
+    CHECK(cgroup_cpus(root.path) == 1.5);
+    root.write("sys/fs/cgroup/a/b/cpu.max", "10000 20000\n");
+    CHECK(cgroup_cpus(root.path) == 0.5);
+  }
+  SECTION("v2 in a container, where the path is the host's") {
+    root.write("proc/self/cgroup", "0::/host/only\n");
+    root.write("sys/fs/cgroup/cpu.max", "300000 100000\n");
+    CHECK(cgroup_cpus(root.path) == 3);
+  }
+  SECTION("v1") {
+    root.write("proc/self/cgroup", "3:cpuset:/\n2:cpu,cpuacct:/box\n1:name=systemd:/\n");
+    root.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", "-1\n");
+    root.write("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n");
+    CHECK(std::isinf(cgroup_cpus(root.path)));
+    root.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", "250000\n");
+    CHECK(cgroup_cpus(root.path) == 2.5);
+  }
+  SECTION("v1 and v2 side by side") {
+    root.write("proc/self/cgroup", "1:cpu:/\n0::/\n");
+    root.write("sys/fs/cgroup/unified/cpu.max", "500000 100000\n");
+    CHECK(cgroup_cpus(root.path) == 5);
+    root.write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n");
+    root.write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+    CHECK(cgroup_cpus(root.path) == 2);
+  }
+  SECTION("what is no quota is no limit") {
+    root.write("proc/self/cgroup", "0::/a\nnonsense\n");
+    for (const char* text : {"", "nonsense", "0 100000", "100000 0", "-5 100000"}) {
+      root.write("sys/fs/cgroup/a/cpu.max", text);
+      CHECK(std::isinf(cgroup_cpus(root.path)));
+    }
+  }
+}
+
+TEST_CASE("no more cores are usable than the affinity allows") {
+  cpu_set_t before;
+  REQUIRE(sched_getaffinity(0, sizeof before, &before) == 0);
+  CHECK(static_cast<int>(allowed_cpus().size()) == CPU_COUNT(&before));
+  CHECK(usable_cores() >= 1);
+  CHECK(usable_cores() <= CPU_COUNT(&before));
+  CHECK(most_threads() >= 4 * usable_cores());
+  const int first = allowed_cpus().front();
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(first, &one);
+  REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
+  CHECK(allowed_cpus() == std::vector<int>{first});
+  CHECK(usable_cores() == 1);
+  REQUIRE(sched_setaffinity(0, sizeof before, &before) == 0);
+}
+
+TEST_CASE("threads follow the cores that are free, and half a core of noise moves nothing") {
+  CHECK(threads_for(2.0, 2, 2) == 2);
+  CHECK(threads_for(1.6, 2, 2) == 2);
+  CHECK(threads_for(1.4, 2, 2) == 1);  // another process has one of two cores
+  CHECK(threads_for(0.7, 2, 2) == 1);  // and two have both
+  CHECK(threads_for(0.0, 1, 2) == 1);
+  CHECK(threads_for(1.4, 1, 2) == 1);
+  CHECK(threads_for(1.6, 1, 2) == 1);
+  CHECK(threads_for(1.9, 1, 2) == 2);  // they ended
+  CHECK(threads_for(64, 2, 2) == 2);   // never more than wanted
+  CHECK(threads_for(61.1, 64, 64) == 61);
+  CHECK(threads_for(63.9, 61, 64) == 64);
+  for (double free = 0; free <= 8; free += 0.01) {  // at rest after one change
+    const int now = threads_for(free, 8, 8);
+    CHECK(threads_for(free, now, 8) == now);
+  }
+}
+
+TEST_CASE("a number of threads that was asked for stays; the plan of all threads is undisturbed by fewer") {
+  const int before = omp_get_max_threads();
+  use_threads(3);
+  CHECK(omp_get_max_threads() == 3);
+  CHECK(all_threads() == 3);
+  follow_load();
+  CHECK(omp_get_max_threads() == 3);
+  fewest_threads();
+  CHECK(fewest_threads() == 3);
+  { const AllThreads all; }
+  CHECK(omp_get_max_threads() == 3);
+  use_threads(before);
+}

@@ -1,0 +1,118 @@
+#include "run/disturbance.hpp"
+
+#include <omp.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "support/cell_fixture.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+Disturbance quiet() {
+  Disturbance d;
+  d.seconds = 10;
+  d.other_cores = 0.04;
+  d.waiting_threads = 0.01;
+  d.cores = d.needed = 2;
+  return d;
+}
+
+// This process and a child that does nothing but use it share one core as long as this lives.
+class SharedCore {
+ public:
+  SharedCore() {
+    omp_set_num_threads(1);  // several on one core would spin for each other
+    sched_getaffinity(0, sizeof before_, &before_);
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<std::size_t>(allowed_cpus().front()), &one);
+    sched_setaffinity(0, sizeof one, &one);  // threads and children inherit it
+    child_ = fork();
+    if (child_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      for (volatile unsigned i = 0;;) i = i + 1;
+    }
+  }
+  ~SharedCore() {
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+    sched_setaffinity(0, sizeof before_, &before_);
+    omp_set_num_threads(threads_);
+  }
+
+ private:
+  int threads_ = omp_get_max_threads();
+  cpu_set_t before_;
+  pid_t child_ = -1;
+};
+
+}  // namespace
+
+TEST_CASE("a cell is disturbed when others take a core that it needs") {
+  CHECK(!disturbed(quiet()));
+  auto d = quiet();
+  d.other_cores = 1;  // one busy process on two cores
+  CHECK(disturbed(d));
+  d.cores = 16;  // of which fourteen are nobody's
+  CHECK(!disturbed(d));
+  d.other_cores = 14.05;
+  CHECK(!disturbed(d));
+  d.other_cores = 14.2;
+  CHECK(disturbed(d));
+  d.needed = 1;  // a GPU's host thread
+  CHECK(!disturbed(d));
+}
+
+TEST_CASE("a time too short for the counters' ticks is judged by our threads' waits") {
+  auto d = quiet();
+  d.seconds = 0.02;
+  d.other_cores = 1;  // two ticks
+  CHECK(!disturbed(d));
+  d.waiting_threads = 0.06;
+  CHECK(disturbed(d));
+  d.seconds = 0.04;
+  d.waiting_threads = 0;
+  CHECK(disturbed(d));
+}
+
+TEST_CASE("what is not known disturbs nothing") {
+  auto d = quiet();
+  d.other_cores = d.waiting_threads = std::nan("");
+  CHECK(!disturbed(d));
+  d.waiting_threads = 1;
+  CHECK(disturbed(d));
+}
+
+TEST_CASE("a cell beside a busy process on its core says so") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score, Metric::latency});
+  for (unsigned i = 0; i < 60; ++i) f.add(test::test_text(40, f.model->config.vocab, i), {}, 24);
+  results::SummaryRow s;
+  {
+    const SharedCore shared;
+    s = f.run().summary;
+  }
+  REQUIRE(s.status == "ok");
+  CAPTURE(s.other_cores, s.waiting_threads, s.involuntary_switches, s.load);
+  CHECK_THAT(s.labels, Catch::Contains("disturbed"));
+  CHECK((s.other_cores > 0.1 || s.waiting_threads > 0.05));
+  CHECK(s.involuntary_switches > 0);
+  CHECK(s.voluntary_switches >= 0);
+  CHECK(s.threads >= 1);
+}
+
+TEST_CASE("a cell that is not timed says nothing of the machine") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score});
+  f.add(test::test_text(8, f.model->config.vocab, 1), {}, 2);
+  const results::SummaryRow s = f.run().summary;
+  CHECK(std::isnan(s.other_cores));
+  CHECK(s.involuntary_switches == -1);
+  CHECK(s.labels.find("disturbed") == std::string::npos);
+}
