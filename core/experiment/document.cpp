@@ -7,12 +7,11 @@
 #include <yaml-cpp/parser.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <map>
 #include <sstream>
 #include <utility>
+
+#include "base/regular_file.hpp"
 
 namespace kvlab::yaml {
 namespace {
@@ -259,13 +258,7 @@ Document parse_text(std::string text, std::string file) {
 }
 
 Document parse_file(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw Error(Errc::io, std::string("cannot be read: ") + std::strerror(errno), path);
-  std::string text(max_file_bytes + 1, '\0');
-  in.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (in.bad() || (in.gcount() == 0 && !in.eof())) throw Error(Errc::io, "cannot be read: is it a folder?", path);
-  text.resize(static_cast<std::size_t>(in.gcount()));
-  return parse_text(std::move(text), path);
+  return parse_text(read_file(path, "an experiment file", max_file_bytes + 1), path);
 }
 
 Node parse_value(const Document& document, std::string_view text, int set) {

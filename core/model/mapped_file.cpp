@@ -1,42 +1,25 @@
 #include "model/mapped_file.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <kvlab/error.hpp>
 #include <utility>
 
+#include "base/regular_file.hpp"
+
 namespace kvlab {
 
 MappedFile::MappedFile(const std::filesystem::path& path) {
-  const auto refuse = [&](const char* what) {
-    return Error(Errc::io, fmt::format("got '{}' when {} the file, wanted a readable file", std::strerror(errno), what),
-                 path.string());
-  };
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw refuse("opening");
-  struct stat info {};
-  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-    if (errno == 0) errno = EINVAL;
-    const Error error = refuse("looking at");
-    ::close(fd);
-    throw error;
-  }
-  size_ = static_cast<std::size_t>(info.st_size);
-  if (size_ > 0) {
-    void* map = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map == MAP_FAILED) {
-      const Error error = refuse("mapping");
-      ::close(fd);
-      throw error;
-    }
-    data_ = static_cast<const std::byte*>(map);
-  }
-  ::close(fd);
+  const RegularFile file(path);
+  size_ = static_cast<std::size_t>(file.size());
+  if (size_ == 0) return;
+  void* map = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
+  if (map == MAP_FAILED)
+    throw Error(Errc::io, fmt::format("got '{}' when mapping the file, wanted a readable file", std::strerror(errno)),
+                path.string());
+  data_ = static_cast<const std::byte*>(map);
 }
 
 MappedFile::~MappedFile() {

@@ -157,8 +157,11 @@ void CommandLine::add_run() {
                         "kvlab check exp.yaml", [this] {
                           const Loaded loaded(file_, sets_);
                           name_callback_at_end();
-                          fmt::print("{}", check_experiment(loaded.experiment, *loaded.catalog));
-                          return 0;
+                          const Checked checked = check_experiment(loaded.experiment, *loaded.catalog);
+                          fmt::print("{}", checked.table);
+                          if (!checked.absent) return 0;
+                          log::error(checked.absent->what());
+                          return exit_code(checked.absent->code());
                         });
   add_experiment(check);
 }
@@ -340,6 +343,10 @@ int run_cli(int argc, char** argv) {
   } catch (const Error& e) {
     log::error(e.what());
     return exit_code(e.code());
+  } catch (const std::filesystem::filesystem_error& e) {  // a name too long, a folder that may not be searched
+    const Error error(Errc::io, "got '" + e.code().message() + "', wanted a file or folder", e.path1().string());
+    log::error(error.what());
+    return exit_code(error.code());
   } catch (const std::bad_alloc&) {
     log::error("out of memory");
   } catch (const std::system_error& e) {  // a pipe that was closed, a full disk

@@ -5,8 +5,9 @@
 
 #include <charconv>
 #include <cmath>
-#include <fstream>
+#include <sstream>
 
+#include "base/regular_file.hpp"
 #include "model/bundled.hpp"
 
 namespace kvlab {
@@ -14,8 +15,7 @@ namespace {
 
 // The first field of each line that is neither empty nor a comment: seconds.
 std::vector<double> read_arrivals(const std::filesystem::path& path) {
-  std::ifstream in(path);
-  if (!in) throw Error(Errc::io, "cannot be read", path.string());
+  std::istringstream in(read_file(path, "a file of arrivals"));
   std::vector<double> out;
   std::string line;
   for (int number = 1; std::getline(in, line); ++number) {
