@@ -228,8 +228,10 @@ bool written(const std::string& what, const std::string& then, Write write) {
     return true;
   } catch (const Error& error) {
     log::error(fmt::format("{} could not be written: {}; {}", what, error.what(), then));
-    return false;
+  } catch (const std::bad_alloc&) {
+    log::error(fmt::format("{} could not be written: got no memory for its file; {}", what, then));
   }
+  return false;
 }
 
 }  // namespace
