@@ -6,8 +6,8 @@
 
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
-#include "host/edits_author.hpp"
 #include "base/threads.hpp"
+#include "host/edits_author.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab {

@@ -324,10 +324,10 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
       progress.begin(name);
       const results::CellResult result = run_one(c);
       const bool on_disk = !options.isolate.empty() && std::filesystem::exists(results::part_path(out, c.id));
-      if (!on_disk &&
-          !written(fmt::format("cell {} ({})", c.id, name),
-                   "the run stops here, and the same command goes on from there",
-                   [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info)); })) {
+      if (!on_disk && !written(fmt::format("cell {} ({})", c.id, name),
+                               "the run stops here, and the same command goes on from there", [&] {
+                                 log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info));
+                               })) {
         progress.end("not written");
         trouble = true;
         break;
@@ -349,9 +349,8 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
         for (const std::string& warning : results::rebuild(out, info, ids)) log::warn(warning);
       });
   if (stopped) {
-    log::info(
-        fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
-                    stop::name_of(stopped), skipped + written_cells, all.size(), out));
+    log::info(fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
+                          stop::name_of(stopped), skipped + written_cells, all.size(), out));
     return stop::exit_code(stopped);
   }
   if (const std::size_t others = cells_of_others(before, ids))
