@@ -1,9 +1,9 @@
 #include "base/sha256.hpp"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
-#include <cstdint>
 
 namespace kvlab {
 namespace {
@@ -47,30 +47,55 @@ void block(const unsigned char* p, const Words& k, std::array<std::uint32_t, 8>&
   for (std::size_t i = 0; i < 8; ++i) h[i] += s[i];
 }
 
-}  // namespace
-
-std::string sha256_hex(std::string_view bytes) {
-  static const std::array<int, 64> primes = first_primes();
+const Words& constants() {
   static const Words k = [] {
+    const std::array<int, 64> primes = first_primes();
     Words out{};
     for (std::size_t i = 0; i < 64; ++i) out[i] = fraction(std::cbrt(static_cast<long double>(primes[i])));
     return out;
   }();
-  std::array<std::uint32_t, 8> h{};
-  for (std::size_t i = 0; i < 8; ++i) h[i] = fraction(std::sqrt(static_cast<long double>(primes[i])));
+  return k;
+}
 
-  std::string padded(bytes);
-  padded.push_back('\x80');
-  while (padded.size() % 64 != 56) padded.push_back('\0');
-  const std::uint64_t bits = std::uint64_t{bytes.size()} * 8;
-  for (int i = 7; i >= 0; --i) padded.push_back(static_cast<char>(bits >> (8 * i)));
-  for (std::size_t i = 0; i < padded.size(); i += 64)
-    block(reinterpret_cast<const unsigned char*>(padded.data()) + i, k, h);
+const unsigned char* bytes_of(std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); }
 
+}  // namespace
+
+Sha256::Sha256() {
+  const std::array<int, 64> primes = first_primes();
+  for (std::size_t i = 0; i < 8; ++i) h_[i] = fraction(std::sqrt(static_cast<long double>(primes[i])));
+}
+
+void Sha256::add(std::string_view bytes) {
+  bytes_ += bytes.size();
+  if (!rest_.empty()) {
+    const std::size_t more = std::min(64 - rest_.size(), bytes.size());
+    rest_.append(bytes.substr(0, more));
+    bytes.remove_prefix(more);
+    if (rest_.size() < 64) return;
+    block(bytes_of(rest_), constants(), h_);
+    rest_.clear();
+  }
+  for (; bytes.size() >= 64; bytes.remove_prefix(64)) block(bytes_of(bytes), constants(), h_);
+  rest_ = bytes;
+}
+
+std::string Sha256::hex() {
+  const std::uint64_t bits = bytes_ * 8;
+  std::string end(1, '\x80');
+  while ((bytes_ + end.size()) % 64 != 56) end.push_back('\0');
+  for (int i = 7; i >= 0; --i) end.push_back(static_cast<char>(bits >> (8 * i)));
+  add(end);
   std::string hex;
-  for (std::uint32_t word : h)
+  for (std::uint32_t word : h_)
     for (int i = 7; i >= 0; --i) hex.push_back("0123456789abcdef"[(word >> (4 * i)) & 15]);
   return hex;
+}
+
+std::string sha256_hex(std::string_view bytes) {
+  Sha256 sha;
+  sha.add(bytes);
+  return sha.hex();
 }
 
 }  // namespace kvlab

@@ -3,11 +3,10 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <fstream>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 
+#include "base/content_hash.hpp"
 #include "experiment/experiment.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
@@ -19,7 +18,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// FNV-1a, 64 bits: tells cells and files apart, no defence against someone who wants a collision.
+// FNV-1a, 64 bits: tells cells apart, no defence against someone who wants a collision.
 class Hash {
  public:
   void add(std::string_view bytes) {
@@ -30,16 +29,6 @@ class Hash {
  private:
   std::uint64_t value_ = 0xcbf29ce484222325ull;
 };
-
-std::string hash_file(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw Error(Errc::io, "cannot be read", path.string());
-  Hash hash;
-  std::array<char, 1 << 16> block;
-  while (in.read(block.data(), block.size()), in.gcount() > 0)
-    hash.add({block.data(), static_cast<std::size_t>(in.gcount())});
-  return hash.hex();
-}
 
 // Hashes of what a plugin use depends on: its library and the files that its text parameters name.
 Json dependencies(const PluginUse& use, const Experiment& experiment, const PluginCatalog& catalog,
@@ -134,9 +123,21 @@ Json common(const Experiment& experiment) {
   return json;
 }
 
+// Before anything is described or hashed.
+void check_count(const Experiment& e) {
+  double per_model = 0;
+  for (const TaskSpec& task : e.tasks) per_model += task.seed ? 1. : static_cast<double>(e.seeds.size());
+  const double all = static_cast<double>(e.models.size()) * per_model *
+                     static_cast<double>(std::max<std::size_t>(e.workloads.size(), 1)) *
+                     static_cast<double>(e.policies.size()) * e.repeats;
+  if (all > static_cast<double>(max_cells))
+    throw Error(Errc::config, fmt::format("got {:.0f} cells, wanted at most {}", all, max_cells), e.file.string());
+}
+
 }  // namespace
 
 std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catalog, const Fingerprints& fingerprints) {
+  check_count(experiment);
   std::vector<std::string> models, tasks, policies, params;
   for (const ModelSpec& model : experiment.models) {
     Json json = {{"path", model.path}, {"dtype", static_cast<int>(model.dtype)}};
@@ -168,8 +169,6 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
     cell.params = params[cell.policy];
     if (const auto [it, fresh] = known.emplace(cell.id, all.size()); !fresh) refuse(experiment, all[it->second], cell);
     all.push_back(std::move(cell));
-    if (all.size() > max_cells)
-      throw Error(Errc::config, fmt::format("got more than {} cells", max_cells), experiment.file.string());
   };
   for (std::size_t m = 0; m < models.size(); ++m)
     for (std::size_t t = 0; t < tasks.size(); ++t)
@@ -188,15 +187,10 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
 }
 
 Fingerprints content_fingerprints() {
-  const auto known = std::make_shared<std::map<fs::path, std::string>>();
-  const auto file = [known](const fs::path& path) {
-    const auto it = known->find(path);
-    return it != known->end() ? it->second : known->emplace(path, hash_file(path)).first->second;
-  };
   Fingerprints f;
-  f.file = file;
-  f.plugin = [file](const PluginInfo& plugin) {
-    return plugin.library.empty() ? plugin.version : file(plugin.library);
+  f.file = [](const fs::path& path) { return content_hashes().of(path); };
+  f.plugin = [](const PluginInfo& plugin) {
+    return plugin.library.empty() ? plugin.version : content_hashes().of(plugin.library);
   };
   return f;
 }

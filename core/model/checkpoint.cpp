@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <kvlab/error.hpp>
+#include <set>
 
 #include "model/checkpoint_checks.hpp"
 #include "model/gguf_checkpoint.hpp"
@@ -22,7 +23,9 @@ std::vector<float> Checkpoint::read(std::string_view name) const {
 void check_tensors(const Checkpoint& checkpoint, const std::string& where) {
   const ModelConfig& c = checkpoint.config();
   using Shape = std::vector<std::int64_t>;
+  std::set<std::string> wanted;
   const auto want = [&](const std::string& name, const Shape& shape) {
+    wanted.insert(name);
     if (!checkpoint.has(name)) throw Error(Errc::model, "got no such tensor, wanted it", where + ": " + name);
     const auto text = [](const Shape& s) { return fmt::format("[{}]", fmt::join(s, ", ")); };
     if (const Shape got = checkpoint.shape(name); got != shape)
@@ -54,6 +57,13 @@ void check_tensors(const Checkpoint& checkpoint, const std::string& where) {
       want(at + "self_attn.k_norm.weight", {c.head_dim});
     }
   }
+  // A tensor that nobody reads: the configuration is another model's, and what would run is a part of this one.
+  for (const std::string& name : checkpoint.names())
+    if (!wanted.contains(name) && !name.ends_with(".rotary_emb.inv_freq"))  // follows from the configuration
+      throw Error(Errc::model,
+                  fmt::format("got a tensor that the configuration has no place for, wanted those of {} layers of {}",
+                              c.layers, c.family),
+                  where + ": " + name);
 }
 
 void check_tokenizer(const Tokenizer* tokenizer, const ModelConfig& config, const std::string& where) {

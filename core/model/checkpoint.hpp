@@ -32,8 +32,8 @@ class Checkpoint {
   const ModelConfig& config() const { return config_; }
   std::shared_ptr<const Tokenizer> tokenizer() const { return tokenizer_; }  // null: the files hold none
 
-  // Identifies the weights cheaply: hash over the names and sizes of all files, and all of their headers (GGUF metadata
-  // and tensor table, safetensors headers, config.json), not over the tensor data. 16 hex digits.
+  // Hash over the contents and names of all files that were read, 16 hex digits: weights, configuration, tokenizer,
+  // chat template. The folder they lie in is no part of it.
   const std::string& fingerprint() const { return fingerprint_; }
 
   virtual bool has(std::string_view name) const = 0;

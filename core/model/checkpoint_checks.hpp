@@ -7,7 +7,8 @@
 
 namespace kvlab {
 
-// Every tensor that the configuration calls for is there with its shape. Errc::model names the first that is not.
+// Every tensor that the configuration calls for is there with its shape, and no other one. Errc::model names the first
+// that is wrong.
 void check_tensors(const Checkpoint& checkpoint, const std::string& where);
 
 // No token id is outside the embedding. tokenizer may be null.

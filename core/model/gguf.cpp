@@ -59,23 +59,35 @@ GgufFile::GgufFile(const std::filesystem::path& path) : file_(path), where_(path
   std::vector<std::string> order;
   for (std::uint64_t i = 0; i < tensor_count; ++i) read_tensor(cursor, offsets, order);
 
+  place_tensors(offsets, order, cursor.at());
+}
+
+// As ggml writes them: one after the other in the header's order, each padded to the alignment. The last one's padding
+// may be missing.
+void GgufFile::place_tensors(const std::vector<std::uint64_t>& offsets, const std::vector<std::string>& order,
+                             std::size_t header_end) {
   const std::int64_t alignment = integer("general.alignment").value_or(32);
   if (alignment < 1 || alignment > (1 << 20)) refuse("general.alignment", std::to_string(alignment), "1 to 1048576");
-  const auto align = static_cast<std::size_t>(alignment);
-  const std::size_t data_begin = (cursor.at() + align - 1) / align * align;
-  header_ = file_.text().substr(0, cursor.at());
+  const auto align = static_cast<std::uint64_t>(alignment);
+  const auto padded = [&](std::uint64_t bytes) { return (bytes + align - 1) / align * align; };
+  const std::uint64_t file_size = file_.bytes().size(), data_begin = padded(header_end);
+  const std::uint64_t room = file_size > data_begin ? file_size - data_begin : 0;
+  std::uint64_t end = 0;  // of the tensor before
   for (std::size_t i = 0; i < order.size(); ++i) {
     StoredTensor& tensor = tensors_.find(order[i])->second;
     const BlockShape block = block_of(tensor.type);
     const std::uint64_t bytes =
         static_cast<std::uint64_t>(tensor.rows() * tensor.columns() / block.elements) * block.bytes;
-    const std::uint64_t room = file_size() > data_begin ? file_size() - data_begin : 0;
     if (offsets[i] > room || bytes > room - offsets[i])
       refuse(order[i], fmt::format("{} bytes at offset {} of {}", bytes, offsets[i], room), "data inside the file");
-    if (offsets[i] % align != 0)
-      refuse(order[i], fmt::format("offset {}", offsets[i]), fmt::format("a multiple of {}", align));
+    if (offsets[i] != padded(end))
+      refuse(order[i], fmt::format("offset {}", offsets[i]),
+             fmt::format("{}, where the tensor before it ends", padded(end)));
+    end = offsets[i] + bytes;
     tensor.data = file_.bytes().data() + data_begin + offsets[i];
   }
+  if (room > padded(end))
+    refuse("tensors", fmt::format("{} bytes after the last tensor", room - padded(end)), "the end of the file");
 }
 
 std::size_t GgufFile::size_of(Type type) {

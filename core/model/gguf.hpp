@@ -1,5 +1,6 @@
 // GGUF v2 and v3: metadata keys and tensors. Everything is checked against the file's size when it is opened; after
-// that no access can leave the mapping. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+// that no access can leave the mapping. Each byte of data belongs to one tensor or pads one.
+// https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 #pragma once
 #include <cstdint>
 #include <filesystem>
@@ -31,8 +32,6 @@ class GgufFile {
 
   // Shapes are row-major, GGUF writes the reverse.
   const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
-  std::string_view header() const { return header_; }  // all bytes before the tensor data
-  std::size_t file_size() const { return file_.bytes().size(); }
   const std::string& where() const { return where_; }
 
  private:
@@ -45,6 +44,8 @@ class GgufFile {
   };
 
   static std::size_t size_of(Type type);
+  void place_tensors(const std::vector<std::uint64_t>& offsets, const std::vector<std::string>& order,
+                     std::size_t header_end);
   void read_value(ByteCursor& cursor, const std::string& key);
   void read_tensor(ByteCursor& cursor, std::vector<std::uint64_t>& offsets, std::vector<std::string>& order);
   const Value* find(std::string_view key, bool array) const;
@@ -56,7 +57,6 @@ class GgufFile {
   std::string where_;
   std::map<std::string, Value, std::less<>> values_;
   std::map<std::string, StoredTensor, std::less<>> tensors_;
-  std::string_view header_;
 };
 
 }  // namespace kvlab

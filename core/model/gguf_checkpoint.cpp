@@ -5,16 +5,16 @@
 #include <kvlab/error.hpp>
 #include <limits>
 
+#include "base/content_hash.hpp"
 #include "model/checkpoint_checks.hpp"
-#include "model/fingerprint.hpp"
 #include "model/gguf.hpp"
 #include "model/tokenizer_files.hpp"
 
 namespace kvlab {
 namespace {
 
-// "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; empty for a tensor that is no weight of the
-// families we run (rope_freqs.weight, which is part of the configuration).
+// "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; a tensor that is no weight of the families we run
+// keeps its name.
 std::string hugging_face_name(std::string_view name) {
   if (name == "token_embd.weight") return "model.embed_tokens.weight";
   if (name == "output_norm.weight") return "model.norm.weight";
@@ -26,22 +26,25 @@ std::string hugging_face_name(std::string_view name) {
       {"attn_q_norm", "self_attn.q_norm"}, {"attn_k_norm", "self_attn.k_norm"},
       {"ffn_gate", "mlp.gate_proj"},       {"ffn_up", "mlp.up_proj"},
       {"ffn_down", "mlp.down_proj"}};
-  if (!name.starts_with("blk.")) return {};
+  if (!name.starts_with("blk.")) return std::string(name);
   const auto number_end = name.find('.', 4), part_end = name.rfind('.');
-  if (number_end == std::string_view::npos || part_end <= number_end) return {};
+  if (number_end == std::string_view::npos || part_end <= number_end) return std::string(name);
   const std::string_view layer = name.substr(4, number_end - 4), suffix = name.substr(part_end);
   const std::string_view part = name.substr(number_end + 1, part_end - number_end - 1);
-  if (suffix != ".weight" && suffix != ".bias") return {};
+  if (suffix != ".weight" && suffix != ".bias") return std::string(name);
   for (const auto& [gguf, hugging_face] : parts)
     if (part == gguf) return fmt::format("model.layers.{}.{}{}", layer, hugging_face, suffix);
-  return {};
+  return std::string(name);
 }
+
+constexpr const char* rope_factors = "rope_freqs.weight";  // part of the configuration
 
 class GgufCheckpoint final : public Checkpoint {
  public:
   explicit GgufCheckpoint(const std::filesystem::path& path) : file_(path) {
     for (const auto& [name, tensor] : file_.tensors())
-      if (std::string known = hugging_face_name(name); !known.empty()) tensors_.emplace(std::move(known), &tensor);
+      if (name != rope_factors && !tensors_.emplace(hugging_face_name(name), &tensor).second)
+        throw Error(Errc::model, "got the tensor under two names, wanted it once", file_.where() + ": " + name);
     read_config();
     validate(config_, file_.where());
     check_tensors(*this, file_.where());
@@ -51,7 +54,7 @@ class GgufCheckpoint final : public Checkpoint {
       config_.bos_id = tokenizer_->bos_id();
       config_.eos_ids = tokenizer_->eos_ids();
     }
-    fingerprint_ = Fingerprint().add(file_.header()).add(std::uint64_t{file_.file_size()}).hex();
+    fingerprint_ = content_hashes().of(path);
   }
 
   bool has(std::string_view name) const override { return tensors_.find(name) != tensors_.end(); }
@@ -155,11 +158,11 @@ class GgufCheckpoint final : public Checkpoint {
       throw Error(Errc::unsupported, fmt::format("got rope scaling '{}', wanted none or linear", type),
                   file_.where() + ": " + prefix + "type");
     }
-    const auto factors = file_.tensors().find("rope_freqs.weight");
+    const auto factors = file_.tensors().find(rope_factors);
     if (factors == file_.tensors().end()) return;
     const StoredTensor& tensor = factors->second;
     if (tensor.shape.size() != 1 || tensor.columns() != config_.head_dim / 2)
-      throw Error(Errc::model, "got another shape, wanted head_dim / 2 numbers", file_.where() + ": rope_freqs.weight");
+      throw Error(Errc::model, "got another shape, wanted head_dim / 2 numbers", file_.where() + ": " + rope_factors);
     config_.rope_scaling.kind = RopeScaling::Kind::factors;
     config_.rope_scaling.factors.resize(static_cast<std::size_t>(tensor.columns()));
     dequantize(tensor.type, tensor.data, tensor.columns(), config_.rope_scaling.factors.data());

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/content_hash.hpp"
 #include "model/checkpoint_checks.hpp"
 #include "model/fingerprint.hpp"
 #include "model/json.hpp"
@@ -83,20 +84,28 @@ std::shared_ptr<const Tokenizer> read_tokenizer(const fs::path& folder, const Mo
   return nullptr;
 }
 
+// Of every file that is read out of the folder.
+std::string fingerprint_of(const fs::path& folder) {
+  std::vector<fs::path> files = weight_files(folder);
+  for (const char* name : {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+                           "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"})
+    if (fs::exists(folder / name)) files.push_back(folder / name);
+  Fingerprint all;
+  for (const fs::path& file : files) all.add(file.filename().string()).add(content_hashes().of(file));
+  return all.hex();
+}
+
 class HfCheckpoint final : public Checkpoint {
  public:
   explicit HfCheckpoint(const fs::path& folder) : where_(folder.string()) {
-    const MappedFile config_file(folder / "config.json");
-    config_ = read_hf_config(config_file.text(), (folder / "config.json").string());
+    const fs::path config = folder / "config.json";
+    config_ = read_hf_config(MappedFile(config).text(), config.string());
     read_generation_config(folder / "generation_config.json", config_);
-    validate(config_, (folder / "config.json").string());
-    Fingerprint hash;
-    hash.add(config_file.text());
+    validate(config_, config.string());
     const StoredTensor* shared = nullptr;
     for (const fs::path& path : weight_files(folder)) {
       files_.push_back(std::make_unique<SafetensorsFile>(path));
       const SafetensorsFile& file = *files_.back();
-      hash.add(path.filename().string()).add(file.header()).add(std::uint64_t{file.file_size()});
       for (const auto& [name, tensor] : file.tensors()) {
         if (name == "lm_head.weight" && config_.tied_embeddings) {  // one of two names; files may keep either
           shared = &tensor;
@@ -107,10 +116,10 @@ class HfCheckpoint final : public Checkpoint {
       }
     }
     if (shared != nullptr) tensors_.emplace("model.embed_tokens.weight", shared);
-    fingerprint_ = hash.hex();
     check_tensors(*this, where_);
     tokenizer_ = read_tokenizer(folder, config_);
     check_tokenizer(tokenizer_.get(), config_, where_);
+    fingerprint_ = fingerprint_of(folder);
   }
 
   bool has(std::string_view name) const override { return tensors_.find(name) != tensors_.end(); }

@@ -1,10 +1,9 @@
 // One safetensors file: a JSON header and the tensors' bytes. Every offset is checked against the file when it is
-// opened. https://huggingface.co/docs/safetensors
+// opened; each byte of data belongs to exactly one tensor. https://huggingface.co/docs/safetensors
 #pragma once
 #include <filesystem>
 #include <map>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "model/mapped_file.hpp"
@@ -18,14 +17,11 @@ class SafetensorsFile {
 
   // Tensors of F32, F16 and BF16. Others are left out, unless they are called a weight or a bias: Errc::unsupported.
   const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
-  std::string_view header() const { return header_; }
-  std::size_t file_size() const { return file_.bytes().size(); }
   const std::string& where() const { return where_; }
 
  private:
   MappedFile file_;
   std::string where_;
-  std::string_view header_;
   std::map<std::string, StoredTensor, std::less<>> tensors_;
 };
 

@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "base/backend.hpp"
+#include "base/cache_folder.hpp"
 #include "base/cpu.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
@@ -86,7 +87,7 @@ std::string doctor_text(Registry& registry) {
     line("cuBLASLt", b->ops.cublaslt_state().text);
     line("cuDNN", b->ops.cudnn_state().text);
   }
-  line("cache", shown(model_cache()));
+  line("cache", shown(cache_folder()));
   line("data", shown(data_dir()));
   text += "\nmodels\n";
   const std::string models = models_text();

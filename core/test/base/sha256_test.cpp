@@ -11,3 +11,12 @@ TEST_CASE("SHA-256 agrees with the standard's examples") {
         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
   CHECK(sha256_hex(std::string(1000000, 'a')) == "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
+
+TEST_CASE("SHA-256 does not depend on how the bytes are cut") {
+  const std::string text(1000, 'q');
+  for (const std::size_t piece : {1, 7, 63, 64, 65, 999}) {
+    kvlab::Sha256 sha;
+    for (std::size_t at = 0; at < text.size(); at += piece) sha.add(text.substr(at, piece));
+    CHECK(sha.hex() == sha256_hex(text));
+  }
+}

@@ -89,6 +89,122 @@ TEST_CASE("safetensors: one file, shards with an index, a tied head under either
   CHECK(message_of([&] { open_checkpoint(dir.path()); }).find("wanted a file of this folder") != std::string::npos);
 }
 
+TEST_CASE("a fingerprint follows every file that the model reads, not the folder") {
+  const TempDir dir, copy;
+  write_folder(dir);
+  write_folder(copy);
+  const auto print = [&] { return open_checkpoint(dir.path())->fingerprint(); };
+  const std::string first = print();
+  CHECK(open_checkpoint(copy.path())->fingerprint() == first);
+
+  // A model trained again: the same header and size, another number.
+  std::string weights = tiny_safetensors();
+  weights[weights.size() - 1] = static_cast<char>(weights[weights.size() - 1] ^ 1);
+  write_file(dir / "model.safetensors", weights);
+  CHECK(print() != first);
+  write_file(dir / "model.safetensors", tiny_safetensors());
+  CHECK(print() == first);
+
+  std::string tokenizer = tiny_tokenizer;
+  tokenizer.replace(tokenizer.find(R"(["a b", )"), 8, "[");
+  write_file(dir / "tokenizer.json", tokenizer);
+  CHECK(print() != first);
+  write_file(dir / "tokenizer.json", tiny_tokenizer);
+  for (const char* name : {"generation_config.json", "tokenizer_config.json", "chat_template.jinja"}) {
+    INFO(name);
+    write_file(dir / name, "{}");
+    const std::string with = print();
+    CHECK(with != first);
+    write_file(dir / name, "{ }");
+    CHECK(print() != with);
+    std::filesystem::remove(dir / name);
+    CHECK(print() == first);
+  }
+
+  std::string gguf = tiny_gguf();
+  const std::string before = open_gguf_text(dir, gguf)->fingerprint();
+  CHECK(open_gguf_text(copy, gguf)->fingerprint() == before);
+  gguf[gguf.size() - 1] = static_cast<char>(gguf[gguf.size() - 1] ^ 1);
+  CHECK(open_gguf_text(dir, gguf)->fingerprint() != before);
+}
+
+TEST_CASE("GGUF: each byte of data belongs to one tensor") {
+  const TempDir dir;
+  const auto refused = [&](const std::string& bytes) { return message_of([&] { open_gguf_text(dir, bytes); }); };
+  const std::string good = tiny_gguf();
+  REQUIRE(refused(good) == "no error");
+  CHECK(refused(good + "x").find("got 1 bytes after the last tensor") != std::string::npos);
+  CHECK(refused(good + std::string(32, '\0')).find("got 32 bytes after the last tensor") != std::string::npos);
+  // The last tensor, [8, 16] of f32, is as long as its padding: a block less is a value less.
+  CHECK(refused(good.substr(0, good.size() - 4)).find("blk.0.ffn_down.weight: got 512 bytes") != std::string::npos);
+
+  // The offset stands at the end of a tensor's entry.
+  const auto moved = [&](const char* tensor, std::uint64_t offset) {
+    std::string bytes = good;
+    const std::size_t at = good.find(tensor) + std::strlen(tensor) + 4 + 2 * 8 + 4;
+    std::memcpy(bytes.data() + at, &offset, sizeof offset);
+    return refused(bytes);
+  };
+  // token_embd [6, 8] is 192 bytes, output_norm 32, both norms 32: attn_q begins at 288 and ends at 544.
+  REQUIRE(moved("blk.0.attn_k.weight", 544) == "no error");
+  CHECK(moved("blk.0.attn_k.weight", 288).find("got offset 288, wanted 544, where the tensor before it ends") !=
+        std::string::npos);
+  CHECK(moved("blk.0.attn_k.weight", 576).find("got offset 576, wanted 544") != std::string::npos);
+}
+
+TEST_CASE("safetensors: each byte of data belongs to one tensor") {
+  const TempDir dir;
+  write_folder(dir);
+  const auto refused = [&](const std::string& bytes) {
+    write_file(dir / "model.safetensors", bytes);
+    return message_of([&] { open_checkpoint(dir.path()); });
+  };
+  const std::string good = tiny_safetensors();
+  REQUIRE(refused(good) == "no error");
+  CHECK(refused(good + "xy").find("got 2 bytes after the last tensor") != std::string::npos);
+  const auto with = [&](const std::string& offsets, const std::string& others) {
+    std::string bytes = good;
+    REQUIRE(offsets.size() == others.size());
+    bytes.replace(bytes.find(offsets), offsets.size(), others);
+    return refused(bytes);
+  };
+  // The two norms of the layer, 32 bytes each: both over the first one's bytes, then the other way round with a hole.
+  CHECK(with("[256, 288]", "[224, 256]")
+            .find("post_attention_layernorm.weight: got data from byte 224, wanted it from "
+                  "byte 256, where 'model.layers.0.input_layernorm.weight' ends") != std::string::npos);
+  CHECK(with("[16, 8]", "[17, 8]").find("wanted 544 bytes") != std::string::npos);  // a row more than its bytes
+  CHECK(with("[224, 256]", "[256, 288]").find("got data from byte 256, wanted it from byte 224") != std::string::npos);
+}
+
+TEST_CASE("a tensor that nobody would read is refused by name") {
+  const TempDir dir;
+  write_folder(dir);
+  auto tensors = tiny_tensors();
+  const std::size_t own = tensors.size();
+  for (const char* name :
+       {"model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"}) {
+    tensors.resize(own);
+    tensors.push_back({"", name, {8}});
+    write_file(dir / "model.safetensors", tiny_safetensors(tensors));
+    CHECK(message_of([&] { open_checkpoint(dir.path()); }).find(std::string(name) + ": got a tensor that") !=
+          std::string::npos);
+  }
+  // Old exports carry the rotary frequencies, which follow from the configuration.
+  tensors.resize(own);
+  tensors.push_back({"", "model.layers.0.self_attn.rotary_emb.inv_freq", {2}});
+  write_file(dir / "model.safetensors", tiny_safetensors(tensors));
+  CHECK(open_checkpoint(dir.path())->names().size() == own + 1);
+
+  // A GGUF whose header counts fewer layers than it has.
+  const std::string two = tiny_gguf("llama", {{"blk.1.attn_q.weight", "", {8, 8}}});
+  CHECK(message_of([&] {
+          open_gguf_text(dir, two);
+        }).find("model.layers.1.self_attn.q_proj.weight: got a tensor that") != std::string::npos);
+  const std::string odd = tiny_gguf("llama", {{"blk.0.attn_odd.weight", "", {8}}});
+  CHECK(message_of([&] { open_gguf_text(dir, odd); }).find("blk.0.attn_odd.weight: got a tensor that") !=
+        std::string::npos);
+}
+
 TEST_CASE("errors name the file, the tensor or key, and both values") {
   const TempDir dir;
   const auto model = open_gguf_text(dir, tiny_gguf());

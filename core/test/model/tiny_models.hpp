@@ -35,7 +35,8 @@ inline std::vector<float> counting(const std::vector<std::uint64_t>& shape) {
   return out;
 }
 
-inline std::string tiny_gguf(const std::string& arch = "llama") {
+// more: tensors after its own.
+inline std::string tiny_gguf(const std::string& arch = "llama", const std::vector<TinyTensor>& more = {}) {
   GgufWriter w;
   w.text("general.architecture", arch);
   for (const auto& [key, value] : std::vector<std::pair<std::string, std::uint32_t>>{{"block_count", 1},
@@ -53,6 +54,7 @@ inline std::string tiny_gguf(const std::string& arch = "llama") {
   w.texts("tokenizer.ggml.merges", {"a b", "\u0120 ab"});
   w.number("tokenizer.ggml.eos_token_id", 5);
   for (const TinyTensor& t : tiny_tensors()) w.tensor(t.gguf, t.shape, 0, f32_bytes(counting(t.shape)));
+  for (const TinyTensor& t : more) w.tensor(t.gguf, t.shape, 0, f32_bytes(counting(t.shape)));
   return w.file();
 }
 

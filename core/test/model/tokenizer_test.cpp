@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "base/cache_folder.hpp"
 #include "model/bundled.hpp"
 #include "model/checkpoint.hpp"
 #include "model/config.hpp"
@@ -147,8 +148,15 @@ TEST_CASE("model paths") {
   const TempDir dir;
   ::setenv("XDG_CACHE_HOME", dir.path().c_str(), 1);
   ::setenv("KVLAB_DATA_DIR", dir.path().c_str(), 1);
-  CHECK(model_cache() == dir / "kvlab");
-  CHECK_THROWS_WITH(resolve_model_path("bundled/smollm2", "."), Catch::Contains("98362432 bytes"));
+  CHECK(cache_folder() == dir / "kvlab");
+  const auto smollm2 = [] { return message_of([] { resolve_model_path("bundled/smollm2", "."); }); };
+  CHECK_THAT(smollm2(), Catch::Contains("got no such file") && Catch::Contains("98362432 bytes"));
+  std::filesystem::create_directory(dir / "kvlab");
+  const auto file = write_file(dir / "kvlab/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF");
+  CHECK_THAT(smollm2(), Catch::Contains("got a file of 4 bytes") && Catch::Contains("run tools/fetch-model"));
+  std::filesystem::resize_file(file, 98362432);  // the right size is not enough
+  CHECK_THAT(smollm2(), Catch::Contains("got a file with sha256 ") && Catch::Contains("remove it, then run") &&
+                            Catch::Contains("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"));
   std::filesystem::create_directories(dir / "models/tiny");
   CHECK(resolve_model_path("bundled/tiny", ".") == dir / "models/tiny");
   CHECK_THROWS_AS(resolve_model_path("bundled/none", "."), Error);
