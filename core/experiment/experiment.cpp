@@ -206,7 +206,14 @@ class ExperimentReader {
     return node;
   }
 
-  std::vector<Node> entry_axes(const Node& entry, const char* kind) {
+  // have: entries of this kind so far. Each is resolved against its plugin, so their number has a limit of its own.
+  std::vector<Node> entry_axes(const Node& entry, const char* kind, std::size_t have) {
+    if (have >= most_expansions) {
+      problems_.add(entry.place,
+                    fmt::format("got another {} after {}, wanted at most {}, combinations of lists counted", kind, have,
+                                most_expansions));
+      return {};
+    }
     if (!entry.is(Node::Kind::list)) return expand_axes(entry, most_expansions, problems_);
     problems_.add(entry.place, fmt::format("got a list as a {}, wanted NAME or {{NAME: {{...}}}}", kind));
     return {};
@@ -216,7 +223,7 @@ class ExperimentReader {
     const Node* node = section(map, "tasks", "tasks: [NAME: {...}]");
     if (!node) return;
     for (const Node& entry : node->items)
-      for (const Node& one : entry_axes(entry, "task"))
+      for (const Node& one : entry_axes(entry, "task", out_.tasks.size()))
         if (auto task = read_task(one, catalog_, problems_)) out_.tasks.push_back(std::move(*task));
   }
 
@@ -232,7 +239,7 @@ class ExperimentReader {
     for (const Node& entry : node->items) {
       const Node* list = nullptr;
       std::vector<std::string> own;
-      for (const Node& one : entry_axes(entry, "policy")) {
+      for (const Node& one : entry_axes(entry, "policy", out_.policies.size())) {
         auto policy = read_policy(one, out_.page_size, catalog_, problems_);
         own.push_back(entry_label(one));
         if (!policy) continue;

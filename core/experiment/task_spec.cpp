@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "experiment/entry.hpp"
 #include "experiment/policy_spec.hpp"
 
@@ -35,6 +37,9 @@ std::optional<TaskSpec> read_task(const Node& entry, const PluginCatalog& catalo
   task.question = map.get<std::string>(question) == "decode" ? Question::decode : Question::prompt;
   task.questions = map.get<int>(make_param("questions", 1, 1, 100000, "questions over one context"));
   task.turns = map.get<int>(make_param("turns", 1, 1, 100000, "turns of a conversation"));
+  if (constexpr int most = 100000; std::int64_t{task.questions} * task.turns > most)
+    problems.add(entry.place, fmt::format("got {} questions of {} turns, wanted at most {} in all", task.questions,
+                                          task.turns, most));
   if (map.node().find("seed"))
     task.seed = map.get<std::int64_t>(make_param("seed", 0, 0, 9e15, "seed of the samples"));
   else

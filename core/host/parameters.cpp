@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "base/text.hpp"
 
@@ -24,6 +25,11 @@ std::string wanted(const ParamSpec& spec) {
   return text + (range.find(" to ") != std::string::npos ? " from " : " of ") + range;
 }
 
+// Plugins keep their integers as int: what they declare without a limit ends where int does.
+double highest(const ParamSpec& spec) {
+  return spec.kind == ParamKind::integer && spec.high == any ? std::numeric_limits<int>::max() : spec.high;
+}
+
 bool fits(const ParamSpec& spec, const ParamValue& value) {
   switch (spec.kind) {
     case ParamKind::boolean: return std::holds_alternative<bool>(value);
@@ -34,7 +40,7 @@ bool fits(const ParamSpec& spec, const ParamValue& value) {
     }
     case ParamKind::integer: {
       const auto* i = std::get_if<std::int64_t>(&value);
-      return i && static_cast<double>(*i) >= spec.low && static_cast<double>(*i) <= spec.high;
+      return i && static_cast<double>(*i) >= spec.low && static_cast<double>(*i) <= highest(spec);
     }
     case ParamKind::real: {
       double x;
@@ -84,6 +90,9 @@ std::string range_text(const ParamSpec& spec) {
 std::optional<std::string> check(const ParamSpec& spec, const ParamValue& value) {
   if (fits(spec, value)) return std::nullopt;
   const auto* word = std::get_if<std::string>(&value);
+  const auto* integer = std::get_if<std::int64_t>(&value);
+  if (integer && spec.kind == ParamKind::integer && static_cast<double>(*integer) > highest(spec) && spec.high == any)
+    return fmt::format("got {}, wanted at most {:.0f}", *integer, highest(spec));
   std::string message = "got " + (word ? "'" + *word + "'" : to_text(value)) + ", wanted " + wanted(spec);
   if (word && spec.kind == ParamKind::choice) message += did_you_mean(*word, spec.choices);
   return message;

@@ -3,7 +3,10 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 
+#include "base/log.hpp"
 #include "base/sha256.hpp"
 #include "base/text.hpp"
 #include "run/metrics.hpp"
@@ -11,6 +14,8 @@
 
 namespace kvlab {
 namespace {
+
+constexpr std::int64_t most_prompt_tokens = std::int64_t{1} << 27;  // half a GiB of token ids
 
 // body(); an error of the task that names no place gets this one.
 template <class Body>
@@ -21,6 +26,40 @@ auto placed(const std::string& where, Body body) {
     if (!e.where().empty()) throw;
     throw Error(e.code(), e.message(), where);
   }
+}
+
+// Generated prompts have exactly as many tokens as their parameter `context` says (api/kvlab/prompt.hpp): a number that
+// the model cannot take is refused before the first one is made, which might take for ever.
+void check_context(const TaskSpec& spec, const ModelConfig& config) {
+  const auto& values = spec.task.params.values();
+  const auto context = values.find("context");
+  if (context == values.end()) return;
+  const auto* tokens = std::get_if<std::int64_t>(&context->second);
+  if (tokens && *tokens > config.context)
+    throw Error(Errc::config,
+                "got context: " + std::to_string(*tokens) + ", wanted at most " + std::to_string(config.context) +
+                    ", the model's context",
+                spec.where);
+}
+
+// Every prompt is held until the run ends. samples: of the task; done, tokens: made so far. Once some are made they
+// tell how long the others will be.
+void check_amount(int samples, int done, std::int64_t tokens, const std::string& where) {
+  constexpr int enough = 16;
+  const double mean = static_cast<double>(tokens) / done;
+  if (mean * (done < enough ? done : samples) > static_cast<double>(most_prompt_tokens))
+    throw Error(Errc::config,
+                "got " + std::to_string(samples) + " samples of about " + std::to_string(std::llround(mean)) +
+                    " tokens, wanted at most " + std::to_string(most_prompt_tokens) +
+                    " tokens in all: fewer samples, questions or tokens of context",
+                where);
+}
+
+// Every answer would match it.
+void check_references(const std::vector<std::string>& references, const std::string& where) {
+  for (const std::string& r : references)
+    if (r.find_first_not_of(" \t\r\n") == std::string::npos)
+      throw Error(Errc::data, "got an empty reference, wanted text that only a right answer has", where);
 }
 
 }  // namespace
@@ -35,6 +74,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   const PluginInfo* info = catalog.find(Role::task, spec.task.name);
   if (!info) throw Error(Errc::plugin, "got unknown task '" + spec.task.name + "'", spec.where);
   if (!tokenizer) throw Error(Errc::tokenizer, "got a model without a tokenizer, wanted one: tasks are made of text");
+  check_context(spec, config);
   const auto task = create<Task>(*info, spec.task.params);
   const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
                          spec.questions, spec.turns);
@@ -46,7 +86,14 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
                 spec.where);
   out.samples = placed(spec.where, [&] { return task->samples(env); });
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
+  std::int64_t prompt_tokens = 0;  // of all items so far
+  const auto start = std::chrono::steady_clock::now();
+  bool noted = false;
   for (int i = 0; i < out.samples; ++i) {
+    if (!noted && std::chrono::steady_clock::now() - start > std::chrono::seconds(2)) {
+      noted = true;
+      log::info("making " + std::to_string(out.samples) + " prompts of " + spec.name);
+    }
     const std::string where = spec.where + ": sample " + std::to_string(i);
     const TaskSample sample = placed(where, [&] { return task->sample(i, env); });
     if (sample.questions.empty()) throw Error(Errc::data, "got a sample without questions", where);
@@ -85,6 +132,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
         item.fed = question.tokens;
         item.shared = conversations > 1;
       }
+      check_references(item.references, where);
       if (item.prompt.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token", where);
       if (item.forced.empty() && item.max_new < 1)
         throw Error(Errc::data, "got a question that asks for no token, wanted max_new_tokens of at least 1", where);
@@ -99,6 +147,8 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
                     "got " + std::to_string(most) + " tokens of prompt and answer, wanted at most " +
                         std::to_string(config.context) + ", the model's context",
                     where);
+      prompt_tokens += static_cast<std::int64_t>(item.prompt.size() + item.fed.size());
+      check_amount(out.samples, i + 1, prompt_tokens, spec.where);
       const auto add = [&](const std::vector<int>& tokens) {
         for (int t : tokens)
           for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(t >> shift));

@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <cctype>
-#include <fstream>
-#include <iterator>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "base/regular_file.hpp"
+#include "base/utf8.hpp"
 #include "model/bundled.hpp"
 
 namespace kvlab {
@@ -34,17 +35,52 @@ nlohmann::json parse(std::string_view json, const std::string& where) {
   }
 }
 
+// Every value under its name, as text. The parts of an object, and of a list that holds objects or lists, also have
+// names: "answers.text", "answers.0".
+void add_fields(const std::string& name, const nlohmann::json& value, Record& out) {
+  auto& texts = out[name];
+  if (!value.is_array()) {
+    if (!value.is_null() && value != nlohmann::json::object()) texts.push_back(text_of(value));
+  } else {
+    for (const auto& v : value)
+      if (!v.is_null()) texts.push_back(text_of(v));
+  }
+  const bool has_parts =
+      value.is_object() ||
+      (value.is_array() && std::any_of(value.begin(), value.end(), [](const auto& v) { return v.is_structured(); }));
+  if (!has_parts) return;
+  for (const auto& [key, part] : value.items()) add_fields(name + "." + key, part, out);
+}
+
 Record record_of(const nlohmann::json& object, const std::string& where) {
   if (!object.is_object()) throw Error(Errc::data, "got JSON that is no object, wanted {field: value, ...}", where);
   Record r;
-  for (const auto& [key, value] : object.items()) {
-    auto& texts = r[key];
-    if (value.is_array())
-      for (const auto& v : value) texts.push_back(text_of(v));
-    else if (!value.is_null())
-      texts.push_back(text_of(value));
-  }
+  for (const auto& [key, value] : object.items()) add_fields(key, value, r);
   return r;
+}
+
+// Binary data would be encoded byte by byte and look like a prompt.
+void check_text(std::string_view text, const std::string& where) {
+  if (text.find_first_not_of(" \t\r\n\f\v") == std::string_view::npos)
+    throw Error(Errc::data, "got a file without text, wanted a text file", where);
+  for (std::size_t at = 0; at < text.size();) {
+    const std::size_t length = text[at] == '\0' ? 0 : utf8_length(text, at);
+    if (length == 0) {
+      char byte[8];
+      std::snprintf(byte, sizeof byte, "0x%02x", static_cast<unsigned>(static_cast<unsigned char>(text[at])));
+      throw Error(
+          Errc::data,
+          std::string("got byte ") + byte + " at offset " + std::to_string(at) + ", wanted a text file in UTF-8",
+          where);
+    }
+    at += length;
+  }
+}
+
+std::string read_whole(const std::filesystem::path& path) {
+  std::string text = read_file(path, "a text file");
+  if (text.starts_with("\xef\xbb\xbf")) text.erase(0, 3);
+  return text;
 }
 
 }  // namespace
@@ -83,18 +119,15 @@ std::vector<int> ModelTaskEnv::bos() const {
 }
 
 std::string ModelTaskEnv::read_text(const std::string& path) const {
+  if (path.empty()) throw Error(Errc::data, "got no path, wanted that of a text file");
   const auto full = resolve_data_path(path, folder_);
-  std::ifstream in;
-  if (!path.empty() && !std::filesystem::is_directory(full)) in.open(full, std::ios::binary);
-  if (!in.is_open()) throw Error(Errc::data, "got no file, wanted a text file", full.string());
-  std::string text{std::istreambuf_iterator<char>(in), {}};
-  if (in.bad()) throw Error(Errc::io, "cannot be read", full.string());
-  if (text.starts_with("\xef\xbb\xbf")) text.erase(0, 3);
+  std::string text = read_whole(full);
+  check_text(text, full.string());
   return text;
 }
 
 std::vector<Record> ModelTaskEnv::records(const std::string& path) const {
-  const std::string text = read_text(path), where = resolve_data_path(path, folder_).string();
+  const std::string where = resolve_data_path(path, folder_).string(), text = read_whole(where);
   std::vector<Record> out;
   const std::size_t first = text.find_first_not_of(" \t\r\n");
   if (first != std::string::npos && text[first] == '[') {

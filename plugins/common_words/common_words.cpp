@@ -60,6 +60,10 @@ class CommonWords final : public kvlab::PromptTask {
               other_times = other_times_ > 0 ? other_times_
                             : small          ? 1
                                              : 3;
+    if (common_ * times > context())
+      throw kvlab::Error(kvlab::Errc::config, "got context: " + std::to_string(context()) + ", wanted at least " +
+                                                  std::to_string(common_ * times) +
+                                                  ": so many words take a token each and more");
     const auto list = [&](std::size_t others) {
       return env.encode_next(numbered(words, common, times, others, other_times, random));
     };

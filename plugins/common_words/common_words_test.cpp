@@ -58,3 +58,11 @@ TEST_CASE("common_words: RULER's worked example before the list, or none") {
     CHECK(env.decode(none.context).rfind(intro) == env.decode(none.context).find(intro));
   }
 }
+
+TEST_CASE("common_words: more words than tokens are refused before any is made") {
+  const TaskFixture f("common_words");
+  const auto task =
+      f.task({{"context", std::int64_t{512}}, {"common", std::int64_t{1000}}, {"times", std::int64_t{10000}}});
+  CHECK_THROWS_WITH(task->sample(0, f.env(1)),
+                    Catch::Contains("got context: 512, wanted at least 10000000: so many words"));
+}

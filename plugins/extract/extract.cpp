@@ -20,6 +20,9 @@ class Extract final : public kvlab::PromptTask {
                  header + "\n", table, most);
     };
     const std::string intro = "Below is a record of the deliveries to a warehouse.\n";
+    if (rows_ > context())
+      throw kvlab::Error(kvlab::Errc::config, "got context: " + std::to_string(context()) + ", wanted at least " +
+                                                  std::to_string(rows_) + ": so many rows take a token each and more");
     kvlab::Prompt empty = open(env, intro);
     ask(empty, {}, 0);
     // Records and table grow together until one more delivery does not fit.

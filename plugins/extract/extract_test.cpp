@@ -30,3 +30,10 @@ TEST_CASE("extract: every row of the table is a sentence of the record") {
   }
   CHECK(static_cast<int>(env.encode(all).size()) < s.questions[0].max_new_tokens);  // the whole table fits the answer
 }
+
+TEST_CASE("extract: more rows than tokens are refused before any is made") {
+  const TaskFixture f("extract");
+  const auto task = f.task({{"context", std::int64_t{512}}, {"rows", std::int64_t{100000}}});
+  CHECK_THROWS_WITH(task->sample(0, f.env(1)),
+                    Catch::Contains("got context: 512, wanted at least 100000: so many rows"));
+}

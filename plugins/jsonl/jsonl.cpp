@@ -116,9 +116,19 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
     append(q.tokens, close);
     append(q.tokens, env.encode_next(opening_.render(record, place(i))));
     q.references = jsonl::field(record, references_, place(i));
+    if (jsonl::has_parts(record, references_))
+      throw kvlab::Error(kvlab::Errc::data,
+                         "got an object or nested lists in '" + references_ + "', wanted texts: name a part, like '" +
+                             record.lower_bound(references_ + ".")->first + "'",
+                         place(i));
     if (q.references.empty())
       throw kvlab::Error(kvlab::Errc::data, "got no texts in '" + references_ + "', wanted at least one reference",
                          place(i));
+    if (std::any_of(q.references.begin(), q.references.end(), jsonl::blank))
+      throw kvlab::Error(
+          kvlab::Errc::data,
+          "got an empty text in '" + references_ + "', wanted a reference: every answer contains an empty one",
+          place(i));
     q.max_new_tokens = max_new_;
     conversation = (q.follows ? conversation : 0) + q.tokens.size() + static_cast<std::size_t>(max_new_);
     longest = std::max(longest, conversation);
@@ -139,7 +149,8 @@ KVLAB_PLUGIN(
                "text before the question; {field} is replaced, {{ and }} are braces")
         .param("question_text", std::string("\n{input}\n"), "the part that is the question; may be empty")
         .param("answer_opening", std::string(), "first words of the model's answer")
-        .param("references", std::string("answers"), "field with the accepted answers")
+        .param("references", std::string("answers"),
+               "field with the accepted answers; answers.text: a part of an object")
         .param("metric", std::string("f1"), "contains, contains_all, exact, prefix, f1, rouge_l or choice")
         .param("max_new_tokens", 64, 1, 100000, "longest answer")
         .param("limit", 0, 0, kvlab::any, "samples; 0 = all")

@@ -167,6 +167,14 @@ TEST_CASE("jsonl: what is wrong is named with file and record") {
         "record 1: got no field 'inputt', wanted one of: answers, context");
   fails(good, {{"references", std::string("gold")}}, "record 1: got no field 'gold'");
   fails(R"({"context": "c", "input": "i", "answers": []})", {}, "record 1: got no texts in 'answers'");
+  fails(R"({"context": "c", "input": "i", "answers": ["a", " "]})", {}, "record 1: got an empty text in 'answers'");
+  fails(R"({"context": "c", "input": "i", "answers": ""})", {}, "record 1: got an empty text in 'answers'");
+  fails(R"({"context": "c", "input": "i", "answers": {}})", {}, "record 1: got no texts in 'answers'");
+  fails(R"({"context": "c", "input": "i", "answers": null})", {}, "record 1: got no texts in 'answers'");
+  fails(R"({"context": "c", "input": "i", "answers": {"text": ["a"]}})", {},
+        "record 1: got an object or nested lists in 'answers', wanted texts: name a part, like 'answers.text'");
+  fails(R"({"context": "c", "input": "i", "answers": [{"text": "a"}]})", {},
+        "record 1: got an object or nested lists in 'answers'");
   for (const char* text : {"{", "a }", "{a{b}}", "{}", "{{{a}"})
     CHECK_THROWS_WITH(f.task(with({{"prompt", std::string(text)}}))->samples(env),
                       Catch::Contains("at byte") || Catch::Contains("no field"));

@@ -18,6 +18,14 @@ inline const std::vector<std::string>& field(const kvlab::Record& record, const 
   throw kvlab::Error(kvlab::Errc::data, "got no field '" + name + "', wanted one of: " + known, where);
 }
 
+// Does the field hold more than texts? Then its parts are fields too: "answers.text" beside "answers".
+inline bool has_parts(const kvlab::Record& record, const std::string& name) {
+  const auto part = record.lower_bound(name + ".");
+  return part != record.end() && part->first.rfind(name + ".", 0) == 0;
+}
+
+inline bool blank(const std::string& text) { return text.find_first_not_of(" \t\r\n") == std::string::npos; }
+
 // Text with {field} in it; {{ and }} stand for braces. Several texts of a field are joined by line ends.
 class Template {
  public:

@@ -22,6 +22,10 @@ class Kv final : public kvlab::PromptTask {
     if (asked > most)
       throw kvlab::Error(kvlab::Errc::config,
                          "got " + std::to_string(asked) + " questions, wanted at most pairs: " + std::to_string(most));
+    if (pairs_ > context())
+      throw kvlab::Error(kvlab::Errc::config, "got context: " + std::to_string(context()) + ", wanted at least " +
+                                                  std::to_string(pairs_) +
+                                                  ": so many pairs take a token each and more");
     const auto keys = kvlab::identifiers(key_, most, random), values = kvlab::identifiers(value_, most, random);
     kvlab::Prompt prompt =
         open(env, "Extract the value corresponding to the specified key in the JSON object below.\n");

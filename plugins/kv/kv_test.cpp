@@ -35,3 +35,10 @@ TEST_CASE("kv: few pairs of short names") {
   CHECK(pairs == 3);
   CHECK(text.find("The grass is green.") < text.find("JSON data:"));
 }
+
+TEST_CASE("kv: more pairs than tokens are refused before any is made") {
+  const TaskFixture f("kv");
+  const auto task = f.task({{"context", std::int64_t{512}}, {"pairs", std::int64_t{100000}}});
+  CHECK_THROWS_WITH(task->sample(0, f.env(1)),
+                    Catch::Contains("got context: 512, wanted at least 100000: so many pairs"));
+}

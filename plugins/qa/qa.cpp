@@ -67,10 +67,19 @@ class Qa final : public kvlab::PromptTask {
     for (const std::size_t r : order) {
       const auto field = [&](const char* name) {
         const auto it = records_[r].find(name);
+        const std::string where = data_ + ": record " + std::to_string(r + 1);
         if (it == records_[r].end() || it->second.empty())
           throw kvlab::Error(kvlab::Errc::data,
                              "got a record without '" + std::string(name) + "', wanted context, question and answers",
-                             data_ + ": record " + std::to_string(r + 1));
+                             where);
+        if (const auto part = records_[r].lower_bound(it->first + ".");
+            part != records_[r].end() && part->first.rfind(it->first + ".", 0) == 0)
+          throw kvlab::Error(kvlab::Errc::data,
+                             "got an object or nested lists in '" + std::string(name) + "', wanted text", where);
+        for (const std::string& text : it->second)
+          if (text.find_first_not_of(" \t\r\n") == std::string::npos)
+            throw kvlab::Error(kvlab::Errc::data, "got an empty text in '" + std::string(name) + "', wanted words",
+                               where);
         return it->second;
       };
       const std::string text = field("context").front();

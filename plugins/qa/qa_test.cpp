@@ -37,6 +37,11 @@ TEST_CASE("qa: documents of a file, each sample another question") {
   }
   for (const char* q : {"Who sails?", "Who walks?", "What does Ann sail?"})
     CHECK(questions.find(q) != std::string::npos);
+  for (const char* answers : {R"("")", R"(["a", " "])", R"({"text": ["a"]})"}) {
+    f.write("bad.jsonl", R"({"context": "c", "question": "q", "answers": )" + std::string(answers) + "}");
+    CHECK_THROWS_WITH(f.task({{"data", std::string("bad.jsonl")}})->sample(0, env),
+                      Catch::Contains("bad.jsonl: record 1: got") && Catch::Contains("'answers'"));
+  }
   f.write("bad.jsonl", R"({"context": "c", "answers": ["a"]})");
   CHECK_THROWS_WITH(f.task({{"data", std::string("bad.jsonl")}})->sample(0, env),
                     Catch::Contains("bad.jsonl: record 1") && Catch::Contains("'question'"));

@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int most = 1 << 20;  // tokens
+
 struct Lengths {
   int prompt, answer;
 };
@@ -76,7 +78,7 @@ class RandomPrompts final : public kvlab::Task {
           read.ptr == end || *read.ptr == ',' || *read.ptr == ' ' || *read.ptr == '\t' || *read.ptr == '\r';
       if (read.ec != std::errc() || !ends) value = 0;
     }
-    if (value < 1 || value > 1 << 24)
+    if (value < 1 || value > most)
       throw kvlab::Error(kvlab::Errc::data,
                          "got '" + line + "', wanted ARRIVAL,PROMPT,ANSWER: seconds and two numbers of tokens",
                          file_ + ":" + std::to_string(number));
@@ -92,9 +94,9 @@ class RandomPrompts final : public kvlab::Task {
 
 KVLAB_PLUGIN(kvlab::task<RandomPrompts>("random_prompts",
                                         "random letters of given or drawn lengths, for workloads; no score")
-                 .param("prompt", 512, 1, kvlab::any, "tokens of a prompt, the fewest when prompt_max is more")
-                 .param("prompt_max", 0, 0, kvlab::any, "most tokens of a prompt; lengths between are equally likely")
-                 .param("answer", 64, 1, kvlab::any, "most tokens of an answer")
-                 .param("answer_max", 0, 0, kvlab::any, "likewise: lengths from `answer` to this one")
+                 .param("prompt", 512, 1, most, "tokens of a prompt, the fewest when prompt_max is more")
+                 .param("prompt_max", 0, 0, most, "most tokens of a prompt; lengths between are equally likely")
+                 .param("answer", 64, 1, most, "most tokens of an answer")
+                 .param("answer_max", 0, 0, most, "likewise: lengths from `answer` to this one")
                  .param("samples", 32, 1, 1000000, "prompts")
                  .param("file", std::string(), "lines of ARRIVAL,PROMPT,ANSWER in place of the lengths above"))

@@ -20,6 +20,10 @@ class VariableTracking final : public kvlab::PromptTask {
     if (env.questions() > chains_)
       throw kvlab::Error(kvlab::Errc::config, "got " + std::to_string(env.questions()) +
                                                   " questions, wanted at most chains: " + std::to_string(chains_));
+    if (const int variables = chains_ * (hops_ + 1); variables > context())
+      throw kvlab::Error(kvlab::Errc::config, "got context: " + std::to_string(context()) + ", wanted at least " +
+                                                  std::to_string(variables) +
+                                                  ": so many variables take a token each and more");
     kvlab::Random random = this->random(index, env);
     const auto names = kvlab::distinct(chains_ * (hops_ + 1), [&] { return random.letters(5, 'A'); });
     const auto values = kvlab::distinct(chains_, [&] { return random.digits(5); });

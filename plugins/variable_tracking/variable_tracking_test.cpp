@@ -53,3 +53,11 @@ TEST_CASE("variable_tracking: RULER's worked example before the text, or none") 
   const TaskSample none = f.task({{"context", std::int64_t{1500}}, {"examples", std::int64_t{0}}})->sample(0, env);
   CHECK(env.decode(none.context).rfind(intro) == env.decode(none.context).find(intro));
 }
+
+TEST_CASE("variable_tracking: more variables than tokens are refused before any is made") {
+  const TaskFixture f("variable_tracking");
+  const auto task =
+      f.task({{"context", std::int64_t{512}}, {"chains", std::int64_t{1000}}, {"hops", std::int64_t{1000}}});
+  CHECK_THROWS_WITH(task->sample(0, f.env(1)),
+                    Catch::Contains("got context: 512, wanted at least 1001000: so many variables"));
+}

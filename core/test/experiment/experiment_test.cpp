@@ -641,6 +641,10 @@ TEST_CASE("order and table of cells") {
   CHECK(table.substr(0, 8) == "4 cells\n");
   CHECK_THAT(table, Catch::Contains("snapkv"));
   CHECK_THROWS_AS(plain_cells(load(head + "policies: [full, full]\n")), Error);
+  std::string seeds = "seed: [0";
+  for (int i = 1; i <= 100; ++i) seeds += ", " + std::to_string(i);
+  CHECK_THROWS_WITH(plain_cells(load(head + "policies: [full]\nrepeats: 1000\n" + seeds + "]\n")),
+                    Catch::Contains("got 101000 cells, wanted at most 100000"));
   CHECK_THROWS_AS(plain_cells(load(head + "policies: [full]\nseed: [1, 1]\n")), Error);
 }
 

@@ -130,6 +130,9 @@ TEST_CASE("samples that cannot run are refused before any work") {
   fails({{{1}, {asked({-1})}}}, "got token -1");
   fails({{{1}, {forced({2, 99})}}}, "got token 99");
   fails({{{1, 2}, {asked({3}, 8)}}}, "got 11 tokens of prompt and answer, wanted at most 10", 10);
+  TaskQuestion empty = asked({1});
+  empty.references = {"yes", " "};
+  fails({{{1}, {asked({1}), empty}}}, "sample 0: got an empty reference");
   script = {{{{1, 2}, {asked({3}, 7)}}}, "exact", ""};
   CHECK(made(Question::prompt, 10).items.size() == 1);
   script = {{{{1}, {asked({2})}}}, "exat", ""};
@@ -137,4 +140,26 @@ TEST_CASE("samples that cannot run are refused before any work") {
                     Catch::Contains("got metric 'exat'") && Catch::Contains("did you mean 'exact'"));
   script = {{{{1}, {asked({2})}}}, "exact", "got a bad thing"};
   CHECK_THROWS_WITH(made(Question::prompt), Catch::Equals("exp.yaml:3:5: sample 0: got a bad thing"));
+}
+
+TEST_CASE("numbers that no machine could serve are refused before the prompts are made") {
+  const auto refused = [](const char* parameter, std::int64_t value) {
+    Registry registry({test::plugin_folder()});
+    const RegistryCatalog catalog(registry);
+    TaskSpec spec;
+    spec.where = "exp.yaml:3:5";
+    spec.name = "niah";
+    std::map<std::string, ParamValue> given{{"context", std::int64_t{1024}}};
+    given[parameter] = value;
+    spec.task = {Role::task, "niah", resolve(*catalog.find(Role::task, "niah"), given)};
+    ModelConfig config;
+    config.vocab = 50257;
+    config.context = 2048;
+    CHECK_THROWS_WITH(make_items(spec, catalog, test::test_vocabulary("gpt-2"), config, Experiment(), 1),
+                      Catch::Contains("exp.yaml:3:5: got ") && Catch::Contains(", wanted at most "));
+  };
+  refused("context", 2049);
+  refused("context", INT32_MAX);
+  // 100000 samples at five depths, 1024 tokens each, are 512 million tokens.
+  refused("samples", 100000);
 }

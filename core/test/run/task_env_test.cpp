@@ -58,18 +58,41 @@ TEST_CASE("a model without a template opens with BOS, if it wants one, and close
 TEST_CASE("files lie beside the experiment or in the data folder") {
   const TaskFixture f("niah");
   f.write("a.txt", "\xef\xbb\xbfhello\r\n");
-  f.write("empty.txt", "");
   const auto env = f.env(1);
   CHECK(env.read_text("a.txt") == "hello\r\n");
-  CHECK(env.read_text("empty.txt").empty());
   CHECK(env.read_text("bundled/niah/haystack.txt").size() > 150000);
-  for (const char* path : {"", ".", "none.txt", "a.txt/b", "bundled/none"}) {
+  for (const char* path : {"none.txt", "a.txt/b", "bundled/none"}) {
     INFO(path);
-    CHECK_THROWS_WITH(env.read_text(path), Catch::Contains("got no file, wanted a text file"));
+    CHECK_THROWS_WITH(env.read_text(path), Catch::Contains("when opening the file, wanted a text file"));
   }
+  CHECK_THROWS_WITH(env.read_text(""), Catch::Contains("got no path"));
 }
 
-TEST_CASE("records keep every field as text") {
+TEST_CASE("what is no text is refused with file and byte") {
+  const TaskFixture f("niah");
+  const auto env = f.env(1);
+  const auto refused = [&](const char* path, const std::string& message) {
+    INFO(path);
+    CHECK_THROWS_WITH(env.read_text(path), Catch::Contains(path) && Catch::Contains(message));
+  };
+  f.write("zero.txt", std::string_view("some text\0more", 14));
+  refused("zero.txt", "got byte 0x00 at offset 9, wanted a text file in UTF-8");
+  f.write("latin1.txt", "caf\xe9 au lait");
+  refused("latin1.txt", "got byte 0xe9 at offset 3");
+  f.write("cut.txt", "\xef\xbb\xbfx\xe2\x82");
+  refused("cut.txt", "got byte 0xe2 at offset 1");
+  f.write("empty.txt", "");
+  refused("empty.txt", "got a file without text");
+  f.write("blank.txt", " \n\r\n\t");
+  refused("blank.txt", "got a file without text");
+  CHECK_THROWS_WITH(env.read_text("."), Catch::Contains("got a folder, wanted a text file"));
+  CHECK_THROWS_WITH(env.read_text("/dev/zero"), Catch::Contains("got a device, wanted a text file"));
+  CHECK_THROWS_WITH(env.records("/dev/zero"), Catch::Contains("got a device, wanted a text file"));
+  f.write("page.txt", "a\fb \xe6\xbc\xa2\n");  // a form feed is no binary data
+  CHECK(env.read_text("page.txt").size() == 8);
+}
+
+TEST_CASE("records keep every field as text, and the parts of what is no text") {
   const TaskFixture f("niah");
   f.write("r.json",
           "\xef\xbb\xbf [{\"a\": \"x\", \"b\": [1, \"y\", {\"c\": 2}], \"d\": null, \"e\": 1.5, \"f\": true}]");
@@ -78,9 +101,17 @@ TEST_CASE("records keep every field as text") {
   const Record& r = records[0];
   CHECK(r.at("a") == std::vector<std::string>{"x"});
   CHECK(r.at("b") == std::vector<std::string>{"1", "y", "{\"c\":2}"});
+  CHECK(r.at("b.0") == std::vector<std::string>{"1"});
+  CHECK(r.at("b.1") == std::vector<std::string>{"y"});
+  CHECK(r.at("b.2.c") == std::vector<std::string>{"2"});
   CHECK(r.at("d").empty());
   CHECK(r.at("e") == std::vector<std::string>{"1.5"});
   CHECK(r.at("f") == std::vector<std::string>{"true"});
+  CHECK(r.size() == 9);  // with b.2
+  // As SQuAD has its answers.
+  f.write("squad.json", R"({"answers": {"text": ["x", "y"], "answer_start": [3, 5]}})");
+  const Record squad = f.env(1).records("squad.json").at(0);
+  CHECK(squad.at("answers.text") == std::vector<std::string>{"x", "y"});
 }
 
 TEST_CASE("every cut of a record is an error, never a record") {
