@@ -137,8 +137,11 @@ void CommandLine::add_run() {
   CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
                         "kvlab check exp.yaml", [this] {
                           const Loaded loaded(file_, sets_);
-                          fmt::print("{}", check_experiment(loaded.experiment, *loaded.catalog));
-                          return 0;
+                          const Checked checked = check_experiment(loaded.experiment, *loaded.catalog);
+                          fmt::print("{}", checked.table);
+                          if (!checked.absent) return 0;
+                          print_error(*checked.absent);
+                          return exit_code(checked.absent->code());
                         });
   add_experiment(check);
 }
@@ -302,6 +305,10 @@ int run_cli(int argc, char** argv) {
   } catch (const Error& e) {
     print_error(e);
     return exit_code(e.code());
+  } catch (const std::filesystem::filesystem_error& e) {  // a name too long, a folder that may not be searched
+    const Error error(Errc::io, "got '" + e.code().message() + "', wanted a file or folder", e.path1().string());
+    print_error(error);
+    return exit_code(error.code());
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "error: out of memory\n");
   } catch (const std::system_error& e) {  // a pipe that was closed, a full disk

@@ -205,17 +205,16 @@ results::RunInfo run_info(const Experiment& e, const std::string& command) {
   return info;
 }
 
-std::string check_experiment(const Experiment& given, const PluginCatalog& catalog) {
+Checked check_experiment(const Experiment& given, const PluginCatalog& catalog) {
   const Experiment e = with_backend(given);
   try {
-    return cell_table(e, prepare(e, catalog).cells);
+    return {cell_table(e, prepare(e, catalog).cells), {}};
   } catch (const Error& error) {
     if (error.code() != Errc::network) throw;
     for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
     std::vector<Cell> all = cells(e, catalog, {});
     for (Cell& cell : all) cell.id = "-";  // the model's contents are part of it
-    return cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n" + error.what() +
-           "\n";
+    return {cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n", error};
   }
 }
 

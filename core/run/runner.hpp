@@ -1,6 +1,9 @@
 // Runs an experiment: checks everything first, then cell by cell; every finished cell is on disk before the next one
 // starts.
 #pragma once
+#include <kvlab/error.hpp>
+
+#include <optional>
 #include <string>
 
 #include "experiment/experiment.hpp"
@@ -22,7 +25,11 @@ int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, c
 results::RunInfo run_info(const Experiment& experiment, const std::string& command);
 
 // What `kvlab check` prints: the cells, once everything holds that a run checks before its first cell (weights are not
-// read). When a bundled model is not on this machine, the last line says what could not be checked.
-std::string check_experiment(const Experiment& experiment, const PluginCatalog& catalog);
+// read). absent: why a bundled model is not on this machine; then its prompts and budgets are not checked.
+struct Checked {
+  std::string table;
+  std::optional<Error> absent;
+};
+Checked check_experiment(const Experiment& experiment, const PluginCatalog& catalog);
 
 }  // namespace kvlab
