@@ -257,7 +257,7 @@ double mean(const std::vector<double>& values) {
   double sum = 0;
   int count = 0;
   for (double v : values)
-    if (std::isfinite(v)) {
+    if (!std::isnan(v)) {
       sum += v;
       ++count;
     }
@@ -265,6 +265,7 @@ double mean(const std::vector<double>& values) {
 }
 
 double percentile(std::vector<double> values, double share) {
+  std::erase_if(values, [](double v) { return std::isnan(v); });
   if (values.empty()) return nan;
   std::sort(values.begin(), values.end());
   const double rank = std::ceil(share * static_cast<double>(values.size()));

@@ -29,7 +29,8 @@ namespace kvlab {
 double score(const std::string& metric, const std::string& answer, const std::vector<std::string>& references);
 std::vector<std::string> metric_names();
 
-double mean(const std::vector<double>& values);               // of the finite ones; NaN when there is none
-double percentile(std::vector<double> values, double share);  // nearest rank; NaN when empty
+// NaN = not measured, and is left out. What was measured and is not finite never gets there: it ends the cell.
+double mean(const std::vector<double>& values);               // NaN when there is none
+double percentile(std::vector<double> values, double share);  // nearest rank; NaN when there is none
 
 }  // namespace kvlab

@@ -115,4 +115,13 @@ TEST_CASE("means and percentiles") {
   CHECK(percentile({4, 1, 3, 2}, 0.95) == 4);
   CHECK(percentile({7}, 0.01) == 7);
   CHECK(std::isnan(percentile({}, 0.5)));
+  // What was not measured is left out wherever it stands; what was measured and is infinite is not.
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const std::vector<double>& v : {std::vector{nan, 1., 2., 3.}, {1., 2., nan, 3.}, {3., 2., 1., nan}}) {
+    CHECK(percentile(v, 0.5) == 2);
+    CHECK(percentile(v, 1) == 3);
+  }
+  CHECK(std::isnan(percentile({nan, nan}, 0.5)));
+  CHECK(mean({1, inf, nan}) == inf);
+  CHECK(percentile({1, inf, 2}, 1) == inf);
 }

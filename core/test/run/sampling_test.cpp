@@ -2,6 +2,7 @@
 
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <limits>
 
 using namespace kvlab;
 
@@ -20,6 +21,38 @@ TEST_CASE("loss and divergence of known distributions") {
   CHECK(kl_divergence(p, p) == 0);
   const std::vector<float> shifted{1000.f, 1000.f, 1000.f};  // no overflow
   CHECK(kl_divergence(p, shifted) == Approx(kl));
+}
+
+TEST_CASE("the divergence is of the first from the second") {
+  // p = (1/2, 1/2) and q = (1/5, 4/5), whose divergences from each other differ.
+  const std::vector<float> p{0.f, 0.f}, q{0.f, std::log(4.f)};
+  CHECK(kl_divergence(p, q) == Approx(0.5 * std::log(5. / 2) + 0.5 * std::log(5. / 8)));  // 0.2231
+  CHECK(kl_divergence(q, p) == Approx(0.2 * std::log(2. / 5) + 0.8 * std::log(8. / 5)));  // 0.1927
+  CHECK(kl_divergence(p, q) == Approx(0.22314).margin(1e-5));
+  CHECK(kl_divergence(q, p) == Approx(0.19274).margin(1e-5));
+}
+
+TEST_CASE("logits that are not finite are never a good number") {
+  constexpr float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  std::mt19937_64 random(1);
+  const std::vector<float> good{3, 1, 2, 0, 1};
+  CHECK(top1_agreement(good, good) == 1);
+  CHECK(top1_agreement(good, std::vector<float>{0, 1, 2, 0, 1}) == 0);
+  for (const float bad : {nan, inf, -inf})
+    for (std::size_t at = 0; at <= good.size(); ++at) {
+      std::vector<float> x = good;
+      at < x.size() ? void(x[at] = bad) : x.assign(x.size(), bad);  // at the end: all of them
+      CAPTURE(bad, at);
+      CHECK(argmax(x) == -1);
+      CHECK(sample(x, {0, 1}, random) == -1);
+      CHECK(sample(x, {1, 0.9}, random) == -1);
+      CHECK(std::isnan(negative_log_likelihood(x, 1)));
+      CHECK(std::isnan(kl_divergence(x, good)));
+      CHECK(std::isnan(kl_divergence(good, x)));
+      CHECK(std::isnan(kl_divergence(x, x)));
+      CHECK(std::isnan(top1_agreement(x, good)));
+      CHECK(std::isnan(top1_agreement(x, x)));
+    }
 }
 
 TEST_CASE("sampling follows the distribution, the nucleus and the seed") {
