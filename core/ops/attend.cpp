@@ -125,8 +125,8 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
     float* s = x.scores.data() + g * stride;
     const float maximum = any_seen ? kernels.max(s, tokens) : minus_infinity;
     partials.maximum(task.partial + g) = maximum;
-    if (maximum > minus_infinity) {
-      partials.total(task.partial + g) = kernels.exp_sum(s, tokens, maximum);
+    if (any_seen) {  // with no maximum the scores are minus infinity or NaN, which has to spread
+      partials.total(task.partial + g) = kernels.exp_sum(s, tokens, maximum > minus_infinity ? maximum : 0.f);
     } else {
       partials.total(task.partial + g) = 0;
       std::fill_n(s, tokens, 0.f);
@@ -156,13 +156,13 @@ float merge(const AttendArgs& a, int row, int query_head, std::int64_t partial, 
   float total = 0;
   for (int c = 0; c < chunks; ++c) {
     const std::int64_t i = partial + std::int64_t{c} * group;
-    if (!(partials.total(i) > 0)) continue;
+    if (partials.total(i) == 0) continue;
     const float weight = std::exp(partials.maximum(i) - maximum);
     total += weight * partials.total(i);
     kernels.add_scaled(partials.values(i), dim, weight, out);
   }
-  if (total > 0) kernels.scale(out, dim, 1.f / total);
-  const float lse = total > 0 ? maximum + std::log(total) : minus_infinity;
+  if (total != 0) kernels.scale(out, dim, 1.f / total);
+  const float lse = total != 0 ? maximum + std::log(total) : minus_infinity;
   if (a.lse) a.lse(row, query_head) = lse;
   return lse;
 }
@@ -176,8 +176,9 @@ void finish_mass(const AttendArgs& a, const AttendPlan& plan, int row, int head,
   for (int chunk = 0; chunk < plan.chunks(row, head); ++chunk) {
     pieces.clear();
     plan.pieces(a.kv, row, head, chunk, std::numeric_limits<int>::max(), pieces);
-    const float maximum = partials.maximum(partial + std::int64_t{chunk} * group);
-    const bool seen = lse > minus_infinity && maximum > minus_infinity;
+    const std::int64_t of_chunk = partial + std::int64_t{chunk} * group;
+    const float maximum = partials.maximum(of_chunk);
+    const bool seen = lse != minus_infinity && partials.total(of_chunk) != 0;
     const float weight = seen ? std::exp(maximum - lse) : 0.f;
     for (const Piece& piece : pieces) {
       const std::int64_t begin = std::int64_t{piece.page} * a.kv.page_size + piece.begin;

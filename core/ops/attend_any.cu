@@ -152,10 +152,10 @@ __global__ void __launch_bounds__(merge_warps * 32) merge_kernel(const __grid_co
   for (int d = threadIdx.x; d < dim; d += merge_warps * 32) {
     float value = 0;
     for (int w = 0; w < merge_warps; ++w) value += reinterpret_cast<const float*>(out_room[w])[d];
-    a.out(row, head, d) = total > 0 ? value / total : 0.f;
+    a.out(row, head, d) = total != 0 ? value / total : 0.f;  // NaN stays
   }
   if (threadIdx.x != 0) return;
-  const float lse = total > 0 ? top + log2f(total) : -INFINITY;
+  const float lse = total != 0 ? top + log2f(total) : -INFINITY;
   a.shift[pair] = lse;
   if (a.lse.data) a.lse(row, head) = lse * ln2;
 }

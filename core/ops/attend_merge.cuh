@@ -47,7 +47,7 @@ __device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head,
 // Of a column of four elements of the pair's heads.
 template <class T, int Dim>
 __device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
-  const float share = r.sum > 0 ? 1 / r.sum : 0.f;
+  const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // NaN stays
   const int row = pair / a.kv_heads, query_head = pair % a.kv_heads * a.group + column / (Dim / 4),
             element = column % (Dim / 4) * 4;
   const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
@@ -56,7 +56,7 @@ __device__ __forceinline__ void put_result(const Args& a, int pair, int column, 
   if (a.rounded)
     *reinterpret_cast<uint2*>(rounded_at<T, Dim>(a, row, query_head, element)) =
         make_uint2(Pair<T>::pack(x.x, x.y), Pair<T>::pack(x.z, x.w));
-  if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum > 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
+  if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum != 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
 }
 
 // Partial results of `parts` blocks become the pair's: `first`, and from the second on those behind `others`, two a

@@ -48,11 +48,11 @@ void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
     total += weight[t];
     for (int d = 0; d < dim; ++d) out[d] += weight[t] * values[std::size_t(t) * dim + d];
   }
-  for (int d = 0; d < dim; ++d) a.out(row, query_head, d) = static_cast<float>(total > 0 ? out[d] / total : 0);
-  if (a.lse) a.lse(row, query_head) = static_cast<float>(total > 0 ? maximum + std::log(total) : maximum);
+  for (int d = 0; d < dim; ++d) a.out(row, query_head, d) = static_cast<float>(total != 0 ? out[d] / total : 0);
+  if (a.lse) a.lse(row, query_head) = static_cast<float>(total != 0 ? maximum + std::log(total) : maximum);
   if (a.mass)
     for (int t = 0; t < a.mass.extent[2]; ++t)
-      a.mass(row, query_head, t) = static_cast<float>(t < tokens && total > 0 ? weight[t] / total : 0);
+      a.mass(row, query_head, t) = static_cast<float>(t < tokens && total != 0 ? weight[t] / total : 0);
 }
 
 }  // namespace

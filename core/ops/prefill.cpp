@@ -302,8 +302,10 @@ class Prefill {
     float* scores = s.scores + std::int64_t{row} * key_block;
     const int n = mask(h, b, row, k0, scores);
     const float largest = std::max(s.largest[row], row_.max(scores, n));
-    const int seen = largest == minus_infinity ? 0 : n;
-    if (seen > 0) {
+    const int seen = n;
+    if (largest == minus_infinity) {  // nothing but minus infinity and NaN, which has to spread
+      s.total[row] += row_.exp_sum(scores, n, 0.f);
+    } else if (seen > 0) {
       const float before = std::exp(s.largest[row] - largest);
       if (before != 1) row_.scale(s.out + std::int64_t{row} * wide_, wide_, before);
       s.total[row] = s.total[row] * before + row_.exp_sum(scores, n, largest);
