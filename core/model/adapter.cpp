@@ -153,6 +153,7 @@ class AdaptedCheckpoint final : public Checkpoint {
                   file.where() + ": " + name);
     std::vector<float> out(static_cast<std::size_t>(shape[0] * shape[1]));
     dequantize(tensor.type, tensor.data, shape[0] * shape[1], out.data());
+    check_weights(out.data(), shape[0], shape[1], 0, DType::f32, file.where() + ": " + name);
     return out;
   }
 

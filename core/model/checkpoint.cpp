@@ -5,6 +5,7 @@
 #include <kvlab/error.hpp>
 #include <set>
 
+#include "base/finite.hpp"
 #include "model/checkpoint_checks.hpp"
 #include "model/gguf_checkpoint.hpp"
 #include "model/hf_checkpoint.hpp"
@@ -18,6 +19,35 @@ std::vector<float> Checkpoint::read(std::string_view name) const {
   std::vector<float> out(static_cast<std::size_t>(rows * dims.back()));
   read_rows(name, 0, rows, out.data());
   return out;
+}
+
+void Checkpoint::read_weights(std::string_view name, std::int64_t row_begin, std::int64_t row_count, DType dtype,
+                              float* out) const {
+  read_rows(name, row_begin, row_count, out);
+  check_weights(out, row_count, shape(name).back(), row_begin, dtype, fmt::format("tensor {}", name));
+}
+
+std::vector<float> Checkpoint::read_weights(std::string_view name) const {
+  std::vector<float> out = read(name);
+  const std::int64_t columns = shape(name).back();
+  check_weights(out.data(), static_cast<std::int64_t>(out.size()) / columns, columns, 0, DType::f32,
+                fmt::format("tensor {}", name));
+  return out;
+}
+
+void check_weights(const float* x, std::int64_t rows, std::int64_t columns, std::int64_t first_row, DType dtype,
+                   const std::string& where) {
+  const float limit = finite_limit(dtype);
+  const std::int64_t found = count_nonfinite(x, rows * columns, limit);
+  if (found == 0) return;
+  std::int64_t at = 0;
+  while (count_nonfinite(x + at, 1, limit) == 0) ++at;
+  throw NonFinite(
+      found,
+      Error(Errc::model,
+            fmt::format("got {} of {} weights that are NaN or infinite as {}, the first at [{}, {}]: {}; wanted none",
+                        found, rows * columns, name_of(dtype), first_row + at / columns, at % columns, x[at]),
+            where));
 }
 
 void check_tensors(const Checkpoint& checkpoint, const std::string& where) {

@@ -1,5 +1,7 @@
 // A model on disk, whatever its format: configuration, weights under their Hugging Face names, tokenizer.
 #pragma once
+#include <kvlab/dtype.hpp>
+
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -44,6 +46,10 @@ class Checkpoint {
   // Rows [row_begin, row_begin + row_count) as f32 into out[row_count * columns]; a 1-D tensor is one row.
   virtual void read_rows(std::string_view name, std::int64_t row_begin, std::int64_t row_count, float* out) const = 0;
   std::vector<float> read(std::string_view name) const;  // the whole tensor
+  // What a model is made of: the same, and NonFinite (Errc::model) where a number is not finite in the dtype.
+  void read_weights(std::string_view name, std::int64_t row_begin, std::int64_t row_count, DType dtype,
+                    float* out) const;
+  std::vector<float> read_weights(std::string_view name) const;  // the whole tensor, in f32
   // How a synthetic model's tensor may be made where it is wanted, without reading it; empty for weights of a file.
   virtual std::optional<RandomTensor> random_tensor(std::string_view /*name*/) const { return std::nullopt; }
 

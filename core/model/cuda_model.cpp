@@ -40,7 +40,7 @@ class Upload {
         const std::int64_t count = std::min(rows, all - begin), elements = count * out.k;
         wide_.resize(static_cast<std::size_t>(elements));
         narrow_.resize(static_cast<std::size_t>(elements));
-        c_.read_rows(name, begin, count, wide_.data());
+        c_.read_weights(name, begin, count, dtype_, wide_.data());
 #pragma omp parallel for schedule(static)
         for (std::int64_t i = 0; i < elements; ++i)
           narrow_[static_cast<std::size_t>(i)] = narrow(wide_[static_cast<std::size_t>(i)]);
@@ -56,7 +56,7 @@ class Upload {
   StreamMemory vector(const std::vector<std::string>& names) {
     std::vector<float> all;
     for (const auto& name : names) {
-      const auto v = c_.read(name);
+      const auto v = c_.read_weights(name);
       all.insert(all.end(), v.begin(), v.end());
     }
     StreamMemory out(s_, all.size() * sizeof(float));

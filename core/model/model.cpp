@@ -7,6 +7,7 @@
 #include <exception>
 #include <mutex>
 
+#include "base/finite.hpp"
 #include "base/stream_memory.hpp"
 #include "model/cuda_model.hpp"
 
@@ -25,7 +26,7 @@ ops::Linear stacked(const Checkpoint& c, const std::vector<std::string>& names, 
   return ops::Linear::pack(begin.back(), columns, dtype, [&](std::int64_t first, std::int64_t count, float* out) {
     for (std::size_t i = 0; i < names.size(); ++i) {
       const std::int64_t from = std::max(first, begin[i]), to = std::min(first + count, begin[i + 1]);
-      if (from < to) c.read_rows(names[i], from - begin[i], to - from, out + (from - first) * columns);
+      if (from < to) c.read_weights(names[i], from - begin[i], to - from, dtype, out + (from - first) * columns);
     }
   });
 }
@@ -33,7 +34,7 @@ ops::Linear stacked(const Checkpoint& c, const std::vector<std::string>& names, 
 std::vector<float> stacked_vector(const Checkpoint& c, const std::vector<std::string>& names) {
   std::vector<float> out;
   for (const auto& name : names) {
-    const auto v = c.read(name);
+    const auto v = c.read_weights(name);
     out.insert(out.end(), v.begin(), v.end());
   }
   return out;
@@ -43,16 +44,16 @@ ModelLayer load_layer(const Checkpoint& c, int index, DType dtype) {
   const ModelConfig& m = c.config();
   const std::string p = "model.layers." + std::to_string(index) + ".", a = p + "self_attn.";
   ModelLayer l;
-  l.input_norm = c.read(p + "input_layernorm.weight");
-  l.post_norm = c.read(p + "post_attention_layernorm.weight");
+  l.input_norm = c.read_weights(p + "input_layernorm.weight");
+  l.post_norm = c.read_weights(p + "post_attention_layernorm.weight");
   l.qkv = stacked(c, {a + "q_proj.weight", a + "k_proj.weight", a + "v_proj.weight"}, dtype);
   if (m.qkv_bias) l.qkv_bias = stacked_vector(c, {a + "q_proj.bias", a + "k_proj.bias", a + "v_proj.bias"});
   if (m.qk_norm) {
-    l.query_norm = c.read(a + "q_norm.weight");
-    l.key_norm = c.read(a + "k_norm.weight");
+    l.query_norm = c.read_weights(a + "q_norm.weight");
+    l.key_norm = c.read_weights(a + "k_norm.weight");
   }
   l.output = stacked(c, {a + "o_proj.weight"}, dtype);
-  if (m.o_bias) l.output_bias = c.read(a + "o_proj.bias");
+  if (m.o_bias) l.output_bias = c.read_weights(a + "o_proj.bias");
   l.gate_up = stacked(c, {p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"}, dtype);
   l.down = stacked(c, {p + "mlp.down_proj.weight"}, dtype);
   return l;
@@ -92,7 +93,9 @@ std::shared_ptr<Model> model_outline(const Checkpoint& c, DType dtype, const std
   return m;
 }
 
-std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
+namespace {
+
+std::shared_ptr<const Model> load(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
   const auto m = model_outline(c, dtype, name, device);
   if (device == Device::cuda) {
     m->cuda = load_cuda_model(c, dtype);
@@ -100,7 +103,7 @@ std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const 
     return m;
   }
   check_room(c, dtype);
-  m->final_norm = c.read("model.norm.weight");
+  m->final_norm = c.read_weights("model.norm.weight");
   m->layers.resize(static_cast<std::size_t>(m->config.layers));
 
   // Layers load side by side; a thread must not let an exception escape, so the first one is carried out.
@@ -125,6 +128,16 @@ std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const 
   for (const auto& l : m->layers)
     m->weight_bytes += l.qkv.bytes() + l.output.bytes() + l.gate_up.bytes() + l.down.bytes();
   return m;
+}
+
+}  // namespace
+
+std::shared_ptr<const Model> load_model(const Checkpoint& c, DType dtype, const std::string& name, Device device) {
+  try {
+    return load(c, dtype, name, device);
+  } catch (const NonFinite& e) {
+    throw NonFinite(e.count(), Error(e.code(), e.message(), name + ": " + e.where()));
+  }
 }
 
 }  // namespace kvlab

@@ -48,8 +48,8 @@ struct Model {
 std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                      Device device = Device::cpu);
 
-// Errors of model_outline and of the readers; std::bad_alloc where the weights do not fit. Reads each tensor once,
-// block by block.
+// Errors of model_outline and of the readers; NonFinite names the tensor of a weight that is not; std::bad_alloc where
+// the weights do not fit. Reads each tensor once, block by block.
 std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                         Device device = Device::cpu);
 

@@ -1,6 +1,7 @@
 #include "model/adapter.hpp"
 
 #include <catch2/catch.hpp>
+#include <limits>
 
 #include "model/bundled.hpp"
 #include "support/golden.hpp"
@@ -110,6 +111,17 @@ TEST_CASE("an adapter's weights are part of the model's identity") {
   other.back() = static_cast<char>(other.back() ^ 1);
   f.write(config(), other);
   CHECK(first != f.merged()->fingerprint());
+}
+
+TEST_CASE("an adapter with a weight that is not finite is refused by its tensor") {
+  const Fixture f;
+  for (const float value : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    std::string bytes = adapter_file(tensors());  // it ends with the last tensor's last element
+    std::memcpy(bytes.data() + bytes.size() - sizeof value, &value, sizeof value);
+    f.write(config(), bytes);
+    CHECK_THAT(f.refusal(), Catch::Contains(layer + "mlp.down_proj.lora_B.weight: got 1 of 16 weights that are NaN or "
+                                                    "infinite as f32, the first at [7, 1]"));
+  }
 }
 
 TEST_CASE("adapters that do not fit are refused by name") {
