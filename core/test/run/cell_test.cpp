@@ -1,10 +1,14 @@
 #include "run/cell.hpp"
 
 #include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <regex>
 
 #include "run/answer.hpp"
 #include "support/cell_fixture.hpp"
+#include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
 
@@ -12,9 +16,9 @@ namespace {
 
 // Conversations over texts of the tiny model, under one policy.
 struct Fixture : test::CellFixture {
-  explicit Fixture(const PolicySpec& policy = test::full_spec())
-      : CellFixture(test::tiny_model("llama-gqa3"), policy,
-                    {Metric::score, Metric::fidelity, Metric::memory, Metric::trace}) {
+  explicit Fixture(const PolicySpec& policy = test::full_spec(),
+                   std::shared_ptr<const Model> of = test::tiny_model("llama-gqa3"))
+      : CellFixture(std::move(of), policy, {Metric::score, Metric::fidelity, Metric::memory, Metric::trace}) {
     experiment.fidelity_tokens = 100;
   }
   // Of different lengths, so that the rows of a batch end at different steps.
@@ -28,6 +32,19 @@ struct Fixture : test::CellFixture {
   }
   std::vector<int> text(int tokens, unsigned seed) const { return test::test_text(tokens, model->config.vocab, seed); }
 };
+
+// The tiny model, for which every third token ends an answer.
+std::shared_ptr<const Model> terse_model() {
+  namespace fs = std::filesystem;
+  const test::TempDir dir;
+  fs::copy(test::golden("tiny/llama-gqa3"), dir / "m", fs::copy_options::recursive);
+  std::ifstream in(dir / "m/config.json");
+  auto config = nlohmann::json::parse(in);
+  config["eos_token_id"] = nlohmann::json::array();
+  for (int id = 1; id < config["vocab_size"]; id += 3) config["eos_token_id"].push_back(id);
+  std::ofstream(dir / "m/config.json") << config;
+  return load_model(*open_checkpoint(dir / "m"), DType::f32, "terse");
+}
 
 // The full cache's answers, each question over a prompt that repeats the whole conversation before it. seen: these
 // prompts.
@@ -111,6 +128,30 @@ TEST_CASE("turns go on in the cache that earlier answers left, whatever the batc
     CHECK(result.summary.mass == Approx(1));
     CHECK(result.summary.fired == 0);
   }
+}
+
+TEST_CASE("an answer's own end is not fed with the next turn, in the plain pass or for fidelity") {
+  Fixture f(test::full_spec(), terse_model());
+  for (unsigned i = 0; i < 6; ++i) {
+    f.add(f.text(20, 7 * i + 1), {}, 8);
+    for (unsigned turn = 1; turn < 4; ++turn) f.add({}, f.text(1, 7 * i + turn + 1), 8, true);
+  }
+  std::vector<std::vector<int>> seen;
+  const auto wanted = answers_from_scratch(f, seen);
+  const results::CellResult result = f.run();
+  CAPTURE(result.summary.error);
+  REQUIRE(result.summary.status == "ok");
+  int ended = 0;  // answers with a turn behind them
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    CAPTURE(i);
+    if (i + 1 < wanted.size() && f.items.items[i + 1].follows) ended += result.samples[i].stop == "eos";
+    CHECK(result.samples[i].output == f.model->tokenizer->decode(wanted[i]));
+    CHECK(result.samples[i].prompt_tokens == static_cast<std::int64_t>(seen[i].size()));
+    // The reference's conversation is the plain pass's: with an end token in it the answers part.
+    CHECK(result.samples[i].first_divergence == -1);
+    CHECK(result.samples[i].top1 == 1);
+  }
+  REQUIRE(ended >= 6);
 }
 
 TEST_CASE("the trace has each item's kept positions in the items' order") {
