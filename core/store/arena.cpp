@@ -5,9 +5,20 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <string>
+#include <string_view>
 
 namespace kvlab {
+
+bool poison_frames() {
+  static const bool on = [] {
+    const char* set = std::getenv("KVLAB_POISON");
+    return set && std::string_view(set) == "1";
+  }();
+  return on;
+}
 
 Arena::Arena(std::int64_t reserve, std::int64_t limit) : limit_(limit) {
   const std::int64_t count = (reserve + extent_bytes - 1) / extent_bytes + 1;
@@ -55,7 +66,9 @@ std::int32_t Arena::allocate(std::int64_t bytes) {
   e.free[word] &= e.free[word] - 1;
   if (++e.used == extent_bytes / bytes) open.erase(open.begin());
   held_ += bytes;
-  return static_cast<std::int32_t>((id * extent_bytes + slot * bytes) / granule_bytes);
+  const auto frame = static_cast<std::int32_t>((id * extent_bytes + slot * bytes) / granule_bytes);
+  if (poison_frames()) std::memset(at(frame), poison_byte, static_cast<std::size_t>(bytes));
+  return frame;
 }
 
 void Arena::free(std::int32_t frame, std::int64_t bytes) {
@@ -68,6 +81,7 @@ void Arena::free(std::int32_t frame, std::int64_t bytes) {
   const std::uint64_t bit = std::uint64_t{1} << (slot % 64);
   if (e.free[static_cast<std::size_t>(slot / 64)] & bit)
     throw Error(Errc::internal, "freed frame " + std::to_string(frame) + " twice");
+  if (poison_frames()) std::memset(at(frame), poison_byte, static_cast<std::size_t>(bytes));
   e.free[static_cast<std::size_t>(slot / 64)] |= bit;
   held_ -= bytes;
   auto& open = partial_[bytes];

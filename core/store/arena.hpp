@@ -13,6 +13,11 @@
 
 namespace kvlab {
 
+// Tests set KVLAB_POISON=1: memory of frames that are not in use is all ones then, which reads as NaN. So bytes that a
+// frame had before it was freed are not mistaken for those that should have been copied into it.
+bool poison_frames();
+inline constexpr int poison_byte = 0xff;
+
 class Arena {
  public:
   // reserve: most bytes that can ever be held (address space only). limit: bytes that may be held at once, -1 =

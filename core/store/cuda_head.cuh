@@ -41,6 +41,11 @@ __device__ inline void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.coun
 // The count before the first frame that a kernel gives back is the least since it was taken from.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;
+  if (s.poison) {
+    auto* words = reinterpret_cast<uint4*>(frame_at(s, tier, e.frame));
+    for (std::int64_t i = 0; i < layout_of(s, tier).bytes / std::int64_t{sizeof(uint4)}; ++i)
+      words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
   const int at = atomicAdd(s.pool[tier].free_count, 1);
   s.pool[tier].free[at] = e.frame;
   atomicMax(&s.counters->peak_frames[tier], s.capacity[tier] - at);

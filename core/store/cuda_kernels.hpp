@@ -47,6 +47,7 @@ struct CudaStoreLayer {
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
   std::int32_t capacity[2] = {};  // frames
+  bool poison = false;            // tests: what is given back is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 

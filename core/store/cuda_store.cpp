@@ -1,12 +1,14 @@
 #include "store/cuda_store.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <kvlab/error.hpp>
 #include <limits>
 #include <string>
 
 #include "base/backend.hpp"
 #include "ops/paged.hpp"
+#include "store/arena.hpp"
 
 namespace kvlab {
 namespace {
@@ -83,6 +85,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   const auto room = static_cast<double>(backend().runtime.free_bytes()) * 0.85;
   frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layout_.bytes)));
   arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
+  if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
   synchronize(stream_);
 }
@@ -119,6 +122,8 @@ bool CudaStore::open_host_tier() {
   if (options_.host_limit >= 0) frames = std::min(frames, options_.host_limit / host_layout_.bytes);
   for (int attempt = 0; attempt < 6 && frames > 0; ++attempt, frames /= 2)
     if (host_arena_.reserve(static_cast<std::size_t>(frames * host_layout_.bytes))) {
+      if (poison_frames())
+        std::memset(host_arena_.data(), poison_byte, static_cast<std::size_t>(frames * host_layout_.bytes));
       make_pool(Tier::host, frames);
       return true;
     }
@@ -148,6 +153,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
   l.counters = counters;
+  l.poison = poison_frames();
   return l;
 }
 

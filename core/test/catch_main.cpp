@@ -21,6 +21,7 @@ std::filesystem::path plugin_folder() { return build_root() / "lib" / "plugins";
 extern "C" int kvlab_test_skip() __attribute__((weak));
 
 int main(int argc, char** argv) {
+  setenv("KVLAB_POISON", "1", 0);  // store/arena.hpp
   if (kvlab_test_skip)
     if (const int code = kvlab_test_skip()) return code;
   return Catch::Session().run(argc, argv);

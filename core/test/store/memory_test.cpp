@@ -1,9 +1,10 @@
 // Memory: limits as a value, what the operating system gets back, slots that are used again.
 #include <kvlab/error.hpp>
 
-#include <catch2/catch.hpp>
-
 #include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <cstring>
 #include <random>
 
 #include "base/memory_map.hpp"
@@ -72,6 +73,29 @@ TEST_CASE("frames keep their bytes while others of any size come and go, and emp
     while (held.size() > stay) give_back(random() % held.size());
   }
   CHECK(arena.held() == 0);
+}
+
+TEST_CASE("tests run with poison: a frame reads as NaN when it is freed and when it is taken") {
+  REQUIRE(poison_frames());  // set by catch_main.cpp
+  Arena arena(1 << 20, -1);
+  const auto nan_only = [&](std::int32_t frame) {
+    std::vector<float> x(64);
+    std::memcpy(x.data(), arena.at(frame), 256);
+    return std::all_of(x.begin(), x.end(), [](float v) { return std::isnan(v); });
+  };
+  const std::int32_t first = arena.allocate(256), second = arena.allocate(256);  // its extent is not given back
+  CHECK(nan_only(first));
+  std::memset(arena.at(first), 0, 256);
+  std::memset(arena.at(second), 0, 256);
+  arena.free(first, 256);
+  CHECK(nan_only(first));
+  CHECK_FALSE(nan_only(second));
+  std::memset(arena.at(first), 0, 256);
+  REQUIRE(arena.allocate(256) == first);
+  CHECK(nan_only(first));
+  arena.free(first, 256);
+  arena.free(second, 256);
+  CHECK(nan_only(arena.allocate(256)));  // of an extent that went back to the operating system
 }
 
 TEST_CASE("a limit is kept to the byte") {
