@@ -30,6 +30,17 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   return s;
 }
 
+std::string text_of(const std::vector<NonFiniteStep::Row>& rows) {
+  return "got numbers that are not finite in " + std::to_string(rows.size()) +
+         (rows.size() == 1 ? " sequence" : " sequences") + ", wanted finite logits and cache entries";
+}
+
+std::string place_of(const NonFiniteStep::Row& row) {
+  std::size_t tokens = 0;
+  for (const Given& g : row.given) tokens += g.tokens.size();
+  return "sample " + std::to_string(row.question) + ", up to token " + std::to_string(tokens - 1);
+}
+
 void check_needs(const Model& model, const Needs& needs, const EngineOptions& o) {
   if (o.prefill_chunk > 0 && !needs.chunked_prompts())
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
@@ -40,6 +51,10 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
 }
 
 }  // namespace
+
+NonFiniteStep::NonFiniteStep(std::vector<Row> rows)
+    : NonFinite(static_cast<std::int64_t>(rows.size()), Error(Errc::model, text_of(rows), place_of(rows.front()))),
+      rows_(std::move(rows)) {}
 
 void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
   const StoreOptions store = store_options(model, policy, o);
@@ -64,6 +79,8 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
   sequences_.resize(tail_.size());
+  question_.resize(tail_.size());
+  given_.resize(tail_.size());
   questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
   zero_memory(questions_.as<>(), questions_.bytes(), stream_);
 }
@@ -72,11 +89,13 @@ int Engine::open(std::uint32_t sequence) {
   const int slot = store_->open();
   if (slot < 0) return slot;
   sequences_[static_cast<std::size_t>(slot)] = sequence;
+  given_[static_cast<std::size_t>(slot)].clear();
   ask(slot, 0);
   return slot;
 }
 
 void Engine::ask(int slot, std::uint32_t question) {
+  question_[static_cast<std::size_t>(slot)] = question;
   copy_memory(questions_.as<std::uint32_t>() + slot, &question, sizeof question, stream_);
 }
 
@@ -86,10 +105,20 @@ void Engine::close(int slot) {
   store_->close(slot);
 }
 
-Fit Engine::restore(int slot, const std::vector<std::byte>& snapshot) {
+Fit Engine::restore(int slot, const SavedSequence& saved) {
   policy_->release(slot);
   tail_[static_cast<std::size_t>(slot)].clear();
-  return store_->restore(slot, snapshot);
+  given_[static_cast<std::size_t>(slot)] = saved.given;
+  return store_->restore(slot, saved.cache);
+}
+
+void Engine::want_finite(const std::vector<std::int32_t>& slots) const {
+  std::vector<NonFiniteStep::Row> rows;
+  for (const std::int32_t r : executor_->nonfinite_rows()) {
+    const auto slot = static_cast<std::size_t>(slots[static_cast<std::size_t>(r)]);
+    rows.push_back({sequences_[slot], question_[slot], given_[slot]});
+  }
+  if (!rows.empty()) throw NonFiniteStep(std::move(rows));
 }
 
 std::int64_t Engine::full_bytes(int tokens) const {
@@ -112,6 +141,7 @@ std::int64_t Engine::free_bytes() const {
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
+  given_[static_cast<std::size_t>(slot)].push_back({{tokens.begin(), tokens.end()}, true, end});
   const std::size_t chunk =
       options_.prefill_chunk > 0 ? static_cast<std::size_t>(options_.prefill_chunk) : tokens.size();
   for (std::size_t at = 0; at < tokens.size(); at += chunk) {
@@ -125,6 +155,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
     }
     if (executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out) != Fit::ok)
       return Fit::out_of_memory;
+    want_finite({slot});
   }
   return Fit::ok;
 }
@@ -140,6 +171,12 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   }
   const Fit fit = executor_->decode(slots, tokens, *this, out);
   store_->workspace().reset();
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    auto& given = given_[static_cast<std::size_t>(slots[r])];
+    if (given.empty() || given.back().prompt) given.emplace_back();
+    given.back().tokens.push_back(tokens[r]);
+  }
+  if (fit == Fit::ok) want_finite(slots);
   return fit;
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "base/finite.hpp"
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "engine/host_copy.hpp"
@@ -41,6 +42,33 @@ class EngineObserver {
   virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits
 };
 
+// What a slot was given since it was opened: `tokens` of a prompt in one call, or decode steps of one token each.
+struct Given {
+  std::vector<int> tokens;
+  bool prompt = false, end = false;  // end: the prompt ended here
+};
+
+// A sequence to go on with in another slot.
+struct SavedSequence {
+  std::vector<std::byte> cache;
+  std::vector<Given> given;
+};
+
+// A call of which numbers were not finite, with what it takes to come to it again (run/nonfinite.hpp).
+class NonFiniteStep final : public NonFinite {
+ public:
+  struct Row {
+    std::uint32_t sequence = 0, question = 0;
+    std::vector<Given> given;
+  };
+  // rows: those that were not finite, at least one.
+  explicit NonFiniteStep(std::vector<Row> rows);
+  const std::vector<Row>& rows() const noexcept { return rows_; }
+
+ private:
+  std::vector<Row> rows_;
+};
+
 class Engine final : private LayerHooks {
  public:
   // Errc::config and Errc::unsupported for needs that this engine cannot meet.
@@ -56,6 +84,9 @@ class Engine final : private LayerHooks {
   // From the next step on the slot's steps belong to this question (LayerKv::question); 0 when it is opened.
   void ask(int slot, std::uint32_t question);
 
+  // Both calls throw NonFiniteStep where logits, queries, cache entries or attention mass are NaN or infinite. The
+  // slots can only be closed then.
+
   // The whole prompt of an opened slot, or its next part: end = the policy may compress now. logits [k, vocab]: of the
   // last k tokens. After out_of_memory the slot can only be closed.
   Fit prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits);
@@ -63,8 +94,8 @@ class Engine final : private LayerHooks {
   // One token per row.
   Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out);
 
-  std::vector<std::byte> save(int slot) const { return store_->save(slot); }
-  Fit restore(int slot, const std::vector<std::byte>& snapshot);
+  SavedSequence save(int slot) const { return {store_->save(slot), given_[static_cast<std::size_t>(slot)]}; }
+  Fit restore(int slot, const SavedSequence& saved);
 
   // For admission, in bytes of device frames: what a sequence of so many tokens holds when nothing of it is evicted (a
   // page of each KV head counts whole), what it holds at the end of such a prompt by what the policy says of itself,
@@ -100,6 +131,7 @@ class Engine final : private LayerHooks {
   LayerStep layer_step(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+  void want_finite(const std::vector<std::int32_t>& slots) const;  // after a call of the executor
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;
@@ -115,6 +147,8 @@ class Engine final : private LayerHooks {
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
+  std::vector<std::uint32_t> question_;              // [slot] the same on the host
+  std::vector<std::vector<Given>> given_;            // [slot]
   std::vector<Edit> waiting_;                        // of this layer's select, due after its attention
   PagedKv pages_;                                    // what KvRows and StateColumn of the callback point to
   PageList attended_pages_;                          // what Selection points to

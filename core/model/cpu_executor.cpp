@@ -136,6 +136,25 @@ void CpuExecutor::logits_of(const float* x, std::int64_t rows, View<float, 2> ou
   model_->head.apply(hidden_.data(), c.hidden, out.data, out.stride[0], rows);
 }
 
+void CpuExecutor::look_at(std::int64_t row, const float* x, std::int64_t count, float limit) {
+  if (count_nonfinite(x, count, limit) > 0) nonfinite_[static_cast<std::size_t>(row)] = 1;
+}
+
+void CpuExecutor::look_at_entries(std::int64_t row, std::int64_t first, std::int64_t tokens) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t qn = std::int64_t{c.heads} * c.head_dim, kn = std::int64_t{c.kv_heads} * c.head_dim;
+  const float limit = finite_limit(store_.shape().dtype);
+  look_at(row, qkv_.q.data() + first * qn, tokens * qn);
+  look_at(row, qkv_.k.data() + first * kn, tokens * kn, limit);
+  look_at(row, qkv_.v.data() + first * kn, tokens * kn, limit);
+}
+
+void CpuExecutor::note_rows() {
+  nonfinite_rows_.clear();
+  for (std::size_t r = 0; r < nonfinite_.size(); ++r)
+    if (nonfinite_[r]) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
+}
+
 Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();
@@ -144,6 +163,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
   const RopeRegime regime = store_.options().rope;
   const std::vector<std::int32_t> slots{slot};
 
+  nonfinite_.assign(1, 0);
   x_.resize(static_cast<std::size_t>(n * c.hidden));
   for (std::int64_t t = 0; t < n; ++t) model_->embed(tokens[static_cast<std::size_t>(t)], x_.data() + t * c.hidden);
   const bool raw = regime != RopeRegime::original;
@@ -172,6 +192,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
     for (std::int64_t t = 0; t < n; ++t) rotate_token(layer, slot, t, t);
     if (regime != RopeRegime::cache_relative) ops::round_to(qkv_.k.data(), n * kn, bytes);
     ops::round_to(qkv_.v.data(), n * kn, bytes);
+    look_at_entries(0, 0, n);
 
     const auto queries = heads_view(qkv_.q, n, c.heads, c.head_dim),
                keys = heads_view(qkv_.k, n, c.kv_heads, c.head_dim),
@@ -197,6 +218,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
       }
       ops::prefill_attention(a, store_.workspace(), Stream::cpu());
       store_.workspace().reset();
+      if (a.mass) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
     }
     {
       const PartTimer timer(Part::append);
@@ -222,6 +244,8 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
   store_.advance(slot, static_cast<int>(n), false);
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
   if (wanted > 0) logits_of(x_.data() + (n - wanted) * c.hidden, wanted, logits);
+  for (std::int64_t r = 0; r < wanted; ++r) look_at(0, logits.data + r * logits.stride[0], c.vocab);
+  note_rows();
   return Fit::ok;
 }
 
@@ -235,6 +259,7 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
   const std::int64_t kn = std::int64_t{c.kv_heads} * c.head_dim;
   const int bytes = static_cast<int>(size_of(s.dtype));
 
+  nonfinite_.assign(slots.size(), 0);
   x_.resize(static_cast<std::size_t>(n * c.hidden));
   for (std::int64_t r = 0; r < n; ++r) model_->embed(tokens[static_cast<std::size_t>(r)], x_.data() + r * c.hidden);
   qkv_.resize(static_cast<std::size_t>(n), c, raw);
@@ -253,7 +278,10 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
       ops::round_to(qkv_.k.data(), n * kn, bytes);
       qkv_.raw_k = qkv_.k;
     }
-    for (std::int64_t r = 0; r < n; ++r) rotate_token(layer, slots[static_cast<std::size_t>(r)], r, 0);
+    for (std::int64_t r = 0; r < n; ++r) {
+      rotate_token(layer, slots[static_cast<std::size_t>(r)], r, 0);
+      look_at_entries(r, r, 1);
+    }
     {
       const PartTimer timer(Part::append);
       const float* k = regime == RopeRegime::cache_relative ? qkv_.raw_k.data() : qkv_.k.data();
@@ -295,6 +323,8 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
       }
       ops::attend(a, store_.workspace(), Stream::cpu());
       info.output = a.out;
+      if (a.mass)
+        for (std::int64_t r = 0; r < n; ++r) look_at(r, mass_.data() + r * a.mass.stride[0], a.mass.stride[0]);
     }
     fit = hooks.attended(info);
     store_.workspace().reset();
@@ -310,9 +340,11 @@ Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const 
     logits = View<float, 2>::dense(logits_.data(), {n, c.vocab});
   }
   if (logits) logits_of(x_.data(), n, logits);
+  for (std::int64_t r = 0; logits && r < n; ++r) look_at(r, logits.data + r * logits.stride[0], c.vocab);
+  note_rows();
   for (std::size_t r = 0; r < out.likeliest.size(); ++r) {
     const float* row = logits.data + static_cast<std::int64_t>(r) * logits.stride[0];
-    out.likeliest[r] = static_cast<std::int32_t>(std::max_element(row, row + c.vocab) - row);
+    out.likeliest[r] = nonfinite_[r] ? -1 : static_cast<std::int32_t>(std::max_element(row, row + c.vocab) - row);
   }
   return Fit::ok;
 }

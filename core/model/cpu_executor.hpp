@@ -1,5 +1,6 @@
 // The executor on the CPU: activations in f32, weights packed for the GEMMs of ops/gemm.hpp.
 #pragma once
+#include "base/finite.hpp"
 #include "model/executor.hpp"
 #include "store/cpu_store.hpp"
 
@@ -23,11 +24,16 @@ class CpuExecutor final : public Executor {
   void add_angle(int position);
   void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead);
   void logits_of(const float* x, std::int64_t rows, View<float, 2> out);
+  // Notes what is not finite for nonfinite_rows: `count` numbers of a row, or what the cache gets of `tokens` tokens.
+  void look_at(std::int64_t row, const float* x, std::int64_t count, float limit = finite_limit(DType::f32));
+  void look_at_entries(std::int64_t row, std::int64_t first, std::int64_t tokens);
+  void note_rows();
 
   CpuStore& store_;
   Qkv qkv_;
   std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
-  std::vector<float> angles_;  // original regime: [row, 2, head_dim / 2] cos and sin
+  std::vector<char> nonfinite_;  // [row] of the call under way
+  std::vector<float> angles_;    // original regime: [row, 2, head_dim / 2] cos and sin
 };
 
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <kvlab/error.hpp>
 
 #include "base/backend.hpp"
+#include "base/finite.hpp"
 #include "base/part_timer.hpp"
 #include "model/cuda_kernels.hpp"
 #include "ops/attend_cuda.hpp"
@@ -90,6 +91,23 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   if (fuses_norms(n)) room<float>(squares_, n * c.hidden / ops::norm_piece);
   room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
+  const std::int64_t marks = decoding_ ? n : 1;
+  if (nonfinite_.bytes() < static_cast<std::size_t>(marks) * sizeof(std::int32_t)) {
+    room<std::int32_t>(nonfinite_, marks);
+    zero_memory(nonfinite_.as<>(), nonfinite_.bytes(), stream_);
+  }
+  nonfinite_rows_.clear();
+}
+
+void CudaExecutor::note_prompt(const View<float, 2>& logits) {
+  std::int32_t mark = 0;
+  copy_memory(&mark, nonfinite_.as<>(), sizeof mark, stream_);
+  synchronize(stream_);
+  if (mark) zero_memory(nonfinite_.as<>(), sizeof mark, stream_);
+  std::int64_t found = mark;
+  for (std::int64_t r = 0; logits && r < logits.extent[0]; ++r)
+    found += count_nonfinite(logits.data + r * logits.stride[0], logits.extent[1]);
+  if (found > 0) nonfinite_rows_ = {0};
 }
 
 void CudaExecutor::embed(std::int64_t rows) {
@@ -199,6 +217,8 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
   a.angles = store_.shape().max_tokens;
   a.position = position_.as<std::int32_t>();
+  a.nonfinite = nonfinite_.as<std::int32_t>();
+  a.nonfinite_step = decoding_ ? 1 : 0;
   return a;
 }
 
@@ -239,7 +259,7 @@ Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int fir
   }
   const float* keys = (re_rotated() ? turned_.as<float>() : a.qkv) + std::int64_t{c.heads} * c.head_dim;
   return store_.append(layer, slot, keys, keys + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
-                       static_cast<int>(tokens), first);
+                       static_cast<int>(tokens), first, nonfinite_.as<std::int32_t>());
 }
 
 void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
@@ -506,6 +526,9 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     block.data += at * logits.stride[0];
     logits_of(count, block);
   }
+  View<float, 2> seen = logits;
+  if (seen) seen.extent[0] = wanted;
+  note_prompt(seen);
   return Fit::ok;
 }
 
@@ -549,6 +572,7 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
   a.rows = n;
   a.n = a.x_stride = weights_.head.n;
   a.index = room<std::int32_t>(likeliest_, n);
+  a.nonfinite = nonfinite_.as<std::int32_t>();
   cuda().argmax(a, stream_.handle());
   return Fit::ok;
 }
@@ -593,11 +617,14 @@ Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const
   }
   for (int slot : slots)
     if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
-  if (!out.likeliest.empty()) {
-    copy_memory(out.likeliest.data(), likeliest_.as<>(), out.likeliest.size_bytes(), stream_);
-    synchronize(stream_);
-  }
+  if (!out.logits && out.likeliest.empty()) return Fit::ok;
+  std::vector<std::int32_t> likeliest(slots.size());
+  copy_memory(likeliest.data(), likeliest_.as<>(), likeliest.size() * sizeof(std::int32_t), stream_);
   if (out.logits) logits_of(n, out.logits);
+  synchronize(stream_);
+  for (std::size_t r = 0; r < likeliest.size(); ++r)
+    if (likeliest[r] < 0) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
+  std::copy_n(likeliest.begin(), out.likeliest.size(), out.likeliest.begin());
   return Fit::ok;
 }
 

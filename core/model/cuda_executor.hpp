@@ -44,6 +44,7 @@ class CudaExecutor final : public Executor {
   State state() const;
   void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position);
   void embed(std::int64_t rows);
+  void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
   Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
   ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
@@ -104,6 +105,7 @@ class CudaExecutor final : public Executor {
   StreamMemory squares_;              // f32 [row, hidden / norm_piece], beside norms that a product left in normed_
   StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
   StreamMemory likeliest_;            // i32 [row]
+  StreamMemory nonfinite_;  // i32 [row]: marks of the rows' layers, 0 between calls; of a prompt the first one
   StreamMemory mass_, sums_, logits_;  // f32
   StreamMemory copy_, copy_table_;     // of one layer, for prompts
   PageLayout copy_layout_;

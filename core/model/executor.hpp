@@ -68,8 +68,9 @@ struct StepResult {
   StepResult() = default;
   StepResult(View<float, 2> of_rows) : logits(of_rows) {}
   StepResult(std::span<std::int32_t> of_rows) : likeliest(of_rows) {}
-  View<float, 2> logits;              // [row, vocab]
-  std::span<std::int32_t> likeliest;  // [row] the token of the largest logit, the lowest of equal ones
+  View<float, 2> logits;  // [row, vocab]
+  // [row] the token of the largest logit, the lowest of equal ones; -1 = the row is one of nonfinite_rows
+  std::span<std::int32_t> likeliest;
 };
 
 class Executor {
@@ -86,6 +87,11 @@ class Executor {
   virtual Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
                      const StepResult& out) = 0;
 
+  // The rows of the latest call (a prompt is row 0) of which logits, queries, cache entries or attention mass were NaN
+  // or infinite, ascending. Mass is looked at on the CPU alone: on a GPU its NaN comes with those of the output. A
+  // decode step of which nothing is asked is not looked at.
+  const std::vector<std::int32_t>& nonfinite_rows() const { return nonfinite_rows_; }
+
   const Model& model() const { return *model_; }
   virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph
   // Of the latest decode step: from its first kernel to its last one on a GPU, what lies between the kernels of an
@@ -95,6 +101,7 @@ class Executor {
  protected:
   explicit Executor(std::shared_ptr<const Model> model) : model_(std::move(model)) {}
   std::shared_ptr<const Model> model_;
+  std::vector<std::int32_t> nonfinite_rows_;
 };
 
 // What make_executor would refuse on such a device, of the model all but its weights.

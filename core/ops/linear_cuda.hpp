@@ -97,11 +97,13 @@ struct EmbedArgs {
 };
 void embed_cuda(const EmbedArgs& a, void* stream);
 
-// index[row] = place of the largest of x[row, 0..n), the lowest of equal ones; NaN is never largest (0 if all are).
+// index[row] = place of the largest of x[row, 0..n), the lowest of equal ones; -1 where one is NaN or infinite.
 struct ArgmaxArgs {
   const float* x = nullptr;  // [rows, x_stride]
   std::int64_t rows = 0, n = 0, x_stride = 0;
   std::int32_t* index = nullptr;  // [rows]
+  // Optional [rows]: -1 too for a row of which this is not 0; 0 afterwards.
+  std::int32_t* nonfinite = nullptr;
 };
 void argmax_cuda(const ArgmaxArgs& a, void* stream);
 

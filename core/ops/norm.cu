@@ -163,7 +163,10 @@ __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Be
   const float* x = a.x + row * a.x_stride;
   Best best = {-INFINITY, 0x7fffffff};
 #pragma unroll 4
-  for (int i = part * argmax_threads + threadIdx.x; i < n; i += argmax_parts * argmax_threads) best.take(x[i], i);
+  for (int i = part * argmax_threads + threadIdx.x; i < n; i += argmax_parts * argmax_threads) {
+    const bool finite = fabsf(x[i]) < INFINITY;
+    best.take(finite ? x[i] : INFINITY, finite ? i : -1);  // what is not finite is larger than all that is
+  }
   const auto over_warp = [&] {
     for (int d = 16; d; d /= 2) {
       const float v = __shfl_xor_sync(~0u, best.value, d);
@@ -190,7 +193,9 @@ __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Be
   best.index = __ldcg(&partial[row * argmax_parts + lane].index);
   over_warp();
   if (lane == 0) {
-    a.index[row] = best.index < n ? best.index : 0;  // nothing but NaN
+    const bool marked = a.nonfinite && a.nonfinite[row];
+    a.index[row] = marked ? -1 : best.index;
+    if (marked) a.nonfinite[row] = 0;
     arrived[row] = 0;
   }
 }
@@ -291,6 +296,7 @@ void argmax_cuda(const ArgmaxArgs& in, void* stream) {
     a.rows = std::min<std::int64_t>(argmax_rows, in.rows - begin);
     a.x += begin * in.x_stride;
     a.index += begin;
+    if (a.nonfinite) a.nonfinite += begin;
     launch("argmax", argmax_kernel, dim3(argmax_parts, static_cast<unsigned>(a.rows)), argmax_threads, 0,
            stream_of(stream), true, a, partial, arrived);
   }

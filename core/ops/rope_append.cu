@@ -2,6 +2,7 @@
 // value go into a page. Of a prompt, which the store appends, heads are only turned, several by the same lanes.
 #include <bit>
 
+#include "base/finite.hpp"
 #include "base/launch.cuh"
 #include "ops/paged.cuh"
 #include "ops/rope_append_cuda.hpp"
@@ -20,6 +21,7 @@ struct Args {
   PageLayout layouts[DeviceKv::most_codecs];
   int width = 0;       // lanes of a head, a power of two
   bool coded = false;  // some layout has a codec
+  float limit = 0;     // finite_limit of the cache's dtype
 };
 
 __device__ __forceinline__ void load4(const float* from, float* to) {
@@ -74,6 +76,12 @@ struct Head {
       low[j] = a * c - b * s;
       high[j] = b * c + a * s;
     }
+  }
+  __device__ bool finite(float limit) const {
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < each; ++j) all = all && fabsf(low[j]) < limit && fabsf(high[j]) < limit;
+    return all;
   }
   // Least and most of the head, by all lanes of a warp.
   __device__ float2 range(int width, bool mine) const {
@@ -198,6 +206,8 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, mine);
   if (a.turn) h.rotate(angles.cosine, angles.sine);
   if (works) h.store(x, half, lane);
+  if (works && a.nonfinite && !(query ? h.finite(INFINITY) : h.finite(all.limit) && value.finite(all.limit)))
+    a.nonfinite[row * a.nonfinite_step] = 1;
   if (works && query && a.rounded)
     h.round(a.rounded, a.rounded_dtype, (std::int64_t{row} * a.heads + head) * dim, half, lane);
 
@@ -248,6 +258,7 @@ __global__ void __launch_bounds__(threads) rope_kernel(const __grid_constant__ R
     if (a.turn) h[j].rotate(angles.cosine, angles.sine);
     if (!mine[j] || !known) continue;
     h[j].store(x + j * dim, half, lane);
+    if (a.nonfinite && !h[j].finite(INFINITY)) a.nonfinite[row * a.nonfinite_step] = 1;
     if (query && a.rounded)
       h[j].round(a.rounded, a.rounded_dtype, (std::int64_t{row} * a.heads + first + j) * dim, half, lane);
   }
@@ -282,6 +293,7 @@ void rope_append_cuda(const RopeAppendArgs& in, void* stream) {
   Args a;
   a.in = in;
   a.width = width;
+  a.limit = finite_limit(in.layouts->dtype);
   for (int c = 0; c < in.codecs; ++c) {
     a.layouts[c] = in.layouts[c];
     a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;

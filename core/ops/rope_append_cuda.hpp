@@ -39,6 +39,10 @@ struct RopeAppendArgs {
   const float *cosine = nullptr, *sine = nullptr;  // [angles, head_dim / 2], attention_scale in them; pairs i, i + D/2
   int angles = 0;
   const std::int32_t* position = nullptr;  // [row] of the text
+  // Optional: nonfinite[row * nonfinite_step] becomes 1 where one of the row's queries or keys, or of the values that
+  // are appended, is NaN or infinite, or is so in the dtype of the cache.
+  std::int32_t* nonfinite = nullptr;
+  int nonfinite_step = 1;  // 0: all rows have one
 
   // false: nothing goes into the cache, and of what follows only `error` is looked at, which may be null.
   bool append = true;

@@ -54,6 +54,7 @@ struct SummaryRow {
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
+  std::int64_t nonfinite = 0;      // numbers that are NaN or infinite, of the call that ended a failed cell
 };
 
 struct SampleRow {

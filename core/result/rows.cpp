@@ -75,6 +75,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"preemptions", &R::preemptions, "", false, true},
       {"overhead", &R::overhead, "share", false, true},
       {"ablated", &R::ablated, "", false, true},
+      {"nonfinite", &R::nonfinite, "numbers", false, true},
   };
   return list;
 }

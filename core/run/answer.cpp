@@ -1,5 +1,7 @@
 #include "run/answer.hpp"
 
+#include <kvlab/error.hpp>
+
 #include <algorithm>
 
 #include "run/sampling.hpp"
@@ -17,6 +19,7 @@ int Answer::take(std::span<const float> logits, const Tokenizer& tokenizer) {
 int Answer::take(int likeliest, const Tokenizer& tokenizer) {
   const bool forced = !item_->forced.empty();
   const int token = forced ? item_->forced[tokens_.size()] : likeliest;
+  if (token < 0) throw Error(Errc::internal, "got an answer token of logits that are not finite");
   tokens_.push_back(token);
   if (!forced && tokenizer.is_eos(token))
     stop_ = Stop::eos;
@@ -34,6 +37,8 @@ Sequence::Sequence(Engine& engine) : engine_(engine), logits_(static_cast<std::s
 
 Fit Sequence::begin(const Item& item, std::span<const Asked> asked) {
   slot_ = engine_.open(static_cast<std::uint32_t>(item.sample));
+  for (const Asked& a : asked)
+    if (a.fed == 0) engine_.ask(slot_, a.question);
   Fit fit = engine_.prefill(slot_, item.prompt, true, view());
   for (std::size_t i = 0; fit == Fit::ok && i <= item.fed.size(); ++i) {
     for (; !asked.empty() && asked.front().fed <= i; asked = asked.subspan(1))

@@ -5,6 +5,7 @@
 
 #include "base/stream_memory.hpp"
 #include "run/fidelity.hpp"
+#include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
 #include "run/serve.hpp"
 #include "run/summary.hpp"
@@ -23,18 +24,39 @@ CellResult broken_cell(const CellInput& in, const std::string& status, const std
   return out;
 }
 
-CellResult run_cell(const CellInput& in) {
+CellResult broken_cell(const CellInput& in, const NonFinite& error) {
+  CellResult out = broken_cell(in, "failed", error.what());
+  out.summary.nonfinite = error.count();
+  return out;
+}
+
+namespace {
+
+CellResult passes(const CellInput& in) {
   CellResult out;
   describe_cell(in, out);
-  try {
-    if (in.workload()) {
-      serve(in, out);
-      return out;
-    }
-    const auto answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
-    if (in.wants(Metric::fidelity)) measure_fidelity(in, answers.outputs, out);
-    summarize(in, answers.forced, out);
+  if (in.workload()) {
+    serve(in, out);
     return out;
+  }
+  const auto answers = PlainPass(in, out).run();  // its engine is gone before the next pass takes memory
+  if (in.wants(Metric::fidelity)) measure_fidelity(in, answers.outputs, out);
+  summarize(in, answers.forced, out);
+  return out;
+}
+
+}  // namespace
+
+CellResult run_cell(const CellInput& in) {
+  try {
+    try {
+      return passes(in);
+    } catch (const NonFiniteStep& e) {
+      throw located(
+          in.model, [&] { return cell_policy(in); }, engine_options(in, 1), e);
+    }
+  } catch (const NonFinite& e) {
+    return broken_cell(in, e);
   } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept
     return broken_cell(in, "oom", e.what);
   } catch (const NoRoom& e) {

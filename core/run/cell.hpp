@@ -14,5 +14,6 @@ results::CellResult run_cell(const CellInput& in);
 
 // What a cell leaves that could not run. status: "failed" or "oom".
 results::CellResult broken_cell(const CellInput& in, const std::string& status, const std::string& error);
+results::CellResult broken_cell(const CellInput& in, const NonFinite& error);
 
 }  // namespace kvlab

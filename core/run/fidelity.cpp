@@ -7,6 +7,7 @@
 #include "run/answer.hpp"
 #include "run/device.hpp"
 #include "run/metrics.hpp"
+#include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
 #include "run/shadow.hpp"
 
@@ -65,12 +66,21 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     for (std::size_t t = 0; t < reference.tokens.size(); ++t) {
       if (t > 0) want_room(mine.feed(reference.tokens[t - 1]), engine);
       const Shadow::Rows rows = shadow.take();  // of a question's steps the last one counts: it yields the first token
+      if (rows.nonfinite > 0)
+        throw NonFinite(
+            rows.nonfinite,
+            Error(Errc::model,
+                  "got " + std::to_string(rows.nonfinite) +
+                      " numbers of attention over all tokens that are not finite, the first of them in layer " +
+                      std::to_string(rows.layer) + "; wanted none",
+                  "sample " + std::to_string(i) + ", answer token " + std::to_string(t)));
       add_last(rows.mass, layers, f.mass);
       add_last(rows.page_recall, layers, f.page_recall);
       add_last(rows.output_error, layers, f.output_error);
       in.references->read(reference, static_cast<int>(t), model.config.vocab, full.data());
       kl.push_back(kl_divergence(full, mine.logits()));
-      top1.push_back(argmax(full) == argmax(mine.logits()));
+      top1.push_back(top1_agreement(full, mine.logits()));
+      want_finite(kl.back(), "a KL divergence", static_cast<std::int64_t>(i));
     }
     mine.close();
     history = item.fed;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "run/metrics.hpp"
+#include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
 
 namespace kvlab {
@@ -157,9 +158,11 @@ void PlainPass::finish_item(Row& row) {
   if (timed_) s.ttft_ms = row.ttft;
   if (row.item->forced.empty()) {
     s.score = score(in_.items->metric, s.output, row.item->references);
+    if (!row.item->references.empty()) want_finite(s.score, "a score by '" + in_.items->metric + "'", row.number);
   } else {
     const auto tokens = static_cast<double>(row.item->forced.size());
     s.score = std::exp(row.nll / tokens);
+    want_finite(s.score, "a perplexity", row.number);
     answers_.forced.nll.resize(items_.size());
     answers_.forced.nll[static_cast<std::size_t>(row.number)] = row.nll;
   }

@@ -78,9 +78,9 @@ class PlainPass {
   std::optional<PartEvents> events_;  // where a GPU's parts are asked for
   std::optional<TraceRecorder> trace_;
   std::vector<float> logits_;
-  std::vector<std::int32_t> likeliest_;             // [row]
-  std::map<int, std::vector<std::byte>> contexts_;  // sample -> cache after its context
-  std::vector<std::vector<float>> token_ms_;        // by item
+  std::vector<std::int32_t> likeliest_;       // [row]
+  std::map<int, SavedSequence> contexts_;     // sample -> cache after its context
+  std::vector<std::vector<float>> token_ms_;  // by item
   Answers answers_;
   int done_ = 0;
 };

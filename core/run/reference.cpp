@@ -12,6 +12,7 @@
 #include "base/sha256.hpp"
 #include "host/compose.hpp"
 #include "run/answer.hpp"
+#include "run/nonfinite.hpp"
 
 namespace kvlab {
 namespace {
@@ -76,9 +77,21 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
   o.device = device;
   o.max_tokens = item.most_tokens();
   o.page_size = page_size;
-  Engine engine(model, compose({}), o);
+  try {
+    return entries_.emplace(std::move(key), run(model, item, fidelity_tokens, o)).first->second;
+  } catch (const NonFiniteStep& e) {
+    const NonFinite found = located(
+        model, [] { return compose({}); }, o, e);
+    throw NonFinite(found.count(), Error(found.code(), found.message(), "the full cache's run, " + found.where()));
+  }
+}
+
+ReferenceCache::Entry ReferenceCache::run(const std::shared_ptr<const Model>& model, const Item& item,
+                                          int fidelity_tokens, const EngineOptions& options) {
+  Engine engine(model, compose({}), options);
   Sequence full(engine);
-  full.begin(item);
+  const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(item.sample)}};
+  full.begin(item, asked);
 
   Entry e;
   e.offset = end_;
@@ -94,7 +107,7 @@ const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> mo
     throw;
   }
   e.tokens = answer.tokens();
-  return entries_.emplace(std::move(key), std::move(e)).first->second;
+  return e;
 }
 
 void ReferenceCache::read(const Entry& entry, int t, int vocab, float* out) const {

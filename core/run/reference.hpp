@@ -24,7 +24,7 @@ class ReferenceCache {
     std::int64_t offset = 0;  // of its logits in the file
   };
   // Runs the full cache when the item is new. fidelity_tokens: longest answer. Errc::io if the disk does not take the
-  // logits; what was written before stays usable.
+  // logits; what was written before stays usable. NonFinite for logits that are not.
   const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
                    Device device = Device::cpu);
   // Logits of token t of an entry, [vocab].
@@ -34,6 +34,8 @@ class ReferenceCache {
   void open();
   void append(const void* data, std::size_t size);
   void give_back(std::int64_t from) noexcept;
+  Entry run(const std::shared_ptr<const Model>& model, const Item& item, int fidelity_tokens,
+            const EngineOptions& options);
 
   std::map<std::string, Entry> entries_;
   int file_ = -1;         // descriptor; -1 until there is something to write

@@ -80,9 +80,11 @@ class ModelInUse {
  public:
   ModelInUse(const Experiment& e, Prepared& prepared) : e_(e), prepared_(prepared) {}
 
-  // std::bad_alloc where the weights do not fit, again at the next call without another try.
+  // std::bad_alloc where the weights do not fit, NonFinite where some are not; again at the next call without another
+  // try.
   void need(std::size_t model) {
     if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
+    if (nonfinite_.count(model)) throw nonfinite_.at(model);
     if (outline_ && model_ == model) return;
     if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
     const ModelSpec& spec = e_.models[model];
@@ -93,6 +95,9 @@ class ModelInUse {
           std::exchange(prepared_.models[model], load_model(*checkpoint, spec.dtype, spec.name(), device_of(e_)));
     } catch (const std::bad_alloc& e) {
       throw NoRoom(no_room_[model] = std::string("weights of ") + spec.name() + ": " + e.what());
+    } catch (const NonFinite& e) {
+      nonfinite_.emplace(model, e);
+      throw;
     }
     model_ = model;
   }
@@ -102,6 +107,7 @@ class ModelInUse {
   Prepared& prepared_;
   std::shared_ptr<const Model> outline_;
   std::map<std::size_t, std::string> no_room_;  // models that did not fit
+  std::map<std::size_t, NonFinite> nonfinite_;  // models with such weights
   std::size_t model_ = 0;
 };
 
@@ -245,6 +251,8 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
       models.need(c.model);
     } catch (const NoRoom& no_room) {
       return broken_cell(input(e, catalog, prepared, c), "oom", no_room.what());
+    } catch (const NonFinite& weights) {
+      return broken_cell(input(e, catalog, prepared, c), weights);
     }
     CellInput in = input(e, catalog, prepared, c);
     in.references = &references;

@@ -5,6 +5,7 @@
 
 #include "base/part_events.hpp"
 #include "run/metrics.hpp"
+#include "run/nonfinite.hpp"
 #include "run/requests.hpp"
 #include "run/step_log.hpp"
 #include "run/summary.hpp"
@@ -22,6 +23,7 @@ results::SampleRow sample_of(const CellInput& in, std::size_t index, const Serve
   s.output_tokens = static_cast<std::int64_t>(served.tokens.size());
   s.stop = served.ended ? "eos" : "length";
   s.score = score(in.items->metric, s.output, item.references);
+  if (!item.references.empty()) want_finite(s.score, "a score by '" + in.items->metric + "'", s.sample);
   s.preemptions = served.preemptions;
   if (!in.wants(Metric::latency)) return s;
   s.arrival_ms = served.arrival_ms;

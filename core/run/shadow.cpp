@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
+#include "base/finite.hpp"
 #include "ops/attend.hpp"
 #include "ops/paged.hpp"
 
@@ -101,6 +103,12 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
   ops::attend(a, store_.workspace(), Stream::cpu());
   store_.workspace().reset();
 
+  if (l.layer + 1 == c.layers) store_.advance(0, 1, true);
+  if (!finite(l.layer, l.output.data)) {
+    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+    return add(nan, nan, nan);
+  }
+
   const int p = store_.shape().page_size, pages = (total + p - 1) / p, group = c.group();
   double missed = 0, recall = 0;
   std::vector<char> seen;
@@ -134,10 +142,22 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
     difference += (ours - full) * (ours - full);
     norm += full * full;
   }
-  rows_.mass.push_back(static_cast<float>(1 - missed / c.heads));
-  rows_.page_recall.push_back(static_cast<float>(recall / c.kv_heads));
-  rows_.output_error.push_back(static_cast<float>(norm > 0 ? std::sqrt(difference / norm) : 0));
-  if (l.layer + 1 == c.layers) store_.advance(0, 1, true);
+  add(1 - missed / c.heads, recall / c.kv_heads, difference > 0 ? std::sqrt(difference / norm) : 0);
+}
+
+bool Shadow::finite(int layer, const float* ours) {
+  const auto width = static_cast<std::int64_t>(output_.size());
+  const std::int64_t found = count_nonfinite(mass_.data(), static_cast<std::int64_t>(mass_.size())) +
+                             count_nonfinite(output_.data(), width) + count_nonfinite(ours, width);
+  if (found > 0 && rows_.layer < 0) rows_.layer = layer;
+  rows_.nonfinite += found;
+  return found == 0;
+}
+
+void Shadow::add(double mass, double page_recall, double output_error) {
+  rows_.mass.push_back(static_cast<float>(mass));
+  rows_.page_recall.push_back(static_cast<float>(page_recall));
+  rows_.output_error.push_back(static_cast<float>(output_error));
 }
 
 Shadow::Rows Shadow::take() {

@@ -25,17 +25,22 @@ class Shadow final : public EngineObserver {
   // Of the decode steps since the last take, [step, layer] each:
   // mass: share of the full attention's probability on positions that the policy attended to, mean over query heads;
   // page_recall: with n pages (text position / page_size) attended to by a KV head, the share of them among the n pages
-  // of
-  //   largest full attention mass, mean over KV heads;
+  //   of largest full attention mass, mean over KV heads;
   // output_error: ||policy's attention output - full's|| / ||full's||, all heads together.
+  // What the numbers are made of may be NaN or infinite: then all three of the layer are NaN, and nonfinite counts it.
   struct Rows {
     std::vector<float> mass, page_recall, output_error;
+    std::int64_t nonfinite = 0;
+    int layer = -1;  // the first one with such numbers
   };
   Rows take();
 
  private:
   const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
                         std::vector<float>& buffer) const;
+
+  void add(double mass, double page_recall, double output_error);
+  bool finite(int layer, const float* ours);  // the latest attention's mass and output, and the policy's output
 
   const Model& model_;
   CpuStore store_;

@@ -58,6 +58,7 @@ struct CudaStoreAppend {
   const void *k = nullptr, *v = nullptr;
   DType dtype = DType::f32;  // f32 or bf16
   std::int64_t stride = 0;
+  std::int32_t* nonfinite = nullptr;  // optional: becomes 1 where one is NaN or infinite in the cache's dtype
 };
 
 struct CudaStoreRows {

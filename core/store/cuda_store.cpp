@@ -275,7 +275,7 @@ bool CudaStore::reserve(Tier tier, std::int64_t frames) {
 }
 
 Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
-                      int first) {
+                      int first, std::int32_t* nonfinite) {
   const Shape& s = options_.shape;
   if (tokens <= 0) return Fit::ok;
   const int p = s.page_size, room = static_cast<int>(pages_per_head_) * p;
@@ -300,6 +300,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   a.v = v;
   a.dtype = dtype;
   a.stride = stride;
+  a.nonfinite = nonfinite;
   ops().append(layer(index), a, stream_.handle());
   bound(index, slot) += tokens;
   stale_ = true;

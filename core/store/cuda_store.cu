@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/cuda.cuh"
+#include "base/finite.hpp"
 #include "store/cuda_head.cuh"
 #include "store/cuda_turn.hpp"
 
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(plan_threads)
 
 template <class In>
 __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v,
-                              std::int64_t stride, int tokens, int first) {
+                              std::int64_t stride, int tokens, int first, std::int32_t* nonfinite, float limit) {
   const int lane = threadIdx.x % 32;
   const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (index >= std::int64_t{tokens} * s.kv_heads) return;
@@ -272,6 +273,10 @@ __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot
   const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
   encode_row(frame, l, true, offset, k + at, lane);
   encode_row(frame, l, false, offset, v + at, lane);
+  bool finite = true;
+  for (int d = lane; nonfinite && d < l.head_dim; d += 32)
+    finite = finite && fabsf(static_cast<float>(k[at + d])) < limit && fabsf(static_cast<float>(v[at + d])) < limit;
+  if (!finite) *nonfinite = 1;
   if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
   for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
 }
@@ -633,7 +638,8 @@ template <class In>
 void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
   const auto kernel = append_kernel<In>;
   kernel<<<blocks_of(std::int64_t{a.tokens} * s.kv_heads), warps * 32, 0, stream>>>(
-      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, a.tokens, a.first);
+      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, a.tokens, a.first, a.nonfinite,
+      finite_limit(s.layout.dtype));
 }
 
 void append(const CudaStoreLayer& s, const CudaStoreAppend& a, void* handle) {

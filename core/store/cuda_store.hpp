@@ -29,8 +29,9 @@ class CudaStore final : public Store {
 
   // k, v [token, kv_head, head_dim] of f32 or bf16 in device memory, rows `stride` elements apart, as they are to be
   // stored; text positions first, first + 1, ... Changes nothing when it does not fit.
-  Fit append(int layer, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
-             int first);
+  // nonfinite: optional, device memory; becomes 1 where a key or value is NaN or infinite in the cache's dtype.
+  Fit append(int layer, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens, int first,
+             std::int32_t* nonfinite = nullptr);
 
   // A chunk's tokens, appended last, as rows that each see nothing after themselves: row t has length[t, kv_head] and
   // is slot t of the view. length [tokens, kv_heads] and rows [tokens] are device memory of the caller.

@@ -23,6 +23,7 @@ struct Setup {
   std::vector<int> lengths = {0};  // [row, kv_head], cycled
   int frames = 64;                 // in the pool besides those in use
   bool append = true;
+  int mark_step = 1;
   std::optional<DType> rounded;  // queries too
 };
 
@@ -40,6 +41,7 @@ struct Appended {
   std::vector<std::byte> got_arena;
   std::vector<PageEntry> got_table;
   std::vector<std::int32_t> got_length;
+  std::vector<std::int32_t> got_marks;  // of rows that are not finite
   int error = -1, left = -1;
 
   static constexpr int angles = 300;
@@ -119,12 +121,17 @@ struct Appended {
     const auto count = View<std::int32_t, 1>::dense(device.put(counts, 2), {2});
     a.pool = {device.put(free.data(), free.size()), count.data};
     a.error = count.data + 1;
+    const std::vector<std::int32_t> unmarked(static_cast<std::size_t>(s.rows), 0);
+    const auto marks = View<std::int32_t, 1>::dense(device.put(unmarked.data(), unmarked.size()), {s.rows});
+    a.nonfinite = marks.data;
+    a.nonfinite_step = s.mark_step;
     cuda_backend()->ops.rope_append(a, device.stream().handle());
     got_qkv = device.get(x);
     got_rounded = device.get(rounded);
     got_arena = device.get(frames);
     got_table = device.get(a.table);
     got_length = device.get(a.length);
+    got_marks = device.get(marks);
     left = device.get(count)[0];
     error = device.get(count)[1];
   }
@@ -295,6 +302,42 @@ TEST_CASE("cuda rope_append without appending turns a prompt's queries and keys 
   CHECK(row(a.got_qkv, 1) == row(a.qkv, 1));
   CHECK(row(a.got_qkv, 2) != row(a.qkv, 2));
   unchanged(a);
+}
+
+TEST_CASE("cuda rope_append marks the rows with numbers that are not finite") {
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+  using Marks = std::vector<std::int32_t>;
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const CodecSpec codec : {CodecSpec{}, CodecSpec{{8}, {8}}})
+      for (const bool append : {true, false}) {
+        Setup s;
+        s.rows = 4, s.dtype = dtype, s.codec = codec, s.append = append;
+        CAPTURE(name_of(dtype), int{codec.k.bits}, append);
+        const auto marks = [&](int row, int head, int element, float value) {
+          Appended a(s, 3);
+          if (head >= 0) a.qkv[static_cast<std::size_t>(row * a.stride() + head * s.dim + element)] = value;
+          a.run();
+          REQUIRE(a.error == 0);
+          return a.got_marks;
+        };
+        CHECK(marks(0, -1, 0, 0) == Marks{0, 0, 0, 0});
+        const int key = s.heads, value = s.heads + s.kv_heads;
+        for (const float bad : {nan, inf, -inf}) {
+          CAPTURE(bad);
+          CHECK(marks(0, 0, 0, bad) == Marks{1, 0, 0, 0});
+          CHECK(marks(2, s.heads - 1, s.dim - 1, bad) == Marks{0, 0, 1, 0});
+          CHECK(marks(3, key, 0, bad) == Marks{0, 0, 0, 1});
+          CHECK(marks(1, key + s.kv_heads - 1, s.dim / 2, bad) == Marks{0, 1, 0, 0});
+          if (append) CHECK(marks(3, value, s.dim - 1, bad) == Marks{0, 0, 0, 1});
+          if (append) CHECK(marks(1, value + s.kv_heads - 1, 0, bad) == Marks{0, 1, 0, 0});
+        }
+        // Finite, but infinite once it is rounded to f16.
+        if (append) CHECK(marks(1, value, 5, 65519.f) == Marks{0, 0, 0, 0});
+        if (append) CHECK(marks(1, value, 5, -65520.f) == Marks{0, dtype == DType::f16, 0, 0});
+        CHECK(marks(1, 0, 5, 65520.f) == Marks{0, 0, 0, 0});  // a query is not cached
+        s.mark_step = 0;
+        CHECK(marks(2, key, 0, nan) == Marks{1, 0, 0, 0});
+      }
 }
 
 TEST_CASE("cuda rope_append says why a token does not fit and leaves the cache as it was") {

@@ -10,6 +10,7 @@
 
 #include "model/bundled.hpp"
 #include "run/recorded.hpp"
+#include "support/altered_checkpoint.hpp"
 #include "support/cell_fixture.hpp"
 
 using namespace kvlab;
@@ -53,6 +54,36 @@ float least(const std::vector<float>& v) {
 }
 
 }  // namespace
+
+TEST_CASE("cuda cell: numbers that are not finite fail it and are located as on the CPU") {
+  struct Case {
+    std::string tensor, says;
+  };
+  for (const Case& c : {Case{"model.layers.1.self_attn.k_proj.weight", "of the keys"},
+                        Case{"model.layers.1.self_attn.v_proj.weight", "of the values"},
+                        Case{"model.norm.weight", "logits behind layer"}}) {
+    CAPTURE(c.tensor);
+    std::string errors[2];
+    for (const bool gpu : {true, false}) {
+      test::AlteredCheckpoint altered(open_model("synthetic/tiny", "", "."));
+      altered.alter(c.tensor, [](std::int64_t, std::int64_t, float) { return 3e38f; });
+      test::CellFixture cell(load_model(altered, DType::bf16, "altered", gpu ? Device::cuda : Device::cpu),
+                             test::full_spec(), {Metric::score});
+      cell.experiment.backend = gpu ? "cuda" : "cpu";
+      cell.experiment.batch = 2;
+      cell.add(test::test_text(12, 512, 5), {}, 3);
+      cell.add(test::test_text(9, 512, 6), {}, 3);
+      const auto result = cell.run();
+      CHECK(result.summary.status == "failed");
+      CHECK(result.summary.nonfinite > 0);
+      errors[gpu] = result.summary.error;
+      CHECK_THAT(errors[gpu], Catch::Contains(c.says) && Catch::Contains("sample 0, token"));
+    }
+    // Where it began is the same; which of the products overflow depends on their order.
+    const auto place = [](const std::string& error) { return error.substr(0, error.find(": got")); };
+    CHECK(place(errors[1]) == place(errors[0]));
+  }
+}
 
 TEST_CASE("cuda cell: full, fidelity is exact and the answers are the CPU's") {
   Cells cells("full");

@@ -186,11 +186,12 @@ TEST_CASE("cuda embed copies rows of the table; an unknown token gives NaN") {
   }
 }
 
-TEST_CASE("cuda argmax takes the lowest of equal values and never NaN") {
+TEST_CASE("cuda argmax takes the lowest of equal values, and none of a row that is not finite") {
   std::mt19937 rng(9);
   for (const std::int64_t n : {1, 31, 256, 5000, 49152, 128256}) {
     CAPTURE(n);
-    const std::int64_t rows = 7, stride = n + 3;
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    const std::int64_t rows = 10, stride = n + 3;
     std::vector<float> x(static_cast<std::size_t>(rows * stride), 1e30f);  // between rows, never to be seen
     std::vector<std::int32_t> wanted;
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -201,14 +202,18 @@ TEST_CASE("cuda argmax takes the lowest of equal values and never NaN") {
       if (r == 2) at = n - 1;
       row[at] = -3.f;
       for (std::int64_t i = at + 1; i < n; i += 97) row[i] = -3.f;  // ties
-      if (r == 3)
-        for (std::int64_t i = 0; i < n; ++i) row[i] = i == at ? -std::numeric_limits<float>::infinity() : nan_value;
-      if (r == 4)
-        for (std::int64_t i = 0; i < n; ++i) row[i] = nan_value;
-      if (r == 5)
-        for (std::int64_t i = 0; i < n; ++i) row[i] = -std::numeric_limits<float>::infinity();
-      wanted.push_back(r >= 4 && r <= 5 ? 0 : static_cast<std::int32_t>(at));
+      // One that is not finite: first, last, anywhere; all of them.
+      if (r == 3) row[0] = nan_value;
+      if (r == 4) row[n - 1] = nan_value;
+      if (r == 5) row[rng() % static_cast<unsigned>(n)] = -inf;
+      if (r == 6) row[rng() % static_cast<unsigned>(n)] = inf;
+      if (r == 7) std::fill_n(row, n, nan_value);
+      if (r == 8) std::fill_n(row, n, -inf);
+      wanted.push_back(r >= 3 && r <= 8 ? -1 : static_cast<std::int32_t>(at));
     }
+    std::vector<std::int32_t> marks(static_cast<std::size_t>(rows), 0), wanted_marked = wanted;
+    marks[1] = marks[9] = 1;
+    wanted_marked[1] = wanted_marked[9] = -1;
     const std::vector<std::int32_t> poison(static_cast<std::size_t>(rows), -7);
     OnDevice device;
     ops::ArgmaxArgs a;
@@ -220,5 +225,10 @@ TEST_CASE("cuda argmax takes the lowest of equal values and never NaN") {
       cuda_backend()->ops.argmax(a, device.stream().handle());
       CHECK(device.get(out) == wanted);
     }
+    const auto marked = View<std::int32_t, 1>::dense(device.put(marks.data(), marks.size()), {rows});
+    a.nonfinite = marked.data;
+    cuda_backend()->ops.argmax(a, device.stream().handle());
+    CHECK(device.get(View<std::int32_t, 1>::dense(a.index, {rows})) == wanted_marked);
+    CHECK(device.get(marked) == std::vector<std::int32_t>(static_cast<std::size_t>(rows), 0));
   }
 }

@@ -62,6 +62,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   s.preemptions = 4;
   s.overhead = 0.125;
   s.ablated = "window";
+  s.nonfinite = 7;
   c.samples.resize(2);
   c.samples[0].sample = 0;
   c.samples[0].task_sample = c.samples[0].question = c.samples[0].follows = 0;
