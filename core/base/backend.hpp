@@ -150,7 +150,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 18;
+  static constexpr int version = 19;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
