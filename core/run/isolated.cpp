@@ -78,9 +78,9 @@ class Told {
     const ssize_t n = ::read(fd, bytes, sizeof bytes);
     if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return false;
     if (n > 0) rest_.append(bytes, static_cast<std::size_t>(n));
-    for (std::size_t end = rest_.find('\n'); end != rest_.npos; end = rest_.find('\n')) {
-      line(rest_.substr(0, end));
-      rest_.erase(0, end + 1);
+    for (std::size_t at = rest_.find('\n'); at != rest_.npos; at = rest_.find('\n')) {
+      line(rest_.substr(0, at));
+      rest_.erase(0, at + 1);
     }
     return n > 0;
   }

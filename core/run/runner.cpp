@@ -369,7 +369,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
   stop::watch();
   try {
     const Experiment e = with_backend(given);
-    if (e.threads > 0) omp_set_num_threads(e.threads);
+    use_threads(e.threads);
     keep_reserve();
     start_threads();
     Prepared prepared = prepare(e, catalog, id);

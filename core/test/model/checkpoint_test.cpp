@@ -172,6 +172,7 @@ TEST_CASE("safetensors: each byte of data belongs to one tensor") {
   CHECK(with("[256, 288]", "[224, 256]")
             .find("post_attention_layernorm.weight: got data from byte 224, wanted it from "
                   "byte 256, where 'model.layers.0.input_layernorm.weight' ends") != std::string::npos);
+  CHECK(with("[16, 8]", "[17, 8]").find("wanted 544 bytes") != std::string::npos);  // a row more than its bytes
   CHECK(with("[224, 256]", "[256, 288]").find("got data from byte 256, wanted it from byte 224") != std::string::npos);
 }
 
