@@ -17,12 +17,10 @@ struct Disturbance {
 };
 
 // The criterion of the label. One of the two is enough:
-//   - Other processes used more than a tenth of a core that we needed. All threads of a step wait for the last one, so
-//   a
-//     tenth of one core lengthens times by a tenth. A machine's own housekeeping uses a few hundredths.
-//   - Our threads waited for a core in more than a twentieth of the time. This also sees times that are too short for
-//   the
-//     first (less than three ticks of the counters, 30 ms).
+// - Other processes used more than a tenth of a core that we needed. All threads of a step wait for the last one, so a
+//   tenth of one core lengthens times by a tenth. A machine's own housekeeping uses a few hundredths.
+// - Our threads waited for a core in more than a twentieth of the time. This also sees times that are too short for
+//   the first: less than three ticks of the counters, 30 ms.
 bool disturbed(const Disturbance& d);
 
 // A cell's timed part: it begins with this object and ends with note().

@@ -1,14 +1,13 @@
 // 95 % confidence intervals of a cell's score, for a population of contexts of which the cell's are a sample.
 //
 // Questions over one context are not independent, so contexts are what is counted or drawn:
-//   scores of 0 and 1    Wilson's interval (Wilson 1927). Where a context has several questions, n is the effective
-//   number
-//                        of questions: questions / design effect of the contexts, adjusted for its degrees of freedom
-//                        (Korn and Graubard 1998; Dean and Pagano 2015 compare it with others). It is at least the
-//                        number of contexts and at most that of questions.
-//   other scores         The bootstrap over contexts of sum(scores) / sum(questions): percentiles, widened for few
-//                        contexts (Hesterberg 2015, expanded percentile interval, with Kish's effective number as n).
-//   perplexity           exp of the same bootstrap of sum(nll) / sum(tokens) over texts.
+// - Scores of 0 and 1: Wilson's interval (Wilson 1927). Where a context has several questions, n is the effective
+//   number of questions: questions / design effect of the contexts, adjusted for its degrees of freedom (Korn and
+//   Graubard 1998; Dean and Pagano 2015 compare it with others). It is at least the number of contexts and at most
+//   that of questions.
+// - Other scores: the bootstrap over contexts of sum(scores) / sum(questions): percentiles, widened for few contexts
+//   (Hesterberg 2015, expanded percentile interval, with Kish's effective number as n).
+// - Perplexity: exp of the same bootstrap of sum(nll) / sum(tokens) over texts.
 //
 // Where the bootstrap has too little to draw from (fewer than 6 contexts, or all of them alike), scores from 0 to 1
 // have Wilson's interval of one observation a context: their variance is at most that of 0/1 scores of the same mean

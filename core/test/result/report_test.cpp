@@ -203,7 +203,7 @@ TEST_CASE("csv has a column per parameter, empty where a policy does not have it
     CAPTURE(text);
     CHECK((text.size() > wanted.size() && text.substr(text.size() - wanted.size()) == wanted));
   };
-  ends(0, ",ablated,budget.tokens,mode,params.seed,window");
+  ends(0, ",budget.tokens,mode,params.seed,window");
   ends(1, ",64,,3,8");
   ends(2, R"(,,"a,b",,)");
 }

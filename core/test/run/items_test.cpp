@@ -139,7 +139,8 @@ TEST_CASE("samples that cannot run are refused before any work") {
   CHECK_THROWS_WITH(made(Question::prompt),
                     Catch::Contains("got metric 'exat'") && Catch::Contains("did you mean 'exact'"));
   script = {{{{1}, {asked({2})}}}, "exact", "got a bad thing"};
-  CHECK_THROWS_WITH(made(Question::prompt), Catch::Equals("exp.yaml:3:5: sample 0: got a bad thing"));
+  CHECK_THROWS_WITH(made(Question::prompt),
+                    Catch::Equals("exp.yaml:3:5: sample 0: scripted, sample(): got a bad thing"));
 }
 
 TEST_CASE("numbers that no machine could serve are refused before the prompts are made") {

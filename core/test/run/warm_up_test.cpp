@@ -9,8 +9,8 @@ using namespace kvlab;
 namespace {
 
 struct Fixture : test::CellFixture {
-  explicit Fixture(const char* policy, const char* model = "llama-gqa3")
-      : CellFixture(test::tiny_model(model), test::policy_of(policy, 8),
+  explicit Fixture(const char* policy, const char* name = "llama-gqa3")
+      : CellFixture(test::tiny_model(name), test::policy_of(policy, 8),
                     {Metric::score, Metric::memory, Metric::trace}) {
     experiment.batch = 2;
     prompt(40, 1);
