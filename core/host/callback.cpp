@@ -93,6 +93,8 @@ void Callee::rethrow(const char* callback) const {
   } catch (const stop::Interrupted&) {
     throw;
   } catch (const Error& e) {
+    // A data file's error with its record is for the user, whichever plugin read it.
+    if (e.code() == Errc::data && !e.where().empty()) throw Error(e.code(), one_line(e.message()), one_line(e.where()));
     const std::string place = e.where().empty() ? where(callback) : where(callback) + ": " + one_line(e.where());
     throw Error(e.code() == Errc::internal ? Errc::plugin : e.code(), one_line(e.message()), place);
   } catch (const std::bad_alloc& e) {

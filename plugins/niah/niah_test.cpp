@@ -171,7 +171,7 @@ TEST_CASE("niah: what cannot be built is said") {
   CHECK_THROWS_WITH(f.task({{"context", std::int64_t{60}}})->sample(0, env),
                     Catch::Contains("got context: 60, wanted at least ") && Catch::Contains("question and answer"));
   CHECK_THROWS_WITH(f.task({{"haystack", std::string("empty.txt")}})->sample(0, env),
-                    Catch::Contains("haystack without text") && Catch::Contains("empty.txt"));
+                    Catch::Contains("file without text") && Catch::Contains("empty.txt"));
   CHECK_THROWS_WITH(f.task({{"haystack", std::string("no.txt")}})->sample(0, env), Catch::Contains("no.txt"));
   CHECK_THROWS_WITH(f.task({{"needles", std::int64_t{2}}})->sample(0, f.env(1, 3)),
                     Catch::Contains("needles 0 to 2, wanted less than needles: 2"));

@@ -12,6 +12,7 @@
 #include "run/recorded.hpp"
 #include "support/altered_checkpoint.hpp"
 #include "support/cell_fixture.hpp"
+#include "support/labels.hpp"
 
 using namespace kvlab;
 
@@ -136,8 +137,8 @@ TEST_CASE("cuda cell: decode steps as graphs are said") {
   Cells cells("full");
   cells.experiment.metrics = {Metric::score, Metric::latency};
   const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
-  CHECK(gpu.summary.labels == "synthetic, graph");
-  CHECK(cpu.summary.labels == "synthetic");
+  CHECK(test::lasting_labels(gpu.summary) == "synthetic, graph");
+  CHECK(test::lasting_labels(cpu.summary) == "synthetic");
   CHECK(gpu.parts.empty());
   CHECK(gpu.step_ms.size() == cpu.step_ms.size());
   CHECK(cpu.step_device_ms.empty());
@@ -159,7 +160,7 @@ TEST_CASE("cuda cell: injected page lists, eagerly and in graphs") {
   cells.experiment.inject.overlap = 1;
   const auto gpu = cells.run("cuda");
   REQUIRE(gpu.summary.error == "");
-  CHECK(gpu.summary.labels == "synthetic, injected");
+  CHECK(test::lasting_labels(gpu.summary) == "synthetic, injected");
   std::map<std::array<int, 3>, std::vector<std::int32_t>> before;
   int compared = 0;
   for (const auto& e : gpu.trace.events) {
@@ -171,7 +172,7 @@ TEST_CASE("cuda cell: injected page lists, eagerly and in graphs") {
   }
   CHECK(compared > 0);
   cells.experiment.metrics = {Metric::score, Metric::latency};
-  CHECK(cells.run("cuda").summary.labels == "synthetic, injected, graph");
+  CHECK(test::lasting_labels(cells.run("cuda").summary) == "synthetic, injected, graph");
 }
 
 TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
@@ -193,13 +194,13 @@ TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
   }
   const auto gpu = cells.run("cuda"), cpu = cells.run("cpu");
   REQUIRE(gpu.summary.error == "");
-  CHECK(gpu.summary.labels == "synthetic, injected");
+  CHECK(test::lasting_labels(gpu.summary) == "synthetic, injected");
   CHECK(gpu.trace.selected.size() > 50);
   CHECK(gpu.trace.selected == own.trace.selected);
   CHECK(gpu.trace.selected == cpu.trace.selected);
   cells.experiment.metrics = {Metric::score, Metric::latency};
   const auto graphs = cells.run("cuda");
-  CHECK(graphs.summary.labels == "synthetic, injected, graph");
+  CHECK(test::lasting_labels(graphs.summary) == "synthetic, injected, graph");
   for (std::size_t i = 0; i < 3; ++i) CHECK(graphs.samples[i].output == gpu.samples[i].output);
   cells.experiment.metrics = {Metric::trace};
   cells.experiment.inject.trace.clear();

@@ -12,6 +12,7 @@
 #include "run/cell.hpp"
 #include "run/recorded.hpp"
 #include "support/cell_fixture.hpp"
+#include "support/labels.hpp"
 
 using namespace kvlab;
 
@@ -126,7 +127,7 @@ TEST_CASE("the overlap of traced lists is the injected one") {
     Cells cells;
     cells.experiment.inject.overlap = overlap;
     const auto result = cells.run();
-    CHECK(result.summary.labels == "injected");
+    CHECK(test::lasting_labels(result.summary) == "injected");
     int compared = 0;
     for (const auto& [place, lists] : lists_of(result.trace))
       for (std::size_t i = 1; i < lists.size(); ++i, ++compared) {
@@ -187,11 +188,11 @@ TEST_CASE("a sequence has the lists that it has in any other slot, beside any ot
 TEST_CASE("a cell without injection, or without a selector, has no such label") {
   Cells cells;
   const auto own = cells.run();
-  CHECK(own.summary.labels.empty());
+  CHECK(test::lasting_labels(own.summary).empty());
   cells.experiment.inject.overlap = 0.5;
   CHECK(lists_of(cells.run().trace) != lists_of(own.trace));
   cells.experiment.policies = {test::full_spec()};
-  CHECK(cells.run().summary.labels.empty());
+  CHECK(test::lasting_labels(cells.run().summary).empty());
 }
 
 TEST_CASE("lists of a traced cell are injected again, the same ones") {
@@ -208,7 +209,7 @@ TEST_CASE("lists of a traced cell are injected again, the same ones") {
     CHECK(cells.recorded->heads == cells.model->config.kv_heads);
     CHECK(cells.recorded->pages == cells.room());
     const auto again = cells.run();
-    CHECK(again.summary.labels == "injected");
+    CHECK(test::lasting_labels(again.summary) == "injected");
     CHECK(lists_of(again.trace) == lists_of(own.trace));
   }
 }
