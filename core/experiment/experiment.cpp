@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/text.hpp"
+#include "base/threads.hpp"
 #include "experiment/entry.hpp"
 #include "experiment/overrides.hpp"
 #include "host/parameters.hpp"
@@ -77,7 +78,8 @@ class ExperimentReader {
     out_.backend_where = backend ? document_.where(backend->place) : out_.file.string();
     out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
     out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
-    out_.threads = map.get<int>(make_param("threads", 0, 0, 4096, "0 = all"));
+    out_.threads =
+        map.get<int>(make_param("threads", 0, 0, most_threads(), "0 = OMP_NUM_THREADS, else the cores free to us"));
     out_.page_size = map.get<int>(make_param("page_size", 16, 1, 1024, "tokens per page"));
     out_.prefill_chunk = map.get<int>(
         make_param("prefill_chunk", 0, 0, 1 << 24, "prompt tokens per chunk, 0 = the whole prompt, layer by layer"));

@@ -51,7 +51,7 @@ struct Experiment {
   std::set<Metric> metrics;
   std::filesystem::path output;          // relative to the current folder
   int batch = 1;                         // sequences at once, with a workload at most
-  int threads = 0;                       // 0 = all
+  int threads = 0;                       // at most most_threads(), 0 = as use_threads(0)
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   int page_size = 16;                    // tokens per page, where a policy names none
   bool batch_invariant = false;          // on CUDA: other rows of a batch change no bit of a row

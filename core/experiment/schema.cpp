@@ -3,6 +3,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "base/threads.hpp"
 #include "experiment/entry_keys.hpp"
 #include "model/synthetic.hpp"
 
@@ -211,7 +212,7 @@ class Builder {
         {"inject", described(closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}}),
                              "page lists in place of those that selectors choose")},
         {"batch", described(integer(1, 4096), "sequences at once")},
-        {"threads", described(integer(0, 4096), "0 = all")},
+        {"threads", described(integer(0, most_threads()), "0 = OMP_NUM_THREADS, else the cores free to us")},
         {"page_size", described(integer(1, 1024), "tokens per page, where a policy names none")},
         {"prefill_chunk", described(integer(0), "prompt tokens per chunk, 0 = the whole prompt, layer by layer")},
         {"batch_invariant", described({{"type", "boolean"}}, "on CUDA: other rows of a batch change no bit of a row")},

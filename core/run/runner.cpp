@@ -9,9 +9,9 @@
 #include <ctime>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <new>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "base/backend.hpp"
@@ -32,14 +32,11 @@
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/isolated.hpp"
+#include "run/prepare.hpp"
 #include "run/progress.hpp"
-#include "run/recorded.hpp"
-#include "run/requests.hpp"
 
 namespace kvlab {
 namespace {
-
-using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, task, seed
 
 std::string cell_name(const Experiment& e, const Cell& c) {
   const PolicySpec& p = e.policies[c.policy];
@@ -50,35 +47,10 @@ std::string cell_name(const Experiment& e, const Cell& c) {
   return name;
 }
 
-// body(); an error that does not say where in the experiment file it belongs says so now.
-template <class Body>
-void placed(const std::string& where, Body body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    if (error.where().starts_with(where)) throw;
-    throw Error(error.code(), error.message(), error.where().empty() ? where : where + ": " + error.where());
-  }
-}
-
-// An experiment that has passed every check.
-struct Prepared {
-  std::vector<std::unique_ptr<Checkpoint>> checkpoints;
-  std::vector<std::shared_ptr<const Model>> models;  // without weights, all but the one in use
-  std::vector<Cell> cells;
-  std::map<ItemsKey, TaskItems> items;
-  std::shared_ptr<const RecordedTrace> recorded;
-};
-
-CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepared& p, const Cell& cell) {
-  CellInput in;
-  in.experiment = &e;
-  in.cell = &cell;
-  in.model = p.models[cell.model];
-  in.items = &p.items.at({cell.model, cell.task, cell.seed});
-  in.catalog = &catalog;
-  in.recorded = p.recorded;
-  return in;
+std::vector<std::string> ids_of(const std::vector<Cell>& cells) {
+  std::vector<std::string> ids;
+  for (const Cell& c : cells) ids.push_back(c.id);
+  return ids;
 }
 
 // One model at a time holds its weights, and its files' pages are given back once they are read.
@@ -119,75 +91,6 @@ class ModelInUse {
   std::size_t model_ = 0;
 };
 
-// Whatever is wrong shows here, before anything is run or written; each message once. only: this cell of the
-// experiment, empty = all.
-Prepared prepare(const Experiment& e, const PluginCatalog& catalog, const std::string& only = {}) {
-  Prepared p;
-  for (const ModelSpec& spec : e.models)
-    placed(spec.where, [&] {
-      p.checkpoints.push_back(open_model(spec.path, spec.adapter, e.folder));
-      p.models.push_back(model_outline(*p.checkpoints.back(), spec.dtype, spec.name(), device_of(e)));
-      log::debug("model " + spec.name() + ": contents " + p.models.back()->fingerprint);
-    });
-  Fingerprints prints = content_fingerprints();
-  prints.model = [&](const ModelSpec& spec) {
-    return p.models[static_cast<std::size_t>(&spec - e.models.data())]->fingerprint;
-  };
-  std::vector<std::string> inputs;
-  prints.file = [&, hash = prints.file](const std::filesystem::path& file) {
-    inputs.push_back(file.string());
-    return hash(file);
-  };
-  p.cells = cells(e, catalog, prints);
-  log::debug(fmt::format("{}: {} cells on {}", e.file.string(), p.cells.size(), e.backend));
-  if (!only.empty()) std::erase_if(p.cells, [&](const Cell& c) { return c.id != only; });
-
-  if (!e.inject.trace.empty())
-    placed(e.inject.where, [&] {
-      inputs.push_back(e.resolve(e.inject.trace).string());
-      p.recorded = std::make_shared<RecordedTrace>(read_recorded(inputs.back(), e.inject.cell));
-    });
-
-  std::vector<Error> wrong;
-  std::set<std::string> seen;
-  const auto attempt = [&](const std::string& where, auto body) {
-    try {
-      placed(where, body);
-      return true;
-    } catch (const Error& error) {
-      if (seen.insert(error.what()).second) wrong.push_back(error);
-      return false;
-    }
-  };
-  std::set<ItemsKey> tried;
-  for (const Cell& c : p.cells) {
-    const ItemsKey key{c.model, c.task, c.seed};
-    const Model& model = *p.models[c.model];
-    if (tried.insert(key).second)
-      attempt(e.tasks[c.task].where, [&] {
-        const log::Timed timed("prompts of " + task_label(e.tasks[c.task]));
-        p.items[key] = make_items(e.tasks[c.task], catalog, model.tokenizer, model.config, e, c.seed);
-      });
-    const std::string& where = e.policies[c.policy].where;
-    if (p.items.count(key) && !e.workloads.empty())
-      attempt(e.workloads[c.workload].where,
-              [&] { make_requests(e.workloads[c.workload], p.items[key].items, c.seed, e.folder); });
-    const bool followed = !p.items.count(key) || !p.recorded || !e.inject.used(e.policies[c.policy]) ||
-                          attempt(e.inject.where, [&] { follow(*p.recorded, p.items[key].items); });
-    if (p.items.count(key) && followed)
-      attempt(where, [&] { check_cell(input(e, catalog, p, c)); });
-    else
-      attempt(where, [&] { build_policy(e.policies[c.policy], catalog); });
-  }
-  if (only.empty())
-    attempt("", [&] {  // else the run that asks holds the output
-      results::check_output(e.output.string());
-      results::check_apart(e.output.string(), inputs);
-    });
-  if (!wrong.empty()) throw ExperimentError(std::move(wrong));
-  return p;
-}
-
 // Runs the cell where this process has all it takes.
 results::CellResult run_here(const CellInput& in, ModelInUse& models) {
   try {
@@ -200,24 +103,6 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
   CellInput with_weights = in;
   with_weights.model = models.model(in.cell->model);
   return run_cell(with_weights);
-}
-
-// body(); without memory for what comes before the first cell there is nothing to record.
-template <class Body>
-auto with_memory(Body body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc& e) {
-    throw Error(Errc::config,
-                fmt::format("got no memory to prepare the run ({}), wanted more: see ulimit -v", e.what()));
-  }
-}
-
-// Finished cells of this output that the experiment no longer names.
-std::size_t cells_of_others(const results::Finished& before, const std::vector<std::string>& ids) {
-  const std::set<std::string> own(ids.begin(), ids.end());
-  return static_cast<std::size_t>(
-      std::count_if(before.cells.begin(), before.cells.end(), [&](const auto& c) { return !own.count(c.first); }));
 }
 
 // A disk that is full, or away, ends a run but no finished cell: whether `write` wrote, else what is lost is told.
@@ -234,37 +119,187 @@ bool written(const std::string& what, const std::string& then, Write write) {
   return false;
 }
 
-}  // namespace
+// One run of an experiment: the cells that are not finished, in order, then what became of them.
+class Run {
+ public:
+  // Takes the output: nobody else writes it until this ends.
+  Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared);
+  int run();  // the exit code
 
-results::RunInfo run_info(const Experiment& e, const std::string& command) {
-  results::RunInfo info;
-  info.kvlab_version = version();
-  info.git_commit = git_commit();
-  info.created_utc = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
-  info.command = command;
-  info.experiment_yaml = e.text;
-  char host[256] = "";
-  gethostname(host, sizeof host - 1);
-  info.host = host;
-  info.cpu = cpu_name();
-  info.backend = e.backend;
-  info.gpu = device_of(e) == Device::cuda ? require_cuda("run").device_name : "none";
-  info.threads = all_threads();
-  return info;
+ private:
+  const std::vector<Cell>& all() const { return prepared_.cells; }
+  results::Finished finished_before() const;
+
+  void run_cells();
+  bool finished_already(const Cell& cell);
+  bool run_and_write(const Cell& cell);
+  results::CellResult run_one(const Cell& cell);
+  results::CellResult run_apart(const Cell& cell, const CellInput& in) const;
+  bool apart() const { return !options_.isolate.empty(); }
+  bool write(const Cell& cell, const std::string& name, const results::CellResult& result) const;
+
+  int end();
+  bool make_output() const;
+  int say_stopped() const;
+  void say_others() const;
+  void print_report(bool made) const;
+
+  const Experiment& e_;
+  const PluginCatalog& catalog_;
+  const RunOptions& options_;
+  Prepared& prepared_;
+  ModelInUse models_{e_, prepared_};
+  ReferenceCache references_;
+  std::string out_;
+  std::vector<std::string> ids_;  // of the experiment's cells
+  std::unique_ptr<results::OutputLock> held_;
+  results::RunInfo info_;
+  results::Finished before_;  // by earlier runs
+  Progress progress_;
+  bool trouble_ = false;           // a cell failed, did not fit or could not be written
+  int stopped_ = 0;                // by this signal
+  int skipped_ = 0, written_ = 0;  // cells
+};
+
+Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared)
+    : e_(e),
+      catalog_(catalog),
+      options_(options),
+      prepared_(prepared),
+      out_(e.output.string()),
+      ids_(ids_of(prepared.cells)),
+      held_(results::open_output(out_, options.command, results::OutputKind::results, ids_)),
+      info_(run_info(e, options.command)),
+      before_(finished_before()),
+      progress_(static_cast<int>(all().size())) {
+  for (const std::string& warning : before_.warnings) log::warn(warning);
 }
 
-Checked check_experiment(const Experiment& given, const PluginCatalog& catalog) {
-  const Experiment e = with_backend(given);
+results::Finished Run::finished_before() const {
+  if (options_.fresh) results::forget(out_, ids_);
+  return results::finished(out_);
+}
+
+int Run::run() {
   try {
-    return {cell_table(e, prepare(e, catalog).cells), {}};
-  } catch (const Error& error) {
-    if (error.code() != Errc::network) throw;
-    for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
-    std::vector<Cell> all = cells(e, catalog, {});
-    for (Cell& cell : all) cell.id = "-";  // the model's contents are part of it
-    return {cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n", error};
+    run_cells();
+    stop::check();
+  } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
+    stopped_ = by.signal;
+  }
+  return end();
+}
+
+void Run::run_cells() {
+  for (const Cell& c : all()) {
+    if (finished_already(c)) continue;
+    stop::check();
+    keep_reserve();
+    if (!run_and_write(c)) return;
   }
 }
+
+bool Run::finished_already(const Cell& c) {
+  const auto done = before_.cells.find(c.id);
+  if (done == before_.cells.end()) return false;
+  trouble_ |= done->second.status != "ok";
+  ++skipped_;
+  progress_.skip();
+  return true;
+}
+
+// Whether its result is on disk: without room for one, the run ends.
+bool Run::run_and_write(const Cell& c) {
+  const std::string name = cell_name(e_, c);
+  log::debug("cell " + c.id + ": " + name);
+  progress_.begin(name);
+  const results::CellResult result = run_one(c);
+  const results::SummaryRow& s = result.summary;
+  trouble_ |= s.status != "ok";
+  if (!write(c, name, result)) {
+    progress_.end("not written");
+    trouble_ = true;
+    return false;
+  }
+  ++written_;
+  progress_.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
+  return true;
+}
+
+results::CellResult Run::run_one(const Cell& c) {
+  CellInput in = input(e_, catalog_, prepared_, c);
+  in.references = &references_;
+  in.progress = [this](const std::string& pass, int done, int total) { progress_.item(pass, done, total); };
+  return apart() ? run_apart(c, in) : run_here(in, models_);
+}
+
+// --isolate: the part that the cell's process wrote, else how that process ended.
+results::CellResult Run::run_apart(const Cell& c, const CellInput& in) const {
+  std::vector<std::string> command = options_.isolate;
+  command.insert(command.end(), {"--isolated-cell", c.id});
+  const CellEnd end = run_cell_process(command, in.progress);
+  if (const std::string part = results::part_path(out_, c.id); std::filesystem::exists(part))
+    return results::read_cell(part, c.id);
+  return broken_cell(in, end.status, end.error);
+}
+
+bool Run::write(const Cell& c, const std::string& name, const results::CellResult& result) const {
+  if (apart() && std::filesystem::exists(results::part_path(out_, c.id))) return true;  // its process did
+  return written(fmt::format("cell {} ({})", c.id, name), "the run stops here, and the same command goes on from there",
+                 [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out_, result, info_)); });
+}
+
+int Run::end() {
+  if (skipped_)
+    log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped_, all().size()));
+  const bool made = make_output();
+  if (stopped_) return say_stopped();
+  say_others();
+  if (!options_.quiet && (made || skipped_ + written_ > 0)) print_report(made);
+  return trouble_ || !made ? 1 : 0;
+}
+
+bool Run::make_output() const {
+  const std::string then =
+      fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out_));
+  return written("the result file", then, [&] {
+    for (const std::string& warning : results::rebuild(out_, info_, ids_)) log::warn(warning);
+  });
+}
+
+int Run::say_stopped() const {
+  log::info(fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
+                        stop::name_of(stopped_), skipped_ + written_, all().size(), out_));
+  return stop::exit_code(stopped_);
+}
+
+// Finished cells of this output that the experiment no longer names.
+void Run::say_others() const {
+  const std::set<std::string> own(ids_.begin(), ids_.end());
+  const auto others =
+      std::count_if(before_.cells.begin(), before_.cells.end(), [&](const auto& c) { return !own.count(c.first); });
+  if (others == 0) return;
+  log::info(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
+                        others == 1 ? "cell is" : "cells are", out_, results::parts_folder(out_)));
+}
+
+void Run::print_report(bool made) const {
+  fmt::print("{}", results::report(out_, results::Format::table));
+  if (made) fmt::print("results: {}\n", out_);
+}
+
+// body(); without memory for what comes before the first cell there is nothing to record.
+template <class Body>
+auto with_memory(Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc& e) {
+    throw Error(Errc::config,
+                fmt::format("got no memory to prepare the run ({}), wanted more: see ulimit -v", e.what()));
+  }
+}
+
+}  // namespace
 
 int run_experiment(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
   if (!given.profilers.empty())
@@ -274,93 +309,12 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   name_callback_at_end();
   const Experiment e = with_backend(given);
   use_threads(e.threads);
-
   keep_reserve();
   Prepared prepared = with_memory([&] {
     start_threads();
     return prepare(e, catalog);
   });
-  ModelInUse models(e, prepared);
-  const std::vector<Cell>& all = prepared.cells;
-  ReferenceCache references;
-
-  const std::string out = e.output.string();
-  std::vector<std::string> ids;
-  for (const Cell& c : all) ids.push_back(c.id);
-  const auto held = results::open_output(out, options.command, results::OutputKind::results, ids);
-  results::RunInfo info = run_info(e, options.command);
-  if (options.fresh) results::forget(out, ids);
-  const results::Finished before = results::finished(out);
-  Progress progress(static_cast<int>(all.size()));
-  for (const std::string& warning : before.warnings) log::warn(warning);
-
-  const auto run_one = [&](const Cell& c) {
-    CellInput in = input(e, catalog, prepared, c);
-    in.references = &references;
-    in.progress = [&](const std::string& pass, int done, int total) { progress.item(pass, done, total); };
-    if (options.isolate.empty()) return run_here(in, models);
-    std::vector<std::string> command = options.isolate;
-    command.insert(command.end(), {"--isolated-cell", c.id});
-    const CellEnd end = run_cell_process(command, in.progress);
-    if (const std::string part = results::part_path(out, c.id); std::filesystem::exists(part))
-      return results::read_cell(part, c.id);
-    return broken_cell(in, end.status, end.error);
-  };
-  bool trouble = false;
-  int stopped = 0;  // by this signal
-  int skipped = 0, written_cells = 0;
-  try {
-    for (const Cell& c : all) {
-      if (const auto done = before.cells.find(c.id); done != before.cells.end()) {
-        trouble |= done->second.status != "ok";
-        ++skipped;
-        progress.skip();
-        continue;
-      }
-      stop::check();
-      keep_reserve();
-      const std::string name = cell_name(e, c);
-      log::debug("cell " + c.id + ": " + name);
-      progress.begin(name);
-      const results::CellResult result = run_one(c);
-      const bool on_disk = !options.isolate.empty() && std::filesystem::exists(results::part_path(out, c.id));
-      if (!on_disk && !written(fmt::format("cell {} ({})", c.id, name),
-                               "the run stops here, and the same command goes on from there", [&] {
-                                 log::debug("cell " + c.id + ": written to " + results::write_part(out, result, info));
-                               })) {
-        progress.end("not written");
-        trouble = true;
-        break;
-      }
-      ++written_cells;
-      const auto& s = result.summary;
-      trouble |= s.status != "ok";
-      progress.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
-    }
-    stop::check();
-  } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
-    stopped = by.signal;
-  }
-  if (skipped)
-    log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped, all.size()));
-  const bool built = written(
-      "the result file",
-      fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out)), [&] {
-        for (const std::string& warning : results::rebuild(out, info, ids)) log::warn(warning);
-      });
-  if (stopped) {
-    log::info(fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
-                          stop::name_of(stopped), skipped + written_cells, all.size(), out));
-    return stop::exit_code(stopped);
-  }
-  if (const std::size_t others = cells_of_others(before, ids))
-    log::info(fmt::format("{} finished {} of other settings: not in {}, kept in {}", others,
-                          others == 1 ? "cell is" : "cells are", out, results::parts_folder(out)));
-  if (!options.quiet && (built || skipped + written_cells > 0)) {
-    fmt::print("{}", results::report(out, results::Format::table));
-    if (built) fmt::print("results: {}\n", out);
-  }
-  return trouble || !built ? 1 : 0;
+  return Run(e, catalog, options, prepared).run();
 }
 
 int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, const std::string& id,
@@ -391,6 +345,36 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     telling::failed(error.what());
   }
   return 1;
+}
+
+results::RunInfo run_info(const Experiment& e, const std::string& command) {
+  results::RunInfo info;
+  info.kvlab_version = version();
+  info.git_commit = git_commit();
+  info.created_utc = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+  info.command = command;
+  info.experiment_yaml = e.text;
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  info.host = host;
+  info.cpu = cpu_name();
+  info.backend = e.backend;
+  info.gpu = device_of(e) == Device::cuda ? require_cuda("run").device_name : "none";
+  info.threads = all_threads();
+  return info;
+}
+
+Checked check_experiment(const Experiment& given, const PluginCatalog& catalog) {
+  const Experiment e = with_backend(given);
+  try {
+    return {cell_table(e, prepare(e, catalog).cells), {}};
+  } catch (const Error& error) {
+    if (error.code() != Errc::network) throw;
+    for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
+    std::vector<Cell> all = cells(e, catalog, {});
+    for (Cell& cell : all) cell.id = "-";  // the model's contents are part of it
+    return {cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n", error};
+  }
 }
 
 }  // namespace kvlab

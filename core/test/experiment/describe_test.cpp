@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <nlohmann/json.hpp>
 
+#include "base/threads.hpp"
 #include "experiment/schema.hpp"
 #include "test/support/places.hpp"
 
@@ -47,6 +48,7 @@ TEST_CASE("the schema is generated from the declarations") {
   CHECK(schema["$schema"] == "https://json-schema.org/draft/2020-12/schema");
   CHECK(schema["required"] == nlohmann::json({"model", "tasks", "policies"}));
   CHECK_FALSE(schema["additionalProperties"].get<bool>());
+  CHECK(schema["properties"]["threads"]["maximum"] == most_threads());
   // Every reference leads somewhere.
   const std::string text = schema.dump();
   for (auto at = text.find("#/$defs/"); at != std::string::npos; at = text.find("#/$defs/", at + 1)) {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/threads.hpp"
 #include "experiment/fake_catalog.hpp"
 
 using namespace kvlab;
@@ -206,6 +207,10 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full\nrepeats: 5e2\n", "exp.yaml:5:10: got 5e2, wanted an integer");
   refused(p + "  - full\nrepeats: 99999999999999999999\n", "exp.yaml:5:10: got ", {"integer"});
   refused(p + "  - full\nrepeats: [1, 2]\n", "exp.yaml:5:10: got a list for 'repeats'");
+  refused(p + "  - full\nthreads: 4096\n", "exp.yaml:5:10: got 4096",
+          {"0 to " + std::to_string(most_threads()), "'threads'"});
+  refused(p + "  - full\nthreads: -1\n", "exp.yaml:5:10: got -1");
+  CHECK(load(p + "  - full\nthreads: " + std::to_string(most_threads()) + "\n").threads == most_threads());
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
   refused(p + "  - full\nworkload: {request: 3}\n", "exp.yaml:5:12: got unknown key 'request'",

@@ -1,0 +1,49 @@
+// What a run checks and makes before its first cell: `kvlab check` and each process of --isolate do the same.
+#pragma once
+#include <kvlab/error.hpp>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "experiment/experiment.hpp"
+#include "model/model.hpp"
+#include "run/cell_input.hpp"
+#include "run/items.hpp"
+#include "run/recorded.hpp"
+
+namespace kvlab {
+
+using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, task, seed
+
+// An experiment that has passed every check.
+struct Prepared {
+  std::vector<std::unique_ptr<Checkpoint>> checkpoints;
+  std::vector<std::shared_ptr<const Model>> models;  // without weights, all but the one in use
+  std::vector<Cell> cells;
+  std::map<ItemsKey, TaskItems> items;
+  std::shared_ptr<const RecordedTrace> recorded;
+};
+
+// Whatever is wrong shows here, before anything is run or written; each message once (ExperimentError). only: this cell
+// of the experiment, empty = all.
+Prepared prepare(const Experiment& experiment, const PluginCatalog& catalog, const std::string& only = {});
+
+// A cell's input, without references and progress. Borrows all of them.
+CellInput input(const Experiment& experiment, const PluginCatalog& catalog, const Prepared& prepared, const Cell& cell);
+
+// body(); an error that does not say where in the experiment file it belongs says so now.
+template <class Body>
+void placed(const std::string& where, Body body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.where().starts_with(where)) throw;
+    throw Error(error.code(), error.message(), error.where().empty() ? where : where + ": " + error.where());
+  }
+}
+
+}  // namespace kvlab
