@@ -5,7 +5,7 @@
 
 namespace kvlab {
 
-std::byte* reserve_memory(std::int64_t bytes);                      // zeroed on first touch; Errc::io when refused
+std::byte* reserve_memory(std::int64_t bytes);                      // zeroed on first touch; NoRoom when refused
 void release_memory(std::byte* base, std::int64_t bytes) noexcept;  // base may be null
 void discard_memory(std::byte* base, std::int64_t bytes);           // contents are lost, memory goes back; page aligned
 // Whether the kernel should back the range with huge pages (whole ones inside it): scattered reads of a cache spend a

@@ -3,7 +3,8 @@
 #include <omp.h>
 
 #include <condition_variable>
-#include <cstdlib>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <new>
 #include <string>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/memory_map.hpp"
 #include "base/stream_memory.hpp"
 
 namespace kvlab {
@@ -19,17 +21,18 @@ std::atomic<bool> detail::reserve_used{false};
 
 namespace {
 
-constexpr std::size_t reserve_bytes = std::size_t{16} << 20;
+constexpr std::int64_t reserve_bytes = std::int64_t{16} << 20;
 
-std::atomic<void*> reserve{nullptr};
+// A mapping of its own: malloc may keep what is freed for one thread's later calls.
+std::atomic<std::byte*> reserve{nullptr};
 
 std::atomic<int> attempts{0};
 
 // operator new tries again when this returns.
 void give_back() {
   detail::reserve_used = true;
-  if (void* memory = reserve.exchange(nullptr)) {
-    std::free(memory);
+  if (std::byte* memory = reserve.exchange(nullptr)) {
+    release_memory(memory, reserve_bytes);
   } else if (constexpr int most = 64; attempts++ < most) {
     std::this_thread::yield();  // another thread may be about to free it
   } else {
@@ -43,11 +46,26 @@ void detail::no_reserve() {
   throw NoRoom("got no memory from the system, wanted more: the last of it was used to end in order");
 }
 
-void keep_reserve() {
-  if (!reserve) reserve = std::malloc(reserve_bytes);
+bool keep_reserve() {
   detail::reserve_used = false;
   attempts = 0;
-  std::set_new_handler(reserve ? give_back : nullptr);
+  std::set_new_handler(nullptr);
+  try {
+    if (!reserve) reserve = reserve_memory(reserve_bytes);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  std::set_new_handler(give_back);
+  return true;
+}
+
+FreedReserve::FreedReserve() : kept_(std::get_new_handler() == give_back) {
+  std::set_new_handler(nullptr);
+  release_memory(reserve.exchange(nullptr), reserve_bytes);
+}
+
+FreedReserve::~FreedReserve() {
+  if (kept_) keep_reserve();
 }
 
 void start_threads() {

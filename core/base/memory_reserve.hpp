@@ -10,8 +10,20 @@ extern std::atomic<bool> reserve_used;
 }  // namespace detail
 
 // Keeps 16 MiB aside, again after they were used. operator new gives them back when it finds nothing: a small
-// allocation in a parallel region, which no exception may leave, then has its memory.
-void keep_reserve();
+// allocation in a parallel region, which no exception may leave, then has its memory. False: the system has none.
+bool keep_reserve();
+
+// While it lives the reserve is given back: for code that takes memory with malloc and breaks without it (HDF5).
+class FreedReserve {
+ public:
+  FreedReserve();
+  ~FreedReserve();  // keeps it again, where it was kept
+  FreedReserve(const FreedReserve&) = delete;
+  FreedReserve& operator=(const FreedReserve&) = delete;
+
+ private:
+  bool kept_;
+};
 
 // Throws NoRoom when the reserve was used: work in hand ends between two of its pieces. One load of memory otherwise.
 inline void check_reserve() {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/regular_file.hpp"
+#include "base/stream_memory.hpp"
 
 namespace kvlab {
 
@@ -16,6 +17,9 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   size_ = static_cast<std::size_t>(file.size());
   if (size_ == 0) return;
   void* map = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
+  if (map == MAP_FAILED && errno == ENOMEM)
+    throw NoRoom(
+        fmt::format("got no address space for the {} bytes of {}, wanted it: see ulimit -v", size_, path.string()));
   if (map == MAP_FAILED)
     throw Error(Errc::io, fmt::format("got '{}' when mapping the file, wanted a readable file", std::strerror(errno)),
                 path.string());

@@ -11,7 +11,8 @@
 
 namespace kvlab {
 
-// Unmapped on destruction. Errc::io if the system refuses; an empty file is an empty span.
+// Unmapped on destruction. Errc::io if the system refuses, NoRoom if it has no address space; an empty file is an empty
+// span.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);

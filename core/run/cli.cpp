@@ -14,6 +14,7 @@
 
 #include "base/backend.hpp"
 #include "base/log.hpp"
+#include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
@@ -324,6 +325,10 @@ int CommandLine::run() {
 }  // namespace
 
 int run_cli(int argc, char** argv) {
+  if (!keep_reserve()) {  // too little for an exception or a plugin: what follows would end without a message
+    std::fputs("error: got no 16 MiB of memory to begin with, wanted more: see ulimit -v\n", stderr);
+    return 2;
+  }
   log::start({});                 // until the options are read
   std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error of write(2) then, as a full disk is
   try {
@@ -348,7 +353,8 @@ int run_cli(int argc, char** argv) {
     log::error(error.what());
     return exit_code(error.code());
   } catch (const std::bad_alloc&) {
-    log::error("out of memory");
+    log::error("got no memory from the system, wanted more: see ulimit -v");  // a run's cells end as results
+    return 2;
   } catch (const std::system_error& e) {  // a pipe that was closed, a full disk
     log::error(e.what());
   } catch (const std::exception& e) {

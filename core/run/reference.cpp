@@ -12,6 +12,7 @@
 #include "base/sha256.hpp"
 #include "host/compose.hpp"
 #include "run/answer.hpp"
+#include "run/cell_input.hpp"
 #include "run/nonfinite.hpp"
 
 namespace kvlab {
@@ -91,14 +92,14 @@ ReferenceCache::Entry ReferenceCache::run(const std::shared_ptr<const Model>& mo
   Engine engine(model, compose({}), options);
   Sequence full(engine);
   const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(item.sample)}};
-  full.begin(item, asked);
+  want_room(full.begin(item, asked), engine);
 
   Entry e;
   e.offset = end_;
   Answer answer(item, fidelity_tokens);
   try {
     while (!answer.ended()) {
-      if (!answer.tokens().empty()) full.feed(answer.tokens().back());
+      if (!answer.tokens().empty()) want_room(full.feed(answer.tokens().back()), engine);
       append(full.logits().data(), full.logits().size_bytes());
       answer.take(full.logits(), *model->tokenizer);
     }

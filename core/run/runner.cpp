@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -68,8 +69,8 @@ class ModelInUse {
     const ModelSpec& spec = e_.models[model];
     const log::Timed timed("weights of " + spec.name());
     auto checkpoint = std::move(prepared_.checkpoints[model]);
-    if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
     try {
+      if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
       outline_ =
           std::exchange(prepared_.models[model], load_model(*checkpoint, spec.dtype, spec.name(), device_of(e_)));
     } catch (const std::bad_alloc& e) {
@@ -109,6 +110,7 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
 template <class Write>
 bool written(const std::string& what, const std::string& then, Write write) {
   try {
+    const FreedReserve room;
     write();
     return true;
   } catch (const Error& error) {
@@ -176,6 +178,7 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
 }
 
 results::Finished Run::finished_before() const {
+  const FreedReserve room;
   if (options_.fresh) results::forget(out_, ids_);
   return results::finished(out_);
 }
@@ -186,6 +189,9 @@ int Run::run() {
     stop::check();
   } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
     stopped_ = by.signal;
+  } catch (const std::bad_alloc& e) {
+    log::error(fmt::format("the run stops here: {}; the same command goes on from there", e.what()));
+    trouble_ = true;
   }
   return end();
 }
@@ -230,7 +236,11 @@ results::CellResult Run::run_one(const Cell& c) {
   CellInput in = input(e_, catalog_, prepared_, c);
   in.references = &references_;
   in.progress = [this](const std::string& pass, int done, int total) { progress_.item(pass, done, total); };
-  return apart() ? run_apart(c, in) : run_here(in, models_);
+  try {
+    return apart() ? run_apart(c, in) : run_here(in, models_);
+  } catch (const std::bad_alloc& e) {  // around the cell's own passes
+    return broken_cell(in, "oom", e.what());
+  }
 }
 
 // --isolate: the part that the cell's process wrote, else how that process ended.
@@ -255,7 +265,8 @@ int Run::end() {
   const bool made = make_output();
   if (stopped_) return say_stopped();
   say_others();
-  if (!options_.quiet && (made || skipped_ + written_ > 0)) print_report(made);
+  if (!options_.quiet && (made || skipped_ + written_ > 0))
+    trouble_ |= !written("the table", "kvlab report prints it", [&] { print_report(made); });
   return trouble_ || !made ? 1 : 0;
 }
 
@@ -288,11 +299,15 @@ void Run::print_report(bool made) const {
   if (made) fmt::print("results: {}\n", out_);
 }
 
+void want_reserve() {
+  if (!keep_reserve()) throw NoRoom("got none for what ends a run in order, wanted 16 MiB");
+}
+
 // body(); without memory for what comes before the first cell there is nothing to record.
 template <class Body>
-auto with_memory(Body body) {
+void with_memory(Body body) {
   try {
-    return body();
+    body();
   } catch (const std::bad_alloc& e) {
     throw Error(Errc::config,
                 fmt::format("got no memory to prepare the run ({}), wanted more: see ulimit -v", e.what()));
@@ -309,12 +324,15 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
   name_callback_at_end();
   const Experiment e = with_backend(given);
   use_threads(e.threads);
-  keep_reserve();
-  Prepared prepared = with_memory([&] {
+  std::optional<Prepared> prepared;
+  std::optional<Run> run;
+  with_memory([&] {
+    want_reserve();
     start_threads();
-    return prepare(e, catalog);
+    prepared.emplace(prepare(e, catalog));
+    run.emplace(e, catalog, options, *prepared);
   });
-  return Run(e, catalog, options, prepared).run();
+  return run->run();
 }
 
 int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, const std::string& id,
@@ -324,7 +342,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
   try {
     const Experiment e = with_backend(given);
     use_threads(e.threads);
-    keep_reserve();
+    want_reserve();
     start_threads();
     Prepared prepared = prepare(e, catalog, id);
     if (prepared.cells.empty())
@@ -335,6 +353,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     in.references = &references;
     in.progress = telling::progress;
     const results::CellResult result = run_here(in, models);
+    const FreedReserve room;
     results::write_part(e.output.string(), result, run_info(e, command));
     return result.summary.status == "ok" ? 0 : 1;
   } catch (const stop::Interrupted& stopped) {

@@ -1,0 +1,75 @@
+// A run under `ulimit -v`: whatever does not fit, its end says so. Either its cells are results, or nothing was run.
+#include <sys/resource.h>
+
+#include <catch2/catch.hpp>
+#include <cstddef>
+#include <filesystem>
+#include <functional>
+#include <map>
+
+#include "result/results.hpp"
+#include "support/child.hpp"
+
+using namespace kvlab;
+using test::Ended;
+using test::Folder;
+
+namespace {
+
+const char* tiny =
+    "model: {path: bundled/recall}\n"
+    "tasks: [niah: {context: 256, max_new_tokens: 8}]\n"
+    "policies: [full]\nmetrics: [score, memory]\nbackend: cpu\nthreads: 1\n";
+
+std::function<void()> address_space(rlim_t bytes) {
+  return [=] {
+    const rlimit limit{bytes, bytes};
+    if (setrlimit(RLIMIT_AS, &limit) != 0) _exit(125);
+  };
+}
+
+// Below it the process ends before kvlab has a say: by the dynamic loader (127), or while its libraries start.
+rlim_t least_to_start() {
+  constexpr rlim_t step = rlim_t{1} << 19;
+  for (rlim_t bytes = rlim_t{8} << 20;; bytes += step) {
+    const Ended ended = test::run_kvlab({"--version"}, address_space(bytes));
+    if (ended.code == 2 || ended.code == 0) return bytes;
+    REQUIRE(bytes < rlim_t{1} << 30);
+  }
+}
+
+// One cell that was written, or none and a message that names memory.
+void check_end(const Folder& folder, const Ended& ended) {
+  INFO(ended.said);
+  REQUIRE(ended.signal == 0);
+  CHECK(folder.files("", ".tmp") + folder.files("out.h5.parts", ".tmp") == 0);
+  if (ended.code == 2) {
+    CHECK_THAT(ended.said,
+               Catch::Contains("error: ") && (Catch::Contains("memory") || Catch::Contains("could not be loaded")));
+    CHECK(!std::filesystem::exists(folder / "out.h5"));
+    return;
+  }
+  REQUIRE((ended.code == 0 || ended.code == 1));
+  const auto rows = results::read_summary(folder / "out.h5").rows;
+  REQUIRE(rows.size() == 1);
+  CHECK(rows[0].status == (ended.code == 0 ? "ok" : "oom"));
+}
+
+}  // namespace
+
+TEST_CASE("under a limit of memory every run ends as a result, or with 2 before its first cell") {
+  const rlim_t least = least_to_start();
+  std::map<int, int> ends;
+  for (const int mib : {0, 2, 8, 15, 18, 21, 25, 30, 40, 50, 57, 64, 80, 300}) {
+    CAPTURE(mib, least);
+    const Folder folder;
+    const std::string file = folder.write("e.yaml", tiny);
+    const Ended ended = test::run_kvlab({"run", file, "-q", "-o", folder / "out.h5"},
+                                        address_space(least + (static_cast<rlim_t>(mib) << 20)));
+    check_end(folder, ended);
+    ++ends[ended.code];
+  }
+  CHECK(ends[0] > 0);  // the sweep meets each kind of end
+  CHECK(ends[1] > 0);
+  CHECK(ends[2] > 0);
+}
