@@ -25,6 +25,7 @@ struct EmbedArgs;
 struct ArgmaxArgs;
 struct RopeAppendArgs;
 struct RopeRankArgs;
+struct Finding;
 struct PlacementArgs;
 struct InjectArgs;
 }  // namespace ops
@@ -111,6 +112,9 @@ struct CudaOps {
   void (*round_allotment)(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
                           const View<std::int32_t, 2>& keep, void* stream) = nullptr;
   void (*fill_heads)(const View<std::int32_t, 2>& out, std::int32_t value, void* stream) = nullptr;
+  // ops/verify.hpp
+  void (*find_nan)(const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void* stream) = nullptr;
+  void (*find_keep)(const Allotment& a, ops::Finding* finding, void* stream) = nullptr;
   void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
   void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
                       const PageList& out, void* stream) = nullptr;
@@ -150,7 +154,7 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 19;
+  static constexpr int version = 20;
   int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;

@@ -8,6 +8,7 @@
 #include "base/stop.hpp"
 #include "base/threads.hpp"
 #include "host/edits_author.hpp"
+#include "host/verified.hpp"
 #include "ops/paged.hpp"
 
 namespace kvlab {
@@ -173,6 +174,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
         *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
     if (fit != Fit::ok) return Fit::out_of_memory;
     want_finite({slot});
+    verify(*policy_);
   }
   return Fit::ok;
 }
@@ -196,7 +198,9 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     if (given.empty() || given.back().prompt) given.emplace_back();
     given.back().tokens.push_back(tokens[r]);
   }
-  if (fit == Fit::ok) want_finite(slots);
+  if (fit != Fit::ok) return fit;
+  want_finite(slots);
+  verify(*policy_);
   return fit;
 }
 

@@ -9,6 +9,7 @@
 
 #include "base/part_timer.hpp"
 #include "host/edits_author.hpp"
+#include "host/verified.hpp"
 #include "ops/allot.hpp"
 #include "ops/paged.hpp"
 #include "ops/placement.hpp"
@@ -28,7 +29,7 @@ int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page
   return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
 }
 
-class ComposedPolicy final : public Policy, public EditsAuthor {
+class ComposedPolicy final : public Policy, public EditsAuthor, public Verified {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
     if (parts_.scorer) {
@@ -42,6 +43,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor {
 
   std::string author() const override {
     return parts_.selector ? author_of(*parts_.selector) : parts_.scorer ? author_of(*parts_.scorer) : std::string();
+  }
+
+  void verify() override {
+    if (parts_.scorer) kvlab::verify(*parts_.scorer);
+    if (parts_.split) kvlab::verify(*parts_.split);
   }
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }

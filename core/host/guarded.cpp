@@ -3,16 +3,18 @@
 
 #include <fmt/format.h>
 
-#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <utility>
-#include <vector>
 
+#include "base/stream_memory.hpp"
 #include "host/callback.hpp"
 #include "host/edits_author.hpp"
 #include "host/loader.hpp"
-#include "ops/paged.hpp"
+#include "host/verified.hpp"
+#include "ops/verify.hpp"
 
 namespace kvlab {
 namespace {
@@ -54,29 +56,39 @@ class Guard : public Interface {
   Instance<Interface> object_;
 };
 
-// The first NaN among the scores of the cached tokens, as a message; empty when there is none.
-std::string nan_among(const LayerKv& kv, const Scores& scores) {
-  for (int row = 0; row < kv.rows(); ++row)
-    for (int head = 0; head < kv.kv_heads(); ++head) {
-      const int n = kv.pages.tokens(row, head);
-      if (n == 0) continue;
-      const float* s = &scores(row, head, 0);
-      int bad = 0;
-      for (int t = 0; t < n; ++t) bad += s[t] != s[t];
-      if (bad == 0) continue;
-      int first = 0;
-      while (s[first] == s[first]) ++first;
-      std::vector<std::int32_t> position(static_cast<std::size_t>(n));
-      ops::token_positions(kv.pages, row, head, n, position.data());
-      return fmt::format(
-          "got NaN as the score of the token at position {} (layer {}, KV head {}, {} of its {} tokens), "
-          "wanted numbers; -inf and inf rank below and above all others",
-          position[static_cast<std::size_t>(first)], kv.layer, head, bad, n);
+// Where ops note what is wrong with the numbers of callbacks.
+class Note {
+ public:
+  ops::Finding* on(Stream s) {
+    if (s.device() == Device::cpu) return &here_;
+    if (!there_) {
+      there_ = StreamMemory(s, sizeof(ops::Finding));
+      zero_memory(there_.as(), there_.bytes(), s);
     }
-  return {};
-}
+    stream_ = s;
+    return there_.as<ops::Finding>();
+  }
 
-class GuardedScorer final : public Guard<Scorer>, public EditsAuthor {
+  // What was noted since the last call, and the sum of what is kept.
+  ops::Finding take() {
+    if (stream_) {
+      copy_memory(&here_, there_.as(), sizeof here_, *stream_);
+      zero_memory(there_.as(), offsetof(ops::Finding, kept), *stream_);
+      synchronize(*stream_);
+      stream_.reset();
+    }
+    const ops::Finding found = here_;
+    here_.count = here_.first = 0;
+    return found;
+  }
+
+ private:
+  ops::Finding here_;
+  StreamMemory there_;
+  std::optional<Stream> stream_;  // of the latest note on a GPU
+};
+
+class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Verified {
  public:
   using Guard::Guard;
   std::string author() const override { return who_.where("score"); }
@@ -88,8 +100,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor {
   }
   void score(const LayerKv& kv, Scores out, Stream stream) override {
     ask("score", [&](Scorer& s) { s.score(kv, out, stream); });
-    if (stream.device() != Device::cpu) return;
-    if (const std::string wrong = nan_among(kv, out); !wrong.empty()) who_.refuse("score", wrong);
+    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream), stream);
   }
   void observe(const LayerKv& kv, Stream stream) override {
     ask("observe", [&](Scorer& s) { s.observe(kv, stream); });
@@ -101,43 +112,57 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor {
                   fmt::format("got {} decode steps between evictions, wanted 0 (the prompt only) or more", steps));
     return steps;
   }
+  void verify() override {
+    const ops::Finding found = note_.take();
+    if (found.count > 0)
+      who_.refuse("score",
+                  fmt::format("got NaN as the score of the token at position {} (layer {}, KV head {}){}, wanted "
+                              "numbers; -inf and inf rank below and above all others",
+                              found.number(), found.layer(), found.kv_head(),
+                              found.count > 1 ? fmt::format(" and of {} others", found.count - 1) : ""));
+  }
+
+ private:
+  Note note_;
 };
 
-class GuardedBudget final : public Guard<Budget> {
+class GuardedBudget final : public Guard<Budget>, public Verified {
  public:
   using Guard::Guard;
   void allot(const Allotment& a, Stream stream) override {
     ask("allot", [&](Budget& b) { b.allot(a, stream); });
-    if (stream.device() == Device::cpu && a.keep.data) check(a);
+    if (!a.keep.data) return;
+    ops::find_keep(a, note_.on(stream), stream);
+    if (a.layer + 1 == a.layers) limit(a);
+    if (stream.device() == Device::cpu) verify();
+  }
+  void verify() override {
+    const ops::Finding found = note_.take();
+    if (found.count > 0)
+      who_.refuse("allot", fmt::format("got {} tokens to keep in layer {}, KV head {}, wanted none below 0 and no more "
+                                       "than it holds",
+                                       found.number(), found.layer(), found.kv_head()));
+    if (std::exchange(complete_, false) && found.kept > most_)
+      who_.refuse("allot", fmt::format("got {} tokens to keep over all layers and KV heads, wanted about {}",
+                                       found.kept, wanted_));
   }
 
  private:
-  void check(const Allotment& a) {
-    const std::int64_t rows = a.keep.extent[0], heads = a.keep.extent[1];
-    if (a.layer == 0) kept_.assign(static_cast<std::size_t>(rows), 0);
-    for (std::int64_t r = 0; r < rows; ++r)
-      for (std::int64_t h = 0; h < heads; ++h) {
-        const std::int32_t keep = a.keep(r, h), length = a.length(r, h);
-        if (keep < 0 || keep > length)
-          who_.refuse("allot",
-                      fmt::format("got {} tokens to keep in layer {}, KV head {}, wanted 0 to {}, which it holds", keep,
-                                  a.layer, h, length));
-        if (static_cast<std::size_t>(r) < kept_.size()) kept_[static_cast<std::size_t>(r)] += keep;
-      }
-    if (a.layer + 1 < a.layers || kept_.size() != static_cast<std::size_t>(rows)) return;
-    for (std::int64_t r = 0; r < rows; ++r) {
-      // A head may be short of nothing but a whole token, and pins may lie above a head's share.
+  // A head may be short of nothing but a whole token, and pins may lie above a head's share.
+  void limit(const Allotment& a) {
+    const std::int64_t places = a.keep.extent[1] * a.layers;
+    wanted_ = most_ = 0;
+    for (std::int64_t r = 0; r < a.keep.extent[0]; ++r) {
       const Pins pins = a.host_pins ? a.host_pins[r] : Pins{};
-      const std::int64_t places = heads * a.layers, total = a.host_total[r];
-      const std::int64_t most = places * (total + 1 + pins.first + pins.last),
-                         kept = kept_[static_cast<std::size_t>(r)];
-      if (kept > most)
-        who_.refuse("allot", fmt::format("got {} tokens to keep over all layers and KV heads, wanted about {}: {} each",
-                                         kept, places * total, total));
+      wanted_ += places * a.host_total[r];
+      most_ += places * (std::int64_t{a.host_total[r]} + 1 + pins.first + pins.last);
     }
+    complete_ = true;
   }
 
-  std::vector<std::int64_t> kept_;  // [row] of the layers so far
+  Note note_;
+  std::int64_t wanted_ = 0, most_ = 0;  // tokens of all rows, layers and KV heads
+  bool complete_ = false;               // the latest allotment was the last layer's
 };
 
 class GuardedSelector final : public Guard<Selector>, public EditsAuthor {

@@ -40,6 +40,8 @@ void fill_cuda_ops(CudaOps& t) {
   t.allot_by_score = ops::allot_by_score_cuda;
   t.round_allotment = ops::round_allotment_cuda;
   t.fill_heads = ops::fill_heads_cuda;
+  t.find_nan = ops::find_nan_cuda;
+  t.find_keep = ops::find_keep_cuda;
   t.lengths = ops::lengths_cuda;
   t.older_pages = ops::older_pages_cuda;
   t.place_pages = ops::place_pages_cuda;

@@ -7,6 +7,7 @@
 
 namespace kvlab::ops {
 
+struct Finding;
 struct PlacementArgs;
 
 // out null: the scores alone.
@@ -35,6 +36,10 @@ void allot_by_score_cuda(const Allotment& a, double floor, bool exact_total, voi
 void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
                           const View<std::int32_t, 2>& keep, void* stream);
 void fill_heads_cuda(const View<std::int32_t, 2>& out, std::int32_t value, void* stream);
+
+// ops/verify.hpp
+void find_nan_cuda(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, void* stream);
+void find_keep_cuda(const Allotment& a, Finding* finding, void* stream);
 
 void lengths_cuda(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream);
 void older_pages_cuda(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,

@@ -14,9 +14,10 @@ class Scorer {
   // Kept whatever their score, within a budget of `tokens` per KV head.
   virtual Pins pins(int /*tokens*/) const { return {}; }
 
-  // out[row, kv_head, token] f32, higher = keep. Called at the prompt's end, where kv.window_queries are there and
-  // kv.mass is that of the last chunk's queries, and by the schedule while decoding, where kv.window_queries are empty
-  // and kv.mass is that of this step's query. What must outlast a call lives in token state.
+  // out[row, kv_head, token] f32, higher = keep; inf is above and -inf below all others, NaN fails the cell. Called at
+  // the prompt's end, where kv.window_queries are there and kv.mass is that of the last chunk's queries, and by the
+  // schedule while decoding, where kv.window_queries are empty and kv.mass is that of this step's query. What must
+  // outlast a call lives in token state.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
   // After every attention (each prompt chunk, each decode step); here a method accumulates kv.mass into token state.

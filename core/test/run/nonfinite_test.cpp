@@ -100,6 +100,19 @@ TEST_CASE("a cell whose logits are not finite fails and says in which layer that
   CHECK(result.summary.nonfinite == 0);
 }
 
+TEST_CASE("a model's numbers that are not finite are the model's, whatever scores them") {
+  for (const char* policy : {"knorm: {budget: {tokens: 8}}", "h2o: {budget: {tokens: 8}}",
+                             "{name: split, scorer: knorm, budget: {tokens: 8, split: adakv}}"}) {
+    CAPTURE(policy);
+    TinyCell cell(tiny_with("model.layers.1.self_attn.k_proj.weight", 3e38f), test::policy_of(policy, 8));
+    const auto result = cell.run();
+    CAPTURE(result.summary.error);
+    CHECK(result.summary.status == "failed");
+    CHECK(result.summary.nonfinite > 0);
+    CHECK_THAT(result.summary.error, Contains("of the keys") && Contains("in layer 1") && !Contains("plugin"));
+  }
+}
+
 TEST_CASE("a cache entry that is not finite is found where no logits are asked for") {
   Engine engine(tiny_with("model.layers.2.self_attn.k_proj.weight", -3e38f), compose({}), small_engine(1));
   const int slot = engine.open();

@@ -15,6 +15,7 @@
 #include "base/backend.hpp"
 #include "ops/allot.hpp"
 #include "ops/placement.hpp"
+#include "ops/verify.hpp"
 #include "support/paged_fixture.hpp"
 
 namespace kvlab::test {
@@ -110,6 +111,18 @@ class GuardedDevice final : public Workspace {
 
   // Every op is the CPU's.
   void fill_table() {
+    CudaRuntime& r = table_.runtime;
+    r.allocate = [](std::size_t bytes) { return current()->state("", bytes, 1); };
+    r.free = [](void*) {};
+    r.copy = [](void* to, const void* from, std::size_t bytes, void*) {
+      const Open open;
+      std::memcpy(to, from, bytes);
+    };
+    r.fill = [](void* to, int byte, std::size_t bytes, void*) {
+      const Open open;
+      std::memset(to, byte, bytes);
+    };
+    r.synchronize = [](void*) {};
     CudaOps& t = table_.ops;
     t.score_pages = [](const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                        GroupRule rule, float scale, const View<const std::int32_t, 2>& budgets, const Pins& pins,
@@ -178,6 +191,14 @@ class GuardedDevice final : public Workspace {
     t.fill_heads = [](const View<std::int32_t, 2>& out, std::int32_t value, void*) {
       const Open open;
       ops::fill_heads(out, value, Stream::cpu());
+    };
+    t.find_nan = [](const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void*) {
+      const Open open;
+      ops::find_nan(kv, layer, scores, finding, Stream::cpu());
+    };
+    t.find_keep = [](const Allotment& a, ops::Finding* finding, void*) {
+      const Open open;
+      ops::find_keep(a, finding, Stream::cpu());
     };
     t.lengths = [](const PagedKv& kv, const View<std::int32_t, 2>& out, void*) {
       const Open open;
