@@ -18,6 +18,7 @@
 #include "base/new_file.hpp"
 #include "base/regular_file.hpp"
 #include "base/sha256.hpp"
+#include "base/stop.hpp"
 #include "base/xxh64.hpp"
 
 namespace kvlab {
@@ -85,6 +86,7 @@ std::string read_record(const fs::path& path) {
 }
 
 std::uint64_t hash_piece(const RegularFile& file, std::uint64_t begin, std::string& piece) {
+  stop::check();
   piece.resize(static_cast<std::size_t>(std::min<std::uint64_t>(piece_bytes, file.size() - begin)));
   if (file.read(begin, piece.data(), piece.size()) != piece.size())
     throw Error(Errc::io, "got a file that became shorter while it was read, wanted one that nobody changes");
@@ -125,6 +127,7 @@ std::string hash_sha256(const RegularFile& file) {
   Sha256 sha;
   std::string piece(piece_bytes, '\0');
   for (std::uint64_t at = 0;;) {
+    stop::check();
     const std::size_t got = file.read(at, piece.data(), piece.size());
     sha.add({piece.data(), got});
     at += got;

@@ -6,6 +6,7 @@
 
 #include "base/backend.hpp"
 #include "base/half.hpp"
+#include "base/stop.hpp"
 
 namespace kvlab {
 namespace {
@@ -29,6 +30,7 @@ class Upload {
     const std::int64_t rows = std::max<std::int64_t>(1, block_elements / out.k);
     auto* to = out.memory.as<std::uint16_t>();
     for (const auto& name : names) {
+      stop::check();
       const std::int64_t all = c_.shape(name).at(0);
       if (const auto random = c_.random_tensor(name)) {
         require_cuda("random weights")
@@ -37,6 +39,7 @@ class Upload {
         continue;
       }
       for (std::int64_t begin = 0; begin < all; begin += rows) {
+        stop::check();
         const std::int64_t count = std::min(rows, all - begin), elements = count * out.k;
         wide_.resize(static_cast<std::size_t>(elements));
         narrow_.resize(static_cast<std::size_t>(elements));

@@ -6,10 +6,12 @@
 
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <csignal>
 #include <set>
 #include <thread>
 
 #include "base/sha256.hpp"
+#include "base/stop.hpp"
 #include "base/xxh64.hpp"
 #include "test/model/tiny_files.hpp"
 
@@ -143,4 +145,15 @@ TEST_CASE("what cannot be hashed is an error") {
   ContentHashes hashes(dir / "hashes");
   CHECK(message_of([&] { hashes.of(dir / "none"); }).find("No such file") != std::string::npos);
   CHECK(message_of([&] { hashes.of("/dev/zero"); }).find("got a device") != std::string::npos);
+}
+
+TEST_CASE("a signal ends hashing, which takes seconds for a large model") {
+  const TempDir dir;
+  const fs::path file = write_file(dir / "a", pattern(large));
+  ContentHashes hashes(dir / "hashes");
+  stop::detail::signal = SIGTERM;
+  CHECK_THROWS_AS(hashes.of(file), stop::Interrupted);
+  CHECK_THROWS_AS(hashes.sha256_of(file), stop::Interrupted);
+  stop::detail::signal = 0;
+  CHECK(hashes.of(file).size() == 16);
 }
