@@ -115,7 +115,12 @@ void follow_load() {
   if (!t.follows || t.most <= 1) return;
   if (std::chrono::steady_clock::now() - t.looked < window) return;
   t.looked = std::chrono::steady_clock::now();
-  const CpuUse now = cpu_use();
+  follow_load(cpu_use());
+}
+
+void follow_load(const CpuUse& now) {
+  Team& t = team();
+  if (!t.follows) return;
   const double others = other_cores(t.last, now);
   t.last = now;
   if (std::isfinite(others))

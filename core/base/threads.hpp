@@ -7,6 +7,8 @@
 
 namespace kvlab {
 
+struct CpuUse;
+
 // Waiting OpenMP threads spin briefly and then sleep. The runtime's own default spins for milliseconds. A busy machine
 // pays for that in each of many short parallel regions. libgomp reads its settings when it is loaded, so the program
 // starts itself again with them. It does nothing when the user has chosen (OMP_WAIT_POLICY, GOMP_SPINCOUNT). Call it
@@ -28,6 +30,8 @@ void use_threads(int wanted);
 // Between steps: adapts the number of threads to what others use of our cores, where use_threads(0) left it to us.
 // Looks a few times a second; does nothing before use_threads was called.
 void follow_load();
+// The same at once, by these counters: for tests.
+void follow_load(const CpuUse& now);
 
 // The threads that work when nobody else does.
 int all_threads();

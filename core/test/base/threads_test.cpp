@@ -6,6 +6,7 @@
 
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -119,5 +120,25 @@ TEST_CASE("a number of threads that was asked for stays; the plan of all threads
   CHECK(fewest_threads() == 3);
   { const AllThreads all; }
   CHECK(omp_get_max_threads() == 3);
+  use_threads(before);
+}
+
+TEST_CASE("where the number of threads is ours, it follows what others use of our cores") {
+  if (std::getenv("OMP_NUM_THREADS") || usable_cores() < 2) return;
+  const int before = omp_get_max_threads();
+  use_threads(0);
+  const int all = all_threads();
+  CHECK(all == usable_cores());
+  CHECK(omp_get_max_threads() == all);
+  CpuUse now = cpu_use();
+  now.wall += 100, now.all += 100. * static_cast<double>(allowed_cpus().size());  // others have every core
+  follow_load(now);
+  CHECK(omp_get_max_threads() == 1);
+  now.wall += 100, now.own += 100, now.all += 100;  // nobody else works
+  follow_load(now);
+  CHECK(omp_get_max_threads() == all);
+  now.wall += 100, now.all = NAN;  // unknown
+  follow_load(now);
+  CHECK(omp_get_max_threads() == all);
   use_threads(before);
 }
