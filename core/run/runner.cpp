@@ -272,7 +272,9 @@ int Run::end() {
 
 bool Run::make_output() const {
   const std::string then =
-      fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out_));
+      skipped_ + written_ == 0
+          ? "there is no finished cell yet"
+          : fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out_));
   return written("the result file", then, [&] {
     for (const std::string& warning : results::rebuild(out_, info_, ids_)) log::warn(warning);
   });
