@@ -58,6 +58,7 @@ def write_by_hand(path):
             "task": ["niah", "niah", "niah", "text"],
             "seed": [1, 1, 1, 10],
             "ablated": ["", "", "pool", ""],
+            "warnings": ["slow disk\nold driver", "", "old driver", ""],
         })  # fmt: skip
         for cell in ("aa22", "bb33", "cc44"):
             file.create_group(f"cells/{cell}")
@@ -105,6 +106,9 @@ class ByHand(unittest.TestCase):
             self.assertIsNone(step.pages[0])  # layer 0 read everything
         pages = [[head.tolist() for head in step.pages[1]] for step in first + second]
         self.assertEqual(pages, [[[0, 2], [1]], [[0], [3]], [[2, 3], [0]], [[4], []]])
+
+    def test_warnings_name_their_cells(self):
+        self.assertEqual(kr.warnings(self.path), {"slow disk": ["aa11"], "old driver": ["aa11", "bb33"]})
 
     def test_without_a_trace(self):
         for read in (kr.kept, kr.tokens, kr.selected):
