@@ -97,10 +97,10 @@ int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinn
   };
   if (first > 0) newest_first = at(first - 1);
   if (last > 0) oldest_last = at(n - last);
-  const bool any_first = first > 0, any_last = last > 0;
+  const int any_first = first > 0, any_last = last > 0;
   int count = 0;
   for (int t = 0; t < n; ++t) {
-    pinned[t] = (any_first & (position[t] <= newest_first)) | (any_last & (position[t] >= oldest_last));
+    pinned[t] = (any_first & int{position[t] <= newest_first}) | (any_last & int{position[t] >= oldest_last});
     count += pinned[t];
   }
   return count;

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "experiment/experiment.hpp"
-#include "experiment/fake_catalog.hpp"
+#include "test/experiment/fake_catalog.hpp"
 
 using namespace kvlab;
 

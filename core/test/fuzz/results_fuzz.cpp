@@ -126,7 +126,9 @@ void put_file(Bytes& in, const h5::File& file) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   static const std::string folder = [] {
-    std::string name = (std::filesystem::temp_directory_path() / "kvlab_fuzz_XXXXXX").string();
+    const std::filesystem::path memory = "/dev/shm";  // a disk syncs each file
+    std::string name =
+        ((exists(memory) ? memory : std::filesystem::temp_directory_path()) / "kvlab_fuzz_XXXXXX").string();
     if (!mkdtemp(name.data())) std::abort();
     return name;
   }();
@@ -136,6 +138,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::ofstream(path, std::ios::binary | std::ios::trunc)
         .write(reinterpret_cast<const char*>(data + 1), static_cast<std::streamsize>(size - 1));
   } else {
+    std::filesystem::remove(path);  // what kvlab did not write it does not replace
     Bytes in(data + 1, size - 1);
     write_sealed(path, [&](const h5::File& file) { put_file(in, file); });
   }

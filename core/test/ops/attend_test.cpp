@@ -7,6 +7,7 @@
 
 #include "base/backend.hpp"
 #include "support/attend_scene.hpp"
+#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -23,6 +24,10 @@ TEST_CASE("attend equals the reference on ragged caches of every storage") {
   for (const int dim : {16, 32, 64, 80, 128})
     for (const int page : {4, 8, 16, 32})
       for (const int storage : {0, 1, 2, 3}) {
+        if (quick() && seed % 7 > 0) {
+          ++seed;
+          continue;
+        }
         Case c;
         c.options.head_dim = dim;
         c.options.page_size = page;

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "support/attend_scene.hpp"
+#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -20,6 +21,10 @@ TEST_CASE("attend equals the reference on ragged lists of tokens of every storag
     for (const int group : {1, 2, 5, 8, 16})
       for (const int storage : {0, 1, 2, 3, 4})
         for (const double share : {0.03, 0.6, 1.0}) {
+          if (quick() && seed % 7 > 0) {
+            ++seed;
+            continue;
+          }
           Case c;
           c.options.head_dim = std::vector<int>{64, 80, 16}[seed % 3];
           c.options.page_size = page;

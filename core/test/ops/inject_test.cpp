@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 
 #include "support/inject_fixture.hpp"
+#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
@@ -179,7 +180,7 @@ TEST_CASE("inject_pages refuses what does not fit") {
 }
 
 TEST_CASE("inject_pages equals its reference") {
-  for (unsigned n = 0; n < 120; ++n) {
+  for (unsigned n = 0; n < (quick() ? 12 : 120); ++n) {
     CAPTURE(n);
     RandomInjection a(n), b(n);
     for (int step = 0; step < 6; ++step) {

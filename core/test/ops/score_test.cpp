@@ -193,8 +193,9 @@ TEST_CASE("scores of tokens equal their references on caches of every kind") {
 
     auto in = c.normal(std::int64_t{c.rows()} * c.heads() * c.room());
     const auto scores = View<float, 3>::dense(in.data(), {c.rows(), c.heads(), c.room()});
-    for (const auto& [rule, word] : Choices<GroupRule>::all) {
-      CAPTURE(word);
+    for (const auto& choice : Choices<GroupRule>::all) {
+      const GroupRule rule = choice.first;
+      CAPTURE(choice.second);
       compare(
           own, 1e-5, [&](Scores out) { ops::group_reduce(kv, scores, rule, out, cpu()); },
           [&](Scores out) { ops::group_reduce_reference(kv, scores, rule, out); });

@@ -3,7 +3,7 @@
 
 namespace kvlab::test {
 
-// KVLAB_QUICK: sweeps take their first cases only, for the tests that run on the emulated GPU.
+// KVLAB_QUICK: sweeps take a few of their cases, for tests on the emulated GPU and under sanitizers.
 inline bool quick() { return std::getenv("KVLAB_QUICK") != nullptr; }
 
 }  // namespace kvlab::test
