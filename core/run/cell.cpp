@@ -6,6 +6,7 @@
 #include "base/log.hpp"
 #include "base/stream_memory.hpp"
 #include "result/warnings.hpp"
+#include "run/cannot_go_on.hpp"
 #include "run/fidelity.hpp"
 #include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
@@ -63,6 +64,8 @@ CellResult passes_or_error(const CellInput& in) {
       throw located(
           in.model, [&] { return cell_policy(in); }, engine_options(in, 1), e);
     }
+  } catch (const CannotGoOn&) {
+    throw;
   } catch (const NonFinite& e) {
     return broken_cell(in, e);
   } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept

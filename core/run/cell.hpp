@@ -9,7 +9,8 @@ namespace kvlab {
 // Everything that can be wrong before work starts: roles, budget, needs, context. Throws as Engine does.
 void check_cell(const CellInput& in);
 
-// Never throws for what happens inside the cell: an Error becomes status "failed", not fitting "oom".
+// Never throws for what happens inside the cell: an Error becomes status "failed", not fitting "oom". CannotGoOn where
+// kvlab's own files are the trouble.
 results::CellResult run_cell(const CellInput& in);
 
 // What a cell leaves that could not run. status: "failed" or "oom".

@@ -17,6 +17,7 @@
 
 #include "base/stop.hpp"
 #include "host/callback.hpp"
+#include "run/cannot_go_on.hpp"
 
 extern char** environ;
 
@@ -24,7 +25,7 @@ namespace kvlab {
 namespace {
 
 // A line begins with what it is.
-constexpr char is_progress = 'p', is_no_memory = 'm', is_failure = '!';
+constexpr char is_progress = 'p', is_no_memory = 'm', is_failure = '!', is_stop = 's', is_written = 'w';
 
 void tell(char kind, const std::string& text) {
   const std::string line = kind + text + "\n";
@@ -64,7 +65,7 @@ pid_t start(const std::vector<std::string>& command, int told) {
   const int error = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   if (error == ENOMEM) throw std::bad_alloc();
-  if (error) throw Error(Errc::io, fmt::format("got '{}', wanted a process for a cell", std::strerror(error)));
+  if (error) throw CannotGoOn(Errc::io, fmt::format("got '{}', wanted a process for a cell", std::strerror(error)));
   return child;
 }
 
@@ -85,13 +86,17 @@ class Told {
     return n > 0;
   }
   std::optional<CellEnd> end;
+  std::optional<std::string> stop;  // why no cell can be run
+  bool written = false;
 
  private:
   void line(const std::string& text) {
     if (text.empty()) return;
     const std::string what = text.substr(1);
-    if (text[0] == is_no_memory) end = CellEnd{"oom", one_line(what)};
-    if (text[0] == is_failure) end = CellEnd{"failed", one_line(what)};
+    if (text[0] == is_no_memory) end = CellEnd{false, "oom", one_line(what)};
+    if (text[0] == is_failure) end = CellEnd{false, "failed", one_line(what)};
+    if (text[0] == is_stop) stop = one_line(what);
+    if (text[0] == is_written) written = true;
     int done = 0, total = 0, name = 0;
     if (text[0] == is_progress && std::sscanf(what.c_str(), "%d %d %n", &done, &total, &name) == 2 && progress_)
       progress_(one_line(what.substr(static_cast<std::size_t>(name))), done, total);
@@ -104,11 +109,14 @@ class Told {
 CellEnd end_of(int status, const std::optional<CellEnd>& told, bool memory_kill) {
   if (told) return *told;
   if (!WIFSIGNALED(status))
-    return {"failed", fmt::format("got exit code {} of the cell's process, wanted a result", WEXITSTATUS(status))};
+    return {false, "failed",
+            fmt::format("got exit code {} of the cell's process, wanted a result", WEXITSTATUS(status))};
   if (WTERMSIG(status) == SIGKILL && memory_kill)
-    return {"oom", "got signal 9 for the cell's process, wanted memory for it: the system killed it for what it took"};
-  return {"failed", fmt::format("got signal {} ({}) for the cell's process, wanted a result", WTERMSIG(status),
-                                strsignal(WTERMSIG(status)))};
+    return {false, "oom",
+            "got signal 9 for the cell's process, wanted memory for it: the system killed it for what it took"};
+  return {false, "failed",
+          fmt::format("got signal {} ({}) for the cell's process, wanted a result", WTERMSIG(status),
+                      strsignal(WTERMSIG(status)))};
 }
 
 }  // namespace
@@ -116,7 +124,7 @@ CellEnd end_of(int status, const std::optional<CellEnd>& told, bool memory_kill)
 CellEnd run_cell_process(const std::vector<std::string>& command, const ShowProgress& progress) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
-    throw Error(Errc::io, fmt::format("got '{}', wanted a pipe to a cell's process", std::strerror(errno)));
+    throw CannotGoOn(Errc::io, fmt::format("got '{}', wanted a pipe to a cell's process", std::strerror(errno)));
   const Descriptor from(ends[0]);
   const auto kills = killed_for_memory();
   std::optional<Descriptor> to(std::in_place, ends[1]);
@@ -137,7 +145,9 @@ CellEnd run_cell_process(const std::vector<std::string>& command, const ShowProg
     }
     if (const int signal = stop::requested(); signal && !handed_on && runs) kill(child, handed_on = signal);
   }
+  if (told.written) return {true, "", ""};
   stop::check();
+  if (told.stop) throw CannotGoOn(Errc::io, *told.stop);
   const auto after = killed_for_memory();
   return end_of(status, told.end, !kills || !after || *after > *kills);
 }
@@ -156,6 +166,8 @@ void progress(const std::string& pass, int done, int total) {
 }
 void no_memory(const std::string& what) { tell(is_no_memory, one_line(what)); }
 void failed(const std::string& what) { tell(is_failure, one_line(what)); }
+void cannot_go_on(const std::string& what) { tell(is_stop, one_line(what)); }
+void written() { tell(is_written, ""); }
 
 }  // namespace telling
 }  // namespace kvlab

@@ -9,14 +9,16 @@ namespace kvlab {
 
 using ShowProgress = std::function<void(const std::string& pass, int done, int total)>;
 
-// Of a cell's process that left no result.
+// How a cell's process ended.
 struct CellEnd {
-  std::string status;  // failed | oom: the system killed it for memory, or it said so
+  bool written = false;  // its part is on the disk
+  std::string status;    // else: failed | oom: the system killed it for memory, or it said so
   std::string error;
 };
 
 // Runs `command`, waits for its end, shows the progress that it tells, and hands on the signals that ask to stop: then
-// it throws stop::Interrupted. The answer counts where the process wrote no part.
+// it throws stop::Interrupted, unless the part was written. CannotGoOn where there is no process to be had, and where
+// the process says so.
 CellEnd run_cell_process(const std::vector<std::string>& command, const ShowProgress& progress);
 
 // The other side of it, in the cell's process.
@@ -26,6 +28,8 @@ void begin();  // ends with the process that started it
 void progress(const std::string& pass, int done, int total);
 void no_memory(const std::string& what);
 void failed(const std::string& what);
+void cannot_go_on(const std::string& what);
+void written();  // the part
 }  // namespace telling
 
 }  // namespace kvlab

@@ -12,6 +12,7 @@
 #include "base/sha256.hpp"
 #include "host/compose.hpp"
 #include "run/answer.hpp"
+#include "run/cannot_go_on.hpp"
 #include "run/cell_input.hpp"
 #include "run/nonfinite.hpp"
 
@@ -25,10 +26,11 @@ std::string temporary_folder() {
 
 [[noreturn]] void io_failure(int reason, const std::string& wanted) {
   const std::string folder = temporary_folder();
-  throw Error(Errc::io,
-              std::string("got '") + std::strerror(reason) + "' (free there: " + std::to_string(free_bytes(folder)) +
-                  " bytes), wanted " + wanted + ": TMPDIR=FOLDER names another place for temporary files",
-              folder);
+  throw CannotGoOn(Errc::io,
+                   std::string("got '") + std::strerror(reason) +
+                       "' (free there: " + std::to_string(free_bytes(folder)) + " bytes), wanted " + wanted +
+                       ": TMPDIR=FOLDER names another place for temporary files",
+                   folder);
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ class ReferenceCache {
     std::int64_t offset = 0;  // of its logits in the file
   };
   // Runs the full cache when the item is new, OutOfMemory where it does not fit. fidelity_tokens: longest answer.
-  // Errc::io if the disk does not take the logits; what was written before stays usable. NonFinite for logits that are
-  // not.
+  // CannotGoOn if the disk does not take the logits; what was written before stays usable. NonFinite for logits that
+  // are not.
   const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
                    Device device = Device::cpu);
   // Logits of token t of an entry, [vocab].

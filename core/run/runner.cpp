@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <ctime>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <new>
@@ -30,6 +29,7 @@
 #include "result/output.hpp"
 #include "result/report.hpp"
 #include "result/results.hpp"
+#include "run/cannot_go_on.hpp"
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/isolated.hpp"
@@ -100,6 +100,8 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
     return broken_cell(in, "oom", no_room.what());
   } catch (const NonFinite& weights) {
     return broken_cell(in, weights);
+  } catch (const Error& weights) {
+    return broken_cell(in, "failed", weights.what());
   }
   CellInput with_weights = in;
   with_weights.model = models.model(in.cell->model);
@@ -110,16 +112,25 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
 template <class Write>
 bool written(const std::string& what, const std::string& then, Write write) {
   try {
-    const FreedReserve room;
-    write();
+    on_own_file(what + " could not be written", write);
     return true;
-  } catch (const Error& error) {
-    log::error(fmt::format("{} could not be written: {}; {}", what, error.what(), then));
-  } catch (const std::bad_alloc&) {
-    log::error(fmt::format("{} could not be written: got no memory for its file; {}", what, then));
+  } catch (const CannotGoOn& error) {
+    log::error(fmt::format("{}; {}", error.what(), then));
+    return false;
   }
-  return false;
 }
+
+void put_on_disk(const std::string& out, const results::CellResult& result, const results::RunInfo& info) {
+  const std::string part =
+      on_own_file("its part could not be written", [&] { return results::write_part(out, result, info); });
+  log::debug("cell " + result.id + ": written to " + part);
+}
+
+// What a cell came to.
+struct Ran {
+  results::CellResult result;
+  bool on_disk = false;  // its part is
+};
 
 // One run of an experiment: the cells that are not finished, in order, then what became of them.
 class Run {
@@ -135,10 +146,9 @@ class Run {
   void run_cells();
   bool finished_already(const Cell& cell);
   bool run_and_write(const Cell& cell);
-  results::CellResult run_one(const Cell& cell);
-  results::CellResult run_apart(const Cell& cell, const CellInput& in) const;
-  bool apart() const { return !options_.isolate.empty(); }
-  bool write(const Cell& cell, const std::string& name, const results::CellResult& result) const;
+  Ran run_one(const Cell& cell);
+  Ran run_apart(const Cell& cell, const CellInput& in) const;
+  void stop_at(const Cell& cell, const std::string& name, const std::string& why);
 
   int end();
   bool make_output() const;
@@ -189,7 +199,7 @@ int Run::run() {
     stop::check();
   } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
     stopped_ = by.signal;
-  } catch (const std::bad_alloc& e) {
+  } catch (const std::exception& e) {
     log::error(fmt::format("the run stops here: {}; the same command goes on from there", e.what()));
     trouble_ = true;
   }
@@ -214,49 +224,52 @@ bool Run::finished_already(const Cell& c) {
   return true;
 }
 
-// Whether its result is on disk: without room for one, the run ends.
+// Whether its result is on disk: where kvlab cannot write its own files, the run ends.
 bool Run::run_and_write(const Cell& c) {
   const std::string name = cell_name(e_, c);
   log::debug("cell " + c.id + ": " + name);
   progress_.begin(name);
-  const results::CellResult result = run_one(c);
-  const results::SummaryRow& s = result.summary;
-  trouble_ |= s.status != "ok";
-  if (!write(c, name, result)) {
-    progress_.end("not written");
-    trouble_ = true;
+  try {
+    const Ran ran = run_one(c);
+    if (!ran.on_disk) put_on_disk(out_, ran.result, info_);
+    const results::SummaryRow& s = ran.result.summary;
+    trouble_ |= s.status != "ok";
+    ++written_;
+    progress_.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
+    return true;
+  } catch (const CannotGoOn& e) {
+    stop_at(c, name, e.what());
     return false;
   }
-  ++written_;
-  progress_.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
-  return true;
 }
 
-results::CellResult Run::run_one(const Cell& c) {
+void Run::stop_at(const Cell& c, const std::string& name, const std::string& why) {
+  trouble_ = true;
+  progress_.end("not finished");
+  log::error(
+      fmt::format("cell {} ({}): {}; the run stops here, and the same command goes on from there", c.id, name, why));
+}
+
+Ran Run::run_one(const Cell& c) {
   CellInput in = input(e_, catalog_, prepared_, c);
   in.references = &references_;
   in.progress = [this](const std::string& pass, int done, int total) { progress_.item(pass, done, total); };
   try {
-    return apart() ? run_apart(c, in) : run_here(in, models_);
+    return options_.isolate.empty() ? Ran{run_here(in, models_)} : run_apart(c, in);
   } catch (const std::bad_alloc& e) {  // around the cell's own passes
-    return broken_cell(in, "oom", e.what());
+    return {broken_cell(in, "oom", e.what())};
   }
 }
 
 // --isolate: the part that the cell's process wrote, else how that process ended.
-results::CellResult Run::run_apart(const Cell& c, const CellInput& in) const {
+Ran Run::run_apart(const Cell& c, const CellInput& in) const {
   std::vector<std::string> command = options_.isolate;
   command.insert(command.end(), {"--isolated-cell", c.id});
   const CellEnd end = run_cell_process(command, in.progress);
-  if (const std::string part = results::part_path(out_, c.id); std::filesystem::exists(part))
-    return results::read_cell(part, c.id);
-  return broken_cell(in, end.status, end.error);
-}
-
-bool Run::write(const Cell& c, const std::string& name, const results::CellResult& result) const {
-  if (apart() && std::filesystem::exists(results::part_path(out_, c.id))) return true;  // its process did
-  return written(fmt::format("cell {} ({})", c.id, name), "the run stops here, and the same command goes on from there",
-                 [&] { log::debug("cell " + c.id + ": written to " + results::write_part(out_, result, info_)); });
+  if (!end.written) return {broken_cell(in, end.status, end.error)};
+  return {on_own_file("its part could not be read",
+                      [&] { return results::read_cell(results::part_path(out_, c.id), c.id); }),
+          true};
 }
 
 int Run::end() {
@@ -355,11 +368,13 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     in.references = &references;
     in.progress = telling::progress;
     const results::CellResult result = run_here(in, models);
-    const FreedReserve room;
-    results::write_part(e.output.string(), result, run_info(e, command));
+    put_on_disk(e.output.string(), result, run_info(e, command));
+    telling::written();
     return result.summary.status == "ok" ? 0 : 1;
   } catch (const stop::Interrupted& stopped) {
     return stop::exit_code(stopped.signal);
+  } catch (const CannotGoOn& error) {
+    telling::cannot_go_on(error.what());
   } catch (const std::bad_alloc& no_memory) {
     telling::no_memory(no_memory.what());
   } catch (const std::exception& error) {

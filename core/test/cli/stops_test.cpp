@@ -1,0 +1,177 @@
+// Runs that cannot go on: a disk that is full, no process for a cell. No cell is at fault, so none is lost to it.
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <filesystem>
+#include <map>
+
+#include "result/results.hpp"
+#include "support/child.hpp"
+
+using namespace kvlab;
+using test::Ended;
+using test::Folder;
+using Catch::Contains;
+namespace fs = std::filesystem;
+
+namespace {
+
+using Words = std::vector<std::string>;
+
+std::string cells(const std::string& budgets = "24", const std::string& metrics = "score") {
+  return "model: {synthetic: tiny}\n"
+         "tasks: [random_prompts: {prompt: 40, answer: 64, samples: 1}]\n"
+         "policies: [full, window: {budget: {tokens: [" +
+         budgets + "]}}]\nmetrics: [" + metrics + "]\nbackend: cpu\nthreads: 1\npage_size: 8\n";
+}
+
+// Two cells, written to out.h5.
+struct Scene {
+  explicit Scene(const std::string& experiment = cells()) { folder.write("e.yaml", experiment); }
+
+  Words words(const Words& more = {}) const {
+    Words all{"run", folder / "e.yaml", "-q", "-o", out};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  Ended run(const Words& more = {}, const std::function<void()>& setup = {}) const {
+    return test::run_kvlab(words(more), setup);
+  }
+  // By name.
+  std::map<std::string, std::string> parts() const {
+    std::map<std::string, std::string> found;
+    for (const auto& entry : fs::directory_iterator(out + ".parts")) {
+      std::ifstream in(entry.path(), std::ios::binary);
+      found[entry.path().filename()] = {std::istreambuf_iterator<char>(in), {}};
+    }
+    return found;
+  }
+  std::map<std::string, results::SummaryRow> rows() const {  // by budget
+    std::map<std::string, results::SummaryRow> found;
+    for (const results::SummaryRow& row : results::read_summary(out).rows) found[row.cell] = row;
+    return found;
+  }
+  bool all_ok(std::size_t count) const {
+    const auto found = rows();
+    return found.size() == count &&
+           std::all_of(found.begin(), found.end(), [](const auto& r) { return r.second.status == "ok"; });
+  }
+
+  Folder folder;
+  std::string out = folder / "out.h5";
+};
+
+std::function<void()> limited(__rlimit_resource what, rlim_t most) {
+  return [=] {
+    const rlimit limit{most, most};
+    if (setrlimit(what, &limit) != 0) _exit(125);
+  };
+}
+
+// As of a disk with room for so many bytes a file.
+std::function<void()> room_for(std::uint64_t bytes) { return limited(RLIMIT_FSIZE, bytes); }
+
+// Between the part of a cell that failed, which would fit, and that of a good one.
+std::uint64_t smallest_part(const Scene& scene) {
+  std::uint64_t smallest = ~0ull;
+  for (const auto& [name, bytes] : scene.parts()) smallest = std::min<std::uint64_t>(smallest, bytes.size());
+  return smallest;
+}
+
+const Words none, isolated{"--isolate"};
+
+}  // namespace
+
+TEST_CASE("a disk without room for a part stops the run, with processes of the cells too, and it goes on later") {
+  const Words how = GENERATE(none, isolated);
+  CAPTURE(how);
+  const Scene whole, scene;
+  REQUIRE(whole.run().code == 0);
+  const Ended full = scene.run(how, room_for(smallest_part(whole) - 1));
+  INFO(full.said);
+  CHECK(full.code == 1);
+  CHECK_THAT(full.said, Contains("could not be written: " + scene.out + ".parts/") && Contains("File too large") &&
+                            Contains("the run stops here, and the same command goes on from there"));
+  CHECK(scene.parts().empty());
+  const Ended again = scene.run(how);
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK(scene.all_ok(2));
+}
+
+TEST_CASE("a TMPDIR without room for reference logits stops the run by name, and it goes on later") {
+  const Words how = GENERATE(none, isolated);
+  CAPTURE(how);
+  const Scene scene(cells("24", "score, fidelity"));
+  const std::string folder = scene.folder / "";
+  const bool full = GENERATE(true, false);  // else it is not there
+  const Ended stopped = scene.run(how, [&] {
+    setenv("TMPDIR", full ? folder.c_str() : "/nowhere/at/all", 1);
+    if (full) room_for(std::uint64_t{50} << 10)();  // 64 rows of logits are more, a part is less
+  });
+  INFO(stopped.said);
+  CHECK(stopped.code == 1);
+  CHECK_THAT(stopped.said, Contains(full ? folder : "/nowhere/at/all") && Contains("reference logits") &&
+                               Contains("TMPDIR") &&
+                               Contains("the run stops here, and the same command goes on from there"));
+  CHECK(scene.parts().empty());
+  const Ended again = scene.run(how);
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK(scene.all_ok(2));
+}
+
+TEST_CASE("--isolate: a cell that gets no process stops the run, and OUT has what is finished") {
+  const Scene scene;
+  REQUIRE(scene.run({"--set", "window.budget.tokens=32"}).code == 0);  // `full` is finished
+  bool stopped = false;
+  for (rlim_t files = 4; files < 24; ++files) {
+    CAPTURE(files);
+    fs::remove(scene.out);
+    const Ended ended = scene.run(isolated, limited(RLIMIT_NOFILE, files));
+    INFO(ended.said);
+    REQUIRE(ended.signal == 0);
+    const bool no_process = ended.said.find("to a cell's process") != std::string::npos;
+    if (!no_process) continue;
+    CHECK(ended.code == 1);
+    CHECK_THAT(ended.said, Contains("the run stops here, and the same command goes on from there"));
+    stopped |= fs::exists(scene.out) && scene.all_ok(1);
+  }
+  CHECK(stopped);
+  const Ended again = scene.run(isolated);
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK(scene.all_ok(2));
+}
+
+TEST_CASE("--isolate: a part that is damaged when the run reads it stops the run, and OUT has what is finished") {
+  const Folder folder;
+  const std::string library = (test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so").string();
+  const std::string out = folder / "out.h5",
+                    file = folder.write("e.yaml",
+                                        "model: {synthetic: tiny}\nplugin_path: " + library +
+                                            "\ntasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
+                                            "policies:\n"
+                                            "  - full\n"
+                                            "  - {name: cut, scorer: bad_scorer, budget: {tokens: 16}}\n"
+                                            "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n");
+  const Words words{"run", file, "-o", out, "--isolate"};
+  const auto full = [&] {
+    const auto rows = results::read_summary(out).rows;
+    return std::count_if(rows.begin(), rows.end(), [](const auto& r) { return r.policy == "full"; }) == 1;
+  };
+  const Ended ended =
+      test::run_kvlab(words, [&] { setenv("KVLAB_TEST_CUT_PART_AT_EXIT", (out + ".parts").c_str(), 1); });
+  INFO(ended.said);
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.said, Contains("could not be read: " + out + ".parts/") &&
+                             Contains("the run stops here, and the same command goes on from there"));
+  REQUIRE(fs::exists(out));
+  CHECK(full());
+  const Ended again = test::run_kvlab(words);
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK(results::read_summary(out).rows.size() == 2);
+}
