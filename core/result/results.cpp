@@ -51,14 +51,6 @@ std::string free_name(const std::string& name) {
   return free;
 }
 
-bool undamaged(const std::string& path) try {
-  open_sealed(path);
-  return true;
-} catch (const Error& e) {
-  if (e.code() != Errc::result_file && origin_of(path) != Origin::absent) throw;
-  return false;
-}
-
 // Cells of OUT whose parts were deleted get parts again, since OUT is rebuilt from parts and what is finished stays.
 // Returns their rows.
 std::vector<SummaryRow> restore_parts(const std::string& out_path) {
@@ -133,23 +125,6 @@ Finished finished(const std::string& out_path) {
     out.warnings.push_back(
         what + (out.cells.count(id) ? "; its copy in the result file takes its place" : "; the cell will run again"));
   return out;
-}
-
-void forget(const std::string& out_path, const std::vector<std::string>& ids) {
-  const auto held = h5::lock();
-  // OUT goes, or its copies of these cells would come back; its other cells are in parts first, unless it is damaged.
-  if (undamaged(out_path)) restore_parts(out_path);
-  const std::string file = follow_links(out_path);
-  std::error_code refused;
-  if (origin_of(file) == Origin::ours && !fs::remove(file, refused))
-    throw Error(Errc::io, "got '" + refused.message() + "', wanted to remove the file", file);
-  for (const std::string& id : ids) {
-    const std::string path = part_path(out_path, id);
-    if (origin_of(path) != Origin::ours) continue;
-    std::error_code error;
-    fs::remove(path, error);
-    if (error) throw Error(Errc::io, "got '" + error.message() + "', wanted to remove the part", path);
-  }
 }
 
 std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& info,

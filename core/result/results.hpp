@@ -151,10 +151,6 @@ struct Finished {
 // OUT whose parts were deleted new ones, copied from OUT. Neither OUT nor a folder = nothing finished.
 Finished finished(const std::string& out_path);
 
-// Deletes the parts of these cells and OUT, whose other cells have parts afterwards (--fresh). A part that does not
-// exist is no error.
-void forget(const std::string& out_path, const std::vector<std::string>& ids);
-
 // Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part
 // are left out (not run yet). Returns warnings: one per damaged part, which is left out too. OUT is made in memory,
 // which takes as many bytes as OUT has, and goes to the disk in one piece: Errc::io if that has no room for it.

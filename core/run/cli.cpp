@@ -149,7 +149,9 @@ void CommandLine::add_run() {
                       });
   add_experiment(run);
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
-  CLI::Option* fresh = run->add_flag("--fresh", fresh_, "run finished cells again");
+  CLI::Option* fresh = run->add_flag("--fresh", fresh_,
+                                     "run finished cells again; each stays until its new result is on disk, so after a "
+                                     "--fresh that was stopped all of them count as finished");
   run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
   run->add_flag("--isolate", isolate_,
                 "each cell in a process of its own, so that a plugin that ends it costs that cell only; the model is "

@@ -142,6 +142,8 @@ class Run {
  private:
   const std::vector<Cell>& all() const { return prepared_.cells; }
   results::Finished finished_before() const;
+  std::size_t finished() const;  // of this experiment's cells, by earlier runs or this one
+  std::string goes_on() const;
 
   void run_cells();
   bool finished_already(const Cell& cell);
@@ -166,11 +168,12 @@ class Run {
   std::vector<std::string> ids_;  // of the experiment's cells
   std::unique_ptr<results::OutputLock> held_;
   results::RunInfo info_;
-  results::Finished before_;  // by earlier runs
+  results::Finished before_;   // by earlier runs
+  std::set<std::string> new_;  // cells that this run has finished
   Progress progress_;
-  bool trouble_ = false;           // a cell failed, did not fit or could not be written
-  int stopped_ = 0;                // by this signal
-  int skipped_ = 0, written_ = 0;  // cells
+  bool trouble_ = false;  // a cell failed, did not fit or could not be written
+  int stopped_ = 0;       // by this signal
+  int skipped_ = 0;       // cells
 };
 
 Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared)
@@ -189,8 +192,17 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
 
 results::Finished Run::finished_before() const {
   const FreedReserve room;
-  if (options_.fresh) results::forget(out_, ids_);
   return results::finished(out_);
+}
+
+std::size_t Run::finished() const {
+  return static_cast<std::size_t>(std::count_if(
+      ids_.begin(), ids_.end(), [&](const std::string& id) { return before_.cells.count(id) || new_.count(id); }));
+}
+
+std::string Run::goes_on() const {
+  if (!options_.fresh) return "the same command goes on from there";
+  return "the same command without --fresh goes on from there and keeps the cells of earlier runs";
 }
 
 int Run::run() {
@@ -200,7 +212,7 @@ int Run::run() {
   } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
     stopped_ = by.signal;
   } catch (const std::exception& e) {
-    log::error(fmt::format("the run stops here: {}; the same command goes on from there", e.what()));
+    log::error(fmt::format("the run stops here: {}; {}", e.what(), goes_on()));
     trouble_ = true;
   }
   return end();
@@ -216,6 +228,7 @@ void Run::run_cells() {
 }
 
 bool Run::finished_already(const Cell& c) {
+  if (options_.fresh) return false;  // its part stays until the new one replaces it
   const auto done = before_.cells.find(c.id);
   if (done == before_.cells.end()) return false;
   trouble_ |= done->second.status != "ok";
@@ -234,7 +247,7 @@ bool Run::run_and_write(const Cell& c) {
     if (!ran.on_disk) put_on_disk(out_, ran.result, info_);
     const results::SummaryRow& s = ran.result.summary;
     trouble_ |= s.status != "ok";
-    ++written_;
+    new_.insert(c.id);
     progress_.end(s.status == "ok" ? "ok" : s.status + ": " + s.error);
     return true;
   } catch (const CannotGoOn& e) {
@@ -246,8 +259,7 @@ bool Run::run_and_write(const Cell& c) {
 void Run::stop_at(const Cell& c, const std::string& name, const std::string& why) {
   trouble_ = true;
   progress_.end("not finished");
-  log::error(
-      fmt::format("cell {} ({}): {}; the run stops here, and the same command goes on from there", c.id, name, why));
+  log::error(fmt::format("cell {} ({}): {}; the run stops here, and {}", c.id, name, why, goes_on()));
 }
 
 Ran Run::run_one(const Cell& c) {
@@ -278,24 +290,25 @@ int Run::end() {
   const bool made = make_output();
   if (stopped_) return say_stopped();
   say_others();
-  if (!options_.quiet && (made || skipped_ + written_ > 0))
+  if (!options_.quiet && (made || finished() > 0))
     trouble_ |= !written("the table", "kvlab report prints it", [&] { print_report(made); });
   return trouble_ || !made ? 1 : 0;
 }
 
 bool Run::make_output() const {
-  const std::string then =
-      skipped_ + written_ == 0
-          ? "there is no finished cell yet"
-          : fmt::format("its cells are in {}, and the same command makes it of them", results::parts_folder(out_));
+  const std::string then = finished() == 0 ? "there is no finished cell yet"
+                                           : fmt::format("its cells are in {}, and the same command makes it of them",
+                                                         results::parts_folder(out_));
   return written("the result file", then, [&] {
     for (const std::string& warning : results::rebuild(out_, info_, ids_)) log::warn(warning);
   });
 }
 
 int Run::say_stopped() const {
-  log::info(fmt::format("stopped by {}: {} of {} cells are finished and in {}; the same command goes on from there",
-                        stop::name_of(stopped_), skipped_ + written_, all().size(), out_));
+  const std::string earlier =
+      options_.fresh ? fmt::format(" ({} of them by earlier runs)", finished() - new_.size()) : "";
+  log::info(fmt::format("stopped by {}: {} of {} cells are finished{} and in {}; {}", stop::name_of(stopped_),
+                        finished(), all().size(), earlier, out_, goes_on()));
   return stop::exit_code(stopped_);
 }
 

@@ -11,9 +11,9 @@
 #include "support/child.hpp"
 
 using namespace kvlab;
+using Catch::Contains;
 using test::Ended;
 using test::Folder;
-using Catch::Contains;
 namespace fs = std::filesystem;
 
 namespace {
@@ -43,12 +43,13 @@ struct Scene {
   std::map<std::string, std::string> parts() const {
     std::map<std::string, std::string> found;
     for (const auto& entry : fs::directory_iterator(out + ".parts")) {
+      if (entry.path().extension() != ".h5") continue;
       std::ifstream in(entry.path(), std::ios::binary);
       found[entry.path().filename()] = {std::istreambuf_iterator<char>(in), {}};
     }
     return found;
   }
-  std::map<std::string, results::SummaryRow> rows() const {  // by budget
+  std::map<std::string, results::SummaryRow> rows() const {  // by cell
     std::map<std::string, results::SummaryRow> found;
     for (const results::SummaryRow& row : results::read_summary(out).rows) found[row.cell] = row;
     return found;
@@ -123,6 +124,78 @@ TEST_CASE("a TMPDIR without room for reference logits stops the run by name, and
   CHECK(scene.all_ok(2));
 }
 
+TEST_CASE("--fresh on a full disk loses no finished cell") {
+  const Words how = GENERATE(none, isolated);
+  CAPTURE(how);
+  const Scene scene;
+  REQUIRE(scene.run().code == 0);
+  const auto before = scene.parts();
+  REQUIRE(before.size() == 2);
+  Words fresh = how;
+  fresh.emplace_back("--fresh");
+  const Ended full = scene.run(fresh, room_for(smallest_part(scene) - 1));
+  INFO(full.said);
+  CHECK(full.code == 1);
+  CHECK_THAT(full.said, Contains("could not be written") && Contains("without --fresh"));
+  CHECK((scene.parts() == before));
+  CHECK(scene.all_ok(2));
+  CHECK_THAT(scene.run().said, !Contains("error"));
+  CHECK((scene.parts() == before));
+
+  const Ended done = scene.run(fresh);  // every cell is new
+  INFO(done.said);
+  CHECK(done.code == 0);
+  const auto after = scene.parts();
+  REQUIRE(after.size() == 2);
+  for (const auto& [name, bytes] : before) CHECK((after.at(name) != bytes));
+  CHECK(scene.all_ok(2));
+}
+
+TEST_CASE("--fresh that is stopped keeps the cells that it did not run again, and they count as finished") {
+  const Words how = GENERATE(none, isolated);
+  CAPTURE(how);
+  std::string budgets = "24";  // more cells than a slow signal lets end
+  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
+  const Scene scene(cells(budgets));
+  REQUIRE(scene.run().code == 0);
+  const auto before = scene.parts();
+  REQUIRE(before.size() == 37);
+  Words fresh = how;
+  fresh.emplace_back("--fresh");
+  test::Child child(test::kvlab_command(scene.words(fresh)));
+  REQUIRE(child.reaches([&] { return scene.parts() != before; }));
+  child.kill(SIGTERM);
+  const Ended ended = child.wait();
+  INFO(ended.said);
+  CHECK(ended.code == 128 + SIGTERM);
+  const auto left = scene.parts();
+  REQUIRE(left.size() == 37);
+  CHECK(std::any_of(before.begin(), before.end(), [&](const auto& p) { return left.at(p.first) != p.second; }));
+  CHECK(std::any_of(before.begin(), before.end(), [&](const auto& p) { return left.at(p.first) == p.second; }));
+  CHECK(scene.all_ok(37));
+  CHECK(results::read_summary(scene.out).warnings.empty());
+
+  const Ended again = scene.run();
+  INFO(again.said);
+  CHECK(again.code == 0);
+  CHECK((scene.parts() == left));
+}
+
+TEST_CASE("a stopped --fresh says what is new and what the next run does") {
+  std::string budgets = "24";
+  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
+  const Scene scene(cells(budgets));
+  REQUIRE(scene.run().code == 0);
+  const auto before = scene.parts();
+  test::Child child(test::kvlab_command({"run", scene.folder / "e.yaml", "-o", scene.out, "--fresh"}));
+  REQUIRE(child.reaches([&] { return scene.parts() != before; }));
+  child.kill(SIGTERM);
+  const Ended ended = child.wait();
+  INFO(ended.said);
+  CHECK_THAT(ended.said, Contains("37 of 37 cells are finished (") && Contains(" by earlier runs)") &&
+                             Contains("the same command without --fresh"));
+}
+
 TEST_CASE("--isolate: a cell that gets no process stops the run, and OUT has what is finished") {
   const Scene scene;
   REQUIRE(scene.run({"--set", "window.budget.tokens=32"}).code == 0);  // `full` is finished
@@ -150,13 +223,12 @@ TEST_CASE("--isolate: a part that is damaged when the run reads it stops the run
   const Folder folder;
   const std::string library = (test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so").string();
   const std::string out = folder / "out.h5",
-                    file = folder.write("e.yaml",
-                                        "model: {synthetic: tiny}\nplugin_path: " + library +
-                                            "\ntasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
-                                            "policies:\n"
-                                            "  - full\n"
-                                            "  - {name: cut, scorer: bad_scorer, budget: {tokens: 16}}\n"
-                                            "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n");
+                    file = folder.write("e.yaml", "model: {synthetic: tiny}\nplugin_path: " + library +
+                                                      "\ntasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
+                                                      "policies:\n"
+                                                      "  - full\n"
+                                                      "  - {name: cut, scorer: bad_scorer, budget: {tokens: 16}}\n"
+                                                      "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n");
   const Words words{"run", file, "-o", out, "--isolate"};
   const auto full = [&] {
     const auto rows = results::read_summary(out).rows;

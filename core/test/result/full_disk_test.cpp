@@ -148,7 +148,6 @@ TEST_CASE("cells that need parts again are not lost when there is no room for th
   {
     const test::FileSizeLimit held(4096);
     CHECK_THROWS_AS(finished(out), Error);
-    CHECK_THROWS_AS(forget(out, {"a"}), Error);  // --fresh
   }
   CHECK((bytes_of(out) == whole));
   CHECK(finished(out).cells.size() == 2);
