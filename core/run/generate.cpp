@@ -12,6 +12,7 @@
 #include "model/bundled.hpp"
 #include "model/checkpoint.hpp"
 #include "run/device.hpp"
+#include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
 
 namespace kvlab {
@@ -23,6 +24,26 @@ PolicySpec read_one_policy(const std::string& text, const PluginCatalog& catalog
   auto policy = read_policy(document.root, Experiment{}.page_size, catalog, problems);
   problems.raise();
   return std::move(*policy);
+}
+
+// Prints the answer token by token.
+Fit answer(const GenerateOptions& o, const std::vector<int>& prompt, Engine& engine) {
+  const Tokenizer& tokenizer = *engine.model().tokenizer;
+  std::vector<float> logits(static_cast<std::size_t>(engine.model().config.vocab));
+  const auto view = View<float, 2>::dense(logits.data(), {1, engine.model().config.vocab});
+  const int slot = engine.open();
+  std::mt19937_64 random(o.seed);
+  const Sampling how{o.temperature, o.top_p};
+  Fit fit = engine.prefill(slot, prompt, true, view);
+  for (int n = 0; fit == Fit::ok && n < o.max_new; ++n) {
+    const int token = sample(logits, how, random);
+    if (tokenizer.is_eos(token)) break;
+    const std::string bytes = tokenizer.token_bytes(token);
+    std::fwrite(bytes.data(), 1, bytes.size(), stdout);
+    std::fflush(stdout);
+    if (n + 1 < o.max_new) fit = engine.step({slot}, std::vector<int>{token}, view);
+  }
+  return fit;
 }
 
 }  // namespace
@@ -48,24 +69,17 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   options.max_tokens = tokens;
   options.page_size = spec.page_size;
   options.budget = spec.budget;
-  Engine engine(model, build_policy(spec, catalog), options);
-  std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
-  const auto view = View<float, 2>::dense(logits.data(), {1, model->config.vocab});
-  const int slot = engine.open();
-  std::mt19937_64 random(o.seed);
-  const Sampling how{o.temperature, o.top_p};
-  Fit fit = engine.prefill(slot, prompt, true, view);
-  for (int n = 0; fit == Fit::ok && n < o.max_new; ++n) {
-    const int token = sample(logits, how, random);
-    if (tokenizer.is_eos(token)) break;
-    const std::string bytes = tokenizer.token_bytes(token);
-    std::fwrite(bytes.data(), 1, bytes.size(), stdout);
-    std::fflush(stdout);
-    if (n + 1 < o.max_new) fit = engine.step({slot}, std::vector<int>{token}, view);
+  const auto policy = [&] { return build_policy(spec, catalog); };
+  std::string error;
+  try {
+    Engine engine(model, policy(), options);
+    if (answer(o, prompt, engine) != Fit::ok) error = "the sequence does not fit in memory";
+  } catch (const NonFiniteStep& e) {
+    error = located(model, policy, options, e).what();
   }
   std::fputc('\n', stdout);
-  if (fit == Fit::ok) return 0;
-  log::error("the sequence does not fit in memory");
+  if (error.empty()) return 0;
+  log::error(error);
   return 1;
 }
 

@@ -19,7 +19,7 @@ struct GenerateOptions {
   bool raw = false;  // the prompt as it is, without the chat template
 };
 
-// Exit code: 0, or 1 when the sequence does not fit in memory.
+// Exit code: 0, or 1 when the sequence does not fit in memory or its numbers are not finite.
 int generate(const GenerateOptions& options, const PluginCatalog& catalog);
 
 }  // namespace kvlab

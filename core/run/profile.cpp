@@ -20,6 +20,7 @@
 #include "run/answer.hpp"
 #include "run/device.hpp"
 #include "run/items.hpp"
+#include "run/nonfinite.hpp"
 #include "run/progress.hpp"
 
 namespace kvlab {
@@ -82,6 +83,16 @@ class Watched final : public Policy {
   std::optional<HostMirror> mirror_;
 };
 
+// The full cache with what the profilers had it compute, and without them.
+class Unwatched final : public Policy {
+ public:
+  explicit Unwatched(const Needs& needs) : needs_(needs) {}
+  Needs needs() const override { return needs_; }
+
+ private:
+  Needs needs_;
+};
+
 struct Sample {
   std::string task;
   Item item;
@@ -98,13 +109,38 @@ std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog
 
 // Prompt, question and answer, all of which the cache holds in the end, but for the token that ends it.
 Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
-  Fit fit = sequence.begin(item);
+  const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(item.sample)}};
+  Fit fit = sequence.begin(item, asked);
   for (Answer answer(item); fit == Fit::ok && !answer.ended();) {
     const int token = answer.take(sequence.logits(), tokenizer);
     if (answer.stop() != Answer::Stop::eos) fit = sequence.feed(token);
   }
   sequence.close();
   return fit;
+}
+
+// All samples, with the outcome of each; whether none was in the way of a profile.
+bool watch_all(const std::vector<Sample>& samples, const std::shared_ptr<const Model>& model,
+               const std::shared_ptr<Watched>& watched, const EngineOptions& options) {
+  Progress progress(static_cast<int>(samples.size()));
+  try {
+    Engine engine(model, watched, options);
+    engine.observe(watched->observer());
+    Sequence sequence(engine);
+    for (const Sample& s : samples) {
+      progress.begin(fmt::format("{} sample {}", s.task, s.item.sample));
+      if (watch(sequence, s.item, *model->tokenizer) != Fit::ok) {
+        progress.end("oom: a sample does not fit; nothing is written");
+        return false;
+      }
+      progress.end("ok");
+    }
+    return true;
+  } catch (const NonFiniteStep& e) {
+    const auto unwatched = [&] { return std::make_shared<Unwatched>(watched->needs()); };
+    progress.end(fmt::format("failed: {}; nothing is written", located(model, unwatched, options, e).what()));
+    return false;
+  }
 }
 
 }  // namespace
@@ -150,19 +186,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   const auto model = load_model(*checkpoint, spec.dtype, spec.name(), o.device);
   checkpoint.reset();
   const auto watched = std::make_shared<Watched>(e, catalog);
-  Engine engine(model, watched, o);
-  engine.observe(watched->observer());
-  Sequence sequence(engine);
-
-  Progress progress(static_cast<int>(samples.size()));
-  for (std::size_t i = 0; i < samples.size(); ++i) {
-    progress.begin(fmt::format("{} sample {}", samples[i].task, samples[i].item.sample));
-    if (watch(sequence, samples[i].item, *model->tokenizer) != Fit::ok) {
-      progress.end("oom: a sample does not fit; nothing is written");
-      return 1;
-    }
-    progress.end("ok");
-  }
+  if (!watch_all(samples, model, watched, o)) return 1;
 
   results::ProfileFile file{spec.name(), model->fingerprint, {}};
   std::vector<Profile> profiles = watched->finish();

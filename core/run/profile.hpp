@@ -6,7 +6,8 @@
 namespace kvlab {
 
 // Writes experiment.output (a profile file, result/profile_file.hpp) and prints its table. Exit code 0, or 1 when a
-// sample does not fit in memory; everything that can be checked is checked first (ExperimentError).
+// sample does not fit in memory or its numbers are not finite, or when the file cannot be written; everything that can
+// be checked is checked first (ExperimentError).
 int run_profile(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
 
 }  // namespace kvlab
