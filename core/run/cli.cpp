@@ -125,10 +125,10 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
   app_.require_subcommand(1);
   app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
   app_.footer(
-      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed, or the disk did not take a result;\n"
-      "2 something is wrong with what was given, nothing was run; 3 no network, device or driver; 129, 130, 143 "
-      "stopped\n"
-      "by SIGHUP, SIGINT, SIGTERM.");
+      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or a result "
+      "could\n"
+      "not be written; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing was\n"
+      "run; 3 no network, device or driver; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
   add_run();
   add_profile();
   add_generate();

@@ -20,8 +20,8 @@ struct RunOptions {
   std::vector<std::string> isolate = {};
 };
 
-// Exit code: 0, or 1 when a cell failed or did not fit. Throws before the first cell for anything wrong with YAML,
-// model, plugin or data; nothing is written then.
+// Exit code: 0, or 1 when a cell failed or did not fit, or a result could not be written. Throws before the first cell
+// for anything wrong with YAML, model, plugin or data; nothing is written then.
 int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
 
 // That process: runs the cell, writes its part and tells the run how it goes (run/isolated.hpp). The run holds the

@@ -7,9 +7,9 @@
 #include "support/golden.hpp"
 
 using namespace kvlab;
+using Catch::Contains;
 using test::Ended;
 using test::Folder;
-using Catch::Contains;
 
 namespace {
 
@@ -38,11 +38,12 @@ const char* const keys = "model.layers.1.self_attn.k_proj.weight";
 
 TEST_CASE("generate: numbers that are not finite end it with 1 and the layer and token where they began") {
   const Folder folder;
-  const Ended ended = test::run_kvlab(
-      {"generate", "Count.", "--raw", "--dtype", "f32", "--backend", "cpu", "--model", model_with(folder, keys, 3e38f)});
+  const Ended ended = test::run_kvlab({"generate", "Count.", "--raw", "--dtype", "f32", "--backend", "cpu", "--model",
+                                       model_with(folder, keys, 3e38f)});
   INFO(ended.said);
   CHECK(ended.code == 1);
-  CHECK_THAT(ended.said, Contains("token ") && Contains("(of the prompt)") && Contains(" of the keys") && Contains("in layer 1"));
+  CHECK_THAT(ended.said,
+             Contains("token ") && Contains("(of the prompt)") && Contains(" of the keys") && Contains("in layer 1"));
 }
 
 TEST_CASE("generate: weights that are not finite are refused with 2") {
@@ -64,8 +65,8 @@ TEST_CASE("profile: numbers that are not finite end it with 1 and the layer and 
   const Ended ended = test::run_kvlab({"profile", file, "-o", folder / "p.h5"});
   INFO(ended.said);
   CHECK(ended.code == 1);
-  CHECK_THAT(ended.said, Contains("sample 0, token ") && Contains("(of the prompt)") &&
-                             Contains(" of the keys") && Contains("in layer 1") && Contains("nothing is written"));
+  CHECK_THAT(ended.said, Contains("sample 0, token ") && Contains("(of the prompt)") && Contains(" of the keys") &&
+                             Contains("in layer 1") && Contains("nothing is written"));
   CHECK(!std::filesystem::exists(folder / "p.h5"));
   CHECK(folder.files("", ".tmp") == 0);
 }
