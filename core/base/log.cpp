@@ -200,12 +200,6 @@ void start(const Settings& settings) {
   door().warned.clear();
 }
 
-bool shows(Level level) {
-  const auto now = outputs();
-  const auto& sinks = now->logger->sinks();
-  return std::any_of(sinks.begin(), sinks.end(), [&](const auto& sink) { return sink->should_log(spd(level)); });
-}
-
 void debug(std::string_view text) { say(Level::debug, text); }
 void info(std::string_view text) { say(Level::info, text); }
 void error(std::string_view text) { say(Level::error, text); }

@@ -27,9 +27,6 @@ struct Settings {
 // Errc::io where the file cannot be opened, is no regular file, or holds something that is no log of kvlab.
 void start(const Settings& settings);
 
-// Whether anybody would see it: for a text that takes time to make.
-bool shows(Level level);
-
 void debug(std::string_view text);  // what was found, chosen and loaded, and how long it took
 void info(std::string_view text);   // a note or progress; stderr shows it without a level in front
 // Something makes a result worth less, or surprises. A text is shown once per process, but every Collected hears it

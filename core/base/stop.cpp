@@ -57,9 +57,4 @@ const char* name_of(int number) noexcept {
   }
 }
 
-void forget() noexcept {
-  detail::signal = 0;
-  first_ns = 0;
-}
-
 }  // namespace kvlab::stop

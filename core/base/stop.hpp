@@ -31,7 +31,4 @@ const char* name_of(int signal) noexcept;
 
 inline int exit_code(int signal) noexcept { return 128 + signal; }
 
-// Tests: as if no signal had come.
-void forget() noexcept;
-
 }  // namespace kvlab::stop

@@ -1,6 +1,7 @@
 #include "base/threads.hpp"
 
 #include <omp.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <limits>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "base/cpu_use.hpp"
@@ -58,9 +60,17 @@ void set_threads(int count) {
   team().fewest = std::min(team().fewest, count);
 }
 
+// That of the program's file: after an exec of /proc/self/exe it is "exe", and pgrep and top do not find it.
+void name_process() {
+  std::error_code error;
+  const std::string name = fs::read_symlink("/proc/self/exe", error).filename();
+  if (!error) prctl(PR_SET_NAME, name.c_str());
+}
+
 }  // namespace
 
 void prefer_short_spins(char** argv) {
+  name_process();
   if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;
   setenv("GOMP_SPINCOUNT", "10000", 1);
   execv("/proc/self/exe", argv);  // returns only when it failed: then the default stays

@@ -11,8 +11,8 @@ struct CpuUse;
 
 // Waiting OpenMP threads spin briefly and then sleep. The runtime's own default spins for milliseconds. A busy machine
 // pays for that in each of many short parallel regions. libgomp reads its settings when it is loaded, so the program
-// starts itself again with them. It does nothing when the user has chosen (OMP_WAIT_POLICY, GOMP_SPINCOUNT). Call it
-// first in main.
+// starts itself again with them, under its own name. It does nothing when the user has chosen (OMP_WAIT_POLICY,
+// GOMP_SPINCOUNT). Call it first in main.
 void prefer_short_spins(char** argv);
 
 // How many CPUs this process may use, at least 1: its affinity's, and at most a cgroup's quota (v1 or v2) in whole

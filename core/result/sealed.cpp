@@ -14,6 +14,7 @@
 #include <kvlab/error.hpp>
 #include <string_view>
 
+#include "base/descriptor.hpp"
 #include "base/new_file.hpp"
 
 namespace kvlab::results {
@@ -28,20 +29,8 @@ constexpr std::string_view magic = "kvlab sealed 1\n";
   throw Error(Errc::io, std::string("got '") + std::strerror(errno) + "', wanted to " + what, path);
 }
 
-class Descriptor {
- public:
-  // O_NONBLOCK: opening a FIFO waits for a writer otherwise.
-  explicit Descriptor(const std::string& path) : fd_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
+// O_NONBLOCK: opening a FIFO waits for a writer otherwise.
+int open_to_read(const std::string& path) { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); }
 
 std::size_t read_some(int fd, char* to, std::size_t size, const std::string& path) {
   std::size_t got = 0;
@@ -102,12 +91,12 @@ void write_image(const std::string& path, std::string_view image) {
 }  // namespace
 
 Origin origin_of(const std::string& path) try {
-  const Descriptor file(path);
-  if (file.get() < 0) return errno == ENOENT || errno == ENOTDIR ? Origin::absent : Origin::foreign;
+  const Descriptor file(open_to_read(path));
+  if (file < 0) return errno == ENOENT || errno == ENOTDIR ? Origin::absent : Origin::foreign;
   struct stat info {};
-  if (::fstat(file.get(), &info) != 0 || !S_ISREG(info.st_mode)) return Origin::foreign;
+  if (::fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) return Origin::foreign;
   char head[magic.size()];
-  const std::size_t got = read_some(file.get(), head, sizeof head, path);
+  const std::size_t got = read_some(file, head, sizeof head, path);
   return std::string_view(head, got) == magic.substr(0, got) ? Origin::ours : Origin::foreign;
 } catch (const Error&) {
   return Origin::foreign;
@@ -135,13 +124,13 @@ void write_sealed(const std::string& path, const std::function<void(const h5::Fi
 
 h5::File open_sealed(const std::string& path) {
   {
-    const Descriptor file(path);
-    if (file.get() < 0) fail_io("open the file", path);
+    const Descriptor file(open_to_read(path));
+    if (file < 0) fail_io("open the file", path);
     struct stat info {};
-    if (::fstat(file.get(), &info) != 0) fail_io("read the file", path);
+    if (::fstat(file, &info) != 0) fail_io("read the file", path);
     if (!S_ISREG(info.st_mode)) throw Error(Errc::io, "got something else, wanted a regular file", path);
     std::array<char, block> head{};
-    if (read_some(file.get(), head.data(), head.size(), path) != head.size() ||
+    if (read_some(file, head.data(), head.size(), path) != head.size() ||
         std::string_view(head.data(), magic.size()) != magic)
       throw Error(Errc::result_file, "got a file without kvlab's seal, wanted a result file that kvlab wrote", path);
     Seal wanted;
@@ -153,7 +142,7 @@ h5::File open_sealed(const std::string& path) {
       throw Error(Errc::result_file,
                   "got " + std::to_string(size + block) + " bytes, wanted " + std::to_string(wanted.bytes + block),
                   path);
-    if (measure(file.get(), path).sum != wanted.sum)
+    if (measure(file, path).sum != wanted.sum)
       throw Error(Errc::result_file, "got other bytes than kvlab wrote, wanted an unchanged file", path);
   }
   return h5::File::open(path);

@@ -47,10 +47,11 @@ int exit_code(Errc code) {
   return code == Errc::internal ? 1 : 2;
 }
 
-std::string joined(int argc, char** argv) {
+// As a shell takes it.
+std::string joined(const std::vector<std::string>& words) {
   std::string text = "kvlab";
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
+  for (std::size_t i = 1; i < words.size(); ++i) {
+    const std::string& word = words[i];
     const bool quote = word.empty() || word.find_first_of(" \t\n\"'$&|;<>(){}[]*?#") != std::string::npos;
     text += quote ? " '" + word + "'" : " " + word;
   }
@@ -98,10 +99,10 @@ class CommandLine {
   void add_profile();
   void add_generate();
   void add_rest();
-  // As typed, but for what the run does itself.
-  std::vector<std::string> command_of_a_cell() const {
+  // As the user typed it, also in the process of an isolated cell.
+  std::vector<std::string> typed() const {
     std::vector<std::string> words(argv_, argv_ + argc_);
-    std::erase_if(words, [](const std::string& w) { return w == "--isolate" || w == "--fresh" || w == "--resume"; });
+    if (!isolated_cell_.empty()) words.erase(words.begin() + 2, words.begin() + 4);
     return words;
   }
   int not_yet(const char* name) {
@@ -136,17 +137,17 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
 }
 
 void CommandLine::add_run() {
-  CLI::App* run = add("run", "run an experiment; cells that are finished are not run again",
-                      "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
-                        Loaded loaded(file_, sets_);
-                        if (!output_.empty()) loaded.experiment.output = output_;
-                        const std::string command = joined(argc_, argv_);
-                        if (!isolated_cell_.empty())
-                          return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, command);
-                        return run_experiment(
-                            loaded.experiment, *loaded.catalog,
-                            {command, fresh_, quiet_, isolate_ ? command_of_a_cell() : std::vector<std::string>()});
-                      });
+  CLI::App* run =
+      add("run", "run an experiment; cells that are finished are not run again",
+          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
+            Loaded loaded(file_, sets_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            const std::string command = joined(typed());
+            if (!isolated_cell_.empty())
+              return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, command);
+            return run_experiment(loaded.experiment, *loaded.catalog,
+                                  {command, fresh_, quiet_, isolate_ ? typed() : std::vector<std::string>()});
+          });
   add_experiment(run);
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
   CLI::Option* fresh = run->add_flag("--fresh", fresh_,
@@ -177,7 +178,7 @@ void CommandLine::add_profile() {
           "kvlab profile exp.yaml      where exp.yaml has profilers: [NAME] in place of policies", [this] {
             Loaded loaded(file_, sets_);
             if (!output_.empty()) loaded.experiment.output = output_;
-            return run_profile(loaded.experiment, *loaded.catalog, {joined(argc_, argv_), false, quiet_});
+            return run_profile(loaded.experiment, *loaded.catalog, {joined(typed()), false, quiet_});
           });
   add_experiment(profile);
   profile->add_option("-o,--output", output_, "profile file (HDF5), in place of the experiment's");
@@ -303,7 +304,7 @@ void CommandLine::start_log() const {
   if (log_file_ && log_file_->empty()) throw Error(Errc::config, "got an empty name, wanted a file", "--log");
   settings.file = log_file_.value_or("");
   log::start(settings);
-  log::debug(fmt::format("kvlab {} ({}): {}", version(), git_commit(), joined(argc_, argv_)));
+  log::debug(fmt::format("kvlab {} ({}): {}", version(), git_commit(), joined(typed())));
 }
 
 int CommandLine::run() {

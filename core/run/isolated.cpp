@@ -15,6 +15,7 @@
 #include <fstream>
 #include <optional>
 
+#include "base/descriptor.hpp"
 #include "base/stop.hpp"
 #include "host/callback.hpp"
 #include "run/cannot_go_on.hpp"
@@ -31,18 +32,6 @@ void tell(char kind, const std::string& text) {
   const std::string line = kind + text + "\n";
   if (write(telling::descriptor, line.data(), line.size()) < 0) return;  // nobody listens any more
 }
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() { close(fd_); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  operator int() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 // Processes that the kernel has killed for memory since it started; nothing where it does not say.
 std::optional<long> killed_for_memory() {

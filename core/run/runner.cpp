@@ -276,7 +276,7 @@ Ran Run::run_one(const Cell& c) {
 // --isolate: the part that the cell's process wrote, else how that process ended.
 Ran Run::run_apart(const Cell& c, const CellInput& in) const {
   std::vector<std::string> command = options_.isolate;
-  command.insert(command.end(), {"--isolated-cell", c.id});
+  command.insert(command.begin() + 2, {"--isolated-cell", c.id});
   const CellEnd end = run_cell_process(command, in.progress);
   if (!end.written) return {broken_cell(in, end.status, end.error)};
   return {on_own_file("its part could not be read",

@@ -16,7 +16,8 @@ struct RunOptions {
   std::string command;  // as typed, for the result file
   bool fresh = false;   // run finished cells again; each stays until its new result is on disk
   bool quiet = false;   // no table
-  // How a cell gets a process of its own: this command and `--isolated-cell ID`. Empty: cells run in this process.
+  // How a cell gets a process of its own: this command, and `--isolated-cell ID` behind its first two words. Empty:
+  // cells run in this process.
   std::vector<std::string> isolate = {};
 };
 

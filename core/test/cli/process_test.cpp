@@ -2,7 +2,6 @@
 #include <catch2/catch.hpp>
 #include <sstream>
 
-#include "result/h5.hpp"
 #include "result/results.hpp"
 #include "support/child.hpp"
 
@@ -54,15 +53,17 @@ std::string between(const std::string& text, const std::string& begin, const std
 TEST_CASE("the process of a run and that of a cell are named kvlab, whatever they exec") {
   const Folder folder;
   const std::string file = folder.write("e.yaml", slow_cells);
-  const Child child(test::kvlab_command({"run", file, "-o", folder / "out.h5", "--isolate"}), [] {
+  Child run(test::kvlab_command({"run", file, "-o", folder / "out.h5", "--isolate"}), [] {
     unsetenv("OMP_WAIT_POLICY");
     unsetenv("GOMP_SPINCOUNT");
   });
   std::string cell;
-  Child& run = const_cast<Child&>(child);
-  REQUIRE(run.reaches([&] { return !(cell = child_of(child.pid())).empty(); }));
-  CHECK(name_of(std::to_string(child.pid())) == "kvlab");
-  CHECK(run.reaches([&] { return name_of(cell) == "kvlab"; }, 10));
+  REQUIRE(run.reaches([&] { return !(cell = child_of(run.pid())).empty(); }));
+  CHECK(name_of(std::to_string(run.pid())) == "kvlab");
+  const auto begun = [&] {  // not the fork of the run any more
+    return first_line("/proc/" + cell + "/cmdline").find("--isolated-cell") != std::string::npos;
+  };
+  CHECK(run.reaches([&] { return begun() && name_of(cell) == "kvlab"; }, 10));
 }
 
 TEST_CASE("parts of --isolate record the command that the user gave") {
@@ -78,6 +79,12 @@ TEST_CASE("parts of --isolate record the command that the user gave") {
   CHECK(results::read_summary(out).info.command == wanted);
   std::filesystem::remove(out);
   CHECK(results::read_summary(out).info.command == wanted);  // of the part
+
+  // Words that no option may follow.
+  const Ended last = test::run_kvlab({"run", "-o", out, "--isolate", "--fresh", "--", file});
+  INFO(last.said);
+  CHECK(last.code == 0);
+  CHECK(results::read_summary(out).info.command == "kvlab run -o " + out + " --isolate --fresh -- " + file);
 }
 
 TEST_CASE("the exit codes of --help and of the README are the same, in three lines of at most 120 characters") {
