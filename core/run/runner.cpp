@@ -100,8 +100,6 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
     return broken_cell(in, "oom", no_room.what());
   } catch (const NonFinite& weights) {
     return broken_cell(in, weights);
-  } catch (const Error& weights) {
-    return broken_cell(in, "failed", weights.what());
   }
   CellInput with_weights = in;
   with_weights.model = models.model(in.cell->model);
@@ -296,9 +294,10 @@ int Run::end() {
 }
 
 bool Run::make_output() const {
-  const std::string then = finished() == 0 ? "there is no finished cell yet"
-                                           : fmt::format("its cells are in {}, and the same command makes it of them",
-                                                         results::parts_folder(out_));
+  const std::string then = finished() == 0
+                               ? "there is no finished cell yet"
+                               : fmt::format("its cells are in {}, and the same command{} makes it of them",
+                                             results::parts_folder(out_), options_.fresh ? " without --fresh" : "");
   return written("the result file", then, [&] {
     for (const std::string& warning : results::rebuild(out_, info_, ids_)) log::warn(warning);
   });
