@@ -95,8 +95,8 @@ double cgroup_cpus(const fs::path& root) {
   return least;
 }
 
-int usable_cores() {
-  const double cores = std::min(static_cast<double>(allowed_cpus().size()), cgroup_cpus());
+int usable_cores(const fs::path& root) {
+  const double cores = std::min(static_cast<double>(allowed_cpus().size()), cgroup_cpus(root));
   return std::max(1, static_cast<int>(cores));
 }
 

@@ -16,8 +16,8 @@ struct CpuUse;
 void prefer_short_spins(char** argv);
 
 // How many CPUs this process may use, at least 1: its affinity's, and at most a cgroup's quota (v1 or v2) in whole
-// CPUs. Logical CPUs count: virtual machines show cores as siblings and siblings as cores.
-int usable_cores();
+// CPUs. Logical CPUs count: virtual machines show cores as siblings and siblings as cores. root: of cgroup_cpus.
+int usable_cores(const std::filesystem::path& root = "/");
 
 // More threads than this are a mistake: four for each usable core, at least 16.
 int most_threads();

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstdlib>
@@ -89,6 +90,22 @@ TEST_CASE("no more cores are usable than the affinity allows") {
   CHECK(allowed_cpus() == std::vector<int>{first});
   CHECK(usable_cores() == 1);
   REQUIRE(sched_setaffinity(0, sizeof before, &before) == 0);
+}
+
+TEST_CASE("a cgroup's quota counts in whole cores, and at least one") {
+  const Root root;
+  root.write("proc/self/cgroup", "0::/\n");
+  const auto with_quota = [&](int thousandths) {
+    root.write("sys/fs/cgroup/cpu.max", std::to_string(thousandths) + " 1000\n");
+    return usable_cores(root.path);
+  };
+  const int allowed = static_cast<int>(allowed_cpus().size());
+  CHECK(with_quota(500) == 1);
+  CHECK(with_quota(1000) == 1);
+  CHECK(with_quota(1500) == 1);
+  CHECK(with_quota(1999) == 1);
+  CHECK(with_quota(2000) == std::min(2, allowed));
+  CHECK(with_quota(1000 * allowed + 999) == allowed);
 }
 
 TEST_CASE("threads follow the cores that are free, and half a core of noise moves nothing") {

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 
 #include "model/gguf.hpp"
+#include "model/hf_checkpoint.hpp"
 #include "test/model/tiny_models.hpp"
 
 using namespace kvlab;
@@ -222,6 +223,31 @@ TEST_CASE("errors name the file, the tensor or key, and both values") {
   CHECK(message_of([&] {
           open_checkpoint(dir.path());
         }).find("model.embed_tokens.weight: got shape [6, 8], wanted [7, 8]") != std::string::npos);
+}
+
+TEST_CASE("a model has the sliding window that its family's config.json switches on") {
+  const auto window = [](const std::string& family, const std::string& more, const char* layers = "1") {
+    std::string config = tiny_config;
+    config.replace(config.find("llama"), 5, family);
+    config.replace(config.find("layers\": 1") + 9, 1, layers);
+    config.insert(1, more);
+    return read_hf_config(config, "config.json").sliding_window;
+  };
+  const std::string size = "\"sliding_window\": 32, ", on = "\"use_sliding_window\": true, ";
+  CHECK(window("mistral", "") == 0);
+  CHECK(window("mistral", "\"sliding_window\": null, ") == 0);
+  CHECK(window("mistral", size) == 32);
+  for (const char* qwen : {"qwen2", "qwen3"}) {
+    CAPTURE(qwen);
+    const std::string everywhere = size + "\"max_window_layers\": 0, ";
+    CHECK(window(qwen, everywhere) == 0);  // Hugging Face's default is off
+    CHECK(window(qwen, everywhere + "\"use_sliding_window\": false, ") == 0);
+    CHECK(window(qwen, everywhere + on) == 32);
+    CHECK(window(qwen, size + on + "\"max_window_layers\": 1, ") == 0);  // the only layer attends to everything
+  }
+  CHECK(message_of([&] {
+          window("qwen2", size + on + "\"max_window_layers\": 1, ", "2");
+        }).find("max_window_layers: got 1, wanted 0, or all layers") != std::string::npos);
 }
 
 TEST_CASE("a broken model file is refused or read, never a crash") {
