@@ -162,6 +162,21 @@ TEST_CASE("tables of earlier versions, without the columns that came later, are 
   CHECK_THROWS_AS(read_rows<SampleRow>(file, "broken"), Error);
 }
 
+TEST_CASE("a column that came later may stand before others of its table") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "old.h5";
+  const CellResult cell = sample_cell("a");
+  auto columns = columns_of(std::vector{cell.summary});
+  std::erase_if(columns, [](const h5::Column& c) { return c.name == "workload" || c.name == "ablated"; });
+  const auto held = h5::lock();
+  write_sealed(path, [&](const h5::File& file) { file.write_table("summary", columns); });
+  const auto rows = read_rows<SummaryRow>(open_sealed(path), "summary");
+  REQUIRE(rows.size() == 1);
+  SummaryRow wanted = cell.summary;
+  wanted.workload.clear(), wanted.ablated.clear();
+  CHECK(spelled(rows) == spelled(std::vector{wanted}));
+}
+
 TEST_CASE("a traced cell of an earlier version, whose questions stand beside its trace, is read") {
   const TemporaryFolder folder;
   const std::string path = folder / "old.h5";
