@@ -223,6 +223,21 @@ TEST_CASE("ranks follow text positions") {
   CHECK_THROWS_AS(ops::token_ranks(cache.view(), 0, 0, 5, rank), Error);
 }
 
+TEST_CASE("tokens of one text position have one rank: how many are older") {
+  using Ints = std::vector<std::int32_t>;
+  const std::vector<float> x(16, 0.f);
+  const auto ranks = [&](const Ints& positions) {
+    PagedFixture cache({});
+    for (const int position : positions) cache.append(0, 0, x, x, position);
+    Ints rank(positions.size());
+    ops::token_ranks(cache.view(), 0, 0, static_cast<int>(rank.size()), rank.data());
+    return rank;
+  };
+  CHECK(ranks({3, 3}) == Ints{0, 0});
+  CHECK(ranks({4, 0, 4, 7, 4}) == Ints{1, 0, 1, 4, 1});
+  CHECK(ranks({9, 9, 5, 5, 5, 2, 9, 1, 2, 0, 5}) == Ints{8, 8, 4, 4, 4, 2, 8, 1, 2, 0, 4});  // many ascending runs
+}
+
 TEST_CASE("rotation: half-split pairs by hand, inverse, relativity, far positions") {
   const float inv_freq[] = {1.f, 0.5f, 0.25f, 0.125f};
   const RopeTable rope{inv_freq, 8, 1.f};

@@ -118,6 +118,8 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   CHECK(keep == Ints{4, 8, 0, 8});
   ops::round_allotment(of, rows, 4, kept, Stream::cpu());
   CHECK(keep == Ints{9, 8, 0, 8});
+  ops::round_allotment(of, none, 4, kept, Stream::cpu());
+  CHECK(keep == Ints{9, 8, 0, 8});  // what keeps everything keeps a page that is not full, too
 }
 
 TEST_CASE("fill_heads by hand") {

@@ -2,7 +2,10 @@
 #include "support/token_reader.hpp"
 
 #include <catch2/catch.hpp>
+#include <memory>
+#include <utility>
 
+#include "ops/attend.hpp"
 #include "run/shadow.hpp"
 #include "run/trace.hpp"
 #include "support/contract.hpp"
@@ -12,20 +15,68 @@ using namespace kvlab::test;
 
 namespace {
 
+// KV head `narrow` attends to its newest 4 tokens and the two oldest, the others to every token.
+class OneNarrowHead final : public Policy {
+ public:
+  explicit OneNarrowHead(int narrow) : narrow_(narrow) {}
+  void select(const LayerStep& step, Edits& edits, Stream s) override {
+    const Scores score = step.kv_head_scores("recency");
+    ops::recency(step.pages, score, s);
+    const auto keep = step.scratch<std::int32_t>("newest", {step.rows(), step.kv_heads()});
+    for (int h = 0; h < step.kv_heads(); ++h) keep(0, h) = h == narrow_ ? 4 : 64;
+    const auto list = step.list<TokenList>("tokens", 64);
+    ops::top_tokens(step.pages, score, keep, nullptr, list, s);
+    edits.attend(list, {.first = 2});
+  }
+
+ private:
+  int narrow_;
+};
+
+// The shadow, and the mass of each layer that KV head `narrow` attends to, by the reference on the engine's own cache.
+struct Checked final : EngineObserver {
+  Checked(Shadow& s, const ModelConfig& c, int narrow_head) : shadow(s), config(c), narrow(narrow_head) {}
+  Prompt reads_of_prompt() const override { return shadow.reads_of_prompt(); }
+  void prompt(const PromptLayer& l, const Store& store) override { shadow.prompt(l, store); }
+  void attended(const DecodeLayer& l, const Store& store) override {
+    const int newest = store.position(0), total = newest + 1;
+    std::vector<float> out(static_cast<std::size_t>(config.heads * config.head_dim)),
+        mass(static_cast<std::size_t>(config.heads * total));
+    ops::AttendArgs a;
+    a.kv = store.view(l.layer, *l.slots);
+    a.queries = l.queries;
+    a.last = &newest;
+    a.out = View<float, 3>::dense(out.data(), {1, config.heads, config.head_dim});
+    a.mass = View<float, 3>::dense(mass.data(), {1, config.heads, total});
+    ops::attend_reference(a);
+    double missed = 0;
+    for (int head = narrow * config.group(); head < (narrow + 1) * config.group(); ++head)
+      for (int t = 2; t < total - 4; ++t) missed += a.mass(0, head, t);
+    wanted.push_back(1 - missed / config.heads);
+    shadow.attended(l, store);
+  }
+  Shadow& shadow;
+  const ModelConfig& config;
+  int narrow;
+  std::vector<double> wanted;
+};
+
 // 20 tokens in pages of 8, then one step.
-void run(EngineObserver& observer, int newest) {
+void run(EngineObserver& observer, std::shared_ptr<Policy> policy) {
   const auto model = tiny_model("llama-gqa3");
   EngineOptions o;
   o.slots = 1;
   o.max_tokens = 64;
   o.page_size = 8;
   o.device = model->cuda ? Device::cuda : Device::cpu;
-  Engine engine(model, std::make_shared<TokenReader>(newest), o);
+  Engine engine(model, std::move(policy), o);
   engine.observe(&observer);
   const int slot = engine.open(), token = 3;
   REQUIRE(engine.prefill(slot, test_text(20, model->config.vocab), true, {}) == Fit::ok);
   REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
 }
+
+void run(EngineObserver& observer, int newest) { run(observer, std::make_shared<TokenReader>(newest)); }
 
 }  // namespace
 
@@ -59,5 +110,20 @@ TEST_CASE("fidelity counts the mass of listed tokens alone") {
       if (newest >= 12) CHECK(rows.page_recall[i] == 1.f);
     }
     last = newest == 19 ? std::vector<float>{} : rows.mass;
+  }
+}
+
+TEST_CASE("what a KV head misses is the mass of its own query heads") {
+  const auto model = tiny_model("llama-gqa3");
+  const ModelConfig& c = model->config;
+  REQUIRE((c.kv_heads > 1 && c.group() > 1 && c.group() != c.kv_heads));
+  for (int narrow = 0; narrow < c.kv_heads; ++narrow) {
+    CAPTURE(narrow);
+    Shadow shadow(*model, 8, 64);
+    Checked checked(shadow, c, narrow);
+    run(checked, std::make_shared<OneNarrowHead>(narrow));
+    const Shadow::Rows rows = shadow.take();
+    REQUIRE(rows.mass.size() == checked.wanted.size());
+    for (std::size_t i = 0; i < rows.mass.size(); ++i) CHECK(rows.mass[i] == Approx(checked.wanted[i]).margin(1e-5));
   }
 }

@@ -18,8 +18,9 @@ struct CudaAttendCase {
   bool listed = false;
   double tokens = -1;  // share of its tokens that a head's list has; -1 = no list of tokens
   int window = 0;
-  bool half = false;    // the device has the same cache as f16, which the reference does not read
-  bool ordered = true;  // else the newest half of a head's tokens lies in front of the oldest, as after evictions
+  float attention_scale = 1;  // of keys that are turned on reading
+  bool half = false;          // the device has the same cache as f16, which the reference does not read
+  bool ordered = true;        // else the newest half of a head's tokens lies in front of the oldest, as after evictions
 };
 
 inline std::vector<float> normals(int n, std::mt19937& rng) {
@@ -61,6 +62,7 @@ inline void compare_with_reference(const CudaAttendCase& c, unsigned seed, int r
   Guarded<2> lse({o.rows, heads});
   ops::AttendArgs a;
   a.kv = cache.view();
+  a.kv.rope_table.attention_scale = c.attention_scale;
   a.queries = View<const float, 3>::dense(q.data(), {o.rows, heads, o.head_dim});
   a.pages = c.listed ? &pages : nullptr;
   a.tokens = c.tokens >= 0 ? &listed : nullptr;
@@ -75,6 +77,7 @@ inline void compare_with_reference(const CudaAttendCase& c, unsigned seed, int r
   OnDevice device;
   ops::AttendArgs b = a;
   b.kv = device.put(cache.view(), cache.arena_bytes());
+  b.kv.rope_table.attention_scale = c.attention_scale;
   b.queries = device.put(a.queries);
   PageList device_pages;
   if (c.listed) b.pages = &(device_pages = device.put(pages));
