@@ -118,7 +118,11 @@ TEST_CASE("niah: several questions over one context, together and one at a time"
   int longest = 0;
   const std::string text = env.decode(s.context);
   for (std::size_t q = 0; q < 3; ++q) {
-    CHECK(all_of(text, s.questions[q].references[0]).size() == 1);
+    const std::string question = env.decode(s.questions[q].tokens), answer = s.questions[q].references[0];
+    CHECK(all_of(text, answer).size() == 1);
+    const std::size_t begin = question.find(" for ") + 5;
+    const std::string key = question.substr(begin, question.find(" mentioned") - begin);
+    CHECK(text.find("One of the special magic numbers for " + key + " is: " + answer + ".") != std::string::npos);
     longest = std::max(longest, total(s, q));
     const auto alone =
         f.task({{"context", std::int64_t{900}}, {"needles", std::int64_t{3}}, {"ask", static_cast<std::int64_t>(q)}});
@@ -129,6 +133,24 @@ TEST_CASE("niah: several questions over one context, together and one at a time"
     CHECK(one.questions[0].references == s.questions[q].references);
   }
   CHECK(longest == 900);
+}
+
+TEST_CASE("niah: needles follow at even distances, past the end from the beginning") {
+  const TaskFixture f("niah");
+  const auto task = f.task({{"context", std::int64_t{2048}}, {"depth", std::int64_t{5}}});
+  const auto env = f.env(2, 3);
+  const std::vector<std::vector<double>> wanted{
+      {0, 1 / 3., 2 / 3.}, {0.25, 0.25 + 1 / 3., 0.25 + 2 / 3.}, {0.5, 0.5 + 1 / 3., 1 / 6.}, {}, {1, 1 / 3., 2 / 3.}};
+  for (const int i : {0, 1, 2, 4}) {
+    CAPTURE(i);
+    const TaskSample s = task->sample(i, env);
+    const std::string text = env.decode(s.context), intro = "I will quiz you about the number afterwards.";
+    const std::size_t hay = text.find(intro) + intro.size();
+    for (std::size_t q = 0; q < 3; ++q) {
+      const auto at = static_cast<double>(text.find(s.questions[q].references[0]) - hay);
+      CHECK(at / static_cast<double>(text.size() - hay) == Approx(wanted[static_cast<std::size_t>(i)][q]).margin(0.08));
+    }
+  }
 }
 
 TEST_CASE("niah: words as answers, no template, own wording") {

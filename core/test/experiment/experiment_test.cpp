@@ -390,6 +390,27 @@ TEST_CASE("ablate") {
           {"'quest' (exp.yaml:3:12) has it switched off"});
 }
 
+TEST_CASE("a codec's components are ablated in both tiers") {
+  test::FakeCatalog own;
+  ParamSpec zero = make_param("zero_point", true, "");
+  zero.component = true;
+  own.add(Role::codec, "coded", {zero});
+  const auto policies = [&](const std::string& keys) {
+    const std::string text = head + "policies: [quest: {" + keys + "}]\nablate: {quest: [zero_point]}\n";
+    return read_experiment(yaml::parse_text(text, "exp.yaml"), own).policies;
+  };
+  const auto on = [](const std::optional<PluginUse>& codec) { return codec->params.get<bool>("zero_point"); };
+  const auto above = policies("codec: coded");
+  REQUIRE(above.size() == 2);
+  CHECK((on(above[0].codec) && !on(above[1].codec)));
+  const auto below = policies("placement: {tier: host, codec: coded}");
+  REQUIRE(below.size() == 2);
+  CHECK((on(below[0].placement.codec) && !on(below[1].placement.codec)));
+  const auto both = policies("codec: coded, placement: {tier: host, codec: coded}");
+  REQUIRE(both.size() == 2);
+  CHECK((!on(both[1].codec) && !on(both[1].placement.codec)));
+}
+
 TEST_CASE("a key or a name in the wrong place is told where it belongs") {
   refused(head + "policies: [snapkv: {tokens: 64}]\n", "exp.yaml:3:21: got unknown key 'tokens'",
           {"'tokens' stands inside budget: {tokens: N | ratio: R | bytes: B, split: NAME}"});
@@ -485,6 +506,21 @@ TEST_CASE("--set") {
   CHECK_THAT(one("batch="), Catch::StartsWith("--set batch=: got nothing"));
   CHECK_THAT(one("batch=[1"), Catch::StartsWith("--set batch=[1: got text that is no YAML"));
   CHECK_THAT(one("batch=\xff"), Catch::Contains("wanted UTF-8"));
+}
+
+TEST_CASE("--set and sweep change every entry of a name") {
+  const std::string p = head +
+                        "policies:\n- snapkv: {budget: {tokens: 64}}\n- knorm: {budget: {tokens: 8}}\n"
+                        "- snapkv: {budget: {tokens: 128}}\n";
+  const auto windows = [](const Experiment& e) {
+    std::vector<std::pair<double, int>> all;
+    for (const PolicySpec& policy : e.policies)
+      if (policy.name == "snapkv") all.emplace_back(policy.budget.value, policy.scorer->params.get<int>("window"));
+    return all;
+  };
+  using Windows = std::vector<std::pair<double, int>>;
+  CHECK(windows(load(p, {"snapkv.window=16"})) == Windows{{64, 16}, {128, 16}});
+  CHECK(windows(load(p + "sweep: {snapkv.window: [8, 16]}\n")) == Windows{{64, 8}, {64, 16}, {128, 8}, {128, 16}});
 }
 
 TEST_CASE("anchors, aliases and merge keys") {

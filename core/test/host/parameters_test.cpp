@@ -12,11 +12,9 @@ enum class Shade { dark, light };
 PluginInfo sample() {
   PluginInfo p;
   p.name = "sample";
-  p.params = {make_param("flag", true, -any, any, ""),
-              make_param("count", 4, 1, any, ""),
-              make_param("share", 0.5, 0, 1, ""),
-              make_param("free", 2.0, -any, any, ""),
-              make_param("shade", Shade::light, -any, any, ""),
+  p.params = {make_param("flag", true, -any, any, ""),  make_param("count", 4, 1, any, ""),
+              make_param("tries", 2, -1, 3, ""),        make_param("share", 0.5, 0, 1, ""),
+              make_param("free", 2.0, -any, any, ""),   make_param("shade", Shade::light, -any, any, ""),
               make_param("note", "none", -any, any, "")};
   return p;
 }
@@ -41,6 +39,10 @@ TEST_CASE("a value is checked against kind, range and choices") {
   CHECK(why("count", zero) == "got 0, wanted an integer of at least 1");
   CHECK(why("count", 2.5) == "got 2.5, wanted an integer of at least 1");
   CHECK(why("count", std::string("many")) == "got 'many', wanted an integer of at least 1");
+  CHECK(why("tries", std::int64_t{-1}) == "fine");
+  CHECK(why("tries", std::int64_t{3}) == "fine");
+  CHECK(why("tries", std::int64_t{-2}) == "got -2, wanted an integer from -1 to 3");
+  CHECK(why("tries", std::int64_t{4}) == "got 4, wanted an integer from -1 to 3");
   CHECK(why("share", one) == "fine");
   CHECK(why("share", 1.0) == "fine");
   CHECK(why("share", 1.5) == "got 1.5, wanted a number from 0 to 1");
@@ -70,7 +72,7 @@ TEST_CASE("resolve fills defaults, converts integers to reals and refuses the re
   CHECK(given.get<int>("count") == 4);
 
   CHECK_THROWS_WITH(resolve(p, {{"cuont", std::int64_t{1}}}),
-                    Catch::Contains("sample.cuont") && Catch::Contains("wanted one of sample's: flag, count, share") &&
+                    Catch::Contains("sample.cuont") && Catch::Contains("wanted one of sample's: flag, count, tries") &&
                         Catch::Contains("did you mean 'count'?"));
   CHECK_THROWS_WITH(resolve(p, {{"count", std::int64_t{0}}}), "sample.count: got 0, wanted an integer of at least 1");
   PluginInfo bare;

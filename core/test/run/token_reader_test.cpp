@@ -19,6 +19,7 @@ namespace {
 class OneNarrowHead final : public Policy {
  public:
   explicit OneNarrowHead(int narrow) : narrow_(narrow) {}
+  Needs needs() const override { return {}; }
   void select(const LayerStep& step, Edits& edits, Stream s) override {
     const Scores score = step.kv_head_scores("recency");
     ops::recency(step.pages, score, s);
