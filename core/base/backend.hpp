@@ -114,7 +114,7 @@ struct CudaOps {
   void (*fill_heads)(const View<std::int32_t, 2>& out, std::int32_t value, void* stream) = nullptr;
   // ops/verify.hpp
   void (*find_nan)(const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void* stream) = nullptr;
-  void (*find_keep)(const Allotment& a, ops::Finding* finding, void* stream) = nullptr;
+  void (*find_keep)(const Allotment& a, std::int64_t* kept, ops::Finding* finding, void* stream) = nullptr;
   void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
   void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
                       const PageList& out, void* stream) = nullptr;

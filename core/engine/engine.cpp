@@ -128,13 +128,14 @@ Fit Engine::restore(int slot, const SavedSequence& saved) {
   return store_->restore(slot, saved.cache);
 }
 
-void Engine::want_finite(const std::vector<std::int32_t>& slots) const {
+void Engine::look_at_numbers(const std::vector<std::int32_t>& slots) const {
   std::vector<NonFiniteStep::Row> rows;
   for (const std::int32_t r : executor_->nonfinite_rows()) {
     const auto slot = static_cast<std::size_t>(slots[static_cast<std::size_t>(r)]);
     rows.push_back({sequences_[slot], question_[slot], given_[slot]});
   }
   if (!rows.empty()) throw NonFiniteStep(std::move(rows));
+  if (Verified* policy = verified(policy_.get())) policy->verify();
 }
 
 std::int64_t Engine::full_bytes(int tokens) const {
@@ -172,9 +173,11 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
     }
     const Fit fit = authored(
         *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
-    if (fit != Fit::ok) return Fit::out_of_memory;
-    want_finite({slot});
-    verify(*policy_);
+    if (fit != Fit::ok) {
+      if (Verified* policy = verified(policy_.get())) policy->forget();
+      return Fit::out_of_memory;
+    }
+    look_at_numbers({slot});
   }
   return Fit::ok;
 }
@@ -198,9 +201,10 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     if (given.empty() || given.back().prompt) given.emplace_back();
     given.back().tokens.push_back(tokens[r]);
   }
-  if (fit != Fit::ok) return fit;
-  want_finite(slots);
-  verify(*policy_);
+  if (fit == Fit::ok)
+    look_at_numbers(slots);
+  else if (Verified* policy = verified(policy_.get()))
+    policy->forget();
   return fit;
 }
 

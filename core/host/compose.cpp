@@ -46,8 +46,12 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   }
 
   void verify() override {
-    if (parts_.scorer) kvlab::verify(*parts_.scorer);
-    if (parts_.split) kvlab::verify(*parts_.split);
+    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+      if (part) part->verify();
+  }
+  void forget() override {
+    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+      if (part) part->forget();
   }
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -69,17 +68,15 @@ class Note {
     return there_.as<ops::Finding>();
   }
 
-  // What was noted since the last call, and the sum of what is kept.
+  // What was noted since the last call.
   ops::Finding take() {
     if (stream_) {
       copy_memory(&here_, there_.as(), sizeof here_, *stream_);
-      zero_memory(there_.as(), offsetof(ops::Finding, kept), *stream_);
+      zero_memory(there_.as(), there_.bytes(), *stream_);
       synchronize(*stream_);
       stream_.reset();
     }
-    const ops::Finding found = here_;
-    here_.count = here_.first = 0;
-    return found;
+    return std::exchange(here_, {});
   }
 
  private:
@@ -121,6 +118,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
                               found.number(), found.layer(), found.kv_head(),
                               found.count > 1 ? fmt::format(" and of {} others", found.count - 1) : ""));
   }
+  void forget() override { note_.take(); }
 
  private:
   Note note_;
@@ -131,10 +129,10 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
   using Guard::Guard;
   void allot(const Allotment& a, Stream stream) override {
     ask("allot", [&](Budget& b) { b.allot(a, stream); });
-    if (!a.keep.data) return;
-    ops::find_keep(a, note_.on(stream), stream);
-    if (a.layer + 1 == a.layers) limit(a);
-    if (stream.device() == Device::cpu) verify();
+    const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
+    if (bytes == 0) return;
+    if (a.layer == 0 && kept_.bytes() < bytes) kept_ = StreamMemory(stream, bytes);
+    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream), stream);
   }
   void verify() override {
     const ops::Finding found = note_.take();
@@ -142,27 +140,15 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
       who_.refuse("allot", fmt::format("got {} tokens to keep in layer {}, KV head {}, wanted none below 0 and no more "
                                        "than it holds",
                                        found.number(), found.layer(), found.kv_head()));
-    if (std::exchange(complete_, false) && found.kept > most_)
+    if (found.over > 0)
       who_.refuse("allot", fmt::format("got {} tokens to keep over all layers and KV heads, wanted about {}",
-                                       found.kept, wanted_));
+                                       found.kept(), found.total()));
   }
+  void forget() override { note_.take(); }
 
  private:
-  // A head may be short of nothing but a whole token, and pins may lie above a head's share.
-  void limit(const Allotment& a) {
-    const std::int64_t places = a.keep.extent[1] * a.layers;
-    wanted_ = most_ = 0;
-    for (std::int64_t r = 0; r < a.keep.extent[0]; ++r) {
-      const Pins pins = a.host_pins ? a.host_pins[r] : Pins{};
-      wanted_ += places * a.host_total[r];
-      most_ += places * (std::int64_t{a.host_total[r]} + 1 + pins.first + pins.last);
-    }
-    complete_ = true;
-  }
-
   Note note_;
-  std::int64_t wanted_ = 0, most_ = 0;  // tokens of all rows, layers and KV heads
-  bool complete_ = false;               // the latest allotment was the last layer's
+  StreamMemory kept_;  // i64 [row]: tokens over the layers so far
 };
 
 class GuardedSelector final : public Guard<Selector>, public EditsAuthor {

@@ -1,5 +1,5 @@
-// Numbers that no contract allows, told after the call of the executor in which a callback gave them: on a GPU nothing
-// waits for them, and where the model's own numbers are not finite, the model is told first.
+// Numbers that no contract allows are told after the call of the executor in which a callback gave them. A GPU then has
+// them, and what of the model is not finite was told before.
 #pragma once
 
 namespace kvlab {
@@ -7,14 +7,16 @@ namespace kvlab {
 class Verified {
  public:
   virtual ~Verified() = default;
-  // Errc::plugin when one of the callbacks since the last call gave such numbers. Waits for their stream.
+  // Errc::plugin when a callback gave such numbers since the last call. Waits for their stream.
   virtual void verify() = 0;
+  // Drops what was found: the call came to nothing.
+  virtual void forget() = 0;
 };
 
-// Of a policy or of a role that a policy is made of.
+// Of a policy or of a role that a policy is made of; null = its numbers need no look.
 template <class Interface>
-void verify(Interface& object) {
-  if (auto* known = dynamic_cast<Verified*>(&object)) known->verify();
+Verified* verified(Interface* object) {
+  return dynamic_cast<Verified*>(object);
 }
 
 }  // namespace kvlab

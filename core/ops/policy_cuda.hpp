@@ -39,7 +39,7 @@ void fill_heads_cuda(const View<std::int32_t, 2>& out, std::int32_t value, void*
 
 // ops/verify.hpp
 void find_nan_cuda(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, void* stream);
-void find_keep_cuda(const Allotment& a, Finding* finding, void* stream);
+void find_keep_cuda(const Allotment& a, std::int64_t* kept, Finding* finding, void* stream);
 
 void lengths_cuda(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream);
 void older_pages_cuda(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,

@@ -30,18 +30,25 @@ void find_nan(const PagedKv& kv, int layer, const Scores& scores, Finding* findi
     }
 }
 
-void find_keep(const Allotment& a, Finding* finding, Stream s) {
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::find_keep, "find_keep")(a, finding, s.handle());
-  if (a.layer == 0) finding->kept = 0;
+void find_keep(const Allotment& a, std::int64_t* kept, Finding* finding, Stream s) {
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::find_keep, "find_keep")(a, kept, finding, s.handle());
   const int layer = a.kv ? a.kv->layer : a.layer;
-  for (std::int64_t r = 0; r < a.keep.extent[0]; ++r)
-    for (std::int64_t h = 0; h < a.keep.extent[1]; ++h) {
+  const std::int64_t heads = a.keep.extent[1], places = heads * a.layers;
+  for (std::int64_t r = 0; r < a.keep.extent[0]; ++r) {
+    if (a.layer == 0) kept[r] = 0;
+    for (std::int64_t h = 0; h < heads; ++h) {
       const std::int32_t keep = a.keep(r, h);
-      finding->kept += keep;
+      kept[r] += keep;
       if (keep >= 0 && keep <= a.length(r, h)) continue;
       ++finding->count;
       finding->first = std::max(finding->first, Finding::key(layer, static_cast<int>(h), keep));
     }
+    if (a.layer + 1 < a.layers) continue;
+    const std::int64_t pinned = a.pins ? std::int64_t{a.pins[r].first} + a.pins[r].last : 0;
+    if (kept[r] > places * (a.total[r] + 1 + pinned))
+      finding->over = std::max(
+          finding->over, static_cast<std::uint64_t>(kept[r]) << 32 | static_cast<std::uint64_t>(places * a.total[r]));
+  }
 }
 
 }  // namespace kvlab::ops

@@ -28,19 +28,32 @@ __global__ void __launch_bounds__(threads) nan_kernel(DeviceKv kv, int layer, Vi
   }
 }
 
-__global__ void __launch_bounds__(threads) keep_kernel(int layer, bool begin, View<const std::int32_t, 2> length,
-                                                       View<std::int32_t, 2> keep, Finding* finding) {
-  __shared__ Count sum;
-  if (threadIdx.x == 0) sum = 0;
-  __syncthreads();
-  const int heads = static_cast<int>(keep.extent[1]), entries = static_cast<int>(keep.extent[0]) * heads;
-  for (int i = threadIdx.x; i < entries; i += threads) {
-    const int row = i / heads, head = i % heads, own = keep(row, head);
-    atomicAdd(&sum, static_cast<Count>(static_cast<long long>(own)));
-    if (own < 0 || own > length(row, head)) note(finding, Finding::key(layer, head, own));
+struct KeepArgs {
+  int layer, layers;  // those of the allotment
+  int shown;          // the model's layer
+  View<const std::int32_t, 2> length;
+  View<std::int32_t, 2> keep;
+  const Pins* pins;
+  const std::int32_t* total;
+};
+
+// A thread a row: there are few heads.
+__global__ void __launch_bounds__(threads) keep_kernel(KeepArgs a, std::int64_t* kept, Finding* finding) {
+  const int row = blockIdx.x * threads + threadIdx.x, heads = static_cast<int>(a.keep.extent[1]);
+  if (row >= a.keep.extent[0]) return;
+  std::int64_t sum = a.layer == 0 ? 0 : kept[row];
+  for (int head = 0; head < heads; ++head) {
+    const int own = a.keep(row, head);
+    sum += own;
+    if (own < 0 || own > a.length(row, head)) note(finding, Finding::key(a.shown, head, own));
   }
-  __syncthreads();
-  if (threadIdx.x == 0) finding->kept = static_cast<std::int64_t>(sum) + (begin ? 0 : finding->kept);
+  kept[row] = sum;
+  if (a.layer + 1 < a.layers) return;
+  const std::int64_t places = std::int64_t{heads} * a.layers,
+                     pinned = a.pins ? std::int64_t{a.pins[row].first} + a.pins[row].last : 0;
+  if (sum > places * (a.total[row] + 1 + pinned))
+    atomicMax(reinterpret_cast<Count*>(&finding->over),
+              static_cast<Count>(sum) << 32 | static_cast<Count>(places * a.total[row]));
 }
 
 }  // namespace
@@ -54,10 +67,12 @@ void find_nan_cuda(const PagedKv& kv, int layer, const Scores& scores, Finding* 
   check_launch("find_nan");
 }
 
-void find_keep_cuda(const Allotment& a, Finding* finding, void* handle) {
-  if (a.keep.extent[0] <= 0) return;
-  keep_kernel<<<1, threads, 0, stream_of(handle)>>>(a.kv ? a.kv->layer : a.layer, a.layer == 0, a.length, a.keep,
-                                                    finding);
+void find_keep_cuda(const Allotment& a, std::int64_t* kept, Finding* finding, void* handle) {
+  const std::int64_t rows = a.keep.extent[0];
+  if (rows <= 0) return;
+  const KeepArgs args{a.layer, a.layers, a.kv ? a.kv->layer : a.layer, a.length, a.keep, a.pins, a.total};
+  keep_kernel<<<static_cast<unsigned>((rows + threads - 1) / threads), threads, 0, stream_of(handle)>>>(args, kept,
+                                                                                                        finding);
   check_launch("find_keep");
 }
 

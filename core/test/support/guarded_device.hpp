@@ -196,9 +196,9 @@ class GuardedDevice final : public Workspace {
       const Open open;
       ops::find_nan(kv, layer, scores, finding, Stream::cpu());
     };
-    t.find_keep = [](const Allotment& a, ops::Finding* finding, void*) {
+    t.find_keep = [](const Allotment& a, std::int64_t* kept, ops::Finding* finding, void*) {
       const Open open;
-      ops::find_keep(a, finding, Stream::cpu());
+      ops::find_keep(a, kept, finding, Stream::cpu());
     };
     t.lengths = [](const PagedKv& kv, const View<std::int32_t, 2>& out, void*) {
       const Open open;
