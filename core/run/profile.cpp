@@ -119,9 +119,11 @@ Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
   return fit;
 }
 
-// All samples, with the outcome of each; whether none was in the way of a profile.
-bool watch_all(const std::vector<Sample>& samples, const std::shared_ptr<const Model>& model,
-               const std::shared_ptr<Watched>& watched, const EngineOptions& options) {
+// All samples, with the outcome of each, and what the profilers make of them; nothing where one was in the way.
+// Profilers end before the engine does: their state lies in its workspace.
+std::optional<std::vector<Profile>> watch_all(const std::vector<Sample>& samples,
+                                              const std::shared_ptr<const Model>& model,
+                                              const std::shared_ptr<Watched>& watched, const EngineOptions& options) {
   Progress progress(static_cast<int>(samples.size()));
   try {
     Engine engine(model, watched, options);
@@ -131,15 +133,15 @@ bool watch_all(const std::vector<Sample>& samples, const std::shared_ptr<const M
       progress.begin(fmt::format("{} sample {}", s.task, s.item.sample));
       if (watch(sequence, s.item, *model->tokenizer) != Fit::ok) {
         progress.end("oom: a sample does not fit; nothing is written");
-        return false;
+        return std::nullopt;
       }
       progress.end("ok");
     }
-    return true;
+    return watched->finish();
   } catch (const NonFiniteStep& e) {
     const auto unwatched = [&] { return std::make_shared<Unwatched>(watched->needs()); };
     progress.end(fmt::format("failed: {}; nothing is written", located(model, unwatched, options, e).what()));
-    return false;
+    return std::nullopt;
   }
 }
 
@@ -186,12 +188,12 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   const auto model = load_model(*checkpoint, spec.dtype, spec.name(), o.device);
   checkpoint.reset();
   const auto watched = std::make_shared<Watched>(e, catalog);
-  if (!watch_all(samples, model, watched, o)) return 1;
+  auto profiles = watch_all(samples, model, watched, o);
+  if (!profiles) return 1;
 
   results::ProfileFile file{spec.name(), model->fingerprint, {}};
-  std::vector<Profile> profiles = watched->finish();
-  for (std::size_t i = 0; i < profiles.size(); ++i)
-    file.profilers.push_back({e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move(profiles[i])});
+  for (std::size_t i = 0; i < profiles->size(); ++i)
+    file.profilers.push_back({e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move((*profiles)[i])});
   bool written = true;
   try {
     results::write_profile(out, run_info(e, options.command), file);
