@@ -52,8 +52,13 @@ std::string joined(const std::vector<std::string>& words) {
   std::string text = "kvlab";
   for (std::size_t i = 1; i < words.size(); ++i) {
     const std::string& word = words[i];
-    const bool quote = word.empty() || word.find_first_of(" \t\n\"'$&|;<>(){}[]*?#") != std::string::npos;
-    text += quote ? " '" + word + "'" : " " + word;
+    if (!word.empty() && word.find_first_of(" \t\n\"'$&|;<>(){}[]*?#`\\~!") == std::string::npos) {
+      text += " " + word;
+      continue;
+    }
+    text += " '";
+    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    text += "'";
   }
   return text;
 }
@@ -126,9 +131,10 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
   app_.require_subcommand(1);
   app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
   app_.footer(
-      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or a result "
-      "could\n"
-      "not be written; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing was\n"
+      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or the run had "
+      "to\n"
+      "stop before its end; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing "
+      "was\n"
       "run; 3 no network, device or driver; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
   add_run();
   add_profile();

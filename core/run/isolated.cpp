@@ -26,7 +26,7 @@ namespace kvlab {
 namespace {
 
 // A line begins with what it is.
-constexpr char is_progress = 'p', is_no_memory = 'm', is_failure = '!', is_stop = 's', is_written = 'w';
+constexpr char is_progress = 'p', is_no_memory = 'm', is_failure = '!', is_stop = 's', is_begun = 'b', is_written = 'w';
 
 void tell(char kind, const std::string& text) {
   const std::string line = kind + text + "\n";
@@ -53,7 +53,6 @@ pid_t start(const std::vector<std::string>& command, int told) {
   pid_t child = -1;
   const int error = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
-  if (error == ENOMEM) throw std::bad_alloc();
   if (error) throw CannotGoOn(Errc::io, fmt::format("got '{}', wanted a process for a cell", std::strerror(error)));
   return child;
 }
@@ -76,7 +75,7 @@ class Told {
   }
   std::optional<CellEnd> end;
   std::optional<std::string> stop;  // why no cell can be run
-  bool written = false;
+  bool begun = false, written = false;
 
  private:
   void line(const std::string& text) {
@@ -85,6 +84,7 @@ class Told {
     if (text[0] == is_no_memory) end = CellEnd{false, "oom", one_line(what)};
     if (text[0] == is_failure) end = CellEnd{false, "failed", one_line(what)};
     if (text[0] == is_stop) stop = one_line(what);
+    if (text[0] == is_begun) begun = true;
     if (text[0] == is_written) written = true;
     int done = 0, total = 0, name = 0;
     if (text[0] == is_progress && std::sscanf(what.c_str(), "%d %d %n", &done, &total, &name) == 2 && progress_)
@@ -137,6 +137,9 @@ CellEnd run_cell_process(const std::vector<std::string>& command, const ShowProg
   if (told.written) return {true, "", ""};
   stop::check();
   if (told.stop) throw CannotGoOn(Errc::io, *told.stop);
+  if (!told.begun && !told.end && WIFEXITED(status))
+    throw CannotGoOn(Errc::io, fmt::format("got exit code {} of the cell's process, wanted it to come to its cell",
+                                           WEXITSTATUS(status)));
   const auto after = killed_for_memory();
   return end_of(status, told.end, !kills || !after || *after > *kills);
 }
@@ -154,8 +157,8 @@ void progress(const std::string& pass, int done, int total) {
   tell(is_progress, fmt::format("{} {} {}", done, total, pass));
 }
 void no_memory(const std::string& what) { tell(is_no_memory, one_line(what)); }
-void failed(const std::string& what) { tell(is_failure, one_line(what)); }
 void cannot_go_on(const std::string& what) { tell(is_stop, one_line(what)); }
+void begun() { tell(is_begun, ""); }
 void written() { tell(is_written, ""); }
 
 }  // namespace telling

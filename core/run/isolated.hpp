@@ -27,8 +27,8 @@ inline constexpr int descriptor = 3;
 void begin();  // ends with the process that started it
 void progress(const std::string& pass, int done, int total);
 void no_memory(const std::string& what);
-void failed(const std::string& what);
 void cannot_go_on(const std::string& what);
+void begun();    // the cell: before that no end of the process is its fault
 void written();  // the part
 }  // namespace telling
 

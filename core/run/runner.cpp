@@ -366,6 +366,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
                       const std::string& command) {
   telling::begin();
   stop::watch();
+  bool begun = false;  // the cell: from here on what goes wrong is the cell's, as in a run without --isolate
   try {
     const Experiment e = with_backend(given);
     use_threads(e.threads);
@@ -379,18 +380,22 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     CellInput in = input(e, catalog, prepared, prepared.cells.front());
     in.references = &references;
     in.progress = telling::progress;
+    telling::begun();
+    begun = true;
     const results::CellResult result = run_here(in, models);
     put_on_disk(e.output.string(), result, run_info(e, command));
     telling::written();
     return result.summary.status == "ok" ? 0 : 1;
   } catch (const stop::Interrupted& stopped) {
+    telling::cannot_go_on(fmt::format("the cell's process was stopped by {}", stop::name_of(stopped.signal)));
     return stop::exit_code(stopped.signal);
-  } catch (const CannotGoOn& error) {
-    telling::cannot_go_on(error.what());
   } catch (const std::bad_alloc& no_memory) {
-    telling::no_memory(no_memory.what());
+    if (begun)
+      telling::no_memory(no_memory.what());
+    else
+      telling::cannot_go_on(fmt::format("got no memory to prepare the cell: {}", no_memory.what()));
   } catch (const std::exception& error) {
-    telling::failed(error.what());
+    telling::cannot_go_on(error.what());
   }
   return 1;
 }

@@ -78,6 +78,12 @@ TEST_CASE("parts of --isolate record the command that the user gave") {
   std::filesystem::remove(out);
   CHECK(results::read_summary(out).info.command == wanted);  // of the part
 
+  // A shell takes it back as it was.
+  const std::string odd = folder / "it's $HOME.h5";
+  REQUIRE(test::run_kvlab({"run", file, "-o", odd, "--isolate"}).code == 0);
+  const std::string quoted = "'" + (folder / "it'\\''s $HOME.h5") + "'";
+  CHECK(results::read_summary(odd).info.command == "kvlab run " + file + " -o " + quoted + " --isolate");
+
   // Words that no option may follow.
   const Ended last = test::run_kvlab({"run", "-o", out, "--isolate", "--fresh", "--", file});
   INFO(last.said);
