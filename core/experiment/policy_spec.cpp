@@ -81,6 +81,12 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
     problems.add(place(policy.scorer ? "scorer" : "selector"),
                  fmt::format("got policy '{}' with a scorer or selector, wanted it alone: it is a whole life cycle",
                              policy.policy->name));
+  for (const char* key : {"codec", "placement"})
+    if (policy.policy && body.find(key))
+      problems.add(place(key),
+                   fmt::format("got a {} beside policy '{}', wanted none: a policy plugin alone says how and "
+                               "where its pages are kept",
+                               key, policy.policy->name));
   const bool none = !policy.policy && !policy.scorer && !policy.selector;
   if (none && policy.budget.kind != BudgetAmount::unlimited)
     problems.add(place("budget"),

@@ -263,6 +263,14 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(p + "  - full: {budget: {tokens: 3}}\n", "exp.yaml:4:12: got a budget");
   refused(p + "  - knorm: {k: 3}\n", "exp.yaml:4:13: got unknown key 'k'", {"budget"});
   refused(p + "  - streaming_llm: {selector: quest}\n", "exp.yaml:4:21: got policy 'streaming_llm' with");
+  for (const char* key : {"codec: int8", "placement: {tier: host}"})
+    for (const std::string of : {"streaming_llm: {", "{name: a, policy: streaming_llm, "}) {
+      const std::size_t column = 5 + of.size();
+      const std::string word = std::string(key).substr(0, std::string(key).find(':'));
+      refused(p + "  - " + of + key + "}\n",
+              "exp.yaml:4:" + std::to_string(column) + ": got a " + word + " beside policy 'streaming_llm'",
+              {"says how and where"});
+    }
   refused(p + "  - quest: {schedule: {every: 3}}\n", "exp.yaml:4:13: got a schedule without a scorer");
   refused(p + "  - {budget: {tokens: 3}}\n", "exp.yaml:4:5: got a policy without a name");
   refused(p + "  - {name: a, scorer: snapkv, selector: quest, window: 3}\n", "exp.yaml:4:48: got unknown key 'window'");
