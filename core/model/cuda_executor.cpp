@@ -550,7 +550,8 @@ Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks
     if (fit != Fit::ok) return fit;
     View<float, 3> mass;
     if (hooks.wants_mass()) {
-      const std::int64_t longest = store_.max_length(layer, slots);
+      // A step that is launched again writes the mass of longer sequences. The one before its capture makes room.
+      const std::int64_t longest = hooks.replayable() ? store_.shape().max_tokens : store_.max_length(layer, slots);
       mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * ((longest + 1023) / 1024 * 1024)),
                                    {n, c.heads, longest});
       info.mass = mass;

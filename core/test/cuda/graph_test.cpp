@@ -4,6 +4,7 @@
 #include "base/backend.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
+#include "ops/allot.hpp"
 #include "support/contract.hpp"
 #include "support/token_reader.hpp"
 
@@ -19,18 +20,18 @@ struct Pair {
   Engine graphs, eager;
   int vocab = model->config.vocab;
 
-  static EngineOptions options(const PolicySpec& spec) {
+  static EngineOptions options(const PolicySpec& spec, int max_tokens) {
     EngineOptions o;
     o.device = Device::cuda;
     o.slots = 3;
-    o.max_tokens = 96;
+    o.max_tokens = max_tokens;
     o.page_size = spec.page_size;
     o.budget = spec.budget;
     return o;
   }
   template <class Make>
-  Pair(const PolicySpec& spec, const Make& policy)
-      : graphs(model, policy(), options(spec)), eager(model, policy(), options(spec)) {
+  Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96)
+      : graphs(model, policy(), options(spec, max_tokens)), eager(model, policy(), options(spec, max_tokens)) {
     eager.observe(&nobody);
   }
   explicit Pair(const PolicySpec& spec = test::full_spec())
@@ -101,6 +102,34 @@ TEST_CASE("cuda engine: steps that attend to tokens are replayed") {
   CHECK(p.graphs.replays() == 8 + 2);
   CHECK(p.graphs.fired() == p.eager.fired());
   CHECK(p.graphs.fired() > 0);
+}
+
+TEST_CASE("cuda engine: attention mass of replayed steps reaches tokens that the capture did not know") {
+  // Each step attends to the tokens with the most mass so far, which wrong mass changes.
+  class Heavy final : public Policy {
+   public:
+    Needs needs() const override { return Needs{}.mass(Mass::decode).token_state("mass").capturable(true); }
+    void select(const LayerStep& step, Edits& edits, Stream s) override {
+      const Scores score = step.kv_head_scores("mass");
+      ops::read_state(step.state("mass"), score, s);
+      const auto keep = step.scratch<std::int32_t>("heavy", {step.rows(), step.kv_heads()});
+      ops::fill_heads(keep, 10, s);
+      const auto list = step.list<TokenList>("heavy", 10);
+      ops::top_tokens(step.pages, score, keep, nullptr, list, s);
+      edits.attend(list, {.last = 3});
+    }
+    void observe(const LayerStep& step, Edits&, Stream s) override {
+      ops::add_mass(step.mass, GroupRule::sum, step.state("mass"), s);
+    }
+  };
+  for (const int max_tokens : {96, 2100}) {
+    CAPTURE(max_tokens);
+    Pair p(
+        test::full_spec(), [] { return std::make_shared<Heavy>(); }, max_tokens);
+    const int a = p.open(5, 1), b = p.open(30, 2);
+    for (int i = 0; i < 40; ++i) p.step({a, b});
+    CHECK(p.graphs.replays() == 39);
+  }
 }
 
 TEST_CASE("cuda engine: steps of a selecting policy and of one that is done with the prompt are replayed") {
