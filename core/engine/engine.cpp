@@ -128,14 +128,20 @@ Fit Engine::restore(int slot, const SavedSequence& saved) {
   return store_->restore(slot, saved.cache);
 }
 
-void Engine::look_at_numbers(const std::vector<std::int32_t>& slots) const {
+Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
+  Verified* policy = verified(policy_.get());
+  if (fit != Fit::ok) {
+    if (policy) policy->forget();
+    return fit;
+  }
   std::vector<NonFiniteStep::Row> rows;
   for (const std::int32_t r : executor_->nonfinite_rows()) {
     const auto slot = static_cast<std::size_t>(slots[static_cast<std::size_t>(r)]);
     rows.push_back({sequences_[slot], question_[slot], given_[slot]});
   }
   if (!rows.empty()) throw NonFiniteStep(std::move(rows));
-  if (Verified* policy = verified(policy_.get())) policy->verify();
+  if (policy) policy->verify();
+  return fit;
 }
 
 std::int64_t Engine::full_bytes(int tokens) const {
@@ -173,11 +179,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
     }
     const Fit fit = authored(
         *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
-    if (fit != Fit::ok) {
-      if (Verified* policy = verified(policy_.get())) policy->forget();
-      return Fit::out_of_memory;
-    }
-    look_at_numbers({slot});
+    if (settled(fit, {slot}) != Fit::ok) return Fit::out_of_memory;
   }
   return Fit::ok;
 }
@@ -201,11 +203,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     if (given.empty() || given.back().prompt) given.emplace_back();
     given.back().tokens.push_back(tokens[r]);
   }
-  if (fit == Fit::ok)
-    look_at_numbers(slots);
-  else if (Verified* policy = verified(policy_.get()))
-    policy->forget();
-  return fit;
+  return settled(fit, slots);
 }
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {

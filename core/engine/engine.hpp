@@ -131,8 +131,8 @@ class Engine final : private LayerHooks {
   LayerStep layer_step(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
-  void look_at_numbers(
-      const std::vector<std::int32_t>& slots) const;  // after a call of the executor: the model's first
+  // After a call of the executor: throws what its numbers show, the model's before the policy's. Returns fit.
+  Fit settled(Fit fit, const std::vector<std::int32_t>& slots) const;
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;

@@ -27,6 +27,13 @@ std::string cells(const std::string& budgets = "24", const std::string& metrics 
          budgets + "]}}]\nmetrics: [" + metrics + "]\nbackend: cpu\nthreads: 1\npage_size: 8\n";
 }
 
+// Budgets of more cells than end before a slow signal arrives: 37 with `full`.
+const std::string many = [] {
+  std::string budgets = "24";
+  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
+  return budgets;
+}();
+
 // Two cells, written to out.h5.
 struct Scene {
   explicit Scene(const std::string& experiment = cells()) { folder.write("e.yaml", experiment); }
@@ -168,9 +175,7 @@ Ended stopped(const Scene& scene, const Words& words, Parts& before) {
 TEST_CASE("--fresh that is stopped keeps the cells that it did not run again, and they count as finished") {
   const Words how = GENERATE(none, isolated);
   CAPTURE(how);
-  std::string budgets = "24";  // more cells than a slow signal lets end
-  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
-  const Scene scene(cells(budgets));
+  const Scene scene(cells(many));
   REQUIRE(scene.run().code == 0);
   auto before = scene.parts();
   REQUIRE(before.size() == 37);
@@ -193,9 +198,7 @@ TEST_CASE("--fresh that is stopped keeps the cells that it did not run again, an
 }
 
 TEST_CASE("a stopped --fresh says what is new and what the next run does") {
-  std::string budgets = "24";
-  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
-  const Scene scene(cells(budgets));
+  const Scene scene(cells(many));
   REQUIRE(scene.run().code == 0);
   auto before = scene.parts();
   const Ended ended = stopped(scene, {"run", scene.folder / "e.yaml", "-o", scene.out, "--fresh"}, before);
@@ -205,9 +208,7 @@ TEST_CASE("a stopped --fresh says what is new and what the next run does") {
 }
 
 TEST_CASE("--isolate: an experiment file that goes away stops the run, and no cell fails of it") {
-  std::string budgets = "24";
-  for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
-  const Scene scene(cells(budgets));
+  const Scene scene(cells(many));
   const std::string file = scene.folder / "e.yaml", away = scene.folder / "away.yaml";
   test::Child child(test::kvlab_command(scene.words({"--isolate"})));
   REQUIRE(child.reaches([&] { return fs::exists(scene.out + ".parts") && !scene.parts().empty(); }));
