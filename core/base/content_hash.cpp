@@ -19,6 +19,7 @@
 #include "base/regular_file.hpp"
 #include "base/sha256.hpp"
 #include "base/stop.hpp"
+#include "base/threads.hpp"
 #include "base/xxh64.hpp"
 
 namespace kvlab {
@@ -110,7 +111,7 @@ std::string hash_pieces(const RegularFile& file) {
     }
   };
   std::vector<std::thread> others;
-  const auto most = std::min<std::uint64_t>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u), pieces);
+  const auto most = std::min<std::uint64_t>(static_cast<std::uint64_t>(std::min(usable_cores(), 8)), pieces);
   try {
     for (std::uint64_t i = 1; i < most; ++i) others.emplace_back(work);
   } catch (const std::system_error&) {  // no more threads for this user: those that are there do it
