@@ -75,10 +75,10 @@ struct CudaRuntime {
 // The ops of kvlab/ops.hpp and ops/*.hpp on device memory; arguments mean what those headers say.
 struct CudaOps {
   void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
-  bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend_cuda.hpp
-  const LibraryState& (*cudnn_state)() = nullptr;                           // ops/cudnn_attention.hpp
-  std::int64_t (*cudnn_chunks)() = nullptr;                                 // ops/attend_cuda.hpp
-  // ops/linear_cuda.hpp
+  bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend/attend_cuda.hpp
+  const LibraryState& (*cudnn_state)() = nullptr;                           // ops/attend/cudnn_attention.hpp
+  std::int64_t (*cudnn_chunks)() = nullptr;                                 // ops/attend/attend_cuda.hpp
+  // ops/linear/linear_cuda.hpp
   void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
   void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
   void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;    // the other one
@@ -86,9 +86,9 @@ struct CudaOps {
   void (*rms_norm)(const ops::NormArgs& a, void* stream) = nullptr;
   void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
-  void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/rope_append_cuda.hpp
-  void (*rope_rank)(const ops::RopeRankArgs& a, void* stream) = nullptr;      // ops/rope_rank_cuda.hpp
-  // ops/policy_cuda.hpp; out null: the scores alone
+  void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/page/rope_append.hpp
+  void (*rope_rank)(const ops::RopeRankArgs& a, void* stream) = nullptr;      // ops/page/rope_rank.hpp
+  // ops/page/policy_cuda.hpp; out null: the scores alone
   void (*score_pages)(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                       GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
                       const Scores& scores, const PageList* out, void* stream) = nullptr;
@@ -112,7 +112,7 @@ struct CudaOps {
   void (*round_allotment)(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
                           const View<std::int32_t, 2>& keep, void* stream) = nullptr;
   void (*fill_heads)(const View<std::int32_t, 2>& out, std::int32_t value, void* stream) = nullptr;
-  // ops/verify.hpp
+  // ops/score/verify.hpp
   void (*find_nan)(const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void* stream) = nullptr;
   void (*find_keep)(const Allotment& a, std::int64_t* kept, ops::Finding* finding, void* stream) = nullptr;
   void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
@@ -140,14 +140,14 @@ struct CudaStoreOps {
   void (*positions)(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, void* stream) = nullptr;
 };
 
-// What the executor needs beside ops (model/cuda_executor.cu).
+// What the executor needs beside ops (exec/cuda_executor.cu).
 struct CudaModelOps {
   // length[t, head] = now[head] - tokens + t + 1 and row[t] = t: row t of a chunk of one sequence sees no later token.
   void (*causal)(const std::int32_t* now, int kv_heads, int tokens, std::int32_t* length, std::int32_t* row,
                  void* stream) = nullptr;
   // sums[head, i] += mass[row, head, i] over all rows, in their order.
   void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
-  void (*prompt_pages)(const CudaPromptPages& a, void* stream) = nullptr;  // model/cuda_kernels.hpp
+  void (*prompt_pages)(const CudaPromptPages& a, void* stream) = nullptr;  // exec/cuda_kernels.hpp
   // out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale (model/random_weights.hpp).
   void (*random)(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
                  void* stream) = nullptr;

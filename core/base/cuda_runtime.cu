@@ -12,7 +12,7 @@ namespace kvlab {
 
 void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
 void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
-void fill_cuda_model_ops(CudaModelOps& ops);  // model/cuda_executor.cu
+void fill_cuda_model_ops(CudaModelOps& ops);  // exec/cuda_executor.cu
 
 namespace cuda {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "bench/cases.hpp"
 #include "bench/fixture.hpp"
-#include "ops/attend.hpp"
-#include "ops/gemm_kernels.hpp"
+#include "ops/attend/attend.hpp"
+#include "ops/linear/linear_kernels.hpp"
 
 namespace kvlab::bench {
 

@@ -12,8 +12,8 @@
 #include "bench/cases.hpp"
 #include "bench/cuda_timing.hpp"
 #include "model/synthetic.hpp"
-#include "ops/gemm.hpp"
-#include "ops/onednn.hpp"
+#include "ops/linear/linear.hpp"
+#include "ops/linear/onednn.hpp"
 
 namespace kvlab::bench {
 namespace {

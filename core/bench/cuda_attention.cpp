@@ -6,9 +6,9 @@
 #include <random>
 
 #include "bench/cuda_timing.hpp"
-#include "ops/attend.hpp"
-#include "ops/attend_cuda.hpp"
-#include "ops/paged.hpp"
+#include "ops/attend/attend.hpp"
+#include "ops/attend/attend_cuda.hpp"
+#include "ops/page/paged.hpp"
 
 namespace kvlab::bench {
 namespace {

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include "bench/cuda_timing.hpp"
-#include "ops/linear_cuda.hpp"
+#include "ops/linear/linear_cuda.hpp"
 
 namespace kvlab::bench {
 namespace {

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "bench/cases.hpp"
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 
 namespace kvlab::bench {
 

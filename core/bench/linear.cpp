@@ -3,7 +3,7 @@
 #include <random>
 
 #include "bench/cases.hpp"
-#include "ops/gemm.hpp"
+#include "ops/linear/linear.hpp"
 
 namespace kvlab::bench {
 namespace {

@@ -7,8 +7,8 @@
 #include <kvlab/error.hpp>
 
 #include "bench/cuda_timing.hpp"
+#include "compose/compose.hpp"
 #include "engine/engine.hpp"
-#include "host/compose.hpp"
 #include "model/bundled.hpp"
 #include "store/cuda_store.hpp"
 

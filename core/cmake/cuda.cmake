@@ -72,8 +72,8 @@ if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
-file(GLOB_RECURSE KVLAB_CUDA_SOURCES CONFIGURE_DEPENDS base/*.cu ops/*.cu store/*.cu model/*.cu engine/*.cu bench/*.cu)
-add_library(kvlab_cuda SHARED ${KVLAB_CUDA_SOURCES} ops/cudnn_attention.cpp)
+file(GLOB_RECURSE KVLAB_CUDA_SOURCES CONFIGURE_DEPENDS base/*.cu ops/*.cu store/*.cu model/*.cu exec/*.cu engine/*.cu bench/*.cu)
+add_library(kvlab_cuda SHARED ${KVLAB_CUDA_SOURCES} ops/attend/cudnn_attention.cpp)
 target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/api)  # not kvlab itself: its cxx_std_20 would be asked of nvcc
 # #554: view.hpp's conversion to const of what is const.
 target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -gencode=arch=compute_90a,code=sm_90a
@@ -89,7 +89,7 @@ find_path(KVLAB_CUDNN_FRONTEND cudnn_frontend.h HINTS ${PROJECT_SOURCE_DIR}/buil
   DOC "folder of cudnn_frontend.h")
 find_path(KVLAB_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} DOC "folder of cudnn.h")
 if(KVLAB_CUDNN_FRONTEND AND KVLAB_CUDNN_INCLUDE)
-  set_source_files_properties(ops/cudnn_attention.cpp PROPERTIES COMPILE_OPTIONS
+  set_source_files_properties(ops/attend/cudnn_attention.cpp PROPERTIES COMPILE_OPTIONS
     "-DKVLAB_CUDNN_FRONTEND;-isystem;${KVLAB_CUDNN_FRONTEND};-isystem;${KVLAB_CUDNN_INCLUDE};-isystem;${CUDAToolkit_INCLUDE_DIRS}")
 else()
   message(STATUS "no cuDNN front end or no cudnn.h: a prompt's attention runs without cuDNN")

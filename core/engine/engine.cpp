@@ -7,9 +7,9 @@
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
-#include "host/edits_author.hpp"
-#include "host/verified.hpp"
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
+#include "plugin/edits_author.hpp"
+#include "plugin/verified.hpp"
 
 namespace kvlab {
 namespace {

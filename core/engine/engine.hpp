@@ -13,7 +13,7 @@
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "engine/host_copy.hpp"
-#include "model/executor.hpp"
+#include "exec/executor.hpp"
 
 namespace kvlab {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <vector>
 
-#include "model/executor.hpp"
+#include "exec/executor.hpp"
 
 namespace kvlab {
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "experiment/policy_spec.hpp"
-#include "host/parameters.hpp"
+#include "plugin/parameters.hpp"
 
 namespace kvlab {
 namespace {

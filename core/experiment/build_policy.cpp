@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "host/compose.hpp"
+#include "compose/compose.hpp"
 
 namespace kvlab {
 namespace {

@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 
+#include "compose/injection.hpp"
 #include "experiment/policy_spec.hpp"
-#include "host/injection.hpp"
 
 namespace kvlab {
 

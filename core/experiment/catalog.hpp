@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "host/registry.hpp"
+#include "plugin/registry.hpp"
 
 namespace kvlab {
 

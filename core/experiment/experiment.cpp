@@ -8,9 +8,9 @@
 #include "base/threads.hpp"
 #include "experiment/entry.hpp"
 #include "experiment/overrides.hpp"
-#include "host/parameters.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
+#include "plugin/parameters.hpp"
 
 namespace fs = std::filesystem;
 

@@ -7,7 +7,7 @@
 
 #include "base/text.hpp"
 #include "experiment/entry.hpp"
-#include "host/parameters.hpp"
+#include "plugin/parameters.hpp"
 
 namespace kvlab {
 

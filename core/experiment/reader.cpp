@@ -9,7 +9,7 @@
 
 #include "base/text.hpp"
 #include "experiment/entry_keys.hpp"
-#include "host/parameters.hpp"
+#include "plugin/parameters.hpp"
 
 namespace kvlab {
 namespace {

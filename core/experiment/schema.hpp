@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "host/registry.hpp"
+#include "plugin/registry.hpp"
 
 namespace kvlab {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "model/checkpoint.hpp"
-#include "ops/gemm.hpp"
+#include "ops/linear/linear.hpp"
 
 namespace kvlab {
 

@@ -1,12 +1,12 @@
 // The ops that libkvlab_cuda.so offers.
 #include "base/backend.hpp"
-#include "ops/attend_cuda.hpp"
-#include "ops/cudnn_attention.hpp"
-#include "ops/inject.hpp"
-#include "ops/linear_cuda.hpp"
-#include "ops/policy_cuda.hpp"
-#include "ops/rope_append_cuda.hpp"
-#include "ops/rope_rank_cuda.hpp"
+#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/cudnn_attention.hpp"
+#include "ops/linear/linear_cuda.hpp"
+#include "ops/page/policy_cuda.hpp"
+#include "ops/page/rope_append.hpp"
+#include "ops/page/rope_rank.hpp"
+#include "ops/select/inject.hpp"
 
 namespace kvlab {
 

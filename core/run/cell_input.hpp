@@ -4,9 +4,9 @@
 #include <memory>
 #include <string>
 
+#include "compose/injection.hpp"
 #include "engine/engine.hpp"
 #include "experiment/experiment.hpp"
-#include "host/injection.hpp"
 #include "run/items.hpp"
 #include "run/reference.hpp"
 

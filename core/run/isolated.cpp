@@ -17,7 +17,7 @@
 
 #include "base/descriptor.hpp"
 #include "base/stop.hpp"
-#include "host/callback.hpp"
+#include "plugin/callback.hpp"
 #include "run/cannot_go_on.hpp"
 
 extern char** environ;

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "host/injection.hpp"
+#include "compose/injection.hpp"
 #include "run/items.hpp"
 
 namespace kvlab {

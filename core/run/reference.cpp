@@ -10,7 +10,7 @@
 
 #include "base/new_file.hpp"
 #include "base/sha256.hpp"
-#include "host/compose.hpp"
+#include "compose/compose.hpp"
 #include "run/answer.hpp"
 #include "run/cannot_go_on.hpp"
 #include "run/cell_input.hpp"

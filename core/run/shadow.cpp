@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "base/finite.hpp"
-#include "ops/attend.hpp"
-#include "ops/paged.hpp"
+#include "ops/attend/attend.hpp"
+#include "ops/page/paged.hpp"
 
 namespace kvlab {
 namespace {

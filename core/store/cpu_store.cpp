@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 
 namespace kvlab {
 namespace {

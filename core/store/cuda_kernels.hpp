@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "base/backend.hpp"
-#include "ops/rope_append_cuda.hpp"
+#include "ops/page/rope_append.hpp"
 
 namespace kvlab {
 

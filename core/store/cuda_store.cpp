@@ -7,7 +7,7 @@
 #include <string>
 
 #include "base/backend.hpp"
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 #include "store/arena.hpp"
 
 namespace kvlab {

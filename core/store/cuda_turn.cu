@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/scratch.cuh"
-#include "ops/ranks.cuh"
+#include "ops/page/ranks.cuh"
 #include "store/cuda_head.cuh"
 
 namespace kvlab {

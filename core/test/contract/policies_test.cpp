@@ -3,7 +3,7 @@
 
 #include <catch2/catch.hpp>
 
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 #include "support/contract.hpp"
 
 using namespace kvlab;

@@ -2,7 +2,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
-#include "host/compose.hpp"
+#include "compose/compose.hpp"
 #include "support/contract.hpp"
 
 using namespace kvlab;

@@ -6,8 +6,8 @@
 #include <set>
 
 #include "base/half.hpp"
-#include "ops/paged.hpp"
-#include "ops/rope_append_cuda.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/rope_append.hpp"
 #include "support/device_cache.hpp"
 
 using namespace kvlab;

@@ -1,4 +1,4 @@
-#include "ops/attend.hpp"
+#include "ops/attend/attend.hpp"
 
 #include <catch2/catch.hpp>
 

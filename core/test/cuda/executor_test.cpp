@@ -1,5 +1,5 @@
 // Models on CUDA against the CPU: the same logits within what bf16 allows, chunked or not, alone or in a batch.
-#include "model/executor.hpp"
+#include "exec/executor.hpp"
 
 #include <algorithm>
 #include <catch2/catch.hpp>

@@ -4,7 +4,7 @@
 #include "base/backend.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
-#include "ops/allot.hpp"
+#include "ops/select/allot.hpp"
 #include "support/contract.hpp"
 #include "support/token_reader.hpp"
 

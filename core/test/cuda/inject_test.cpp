@@ -1,4 +1,4 @@
-#include "ops/inject.hpp"
+#include "ops/select/inject.hpp"
 
 #include <catch2/catch.hpp>
 

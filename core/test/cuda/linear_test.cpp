@@ -1,4 +1,4 @@
-#include "ops/linear_cuda.hpp"
+#include "ops/linear/linear_cuda.hpp"
 
 #include <catch2/catch.hpp>
 #include <cmath>

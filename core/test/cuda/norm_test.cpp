@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "base/half.hpp"
-#include "ops/linear_cuda.hpp"
+#include "ops/linear/linear_cuda.hpp"
 #include "support/device_cache.hpp"
 #include "support/quick.hpp"
 

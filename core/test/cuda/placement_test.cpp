@@ -1,11 +1,12 @@
-#include "ops/placement.hpp"
+#include "ops/select/placement.hpp"
 
 #include <kvlab/ops.hpp>
 
 #include <catch2/catch.hpp>
 
-#include "ops/allot.hpp"
-#include "ops/reference.hpp"
+#include "ops/page/reference.hpp"
+#include "ops/select/allot.hpp"
+#include "ops/select/reference.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 

@@ -4,7 +4,7 @@
 #include "base/cuda_graph.hpp"
 #include "base/half.hpp"
 #include "base/stream_memory.hpp"
-#include "ops/linear_cuda.hpp"
+#include "ops/linear/linear_cuda.hpp"
 #include "support/device_cache.hpp"
 
 using namespace kvlab;

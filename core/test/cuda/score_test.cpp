@@ -5,7 +5,8 @@
 #include <cstring>
 
 #include "base/half.hpp"
-#include "ops/reference.hpp"
+#include "ops/score/reference.hpp"
+#include "ops/select/reference.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 

@@ -4,7 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "ops/reference.hpp"
+#include "ops/score/reference.hpp"
+#include "ops/select/reference.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 

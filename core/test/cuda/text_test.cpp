@@ -6,8 +6,8 @@
 #include <kvlab/error.hpp>
 
 #include "engine/engine.hpp"
+#include "exec/executor.hpp"
 #include "model/bundled.hpp"
-#include "model/executor.hpp"
 #include "support/golden.hpp"
 #include "support/quick.hpp"
 

@@ -1,13 +1,13 @@
 // Wrong numbers of plugins, found on the device.
-#include "ops/verify.hpp"
+#include "ops/score/verify.hpp"
 
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "compose/compose.hpp"
 #include "engine/engine.hpp"
-#include "host/compose.hpp"
-#include "host/loader.hpp"
-#include "ops/allot.hpp"
+#include "ops/select/allot.hpp"
+#include "plugin/loader.hpp"
 #include "support/contract.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"

@@ -1,10 +1,10 @@
-// In place of cuBLASLt (ops/linear_blas.cu, which is not compiled): the product in plain loops. The kernels around it
-// are the real ones.
+// In place of cuBLASLt (ops/linear/linear_blas.cu, which is not compiled): the product in plain loops. The kernels
+// around it are the real ones.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "base/scratch.cuh"
-#include "ops/linear_cuda.hpp"
+#include "ops/linear/linear_cuda.hpp"
 
 namespace kvlab::ops {
 namespace {

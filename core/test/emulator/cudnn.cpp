@@ -1,6 +1,6 @@
-// In place of cuDNN (ops/cudnn_attention.cpp, which is not compiled): attention in plain loops over what its callers
-// prepare. Rows and keys past a sequence's last are read as nothing, written as NaN.
-#include "ops/cudnn_attention.hpp"
+// In place of cuDNN (ops/attend/cudnn_attention.cpp, which is not compiled): attention in plain loops over what its
+// callers prepare. Rows and keys past a sequence's last are read as nothing, written as NaN.
+#include "ops/attend/cudnn_attention.hpp"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

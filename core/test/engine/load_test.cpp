@@ -10,8 +10,8 @@
 
 #include "base/cpu_use.hpp"
 #include "base/threads.hpp"
+#include "compose/compose.hpp"
 #include "engine/engine.hpp"
-#include "host/compose.hpp"
 #include "support/child.hpp"
 #include "support/golden.hpp"
 

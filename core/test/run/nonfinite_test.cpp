@@ -5,7 +5,7 @@
 #include <fstream>
 #include <limits>
 
-#include "host/compose.hpp"
+#include "compose/compose.hpp"
 #include "result/results.hpp"
 #include "run/runner.hpp"
 #include "run/shadow.hpp"

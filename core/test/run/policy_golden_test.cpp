@@ -8,7 +8,7 @@
 
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
-#include "host/parameters.hpp"
+#include "plugin/parameters.hpp"
 #include "run/shadow.hpp"
 #include "support/golden.hpp"
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "ops/attend.hpp"
+#include "ops/attend/attend.hpp"
 #include "run/shadow.hpp"
 #include "run/trace.hpp"
 #include "support/contract.hpp"

@@ -3,7 +3,7 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 
-#include "ops/attend.hpp"
+#include "ops/attend/attend.hpp"
 #include "support/paged_fixture.hpp"
 
 namespace kvlab::test {

@@ -13,8 +13,8 @@
 
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
-#include "host/parameters.hpp"
 #include "model/checkpoint.hpp"
+#include "plugin/parameters.hpp"
 #include "support/golden.hpp"
 #include "support/library_under_test.hpp"
 #include "support/quick.hpp"

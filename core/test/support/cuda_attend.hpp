@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "base/half.hpp"
-#include "ops/attend.hpp"
+#include "ops/attend/attend.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 #include "support/relative_error.hpp"

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "base/backend.hpp"
-#include "ops/allot.hpp"
-#include "ops/placement.hpp"
-#include "ops/verify.hpp"
+#include "ops/score/verify.hpp"
+#include "ops/select/allot.hpp"
+#include "ops/select/placement.hpp"
 #include "support/paged_fixture.hpp"
 
 namespace kvlab::test {

@@ -4,7 +4,7 @@
 #include <random>
 #include <vector>
 
-#include "ops/inject.hpp"
+#include "ops/select/inject.hpp"
 
 namespace kvlab::test {
 

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <vector>
 
-#include "host/registry.hpp"
+#include "plugin/registry.hpp"
 #include "test/support/places.hpp"
 
 namespace kvlab::test {

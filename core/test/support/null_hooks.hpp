@@ -1,6 +1,6 @@
 // Hooks that want nothing: the full cache.
 #pragma once
-#include "model/executor.hpp"
+#include "exec/executor.hpp"
 
 namespace kvlab::test {
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/half.hpp"
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 
 namespace kvlab::test {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ops/paged.hpp"
+#include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 
 namespace kvlab::test {

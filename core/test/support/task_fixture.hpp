@@ -10,10 +10,10 @@
 #include <string>
 #include <string_view>
 
-#include "host/parameters.hpp"
-#include "host/registry.hpp"
 #include "model/gguf.hpp"
 #include "model/tokenizer_files.hpp"
+#include "plugin/parameters.hpp"
+#include "plugin/registry.hpp"
 #include "run/task_env.hpp"
 #include "test/support/library_under_test.hpp"
 #include "test/support/places.hpp"

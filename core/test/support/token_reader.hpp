@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "ops/allot.hpp"
+#include "ops/select/allot.hpp"
 
 namespace kvlab::test {
 

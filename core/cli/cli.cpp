@@ -1,0 +1,377 @@
+#include "cli/cli.hpp"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <system_error>
+
+#include "base/backend.hpp"
+#include "base/log.hpp"
+#include "base/memory_reserve.hpp"
+#include "base/stop.hpp"
+#include "base/text.hpp"
+#include "base/version.hpp"
+#include "bench/bench.hpp"
+#include "cli/doctor.hpp"
+#include "experiment/describe.hpp"
+#include "experiment/schema.hpp"
+#include "plugin/callback.hpp"
+#include "result/profile_file.hpp"
+#include "result/report.hpp"
+#include "run/device.hpp"
+#include "run/generate.hpp"
+#include "run/profile.hpp"
+#include "run/runner.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr const char* top_help =
+    "kvlab: KV-cache compression experiments. A YAML file names a model, tasks and policies; kvlab runs every\n"
+    "combination and writes what happened to an HDF5 file.\n\n"
+    "  kvlab check experiments/quickstart.yaml          what would run\n"
+    "  kvlab run experiments/quickstart.yaml            run it; again = only what is not finished\n"
+    "  kvlab report results/quickstart.h5               the result as a table\n"
+    "  kvlab list policies                              what there is; kvlab describe NAME = its parameters\n"
+    "  kvlab run F.yaml --set POLICY.budget.tokens=[128,256] --set model.dtype=f32\n";
+
+int exit_code(Errc code) {
+  if (code == Errc::network || code == Errc::device) return 3;
+  return code == Errc::internal ? 1 : 2;
+}
+
+// As a shell takes it.
+std::string joined(const std::vector<std::string>& words) {
+  std::string text = "kvlab";
+  for (std::size_t i = 1; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (!word.empty() && word.find_first_of(" \t\n\"'$&|;<>(){}[]*?#`\\~!") == std::string::npos) {
+      text += " " + word;
+      continue;
+    }
+    text += " '";
+    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    text += "'";
+  }
+  return text;
+}
+
+// An experiment with the plugins that it names.
+struct Loaded {
+  Loaded(const std::string& file, const std::vector<std::string>& sets) {
+    std::vector<std::filesystem::path> places;
+    for (const std::string& place : plugin_path_of(file, sets)) places.emplace_back(place);
+    registry.emplace(places);
+    catalog.emplace(*registry);
+    experiment = load_experiment(file, sets, *catalog);
+  }
+  std::optional<Registry> registry;
+  std::optional<RegistryCatalog> catalog;
+  Experiment experiment;
+};
+
+class CommandLine {
+ public:
+  CommandLine(int argc, char** argv);
+  int run();
+
+ private:
+  CLI::App* add(const char* name, const char* help, const char* examples, std::function<int()> action) {
+    CLI::App* command = app_.add_subcommand(name, help);
+    command->footer(examples);
+    command->callback([this, action = std::move(action)] { action_ = action; });
+    CLI::Option* quiet = command->add_flag("-q,--quiet", quiet_, "errors and warnings only; no table of what was run");
+    command->add_flag("-v,--verbose", verbose_, "debug messages too: what was loaded, and where the time goes")
+        ->excludes(quiet);
+    command->add_option("--log", log_file_, "file that all messages are appended to, with times and levels");
+    names_.emplace_back(name);
+    return command;
+  }
+  void start_log() const;
+  void add_experiment(CLI::App* command) {
+    command->add_option("FILE", file_, "experiment file (YAML)")->required();
+    command->add_option("--set", sets_, "key=value in place of the file's, e.g. POLICY.budget.tokens=256; repeatable")
+        ->allow_extra_args(false);
+  }
+  void add_run();
+  void add_profile();
+  void add_generate();
+  void add_rest();
+  // As the user typed it, also in the process of an isolated cell.
+  std::vector<std::string> typed() const {
+    std::vector<std::string> words(argv_, argv_ + argc_);
+    if (!isolated_cell_.empty()) words.erase(words.begin() + 2, words.begin() + 4);
+    return words;
+  }
+  int not_yet(const char* name) {
+    throw Error(Errc::unsupported, fmt::format("got '{}', which is not in this version of kvlab", name), "kvlab");
+  }
+
+  int argc_;
+  char** argv_;
+  CLI::App app_{top_help, "kvlab"};
+  std::function<int()> action_;
+  std::vector<std::string> names_;
+  std::string file_, output_, isolated_cell_, word_, format_ = "table", backend_ = "auto";
+  std::vector<std::string> sets_, words_, plugin_path_;
+  std::optional<std::string> log_file_;
+  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false;
+  GenerateOptions generate_;
+  bench::ModelChoice choice_;
+};
+
+CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
+  app_.require_subcommand(1);
+  app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
+  app_.footer(
+      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or the run had "
+      "to\n"
+      "stop before its end; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing "
+      "was\n"
+      "run; 3 no network, device or driver; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
+  add_run();
+  add_profile();
+  add_generate();
+  add_rest();
+}
+
+void CommandLine::add_run() {
+  CLI::App* run =
+      add("run", "run an experiment; cells that are finished are not run again",
+          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
+            Loaded loaded(file_, sets_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            const std::string command = joined(typed());
+            if (!isolated_cell_.empty())
+              return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, command);
+            return run_experiment(loaded.experiment, *loaded.catalog,
+                                  {command, fresh_, quiet_, isolate_ ? typed() : std::vector<std::string>()});
+          });
+  add_experiment(run);
+  run->add_option("-o,--output", output_, "result file in place of the experiment's");
+  CLI::Option* fresh = run->add_flag("--fresh", fresh_,
+                                     "run finished cells again; each stays until its new result is on disk, so after a "
+                                     "--fresh that was stopped all of them count as finished");
+  run->add_flag("--resume", resume_, "keep finished cells (the default)")->excludes(fresh);
+  run->add_flag("--isolate", isolate_,
+                "each cell in a process of its own, so that a plugin that ends it costs that cell only; the model is "
+                "loaded and the full cache's reference made anew for each cell");
+  run->add_option("--isolated-cell", isolated_cell_, "what --isolate starts")->group("");
+
+  CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
+                        "kvlab check exp.yaml", [this] {
+                          const Loaded loaded(file_, sets_);
+                          name_callback_at_end();
+                          const Checked checked = check_experiment(loaded.experiment, *loaded.catalog);
+                          fmt::print("{}", checked.table);
+                          if (!checked.absent) return 0;
+                          log::error(checked.absent->what());
+                          return exit_code(checked.absent->code());
+                        });
+  add_experiment(check);
+}
+
+void CommandLine::add_profile() {
+  CLI::App* profile =
+      add("profile", "let profilers watch the full cache: head statistics and calibration, as a file",
+          "kvlab profile exp.yaml      where exp.yaml has profilers: [NAME] in place of policies", [this] {
+            Loaded loaded(file_, sets_);
+            if (!output_.empty()) loaded.experiment.output = output_;
+            return run_profile(loaded.experiment, *loaded.catalog, {joined(typed()), false, quiet_});
+          });
+  add_experiment(profile);
+  profile->add_option("-o,--output", output_, "profile file (HDF5), in place of the experiment's");
+}
+
+void CommandLine::add_generate() {
+  CLI::App* command =
+      add("generate", "answer one prompt under a policy",
+          "kvlab generate 'Why is the sky blue?' --policy '{POLICY: {budget: {tokens: 64}}}'", [this] {
+            Registry registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
+            stop::watch();
+            name_callback_at_end();
+            return generate(generate_, RegistryCatalog(registry));
+          });
+  command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
+  command->add_option("--model", generate_.model, "GGUF file, safetensors folder or bundled/NAME")
+      ->capture_default_str();
+  command->add_option("--adapter", generate_.adapter, "PEFT folder merged into the model");
+  command->add_option("--dtype", generate_.dtype, "of weights and cache")
+      ->check(CLI::IsMember({"bf16", "f32", "fp16"}))
+      ->capture_default_str();
+  command->add_option("--backend", generate_.backend, "auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--policy", generate_.policy, "as under `policies:` in an experiment")->capture_default_str();
+  command->add_option("--max-new", generate_.max_new, "longest answer in tokens")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  command->add_option("--temperature", generate_.temperature, "0 = greedy")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  command->add_option("--top-p", generate_.top_p, "share of probability sampled from")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  command->add_option("--seed", generate_.seed, "of the sampling")->capture_default_str();
+  command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");
+  command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
+      ->allow_extra_args(false);
+}
+
+void CommandLine::add_rest() {
+  const auto registry = [this] {
+    return Registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
+  };
+  const auto plugin_option = [this](CLI::App* command) {
+    command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
+        ->allow_extra_args(false);
+  };
+
+  CLI::App* list = add("list", "what there is: policies, budgets, codecs, profilers, tasks, models",
+                       "kvlab list policies", [this, registry] {
+                         if (word_ == "models") {
+                           fmt::print("{}", models_text());
+                           return 0;
+                         }
+                         Registry r = registry();
+                         fmt::print("{}", list_text(r, word_));
+                         return 0;
+                       });
+  list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
+  plugin_option(list);
+
+  CLI::App* describe =
+      add("describe", "a plugin's parameters, with an example to copy", "kvlab describe NAME", [this, registry] {
+        Registry r = registry();
+        fmt::print("{}", describe_text(r, word_));
+        return 0;
+      });
+  describe->add_option("NAME", word_, "name of a plugin")->required();
+  plugin_option(describe);
+
+  CLI::App* schema =
+      add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [registry] {
+        Registry r = registry();
+        fmt::print("{}", schema_text(r));
+        return 0;
+      });
+  plugin_option(schema);
+
+  CLI::App* report =
+      add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
+        const results::Format format = results::parse_format(format_);
+        fmt::print("{}", results::is_profile(file_) ? results::profile_table(results::read_profile(file_), format)
+                                                    : results::report(file_, format));
+        return 0;
+      });
+  report->add_option("FILE", file_, "result file (HDF5); may still be running")->required();
+  report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
+
+  CLI::App* bench =
+      add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
+        stop::watch();
+        const bench::Report r = bench::run(words_, choose_device(backend_, {}, "kvlab bench") == Device::cuda, choice_);
+        fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
+        return 0;
+      });
+  bench->add_option("OP", words_, join(bench::op_names(), ", ") + "; nothing = all");
+  bench->add_option("--backend", backend_, "auto: the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  bench->add_option("--model", choice_.model, "of decode and prefill: as an experiment names it, or synthetic/NAME");
+  bench->add_option("--batch", choice_.batch, "sequences of decode")->check(CLI::Range(1, 4096));
+  bench->add_option("--context", choice_.context, "tokens of decode's cache or of the prompt")
+      ->check(CLI::Range(1, 1 << 24));
+  bench->add_flag("--json", json_, "for programs");
+
+  CLI::App* doctor =
+      add("doctor", "what this machine can do, which models and plugins are there", "kvlab doctor", [registry] {
+        Registry r = registry();
+        fmt::print("{}", doctor_text(r));
+        return 0;
+      });
+  plugin_option(doctor);
+
+  add("reproduce", "not in this version", "", [this] { return not_yet("reproduce"); })->allow_extras();
+}
+
+void CommandLine::start_log() const {
+  log::Settings settings;
+  settings.level = log::level_of_environment();
+  if (quiet_) settings.level = std::max(settings.level, log::Level::warning);
+  if (verbose_) settings.level = log::Level::debug;
+  if (log_file_ && log_file_->empty()) throw Error(Errc::config, "got an empty name, wanted a file", "--log");
+  settings.file = log_file_.value_or("");
+  log::start(settings);
+  log::debug(fmt::format("kvlab {} ({}): {}", version(), git_commit(), joined(typed())));
+}
+
+int CommandLine::run() {
+  if (argc_ > 1 && argv_[1][0] != '-' && std::find(names_.begin(), names_.end(), argv_[1]) == names_.end())
+    throw Error(Errc::config,
+                fmt::format("got unknown command '{}', wanted one of: {}{}", argv_[1], join(names_),
+                            did_you_mean(argv_[1], names_)),
+                "kvlab");
+  if (argc_ <= 1) {
+    fmt::print("{}", app_.help());
+    return 2;
+  }
+  try {
+    app_.parse(argc_, argv_);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app_.exit(e);
+    throw Error(Errc::config, fmt::format("{} (see kvlab {} --help)", e.what(), argv_[1]), "kvlab");
+  }
+  start_log();
+  return action_();
+}
+
+}  // namespace
+
+int run_cli(int argc, char** argv) {
+  if (!keep_reserve()) {  // too little for an exception or a plugin: what follows would end without a message
+    std::fputs("error: got no 16 MiB of memory to begin with, wanted more: see ulimit -v\n", stderr);
+    return 2;
+  }
+  log::start({});                 // until the options are read
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error of write(2) then, as a full disk is
+  try {
+    const int code = CommandLine(argc, argv).run();
+    if (std::fflush(stdout) != 0) throw std::system_error(errno, std::generic_category(), "standard output");
+    return code;
+  } catch (const stop::Interrupted& stopped) {
+    log::info(std::string("stopped by ") + stop::name_of(stopped.signal));
+    return stop::exit_code(stopped.signal);
+  } catch (const ExperimentError& e) {
+    int code = 0;
+    for (const Error& one : e.errors()) {
+      log::error(one.what());
+      code = code ? code : exit_code(one.code());
+    }
+    return code;
+  } catch (const Error& e) {
+    log::error(e.what());
+    return exit_code(e.code());
+  } catch (const std::filesystem::filesystem_error& e) {  // a name too long, a folder that may not be searched
+    const Error error(Errc::io, "got '" + e.code().message() + "', wanted a file or folder", e.path1().string());
+    log::error(error.what());
+    return exit_code(error.code());
+  } catch (const std::bad_alloc&) {
+    log::error("got no memory from the system, wanted more: see ulimit -v");  // a run's cells end as results
+    return 2;
+  } catch (const std::system_error& e) {  // a pipe that was closed, a full disk
+    log::error(e.what());
+  } catch (const std::exception& e) {
+    log::error(std::string(e.what()) + " (a bug in kvlab: please report it)");
+  }
+  return 1;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,295 @@
+#include "compose/compose.hpp"
+
+#include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "base/part_timer.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/select/allot.hpp"
+#include "ops/select/placement.hpp"
+#include "plugin/edits_author.hpp"
+#include "plugin/verified.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr int unlimited = std::numeric_limits<int>::max();
+
+// Tokens per KV head in whole pages, perhaps none, when the dense layers hold all of the `seen` tokens.
+int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
+  const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
+  const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
+  const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
+  if (heads <= 0) return unlimited;
+  const double pages = (bytes - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);
+  return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
+}
+
+class ComposedPolicy final : public Policy, public EditsAuthor, public Verified {
+ public:
+  explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
+    if (parts_.scorer) {
+      scorer_needs_ = parts_.scorer->needs();
+      every_ = parts_.every.value_or(parts_.scorer->every());
+    }
+    if (parts_.selector) selector_needs_ = parts_.selector->needs();
+    const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
+    dense_layers_ = n.dense_layers();
+  }
+
+  std::string author() const override {
+    return parts_.selector ? author_of(*parts_.selector) : parts_.scorer ? author_of(*parts_.scorer) : std::string();
+  }
+
+  void verify() override {
+    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+      if (part) part->verify();
+  }
+  void forget() override {
+    for (Verified* part : {verified(parts_.scorer.get()), verified(parts_.split.get())})
+      if (part) part->forget();
+  }
+
+  Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }
+
+  CodecSpec codec() const override { return parts_.codec ? parts_.codec->spec() : CodecSpec{}; }
+  CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codec(); }
+
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    shape_ = shape;
+    amount_ = amount;
+    const Needs n = needs();
+    const std::int64_t vectors = n.page_summary() == Summary::none ? 0 : n.page_summary() == Summary::min_max ? 2 : 1;
+    page_bytes_ = ops::make_layout(shape.dtype, codec(), shape.page_size, shape.head_dim,
+                                   static_cast<int>(n.token_state().size()))
+                      .bytes +
+                  vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
+    check_amount();
+    if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
+    // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
+    scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
+  }
+
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    const std::size_t rows = static_cast<std::size_t>(kv.rows());
+    last_.assign(kv.last, kv.last + rows);
+    due_.assign(rows, 0);
+    if (parts_.compress_prompt) due_ = last_;
+    if (injector_) injector_->begin(kv, s);
+    View<const std::int32_t, 2> left;
+    if (parts_.scorer) {
+      parts_.scorer->observe(kv, s);
+      left = compress(kv, edits, s);
+    }
+    if (parts_.host && any(last_) && kv.layer >= dense_layers_)
+      place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
+  }
+
+  void select(const LayerStep& step, Edits& edits, Stream s) override {
+    if (step.layer < dense_layers_) return;
+    if (!parts_.selector && !parts_.host) return;
+    PageList list;
+    Pins pins;
+    if (parts_.selector) {
+      {
+        const PartTimer timer(Part::select);
+        list = step.list<PageList>("selected pages", step.max_pages);
+        LayerStep with = step;
+        with.page_budgets = page_budgets(step, s);
+        parts_.selector->select(with, list, s);
+        pins = parts_.selector->pins();
+      }
+      if (injector_) injector_->replace(step, list, pins, s);
+      edits.attend(list, pins);
+    }
+    if (parts_.host) place_step(step, parts_.selector ? &list : nullptr, pins, edits, s);
+  }
+
+  void observe(const LayerStep& step, Edits& edits, Stream s) override {
+    View<const std::int32_t, 2> left;
+    if (parts_.scorer) {
+      parts_.scorer->observe(step, s);
+      due_.assign(static_cast<std::size_t>(step.rows()), 0);
+      for (int row = 0; every_ > 0 && row < step.rows(); ++row)
+        due_[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
+      left = compress(step, edits, s);
+    }
+    // Everything was recalled for this attention; a selector's pages stay, for the next step may want them again.
+    if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
+  }
+
+ private:
+  // A budget below what is kept anyway would not be obeyed. (A ratio grows with the sequence.)
+  void check_amount() const {
+    const bool bytes = amount_.kind == BudgetAmount::bytes;
+    if (!bytes && (amount_.kind != BudgetAmount::tokens || !parts_.scorer)) return;
+    const int tokens = bytes ? byte_budget_tokens(amount_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
+                             : static_cast<int>(amount_.value);
+    const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
+    const int pinned = pins.first + pins.last;
+    if (pinned <= tokens && tokens > 0) return;
+    const std::string budget = bytes ? std::to_string(static_cast<std::int64_t>(amount_.value)) +
+                                           " bytes, whole pages of which hold " + std::to_string(tokens) +
+                                           " tokens per KV head"
+                                     : std::to_string(tokens) + " tokens";
+    const std::string wanted = pinned == 0
+                                   ? "a page for each KV head"
+                                   : "the " + std::to_string(pinned) + " that are always kept (" +
+                                         std::to_string(pins.first) + " first, " + std::to_string(pins.last) + " last)";
+    throw Error(Errc::config, "got a budget of " + budget + ", wanted at least " + wanted, parts_.name);
+  }
+
+  static bool any(const std::vector<std::uint8_t>& mask) {
+    return std::count(mask.begin(), mask.end(), 0) < std::ssize(mask);
+  }
+
+  int total(int seen) const { return budget_tokens(amount_, seen, shape_, page_bytes_, dense_layers_); }
+
+  // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty when nothing was done.
+  View<const std::int32_t, 2> compress(const LayerKv& kv, Edits& edits, Stream s) {
+    if (!any(due_) || amount_.kind == BudgetAmount::unlimited || kv.layer < dense_layers_) return {};
+    const std::size_t rows = static_cast<std::size_t>(kv.rows());
+    totals_.resize(rows), pins_.assign(rows, {}), keep_all_.resize(rows);
+    for (std::size_t r = 0; r < rows; ++r) {
+      totals_[r] = due_[r] ? std::min(total(kv.position[r]), kv.position[r]) : kv.position[r];
+      keep_all_[r] = totals_[r] == kv.position[r];
+      if (!keep_all_[r]) pins_[r] = parts_.scorer->pins(totals_[r]);
+    }
+    if (std::find(keep_all_.begin(), keep_all_.end(), 0) == keep_all_.end()) return {};
+    const PartTimer timer(Part::score);
+    Scores scores = kv.kv_head_scores("scores");
+    parts_.scorer->score(kv, scores, s);
+    const auto keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
+    Allotment a;
+    a.layer = kv.layer - dense_layers_;
+    a.layers = shape_.layers - dense_layers_;
+    a.scores = scores;
+    a.length = head_lengths(kv, s);
+    a.pins = kv.upload("pins", pins_.data());
+    a.total = kv.upload("totals", totals_.data());
+    a.keep = keep;
+    a.kv = &kv;
+    a.host_pins = pins_.data();
+    a.host_total = totals_.data();
+    if (parts_.split)
+      parts_.split->allot(a, s);
+    else
+      ops::allot_uniform(a, s);
+    // Bytes are held in whole pages, so a split that ends inside one would hold more than was given. (top_tokens keeps
+    // the pins whatever this says.)
+    ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
+                         amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
+    TokenList kept = kv.list<TokenList>("kept", kv.max_length);
+    {
+      const PartTimer select_timer(Part::select);
+      ops::top_tokens(kv.pages, scores, keep, a.pins, kept, s);
+    }
+    edits.evict_rest(kept);
+    return kept.count;
+  }
+
+  static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
+    const auto length = kv.scratch<std::int32_t>("length", {kv.rows(), kv.kv_heads()});
+    ops::lengths(kv.pages, length, s);
+    return length;
+  }
+
+  bool constant() const { return amount_.kind == BudgetAmount::unlimited || amount_.kind == BudgetAmount::tokens; }
+
+  int pages_of_budget(const LayerStep& step, int row) const {
+    const int tokens = total(step.position[row]);
+    const int pages =
+        tokens == unlimited ? step.max_pages : std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size});
+    return std::min(pages, step.max_pages);
+  }
+
+  View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
+    if (constant() && step.rows() > 0) {
+      const auto same = step.scratch<std::int32_t>("page budgets", {step.rows(), step.kv_heads()});
+      ops::fill_heads(same, pages_of_budget(step, 0), s);
+      return same;
+    }
+    budgets_.clear();
+    for (int row = 0; row < step.rows(); ++row)
+      budgets_.insert(budgets_.end(), static_cast<std::size_t>(step.kv_heads()), pages_of_budget(step, row));
+    return step.upload_heads("page budgets", budgets_.data());
+  }
+
+  // All full pages go to the host, the newest `resident` tokens' pages also stay. left: tokens that an eviction of this
+  // callback leaves, empty when there was none; rows: which, null = all.
+  void place_rest(const LayerKv& kv, View<const std::int32_t, 2> left, const std::uint8_t* rows, Edits& edits,
+                  Stream s) {
+    const int p = shape_.page_size, room = (kv.max_length + p - 1) / p;
+    if (!left) left = head_lengths(kv, s);
+    PageList down = kv.list<PageList>("offload", room), out = kv.list<PageList>("drop", room);
+    ops::older_pages(left, rows, p, 1, down, s);
+    ops::older_pages(left, rows, p, std::max(1, parts_.resident_tokens / p), out, s);
+    edits.offload(down);
+    edits.drop(Tier::device, out);
+  }
+
+  // Before attention: what it reads (null = everything) comes up, what does not fit beside it goes (down first, if it
+  // has no copy there yet).
+  void place_step(const LayerStep& step, const PageList* attended, const Pins& pins, Edits& edits, Stream s) {
+    ops::PlacementArgs a;
+    a.device = step.pages;
+    a.host = step.host_pages;
+    a.attended = attended;
+    a.pins = pins;
+    a.resident_tokens = parts_.resident_tokens;
+    a.recall = step.list<PageList>("recall", step.max_pages);
+    a.offload = step.list<PageList>("offload", step.max_pages);
+    a.drop = step.list<PageList>("drop", step.max_pages);
+    ops::place_pages(a, s);
+    const Deadline now{Deadline::this_attention};
+    edits.offload(a.offload, now);
+    edits.drop(Tier::device, a.drop, now);
+    edits.recall(a.recall, now);
+  }
+
+  Composition parts_;
+  Needs scorer_needs_, selector_needs_;
+  int every_ = 0, dense_layers_ = 0;
+  Shape shape_;
+  BudgetAmount amount_;
+  std::int64_t page_bytes_ = 0;
+  std::optional<Injector> injector_;
+  // Of one callback; kept so that a decode step allocates nothing.
+  std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
+  std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]
+  std::vector<Pins> pins_;                           // [row]
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> compose(Composition parts) {
+  auto refuse = [&](const std::string& what) { throw Error(Errc::config, what, parts.name); };
+  if (parts.scorer && parts.selector)
+    refuse("got a scorer and a selector in one policy, wanted one of them: they would share one budget");
+  if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
+  if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
+  if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&
+      parts.scorer->needs().mass() == Mass::none)
+    refuse("got schedule.every with a scorer that looks at nothing but the prompt's last queries, wanted every: 0");
+  return std::make_unique<ComposedPolicy>(std::move(parts));
+}
+
+int budget_tokens(const BudgetAmount& amount, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
+  switch (amount.kind) {
+    case BudgetAmount::unlimited: return unlimited;
+    case BudgetAmount::tokens: return static_cast<int>(amount.value);
+    case BudgetAmount::ratio:
+      if (amount.value >= 1) return unlimited;
+      return std::max(1, static_cast<int>(seen * amount.value));
+    case BudgetAmount::bytes:
+      return std::max(s.page_size, byte_budget_tokens(amount.value, seen, s, page_bytes, dense_layers));
+  }
+  return unlimited;
+}
+
+}  // namespace kvlab

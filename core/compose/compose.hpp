@@ -1,0 +1,36 @@
+// Roles become a Policy: Scorer + Budget + schedule + Codec, or Selector, each with a placement. Nothing at all is
+// `full`, the null policy that keeps everything.
+#pragma once
+#include <kvlab/roles.hpp>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "compose/injection.hpp"
+#include "plugin/loader.hpp"
+
+namespace kvlab {
+
+struct Composition {
+  Instance<Scorer> scorer;
+  Instance<Budget> split;  // null = uniform
+  Instance<Selector> selector;
+  Instance<Codec> codec;               // null = the run's dtype
+  Instance<Codec> host_codec;          // null = as on the device
+  bool compress_prompt = true;         // evict when the prompt ends
+  std::optional<int> every;            // decode steps between evictions; nothing = as the scorer says
+  bool host = false;                   // pages live on the host tier and are recalled for attention
+  int resident_tokens = 0;             // per KV head, kept on the device; 0 = what attention reads
+  std::optional<Injection> injection;  // of the selector's lists
+  std::string name;                    // for messages
+};
+
+// Errc::config for parts that contradict each other.
+std::unique_ptr<Policy> compose(Composition parts);
+
+// Tokens per KV head that an amount means for a sequence that has seen `seen` tokens; the largest int when unlimited.
+// page_bytes: of one page with its summaries; dense_layers hold everything.
+int budget_tokens(const BudgetAmount& amount, int seen, const Shape& shape, std::int64_t page_bytes, int dense_layers);
+
+}  // namespace kvlab

@@ -1,0 +1,632 @@
+#include "exec/cuda_executor.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <kvlab/error.hpp>
+
+#include "base/backend.hpp"
+#include "base/finite.hpp"
+#include "base/part_timer.hpp"
+#include "exec/cuda_kernels.hpp"
+#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/cudnn_attention.hpp"
+#include "ops/linear/linear_cuda.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/rope_rank.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::int64_t row_block = 4096;  // rows of a prompt that pass the MLP together: bounds activation memory
+
+const CudaOps& cuda() { return require_cuda("the executor on CUDA").ops; }
+
+[[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
+
+const CudaModel& weights_of(const Model& m) {
+  if (!m.cuda) refuse("got model " + m.name + " loaded for the CPU, wanted one loaded for CUDA");
+  return *m.cuda;
+}
+
+}  // namespace
+
+void CudaExecutor::check(const Model& model) {
+  const ModelConfig& c = model.config;
+  if (model.dtype != DType::bf16 && model.dtype != DType::f16)
+    refuse(std::string("got dtype ") + name_of(model.dtype) + ", wanted bf16 or f16");
+  if (c.hidden % 8 || c.ffn % 8)
+    refuse("got hidden size " + std::to_string(c.hidden) + " and MLP size " + std::to_string(c.ffn) +
+           ", wanted multiples of 8");
+}
+
+// At least `count` elements; the contents are lost when it has to grow.
+template <class T>
+T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+  if (m.bytes() < bytes) {
+    ++grown_;
+    m = StreamMemory();
+    m = StreamMemory(stream_, bytes);
+  }
+  return m.as<T>();
+}
+
+CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant)
+    : Executor(std::move(model)),
+      store_(store),
+      batch_invariant_(batch_invariant),
+      weights_(weights_of(*model_)),
+      stream_(store.stream()) {
+  check(*model_);
+  const Shape& s = store_.shape();
+  copy_layout_ = ops::make_layout(s.dtype, {}, s.page_size, s.head_dim, 0);
+  const std::size_t half = static_cast<std::size_t>(model_->config.head_dim / 2),
+                    most = static_cast<std::size_t>(store_.shape().max_tokens);
+  std::vector<float> cosine(most * half), sine(most * half);
+#pragma omp parallel for schedule(static)
+  for (std::size_t i = 0; i < most; ++i)
+    ops::rope_angles(model_->rope(), static_cast<double>(i), cosine.data() + i * half, sine.data() + i * half);
+  cosine_ = StreamMemory(stream_, cosine.size() * sizeof(float));
+  sine_ = StreamMemory(stream_, sine.size() * sizeof(float));
+  copy_memory(cosine_.as<>(), cosine.data(), cosine_.bytes(), stream_);
+  copy_memory(sine_.as<>(), sine.data(), sine_.bytes(), stream_);
+  synchronize(stream_);
+}
+
+// Of attention_, f32: of a prompt also 16-bit ones up to prompt_room.
+std::int64_t CudaExecutor::attention_rows(std::int64_t tokens) {
+  return std::max<std::int64_t>(tokens, ops::prompt_room(static_cast<int>(tokens)) / 2);
+}
+
+void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  static_assert(sizeof(int) == sizeof(std::int32_t));
+  copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
+  copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
+  room<float>(qkv_, n * qkv_width());
+  room<float>(attention_, attention_rows(n) * c.heads * c.head_dim);
+  const std::int64_t block = std::min(n, row_block);
+  room<std::uint16_t>(normed_, (fuses_norms(n) ? n : block) * c.hidden);
+  if (fuses_norms(n)) room<float>(squares_, n * c.hidden / ops::norm_piece);
+  room<std::uint16_t>(gated_, block * c.ffn);
+  room<float>(x_, n * c.hidden);
+  const std::int64_t marks = decoding_ ? n : 1;
+  if (nonfinite_.bytes() < static_cast<std::size_t>(marks) * sizeof(std::int32_t)) {
+    room<std::int32_t>(nonfinite_, marks);
+    zero_memory(nonfinite_.as<>(), nonfinite_.bytes(), stream_);
+  }
+  nonfinite_rows_.clear();
+}
+
+void CudaExecutor::note_prompt(const View<float, 2>& logits) {
+  std::int32_t mark = 0;
+  copy_memory(&mark, nonfinite_.as<>(), sizeof mark, stream_);
+  synchronize(stream_);
+  if (mark) zero_memory(nonfinite_.as<>(), sizeof mark, stream_);
+  std::int64_t found = mark;
+  for (std::int64_t r = 0; logits && r < logits.extent[0]; ++r)
+    found += count_nonfinite(logits.data + r * logits.stride[0], logits.extent[1]);
+  if (found > 0) nonfinite_rows_ = {0};
+}
+
+void CudaExecutor::embed(std::int64_t rows) {
+  const PartTimer timer(Part::other);  // a step's first: what lies between two parts counts as `other`
+  ops::EmbedArgs e;
+  e.table = weights_.tokens().memory.as<>();
+  e.dtype = weights_.dtype;
+  e.vocabulary = weights_.tokens().n;
+  e.k = model_->config.hidden;
+  e.token = tokens_.as<std::int32_t>();
+  e.rows = rows;
+  e.out = x_.as<float>();
+  cuda().embed(e, stream_.handle());
+}
+
+// y [m, ...] = x W^T + bias, x dense.
+ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                                      const StreamMemory& bias, float* y, std::int64_t y_stride) const {
+  ops::LinearArgs a;
+  a.weight = w.memory.as<>();
+  a.n = w.n, a.k = w.k;
+  a.dtype = weights_.dtype;
+  a.x = x, a.x_dtype = x_dtype;
+  a.m = rows, a.x_stride = w.k;
+  a.bias = bias.as<float>();
+  a.y = y, a.y_stride = y_stride;
+  return a;
+}
+
+// Whether the products of these rows leave and take the norms between them.
+bool CudaExecutor::fuses_norms(std::int64_t rows) const {
+  return decoding_ && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
+         std::min(rows, rows_together()) <= ops::linear_stream_rows;
+}
+
+// Of rows `at` and on, as many as the product takes: x becomes its outputs added to x, and the norm is left.
+void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave) {
+  const std::int64_t hidden = model_->config.hidden;
+  a.y = x_.as<float>() + at * hidden, a.y_stride = hidden;
+  a.add = true;
+  if (leave) {
+    a.left.weight = norm.as<float>();
+    a.left.out = normed_.as<std::uint16_t>() + at * hidden, a.left.out_stride = hidden;
+    a.left.squares = squares_.as<float>() + at * hidden / ops::norm_piece;
+  }
+  cuda().linear(a, stream_.handle());
+}
+
+// The norm of rows `at` and on: rounded in normed_, or what the product takes of the one that an earlier product left.
+const void* CudaExecutor::normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left,
+                                 ops::NormTaken& taken) {
+  const ModelConfig& c = model_->config;
+  if (!left) {
+    norm(x_.as<float>() + at * c.hidden, weight, rows, normed_.as<>());
+    return normed_.as<>();
+  }
+  taken.squares = squares_.as<float>() + at * c.hidden / ops::norm_piece;
+  taken.eps = c.rms_eps;
+  return normed_.as<std::uint16_t>() + at * c.hidden;
+}
+
+void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out) {
+  const ModelConfig& c = model_->config;
+  ops::NormArgs a;
+  a.x = x;
+  a.rows = rows, a.n = c.hidden, a.x_stride = c.hidden;
+  a.weight = weight.as<float>();
+  a.eps = c.rms_eps;
+  a.out = out;
+  a.dtype = weights_.dtype;
+  a.out_stride = c.hidden;
+  cuda().rms_norm(a, stream_.handle());
+}
+
+// The order of additions of a product depends on the number of rows above linear_stream_rows.
+std::int64_t CudaExecutor::rows_together() const {
+  return batch_invariant_ && decoding_ ? ops::linear_stream_rows : row_block;
+}
+
+void CudaExecutor::project(int layer, std::int64_t rows) {
+  const PartTimer timer(Part::gemm);
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  const std::int64_t block = rows_together();
+  const bool left = layer > 0 && fuses_norms(rows);
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.input_norm, left, taken);
+    ops::LinearArgs a =
+        product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width());
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
+  }
+}
+
+ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
+  const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  ops::RopeAppendArgs a;
+  a.rows = static_cast<int>(rows);
+  a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
+  a.qkv = qkv_.as<float>();
+  a.qkv_stride = qkv_width();
+  a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
+  a.eps = c.rms_eps;
+  a.turn = !by_rank();
+  a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
+  a.angles = store_.shape().max_tokens;
+  a.position = position_.as<std::int32_t>();
+  a.nonfinite = nonfinite_.as<std::int32_t>();
+  a.nonfinite_step = decoding_ ? 1 : 0;
+  return a;
+}
+
+// QK norm, RoPE and the cache: one token of each slot.
+Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
+  const PartTimer timer(Part::append);
+  ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
+  if (re_rotated()) {
+    a.append = false;
+    cuda().rope_append(a, stream_.handle());
+    turn(store_.view(layer, slots), true);
+    a.append = true;
+    a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
+    a.query_norm = a.key_norm = nullptr;
+  }
+  if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
+  cuda().rope_append(a, stream_.handle());
+  store_.after_step(layer, slots);
+  if (relative()) turn(store_.view(layer, slots), false);
+  return Fit::ok;
+}
+
+// The same for a chunk of one slot, whose keys and values the store takes.
+Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded) {
+  const PartTimer timer(Part::append);
+  const ModelConfig& c = model_->config;
+  ops::RopeAppendArgs a = rope(layer, tokens);
+  a.append = false;
+  a.rounded = rounded;
+  a.rounded_dtype = weights_.dtype;
+  cuda().rope_append(a, stream_.handle());
+  if (re_rotated()) {
+    PagedKv kv = store_.view(layer, {slot});
+    kv.length.data += kv.length.stride[0] * slot;
+    kv.rows = static_cast<int>(tokens);
+    kv.slots = nullptr;
+    turn(kv, true);
+  }
+  const float* keys = (re_rotated() ? turned_.as<float>() : a.qkv) + std::int64_t{c.heads} * c.head_dim;
+  return store_.append(layer, slot, keys, keys + std::int64_t{c.kv_heads} * c.head_dim, DType::f32, qkv_width(),
+                       static_cast<int>(tokens), first, nonfinite_.as<std::int32_t>());
+}
+
+void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
+  const ModelConfig& c = model_->config;
+  ops::RopeRankArgs a;
+  a.rows = kv.rows;
+  a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
+  a.x = qkv_.as<float>();
+  a.x_stride = qkv_width();
+  a.out_stride = turned_width();
+  a.values = re_rotated() ? c.kv_heads : 0;
+  a.out = room<float>(turned_, kv.rows * a.out_stride);
+  a.cosine = cosine_.as<float>(), a.sine = sine_.as<float>();
+  a.angles = store_.shape().max_tokens;
+  a.length = kv.length;
+  a.slots = kv.slots;
+  if (ahead) a.ahead = 0;
+  if (!a.slots) a.step = 1;
+  cuda().rope_rank(a, stream_.handle());
+}
+
+// What the rows of a chunk read.
+PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  PagedKv rows =
+      store_.causal_view(layer, slot, static_cast<int>(tokens), room<std::int32_t>(length_, tokens * c.kv_heads),
+                         room<std::int32_t>(rows_, tokens));
+  if (relative()) turn(rows, false);
+  const CodecSpec codec = rows.layouts->codec;
+  if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
+  CudaPromptPages p;
+  p.kv = store_.view(layer, {slot});
+  p.tokens = static_cast<int>(tokens);
+  const auto keys = turned(tokens, c.heads, c.kv_heads), values = part(tokens, c.heads + c.kv_heads, c.kv_heads);
+  p.keys = keys.data, p.key_stride = keys.stride[0];
+  p.values = values.data, p.value_stride = values.stride[0];
+  p.cosine = cosine_.as<float>(), p.sine = sine_.as<float>();
+  p.angles = store_.shape().max_tokens;
+  p.layout = copy_layout_;
+  const int page_size = store_.shape().page_size;
+  p.pages = (store_.max_length(layer, {slot}) + page_size - 1) / page_size;
+  const std::int64_t pages = std::int64_t{c.kv_heads} * p.pages;
+  p.frames = room<std::byte>(copy_, pages * copy_layout_.bytes);
+  p.table = room<PageEntry>(copy_table_, pages);
+  require_cuda("the executor on CUDA").model.prompt_pages(p, stream_.handle());
+  rows.base = p.frames;
+  rows.layouts = &copy_layout_;
+  rows.table = {p.table, {tokens, c.kv_heads, p.pages}, {0, p.pages, 1}};
+  rows.rope = RopeRegime::original;
+  return rows;
+}
+
+void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass) {
+  const PartTimer timer(Part::attend);
+  const ModelConfig& c = model_->config;
+  const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
+  ops::AttendArgs a;
+  a.kv = kv;
+  a.queries = turned(kv.rows, 0, c.heads);
+  a.queries.data += first_row * a.queries.stride[0];
+  a.pages = read.pages;
+  a.tokens = read.tokens;
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  a.last = position_.as<std::int32_t>() + first_row;
+  a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
+  if (decoding_ && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
+  a.mass = mass;
+  cuda().attend(a, stream_.handle());
+}
+
+// Rows of a decode step one by one: one that shares a launch with others has its tokens cut where they leave it.
+void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass) {
+  for (std::int64_t r = 0; r < kv.rows; ++r) {
+    PagedKv one = kv;
+    one.slots += r;
+    one.rows = 1;
+    const auto of_row = [&](auto& list) {
+      list.index.data += r * list.index.stride[0], list.index.extent[0] = 1;
+      list.count.data += r * list.count.stride[0], list.count.extent[0] = 1;
+      return &list;
+    };
+    PageList pages = read.pages ? *read.pages : PageList{};
+    TokenList tokens = read.tokens ? *read.tokens : TokenList{};
+    View<float, 3> sums = mass;
+    if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
+    attend(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums);
+  }
+}
+
+// Whether attention leaves its output as the next product takes it.
+bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype == weights_.dtype; }
+
+// Whether cuDNN will want the queries of a chunk rounded as they are rotated.
+bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
+  return tokens >= ops::prompt_cudnn_rows && !by_rank() && model_->config.sliding_window == 0 &&
+         copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().there;
+}
+
+// Behind the attention of as many rows, which is 16-bit too. Null where there is no room: cuDNN rounds them itself, or
+// gives way to our own kernel.
+void* CudaExecutor::rounded_queries(std::int64_t tokens) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t width = std::int64_t{c.heads} * c.head_dim,
+                     count = ops::prompt_room(static_cast<int>(tokens)) * width;
+  try {
+    room<float>(attention_, count);
+  } catch (const NoRoom&) {
+    room<float>(attention_, attention_rows(tokens) * width);
+    return nullptr;
+  }
+  return attention_.as<std::uint16_t>() + count;
+}
+
+DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, const void* queries,
+                                 View<float, 2> sums) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t tokens = all.rows;
+  if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
+  if (c.sliding_window == 0) {
+    const PartTimer timer(Part::attend);
+    ops::PromptArgs a;
+    a.kv = all;
+    a.queries = turned(tokens, 0, c.heads);
+    a.rounded_queries = queries;
+    a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
+    a.sums = sums;
+    a.longest = longest;
+    if (round && rounds(all)) a.rounded = attention_.as<>();
+    if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
+  }
+  if (!sums) {
+    attend(all, 0, {}, {});
+    return DType::f32;
+  }
+  constexpr std::int64_t block = 32;  // rows whose mass is there at once
+  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
+  for (std::int64_t at = 0; at < tokens; at += block) {
+    PagedKv kv = all;
+    kv.slots += at;
+    kv.rows = static_cast<int>(std::min(block, tokens - at));
+    const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
+    attend(kv, at, {}, mass);
+    require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
+  }
+  return DType::f32;
+}
+
+void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended) {
+  const PartTimer timer(Part::gemm);
+  const ModelConfig& c = model_->config;
+  const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
+  const StreamMemory& next_norm =
+      layer + 1 < c.layers ? weights_.layers[static_cast<std::size_t>(layer) + 1].input_norm : weights_.final_norm;
+  const std::int64_t block = rows_together();
+  const bool fused = fuses_norms(rows);
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
+    const auto* from = attention.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
+    add_to_x(product(l.output, from, attended, count, l.output_bias, nullptr, 0), at, l.post_norm, fused);
+    ops::NormTaken taken;
+    const void* x = normed(at, count, l.post_norm, fused, taken);
+    ops::LinearArgs a = product(l.gate_up, x, weights_.dtype, count, {}, nullptr, 0);
+    a.taken = taken;
+    a.gated = gated_.as<>();
+    a.gated_stride = c.ffn;
+    cuda().linear(a, stream_.handle());
+    add_to_x(product(l.down, gated_.as<>(), weights_.dtype, count, {}, nullptr, 0), at, next_norm, fused);
+  }
+}
+
+void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
+  const PartTimer timer(Part::gemm);
+  const CudaMatrix& w = weights_.head;
+  float* out = room<float>(logits_, rows * w.n);
+  const std::int64_t block = rows_together();
+  const bool left = fuses_norms(rows);
+  for (std::int64_t at = 0; at < rows; at += block) {
+    const std::int64_t count = std::min(block, rows - at);
+    ops::NormTaken taken;
+    const void* x = normed(first_row + at, count, weights_.final_norm, left, taken);
+    ops::LinearArgs a = product(w, x, weights_.dtype, count, {}, out + at * w.n, w.n);
+    a.taken = taken;
+    cuda().linear(a, stream_.handle());
+  }
+}
+
+void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
+  const std::int64_t n = weights_.head.n;
+  for (std::int64_t r = 0; r < rows; ++r)
+    copy_memory(out.data + r * out.stride[0], logits_.as<float>() + r * n, static_cast<std::size_t>(n) * sizeof(float),
+                stream_);
+  synchronize(stream_);
+}
+
+View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
+  const std::int64_t dim = model_->config.head_dim;
+  return {qkv_.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+}
+
+View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
+  if (!by_rank()) return part(rows, first_head, heads);
+  const std::int64_t dim = model_->config.head_dim;
+  return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {turned_width(), dim, 1}};
+}
+
+template <class Layer>
+void CudaExecutor::show(Layer& info, std::int64_t rows) const {
+  const ModelConfig& c = model_->config;
+  info.queries = turned(rows, 0, c.heads);
+  info.keys = turned(rows, c.heads, c.kv_heads);
+  info.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
+  if (!by_rank()) return;
+  info.raw_queries = part(rows, 0, c.heads);
+  info.raw_keys = part(rows, c.heads, c.kv_heads);
+}
+
+Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  const int first = store_.position(slot);
+  const std::vector<std::int32_t> slots{slot};
+  if (first + n > store_.shape().max_tokens)
+    throw Error(Errc::internal,
+                "got text positions up to " + std::to_string(first + n) + ", wanted at most " +
+                    std::to_string(store_.shape().max_tokens),
+                "a prompt on CUDA");
+  std::vector<std::int32_t> position(tokens.size());
+  for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
+  decoding_ = false;
+  begin(tokens, position);
+  embed(n);
+  const bool shown = hooks.wants_prompt_output();
+  void* queries = !shown && rounds_queries(n) ? rounded_queries(n) : nullptr;
+  for (int layer = 0; layer < c.layers; ++layer) {
+    project(layer, n);
+    if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
+    PromptLayer info;
+    info.past = store_.max_length(layer, slots);
+    if (append_chunk(layer, slot, n, first, queries) != Fit::ok) return Fit::out_of_memory;
+    View<float, 2> sums;
+    if (hooks.wants_prompt_mass()) {
+      const std::int64_t width = info.past + n;
+      sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
+      info.mass = sums;
+    }
+    const DType attended =
+        attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), !shown, queries, sums);
+    info.layer = layer;
+    info.slot = slot;
+    info.last = last;
+    show(info, n);
+    if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
+    if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
+    finish_layer(layer, n, attention_, attended);
+  }
+  store_.advance(slot, static_cast<int>(n), false);
+  const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
+  for (std::int64_t at = 0; at < wanted; at += row_block) {
+    const std::int64_t count = std::min(row_block, wanted - at);
+    head(n - wanted + at, count);
+    View<float, 2> block = logits;
+    block.data += at * logits.stride[0];
+    logits_of(count, block);
+  }
+  View<float, 2> seen = logits;
+  if (seen) seen.extent[0] = wanted;
+  note_prompt(seen);
+  return Fit::ok;
+}
+
+// One decode step, its logits included; counters stay. reserved: the store has taken frames for all layers.
+Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t n = static_cast<std::int64_t>(slots.size());
+  if (reserved) store_.count_edits_anew();
+  embed(n);
+  for (int layer = 0; layer < c.layers; ++layer) {
+    project(layer, n);
+    if (append(layer, slots, reserved) != Fit::ok) return Fit::out_of_memory;
+    DecodeLayer info;
+    info.layer = layer;
+    info.slots = &slots;
+    show(info, n);
+    Fit fit = Fit::ok;
+    info.read = hooks.select(info, fit);
+    if (fit != Fit::ok) return fit;
+    View<float, 3> mass;
+    if (hooks.wants_mass()) {
+      // A step that is launched again writes the mass of longer sequences. The one before its capture makes room.
+      const std::int64_t longest = hooks.replayable() ? store_.shape().max_tokens : store_.max_length(layer, slots);
+      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * ((longest + 1023) / 1024 * 1024)),
+                                   {n, c.heads, longest});
+      info.mass = mass;
+    }
+    const PagedKv kv = store_.view(layer, slots);
+    const bool rounded = rounds(kv);
+    batch_invariant_ ? attend_each(kv, info.read, mass) : attend(kv, 0, info.read, mass);
+    info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
+    fit = hooks.attended(info);
+    store_.workspace().reset();
+    if (fit != Fit::ok) return fit;
+    rounded ? finish_layer(layer, n, rounded_, weights_.dtype) : finish_layer(layer, n, attention_, DType::f32);
+  }
+  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  head(0, n);
+  const PartTimer timer(Part::other);
+  ops::ArgmaxArgs a;
+  a.x = logits_.as<float>();
+  a.rows = n;
+  a.n = a.x_stride = weights_.head.n;
+  a.index = room<std::int32_t>(likeliest_, n);
+  a.nonfinite = nonfinite_.as<std::int32_t>();
+  cuda().argmax(a, stream_.handle());
+  return Fit::ok;
+}
+
+CudaExecutor::State CudaExecutor::state() const {
+  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves()};
+}
+
+// The step as a launch of its graph. False where it has to run without: what it needs is allocated there.
+bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks) {
+  Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
+  const State now = state();
+  const bool known = r.graph && r.captured == now;
+  if (!known && r.warm != now) return false;
+  if (!store_.reserve_step(slots)) return false;
+  store_.view(0, slots);  // puts the slots where the kernels look for them
+  if (!known) {
+    r.graph = CudaGraph(stream_, [&] { step(slots, hooks, true); });
+    r.captured = now;
+  }
+  watch_.begin(stream_);
+  r.graph.launch(stream_);
+  watch_.end(stream_);
+  ++replayed_;
+  return true;
+}
+
+Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+                         const StepResult& out) {
+  const std::int64_t n = static_cast<std::int64_t>(slots.size());
+  std::vector<std::int32_t> position(slots.size());
+  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
+  decoding_ = true;
+  begin(tokens, position);
+  room<std::uint16_t>(rounded_, n * model_->config.heads * model_->config.head_dim);
+  const bool replayable = hooks.replayable() && n <= row_block;
+  if (!replayable || !replay(slots, hooks)) {
+    watch_.begin(stream_);
+    if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
+    watch_.end(stream_);
+    if (replayable) replays_[n].warm = state();
+  }
+  for (int slot : slots)
+    if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
+  if (!out.logits && out.likeliest.empty()) return Fit::ok;
+  std::vector<std::int32_t> likeliest(slots.size());
+  copy_memory(likeliest.data(), likeliest_.as<>(), likeliest.size() * sizeof(std::int32_t), stream_);
+  if (out.logits) logits_of(n, out.logits);
+  synchronize(stream_);
+  for (std::size_t r = 0; r < likeliest.size(); ++r)
+    if (likeliest[r] < 0) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
+  std::copy_n(likeliest.begin(), out.likeliest.size(), out.likeliest.begin());
+  return Fit::ok;
+}
+
+}  // namespace kvlab

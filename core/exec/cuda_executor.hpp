@@ -1,0 +1,118 @@
+// The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
+// goes through ops::attend_prompt, or, where that cannot, through the op of decode steps, each token a row that sees
+// nothing after itself; with a codec or cache-relative RoPE it reads a copy of the layer (CudaPromptPages). Where hooks
+// are replayable, the second decode step of a number of rows becomes a graph, which later steps launch: tokens, text
+// positions and slots lie in device memory, and the store's kernels take frames without the host.
+#pragma once
+#include <map>
+
+#include "base/cuda_graph.hpp"
+#include "base/cuda_stopwatch.hpp"
+#include "base/stream_memory.hpp"
+#include "exec/executor.hpp"
+#include "model/cuda_model.hpp"
+#include "ops/linear/linear_cuda.hpp"
+#include "store/cuda_store.hpp"
+
+namespace kvlab {
+
+class CudaExecutor final : public Executor {
+ public:
+  // Errc::unsupported for a model without weights on the device.
+  CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
+  static void check(const Model& model);  // all but the weights
+
+  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
+  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+             const StepResult& out) override;
+  std::int64_t replays() const override { return replayed_; }
+  double device_ms() const override { return watch_.ms(); }
+
+ private:
+  // What a graph was captured with; it is stale when this has changed.
+  struct State {
+    std::int64_t moves = -1, grown = -1, scratch = -1;
+    bool operator==(const State&) const = default;
+  };
+  struct Replay {
+    State warm, captured;  // of the latest step without a graph, of `graph`
+    CudaGraph graph;
+  };
+
+  template <class T>
+  T* room(StreamMemory& m, std::int64_t count);
+  State state() const;
+  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position);
+  void embed(std::int64_t rows);
+  void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
+  Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
+  bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
+  ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
+                          const StreamMemory& bias, float* y, std::int64_t y_stride) const;
+  bool fuses_norms(std::int64_t rows) const;
+  void add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave);
+  const void* normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left, ops::NormTaken& taken);
+  void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
+  void project(int layer, std::int64_t rows);
+  ops::RopeAppendArgs rope(int layer, std::int64_t rows);
+  Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
+  Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
+  // Queries and keys of the view's rows, by rank: of tokens that it holds, or (ahead) that come after it, all rows' in
+  // one slot where `slots` is null.
+  void turn(const PagedKv& kv, bool ahead);
+  PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
+  void attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
+  bool rounds(const PagedKv& kv) const;
+  bool rounds_queries(std::int64_t tokens) const;
+  void* rounded_queries(std::int64_t tokens);
+  static std::int64_t attention_rows(std::int64_t tokens);
+  // Returns the type of what attention_ holds then.
+  DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries, View<float, 2> sums);
+  void finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended);
+  void head(std::int64_t first_row, std::int64_t rows);
+  void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
+  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
+  View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
+  template <class Layer>
+  void show(Layer& info, std::int64_t rows) const;
+  std::int64_t rows_together() const;  // in a product
+  void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
+  bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
+  bool re_rotated() const { return store_.options().rope == RopeRegime::re_rotate; }
+  bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // not by text position
+
+  std::int64_t turned_width() const {
+    const ModelConfig& c = model_->config;
+    return relative() ? std::int64_t{c.heads + c.kv_heads} * c.head_dim : qkv_width();
+  }
+  std::int64_t qkv_width() const {
+    const ModelConfig& c = model_->config;
+    return std::int64_t{c.heads + 2 * c.kv_heads} * c.head_dim;
+  }
+
+  CudaStore& store_;
+  bool batch_invariant_, decoding_ = false;
+  const CudaModel& weights_;
+  Stream stream_;
+  StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
+  StreamMemory tokens_, position_;    // i32 [row]
+  StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
+                                      // attention_ of a prompt in the weights' dtype if nobody looks at it, and then
+                                      // perhaps its rounded queries
+  StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
+  StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim] if by_rank(); re_rotate: as qkv_
+  StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
+  StreamMemory squares_;              // f32 [row, hidden / norm_piece], beside norms that a product left in normed_
+  StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
+  StreamMemory likeliest_;            // i32 [row]
+  StreamMemory nonfinite_;  // i32 [row]: marks of the rows' layers, 0 between calls; of a prompt the first one
+  StreamMemory mass_, sums_, logits_;  // f32
+  StreamMemory copy_, copy_table_;     // of one layer, for prompts
+  PageLayout copy_layout_;
+  std::int64_t grown_ = 0;                  // times that one of these moved
+  std::map<std::int64_t, Replay> replays_;  // by rows
+  std::int64_t replayed_ = 0;
+  CudaStopwatch watch_;
+};
+
+}  // namespace kvlab

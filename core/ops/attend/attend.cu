@@ -1,0 +1,164 @@
+// Attention of decode steps over pages of plain bf16 or f16 rows (attend_kernel.cuh): launches, and the mass output.
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "base/scratch.cuh"
+#include "base/tensor_map.hpp"
+#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend_kernel.cuh"
+#include "ops/linear/linear_cuda.hpp"
+#include "ops/page/ranks.cuh"
+
+namespace kvlab::ops {
+using namespace cuda;
+using decode::Args;
+using decode::max_pairs;
+namespace {
+
+// mass holds scores times log2(e), -inf where nothing was attended.
+__global__ void mass_kernel(float* mass, std::int64_t mass_row, std::int64_t mass_head, int tokens, const float* lse,
+                            std::int64_t lse_row) {
+  const int head = blockIdx.y, row = blockIdx.z;
+  const float shift = lse[row * lse_row + head] * log2e;
+  float* x = mass + row * mass_row + head * mass_head;
+  for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < tokens; t += gridDim.x * blockDim.x)
+    x[t] = x[t] == -INFINITY ? 0.f : exp2_fast(x[t] - shift);
+}
+
+__global__ void fill_kernel(float* out, std::int64_t row, std::int64_t head, int tokens, float value) {
+  float* x = out + blockIdx.z * row + blockIdx.y * head;
+  for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < tokens; t += gridDim.x * blockDim.x) x[t] = value;
+}
+
+template <class T>
+void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t stream) {
+  const bool wide = a.group > 8;
+  switch (dim) {
+    case 64:
+      return wide ? decode::launch<T, 64, 2, false>(a, map, stream) : decode::launch<T, 64, 1, false>(a, map, stream);
+    case 96:
+      return wide ? decode::launch<T, 96, 2, false>(a, map, stream) : decode::launch<T, 96, 1, false>(a, map, stream);
+    case 128:
+      return wide ? decode::launch<T, 128, 2, false>(a, map, stream) : decode::launch<T, 128, 1, false>(a, map, stream);
+    default:
+      return wide ? decode::launch<T, 256, 2, false>(a, map, stream) : decode::launch<T, 256, 1, false>(a, map, stream);
+  }
+}
+
+void round_output(const AttendArgs& in, void* handle) {
+  NormArgs a;
+  a.x = in.out.data;
+  a.rows = in.kv.rows, a.n = in.out.extent[1] * in.out.extent[2], a.x_stride = in.out.stride[0];
+  a.dtype = in.kv.layouts[0].dtype;
+  a.out = in.rounded;
+  a.out_stride = a.n;
+  rms_norm_cuda(a, handle);
+}
+
+}  // namespace
+
+// Nothing past what the cache names is ever asked for.
+const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, bool>, CUtensorMap> maps;
+  const std::lock_guard lock(mutex);
+  const auto key = std::make_tuple(base, box_rows, half);
+  if (const auto found = maps.find(key); found != maps.end()) return found->second;
+  return maps.emplace(key, cuda::matrix_map(base, half, 0x7fffffff, 64, 64, box_rows)).first->second;
+}
+
+bool attend_pipelined(const AttendArgs& in) {
+  const PagedKv& kv = in.kv;
+  const int dim = kv.head_dim, p = kv.page_size, group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
+  const CodecSpec codec = kv.layouts[0].codec;
+  const DType dtype = kv.layouts[0].dtype;
+  return !in.tokens && codec.k.bits == 0 && codec.v.bits == 0 && (dtype == DType::bf16 || dtype == DType::f16) &&
+         (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
+         (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 &&
+         (kv.rope != RopeRegime::cache_relative || dim % 64 == 0) && kv.kv_heads <= max_pairs;
+}
+
+void attend_cuda(const AttendArgs& in, void* handle) {
+  if (in.pages && in.tokens)
+    throw Error(Errc::internal, "got a list of pages and a list of tokens, wanted one of the two", "op attend");
+  if (!attend_pipelined(in)) {
+    attend_any_cuda(in, handle);
+    if (in.rounded) round_output(in, handle);
+    return;
+  }
+  const PagedKv& kv = in.kv;
+  const cudaStream_t stream = cuda::stream_of(handle);
+  const PageLayout& l = kv.layouts[0];
+  const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
+  const int row_bytes = dim * 2;
+  const bool half = l.dtype == DType::f16;
+  Args a = {};
+  a.table = kv.table.data;
+  a.table_slot = kv.table.stride[0], a.table_head = kv.table.stride[1];
+  a.length = kv.length.data;
+  a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
+  a.query_row = in.queries.stride[0], a.query_head = in.queries.stride[1];
+  a.out_row = in.out.stride[0], a.out_head = in.out.stride[1];
+  a.base = kv.base;
+  a.positions = l.positions;
+  a.kv_heads = kv.kv_heads;
+  a.group = heads / kv.kv_heads;
+  a.page_size = kv.page_size;
+  a.window = in.window;
+  a.value_rows = static_cast<int>((l.v - l.k) / 128);
+  a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
+  const std::size_t partials = std::size_t(cuda::multiprocessors()) * 2 * 16 * (256 + 2) * sizeof(float);
+  a.partial = static_cast<float*>(cuda::kept(handle, "attend partial", partials));
+  a.arrived = static_cast<int*>(cuda::zeroed(handle, "attend arrived", max_pairs * sizeof(int)));
+  View<float, 2> lse = in.lse;
+  if (in.mass && !lse)
+    lse = View<float, 2>::dense(
+        static_cast<float*>(cuda::fixed_scratch(handle, "attend lse", std::size_t(kv.rows) * heads * 4)),
+        {kv.rows, heads});
+  const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
+  const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
+  if (in.mass && kv.rows > 0)
+    fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
+  a.joint =
+      kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
+  const CUtensorMap& map =
+      unit_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
+  const bool turn = kv.rope == RopeRegime::cache_relative;
+  const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), handle) : nullptr;
+  if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
+  a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
+  const int at_once = max_pairs / kv.kv_heads;
+  for (int begin = 0; begin < kv.rows; begin += at_once) {
+    a.rows = std::min(at_once, kv.rows - begin);
+    a.slots = kv.slots + begin;
+    a.queries = in.queries.data + begin * a.query_row;
+    a.out = in.out.data + begin * a.out_row;
+    if (in.rounded) a.rounded = static_cast<std::byte*>(in.rounded) + std::int64_t{begin} * heads * row_bytes;
+    a.last = in.last ? in.last + begin : nullptr;
+    if (lse) a.lse = lse.data + begin * lse.stride[0], a.lse_row = lse.stride[0];
+    if (in.mass)
+      a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
+      a.mass_head = in.mass.stride[1];
+    if (in.pages) {
+      const PageList& list = *in.pages;
+      a.list = list.index.data + begin * list.index.stride[0];
+      a.list_row = list.index.stride[0], a.list_head = list.index.stride[1];
+      a.list_count = list.count.data + begin * list.count.stride[0];
+      a.count_row = list.count.stride[0], a.count_head = list.count.stride[1];
+    }
+    if (turn) {
+      a.rank = ranks + std::int64_t{begin} * kv.kv_heads * a.rank_room;
+      decode::launch_turned(a, dim, half, map, stream);
+    } else {
+      half ? launch_dim<__half>(a, dim, map, stream) : launch_dim<__nv_bfloat16>(a, dim, map, stream);
+    }
+  }
+  if (in.mass && kv.rows > 0) {
+    mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, lse.data,
+                                               lse.stride[0]);
+    cuda::check_launch("attend mass");
+  }
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,329 @@
+// What a warp of attend_any.cu does with a batch of 32 tokens. Keys: four lanes share a token, each with every fourth
+// chunk of its row, and make four tokens' scores at once, so that queries are loaded from shared memory once for four.
+// Softmax: a lane owns a token, and with it the scale and zero of its codes. Values: a lane owns a chunk of head_dim.
+#pragma once
+#include "ops/attend/attend_unit.cuh"
+#include "ops/page/paged.cuh"
+
+namespace kvlab::ops::decode_any {
+
+using namespace cuda;
+constexpr int warps = 4, threads = warps * 32, batch = 32, sets = 4;  // tokens of a warp, and of four lanes
+constexpr int chunk_elements = 8, most_dim = 256;
+
+enum class Elements { codes, half, bfloat, single };
+
+struct Args {
+  DeviceKv kv;
+  View<const float, 3> queries;
+  View<const std::int32_t, 3> list;        // of pages, or of tokens where entry_tokens is 1
+  View<const std::int32_t, 2> list_count;  // null = no list
+  View<float, 3> out, mass;
+  View<float, 2> lse;
+  const std::int32_t* last;
+  const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
+  float2* softmax;           // [row, query head, part] maximum, in units of log2, and sum
+  float* part_out;           // [row, query head, part, head_dim], not yet divided
+  float* shift;              // [row, query head] lse in units of log2
+  Elements keys, values;
+  int room, window, group, head_sets, part_tokens, parts;
+  int entry_tokens;  // of the list
+  float scale;       // times log2(e), and RoPE's scale where keys are turned
+};
+
+// Places that the parts divide: of the listed pages or tokens, or of all.
+__device__ int places(const Args& a, int row, int kv_head) {
+  if (!a.list_count.data) return a.kv.tokens(row, kv_head);
+  const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
+  return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
+}
+
+template <int Words>
+__device__ __forceinline__ void load(const std::byte* from, unsigned (&to)[Words]) {
+  if constexpr (Words == 1) {
+    to[0] = *reinterpret_cast<const unsigned*>(from);
+  } else if constexpr (Words == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < Words / 4; ++i) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i];
+      to[4 * i] = x.x, to[4 * i + 1] = x.y, to[4 * i + 2] = x.z, to[4 * i + 3] = x.w;
+    }
+  }
+}
+
+// Elements of one load; codes as they are.
+template <class T, int Words>
+__device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to) {
+#pragma unroll
+  for (int i = 0; i < Words; ++i) {
+    if constexpr (std::is_same_v<T, std::uint8_t>) {
+#pragma unroll
+      for (int b = 0; b < 4; ++b)  // 2^23 + code
+        to[4 * i + b] = __uint_as_float(__byte_perm(from[i], 0x4b000000u, 0x7440u + b)) - 8388608.f;
+    } else if constexpr (std::is_same_v<T, float>) {
+      to[i] = __uint_as_float(from[i]);
+    } else {
+      Pair<T>::unpack(from[i], to[2 * i], to[2 * i + 1]);
+    }
+  }
+}
+
+// What a lane knows about its token: offsets of its rows from the tier's base, -1 where nothing is attended to.
+struct Token {
+  std::int64_t key = -1, value = -1;
+  float2 key_code = {1, 0}, value_code = {1, 0};  // x = code * .x + .y
+  int place = 0, rank = 0;
+};
+// In a batch, token x belongs to this lane: the four lanes that score tokens g, g + 8, .. own one of them each.
+__device__ __forceinline__ int owner_of(int x) { return 4 * (x % 8) + x / 8; }
+
+__device__ float2 code_of(const std::byte* side, int offset) {
+  const __half* code = reinterpret_cast<const __half*>(side) + 2 * offset;
+  return make_float2(__half2float(code[0]), __half2float(code[1]));
+}
+
+// Where a token lies; -1: no such token. Looked up a batch ahead.
+struct Place {
+  int t = -1, offset = 0;
+  std::int32_t frame = 0;
+};
+__device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head, int x, int end) {
+  Place place;
+  if (x >= end) return place;
+  const int p = a.kv.page_size;
+  int t = x;
+  if (a.list_count.data) {
+    const int number = x / a.entry_tokens;
+    t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
+  }
+  if (static_cast<unsigned>(t) >= static_cast<unsigned>(a.kv.tokens(row, kv_head))) return place;
+  const int page = t / p;
+  place.t = t, place.offset = t - page * p, place.frame = a.kv.entry(row, kv_head, page).frame;
+  return place;
+}
+
+__device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, const Place& place) {
+  Token token;
+  if (place.t < 0) return token;
+  const PageLayout& l = a.kv.layouts[0];
+  const int offset = place.offset;
+  const std::int64_t frame = std::int64_t(place.frame) * granule_bytes;
+  const std::byte* at = a.kv.kv.base + frame;
+  if (a.window > 0 && reinterpret_cast<const std::int32_t*>(at + l.positions)[offset] <= a.last[row] - a.window)
+    return token;
+  const auto bytes = [](Elements e) { return e == Elements::codes ? 1 : e == Elements::single ? 4 : 2; };
+  token.key = frame + l.k + std::int64_t(offset) * a.kv.head_dim * bytes(a.keys);
+  token.value = frame + l.v + std::int64_t(offset) * a.kv.head_dim * bytes(a.values);
+  if (a.keys == Elements::codes) token.key_code = code_of(at + l.k_meta, offset);
+  if (a.values == Elements::codes) token.value_code = code_of(at + l.v_meta, offset);
+  token.place = place.t;
+  if (a.rank) token.rank = a.rank[(std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room + place.t];
+  return token;
+}
+
+template <int Heads>
+struct Queries {
+  float4 x[Heads][most_dim / 4];
+  float sum[Heads];
+  float2 turns[most_dim / 2];
+};
+
+// s += products of eight elements, of them four at query vector `low` and four at `high`, with the queries.
+template <int Heads>
+__device__ __forceinline__ void multiply(const float (&x)[sets][8], const Queries<Heads>& q, int low, int high,
+                                         float (&s)[Heads][sets]) {
+#pragma unroll
+  for (int h = 0; h < Heads; ++h) {
+    const float4 q0 = q.x[h][low], q1 = q.x[h][high];
+#pragma unroll
+    for (int u = 0; u < sets; ++u) {
+      float sum = s[h][u];
+      sum = fmaf(x[u][0], q0.x, sum), sum = fmaf(x[u][1], q0.y, sum);
+      sum = fmaf(x[u][2], q0.z, sum), sum = fmaf(x[u][3], q0.w, sum);
+      sum = fmaf(x[u][4], q1.x, sum), sum = fmaf(x[u][5], q1.y, sum);
+      sum = fmaf(x[u][6], q1.z, sum), sum = fmaf(x[u][7], q1.w, sum);
+      s[h][u] = sum;
+    }
+  }
+}
+
+// A lane's share of the scores of tokens g, g + 8, g + 16, g + 24, g = lane / 4.
+template <class T, int Heads>
+__device__ __forceinline__ void score(const Args& a, const Token& own, const Queries<Heads>& q,
+                                      float (&s)[Heads][sets]) {
+  constexpr int words = chunk_elements * sizeof(T) / 4, ahead = 4 / sizeof(T);
+  const int lane = threadIdx.x % 32, chunks = a.kv.head_dim / chunk_elements;
+  std::int64_t row[sets];
+#pragma unroll
+  for (int u = 0; u < sets; ++u) row[u] = __shfl_sync(~0u, own.key, (lane & ~3) + u);
+  for (int first = lane % 4; first < chunks; first += 4 * ahead) {
+    unsigned raw[ahead][sets][words] = {};
+#pragma unroll
+    for (int i = 0; i < ahead; ++i)
+#pragma unroll
+      for (int u = 0; u < sets; ++u)
+        if (row[u] >= 0 && first + 4 * i < chunks) load(a.kv.kv.base + row[u] + (first + 4 * i) * words * 4, raw[i][u]);
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int chunk = first + 4 * i;
+      if (chunk >= chunks) continue;
+      float x[sets][8];
+#pragma unroll
+      for (int u = 0; u < sets; ++u) unpack<T>(raw[i][u], x[u]);
+      multiply(x, q, 2 * chunk, 2 * chunk + 1, s);
+    }
+  }
+}
+
+// The same of keys that RoPE has yet to turn: four pairs (i, i + head_dim / 2) at a time.
+template <class T, int Heads>
+__device__ __forceinline__ void score_turned(const Args& a, const Token& own, const Queries<Heads>& q,
+                                             float (&s)[Heads][sets]) {
+  constexpr int words = sizeof(T);
+  const int lane = threadIdx.x % 32, half = a.kv.head_dim / 8;  // in loads of four elements
+  std::int64_t row[sets];
+  float rank[sets];
+  float2 code[sets];
+#pragma unroll
+  for (int u = 0; u < sets; ++u) {
+    const int owner = (lane & ~3) + u;
+    row[u] = __shfl_sync(~0u, own.key, owner);
+    rank[u] = static_cast<float>(__shfl_sync(~0u, own.rank, owner));
+    code[u] = {__shfl_sync(~0u, own.key_code.x, owner), __shfl_sync(~0u, own.key_code.y, owner)};
+  }
+  for (int i = lane % 4; i < half; i += 4) {
+    unsigned low[sets][words] = {}, high[sets][words] = {};
+#pragma unroll
+    for (int u = 0; u < sets; ++u)
+      if (row[u] >= 0) {
+        load(a.kv.kv.base + row[u] + i * words * 4, low[u]);
+        load(a.kv.kv.base + row[u] + (half + i) * words * 4, high[u]);
+      }
+    float x[sets][8];
+#pragma unroll
+    for (int u = 0; u < sets; ++u) {
+      unpack<T>(low[u], x[u]), unpack<T>(high[u], x[u] + 4);
+      if constexpr (std::is_same_v<T, std::uint8_t>)
+#pragma unroll
+        for (float& e : x[u]) e = fmaf(e, code[u].x, code[u].y);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 turn = q.turns[4 * i + e];
+#pragma unroll
+      for (int u = 0; u < sets; ++u) {
+        const float most = __fmul_rn(rank[u], turn.x), rest = fmaf(rank[u], turn.x, -most) + rank[u] * turn.y;
+        const float angle = 6.283185307f * ((most - rintf(most)) + rest);
+        const float c = __cosf(angle), n = __sinf(angle), k0 = x[u][e], k1 = x[u][4 + e];
+        x[u][e] = k0 * c - k1 * n, x[u][4 + e] = k1 * c + k0 * n;
+      }
+    }
+    multiply(x, q, i, half + i, s);
+  }
+}
+
+template <int Heads>
+__device__ __forceinline__ void load_shares(const float* shares, int x, float (&to)[Heads]) {
+  if constexpr (Heads % 4) {
+#pragma unroll
+    for (int h = 0; h < Heads; ++h) to[h] = shares[x * Heads + h];
+  } else {
+#pragma unroll
+    for (int v = 0; v < Heads / 4; ++v) {
+      const float4 s = reinterpret_cast<const float4*>(shares)[x * (Heads / 4) + v];
+      to[4 * v] = s.x, to[4 * v + 1] = s.y, to[4 * v + 2] = s.z, to[4 * v + 3] = s.w;
+    }
+  }
+}
+
+// o += shares times values; a lane holds elements of chunk lane % lanes, of every (32 / lanes)-th token.
+template <class T, int Heads>
+__device__ __forceinline__ void add_values(const Args& a, const Token& own, int tokens, int lanes, const float* shares,
+                                           float (&o)[Heads][8]) {
+  constexpr int words = chunk_elements * sizeof(T) / 4, ahead = sizeof(T) == 4 ? 4 : 8;
+  const int lane = threadIdx.x % 32, each = 32 / lanes, chunk = lane % lanes;
+  const bool idle = chunk * chunk_elements >= a.kv.head_dim;
+  for (int first = 0; first * each < tokens; first += ahead) {
+    unsigned raw[ahead][words] = {};
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int x = (first + i) * each + lane / lanes;
+      const std::int64_t row = __shfl_sync(~0u, own.value, owner_of(x % batch));
+      if (row >= 0 && x < batch && !idle) load(a.kv.kv.base + row + chunk * words * 4, raw[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < ahead; ++i) {
+      const int x = (first + i) * each + lane / lanes;
+      if (x >= batch) continue;
+      float value[8], share[Heads];
+      load_shares(shares, x, share);
+      unpack<T>(raw[i], value);
+#pragma unroll
+      for (int h = 0; h < Heads; ++h) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) o[h][e] = fmaf(share[h], value[e], o[h][e]);
+      }
+    }
+  }
+}
+
+// f(T{}) with the elements' type.
+template <class F>
+__device__ __forceinline__ void with_type(Elements elements, const F& f) {
+  switch (elements) {
+    case Elements::codes: return f(std::uint8_t{});
+    case Elements::half: return f(__half{});
+    case Elements::bfloat: return f(__nv_bfloat16{});
+    default: return f(float{});
+  }
+}
+
+__device__ __forceinline__ float warp_sum(float x, int from = 1) {
+  for (int m = from; m < 32; m *= 2) x += __shfl_xor_sync(~0u, x, m);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+  for (int m = 1; m < 32; m *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, m));
+  return x;
+}
+
+// A warp's running softmax. Sums are a lane's own.
+template <int Heads>
+struct Running {
+  float high[Heads], sum[Heads], zero[Heads], o[Heads][8];  // zero: what the values' zeros add to every element
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int h = 0; h < Heads; ++h) {
+      high[h] = -INFINITY, sum[h] = zero[h] = 0;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) o[h][e] = 0;
+    }
+  }
+  // s: the lane's token's scores, -inf where there is none. Leaves what its value's codes are to be multiplied by.
+  __device__ __forceinline__ void soften(float (&s)[Heads], const float2& code) {
+    bool rises = false;
+#pragma unroll
+    for (int h = 0; h < Heads; ++h) rises |= s[h] > high[h];
+    if (__any_sync(~0u, rises)) {
+#pragma unroll
+      for (int h = 0; h < Heads; ++h) {
+        const float fresh = fmaxf(high[h], warp_max(s[h]));
+        const float shrink = high[h] == -INFINITY ? 0.f : exp2_fast(high[h] - fresh);
+        high[h] = fresh, sum[h] *= shrink, zero[h] *= shrink;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) o[h][e] *= shrink;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < Heads; ++h) {
+      const float share = exp2_fast(s[h] - (high[h] == -INFINITY ? 0.f : high[h]));
+      sum[h] += share, zero[h] = fmaf(share, code.y, zero[h]), s[h] = share * code.x;
+    }
+  }
+};
+
+}  // namespace kvlab::ops::decode_any

@@ -1,0 +1,166 @@
+// A prompt's attention by cuDNN: it takes 16-bit queries and keys and values in rows, so queries are rounded, unless
+// that is done, and pages gathered, which is a hundredth of the work. Lengths come from device memory; plans are made
+// for rounded ones.
+#include <algorithm>
+#include <atomic>
+#include <new>
+
+#include "base/cuda_warn.hpp"
+#include "base/scratch.cuh"
+#include "ops/attend/attend_prompt_cuda.hpp"
+#include "ops/attend/attend_unit.cuh"
+#include "ops/attend/cudnn_attention.hpp"
+#include "ops/linear/linear_cuda.hpp"
+
+namespace kvlab::ops {
+using namespace cuda;
+namespace {
+
+constexpr int threads = 256, vector_bytes = 16;
+
+struct Gather {
+  const PageEntry* table;
+  std::int64_t table_head;
+  const std::int32_t* length;  // of the first row
+  std::int64_t length_head;
+  const std::int32_t* slots;
+  std::int64_t length_slot, table_slot;
+  const std::byte* base;
+  std::int64_t keys, values;  // offsets in a frame
+  int rows, page_size, row_bytes, room;
+  std::byte *to_keys, *to_values;  // [kv_head, room, row_bytes]; zero after the last token
+  std::int32_t *query_tokens, *key_tokens;
+};
+
+__global__ void __launch_bounds__(threads) gather_kernel(const __grid_constant__ Gather a) {
+  const int head = blockIdx.y, each = a.row_bytes / vector_bytes, i = blockIdx.x * threads + threadIdx.x;
+  const int token = i / each, piece = i % each;
+  const int total = a.length[a.slots[0] * a.length_slot + head * a.length_head] + a.rows - 1;
+  if (i == 0) a.query_tokens[head] = a.rows, a.key_tokens[head] = total;
+  if (token >= a.room) return;
+  uint4 key = make_uint4(0, 0, 0, 0), value = key;
+  if (token < total) {
+    const PageEntry& e = a.table[a.slots[0] * a.table_slot + head * a.table_head + token / a.page_size];
+    const std::byte* row = a.base + std::int64_t{e.frame} * granule_bytes +
+                           std::int64_t{token % a.page_size} * a.row_bytes + piece * vector_bytes;
+    key = *reinterpret_cast<const uint4*>(row + a.keys);
+    value = *reinterpret_cast<const uint4*>(row + a.values);
+  }
+  const std::int64_t to = (std::int64_t{head} * a.room + token) * a.row_bytes + piece * vector_bytes;
+  *reinterpret_cast<uint4*>(a.to_keys + to) = key;
+  *reinterpret_cast<uint4*>(a.to_values + to) = value;
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads) widen_kernel(const T* from, int heads, int dim, View<float, 3> out) {
+  const std::int64_t i = 4 * (std::int64_t{blockIdx.x} * threads + threadIdx.x);
+  const std::int64_t row = i / (heads * dim);
+  if (row >= out.extent[0]) return;
+  const int head = static_cast<int>(i % (heads * dim)) / dim, at = static_cast<int>(i % dim);
+  const uint2 x = *reinterpret_cast<const uint2*>(from + i);
+  float4 y;
+  Pair<T>::unpack(x.x, y.x, y.y);
+  Pair<T>::unpack(x.y, y.z, y.w);
+  *reinterpret_cast<float4*>(out.data + row * out.stride[0] + head * out.stride[1] + at) = y;
+}
+
+unsigned blocks_of(std::int64_t work) { return static_cast<unsigned>((work + threads - 1) / threads); }
+
+void gather(const PagedKv& kv, int room, void* keys, void* values, std::int32_t* lengths, void* stream) {
+  const PageLayout& l = kv.layouts[0];
+  Gather g;
+  g.table = kv.table.data;
+  g.table_slot = kv.table.stride[0], g.table_head = kv.table.stride[1];
+  g.length = kv.length.data;
+  g.length_slot = kv.length.stride[0], g.length_head = kv.length.stride[1];
+  g.slots = kv.slots;
+  g.base = kv.base;
+  g.keys = l.k, g.values = l.v;
+  g.rows = kv.rows, g.page_size = kv.page_size, g.row_bytes = kv.head_dim * 2, g.room = room;
+  g.to_keys = static_cast<std::byte*>(keys), g.to_values = static_cast<std::byte*>(values);
+  g.query_tokens = lengths, g.key_tokens = lengths + kv.kv_heads;
+  const dim3 grid(blocks_of(std::int64_t{room} * g.row_bytes / vector_bytes), static_cast<unsigned>(kv.kv_heads));
+  gather_kernel<<<grid, threads, 0, stream_of(stream)>>>(g);
+  check_launch("attend_prompt gather");
+}
+
+void widen(const void* from, DType dtype, int dim, const View<float, 3>& out, void* stream) {
+  const int heads = static_cast<int>(out.extent[1]);
+  const auto go = [&]<class T>(const T* x) {
+    const auto kernel = widen_kernel<T>;
+    kernel<<<blocks_of(out.extent[0] * heads * dim / 4), threads, 0, stream_of(stream)>>>(x, heads, dim, out);
+  };
+  dtype == DType::f16 ? go(static_cast<const __half*>(from)) : go(static_cast<const __nv_bfloat16*>(from));
+  check_launch("attend_prompt widen");
+}
+
+std::atomic<std::int64_t> chunks = 0;
+
+// Who has turned cuDNN off knows it.
+void warn_missing() {
+  const LibraryState& cudnn = cudnn_state();
+  if (cudnn.there || cudnn.off) return;
+  cuda::warn("long prompts take 1.2 to 1.7 times as long without cuDNN (" + cudnn.text + ")");
+}
+
+bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
+  const PagedKv& kv = in.kv;
+  const int heads = static_cast<int>(in.queries.extent[1]), dim = kv.head_dim;
+  CudnnShape s;
+  s.dtype = kv.layouts[0].dtype;
+  s.kv_heads = kv.kv_heads, s.group = heads / kv.kv_heads, s.head_dim = dim;
+  s.queries = prompt_room(kv.rows), s.keys = prompt_room(in.longest);
+  s.exact = in.longest == kv.rows && s.queries == kv.rows;
+  s.stats = lse != nullptr;
+  s.scale = scale;
+  const CudnnPlan* plan = cudnn_plan(s);
+  if (!plan) {
+    warn_missing();
+    return false;
+  }
+
+  const auto scratch = [&](const char* tag, std::int64_t bytes) {
+    return fixed_scratch(stream, tag, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 256)));
+  };
+  const std::int64_t query_bytes = std::int64_t{s.queries} * heads * dim * 2,
+                     key_bytes = std::int64_t{kv.kv_heads} * s.keys * dim * 2;
+  void *keys = scratch("cudnn keys", key_bytes), *values = scratch("cudnn values", key_bytes);
+  auto* lengths = static_cast<std::int32_t*>(scratch("cudnn lengths", 8 * kv.kv_heads));
+  CudnnData d;
+  d.queries = in.rounded_queries, d.keys = keys, d.values = values;
+  d.query_tokens = lengths, d.key_tokens = lengths + kv.kv_heads;
+  d.out = in.rounded ? in.rounded : scratch("cudnn out", query_bytes);
+  if (lse) d.stats = static_cast<float*>(scratch("cudnn stats", std::int64_t{heads} * s.queries * 4));
+  void* workspace = scratch("cudnn workspace", plan->workspace_bytes());
+
+  if (!d.queries) {
+    NormArgs round;
+    round.x = in.queries.data;
+    round.rows = kv.rows, round.n = std::int64_t{heads} * dim, round.x_stride = in.queries.stride[0];
+    round.dtype = s.dtype;
+    round.out = scratch("cudnn queries", query_bytes), round.out_stride = round.n;
+    rms_norm_cuda(round, stream);
+    d.queries = round.out;
+  }
+  gather(kv, s.keys, keys, values, lengths, stream);
+  if (!plan->run(d, workspace, stream)) return false;
+  ++chunks;
+  if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
+  if (lse) *lse = {d.stats, 1, s.queries, log2e};
+  return true;
+}
+
+}  // namespace
+
+std::int64_t cudnn_chunks() { return chunks; }
+
+bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, void* stream) try {
+  if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < prompt_cudnn_rows) ||
+      in.queries.stride[1] != in.kv.head_dim)
+    return false;
+  return run(in, scale, lse, stream);
+} catch (const std::bad_alloc&) {  // no room for the copies; our own kernel needs none
+  return false;
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,67 @@
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "ops/attend/attend.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/reference.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
+  const PagedKv& kv = a.kv;
+  const int group = static_cast<int>(a.queries.extent[1]) / kv.kv_heads, head = query_head / group;
+  const int tokens = kv.tokens(row, head), dim = kv.head_dim;
+  std::vector<float> keys(std::size_t(tokens) * dim), values(keys.size());
+  std::vector<std::int32_t> position(tokens);
+  std::vector<char> seen(tokens, 1);
+  gather_rows_reference(kv, row, head, KvSide::key, tokens, keys.data());
+  gather_rows_reference(kv, row, head, KvSide::value, tokens, values.data());
+  token_positions_reference(kv, row, head, tokens, position.data());
+  if (a.pages) {
+    seen.assign(tokens, 0);
+    for (int i = 0; i < a.pages->count(row, head); ++i)
+      for (int t = 0; t < kv.page_size; ++t) {
+        const int place = a.pages->index(row, head, i) * kv.page_size + t;
+        if (place < tokens) seen[place] = 1;
+      }
+  }
+  if (a.tokens) {
+    seen.assign(tokens, 0);
+    for (int i = 0; i < a.tokens->count(row, head); ++i) seen[a.tokens->index(row, head, i)] = 1;
+  }
+  if (a.window > 0)
+    for (int t = 0; t < tokens; ++t)
+      if (position[t] <= a.last[row] - a.window) seen[t] = 0;
+
+  std::vector<double> weight(tokens, 0), out(dim, 0);
+  double maximum = -std::numeric_limits<double>::infinity(), total = 0;
+  for (int t = 0; t < tokens; ++t) {
+    for (int d = 0; d < dim; ++d)
+      weight[t] += static_cast<double>(a.queries(row, query_head, d)) * keys[std::size_t(t) * dim + d];
+    weight[t] *= scale;
+    if (seen[t] && weight[t] > maximum) maximum = weight[t];
+  }
+  for (int t = 0; t < tokens; ++t) {
+    weight[t] = seen[t] ? std::exp(weight[t] - maximum) : 0;
+    total += weight[t];
+    for (int d = 0; d < dim; ++d) out[d] += weight[t] * values[std::size_t(t) * dim + d];
+  }
+  for (int d = 0; d < dim; ++d) a.out(row, query_head, d) = static_cast<float>(total != 0 ? out[d] / total : 0);
+  if (a.lse) a.lse(row, query_head) = static_cast<float>(total != 0 ? maximum + std::log(total) : maximum);
+  if (a.mass)
+    for (int t = 0; t < a.mass.extent[2]; ++t)
+      a.mass(row, query_head, t) = static_cast<float>(t < tokens && total != 0 ? weight[t] / total : 0);
+}
+
+}  // namespace
+
+void attend_reference(const AttendArgs& a) {
+  check_kv(a.kv, "attend_reference");
+  const double scale = a.softmax_scale > 0 ? a.softmax_scale : 1 / std::sqrt(static_cast<double>(a.kv.head_dim));
+  for (int r = 0; r < a.kv.rows; ++r)
+    for (int q = 0; q < a.queries.extent[1]; ++q) attend_head(a, r, q, scale);
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,307 @@
+#include "ops/page/paged.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "base/half.hpp"
+#include "ops/page/check.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+int bits_of(const PageLayout& l, KvSide side) { return side == KvSide::key ? l.codec.k.bits : l.codec.v.bits; }
+
+std::int64_t element_bytes(int bits, DType dtype) {
+  return bits ? bits / 8 : static_cast<std::int64_t>(size_of(dtype));
+}
+
+std::int64_t row_bytes(const PageLayout& l, KvSide side) {
+  return l.head_dim * element_bytes(bits_of(l, side), l.dtype);
+}
+
+std::int64_t row_offset(const PageLayout& l, KvSide side, int offset) {
+  return (side == KvSide::key ? l.k : l.v) + offset * row_bytes(l, side);
+}
+
+std::int64_t meta_offset(const PageLayout& l, KvSide side, int offset) {
+  return (side == KvSide::key ? l.k_meta : l.v_meta) + std::int64_t{offset} * 4;
+}
+
+// Nearest even, for |x| < 2^22, without a call.
+float round_even(float x) { return (x + 12582912.f) - 12582912.f; }
+
+void encode_u8(const float* x, int dim, std::uint8_t* codes, std::uint16_t* meta) {
+  float lo = x[0], hi = x[0];
+  for (int d = 1; d < dim; ++d) {
+    lo = std::min(lo, x[d]);
+    hi = std::max(hi, x[d]);
+  }
+  constexpr float most = 65504.f;  // keeps scale and zero finite in f16
+  meta[0] = float_to_half(std::min((hi - lo) / 255.f, most));
+  meta[1] = float_to_half(std::clamp(lo, -most, most));
+  const float scale = half_to_float(meta[0]), zero = half_to_float(meta[1]);
+  if (!(scale > 0)) {
+    std::memset(codes, 0, dim);
+    return;
+  }
+  for (int d = 0; d < dim; ++d) {
+    const float c = std::min(std::max((x[d] - zero) / scale, 0.f), 255.f);
+    codes[d] = static_cast<std::uint8_t>(static_cast<int>(round_even(c)));
+  }
+}
+
+void encode(const float* x, int dim, int bits, DType dtype, std::byte* row, std::byte* meta) {
+  if (bits) {
+    std::uint16_t m[2];
+    encode_u8(x, dim, reinterpret_cast<std::uint8_t*>(row), m);
+    std::memcpy(meta, m, 4);
+  } else if (dtype == DType::f32) {
+    std::memcpy(row, x, dim * sizeof(float));
+  } else if (dtype == DType::f16) {
+    auto* to = reinterpret_cast<std::uint16_t*>(row);
+    for (int d = 0; d < dim; ++d) to[d] = float_to_half(x[d]);
+  } else {
+    auto* to = reinterpret_cast<bf16*>(row);
+    for (int d = 0; d < dim; ++d) to[d] = bf16(x[d]);
+  }
+}
+
+void write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x) {
+  encode(x, l.head_dim, bits_of(l, side), l.dtype, frame + row_offset(l, side, offset),
+         frame + meta_offset(l, side, offset));
+}
+
+// The bits of the nearest value of a 16-bit dtype that is not above (below) x: a bound stays a bound.
+std::uint16_t toward(float x, float limit, DType dtype) {
+  const bool half = dtype == DType::f16;
+  std::uint16_t bits = half ? float_to_half(x) : bf16(x).bits;
+  bf16 b;
+  b.bits = bits;
+  const float y = half ? half_to_float(bits) : static_cast<float>(b);
+  if ((limit < 0 && y > x) || (limit > 0 && y < x)) {
+    const bool larger_magnitude = (limit > 0) == (x > 0);
+    bits = static_cast<std::uint16_t>(larger_magnitude ? bits + 1 : bits - 1);
+  }
+  return bits;
+}
+
+}  // namespace
+
+PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns) {
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
+    fail(Errc::unsupported, "make_layout",
+         std::string("got a cache of ") + name_of(dtype) + ", wanted f32, bf16 or f16");
+  for (const int bits : {codec.k.bits, codec.v.bits})
+    if (bits != 0 && bits != 8)
+      fail(Errc::unsupported, "make_layout", "got a codec of " + std::to_string(bits) + " bits, wanted 0 or 8");
+  if (page_size < 1 || page_size > std::numeric_limits<std::uint16_t>::max())
+    fail(Errc::unsupported, "make_layout", "got pages of " + std::to_string(page_size) + " tokens, wanted 1 to 65535");
+  if (head_dim < 8 || head_dim > 256 || head_dim % 8)
+    fail(Errc::unsupported, "make_layout",
+         "got head_dim " + std::to_string(head_dim) + ", wanted a multiple of 8 up to 256");
+  if (state_columns < 0)
+    fail(Errc::internal, "make_layout", "got " + std::to_string(state_columns) + " state columns, wanted 0 or more");
+
+  PageLayout l;
+  l.codec = codec;
+  l.dtype = dtype;
+  l.page_size = page_size;
+  l.head_dim = head_dim;
+  l.state_columns = state_columns;
+  std::int64_t end = 0;
+  const auto segment = [&](std::int64_t bytes) {
+    const std::int64_t begin = end;
+    end = (end + bytes + segment_bytes - 1) / segment_bytes * segment_bytes;
+    return begin;
+  };
+  l.k = segment(page_size * row_bytes(l, KvSide::key));
+  l.v = segment(page_size * row_bytes(l, KvSide::value));
+  l.k_meta = segment(codec.k.bits ? page_size * 4 : 0);
+  l.v_meta = segment(codec.v.bits ? page_size * 4 : 0);
+  l.positions = segment(std::int64_t{page_size} * 4);
+  l.state = segment(std::int64_t{page_size} * 4 * state_columns);
+  l.bytes = (end + granule_bytes - 1) / granule_bytes * granule_bytes;
+  return l;
+}
+
+void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
+                 std::int32_t position) {
+  write_row(frame, l, KvSide::key, offset, k);
+  write_row(frame, l, KvSide::value, offset, v);
+  std::memcpy(frame + l.positions + std::int64_t{offset} * 4, &position, 4);
+  for (int c = 0; c < l.state_columns; ++c)
+    std::memset(frame + l.state + (std::int64_t{c} * l.page_size + offset) * 4, 0, 4);
+}
+
+void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out) {
+  const std::byte* row = frame + row_offset(l, side, offset);
+  if (bits_of(l, side)) {
+    std::uint16_t meta[2];
+    std::memcpy(meta, frame + meta_offset(l, side, offset), 4);
+    const float scale = half_to_float(meta[0]), zero = half_to_float(meta[1]);
+    const auto* code = reinterpret_cast<const std::uint8_t*>(row);
+    for (int d = 0; d < l.head_dim; ++d) out[d] = static_cast<float>(code[d]) * scale + zero;
+  } else if (l.dtype == DType::f32) {
+    std::memcpy(out, row, l.head_dim * sizeof(float));
+  } else if (l.dtype == DType::f16) {
+    const auto* from = reinterpret_cast<const std::uint16_t*>(row);
+    for (int d = 0; d < l.head_dim; ++d) out[d] = half_to_float(from[d]);
+  } else {
+    const auto* from = reinterpret_cast<const bf16*>(row);
+    for (int d = 0; d < l.head_dim; ++d) out[d] = static_cast<float>(from[d]);
+  }
+}
+
+void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
+                int offset_to) {
+  if (lf.head_dim != lt.head_dim || lf.state_columns != lt.state_columns)
+    fail(Errc::internal, "copy_token", "got layouts of different head_dim or state columns, wanted equal ones");
+  for (const KvSide side : {KvSide::key, KvSide::value}) {
+    if (bits_of(lf, side) == bits_of(lt, side) && (bits_of(lf, side) || lf.dtype == lt.dtype)) {
+      std::memmove(to + row_offset(lt, side, offset_to), from + row_offset(lf, side, offset_from), row_bytes(lf, side));
+      if (bits_of(lf, side))
+        std::memmove(to + meta_offset(lt, side, offset_to), from + meta_offset(lf, side, offset_from), 4);
+    } else {
+      float x[256];
+      read_row(from, lf, side, offset_from, x);
+      write_row(to, lt, side, offset_to, x);
+    }
+  }
+  std::memmove(to + lt.positions + std::int64_t{offset_to} * 4, from + lf.positions + std::int64_t{offset_from} * 4, 4);
+  for (int c = 0; c < lf.state_columns; ++c)
+    std::memmove(to + lt.state + (std::int64_t{c} * lt.page_size + offset_to) * 4,
+                 from + lf.state + (std::int64_t{c} * lf.page_size + offset_from) * 4, 4);
+}
+
+void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
+                    std::byte* out) {
+  if (kind == Summary::none) return;
+  if (tokens < 1 || tokens > l.page_size)
+    fail(Errc::internal, "summarize_page",
+         "got " + std::to_string(tokens) + " tokens, wanted 1 to " + std::to_string(l.page_size));
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
+    fail(Errc::unsupported, "summarize_page",
+         std::string("got summaries of ") + name_of(dtype) + ", wanted f32, bf16 or f16");
+  const int dim = l.head_dim;
+  float key[256], lo[256], hi[256], total[256];
+  for (int t = 0; t < tokens; ++t) {
+    read_row(frame, l, KvSide::key, t, key);
+    for (int d = 0; d < dim; ++d) {
+      lo[d] = t ? std::min(lo[d], key[d]) : key[d];
+      hi[d] = t ? std::max(hi[d], key[d]) : key[d];
+      total[d] = t ? total[d] + key[d] : key[d];
+    }
+  }
+  if (kind == Summary::mean) {
+    for (int d = 0; d < dim; ++d) total[d] /= static_cast<float>(tokens);
+    encode(total, dim, 0, dtype, out, nullptr);
+  } else if (dtype == DType::f32) {
+    encode(lo, dim, 0, dtype, out, nullptr);
+    encode(hi, dim, 0, dtype, out + dim * sizeof(float), nullptr);
+  } else {
+    auto* to = reinterpret_cast<std::uint16_t*>(out);
+    for (int d = 0; d < dim; ++d) {
+      to[d] = toward(lo[d], -1, dtype);
+      to[dim + d] = toward(hi[d], 1, dtype);
+    }
+  }
+}
+
+void token_positions(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions) {
+  for (int t = 0; t < tokens; t += kv.page_size) {
+    const int page = t / kv.page_size;
+    constexpr int ahead = 12;  // pages: frames are scattered, one cache line of each is wanted
+    if (page + ahead < kv.pages(row, head)) {
+      const PageEntry& next = kv.entry(row, head, page + ahead);
+      if (next.frame >= 0) __builtin_prefetch(kv.frame(next) + kv.layout(next).positions);
+    }
+    check_page(kv, row, head, page, "token_positions");
+    const PageEntry& e = kv.entry(row, head, page);
+    std::memcpy(positions + t, kv.frame(e) + kv.layout(e).positions,
+                std::min(kv.page_size, tokens - t) * sizeof(std::int32_t));
+  }
+}
+
+void token_ranks(const PagedKv& kv, int row, int head, int tokens, std::int32_t* rank) {
+  thread_local std::vector<std::int32_t> position, runs, order;
+  position.resize(tokens);
+  token_positions(kv, row, head, tokens, position.data());
+  runs.clear();  // where an ascending run begins
+  for (int t = 0; t < tokens; ++t)
+    if (t == 0 || position[t] <= position[t - 1]) runs.push_back(t);
+  if (runs.size() <= 1) {
+    for (int t = 0; t < tokens; ++t) rank[t] = t;
+    return;
+  }
+  order.resize(tokens);
+  for (int t = 0; t < tokens; ++t) order[t] = t;
+  const auto older = [](std::int32_t a, std::int32_t b) { return position[a] < position[b]; };
+  // Evictions that fill holes with the newest tokens leave a few runs, and merging two costs a pass.
+  if (runs.size() <= 4)
+    for (std::size_t i = 1; i < runs.size(); ++i)
+      std::inplace_merge(order.begin(), order.begin() + runs[i],
+                         i + 1 < runs.size() ? order.begin() + runs[i + 1] : order.end(), older);
+  else
+    std::sort(order.begin(), order.end(), older);
+  for (int i = 0; i < tokens; ++i) {
+    const bool equal = i > 0 && position[order[i]] == position[order[i - 1]];
+    rank[order[i]] = equal ? rank[order[i - 1]] : i;
+  }
+}
+
+void gather_rows(const PagedKv& kv, int row, int head, KvSide side, int tokens, float* out) {
+  const bool turn = kv.rope == RopeRegime::cache_relative && side == KvSide::key;
+  std::vector<std::int32_t> rank(turn ? tokens : 0);
+  if (turn) token_ranks(kv, row, head, tokens, rank.data());
+  for (int t = 0; t < tokens; ++t) {
+    const int page = t / kv.page_size;
+    if (t % kv.page_size == 0) check_page(kv, row, head, page, "gather_rows");
+    const PageEntry& e = kv.entry(row, head, page);
+    float* x = out + std::int64_t{t} * kv.head_dim;
+    read_row(kv.frame(e), kv.layout(e), side, t % kv.page_size, x);
+    if (turn) rotate(x, kv.rope_table, rank[t]);
+  }
+}
+
+void rope_angles(const RopeTable& rope, double position, float* cosine, float* sine) {
+  for (int i = 0; i < rope.head_dim / 2; ++i) {
+    const double angle = position * static_cast<double>(rope.inv_freq[i]);
+    cosine[i] = static_cast<float>(std::cos(angle) * rope.attention_scale);
+    sine[i] = static_cast<float>(std::sin(angle) * rope.attention_scale);
+  }
+}
+
+void rotate_with(float* x, const float* cosine, const float* sine, int head_dim) {
+  const int half = head_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[half + i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+void rotate(float* x, const RopeTable& rope, double position) {
+  if (rope.head_dim > 256) fail(Errc::unsupported, "rotate", "got head_dim above 256, wanted at most 256");
+  float cosine[128], sine[128];
+  rope_angles(rope, position, cosine, sine);
+  rotate_with(x, cosine, sine, rope.head_dim);
+}
+
+void re_rotate(const PagedKv& kv, int row, int head, int tokens, const std::int32_t* delta) {
+  RopeTable turn = kv.rope_table;
+  turn.attention_scale = 1;  // cached keys already carry it
+  float key[256];
+  for (int t = 0; t < tokens; ++t) {
+    const int page = t / kv.page_size;
+    if (t % kv.page_size == 0) check_page(kv, row, head, page, "re_rotate");
+    if (delta[t] == 0) continue;
+    const PageEntry& e = kv.entry(row, head, page);
+    read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, key);
+    rotate(key, turn, delta[t]);
+    write_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, key);
+  }
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,25 @@
+// The ops of this folder again, slow and obviously right: straight loops over the views, double accumulation, no threads,
+// no scratch. They are the oracle of the fast CPU forms and of other backends. Arguments, results and errors of a view are
+// those of the op of the same name; lengths are not checked again. Every folder of ops has such a header.
+#pragma once
+#include <kvlab/kv.hpp>
+
+#include <cstdint>
+
+namespace kvlab::ops {
+
+// Encoding is specified to the bit (f32 arithmetic), so backends agree on stored bytes.
+void write_token_reference(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
+                           std::int32_t position);
+void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out);
+void copy_token_reference(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to,
+                          const PageLayout& lt, int offset_to);
+void summarize_page_reference(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
+                              std::byte* out);
+void gather_rows_reference(const PagedKv& kv, int row, int head, KvSide side, int tokens, float* out);
+void token_ranks_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* rank);
+void token_positions_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions);
+void rotate_reference(float* x, const RopeTable& rope, double position);
+void re_rotate_reference(const PagedKv& kv, int row, int head, int tokens, const std::int32_t* delta);
+
+}  // namespace kvlab::ops

@@ -1,0 +1,675 @@
+// Body of row_kernels_portable.cpp and row_kernels_avx2.cpp: GCC/Clang vectors of KVLAB_LANES floats. Everything is in
+// an unnamed namespace so that code for a wider instruction set is never picked for a narrower one.
+#include <kvlab/dtype.hpp>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "ops/page/row_kernels.hpp"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
+
+namespace kvlab::ops {
+namespace {
+
+constexpr int lanes = KVLAB_LANES;
+#define KVLAB_INLINE [[gnu::always_inline]] inline
+
+using F = float __attribute__((vector_size(lanes * 4)));
+using I = std::int32_t __attribute__((vector_size(lanes * 4)));
+using U = std::uint32_t __attribute__((vector_size(lanes * 4)));
+using U16 = std::uint16_t __attribute__((vector_size(lanes * 2)));
+using U8 = std::uint8_t __attribute__((vector_size(lanes)));
+
+KVLAB_INLINE F load(const float* p) {
+  F v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+KVLAB_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+KVLAB_INLINE F splat(float x) { return x - F{}; }  // a sum would have to turn -0 into 0
+KVLAB_INLINE F bits_to_float(U u) {
+  F v;
+  std::memcpy(&v, &u, sizeof v);
+  return v;
+}
+KVLAB_INLINE float sum(F v) {
+  float s[lanes];
+  std::memcpy(s, &v, sizeof v);
+  if constexpr (lanes == 8)
+    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+  else
+    return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+// Widening loads; GCC 12 makes four instructions of the portable form where AVX2 has one.
+#if defined(__AVX2__)
+KVLAB_INLINE U widen(const std::uint16_t* p) {
+  return (U)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+KVLAB_INLINE I widen(const std::uint8_t* p) {
+  return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+#else
+KVLAB_INLINE U widen(const std::uint16_t* p) {
+  U16 h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, U);
+}
+KVLAB_INLINE I widen(const std::uint8_t* p) {
+  U8 c;
+  std::memcpy(&c, p, sizeof c);
+  return __builtin_convertvector(c, I);
+}
+#endif
+
+KVLAB_INLINE int least(int a, int b) { return a < b ? a : b; }
+KVLAB_INLINE void prefetch(const void* p, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
+// Half v (0 or 1) of elements d .. d + 2 * lanes. One load holds 2 * lanes bf16: as 32-bit words its even elements are
+// the low halves and its odd ones the high halves, so `paired` readers give those; queries and sums are kept in the
+// same order. `tail` is the last `lanes` elements of a row, in order, where head_dim is no multiple of 2 * lanes.
+struct ReadF32 {
+  static constexpr bool paired = false, coded = false;
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) { return load(reinterpret_cast<const float*>(row) + d); }
+};
+struct ReadBf16 {
+  static constexpr bool paired = true, coded = false;
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    U u;
+    std::memcpy(&u, row + std::int64_t{2} * d, sizeof u);
+    return bits_to_float(v ? u & 0xffff0000u : u << 16);
+  }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    return bits_to_float(widen(reinterpret_cast<const std::uint16_t*>(row) + d) << 16);
+  }
+};
+struct ReadU8 {  // the codes: scale and zero are applied to sums
+  static constexpr bool paired = false, coded = true;
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    return __builtin_convertvector(widen(reinterpret_cast<const std::uint8_t*>(row) + d), F);
+  }
+};
+
+template <class Call>
+KVLAB_INLINE void with_reader(RowKind kind, const Call& call) {
+  switch (kind) {
+    case RowKind::f32: call.template operator()<ReadF32>(); break;
+    case RowKind::bf16: call.template operator()<ReadBf16>(); break;
+    case RowKind::u8: call.template operator()<ReadU8>(); break;
+  }
+}
+
+constexpr int most_dim = 512, most_queries = 4;  // of one pass
+
+// Queries i .. i + n in groups that fit the registers.
+template <class Call>
+KVLAB_INLINE void with_group(int queries, const Call& call) {
+  switch (queries) {
+    case 1: call.template operator()<1>(); break;
+    case 2: call.template operator()<2>(); break;
+    case 3: call.template operator()<3>(); break;
+    default: call.template operator()<4>(); break;
+  }
+}
+
+// Elements in paired order: of each 2 * lanes the even ones, then the odd ones; a tail of `lanes` stays.
+KVLAB_INLINE void pair_up(const float* x, int dim, float* out) {
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int i = 0; i < lanes; ++i) {
+      out[d + i] = x[d + 2 * i];
+      out[d + lanes + i] = x[d + 2 * i + 1];
+    }
+  for (; d < dim; ++d) out[d] = x[d];
+}
+// inout += the same elements back in order
+KVLAB_INLINE void add_unpaired(const float* x, int dim, float* inout) {
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int i = 0; i < lanes; ++i) {
+      inout[d + 2 * i] += x[d + i];
+      inout[d + 2 * i + 1] += x[d + lanes + i];
+    }
+  for (; d < dim; ++d) inout[d] += x[d];
+}
+
+// f16 {scale, zero} of one row.
+struct Meta {
+  float scale, zero;
+};
+KVLAB_INLINE Meta meta_of(const RowRun& run, int t) {
+  std::uint16_t m[2];
+  std::memcpy(m, static_cast<const char*>(run.meta) + std::int64_t{t} * 4, 4);
+#if defined(__F16C__)
+  return {_cvtsh_ss(m[0]), _cvtsh_ss(m[1])};
+#else
+  float x[2];
+  for (int i = 0; i < 2; ++i) {
+    // The exponent is moved by a product, which is exact and right for subnormals too.
+    const std::uint32_t magnitude = std::uint32_t{m[i] & 0x7fffu} << 13;
+    std::memcpy(&x[i], &magnitude, 4);
+    x[i] *= m[i] & 0x8000u ? -0x1p112f : 0x1p112f;
+  }
+  return {x[0], x[1]};
+#endif
+}
+
+// Four sums, of v[0] to v[3].
+using F4 = float __attribute__((vector_size(16)));
+KVLAB_INLINE F4 four_sums(const F* v) {
+#if KVLAB_LANES == 8
+  F pair[2];
+  for (int i = 0; i < 2; ++i)
+    pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+              __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  const F s = __builtin_shufflevector(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+              __builtin_shufflevector(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(s, s, 0, 1, 2, 3) + __builtin_shufflevector(s, s, 4, 5, 6, 7);
+#else
+  F pair[2];
+  for (int i = 0; i < 2; ++i)
+    pair[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 4, 1, 5) +
+              __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 6, 3, 7);
+  return __builtin_shufflevector(pair[0], pair[1], 0, 1, 4, 5) + __builtin_shufflevector(pair[0], pair[1], 2, 3, 6, 7);
+#endif
+}
+
+#if KVLAB_LANES == 8
+KVLAB_INLINE void transpose(F* x) {
+  F a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[i + 2 * j + 1] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+#else
+KVLAB_INLINE void transpose(F* x) {
+  F a[4];
+  for (int i = 0; i < 4; i += 2) {
+    a[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 4, 1, 5);
+    a[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 6, 3, 7);
+  }
+  for (int j = 0; j < 2; ++j) {
+    x[2 * j] = __builtin_shufflevector(a[j], a[2 + j], 0, 1, 4, 5);
+    x[2 * j + 1] = __builtin_shufflevector(a[j], a[2 + j], 2, 3, 6, 7);
+  }
+}
+#endif
+
+constexpr int dot_rows = 4;  // rows whose sums are folded at once
+
+// Sums of T rows with G queries into acc[g][first + j].
+template <class R, int G, int T>
+KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std::int64_t q_stride, F (*acc)[dot_rows],
+                            int first) {
+  F sums[G][T] = {};
+  int d = 0;
+  for (; d + 2 * lanes <= dim; d += 2 * lanes)
+    for (int v = 0; v < 2; ++v) {
+      F w[G];
+      for (int g = 0; g < G; ++g) w[g] = load(q + g * q_stride + d + v * lanes);
+      for (int j = 0; j < T; ++j) {
+        const F x = R::half(row[j], d, v);
+        for (int g = 0; g < G; ++g) sums[g][j] += w[g] * x;
+      }
+    }
+  if (d < dim)
+    for (int j = 0; j < T; ++j) {
+      const F x = R::tail(row[j], d);
+      for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * q_stride + d) * x;
+    }
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < T; ++j) acc[g][first + j] = sums[g][j];
+}
+
+template <class R, int G>
+void dot_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, std::int64_t q_stride,
+             const float* q_sums, float* out, std::int64_t out_stride) {
+  constexpr int rows_at_once = G == 4 ? 2 : dot_rows;  // sums, queries and a row fit 16 registers
+  const char* data = static_cast<const char*>(run.data);
+  const auto block = [&](int t, int count, F4* sums) {
+    const char* row[dot_rows];
+    for (int j = 0; j < dot_rows; ++j) row[j] = data + (t + (count == dot_rows ? j : least(j, count - 1))) * run.stride;
+    F acc[G][dot_rows];
+    for (int j = 0; j < dot_rows; j += rows_at_once) dot_block<R, G, rows_at_once>(row + j, dim, q, q_stride, acc, j);
+    for (int g = 0; g < G; ++g) sums[g] = four_sums(acc[g]);
+    if (!R::coded) return;
+    F4 scale = {}, zero = {};
+    for (int j = 0; j < dot_rows; ++j) {
+      const Meta m = meta_of(run, t + least(j, count - 1));
+      scale[j] = m.scale;
+      zero[j] = m.zero;
+    }
+    for (int g = 0; g < G; ++g) sums[g] = sums[g] * scale + zero * q_sums[g];
+  };
+  int t = 0;
+  F4 sums[G];
+  for (; t + dot_rows <= run.count; t += dot_rows) {
+    if (t < ahead.count)
+      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride,
+               least(dot_rows, ahead.count - t) * ahead.stride);
+    block(t, dot_rows, sums);
+    for (int g = 0; g < G; ++g) std::memcpy(out + g * out_stride + t, &sums[g], sizeof sums[g]);
+  }
+  if (t == run.count) return;
+  block(t, run.count - t, sums);
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; t + j < run.count; ++j) out[g * out_stride + t + j] = sums[g][j];
+}
+
+void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries, float factor,
+         float* out, std::int64_t out_stride) {
+  alignas(64) float plain[most_queries * most_dim], paired[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    float sums[most_queries] = {};
+    for (int g = 0; g < n; ++g) {
+      const float* from = q + (first + g) * q_stride;
+      F total = {};
+      for (int d = 0; d < dim; d += lanes) {
+        const F x = load(from + d) * factor;
+        store(plain + g * dim + d, x);
+        total += x;
+      }
+      sums[g] = sum(total);
+      pair_up(plain + g * dim, dim, paired + g * dim);
+    }
+    with_group(n, [&]<int G>() {
+      float* at = out + first * out_stride;
+      for (int i = 0; i < run_count; ++i) {
+        with_reader(runs[i].kind, [&]<class R>() {
+          dot_run<R, G>(runs[i], runs[i + run_ahead], dim, R::paired ? paired : plain, dim, sums, at, out_stride);
+        });
+        at += runs[i].count;
+      }
+    });
+  }
+}
+
+// The row as f32, in order: elements d .. d + lanes.
+template <class R>
+KVLAB_INLINE F element(const RowRun& run, int t, int d, Meta m) {
+  const F x = R::tail(static_cast<const char*>(run.data) + t * run.stride, d);
+  return R::coded ? x * splat(m.scale) + splat(m.zero) : x;
+}
+
+void rotate(float* x, const float* cosine, const float* sine, int dim) {
+  const int half = dim / 2;
+  int i = 0;
+  for (; i + lanes <= half; i += lanes) {
+    const F a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[half + i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// Sums of T rows, each rotated, with G queries into acc[g][first + j].
+template <class R, int G, int T>
+KVLAB_INLINE void turned_block(const RowRun& run, const int* row, int dim, const float* q, const std::int32_t* rank,
+                               const Turn& turn, F (*acc)[dot_rows], int first) {
+  const int half = dim / 2;
+  F sums[G][T] = {};
+  Meta m[T] = {};
+  const float *cosine[T], *sine[T];
+  for (int j = 0; j < T; ++j) {
+    if (R::coded) m[j] = meta_of(run, row[j]);
+    cosine[j] = turn.cosine + std::int64_t{rank[row[j]]} * half;
+    sine[j] = turn.sine + std::int64_t{rank[row[j]]} * half;
+  }
+  for (int d = 0; d < half; d += lanes)
+    for (int j = 0; j < T; ++j) {
+      const F a = element<R>(run, row[j], d, m[j]), b = element<R>(run, row[j], half + d, m[j]);
+      const F c = load(cosine[j] + d), s = load(sine[j] + d);
+      const F x = a * c - b * s, y = b * c + a * s;
+      for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * dim + d) * x + load(q + g * dim + half + d) * y;
+    }
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < T; ++j) acc[g][first + j] = sums[g][j];
+}
+
+// Half rows that are no whole vectors.
+template <class R, int G>
+void turned_row(const RowRun& run, int t, int dim, const float* q, const std::int32_t* rank, const Turn& turn,
+                float* out, std::int64_t out_stride) {
+  float row[most_dim];
+  const Meta m = R::coded ? meta_of(run, t) : Meta{};
+  for (int d = 0; d < dim; d += lanes) store(row + d, element<R>(run, t, d, m));
+  const std::int64_t at = std::int64_t{rank[t]} * (dim / 2);
+  rotate(row, turn.cosine + at, turn.sine + at, dim);
+  for (int g = 0; g < G; ++g) {
+    F total = {};
+    for (int d = 0; d < dim; d += lanes) total += load(q + g * dim + d) * load(row + d);
+    out[g * out_stride + t] = sum(total);
+  }
+}
+
+template <class R, int G>
+void turned_run(const RowRun& run, const RowRun& ahead, int dim, const float* q, const std::int32_t* rank,
+                const Turn& turn, float* out, std::int64_t out_stride) {
+  constexpr int at_once = G == 4 ? 1 : 2;
+  for (int t = 0; t < run.count; t += dot_rows) {
+    const int count = least(dot_rows, run.count - t);
+    if (t < ahead.count)
+      prefetch(static_cast<const char*>(ahead.data) + t * ahead.stride,
+               least(dot_rows, ahead.count - t) * ahead.stride);
+    if (dim % (2 * lanes)) {
+      for (int j = 0; j < count; ++j) turned_row<R, G>(run, t + j, dim, q, rank, turn, out, out_stride);
+      continue;
+    }
+    int row[dot_rows];
+    for (int j = 0; j < dot_rows; ++j) row[j] = t + least(j, count - 1);
+    F acc[G][dot_rows];
+    for (int j = 0; j < dot_rows; j += at_once) turned_block<R, G, at_once>(run, row + j, dim, q, rank, turn, acc, j);
+    for (int g = 0; g < G; ++g) {
+      const F4 sums = four_sums(acc[g]);
+      for (int j = 0; j < count; ++j) out[g * out_stride + t + j] = sums[j];
+    }
+  }
+}
+
+void dot_turned(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
+                float factor, const Turn& turn, float* out, std::int64_t out_stride) {
+  alignas(64) float scaled[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    for (int g = 0; g < n; ++g)
+      for (int d = 0; d < dim; d += lanes) store(scaled + g * dim + d, load(q + (first + g) * q_stride + d) * factor);
+    with_group(n, [&]<int G>() {
+      for (int i = 0, at = 0; i < run_count; at += runs[i++].count)
+        with_reader(runs[i].kind, [&]<class R>() {
+          turned_run<R, G>(runs[i], runs[i + run_ahead], dim, scaled, turn.rank + at, turn,
+                           out + first * out_stride + at, out_stride);
+        });
+    });
+  }
+}
+
+// V vectors of every row, from element d on, into G sums.
+template <class R, int G, int V>
+KVLAB_INLINE void add_rows(const char* data, std::int64_t stride, int count, int d, const float* p,
+                           std::int64_t p_stride, float* out, int dim, const char* ahead, std::int64_t ahead_stride) {
+  F acc[G][V];
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < V; ++v) acc[g][v] = load(out + g * dim + d + v * lanes);
+  for (int t = 0; t < count; ++t, data += stride) {
+    if (V > 1) prefetch(ahead + t * ahead_stride, ahead_stride);
+    F w[G];
+    for (int g = 0; g < G; ++g) w[g] = splat(p[g * p_stride + t]);
+    for (int v = 0; v < V; ++v) {
+      const F x = V == 1 ? R::tail(data, d) : R::half(data, d + v / 2 * 2 * lanes, v % 2);
+      for (int g = 0; g < G; ++g) acc[g][v] += w[g] * x;
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int v = 0; v < V; ++v) store(out + g * dim + d + v * lanes, acc[g][v]);
+}
+
+template <class R, int G>
+void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, std::int64_t p_stride, float* out,
+             float* bias) {
+  constexpr int piece = 16;             // rows at once
+  constexpr int wide = G == 4 ? 2 : 4;  // sums, weights and a row fit 16 registers
+  float weights[most_queries * piece];
+  for (int t = 0; t < run.count; t += piece) {
+    const int count = least(piece, run.count - t);
+    const char* data = static_cast<const char*>(run.data) + t * run.stride;
+    const float* w = p + t;
+    std::int64_t w_stride = p_stride;
+    if (R::coded) {
+      float scale[piece], zero[piece];
+      for (int j = 0; j < count; ++j) {
+        const Meta m = meta_of(run, t + j);
+        scale[j] = m.scale;
+        zero[j] = m.zero;
+      }
+      for (int g = 0; g < G; ++g)
+        for (int j = 0; j < count; ++j) {
+          weights[g * piece + j] = w[g * p_stride + j] * scale[j];
+          bias[g] += w[g * p_stride + j] * zero[j];
+        }
+      w = weights;
+      w_stride = piece;
+    }
+    // Part by part of the rows, each asks for its share of the lines ahead.
+    const char* next = static_cast<const char*>(ahead.data) + t * ahead.stride;
+    const std::int64_t share = t < ahead.count ? ahead.stride * wide * lanes / dim : 0;
+    int d = 0;
+    for (; d + wide * lanes <= dim; d += wide * lanes, next += count * share)
+      add_rows<R, G, wide>(data, run.stride, count, d, w, w_stride, out, dim, next, share);
+    if (wide > 2)
+      for (; d + 2 * lanes <= dim; d += 2 * lanes)
+        add_rows<R, G, 2>(data, run.stride, count, d, w, w_stride, out, dim, next, 0);
+    if (d < dim) add_rows<R, G, 1>(data, run.stride, count, d, w, w_stride, out, dim, next, 0);
+  }
+}
+
+void accumulate(const RowRun* runs, int run_count, int dim, const float* p, std::int64_t p_stride, int queries,
+                float* out, std::int64_t out_stride) {
+  alignas(64) float plain[most_queries * most_dim], paired[most_queries * most_dim];
+  for (int first = 0; first < queries; first += most_queries) {
+    const int n = least(most_queries, queries - first);
+    float bias[most_queries] = {};
+    std::memset(plain, 0, n * dim * sizeof(float));
+    std::memset(paired, 0, n * dim * sizeof(float));
+    with_group(n, [&]<int G>() {
+      const float* at = p + first * p_stride;
+      for (int i = 0; i < run_count; ++i) {
+        with_reader(runs[i].kind, [&]<class R>() {
+          add_run<R, G>(runs[i], runs[i + run_ahead], dim, at, p_stride, R::paired ? paired : plain, bias);
+        });
+        at += runs[i].count;
+      }
+    });
+    for (int g = 0; g < n; ++g) {
+      float* to = out + (first + g) * out_stride;
+      add_unpaired(paired + g * dim, dim, to);
+      for (int d = 0; d < dim; d += lanes) store(to + d, load(to + d) + load(plain + g * dim + d) + bias[g]);
+    }
+  }
+}
+
+void square_sum(const RowRun& run, int dim, float* out) {
+  with_reader(run.kind, [&]<class R>() {
+    for (int t = 0; t < run.count; ++t) {
+      const Meta m = R::coded ? meta_of(run, t) : Meta{};
+      F a = {};
+      for (int d = 0; d < dim; d += lanes) {
+        const F x = element<R>(run, t, d, m);
+        a += x * x;
+      }
+      out[t] = sum(a);
+    }
+  });
+}
+
+void decode(const RowRun& run, int dim, float* out, std::int64_t out_stride) {
+  with_reader(run.kind, [&]<class R>() {
+    for (int t = 0; t < run.count; ++t) {
+      const Meta m = R::coded ? meta_of(run, t) : Meta{};
+      for (int d = 0; d < dim; d += lanes) store(out + t * out_stride + d, element<R>(run, t, d, m));
+    }
+  });
+}
+
+// Eight by eight (four by four) at a time, so that rows are read and columns written a vector at a time.
+void pack_panel(const float* rows, int count, int dim, float* panel) {
+  for (int j = 0; j < panel_width; j += lanes)
+    for (int d = 0; d < dim; d += lanes) {
+      F x[lanes];
+      for (int i = 0; i < lanes; ++i) x[i] = j + i < count ? load(rows + (j + i) * dim + d) : F{};
+      transpose(x);
+      for (int i = 0; i < lanes; ++i) store(panel + (d + i) * panel_width + j, x[i]);
+    }
+}
+
+template <int Q>
+void panel_block(const float* panel, int dim, const float* q, std::int64_t q_stride, float* out,
+                 std::int64_t out_stride) {
+  constexpr int vectors = panel_width / lanes;
+  F acc[Q][vectors] = {};
+  for (int d = 0; d < dim; ++d) {
+    F k[vectors];
+    for (int v = 0; v < vectors; ++v) k[v] = load(panel + d * panel_width + v * lanes);
+    for (int i = 0; i < Q; ++i) {
+      const F x = splat(q[i * q_stride + d]);
+      for (int v = 0; v < vectors; ++v) acc[i][v] += x * k[v];
+    }
+  }
+  for (int i = 0; i < Q; ++i)
+    for (int v = 0; v < vectors; ++v) store(out + i * out_stride + v * lanes, acc[i][v]);
+}
+
+void panel_dot(const float* panel, int dim, const float* q, std::int64_t q_stride, int queries, float* out,
+               std::int64_t out_stride) {
+  constexpr int block = lanes == 8 ? 6 : 2;  // accumulators that fit 16 registers
+  int i = 0;
+  for (; i + block <= queries; i += block)
+    panel_block<block>(panel, dim, q + i * q_stride, q_stride, out + i * out_stride, out_stride);
+  for (; i < queries; ++i) panel_block<1>(panel, dim, q + i * q_stride, q_stride, out + i * out_stride, out_stride);
+}
+
+// exp to about 1e-7 relative (Cephes' polynomial): below -87.33 it is 0, above 88.37 it saturates, NaN stays NaN.
+KVLAB_INLINE F exp_of(F x) {
+  const F low = splat(-87.33f), high = splat(88.37f), magic = splat(12582912.f);
+  F y = x > low ? x : low;
+  y = y < high ? y : high;
+  const F shifted = y * 1.44269504088896341f + magic;  // the integer part sits in the low bits
+  const F n = shifted - magic;
+  const F r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  U exponent;
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  const F result = p * bits_to_float((exponent << 23) + 0x3f800000u);
+  const F cut = x < low ? F{} : result;
+  return x == x ? cut : x;
+}
+
+float max(const float* x, int n) {
+  float m = -HUGE_VALF;
+  int i = 0;
+  if (n >= lanes) {
+    F v = splat(m);
+    for (; i + lanes <= n; i += lanes) {
+      const F y = load(x + i);
+      v = y > v ? y : v;
+    }
+    for (int j = 0; j < lanes; ++j) m = v[j] > m ? v[j] : m;
+  }
+  for (; i < n; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+void scale(float* x, int n, float factor) {
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) store(x + i, load(x + i) * factor);
+  for (; i < n; ++i) x[i] *= factor;
+}
+
+// The tail of an array as a full vector, filled up with `fill`.
+KVLAB_INLINE F load_tail(const float* x, int n, float fill) {
+  float t[lanes];
+  for (int j = 0; j < lanes; ++j) t[j] = j < n ? x[j] : fill;
+  return load(t);
+}
+KVLAB_INLINE void store_tail(float* x, int n, F v) {
+  float t[lanes];
+  store(t, v);
+  for (int j = 0; j < n; ++j) x[j] = t[j];
+}
+
+float exp_sum(float* x, int n, float shift) {
+  F total = {};
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const F e = exp_of(load(x + i) - shift);
+    store(x + i, e);
+    total += e;
+  }
+  if (i < n) {
+    const F e = exp_of(load_tail(x + i, n - i, -HUGE_VALF) - shift);
+    store_tail(x + i, n - i, e);
+    total += e;
+  }
+  return sum(total);
+}
+
+void add_scaled(const float* x, int n, float factor, float* inout) {
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) store(inout + i, load(inout + i) + load(x + i) * factor);
+  for (; i < n; ++i) inout[i] += x[i] * factor;
+}
+
+void silu_mul(const float* gate, const float* up, std::int64_t n, float* out) {
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const F g = load(gate + i);
+    store(out + i, g / (exp_of(-g) + 1.f) * load(up + i));
+  }
+  if (i < n) {
+    const int rest = static_cast<int>(n - i);
+    const F g = load_tail(gate + i, rest, 0.f);
+    store_tail(out + i, rest, g / (exp_of(-g) + 1.f) * load_tail(up + i, rest, 0.f));
+  }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, std::int64_t n, float* out) {
+  F squares = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const F v = load(x + i);
+    squares += v * v;
+  }
+  float total = sum(squares);
+  for (; i < n; ++i) total += x[i] * x[i];
+  const float factor = 1.f / std::sqrt(total / static_cast<float>(n) + eps);
+  for (i = 0; i + lanes <= n; i += lanes) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+void to_bf16(const float* x, std::int64_t n, std::uint16_t* out) {
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    U u;
+    std::memcpy(&u, x + i, sizeof u);
+    const U nan = (U)((u & 0x7fffffffu) > 0x7f800000u);
+    const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const U16 half = __builtin_convertvector((nan & ((u >> 16) | 0x40u)) | (~nan & rounded), U16);
+    std::memcpy(out + i, &half, sizeof half);
+  }
+  for (; i < n; ++i) out[i] = bf16(x[i]).bits;
+}
+
+constexpr RowKernels table = {KVLAB_NAME, dot, dot_turned, accumulate, square_sum, decode,   rotate,  pack_panel,
+                              panel_dot,  max, scale,      exp_sum,    add_scaled, silu_mul, rms_norm, to_bf16};
+
+}  // namespace
+}  // namespace kvlab::ops

@@ -1,0 +1,60 @@
+#include "ops/page/token_rows.hpp"
+
+#include <algorithm>
+
+#include "ops/page/check.hpp"
+#include "ops/page/paged.hpp"
+
+namespace kvlab::ops {
+
+void TokenRows::gather(const PagedKv& kv, int row, int head, KvSide side, const std::int32_t* list, int first,
+                       int count) {
+  const int tokens = kv.tokens(row, head);
+  runs_.clear();
+  place_.clear();
+  position_.clear();
+  for (int i = 0; i < count; ++i) {
+    const int page = list ? list[i] : first + i, begin = page * kv.page_size;
+    const PageEntry& e = kv.entry(row, head, page);
+    const int in_page = std::min(kv.page_size, tokens - begin);
+    runs_.push_back(page_run(kv, e, side, in_page));
+    const auto* position = reinterpret_cast<const std::int32_t*>(kv.frame(e) + kv.layout(e).positions);
+    position_.insert(position_.end(), position, position + in_page);
+    for (int t = 0; t < in_page; ++t) place_.push_back(begin + t);
+  }
+  runs_.resize(runs_.size() + run_ahead);
+}
+
+const float* TokenRows::decode(int head_dim) {
+  if (decoded_.size() < std::size_t(count()) * head_dim) decoded_.resize(std::size_t(count()) * head_dim);
+  float* to = decoded_.data();
+  for (int i = 0; i < run_count(); ++i) {
+    row_kernels().decode(runs_[i], head_dim, to, head_dim);
+    to += std::int64_t{runs_[i].count} * head_dim;
+  }
+  return decoded_.data();
+}
+
+const float* TokenRows::rotate(const PagedKv& kv, const std::int32_t* rank, const RopeRows& rope) {
+  decode(kv.head_dim);
+  for (int t = 0; t < count(); ++t) {
+    const int r = rank[place_[t]];
+    row_kernels().rotate(decoded_.data() + std::int64_t{t} * kv.head_dim, rope.cosine_of(r), rope.sine_of(r),
+                         kv.head_dim);
+  }
+  return decoded_.data();
+}
+
+void HeadRanks::fill(const PagedKv& kv) {
+  rope_.reset();
+  if (kv.rope != RopeRegime::cache_relative) return;
+  heads_ = kv.kv_heads;
+  longest_ = longest(kv);
+  rope_ = rope_rows(kv.rope_table, std::max(longest_, 1));
+  rank_.resize(std::size_t(kv.rows) * heads_ * longest_);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads_; ++h)
+      token_ranks(kv, r, h, kv.tokens(r, h), rank_.data() + (std::int64_t{r} * heads_ + h) * longest_);
+}
+
+}  // namespace kvlab::ops

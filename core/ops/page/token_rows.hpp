@@ -1,0 +1,64 @@
+// Stored tokens of one head as runs of rows, for the row kernels.
+#pragma once
+#include <kvlab/kv.hpp>
+
+#include <vector>
+
+#include "ops/page/rope_cache.hpp"
+#include "ops/page/row_kernels.hpp"
+
+namespace kvlab::ops {
+
+// One side of a page that holds `tokens` tokens.
+inline RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int tokens) {
+  const PageLayout& l = kv.layout(e);
+  const bool key = side == KvSide::key;
+  const int bits = key ? l.codec.k.bits : l.codec.v.bits;
+  const std::byte* frame = kv.frame(e);
+  RowRun run;
+  run.data = frame + (key ? l.k : l.v);
+  run.meta = frame + (key ? l.k_meta : l.v_meta);
+  run.stride = l.head_dim * (bits ? 1 : static_cast<std::int64_t>(size_of(l.dtype)));
+  run.count = tokens;
+  run.kind = bits ? RowKind::u8 : l.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  return run;
+}
+
+// Reusable scratch, one per thread: nothing is allocated once it has grown. Pages must be resident (check_page).
+class TokenRows {
+ public:
+  // Tokens of the pages list[0 .. count) (first + i when list is null), in that order.
+  void gather(const PagedKv& kv, int row, int head, KvSide side, const std::int32_t* list, int first, int count);
+  // Their rows as f32 [token, head_dim].
+  const float* decode(int head_dim);
+  // Rotates decoded keys by their rank: rank[t] belongs to token place t.
+  const float* rotate(const PagedKv& kv, const std::int32_t* rank, const RopeRows& rope);
+
+  const RowRun* runs() const { return runs_.data(); }  // run_ahead empty ones follow
+  int run_count() const { return static_cast<int>(runs_.size()) - run_ahead; }
+  int count() const { return static_cast<int>(place_.size()); }
+  int place(int i) const { return place_[i]; }                 // of the i-th gathered token
+  std::int32_t position(int i) const { return position_[i]; }  // text position
+
+ private:
+  std::vector<RowRun> runs_;
+  std::vector<float> decoded_;
+  std::vector<std::int32_t> place_, position_;
+};
+
+// Ranks of every head of the call for the cache_relative regime, else null. [row, kv_head, longest] in `storage`.
+class HeadRanks {
+ public:
+  void fill(const PagedKv& kv);
+  const std::int32_t* of(int row, int head) const {
+    return rope_ ? rank_.data() + (std::int64_t{row} * heads_ + head) * longest_ : nullptr;
+  }
+  const RopeRows* rope() const { return rope_.get(); }
+
+ private:
+  std::shared_ptr<const RopeRows> rope_;
+  std::vector<std::int32_t> rank_;
+  int heads_ = 0, longest_ = 0;
+};
+
+}  // namespace kvlab::ops

@@ -1,0 +1,128 @@
+// Per-token scores that are read off the cache, and token state.
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/token_rows.hpp"
+#include "ops/score/group.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+constexpr int pages_ahead = 12;  // frames are scattered: one cache line of each is wanted
+
+// Pages of a CUDA stream are not looked at.
+const PagedKv& cache_of(const PagedKv* kv, const char* op, Stream s) {
+  if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
+  check_kv(*kv, op, s);
+  if (s.device() == Device::cuda) return *kv;
+  for (int r = 0; r < kv->rows; ++r)
+    for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
+  return *kv;
+}
+
+const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s) {
+  const PagedKv& kv = cache_of(column.kv, op, s);
+  if (s.device() == Device::cuda) {
+    if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
+      fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+    return kv;
+  }
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int p = 0; p < kv.pages(r, h); ++p)
+        if (column.column < 0 || column.column >= kv.layout(kv.entry(r, h, p)).state_columns)
+          fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+  return kv;
+}
+
+float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
+  return reinterpret_cast<float*>(kv.frame(e) + kv.layout(e).state) + std::int64_t{column} * kv.page_size;
+}
+
+}  // namespace
+
+void row_norm(const KvRows& rows, Scores out, Stream s) {
+  const PagedKv& kv = cache_of(rows.kv, "row_norm", s);
+  check_kv_scores(kv, out, "out", "row_norm", s);
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::row_norm, "row_norm")(rows, out, s.handle());
+  constexpr int chunk = 32;  // pages
+#pragma omp parallel for collapse(2) \
+    schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      thread_local TokenRows tokens;
+      thread_local std::vector<float> squares;
+      for (int p = 0; p < kv.pages(r, h); p += chunk) {
+        tokens.gather(kv, r, h, rows.side, nullptr, p, std::min(chunk, kv.pages(r, h) - p));
+        squares.resize(tokens.count());
+        float* to = squares.data();
+        for (int i = 0; i < tokens.run_count(); to += tokens.runs()[i++].count)
+          row_kernels().square_sum(tokens.runs()[i], kv.head_dim, to);
+        for (int t = 0; t < tokens.count(); ++t) out(r, h, tokens.place(t)) = std::sqrt(squares[t]);
+      }
+    }
+}
+
+void scale(Scores out, float factor, Stream s) {
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::scale, "scale")(out, factor, s.handle());
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h)
+      for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
+}
+
+void recency(const PagedKv& kv, Scores out, Stream s) {
+  check_kv(kv, "recency", s);
+  check_kv_scores(kv, out, "out", "recency", s);
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::recency, "recency")(kv, out, s.handle());
+  thread_local std::vector<std::int32_t> position;
+  position.resize(longest(kv));
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      token_positions(kv, r, h, kv.tokens(r, h), position.data());
+      for (int t = 0; t < kv.tokens(r, h); ++t) out(r, h, t) = static_cast<float>(position[t]);
+    }
+}
+
+void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
+  const PagedKv& kv = checked_column(column, "add_mass", s);
+  check_scores(kv, mass, "mass", "add_mass", s);
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::add_mass, "add_mass")(mass, rule, column, s.handle());
+  const int group = static_cast<int>(mass.extent[1]) / kv.kv_heads;
+  thread_local std::vector<float> reduced;
+  reduced.resize(longest(kv));
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int tokens = kv.tokens(r, h);
+      if (tokens == 0) continue;
+      reduce_group(&mass(r, h * group, 0), mass.stride[1], group, tokens, rule, 1.f, reduced.data());
+      for (int p = 0; p < kv.pages(r, h); ++p) {
+        if (p + pages_ahead < kv.pages(r, h))
+          __builtin_prefetch(state_of(kv, kv.entry(r, h, p + pages_ahead), column.column), 1);
+        float* state = state_of(kv, kv.entry(r, h, p), column.column);
+        const int begin = p * kv.page_size, count = std::min(kv.page_size, tokens - begin);
+        for (int t = 0; t < count; ++t) state[t] += reduced[begin + t];
+      }
+    }
+}
+
+void read_state(const StateColumn& column, Scores out, Stream s) {
+  const PagedKv& kv = checked_column(column, "read_state", s);
+  check_kv_scores(kv, out, "out", "read_state", s);
+  if (s.device() == Device::cuda) return cuda_op(&CudaOps::read_state, "read_state")(column, out, s.handle());
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {
+        if (p + pages_ahead < kv.pages(r, h))
+          __builtin_prefetch(state_of(kv, kv.entry(r, h, p + pages_ahead), column.column));
+        std::copy_n(state_of(kv, kv.entry(r, h, p), column.column), std::min(kv.page_size, kv.tokens(r, h) - begin),
+                    &out(r, h, begin));
+      }
+}
+
+}  // namespace kvlab::ops

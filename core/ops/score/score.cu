@@ -1,0 +1,256 @@
+// Per-token scores that are read off the cache, token state, pooling and group reduction: streams over all tokens of
+// the batch, blocks of one head striding over its tokens.
+#include <algorithm>
+
+#include "base/scratch.cuh"
+#include "ops/page/paged.cuh"
+#include "ops/page/policy_cuda.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+using namespace cuda;
+
+constexpr int threads = 256;
+constexpr unsigned all_lanes = ~0u;
+
+// Blocks for each head of the batch: enough to fill the device, none without work in the longest possible row.
+dim3 grid_of(std::int64_t heads, std::int64_t rows, std::int64_t entries, int entries_of_block = threads) {
+  const std::int64_t useful = (entries + entries_of_block - 1) / entries_of_block, wanted = 2048 / (heads * rows) + 1;
+  return dim3(static_cast<unsigned>(std::max<std::int64_t>(1, std::min(useful, wanted))), static_cast<unsigned>(heads),
+              static_cast<unsigned>(rows));
+}
+std::int64_t capacity(const PagedKv& kv) { return kv.table.extent[2] * kv.page_size; }
+
+// Entries of a head: tokens, or pages of `unit` tokens; never more than `room`.
+__device__ __forceinline__ int entries_of(const DeviceKv& kv, int row, int head, int unit, std::int64_t room) {
+  return static_cast<int>(min(static_cast<std::int64_t>((kv.tokens(row, head) + unit - 1) / unit), room));
+}
+
+__device__ __forceinline__ float square_sum(const float* x, int bytes, int lane) {
+  float sum = 0;
+  for (int i = lane; i < bytes / 16; i += 8) {
+    const float4 v = reinterpret_cast<const float4*>(x)[i];
+    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+  }
+  return sum;
+}
+template <class T>
+__device__ __forceinline__ float square_sum(const T* x, int bytes, int lane) {
+  float sum = 0;
+  for (int i = lane; i < bytes / 16; i += 8) {
+    const uint4 v = reinterpret_cast<const uint4*>(x)[i];
+    const unsigned words[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (const unsigned w : words) {
+      float low, high;
+      Pair<T>::unpack(w, low, high);
+      sum += low * low + high * high;
+    }
+  }
+  return sum;
+}
+
+// Eight lanes a token.
+__global__ void __launch_bounds__(threads) row_norm_kernel(DeviceKv kv, bool keys, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  const int lane = threadIdx.x % 8;
+  for (int begin = blockIdx.x * (threads / 8); begin < n; begin += gridDim.x * (threads / 8)) {
+    const int t = begin + threadIdx.x / 8;
+    float sum = 0;
+    if (t < n) {
+      const auto token = kv.token(row, head, t);
+      const PageLayout& l = *token.layout;
+      const std::byte* side = token.frame + (keys ? l.k : l.v);
+      const std::int64_t at = std::int64_t(token.offset) * l.head_dim;
+      if (keys ? l.codec.k.bits : l.codec.v.bits) {
+        for (int d = lane; d < l.head_dim; d += 8) {
+          const float x = token.element(keys, d);
+          sum += x * x;
+        }
+      } else if (l.dtype == DType::f32) {
+        sum = square_sum(reinterpret_cast<const float*>(side) + at, l.head_dim * 4, lane);
+      } else if (l.dtype == DType::f16) {
+        sum = square_sum(reinterpret_cast<const __half*>(side) + at, l.head_dim * 2, lane);
+      } else {
+        sum = square_sum(reinterpret_cast<const __nv_bfloat16*>(side) + at, l.head_dim * 2, lane);
+      }
+    }
+    for (int m = 1; m < 8; m *= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    if (t < n && lane == 0) out(row, head, t) = sqrtf(sum);
+  }
+}
+
+__global__ void __launch_bounds__(threads) scale_kernel(View<float, 3> out, float factor) {
+  for (std::int64_t t = blockIdx.x * threads + threadIdx.x; t < out.extent[2]; t += std::int64_t(gridDim.x) * threads)
+    out(blockIdx.z, blockIdx.y, t) *= factor;
+}
+
+__global__ void __launch_bounds__(threads) recency_kernel(DeviceKv kv, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
+    out(row, head, t) = static_cast<float>(kv.position(row, head, t));
+}
+
+__global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int column, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
+    out(row, head, t) = *kv.token(row, head, t).state(column);
+}
+
+// heads: those of the scores, whole groups of query heads or one per KV head.
+__global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float* copy, std::int64_t room, int group,
+                                                       bool maximum, int kernel, int excluded, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, half = kernel / 2;
+  const int n = entries_of(kv, row, head / group, 1, room) - excluded;
+  const float* in = copy + (std::int64_t(row) * gridDim.y + head) * room;
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
+    float x = maximum ? -INFINITY : 0.f;
+    for (int i = max(0, t - half); i <= min(n - 1, t + half); ++i) x = maximum ? fmaxf(x, in[i]) : x + in[i];
+    out(row, head, t) = maximum ? x : x / static_cast<float>(kernel);
+  }
+}
+
+__global__ void __launch_bounds__(threads)
+    copy_kernel(DeviceKv kv, View<const float, 3> in, int group, float* copy, std::int64_t room) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, 1, room);
+  float* to = copy + (std::int64_t(row) * gridDim.y + head) * room;
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) to[t] = in(row, head, t);
+}
+
+// Maximum and sum of the softmax of every query head; a maximum that is not finite leaves the sum 0.
+__global__ void __launch_bounds__(threads)
+    softmax_kernel(DeviceKv kv, View<const float, 3> in, int group, int unit, float scale, float2* stats) {
+  __shared__ float parts[threads / 32];
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, unit, in.extent[2]);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float high = -INFINITY, sum = 0;
+  for (int t = threadIdx.x; t < n; t += threads) high = fmaxf(high, in(row, head, t) * scale);
+  for (int m = 16; m > 0; m /= 2) high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+  if (lane == 0) parts[warp] = high;
+  __syncthreads();
+  for (int w = 0; w < threads / 32; ++w) high = fmaxf(high, parts[w]);
+  __syncthreads();
+  if (fabsf(high) < INFINITY)
+    for (int t = threadIdx.x; t < n; t += threads) sum += expf(in(row, head, t) * scale - high);
+  for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+  if (lane == 0) parts[warp] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int w = 0; w < threads / 32; ++w) sum += parts[w];
+  if (threadIdx.x == 0) stats[std::int64_t(row) * gridDim.y + head] = make_float2(high, sum);
+}
+
+struct Reduce {
+  DeviceKv kv;
+  View<const float, 3> in;
+  View<float, 3> out;  // null: add to the state column
+  const float2* stats;
+  std::int64_t room;
+  int group, unit, column;
+  float scale;
+  GroupRule rule;
+};
+
+__global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__ Reduce a) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(a.kv, row, head, a.unit, a.room);
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
+    float x = 0;
+    for (int g = 0; g < a.group; ++g) {
+      const float y = a.in(row, head * a.group + g, t);
+      if (a.rule == GroupRule::softmax_mean) {
+        const float2 s = a.stats[(std::int64_t(row) * gridDim.y + head) * a.group + g];
+        if (s.y > 0) x += expf(y * a.scale - s.x) / (s.y * static_cast<float>(a.group));
+      } else if (g == 0) {
+        x = y;
+      } else {
+        x = a.rule != GroupRule::max ? x + y : x < y ? y : x;
+      }
+    }
+    if (a.rule == GroupRule::mean) x *= 1.f / static_cast<float>(a.group);
+    if (a.out.data)
+      a.out(row, head, t) = x;
+    else
+      *a.kv.token(row, head, t).state(a.column) += x;
+  }
+}
+
+void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale, int unit, int column,
+            const Scores& out, const char* op, void* handle) {
+  if (kv.rows == 0) return;
+  const cudaStream_t stream = stream_of(handle);
+  const int heads = static_cast<int>(in.extent[1]);
+  Reduce a = {};
+  a.kv = DeviceKv(kv);
+  a.in = in, a.out = out;
+  a.room = out ? std::min(in.extent[2], out.extent[2]) : in.extent[2];
+  a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
+  if (rule == GroupRule::softmax_mean) {
+    auto* stats =
+        static_cast<float2*>(fixed_scratch(handle, "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
+    softmax_kernel<<<dim3(1, heads, kv.rows), threads, 0, stream>>>(a.kv, in, a.group, unit, scale, stats);
+    check_launch(op);
+    a.stats = stats;
+  }
+  reduce_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv) / unit + 1), threads, 0, stream>>>(a);
+  check_launch(op);
+}
+
+}  // namespace
+
+void row_norm_cuda(const KvRows& rows, const Scores& out, void* handle) {
+  const PagedKv& kv = *rows.kv;
+  if (kv.rows == 0) return;
+  row_norm_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), threads / 8), threads, 0, stream_of(handle)>>>(
+      DeviceKv(kv), rows.side == KvSide::key, out);
+  check_launch("row_norm");
+}
+
+void scale_cuda(const Scores& out, float factor, void* handle) {
+  if (out.extent[0] <= 0 || out.extent[1] <= 0 || out.extent[2] <= 0) return;
+  scale_kernel<<<grid_of(out.extent[1], out.extent[0], out.extent[2]), threads, 0, stream_of(handle)>>>(out, factor);
+  check_launch("scale");
+}
+
+void recency_cuda(const PagedKv& kv, const Scores& out, void* handle) {
+  if (kv.rows == 0) return;
+  recency_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(handle)>>>(DeviceKv(kv), out);
+  check_launch("recency");
+}
+
+void pool_cuda(const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void* handle) {
+  if (kv.rows == 0) return;
+  const std::int64_t heads = scores.extent[1], room = std::min(capacity(kv), scores.extent[2]);
+  const int group = static_cast<int>(heads) / kv.kv_heads;
+  auto* copy = static_cast<float*>(fixed_scratch(handle, "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
+  const dim3 grid = grid_of(heads, kv.rows, room);
+  copy_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), scores, group, copy, room);
+  check_launch("pool");
+  pool_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), copy, room, group, kind == Pooling::max, kernel,
+                                                       excluded, scores);
+  check_launch("pool");
+}
+
+void group_reduce_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out,
+                       void* handle) {
+  reduce(kv, in, rule, 1.f, 1, 0, out, "group_reduce", handle);
+}
+
+void add_mass_cuda(const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void* handle) {
+  reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", handle);
+}
+
+void read_state_cuda(const StateColumn& column, const Scores& out, void* handle) {
+  const PagedKv& kv = *column.kv;
+  if (kv.rows == 0) return;
+  read_state_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(handle)>>>(DeviceKv(kv),
+                                                                                                    column.column, out);
+  check_launch("read_state");
+}
+
+void reduce_pages_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale,
+                       const Scores& out, void* handle) {
+  reduce(kv, in, rule, scale, kv.page_size, 0, out, "page_score", handle);
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,191 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "ops/page/reference.hpp"
+#include "ops/score/reference.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+using Row = std::vector<double>;
+
+std::vector<float> rows_of(const PagedKv& kv, int row, int head, KvSide side) {
+  std::vector<float> out(std::size_t(kv.tokens(row, head)) * kv.head_dim);
+  gather_rows_reference(kv, row, head, side, kv.tokens(row, head), out.data());
+  return out;
+}
+
+std::vector<std::int32_t> positions_of(const PagedKv& kv, int row, int head) {
+  std::vector<std::int32_t> out(kv.tokens(row, head));
+  token_positions_reference(kv, row, head, kv.tokens(row, head), out.data());
+  return out;
+}
+
+Row softmax(Row x) {
+  double most = -infinity, total = 0;
+  for (const double y : x) most = std::max(most, y);
+  for (double& y : x) total += y = most > -infinity ? std::exp(y - most) : 0;
+  for (double& y : x) y = total > 0 ? y / total : 0;
+  return x;
+}
+
+// in: one row per query head of the group.
+Row reduced(std::vector<Row> in, GroupRule rule, double scale) {
+  Row out(in[0].size(), rule == GroupRule::max ? -infinity : 0);
+  for (Row& x : in) {
+    if (rule == GroupRule::softmax_mean) {
+      for (double& y : x) y *= scale;
+      x = softmax(x);
+    }
+    for (std::size_t i = 0; i < out.size(); ++i)
+      out[i] = rule == GroupRule::max ? std::max(out[i], x[i]) : out[i] + x[i];
+  }
+  if (rule == GroupRule::mean || rule == GroupRule::softmax_mean)
+    for (double& y : out) y /= static_cast<double>(in.size());
+  return out;
+}
+
+// The group's rows of `in`, as far as the head has tokens.
+std::vector<Row> group_rows(const View<const float, 3>& in, const PagedKv& kv, int row, int head) {
+  const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
+  std::vector<Row> out(group, Row(kv.tokens(row, head)));
+  for (int g = 0; g < group; ++g)
+    for (std::size_t t = 0; t < out[g].size(); ++t) out[g][t] = in(row, head * group + g, t);
+  return out;
+}
+
+float* state_of(const StateColumn& column, int row, int head, int token) {
+  const PagedKv& kv = *column.kv;
+  const PageEntry& e = kv.entry(row, head, token / kv.page_size);
+  return reinterpret_cast<float*>(kv.frame(e) + kv.layout(e).state) + std::int64_t{column.column} * kv.page_size +
+         token % kv.page_size;
+}
+
+double summary_element(const Summaries& s, const std::byte* summary, int d) {
+  if (s.dtype == DType::f32) return reinterpret_cast<const float*>(summary)[d];
+  return static_cast<double>(static_cast<float>(reinterpret_cast<const bf16*>(summary)[d]));
+}
+
+template <class F>
+void for_heads(const PagedKv& kv, F f) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) f(r, h);
+}
+
+}  // namespace
+
+void row_norm_reference(const KvRows& rows, Scores out) {
+  PagedKv kv = *rows.kv;
+  kv.rope = RopeRegime::original;  // the norm of what is stored
+  for_heads(kv, [&](int r, int h) {
+    const auto x = rows_of(kv, r, h, rows.side);
+    for (int t = 0; t < kv.tokens(r, h); ++t) {
+      double sum = 0;
+      for (int d = 0; d < kv.head_dim; ++d) sum += std::pow(double{x[std::size_t(t) * kv.head_dim + d]}, 2);
+      out(r, h, t) = static_cast<float>(std::sqrt(sum));
+    }
+  });
+}
+
+void scale_reference(Scores out, float factor) {
+  for (std::int64_t r = 0; r < out.extent[0]; ++r)
+    for (std::int64_t h = 0; h < out.extent[1]; ++h)
+      for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
+}
+
+void recency_reference(const PagedKv& kv, Scores out) {
+  for_heads(kv, [&](int r, int h) {
+    const auto position = positions_of(kv, r, h);
+    for (int t = 0; t < kv.tokens(r, h); ++t) out(r, h, t) = static_cast<float>(position[t]);
+  });
+}
+
+void window_votes_reference(const View<const float, 4>& q, const std::int32_t* seen, const PagedKv& kv, Scores votes) {
+  const int group = static_cast<int>(q.extent[1]) / kv.kv_heads, window = static_cast<int>(q.extent[2]);
+  for_heads(kv, [&](int r, int h) {
+    const auto keys = rows_of(kv, r, h, KvSide::key);
+    const auto position = positions_of(kv, r, h);
+    for (int head = h * group; head < (h + 1) * group; ++head) {
+      Row sum(position.size());
+      for (int i = 0; i < window; ++i) {
+        Row s(position.size());
+        for (std::size_t t = 0; t < s.size(); ++t) {
+          for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
+          s[t] = position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
+        }
+        s = softmax(s);
+        for (std::size_t t = 0; t < s.size(); ++t) sum[t] += s[t];
+      }
+      for (std::size_t t = 0; t < sum.size(); ++t) votes(r, head, t) = static_cast<float>(sum[t]);
+    }
+  });
+}
+
+void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded) {
+  const int heads = static_cast<int>(scores.extent[1]);
+  if (kind == Pooling::none) return;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h) {
+      const int n = kv.tokens(r, h / (heads / kv.kv_heads)) - excluded;
+      Row in(std::max(n, 0));
+      for (int t = 0; t < n; ++t) in[t] = scores(r, h, t);
+      for (int t = 0; t < n; ++t) {
+        double sum = 0, most = -infinity;
+        for (int i = std::max(0, t - kernel / 2); i <= std::min(n - 1, t + kernel / 2); ++i) {
+          sum += in[i];
+          most = std::max(most, in[i]);
+        }
+        scores(r, h, t) = static_cast<float>(kind == Pooling::max ? most : sum / kernel);
+      }
+    }
+}
+
+void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {
+  for_heads(kv, [&](int r, int h) {
+    const Row x = reduced(group_rows(in, kv, r, h), rule, 1);
+    for (std::size_t t = 0; t < x.size(); ++t) out(r, h, t) = static_cast<float>(x[t]);
+  });
+}
+
+void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column) {
+  for_heads(*column.kv, [&](int r, int h) {
+    const Row x = reduced(group_rows(mass, *column.kv, r, h), rule, 1);
+    for (std::size_t t = 0; t < x.size(); ++t) {
+      float* state = state_of(column, r, h, static_cast<int>(t));
+      *state = static_cast<float>(*state + x[t]);
+    }
+  });
+}
+
+void read_state_reference(const StateColumn& column, Scores out) {
+  for_heads(*column.kv, [&](int r, int h) {
+    for (int t = 0; t < column.kv->tokens(r, h); ++t) out(r, h, t) = *state_of(column, r, h, t);
+  });
+}
+
+void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
+                          GroupRule rule, float scale, Scores out) {
+  const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads;
+  for_heads(kv, [&](int r, int h) {
+    std::vector<Row> score(group, Row(kv.pages(r, h)));
+    for (int g = 0; g < group; ++g)
+      for (int p = 0; p < kv.pages(r, h); ++p)
+        for (int d = 0; d < kv.head_dim; ++d) {
+          const double q = queries(r, h * group + g, d);
+          const std::byte* summary = summaries.at(kv.slots[r], h, p);
+          const double first = q * summary_element(summaries, summary, d);
+          score[g][p] += summaries.kind == Summary::mean
+                             ? first
+                             : std::max(first, q * summary_element(summaries, summary, kv.head_dim + d));
+        }
+    const Row x = reduced(score, rule, scale);
+    for (std::size_t p = 0; p < x.size(); ++p) out(r, h, p) = static_cast<float>(x[p]);
+  });
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,105 @@
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/token_rows.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+constexpr int block_tokens = 128;  // decoded and packed at once
+
+struct Scratch {
+  TokenRows rows;
+  std::vector<float> panel, scores;  // [head_dim, panel_width], [query head, window, tokens]
+  std::vector<std::int32_t> position;
+};
+
+// scores[query head, i, t] = q_i . k_t, all query heads of one KV head and all tokens: keys are read and packed once.
+void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, const HeadRanks& ranks,
+                  std::int64_t stride, Scratch& x) {
+  const RowKernels& kernels = row_kernels();
+  const int pages = kv.pages(row, head), group = static_cast<int>(queries.extent[0]);
+  const int window = static_cast<int>(queries.extent[1]), block = std::max(1, block_tokens / kv.page_size);
+  x.panel.resize(std::size_t(kv.head_dim) * panel_width);
+  int place = 0;
+  for (int p = 0; p < pages; p += block) {
+    x.rows.gather(kv, row, head, KvSide::key, nullptr, p, std::min(block, pages - p));
+    const std::int32_t* rank = ranks.of(row, head);
+    const float* keys = rank ? x.rows.rotate(kv, rank, *ranks.rope()) : x.rows.decode(kv.head_dim);
+    for (int t = 0; t < x.rows.count(); ++t) x.position[place + t] = x.rows.position(t);
+    for (int t = 0; t < x.rows.count(); t += panel_width) {
+      const int count = std::min(panel_width, x.rows.count() - t);
+      kernels.pack_panel(keys + std::int64_t{t} * kv.head_dim, count, kv.head_dim, x.panel.data());
+      for (int g = 0; g < group; ++g)
+        kernels.panel_dot(x.panel.data(), kv.head_dim, &queries(g, 0, 0), queries.stride[1], window,
+                          x.scores.data() + g * window * stride + place + t, stride);
+    }
+    place += x.rows.count();
+  }
+}
+
+// Votes of one KV head's query heads.
+void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last,
+               const HeadRanks& ranks, float* votes, std::int64_t votes_stride) {
+  thread_local Scratch x;
+  const RowKernels& kernels = row_kernels();
+  const int tokens = kv.tokens(row, head), group = static_cast<int>(queries.extent[0]);
+  const int window = static_cast<int>(queries.extent[1]);
+  const std::int64_t stride = tokens + panel_width;  // the last panel may hang over
+  x.scores.resize(stride * window * group);
+  x.position.resize(tokens);
+  score_tokens(kv, row, head, queries, ranks, stride, x);
+  const float softmax_scale = 1.f / std::sqrt(static_cast<float>(kv.head_dim));
+  for (int g = 0; g < group; ++g) std::fill_n(votes + g * votes_stride, tokens, 0.f);
+  for (int i = 0; i < window * group; ++i) {
+    float* s = x.scores.data() + i * stride;
+    kernels.scale(s, tokens, softmax_scale);
+    const int newest = last - (window - 1) + i % window;
+    for (int t = 0; t < tokens; ++t) s[t] = x.position[t] > newest ? -std::numeric_limits<float>::infinity() : s[t];
+    const float maximum = kernels.max(s, tokens);
+    if (!std::isfinite(maximum)) continue;
+    const float total = kernels.exp_sum(s, tokens, maximum);
+    kernels.add_scaled(s, tokens, 1.f / total, votes + i / window * votes_stride);
+  }
+}
+
+}  // namespace
+
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes,
+                  Stream s) {
+  const char* op = "window_votes";
+  check_kv(kv, op, s);
+  check_scores(kv, votes, "votes", op, s);
+  if (window_queries.dtype != DType::f32)
+    fail(Errc::unsupported, op, std::string("got queries of ") + name_of(window_queries.dtype) + ", wanted f32");
+  const View<const float, 4> queries = window_queries.f32();
+  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !seen)
+    fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
+  if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
+  if (s.device() == Device::cuda)
+    return cuda_op(&CudaOps::window_votes, "window_votes")(queries, seen, kv, votes, s.handle());
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
+  const int heads = static_cast<int>(queries.extent[1]), group = heads / kv.kv_heads;
+  thread_local HeadRanks ranks_of_thread;
+  HeadRanks& ranks = ranks_of_thread;
+  ranks.fill(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      if (kv.tokens(r, h) == 0) continue;
+      View<const float, 3> of_head = queries[r];
+      of_head.data += h * group * of_head.stride[0];
+      of_head.extent[0] = group;
+      vote_head(kv, r, h, of_head, seen[r] - 1, ranks, &votes(r, h * group, 0), votes.stride[1]);
+    }
+}
+
+}  // namespace kvlab::ops

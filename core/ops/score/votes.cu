@@ -1,0 +1,269 @@
+// Votes of the window queries. Keys stream twice: for the maximum and sum of every query's softmax, then for the
+// probabilities. Tiles of 16 tokens are multiplied with all queries of one query head on the tensor cores; a query is
+// two columns, its rounded value and the rest.
+#include <algorithm>
+#include <cmath>
+
+#include "base/cuda.cuh"
+#include "ops/page/policy_cuda.hpp"
+#include "ops/page/ranks.cuh"
+
+namespace kvlab::ops {
+namespace {
+
+using namespace cuda;
+
+constexpr int threads = 256, warps = threads / 32, tile_tokens = 16, chunk_bytes = 64;
+constexpr int most_queries = 128;  // of the window, for the tensor cores
+constexpr unsigned all_lanes = ~0u;
+constexpr float log2e = 1.4426950408889634f;
+
+struct Args {
+  DeviceKv kv;
+  View<const float, 4> queries;
+  const std::int32_t* seen;
+  View<float, 3> votes;
+  float2* partial;           // [row, query head, chunk, query] maximum and sum, times log2(e)
+  float* logits;             // [row, query head, room], plain form only
+  const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
+  std::int64_t room;
+  int group, window, chunks;
+  float scale;
+};
+
+__device__ __forceinline__ int tokens_of(const Args& a, int row, int kv_head) {
+  return min(a.kv.tokens(row, kv_head), static_cast<int>(a.votes.extent[2]));
+}
+
+// Adds a value or another sum: (maximum, sum of 2^(x - maximum)).
+__device__ __forceinline__ void join(float& high, float& sum, float other_high, float other_sum) {
+  const float fresh = fmaxf(high, other_high);
+  if (fresh == -INFINITY) return;
+  sum = sum * exp2f(high - fresh) + other_sum * exp2f(other_high - fresh);
+  high = fresh;
+}
+
+// f(tile, query column tile, query, s, t): the scores s[2] of this thread's tokens t[2] for one query, -inf where the
+// query does not see them. Fragments as in page_score.cu.
+template <class T, int Chunks, class F, class EndOfTile>
+__device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
+                           const EndOfTile& end_of_tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4, kv_head = head / a.group;
+  const int tokens = tokens_of(a, row, kv_head), column_tiles = (2 * a.window + 7) / 8;
+  for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
+    const int of = i % 32, chunk = i / 32 % Chunks, column = i / 32 / Chunks * 8 + of / 4,
+              element = chunk * 32 + of % 4 * 8;
+    unsigned out[4] = {};
+    if (column / 2 < a.window) {
+      const float* q = &a.queries(row, head, column / 2, element);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        out[k] = Pair<T>::pack(q[2 * k], q[2 * k + 1]);
+        if (column % 2) {
+          float x, y;
+          Pair<T>::unpack(out[k], x, y);
+          out[k] = Pair<T>::pack(q[2 * k] - x, q[2 * k + 1] - y);
+        }
+      }
+    }
+    fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+  __syncthreads();
+  const unsigned fragment = shared_address(fragments + lane);
+  const PageLayout& layout = a.kv.layouts[0];
+  const int tiles = (tokens + tile_tokens - 1) / tile_tokens, oldest_query = a.seen[row] - a.window;
+  for (int tile = blockIdx.x * warps + warp; tile < tiles; tile += gridDim.x * warps) {
+    int t[2], position[2];
+    uint4 key[2][Chunks];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      t[half] = tile * tile_tokens + lane / 4 + 8 * half;
+      const auto token = a.kv.token(row, kv_head, min(t[half], tokens - 1));
+      position[half] = t[half] < tokens ? token.position() : 0x7fffffff;
+      const auto* from =
+          reinterpret_cast<const uint4*>(token.frame + layout.k + token.offset * (Chunks * chunk_bytes) + quarter * 16);
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) key[half][c] = __ldg(from + c * (chunk_bytes / 16));
+    }
+    for (int column = 0; column < column_tiles; ++column) {
+      float sum[4] = {};
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        const uint4 b = load_shared16(fragment + (column * Chunks + c) * 512);
+        mma16816<T>(sum, key[0][c].x, key[1][c].x, key[0][c].y, key[1][c].y, b.x, b.y);
+        mma16816<T>(sum, key[0][c].z, key[1][c].z, key[0][c].w, key[1][c].w, b.z, b.w);
+      }
+      const int query = column * 4 + quarter, newest = query < a.window ? oldest_query + query : -1;
+      float s[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        s[half] = position[half] <= newest ? (sum[2 * half] + sum[2 * half + 1]) * a.scale : -INFINITY;
+      f(column, query, s);
+    }
+    end_of_tile(t, tokens);
+  }
+}
+
+template <class T, int Chunks>
+__global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  const int head = blockIdx.y, row = blockIdx.z, column_tiles = (2 * a.window + 7) / 8;
+  float2* stats = reinterpret_cast<float2*>(dynamic + column_tiles * Chunks * 32);  // [column tile, thread]
+  for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
+  for_scores<T, Chunks>(
+      a, row, head, dynamic,
+      [&](int column, int, const float(&s)[2]) {
+        float2& own = stats[column * threads + threadIdx.x];
+        join(own.x, own.y, s[0], s[0] == -INFINITY ? 0.f : 1.f);
+        join(own.x, own.y, s[1], s[1] == -INFINITY ? 0.f : 1.f);
+      },
+      [](const int(&)[2], int) {});
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.window; i += threads) {
+    float2 all = make_float2(-INFINITY, 0.f);
+    for (int w = 0; w < warps; ++w)
+      for (int g = 0; g < 8; ++g) {
+        const float2 x = stats[i / 4 * threads + w * 32 + g * 4 + i % 4];
+        join(all.x, all.y, x.x, x.y);
+      }
+    a.partial[((std::int64_t(row) * gridDim.y + head) * a.chunks + blockIdx.x) * a.window + i] = all;
+  }
+}
+
+template <class T, int Chunks>
+__global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ float2 stats[most_queries];  // maximum, 1 / sum
+  const int head = blockIdx.y, row = blockIdx.z, quarter = threadIdx.x % 4;
+  for (int i = threadIdx.x; i < a.window; i += threads) {
+    float2 all = make_float2(-INFINITY, 0.f);
+    for (int c = 0; c < a.chunks; ++c) {
+      const float2 x = a.partial[((std::int64_t(row) * gridDim.y + head) * a.chunks + c) * a.window + i];
+      join(all.x, all.y, x.x, x.y);
+    }
+    stats[i] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
+  }
+  float vote[2] = {};
+  for_scores<T, Chunks>(
+      a, row, head, dynamic,
+      [&](int, int query, const float(&s)[2]) {
+        if (query >= a.window) return;
+        const float2 of = stats[query];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (s[half] != -INFINITY) vote[half] += exp2f(s[half] - of.x) * of.y;
+      },
+      [&](const int(&t)[2], int tokens) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          for (int m = 1; m < 4; m *= 2) vote[half] += __shfl_xor_sync(all_lanes, vote[half], m);
+          if (quarter == 0 && t[half] < tokens) a.votes(row, head, t[half]) = vote[half];
+          vote[half] = 0;
+        }
+      });
+}
+
+// Any codec, regime, head_dim and window: one block per query head goes through its queries.
+__global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
+  __shared__ float parts[warps];
+  const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
+  const int tokens = tokens_of(a, row, kv_head), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* logits = a.logits + (std::int64_t(row) * gridDim.x + head) * a.room;
+  const std::int32_t* rank = a.rank ? a.rank + (std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room : nullptr;
+  for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) = 0;
+  for (int i = 0; i < a.window; ++i) {
+    const float* q = &a.queries(row, head, i, 0);
+    const int newest = a.seen[row] - a.window + i;
+    float high = -INFINITY, sum = 0;
+    for (int t = warp; t < tokens; t += warps) {
+      const auto token = a.kv.token(row, kv_head, t);
+      float x = 0;
+      for (int d = lane; d < dim; d += 32) x += q[d] * (rank ? a.kv.rotated_key(token, d, rank[t]) : token.key(d));
+      for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
+      x = token.position() <= newest ? x * a.scale : -INFINITY;
+      if (lane == 0) logits[t] = x;
+      high = fmaxf(high, x);
+    }
+    if (lane == 0) parts[warp] = high;
+    __syncthreads();  // orders the block's logits too
+    for (int w = 0; w < warps; ++w) high = fmaxf(high, parts[w]);
+    __syncthreads();
+    if (high == -INFINITY) continue;
+    for (int t = threadIdx.x; t < tokens; t += threads) sum += exp2f(logits[t] - high);
+    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    if (lane == 0) parts[warp] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < warps; ++w) sum += parts[w];
+    for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) += exp2f(logits[t] - high) / sum;
+    __syncthreads();
+  }
+}
+
+template <class T, int Chunks>
+void launch(const Args& a, cudaStream_t stream) {
+  const int column_tiles = (2 * a.window + 7) / 8, queries = column_tiles * Chunks * 512,
+            stats = column_tiles * threads * 8;
+  const dim3 grid(a.chunks, static_cast<unsigned>(a.queries.extent[1]), a.kv.kv.rows);
+  const auto first = stats_kernel<T, Chunks>;
+  const auto second = votes_kernel<T, Chunks>;
+  static const cudaError_t once[] = {
+      cudaFuncSetAttribute(first, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes() - 2048)),
+      cudaFuncSetAttribute(second, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes() - 2048))};
+  check(once[0], "window_votes"), check(once[1], "window_votes");
+  first<<<grid, threads, queries + stats, stream>>>(a);
+  check_launch("window_votes");
+  second<<<grid, threads, queries, stream>>>(a);
+  check_launch("window_votes");
+}
+
+template <class T>
+void launch_dim(const Args& a, cudaStream_t stream) {
+  switch (a.kv.head_dim) {
+    case 64: return launch<T, 2>(a, stream);
+    case 96: return launch<T, 3>(a, stream);
+    case 128: return launch<T, 4>(a, stream);
+    default: return launch<T, 8>(a, stream);
+  }
+}
+
+bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
+  const PageLayout& l = kv.layouts[0];
+  const int dim = kv.head_dim;
+  const std::int64_t window = queries.extent[2],
+                     bytes = (2 * window + 7) / 8 * (std::int64_t{dim} / 32 * 512 + threads * 8);
+  return l.codec.k.bits == 0 && (l.dtype == DType::bf16 || l.dtype == DType::f16) &&
+         (dim == 64 || dim == 96 || dim == 128 || dim == 256) && kv.rope != RopeRegime::cache_relative &&
+         window <= most_queries && bytes <= shared_bytes() - 2048;
+}
+
+}  // namespace
+
+void window_votes_cuda(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv,
+                       const Scores& votes, void* handle) {
+  const int heads = static_cast<int>(queries.extent[1]);
+  if (kv.rows == 0 || heads == 0) return;
+  const cudaStream_t stream = stream_of(handle);
+  Args a = {};
+  a.kv = DeviceKv(kv);
+  a.queries = queries, a.seen = seen, a.votes = votes;
+  a.group = heads / kv.kv_heads, a.window = static_cast<int>(queries.extent[2]);
+  a.scale = log2e / std::sqrt(static_cast<float>(kv.head_dim));
+  a.room = kv.table.extent[2] * kv.page_size;
+  if (fits_tiles(kv, queries) && a.window > 0) {
+    const std::int64_t useful = (a.room + tile_tokens * warps - 1) / (tile_tokens * warps);
+    a.chunks = static_cast<int>(std::clamp<std::int64_t>(4 * multiprocessors() / (std::int64_t{heads} * kv.rows), 1,
+                                                         std::max<std::int64_t>(useful, 1)));
+    a.partial = static_cast<float2*>(fixed_scratch(
+        handle, "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
+    return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half>(a, stream) : launch_dim<__nv_bfloat16>(a, stream);
+  }
+  if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, handle);
+  a.logits = static_cast<float*>(
+      fixed_scratch(handle, "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
+  votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream>>>(a);
+  check_launch("window_votes");
+}
+
+}  // namespace kvlab::ops

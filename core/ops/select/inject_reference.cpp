@@ -1,0 +1,71 @@
+#include <algorithm>
+#include <set>
+
+#include "ops/select/inject.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+bool pinned(const InjectArgs& a, int page, int tokens, int pages) {
+  if (a.pins.newest_page && page == pages - 1) return true;
+  for (int t = page * a.pages.page_size; t < std::min(tokens, (page + 1) * a.pages.page_size); ++t)
+    if (t < a.pins.first || t >= tokens - a.pins.last) return true;
+  return false;
+}
+
+}  // namespace
+
+void inject_pages_reference(const InjectArgs& a) {
+  for (int r = 0; r < a.pages.rows; ++r)
+    for (int h = 0; h < a.pages.kv_heads; ++h) {
+      const int slot = a.pages.slots[r], tokens = a.pages.tokens(r, h), pages = a.pages.pages(r, h),
+                n = a.list.count(r, h);
+      std::uint32_t* state = &a.state(slot, h, 0);
+      const std::uint32_t question = a.asked(slot), step = state[1] == question ? state[0] : 0;
+      std::set<int> chosen, old, drawn;
+      for (int i = 0; i < n; ++i) chosen.insert(a.list.index(r, h, i));
+      const std::int64_t list = a.recorded.first ? a.recorded.list(question, step, h) : -1;
+      if (a.recorded.first) {
+        for (std::int64_t i = list < 0 ? 0 : a.recorded.begin[list]; list >= 0 && i < a.recorded.begin[list + 1]; ++i)
+          old.insert(a.recorded.page[i]);
+      } else {
+        for (int page = 0; page < pages; ++page)
+          if (state[inject_header + page / 32] >> (page % 32) & 1) old.insert(page);
+      }
+      const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], h, a.recorded.first ? 0 : step);
+      const int kept = a.recorded.first ? n : inject_kept(a.overlap, n);
+      const auto size = [](const std::set<int>& s) { return static_cast<int>(s.size()); };
+      const auto shared = [&] {
+        return std::count_if(drawn.begin(), drawn.end(), [&](int p) { return old.count(p); });
+      };
+      // The page of the greatest key that is not drawn yet, of the old ones or of the others; -1 = none.
+      const auto next = [&](bool of_old) {
+        int best = -1;
+        for (int page = 0; page < pages; ++page)
+          if (!pinned(a, page, tokens, pages) && !drawn.count(page) && (old.count(page) > 0) == of_old &&
+              (best < 0 || inject_key(stream, static_cast<std::uint32_t>(page)) >
+                               inject_key(stream, static_cast<std::uint32_t>(best))))
+            best = page;
+        return best;
+      };
+      if (a.recorded.first ? list < 0 : step == 0) {
+        drawn = chosen;
+      } else {
+        for (const int page : chosen)
+          if (pinned(a, page, tokens, pages)) drawn.insert(page);
+        while (size(drawn) < n && shared() < kept && next(true) >= 0) drawn.insert(next(true));
+        while (size(drawn) < n && next(false) >= 0) drawn.insert(next(false));
+        while (size(drawn) < n && next(true) >= 0) drawn.insert(next(true));
+      }
+      state[0] = step + 1, state[1] = question;
+      std::fill(state + inject_header, state + a.state.extent[2], 0u);
+      int i = 0;
+      for (const int page : drawn) {
+        a.list.index(r, h, i++) = page;
+        state[inject_header + page / 32] |= 1u << (page % 32);
+      }
+      a.list.count(r, h) = i;
+    }
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,28 @@
+// The references of this folder (see ops/page/reference.hpp).
+#pragma once
+#include <kvlab/kv.hpp>
+#include <kvlab/roles.hpp>
+
+#include <cstdint>
+
+#include "ops/select/placement.hpp"
+
+namespace kvlab::ops {
+
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
+                          const Pins* pins, TokenList list);
+void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
+                         Pins pins, PageList out);
+void allot_uniform_reference(const Allotment& a);
+void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
+void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);
+void round_allotment_reference(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
+                               View<std::int32_t, 2> keep);
+
+// Placement.
+void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
+void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
+                           PageList out);
+void place_pages_reference(const PlacementArgs& a);
+
+}  // namespace kvlab::ops

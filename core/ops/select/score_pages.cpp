@@ -1,0 +1,104 @@
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "base/part_timer.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/row_kernels.hpp"
+#include "ops/score/group.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+struct Scratch {
+  std::vector<float> queries, scores;
+};
+
+// max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi: a box is one row of 2 * head_dim against the split query.
+void split_query(const float* q, int dim, float* out) {
+  for (int d = 0; d < dim; ++d) {
+    out[d] = std::min(q[d], 0.f);
+    out[dim + d] = std::max(q[d], 0.f);
+  }
+}
+
+void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Summaries& summaries, int row, int head,
+                int group, GroupRule rule, float scale, float* out) {
+  thread_local Scratch x;
+  const int pages = kv.pages(row, head), stride = padded(pages), dim = kv.head_dim;
+  const bool box = summaries.kind == Summary::min_max;
+  const int width = box ? 2 * dim : dim;
+  x.queries.resize(std::size_t(group) * width);
+  for (int g = 0; g < group; ++g) {
+    const float* q = &queries(head * group + g, 0);
+    if (box)
+      split_query(q, dim, x.queries.data() + std::int64_t{g} * width);
+    else
+      std::copy_n(q, dim, x.queries.data() + std::int64_t{g} * width);
+  }
+  x.scores.resize(std::size_t(group) * stride);
+  RowRun runs[1 + run_ahead];
+  runs[0].data = summaries.at(kv.slots[row], head, 0);
+  runs[0].stride = summaries.page_stride;
+  runs[0].count = pages;
+  runs[0].kind = summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  row_kernels().dot(runs, 1, width, x.queries.data(), width, group, 1.f, x.scores.data(), stride);
+  reduce_group(x.scores.data(), stride, group, pages, rule, scale, out);
+}
+
+void check(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const Scores& out, const char* op,
+           Stream s) {
+  check_kv(kv, op, s);
+  if (queries.dtype != DType::f32)
+    fail(Errc::unsupported, op, std::string("got queries of ") + name_of(queries.dtype) + ", wanted f32");
+  if (summaries.dtype != DType::f32 && summaries.dtype != DType::bf16 &&
+      (summaries.dtype != DType::f16 || s.device() == Device::cpu))
+    fail(Errc::unsupported, op, std::string("got summaries of ") + name_of(summaries.dtype) + ", wanted f32 or bf16");
+  if (summaries.kind == Summary::none || !summaries.data)
+    fail(Errc::internal, op, "got no page summaries, wanted min_max or mean (Needs::page_summary)");
+  const View<const float, 3> q = queries.f32();
+  if (q.extent[0] < kv.rows || q.extent[1] < kv.kv_heads || q.extent[1] % kv.kv_heads || q.extent[2] != kv.head_dim)
+    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");
+  if (q.stride[2] != 1 || out.stride[2] != 1)
+    fail(Errc::unsupported, op, "got strided queries or scores, wanted them contiguous");
+  const int most = s.device() == Device::cpu ? (longest(kv) + kv.page_size - 1) / kv.page_size : 0;
+  if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads || out.extent[2] < most)
+    fail(Errc::internal, op, "got too small an output, wanted [row, kv_head, " + std::to_string(most) + " pages]");
+}
+
+}  // namespace
+
+void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                Scores out, Stream s) {
+  const PartTimer timer(Part::score);
+  const char* op = "page_score";
+  check(queries, kv, summaries, out, op, s);
+  const View<const float, 3> q = queries.f32();
+  if (s.device() == Device::cuda)
+    return cuda_op(&CudaOps::score_pages, "page_score")(q, kv, summaries, rule, scale, {}, {}, out, nullptr,
+                                                        s.handle());
+  const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
+  const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
+#pragma omp parallel for collapse(2) \
+    schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, scale, &out(r, h, 0));
+}
+
+void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
+                 View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s) {
+  if (s.device() == Device::cpu) {
+    page_score(queries, kv, summaries, rule, scale, scores, s);
+    return top_pages(kv, scores, page_budgets, pins, out, s);
+  }
+  const char* op = "score_pages";
+  check(queries, kv, summaries, scores, op, s);
+  check_list(kv, out, op);
+  cuda_op(&CudaOps::score_pages, "score_pages")(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores,
+                                                &out, s.handle());
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,265 @@
+// Page scores, and with a list the selection too in the same launch: tiles of 16 pages of all heads lie on one line
+// that the resident blocks share evenly, a warp multiplies a tile with the queries of its KV head on the tensor cores,
+// and whichever block brings the last scores of a head selects its pages. Here is the choice of the kernel, the one for
+// what the rings (page_score_ring.cuh) do not take, and the one for any shape.
+#include <algorithm>
+
+#include "base/scratch.cuh"
+#include "ops/page/policy_cuda.hpp"
+#include "ops/select/score_pages_ring.cuh"
+
+namespace kvlab::ops {
+namespace {
+
+using namespace cuda;
+using namespace device;
+using namespace page_scores;
+
+constexpr int most_column_tiles = 4;  // of 8 columns; a query is two of them, its rounded value and the rest
+constexpr int max_pairs = 2048;       // (row, KV head) of one launch
+
+__device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
+  return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
+}
+
+// The query that a row of the summary is multiplied with: max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
+__device__ __forceinline__ float wide_query(const Args& a, const float* q, int e) {
+  if (!a.box) return q[e];
+  return e < a.dim ? fminf(q[e], 0.f) : fmaxf(q[e - a.dim], 0.f);
+}
+
+// Fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
+// neighbouring elements each, so the order of the sum over k is not that of memory, in A and B alike.
+template <class T, int Chunks>
+__device__ void stage_queries(const Args& a, int row, int kv_head, int column_tiles, uint4* fragments) {
+  for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
+    const int lane = i % 32, chunk = i / 32 % Chunks, column = i / 32 / Chunks * 8 + lane / 4;
+    const int head = column / 2, element = chunk * 32 + lane % 4 * 8;
+    unsigned out[4] = {};
+    if (head < a.group) {
+      const float* q = a.queries + row * a.query_row + (kv_head * a.group + head) * a.query_head;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float x = wide_query(a, q, element + 2 * k), y = wide_query(a, q, element + 2 * k + 1);
+        out[k] = Pair<T>::pack(x, y);
+        if (column % 2) {
+          float rounded_x, rounded_y;
+          Pair<T>::unpack(out[k], rounded_x, rounded_y);
+          out[k] = Pair<T>::pack(x - rounded_x, y - rounded_y);
+        }
+      }
+    }
+    fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
+template <class T, int Chunks>
+__global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ SelectShared select;
+  __shared__ int merges;
+  const int column_tiles = (2 * a.group + 7) / 8, pairs = a.rows * a.kv_heads;
+  uint4* fragments = dynamic;
+  int* first = reinterpret_cast<int*>(fragments + column_tiles * Chunks * 32);  // [pairs + 1] tiles before each pair
+  unsigned* chosen = reinterpret_cast<unsigned*>(first + (pairs + 4) / 4 * 4);
+  float* stage = reinterpret_cast<float*>(chosen + bit_bytes(a.most_pages) / 4);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
+  unsigned total = 0;
+  for (int base = 0; base < pairs; base += threads) {
+    const int pair = base + threadIdx.x, pages = pair < pairs ? pages_of_pair(a, pair) : 0;
+    unsigned sum;
+    const unsigned before = block_scan(tiles_of(pages), select.scan, sum);
+    if (pair < pairs) {
+      first[pair] = static_cast<int>(total + before);
+      if (pages == 0 && a.list && blockIdx.x == 0)
+        a.count[pair / a.kv_heads * a.count_row + pair % a.kv_heads * a.count_head] = 0;
+    }
+    total += sum;
+  }
+  if (threadIdx.x == 0) first[pairs] = static_cast<int>(total);
+  __syncthreads();
+  const std::int64_t blocks = min(gridDim.x, total);
+  if (blockIdx.x >= blocks) return;
+  const Share share = share_of(blockIdx.x, blocks, total, pairs, [&](int i) { return first[i]; });
+  const int lo = share.lo, hi = share.hi;
+  int pair = share.pair;
+  for (; pair < pairs && first[pair] < hi; ++pair) {
+    const int begin = first[pair], end = first[pair + 1];
+    if (begin == end) continue;
+    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, pages = pages_of_pair(a, pair);
+    const int from = max(lo, begin), to = min(hi, end);
+    const std::byte* summaries = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + quarter * 16;
+    float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
+    // Rows lane / 4 and lane / 4 + 8 of a tile; past the last page it is read again.
+    const auto row_of = [&](int tile, int half) {
+      return summaries + min((tile - begin) * tile_pages + lane / 4 + 8 * half, pages - 1) * a.page_stride;
+    };
+    int tile = from + warp;
+    uint4 low[Chunks], high[Chunks];
+    if (tile < to) {
+      const std::byte *r0 = row_of(tile, 0), *r1 = row_of(tile, 1);
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+        low[c] = load_once16(r0 + c * chunk_bytes);
+        high[c] = load_once16(r1 + c * chunk_bytes);
+      }
+    }
+    stage_queries<T, Chunks>(a, row, kv_head, column_tiles, fragments);
+    __syncthreads();
+    const unsigned fragment = shared_address(fragments + lane);
+    while (tile < to) {
+      const int next = tile + warps;
+      const bool more = next < to;
+      const std::byte *r0 = row_of(more ? next : tile, 0), *r1 = row_of(more ? next : tile, 1);
+      float sum[most_column_tiles][4] = {};
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) {
+#pragma unroll
+        for (int t = 0; t < most_column_tiles; ++t)
+          if (t < column_tiles) {
+            const uint4 b = load_shared16(fragment + (t * Chunks + c) * 512);
+            mma16816<T>(sum[t], low[c].x, high[c].x, low[c].y, high[c].y, b.x, b.y);
+            mma16816<T>(sum[t], low[c].z, high[c].z, low[c].w, high[c].w, b.z, b.w);
+          }
+        if (more) {
+          low[c] = load_once16(r0 + c * chunk_bytes);
+          high[c] = load_once16(r1 + c * chunk_bytes);
+        }
+      }
+      const int page = (tile - begin) * tile_pages + lane / 4;
+      write_tile(a, sum, row, kv_head, page, pages, scores, nullptr);
+      tile = next;
+    }
+    const int budget = a.list ? a.budgets[row * a.budget_row + kv_head * a.budget_head] : 0;
+    end_head(a, pair, parts_of(begin, end, total, blocks), pages, budget, false, stage, chosen, merges, select);
+  }
+}
+
+__device__ __forceinline__ float summary_element(const std::byte* summary, DType dtype, int d) {
+  if (dtype == DType::f32) return reinterpret_cast<const float*>(summary)[d];
+  if (dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(summary)[d]);
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(summary)[d]);
+}
+
+// Any head_dim, element type, group and stride: one warp per page.
+__global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_constant__ Args a, DType dtype) {
+  const int lane = threadIdx.x % 32, kv_head = blockIdx.y, row = blockIdx.z;
+  const int pages = pages_of(a, a.slots[row], kv_head), width = a.box ? 2 * a.dim : a.dim;
+  const bool raw = a.rule == GroupRule::softmax_mean;
+  for (int page = blockIdx.x * warps + threadIdx.x / 32; page < pages; page += gridDim.x * warps) {
+    const std::byte* summary = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + page * a.page_stride;
+    float best = 0;
+    for (int g = 0; g < a.group; ++g) {
+      const int head = kv_head * a.group + g;
+      const float* q = a.queries + row * a.query_row + head * a.query_head;
+      float x = 0;
+      for (int e = lane; e < width; e += 32) x += wide_query(a, q, e) * summary_element(summary, dtype, e);
+      for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
+      if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.most_pages + page] = x;
+      best = g == 0 ? x : a.rule == GroupRule::max ? fmaxf(best, x) : best + x;
+    }
+    if (a.rule == GroupRule::mean) best *= 1.f / static_cast<float>(a.group);
+    if (!raw && lane == 0) a.scores[row * a.score_row + kv_head * a.score_head + page] = best;
+  }
+}
+
+template <class T, int Chunks>
+void launch(const Args& a, cudaStream_t stream) {
+  const int pairs = a.rows * a.kv_heads, column_tiles = (2 * a.group + 7) / 8;
+  int bytes = column_tiles * Chunks * 512 + (pairs + 4) / 4 * 16;
+  if (a.list) bytes += bit_bytes(a.most_pages) + score_bytes(a.most_pages);
+  const auto kernel = score_kernel<T, Chunks>;
+  static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(shared_bytes() - sizeof(SelectShared) - 1024));
+  check(once, "page_score");
+  const bool two = Chunks <= 8 && 2 * (bytes + static_cast<int>(sizeof(SelectShared)) + 2048) < 224 * 1024;
+  kernel<<<multiprocessors() * (two ? 2 : 1), threads, bytes, stream>>>(a);
+  check_launch("page_score");
+}
+
+template <class T>
+void launch_width(const Args& a, int bytes, cudaStream_t stream) {
+  switch (bytes / chunk_bytes) {
+    case 2: return launch<T, 2>(a, stream);
+    case 3: return launch<T, 3>(a, stream);
+    case 4: return launch<T, 4>(a, stream);
+    case 6: return launch<T, 6>(a, stream);
+    case 8: return launch<T, 8>(a, stream);
+    default: return launch<T, 16>(a, stream);
+  }
+}
+
+bool fits_tiles(const PagedKv& kv, const Summaries& s, int group) {
+  const int dim = kv.head_dim;
+  return (s.dtype == DType::bf16 || s.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
+         group <= 4 * most_column_tiles && kv.kv_heads <= max_pairs && s.slot_stride % 16 == 0 &&
+         s.head_stride % 16 == 0 && s.page_stride % 16 == 0 && reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0;
+}
+
+}  // namespace
+
+void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
+                      GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
+                      const Scores& scores, const PageList* out, void* handle) {
+  if (kv.rows == 0) return;
+  const cudaStream_t stream = stream_of(handle);
+  const int heads = static_cast<int>(queries.extent[1]);
+  Args a = {};
+  a.length = kv.length.data;
+  a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
+  a.query_row = queries.stride[0], a.query_head = queries.stride[1];
+  a.data = summaries.data;
+  a.slot_stride = summaries.slot_stride, a.head_stride = summaries.head_stride, a.page_stride = summaries.page_stride;
+  a.score_row = scores.stride[0], a.score_head = scores.stride[1];
+  a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.group = heads / kv.kv_heads, a.dim = kv.head_dim;
+  a.page_size = kv.page_size;
+  a.most_pages = static_cast<int>(std::min(kv.table.extent[2], scores.extent[2]));
+  a.rule = rule, a.scale = scale;
+  a.box = summaries.kind == Summary::min_max;
+  a.newest = pins.newest_page;
+  a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
+  if (rule == GroupRule::softmax_mean)
+    a.raw = static_cast<float*>(fixed_scratch(handle, "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
+  if (!fits_tiles(kv, summaries, a.group)) {
+    const int chunks = std::max(1, std::min((a.most_pages + warps - 1) / warps, 2048 / (kv.rows * kv.kv_heads) + 1));
+    score_any_kernel<<<dim3(chunks, kv.kv_heads, kv.rows), threads, 0, stream>>>(a, summaries.dtype);
+    check_launch("page_score");
+    if (a.raw)
+      reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores,
+                        handle);
+    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, handle);
+    return;
+  }
+  const bool fused = out && a.most_pages <= most_fused_pages;
+  a.arrived = static_cast<int*>(zeroed(handle, "page scores arrived", max_pairs * sizeof(int)));
+  if (fused) {
+    a.budget_row = page_budgets.stride[0], a.budget_head = page_budgets.stride[1];
+    a.list_row = out->index.stride[0], a.list_head = out->index.stride[1], a.list_step = out->index.stride[2];
+    a.count_row = out->count.stride[0], a.count_head = out->count.stride[1];
+    a.room = static_cast<int>(out->index.extent[2]);
+  }
+  const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
+  const bool ring = fits_ring(a, row_bytes), f16 = summaries.dtype == DType::f16;
+  const int at_once = (ring ? most_ring_pairs : max_pairs) / kv.kv_heads;
+  for (int begin = 0; begin < kv.rows; begin += at_once) {
+    Args b = a;
+    b.rows = std::min(at_once, kv.rows - begin);
+    b.slots += begin;
+    b.queries += begin * a.query_row;
+    b.scores += begin * a.score_row;
+    if (a.raw) b.raw += std::int64_t{begin} * heads * a.most_pages;
+    if (fused) {
+      b.budgets = page_budgets.data + begin * a.budget_row;
+      b.list = out->index.data + begin * a.list_row;
+      b.count = out->count.data + begin * a.count_row;
+    }
+    if (ring)
+      f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
+    else
+      f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
+  }
+  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, handle);
+}
+
+}  // namespace kvlab::ops

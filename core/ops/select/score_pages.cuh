@@ -1,0 +1,191 @@
+// What the tensor core kernels of page scores share: their arguments, where the sums of a tile go, and how a head ends.
+#pragma once
+#include <kvlab/roles.hpp>
+
+#include "ops/select/select_held.cuh"
+
+namespace kvlab::ops::page_scores {
+
+using device::all_lanes;
+using device::SelectShared;
+
+constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
+constexpr int chunk_bytes = 64;          // of a summary: what the four lanes of a row take at once
+constexpr int most_fused_pages = 14336;  // scores of one head in shared memory
+
+struct Args {
+  const std::int32_t* length;
+  std::int64_t length_slot, length_head;
+  const std::int32_t* slots;
+  const float* queries;
+  std::int64_t query_row, query_head;
+  const std::byte* data;
+  std::int64_t slot_stride, head_stride, page_stride;
+  float* scores;
+  std::int64_t score_row, score_head;
+  float* raw;  // softmax_mean: [row, query head, most_pages] scores of each query head
+  const std::int32_t* budgets;
+  std::int64_t budget_row, budget_head;
+  std::int32_t *list, *count;  // null: no selection
+  std::int64_t list_row, list_head, list_step, count_row, count_head;
+  int* arrived;  // [pair], zero
+  int rows, kv_heads, group, dim, page_size, most_pages, room;
+  float scale;
+  GroupRule rule;
+  bool box, newest;
+};
+
+// Bytes of a bit for each page, a multiple of 16.
+__host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 32 + 3) / 4 * 16; }
+// Bytes of a score for each page, a multiple of 16.
+__host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
+
+__device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
+__device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head) {
+  const int tokens = a.length[slot * a.length_slot + head * a.length_head];
+  return min((tokens + a.page_size - 1) / a.page_size, a.most_pages);
+}
+
+// A block's tiles [lo, hi) of the line of all pairs' tiles, and the last pair that begins at or before lo, so not an
+// empty one. begin_of: tiles before a pair. blocks: those that have any tiles.
+struct Share {
+  int lo, hi, pair;
+};
+template <class F>
+__device__ __forceinline__ Share share_of(int block, std::int64_t blocks, unsigned total, int pairs,
+                                          const F& begin_of) {
+  Share s = {static_cast<int>(total * std::int64_t(block) / blocks),
+             static_cast<int>(total * std::int64_t(block + 1) / blocks), 0};
+  for (int left = 0, right = pairs; left < right;) {
+    const int middle = (left + right) / 2;
+    if (begin_of(middle) <= s.lo)
+      s.pair = middle, left = middle + 1;
+    else
+      right = middle;
+  }
+  return s;
+}
+
+// Which of `blocks` have a part of tiles [begin, end), where block b has [total b / blocks, total (b + 1) / blocks).
+__device__ __forceinline__ int parts_of(int begin, int end, unsigned total, std::int64_t blocks) {
+  return static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
+}
+
+// The lane's sums of a tile in the layout of C: column 2 h is query head h with the rounded query, 2 h + 1 with what
+// rounding left; rows are page and page + 8. Scores go to `scores` and, if it is not null, `own`; those of the query
+// heads to Args::raw where the rule looks at all pages.
+template <int Tiles>
+__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
+                                           int pages, float* scores, float* own) {
+  const int quarter = threadIdx.x % 4;
+  const bool raw = a.rule == GroupRule::softmax_mean;
+  const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
+  float best[2] = {none, none};
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t) {
+    const int head = t * 4 + quarter;
+    if (head >= a.group) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float x = sum[t][2 * half] + sum[t][2 * half + 1];
+      if (a.rule == GroupRule::max)
+        best[half] = fmaxf(best[half], x);
+      else
+        best[half] += x;
+      if (raw && page + 8 * half < pages)
+        a.raw[(std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + head) * a.most_pages + page + 8 * half] =
+            x * a.scale;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int m = 1; m < 4; m *= 2) {
+      const float other = __shfl_xor_sync(all_lanes, best[half], m);
+      best[half] = a.rule == GroupRule::max ? fmaxf(best[half], other) : best[half] + other;
+    }
+    if (a.rule == GroupRule::mean) best[half] *= 1.f / static_cast<float>(a.group);
+    if (!raw && quarter == 0 && page + 8 * half < pages) {
+      scores[page + 8 * half] = best[half];
+      if (own) own[page + 8 * half] = best[half];
+    }
+  }
+}
+
+// Scores of one head from those of its query heads, where the rule looks at all pages.
+__device__ __noinline__ void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out, SelectShared& s) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int p = threadIdx.x; p < pages; p += threads) out[p] = 0;
+  for (int g = 0; g < a.group; ++g) {
+    const float* raw = a.raw + (std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + g) * a.most_pages;
+    float high = -INFINITY, sum = 0;
+    for (int p = threadIdx.x; p < pages; p += threads) high = fmaxf(high, __ldcg(raw + p));
+    for (int m = 16; m > 0; m /= 2) high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+    if (lane == 0) s.high[warp] = high;
+    __syncthreads();
+    for (int w = 0; w < warps; ++w) high = fmaxf(high, s.high[w]);
+    if (high == -INFINITY || high == INFINITY) {
+      __syncthreads();
+      continue;
+    }
+    for (int p = threadIdx.x; p < pages; p += threads) sum += expf(__ldcg(raw + p) - high);
+    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    if (lane == 0) s.low[warp] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < warps; ++w) sum += s.low[w];
+    const float factor = 1.f / (sum * static_cast<float>(a.group));
+    for (int p = threadIdx.x; p < pages; p += threads) out[p] += expf(__ldcg(raw + p) - high) * factor;
+    __syncthreads();
+  }
+}
+
+// device::choose_pages, of a row that lies in `own` too (shared memory) where that is not null. stage: shared memory
+// for a row, may be `own`.
+__device__ __noinline__ int choose(const float* scores, const float* own, int n, int budget, bool newest,
+                                   std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
+                                   SelectShared& s) {
+  const auto held = [&](auto vectors) {
+    device::Held<threads, decltype(vectors)::value> row;
+    own ? row.load_own(own, n) : row.load(scores, n);
+    return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s);
+  };
+  if (n <= 4 * threads) return held(std::integral_constant<int, 1>());
+  if (n <= 8 * threads) return held(std::integral_constant<int, 2>());
+  if (n <= 16 * threads) return held(std::integral_constant<int, 4>());
+  return device::choose_pages(scores, n, budget, newest, to, step, room, stage, chosen, s);
+}
+
+// After a block's tiles of a head, of which `parts` blocks have some: whichever comes last has all scores, and turns
+// those of the query heads into the head's and selects, as asked for. All threads have met before it ends. stage, in
+// shared memory, holds the scores if own is true and the block has the whole head; merges is a word of shared memory.
+__device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int pages, int budget, bool own,
+                                         float* stage, unsigned* chosen, int& merges, SelectShared& s) {
+  const bool raw = a.rule == GroupRule::softmax_mean;
+  const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
+  const bool shared = parts > 1 && (a.list || raw);
+  if (shared) __threadfence();
+  __syncthreads();
+  if (!a.list && !raw) return;
+  if (shared) {
+    if (threadIdx.x == 0) {
+      merges = atomicAdd(a.arrived + pair, 1) == parts - 1;
+      if (merges) a.arrived[pair] = 0;
+    }
+    __syncthreads();
+    if (!merges) return;
+    __threadfence();
+  }
+  float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
+  if (raw) {
+    softmax_mean(a, row, kv_head, pages, scores, s);
+    __threadfence_block();
+    __syncthreads();
+  }
+  if (!a.list) return;
+  const int count = choose(scores, own && !shared && !raw ? stage : nullptr, pages, budget, a.newest,
+                           a.list + row * a.list_row + kv_head * a.list_head, a.list_step, a.room, stage, chosen, s);
+  if (threadIdx.x == 0) a.count[row * a.count_row + kv_head * a.count_head] = count;
+}
+
+}  // namespace kvlab::ops::page_scores

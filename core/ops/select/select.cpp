@@ -1,0 +1,160 @@
+#include "ops/select/select.hpp"
+
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "base/backend.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/paged.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+constexpr std::int64_t parallel_tokens = 4096;  // fewer are done before threads have started
+
+struct Scratch {
+  std::vector<std::uint64_t> keys;
+  std::vector<char> chosen;
+  std::vector<std::int32_t> position, order;
+};
+
+thread_local Scratch scratch;
+
+// Adds the best unchosen of [0, n) to `chosen` until `keep` are chosen; `already` are. Returns how many are then.
+int choose(const float* score, int n, int keep, int already, std::vector<char>& chosen) {
+  const int wanted = std::min(keep, n) - already;
+  if (wanted <= 0) return already;
+  if (wanted == n - already - 1) {  // one token leaves, as in a decode step
+    std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
+    for (int i = 0; i < n; ++i) {
+      const std::uint64_t key = selection_key(score[i], static_cast<std::uint32_t>(i));
+      least = !chosen[i] && key < least ? key : least;
+    }
+    std::fill_n(chosen.begin(), n, 1);
+    chosen[selection_index(least)] = 0;
+    return n - 1;
+  }
+  auto& keys = scratch.keys;
+  keys.clear();
+  for (int i = 0; i < n; ++i)
+    if (!chosen[i]) keys.push_back(selection_key(score[i], static_cast<std::uint32_t>(i)));
+  select_greatest(keys.data(), keys.size(), wanted);
+  for (int i = 0; i < wanted; ++i) chosen[selection_index(keys[i])] = 1;
+  return already + wanted;
+}
+
+void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int count) {
+  list.count(row, head) = count;
+  if (count == 0) return;
+  std::int32_t* to = &list.index(row, head, 0);
+  const std::int64_t step = list.index.stride[2];
+  for (int i = 0, k = 0; k < count; ++i) {  // no branch on what was chosen
+    to[k * step] = i;
+    k += chosen[i];
+  }
+}
+
+void check_room(const IndexList& list, int wanted, const char* op) {
+  if (list.index.extent[2] < wanted)
+    fail(Errc::internal, op,
+         "got a list with room for " + std::to_string(list.index.extent[2]) + ", wanted " + std::to_string(wanted));
+}
+
+}  // namespace
+
+void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count) {
+  if (count == 0 || count >= n) return;
+  if (count == n - 1) {  // one token leaves (a decode step): its place goes last
+    std::swap(*std::min_element(keys, keys + n), keys[n - 1]);
+    return;
+  }
+  std::nth_element(keys, keys + (count - 1), keys + n, std::greater<>());
+}
+
+int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned) {
+  const int n = kv.tokens(row, head);
+  std::fill_n(pinned, n, 0);
+  const std::int64_t first = std::max(pins.first, 0), last = std::max(pins.last, 0);
+  if (first + last == 0) return 0;
+  if (first + last >= n) {
+    std::fill_n(pinned, n, 1);
+    return n;
+  }
+  auto &position = scratch.position, &order = scratch.order;
+  position.resize(n);
+  token_positions(kv, row, head, n, position.data());
+  // Positions need not ascend, and equal ones are pinned together.
+  order.assign(position.begin(), position.end());
+  std::int32_t newest_first = 0, oldest_last = 0;
+  const bool ascending = std::is_sorted(order.begin(), order.end());
+  const auto at = [&](std::int64_t i) {
+    if (!ascending) std::nth_element(order.begin(), order.begin() + i, order.end());
+    return order[i];
+  };
+  if (first > 0) newest_first = at(first - 1);
+  if (last > 0) oldest_last = at(n - last);
+  const int any_first = first > 0, any_last = last > 0;
+  int count = 0;
+  for (int t = 0; t < n; ++t) {
+    pinned[t] = (any_first & int{position[t] <= newest_first}) | (any_last & int{position[t] >= oldest_last});
+    count += pinned[t];
+  }
+  return count;
+}
+
+void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
+                TokenList list, Stream s) {
+  const char* op = "top_tokens";
+  check_kv(kv, op, s);
+  check_kv_scores(kv, scores, "scores", op, s);
+  check_list(kv, list, op);
+  if (s.device() == Device::cuda)
+    return cuda_op(&CudaOps::top_tokens, "top_tokens")(kv, scores, keep, pins, list, s.handle());
+  std::int64_t tokens = 0;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
+  int short_by = 0;  // what the first list without room should hold; a thread must not throw
+#pragma omp parallel for schedule(static) reduction(max : short_by) if (tokens >= parallel_tokens)
+  for (int i = 0; i < kv.rows * kv.kv_heads; ++i) {
+    const int r = i / kv.kv_heads, h = i % kv.kv_heads, n = kv.tokens(r, h);
+    auto& chosen = scratch.chosen;
+    chosen.assign(static_cast<std::size_t>(n), 0);
+    const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
+    const int wanted = std::max(pinned, std::min(n, keep(r, h)));
+    if (list.index.extent[2] < wanted)
+      short_by = std::max(short_by, wanted);
+    else
+      write_list(list, r, h, chosen, n > 0 ? choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen) : 0);
+  }
+  check_room(list, short_by, op);
+}
+
+void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
+               PageList out, Stream s) {
+  const char* op = "top_pages";
+  check_kv(kv, op, s);
+  check_list(kv, out, op);
+  if (page_scores.extent[0] < kv.rows || page_scores.extent[1] < kv.kv_heads || page_scores.stride[2] != 1)
+    fail(Errc::internal, op, "got page scores of another shape, wanted [row, kv_head, page] contiguous");
+  if (s.device() == Device::cuda)
+    return cuda_op(&CudaOps::top_pages, "top_pages")(kv, page_scores, page_budgets, pins, out, s.handle());
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.pages(r, h);
+      if (page_scores.extent[2] < n)
+        fail(Errc::internal, op,
+             "got scores of " + std::to_string(page_scores.extent[2]) + " pages, wanted " + std::to_string(n));
+      auto& chosen = scratch.chosen;
+      chosen.assign(n, 0);
+      const int pinned = pins.newest_page && n > 0 ? 1 : 0;
+      if (pinned) chosen[n - 1] = 1;
+      check_room(out, std::max(pinned, std::min(n, page_budgets(r, h))), op);
+      write_list(out, r, h, chosen, n > 0 ? choose(&page_scores(r, h, 0), n, page_budgets(r, h), pinned, chosen) : 0);
+    }
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,163 @@
+// Exact selection of pages and tokens: one block per (row, KV head), whose scores are read once, into registers or else
+// into shared memory where they fit.
+#include "ops/select/select_held.cuh"
+
+#include <algorithm>
+
+#include "ops/page/policy_cuda.hpp"
+#include "ops/select/pins.cuh"
+
+namespace kvlab::ops {
+namespace {
+
+using namespace cuda;
+using namespace device;
+
+struct Args {
+  DeviceKv kv;
+  View<const float, 3> scores;
+  View<const std::int32_t, 2> amount;
+  const Pins* pins;  // [row], tokens only
+  View<std::int32_t, 3> list;
+  View<std::int32_t, 2> count;
+  int most;  // entries of a row
+  bool newest, staged;
+};
+
+// Shared memory: the bits of a row, then the row itself where `staged`.
+__device__ __forceinline__ float* stage_of(const Args& a, unsigned* chosen) {
+  return a.staged ? reinterpret_cast<float*>(chosen + ((a.most + 31) / 32 + 3) / 4 * 4) : nullptr;
+}
+
+// Vectors: of four scores that a thread holds; 0 for rows that are too long for that.
+template <int Threads, int Blocks, int Vectors>
+__global__ void __launch_bounds__(Threads, Blocks) top_pages_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ SelectShared select;
+  const int head = blockIdx.x, row = blockIdx.y, n = min(a.kv.pages(row, head), a.most);
+  const float* scores = a.scores.data + row * a.scores.stride[0] + head * a.scores.stride[1];
+  std::int32_t* list = a.list.data + row * a.list.stride[0] + head * a.list.stride[1];
+  const int room = static_cast<int>(a.list.extent[2]), budget = a.amount(row, head);
+  auto* chosen = reinterpret_cast<unsigned*>(dynamic);
+  int count;
+  if constexpr (Vectors > 0)
+    count =
+        choose_pages_held<Threads, Vectors>(scores, n, budget, a.newest, list, a.list.stride[2], room, chosen, select);
+  else
+    count =
+        choose_pages(scores, n, budget, a.newest, list, a.list.stride[2], room, stage_of(a, chosen), chosen, select);
+  if (threadIdx.x == 0) a.count(row, head) = count;
+}
+
+template <int Threads, int Blocks, int Vectors>
+__global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ SelectShared select;
+  const int head = blockIdx.x, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most);
+  const float* scores = a.scores.data + row * a.scores.stride[0] + head * a.scores.stride[1];
+  std::int32_t* list = a.list.data + row * a.list.stride[0] + head * a.list.stride[1];
+  const int room = static_cast<int>(a.list.extent[2]), keep = min(a.amount(row, head), n);
+  auto* chosen = reinterpret_cast<unsigned*>(dynamic);
+  const Pins pins = a.pins ? a.pins[row] : Pins{};
+  const bool pin = pins.first > 0 || pins.last > 0;
+  const PinLimits limits = pin ? pin_limits(a.kv, row, head, n, pins, select) : PinLimits{};
+  int count;
+  unsigned own = 0, pinned = 0;
+  if constexpr (Vectors > 0) {
+    Held<Threads, Vectors> held;
+    held.load(scores, n);
+    if (pin) {
+      held.pin(n, [&](int t) { return limits.pinned(a.kv.position(row, head, t)); });
+      block_scan(__popc(held.chosen), select.scan, pinned);
+    }
+    count = choose_held(held, scores, n, static_cast<int>(pinned), keep - static_cast<int>(pinned), list,
+                        a.list.stride[2], room, chosen, select);
+  } else {
+    const int lane = threadIdx.x % 32;
+    if (pin) {
+      for (int base = threadIdx.x - lane; base < n; base += Threads) {
+        const int t = base + lane;
+        const unsigned bits = __ballot_sync(all_lanes, t < n && limits.pinned(a.kv.position(row, head, t)));
+        if (lane == 0) chosen[base >> 5] = bits, own += __popc(bits);
+      }
+      block_scan(own, select.scan, pinned);
+    } else {
+      fill_bits(chosen, n, false);
+    }
+    const int wanted = keep - static_cast<int>(pinned);
+    if (keep >= n)
+      fill_bits(chosen, n, true);
+    else if (wanted > 0)
+      select_best(load_row(scores, n, stage_of(a, chosen)), n, wanted, chosen, select);
+    count = write_list(chosen, n, list, a.list.stride[2], room, select);
+  }
+  if (threadIdx.x == 0) a.count(row, head) = count;
+}
+
+// As many threads as a row has work for; rows of up to 8192 entries share a multiprocessor with others.
+template <template <int, int, int> class Kernel>
+void launch(Args a, const char* op, cudaStream_t stream) {
+  const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
+  const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
+  if (bits > room)
+    throw Error(Errc::unsupported,
+                "got rows of up to " + std::to_string(a.most) + " scores, wanted at most " + std::to_string(room * 8),
+                std::string("op ") + op);
+  const bool held = a.most <= 16384;
+  a.staged = !held && bits + row <= 100 * 1024;
+  const int bytes = static_cast<int>(bits + (a.staged ? row : 0));
+  const dim3 grid(a.kv.kv_heads, a.kv.kv.rows);
+  const auto start = [&](auto kernel, int threads) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)), op);
+    kernel<<<grid, threads, bytes, stream>>>(a);
+    check_launch(op);
+  };
+  if (a.most <= 2048)
+    start(Kernel<256, 6, 2>::run, 256);
+  else if (a.most <= 8192)
+    start(Kernel<512, 3, 4>::run, 512);
+  else if (held)
+    start(Kernel<1024, 1, 4>::run, 1024);
+  else
+    start(Kernel<1024, 1, 0>::run, 1024);
+}
+template <int Threads, int Blocks, int Vectors>
+struct TopPages {
+  static constexpr auto run = top_pages_kernel<Threads, Blocks, Vectors>;
+};
+template <int Threads, int Blocks, int Vectors>
+struct TopTokens {
+  static constexpr auto run = top_tokens_kernel<Threads, Blocks, Vectors>;
+};
+
+Args arguments(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& amount,
+               const IndexList& list, std::int64_t most) {
+  Args a = {};
+  a.kv = DeviceKv(kv);
+  a.scores = scores;
+  a.amount = amount;
+  a.list = list.index, a.count = list.count;
+  a.most = static_cast<int>(std::min(most, scores.extent[2]));
+  return a;
+}
+
+}  // namespace
+
+void top_pages_cuda(const PagedKv& kv, const View<const float, 3>& scores,
+                    const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const PageList& out,
+                    void* handle) {
+  if (kv.rows == 0) return;
+  Args a = arguments(kv, scores, page_budgets, out, kv.table.extent[2]);
+  a.newest = pins.newest_page;
+  launch<TopPages>(a, "top_pages", stream_of(handle));
+}
+
+void top_tokens_cuda(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
+                     const Pins* pins, const TokenList& list, void* handle) {
+  if (kv.rows == 0) return;
+  Args a = arguments(kv, scores, keep, list, kv.table.extent[2] * kv.page_size);
+  a.pins = pins;
+  launch<TopTokens>(a, "top_tokens", stream_of(handle));
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,278 @@
+// Exact selection by one block from a row that its threads hold in registers, 4 * Vectors entries each. It asks no more
+// of shared memory than it must: a histogram of the greatest of each four entries bounds the threshold from below, one
+// of the few entries above that bound finds it (with one vector a thread, of all entries). Rows where that does not
+// tell enough apart go to select_best.
+#pragma once
+#include "ops/select/select.cuh"
+
+namespace kvlab::ops::device {
+
+// Finds the bin in which the `need` best end, as s.bin, s.above and s.inside; false if all bins hold fewer. Leaves the
+// bins zero. They are complete before; all threads call it.
+template <int Threads>
+__device__ __forceinline__ bool find_bin(unsigned need, SelectShared& s) {
+  constexpr int warps = Threads / 32, each = select_bins / Threads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned own[each], sum = 0;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    own[i] = s.bins[threadIdx.x * each + i];
+    s.bins[threadIdx.x * each + i] = 0;
+    sum += own[i];
+  }
+  const unsigned of_warp = __reduce_add_sync(all_lanes, sum);
+  if (lane == 0) s.scan[warp] = of_warp;
+  __syncthreads();
+  const unsigned other = lane < warps ? s.scan[lane] : 0;
+  const unsigned total = __reduce_add_sync(all_lanes, other);
+  const unsigned below = __reduce_add_sync(all_lanes, lane < warp ? other : 0);
+  if (below < need && need <= below + of_warp) {
+    unsigned before = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const unsigned x = __shfl_up_sync(all_lanes, before, d);
+      if (lane >= d) before += x;
+    }
+    before += below - sum;
+    if (before < need && need <= before + sum) {
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        if (before < need && need <= before + own[i])
+          s.bin = threadIdx.x * each + i, s.above = before, s.inside = own[i];
+        before += own[i];
+      }
+    }
+  }
+  __syncthreads();
+  return total >= need;
+}
+
+// Entry (j * Threads + thread) * 4 + e of a row is x[4 j + e] of the thread, and bit 4 j + e of its `chosen`.
+template <int Threads, int Vectors>
+struct Held {
+  static constexpr int each = 4 * Vectors, warps = Threads / 32;
+  static_assert(Vectors <= 4, "four counts of a warp's entries share a register");
+  float x[each];  // NaN where the row has ended and for entries that are chosen before the selection
+  unsigned chosen = 0;
+
+  static __device__ __forceinline__ int index(int i) { return (i / 4 * Threads + threadIdx.x) * 4 + i % 4; }
+
+  // Reads past the L1 cache: other blocks may have written the row in this launch.
+  __device__ __forceinline__ void load(const float* row, int n) {
+    const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) {
+      const int first = index(4 * j);
+      if (aligned && first + 4 <= n) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(row + first));
+        x[4 * j] = v.x, x[4 * j + 1] = v.y, x[4 * j + 2] = v.z, x[4 * j + 3] = v.w;
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[4 * j + e] = first + e < n ? __ldcg(row + first + e) : NAN;
+      }
+    }
+  }
+  // The same from shared memory, 16-byte aligned.
+  __device__ __forceinline__ void load_own(const float* row, int n) {
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) {
+      const int first = index(4 * j);
+      float4 v = {};
+      if (first < n) v = *reinterpret_cast<const float4*>(row + first);
+      x[4 * j] = first < n ? v.x : NAN;
+      x[4 * j + 1] = first + 1 < n ? v.y : NAN;
+      x[4 * j + 2] = first + 2 < n ? v.z : NAN;
+      x[4 * j + 3] = first + 3 < n ? v.w : NAN;
+    }
+  }
+  // Entries for which pinned(index) holds, of [0, n).
+  template <class Pinned>
+  __device__ __forceinline__ void pin(int n, const Pinned& pinned) {
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (index(i) < n && pinned(index(i))) chosen |= 1u << i, x[i] = NAN;
+  }
+  __device__ __forceinline__ void choose_all(int n) {
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (index(i) < n) chosen |= 1u << i;
+  }
+
+  // Chooses the `wanted` best of the entries that are not chosen yet, 0 < wanted < how many those are; false, with
+  // nothing changed, where NaN would be among them or too many lie in the threshold's bin.
+  __device__ __forceinline__ bool select(int wanted, SelectShared& s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto need = static_cast<unsigned>(wanted);
+    const bool groups = Vectors > 1 && wanted <= Threads * Vectors / 2;  // enough of them to bound the threshold
+    float best[Vectors], low = INFINITY, high = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) {
+      best[j] = fmaxf(fmaxf(x[4 * j], x[4 * j + 1]), fmaxf(x[4 * j + 2], x[4 * j + 3]));
+      widen(best[j], low, high);
+    }
+    if (!groups) {
+#pragma unroll
+      for (int i = 0; i < each; ++i) widen(x[i], low, high);
+    }
+#pragma unroll
+    for (int m = 16; m > 0; m /= 2) {
+      low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
+      high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+    }
+    if (lane == 0) s.low[warp] = low, s.high[warp] = high;
+#pragma unroll
+    for (int i = 0; i < select_bins / Threads; ++i) s.bins[i * Threads + threadIdx.x] = 0;
+    if (threadIdx.x == 0) s.candidates = 0;
+    __syncthreads();
+    low = s.low[lane % warps], high = s.high[lane % warps];
+#pragma unroll
+    for (int m = warps / 2; m > 0; m /= 2) {
+      low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
+      high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+    }
+
+    // At least `wanted` entries reach `edge`: so many fours have one that does. Half a bin is more than bin_of's error.
+    float edge = -INFINITY;
+    if (groups) {
+      const float scale = static_cast<float>(select_bins) / (high - low);
+#pragma unroll
+      for (int j = 0; j < Vectors; ++j) atomicAdd(&s.bins[bin_of(best[j], low, scale)], 1u);
+      __syncthreads();
+      find_bin<Threads>(need, s);
+      const int up = select_bins - 1 - static_cast<int>(s.bin);
+      if (up > 0) edge = scale < INFINITY ? fmaf((static_cast<float>(up) - .5f) / select_bins, high - low, low) : low;
+      if (up > 0) low = edge;
+    }
+    const float scale = static_cast<float>(select_bins) / (high - low);
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (x[i] >= edge) atomicAdd(&s.bins[bin_of(x[i], low, scale)], 1u);
+    __syncthreads();
+    if (!find_bin<Threads>(need, s)) return false;
+    const int bin = static_cast<int>(s.bin);
+    const unsigned left = need - s.above, inside = s.inside;
+    const bool whole = left == inside;
+    if (!whole && inside > most_candidates) return false;
+
+    unsigned sure = 0, border = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (x[i] >= edge) {
+        const int b = bin_of(x[i], low, scale);
+        if (b < bin || (whole && b == bin)) {
+          sure |= 1u << i;
+        } else if (b == bin) {
+          border |= 1u << i;
+          s.candidate[atomicAdd(&s.candidates, 1u)] = selection_key(x[i], static_cast<unsigned>(index(i)));
+        }
+      }
+    if (!whole) {
+      __syncthreads();
+      for (unsigned c = threadIdx.x; c < inside; c += Threads) {
+        const unsigned long long key = s.candidate[c];
+        unsigned better = 0;
+        for (unsigned o = 0; o < inside; ++o) better += s.candidate[o] > key;
+        if (better == left - 1) s.threshold = key;
+      }
+      __syncthreads();
+      if (border) {
+        const unsigned long long threshold = s.threshold;
+#pragma unroll
+        for (int i = 0; i < each; ++i)
+          if (border >> i & 1 && selection_key(x[i], static_cast<unsigned>(index(i))) >= threshold) sure |= 1u << i;
+      }
+    }
+    chosen |= sure;
+    return true;
+  }
+
+  // The chosen entries as an ascending list of at most `room`; returns how many were written. Uses s.bins.
+  __device__ __forceinline__ int write(std::int32_t* to, std::int64_t step, int room, SelectShared& s) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned counts = 0;  // byte j: those of vector j
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) counts |= __popc(chosen >> 4 * j & 15u) << 8 * j;
+    unsigned before = counts;  // at most 128 a byte
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const unsigned below = __shfl_up_sync(all_lanes, before, d);
+      if (lane >= d) before += below;
+    }
+    __syncthreads();
+    if (lane == 31)
+#pragma unroll
+      for (int j = 0; j < Vectors; ++j) s.bins[j * warps + warp] = before >> 8 * j & 255u;
+    before -= counts;
+    __syncthreads();
+    constexpr int runs = Vectors * warps, of_lane = (runs + 31) / 32;  // of 128 entries, in order
+    unsigned run[of_lane], all = 0;
+#pragma unroll
+    for (int r = 0; r < of_lane; ++r) {
+      run[r] = r * 32 + lane < runs ? s.bins[r * 32 + lane] : 0;
+      all += run[r];
+    }
+    const auto total = static_cast<int>(__reduce_add_sync(all_lanes, all));
+#pragma unroll
+    for (int j = 0; j < Vectors; ++j) {
+      unsigned smaller = 0;
+#pragma unroll
+      for (int r = 0; r < of_lane; ++r) smaller += r * 32 + lane < j * warps + warp ? run[r] : 0;
+      int at = static_cast<int>(__reduce_add_sync(all_lanes, smaller) + (before >> 8 * j & 255u));
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (chosen >> (4 * j + e) & 1u) {
+          if (at < room) to[at * step] = index(4 * j + e);
+          ++at;
+        }
+    }
+    return min(total, room);
+  }
+};
+
+// What is left where Held::select gave up; `own` is the thread's Held::chosen, `chosen` words of shared memory for the
+// row's bits.
+template <int Threads>
+__device__ __noinline__ int choose_slowly(unsigned own, const float* scores, int n, int wanted, std::int32_t* to,
+                                          std::int64_t step, int room, unsigned* chosen, SelectShared& s) {
+  __syncthreads();
+  fill_bits(chosen, n, false);
+  for (; own; own &= own - 1) {
+    const int at = Held<Threads, 1>::index(__ffs(static_cast<int>(own)) - 1);
+    atomicOr(&chosen[at >> 5], 1u << (at & 31));
+  }
+  __syncthreads();
+  select_best(load_row(scores, n, nullptr), n, wanted, chosen, s);
+  return write_list(chosen, n, to, step, room, s);
+}
+
+// `wanted` more than are chosen already, as a list with those.
+template <int Threads, int Vectors>
+__device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const float* scores, int n, int pinned,
+                                           int wanted, std::int32_t* to, std::int64_t step, int room, unsigned* chosen,
+                                           SelectShared& s) {
+  if (pinned + wanted >= n)
+    held.choose_all(n);
+  else if (wanted > 0 && !held.select(wanted, s))
+    return choose_slowly<Threads>(held.chosen, scores, n, wanted, to, step, room, chosen, s);
+  return held.write(to, step, room, s);
+}
+
+// choose_pages of a row that is held.
+template <int Threads, int Vectors>
+__device__ __forceinline__ int choose_pages_held(Held<Threads, Vectors>& held, const float* scores, int n, int budget,
+                                                 bool newest, std::int32_t* to, std::int64_t step, int room,
+                                                 unsigned* chosen, SelectShared& s) {
+  const int pinned = newest && n > 0;
+  if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
+  return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s);
+}
+// choose_pages for n <= 4 * Vectors * Threads.
+template <int Threads, int Vectors>
+__device__ __forceinline__ int choose_pages_held(const float* scores, int n, int budget, bool newest, std::int32_t* to,
+                                                 std::int64_t step, int room, unsigned* chosen, SelectShared& s) {
+  Held<Threads, Vectors> held;
+  held.load(scores, n);
+  return choose_pages_held(held, scores, n, budget, newest, to, step, room, chosen, s);
+}
+
+}  // namespace kvlab::ops::device

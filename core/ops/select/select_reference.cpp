@@ -1,0 +1,124 @@
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "ops/select/reference.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+// Selected earlier: higher score, NaN below everything.
+bool better(float a, float b) { return std::isnan(a) ? false : std::isnan(b) || a > b; }
+
+// Rank 0 is the best; equal scores by lower index.
+std::vector<int> by_score(const std::vector<float>& scores) {
+  std::vector<int> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return better(scores[a], scores[b]); });
+  return order;
+}
+
+// Pinned when fewer than `first` tokens come before it, or fewer than `last` after it.
+std::vector<bool> pinned_tokens(const PagedKv& kv, int row, int head, const Pins& pins) {
+  std::vector<std::int32_t> position(kv.tokens(row, head));
+  token_positions_reference(kv, row, head, kv.tokens(row, head), position.data());
+  std::vector<bool> out;
+  for (const auto p : position) {
+    const auto before = std::count_if(position.begin(), position.end(), [&](auto x) { return x < p; });
+    const auto after = std::count_if(position.begin(), position.end(), [&](auto x) { return x > p; });
+    out.push_back(before < pins.first || after < pins.last);
+  }
+  return out;
+}
+
+void write_best(const std::vector<float>& scores, std::vector<bool> chosen, int keep, const IndexList& list, int row,
+                int head) {
+  auto count = std::count(chosen.begin(), chosen.end(), true);
+  for (const int i : by_score(scores))
+    if (count < keep && !chosen[i]) {
+      chosen[i] = true;
+      ++count;
+    }
+  list.count(row, head) = 0;
+  for (std::size_t i = 0; i < chosen.size(); ++i)
+    if (chosen[i]) list.index(row, head, list.count(row, head)++) = static_cast<std::int32_t>(i);
+}
+
+std::vector<float> scores_of(const View<const float, 3>& scores, int row, int head, int n) {
+  std::vector<float> out;
+  for (int i = 0; i < n; ++i) out.push_back(scores(row, head, i));
+  return out;
+}
+
+int pin_count(const Allotment& a, int row) { return a.pins ? a.pins[row].first + a.pins[row].last : 0; }
+
+void allot_by_score_row(const Allotment& a, int row, double floor, bool exact_total) {
+  const int heads = static_cast<int>(a.keep.extent[1]), budget = std::max(0, a.total[row] - pin_count(a, row));
+  std::vector<float> candidates;
+  std::vector<int> owner, free(heads, 0), count(heads, 0);
+  for (int h = 0; h < heads; ++h) {
+    std::vector<bool> pinned(a.length(row, h), false);
+    if (pin_count(a, row) > 0) pinned = pinned_tokens(a.kv->pages, row, h, a.pins[row]);
+    for (std::size_t t = 0; t < pinned.size(); ++t) {
+      if (pinned[t]) continue;
+      candidates.push_back(a.scores(row, h, t));
+      owner.push_back(h);
+      ++free[h];
+    }
+  }
+  const int sum = std::min(heads * budget, static_cast<int>(candidates.size()));
+  const std::vector<int> order = by_score(candidates);
+  for (int i = 0; i < sum; ++i) ++count[owner[order[i]]];
+  std::vector<double> share(heads);
+  std::vector<int> keep(heads);
+  for (int h = 0; h < heads; ++h) {
+    share[h] = count[h] * (1 - floor) + std::trunc(budget * floor);
+    keep[h] = std::min(free[h], static_cast<int>(std::nearbyint(share[h])));
+  }
+  while (exact_total) {
+    const int missing = sum - std::accumulate(keep.begin(), keep.end(), 0), step = missing > 0 ? 1 : -1;
+    int best = -1;
+    for (int h = 0; h < heads && missing != 0; ++h) {
+      const bool possible = step > 0 ? keep[h] < free[h] : keep[h] > 0;
+      if (possible && (best < 0 || step * (share[h] - keep[h]) > step * (share[best] - keep[best]))) best = h;
+    }
+    if (best < 0) break;
+    keep[best] += step;
+  }
+  for (int h = 0; h < heads; ++h) a.keep(row, h) = a.length(row, h) - free[h] + keep[h];
+}
+
+}  // namespace
+
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
+                          const Pins* pins, TokenList list) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      write_best(scores_of(scores, r, h, kv.tokens(r, h)), pinned_tokens(kv, r, h, pins ? pins[r] : Pins{}), keep(r, h),
+                 list, r, h);
+}
+
+void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
+                         Pins pins, PageList out) {
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      std::vector<bool> chosen(kv.pages(r, h), false);
+      if (pins.newest_page && !chosen.empty()) chosen.back() = true;
+      write_best(scores_of(page_scores, r, h, kv.pages(r, h)), chosen, page_budgets(r, h), out, r, h);
+    }
+}
+
+void allot_uniform_reference(const Allotment& a) { allot_tokens_reference(a, a.total); }
+
+void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens) {
+  for (int r = 0; r < a.keep.extent[0]; ++r)
+    for (int h = 0; h < a.keep.extent[1]; ++h)
+      a.keep(r, h) = std::min(a.length(r, h), std::max({tokens[r], pin_count(a, r), 0}));
+}
+
+void allot_by_score_reference(const Allotment& a, double floor, bool exact_total) {
+  for (int r = 0; r < a.keep.extent[0]; ++r) allot_by_score_row(a, r, floor, exact_total);
+}
+
+}  // namespace kvlab::ops

@@ -1,0 +1,291 @@
+// Plugins' objects as the host calls them: each call goes through Callee::call, and numbers that no contract allows are
+// refused where they enter (Errc::plugin).
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "base/stream_memory.hpp"
+#include "ops/score/verify.hpp"
+#include "plugin/callback.hpp"
+#include "plugin/edits_author.hpp"
+#include "plugin/loader.hpp"
+#include "plugin/verified.hpp"
+
+namespace kvlab {
+namespace {
+
+template <class Interface>
+class Guard : public Interface {
+ public:
+  Guard(const PluginInfo& plugin, Instance<Interface> object)
+      : who_(plugin.name, plugin.library), object_(std::move(object)) {}
+  ~Guard() override {
+    who_.call("destructor", [&] { object_.reset(); });
+  }
+
+ protected:
+  // The object's answer to a callback of this name.
+  template <class Body>
+  decltype(auto) ask(const char* callback, Body body) const {
+    return who_.call(callback, [&]() -> decltype(auto) { return body(*object_); });
+  }
+
+  Needs checked(Needs n) const {
+    for (const auto& [what, count] : {std::pair{"window_queries", n.window_queries()},
+                                      {"dense_layers", n.dense_layers()},
+                                      {"min_pages", n.min_pages()}})
+      if (count < 0) who_.refuse("needs", fmt::format("got {} {}, wanted 0 or more", what, count));
+    return n;
+  }
+
+  Pins checked(const char* callback, const Pins& p) const {
+    const std::int64_t both = std::int64_t{p.first} + p.last;
+    if (p.first < 0 || p.last < 0 || both > std::numeric_limits<int>::max())
+      who_.refuse(callback, fmt::format("got pins of the first {} and the last {} tokens, wanted none below 0 and "
+                                        "at most {} together",
+                                        p.first, p.last, std::numeric_limits<int>::max()));
+    return p;
+  }
+
+  Callee who_;
+  Instance<Interface> object_;
+};
+
+// Where ops note what is wrong with the numbers of callbacks.
+class Note {
+ public:
+  ops::Finding* on(Stream s) {
+    if (s.device() == Device::cpu) return &here_;
+    if (!there_) {
+      there_ = StreamMemory(s, sizeof(ops::Finding));
+      zero_memory(there_.as(), there_.bytes(), s);
+    }
+    stream_ = s;
+    return there_.as<ops::Finding>();
+  }
+
+  // What was noted since the last call.
+  ops::Finding take() {
+    if (stream_) {
+      copy_memory(&here_, there_.as(), sizeof here_, *stream_);
+      zero_memory(there_.as(), there_.bytes(), *stream_);
+      synchronize(*stream_);
+      stream_.reset();
+    }
+    return std::exchange(here_, {});
+  }
+
+ private:
+  ops::Finding here_;
+  StreamMemory there_;
+  std::optional<Stream> stream_;  // of the latest note on a GPU
+};
+
+class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Verified {
+ public:
+  using Guard::Guard;
+  std::string author() const override { return who_.where("score"); }
+  Needs needs() const override {
+    return checked(ask("needs", [](Scorer& s) { return s.needs(); }));
+  }
+  Pins pins(int tokens) const override {
+    return checked("pins", ask("pins", [&](Scorer& s) { return s.pins(tokens); }));
+  }
+  void score(const LayerKv& kv, Scores out, Stream stream) override {
+    ask("score", [&](Scorer& s) { s.score(kv, out, stream); });
+    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream), stream);
+  }
+  void observe(const LayerKv& kv, Stream stream) override {
+    ask("observe", [&](Scorer& s) { s.observe(kv, stream); });
+  }
+  int every() const override {
+    const int steps = ask("every", [](Scorer& s) { return s.every(); });
+    if (steps < 0)
+      who_.refuse("every",
+                  fmt::format("got {} decode steps between evictions, wanted 0 (the prompt only) or more", steps));
+    return steps;
+  }
+  void verify() override {
+    const ops::Finding found = note_.take();
+    if (found.count > 0)
+      who_.refuse("score",
+                  fmt::format("got NaN as the score of the token at position {} (layer {}, KV head {}){}, wanted "
+                              "numbers; -inf and inf rank below and above all others",
+                              found.number(), found.layer(), found.kv_head(),
+                              found.count > 1 ? fmt::format(" and of {} others", found.count - 1) : ""));
+  }
+  void forget() override { note_.take(); }
+
+ private:
+  Note note_;
+};
+
+class GuardedBudget final : public Guard<Budget>, public Verified {
+ public:
+  using Guard::Guard;
+  void allot(const Allotment& a, Stream stream) override {
+    ask("allot", [&](Budget& b) { b.allot(a, stream); });
+    const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
+    if (bytes == 0) return;
+    if (a.layer == 0 && kept_.bytes() < bytes) kept_ = StreamMemory(stream, bytes);
+    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream), stream);
+  }
+  void verify() override {
+    const ops::Finding found = note_.take();
+    if (found.count > 0)
+      who_.refuse("allot", fmt::format("got {} tokens to keep in layer {}, KV head {}, wanted none below 0 and no more "
+                                       "than it holds",
+                                       found.number(), found.layer(), found.kv_head()));
+    if (found.over > 0)
+      who_.refuse("allot", fmt::format("got {} tokens to keep over all layers and KV heads, wanted about {}",
+                                       found.kept(), found.total()));
+  }
+  void forget() override { note_.take(); }
+
+ private:
+  Note note_;
+  StreamMemory kept_;  // i64 [row]: tokens over the layers so far
+};
+
+class GuardedSelector final : public Guard<Selector>, public EditsAuthor {
+ public:
+  using Guard::Guard;
+  std::string author() const override { return who_.where("select"); }
+  Needs needs() const override {
+    return checked(ask("needs", [](Selector& s) { return s.needs(); }));
+  }
+  void select(const LayerStep& step, PageList out, Stream stream) override {
+    ask("select", [&](Selector& s) { s.select(step, out, stream); });
+  }
+  Pins pins() const override {
+    return checked("pins", ask("pins", [](Selector& s) { return s.pins(); }));
+  }
+};
+
+class GuardedCodec final : public Guard<Codec> {
+ public:
+  using Guard::Guard;
+  CodecSpec spec() const override {
+    return ask("spec", [](Codec& c) { return c.spec(); });
+  }
+};
+
+class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
+ public:
+  using Guard::Guard;
+  std::string author() const override { return who_.where(latest_); }
+  Needs needs() const override {
+    return checked(ask("needs", [](Policy& p) { return p.needs(); }));
+  }
+  Demand demand(int prompt, int most) const override {
+    return ask("demand", [&](Policy& p) { return p.demand(prompt, most); });
+  }
+  CodecSpec codec() const override {
+    return ask("codec", [](Policy& p) { return p.codec(); });
+  }
+  CodecSpec host_codec() const override {
+    return ask("host_codec", [](Policy& p) { return p.host_codec(); });
+  }
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    ask("attach", [&](Policy& p) { p.attach(shape, amount, w); });
+  }
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    edit("prefill", edits, [&](Policy& p) { p.prefill(kv, edits, s); });
+  }
+  void select(const LayerStep& step, Edits& edits, Stream s) override {
+    edit("select", edits, [&](Policy& p) { p.select(step, edits, s); });
+  }
+  void observe(const LayerStep& step, Edits& edits, Stream s) override {
+    edit("observe", edits, [&](Policy& p) { p.observe(step, edits, s); });
+  }
+  void finish_step(const Step& step, Edits& edits, Stream s) override {
+    edit("finish_step", edits, [&](Policy& p) { p.finish_step(step, edits, s); });
+  }
+  void release(int slot) override {
+    ask("release", [&](Policy& p) { p.release(slot); });
+  }
+
+ private:
+  template <class Body>
+  void edit(const char* callback, const Edits& edits, Body body) {
+    ask(callback, body);
+    if (edits.all().empty()) return;
+    latest_ = callback;
+    for (const Edit& e : edits.all()) checked(callback, e.pins);
+  }
+
+  const char* latest_ = "edits";
+};
+
+class GuardedProfiler final : public Guard<Profiler> {
+ public:
+  using Guard::Guard;
+  Needs needs() const override {
+    return checked(ask("needs", [](Profiler& p) { return p.needs(); }));
+  }
+  void attach(const Shape& shape, Workspace& w) override {
+    ask("attach", [&](Profiler& p) { p.attach(shape, w); });
+  }
+  void prefill(const LayerPrefill& kv, Stream s) override {
+    ask("prefill", [&](Profiler& p) { p.prefill(kv, s); });
+  }
+  void observe(const LayerStep& step, Stream s) override {
+    ask("observe", [&](Profiler& p) { p.observe(step, s); });
+  }
+  void release(int slot) override {
+    ask("release", [&](Profiler& p) { p.release(slot); });
+  }
+  void finish(Profile& out) override {
+    ask("finish", [&](Profiler& p) { p.finish(out); });
+  }
+};
+
+class GuardedTask final : public Guard<Task> {
+ public:
+  using Guard::Guard;
+  int samples(const TaskEnv& env) const override {
+    return ask("samples", [&](const Task& t) { return t.samples(env); });
+  }
+  TaskSample sample(int index, const TaskEnv& env) const override {
+    return ask("sample", [&](const Task& t) { return t.sample(index, env); });
+  }
+  std::string metric() const override {
+    return ask("metric", [](const Task& t) { return t.metric(); });
+  }
+};
+
+template <class Interface, class GuardOf>
+Instance<Interface> behind(const PluginInfo& plugin, Instance<Interface> object) {
+  Interface* guard = new GuardOf(plugin, std::move(object));
+  return Instance<Interface>(guard, PluginDeleter{nullptr, [](void* p) { delete static_cast<Interface*>(p); }});
+}
+
+}  // namespace
+
+Instance<Scorer> guarded(const PluginInfo& plugin, Instance<Scorer> object) {
+  return behind<Scorer, GuardedScorer>(plugin, std::move(object));
+}
+Instance<Budget> guarded(const PluginInfo& plugin, Instance<Budget> object) {
+  return behind<Budget, GuardedBudget>(plugin, std::move(object));
+}
+Instance<Selector> guarded(const PluginInfo& plugin, Instance<Selector> object) {
+  return behind<Selector, GuardedSelector>(plugin, std::move(object));
+}
+Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object) {
+  return behind<Codec, GuardedCodec>(plugin, std::move(object));
+}
+Instance<Policy> guarded(const PluginInfo& plugin, Instance<Policy> object) {
+  return behind<Policy, GuardedPolicy>(plugin, std::move(object));
+}
+Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object) {
+  return behind<Profiler, GuardedProfiler>(plugin, std::move(object));
+}
+Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object) {
+  return behind<Task, GuardedTask>(plugin, std::move(object));
+}
+
+}  // namespace kvlab

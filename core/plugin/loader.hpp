@@ -1,0 +1,80 @@
+// Opens plugin libraries. A library that does not match this kvlab exactly is refused with an Error (Errc::plugin,
+// where = the file) that gives both values and says what to do. Accepted libraries stay loaded until the process ends:
+// an exception or an object of theirs may outlive everything else.
+#pragma once
+#include <kvlab/params.hpp>
+#include <kvlab/plugin.hpp>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+class Library;  // an open shared library
+
+// One registration of a library, copied out of it, or one of the host's own (no owner, empty path).
+struct PluginInfo {
+  std::string name;
+  Role role = Role::policy;
+  std::string version, help;
+  std::vector<ParamSpec> params;
+  std::filesystem::path library;
+  std::shared_ptr<const Library> owner;
+  void* (*create)(const Params*, char*, std::size_t) = nullptr;
+  void (*destroy)(void*) = nullptr;
+};
+
+// Errc::plugin if loading the file would end the process, which a damaged library can do in the system's loader, in a
+// constructor of its own or in its entry: a child process tries. Loads nothing into this one.
+void try_library(const std::filesystem::path& path);
+
+// Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
+std::vector<PluginInfo> load_library(const std::filesystem::path& path);
+
+// A registration as the host sees it; where = the library's path, empty for the host's own.
+PluginInfo info_of(const kvlab_role& role, const std::filesystem::path& path = {},
+                   std::shared_ptr<const Library> owner = nullptr);
+
+// What the user has to do when a library was built with another kvlab.
+std::string rebuild_hint();
+
+// Folder of libkvlab.so, symbolic links resolved.
+std::filesystem::path own_folder();
+
+// Deletes a plugin's object through the plugin; the library outlives the object because the deleter does.
+struct PluginDeleter {
+  std::shared_ptr<const Library> library;
+  void (*destroy)(void*) = nullptr;
+  void operator()(void* object) const {
+    if (object) destroy(object);
+  }
+};
+
+template <class Interface>
+using Instance = std::unique_ptr<Interface, PluginDeleter>;
+
+// Throws Errc::plugin with the constructor's message, where = "plugin NAME (LIBRARY), constructor()"; NoRoom where it
+// got no memory.
+void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params);
+
+// The object behind a guard that owns it. What a callback throws names plugin, file and callback (plugin/callback.hpp);
+// numbers that no contract allows are refused where they enter (Errc::plugin).
+Instance<Policy> guarded(const PluginInfo& plugin, Instance<Policy> object);
+Instance<Scorer> guarded(const PluginInfo& plugin, Instance<Scorer> object);
+Instance<Selector> guarded(const PluginInfo& plugin, Instance<Selector> object);
+Instance<Budget> guarded(const PluginInfo& plugin, Instance<Budget> object);
+Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object);
+Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object);
+Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object);
+
+// Interface: Policy, Scorer, ...; must be the plugin's role. params as resolve() gave them.
+template <class Interface>
+Instance<Interface> create(const PluginInfo& plugin, const Params& params) {
+  void* object = create_raw(plugin, role_of<Interface>, params);
+  return guarded(plugin,
+                 Instance<Interface>(static_cast<Interface*>(object), PluginDeleter{plugin.owner, plugin.destroy}));
+}
+
+}  // namespace kvlab

@@ -1,0 +1,182 @@
+// The options of the log on the command line, and a cell's warnings on their way to the report.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "base/log.hpp"
+#include "cli/cli.hpp"
+#include "result/results.hpp"
+#include "support/cell_fixture.hpp"
+#include "support/golden.hpp"
+#include "test/model/tiny_files.hpp"
+
+using namespace kvlab;
+using Catch::Contains;
+
+namespace {
+
+std::string text_of(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::stringstream all;
+  all << in.rdbuf();
+  return all.str();
+}
+
+// A stream of this process that goes to a file for a while.
+class Redirected {
+ public:
+  Redirected(FILE* stream, const std::filesystem::path& file) : stream_(stream), before_(dup(fileno(stream))) {
+    std::fflush(stream_);
+    const int fd = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    dup2(fd, fileno(stream_));
+    close(fd);
+  }
+  ~Redirected() {
+    std::fflush(stream_);
+    dup2(before_, fileno(stream_));
+    close(before_);
+  }
+
+ private:
+  FILE* stream_;
+  int before_;
+};
+
+struct Ended {
+  int code = 0;
+  std::string out, err;
+};
+
+// The command line in a folder with an experiment of two cells, the second of which never evicts: snapkv without a
+// prefill step.
+struct Folder {
+  test::TempDir dir;
+  std::string experiment = (dir / "e.yaml").string(), result = (dir / "o.h5").string();
+
+  Folder() {
+    test::write_file(experiment, "model: {path: " + test::golden("tiny/llama-gqa3").string() +
+                                     ", dtype: f32}\n"
+                                     "tasks: [text: {prefix: 150, forced: 4, samples: 1}]\n"
+                                     "policies: [full, snapkv: {budget: {tokens: 40}, schedule: {prefill: false}}]\n"
+                                     "metrics: [score, memory]\npage_size: 8\nbackend: cpu\noutput: " +
+                                     result + "\n");
+  }
+  ~Folder() { log::start({}); }
+
+  Ended kvlab(std::vector<std::string> words) const {
+    words.insert(words.begin(), "kvlab");
+    std::vector<char*> arguments;
+    for (std::string& w : words) arguments.push_back(w.data());
+    Ended ended;
+    {
+      const Redirected out(stdout, dir / "stdout"), err(stderr, dir / "stderr");
+      ended.code = run_cli(static_cast<int>(arguments.size()), arguments.data());
+    }
+    ended.out = text_of(dir / "stdout");
+    ended.err = text_of(dir / "stderr");
+    return ended;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a cell's warnings are said, kept in the result file and reported, again by a run that resumes", "[log]") {
+  const Folder folder;
+  const Ended run = folder.kvlab({"run", folder.experiment});
+  INFO(run.err);
+  CHECK(run.code == 0);
+  CHECK_THAT(run.err, Contains("[2/2] text snapkv 40: ok in ") && Contains("\nwarning: snapkv never acted in "));
+  CHECK(run.err.find("debug") == std::string::npos);
+  CHECK(run.err.find('\x1b') == std::string::npos);
+  const auto rows = results::read_summary(folder.result).rows;
+  REQUIRE(rows.size() == 2);
+  CHECK(rows[0].warnings.empty());
+  CHECK_THAT(rows[1].warnings, Catch::StartsWith("snapkv never acted in ") && !Contains("\n"));
+  const std::string line = "warning: " + rows[1].warnings + " (cell " + rows[1].cell + ")\n";
+  CHECK_THAT(run.out, Contains(line));
+
+  const Ended again = folder.kvlab({"run", folder.experiment});
+  CHECK(again.code == 0);
+  CHECK_THAT(again.err, Contains("2 of 2 cells were finished already") && !Contains("never acted"));
+  CHECK_THAT(again.out, Contains(line));
+  CHECK_THAT(folder.kvlab({"report", folder.result}).out, Contains(line));
+}
+
+TEST_CASE("-v, -q, --log and KVLAB_LOG choose what is said and where", "[log]") {
+  const Folder folder;
+  const std::string log = (folder.dir / "run.log").string();
+  const Ended quiet = folder.kvlab({"run", folder.experiment, "-q", "--log", log});
+  CHECK(quiet.code == 0);
+  CHECK(quiet.out.empty());
+  CHECK_THAT(quiet.err, Catch::StartsWith("warning: snapkv never acted in ") && !Contains("[1/2]"));
+  CHECK_THAT(text_of(log), Contains("Z debug kvlab ") && Contains("Z info [1/2] text full: ok in ") &&
+                               Contains("Z warning snapkv never acted in ") && Contains(": plain pass: "));
+
+  const std::string before = text_of(log);
+  const Ended verbose = folder.kvlab({"run", folder.experiment, "-v", "--log", log});
+  CHECK_THAT(verbose.err, Contains("debug: kvlab ") && Contains("debug: model ") && Contains("debug: plugins from "));
+  CHECK_THAT(text_of(log), Catch::StartsWith(before));
+  CHECK(text_of(log).size() > before.size());
+
+  setenv("KVLAB_LOG", "off", 1);
+  const Ended off = folder.kvlab({"run", folder.experiment, "--set", "no.such=1"});
+  CHECK(off.code == 2);
+  CHECK(off.err.empty());
+  setenv("KVLAB_LOG", "loud", 1);
+  const Ended loud = folder.kvlab({"list", "models"});
+  unsetenv("KVLAB_LOG");
+  CHECK(loud.code == 2);
+  CHECK(loud.err == "error: KVLAB_LOG: got the level 'loud', wanted debug, info, warning, error or off\n");
+  CHECK(loud.out.empty());
+}
+
+TEST_CASE("a log file that would harm another file, or cannot be written, is an error before any work", "[log]") {
+  const Folder folder;
+  REQUIRE(folder.kvlab({"run", folder.experiment, "-q"}).code == 0);
+  const std::string result = text_of(folder.result), fifo = (folder.dir / "fifo").string();
+  mkfifo(fifo.c_str(), 0600);
+  for (const std::string& file : {folder.result, folder.experiment, fifo, folder.dir.path().string(),
+                                  (folder.dir / "none/x.log").string(), std::string("/dev/null"), std::string()}) {
+    CAPTURE(file);
+    const Ended ended = folder.kvlab({"run", folder.experiment, "--fresh", "--log", file});
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.err, Catch::StartsWith("error: ") && Contains("wanted"));
+    CHECK(ended.out.empty());
+    CHECK(text_of(folder.result) == result);
+  }
+}
+
+TEST_CASE("a cell has the warnings of its own run, of any thread, failed or not", "[log]") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score});
+  for (unsigned i = 0; i < 2; ++i) f.add(test::test_text(20, f.model->config.vocab, i), {}, 3);
+  CellInput in;
+  in.experiment = &f.experiment;
+  in.cell = &f.cell;
+  in.model = f.model;
+  in.items = &f.items;
+  in.catalog = &test::built_catalog();
+  in.references = &f.references;
+  log::start({log::Level::off, ""});
+  log::warn("before it");
+  std::string outcome = "ok";
+  in.progress = [&](const std::string&, int, int) {
+    std::thread([] { log::warn("of a thread\nin two lines"); }).join();
+    log::warn("of the cell");
+    if (outcome == "failed") throw Error(Errc::plugin, "planned");
+  };
+  for (const char* wanted : {"ok", "ok", "failed"}) {  // said in every cell, not in the first alone
+    outcome = wanted;
+    const results::CellResult cell = run_cell(in);
+    CHECK(cell.summary.status == wanted);
+    CHECK(cell.summary.warnings == "of a thread in two lines\nof the cell");
+  }
+  log::start({});
+}

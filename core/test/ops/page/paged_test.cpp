@@ -1,0 +1,369 @@
+#include "ops/page/paged.hpp"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "base/half.hpp"
+#include "ops/page/reference.hpp"
+#include "support/paged_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+const CodecSpec int8{{8}, {8}};
+
+struct Page {
+  PageLayout layout;
+  std::vector<std::byte> frame;
+  Page(DType dtype, CodecSpec codec, int page_size, int dim, int columns)
+      : layout(ops::make_layout(dtype, codec, page_size, dim, columns)), frame(layout.bytes, std::byte{0xEE}) {}
+  std::vector<float> row(KvSide side, int offset) const {
+    std::vector<float> x(layout.head_dim);
+    ops::read_row(frame.data(), layout, side, offset, x.data());
+    return x;
+  }
+};
+
+std::vector<float> ramp(int n, float from, float step) {
+  std::vector<float> x(n);
+  for (int i = 0; i < n; ++i) x[i] = from + step * static_cast<float>(i);
+  return x;
+}
+
+}  // namespace
+
+TEST_CASE("half precision: known bit patterns, ties to even, limits") {
+  const std::pair<float, std::uint16_t> exact[] = {{1.f, 0x3c00},
+                                                   {-2.f, 0xc000},
+                                                   {65504.f, 0x7bff},
+                                                   {0.f, 0},
+                                                   {6.103515625e-05f, 0x0400},  // smallest normal
+                                                   {5.9604644775390625e-08f, 0x0001}};
+  for (const auto& [value, bits] : exact) {
+    CHECK(float_to_half(value) == bits);
+    CHECK(half_to_float(bits) == value);
+  }
+  CHECK(float_to_half(1.f + 1.f / 2048) == 0x3c00);     // halfway to the next: even below
+  CHECK(float_to_half(1.f + 3.f / 2048) == 0x3c02);     // halfway: even above
+  CHECK(float_to_half(65520.f) == 0x7c00);              // rounds to infinity
+  CHECK(float_to_half(2.98023223876953125e-08f) == 0);  // half of the smallest: to even
+  CHECK(std::isnan(half_to_float(float_to_half(NAN))));
+  for (int h = 0; h < 0x7c00; ++h) REQUIRE(float_to_half(half_to_float(static_cast<std::uint16_t>(h))) == h);
+}
+
+TEST_CASE("layouts: aligned segments that do not overlap") {
+  const PageLayout l = ops::make_layout(DType::bf16, int8, 6, 40, 2);
+  CHECK(l.k == 0);
+  CHECK(l.v == 256);       // 6 * 40 codes = 240
+  CHECK(l.k_meta == 512);  // 6 * 4 bytes
+  CHECK(l.v_meta == 576);
+  CHECK(l.positions == 640);
+  CHECK(l.state == 704);  // 2 columns * 6 * 4 = 48
+  CHECK(l.bytes == 768);
+  const PageLayout plain = ops::make_layout(DType::bf16, {}, 16, 64, 0);
+  CHECK(plain.v == 2048);
+  CHECK(plain.positions == 4096);
+  CHECK(plain.bytes == 4224);  // the positions take 64 bytes of a granule of 128
+  CHECK(ops::make_layout(DType::f16, {}, 16, 64, 0).bytes == plain.bytes);
+  CHECK_THROWS_AS(ops::make_layout(DType::i32, {}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{4}, {8}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 16, 60, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 0, 64, 0), Error);
+}
+
+TEST_CASE("int8 by hand: scale and zero in f16, half-even codes") {
+  // min -1, max 1: scale = 2 / 255 rounds to 1028 * 2^-17 in f16; x = 0 has code 127.502 -> 128.
+  Page page(DType::f32, int8, 4, 8, 0);
+  const std::vector<float> x = {-1, 1, 0, 0.5f, -0.5f, 0, 0, 0};
+  page.layout.codec = int8;
+  ops::write_token(page.frame.data(), page.layout, 1, x.data(), x.data(), 5);
+  const auto* codes = reinterpret_cast<const std::uint8_t*>(page.frame.data() + page.layout.k + 8);
+  CHECK(int{codes[0]} == 0);
+  CHECK(int{codes[1]} == 255);
+  CHECK(int{codes[2]} == 128);
+  CHECK(int{codes[3]} == 191);  // 1.5 / 0.00784302 = 191.25
+  CHECK(int{codes[4]} == 64);   // 63.75
+  CHECK(page.row(KvSide::key, 1)[2] == Approx(0.0039).epsilon(0.02));
+  // x from 0 to 255 in whole steps: scale 1, zero 0, every code exact; 2.5 is a tie and goes to 2.
+  std::vector<float> y = {0, 255, 2.5f, 3.5f, 7, 100, 200, 254};
+  ops::write_token(page.frame.data(), page.layout, 0, y.data(), y.data(), 6);
+  CHECK(page.row(KvSide::value, 0) == std::vector<float>{0, 255, 2, 4, 7, 100, 200, 254});
+}
+
+TEST_CASE("int8: constant rows, huge and tiny ranges stay finite; error is at most half a step") {
+  Page page(DType::f32, int8, 4, 16, 0);
+  std::vector<float> constant(16, 3.25f), huge(16, 0.f), tiny(16, 1.f);
+  huge[0] = 1e9f;
+  huge[1] = -1e9f;
+  tiny[3] = 1.f + 1e-7f;
+  ops::write_token(page.frame.data(), page.layout, 0, constant.data(), huge.data(), 0);
+  ops::write_token(page.frame.data(), page.layout, 1, tiny.data(), constant.data(), 0);
+  CHECK(page.row(KvSide::key, 0) == constant);
+  for (const float x : page.row(KvSide::value, 0)) CHECK(std::isfinite(x));
+  for (const float x : page.row(KvSide::key, 1)) CHECK(x == Approx(1));
+  std::mt19937 rng(1);
+  std::normal_distribution<float> normal(0.3f, 2.f);
+  for (int trial = 0; trial < 50; ++trial) {
+    std::vector<float> x(16);
+    for (float& v : x) v = normal(rng);
+    ops::write_token(page.frame.data(), page.layout, 2, x.data(), x.data(), 0);
+    const auto [lo, hi] = std::minmax_element(x.begin(), x.end());
+    const double step = (*hi - *lo) / 255, f16_error = std::abs(*lo) / 2048 + 255 * step / 2048;
+    const auto got = page.row(KvSide::key, 2);
+    for (int d = 0; d < 16; ++d) CHECK(std::abs(got[d] - x[d]) <= step / 2 + f16_error + 1e-6);
+  }
+}
+
+TEST_CASE("tokens round-trip, carry position and state, and write nothing else") {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    Page page(dtype, {}, 4, 16, 2);
+    const auto k = ramp(16, -2, 0.25f), v = ramp(16, 1, 0.5f);  // exact in 16 bits
+    const auto before = page.frame;
+    ops::write_token(page.frame.data(), page.layout, 2, k.data(), v.data(), 77);
+    CHECK(page.row(KvSide::key, 2) == k);
+    CHECK(page.row(KvSide::value, 2) == v);
+    const std::int64_t row = 16 * static_cast<std::int64_t>(size_of(dtype));
+    for (std::int64_t i = 0; i < page.layout.bytes; ++i) {
+      const auto in = [&](std::int64_t begin, std::int64_t n) { return i >= begin && i < begin + n; };
+      const bool own = in(page.layout.k + 2 * row, row) || in(page.layout.v + 2 * row, row) ||
+                       in(page.layout.positions + 8, 4) || in(page.layout.state + 8, 4) ||
+                       in(page.layout.state + 16 + 8, 4);
+      if (!own) REQUIRE(page.frame[i] == before[i]);
+    }
+    Page other(dtype, {}, 8, 16, 2);
+    const float state = 4.5f;
+    std::memcpy(page.frame.data() + page.layout.state + 16 + 8, &state, 4);
+    ops::copy_token(page.frame.data(), page.layout, 2, other.frame.data(), other.layout, 7);
+    CHECK(other.row(KvSide::key, 7) == k);
+    float moved;
+    std::memcpy(&moved, other.frame.data() + other.layout.state + 32 + 28, 4);
+    CHECK(moved == 4.5f);
+    std::int32_t position;
+    std::memcpy(&position, other.frame.data() + other.layout.positions + 28, 4);
+    CHECK(position == 77);
+  }
+}
+
+TEST_CASE("copying between codecs equals writing the decoded values") {
+  Page plain(DType::bf16, {}, 4, 16, 0), coded(DType::bf16, int8, 4, 16, 0), back(DType::bf16, {}, 4, 16, 0);
+  const auto k = ramp(16, -1.3f, 0.17f), v = ramp(16, 4, -0.6f);
+  ops::write_token(plain.frame.data(), plain.layout, 0, k.data(), v.data(), 1);
+  ops::copy_token(plain.frame.data(), plain.layout, 0, coded.frame.data(), coded.layout, 3);
+  Page direct(DType::bf16, int8, 4, 16, 0);
+  const auto rounded_k = plain.row(KvSide::key, 0), rounded_v = plain.row(KvSide::value, 0);
+  ops::write_token(direct.frame.data(), direct.layout, 3, rounded_k.data(), rounded_v.data(), 1);
+  CHECK(coded.row(KvSide::key, 3) == direct.row(KvSide::key, 3));
+  CHECK(coded.row(KvSide::value, 3) == direct.row(KvSide::value, 3));
+  ops::copy_token(coded.frame.data(), coded.layout, 3, back.frame.data(), back.layout, 0);
+  for (int d = 0; d < 16; ++d) CHECK(back.row(KvSide::key, 0)[d] == Approx(k[d]).margin(0.03));
+}
+
+TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that stay bounds") {
+  Page page(DType::f32, {}, 4, 8, 0);
+  const float keys[4][2] = {{1, -2}, {3, 0}, {5, 4}, {-1, 2}};
+  for (int t = 0; t < 4; ++t) {
+    std::vector<float> k(8, 0.f);
+    k[0] = keys[t][0];
+    k[1] = keys[t][1];
+    ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
+  }
+  float box[16], mean[8];
+  ops::summarize_page(page.frame.data(), page.layout, 4, Summary::min_max, DType::f32,
+                      reinterpret_cast<std::byte*>(box));
+  CHECK(box[0] == -1);
+  CHECK(box[1] == -2);
+  CHECK(box[8] == 5);
+  CHECK(box[9] == 4);
+  ops::summarize_page(page.frame.data(), page.layout, 4, Summary::mean, DType::f32, reinterpret_cast<std::byte*>(mean));
+  CHECK(mean[0] == 2);
+  CHECK(mean[1] == 1);
+  ops::summarize_page(page.frame.data(), page.layout, 2, Summary::min_max, DType::f32,
+                      reinterpret_cast<std::byte*>(box));
+  CHECK(box[8] == 3);
+
+  std::mt19937 rng(5);
+  std::normal_distribution<float> normal;
+  bf16 bounds[16];
+  for (int t = 0; t < 4; ++t) {
+    std::vector<float> k(8);
+    for (float& x : k) x = normal(rng);
+    ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
+  }
+  ops::summarize_page(page.frame.data(), page.layout, 4, Summary::min_max, DType::bf16,
+                      reinterpret_cast<std::byte*>(bounds));
+  for (int t = 0; t < 4; ++t)
+    for (int d = 0; d < 8; ++d) {
+      CHECK(float(bounds[d]) <= page.row(KvSide::key, t)[d]);
+      CHECK(float(bounds[8 + d]) >= page.row(KvSide::key, t)[d]);
+      CHECK(float(bounds[d]) >= -5.f);
+    }
+  std::uint16_t halves[16];
+  ops::summarize_page(page.frame.data(), page.layout, 4, Summary::min_max, DType::f16,
+                      reinterpret_cast<std::byte*>(halves));
+  for (int t = 0; t < 4; ++t)
+    for (int d = 0; d < 8; ++d) {
+      CHECK(half_to_float(halves[d]) <= page.row(KvSide::key, t)[d]);
+      CHECK(half_to_float(halves[8 + d]) >= page.row(KvSide::key, t)[d]);
+    }
+  CHECK(half_to_float(halves[8]) - half_to_float(halves[0]) < 10);
+}
+
+TEST_CASE("ranks follow text positions") {
+  PagedFixture cache({});
+  const std::vector<float> x(16, 0.f);
+  for (const int position : {4, 0, 90, 7, 5}) cache.append(0, 0, x, x, position);
+  std::int32_t rank[5], position[5];
+  ops::token_ranks(cache.view(), 0, 0, 5, rank);
+  CHECK(std::vector<std::int32_t>(rank, rank + 5) == std::vector<std::int32_t>{1, 0, 4, 3, 2});
+  ops::token_positions(cache.view(), 0, 0, 5, position);
+  CHECK(std::vector<std::int32_t>(position, position + 5) == std::vector<std::int32_t>{4, 0, 90, 7, 5});
+  cache.unmap(0, 0, 1);
+  CHECK_THROWS_AS(ops::token_ranks(cache.view(), 0, 0, 5, rank), Error);
+}
+
+TEST_CASE("tokens of one text position have one rank: how many are older") {
+  using Ints = std::vector<std::int32_t>;
+  const std::vector<float> x(16, 0.f);
+  const auto ranks = [&](const Ints& positions) {
+    PagedFixture cache({});
+    for (const int position : positions) cache.append(0, 0, x, x, position);
+    Ints rank(positions.size());
+    ops::token_ranks(cache.view(), 0, 0, static_cast<int>(rank.size()), rank.data());
+    return rank;
+  };
+  CHECK(ranks({3, 3}) == Ints{0, 0});
+  CHECK(ranks({4, 0, 4, 7, 4}) == Ints{1, 0, 1, 4, 1});
+  CHECK(ranks({9, 9, 5, 5, 5, 2, 9, 1, 2, 0, 5}) == Ints{8, 8, 4, 4, 4, 2, 8, 1, 2, 0, 4});  // many ascending runs
+}
+
+TEST_CASE("rotation: half-split pairs by hand, inverse, relativity, far positions") {
+  const float inv_freq[] = {1.f, 0.5f, 0.25f, 0.125f};
+  const RopeTable rope{inv_freq, 8, 1.f};
+  std::vector<float> x(8, 0.f);
+  x[1] = 1;  // pairs with x[5]
+  ops::rotate(x.data(), rope, 3);
+  CHECK(x[1] == Approx(std::cos(1.5)));
+  CHECK(x[5] == Approx(std::sin(1.5)));
+  CHECK(x[0] == 0);
+  ops::rotate(x.data(), rope, -3);
+  CHECK(x[1] == Approx(1));
+  CHECK(x[5] == Approx(0).margin(1e-6));
+
+  const auto dot = [](const std::vector<float>& a, const std::vector<float>& b) {
+    double s = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) s += double(a[i]) * b[i];
+    return s;
+  };
+  std::vector<float> q = ramp(8, -1, 0.3f), k = ramp(8, 2, -0.4f), q2 = q, k2 = k;
+  ops::rotate(q.data(), rope, 1000001);
+  ops::rotate(k.data(), rope, 1000000);
+  ops::rotate(q2.data(), rope, 1);
+  CHECK(dot(q, k) == Approx(dot(q2, k2)).epsilon(1e-4));
+
+  float cosine[4], sine[4];
+  ops::rope_angles({inv_freq, 8, 2.f}, 1, cosine, sine);
+  CHECK(cosine[0] == Approx(2 * std::cos(1.0)));
+  CHECK(sine[3] == Approx(2 * std::sin(0.125)));
+}
+
+TEST_CASE("re-rotating equals rotating at the new position, without the attention scale") {
+  PagedOptions o;
+  PagedFixture cache(o);
+  PagedKv kv = cache.view();
+  kv.rope_table.attention_scale = 1.5f;
+  const auto plain = ramp(16, -1, 0.21f);
+  std::vector<std::vector<float>> wanted;
+  for (int t = 0; t < 6; ++t) {
+    auto k = plain, moved = plain;
+    ops::rotate(k.data(), kv.rope_table, 10 * t);
+    ops::rotate(moved.data(), kv.rope_table, 10 * t - 7 * t);
+    cache.append(0, 0, k, plain);
+    wanted.push_back(moved);
+  }
+  const std::int32_t delta[] = {0, -7, -14, -21, -28, -35};
+  ops::re_rotate(kv, 0, 0, 6, delta);
+  std::vector<float> keys(6 * 16), values(6 * 16);
+  ops::gather_rows(kv, 0, 0, KvSide::key, 6, keys.data());
+  ops::gather_rows(kv, 0, 0, KvSide::value, 6, values.data());
+  for (int t = 0; t < 6; ++t)
+    for (int d = 0; d < 16; ++d) {
+      CHECK(keys[t * 16 + d] == Approx(wanted[t][d]).margin(1e-5));
+      CHECK(values[t * 16 + d] == plain[d]);
+    }
+  CHECK(cache.guards_intact());
+}
+
+TEST_CASE("stored tokens, copies and rotations equal their references on caches of every kind") {
+  for (unsigned n = 0; n < 24; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const auto& o = c.cache.options();
+    const int dim = o.head_dim, p = o.page_size;
+    Page one(o.dtype, o.codec, p, dim, 2), two(o.dtype, o.codec, p, dim, 2);
+    for (int t = 0; t < 3 * p; ++t) {
+      auto k = c.normal(dim), v = c.normal(dim);
+      if (t % 5 == 4) std::fill(v.begin(), v.end(), v[0]);
+      ops::write_token(one.frame.data(), one.layout, t % p, k.data(), v.data(), 7 * t);
+      ops::write_token_reference(two.frame.data(), two.layout, t % p, k.data(), v.data(), 7 * t);
+      for (const KvSide side : {KvSide::key, KvSide::value}) {
+        ops::read_row_reference(one.frame.data(), one.layout, side, t % p, k.data());
+        CHECK(Tolerance::worst(one.row(side, t % p), k) < 1e-6);
+      }
+    }
+    CHECK(one.frame == two.frame);
+    for (const CodecSpec to : {o.codec, CodecSpec{{8}, {8}}, CodecSpec{}}) {
+      Page got(o.dtype, to, 2 * p, dim, 2), wanted(o.dtype, to, 2 * p, dim, 2);
+      for (int t = 0; t < p; ++t) {
+        ops::copy_token(one.frame.data(), one.layout, t, got.frame.data(), got.layout, 2 * p - 1 - t);
+        ops::copy_token_reference(one.frame.data(), one.layout, t, wanted.frame.data(), wanted.layout, 2 * p - 1 - t);
+      }
+      CHECK(got.frame == wanted.frame);
+    }
+
+    PagedKv kv = c.cache.view();
+    kv.rope_table.attention_scale = 1.25f;
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h) {
+        const int tokens = kv.tokens(r, h);
+        std::vector<std::int32_t> got(tokens), wanted(tokens);
+        ops::token_positions(kv, r, h, tokens, got.data());
+        ops::token_positions_reference(kv, r, h, tokens, wanted.data());
+        CHECK(got == wanted);
+        ops::token_ranks(kv, r, h, tokens, got.data());
+        ops::token_ranks_reference(kv, r, h, tokens, wanted.data());
+        CHECK(got == wanted);
+        std::vector<float> x(std::size_t(tokens) * dim), y(x.size());
+        for (const KvSide side : {KvSide::key, KvSide::value}) {
+          ops::gather_rows(kv, r, h, side, tokens, x.data());
+          ops::gather_rows_reference(kv, r, h, side, tokens, y.data());
+          CHECK(Tolerance::worst(x, y) < 1e-6);
+        }
+      }
+    for (const double position : {0., 3., -17., 100000.}) {
+      auto x = c.normal(dim), y = x;
+      ops::rotate(x.data(), kv.rope_table, position);
+      ops::rotate_reference(y.data(), kv.rope_table, position);
+      CHECK(Tolerance::worst(x, y) < 1e-6);
+    }
+    if (o.rope == RopeRegime::cache_relative) continue;
+    RandomCache other(n);
+    const PagedKv same = other.cache.view();
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h) {
+        const int tokens = kv.tokens(r, h);
+        std::vector<std::int32_t> delta(tokens);
+        for (auto& d : delta) d = -static_cast<std::int32_t>(c.rng() % 40);
+        ops::re_rotate(kv, r, h, tokens, delta.data());
+        ops::re_rotate_reference(same, r, h, tokens, delta.data());
+        std::vector<float> x(std::size_t(tokens) * dim), y(x.size());
+        ops::gather_rows(kv, r, h, KvSide::key, tokens, x.data());
+        ops::gather_rows(same, r, h, KvSide::key, tokens, y.data());
+        // A rounding of f32 may fall on the other side of a step of the storage.
+        CHECK(Tolerance::worst(x, y) < (o.codec.k.bits ? 0.05 : o.dtype == DType::bf16 ? 0x1p-7 : 1e-6));
+      }
+    CHECK(c.cache.guards_intact());
+    CHECK(other.cache.guards_intact());
+  }
+}

@@ -1,0 +1,330 @@
+#include <kvlab/ops.hpp>
+
+#include <omp.h>
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "ops/score/reference.hpp"
+#include "support/paged_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+Stream cpu() { return Stream::cpu(); }
+
+// A cache of one head with `tokens` tokens whose key is (value, 0, 0, ...).
+PagedFixture one_head(int tokens, const PagedOptions& options = {1, 1, 8, 4, 16}) {
+  PagedFixture cache(options);
+  for (int t = 0; t < tokens; ++t)
+    cache.append(0, 0, std::vector<float>(options.head_dim, 0.f), std::vector<float>(options.head_dim, 0.f));
+  return cache;
+}
+
+std::vector<float> pooled(std::vector<float> votes, Pooling kind, int kernel, int excluded) {
+  PagedFixture cache = one_head(static_cast<int>(votes.size()));
+  HeapWorkspace w;
+  ops::pool(cache.view(), View<float, 3>::dense(votes.data(), {1, 1, static_cast<std::int64_t>(votes.size())}), kind,
+            kernel, excluded, w, cpu());
+  return votes;
+}
+
+void check_close(const std::vector<float>& got, const std::vector<double>& wanted, double margin) {
+  REQUIRE(got.size() == wanted.size());
+  for (std::size_t i = 0; i < got.size(); ++i) CHECK(got[i] == Approx(wanted[i]).margin(margin));
+}
+
+// Both forms of an op over the same cache leave the same scores, each within its row's length.
+template <class Fast, class Slow>
+void compare(const std::array<std::int64_t, 3>& extent, double margin, Fast fast, Slow slow) {
+  Guarded<3> got(extent), wanted(extent);
+  fast(got.view());
+  slow(wanted.view());
+  CHECK(got.margins_intact());
+  CHECK(Tolerance::worst(got.values(), wanted.values()) <= margin);
+}
+
+}  // namespace
+
+TEST_CASE("pool: SnapKV's rows by hand") {
+  const std::vector<float> votes = {.5f, 0, 0, .3f, .3f, 0, 0};
+  check_close(pooled(votes, Pooling::average, 3, 0), {.5 / 3, .5 / 3, .1, .2, .2, .1, 0}, 1e-6);
+  check_close(pooled(votes, Pooling::max, 3, 0), {.5, .5, .3, .3, .3, .3, 0}, 0);
+  check_close(pooled(votes, Pooling::none, 3, 0), {.5, 0, 0, .3, .3, 0, 0}, 0);
+  // The two newest stay as they are and are not looked at.
+  check_close(pooled({1, 0, 0, 9, 9}, Pooling::max, 3, 2), {1, 1, 0, 9, 9}, 0);
+  check_close(pooled({3, 0, 0, 9, 9}, Pooling::average, 5, 2), {.6, .6, .6, 9, 9}, 1e-6);
+  check_close(pooled({-1, -2}, Pooling::max, 7, 0), {-1, -1}, 0);  // pads are -inf, not 0
+  check_close(pooled({4}, Pooling::max, 3, 5), {4}, 0);
+  CHECK_THROWS_AS(pooled(votes, Pooling::max, 4, 0), Error);
+}
+
+TEST_CASE("group_reduce: the four rules by hand") {
+  PagedFixture cache = one_head(2);
+  std::vector<float> in = {0, std::log(3.f), 2, 2};  // two query heads, two tokens
+  const auto reduce = [&](GroupRule rule) {
+    Guarded<3> out({1, 1, 2});
+    ops::group_reduce(cache.view(), View<const float, 3>::dense(in.data(), {1, 2, 2}), rule, out.view(), cpu());
+    CHECK(out.margins_intact());
+    return out.values();
+  };
+  check_close(reduce(GroupRule::mean), {1, (2 + std::log(3.0)) / 2}, 1e-6);
+  check_close(reduce(GroupRule::max), {2, 2}, 0);
+  check_close(reduce(GroupRule::sum), {2, 2 + std::log(3.0)}, 1e-6);
+  check_close(reduce(GroupRule::softmax_mean), {(0.25 + 0.5) / 2, (0.75 + 0.5) / 2}, 1e-6);
+}
+
+TEST_CASE("add_mass and read_state: H2O's column sums by hand") {
+  PagedFixture cache = one_head(5, {1, 1, 8, 4, 16, DType::f32, {}, 2});
+  const PagedKv kv = cache.view();
+  const std::vector<std::vector<float>> rows = {
+      {1, 0, 0, 0, 0}, {.6f, .4f, 0, 0, 0}, {.5f, .3f, .2f, 0, 0}, {.4f, .1f, .4f, .1f, 0}, {.3f, .1f, .2f, .2f, .2f}};
+  for (const auto& row : rows)
+    ops::add_mass(View<const float, 3>::dense(row.data(), {1, 1, 5}), GroupRule::mean, {&kv, 1}, cpu());
+  Guarded<3> out({1, 1, 5}), other({1, 1, 5});
+  ops::read_state({&kv, 1}, out.view(), cpu());
+  check_close(out.values(), {2.8, 0.9, 0.8, 0.3, 0.2}, 1e-6);
+  ops::read_state({&kv, 0}, other.view(), cpu());
+  check_close(other.values(), {0, 0, 0, 0, 0}, 0);
+  CHECK(cache.guards_intact());
+  CHECK_THROWS_AS(ops::read_state({&kv, 2}, out.view(), cpu()), Error);
+  const std::vector<float> two = {1, 0, 0, 0, 0, 3, 0, 0, 0, 0};  // two query heads
+  ops::add_mass(View<const float, 3>::dense(two.data(), {1, 2, 5}), GroupRule::max, {&kv, 0}, cpu());
+  ops::add_mass(View<const float, 3>::dense(two.data(), {1, 2, 5}), GroupRule::mean, {&kv, 0}, cpu());
+  ops::read_state({&kv, 0}, other.view(), cpu());
+  check_close(other.values(), {5, 0, 0, 0, 0}, 1e-6);
+}
+
+TEST_CASE("row_norm, negate, recency") {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    PagedFixture cache({1, 1, 8, 2, 16, dtype});
+    const float norms[] = {1, 5, 2, .5f};
+    for (int t = 0; t < 4; ++t) {
+      std::vector<float> k(8, 0.f), v(8, 0.f);
+      k[t] = 0.6f * norms[t];
+      k[7] = 0.8f * norms[t];
+      v[0] = 3;
+      v[1] = 4;
+      cache.append(0, 0, k, v, 10 * t);
+    }
+    const PagedKv kv = cache.view();
+    Guarded<3> out({1, 1, 4});
+    ops::row_norm({&kv, KvSide::key}, out.view(), cpu());
+    check_close(out.values(), {1, 5, 2, .5}, dtype == DType::f32 ? 1e-6 : 2e-2);
+    ops::row_norm({&kv, KvSide::value}, out.view(), cpu());
+    check_close(out.values(), {5, 5, 5, 5}, 1e-6);
+    ops::negate(out.view(), cpu());
+    CHECK(out(0, 0, 2) == -5);
+    ops::recency(kv, out.view(), cpu());
+    check_close(out.values(), {0, 10, 20, 30}, 0);
+    Guarded<3> small({1, 1, 3});
+    CHECK_THROWS_AS(ops::row_norm({&kv, KvSide::key}, small.view(), cpu()), Error);
+    cache.unmap(0, 0, 1);
+    CHECK_THROWS_AS(ops::row_norm({&kv, KvSide::key}, out.view(), cpu()), Error);
+  }
+}
+
+TEST_CASE("window_votes: two window queries by hand") {
+  // Keys: token t has k[0] = s_t; query (sqrt(8), 0, ...): scores s_t. Query 0 sees tokens 0, 1; query 1 all three.
+  PagedFixture cache({1, 1, 8, 4, 16});
+  for (const float score : {0.f, std::log(3.f), std::log(4.f)}) {
+    std::vector<float> k(8, 0.f);
+    k[0] = score;
+    cache.append(0, 0, k, k);
+  }
+  std::vector<float> q(16, 0.f);
+  q[0] = q[8] = std::sqrt(8.f);
+  const std::int32_t seen = 3;
+  Guarded<3> votes({1, 1, 3});
+  ops::window_votes(View<const float, 4>::dense(q.data(), {1, 1, 2, 8}), &seen, cache.view(), votes.view(), cpu());
+  check_close(votes.values(), {1. / 4 + 1. / 8, 3. / 4 + 3. / 8, 4. / 8}, 1e-6);
+}
+
+TEST_CASE("page_score: Quest's boxes by hand, every group rule, means") {
+  // One page, box m = (-1, -2), M = (5, 4) and zeros elsewhere.
+  PagedFixture cache = one_head(4);
+  std::vector<float> box(16, 0.f);
+  box[0] = -1;
+  box[1] = -2;
+  box[8] = 5;
+  box[9] = 4;
+  Summaries s{Summary::min_max, DType::f32, reinterpret_cast<const std::byte*>(box.data()), 64, 64, 64};
+  const auto score = [&](std::vector<float> q, int heads, GroupRule rule) {
+    Guarded<3> out({1, 1, 1});
+    ops::page_score(View<const float, 3>::dense(q.data(), {1, heads, 8}), cache.view(), s, rule, 1.f, out.view(),
+                    cpu());
+    return out(0, 0, 0);
+  };
+  CHECK(score({1, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 7);
+  CHECK(score({-1, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 3);
+  CHECK(score({0, 0, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 0);
+  const std::vector<float> two = {1, -1, 0, 0, 0, 0, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0};
+  CHECK(score(two, 2, GroupRule::max) == 7);
+  CHECK(score(two, 2, GroupRule::mean) == 5);
+  CHECK(score(two, 2, GroupRule::sum) == 10);
+  CHECK(score(two, 2, GroupRule::softmax_mean) == Approx(1));  // a single page takes all
+  s.kind = Summary::mean;
+  CHECK(score({2, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 0);  // 2 * -1 - 1 * -2
+}
+
+TEST_CASE("scores of tokens equal their references on caches of every kind") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
+    const std::array<std::int64_t, 3> own{c.rows(), c.kv_heads(), c.room()};
+    for (const KvSide side : {KvSide::key, KvSide::value})
+      compare(
+          own, 1e-5,
+          [&](Scores out) {
+            ops::row_norm({&kv, side}, out, cpu());
+          },
+          [&](Scores out) {
+            ops::row_norm_reference({&kv, side}, out);
+          });
+    compare(
+        own, 0, [&](Scores out) { ops::recency(kv, out, cpu()); },
+        [&](Scores out) { ops::recency_reference(kv, out); });
+    compare(
+        own, 0, [&](Scores out) { ops::scale(out, -3.f, cpu()); },
+        [&](Scores out) { ops::scale_reference(out, -3.f); });
+
+    auto in = c.normal(std::int64_t{c.rows()} * c.heads() * c.room());
+    const auto scores = View<float, 3>::dense(in.data(), {c.rows(), c.heads(), c.room()});
+    for (const auto& choice : Choices<GroupRule>::all) {
+      const GroupRule rule = choice.first;
+      CAPTURE(choice.second);
+      compare(
+          own, 1e-5, [&](Scores out) { ops::group_reduce(kv, scores, rule, out, cpu()); },
+          [&](Scores out) { ops::group_reduce_reference(kv, scores, rule, out); });
+      const auto column = [&](int i, auto add) {
+        return [&, i, add](Scores out) {
+          for (int step = 0; step < 3; ++step) add(StateColumn{&kv, i});
+          ops::read_state({&kv, i}, out, cpu());
+          Guarded<3> again({c.rows(), c.kv_heads(), c.room()});
+          ops::read_state_reference({&kv, i}, again.view());
+          CHECK(Tolerance::worst(Guarded<3>::copy(out), again.values()) == 0);
+        };
+      };
+      compare(own, 1e-4, column(0, [&](StateColumn s) { ops::add_mass(scores, rule, s, cpu()); }),
+              column(1, [&](StateColumn s) { ops::add_mass_reference(scores, rule, s); }));
+    }
+    for (const Pooling kind : {Pooling::none, Pooling::average, Pooling::max})
+      for (const int kernel : {1, 3, 7})
+        compare(
+            {c.rows(), c.heads(), c.room()}, 1e-5,
+            [&](Scores out) {
+              std::copy(in.begin(), in.end(), out.data);
+              HeapWorkspace w;
+              ops::pool(kv, out, kind, kernel, 5, w, cpu());
+            },
+            [&](Scores out) {
+              std::copy(in.begin(), in.end(), out.data);
+              ops::pool_reference(kv, out, kind, kernel, 5);
+            });
+    CHECK(c.cache.guards_intact());
+  }
+}
+
+TEST_CASE("window_votes equals its reference on caches of every kind; threads change nothing") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const int window = 1 + static_cast<int>(n % 9), dim = c.cache.options().head_dim;
+    const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * window * dim);
+    const auto queries = View<const float, 4>::dense(q.data(), {c.rows(), c.heads(), window, dim});
+    std::vector<std::int32_t> seen;
+    for (int r = 0; r < c.rows(); ++r) seen.push_back(3 * c.cache.view().tokens(r, 0) + 1);
+    const auto votes = [&](Scores out) { ops::window_votes(queries, seen.data(), c.cache.view(), out, cpu()); };
+    const std::array<std::int64_t, 3> extent{c.rows(), c.heads(), c.room()};
+    compare(extent, 5 * Tolerance{}.probability, votes,
+            [&](Scores out) { ops::window_votes_reference(queries, seen.data(), c.cache.view(), out); });
+    compare(extent, 0, votes, [&](Scores out) {
+      omp_set_num_threads(1);
+      votes(out);
+      omp_set_num_threads(2);
+    });
+  }
+}
+
+TEST_CASE("page summaries and page_score equal their references on caches of every kind") {
+  for (unsigned n = 0; n < 36; ++n) {
+    CAPTURE(n);
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
+    const auto& o = c.cache.options();
+    for (const Summary kind : {Summary::min_max, Summary::mean}) {
+      const std::int64_t page_bytes =
+          (kind == Summary::min_max ? 2 : 1) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
+      std::vector<std::byte> data(o.rows * o.kv_heads * o.max_pages * page_bytes), plain(page_bytes);
+      const Summaries s{
+          kind, o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes, page_bytes};
+      for (int r = 0; r < o.rows; ++r)
+        for (int h = 0; h < o.kv_heads; ++h)
+          for (int p = 0; p < kv.pages(r, h); ++p) {
+            const PageEntry& e = kv.entry(r, h, p);
+            std::byte* out = data.data() + (s.at(kv.slots[r], h, p) - s.data);
+            ops::summarize_page(kv.frame(e), kv.layout(e), e.tokens, kind, o.dtype, out);
+            ops::summarize_page_reference(kv.frame(e), kv.layout(e), e.tokens, kind, o.dtype, plain.data());
+            if (kind == Summary::min_max && o.codec.k.bits == 0) {
+              REQUIRE(std::memcmp(out, plain.data(), page_bytes) == 0);
+            } else {  // decoding and sums differ by a rounding
+              const bool wide = o.dtype == DType::f32;
+              for (std::int64_t i = 0; i < page_bytes / (wide ? 4 : 2); ++i) {
+                const auto at = [&](const std::byte* b) {
+                  return wide ? reinterpret_cast<const float*>(b)[i] : float(reinterpret_cast<const bf16*>(b)[i]);
+                };
+                REQUIRE(at(out) == Approx(at(plain.data())).epsilon(wide ? 1e-5 : 0x1p-7).margin(1e-5));
+              }
+            }
+          }
+      const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * o.head_dim);
+      const auto queries = View<const float, 3>::dense(q.data(), {c.rows(), c.heads(), o.head_dim});
+      for (const auto& [rule, word] : Choices<GroupRule>::all) {
+        CAPTURE(word);
+        const GroupRule r = rule;
+        compare(
+            {c.rows(), c.kv_heads(), o.max_pages + 1}, Tolerance{}.score,
+            [&](Scores out) { ops::page_score(queries, kv, s, r, 0.125f, out, cpu()); },
+            [&](Scores out) { ops::page_score_reference(queries, kv, s, r, 0.125f, out); });
+      }
+    }
+  }
+}
+
+TEST_CASE("page_score bounds every key of its page") {
+  RandomCache c(0);  // f32
+  const PagedKv kv = c.cache.view();
+  const auto& o = c.cache.options();
+  const auto q = c.normal(std::int64_t{c.rows()} * c.heads() * o.head_dim);
+  const auto queries = View<const float, 3>::dense(q.data(), {c.rows(), c.heads(), o.head_dim});
+  std::vector<float> data(std::size_t(o.rows) * o.kv_heads * o.max_pages * 2 * o.head_dim);
+  const std::int64_t bytes = 8 * o.head_dim;
+  const Summaries s{Summary::min_max,
+                    DType::f32,
+                    reinterpret_cast<const std::byte*>(data.data()),
+                    o.kv_heads * o.max_pages * bytes,
+                    o.max_pages * bytes,
+                    bytes};
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h)
+      for (int p = 0; p < kv.pages(r, h); ++p)
+        ops::summarize_page(kv.frame(kv.entry(r, h, p)), kv.layout(kv.entry(r, h, p)), kv.entry(r, h, p).tokens,
+                            Summary::min_max, DType::f32, const_cast<std::byte*>(s.at(kv.slots[r], h, p)));
+  Guarded<3> bound({c.rows(), c.kv_heads(), o.max_pages});
+  ops::page_score(queries, kv, s, GroupRule::max, 1.f, bound.view(), cpu());
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h) {
+      std::vector<float> keys(std::size_t(kv.tokens(r, h)) * o.head_dim);
+      ops::gather_rows_reference(kv, r, h, KvSide::key, kv.tokens(r, h), keys.data());
+      for (int t = 0; t < kv.tokens(r, h); ++t)
+        for (int g = 0; g < c.group; ++g) {
+          double dot = 0;
+          for (int d = 0; d < o.head_dim; ++d)
+            dot += double{queries(r, h * c.group + g, d)} * keys[std::size_t(t) * o.head_dim + d];
+          REQUIRE(bound(r, h, t / o.page_size) >= dot - Tolerance{}.score);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+// What plugins do in their callbacks, and that each message names plugin, file and callback.
+#include <kvlab/error.hpp>
+
+#include <catch2/catch.hpp>
+#include <new>
+
+#include "compose/compose.hpp"
+#include "plugin/loader.hpp"
+#include "plugin/parameters.hpp"
+#include "support/paged_fixture.hpp"
+#include "support/places.hpp"
+
+namespace fs = std::filesystem;
+using namespace kvlab;
+
+namespace {
+
+const fs::path file = test::build_root() / "lib" / "bad_plugins" / "libmisbehaving.so";
+
+template <class Interface>
+Instance<Interface> told(const char* in, const char* deed) {
+  for (const PluginInfo& info : load_library(file))
+    if (info.role == role_of<Interface>)
+      return create<Interface>(info, resolve(info, {{"in", std::string(in)}, {"deed", std::string(deed)}}));
+  throw Error(Errc::internal, "no such role");
+}
+
+template <class Body>
+Error error_of(Body body) {
+  try {
+    body();
+  } catch (const Error& e) {
+    return e;
+  }
+  FAIL("nothing was thrown");
+  return Error(Errc::internal, "");
+}
+
+// Messages go to terminals and tables.
+void is_plain(const std::string& text) {
+  for (const char c : text) CHECK((static_cast<unsigned char>(c) >= 0x20 && c != 0x7f));
+}
+
+std::string place(const char* plugin, const char* callback) {
+  return "plugin " + std::string(plugin) + " (" + file.string() + "), " + callback + "()";
+}
+
+}  // namespace
+
+TEST_CASE("what a callback throws names plugin, file and callback, whatever it is") {
+  const Stream cpu = Stream::cpu();
+  struct Call {
+    const char *plugin, *callback;
+    std::function<void(const char* deed)> make;
+  };
+  const Call calls[] = {
+      {"bad_scorer", "constructor", [](const char* d) { told<Scorer>("constructor", d); }},
+      {"bad_scorer", "needs", [](const char* d) { told<Scorer>("needs", d)->needs(); }},
+      {"bad_scorer", "pins", [](const char* d) { told<Scorer>("pins", d)->pins(8); }},
+      {"bad_scorer", "every", [](const char* d) { told<Scorer>("every", d)->every(); }},
+      {"bad_scorer", "observe", [&](const char* d) { told<Scorer>("observe", d)->observe({}, cpu); }},
+      {"bad_scorer", "score", [&](const char* d) { told<Scorer>("score", d)->score({}, {}, cpu); }},
+      {"bad_selector", "select", [&](const char* d) { told<Selector>("select", d)->select({}, {}, cpu); }},
+      {"bad_selector", "pins", [](const char* d) { told<Selector>("pins", d)->pins(); }},
+      {"bad_budget", "allot", [&](const char* d) { told<Budget>("allot", d)->allot({}, cpu); }},
+      {"bad_policy", "needs", [](const char* d) { told<Policy>("needs", d)->needs(); }},
+      {"bad_policy", "release", [](const char* d) { told<Policy>("release", d)->release(0); }},
+      {"bad_profiler", "observe", [&](const char* d) { told<Profiler>("observe", d)->observe({}, cpu); }},
+      {"bad_profiler", "finish",
+       [](const char* d) {
+         Profile p;
+         told<Profiler>("finish", d)->finish(p);
+       }},
+  };
+  for (const Call& call : calls) {
+    CAPTURE(call.plugin, call.callback);
+    const Error number = error_of([&] { call.make("throw_int"); });
+    CHECK(number.code() == Errc::plugin);
+    CHECK(number.where() == place(call.plugin, call.callback));
+    const Error other = error_of([&] { call.make("throw"); });
+    CHECK(other.code() == Errc::plugin);
+    CHECK(other.where() == place(call.plugin, call.callback));
+    CHECK_THAT(other.message(), Catch::Contains("red\\x1b[31m\\nbell\\x07"));
+    is_plain(other.what());
+    try {
+      call.make("no_memory");
+      FAIL("nothing was thrown");
+    } catch (const std::bad_alloc& e) {
+      CHECK_THAT(e.what(), Catch::Contains(place(call.plugin, call.callback)));
+    }
+    if (std::string(call.callback) == "constructor") continue;  // the registration hands on its text only
+    const Error own = error_of([&] { call.make("throw_error"); });
+    CHECK(own.code() == Errc::data);
+    CHECK(own.where() == place(call.plugin, call.callback));
+    CHECK(own.message() == "got a bad\\x1b[2J day, wanted a good one");
+    CHECK(error_of([&] { call.make("throw_internal"); }).code() == Errc::plugin);
+  }
+}
+
+TEST_CASE("numbers that no contract allows are refused where they enter") {
+  CHECK(error_of([] { told<Scorer>("pins", "negative")->pins(8); }).where() == place("bad_scorer", "pins"));
+  CHECK(error_of([] { told<Scorer>("pins", "huge")->pins(8); }).where() == place("bad_scorer", "pins"));
+  CHECK(error_of([] { told<Selector>("pins", "negative")->pins(); }).where() == place("bad_selector", "pins"));
+  CHECK(error_of([] { told<Policy>("needs", "negative")->needs(); }).where() == place("bad_policy", "needs"));
+  const Error every = error_of([] { told<Scorer>("every", "negative")->every(); });
+  CHECK(every.where() == place("bad_scorer", "every"));
+  CHECK_THAT(every.message(), Catch::Contains("got -1"));
+  CHECK_NOTHROW(told<Scorer>("nowhere", "nothing")->pins(8));
+}
