@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ops/page/reference.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::ops {

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <vector>
 
+#include "ops/page/reference.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::ops {

@@ -13,6 +13,7 @@
 #include "base/cpu.hpp"
 #include "base/half.hpp"
 #include "ops/linear/norm.hpp"
+#include "ops/linear/reference.hpp"
 #include "ops/page/reference.hpp"
 
 using namespace kvlab;

@@ -5,6 +5,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
+#include "ops/page/reference.hpp"
 #include "ops/score/reference.hpp"
 #include "support/paged_fixture.hpp"
 
