@@ -8,7 +8,7 @@ namespace kvlab {
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(std::size_t bytes);  // 64-byte aligned; from 4 MiB on, huge pages are asked for. Throws bad_alloc
+  explicit Buffer(std::size_t bytes);  // 64-byte aligned; asks for huge pages from 4 MiB on. std::bad_alloc
   Buffer(Buffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Buffer& operator=(Buffer&& other) noexcept {
@@ -24,7 +24,7 @@ class Buffer {
     return static_cast<T*>(data_);
   }
 
-  // At least `bytes`; the contents are lost when it has to grow.
+  // Makes it hold at least `bytes`. Growing loses the contents.
   void reserve(std::size_t bytes) {
     if (bytes > bytes_) *this = Buffer(bytes);
   }

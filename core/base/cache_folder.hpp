@@ -1,10 +1,10 @@
-// Where kvlab keeps what it may fetch or compute again.
+// The folder of files that kvlab can fetch or compute again.
 #pragma once
 #include <filesystem>
 
 namespace kvlab {
 
-// ${XDG_CACHE_HOME:-$HOME/.cache}/kvlab; not created here.
+// ${XDG_CACHE_HOME:-$HOME/.cache}/kvlab. The caller creates it.
 std::filesystem::path cache_folder();
 
 }  // namespace kvlab

@@ -28,7 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t piece_bytes = 4 << 20;
-constexpr std::uint64_t long_bytes = 1 << 30;  // worth a note: seconds of work
+constexpr std::uint64_t long_bytes = 1 << 30;  // takes seconds, so a message says so
 constexpr int settled_seconds = 2;             // coarser than any file system's clock
 
 std::int64_t nanoseconds(const timespec& t) { return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec; }
@@ -38,7 +38,7 @@ bool same_times(const struct stat& a, const struct stat& b) {
          nanoseconds(a.st_ctim) == nanoseconds(b.st_ctim);
 }
 
-// Nobody has written to it while it was hashed, nor so shortly before that another write would have the same time.
+// False if somebody wrote to the file while it was hashed, or so recently that another write may get the same time.
 bool is_settled(const RegularFile& file) {
   struct stat now {};
   if (::fstat(file.descriptor(), &now) != 0 || !same_times(now, file.status())) return false;
@@ -47,7 +47,7 @@ bool is_settled(const RegularFile& file) {
   return nanoseconds(clock) - nanoseconds(now.st_ctim) > settled_seconds * std::int64_t{1'000'000'000};
 }
 
-// What a remembered hash is valid for.
+// The state of a file for which its remembered hash holds.
 std::string identity(const struct stat& s) {
   return fmt::format("{} {} {} {} {}", s.st_dev, s.st_ino, s.st_size, nanoseconds(s.st_mtim), nanoseconds(s.st_ctim));
 }
@@ -57,7 +57,7 @@ std::string record_of(const std::string& identity, const std::string& hash) {
   return fmt::format("{} {:016x}\n", text, xxh64(text));
 }
 
-// The hash in a record of this identity; empty where it is damaged or of another state of the file.
+// The hash in a record; empty if the record is damaged or describes another state of the file.
 std::string hash_in(const std::string& record, const std::string& identity) {
   if (!record.starts_with(identity + " ")) return {};
   const std::size_t begin = identity.size() + 1, end = record.find(' ', begin);
@@ -94,7 +94,7 @@ std::uint64_t hash_piece(const RegularFile& file, std::uint64_t begin, std::stri
   return xxh64(piece);
 }
 
-// In threads of its own: a child that is forked later may not find OpenMP's in use.
+// It starts its own threads: after a parallel region of OpenMP, one in a forked child would hang (base/threads.hpp).
 std::string hash_pieces(const RegularFile& file) {
   const std::uint64_t pieces = (file.size() + piece_bytes - 1) / piece_bytes;
   std::vector<std::uint64_t> hashes(pieces);
@@ -114,7 +114,7 @@ std::string hash_pieces(const RegularFile& file) {
   const auto most = std::min<std::uint64_t>(static_cast<std::uint64_t>(std::min(usable_cores(), 8)), pieces);
   try {
     for (std::uint64_t i = 1; i < most; ++i) others.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads for this user: those that are there do it
+  } catch (const std::system_error&) {  // the system refuses more threads: those that run do the work
   }
   work();
   for (std::thread& t : others) t.join();

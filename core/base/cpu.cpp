@@ -23,7 +23,7 @@ Leaf cpuid(unsigned leaf, unsigned sub) {
 
 bool bit(unsigned word, int n) { return (word >> n) & 1u; }
 
-// Which register states the operating system saves (XCR0).
+// The register states that the operating system saves (XCR0).
 unsigned long long saved_states() {
   if (!bit(cpuid(1, 0).ecx, 27)) return 0;  // no OSXSAVE
   unsigned lo, hi;

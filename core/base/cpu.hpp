@@ -1,4 +1,4 @@
-// What the CPU can run, asked once. Each answer covers everything that the matching source files are compiled with.
+// Instruction sets of the CPU, read once. Each answer covers every set that the matching source files are compiled for.
 #pragma once
 #include <string>
 

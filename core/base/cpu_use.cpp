@@ -25,7 +25,7 @@ constexpr double unknown = std::numeric_limits<double>::quiet_NaN();
 
 std::vector<int> allowed_cpus() {
   std::vector<int> out;
-  for (int room = CPU_SETSIZE; room <= 64 * CPU_SETSIZE && out.empty(); room *= 4) {  // EINVAL: more CPUs than that
+  for (int room = CPU_SETSIZE; room <= 64 * CPU_SETSIZE && out.empty(); room *= 4) {  // EINVAL: room is too small
     cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(room));
     const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(room));
     if (sched_getaffinity(0, bytes, set) == 0)
@@ -43,7 +43,7 @@ double busy_ticks(std::istream& proc_stat, const std::vector<int>& cpus) {
   double sum = 0;
   bool any = false;
   for (std::string line; std::getline(proc_stat, line);) {
-    if (line.rfind("cpu", 0) != 0) break;  // the CPUs come first
+    if (line.rfind("cpu", 0) != 0) break;  // the lines of CPUs come first
     int cpu = -1;
     const auto [end, error] = std::from_chars(line.data() + 3, line.data() + line.size(), cpu);
     if (error != std::errc() || !std::binary_search(cpus.begin(), cpus.end(), cpu)) continue;

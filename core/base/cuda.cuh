@@ -1,4 +1,4 @@
-// What every kernel file shares: checked calls, what is kept between them, and PTX.
+// Shared by all kernel files: checked calls, memory that kernels keep between calls, and PTX.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -21,10 +21,11 @@ inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel)
 
 inline cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
 
-int multiprocessors();                                           // of the current device
-std::int64_t shared_bytes();                                     // that one block may have
-void* zeroed(void* stream, const char* tag, std::size_t bytes);  // kept for the stream, zero at first; whoever uses it
-                                                                 // leaves it zero
-void* kept(void* stream, const char* tag, std::size_t bytes);    // kept for the stream, uninitialised
+int multiprocessors();        // of the current device
+std::int64_t shared_bytes();  // shared memory that one block may have
+// Device memory that is kept for the stream and the tag. zeroed(): zero at first, and every user leaves it zero.
+// kept(): uninitialised.
+void* zeroed(void* stream, const char* tag, std::size_t bytes);
+void* kept(void* stream, const char* tag, std::size_t bytes);
 
 }  // namespace kvlab::cuda

@@ -1,4 +1,4 @@
-// Work of a GPU's stream that is launched again without the host.
+// Work of a GPU's stream, captured once and launched many times.
 #pragma once
 #include <kvlab/stream.hpp>
 
@@ -11,7 +11,7 @@ namespace kvlab {
 class CudaGraph {
  public:
   CudaGraph() = default;
-  // What work() gives to the stream; nothing of it runs. It may neither wait nor allocate.
+  // Captures the calls that work() makes on the stream; none of them runs. work() may neither wait nor allocate.
   template <class Work>
   CudaGraph(Stream s, Work work)
       : graph_(require_cuda("a CUDA graph")

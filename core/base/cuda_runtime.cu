@@ -1,4 +1,4 @@
-// Memory, streams and what a kernel keeps between calls; and the entry of libkvlab_cuda.so.
+// Memory, streams, memory that kernels keep between calls, and the entry of libkvlab_cuda.so.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -27,7 +27,7 @@ void* allocate(std::size_t bytes) {
   void* p = nullptr;
   const cudaError_t status = cudaMalloc(&p, bytes);
   if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // not fitting is a value
+    cudaGetLastError();  // the caller gets null instead of an error
     return nullptr;
   }
   check(status, "cudaMalloc");
@@ -38,7 +38,7 @@ void* allocate(std::size_t bytes) {
 KeptMemory& kept_memory() {
   KeptMemory::Device device;
   device.allocate = allocate;
-  device.free = [](void* p) { cudaFree(p); };  // what a kernel ran into is synchronize's to throw
+  device.free = [](void* p) { cudaFree(p); };  // synchronize throws a kernel's error
   device.free_bytes = free_bytes;
   device.zero = [](void* p, std::size_t bytes, void* stream) {
     check(cudaMemsetAsync(p, 0, bytes, stream_of(stream)), "scratch");
@@ -97,10 +97,10 @@ struct Graph {
   cudaGraphExec_t exec = nullptr;
   std::vector<std::unique_ptr<std::byte[]>> read;  // host memory that its copies read
 };
-thread_local Graph* captured = nullptr;  // of the capture under way
+thread_local Graph* captured = nullptr;  // the graph of the capture under way
 cudaGraphExec_t exec_of(void* graph) { return static_cast<Graph*>(graph)->exec; }
 
-// The flush reads more than the cache holds: after a write, the graph would pay for the lines that go back to memory.
+// The flush reads four times the size of the L2 cache. After writes, the graph would pay for the lines' write-back.
 void time_graph(void* graph, void* handle, int runs, float* milliseconds) {
   const cudaStream_t stream = stream_of(handle);
   const std::size_t flush = std::size_t(attribute(cudaDevAttrL2CacheSize)) * 4;
@@ -148,7 +148,7 @@ void copy(void* to, const void* from, std::size_t bytes, void* stream) {
   if (captured) {
     cudaPointerAttributes a;
     check(cudaPointerGetAttributes(&a, from), "cudaPointerGetAttributes");
-    if (a.type == cudaMemoryTypeUnregistered) {  // the graph reads it later, when it may be gone
+    if (a.type == cudaMemoryTypeUnregistered) {  // the graph reads it later, when the caller may have freed it
       captured->read.emplace_back(new std::byte[bytes]);
       std::memcpy(captured->read.back().get(), from, bytes);
       from = captured->read.back().get();
@@ -178,7 +178,7 @@ void* capture(void* handle, void (*work)(void*), void* context) {
   return out.release();
 }
 
-// All blocks together walk through the data, or each reads a piece of its own: which is faster depends on the machine.
+// Either all blocks walk through the data together, or each reads its own piece. The machine decides which is faster.
 template <bool Pieces>
 __global__ void read_kernel(const uint4* data, std::size_t count, unsigned* sink) {
   constexpr int batch = 8;
@@ -216,7 +216,7 @@ double read_rate(std::size_t bytes, void* handle) {
   float best = 1e30f;
   for (const auto kernel : {read_kernel<false>, read_kernel<true>})
     for (int i = 0; i < 30; ++i) {
-      const int blocks = 2 << i % 5;  // a multiprocessor
+      const int blocks = 2 << i % 5;  // per multiprocessor
       check(cudaEventRecord(begin, stream), "read_rate");
       kernel<<<blocks * multiprocessors(), 512, 0, stream>>>(reinterpret_cast<const uint4*>(data), bytes / 16, data);
       check(cudaEventRecord(end, stream), "read_rate");

@@ -1,4 +1,4 @@
-// Time of a GPU between two points of a stream's work.
+// GPU time between two points of a stream's work.
 #pragma once
 #include <kvlab/stream.hpp>
 

@@ -4,10 +4,10 @@
 
 namespace kvlab::cuda {
 
-// log::warn of libkvlab: say it wherever it is true, it is shown once. Thread-safe; host code only.
+// Calls log::warn of libkvlab, which shows each text once. Thread-safe; host code only.
 void warn(const std::string& text);
 
-// libkvlab_cuda.so exports one as `kvlab_cuda_warn_through`: it takes the function that warn() calls.
+// The type of `kvlab_cuda_warn_through`, which libkvlab_cuda.so exports. It sets the function that warn() calls.
 using WarnThrough = void (*)(void (*say)(const char* text));
 
 }  // namespace kvlab::cuda

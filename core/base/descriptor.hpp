@@ -1,10 +1,10 @@
-// An open file of this process, by its number.
+// Owner of a file descriptor.
 #pragma once
 #include <unistd.h>
 
 namespace kvlab {
 
-// Closes it at its end; below 0 = there is none.
+// Its destructor closes the descriptor; below 0 = none.
 class Descriptor {
  public:
   explicit Descriptor(int fd) : fd_(fd) {}

@@ -23,7 +23,7 @@ inline float half_to_float(std::uint16_t h) {
   return value;
 }
 
-// Rounds to nearest even; too large becomes infinity, NaN stays NaN.
+// Rounds to nearest even; a magnitude of 65520 or more becomes infinity, NaN stays NaN.
 inline std::uint16_t float_to_half(float value) {
   std::uint32_t u;
   std::memcpy(&u, &value, 4);

@@ -24,8 +24,8 @@ class KeptMemory {
   };
   explicit KeptMemory(const Device& device) : device_(device) {}
 
-  // At least `bytes`. The same memory as before unless there is too little of it: then it moves, and what it held is
-  // lost. New memory is zero, or uninitialised. NoRoom.
+  // At least `bytes` for the stream and the tag: the same memory as before if that suffices. Otherwise it moves, and
+  // its contents are lost. `zero`: new memory is zero, else it is uninitialised. NoRoom.
   void* get(void* stream, const std::string& tag, std::size_t bytes, bool zero) {
     const std::lock_guard lock(mutex_);
     Piece& piece = all_[{stream, tag}];
@@ -41,7 +41,7 @@ class KeptMemory {
     return memory;
   }
 
-  // Frees what is kept for a stream in which nothing runs any more. Another stream may have the same address later.
+  // Frees the memory of a stream in which nothing runs any more. A later stream may have the same address.
   void drop(void* stream) {
     const std::lock_guard lock(mutex_);
     auto i = all_.lower_bound({stream, {}});

@@ -1,5 +1,5 @@
-// Kernels that start before the one in front of them in the stream has ended (programmatic dependent launch): what does
-// not depend on it, such as reading weights, overlaps its end. Graphs keep such edges.
+// Programmatic dependent launch: a kernel may start before the previous kernel of its stream has ended. Work that does
+// not depend on that kernel, such as reading weights, overlaps its end. Graphs keep such edges.
 #pragma once
 #include <utility>
 
@@ -7,8 +7,8 @@
 
 namespace kvlab::cuda {
 
-// early: the kernel calls wait_for_predecessor before it touches anything that earlier kernels of the stream write.
-// Copies and fills in front of it have ended.
+// early: the kernel may start before the previous one has ended. It calls wait_for_predecessor before it touches memory
+// that earlier kernels of the stream write. Earlier copies and fills have always ended.
 template <class... P, class... A>
 void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
             bool early, A&&... arguments) {

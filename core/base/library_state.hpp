@@ -15,8 +15,8 @@ struct LibraryState {
   std::string text;  // "cuDNN 9.14.0", or why it is not used
 };
 
-// The library that the environment variable names (a path; "off": none), else the first of `names` that the loader
-// opens. Null, and state.text says what was looked for, where there is none.
+// Opens the library whose path the environment variable holds ("off": none), else the first of `names` that the loader
+// finds. If none opens, it returns null and state.text says why.
 inline void* open_library(const char* variable, std::initializer_list<std::string> names, LibraryState& state) {
   const char* chosen = std::getenv(variable);
   if (chosen && std::strcmp(chosen, "off") == 0) {

@@ -45,7 +45,7 @@ spdlog::level::level_enum spd(Level level) {
   return spdlog::level::off;
 }
 
-// No line of a message can be taken for another message.
+// Indents every line after the first, so that none can be taken for another message.
 std::string indented(std::string_view text) {
   while (!text.empty() && text.back() == '\n') text.remove_suffix(1);
   std::string out;
@@ -56,7 +56,7 @@ std::string indented(std::string_view text) {
   return out;
 }
 
-// The longest beginning of at most `most` characters.
+// The first `most` characters, or all if there are fewer.
 std::string_view beginning(std::string_view text, std::size_t most) {
   std::size_t at = 0;
   for (std::size_t n = 0; n < most && at < text.size(); ++n) at += std::max<std::size_t>(1, utf8_length(text, at));
@@ -81,7 +81,7 @@ class Stderr final : public spdlog::sinks::base_sink<std::mutex> {
     if (line.empty() && status_.empty()) return;
     winsize size{};
     const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
-    // A line that wraps could not be taken back.
+    // A line that wraps could not be erased.
     status_ = beginning(line, known ? size.ws_col - 1u : 79u);
     write("\r\x1b[K" + status_);
   }
@@ -149,7 +149,7 @@ struct Door {
 };
 
 Door& door() {
-  static auto& once = *new Door;  // never destroyed: threads may speak until the end
+  static auto& once = *new Door;  // never destroyed: threads may log until the process ends
   return once;
 }
 
@@ -164,7 +164,7 @@ void say(Level level, std::string_view text) { outputs()->logger->log(spd(level)
   throw Error(Errc::io, "got " + got + ", wanted " + wanted, "log file " + file);
 }
 
-// An older log goes on; any other file is refused and stays as it is.
+// An older log of kvlab is appended to. Any other file is refused and stays unchanged.
 void check_file(const std::string& path) {
   constexpr const char* wanted = "a new file or a log of kvlab";
   struct stat s {};

@@ -15,8 +15,8 @@ namespace kvlab::log {
 
 enum class Level { debug, info, warning, error, off };
 
-// The variable KVLAB_LOG names it: debug, info, warning, error or off. Without the variable it is info. Another word is
-// Errc::config.
+// The level that the variable KVLAB_LOG names: debug, info, warning, error or off; info without the variable. Another
+// word is Errc::config.
 Level level_of_environment();
 
 struct Settings {
@@ -27,18 +27,18 @@ struct Settings {
 // Errc::io where the file cannot be opened, is no regular file, or holds something that is no log of kvlab.
 void start(const Settings& settings);
 
-void debug(std::string_view text);  // what was found, chosen and loaded, and how long it took
+void debug(std::string_view text);  // a finding, a choice or a load, with its time
 void info(std::string_view text);   // a note or progress; stderr shows it without a level in front
-// Something makes a result worth less, or surprises. A text is shown once per process, but every Collected hears it
-// again. So callers warn wherever it is true, not once.
+// For anything that makes a result worth less, or surprises. A text is shown once per process, but every Collected gets
+// it again. So callers warn each time, not once.
 void warn(std::string_view text);
 void error(std::string_view text);
 
-// Rewrites the last line of a terminal, "" = takes it away; messages appear above it. It does nothing where stderr is
-// no terminal or hides notes.
+// Rewrites the terminal's last line; "" erases it. Messages appear above it. It does nothing if stderr is no terminal
+// or hides notes.
 void status(std::string_view line);
 
-// Says at its end, as a debug message, how long it has lived: "weights of x: 12 ms".
+// Its destructor logs at level debug how long it has lived: "weights of x: 12 ms".
 class Timed {
  public:
   explicit Timed(std::string what) : what_(std::move(what)) {}
@@ -51,7 +51,7 @@ class Timed {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Gathers the warnings that are said while it lives, by any thread, whether they are shown or not.
+// Gathers the warnings of all threads while it lives, whether they are shown or not.
 class Collected {
  public:
   Collected();

@@ -8,8 +8,8 @@ namespace kvlab {
 std::byte* reserve_memory(std::int64_t bytes);                      // zeroed on first touch; NoRoom when refused
 void release_memory(std::byte* base, std::int64_t bytes) noexcept;  // base may be null
 void discard_memory(std::byte* base, std::int64_t bytes);           // contents are lost, memory goes back; page aligned
-// Whether the kernel should back the range with huge pages (whole ones inside it): scattered reads of a cache spend a
-// fifth of their time in TLB misses otherwise. Advice only.
+// Advises the kernel to back the range with huge pages (whole ones inside it), or not to. With small pages, scattered
+// reads of a cache spend a fifth of their time in TLB misses.
 void prefer_huge_pages(std::byte* base, std::int64_t bytes, bool on) noexcept;
 inline constexpr std::int64_t huge_page_bytes = 2 << 20;
 void protect_memory(std::byte* base, std::int64_t bytes, bool on);  // on: any access faults

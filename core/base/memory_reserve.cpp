@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::int64_t reserve_bytes = std::int64_t{16} << 20;
 
-// A mapping of its own: malloc may keep what is freed for one thread's later calls.
+// A mapping, since memory freed through malloc may stay with one thread's later calls.
 std::atomic<std::byte*> reserve{nullptr};
 
 std::atomic<int> attempts{0};
@@ -36,7 +36,7 @@ void give_back() {
   } else if (constexpr int most = 64; attempts++ < most) {
     std::this_thread::yield();  // another thread may be about to free it
   } else {
-    std::set_new_handler(nullptr);  // std::bad_alloc
+    std::set_new_handler(nullptr);  // operator new then throws std::bad_alloc
   }
 }
 

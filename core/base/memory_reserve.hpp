@@ -1,4 +1,4 @@
-// What keeps a process that runs out of memory (ulimit -v, a limit of its data) from ending without a result.
+// A reserve of memory, so that a process that runs out of it (ulimit -v, a limit of its data) still ends with a result.
 #pragma once
 #include <atomic>
 
@@ -9,15 +9,15 @@ extern std::atomic<bool> reserve_used;
 [[noreturn]] void no_reserve();
 }  // namespace detail
 
-// Keeps 16 MiB aside, again after they were used. operator new gives them back when it finds nothing: a small
-// allocation in a parallel region, which no exception may leave, then has its memory. False: the system has none.
+// Sets 16 MiB aside, and again after they were used. operator new frees them when it finds no memory. A small
+// allocation in a parallel region, which no exception may leave, then succeeds. False: the system has no such memory.
 bool keep_reserve();
 
-// While it lives the reserve is given back: for code that takes memory with malloc and breaks without it (HDF5).
+// While it lives the reserve is given back, for code that calls malloc and breaks when that fails (HDF5).
 class FreedReserve {
  public:
   FreedReserve();
-  ~FreedReserve();  // keeps it again, where it was kept
+  ~FreedReserve();  // keeps the reserve again if it was kept before
   FreedReserve(const FreedReserve&) = delete;
   FreedReserve& operator=(const FreedReserve&) = delete;
 
@@ -25,7 +25,7 @@ class FreedReserve {
   bool kept_;
 };
 
-// Throws NoRoom when the reserve was used: work in hand ends between two of its pieces. One load of memory otherwise.
+// Throws NoRoom if the reserve was used. Long work calls it between two of its pieces; it costs one load of memory.
 inline void check_reserve() {
   if (detail::reserve_used.load(std::memory_order_relaxed)) detail::no_reserve();
 }

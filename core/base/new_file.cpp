@@ -24,7 +24,7 @@ std::string temporary_name(const std::string& target) {
   return target + "." + host_name() + "." + std::to_string(::getpid()) + suffix;
 }
 
-// The folder's entries reach the disk. Some file systems cannot sync a folder and need not.
+// Writes the folder's entries to the disk; 0 or errno. Some file systems cannot sync a folder and need not.
 int sync_folder(const std::string& folder) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) return errno;
@@ -33,7 +33,7 @@ int sync_folder(const std::string& folder) {
   return reason == EINVAL || reason == ENOTSUP || reason == ENOSYS ? 0 : reason;
 }
 
-// The process that wrote a temporary file has ended. A file of our own number is of an earlier process that had it.
+// True if the process that wrote a temporary file has ended. A file with our process id is from an earlier process.
 bool abandoned(long pid) { return pid == ::getpid() || (::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH); }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A file that is there whole or not at all, whatever the disk and the process do meanwhile.
+// A file that exists whole or not at all, even if the disk or the process fails.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace kvlab {
 // if the links form a circle.
 std::string follow_links(const std::string& path);
 
-// What `write(2)` puts into a temporary file beside the target. `take_name` syncs it and renames it to the target;
-// without that call the destructor removes it. A symbolic link as the target stays: the file that it leads to is
-// replaced. Every failure is Errc::io, names the file, and leaves the target as it was.
+// write() fills a temporary file beside the target. take_name() syncs it and renames it to the target; without that
+// call the destructor removes it. If the target is a symbolic link, the link stays and the file that it leads to is
+// replaced. Every failure is Errc::io, names the file, and leaves the target unchanged.
 class NewFile {
  public:
-  // bytes: how many will be written, for messages.
+  // bytes: the size to be written, for messages.
   NewFile(const std::string& path, std::uint64_t bytes);
   NewFile(const NewFile&) = delete;
   NewFile& operator=(const NewFile&) = delete;
@@ -39,7 +39,7 @@ std::int64_t free_bytes(const std::string& folder);
 std::string folder_of(const std::string& path);  // "." for a bare name
 std::string host_name();                         // "host" if the system does not say
 
-// Removes temporary files in `folder` whose processes of this host have ended. With `target`: only those of that file.
+// Removes temporary files in `folder` that ended processes of this host left. With `target`: only those of that file.
 void remove_abandoned(const std::string& folder, const std::string& target = {});
 
 }  // namespace kvlab

@@ -21,7 +21,7 @@ void PartEvents::mark(Part part) {
 
 PartSeconds PartEvents::take() {
   PartSeconds out{};
-  // The last one first: the others are done then, and none is waited for on its own.
+  // After a wait for the last event the others are done, so the loop waits for none.
   if (marks_.size() > 1) runtime().elapsed(events_[0], events_[marks_.size() - 1]);
   for (std::size_t i = 1; i < marks_.size(); ++i)
     out[static_cast<std::size_t>(marks_[i])] +=

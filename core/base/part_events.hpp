@@ -1,5 +1,5 @@
-// Times of the parts of work that is given to a GPU's stream, by events that are recorded where one part ends and the
-// next begins. Nothing waits until they are read; events are made once and used again.
+// Times of the parts of a GPU stream's work. An event is recorded where one part ends and the next begins. Nothing
+// waits until take(); events are made once and used again.
 #pragma once
 #include <kvlab/stream.hpp>
 
@@ -11,21 +11,21 @@ namespace kvlab {
 
 class PartEvents {
  public:
-  explicit PartEvents(Stream s) : stream_(s) {}  // a GPU's, which lives longer
+  explicit PartEvents(Stream s) : stream_(s) {}  // a GPU's stream, which outlives this object
   ~PartEvents();
   PartEvents(const PartEvents&) = delete;
   PartEvents& operator=(const PartEvents&) = delete;
 
-  // What the stream does between the mark before and this one is `part`; the first one only begins. Not while the
-  // stream is captured.
+  // Counts the stream's work since the previous mark as `part`; the first mark only begins. Not while the stream is
+  // captured.
   void mark(Part part);
-  // Seconds of the parts between the first and the last mark since the last take, for whose work this waits.
+  // Waits for the marked work. Returns the seconds of each part from the first to the last mark since the last take.
   PartSeconds take();
   void clear() { marks_.clear(); }
 
  private:
   Stream stream_;
-  std::vector<void*> events_;  // all there are; the first ones are those of marks_
+  std::vector<void*> events_;  // every event made so far; events_[i] belongs to marks_[i]
   std::vector<Part> marks_;
 };
 

@@ -26,7 +26,7 @@ void PartClock::enter(Part part) {
 void PartClock::leave(Part outer) noexcept {
   try {
     lap();
-  } catch (const std::exception&) {  // what the device ran into comes up at its next call
+  } catch (const std::exception&) {  // the device's next call throws the error
   }
   part_ = outer;
 }
@@ -38,7 +38,7 @@ PartClock::Step PartClock::take() {
   out.seconds = std::chrono::duration<double>(end - begin_).count();
   out.parts = events_ ? events_->take() : seconds_;
   seconds_ = {};
-  begin_ = since_ = events_ ? Clock::now() : since_;  // reading events is nobody's time
+  begin_ = since_ = events_ ? Clock::now() : since_;  // no step pays for reading the events
   return out;
 }
 

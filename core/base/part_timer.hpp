@@ -1,7 +1,6 @@
-// Where a step's time goes. A PartClock that is installed on the thread gets every second between install and take,
-// each under the part of the innermost open PartTimer (exclusive times, so the parts add up to the whole). Work that is
-// given to a GPU's stream takes its time there: a clock with PartEvents puts an event between two parts in place of
-// looking at the host's clock.
+// Where a step's time goes. While a PartClock is installed on the thread, it counts every second for the part of the
+// innermost open PartTimer. A second counts for one part only, so the parts add up to the whole. For work of a GPU's
+// stream, a clock with PartEvents records an event between two parts and does not read the host's clock.
 #pragma once
 #include <array>
 #include <chrono>
@@ -22,19 +21,18 @@ using PartSeconds = std::array<double, part_count>;
 
 class PartClock {
  public:
-  // events: of the stream that the work in between goes to; null = the host's clock. Borrowed; what they marked before
-  // is dropped.
+  // events: of the stream that runs the work, borrowed; null = the host's clock. Their earlier marks are dropped.
   explicit PartClock(PartEvents* events = nullptr);
   ~PartClock() { current() = previous_; }
   PartClock(const PartClock&) = delete;
   PartClock& operator=(const PartClock&) = delete;
 
   struct Step {
-    double seconds = 0;  // of the host's clock
+    double seconds = 0;  // on the host's clock
     PartSeconds parts{};
   };
-  // Since the last take(); starts anew. On the host's clock the parts add up to the whole; of events, which are waited
-  // for, to what lies between the first and the last end of a PartTimer.
+  // The times since the last take(). On the host's clock the parts add up to `seconds`. With events, which it waits
+  // for, they add up to the time from the first PartTimer's begin to the last one's end.
   Step take();
 
  private:

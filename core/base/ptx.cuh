@@ -1,5 +1,5 @@
-// The PTX instructions that CUDA C++ has no name for, one function each. No other file has inline PTX, so that the
-// emulator of the tests (core/test/emulator) needs no more than its own version of this one.
+// The PTX instructions that CUDA C++ has no name for, one function each. No other file has inline PTX, so the tests'
+// emulator (core/test/emulator) replaces this file only.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint2 load_shared8(unsigned address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
-// Of global memory that nothing writes while the kernel runs and that is read once.
+// Loads 16 bytes of global memory that is read once and that nothing writes while the kernel runs.
 __device__ __forceinline__ uint4 load_once16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -64,11 +64,11 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
   return v;
 }
 
-// 16 bytes to shared memory, there for the thread that asked once it has waited.
+// Copies 16 bytes to shared memory. The calling thread sees them after wait_copies.
 __device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// For all that this thread asked copy_async16 for.
+// Waits for every copy_async16 of the calling thread.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // C[16, 8] += A[16, 16] B[16, 8], f32 accumulators.
@@ -101,8 +101,8 @@ __device__ __forceinline__ unsigned transpose8x8(unsigned x) {
   return y;
 }
 
-// atomicAdd that comes after what the thread, or its block in front of a barrier, has written, and before what they
-// read behind it.
+// atomicAdd with acquire and release order. It comes after the thread's earlier writes, and after its block's writes
+// before a barrier. Their later reads come after it.
 __device__ __forceinline__ int add_released(int* p, int x) {
   int old;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory");
@@ -138,7 +138,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Memory that is read once need not push anything out of the L2 cache.
+// For memory that is read once: its lines leave the L2 cache first.
 __device__ __forceinline__ std::uint64_t read_once_policy() {
   std::uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -163,10 +163,10 @@ __device__ __forceinline__ void bulk_copy_2d(unsigned to, const void* map, int x
 
 // ---- programmatic dependent launch (base/launch.cuh) --------------------------------------------------------------
 
-// Everything that earlier work of the stream wrote is there afterwards, for the thread that calls it. Every block of
-// every kernel that is launched early calls it, so that "the one before has ended" means that all before it have.
+// After it, the calling thread sees all writes of earlier work of the stream. Every block of every kernel that is
+// launched early calls it. So once the previous kernel has ended, all before it have ended.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel of the stream may take the room that is left.
+// The next kernel of the stream may now start in the free room of the multiprocessors.
 __device__ __forceinline__ void let_successor_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

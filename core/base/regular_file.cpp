@@ -30,7 +30,7 @@ RegularFile::RegularFile(const std::filesystem::path& path, const std::string& w
     if (fd_ >= 0) ::close(fd_);
     throw Error(Errc::io, std::string("got ") + kind_of(status_.st_mode) + ", wanted " + wanted, where_);
   };
-  // Opening a device may already do something, so the kind is looked at before. O_NONBLOCK is for what took its place.
+  // Opening a device may have effects, so the kind is checked first. O_NONBLOCK: a FIFO may have taken its place since.
   if (::stat(path.c_str(), &status_) != 0) throw refused();
   check_kind();
   fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);

@@ -1,4 +1,4 @@
-// Files that somebody else named. A FIFO or a device would block or never end, so only regular files are opened.
+// Files that users name. A read of a FIFO or a device may block or never end, so only regular files are opened.
 #pragma once
 #include <sys/stat.h>
 
@@ -9,10 +9,10 @@
 
 namespace kvlab {
 
-// Open for reading until it is destroyed. Errc::io with what is there instead: nothing, a folder, a FIFO, a device.
+// A file that is open for reading while the object lives. Errc::io names what is there instead: a folder, a FIFO ...
 class RegularFile {
  public:
-  // wanted: ends the message, e.g. "a text file".
+  // wanted: the end of the message, e.g. "a text file".
   explicit RegularFile(const std::filesystem::path& path, const std::string& wanted = "a readable file");
   ~RegularFile();
   RegularFile(const RegularFile&) = delete;
@@ -22,7 +22,7 @@ class RegularFile {
   const struct stat& status() const { return status_; }  // when it was opened
   std::uint64_t size() const { return static_cast<std::uint64_t>(status_.st_size); }
 
-  // Bytes read into `to`: `count` of them from byte `offset` on, fewer where the file ends. Thread-safe.
+  // Reads `count` bytes from byte `offset` on into `to`, fewer where the file ends. Returns their number. Thread-safe.
   std::size_t read(std::uint64_t offset, char* to, std::size_t count) const;
 
  private:
@@ -31,7 +31,7 @@ class RegularFile {
   struct stat status_ {};
 };
 
-// The file's bytes, of a longer one the first `most`.
+// The file's bytes, at most the first `most`.
 std::string read_file(const std::filesystem::path& path, const std::string& wanted = "a readable file",
                       std::size_t most = std::string::npos);
 

@@ -7,7 +7,7 @@
 
 namespace kvlab::cuda {
 
-// Kept for the stream, uninitialised; every power of two of bytes is a buffer of its own.
+// Uninitialised memory that is kept for the stream. `bytes` is rounded up to a power of two; each has its own buffer.
 inline void* fixed_scratch(void* stream, const char* tag, std::size_t bytes) {
   const std::size_t room = std::bit_ceil(bytes);
   return kept(stream, (std::string(tag) + " " + std::to_string(room)).c_str(), room);

@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-// Of bytes that come piece by piece.
+// The hash of bytes that come piece by piece.
 class Sha256 {
  public:
   Sha256();

@@ -1,4 +1,4 @@
-// Memory of a stream's device, and copies in the stream's order: what code needs that serves both kinds of stream.
+// Memory of a stream's device and copies in the stream's order, for code that serves streams of both kinds.
 #pragma once
 #include <kvlab/stream.hpp>
 
@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-// A stream of one device, owned. The CPU's is Stream::cpu().
+// Owner of a stream of one device. The CPU's is Stream::cpu().
 class OwnedStream {
  public:
   explicit OwnedStream(Device device);  // Errc::device without a usable GPU
@@ -22,7 +22,7 @@ class OwnedStream {
   Stream stream_;
 };
 
-// Memory that does not fit, with what was wanted. Measurement records it as a result.
+// Thrown when memory does not fit; the text says how much was wanted. Measurement records it as a result.
 class NoRoom final : public std::bad_alloc {
  public:
   explicit NoRoom(std::string text) : text_(std::move(text)) {}
@@ -35,7 +35,7 @@ class NoRoom final : public std::bad_alloc {
   std::string text_;
 };
 
-// Owned, uninitialised, 64-byte aligned.
+// Owned memory of a stream's device, uninitialised, 64-byte aligned.
 class StreamMemory {
  public:
   StreamMemory() = default;
@@ -66,10 +66,10 @@ class StreamMemory {
   Device device_ = Device::cpu;
 };
 
-// Between memories of either kind that the stream's device reaches; ranges do not overlap. On a GPU the call may return
-// before the copy has run; what it reads of pageable host memory may be written again at once.
+// Copies between any memories that the stream's device reaches; the ranges do not overlap. On a GPU the call may return
+// before the copy has run, but pageable host memory that it reads may be written again at once.
 void copy_memory(void* to, const void* from, std::size_t bytes, Stream s);
 void zero_memory(void* to, std::size_t bytes, Stream s);
-void synchronize(Stream s);  // all work of the stream has run; throws what it ran into
+void synchronize(Stream s);  // waits for all work of the stream; throws its error
 
 }  // namespace kvlab

@@ -6,9 +6,9 @@
 
 namespace kvlab::cuda {
 
-// Boxes of box_rows rows (at most 256) of 64 16-bit elements, 128-byte swizzled: 16-byte piece p of row r lies at piece
-// p ^ (r % 8) of its 128 bytes when the box begins at a multiple of 1024. What lies outside of the matrix reads as
-// zero. matrix 16-byte aligned, row_stride (elements) a multiple of 8.
+// A map of boxes of box_rows rows (at most 256) of 64 16-bit elements, 128-byte swizzled. 16-byte piece p of row r lies
+// at piece p ^ (r % 8) of the row. For that a box begins at a multiple of 1024. Elements outside the matrix read as
+// zero. matrix is 16-byte aligned; row_stride, in elements, is a multiple of 8.
 CUtensorMap matrix_map(const void* matrix, bool half, std::int64_t rows, std::int64_t columns, std::int64_t row_stride,
                        int box_rows);
 

@@ -10,8 +10,8 @@ namespace kvlab {
 // Levenshtein distance in bytes: an insertion, a deletion, a replacement and a swap of two neighbours cost 1 each.
 std::size_t edit_distance(std::string_view a, std::string_view b);
 
-// The word nearest to `word`, ties to the earlier one; none when nothing is near enough to be a slip of the pen
-// (more than a third of the longer word's letters, at least 1, differ).
+// The known word nearest to `word`, ties to the earlier one. None if more than a third of the longer word's letters
+// differ; one may always differ, and so may the ending ("policy" is near "policies").
 std::optional<std::string> nearest(std::string_view word, const std::vector<std::string>& known);
 
 // " (did you mean 'x'?)" or nothing.
@@ -19,7 +19,7 @@ std::string did_you_mean(std::string_view word, const std::vector<std::string>& 
 
 std::string join(const std::vector<std::string>& words, std::string_view between = ", ");
 
-// The same text without power over a terminal. Control characters and characters that turn the direction of writing
+// The text without power over a terminal. Control characters and characters that turn the direction of writing
 // become \x1b, \u202e and the like; bytes that are no UTF-8 become U+FFFD. Line ends and tabs stay.
 std::string printable(std::string_view text);
 

@@ -22,9 +22,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr double unlimited = std::numeric_limits<double>::infinity();
-constexpr std::chrono::milliseconds window(250);  // between two looks: 25 ticks of /proc/stat
+constexpr std::chrono::milliseconds window(250);  // between two looks at the load: 25 ticks of /proc/stat
 
-// quota / period of a folder of cgroup v2 (cpu.max) or v1 (cpu.cfs_*).
+// quota / period of a cgroup's folder, v2 (cpu.max) or v1 (cpu.cfs_*).
 double limit_of(const fs::path& folder) {
   double quota = -1, period = 0;
   if (std::ifstream both(folder / "cpu.max"); both) {
@@ -36,7 +36,7 @@ double limit_of(const fs::path& folder) {
   return quota > 0 && period > 0 ? quota / period : unlimited;
 }
 
-// Of a group and all above it. In a container the path may be the host's: then only its mount's root is there.
+// The least limit of a group and all above it. In a container the path may be the host's; then only the mount exists.
 double limit_up_from(const fs::path& mount, const fs::path& group) {
   double least = limit_of(mount);
   fs::path folder = mount;
@@ -45,7 +45,7 @@ double limit_up_from(const fs::path& mount, const fs::path& group) {
 }
 
 struct Team {
-  bool follows = false;  // the load
+  bool follows = false;  // its size adapts to the load
   int most = 0, fewest = std::numeric_limits<int>::max();
   std::chrono::steady_clock::time_point looked;
   CpuUse last;
@@ -60,7 +60,7 @@ void set_threads(int count) {
   team().fewest = std::min(team().fewest, count);
 }
 
-// That of the program's file: after an exec of /proc/self/exe it is "exe", and pgrep and top do not find it.
+// Names the process like its file: after an exec of /proc/self/exe it is "exe", which pgrep and top do not find.
 void name_process() {
   std::error_code error;
   const std::string name = fs::read_symlink("/proc/self/exe", error).filename();
