@@ -1,5 +1,5 @@
-// Byte-pair encoding with the merges in rank order: over bytes (GPT-2, Llama 3, Qwen) or over characters with bytes as
-// a fallback (what tokenizer.json makes of SentencePiece models).
+// Byte-pair encoding with the merges in rank order. It starts from bytes (GPT-2, Llama 3, Qwen), or from characters
+// with bytes as a fallback (SentencePiece models in the form of tokenizer.json).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -21,12 +21,9 @@ struct BpeParts : Vocabulary {
   PreTokenizer splitter;
   bool whole_pieces_first = false;  // a piece that is a token is not merged ("ignore_merges")
   bool characters = false;          // starts from characters and falls back to <0xNN> tokens
-  enum class Space {
-    none,
-    first,
-    each,
-    each_unless_there
-  } space = Space::none;      // put before the text or each plain part
+  // Where a space is put: before the text (first) or before each part between added tokens (each). Only `each` puts one
+  // before a space.
+  enum class Space { none, first, each, each_unless_there } space = Space::none;
   bool fuse_unknown = false;  // neighbouring unknowns become one
 };
 

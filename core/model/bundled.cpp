@@ -26,7 +26,7 @@ std::string environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// What is there is hashed once: a file of the right size may still be a damaged or another one.
+// The cached file. Its hash is checked, since a file of the right size may still be damaged or another one.
 std::filesystem::path smollm2() {
   const std::filesystem::path path = cache_folder() / smollm2_file;
   const auto refuse = [&](const std::string& got, const char* first) {

@@ -8,19 +8,20 @@
 
 namespace kvlab {
 
-// The data folder (it holds models/): $KVLAB_DATA_DIR, else what the build was told (KVLAB_DATA_DIR).
+// The data folder, which holds models/: $KVLAB_DATA_DIR, else that of the bundle around this library, else the one that
+// the build was given (KVLAB_DATA_DIR).
 std::filesystem::path data_dir();
 
-// "bundled/smollm2" -> the cached GGUF (Errc::network with what to do if it is not there or another file);
+// "bundled/smollm2" -> the cached GGUF (Errc::network says what to do if it is missing or another file);
 // "bundled/NAME" -> <data_dir>/models/NAME; anything else is relative to base_dir. Errc::model if nothing is there.
 std::filesystem::path resolve_model_path(const std::string& path, const std::filesystem::path& base_dir);
 
 // The model at `path` ("synthetic/NAME": model/synthetic.hpp) with the PEFT adapter at `adapter` merged into it ("":
-// none); both as resolve_model_path has them.
+// none). Both paths are written as for resolve_model_path.
 std::unique_ptr<Checkpoint> open_model(const std::string& path, const std::string& adapter,
                                        const std::filesystem::path& base_dir);
 
-// "bundled/NAME" -> <data_dir>/NAME; anything else is relative to base_dir. Whether it exists is not looked at.
+// "bundled/NAME" -> <data_dir>/NAME; anything else is relative to base_dir. The file need not exist.
 std::filesystem::path resolve_data_path(const std::string& path, const std::filesystem::path& base_dir);
 
 }  // namespace kvlab

@@ -13,8 +13,8 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1);
 }
 
-// The system message a ChatML program writes when the conversation has none: a literal between the opening and the end
-// of a system turn. A turn that is put together from pieces has a quote in between and is not it.
+// The system message that a ChatML program writes when the conversation has none: a literal between the opening and the
+// end of a system turn. A turn that is put together from pieces has a quote or a brace in it, so it does not count.
 std::optional<std::string> chatml_default(std::string_view jinja) {
   for (const std::string_view open : {"<|im_start|>system\n", "<|im_start|>system\\n"})
     for (auto at = jinja.find(open); at != std::string_view::npos; at = jinja.find(open, at + 1)) {

@@ -1,4 +1,4 @@
-// Chat templates. Files carry them as Jinja programs; we recognise the known ones by what they contain and write the
+// Chat templates. Files carry them as Jinja programs; we recognise known ones by marks in their text and write the
 // prompt ourselves. The hash of the program's text is recorded, so that an unexpected template can be noticed.
 #pragma once
 #include <optional>
@@ -18,19 +18,19 @@ struct ChatTemplate {
     mistral_v3,  // the same without the space before [/INST]
   };
   Kind kind = Kind::none;
-  std::optional<std::string> default_system;  // what the template itself says when there is no system message
+  std::optional<std::string> default_system;  // the template's own, for prompts without a system message
   std::string hash;                           // of the program's text, 16 hex digits; empty = the model has no template
 };
 
 const char* name_of(ChatTemplate::Kind kind);
 
-// Empty text: none. A text that is no known template: none, with its hash.
+// Kind::none for an empty text, and with its hash for a text that is no known template.
 ChatTemplate recognise_chat_template(std::string_view jinja);
 
-// One user message, with a system message before it or the template's default; ends where the answer begins; no BOS.
+// The prompt of one user message after `system` or else the template's default, up to the answer, without BOS.
 std::string render_chat(const ChatTemplate& chat, std::string_view user, std::optional<std::string_view> system);
 
-// What stands between an answer and the user's next message; the answer's end is its first token.
+// The text between an answer and the user's next message. It begins with the answer's end.
 std::string chat_turn(const ChatTemplate& chat);
 
 }  // namespace kvlab

@@ -87,7 +87,7 @@ void check_tensors(const Checkpoint& checkpoint, const std::string& where) {
       want(at + "self_attn.k_norm.weight", {c.head_dim});
     }
   }
-  // A tensor that nobody reads: the configuration is another model's, and what would run is a part of this one.
+  // A tensor that nobody reads means that the configuration is another model's: only a part of this one would run.
   for (const std::string& name : checkpoint.names())
     if (!wanted.contains(name) && !name.ends_with(".rotary_emb.inv_freq"))  // follows from the configuration
       throw Error(Errc::model,

@@ -15,16 +15,16 @@
 
 namespace kvlab {
 
-// A tensor of which element i is random_weight(seed, i) * scale (model/random_weights.hpp).
+// A tensor whose element i is random_weight(seed, i) * scale (model/random_weights.hpp).
 struct RandomTensor {
   std::uint64_t seed;
   float scale;
 };
 
 // Names: "model.embed_tokens.weight", "model.layers.N.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"
-// (has() is false where tied), q_norm, k_norm and biases alike. A projection is [out, in], row-major; Q and K rows are
-// always in the half-split order of RoPE (pairs i, i + head_dim / 2), also where the file holds them interleaved. Reads
-// are thread-safe. Errc::model for an unknown name or rows outside the tensor.
+// (has() is false if it is tied), q_norm, k_norm and biases alike. A projection is [out, in], row-major. Q and K rows
+// are in the half-split order of RoPE (pairs i, i + head_dim / 2), even if the file holds them interleaved. Reads are
+// thread-safe. Errc::model for an unknown name or rows outside the tensor.
 class Checkpoint {
  public:
   virtual ~Checkpoint() = default;
@@ -34,8 +34,8 @@ class Checkpoint {
   const ModelConfig& config() const { return config_; }
   std::shared_ptr<const Tokenizer> tokenizer() const { return tokenizer_; }  // null: the files hold none
 
-  // Hash over the contents and names of all files that were read, 16 hex digits: weights, configuration, tokenizer,
-  // chat template. The folder they lie in is no part of it.
+  // Hash over all files that were read, 16 hex digits: weights, configuration, tokenizer, chat template. The folder
+  // they lie in is no part of it.
   const std::string& fingerprint() const { return fingerprint_; }
 
   virtual bool has(std::string_view name) const = 0;
@@ -46,11 +46,11 @@ class Checkpoint {
   // Rows [row_begin, row_begin + row_count) as f32 into out[row_count * columns]; a 1-D tensor is one row.
   virtual void read_rows(std::string_view name, std::int64_t row_begin, std::int64_t row_count, float* out) const = 0;
   std::vector<float> read(std::string_view name) const;  // the whole tensor
-  // What a model is made of: the same, and NonFinite (Errc::model) where a number is not finite in the dtype.
+  // The same for the weights of a model: NonFinite (Errc::model) if a number is not finite in the dtype.
   void read_weights(std::string_view name, std::int64_t row_begin, std::int64_t row_count, DType dtype,
                     float* out) const;
   std::vector<float> read_weights(std::string_view name) const;  // the whole tensor, in f32
-  // How a synthetic model's tensor may be made where it is wanted, without reading it; empty for weights of a file.
+  // The numbers of a synthetic model's tensor, so that a device can make them in place; empty for weights of a file.
   virtual std::optional<RandomTensor> random_tensor(std::string_view /*name*/) const { return std::nullopt; }
 
  protected:

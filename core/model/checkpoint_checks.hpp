@@ -1,4 +1,4 @@
-// What every kind of checkpoint checks.
+// Checks that every kind of checkpoint makes.
 #pragma once
 #include <string>
 #include <string_view>
@@ -7,17 +7,18 @@
 
 namespace kvlab {
 
-// Every tensor that the configuration calls for is there with its shape, and no other one. Errc::model names the first
-// that is wrong.
+// Checks that every tensor of the configuration is there with its shape, and no other one. Errc::model names the first
+// wrong one.
 void check_tensors(const Checkpoint& checkpoint, const std::string& where);
 
-// No token id is outside the embedding. tokenizer may be null.
+// Checks that no token id is outside the embedding. tokenizer may be null.
 void check_tokenizer(const Tokenizer* tokenizer, const ModelConfig& config, const std::string& where);
 
 void check_rows(std::string_view tensor, std::int64_t rows, std::int64_t row_begin, std::int64_t row_count,
                 const std::string& where);
 
-// Rows [first_row, first_row + rows) of a tensor are finite in the dtype. NonFinite says how many are not, and where.
+// Checks that rows [first_row, first_row + rows) of a tensor, which x holds, are finite in the dtype. NonFinite says
+// how many numbers are not, and where the first one is.
 void check_weights(const float* x, std::int64_t rows, std::int64_t columns, std::int64_t first_row, DType dtype,
                    const std::string& where);
 

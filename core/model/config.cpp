@@ -66,7 +66,7 @@ std::vector<float> inverse_frequencies(const ModelConfig& c) {
       case RopeScaling::Kind::linear: f /= r.factor; break;
       case RopeScaling::Kind::factors: f /= r.factors[i]; break;
       case RopeScaling::Kind::llama3: {
-        // How many turns this pair makes within the original context decides: few = stretched, many = kept.
+        // A pair that makes few turns within the original context is stretched; one that makes many is kept.
         const double turns = r.original_context * f / (2 * pi);
         const double keep = (turns - r.low_freq_factor) / (double{r.high_freq_factor} - r.low_freq_factor);
         const double share = std::fmin(1.0, std::fmax(0.0, keep));

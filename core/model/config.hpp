@@ -1,4 +1,4 @@
-// What a decoder-only transformer of the llama, mistral, qwen2 or qwen3 family needs to be told beside its weights.
+// The configuration of a decoder-only transformer of the llama, mistral, qwen2 or qwen3 family.
 #pragma once
 #include <string>
 #include <vector>
@@ -37,15 +37,14 @@ struct ModelConfig {
   bool qkv_bias = false;         // q_proj, k_proj and v_proj have biases
   bool o_bias = false;           // o_proj has one
   bool qk_norm = false;          // RMS norm of each query and key head before RoPE (q_norm, k_norm: head_dim weights)
-  int sliding_window =
-      0;            // 0 = none; otherwise a query attends to its last `sliding_window` positions, itself included
-  int bos_id = -1;  // -1 = none
-  std::vector<int> eos_ids;  // any of them ends a generation; may be empty
+  int sliding_window = 0;        // last positions that a query attends to, itself included; 0 = all
+  int bos_id = -1;               // -1 = none
+  std::vector<int> eos_ids;      // any of them ends a generation; may be empty
 
   int group() const { return heads / kv_heads; }
 };
 
-// Refuses nonsense by name: Errc::model "got heads 9 with kv_heads 4, wanted ..." at `where`.
+// Refuses impossible values by name: Errc::model "got heads 9 with kv_heads 4, wanted ..." at `where`.
 void validate(const ModelConfig& config, const std::string& where);
 
 // [head_dim / 2] radians per position of each rotary pair (i, i + head_dim / 2), scaling applied.

@@ -11,7 +11,7 @@
 namespace kvlab {
 namespace {
 
-// Host memory is given back before the copy has run only where the stream has been waited for.
+// Copies weights to the GPU. It waits for the stream before it writes or frees host memory that a copy reads.
 class Upload {
  public:
   Upload(const Checkpoint& c, DType dtype, Stream s) : c_(c), dtype_(dtype), s_(s) {}

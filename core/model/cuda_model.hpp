@@ -24,14 +24,14 @@ struct CudaLayer {
 struct CudaModel {
   std::vector<CudaLayer> layers;
   StreamMemory final_norm;
-  CudaMatrix head, embedding;  // embedding: empty when tied, head serves
+  CudaMatrix head, embedding;  // embedding is empty when tied; head serves then
   std::int64_t weight_bytes = 0;
   DType dtype = DType::bf16;  // of all matrices: bf16 or f16
 
   const CudaMatrix& tokens() const { return embedding.n ? embedding : head; }
 };
 
-// Reads each tensor once, block by block, rounded to dtype. Errc::model, Errc::device; std::bad_alloc.
+// Reads each tensor once, block by block, and rounds it to dtype. Errc::model, Errc::device; std::bad_alloc.
 std::shared_ptr<const CudaModel> load_cuda_model(const Checkpoint& checkpoint, DType dtype);
 
 }  // namespace kvlab

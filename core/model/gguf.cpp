@@ -44,7 +44,7 @@ GgufFile::GgufFile(const std::filesystem::path& path) : file_(path), where_(path
   if (version != 2 && version != 3) refuse("version", fmt::format("GGUF version {}", version), "2 or 3, little-endian");
   const auto tensor_count = cursor.take<std::uint64_t>("the tensor count");
   const auto value_count = cursor.take<std::uint64_t>("the metadata count");
-  // The smallest entries: a key of no bytes with a one-byte value, a nameless tensor of one dimension.
+  // The smallest entries: 13 bytes for an empty key with a one-byte value, 32 for a nameless tensor of one dimension.
   if (value_count > cursor.left() / 13)
     refuse("metadata", fmt::format("{} keys", value_count), "no more than fit in the file");
   if (tensor_count > cursor.left() / 32)
@@ -62,7 +62,7 @@ GgufFile::GgufFile(const std::filesystem::path& path) : file_(path), where_(path
   place_tensors(offsets, order, cursor.at());
 }
 
-// As ggml writes them: one after the other in the header's order, each padded to the alignment. The last one's padding
+// ggml writes tensors one after the other in the header's order, each padded to the alignment. The last one's padding
 // may be missing.
 void GgufFile::place_tensors(const std::vector<std::uint64_t>& offsets, const std::vector<std::string>& order,
                              std::size_t header_end) {

@@ -30,7 +30,7 @@ class GgufFile {
   std::vector<std::int64_t> integers(std::string_view key) const;
   std::vector<float> floats(std::string_view key) const;
 
-  // Shapes are row-major, GGUF writes the reverse.
+  // Shapes are row-major; GGUF files hold the reverse.
   const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
   const std::string& where() const { return where_; }
 

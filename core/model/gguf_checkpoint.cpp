@@ -95,7 +95,7 @@ class GgufCheckpoint final : public Checkpoint {
     return *it->second;
   }
 
-  // GGUF's llama architecture has the rows of a head as pairs (0, D/2, 1, D/2 + 1, ...), ready for interleaved RoPE.
+  // GGUF's llama architecture stores the rows of a head as pairs (0, D/2, 1, D/2 + 1, ...), ready for interleaved RoPE.
   std::int64_t stored_row(std::int64_t row) const {
     const std::int64_t dim = config_.head_dim, in = row % dim, half = dim / 2;
     return row - in + (in < half ? 2 * in : 2 * (in - half) + 1);

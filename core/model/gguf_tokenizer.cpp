@@ -18,7 +18,7 @@ enum TokenType { normal = 1, unknown = 2, control = 3, user_defined = 4, unused 
   throw Error(Errc::tokenizer, "got " + got + ", wanted " + wanted, file.where() + ": " + key);
 }
 
-// What both kinds of vocabulary have in common.
+// The parts that both kinds of vocabulary share.
 struct Common {
   std::vector<std::string_view> tokens;
   std::vector<std::int64_t> types;  // TokenType, one per token

@@ -42,7 +42,7 @@ std::vector<fs::path> weight_files(const fs::path& folder) {
   return out;
 }
 
-// generation_config.json, where it is there, knows the ends of a chat model's turns better than config.json does.
+// generation_config.json, if it is there, may list ends of a chat model's turns that config.json lacks.
 void read_generation_config(const fs::path& path, ModelConfig& config) {
   if (!fs::exists(path)) return;
   const MappedFile file(path);
@@ -69,7 +69,7 @@ std::string chat_template(const fs::path& folder) {
   const Json* value = json.find("chat_template");
   if (value == nullptr) return {};
   if (value->is_string()) return value->get<std::string>();
-  if (value->is_array())  // several, by name
+  if (value->is_array())  // several templates, by name
     for (const Json& one : *value) {
       const JsonReader named(one, json.where("chat_template"), Errc::tokenizer);
       if (named.text("name", "") == "default") return named.text("template");
@@ -84,7 +84,7 @@ std::shared_ptr<const Tokenizer> read_tokenizer(const fs::path& folder, const Mo
   return nullptr;
 }
 
-// Of every file that is read out of the folder.
+// The hash of every file that is read out of the folder.
 std::string fingerprint_of(const fs::path& folder) {
   std::vector<fs::path> files = weight_files(folder);
   for (const char* name : {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
@@ -107,7 +107,7 @@ class HfCheckpoint final : public Checkpoint {
       files_.push_back(std::make_unique<SafetensorsFile>(path));
       const SafetensorsFile& file = *files_.back();
       for (const auto& [name, tensor] : file.tensors()) {
-        if (name == "lm_head.weight" && config_.tied_embeddings) {  // one of two names; files may keep either
+        if (name == "lm_head.weight" && config_.tied_embeddings) {  // the same under two names; files keep either
           shared = &tensor;
           continue;
         }

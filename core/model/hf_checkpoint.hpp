@@ -9,7 +9,7 @@ namespace kvlab {
 
 std::unique_ptr<Checkpoint> open_hf_folder(const std::filesystem::path& folder);
 
-// The text of a config.json. where: the file. Errc::model, Errc::unsupported.
+// Reads the text of a config.json. where: the file. Errc::model, Errc::unsupported.
 ModelConfig read_hf_config(std::string_view json, const std::string& where);
 
 }  // namespace kvlab

@@ -10,7 +10,7 @@ void unsupported(const JsonReader& json, const char* key, const std::string& got
   throw Error(Errc::unsupported, "got " + got + ", wanted " + wanted, json.where(key));
 }
 
-// "rope_scaling" beside "rope_theta", or both in "rope_parameters" (transformers 5).
+// Files have "rope_scaling" beside "rope_theta", or both in "rope_parameters" (transformers 5).
 void read_rope(const JsonReader& json, ModelConfig& c) {
   c.rope_theta = static_cast<float>(json.number("rope_theta", 10000));
   const char* key = json.has("rope_parameters") ? "rope_parameters" : "rope_scaling";

@@ -1,4 +1,4 @@
-// Foreign JSON: parsed with a bounded depth, read with errors that name the key.
+// Reads foreign JSON: parses it with a bounded depth and names the key in errors.
 #pragma once
 #include <cstdint>
 #include <kvlab/error.hpp>
@@ -14,10 +14,10 @@ using Json = nlohmann::json;
 // where: the file. Errors have the given code.
 Json parse_json(std::string_view text, const std::string& where, Errc code);
 
-// A member of an object, with what an error about it needs to say. Absent and null are the same: "not there".
+// Reads the members of an object; errors name the file and the key. Absent and null are the same: "not there".
 class JsonReader {
  public:
-  JsonReader(const Json& object, std::string where, Errc code);  // refuses what is not an object
+  JsonReader(const Json& object, std::string where, Errc code);  // refuses any value but an object
 
   bool has(const char* key) const { return find(key) != nullptr; }
   const Json* find(const char* key) const;  // null: not there

@@ -11,8 +11,8 @@
 
 namespace kvlab {
 
-// Unmapped on destruction. Errc::io if the system refuses, NoRoom if it has no address space; an empty file is an empty
-// span.
+// Its destructor unmaps the file. Errc::io if the system refuses, NoRoom if it has no address space. An empty file is
+// an empty span.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
@@ -41,7 +41,7 @@ class ByteCursor {
     std::memcpy(&value, skip(sizeof(T), what), sizeof(T));
     return value;
   }
-  // A u64 length and as many bytes; the view lives as long as the bytes.
+  // Takes a u64 length and as many bytes; the view lives as long as the bytes.
   std::string_view take_string(const char* what);
   const std::byte* skip(std::uint64_t count, const char* what);
 

@@ -60,7 +60,7 @@ ModelLayer load_layer(const Checkpoint& c, int index, DType dtype) {
   return l;
 }
 
-// Better said than found out from the operating system's killer.
+// Refuses weights larger than the machine's memory, before the operating system kills the process.
 void check_room(const Checkpoint& c, DType dtype) {
   double bytes = 0;
   for (const std::string& name : c.names()) {
@@ -107,7 +107,7 @@ std::shared_ptr<const Model> load(const Checkpoint& c, DType dtype, const std::s
   m->final_norm = c.read_weights("model.norm.weight");
   m->layers.resize(static_cast<std::size_t>(m->config.layers));
 
-  // Layers load side by side; a thread must not let an exception escape, so the first one is carried out.
+  // Layers load side by side. No exception may leave the parallel region, so the first one is thrown again after it.
   std::exception_ptr failure;
   std::mutex guard;
 #pragma omp parallel for schedule(dynamic)

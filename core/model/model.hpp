@@ -35,7 +35,7 @@ struct Model {
   std::vector<ModelLayer> layers;
   std::vector<float> final_norm;          // [hidden]
   ops::Linear head;                       // [vocab, hidden]
-  ops::Linear embedding;                  // empty when tied: head serves
+  ops::Linear embedding;                  // empty when tied; head serves then
   std::int64_t weight_bytes = 0;          // packed
   std::shared_ptr<const CudaModel> cuda;  // the weights of a model loaded for CUDA; those above are empty then
 
@@ -43,13 +43,13 @@ struct Model {
   RopeTable rope() const { return {inv_freq.data(), config.head_dim, 1.f}; }
 };
 
-// A Model without its weights: enough for everything that is checked before work. Errc::unsupported for a dtype that
-// cannot run there: the CPU takes f32 and bf16, CUDA bf16 and f16.
+// A Model without its weights, which serves every check before work. Errc::unsupported for a dtype that cannot run on
+// the device: the CPU takes f32 and bf16, CUDA bf16 and f16.
 std::shared_ptr<Model> model_outline(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                      Device device = Device::cpu);
 
-// Errors of model_outline and of the readers; NonFinite names the tensor of a weight that is not; std::bad_alloc where
-// the weights do not fit. Reads each tensor once, block by block.
+// Reads each tensor once, block by block. Throws as model_outline and the readers do. NonFinite names the tensor;
+// std::bad_alloc if the weights do not fit.
 std::shared_ptr<const Model> load_model(const Checkpoint& checkpoint, DType dtype, const std::string& name,
                                         Device device = Device::cpu);
 

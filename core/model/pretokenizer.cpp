@@ -69,7 +69,7 @@ Regex::Regex(std::string_view pattern) : impl_(std::make_unique<Impl>()) {
   if (impl_->code == nullptr)
     throw Error(Errc::tokenizer,
                 fmt::format("got the pattern '{}' ({}), wanted a regular expression", pattern, message_of(code)));
-  pcre2_jit_compile(impl_->code, PCRE2_JIT_COMPLETE);  // where it cannot, the interpreter matches
+  pcre2_jit_compile(impl_->code, PCRE2_JIT_COMPLETE);  // if it fails, the interpreter matches
   impl_->context = pcre2_match_context_create(nullptr);
   if (impl_->context == nullptr) throw std::bad_alloc();
 }
@@ -105,7 +105,7 @@ void Regex::find_all(std::string_view text, std::vector<Match>& out) const {
 const std::string_view gpt2_pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 PreTokenizer PreTokenizer::named(std::string_view name) {
-  // The same alternatives but for the length of a run of digits.
+  // Llama 3 and Qwen differ in the length of a run of digits only.
   constexpr std::string_view cl100k =
       R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
   PreTokenizer out;

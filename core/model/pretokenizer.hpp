@@ -18,8 +18,8 @@ class Regex {
   struct Match {
     std::size_t begin, end;
   };
-  // All matches from left to right, empty ones left out. text must be valid UTF-8. Errc::tokenizer past the match
-  // limit.
+  // Appends all matches from left to right, empty ones left out. text must be valid UTF-8. Errc::tokenizer past the
+  // match limit.
   void find_all(std::string_view text, std::vector<Match>& out) const;
 
  private:
@@ -30,8 +30,8 @@ class Regex {
 class PreTokenizer {
  public:
   enum class Keep {
-    all,      // matches and what lies between them are pieces ("Isolated")
-    between,  // only what lies between ("Removed")
+    all,      // matches and the text between them are pieces ("Isolated")
+    between,  // only the text between matches ("Removed")
     matches,  // only matches ("Removed", inverted)
   };
 
@@ -53,6 +53,6 @@ class PreTokenizer {
   std::vector<Step> steps_;
 };
 
-extern const std::string_view gpt2_pattern;  // what the ByteLevel pre-tokenizer of tokenizer.json cuts with
+extern const std::string_view gpt2_pattern;  // of the ByteLevel pre-tokenizer of tokenizer.json
 
 }  // namespace kvlab

@@ -58,8 +58,8 @@ void q5_1(const std::byte* b, float* out) {
   }
 }
 
-// 8 sub-blocks of 32 have a 6-bit scale and a 6-bit minimum each, packed in 12 bytes: the first four of both in the low
-// six bits of bytes 0-3 and 4-7, the last four in the nibbles of 8-11 with their top bits above the first ones.
+// Each of 8 sub-blocks of 32 has a 6-bit scale and a 6-bit minimum, packed in 12 bytes. The low six bits of bytes 0-7
+// are the first four scales and minima. The nibbles of bytes 8-11 and the top bits of bytes 0-7 are the last four.
 struct ScaleMin {
   int scale, min;
 };
@@ -95,7 +95,7 @@ void q5_k(const std::byte* b, float* out) {
   }
 }
 
-// Two halves of 128; in each, four runs of 32 values share 64 bytes of low nibbles and 32 bytes of high pairs of bits.
+// In each half of 128 values, four runs of 32 share 64 bytes of low nibbles and 32 bytes of high pairs of bits.
 void q6_k(const std::byte* b, float* out) {
   const float d = half_at(b + 208);
   for (int half = 0; half < 2; ++half)

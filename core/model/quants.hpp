@@ -1,4 +1,4 @@
-// How weight files store numbers: plain types and GGML's block formats, and their way back to f32.
+// Number formats of weight files, plain types and GGML's blocks, and their conversion to f32.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +17,7 @@ const char* name_of(StoredType type);
 
 float half_to_float(std::uint16_t bits);
 
-// `count` values, a multiple of the block's elements, from count / elements * bytes bytes (no alignment needed).
+// Converts `count` values, a multiple of the block's elements, to f32. `blocks` needs no alignment.
 void dequantize(StoredType type, const std::byte* blocks, std::int64_t count, float* out);
 
 }  // namespace kvlab

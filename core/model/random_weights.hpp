@@ -1,10 +1,10 @@
-// Weights of models that are a shape only: the same numbers on every backend.
+// Weights of synthetic models, the same numbers on every backend.
 #pragma once
 #include <cstdint>
 
 namespace kvlab {
 
-// Number i of a tensor's stream: uniform, mean 0 and variance 1, a multiple of 2^-23 times sqrt(3).
+// Number i of a tensor's stream: uniform, mean 0 and variance 1, an odd multiple of 2^-24 times sqrt(3).
 constexpr float random_weight(std::uint64_t seed, std::uint64_t i) {
   std::uint64_t x = (seed ^ i * 0x9e3779b97f4a7c15u) + 0x9e3779b97f4a7c15u;  // SplitMix64 (Steele et al. 2014)
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;

@@ -48,7 +48,7 @@ Range read_range(const JsonReader& entry, std::uint64_t room) {
   return range;
 }
 
-// The format forbids holes and overlaps: both are how a damaged or a crafted file looks.
+// The format forbids holes and overlaps, which damaged and crafted files have.
 void check_tiling(const std::multimap<Range, std::string>& ranges, std::uint64_t room, const std::string& where) {
   std::uint64_t end = 0;
   std::string before = "the header";

@@ -15,7 +15,7 @@ class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
 
-  // Tensors of F32, F16 and BF16. Others are left out, unless they are called a weight or a bias: Errc::unsupported.
+  // Tensors of F32, F16 and BF16. Others are left out, but a weight or a bias of another type is Errc::unsupported.
   const std::map<std::string, StoredTensor, std::less<>>& tensors() const { return tensors_; }
   const std::string& where() const { return where_; }
 

@@ -11,7 +11,7 @@ namespace kvlab {
 struct StoredTensor {
   std::vector<std::int64_t> shape;  // row-major: the last is the contiguous one; a scalar is [1]
   StoredType type = StoredType::f32;
-  const std::byte* data = nullptr;  // into the mapping
+  const std::byte* data = nullptr;  // in the mapped file
 
   std::int64_t columns() const { return shape.back(); }
   std::int64_t rows() const {

@@ -35,7 +35,7 @@ ModelConfig shape(const char* family, Size s, float theta, float eps) {
   return c;
 }
 
-// As the models' config.json say.
+// The shapes in the models' config.json.
 std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
   std::vector<std::pair<std::string, ModelConfig>> all;
   const auto add = [&](const char* name, ModelConfig c) -> ModelConfig& {
@@ -60,7 +60,7 @@ std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
   add("qwen3-8b", shape("qwen3", {36, 4096, 32, 8, 128, 12288, 151936, 40960}, 1e6f, qwen_eps)).qk_norm = true;
   add("smollm2-135m", shape("llama", {30, 576, 9, 3, 64, 1536, 49152, 8192}, 1e5f, llama_eps)).tied_embeddings = true;
   add("tiny", shape("llama", {2, 64, 4, 2, 16, 128, 512, 4096}, 1e4f, llama_eps));
-  add("tiny-wide", shape("llama", {2, 64, 4, 2, 64, 128, 512, 4096}, 1e4f, llama_eps));  // heads as GPUs' kernels want
+  add("tiny-wide", shape("llama", {2, 64, 4, 2, 64, 128, 512, 4096}, 1e4f, llama_eps));  // heads that GPU kernels take
   return all;
 }
 
@@ -69,7 +69,7 @@ const std::vector<std::pair<std::string, ModelConfig>>& shapes() {
   return all;
 }
 
-// A byte is a token; the rest of the vocabulary are words that no text contains.
+// A byte is a token. No text contains the other tokens of the vocabulary.
 class ByteTokenizer final : public Tokenizer {
  public:
   explicit ByteTokenizer(int vocabulary) {

@@ -41,8 +41,8 @@ bool decode_base64(std::string_view text, std::string& out) {
   return !out.empty();
 }
 
-// Two tokens may be joined whenever their union is a token, and the union's rank is the merge's: every way to cut every
-// token in two is a merge.
+// Two tokens may be joined if their union is a token, and the union's rank is the merge's. So every cut of a token into
+// two tokens is a merge.
 std::vector<BpeParts::Merge> all_merges(const std::vector<std::string>& tokens) {
   std::unordered_map<std::string_view, int> ids;
   ids.reserve(tokens.size());

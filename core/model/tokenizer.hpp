@@ -1,4 +1,4 @@
-// Text to token ids and back. Any bytes are accepted: what is not UTF-8 is taken byte by byte.
+// Text to token ids and back. Any bytes are accepted; those that are not UTF-8 are encoded one by one.
 #pragma once
 #include <array>
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-// A token that is matched in the text as it is written, before the model of the vocabulary sees what lies between.
+// A token that is matched literally in the text, before the vocabulary's model encodes the text between such tokens.
 struct AddedToken {
   int id = -1;
   std::string text;
@@ -21,11 +21,11 @@ struct AddedToken {
   bool strip_left = false, strip_right = false;  // takes the white space before / after it along
 };
 
-// What every kind of tokenizer is made of.
+// The parts of every kind of tokenizer.
 struct Vocabulary {
   std::vector<std::string> tokens;  // the bytes each id stands for (a space is a space, not U+2581)
   std::array<int, 256> byte_ids{};  // the <0xNN> tokens; -1 = none
-  int unknown = -1;                 // id of what has no token; -1 drops it
+  int unknown = -1;                 // id for text without a token; -1 drops such text
   std::vector<AddedToken> added;
   int bos_id = -1;
   std::vector<int> eos_ids;
@@ -71,10 +71,10 @@ class Tokenizer {
 
   // Appends the ids of text between added tokens. `start`: it is the beginning of the whole text.
   virtual void encode_plain(std::string_view text, bool start, std::vector<int>& out) const = 0;
-  // What decode strips from the front of the whole text: SentencePiece's added space.
+  // Whether decode strips SentencePiece's added space from the front of the text.
   virtual bool strips_leading_space() const { return false; }
 
-  // Everything but the tokens and set_added's part. Errc::tokenizer for an id outside the vocabulary.
+  // Sets everything but the tokens and the added tokens. Errc::tokenizer for an id outside the vocabulary.
   void set_vocabulary(const Vocabulary& vocabulary);
   void check_id(int id, int low, const char* what) const;  // Errc::tokenizer unless low <= id < vocab_size_
   void set_added(std::vector<AddedToken> added);           // Errc::tokenizer for an id outside the vocabulary
@@ -89,8 +89,8 @@ class Tokenizer {
  private:
   const AddedToken* match_added(std::string_view text, std::size_t at, bool parse_special) const;
 
-  std::vector<AddedToken> added_;                // longest first for each first byte
-  std::vector<std::vector<int>> added_by_byte_;  // first byte -> indices into added_
+  std::vector<AddedToken> added_;
+  std::vector<std::vector<int>> added_by_byte_;  // first byte -> indices into added_, longest text first
   std::unordered_map<int, int> special_;         // id -> index into added_
   std::string id_;
 };

@@ -14,14 +14,14 @@ namespace kvlab {
 // tokenizer.ggml.*: models gpt2 (byte-level BPE) and llama (SentencePiece); null if the file holds no vocabulary.
 std::unique_ptr<Tokenizer> tokenizer_from_gguf(const GgufFile& file);
 
-// What stands beside a tokenizer.json or tokenizer.model: config.json and tokenizer_config.json.
+// Settings for a tokenizer.json or tokenizer.model from the config.json and tokenizer_config.json beside it.
 struct TokenizerHints {
   int bos_id = -1;
   std::vector<int> eos_ids;
   std::string chat_template;
 };
 
-// tokenizer.json with a BPE model. Anything it asks for that we do not do is refused by name.
+// A tokenizer.json with a BPE model. Every setting that we do not implement is refused by name.
 std::unique_ptr<Tokenizer> tokenizer_from_json(const std::filesystem::path& path, const TokenizerHints& hints);
 
 // A SentencePiece model, run by the SentencePiece library.

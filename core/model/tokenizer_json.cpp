@@ -14,7 +14,7 @@ namespace {
 
 JsonReader reader(const Json& value, const std::string& where) { return {value, where, Errc::tokenizer}; }
 
-// What the normalizer and the pre-tokenizer ask for, gathered while walking through them.
+// Settings of the normalizer and the pre-tokenizer, gathered while they are read.
 struct Recipe {
   BpeParts* parts;
   bool byte_level = false;
@@ -30,7 +30,7 @@ void read_normalizer(const JsonReader& json, Recipe& recipe) {
     recipe.parts->space = BpeParts::Space::each;
   } else if (type == "Replace" && is_mark(json.text("content")) && json.object("pattern").text("String", "") == " ") {
     recipe.marks = true;
-  } else if (type != "NFC") {  // NFC: texts are taken to be composed, as GGUF's readers take them
+  } else if (type != "NFC") {  // NFC is skipped: GGUF's readers, too, take texts as composed
     json.refuse("type", "'" + type + "'", "NFC, or the Prepend and Replace of SentencePiece models");
   }
 }
@@ -44,7 +44,7 @@ void read_split(const JsonReader& json, Recipe& recipe) {
     json.refuse("behavior", "'" + behavior + "'", "Isolated or Removed");
   const Keep keep = behavior == "Isolated" ? Keep::all : invert ? Keep::matches : Keep::between;
   if (pattern.has("Regex")) return recipe.parts->splitter.add(pattern.text("Regex"), keep);
-  std::string literal;  // a string to cut at: every character as itself
+  std::string literal;  // the string to cut at, escaped for the regular expression
   for (const char c : pattern.text("String")) {
     if (static_cast<unsigned char>(c) < 0x80 && std::isalnum(static_cast<unsigned char>(c)) == 0)
       literal.push_back('\\');
@@ -151,7 +151,7 @@ void read_merges(const JsonReader& model, const Ids& ids, BpeParts& parts) {
   }
 }
 
-// A template that begins with a token is how these files say that a text starts with BOS.
+// These files say that a text starts with BOS by a template that begins with a token.
 void read_post_processor(const JsonReader& json, const Ids& ids, BpeParts& parts) {
   const std::string type = json.text("type");
   if (type == "Sequence") {
