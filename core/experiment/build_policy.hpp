@@ -1,4 +1,4 @@
-// A policy as an experiment names it becomes an object: its plugins created with their parameters and composed.
+// Makes a policy from an experiment's entry: creates its plugins with their parameters and composes them.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-// Throws as the plugins' constructors and compose() do. injection: of a selector's lists.
+// Throws as the plugins' constructors and compose() do. injection: replaces the selector's lists.
 std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
                                      std::optional<Injection> injection = {});
 

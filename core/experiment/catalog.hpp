@@ -1,4 +1,4 @@
-// Which plugins an experiment may name. The registry is one such catalog; tests bring their own.
+// The plugins that an experiment may name. The registry is one such catalog; tests bring their own.
 #pragma once
 #include <string>
 #include <vector>

@@ -30,7 +30,7 @@ class Hash {
   std::uint64_t value_ = 0xcbf29ce484222325ull;
 };
 
-// Hashes of what a plugin use depends on: its library and the files that its text parameters name.
+// Hashes of a plugin use's dependencies: its library and the files that its text parameters name.
 Json dependencies(const PluginUse& use, const Experiment& experiment, const PluginCatalog& catalog,
                   const Fingerprints& fingerprints) {
   Json json = Json::array();
@@ -46,7 +46,7 @@ Json dependencies(const PluginUse& use, const Experiment& experiment, const Plug
   return json;
 }
 
-// With what replaces its selector's lists.
+// The policy's parameters, and the injection that replaces its selector's lists.
 Json params_of(const PolicySpec& policy, const Experiment& experiment) {
   Json json = to_json(policy);
   const InjectSpec& inject = experiment.inject;
@@ -85,7 +85,7 @@ std::string describe(const WorkloadSpec& w, const Experiment& experiment, const 
   return "\n" + json.dump();
 }
 
-// The same cell twice: says which of the entries that make it is there twice, and where.
+// Refuses a cell that is there twice: names the entry that is repeated, and its places.
 [[noreturn]] void refuse(const Experiment& e, const Cell& first, const Cell& second) {
   const auto differs = [&](std::size_t Cell::*entry) { return first.*entry != second.*entry; };
   const PolicySpec& policy = e.policies[second.policy];
@@ -108,7 +108,7 @@ std::string describe(const WorkloadSpec& w, const Experiment& experiment, const 
               here);
 }
 
-// What every cell of the run shares and its results depend on.
+// The settings that all cells of the run share and results depend on.
 Json common(const Experiment& experiment) {
   Json metrics = Json::array();
   for (const Metric metric : experiment.metrics) metrics.push_back(name_of(metric));
@@ -123,7 +123,7 @@ Json common(const Experiment& experiment) {
   return json;
 }
 
-// Before anything is described or hashed.
+// Limits the number of cells before any is described or hashed.
 void check_count(const Experiment& e) {
   double per_model = 0;
   for (const TaskSpec& task : e.tasks) per_model += task.seed ? 1. : static_cast<double>(e.seeds.size());

@@ -15,7 +15,7 @@ using Row = std::vector<std::string>;
 
 constexpr const char* full_help = "keeps everything: the uncompressed cache (part of kvlab)";
 
-// Columns padded to their widest entry, two blanks between them.
+// Pads columns to their widest entry, with two blanks between them.
 std::string table(const std::vector<Row>& rows, const std::string& indent) {
   std::vector<std::size_t> width;
   for (const Row& row : rows) {
@@ -60,7 +60,7 @@ std::vector<Role> roles_of(const std::string& kind) {
   throw Error(Errc::config, "got '" + kind + "', wanted one of: " + join(words) + did_you_mean(kind, words));
 }
 
-// The file's name alone where every plugin of kvlab lies, the whole path elsewhere.
+// The file's name for a plugin of kvlab, the whole path for any other.
 std::string library_text(const PluginInfo& plugin) {
   if (plugin.library.empty()) return "kvlab";
   const auto folder = plugin.library.parent_path();
@@ -82,7 +82,7 @@ std::string yaml_text(const ParamSpec& spec) {
   return quoted + "\"";
 }
 
-// The same, cut so that it fits into a column; the example has it whole.
+// yaml_text, cut to fit into a column. The example has it whole.
 std::string default_text(const ParamSpec& spec) {
   constexpr std::size_t longest = 32;
   const std::string text = yaml_text(spec);
@@ -97,7 +97,7 @@ std::string keys_text(const std::vector<EntryKey>& keys) {
   return table(rows, "  ");
 }
 
-// "{budget: {tokens: 512}, window: 32}"; texts without a default are left to the reader.
+// "NAME: {budget: {tokens: 512}, window: 32}", without components and without texts that have no default.
 std::string entry_text(const PluginInfo& plugin, const std::string& first) {
   Row pairs;
   if (!first.empty()) pairs.push_back(first);

@@ -1,4 +1,4 @@
-// What `kvlab list` and `kvlab describe` print, from the plugins' own declarations.
+// The output of `kvlab list` and `kvlab describe`, from the plugins' own declarations.
 #pragma once
 #include <string>
 

@@ -163,7 +163,7 @@ Place place_at(std::string_view text, std::size_t offset) {
 Node parse(std::string_view text) {
   if (text.size() > max_file_bytes)
     throw Refused{{}, fmt::format("got more than {} bytes, wanted an experiment file", max_file_bytes)};
-  // yaml-cpp guesses UTF-16 and UTF-32 from zero bytes; so neither may reach it.
+  // yaml-cpp takes zero bytes for UTF-16 or UTF-32, so neither may reach it.
   if (const std::size_t bad = first_bad_utf8(text); bad != std::string_view::npos)
     throw Refused{place_at(text, bad), fmt::format("got byte 0x{:02x}, wanted UTF-8 text without control characters",
                                                    static_cast<unsigned char>(text[bad]))};

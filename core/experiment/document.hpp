@@ -50,14 +50,14 @@ struct Document {
 Document parse_file(const std::string& path);
 Document parse_text(std::string text, std::string file);
 
-// A value as the command line gives it: flow YAML ("[1, 2]", "{tokens: 512}", "bf16"); every node's place is option
-// number `set` of the document.
+// Parses a value of the command line, which is flow YAML ("[1, 2]", "{tokens: 512}", "bf16"). Every node's place is
+// option number `set` of the document.
 Node parse_value(const Document& document, std::string_view text, int set);
 
 // How a message shows a node: "'window'", "a list", "a map", "nothing".
 std::string describe(const Node& node);
 
-// Byte offset of the first byte that is not well-formed UTF-8, or npos.
+// Byte offset of the first byte that is not well-formed UTF-8 or is a control character but no white space, or npos.
 std::size_t first_bad_utf8(std::string_view text);
 
 }  // namespace kvlab::yaml

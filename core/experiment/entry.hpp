@@ -12,7 +12,7 @@ struct EntryParts {
   bool named = true;  // the first form
 };
 
-// Nothing, and a note, when the entry has neither form.
+// Splits an entry. Nothing, and a note, when it has neither form.
 std::optional<EntryParts> split_entry(const yaml::Node& entry, const char* kind, Problems& problems);
 
 // The name in `X` or `{X: {...}}`; empty for anything else.
@@ -21,7 +21,7 @@ std::string use_name(const yaml::Node& node);
 // The label of an entry as `--set`, `sweep` and `ablate` address it; empty when it has none.
 std::string entry_label(const yaml::Node& entry);
 
-// Where the keys of an entry live: the map below NAME, or the entry itself; a bare name becomes {NAME: {}}.
+// The map with the keys of an entry: the one below NAME, or the entry itself. A bare name becomes {NAME: {}}.
 yaml::Node& entry_body(yaml::Node& entry);
 
 }  // namespace kvlab

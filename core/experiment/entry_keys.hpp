@@ -9,7 +9,7 @@ struct EntryKey {
   const char *name, *form, *help;
 };
 
-// Of every entry under `policies:`. NAME stands for NAME or {NAME: {...}} with its parameters.
+// Keys of every entry under `policies:`. NAME stands for NAME or {NAME: {...}} with its parameters.
 inline const std::vector<EntryKey>& policy_keys() {
   static const std::vector<EntryKey> keys = {
       {"policy", "NAME", "a whole life cycle"},
@@ -26,7 +26,7 @@ inline const std::vector<EntryKey>& policy_keys() {
   return keys;
 }
 
-// Of every entry under `tasks:`.
+// Keys of every entry under `tasks:`.
 inline const std::vector<EntryKey>& task_keys() {
   static const std::vector<EntryKey> keys = {
       {"question", "prompt | decode", "does the policy see the question before it compresses"},

@@ -20,13 +20,13 @@ namespace {
 using yaml::Node;
 
 constexpr std::size_t most_expansions = 10'000;
-constexpr int workload_batch = 64;  // sequences at once under a workload that names none
+constexpr int workload_batch = 64;  // batch of a workload whose file names none
 
 constexpr std::pair<const char*, Metric> metric_words[] = {{"score", Metric::score},   {"fidelity", Metric::fidelity},
                                                            {"memory", Metric::memory}, {"latency", Metric::latency},
                                                            {"trace", Metric::trace},   {"parts", Metric::parts}};
 
-// A value or a list of values.
+// The nodes of a list of values, or a single value.
 std::vector<const Node*> one_or_list(const Node& node) {
   if (!node.is(Node::Kind::list)) return {&node};
   std::vector<const Node*> all;
@@ -47,7 +47,7 @@ class ExperimentReader {
       return std::move(out_);
     }
     MapReader map(root, "experiment", problems_);
-    for (const std::string& key : experiment_keys()) map.take(key);  // in the order that the message shows
+    for (const std::string& key : experiment_keys()) map.take(key);  // the message about an unknown key has this order
     out_.file = document_.file;
     out_.folder = out_.file.parent_path();
     scalars(map);
@@ -208,7 +208,7 @@ class ExperimentReader {
     return node;
   }
 
-  // have: entries of this kind so far. Each is resolved against its plugin, so their number has a limit of its own.
+  // have: entries of this kind so far. Their number is limited, because each is resolved against its plugin.
   std::vector<Node> entry_axes(const Node& entry, const char* kind, std::size_t have) {
     if (have >= most_expansions) {
       problems_.add(entry.place,

@@ -23,12 +23,12 @@ struct ModelSpec {
   std::string name() const { return adapter.empty() ? path : path + " + " + adapter; }
 };
 
-// parts: latency, and of each step what its parts take, for which a GPU runs it eagerly. The CPU's latency has them.
+// parts: latency, and the time of each step's parts, for which a GPU runs steps eagerly. The CPU's latency has them.
 enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace, parts };
 
-// Page lists in place of those that selectors choose; one of the two.
+// Page lists that replace those of selectors, by `overlap` or by `trace`.
 struct InjectSpec {
-  std::optional<double> overlap;  // share of a list that is of the step before
+  std::optional<double> overlap;  // share of a list that the previous step had
   std::string trace, cell;        // a result file, relative as data paths are, and the cell in it; "" = the only one
   std::string where;
 
@@ -50,14 +50,14 @@ struct Experiment {
   int repeats = 1;  // the same cell measured again
   std::set<Metric> metrics;
   std::filesystem::path output;          // relative to the current folder
-  int batch = 1;                         // sequences at once, with a workload at most
+  int batch = 1;                         // sequences at once; with a workload, at most
   int threads = 0;                       // at most most_threads(), 0 = as use_threads(0)
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   int page_size = 16;                    // tokens per page, where a policy names none
   bool batch_invariant = false;          // on CUDA: other rows of a batch change no bit of a row
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   int fidelity_tokens = 32;              // forced tokens per sample
-  InjectSpec inject;                     // of page lists; nothing = none
+  InjectSpec inject;                     // of page lists; empty = none
   std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
 
   std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file
@@ -68,8 +68,8 @@ struct Experiment {
 Experiment load_experiment(const std::string& path, const std::vector<std::string>& sets, const PluginCatalog& catalog);
 Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog);
 
-// `plugin_path` alone, which the catalog depends on. ExperimentError if a place does not exist; nothing when the key
-// itself is wrong: load_experiment says so.
+// Reads `plugin_path` alone, because the catalog depends on it. ExperimentError if a place does not exist. Nothing when
+// the key itself is wrong, which load_experiment reports.
 std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets);
 
 struct Cell {
@@ -81,7 +81,7 @@ struct Cell {
   std::string params;  // JSON: everything resolved about the policy
 };
 
-// What a cell's id depends on besides its parameters; each returns a hash of contents.
+// Hashes of the contents that a cell's id depends on besides its parameters.
 struct Fingerprints {
   std::function<std::string(const ModelSpec&)> model;
   std::function<std::string(const PluginInfo&)> plugin;
@@ -90,11 +90,11 @@ struct Fingerprints {
 
 inline constexpr std::size_t max_cells = 100'000;
 
-// Model by task by workload by policy by seed by repeat, in the file's order. A text parameter that names an existing
-// file counts with the file's contents. Errc::config when two cells are the same.
+// All cells: model by task by workload by policy by seed by repeat, in the file's order. If a text parameter names an
+// existing file, the id depends on the file's contents. Errc::config when two cells are the same.
 std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catalog, const Fingerprints& fingerprints);
 
-// Hashes of file contents, each file read once; the model's is its path alone.
+// Hashes of file contents, each file read once. A model counts by its path alone.
 Fingerprints content_fingerprints();
 
 // The cells as `kvlab check` prints them.

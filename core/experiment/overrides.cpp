@@ -23,8 +23,8 @@ std::vector<std::string> split(const std::string& path) {
   }
 }
 
-// The value of `key` in the map `node` (nothing becomes an empty map), created when absent; null when `node` holds
-// something else.
+// The value of `key` in the map `node`, created when absent. A YAML null becomes an empty map; any other node gives a
+// null pointer.
 Node* child(Node& node, const std::string& key, yaml::Place place) {
   if (node.is(Node::Kind::null)) node.kind = Node::Kind::map;
   if (!node.is(Node::Kind::map)) return nullptr;
@@ -38,7 +38,7 @@ Node* child(Node& node, const std::string& key, yaml::Place place) {
   return &node.entries.back().value;
 }
 
-// "X" and "X: {...}" where a plugin is expected: `scorer.snapkv.window` needs the second.
+// Writes `value` below `node`. A bare name X on the way becomes {X: {}}: `scorer.snapkv.window` needs the map.
 void write(Node& node, const std::vector<std::string>& parts, std::size_t next, const Node& value, yaml::Place place,
            const std::string& path, Problems& problems) {
   Node* at = &node;

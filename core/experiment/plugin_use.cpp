@@ -69,7 +69,7 @@ Params UseReader::params(const PluginInfo& plugin, const std::vector<const Entry
       else
         problems_.add(e->key.place, unknown_key(e->key.text, known));
     } else if (auto value = read_value(e->value, *spec, problems_)) {
-      // Without a declared limit, plugins read integers as int.
+      // Plugins read an integer without a declared limit as int.
       if (const auto* i = std::get_if<std::int64_t>(&*value); i && spec->high == any && *i > most_int)
         problems_.add(e->value.place, fmt::format("got {} for '{}', wanted at most {}", *i, spec->name, most_int));
       values[spec->name] = std::move(*value);

@@ -1,4 +1,4 @@
-// A plugin as an entry names it, with its parameters.
+// A plugin that an entry names, with its parameters.
 #pragma once
 #include <kvlab/params.hpp>
 
@@ -18,20 +18,20 @@ struct PluginUse {
   Params params;  // every declared parameter
 };
 
-// Whatever is wrong becomes a note.
+// Reads plugin uses. Every error becomes a note.
 class UseReader {
  public:
   UseReader(const PluginCatalog& catalog, Problems& problems) : catalog_(catalog), problems_(problems) {}
 
   const PluginInfo* find(Role role, const std::string& name, yaml::Place place);  // null when there is none
 
-  // Notes that no plugin is called so. what: of the entry, for the message; known: what would do.
+  // Notes that no plugin has this name. For the message: `what`, the kind of entry, and `known`, the names.
   void unknown(const std::string& what, const std::string& name, std::vector<std::string> known, yaml::Place place);
 
-  // A parameter that an entry's own keys hide could never be set.
+  // Notes every parameter that an entry's own key hides, since it could never be set.
   void check_names(const PluginInfo& plugin, const std::vector<EntryKey>& keys, yaml::Place place);
 
-  // Defaults, replaced by what `given` says. `also` = keys that may stand beside the parameters, for the message.
+  // The plugin's defaults, replaced by the values of `given`. `also`: further keys of the entry, for the message.
   Params params(const PluginInfo& plugin, const std::vector<const yaml::Entry*>& given,
                 std::vector<std::string> also = {});
 
@@ -49,7 +49,7 @@ class UseReader {
 // An entry of `profilers:`, `NAME` or `{NAME: {...}}`; nothing, and notes, when it is wrong.
 std::optional<PluginUse> read_profiler(const yaml::Node& entry, const PluginCatalog&, Problems&);
 
-// Names of an entry's own keys with the label's, for messages.
+// The names of an entry's own keys and of its label's key, for messages.
 std::vector<std::string> names_of(const std::vector<EntryKey>& keys);
 
 }  // namespace kvlab

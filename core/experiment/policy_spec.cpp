@@ -57,7 +57,7 @@ void main_plugin(const Node& name, const MapReader& map, bool named, UseReader& 
   for (auto* slot : slots)
     if (slot->has_value()) mine.push_back(slot);
   if (mine.size() == 1) {
-    // Its own map, if it has one, was read already; parameters beside it complete it.
+    // The plugin's own map, if it has one, was read already. Parameters beside the map complete it.
     PluginUse& use = **mine.front();
     const PluginInfo* plugin = uses.find(use.role, use.name, name.place);
     if (!plugin) return;

@@ -1,7 +1,7 @@
-// One entry of `policies:` or `tasks:`, resolved: which plugins with which parameters.
+// One entry of `policies:` or `tasks:`, resolved to plugins with all their parameters.
 //
 // A policy entry is a name (`full`), {NAME: {...}} or {name: LABEL, scorer: X, ...}. Its composition keys are policy,
-// scorer, selector, budget, schedule, codec, placement and page_size; every other key is a parameter of its main
+// scorer, selector, budget, schedule, codec, placement and page_size. Every other key is a parameter of its main
 // plugin: the one called NAME, else the only one of policy, scorer and selector.
 #pragma once
 #include <kvlab/policy.hpp>
@@ -22,7 +22,7 @@ struct Schedule {
 
 struct Placement {
   Tier tier = Tier::device;
-  int resident = 0;  // tokens per KV head that stay on the device; 0 = what attention reads
+  int resident = 0;  // tokens per KV head that stay on the device; 0 = those that attention reads
   std::optional<PluginUse> codec;
 };
 
@@ -39,14 +39,14 @@ struct PolicySpec {
   std::string where;    // the entry's place, for messages
 };
 
-enum class Question : std::uint8_t { prompt, decode };  // seen before the policy compresses, or fed afterwards
+enum class Question : std::uint8_t { prompt, decode };  // seen before the policy compresses, or after
 
 struct TaskSpec {
   std::string name;  // the entry's label
   PluginUse task;
   Question question = Question::prompt;
   int questions = 1;
-  int turns = 1;                     // of them follow each other
+  int turns = 1;                     // questions of one conversation, in which each follows the one before
   std::optional<std::int64_t> seed;  // in place of the experiment's
   std::string where;
 };
@@ -61,7 +61,7 @@ std::optional<PolicySpec> without(const PolicySpec& policy, const std::string& c
 // Components that the policy's plugins declare.
 std::vector<std::string> components(const PolicySpec& policy, const PluginCatalog&);
 
-// Everything resolved, in a fixed order: the `params` column and what a cell's id depends on.
+// Every resolved value in a fixed order, for the `params` column and a cell's id.
 nlohmann::ordered_json to_json(const Params& params);
 nlohmann::ordered_json to_json(const PolicySpec& policy);
 nlohmann::ordered_json to_json(const TaskSpec& task);

@@ -25,7 +25,7 @@ std::optional<T> number(std::string_view text) {
   return value;
 }
 
-// What a plain scalar means by itself (YAML 1.2's core rules, decimal only).
+// The value of a plain scalar by YAML 1.2's core rules, decimal only.
 ParamValue natural(const Node& node) {
   const std::string& t = node.text;
   if (node.quoted) return t;
@@ -84,7 +84,7 @@ std::optional<ParamValue> read_value(const Node& node, const ParamSpec& spec, Pr
   ParamValue value = as_word ? ParamValue(node.text) : natural(node);
   if (auto wrong = check(spec, value)) {
     const bool quotes = node.quoted && !as_word;
-    // As the file spells it: 5e2 is a number, which is why it is no integer.
+    // The message has the file's spelling: 5e2 is a number and no integer.
     if (const auto rest = wrong->find(", wanted "); !std::holds_alternative<std::string>(value))
       wrong = "got " + node.text + wrong->substr(rest);
     problems.add(node.place, *wrong + " for '" + spec.name + "'" + (quotes ? " (quotes make it text)" : ""));

@@ -1,5 +1,5 @@
-// Typed reading of a YAML tree. Everything wrong is noted with its place and reading goes on, so that one run of
-// `kvlab check` shows all of it.
+// Typed reading of a YAML tree. Every error is noted with its place and reading goes on, so that one run of
+// `kvlab check` shows all of them.
 #pragma once
 #include <kvlab/error.hpp>
 #include <kvlab/params.hpp>
@@ -15,7 +15,7 @@
 
 namespace kvlab {
 
-// Everything wrong with an experiment, in the order found; what() and where() are the first one's.
+// All errors of an experiment, in the order found. what() and where() are the first one's.
 class ExperimentError : public Error {
  public:
   explicit ExperimentError(std::vector<Error> all)  // not empty
@@ -26,12 +26,12 @@ class ExperimentError : public Error {
   std::vector<Error> errors_;
 };
 
-// The same message at the same place is noted once (an entry is read once per value of its axes).
+// Notes errors. It notes the same message at the same place once, since an entry is read once per value of its axes.
 class Problems {
  public:
   explicit Problems(const yaml::Document& document) : document_(document) {}
   void add(yaml::Place place, const std::string& message, Errc code = Errc::config);
-  void add_unsupported(yaml::Place place, const std::string& what);  // "got WHAT, which this version cannot run yet"
+  void add_unsupported(yaml::Place place, const std::string& what);  // "got WHAT, which is not in this version ..."
   bool empty() const { return errors_.empty(); }
   std::size_t size() const { return errors_.size(); }
   void raise() const;  // throws ExperimentError if there is anything
@@ -59,10 +59,10 @@ std::optional<std::int64_t> read_bytes(const yaml::Node& node, Problems& problem
 // "got key 'buget', wanted one of: batch, budget (did you mean 'budget'?)"
 std::string unknown_key(const std::string& key, const std::vector<std::string>& known);
 
-// The keys of one map. Ask for every key that the map may have, then call finish(): what was not asked for is unknown.
+// The keys of one map. Ask for every key that the map may have, then call finish(), which notes all others.
 class MapReader {
  public:
-  // `what` names the map in messages; a node that is not a map is noted and reads as an empty one (nothing = empty).
+  // `what` names the map in messages. A node that is no map is noted and reads as an empty one; a YAML null is empty.
   MapReader(const yaml::Node& node, const std::string& what, Problems& problems);
 
   const yaml::Node* take(const std::string& key);  // null when absent
@@ -70,13 +70,13 @@ class MapReader {
   // One of `words`, the first when absent. One of `later` is noted as not in this version, and no message offers it.
   std::string word(const std::string& key, std::vector<std::string> words, const std::vector<std::string>& later,
                    const std::string& help);
-  template <class T>  // what is absent or wrong has the spec's default
+  template <class T>  // an absent or wrong value is the spec's default
   T get(const ParamSpec& spec) {
     Params one(std::map<std::string, ParamValue, std::less<>>{{spec.name, value(spec)}});
     return one.get<T>(spec.name);
   }
   ParamValue value(const ParamSpec& spec);
-  std::vector<const yaml::Entry*> rest() const;  // not taken
+  std::vector<const yaml::Entry*> rest() const;  // entries not taken
   void finish();                                 // notes every key that was not taken
   const yaml::Node& node() const { return node_; }
 
@@ -86,7 +86,7 @@ class MapReader {
   std::vector<std::string> known_;
 };
 
-// Notes every scalar of `list` that stands in it a second time, with both places.
+// Notes every scalar that `list` repeats, with both places.
 void note_repeats(const yaml::Node& list, Problems& problems);
 
 // Every list inside `entry` is an axis: one copy of the entry per combination, the last axis fastest. An empty list, a

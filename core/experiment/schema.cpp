@@ -53,7 +53,7 @@ Json described(Json schema, const std::string& help) {
   return schema;
 }
 
-// A map with these keys only; an empty one may be left out altogether.
+// A map with these keys only, or null for an empty one.
 Json closed(Json properties) {
   return {{"type", {"object", "null"}}, {"properties", std::move(properties)}, {"additionalProperties", false}};
 }
@@ -78,7 +78,7 @@ Json params(const PluginInfo& plugin) {
   return properties;
 }
 
-// {NAME: {...}} with one key out of those of `properties`.
+// {NAME: {...}} with one key of `properties`.
 Json one_of_keys(Json properties) {
   return {{"type", "object"},
           {"properties", std::move(properties)},

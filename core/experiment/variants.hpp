@@ -1,4 +1,4 @@
-// What tells the policies and tasks of one experiment apart, in tables for people.
+// Texts that tell the policies and tasks of one experiment apart in tables.
 #pragma once
 #include <string>
 
@@ -9,10 +9,10 @@ struct Experiment;
 struct PolicySpec;
 struct TaskSpec;
 
-// "snapkv window=8": the entry's label and what tells it apart from the experiment's other entries of that label.
+// "snapkv window=8": the entry's label and the parameters that differ among the experiment's entries of that label.
 std::string policy_text(const Experiment& experiment, const PolicySpec& policy);
 
-// "niah", or "niah question=decode" when the policy does not see the question: other scores, so another name in tables.
+// "niah", or "niah question=decode" when the policy does not see the question: its scores differ, so its name does.
 std::string task_label(const TaskSpec& task);
 
 // ", 64 requests, poisson 2/s", or nothing without a workload.

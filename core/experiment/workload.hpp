@@ -7,24 +7,21 @@
 
 namespace kvlab {
 
-enum class Arrivals : std::uint8_t {
-  all,
-  poisson,
-  trace
-};  // at the start | at random times of a rate | a file's times
+// Requests arrive all at the start, at random times of a rate, or at a file's times.
+enum class Arrivals : std::uint8_t { all, poisson, trace };
 
 struct WorkloadSpec {
-  int requests = 0;  // the task's prompts, again from the first when there are fewer; 0 = one of each, or the file's
+  int requests = 0;  // the prompts repeat when there are fewer; 0 = one per prompt or line of the file
   Arrivals arrivals = Arrivals::all;
-  double rate = 0;          // requests per second, of poisson
-  std::string file;         // of trace, as written
+  double rate = 0;          // requests per second, for poisson
+  std::string file;         // for trace, as written
   bool ignore_eos = false;  // answers go on to their longest
   std::string where;
 
   std::string text() const;  // "64 requests, poisson 2/s"
 };
 
-// `node` holds no lists (expand_axes). What is wrong is noted.
+// `node` holds no lists (expand_axes). Errors are noted.
 WorkloadSpec read_workload(const yaml::Node& node, Problems& problems);
 
 }  // namespace kvlab
