@@ -1,4 +1,4 @@
-// Schema version 1: how the structs of results.hpp lie in one open HDF5 file. Callers hold h5::lock().
+// Schema version 1: the layout of the structs of results.hpp in an HDF5 file. Callers hold h5::lock().
 #pragma once
 #include <string>
 #include <vector>
@@ -20,7 +20,7 @@ std::vector<SummaryRow> read_summary_rows(const h5::File& file);  // checks the 
 void write_cell_group(const h5::File& file, const CellResult& cell);
 CellResult read_cell_group(const h5::File& file, const std::string& id);
 
-// The group of one cell as it is (H5Ocopy); not its summary row.
+// Copies the group of one cell unchanged (H5Ocopy), without its summary row.
 void copy_cell(const h5::File& from, const h5::File& to, const std::string& id);
 
 }  // namespace kvlab::results

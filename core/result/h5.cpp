@@ -81,9 +81,9 @@ namespace {
 
 Handle access_list(const std::string& path) {
   Handle access = own(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "make a property list", path);
-  // SEMI: closing a file while one of its objects is open is an error, not a file that stays open unseen.
+  // With SEMI it is an error to close a file while one of its objects is open. Otherwise the file stays open unseen.
   check(H5Pset_fclose_degree(access.get(), H5F_CLOSE_SEMI), "set a property", path);
-  // Files are written once under a temporary name, and network file systems refuse locks.
+  // Files need no lock, since they are written once under a temporary name. Network file systems refuse locks.
   check(H5Pset_file_locking(access.get(), false, true), "set a property", path);
   return access;
 }
@@ -92,12 +92,12 @@ Handle access_list(const std::string& path) {
 
 File File::create(const std::string& name, std::size_t user_block) {
   quiet();
-  constexpr std::size_t growth = 1u << 20;  // bytes of memory at a time
+  constexpr std::size_t growth = 1u << 20;  // bytes by which the file's memory grows
   const Handle access = access_list(name);
   check(H5Pset_fapl_core(access.get(), growth, false), "set a property", name);
   const Handle creation = own(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list", name);
   check(H5Pset_userblock(creation.get(), user_block), "set the user block", name);
-  // HDF5 reads a file of this name first, if there is one, and refuses the name of an abandoned one.
+  // No file has this name: HDF5 would read such a file first, and it refuses the name of an abandoned one.
   static std::int64_t made = 0;
   const std::string nowhere = name + "/in memory " + std::to_string(made++);
   return File(

@@ -60,7 +60,7 @@ class Location {
   const std::string& file() const { return file_; }
 
   Location group(const std::string& path) const;                     // opens; Errc::result_file if it is not there
-  Location create_group(const std::string& path) const;              // with the groups above it
+  Location create_group(const std::string& path) const;              // also the groups above it
   bool has(const std::string& path) const;                           // every link on the way exists
   std::vector<std::string> children(const std::string& path) const;  // ascending names
 
@@ -71,8 +71,8 @@ class Location {
   void write(const std::string& name, const std::vector<std::int64_t>& values, const std::vector<std::int64_t>& shape,
              const std::string& unit) const;
   std::size_t rank(const std::string& name) const;  // dimensions of a dataset
-  // shape, if given, receives the extent. Errc::result_file if the element class or the rank differs from what is
-  // wanted, or if the file is too small to hold what the dataset claims.
+  // shape, if given, receives the extent. Errc::result_file if the element class or the rank differs, or if the file is
+  // too small for the extent.
   std::vector<float> read_f32(const std::string& name, std::size_t rank,
                               std::vector<std::int64_t>* shape = nullptr) const;
   std::vector<std::int32_t> read_i32(const std::string& name, std::size_t rank,
@@ -82,8 +82,8 @@ class Location {
 
   // Columns of equal length. Units become the attribute `units`, one string per column.
   void write_table(const std::string& name, const std::vector<Column>& columns) const;
-  // Fills the given columns (name and type set) by name; a missing column or another type class is an error.
   bool has_column(const std::string& name, const std::string& column) const;  // of a table
+  // Fills the given columns (name and type set) by name; a missing column or another type class is an error.
   void read_table(const std::string& name, std::vector<Column>& columns) const;
 
   // object: a path below this location, "." for itself.
@@ -111,14 +111,14 @@ class Location {
 
 class File : public Location {
  public:
-  // A new file in memory, which errors call `name`, with `user_block` zero bytes in front (0, or a power of two from
-  // 512). HDF5 crashes when a disk is full, so it writes to none.
+  // Makes a file in memory, with `user_block` zero bytes in front (0, or a power of two from 512). Errors call it
+  // `name`. HDF5 crashes when a disk is full, so it writes to none.
   static File create(const std::string& name, std::size_t user_block = 0);
   static File open(const std::string& path);  // read only
 
-  // Of a new file: all of it, user block included, until the file is next written to or goes.
+  // The bytes of a new file, user block included. The view lives until the file is written to or destroyed.
   std::string_view bytes() const;
-  // A new file that an error left half written is given up: HDF5 may crash when it closes one. Its memory is lost.
+  // Gives up a new file that an error left half written: HDF5 may crash when it closes one. Its memory is lost.
   void abandon();
 
  private:

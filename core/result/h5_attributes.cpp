@@ -56,7 +56,7 @@ std::vector<std::string> Location::texts_attribute(const std::string& object, co
     fail("got an attribute of another type, wanted variable-length text", file_, name);
   const Handle space = own(H5Aget_space(attribute.get()), H5Sclose, "read an attribute's extent", file_, name);
   const hssize_t count = H5Sget_simple_extent_npoints(space.get());
-  // A dense attribute of text holds 16 bytes per element in a file that is there.
+  // Every element of an attribute of variable-length text takes 16 bytes of the file.
   const hsize_t bytes = file_size(attribute.get(), file_);
   if (count < 0 || static_cast<hsize_t>(count) > bytes / 16) fail("got an attribute larger than its file", file_, name);
   const Handle type = text_type(H5T_VARIABLE, H5Tget_cset(stored.get()), file_);

@@ -6,7 +6,7 @@
 namespace kvlab::h5::detail {
 namespace {
 
-// What HDF5 says about its last failure, innermost first.
+// HDF5's innermost description of its last failure.
 std::string reason() {
   std::string text;
   const auto take = [](unsigned, const H5E_error2_t* e, void* out) -> herr_t {
@@ -21,7 +21,7 @@ std::string reason() {
 }  // namespace
 
 void quiet() {
-  // Files are closed by their owners; at exit HDF5 would also close those that were given up (File::abandon).
+  // Owners close their files. At exit HDF5 would also close those that were given up (File::abandon).
   static const herr_t once = H5dont_atexit();
   static_cast<void>(once);
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);

@@ -22,7 +22,7 @@ std::size_t Column::rows() const {
 
 namespace {
 
-// One member of a compound row. The same in memory and in the file: kvlab runs on little-endian machines only.
+// One member of a compound row. Memory and file have the same layout: kvlab runs on little-endian machines only.
 struct Member {
   Handle type;
   std::size_t offset = 0, size = 0;

@@ -5,8 +5,7 @@
 
 namespace kvlab::h5 {
 
-// The same text with every byte that is not part of valid UTF-8, and every NUL (HDF5 text ends there), replaced by
-// U+FFFD.
+// The text with U+FFFD in place of every byte that is not part of valid UTF-8, and of every NUL (HDF5 text ends there).
 std::string valid_utf8(std::string_view text);
 
 }  // namespace kvlab::h5

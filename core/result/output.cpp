@@ -30,8 +30,8 @@ namespace fs = std::filesystem;
   throw Error(Errc::result_file, message, out_path);
 }
 
-// Permissions do not tell whether a file system takes new files (/proc, a full or read-only disk): a file does.
-// name: of a file that will be written, so that a name too long for the disk shows here.
+// Permissions do not tell whether a file system takes new files (/proc, a full or read-only disk), so probe() writes
+// one. name: of a file that will be written, so that a name too long for the disk shows here.
 void probe(const fs::path& folder, const fs::path& name, const std::string& out_path) {
   try {
     const char block[4096] = {};
@@ -58,7 +58,7 @@ bool has_parts(const std::string& out_path) {
   return fs::is_directory(parts_folder(out_path), error) && !fs::is_empty(parts_folder(out_path), error);
 }
 
-// An undamaged file of ours: is it of the kind that will replace it?
+// Refuses an undamaged file of ours that is not of the kind that will replace it.
 void check_kind(const h5::File& file, OutputKind kind, const std::string& out_path) {
   const bool profile = file.has("profilers");
   if (profile && kind == OutputKind::results)
@@ -154,7 +154,7 @@ std::unique_ptr<OutputLock> open_output(const std::string& out_path, const std::
   make_folder(folder_of(file), out_path);
   auto lock = std::make_unique<OutputLock>(out_path, command);
   remove_abandoned(folder_of(file), file);
-  check_output(out_path, kind);  // nobody changes it from here on
+  check_output(out_path, kind);  // under the lock no other run changes it
   if (kind == OutputKind::results) {
     make_folder(parts_folder(out_path), out_path);
     check_folder(parts_folder(out_path), "probe.h5", out_path);
@@ -176,7 +176,7 @@ OutputLock::OutputLock(const std::string& out_path, const std::string& command)
 }
 
 OutputLock::~OutputLock() {
-  // While it is locked, so that nobody loses a file that he has locked since.
+  // It is removed while it is locked: later the file could be another run's lock.
   if (::getpid() == owner_) ::unlink(path_.c_str());
   ::close(fd_);
 }

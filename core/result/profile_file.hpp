@@ -1,5 +1,5 @@
-// Profile files: what calibration left behind, keyed by the model. HDF5, sealed: root attributes as in a result file
-// and `model`, `model_fingerprint`; one group per profiler with its arrays (f32, attribute `units`) and `params`
+// Profile files: the calibration of one model, in sealed HDF5. Root attributes are those of a result file, `kind`,
+// `model` and `model_fingerprint`. Each profiler has a group with its arrays (f32, attribute `units`) and `params`
 // (JSON).
 #pragma once
 #include <kvlab/profiler.hpp>
@@ -23,9 +23,9 @@ struct ProfileFile {
 
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);
 bool is_profile(const std::string& path);           // false for any other file
-ProfileFile read_profile(const std::string& path);  // Errc::result_file for a file that is none
+ProfileFile read_profile(const std::string& path);  // Errc::result_file for any other file
 
-// A table of how each array's values spread over the heads.
+// A table of quantiles of each array's values.
 std::string profile_table(const ProfileFile& profile, Format format = Format::table);
 
 }  // namespace kvlab::results

@@ -47,7 +47,7 @@ std::vector<std::string> split_labels(const std::string& labels) {
   return out;
 }
 
-// What a row's labels say of the cell, without what happened around it.
+// A row's labels without "disturbed", which tells about other processes and not about the cell.
 std::vector<std::string> identity_of(const SummaryRow& row) {
   auto labels = split_labels(row.labels);
   std::erase(labels, "disturbed");
@@ -59,7 +59,7 @@ bool belongs(const Group& group, const SummaryRow& row) {
   if (row.policy != first.policy || row.params != first.params || identity_of(row) != identity_of(first) ||
       row.budget_bytes != first.budget_bytes)
     return false;
-  // Cells that failed may have no measured budget. The same seed and repeat twice = two configurations.
+  // Failed cells may have no measured budget. The same seed and repeat twice mean two configurations.
   if (row.status == "ok" && first.status == "ok" && !near(row.budget_tokens, first.budget_tokens)) return false;
   const auto same_run = [&](const SummaryRow* other) { return other->seed == row.seed && other->repeat == row.repeat; };
   return std::none_of(group.good.begin(), group.good.end(), same_run) &&
@@ -173,7 +173,7 @@ std::string label_note(const std::string& label) {
   return label;
 }
 
-// The group's own, and what happened around any of its cells.
+// The group's own labels, and "disturbed" if any of its good cells was.
 std::vector<std::string> labels_of(const Group& group) {
   auto labels = identity_of(group.first());
   const auto is_disturbed = [](const SummaryRow* row) { return split_labels(row->labels) != identity_of(*row); };
@@ -181,7 +181,7 @@ std::vector<std::string> labels_of(const Group& group) {
   return labels;
 }
 
-// Each warning once, with the cells that it was said of.
+// Each warning once, with its cells.
 std::vector<std::string> cell_warnings(const std::vector<SummaryRow>& rows) {
   constexpr std::size_t named = 3;
   std::vector<std::pair<std::string, std::vector<std::string>>> found;
@@ -221,7 +221,7 @@ ReportColumn mean_of(const char* name, Get get) {
   return {name, [get](const Group& group) { return mean(group, get); }};
 }
 
-// After policy, budget and n.
+// The columns after policy, budget and n.
 std::vector<ReportColumn> columns_for(const Block& block) {
   using Row = const SummaryRow&;
   const ReportColumn score{"score", score_text};
@@ -275,7 +275,7 @@ ReportTable table_of(const Block& block, ReportPage& page) {
     table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});
     for (const auto& column : columns) table.rows.back().push_back(column.text(group));
   }
-  // One run per row needs no column that says so.
+  // The column n goes if no row has more than one run.
   if (std::all_of(table.rows.begin(), table.rows.end(),
                   [](const auto& row) { return row[2] == "1" || row[2] == "0"; })) {
     table.header.erase(table.header.begin() + 2);
@@ -284,7 +284,7 @@ ReportTable table_of(const Block& block, ReportPage& page) {
   return table;
 }
 
-// Names of all policies' parameters; one that is called like a column of /summary gets "params." in front.
+// Titles of all policies' parameters. A parameter with the name of a column of /summary gets "params." in front.
 std::map<std::string, std::string> parameter_columns(const std::vector<std::map<std::string, std::string>>& rows,
                                                      const std::vector<h5::Column>& columns) {
   std::map<std::string, std::string> titles;  // by parameter

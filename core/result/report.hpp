@@ -11,9 +11,9 @@ enum class Format { table, md, csv, latex };
 
 Format parse_format(std::string_view word);  // Errc::config names the four words
 
-// Repeats and seeds of one row become mean ± standard deviation with n; csv has one line per cell with every column,
-// exact, and behind them one column per policy parameter.
-// '-' = not measured. Footnotes: labels, failed and out-of-memory cells with their error, policies that never acted.
+// A row has the mean ± standard deviation of its n repeats and seeds; '-' = not measured. Footnotes explain labels and
+// give the errors of failed and out-of-memory cells; warnings name policies that never acted. csv has one line per
+// cell: every column, exact, then one column per policy parameter.
 std::string report(const Summary& summary, Format format);
 std::string report(const std::string& path, Format format);  // read_summary, then the above
 

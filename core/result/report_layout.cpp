@@ -6,7 +6,7 @@
 namespace kvlab::results {
 namespace {
 
-// The code point at `at`, which moves behind it; a byte that is no UTF-8 stands for itself.
+// Reads the code point at `at` and moves `at` behind it. A byte that is no UTF-8 stands for itself.
 std::uint32_t next_code_point(std::string_view text, std::size_t& at) {
   const auto lead = static_cast<std::uint8_t>(text[at++]);
   const int more = lead >= 0xf0 ? 3 : lead >= 0xe0 ? 2 : lead >= 0xc0 ? 1 : 0;
@@ -119,7 +119,7 @@ std::string escape_latex(std::string_view text) {
       case '^': out += "\\textasciicircum{}"; break;
       case '<': out += "\\textless{}"; break;
       case '>': out += "\\textgreater{}"; break;
-      case '[':  // would be an option of the line break before it
+      case '[':  // LaTeX would read it as an option of the line break before it
         out += "{[}";
         break;
       case 0xb1: out += "$\\pm$"; break;
@@ -144,7 +144,7 @@ std::string render(const ReportPage& page, Format format) {
   const auto spell = [&](const std::string& text) {
     return format == Format::md ? escape_markdown(text) : format == Format::latex ? escape_latex(text) : text;
   };
-  // Markdown and LaTeX join the lines of a paragraph: each note is one of its own.
+  // Markdown and LaTeX join the lines of a paragraph, so each note is a paragraph.
   const char* end = format == Format::table ? "\n" : "\n\n";
   std::string out = format == Format::latex ? "% " + page.head + "\n" : spell(page.head) + end;
   for (const ReportTable& table : page.tables) {

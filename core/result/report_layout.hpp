@@ -1,4 +1,4 @@
-// A report between its numbers and its format: tables of finished text, and how each format spells them.
+// The layout of a report: tables of finished text, and their spelling in each format.
 #pragma once
 #include <string>
 #include <string_view>
@@ -15,7 +15,7 @@ struct ReportTable {
 };
 
 struct ReportPage {
-  std::string head;  // what ran where
+  std::string head;  // version, time, machine and device of the run
   std::vector<ReportTable> tables;
   std::vector<std::string> notes;  // without their number: note i is [i + 1] in the tables
   std::vector<std::string> warnings;

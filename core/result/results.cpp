@@ -22,7 +22,7 @@ struct Part {
   fs::file_time_type written;
 };
 
-// By name, so that every walk over a folder has one order.
+// The parts by name, so that every walk over a folder has one order.
 std::vector<Part> list_parts(const std::string& out_path) {
   std::vector<Part> parts;
   std::error_code ignored;
@@ -34,7 +34,7 @@ std::vector<Part> list_parts(const std::string& out_path) {
   return parts;
 }
 
-// The one row of a part's summary, after everything that would make it unusable has been looked at.
+// Checks that a part is usable and returns the one row of its summary.
 SummaryRow part_row(const h5::File& file, const std::string& id) {
   auto rows = read_summary_rows(file);
   if (rows.size() != 1 || rows.front().cell != id)
@@ -43,7 +43,7 @@ SummaryRow part_row(const h5::File& file, const std::string& id) {
   return std::move(rows.front());
 }
 
-// `name`, or with a number behind it, so that no file has it.
+// `name`, or `name` with a number behind it if a file has that name.
 std::string free_name(const std::string& name) {
   std::error_code ignored;
   std::string free = name;
@@ -51,7 +51,7 @@ std::string free_name(const std::string& name) {
   return free;
 }
 
-// Cells of OUT whose parts were deleted get parts again, since OUT is rebuilt from parts and what is finished stays.
+// Copies cells of OUT whose parts were deleted into new parts, since OUT is rebuilt from parts and finished cells stay.
 // Returns their rows.
 std::vector<SummaryRow> restore_parts(const std::string& out_path) {
   std::vector<SummaryRow> restored;

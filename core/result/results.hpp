@@ -1,5 +1,5 @@
-// What a run writes (HDF5 schema version 1) and how it survives a kill: every finished cell is a file of its own,
-// OUT.parts/<id>.h5, and OUT is rebuilt from those. A part and OUT have the same layout.
+// The result files of a run (HDF5 schema version 1). So that cells survive a kill, every finished cell is a file of its
+// own, OUT.parts/<id>.h5, and OUT is rebuilt from those. A part and OUT have the same layout.
 //
 // Both files begin with a 512-byte HDF5 user block: a text line with the length and a hash of everything after it. It
 // is checked before HDF5 parses a byte, since HDF5 itself crashes on some damaged files. All functions may be called
@@ -25,7 +25,7 @@ struct RunInfo {
   int threads = 0;
 };
 
-// One row of /summary. NaN or -1 = not measured. Text is UTF-8; what is not becomes U+FFFD when it is written.
+// One row of /summary. NaN or -1 = not measured. Text is UTF-8; other bytes become U+FFFD when it is written.
 struct SummaryRow {
   std::string cell, model, policy;
   std::string params;   // JSON
@@ -51,26 +51,26 @@ struct SummaryRow {
   double ttft_ms = not_measured;
   double tpot_ms_p50 = not_measured, tpot_ms_p95 = not_measured, tpot_ms_p99 = not_measured;
   double tokens_per_s = not_measured;
-  std::string workload;  // of a cell with one; its tokens_per_s is of the whole time
+  std::string workload;  // empty without one; with one, tokens_per_s is of the whole time
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
-  std::int64_t nonfinite = 0;      // numbers that are NaN or infinite, of the call that ended a failed cell
-  // Of a timed cell's timed part:
+  std::int64_t nonfinite = 0;      // NaN and infinite numbers in the call that ended a failed cell
+  // The fields below describe the timed part of a timed cell.
   double load = not_measured;             // the machine's load average over a minute, at its end
   double other_cores = not_measured;      // mean number of our cores that other processes used
   double waiting_threads = not_measured;  // mean number of our threads that could run and had no core
   std::int64_t involuntary_switches = -1, voluntary_switches = -1;
-  std::int64_t threads = -1;  // the fewest that worked
+  std::int64_t threads = -1;  // the fewest OpenMP threads that worked
 };
 
 void add_label(SummaryRow& row, const std::string& label);
 
 struct SampleRow {
-  std::int64_t sample = 0;        // of the cell: a row a question, or a request
-  std::int64_t task_sample = -1;  // of the task: rows of one context share it; -1 in files of earlier versions
-  std::int64_t question = -1;     // of that sample
+  std::int64_t sample = 0;        // index in the cell: one row per question or request
+  std::int64_t task_sample = -1;  // index in the task: rows of one context share it; -1 in files of earlier versions
+  std::int64_t question = -1;     // index in that sample
   std::int64_t follows = -1;      // 1 = a turn: it goes on where the question before it ended
   std::string prompt_sha256;
   std::int64_t prompt_tokens = 0;
@@ -80,7 +80,7 @@ struct SampleRow {
   double score = not_measured, kl = not_measured, top1 = not_measured;
   std::int64_t first_divergence = -1;  // generated token; -1 = none or not measured
   double arrival_ms = not_measured, queue_ms = not_measured, ttft_ms = not_measured;
-  double end_ms = not_measured;   // of a request's last token, since the start, as arrival_ms is
+  double end_ms = not_measured;   // of a request's last token; since the start, like arrival_ms
   std::int64_t preemptions = -1;  // of a request
 };
 
@@ -92,7 +92,7 @@ struct LedgerRow {
 
 enum class TraceKind : std::uint8_t { select, promote, evict, trigger };
 
-// Names selected[begin, begin + count).
+// Its tokens or pages are Trace::selected[begin, begin + count).
 struct TraceEvent {
   std::int32_t sample = 0, token = 0, layer = 0, kv_head = 0;
   TraceKind kind = TraceKind::select;
@@ -101,7 +101,7 @@ struct TraceEvent {
 
 // An empty vector = not measured: its dataset is not written.
 struct Fidelity {
-  std::vector<float> kl, top1;                         // [generated token]: of the forced answer, the full cache's
+  std::vector<float> kl, top1;                         // [generated token] of the full cache's answer, which is forced
   std::vector<std::int64_t> offsets;                   // [sample + 1] into the rows of this group
   std::int64_t layers = 0;                             // of the three below
   std::vector<float> mass, page_recall, output_error;  // [generated token, layer]
@@ -113,13 +113,13 @@ struct Trace {
   std::vector<std::int64_t> kept_offsets;  // [sample, layer, kv_head, 2]: begin and end in `kept`
   std::vector<std::int32_t> selected;      // tokens or pages, by event
   std::vector<TraceEvent> events;
-  std::int64_t pages = 0;                   // that a KV head has room for; 0 = a file that does not say
-  std::vector<std::int32_t> tokens;         // ids, a sample after the other: all it was fed, then its answer
+  std::int64_t pages = 0;                   // for which a KV head has room; 0 = the file does not say
+  std::vector<std::int32_t> tokens;         // ids, sample by sample: all that it was fed, then its answer
   std::vector<std::int64_t> token_offsets;  // [sample, 4] into `tokens`, see token_columns
 };
 
-// Columns of Trace::token_offsets. What lies between the first two was prefilled. A turn's fed tokens are those of its
-// whole conversation, earlier answers included; an answer has its end-of-sequence token.
+// Columns of Trace::token_offsets. Tokens between the first two were prefilled. A turn's fed tokens are those of its
+// whole conversation, earlier answers included. An answer includes its end-of-sequence token.
 inline constexpr std::int64_t token_columns = 4;  // begin of prompt, of fed tokens, of answer; the answer's end
 
 struct CellResult {
@@ -129,7 +129,7 @@ struct CellResult {
   std::vector<float> token_ms;              // [generated token]
   std::vector<std::int64_t> token_offsets;  // [sample + 1] into token_ms
   std::vector<float> step_ms;               // [engine step]
-  std::vector<float> step_device_ms;        // [engine step] of its kernels on a GPU; NaN = not measured
+  std::vector<float> step_device_ms;        // [engine step] of the GPU's kernels; NaN = not measured
   std::vector<std::string> parts;           // names of the columns of step_parts
   std::vector<float> step_parts;            // ms [engine step, part]
   std::vector<LedgerRow> ledger;
@@ -147,13 +147,13 @@ struct Finished {
                                             // per file among the parts that kvlab did not write, which stays
 };
 
-// What need not run again. Also removes temporary files that killed processes of this host left, and gives cells of
-// OUT whose parts were deleted new ones, copied from OUT. Neither OUT nor a folder = nothing finished.
+// The cells that need not run again; none if neither OUT nor its parts exist. Also removes temporary files that killed
+// processes of this host left. Cells of OUT whose parts were deleted get new parts, copied from OUT.
 Finished finished(const std::string& out_path);
 
 // Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part
-// are left out (not run yet). Returns warnings: one per damaged part, which is left out too. OUT is made in memory,
-// which takes as many bytes as OUT has, and goes to the disk in one piece: Errc::io if that has no room for it.
+// have not run yet and are left out. Returns warnings: one per damaged part, which is left out too. OUT is made in
+// memory, in as many bytes as it has, and written to the disk in one piece. Errc::io if the disk has no room for it.
 std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& info, const std::vector<std::string>& ids);
 
 struct Summary {

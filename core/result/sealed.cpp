@@ -29,7 +29,7 @@ constexpr std::string_view magic = "kvlab sealed 1\n";
   throw Error(Errc::io, std::string("got '") + std::strerror(errno) + "', wanted to " + what, path);
 }
 
-// O_NONBLOCK: opening a FIFO waits for a writer otherwise.
+// Without O_NONBLOCK, opening a FIFO would wait for a writer.
 int open_to_read(const std::string& path) { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); }
 
 std::size_t read_some(int fd, char* to, std::size_t size, const std::string& path) {
@@ -44,12 +44,12 @@ std::size_t read_some(int fd, char* to, std::size_t size, const std::string& pat
   return got;
 }
 
-// Of everything after the user block.
+// Length and checksum of everything after the user block.
 struct Seal {
   std::uint64_t bytes = 0, sum = 0xcbf29ce484222325u;
 
-  // In pieces of a multiple of 8 bytes but for the last. Every step is a bijection of the sum, so no change of a
-  // single word goes unseen.
+  // Every piece but the last has a multiple of 8 bytes. Every step is a bijection of the sum, so no change of a single
+  // word goes unseen.
   void add(std::string_view piece) {
     for (std::size_t at = 0; at < piece.size(); at += 8) {
       std::uint64_t word = 0;

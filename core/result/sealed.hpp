@@ -1,4 +1,4 @@
-// Files that are either complete or not there, and that are known to be undamaged before HDF5 parses them.
+// Files that are either complete or not there. They are checked for damage before HDF5 parses them.
 // A sealed file begins with a 512-byte HDF5 user block: "kvlab sealed 1\nbytes N\nsum HEX\n", zero padded; N and HEX
 // cover everything after the block. Every HDF5 reader skips it.
 #pragma once
@@ -9,13 +9,13 @@
 
 namespace kvlab::results {
 
-// Whose a file is, by its first bytes. A file of ours that was cut, even to nothing, is ours.
+// Who wrote a file, by its first bytes. A file of ours that was cut, even to nothing, is ours.
 enum class Origin : std::uint8_t { absent, ours, foreign };
-Origin origin_of(const std::string& path);  // foreign: also what is no regular file or cannot be read
+Origin origin_of(const std::string& path);  // foreign: also if it is no regular file or cannot be read
 
-// Calls fill on a new HDF5 file in memory, seals it, and gives it to the disk (base/new_file.hpp; the folder is made if
-// it is not there). Whatever was at `path` is replaced at once or, on an Error, stays. Errc::io if the disk does not
-// take it; Errc::result_file if `path` is a file that kvlab did not write. Memory: the size of the file.
+// Calls fill on a new HDF5 file in memory, seals it, and writes it to the disk (base/new_file.hpp). Makes the folder if
+// it is missing. A file at `path` is replaced at once or, on an Error, stays. Errc::io if the disk does not take it;
+// Errc::result_file if `path` is a file that kvlab did not write. Memory: the size of the file.
 void write_sealed(const std::string& path, const std::function<void(const h5::File&)>& fill);
 
 // Errc::io if the file cannot be read; Errc::result_file if it is cut, changed or not sealed.

@@ -18,7 +18,7 @@ std::string own_words(const std::string& path) {
   return name_end == path.npos ? path : path.substr(name_end + 1);
 }
 
-// With values as they are in JSON; an empty object (a plugin without parameters) is null.
+// The leaves of a `params` text with their JSON values. An empty object (a plugin without parameters) is null.
 std::map<std::string, nlohmann::json> leaves(const std::string& params) {
   std::map<std::string, nlohmann::json> out;
   const nlohmann::json json = nlohmann::json::parse(params, nullptr, false);
@@ -49,7 +49,7 @@ std::string varying_text(const std::string& own, const std::vector<std::string>&
   static const std::set<std::string> amounts{"budget.tokens", "budget.ratio", "budget.bytes"};
   std::vector<std::map<std::string, nlohmann::json>> theirs;
   for (const std::string& other : others) theirs.push_back(leaves(other));
-  std::map<std::string, std::string> words;  // by the name that people see
+  std::map<std::string, std::string> words;  // by the name in tables
   for (const auto& [name, value] : leaves(own)) {
     if (amounts.count(name)) continue;
     const bool differs = std::any_of(theirs.begin(), theirs.end(), [&, &n = name, &v = value](const auto& other) {

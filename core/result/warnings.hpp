@@ -7,13 +7,13 @@
 
 namespace kvlab::results {
 
-// The column's text. Line ends and control characters inside a warning are made visible.
+// The column's text. Inside a warning, line ends become blanks and control characters are made visible.
 std::string column_of(const std::vector<std::string>& warnings);
 
 // The lines of the row's column, and never_acted where the column does not have it (files of earlier versions).
 std::vector<std::string> warnings_of(const SummaryRow& row);
 
-// A budget below the context changed nothing: the row is the full cache under another name. The warning, or "".
+// The warning that a budget below the context changed nothing, or "". Such a row is the full cache under another name.
 std::string never_acted(const SummaryRow& row);
 
 }  // namespace kvlab::results
