@@ -55,7 +55,7 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
                                   std::to_string(model.config.context) + ", the context of " + model.name);
 }
 
-// body(); what the store refuses of a policy's edits gets the name of their author.
+// Runs body(). An error of the store about a policy's edits gets the name of their author.
 template <class Body>
 auto authored(const Policy& policy, Body body) {
   try {
@@ -239,7 +239,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   return kv;
 }
 
-// The last window queries of the prompt so far, when they may have to be joined with the next chunk's.
+// Keeps the last window queries of the prompt so far. The next chunk may have too few to fill the window.
 void Engine::keep_window(const PromptLayer& l) {
   auto& layers = tail_[static_cast<std::size_t>(l.slot)];
   layers.resize(static_cast<std::size_t>(store_->shape().layers));
@@ -253,7 +253,7 @@ void Engine::keep_window(const PromptLayer& l) {
   tail = std::move(next);
 }
 
-// Prompt attention reads everything: a further prompt of a sequence whose pages went to the host brings them back.
+// Prompt attention reads the whole cache, so pages on the host come back before a sequence's next prompt.
 Fit Engine::before_prompt(int layer, int slot) {
   const PartTimer timer(Part::recall);
   return store_->recall_all(layer, slot);

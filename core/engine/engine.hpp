@@ -1,5 +1,5 @@
-// Model, store and policy put together: sequences live in slots, prompts are prefilled, decode steps run batched and
-// ragged.
+// The engine runs a model, a store and a policy together. Sequences live in slots. It prefills prompts, and a decode
+// step feeds one token to each row; rows may have different lengths.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -25,43 +25,43 @@ struct EngineOptions {
   int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   BudgetAmount budget;
   std::int64_t device_limit = -1;
-  bool batch_invariant = false;  // make_executor
-  bool graphs = true;            // on a GPU: decode steps may be launched as graphs, of which no part can be timed
+  bool batch_invariant = false;  // see make_executor
+  bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
   bool protect_host = false;     // tests: the host tier is unreadable while attention runs
 };
 
-// Sees what passes through the engine; for measurement. Everything is borrowed for the call and host memory; of the
-// store only what is exact on either device is asked for, no views.
+// Measures what passes through the engine. All arguments are host memory, borrowed for the call. An observer asks the
+// store for its shape and positions, which are exact on either device, and for no views.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  // What of a prompt's layers it reads: the rest need not come from a GPU.
+  // The parts of a prompt's layer that the observer reads. A GPU need not copy the others.
   enum class Prompt : std::uint8_t { nothing, keys_and_values, everything };
   virtual Prompt reads_of_prompt() const { return Prompt::everything; }
   virtual void prompt(const PromptLayer&, const Store&) {}
   virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits
 };
 
-// What a slot was given since it was opened: `tokens` of a prompt in one call, or decode steps of one token each.
+// An entry of a slot's history since it opened: the tokens of one prefill call, or of decode steps in a row.
 struct Given {
   std::vector<int> tokens;
   bool prompt = false, end = false;  // end: the prompt ended here
 };
 
-// A sequence to go on with in another slot.
+// A sequence that another slot can continue.
 struct SavedSequence {
   std::vector<std::byte> cache;
   std::vector<Given> given;
 };
 
-// A call of which numbers were not finite, with what it takes to come to it again (run/nonfinite.hpp).
+// Reports a call whose numbers were not finite, with the tokens that replay it (run/nonfinite.hpp).
 class NonFiniteStep final : public NonFinite {
  public:
   struct Row {
     std::uint32_t sequence = 0, question = 0;
     std::vector<Given> given;
   };
-  // rows: those that were not finite, at least one.
+  // rows: the rows with such numbers, at least one.
   explicit NonFiniteStep(std::vector<Row> rows);
   const std::vector<Row>& rows() const noexcept { return rows_; }
 
@@ -71,35 +71,35 @@ class NonFiniteStep final : public NonFinite {
 
 class Engine final : private LayerHooks {
  public:
-  // Errc::config and Errc::unsupported for needs that this engine cannot meet.
+  // Throws Errc::config or Errc::unsupported for needs that this engine cannot meet.
   Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options);
 
-  // The same errors without the model's weights and without taking memory.
+  // Throws the same errors. It needs no weights and makes no cache.
   static void check(const Model& model, Policy& policy, const EngineOptions& options);
 
-  // A free slot, or -1. `sequence` numbers what will be in it, for choices that are random: they follow it, so they do
-  // not depend on the slot or on what else runs.
+  // Opens a free slot and returns it, or -1. Random choices follow the number `sequence`, so they depend neither on the
+  // slot nor on other sequences.
   int open(std::uint32_t sequence = 0);
   void close(int slot);
-  // From the next step on the slot's steps belong to this question (LayerKv::question); 0 when it is opened.
+  // The slot's next steps belong to this question (LayerKv::question). A slot opens with question 0.
   void ask(int slot, std::uint32_t question);
 
-  // Both calls throw NonFiniteStep where logits, queries, cache entries or attention mass are NaN or infinite. The
-  // slots can only be closed then.
+  // prefill and step throw NonFiniteStep where logits, queries, cache entries or attention mass are NaN or infinite.
+  // The caller can then only close the slots.
 
-  // The whole prompt of an opened slot, or its next part: end = the policy may compress now. logits [k, vocab]: of the
-  // last k tokens. After out_of_memory the slot can only be closed.
+  // Prefills the whole prompt of an opened slot, or its next part. end: the prompt ends here, and the policy may
+  // compress. logits [k, vocab] receives those of the last k tokens. After out_of_memory the slot can only be closed.
   Fit prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits);
 
-  // One token per row.
+  // Runs a decode step with one token per row.
   Fit step(const std::vector<std::int32_t>& slots, std::span<const int> tokens, const StepResult& out);
 
   SavedSequence save(int slot) const { return {store_->save(slot), given_[static_cast<std::size_t>(slot)]}; }
   Fit restore(int slot, const SavedSequence& saved);
 
-  // For admission, in bytes of device frames: what a sequence of so many tokens holds when nothing of it is evicted (a
-  // page of each KV head counts whole), what it holds at the end of such a prompt by what the policy says of itself,
-  // and what the limit still leaves, on a GPU the memory that was free at the start.
+  // For admission, in bytes of device frames. full_bytes: a sequence of so many tokens without eviction, in whole pages
+  // of each KV head. prompt_bytes: the same sequence after its prompt, by the policy's demand(). free_bytes: the part
+  // of Store::page_limit() that no page takes yet.
   std::int64_t full_bytes(int tokens) const;
   std::int64_t prompt_bytes(int tokens) const;
   std::int64_t free_bytes() const;
@@ -131,28 +131,29 @@ class Engine final : private LayerHooks {
   LayerStep layer_step(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
-  // After a call of the executor: throws what its numbers show, the model's before the policy's. Returns fit.
+  // Ends a call of the executor. Throws NonFiniteStep for the model's numbers, then the error of Verified::verify() for
+  // the policy's. Returns fit.
   Fit settled(Fit fit, const std::vector<std::int32_t>& slots) const;
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;
-  bool capturable_ = false;  // by a graph: shapes of decode steps do not follow lengths then
+  bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps do not follow lengths then
   EngineOptions options_;
   OwnedStream owned_stream_;
-  Stream stream_;  // of everything that runs here
+  Stream stream_;  // all work of the engine runs on it
   std::unique_ptr<Store> store_;
   std::unique_ptr<Executor> executor_;
   EngineObserver* observer_ = nullptr;
-  HostCopy seen_;  // by the observer, on CUDA
+  HostCopy seen_;  // copies for the observer, on CUDA
 
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]
-  std::vector<Edit> waiting_;                        // of this layer's select, due after its attention
-  PagedKv pages_;                                    // what KvRows and StateColumn of the callback point to
-  PageList attended_pages_;                          // what Selection points to
+  std::vector<Edit> waiting_;                        // edits of this layer's select that are due after its attention
+  PagedKv pages_;                                    // KvRows and StateColumn of the callback point to it
+  PageList attended_pages_;                          // Selection points to one of these lists
   TokenList attended_tokens_;
   struct Tail {
     StreamMemory queries;  // [rows, query head, head_dim] f32

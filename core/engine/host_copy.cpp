@@ -16,7 +16,7 @@ std::int64_t elements_of(const View<const T, Rank>& v) {
 
 }  // namespace
 
-// All that lies between the first and the last element, in one transfer.
+// Copies everything between the first and the last element in one transfer.
 template <class T, int Rank>
 void HostCopy::fetch(const View<const T, Rank>& from, Array<T>& to, Stream s) {
   to.raw.clear();

@@ -1,4 +1,4 @@
-// What observers see of a layer when views are memory of a device: dense copies on the host.
+// Dense host copies of a layer's views, for observers of an engine whose views are device memory.
 #pragma once
 #include <vector>
 
@@ -8,10 +8,10 @@ namespace kvlab {
 
 class HostCopy {
  public:
-  // The copies live until the next call. All wait for the stream, once.
+  // The copies live until the next call. Each call waits for the stream once.
   PromptLayer of(const PromptLayer& l, bool keys_and_values_only, Stream s);
   DecodeLayer of(const DecodeLayer& l, Stream s);
-  LayerPrefill of(const LayerPrefill& l, Stream s);  // mass and window queries; the cache stays where it is
+  LayerPrefill of(const LayerPrefill& l, Stream s);  // copies mass and window queries, not the cache
 
  private:
   template <class T>
@@ -19,11 +19,11 @@ class HostCopy {
     std::vector<T> raw, dense;
   };
   template <class T, int Rank>
-  void fetch(const View<const T, Rank>& from, Array<T>& to, Stream s);  // gives the copy to the stream
+  void fetch(const View<const T, Rank>& from, Array<T>& to, Stream s);  // starts the copy on the stream
   template <class T, int Rank>
-  View<T, Rank> dense(const View<const T, Rank>& from, Array<T>& to);  // once it is there
+  View<T, Rank> dense(const View<const T, Rank>& from, Array<T>& to);  // after the copy has ended
   template <class Layer>
-  void fetch_all(const Layer& l, Stream s);  // that both kinds of layer have
+  void fetch_all(const Layer& l, Stream s);  // the views that both kinds of layer have
   template <class Layer>
   Layer dense_all(const Layer& l);
 

@@ -29,7 +29,7 @@ HostMirror::HostMirror(const Shape& shape, Summary summary)
 
 void HostMirror::release(int slot) {
   store_.close(slot);
-  store_.open();  // the one that is free
+  store_.open();  // the only free slot: the same one
 }
 
 void HostMirror::append(int layer, int slot, const float* keys, const float* values, std::int64_t tokens, int first) {

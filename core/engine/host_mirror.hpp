@@ -1,5 +1,5 @@
-// The cache of an engine on a GPU once more in host memory, for callbacks that read views there: profilers. It observes
-// the engine and takes what is appended; nothing may edit the cache, and keys lie at their text positions.
+// A copy in host memory of the cache of an engine on a GPU, for profilers, which read views there. It observes the
+// engine and appends the same tokens. Nothing may edit the cache, and keys lie at their text positions.
 #pragma once
 #include "engine/engine.hpp"
 #include "store/cpu_store.hpp"
@@ -8,15 +8,15 @@ namespace kvlab {
 
 class HostMirror final : public EngineObserver {
  public:
-  // Shape and summaries of the engine's store. A cache of f16 is one of f32 here, of the same values.
+  // Takes the shape and summaries of the engine's store. A cache of f16 becomes one of f32 with the same values.
   HostMirror(const Shape& shape, Summary summary);
 
   const Shape& shape() const { return store_.shape(); }
   Workspace& workspace() { return store_.workspace(); }
-  void release(int slot);  // what it held is gone
+  void release(int slot);  // drops the slot's tokens
 
-  // What the engine gave a policy's callback, with views of host memory; not the budgets of a step's pages. They live
-  // until the engine goes on; the stream is the engine's.
+  // Replaces the views of a callback's argument by views of host memory; page_budgets is empty. The views live until
+  // the engine goes on. s is the engine's stream.
   LayerPrefill of(const LayerPrefill& l, Stream s);
   LayerStep of(const LayerStep& l, Stream s);
 
@@ -33,8 +33,8 @@ class HostMirror final : public EngineObserver {
   HostCopy copy_;
   DecodeLayer seen_;                      // the layer that was attended last
   std::vector<std::int32_t> slots_;       // of the callback
-  PagedKv pages_;                         // what KvRows of the callback point to
-  std::vector<float> keys_, values_;      // rounded
+  PagedKv pages_;                         // KvRows of the callback point to it
+  std::vector<float> keys_, values_;      // rounded to f16
   std::vector<std::uint32_t> questions_;  // [slot]
 };
 

@@ -67,13 +67,13 @@ void Scheduler::arrive() {
     skipped_ += std::max(0., requests_[order_[arrived_]].arrival_ms - now());
   for (const double at = now(); arrived_ < order_.size(); ++arrived_) {
     const bool due = requests_[order_[arrived_]].arrival_ms <= at;
-    if (!due && (!active_.empty() || !waiting_.empty())) break;  // a clock's rounding may keep the first one back
+    if (!due && (!active_.empty() || !waiting_.empty())) break;  // rounding may leave the first one not due
     waiting_.insert(waiting_.end(), arrived_);
   }
 }
 
-// A prompt leaves no more than a shorter one did, grown in proportion: budgets are amounts or shares, so what is kept
-// grows no faster than the prompt. A page of every head for the rounding.
+// The bytes that a prompt leaves are at most those of a shorter prompt, grown in proportion. Budgets are amounts or
+// shares, so the kept part grows no faster than the prompt. One page of each head is added for rounding.
 std::int64_t Scheduler::bytes_left(std::size_t prompt) const {
   std::int64_t least = engine_.prompt_bytes(static_cast<int>(prompt));
   for (const Left& l : left_) {
@@ -88,14 +88,15 @@ bool Scheduler::fits(std::size_t index) const {
   if (free == Engine::no_limit) return true;
   const std::size_t prompt = requests_[index].prompt.size(), more = known(index);
   const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt)), kept = bytes_left(prompt);
-  // Whole prompts are compressed in each layer before the next one, chunked ones at their end.
+  // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
   const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
   const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
   const std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
   return free >= std::max(peak, after) + growth_ * static_cast<std::int64_t>(active_.size() + 1);
 }
 
-// The first one that waits, when there is room; the only one is always let in, to find out.
+// Admits the first waiting request when there is room. A request that would run alone is always admitted: only a try
+// shows whether it fits.
 bool Scheduler::admit() {
   if (waiting_.empty()) return false;
   const std::size_t rank = *waiting_.begin(), request = order_[rank];
@@ -117,7 +118,7 @@ Fit Scheduler::prompts() {
     if ((active_.empty() || !prompting(active_.back())) && !admit()) return Fit::ok;
     Active& a = active_.back();
     const std::vector<int>& prompt = request(a).prompt;
-    // Chunks begin at multiples of their size whatever else runs, so that they are the same in every schedule.
+    // Chunks begin at multiples of their size whatever else runs, so a prompt has the same chunks in every schedule.
     const std::size_t left = prompt.size() - a.prefilled, count = chunk ? std::min(chunk, left) : left;
     if (chunk && spent > 0 && spent + count > chunk) return Fit::ok;
     const bool last = count == left, asks = last && known(index(a)) == 0;
@@ -144,7 +145,8 @@ Fit Scheduler::prompts() {
   }
 }
 
-// The latest ones go until the next step of the others fits. The only one stays: its pages may have room for the token.
+// Puts back the latest requests until the next step of the others fits. The last one stays: its pages may have room for
+// the token.
 void Scheduler::make_room() {
   const auto missing = [&] {
     const auto rows = std::count_if(active_.begin(), active_.end(), [&](const Active& a) { return !prompting(a); });
@@ -167,7 +169,7 @@ Fit Scheduler::decode() {
   const std::int64_t free = engine_.free_bytes();
   const double begin = now();
   if (engine_.step(slots, tokens, StepResult(likeliest)) != Fit::ok) {
-    // What the rows hold is of no use now. Fewer of them try again.
+    // The rows' caches are of no use after a step that did not fit. Fewer rows try again.
     if (active_.size() == 1) return Fit::out_of_memory;
     most_active_ = active_.size() - 1;
     while (!active_.empty()) put_back(active_.size() - 1);
@@ -188,7 +190,7 @@ Fit Scheduler::decode() {
   return Fit::ok;
 }
 
-// A token of the answer. True when it is the last one.
+// Adds a token to the answer. Returns true when it is the last one.
 bool Scheduler::take(Active& a, int token, double at) {
   Served& s = served_[index(a)];
   s.tokens.push_back(token);

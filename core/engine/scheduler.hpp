@@ -1,11 +1,11 @@
 // Continuous batching: requests arrive, wait, take a slot when the device has room for them, and decode together, each
-// at its own length. What runs is one iteration after the other: at most `prefill_chunk` tokens of prompts, then one
-// decode step of every request whose prompt is done.
+// at its own length. An iteration runs at most `prefill_chunk` tokens of prompts, then one decode step of every request
+// whose prompt is done.
 //
-// Requests are served in the order of their arrival. When the next decode step might not fit, the latest one is
-// preempted: its cache goes, and once there is room again its prompt is prefilled and its own tokens are fed once more,
-// one by one, so that its policy sees what it saw before and its text stays the same. The earliest request is never
-// preempted for room, so every one ends.
+// Requests are served in the order of their arrival. When the next decode step might not fit, the latest request is
+// preempted and loses its cache. Once there is room again, its prompt is prefilled and its own tokens are fed one by
+// one. Its policy then sees the same steps as before, and its text stays the same. The earliest request is never
+// preempted for room, so every request ends.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -30,30 +30,30 @@ struct Request {
 struct Served {
   double arrival_ms = 0, admitted_ms = std::numeric_limits<double>::quiet_NaN();
   std::vector<int> tokens;       // of the answer
-  std::vector<double> token_ms;  // when each of them came
+  std::vector<double> token_ms;  // time of each token
   int preemptions = 0;
   bool ended = false;
 };
 
 struct SchedulerOptions {
-  int prefill_chunk = 0;                 // prompt tokens of an iteration; 0 = every prompt that fits, whole
-  std::function<bool(int)> ends;         // is this token the last one of an answer; none = answers have max_new tokens
+  int prefill_chunk = 0;                 // prompt tokens per iteration; 0 = every prompt that fits, whole
+  std::function<bool(int)> ends;         // whether this token ends an answer; none = every answer has max_new tokens
   std::function<double()> clock;         // ms, for tests; none = the steady clock
   std::function<void(double)> prompted;  // after each chunk of a prompt: its ms
   std::function<void(double, const std::vector<std::int32_t>&)> stepped;  // after each decode step: its ms and slots
-  std::function<void(std::size_t)> finished;                              // a request, by its index
+  std::function<void(std::size_t)> finished;                              // after a request: its index
 };
 
 class Scheduler {
  public:
-  // The engine is borrowed, with all of its slots free; each has room for any request. Errc::data for a request without
-  // a prompt or an answer.
+  // Borrows the engine, whose slots must all be free. Throws Errc::data for a request without a prompt, without an
+  // answer, or longer than a slot.
   Scheduler(Engine& engine, std::vector<Request> requests, SchedulerOptions options);
 
   bool done() const { return finished_ == requests_.size(); }
 
-  // One iteration. When nothing is there to do, time goes on to the next arrival without waiting for it. out_of_memory:
-  // a request does not fit even alone; nothing more can be done then.
+  // Runs one iteration. When there is nothing to do, the scheduler's time skips to the next arrival. out_of_memory: a
+  // request does not fit even alone, and the scheduler cannot go on.
   Fit iterate();
 
   const std::vector<Served>& served() const { return served_; }  // in the order of the requests given
@@ -66,10 +66,10 @@ class Scheduler {
   struct Active {
     std::size_t rank = 0;  // of its arrival
     std::int32_t slot = -1;
-    std::size_t prefilled = 0, given = 0;  // tokens of the prompt; of what is known to come after it
+    std::size_t prefilled = 0, given = 0;  // tokens done of the prompt; of known() tokens after it
     std::int64_t kept = 0;                 // bytes that its prompt took so far
   };
-  // What is known of the cache that a prompt leaves.
+  // The cache that one prompt left.
   struct Left {
     std::size_t tokens;
     std::int64_t bytes;
@@ -99,12 +99,12 @@ class Scheduler {
   std::vector<Served> served_;
   std::vector<std::size_t> order_;  // requests by arrival
   std::size_t arrived_ = 0, finished_ = 0, most_active_;
-  std::set<std::size_t> waiting_;  // ranks; all of them after those of active_
+  std::set<std::size_t> waiting_;  // ranks, all higher than those of active_
   std::vector<Active> active_;     // ascending ranks; at most the last one is still prompting
   bool full_ = false;              // a prompt did not fit: nothing is admitted before something ends
   double start_ = 0, skipped_ = 0;
   std::int64_t growth_;        // bytes that a row's decode step may add
-  std::vector<Left> left_;     // by prompts so far
+  std::vector<Left> left_;     // one per prompt so far
   std::vector<float> logits_;  // [vocab]
 };
 
