@@ -47,7 +47,7 @@ int exit_code(Errc code) {
   return code == Errc::internal ? 1 : 2;
 }
 
-// As a shell takes it.
+// Quotes the words for a shell.
 std::string joined(const std::vector<std::string>& words) {
   std::string text = "kvlab";
   for (std::size_t i = 1; i < words.size(); ++i) {
@@ -104,7 +104,7 @@ class CommandLine {
   void add_profile();
   void add_generate();
   void add_rest();
-  // As the user typed it, also in the process of an isolated cell.
+  // The words that the user typed, also in the process of an isolated cell.
   std::vector<std::string> typed() const {
     std::vector<std::string> words(argv_, argv_ + argc_);
     if (!isolated_cell_.empty()) words.erase(words.begin() + 2, words.begin() + 4);
@@ -336,12 +336,12 @@ int CommandLine::run() {
 }  // namespace
 
 int run_cli(int argc, char** argv) {
-  if (!keep_reserve()) {  // too little for an exception or a plugin: what follows would end without a message
+  if (!keep_reserve()) {  // an exception or a plugin would end the process without a message
     std::fputs("error: got no 16 MiB of memory to begin with, wanted more: see ulimit -v\n", stderr);
     return 2;
   }
-  log::start({});                 // until the options are read
-  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an error of write(2) then, as a full disk is
+  log::start({});                 // the options set it anew
+  std::signal(SIGXFSZ, SIG_IGN);  // write(2) then reports a file beyond `ulimit -f` as an error, like a full disk
   try {
     const int code = CommandLine(argc, argv).run();
     if (std::fflush(stdout) != 0) throw std::system_error(errno, std::generic_category(), "standard output");
@@ -364,7 +364,7 @@ int run_cli(int argc, char** argv) {
     log::error(error.what());
     return exit_code(error.code());
   } catch (const std::bad_alloc&) {
-    log::error("got no memory from the system, wanted more: see ulimit -v");  // a run's cells end as results
+    log::error("got no memory from the system, wanted more: see ulimit -v");  // inside a cell it is the cell's result
     return 2;
   } catch (const std::system_error& e) {  // a pipe that was closed, a full disk
     log::error(e.what());

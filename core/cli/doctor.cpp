@@ -43,7 +43,8 @@ std::string shown(const fs::path& path) {
 
 }  // namespace
 
-// "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue ...": the first word that is a number with a dot.
+// The file begins with "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue ...". The version is the first
+// word of digits with a dot.
 std::string driver_version(const std::string& file) {
   std::ifstream in(file);
   std::string line, word;

@@ -1,4 +1,4 @@
-// What this machine can do: `kvlab doctor` and `kvlab list models`.
+// `kvlab doctor` and `kvlab list models` describe this machine.
 #pragma once
 #include <string>
 
@@ -7,7 +7,7 @@
 namespace kvlab {
 
 std::string doctor_text(Registry& registry);
-// "580.159.03" of the kernel's NVIDIA driver, whether its CUDA part is there or not; empty without one.
+// The version of the kernel's NVIDIA driver, e.g. "580.159.03", with or without its CUDA part; empty without a driver.
 std::string driver_version(const std::string& file = "/proc/driver/nvidia/version");
 std::string models_text();  // bundled models and whether they are there
 
