@@ -8,7 +8,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC 12 reports false positives of these in its own standard library.
   target_compile_options(kvlab_flags INTERFACE -Wno-restrict -Wno-stringop-overflow -Wno-array-bounds)
 else()
-  # Clang tells that sanitizers keep loops from being vectorized.
+  # Clang warns that sanitizers keep loops from being vectorized.
   target_compile_options(kvlab_flags INTERFACE -Wno-pass-failed)
 endif()
 if(KVLAB_FUZZ AND NOT KVLAB_SANITIZE)

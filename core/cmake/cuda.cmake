@@ -1,5 +1,5 @@
-# libkvlab_cuda.so: every .cu of core, where there is a CUDA toolkit that can build it. core never links to it
-# (base/backend.hpp loads it).
+# Builds libkvlab_cuda.so from every .cu of core, where there is a CUDA toolkit that can. core never links to it:
+# base/backend.hpp loads it.
 set(KVLAB_CUDA AUTO CACHE STRING "build libkvlab_cuda.so: AUTO (where a CUDA toolkit can), ON, OFF")
 set(KVLAB_CUDA_OLDEST 12.5)  # cudaGetDriverEntryPointByVersion
 if(KVLAB_CUDA STREQUAL "OFF" OR KVLAB_SANITIZE OR KVLAB_FUZZ)
@@ -7,7 +7,7 @@ if(KVLAB_CUDA STREQUAL "OFF" OR KVLAB_SANITIZE OR KVLAB_FUZZ)
   return()
 endif()
 
-# In `missing`, why nvcc cannot build it ("got X, wanted Y"); nothing where it can.
+# Sets `missing` to the reason ("got X, wanted Y") where nvcc cannot build it, else leaves it as it is.
 function(kvlab_check_nvcc nvcc missing)
   set(wanted "wanted nvcc ${KVLAB_CUDA_OLDEST} or newer: put it on PATH or set CUDA_HOME")
   if(NOT nvcc)
@@ -24,7 +24,7 @@ function(kvlab_check_nvcc nvcc missing)
     set(${missing} "got nvcc ${version} (${nvcc}), ${wanted}" PARENT_SCOPE)
     return()
   endif()
-  # The toolkit's other parts (Debian and NVIDIA pack them one by one), and whether nvcc takes the host's compiler.
+  # The probe needs the toolkit's other parts, which Debian and NVIDIA pack one by one, and a host compiler that nvcc takes.
   if("${KVLAB_NVCC_WORKS}" STREQUAL "${nvcc} ${version}")
     return()
   endif()
@@ -66,7 +66,7 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake 3.25 does not know sm_90a
 enable_language(CUDA)
-set(CMAKE_CUDA_STANDARD_DEFAULT "")  # nvcc 13 knows C++20, CMake 3.25 does not know that it does: no flags of its own
+set(CMAKE_CUDA_STANDARD_DEFAULT "")  # CMake 3.25 does not know that nvcc 13 has C++20: it shall add no flag
 find_package(CUDAToolkit REQUIRED)
 if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
@@ -74,8 +74,8 @@ endif()
 
 file(GLOB_RECURSE KVLAB_CUDA_SOURCES CONFIGURE_DEPENDS base/*.cu ops/*.cu store/*.cu model/*.cu exec/*.cu engine/*.cu bench/*.cu)
 add_library(kvlab_cuda SHARED ${KVLAB_CUDA_SOURCES} ops/attend/cudnn_attention.cpp)
-target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/api)  # not kvlab itself: its cxx_std_20 would be asked of nvcc
-# #554: view.hpp's conversion to const of what is const.
+target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/api)  # does not link kvlab: CMake would ask nvcc for its cxx_std_20
+# #554: nvcc warns that a view of const elements never uses view.hpp's conversion to const.
 target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -gencode=arch=compute_90a,code=sm_90a
   --expt-relaxed-constexpr -diag-suppress=554 -lineinfo $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
@@ -83,8 +83,8 @@ if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
 endif()
 target_link_libraries(kvlab_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 
-# cuDNN's front end is headers, from PyPI (tools/setup); cuDNN's own header comes with the CUDA toolkit or beside the
-# library. The library itself is looked up at run time.
+# cuDNN's front end is a set of headers from PyPI (tools/setup). cudnn.h comes with the CUDA toolkit or beside cuDNN's
+# library, which kvlab looks up at run time.
 find_path(KVLAB_CUDNN_FRONTEND cudnn_frontend.h HINTS ${PROJECT_SOURCE_DIR}/build/cudnn-frontend/include
   DOC "folder of cudnn_frontend.h")
 find_path(KVLAB_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} DOC "folder of cudnn.h")

@@ -1,4 +1,4 @@
-# Every library that kvlab stands on; all are Debian packages (tools/setup installs them).
+# Every library that kvlab needs. All are Debian packages, which tools/setup installs.
 find_package(Threads REQUIRED)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 find_package(yaml-cpp REQUIRED)

@@ -1,4 +1,4 @@
-# kvlab/build_id.hpp: the version and a hash of the SDK headers' contents, which plugin and host compare when they meet.
+# Writes kvlab/build_id.hpp: the version and a hash of the SDK headers. A loader compares them with those of a plugin.
 file(GLOB_RECURSE KVLAB_API_HEADERS CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/core/api/*.hpp)
 list(SORT KVLAB_API_HEADERS)
 set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${KVLAB_API_HEADERS})

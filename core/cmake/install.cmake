@@ -1,9 +1,9 @@
-# What `cmake --install` gives: the command line, libkvlab, the plugins, the SDK headers and a CMake package, in a tree
-# that may be moved. A build folder serves as the package too: -Dkvlab_DIR=BUILD/lib/cmake/kvlab.
+# `cmake --install` gives the command line, libkvlab, the plugins, the SDK headers and a CMake package, in a tree that may
+# be moved. A build folder serves as the package too: -Dkvlab_DIR=BUILD/lib/cmake/kvlab.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvlab)
 
-# What a plugin links: the headers, libkvlab, and nothing of its own visible but the entry.
+# A plugin links the headers and libkvlab. It hides all of its own symbols but the entry.
 add_library(kvlab_sdk INTERFACE)
 set_target_properties(kvlab_sdk PROPERTIES EXPORT_NAME sdk)
 target_link_libraries(kvlab_sdk INTERFACE kvlab)
