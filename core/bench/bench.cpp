@@ -22,7 +22,7 @@ struct Op {
   const char* name;
   std::vector<Line> (*cases)() = nullptr;                 // on the CPU
   std::vector<Line> (*cuda)() = nullptr;                  // on the GPU
-  std::vector<Line> (*model[2])(const ModelSetup&) = {};  // a whole model, on each
+  std::vector<Line> (*model[2])(const ModelSetup&) = {};  // a whole model, on the CPU and on the GPU
 };
 constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"gemm", gemm_cases},
@@ -70,8 +70,8 @@ std::string amount(double perSecond, const char* unit) { return fmt::format("{:.
 
 }  // namespace
 
-// Every thread reads four streams of its own share, asking for lines ahead of the hardware prefetcher: one plain stream
-// stays a third below what a core can read on some machines.
+// Every thread reads four streams of its own share and prefetches lines ahead of the hardware. With one plain stream a
+// core reads a third less on some machines.
 double measure_read_rate() {
   constexpr std::size_t line = 8, streams = 4, ahead = 32 * line;  // in words
   const std::size_t words = (std::size_t{1} << 30) / sizeof(std::uint64_t);
@@ -97,7 +97,7 @@ double measure_read_rate() {
       read += stream * streams;
     }
   });
-  volatile std::uint64_t keep = sum;  // the reads must happen
+  volatile std::uint64_t keep = sum;  // the compiler must not remove the reads
   (void)keep;
   return static_cast<double>(read * sizeof(std::uint64_t)) / t.best;
 }

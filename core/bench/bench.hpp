@@ -1,4 +1,5 @@
-// `kvlab bench`: what the CPU ops achieve, against what this machine was measured to offer in the same run.
+// `kvlab bench` times ops and whole models, and holds them against the rates that it measures on this machine in the
+// same run.
 #pragma once
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -11,7 +12,7 @@ double measure_read_rate();
 
 struct GemmRate {
   double flop_per_s = 0;
-  std::string kernel;  // which one was best here
+  std::string kernel;  // the fastest one here
 };
 // The fastest bf16 matrix product of this machine: oneDNN's bf16 where the CPU has it, otherwise the better of our
 // bf16 kernel and oneDNN's f32 product.
@@ -28,10 +29,10 @@ struct Ceilings {
 struct Line {
   std::string op, shape, kernel;
   double seconds = 0, best = 0;  // median and minimum of the runs
-  double bytes = 0, flops = 0;   // that the op must move or compute per run
+  double bytes = 0, flops = 0;   // what a run must move and compute
   bool reads = false;
   double overhead = -1;  // share of a decode step's time in which no kernel ran; -1 = not measured
-  double copy_rate = 0;  // bytes per second of a plain copy the same way, for a case that is held against that
+  double copy_rate = 0;  // bytes per second of a plain copy in the same direction; > 0: the case is held against it
 
   double rate() const { return (reads ? bytes : flops) / seconds; }
   double percent(const Ceilings& c) const {
@@ -48,15 +49,15 @@ struct Report {
 // gemv, gemm, attend, prefill_attention; policies: score, select, copy; whole model: decode, prefill
 const std::vector<std::string>& op_names();
 
-// What decode and prefill run. Empty and 0: SmolLM2-135M's shape at 2048 tokens on the CPU, Llama-3.1-8B's at the
-// contexts of the design's targets on the GPU, random weights.
+// The model and shape of decode and prefill. Empty and 0 mean random weights. They have the shape of SmolLM2-135M at
+// 2048 tokens on the CPU, and that of Llama-3.1-8B at the contexts of the design's targets on the GPU.
 struct ModelChoice {
   std::string model;  // as an experiment names it
   int batch = 0, context = 0;
 };
 
-// The named ops (none: all). Errc::config for another name, the errors of model and engine for a choice.
-// On the GPU: those of them that have cases there, ops with a cold L2 cache.
+// Runs the named ops, or all of them when no name is given. On the GPU it runs those that have cases there, with a cold
+// L2 cache for ops. Throws Errc::config for another name, and the errors of model and engine for a choice.
 Report run(std::vector<std::string> names, bool cuda = false, const ModelChoice& choice = {});
 
 std::string table(const Report& r);

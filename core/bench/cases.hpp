@@ -1,4 +1,4 @@
-// The cases of `kvlab bench`, ops on the CPU at the shapes of SmolLM2-135M.
+// The cases of `kvlab bench`. Ops on the CPU have the shapes of SmolLM2-135M.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -13,7 +13,7 @@ struct Times {
   double median = 0, best = 0;
 };
 
-// At least `runs` runs after one that is not counted, and more until they took a quarter of a second.
+// Times at least `runs` runs, and more until they took a quarter of a second. One run before them is not counted.
 template <class F>
 Times time_runs(int runs, const F& f) {
   using Clock = std::chrono::steady_clock;
@@ -31,7 +31,7 @@ Times time_runs(int runs, const F& f) {
   return {t[t.size() / 2], t.front()};
 }
 
-// Uniform in [-1, 1), the same ones every time.
+// Numbers uniform in [-1, 1), the same ones in every call.
 std::vector<float> randoms(std::int64_t count);
 
 std::vector<Line> gemv_cases();
@@ -42,9 +42,9 @@ std::vector<Line> score_cases();
 std::vector<Line> select_cases();
 std::vector<Line> copy_cases();
 
-// A whole model: every shape of the setup.
+// Whole models: one case per shape of the setup.
 struct ModelShape {
-  int batch, context;  // sequences, tokens that each holds (decode) or has to read (prefill)
+  int batch, context;  // sequences; tokens that each holds (decode) or prefills (prefill)
 };
 struct ModelSetup {
   std::string model;
@@ -53,7 +53,7 @@ struct ModelSetup {
 std::vector<Line> decode_cases(const ModelSetup& s);
 std::vector<Line> prefill_cases(const ModelSetup& s);
 
-// On the GPU, at the shapes of Llama-3.1-8B.
+// Cases on the GPU. Ops have the shapes of Llama-3.1-8B.
 std::vector<Line> cuda_attend_cases();
 std::vector<Line> cuda_prefill_attention_cases();
 std::vector<Line> cuda_gemv_cases();
@@ -62,7 +62,7 @@ std::vector<Line> cuda_select_cases();
 std::vector<Line> cuda_copy_cases();
 std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);
-// bf16, as cuBLASLt multiplies a large matrix.
+// The rate of cuBLASLt for a large product of bf16 matrices.
 GemmRate cuda_gemm_rate();
 
 }  // namespace kvlab::bench

@@ -22,9 +22,9 @@ class NoWorkspace final : public Workspace {
   void* state(const char*, std::size_t, int) override { return nullptr; }
 };
 
-// Layers of sequences of the given lengths, with random content, positions too unless `ordered`; pages lie in shuffled
-// order, the same in all layers. A graph attends to one layer after the other, as a decode step does: together they are
-// several times the L2 cache.
+// Layers of sequences of the given lengths. Contents are random, and so are positions unless `ordered`. Pages lie in a
+// shuffled order, the same in all layers. A graph attends to one layer after the other, as a decode step does. Together
+// the layers are several times the L2 cache.
 class DevicePages {
  public:
   DevicePages(const CudaTimer& timer, const std::vector<int>& tokens, int page_size, CodecSpec codec = {},
@@ -214,7 +214,7 @@ std::vector<Line> cuda_attend_cases() {
 
 namespace {
 
-// One layer of a chunk that comes after `past` tokens, by our own kernel and by cuDNN, where it is there.
+// Measures one layer of a chunk after `past` tokens with our own kernel, and with cuDNN where it is installed.
 void prompt_lines(const CudaTimer& timer, int past, int tokens, std::vector<Line>& lines) {
   const int total = past + tokens;
   const DevicePages cache(timer, {total}, 16);

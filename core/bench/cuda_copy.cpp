@@ -1,5 +1,5 @@
-// Pages between the tiers on the GPU: the store's gather and scatter kernels over pinned memory, one layer of one
-// sequence in Llama-3.1-8B's shape, every other page.
+// Moves pages between the tiers with the store's gather and scatter kernels over pinned memory. A case moves every
+// other page of one layer of one sequence in Llama-3.1-8B's shape.
 #include <fmt/format.h>
 
 #include <functional>
@@ -18,7 +18,7 @@ struct Cache {
   std::vector<std::int32_t> slots;
   std::unique_ptr<DeviceBuffer> index, count;
   PageList pages;
-  int listed;  // of each head
+  int listed;  // pages of each head
 
   Cache(const CudaTimer& timer, int page_size) : store(options(page_size), timer.stream()) {
     const std::int64_t row = std::int64_t{heads} * dim;
@@ -66,7 +66,7 @@ Times median(std::vector<double> t) {
   return {t[t.size() / 2], t.front()};
 }
 
-// A plain copy of pinned memory, each way.
+// Bytes per second of a plain copy between pinned and device memory; up: to the device.
 double plain_rate(const CudaTimer& timer, bool up) {
   constexpr std::size_t bytes = std::size_t{256} << 20;
   const CudaRuntime& r = cuda_backend()->runtime;
@@ -91,7 +91,7 @@ std::vector<Line> cuda_copy_cases() {
     Cache cache(timer, page_size);
     std::vector<double> offload, recall;
     for (int i = -1; i < runs; ++i) {
-      // The host copies go first, or an offload would have nothing to do.
+      // While a page has a host copy, an offload of it has nothing to do.
       cache.apply([](Edits& e, const PageList& p) { e.drop(Tier::host, p); });
       const double o = seconds(timer, [&] { cache.apply([](Edits& e, const PageList& p) { e.offload(p); }); });
       cache.apply([](Edits& e, const PageList& p) { e.drop(Tier::device, p); });

@@ -19,7 +19,7 @@ constexpr Kind small[] = {{"qkv", 960, 576},     {"o", 576, 576},         {"gate
                           {"lm_head", 4096, 256}};
 constexpr std::int64_t most_rows = 40;
 
-// Weights of every case, and activations of all of them.
+// Room for the weights of any case, and activations that all cases share.
 class Memory {
  public:
   explicit Memory(const CudaTimer& timer)
@@ -44,7 +44,7 @@ class Memory {
     r.synchronize(timer.handle());
   }
 
-  // The layer whose weights begin at `offset` bytes, on m rows; x and the outputs are the same for all.
+  // A layer on m rows whose weights begin at `offset` bytes. All layers share x and the outputs.
   ops::LinearArgs layer(const Kind& kind, std::int64_t m, std::size_t offset) const {
     ops::LinearArgs a;
     a.weight = weights_.as<std::byte>() + offset;
@@ -70,8 +70,8 @@ class Memory {
   std::unique_ptr<DeviceBuffer> norm_, squares_;
 };
 
-// One after the other over as many copies as make half a gigabyte (at most 64), as the layers of a step follow each
-// other; the time of one.
+// Multiplies by one copy of the weights after the other, as the layers of a step follow each other. The copies make
+// half a gigabyte, but are at most 64. The line has the time of one product.
 Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std::int64_t m, bool blas) {
   const int copies = static_cast<int>(std::clamp(512e6 / kind.bytes(), 1., 64.));
   const CudaOps& ops = cuda_backend()->ops;
@@ -89,7 +89,7 @@ Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std
   return l;
 }
 
-// What a layer of a decode step runs besides attention: four products, which leave and take two norms.
+// Measures a layer of a decode step without attention: four products. Two of them leave a norm that the next one takes.
 Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m) {
   constexpr int layers = 2;
   const CudaOps& ops = cuda_backend()->ops;

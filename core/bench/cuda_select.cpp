@@ -1,5 +1,6 @@
-// Page scores and selection on the GPU, one layer in Llama-3.1-8B's shape, all heads. One after the other over as many
-// copies as make five times the L2 cache, as the layers of a step follow each other; the time of one.
+// Measures page scores and selection on the GPU: one layer in Llama-3.1-8B's shape, all heads. An op runs over one copy
+// of its input after the other, as the layers of a step follow each other. The copies make five times the L2 cache. A
+// line has the time of one run.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -40,7 +41,7 @@ class Copies {
   DeviceBuffer memory_;
 };
 
-// Tables of `rows` sequences of equal length; nothing here reads a page.
+// Tables of `rows` sequences of equal length, without pages: no op here reads one.
 class Tables {
  public:
   Tables(const CudaTimer& timer, int rows, int tokens, int page_size)

@@ -1,4 +1,4 @@
-// Timing on the GPU: a graph replayed with a cold L2 cache, device buffers with random content.
+// Timing on the GPU: device buffers, and a timer that replays a graph with a cold L2 cache.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -28,7 +28,7 @@ class DeviceBuffer {
   void* memory_;
 };
 
-// A stream of its own.
+// Owns a stream.
 class CudaTimer {
  public:
   CudaTimer() : stream_(require_cuda("kvlab bench").runtime.new_stream()) {}
@@ -47,7 +47,7 @@ class CudaTimer {
     return b;
   }
 
-  // `work` runs once as it is (scratch is allocated), then is captured and replayed with a cold L2. Seconds of one run.
+  // Runs `work` once, which allocates its scratch, then captures it and replays it with a cold L2. Seconds of one run.
   template <class F>
   Times time(F&& work, int runs = 30) const {
     const CudaRuntime& r = cuda_backend()->runtime;

@@ -11,7 +11,7 @@ namespace kvlab::bench {
 
 inline constexpr int layers = 30, query_heads = 9, kv_heads = 3, head_dim = 64, page_size = 16;
 
-// Scratch that is used again after reset().
+// A workspace whose scratch is free for reuse after reset().
 class BenchWorkspace final : public Workspace {
  public:
   void* scratch(const char*, std::size_t bytes) override {
@@ -27,8 +27,8 @@ class BenchWorkspace final : public Workspace {
   std::size_t next_ = 0;
 };
 
-// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order. wrapped: tokens lie as
-// evictions of the oldest leave them, the newer half in the holes of the older.
+// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order. wrapped: tokens lie as after
+// evictions of the oldest ones, the newer half in the holes of the older half.
 class Pages {
  public:
   explicit Pages(int tokens, int state_columns = 0, bool wrapped = false);

@@ -28,7 +28,7 @@ std::string shape(const Kind& kind, std::int64_t m) {
 
 }  // namespace
 
-// Every kind of matrix in so many copies that a pass over them does not fit a cache, as in decoding.
+// Each kind of matrix has so many copies that they do not fit a cache, as in decoding.
 std::vector<Line> gemv_cases() {
   std::vector<Line> lines;
   std::vector<float> x(4 * 1536, 0.5f), y(4 * 49152);

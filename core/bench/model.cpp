@@ -1,5 +1,4 @@
-// Whole-model cases: a real or a synthetic model in bf16 (speed does not depend on what the weights are), the full
-// cache.
+// Whole-model cases: a real or a synthetic model in bf16 with the full cache. Weight values do not change the speed.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -40,7 +39,7 @@ Times times_of(std::vector<double> t) {
   return {t[t.size() / 2], t.front()};
 }
 
-// The embedding of an untied model is not read but for a row.
+// An untied model reads only a row per token of its embedding.
 double weights_read(const Model& m) {
   const double embedding = 2. * m.config.vocab * m.config.hidden;
   return static_cast<double>(m.weight_bytes) - (m.config.tied_embeddings ? 0 : embedding);
@@ -84,7 +83,7 @@ struct FullCache final : LayerHooks {
   bool graph;
 };
 
-// A store on the GPU whose slots hold random keys and values, as prompts of that length would have left them.
+// A store on the GPU whose slots hold random keys and values, laid out as after prompts of that length.
 class FilledStore {
  public:
   FilledStore(const Model& m, const ModelShape& shape, Stream s) : store_(options(m, shape), s) {
@@ -156,7 +155,7 @@ std::vector<Line> prefill_cases(const ModelSetup& s) {
   return lines;
 }
 
-// Decode steps one after another; the cache grows by `decode_steps` tokens.
+// Runs decode steps one after another. The cache grows by a token with each.
 std::vector<Line> decode_cases(const ModelSetup& s) {
   const auto model = load(s, Device::cpu);
   std::vector<Line> lines;
@@ -186,8 +185,8 @@ std::vector<Line> decode_cases(const ModelSetup& s) {
   return lines;
 }
 
-// Whole steps by the host's clock: inputs, layers, tokens to the host. What of them is not between the first and the
-// last kernel is overhead.
+// Times whole steps by the host's clock: inputs, layers, tokens to the host. Overhead is the share of that time before
+// a step's first kernel and after its last one.
 std::vector<Line> cuda_decode_cases(const ModelSetup& s) {
   const auto model = load(s, Device::cuda);
   const CudaTimer timer;

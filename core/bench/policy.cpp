@@ -1,5 +1,5 @@
-// What policies ask for in a step: scores, selections, and tokens that come, leave and move. Times are those of one
-// layer; a pass goes over all 30, so that caches hold no more of them than in a real step.
+// The work of a policy in a step: scores, selections, and tokens that come, leave and move. Times are those of one
+// layer. A pass goes over all 30 layers, so that caches hold no more of them than in a real step.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -38,7 +38,7 @@ struct ListBuffer {
     list.index = View<std::int32_t, 3>::dense(index.data(), {1, kv_heads, room});
     list.count = View<std::int32_t, 2>::dense(count.data(), {1, kv_heads});
   }
-  // [0, n) without [first, last)
+  // Lists [0, n) without [first, last).
   void fill(int n, int first, int last) {
     for (int h = 0; h < kv_heads; ++h) {
       list.count(0, h) = n - (last - first);
@@ -66,7 +66,7 @@ void fill(CpuStore& store, int slot, int count) {
   store.advance(slot, count, false);
 }
 
-// A decode step of a policy that replaces one token a head: it comes, another leaves from the middle.
+// Measures a decode step of a policy that replaces one token per head: one comes, another leaves from the middle.
 void replace_cases(int depth, const std::vector<std::string>& columns, std::vector<Line>& lines) {
   CpuStore store = make_store(depth + 1, columns);
   const int slot = store.open();
@@ -187,7 +187,7 @@ std::vector<Line> copy_cases() {
   const int slot = store.open();
   const std::vector<std::int32_t> slots{slot};
   fill(store, slot, tokens);
-  // Every other page, as a budget of resident pages leaves them.
+  // Offloads every other page, as a budget of resident pages would.
   constexpr int recalled = tokens / page_size / 2;
   ListBuffer pages(recalled);
   pages.fill(recalled, 0, 0);
