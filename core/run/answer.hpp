@@ -1,4 +1,4 @@
-// The walk that every pass over items takes: prompt, question, then the answer token by token.
+// Every pass over items feeds a prompt, then its question, then the answer token by token.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -15,10 +15,11 @@ class Answer {
  public:
   enum class Stop : std::uint8_t { none, eos, length, forced };
 
-  // At most `most` tokens of an answer that is not forced (and at most the item's own limit). Borrows the item.
+  // An answer that is not forced has at most `most` tokens, and at most the item's own limit. Borrows the item.
   explicit Answer(const Item& item, int most = std::numeric_limits<int>::max());
 
-  // The next token, given the logits [vocab] after everything before it, or their likeliest. Not after the last one.
+  // Returns the next token. logits [vocab]: those after the latest token; likeliest: their argmax. The answer must not
+  // have ended.
   int take(std::span<const float> logits, const Tokenizer& tokenizer);
   int take(int likeliest, const Tokenizer& tokenizer);
 
@@ -35,18 +36,18 @@ class Answer {
 
 const char* name_of(Answer::Stop stop);  // as in the column `stop`
 
-// One sequence after the other through an engine. Borrows the engine.
+// Feeds one sequence after the other to an engine. Borrows the engine.
 class Sequence {
  public:
   explicit Sequence(Engine& engine);
 
-  // Some of an item's fed tokens belong to a question before it.
+  // Where a question begins in an item's fed tokens. A later turn also feeds the questions before it.
   struct Asked {
     std::size_t fed = 0;         // its first token
     std::uint32_t question = 0;  // for Engine::ask
   };
   // Opens a slot for the item's prompt and feeds its question. After out_of_memory it can only be closed. asked:
-  // ascending; none = question 0.
+  // ascending; empty = question 0.
   Fit begin(const Item& item, std::span<const Asked> asked = {});
   Fit feed(int token);
   void close();

@@ -1,5 +1,5 @@
-// What kvlab itself wants of the system and does not get: room for its own files, a process. No cell is at fault, so
-// none fails of it: the run stops, and goes on later.
+// The system denies kvlab itself what it needs: room for its own files, a process. No cell is at fault, so no cell
+// fails. The run stops, and the same command goes on later.
 #pragma once
 #include <kvlab/error.hpp>
 
@@ -15,7 +15,8 @@ class CannotGoOn final : public Error {
   using Error::Error;
 };
 
-// body() on one of kvlab's own files. failed: what is lost with it, "the part could not be written".
+// Runs body(), which works on one of kvlab's own files. failed: begins the message, e.g. "the part could not be
+// written".
 template <class Body>
 auto on_own_file(const std::string& failed, Body body) {
   try {

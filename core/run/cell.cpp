@@ -68,7 +68,7 @@ CellResult passes_or_error(const CellInput& in) {
     throw;
   } catch (const NonFinite& e) {
     return broken_cell(in, e);
-  } catch (const OutOfMemory& e) {  // half of a cell is no result: what was measured before it broke is not kept
+  } catch (const OutOfMemory& e) {  // half of a cell is no result: numbers from before the error are dropped
     return broken_cell(in, "oom", e.what);
   } catch (const NoRoom& e) {
     return broken_cell(in, "oom", e.what());

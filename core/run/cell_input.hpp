@@ -1,4 +1,4 @@
-// What a cell is made of, and what its passes share.
+// The input of a cell, and the functions that its passes share.
 #pragma once
 #include <functional>
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-// Borrowed for the run of the cell.
+// Pointers are borrowed for the run of the cell.
 struct CellInput {
   const Experiment* experiment = nullptr;
   const Cell* cell = nullptr;
@@ -21,7 +21,7 @@ struct CellInput {
   const PluginCatalog* catalog = nullptr;
   ReferenceCache* references = nullptr;
   std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
-  std::function<void(const std::string& what, int done, int total)> progress;  // items, per pass
+  std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
 
   const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
   const WorkloadSpec* workload() const {  // null = none
@@ -30,14 +30,14 @@ struct CellInput {
   bool wants(Metric metric) const { return experiment->metrics.count(metric) != 0; }
 };
 
-// Of the cell's policy, with room for its longest item in each slot.
+// Options for the cell's policy, with room for the cell's longest item in each slot.
 EngineOptions engine_options(const CellInput& in, int slots);
 // The cell's policy, with injected page lists where the experiment wants them.
 std::shared_ptr<Policy> cell_policy(const CellInput& in);
-// An engine with the cell's policy and room for its longest item in each slot. Throws as Engine does.
+// An engine with these options and the cell's policy. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
 
-// Not fitting is a result of the cell.
+// Ends a cell that does not fit; the cell's result reports it.
 struct OutOfMemory {
   std::string what;
 };

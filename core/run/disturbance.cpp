@@ -27,7 +27,7 @@ void TimedPart::note(results::SummaryRow& row) const {
   d.other_cores = other_cores(begin_, end);
   d.waiting_threads = waited(waits_, thread_waits()) / d.seconds;
   d.cores = static_cast<int>(allowed_cpus().size());
-  d.needed = device_ == Device::cpu ? std::min(threads_, d.cores) : 1;  // a GPU is fed by one thread
+  d.needed = device_ == Device::cpu ? std::min(threads_, d.cores) : 1;  // one thread feeds a GPU
   double load = results::not_measured;
   if (getloadavg(&load, 1) == 1) row.load = load;
   row.other_cores = d.other_cores;

@@ -1,5 +1,5 @@
-// Did other processes lengthen a cell's times? This notes what the machine did during a cell's timed part, and sets the
-// label `disturbed`.
+// Did other processes lengthen a cell's times? TimedPart notes the machine's load during a cell's timed part and sets
+// the label `disturbed`.
 #pragma once
 #include <kvlab/stream.hpp>
 #include "base/cpu_use.hpp"

@@ -21,7 +21,7 @@ std::int64_t divergence(const std::vector<int>& a, const std::vector<int>& b) {
   return -1;
 }
 
-// A later turn as a question of its own: all that was said before it is fed too.
+// Makes a later turn a question of its own, which also feeds the conversation before it.
 Item after(Item item, const std::vector<int>& history) {
   item.sha256 += "/" + sha256_hex({reinterpret_cast<const char*>(history.data()), history.size() * sizeof(int)});
   item.fed.insert(item.fed.begin(), history.begin(), history.end());
@@ -29,7 +29,7 @@ Item after(Item item, const std::vector<int>& history) {
   return item;
 }
 
-// The latest step's layers; NaN when there was none.
+// Appends the values of the latest step's layers; NaN when there was no step.
 void add_last(const std::vector<float>& steps, std::size_t layers, std::vector<float>& out) {
   if (steps.size() >= layers)
     out.insert(out.end(), steps.end() - static_cast<std::ptrdiff_t>(layers), steps.end());
@@ -52,7 +52,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
   auto& f = out.fidelity;
   f.layers = model.config.layers;
   f.offsets.push_back(0);
-  std::vector<int> history;            // of the conversation after its prompt, with the full cache's answers
+  std::vector<int> history;            // the conversation after its prompt, with the full cache's answers
   std::vector<Sequence::Asked> asked;  // of the conversation
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item item = items[i].follows ? after(items[i], history) : items[i];
@@ -65,7 +65,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     std::vector<double> kl, top1;
     for (std::size_t t = 0; t < reference.tokens.size(); ++t) {
       if (t > 0) want_room(mine.feed(reference.tokens[t - 1]), engine);
-      const Shadow::Rows rows = shadow.take();  // of a question's steps the last one counts: it yields the first token
+      const Shadow::Rows rows = shadow.take();  // only a question's last step counts: it yields the first token
       if (rows.nonfinite > 0)
         throw NonFinite(
             rows.nonfinite,

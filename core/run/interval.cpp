@@ -60,7 +60,7 @@ bool alike(const std::vector<Context>& contexts) {
   });
 }
 
-// How many contexts of one size weigh as much as these? Fewer where few of them have most questions (Kish 1965).
+// How many contexts of equal size count as much as these? Fewer, where few contexts have most questions (Kish 1965).
 double contexts_of_equal_size(const std::vector<Context>& contexts) {
   double squares = 0;
   for (const Context& c : contexts) squares += c.weight * c.weight;
@@ -88,7 +88,7 @@ Interval bootstrap(const std::vector<Context>& contexts) {
   return {ratios[rank], ratios[resamples - 1 - rank]};
 }
 
-// As how many independent 0/1 scores do these count?
+// How many independent 0/1 scores count as much as these?
 double effective_questions(const std::vector<Context>& contexts) {
   const auto n = static_cast<double>(contexts.size());
   const Context all = total(contexts);
@@ -96,7 +96,7 @@ double effective_questions(const std::vector<Context>& contexts) {
   const double share = all.value / all.weight;
   double squares = 0;
   for (const Context& c : contexts) squares += std::pow(c.value - share * c.weight, 2);
-  if (share == 0 || share == 1) return n;  // nothing is seen of the design effect: the worst one
+  if (share == 0 || share == 1) return n;  // equal scores do not show the design effect: assume the worst
   const double variance = n / (n - 1) * squares / (all.weight * all.weight);
   const double design_effect = variance / (share * (1 - share) / all.weight);
   const double few = std::pow(normal_quantile() / t_quantile(n), 2);

@@ -1,18 +1,18 @@
-// 95 % confidence intervals of a cell's score, for a population of contexts of which the cell's are a sample.
+// 95 % confidence intervals of a cell's score. The cell's contexts are a sample of a population of contexts.
 //
-// Questions over one context are not independent, so contexts are what is counted or drawn:
+// Questions over one context are not independent, so the methods count or draw contexts:
 // - Scores of 0 and 1: Wilson's interval (Wilson 1927). Where a context has several questions, n is the effective
 //   number of questions: questions / design effect of the contexts, adjusted for its degrees of freedom (Korn and
 //   Graubard 1998; Dean and Pagano 2015 compare it with others). It is at least the number of contexts and at most
 //   that of questions.
-// - Other scores: the bootstrap over contexts of sum(scores) / sum(questions): percentiles, widened for few contexts
+// - Other scores: percentiles of the bootstrap over contexts of sum(scores) / sum(questions), widened for few contexts
 //   (Hesterberg 2015, expanded percentile interval, with Kish's effective number as n).
 // - Perplexity: exp of the same bootstrap of sum(nll) / sum(tokens) over texts.
 //
-// Where the bootstrap has too little to draw from (fewer than 6 contexts, or all of them alike), scores from 0 to 1
-// have Wilson's interval of one observation a context: their variance is at most that of 0/1 scores of the same mean
-// (Bhatia and Davis 2000), so that it is too wide rather than too narrow. Perplexities have none then.
-// No interval is NaN at both ends: a single context shows nothing of how contexts differ.
+// The bootstrap needs at least 6 contexts that are not all alike. With less, scores from 0 to 1 have Wilson's interval
+// of one observation per context. Their variance is at most that of 0/1 scores of the same mean (Bhatia and Davis
+// 2000). This interval is then rather too wide than too narrow. Perplexities then have no interval. A missing interval
+// is NaN at both ends. A single context has none, because it does not show how contexts differ.
 #pragma once
 #include <vector>
 
@@ -22,7 +22,7 @@ struct Interval {
   double low, high;
 };
 
-// One question: what it adds to a score that is sum(value) / sum(weight). Questions that are not finite are left out.
+// One question of a score that is sum(value) / sum(weight). Questions that are not finite are left out.
 struct Scored {
   int context = 0;
   double value = 0, weight = 1;

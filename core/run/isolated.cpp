@@ -25,7 +25,7 @@ extern char** environ;
 namespace kvlab {
 namespace {
 
-// A line begins with what it is.
+// The first character of a line is its kind.
 constexpr char is_progress = 'p', is_no_memory = 'm', is_failure = '!', is_stop = 's', is_begun = 'b', is_written = 'w';
 
 void tell(char kind, const std::string& text) {
@@ -33,7 +33,7 @@ void tell(char kind, const std::string& text) {
   if (write(telling::descriptor, line.data(), line.size()) < 0) return;  // nobody listens any more
 }
 
-// Processes that the kernel has killed for memory since it started; nothing where it does not say.
+// The number of processes that the kernel killed for memory since it started; nothing where it does not say.
 std::optional<long> killed_for_memory() {
   std::ifstream in("/proc/vmstat");
   std::string key;
@@ -57,11 +57,11 @@ pid_t start(const std::vector<std::string>& command, int told) {
   return child;
 }
 
-// What a cell's process tells, line by line.
+// Reads the lines that a cell's process writes.
 class Told {
  public:
   explicit Told(const ShowProgress& progress) : progress_(progress) {}
-  // False at the end.
+  // Returns false at the end of the pipe.
   bool read(int fd) {
     char bytes[4096];
     const ssize_t n = ::read(fd, bytes, sizeof bytes);

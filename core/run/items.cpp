@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::int64_t most_prompt_tokens = std::int64_t{1} << 27;  // half a GiB of token ids
 
-// body(); an error of the task that names no place gets this one.
+// Runs body(). An error of the task gets `where` in front of its own place.
 template <class Body>
 auto placed(const std::string& where, Body body) {
   try {
@@ -28,8 +28,8 @@ auto placed(const std::string& where, Body body) {
   }
 }
 
-// Generated prompts have exactly as many tokens as their parameter `context` says (api/kvlab/prompt.hpp): a number that
-// the model cannot take is refused before the first one is made, which might take for ever.
+// Generated prompts have exactly as many tokens as their parameter `context` says (api/kvlab/prompt.hpp). A number that
+// the model cannot take is refused before the first prompt: making that one might take for ever.
 void check_context(const TaskSpec& spec, const ModelConfig& config) {
   const auto& values = spec.task.params.values();
   const auto context = values.find("context");
@@ -42,8 +42,8 @@ void check_context(const TaskSpec& spec, const ModelConfig& config) {
                 spec.where);
 }
 
-// Every prompt is held until the run ends. samples: of the task; done, tokens: made so far. Once some are made they
-// tell how long the others will be.
+// Every prompt stays in memory until the run ends. samples: those of the task. done, tokens: made so far. After a few
+// samples their mean length stands for the length of all.
 void check_amount(int samples, int done, std::int64_t tokens, const std::string& where) {
   constexpr int enough = 16;
   const double mean = static_cast<double>(tokens) / done;
@@ -55,7 +55,7 @@ void check_amount(int samples, int done, std::int64_t tokens, const std::string&
                 where);
 }
 
-// Every answer would match it.
+// Every answer would match an empty reference.
 void check_references(const std::vector<std::string>& references, const std::string& where) {
   for (const std::string& r : references)
     if (r.find_first_not_of(" \t\r\n") == std::string::npos)

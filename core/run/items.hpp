@@ -1,4 +1,4 @@
-// The questions of a task's samples, ready to run: what is prefilled, what is fed token by token, what is forced.
+// The questions of a task's samples as tokens: a prompt to prefill, a question to feed, an answer to force or to make.
 #pragma once
 #include <kvlab/task.hpp>
 
@@ -15,7 +15,7 @@ namespace kvlab {
 struct Item {
   int sample = 0, question = 0;
   bool shared = false;      // the context's cache serves several questions of the sample
-  bool follows = false;     // goes on where the item before it ended; `prompt` is then that of its conversation
+  bool follows = false;     // continues the item before it; `prompt` is then that of its conversation
   int before = 0;           // most tokens of the conversation between its prompt and this question
   std::vector<int> prompt;  // what the policy sees before it compresses
   std::vector<int> fed;     // fed one by one afterwards
@@ -27,12 +27,12 @@ struct Item {
   int most_tokens() const;  // of the conversation to this answer's end
 };
 
-// Errc::data and Errc::config for samples that cannot run on this model (too long, empty context, bad token).
 struct TaskItems {
   std::vector<Item> items;
   std::string metric;
   int samples = 0;
 };
+// Throws Errc::data or Errc::config for samples that cannot run on this model (too long, empty context, bad token).
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
                      const ModelConfig& config, const Experiment& experiment, std::int64_t seed);
 

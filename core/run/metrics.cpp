@@ -186,7 +186,7 @@ double demands(const std::string& answer, const std::vector<std::string>& refere
   for (std::size_t at = 0;;) {
     const std::size_t end = answer.find(mark, at);
     const std::string entry = answer.substr(at, end - at);
-    entries[at == 0 ? "1" : first_integer(entry)] = entry;  // the prompt ends with the first one's heading
+    entries[at == 0 ? "1" : first_integer(entry)] = entry;  // the prompt ends with the first entry's heading
     if (end == std::string::npos) break;
     at = end + mark.size();
   }
@@ -222,7 +222,7 @@ const std::map<std::string, Pairwise>& pairwise() {
   return all;
 }
 
-// Of all references together.
+// Scores all references together.
 using Listwise = std::function<double(const std::string&, const std::vector<std::string>&)>;
 const std::map<std::string, Listwise>& listwise() {
   static const std::map<std::string, Listwise> all = {{"contains_all", contains_all},

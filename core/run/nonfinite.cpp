@@ -11,12 +11,12 @@
 namespace kvlab {
 namespace {
 
-// Counts what of a call's layers is not finite and keeps where the first of it was.
+// Counts the numbers of a call's layers that are not finite, and remembers where the first ones were.
 class Watch final : public EngineObserver {
  public:
   void prompt(const PromptLayer& l, const Store& store) override {
     look(l.layer, store.position(l.slot), l);
-    if (l.mass) {  // of all tokens together
+    if (l.mass) {  // the mass of all tokens together
       const int last = store.position(l.slot) + static_cast<int>(l.keys.extent[0]) - 1;
       add(l.layer, last, l.mass.data, l.mass.extent[0], l.mass.extent[1], mass, 0);
     }
@@ -33,7 +33,7 @@ class Watch final : public EngineObserver {
     count_ += logits_;
   }
   std::int64_t count() const { return count_; }
-  // "queries and keys of layer 3", of the call at hand.
+  // E.g. "3 of the queries, 2 of the keys in layer 4", for the latest call.
   std::string what(int layers) const {
     if (layer_ < 0) return fmt::format("{} logits behind layer {}", logits_, layers - 1);
     std::vector<std::string> parts;
@@ -41,7 +41,8 @@ class Watch final : public EngineObserver {
       if (first_[i] > 0) parts.push_back(fmt::format("{} of the {}", first_[i], names[i]));
     return fmt::format("{} in layer {}", fmt::join(parts, ", "), layer_);
   }
-  // Of the first one's token in the text; -1 = logits alone. A prompt's outputs may be NaN in front of what they read.
+  // The text position of the first such token; -1 = only logits. Queries, keys and values come first: a prompt's
+  // outputs may be NaN at tokens before the entry that caused it.
   int position() const {
     for (const auto& kinds : {std::array{queries, keys, values}, std::array{mass, output, output}}) {
       int first = -1;
@@ -67,7 +68,7 @@ class Watch final : public EngineObserver {
   void rows(int layer, int position, const View<const float, 3>& v, What what) {
     if (v) add(layer, position, v.data, v.extent[0], v.extent[1] * v.extent[2], what, 1);
   }
-  // each: tokens from one row to the next.
+  // each: positions from one row to the next.
   void add(int layer, int position, const float* data, std::int64_t rows, std::int64_t width, What what, int each) {
     for (std::int64_t r = 0; r < rows; ++r) {
       const std::int64_t found = count_nonfinite(data + r * width, width);
@@ -80,13 +81,13 @@ class Watch final : public EngineObserver {
     }
   }
 
-  std::array<std::int64_t, 5> first_{};  // of layer_
-  std::array<int, 5> at_{};              // token of the first of them
+  std::array<std::int64_t, 5> first_{};  // counts in layer_
+  std::array<int, 5> at_{};              // text position of the first one
   std::int64_t count_ = 0, logits_ = 0;
   int layer_ = -1;
 };
 
-// Feeds a row's tokens as it was fed them; the message once a call is not finite again.
+// Feeds the row's tokens again, call by call. Returns the error of the call whose numbers are not finite again.
 std::optional<NonFinite> replay(const std::shared_ptr<const Model>& model, std::shared_ptr<Policy> policy,
                                 const EngineOptions& options, const NonFiniteStep::Row& row) {
   Engine engine(model, std::move(policy), options);
@@ -133,7 +134,7 @@ NonFinite located(const std::shared_ptr<const Model>& model, const std::function
   try {
     for (const auto& row : seen.rows())
       if (const auto found = replay(model, policy(), options, row)) return *found;
-  } catch (const std::exception&) {  // the error at hand is the one to tell
+  } catch (const std::exception&) {  // `seen` is the error to report
   }
   return seen;
 }

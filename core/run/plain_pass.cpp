@@ -55,7 +55,7 @@ PlainPass::Answers PlainPass::run() {
   write_tokens();
   log.finish(timed_);
   if (timed_) out_.summary.tokens_per_s = log.tokens_per_s();
-  if (engine_.replays() > replays) add_label(out_.summary, "graph");  // decode steps without the host
+  if (engine_.replays() > replays) add_label(out_.summary, "graph");  // decode steps ran as graphs
   if (timed) timed->note(out_.summary);
   return std::move(answers_);
 }
@@ -76,7 +76,7 @@ void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
   engine_.observe(nullptr);
 }
 
-// The prompt, or the sample's context as another question left it.
+// Prefills the prompt, or restores the sample's context as another question left it.
 void PlainPass::start(Row& row, StepLog& log) {
   row.slot = engine_.open(static_cast<std::uint32_t>(row.item->sample));
   engine_.ask(row.slot, static_cast<std::uint32_t>(row.number));
@@ -100,7 +100,7 @@ void PlainPass::start(Row& row, StepLog& log) {
   if (restored) row.ttft = results::not_measured;
 }
 
-// One decode step of the active rows; conversations that end leave.
+// Runs one decode step of the active rows. Conversations that end leave.
 void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
   std::vector<std::int32_t> slots;
   std::vector<int> tokens;
@@ -126,7 +126,7 @@ void PlainPass::step(std::vector<Row*>& active, StepLog& log) {
   std::erase_if(active, [&](Row* row) { return !goes_on(*row); });
 }
 
-// What comes after this row's latest token is an answer token once the question is fed.
+// Takes the row's next answer token. There is none while the question is being fed.
 template <class Logits>
 void PlainPass::take(Row& row, Logits logits, double ms) {
   if (row.asking()) return;
@@ -139,7 +139,7 @@ void PlainPass::take(Row& row, Logits logits, double ms) {
     if (!row.item->forced.empty()) row.nll += negative_log_likelihood(logits, token);
 }
 
-// Is the row still active? One whose answer ended takes its next question, or leaves.
+// Whether the row stays active. A row whose answer ended takes its next question, or leaves.
 bool PlainPass::goes_on(Row& row) {
   if (!row.answer.ended()) return true;
   finish_item(row);
@@ -177,8 +177,8 @@ void PlainPass::finish_item(Row& row) {
   if (in_.progress) in_.progress("running", done_, static_cast<int>(items_.size()));
 }
 
-// The question after this answer, when the conversation goes on: its answer stays in the cache. The template's end of
-// an answer comes with the question; the model's own is not fed.
+// Gives the row the next question of its conversation, if there is one. The answer stays in the cache. The question
+// begins with the template's end of an answer, so the model's own end token is not fed.
 bool PlainPass::next_turn(Row& row) {
   const auto next = static_cast<std::size_t>(row.number) + 1;
   if (next == items_.size() || !items_[next].follows) return false;

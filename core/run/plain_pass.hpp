@@ -1,4 +1,4 @@
-// The plain pass of a cell: every item answered under the policy, batch by batch, timed and traced as the cell asks.
+// The plain pass of a cell answers every item under the policy, batch by batch. It times and traces as the cell asks.
 #pragma once
 #include <chrono>
 #include <map>
@@ -52,7 +52,7 @@ class PlainPass {
   void run_batch(std::size_t begin, std::size_t end, StepLog& log);
   void start(Row& row, StepLog& log);
   void step(std::vector<Row*>& active, StepLog& log);
-  template <class Logits>  // of a row, or their likeliest token where nothing is forced
+  template <class Logits>  // a row's logits, or their likeliest token where nothing is forced
   void take(Row& row, Logits logits, double ms);
   bool goes_on(Row& row);
   void finish_item(Row& row);
@@ -75,7 +75,7 @@ class PlainPass {
   bool timed_;
   std::size_t batch_;  // conversations at once
   Engine engine_;
-  std::optional<PartEvents> events_;  // where a GPU's parts are asked for
+  std::optional<PartEvents> events_;  // where the cell asks for the parts of steps on a GPU
   std::optional<TraceRecorder> trace_;
   std::vector<float> logits_;
   std::vector<std::int32_t> likeliest_;       // [row]

@@ -94,7 +94,7 @@ void Preparation::read_recorded_trace() {
   });
 }
 
-// Its prompts, requests, recorded lists and policy; without prompts its policy alone.
+// Checks the cell's prompts, requests, recorded lists and policy; without prompts only its policy.
 void Preparation::check(const Cell& c) {
   const ItemsKey key{c.model, c.task, c.seed};
   const Model& model = *p_.models[c.model];
@@ -116,7 +116,7 @@ void Preparation::check(const Cell& c) {
     attempt(policy.where, [&] { build_policy(policy, catalog_); });
 }
 
-// Not for one cell alone: the run that asks for it holds the output.
+// The process of an isolated cell does not call this: the run that started it holds the output.
 void Preparation::check_output() {
   attempt("", [&] {
     results::check_output(e_.output.string());

@@ -1,4 +1,4 @@
-// What a run checks and makes before its first cell: `kvlab check` and each process of --isolate do the same.
+// A run's work before its first cell. `kvlab check` and each process of --isolate do the same.
 #pragma once
 #include <kvlab/error.hpp>
 
@@ -22,20 +22,20 @@ using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, 
 // An experiment that has passed every check.
 struct Prepared {
   std::vector<std::unique_ptr<Checkpoint>> checkpoints;
-  std::vector<std::shared_ptr<const Model>> models;  // without weights, all but the one in use
+  std::vector<std::shared_ptr<const Model>> models;  // only the one in use has its weights
   std::vector<Cell> cells;
   std::map<ItemsKey, TaskItems> items;
   std::shared_ptr<const RecordedTrace> recorded;
 };
 
-// Whatever is wrong shows here, before anything is run or written; each message once (ExperimentError). only: this cell
-// of the experiment, empty = all.
+// Finds errors before anything is run or written. An ExperimentError holds all messages of the cells, each once. only:
+// the id of one cell; empty = all cells.
 Prepared prepare(const Experiment& experiment, const PluginCatalog& catalog, const std::string& only = {});
 
-// A cell's input, without references and progress. Borrows all of them.
+// A cell's input, without references and progress. Borrows its arguments.
 CellInput input(const Experiment& experiment, const PluginCatalog& catalog, const Prepared& prepared, const Cell& cell);
 
-// body(); an error that does not say where in the experiment file it belongs says so now.
+// Runs body(). An error that does not begin with its place in the experiment file gets `where` in front.
 template <class Body>
 void placed(const std::string& where, Body body) {
   try {

@@ -26,7 +26,8 @@
 namespace kvlab {
 namespace {
 
-// The full cache, watched: forwards everything to the profilers and edits nothing. On a GPU they are shown a mirror.
+// The full cache under observation: it forwards all calls to the profilers and edits nothing. On a GPU they see a
+// mirror.
 class Watched final : public Policy {
  public:
   Watched(const Experiment& e, const PluginCatalog& catalog) : device_(device_of(e)) {
@@ -83,7 +84,7 @@ class Watched final : public Policy {
   std::optional<HostMirror> mirror_;
 };
 
-// The full cache with what the profilers had it compute, and without them.
+// The full cache with the needs of the profilers, but without the profilers.
 class Unwatched final : public Policy {
  public:
   explicit Unwatched(const Needs& needs) : needs_(needs) {}
@@ -107,7 +108,7 @@ std::vector<Sample> samples_of(const Experiment& e, const PluginCatalog& catalog
   return out;
 }
 
-// Prompt, question and answer, all of which the cache holds in the end, but for the token that ends it.
+// Feeds prompt, question and answer. The cache then holds all of them but the token that ends the answer.
 Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
   const Sequence::Asked asked[] = {{0, static_cast<std::uint32_t>(item.sample)}};
   Fit fit = sequence.begin(item, asked);
@@ -119,8 +120,8 @@ Fit watch(Sequence& sequence, const Item& item, const Tokenizer& tokenizer) {
   return fit;
 }
 
-// All samples, with the outcome of each, and what the profilers make of them; nothing where one was in the way.
-// Profilers end before the engine does: their state lies in its workspace.
+// Runs all samples, shows each outcome and returns the profiles; nothing where a sample failed. Profilers finish before
+// the engine ends, because their state lies in its workspace.
 std::optional<std::vector<Profile>> watch_all(const std::vector<Sample>& samples,
                                               const std::shared_ptr<const Model>& model,
                                               const std::shared_ptr<Watched>& watched, const EngineOptions& options) {

@@ -1,13 +1,13 @@
-// `kvlab profile`: runs the full cache over the tasks' samples, on either backend, and lets profilers watch.
+// `kvlab profile` runs the full cache over the tasks' samples, on either backend, and lets profilers watch.
 #pragma once
 #include "experiment/experiment.hpp"
 #include "run/runner.hpp"
 
 namespace kvlab {
 
-// Writes experiment.output (a profile file, result/profile_file.hpp) and prints its table. Exit code 0, or 1 when a
-// sample does not fit in memory or its numbers are not finite, or when the file cannot be written; everything that can
-// be checked is checked first (ExperimentError).
+// Writes experiment.output (a profile file, result/profile_file.hpp) and prints its table. Returns exit code 0, or 1
+// when a sample does not fit in memory, its numbers are not finite, or the file cannot be written. It checks everything
+// else first and throws.
 int run_profile(const Experiment& experiment, const PluginCatalog& catalog, const RunOptions& options);
 
 }  // namespace kvlab

@@ -30,7 +30,7 @@ void Progress::skip() {
   ++done_;
 }
 
-// Time per cell so far, for the cells that are left.
+// Estimates the time of the cells that are left by the time per cell so far.
 std::string Progress::eta(double part_of_cell) const {
   const double ran = done_ - skipped_ + part_of_cell;
   if (ran < 0.05) return "";

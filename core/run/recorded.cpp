@@ -43,7 +43,7 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   const results::CellResult cell = find_cell(file, id);
   const results::Trace& trace = cell.trace;
   const auto wrong = [&](const std::string& what) { throw Error(Errc::data, what, file); };
-  // By place in the cell, then layer and head: its lists, in the order of the steps.
+  // [place in the cell][layer, head] -> lists in the order of the steps.
   std::map<int, std::map<std::pair<int, int>, std::vector<const TraceEvent*>>> lists;
   std::set<int> layers, heads;
   for (const TraceEvent& e : trace.events) {
@@ -54,7 +54,7 @@ RecordedTrace read_recorded(const std::string& file, const std::string& id) {
   RecordedTrace out;
   out.layers.assign(layers.begin(), layers.end());
   out.heads = static_cast<int>(heads.size());
-  const bool told = !cell.samples.empty() && cell.samples.front().task_sample >= 0;  // by files since then
+  const bool told = !cell.samples.empty() && cell.samples.front().task_sample >= 0;  // older files do not tell
   const auto known = told ? static_cast<int>(cell.samples.size()) : 0;
   constexpr int most_samples = 10'000'000;
   const int last = known > 0 ? known - 1 : std::min(lists.rbegin()->first, most_samples - 1);

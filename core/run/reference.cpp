@@ -39,7 +39,7 @@ ReferenceCache::~ReferenceCache() {
   if (file_ >= 0) ::close(file_);
 }
 
-// A file without a name: it goes with the process, however that ends.
+// Opens a file without a name, which vanishes with the process however that ends.
 void ReferenceCache::open() {
   std::string name = temporary_folder() + "/kvlab-reference-XXXXXX";
   file_ = ::mkostemp(name.data(), O_CLOEXEC);
@@ -61,10 +61,10 @@ void ReferenceCache::append(const void* data, std::size_t size) {
   end_ += static_cast<std::int64_t>(size);
 }
 
-// Half an answer takes no room from the answers that follow.
+// Half an answer leaves its room to the answers that follow.
 void ReferenceCache::give_back(std::int64_t from) noexcept {
   end_ = from;
-  if (file_ >= 0 && ::ftruncate(file_, end_) != 0) errno = 0;  // it is written over in any case
+  if (file_ >= 0 && ::ftruncate(file_, end_) != 0) errno = 0;  // later answers overwrite it in any case
 }
 
 const ReferenceCache::Entry& ReferenceCache::get(std::shared_ptr<const Model> model, const Item& item, int page_size,

@@ -1,6 +1,6 @@
-// What the full cache does on an item: its own greedy answer (or the forced tokens) and the logits of every token of
-// it. Kept for the cells that follow; the logits lie in a temporary file without a name, in TMPDIR or /tmp, so that
-// memory stays small.
+// The full cache's answers to items: its own greedy answer (or the forced tokens) and the logits of every answer token.
+// Later cells use them again. The logits lie in a temporary file without a name, in TMPDIR or /tmp, so that memory
+// stays small.
 #pragma once
 #include <map>
 #include <memory>
@@ -23,12 +23,12 @@ class ReferenceCache {
     std::vector<int> tokens;  // the answer that is forced on every policy
     std::int64_t offset = 0;  // of its logits in the file
   };
-  // Runs the full cache when the item is new, OutOfMemory where it does not fit. fidelity_tokens: longest answer.
-  // CannotGoOn if the disk does not take the logits; what was written before stays usable. NonFinite for logits that
-  // are not.
+  // Runs the full cache when the item is new. fidelity_tokens: longest answer. Throws OutOfMemory where the item does
+  // not fit and NonFinite for logits that are not finite. Throws CannotGoOn if the disk does not take the logits;
+  // earlier entries stay usable.
   const Entry& get(std::shared_ptr<const Model> model, const Item& item, int page_size, int fidelity_tokens,
                    Device device = Device::cpu);
-  // Logits of token t of an entry, [vocab].
+  // Reads the logits [vocab] of token t of an entry.
   void read(const Entry& entry, int t, int vocab, float* out) const;
 
  private:

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-// The first field of each line that is neither empty nor a comment: seconds.
+// Reads the first field, in seconds, of each line that is neither empty nor a comment.
 std::vector<double> read_arrivals(const std::filesystem::path& path) {
   std::istringstream in(read_file(path, "a file of arrivals"));
   std::vector<double> out;

@@ -10,8 +10,8 @@
 
 namespace kvlab {
 
-// Request i asks items[i % items]. Arrivals depend on the workload and the seed alone. Errc::data (file and line) for a
-// trace that cannot be read or is too short, Errc::unsupported for items that no request can be.
+// Request i asks items[i % items]. Arrivals depend on the workload and the seed alone. Throws Errc::data (file and
+// line) for a trace that cannot be read or is too short, and Errc::unsupported for items with forced tokens or turns.
 std::vector<Request> make_requests(const WorkloadSpec& workload, const std::vector<Item>& items, std::int64_t seed,
                                    const std::filesystem::path& folder);
 

@@ -54,13 +54,13 @@ std::vector<std::string> ids_of(const std::vector<Cell>& cells) {
   return ids;
 }
 
-// One model at a time holds its weights, and its files' pages are given back once they are read.
+// One model at a time holds its weights. Its files are closed once they are read.
 class ModelInUse {
  public:
   ModelInUse(const Experiment& e, Prepared& prepared) : e_(e), prepared_(prepared) {}
 
-  // std::bad_alloc where the weights do not fit, NonFinite where some are not; again at the next call without another
-  // try.
+  // Throws NoRoom where the weights do not fit and NonFinite where some are not finite. Later calls throw the same
+  // without another try.
   void need(std::size_t model) {
     if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
     if (nonfinite_.count(model)) throw nonfinite_.at(model);
@@ -92,7 +92,7 @@ class ModelInUse {
   std::size_t model_ = 0;
 };
 
-// Runs the cell where this process has all it takes.
+// Loads the cell's model and runs the cell in this process.
 results::CellResult run_here(const CellInput& in, ModelInUse& models) {
   try {
     models.need(in.cell->model);
@@ -106,7 +106,8 @@ results::CellResult run_here(const CellInput& in, ModelInUse& models) {
   return run_cell(with_weights);
 }
 
-// A disk that is full, or away, ends a run but no finished cell: whether `write` wrote, else what is lost is told.
+// Returns whether `write` succeeded and logs what is lost if not. A disk that is full or away ends a run, but finished
+// cells stay.
 template <class Write>
 bool written(const std::string& what, const std::string& then, Write write) {
   try {
@@ -124,16 +125,16 @@ void put_on_disk(const std::string& out, const results::CellResult& result, cons
   log::debug("cell " + result.id + ": written to " + part);
 }
 
-// What a cell came to.
+// A cell's result.
 struct Ran {
   results::CellResult result;
-  bool on_disk = false;  // its part is
+  bool on_disk = false;  // whether its part is
 };
 
-// One run of an experiment: the cells that are not finished, in order, then what became of them.
+// One run of an experiment: it runs the cells that are not finished, in order, then reports.
 class Run {
  public:
-  // Takes the output: nobody else writes it until this ends.
+  // Locks the output until this object ends.
   Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared);
   int run();  // the exit code
 
@@ -207,7 +208,7 @@ int Run::run() {
   try {
     run_cells();
     stop::check();
-  } catch (const stop::Interrupted& by) {  // what the cell under way has so far is dropped
+  } catch (const stop::Interrupted& by) {  // the cell under way leaves no result
     stopped_ = by.signal;
   } catch (const std::exception& e) {
     log::error(fmt::format("the run stops here: {}; {}", e.what(), goes_on()));
@@ -235,7 +236,7 @@ bool Run::finished_already(const Cell& c) {
   return true;
 }
 
-// Whether its result is on disk: where kvlab cannot write its own files, the run ends.
+// Returns false, which ends the run, where kvlab cannot write its own files.
 bool Run::run_and_write(const Cell& c) {
   const std::string name = cell_name(e_, c);
   log::debug("cell " + c.id + ": " + name);
@@ -266,12 +267,12 @@ Ran Run::run_one(const Cell& c) {
   in.progress = [this](const std::string& pass, int done, int total) { progress_.item(pass, done, total); };
   try {
     return options_.isolate.empty() ? Ran{run_here(in, models_)} : run_apart(c, in);
-  } catch (const std::bad_alloc& e) {  // around the cell's own passes
+  } catch (const std::bad_alloc& e) {  // outside the cell's own passes
     return {broken_cell(in, "oom", e.what())};
   }
 }
 
-// --isolate: the part that the cell's process wrote, else how that process ended.
+// --isolate: returns the part that the cell's process wrote, else a result that says how the process ended.
 Ran Run::run_apart(const Cell& c, const CellInput& in) const {
   std::vector<std::string> command = options_.isolate;
   command.insert(command.begin() + 2, {"--isolated-cell", c.id});
@@ -311,7 +312,7 @@ int Run::say_stopped() const {
   return stop::exit_code(stopped_);
 }
 
-// Finished cells of this output that the experiment no longer names.
+// Reports finished cells of this output that the experiment no longer names.
 void Run::say_others() const {
   const std::set<std::string> own(ids_.begin(), ids_.end());
   const auto others =
@@ -330,7 +331,7 @@ void want_reserve() {
   if (!keep_reserve()) throw NoRoom("got none for what ends a run in order, wanted 16 MiB");
 }
 
-// body(); without memory for what comes before the first cell there is nothing to record.
+// Runs body(). Without memory to prepare the first cell there is no cell that could record the error.
 template <class Body>
 void with_memory(Body body) {
   try {
@@ -366,7 +367,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
                       const std::string& command) {
   telling::begin();
   stop::watch();
-  bool begun = false;  // the cell: from here on what goes wrong is the cell's, as in a run without --isolate
+  bool begun = false;  // the cell has begun: missing memory is then its result, as in a run without --isolate
   try {
     const Experiment e = with_backend(given);
     use_threads(e.threads);
@@ -425,7 +426,7 @@ Checked check_experiment(const Experiment& given, const PluginCatalog& catalog) 
     if (error.code() != Errc::network) throw;
     for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
     std::vector<Cell> all = cells(e, catalog, {});
-    for (Cell& cell : all) cell.id = "-";  // the model's contents are part of it
+    for (Cell& cell : all) cell.id = "-";  // an id depends on the model's contents
     return {cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n", error};
   }
 }

@@ -1,4 +1,4 @@
-// Logits to tokens, and what logits say about other logits. All in double, over one row of `vocab` logits.
+// Samples tokens from logits and compares rows of logits. All in double, over one row of `vocab` logits.
 #pragma once
 #include <cstdint>
 #include <random>
@@ -10,14 +10,14 @@ namespace kvlab {
 // The id of the largest logit, the lower one of equals; -1 where a logit is NaN or infinite.
 int argmax(std::span<const float> logits);
 
-// Temperature and nucleus (top-p) sampling; temperature 0 = argmax. Deterministic in the generator's state. -1 as
-// argmax.
+// Temperature and nucleus (top-p) sampling; temperature 0 = argmax. Deterministic in the generator's state. Returns -1
+// where argmax does.
 struct Sampling {
   double temperature = 0, top_p = 1;
 };
 int sample(std::span<const float> logits, const Sampling& how, std::mt19937_64& random);
 
-// What follows is NaN where a logit is NaN or infinite: no number that is wrong may look like a good one.
+// These functions return NaN where a logit is NaN or infinite: a wrong number must not look like a good one.
 
 // -log softmax(logits)[token], nats.
 double negative_log_likelihood(std::span<const float> logits, int token);

@@ -35,7 +35,7 @@ results::SampleRow sample_of(const CellInput& in, std::size_t index, const Serve
   return s;
 }
 
-// A request's first token counts from its arrival, each other one from the one before.
+// The time of a request's first token counts from its arrival, that of each later token from the token before.
 void add_tokens(const Served& served, results::CellResult& out) {
   double before = served.arrival_ms;
   for (const double at : served.token_ms) {
@@ -79,7 +79,7 @@ void serve(const CellInput& in, results::CellResult& out) {
   if (in.wants(Metric::parts) && engine.store().stream().device() == Device::cuda)
     events.emplace(engine.store().stream());
   PartClock clock(events ? &*events : nullptr);
-  // A step's time is everything since the one before it, the scheduler's own included.
+  // A step's time begins where the step before ended, so it includes the scheduler's own work.
   const auto lap = [&](auto note) {
     const PartClock::Step step = clock.take();
     note(1000 * step.seconds, step.parts);
@@ -89,7 +89,7 @@ void serve(const CellInput& in, results::CellResult& out) {
   if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
   how.prompted = [&](double) { lap([&](double ms, const PartSeconds& parts) { log.prompt(ms, parts); }); };
   const Scheduler* running = nullptr;
-  how.stepped = [&](double, const std::vector<std::int32_t>&) {  // what is held is of prompts under way too
+  how.stepped = [&](double, const std::vector<std::int32_t>&) {  // prompts under way hold bytes too
     lap([&](double ms, const PartSeconds& parts) { log.decode(ms, parts, running->slots()); });
   };
   int done = 0;

@@ -1,4 +1,4 @@
-// A cell with a workload: requests arrive, are batched continuously and answered; each one's times are kept.
+// A cell with a workload: requests arrive, are batched continuously and answered. The result has the times of each.
 #pragma once
 #include "result/results.hpp"
 #include "run/cell_input.hpp"

@@ -26,7 +26,7 @@ StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
   return o;
 }
 
-// Text positions that one KV head's attention read, as flags over [0, total).
+// Sets the flags in `seen` [total] of the text positions that one KV head's attention read.
 void attended_positions(const DecodeLayer& l, const Store& store, int head, int window, std::vector<char>& seen) {
   const int slot = (*l.slots)[0], newest = store.position(slot), p = store.shape().page_size;
   const std::vector<std::int32_t> position = store.positions_by_place(l.layer, slot, head);
@@ -58,7 +58,7 @@ void Shadow::reset() {
   rows_ = {};
 }
 
-// In the original regime what comes is already rotated by text position; otherwise rotate the raw vectors here.
+// In the original regime the vectors are already rotated by text position. Otherwise this rotates the raw ones.
 const float* Shadow::original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
                               std::vector<float>& buffer) const {
   if (!raw) return rotated.data;

@@ -1,6 +1,6 @@
-// Fidelity per layer without a data set: a second store that keeps everything is fed the policy run's own queries, keys
-// and values, and full attention over it says what the policy's attention missed. One sequence; outside the policy's
-// ledger.
+// Fidelity per layer without a data set. A second store keeps all keys and values of the policy run. The run's own
+// queries attend to all of it, which shows what the policy's attention missed. It follows one sequence, outside the
+// policy's ledger.
 #pragma once
 #include <memory>
 #include <vector>
@@ -15,7 +15,7 @@ class Shadow final : public EngineObserver {
   // Follows the sequence in the engine's slot 0. max_tokens as the engine's.
   Shadow(const Model& model, int page_size, int max_tokens);
 
-  // Forget the sequence; a new one starts at position 0.
+  // Forgets the sequence. A new one starts at position 0.
   void reset();
 
   Prompt reads_of_prompt() const override { return Prompt::keys_and_values; }
@@ -27,7 +27,7 @@ class Shadow final : public EngineObserver {
   // page_recall: with n pages (text position / page_size) attended to by a KV head, the share of them among the n pages
   //   of largest full attention mass, mean over KV heads;
   // output_error: ||policy's attention output - full's|| / ||full's||, all heads together.
-  // What the numbers are made of may be NaN or infinite: then all three of the layer are NaN, and nonfinite counts it.
+  // Where attention has numbers that are NaN or infinite, all three of the layer are NaN, and nonfinite counts them.
   struct Rows {
     std::vector<float> mass, page_recall, output_error;
     std::int64_t nonfinite = 0;
@@ -40,7 +40,7 @@ class Shadow final : public EngineObserver {
                         std::vector<float>& buffer) const;
 
   void add(double mass, double page_recall, double output_error);
-  bool finite(int layer, const float* ours);  // the latest attention's mass and output, and the policy's output
+  bool finite(int layer, const float* ours);  // whether full attention's mass and output, and `ours`, are finite
 
   const Model& model_;
   CpuStore store_;

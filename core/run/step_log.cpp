@@ -13,7 +13,7 @@ std::int64_t moved(const Ledger& ledger, Tier tier, int tag) {
 
 StepLog::StepLog(const Engine& engine, bool parts, results::CellResult& out)
     : engine_(engine), out_(out), fired_(engine.fired()) {
-  // A step on a GPU is given to it and then waited for: the host's clock cannot tell its parts.
+  // The host gives a whole step to the GPU and then waits, so the host's clock cannot tell its parts.
   const bool told = parts || engine.store().stream().device() == Device::cpu;
   for (int p = 0; told && p < part_count; ++p) out_.parts.push_back(name_of(static_cast<Part>(p)));
   for (const Tier tier : tiers)

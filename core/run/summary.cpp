@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-// A workload asks the items in turn, so that several samples may be of one item.
+// A workload asks the items in turn, so several samples may belong to one item.
 std::vector<Scored> scored_questions(const CellInput& in, const Forced& forced, const results::CellResult& out) {
   const std::vector<Item>& items = in.items->items;
   std::vector<Scored> scored;

@@ -5,10 +5,10 @@
 
 namespace kvlab {
 
-// Columns that are known before anything runs.
+// Fills the columns that are known before anything runs.
 void describe_cell(const CellInput& in, results::CellResult& out);
 
-// A sample's row, with what is known of it before it runs. number: of the sample in the cell.
+// A sample's row with the columns that are known before it runs. number: place of the sample in the cell.
 results::SampleRow sample_row(const Item& item, std::int64_t number);
 
 // Negative log-likelihood of each item's forced tokens, in nats; perplexity is the score of a cell that has any.
@@ -16,8 +16,8 @@ struct Forced {
   std::vector<double> nll;  // [item]; empty = no item has forced tokens
 };
 
-// Scores, fidelity and, for a timed cell, latency, from samples, tokens and fidelity; memory and tokens_per_s are the
-// step log's.
+// Fills scores and fidelity, and for a timed cell latency, from samples, tokens and fidelity. The step log fills memory
+// and tokens_per_s.
 void summarize(const CellInput& in, const Forced& forced, results::CellResult& out);
 
 }  // namespace kvlab

@@ -20,7 +20,7 @@ std::string text_of(const nlohmann::json& v) { return v.is_string() ? v.get<std:
 
 bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 
-// Refuses what is nested so deeply that writing it out again would exhaust the stack.
+// Refuses JSON that is nested so deeply that writing it would exhaust the stack.
 nlohmann::json parse(std::string_view json, const std::string& where) {
   constexpr int deepest = 64;
   try {
@@ -35,7 +35,7 @@ nlohmann::json parse(std::string_view json, const std::string& where) {
   }
 }
 
-// Every value under its name, as text. The parts of an object, and of a list that holds objects or lists, also have
+// Adds every value as text under its name. The parts of an object, and of a list that holds objects or lists, also have
 // names: "answers.text", "answers.0".
 void add_fields(const std::string& name, const nlohmann::json& value, Record& out) {
   auto& texts = out[name];
@@ -103,7 +103,7 @@ std::vector<int> ModelTaskEnv::encode(std::string_view text) const { return toke
 
 std::vector<int> ModelTaskEnv::encode_next(std::string_view text) const {
   if (text.empty()) return {};
-  // What stands before it is encoded with it and taken off again; no pre-tokenizer joins these two to what follows.
+  // Encodes a character in front of the text and takes its tokens off again. No pre-tokenizer joins it to the text.
   const std::string before = is_space(text[0]) ? "a" : "\n";
   const std::vector<int> head = encode(before), all = encode(before + std::string(text));
   if (all.size() < head.size() || !std::equal(head.begin(), head.end(), all.begin())) return encode(text);

@@ -1,4 +1,4 @@
-// What a task is given: the model's tokenizer and chat template, files, the seed.
+// The environment of a task: the model's tokenizer and chat template, files, the seed.
 #pragma once
 #include <kvlab/task.hpp>
 

@@ -15,7 +15,7 @@ void TraceRecorder::kept(const Engine& engine, int slot, int item) {
 void TraceRecorder::answered(int item, const std::vector<int>& queue, const std::vector<int>& answer) {
   const auto i = static_cast<std::size_t>(item);
   std::vector<int>& fed = tokens_[i].fed;
-  if (items_[i].follows) {  // an answer's last token is fed, if at all, by the queue of the question after it
+  if (items_[i].follows) {  // if an answer's last token is fed, the queue of the next question has it
     const Tokens& before = tokens_[i - 1];
     fed = before.fed;
     fed.insert(fed.end(), before.answer.begin(), before.answer.end() - 1);
@@ -29,7 +29,7 @@ void TraceRecorder::answered(int item, const std::vector<int>& queue, const std:
 void TraceRecorder::attended(const DecodeLayer& l, const Store& store) {
   const IndexList* list = l.read.pages ? static_cast<const IndexList*>(l.read.pages) : l.read.tokens;
   if (!list) return;
-  const int unit = l.read.pages ? 1 : store.shape().page_size;  // entries of a page
+  const int unit = l.read.pages ? 1 : store.shape().page_size;  // list entries per page
   for (std::size_t r = 0; r < rows_.size(); ++r)
     for (int head = 0; head < store.shape().kv_heads; ++head) {
       const auto row = static_cast<std::int64_t>(r);

@@ -1,5 +1,5 @@
-// Token ids, the positions that a policy kept of each prompt and the pages that attention read, for a cell that asks
-// for `trace`. Of an attention that read a list of tokens: the pages that they lie in.
+// Records token ids, the positions that a policy kept of each prompt, and the pages that attention read, for the metric
+// trace. Where attention read a list of tokens, these are the pages of the tokens.
 #pragma once
 #include <utility>
 #include <vector>
@@ -15,13 +15,13 @@ class TraceRecorder final : public EngineObserver {
   // Borrows the items.
   TraceRecorder(const std::vector<Item>& items, results::Trace& out);
 
-  // What the slot holds before an item's answer, once per item in any order.
+  // Records the positions in the slot before an item's answer; once per item in any order.
   void kept(const Engine& engine, int slot, int item);
 
-  // An item's answer has ended. queue: the tokens fed one by one in front of it. Of a conversation in its order.
+  // Records an item's answer. queue: the tokens fed one by one in front of it. Turns of a conversation come in order.
   void answered(int item, const std::vector<int>& queue, const std::vector<int>& answer);
 
-  // Which item and which of its tokens each row of the next steps is.
+  // Sets the item of each row in the next steps, and which token of its answer comes next.
   struct Row {
     int item = 0, token = 0;
   };
@@ -29,7 +29,7 @@ class TraceRecorder final : public EngineObserver {
   Prompt reads_of_prompt() const override { return Prompt::nothing; }
   void attended(const DecodeLayer& l, const Store& store) override;
 
-  // Kept positions and tokens, item by item, go into the trace.
+  // Writes kept positions and tokens, item by item, into the trace.
   void finish(const Shape& shape);
 
  private:

@@ -14,11 +14,11 @@ namespace kvlab {
 namespace {
 
 constexpr std::size_t few_tokens = 16;
-constexpr int few_steps = 3;  // of a number of rows: a graph is captured in the second and launched in the third
+constexpr int few_steps = 3;  // per number of rows: the second step captures a graph, the third launches it
 
 int length_of(const Item& item) { return ops::prompt_room(static_cast<int>(item.prompt.size())); }
 
-// All that chooses kernels, but for the prompt's length.
+// Everything that decides which kernels run, except the prompt's length.
 std::string shape_of(const CellInput& in, int slots) {
   auto policy = to_json(in.policy());
   if (policy.contains("budget"))
@@ -29,7 +29,8 @@ std::string shape_of(const CellInput& in, int slots) {
          std::to_string(o.graphs) + "/" + policy.dump();
 }
 
-// A prompt in each slot, the given one and short ones, then steps of all rows, of one row fewer, and so on.
+// Prefills the given prompt in the first slot and short ones in the others. Then it runs steps of all rows, of one row
+// fewer, and so on.
 void run_shape(Engine& engine, const Item& item, int slots) {
   std::vector<float> logits(static_cast<std::size_t>(engine.model().config.vocab));
   const auto view = View<float, 2>::dense(logits.data(), {1, static_cast<std::int64_t>(logits.size())});
