@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/mutate on a small project of its own. Usage: test_mutate.py"""
+"""Tests tools/mutate on a small project of its own. Usage: test_mutate.py"""
 import difflib
 import os
 import shutil
@@ -35,7 +35,7 @@ set_tests_properties(in_dutch PROPERTIES ENVIRONMENT "WORD=som")
 """,
     "plugins/add.cpp": """extern "C" int add(int a, int b) { return a + b; }
 """,
-    # Its filter is the name of what it looks at; "broken" fails whatever is planted.
+    # A filter names one check. The check "broken" fails whatever bug is planted.
     "test_sum.cpp": """#include <dlfcn.h>
 #include <cstdio>
 #include <cstdlib>

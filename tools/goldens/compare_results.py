@@ -3,8 +3,9 @@
 
 Usage: compare_results.py RESULT.h5 --model PATH (--text FILE | --tokens FILE) --prefix N --forced M [--cell SUBSTRING]
        [--starts 0,4096] [--steps K] [--policy JSON]
-Sample i begins at token starts[i]: N tokens are the prompt, the next M are scored; the first from the prompt's logits, the others from M - 1
-decode steps. --steps compares only the first K of those (0: kept positions only). --policy replaces what the cell's parameters say.
+Sample i begins at token starts[i]. N tokens are the prompt and the next M are scored: the first by the prompt's logits, the
+others by M - 1 decode steps. --steps compares only the first K of those steps (0: kept positions only). --policy replaces
+the policy that the cell's parameters name.
 """
 import argparse
 import json
@@ -47,7 +48,7 @@ def flat(params):
 
 
 def specification(name, params):
-    """The reference's words for a cell's policy and resolved parameters."""
+    """A cell's policy and resolved parameters in the reference's words."""
     params = flat(params)
     spec = {"name": params.pop("name", name.split(":")[0])}
     for key, value in params.items():
@@ -80,7 +81,7 @@ def token_ids(args):
 
 
 def perplexity(model, ids, prefix):
-    """Perplexity of ids[prefix:], each predicted from everything before it with the full cache."""
+    """Perplexity of ids[prefix:] with the full cache; each token is predicted from all tokens before it."""
     with torch.no_grad():
         hidden, total = model.hidden(ids)[prefix - 1:-1], 0.0
         for rows, targets in zip(hidden.split(256), torch.tensor(ids[prefix:]).split(256)):

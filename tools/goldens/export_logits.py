@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes core/test/golden/NAME_logits.{bin,json}: what transformers computes in f32.
+"""Writes core/test/golden/NAME_logits.{bin,json}: logits of transformers in f32.
 
 Usage: export_logits.py NAME MODEL [--adapter FOLDER] [--sampled N] [--most N] [--out core/test/golden]
-MODEL: a GGUF file, which is dequantized, or a Hugging Face folder. FOLDER: a PEFT adapter, which peft merges. Format: README.md in this folder.
+MODEL: a GGUF file, which is dequantized, or a Hugging Face folder. FOLDER: a PEFT adapter, which peft merges.
+Format: README.md in this folder.
 """
 import argparse
 import hashlib

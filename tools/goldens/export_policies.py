@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes core/test/golden/policies/<model>.json: what every policy keeps, reads, covers and predicts on tiny models.
+"""Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
 Usage: export_policies.py [core/test/golden [SmolLM2.gguf]]
-Format: README.md in this folder. For the tiny models, token seeds are searched until no selection depends on rounding.
-With the GGUF, only smollm2.json is written: the same on the head of text/english.txt.
+Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
+With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
 import os
@@ -56,12 +56,12 @@ def selections(result):
 
 
 def evicted(kept, seen):
-    """The lists of positions, or nothing where every head keeps everything."""
+    """The lists of positions, or an empty list where every head keeps everything."""
     return [] if all(len(head) == seen for layer in kept for head in layer) else kept
 
 
 def perturbed(model, seed):
-    """The model with weights off by 1e-5: ten times what f32 arithmetic in another order can do."""
+    """The model with weights off by 1e-5: ten times the error of f32 arithmetic in another order."""
     other, generator = llama.Llama.__new__(llama.Llama), torch.Generator().manual_seed(seed)
     other.__dict__.update(model.__dict__)
     other.w = {name: w * (1 + 1e-5 * torch.randn(w.shape, generator=generator)) for name, w in model.w.items()}

@@ -1,4 +1,4 @@
-"""A plain torch Llama-family model, taken apart so that a policy can stand between QKV and attention.
+"""A plain torch Llama-family model in parts, so that a policy can act between QKV and attention.
 
 Shapes of one sequence: x [T, hidden], q [Hq, T, D], k and v [Hkv, T, D]. Query head h reads KV head h // G.
 """
@@ -64,7 +64,7 @@ class Llama:
         positions = torch.as_tensor(positions)
         if self.dtype == torch.float64:
             angle = positions[..., None].double() * self.inv_freq
-        else:  # as the field computes it: f32 frequencies times f32 positions
+        else:  # as other implementations do: f32 frequencies times f32 positions
             angle = positions[..., None].float() * self.inv_freq.float()
         cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
         a, b = x.chunk(2, -1)

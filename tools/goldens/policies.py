@@ -1,7 +1,7 @@
 """The compression policies in plain torch, written from the papers' method descriptions.
 
-A policy never holds keys: it names, per layer and KV head, the ascending positions that are kept (`Kept`) and, before a
-decode step's attention, those that are read. Prompts are attended in full; layer l is compressed after its attention.
+A policy never holds keys. It names, per layer and KV head, the ascending positions that are kept and, before a decode
+step's attention, the positions that are read. Prompts are attended in full; layer l is compressed after its attention.
 """
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ def split_budget(spec, layer, layers, scores, pins):
 
 @dataclass
 class Prompt:
-    """What a layer's prompt attention leaves behind; q and k are rotated to their positions."""
+    """The vectors and attention sums of a layer's prompt; q and k are rotated to their positions."""
     n: int
     q: torch.Tensor
     k: torch.Tensor

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a policy on a model with forced tokens and says what it kept, read, covered and predicted.
+"""Runs a policy on a model with forced tokens and writes its kept positions, pages, mass, output error and logits.
 
 Usage: reference_policies.py --model PATH --tokens FILE --prompt N --policy JSON --out FILE.npz [--f64]
 FILE: token ids, whitespace-separated or a JSON list; the first N are the prompt, the others are forced one by one.
@@ -17,7 +17,7 @@ import policies
 
 
 class LayerCache:
-    """Everything that a layer has seen, exact and as the codec stores it; policies index it by position."""
+    """All keys and values that a layer has seen, exact and as the codec stores them; policies index them by position."""
 
     def __init__(self, model, codec, cache_relative):
         self.model, self.codec, self.cache_relative = model, codec, cache_relative
@@ -44,8 +44,8 @@ def attend(q, k, v):
 
 
 class Run:
-    """kept[step][layer][kv_head], step 0 = after the prompt; pages the same per decode step; mass and output_error
-    [decode step, layer]; logits [1 + decode steps, vocab], row 0 after the prompt."""
+    """kept[step][layer][kv_head], step 0 = after the prompt; read and pages[decode step][layer][kv_head]; mass and
+    output_error [decode step, layer]; logits [1 + decode steps, vocab], row 0 after the prompt."""
 
     def __init__(self):
         self.kept, self.read, self.pages, self.mass, self.output_error, self.logits = [], [], [], [], [], []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""compare_results.py on a result file that the reference itself wrote, intact and damaged. Usage: test_compare.py"""
+"""Tests compare_results.py on a result file of the reference itself, intact and damaged. Usage: test_compare.py"""
 import json
 import os
 import subprocess

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Hand vectors of the methods' descriptions, and properties, on the reference policies. Usage: test_policies.py"""
+"""Tests the reference policies by vectors from the methods' descriptions and by properties. Usage: test_policies.py"""
 import os
 from types import SimpleNamespace
 
