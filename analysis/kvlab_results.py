@@ -7,7 +7,7 @@
 >>> kr.kept("results/mine.h5", "snapkv/tokens=64")[0][3][1]  # sample 0, layer 3, KV head 1: positions kept
 >>> kr.tokens("results/mine.h5", "snapkv/tokens=64")[0].prompt  # the token ids that were prefilled
 
-A cell is named by its id, by the beginning of it, or by words that fit no other cell, joined by "/": each is the
+A cell is named by its id, by the beginning of it, or by words that fit no other cell, joined by "/". A word is the
 policy, the task or `seed=N`, whole or in part, or a parameter as `window=32`. kept, tokens and selected need
 `metrics: [trace]`.
 
@@ -51,8 +51,8 @@ def info(path):
 def summary(path, parameters=False):
     """/summary as a DataFrame; NaN or -1 = not measured; units in .attrs["units"].
 
-    parameters: the columns of parameters() behind the others; one that is called like another column is
-    "params.NAME".
+    parameters: adds the columns of parameters() behind the others, as "params.NAME" where another column has the
+    name.
     """
     with _open(path) as file:
         frame = _table(file["summary"])
@@ -126,7 +126,7 @@ def find(path, cell):
 
 
 def warnings(path):
-    """What was warned of while cells ran, each once, as {warning: [cell, ...]}."""
+    """The warnings of all cells, each once, as {warning: [cell, ...]}."""
     found = {}
     for _, row in summary(path).iterrows():
         for line in row.get("warnings", "").splitlines():  # files of earlier versions have no such column
@@ -167,15 +167,15 @@ def _traced(path, id, piece):
 def kept(path, cell):
     """The text positions kept after each prompt, ascending: [sample][layer][kv_head] -> numpy array.
 
-    Of a later turn: what was there before its question.
+    A later turn has the positions that the cache held before its question.
     """
     trace = _traced(path, cell, "trace/kept_offsets")
     values = trace["trace/kept"]
     return [[[values[begin:end] for begin, end in heads] for heads in layers] for layers in trace["trace/kept_offsets"]]
 
 
-# Token ids as numpy arrays. prompt: prefilled; fed: one by one after it, a later turn's whole conversation included;
-# answer: with its end-of-sequence token.
+# Token ids as numpy arrays. prompt: prefilled tokens. fed: tokens fed one by one after it, a later turn's whole
+# conversation included. answer: its tokens with the end-of-sequence token.
 Tokens = namedtuple("Tokens", "prompt fed answer")
 
 
@@ -186,7 +186,7 @@ def tokens(path, cell):
     return [Tokens(ids[a:b], ids[b:c], ids[c:d]) for a, b, c, d in trace["trace/token_offsets"]]
 
 
-# A decode step. token: of the answer, that the step led to; 0 while a question is fed.
+# A decode step. token: place in the answer of the token that the step led to; 0 while a question is fed.
 # pages: [layer][kv_head] -> numpy array, None for a layer that read everything.
 Step = namedtuple("Step", "token pages")
 

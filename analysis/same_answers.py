@@ -2,7 +2,7 @@
 
     python3 analysis/same_answers.py results/serving_ragged.h5 results/serving_ragged_alone.h5
 
-Prints a line a policy, and the first difference of each sample that has one; the exit code is 1 then.
+Prints a line per policy, and the first difference of each sample that differs. The exit code is 1 where one differs.
 """
 
 import sys

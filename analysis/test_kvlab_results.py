@@ -1,8 +1,8 @@
-"""The reader on a file made by hand and, where kvlab is built, on one that kvlab writes.
+"""Tests the reader on a file made by hand and, where kvlab is built, on one that kvlab writes.
 
     python3 -m unittest discover analysis     # needs h5py, numpy and pandas
 
-KVLAB names the command line to test with (default: build/release/bin/kvlab); without one those cases are skipped.
+KVLAB names the command line to test with (default: build/release/bin/kvlab). Without one it skips those cases.
 """
 
 import hashlib
