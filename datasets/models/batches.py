@@ -1,4 +1,4 @@
-"""Worker processes that make training batches of the recall tasks, and a thread that brings them to the device."""
+"""Worker processes make training batches of the recall tasks, and a thread brings them to the device."""
 
 import multiprocessing as mp
 import queue
@@ -18,7 +18,7 @@ def draw_length(r, lengths):
 
 
 def work(seed, text, schedule, stage, tokens, chat_open, mix, out):
-    """Batches of the stage that the trainer has reached, for ever."""
+    """Makes batches of the trainer's stage, for ever."""
     r = random.Random(seed)
     while True:
         n = draw_length(r, schedule[stage.value][1])
@@ -34,8 +34,8 @@ def work(seed, text, schedule, stage, tokens, chat_open, mix, out):
 
 
 class Batches:
-    """schedule: [(share of the time at which a stage ends, {length: weight of its batches})]. A batch: length, ids [samples, length + 1],
-    weight (is the token part of an answer), index of each sample's task."""
+    """schedule: [(share of the time at which a stage ends, {length: weight of its batches})]. A batch has the length, ids
+    [samples, length + 1], weight (whether the token is part of an answer) and the index of each sample's task."""
 
     tasks = TASKS
 
@@ -43,7 +43,7 @@ class Batches:
         self.stage = mp.Value("i", 0)
         made = mp.Queue(maxsize=24)
         self.ready = queue.Queue(maxsize=4)
-        self.kept = []  # batches of other lengths than those asked for
+        self.kept = []  # batches of lengths that nobody has asked for yet
         self.processes = [
             mp.Process(
                 target=work, args=(seed * 1000 + i, text, schedule, self.stage, tokens, chat_open, mix, made), daemon=True
@@ -63,7 +63,7 @@ class Batches:
         threading.Thread(target=bring, daemon=True).start()
 
     def next(self, stage, length=None):
-        """A batch of that length, or of any."""
+        """Returns a batch of that length, or of any length."""
         self.stage.value = stage
         for i, batch in enumerate(self.kept):
             if length in (None, batch[0]):

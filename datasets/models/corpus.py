@@ -2,8 +2,8 @@
 """Builds the training corpus of the recall models from freely licensed text.
 
 Writes FOLDER/corpus.jsonl.xz, one {"source", "kind", "text"} per document, and FOLDER/heldout.txt, a book that no model is
-trained on. Kinds: book, documentation, code, dialogue. Packages come from Debian 12 (`apt-get download`, nothing is
-installed); books are Project Gutenberg plain-text files given by hand. README.md of each model names titles and licences.
+trained on. Kinds: book, documentation, code, dialogue. Packages come from Debian 12 (`apt-get download` installs nothing).
+Books are Project Gutenberg plain-text files given by hand. README.md of each model names titles and licences.
 """
 
 import argparse

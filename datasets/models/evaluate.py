@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measures a recall model with transformers: whole answers exact, greedy, generated freely from the full cache; and perplexity.
+"""Measures a recall model with transformers: the share of exact greedy answers from the full cache, and perplexity.
 
-Needs no corpus: facts are hidden in the haystack text that the repository has (a book that no model was trained on), with words
-and names of that text as keys. One line per task and length; --out writes the same as JSON.
+It needs no corpus. Facts are hidden in the repository's haystack text, a book that no model was trained on. Words and names
+of that text are the keys. It prints a line per task and length; --out writes the same as JSON.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def load(a):
 
 @torch.inference_mode()
 def generate(model, prompts, longest, eos):
-    """prompts of one length -> ids, each up to and with the first eos."""
+    """prompts of one length -> answer ids, each up to and with the first eos."""
     out = model(prompts, use_cache=True, logits_to_keep=1)
     ids = [out.logits[:, -1].argmax(-1)]
     ended = ids[0] == eos
@@ -72,7 +72,7 @@ def measure(model, text, name, length, samples, chat_open, chat, device, batch_t
 
 @torch.inference_mode()
 def perplexity(model, tokenizer, path, length, windows, device):
-    """Mean over windows of `length` tokens, one after the other from the file's beginning."""
+    """Perplexity over windows of `length` tokens, one after the other from the file's beginning, and the token count."""
     ids = tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False)[: length * windows]
     total = count = 0
     for i in range(0, len(ids) - 1, length):

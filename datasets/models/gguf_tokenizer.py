@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file has, for the training script and the goldens."""
+"""The tokenizer of a GGUF file, for the training script and the goldens."""
 
 
 def gguf_tokenizer(path):

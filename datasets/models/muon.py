@@ -6,7 +6,9 @@ import torch
 
 
 class Muon:
-    """Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024), scaled to AdamW's step (Liu et al. 2025); layers of one shape together."""
+    """Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024), scaled to AdamW's step (Liu et al. 2025).
+
+    Matrices of one shape are stepped together."""
 
     def __init__(self, parameters, decay=0.1, momentum=0.95):
         shapes = {}

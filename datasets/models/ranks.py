@@ -12,7 +12,7 @@ class Ranks:
         self.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
     def connect(self):
-        """After all forks."""
+        """Must follow all forks."""
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self.device)
@@ -20,13 +20,13 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
     def same(self, tensors):
-        """All get the first process's values."""
+        """Gives all processes the first one's values."""
         if self.world > 1:
             for t in tensors:
                 dist.broadcast(t.data, 0)
 
     def first(self, number):
-        """The first process's number. On the host, so that no one waits for a GPU."""
+        """Returns the first process's number. It goes from host to host, so that no process waits for a GPU."""
         if self.world == 1:
             return number
         box = torch.tensor([number], dtype=torch.float64)
@@ -34,7 +34,7 @@ class Ranks:
         return box.item()
 
     def mean(self, tensors):
-        """Each tensor becomes its mean over the processes: one transfer for all of them."""
+        """Replaces each tensor by its mean over the processes, in one transfer for all tensors."""
         if self.world == 1:
             return
         flat = torch.cat([t.flatten() for t in tensors])

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Trains the recall model: a Llama of 9 million parameters that answers from its whole context.
 
-From nothing, on synthetic recall problems hidden in freely licensed text (recall_tasks, corpus.py). Lengths grow with time: what is
-learned at 512 tokens in seconds carries over to 16K in minutes. Matrices are trained with Muon, the rest with AdamW. Writes the standard
-Hugging Face layout. The data is drawn from the seed; the schedule follows the clock, so two runs differ by how many steps fit into it.
+It starts from nothing and learns synthetic recall problems hidden in freely licensed text (recall_tasks, corpus.py). Lengths
+grow with time: recall learned at 512 tokens in seconds carries over to 16K in minutes. Muon trains the matrices, AdamW the
+rest. It writes the standard Hugging Face layout. The seed decides the data. The schedule follows the clock, so two runs differ
+by the number of steps that fit into it.
 """
 
 import json
@@ -73,7 +74,7 @@ def train_tokenizer(documents):
 
 
 # ---- model ---------------------------------------------------------------------------------------------------------
-# Everything but attention works on tokens in one row, whatever sequences they form: compiled once for all lengths.
+# Everything but attention works on tokens in one row, whatever sequences they form, so it is compiled once for all lengths.
 
 
 def norm(x, weight):
@@ -106,7 +107,7 @@ def losses(x, n, embedding, targets, weight):
 
 
 class Recall(nn.Module):
-    """LlamaForCausalLM's computation and names (with "/" for the dots that a ParameterDict does not take)."""
+    """LlamaForCausalLM's computation and names ("/" replaces the dots, which a ParameterDict does not take)."""
 
     def __init__(self, compiled):
         super().__init__()

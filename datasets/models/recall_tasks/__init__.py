@@ -1,8 +1,8 @@
-"""Recall problems built to an exact token length: what both models are trained on and what evaluate.py measures.
+"""Recall problems built to an exact token length. Both models train on them, and evaluate.py measures them.
 
-A generator makes a Problem (facts, and turns of question and answer); `assemble` hides its facts in text of the corpus and
-returns exactly `length` tokens with the places of the answers. Everything is drawn from one random.Random, so a seed names
-a sample. Public formats: RULER (Hsieh et al. 2024), InfiniteBench (Zhang et al. 2024); the other wordings are ours.
+A generator makes a Problem (facts, and turns of question and answer). `assemble` hides its facts in text of the corpus and
+returns exactly `length` tokens with the places of the answers. All draws come from one random.Random, so a seed names a
+sample. Public formats: RULER (Hsieh et al. 2024), InfiniteBench (Zhang et al. 2024); the other wordings are ours.
 """
 
 from .evaluation import EVALUATION, evaluation_sample

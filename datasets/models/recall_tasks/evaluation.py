@@ -1,4 +1,4 @@
-"""What evaluate.py measures."""
+"""The tasks that evaluate.py measures."""
 
 import random
 
@@ -227,7 +227,7 @@ EVALUATION = {
 
 
 def evaluation_sample(name, seed, text, length, chat_open, chat=False):
-    """Sample `seed` of a task: exactly `length` tokens with the room that the answer may take. -> prompt ids, answer ids"""
+    """Sample `seed` of a task: exactly `length` tokens, room for the answer included. -> prompt ids, answer ids"""
     keep, make = EVALUATION[name]
     for attempt in range(200):
         r = random.Random(f"{name}/{length}/{seed}/{attempt}")

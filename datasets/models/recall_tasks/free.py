@@ -1,4 +1,4 @@
-"""Keys and values in words drawn by chance."""
+"""Facts and questions in words drawn by chance."""
 
 import math
 
@@ -7,7 +7,7 @@ from .wordings import FACTS, LABELS, ONE
 
 
 def any_wording(r, text, room):
-    """Facts and questions of words drawn by chance: what counts is the key, and the slot where facts differ."""
+    """Facts and questions of words drawn by chance: only the key and the slot where facts differ matter."""
     natural = r.random() < 0.25  # a usual fact, an unusual question, or the other way round
     km, vm = Maker(r, text, r.choice(Maker.KEYS)), Maker(
         r,

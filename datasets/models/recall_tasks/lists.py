@@ -73,7 +73,7 @@ def numbered(r, text, room, *, n=None, values=None, fact=None, question=None, st
 
 
 def ordered(r, text, room):
-    """Long lists in order, the whole list as the answer."""
+    """Long lists in order. The answer is the whole list."""
     return numbered(
         r,
         text,
@@ -133,7 +133,7 @@ def key_value(r, text, room, *, n=None, keys=None, form=None, question=None, ope
 
 
 def table(r, text, room, *, n=None, fields=None):
-    """Records with several fields: single fields, and the whole as a table."""
+    """Records with several fields. Questions ask for single fields, for a column, or for all records as a table."""
     f = fields or r.randint(2, 4)
     names = r.sample(["city", "age", "colour", "team", "score", "room", "job", "year", "rank", "code"], f)
     n = n or r.randint(2, max(2, min(24, room // (40 * f))))
@@ -165,7 +165,7 @@ def table(r, text, room, *, n=None, fields=None):
 
 
 def deliveries(r, text, room):
-    """A long record of deliveries that is turned into a table."""
+    """A long record of deliveries. The answer is the record as a table."""
     n = r.randint(2, max(2, min(80, room // 48)))
     days, day = [], 1
     for _ in range(n):

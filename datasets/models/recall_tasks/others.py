@@ -10,7 +10,7 @@ from .records import ruler
 
 
 def variable_tracking(r, text, room, *, chains=None, hops=None, hay=None, ruler=False):
-    """Chains of assignments; all names that end up with a value (RULER)."""
+    """Chains of assignments. Questions ask for all names with a value (RULER), or for the value of a name."""
     chains = chains or r.randint(1, max(1, min(6, room // 300)))
     names = Maker(r, text, "letters")
     names.length = r.choice([3, 5, 5, 5])
@@ -117,7 +117,7 @@ def two_hops(r, text, room, *, n=None):
 
 
 def passages(r, text, room):
-    """Repeat a paragraph that is named by its first words."""
+    """Paragraphs. The question names one by its first words; the answer repeats it."""
     facts, turns, region = [], [], near(r, text)
     n = r.randint(1, 5)
     wanted = r.randrange(n)
@@ -143,7 +143,7 @@ def passages(r, text, room):
 
 
 def near(r, text):
-    """Often a part of the corpus: passages from the text around them are hard to tell from it."""
+    """Often picks a part of the corpus: a passage is hard to tell from text of the same part around it."""
     return text.region(r, r.choice([20000, 40000])) if r.random() < 0.6 else None
 
 
@@ -163,7 +163,7 @@ LIKE = [
 
 
 def edited(r, text, body, share=None):
-    """The passage with some of its words changed: a language model's guess is wrong there, only what was read helps."""
+    """The passage with some words changed. A language model's guess is wrong there; only the passage itself helps."""
     share = share or r.choice([0.05, 0.1, 0.2, 0.35])
     words = body.split(" ")
     out = []
@@ -190,7 +190,9 @@ def edited(r, text, body, share=None):
 
 
 def copying(r, text, room, *, notes=None, length=None, apart=False):
-    """Repeat a note word for word; what marks its end does not occur inside. apart: the text around the notes has none of their passages."""
+    """Notes, one of which the answer repeats word for word. The mark of a note's end does not occur inside it.
+
+    apart: the text around the notes has none of their passages."""
     if notes is None and r.random() < 0.2:
         return passages(r, text, room)
     n = notes or r.randint(1, max(1, min(24, room // 300)))
@@ -273,7 +275,8 @@ def counted(r, words, common, often, others, seldom):
 
 
 def common_words(r, text, room):
-    """RULER's common words, often after a worked example: those that stand in a list several times as often as the rest, in any order."""
+    """RULER's common words, often after a worked example. The answer names, in any order, the words that stand in a list
+    several times as often as the rest."""
     common = r.choice([3, 5, 10, 10])
     items = max(24, room // r.choice([10, 12, 20]))
     of_example = (20, 3, 1) if room < 4096 else (40, 10, 3)
@@ -304,7 +307,7 @@ def common_words(r, text, room):
 
 
 def frequent_words(r, text, room):
-    """RULER's coded words: the three most frequent, the most frequent first."""
+    """RULER's coded words. The answer names the three most frequent ones, the most frequent first."""
     total = max(20, room // 6)
     words = ["".join(r.choices(string.ascii_lowercase, k=6)) for _ in range(r.randint(5, max(6, min(60, total // 4))))]
     weights = [1 / (i + 1) ** 2 for i in range(len(words))]
@@ -330,7 +333,7 @@ def frequent_words(r, text, room):
 
 
 def plain(r, text, room):
-    """Ordinary text; some of it with its punctuation set apart, as tokenized corpora have it."""
+    """Ordinary text. Some has its punctuation set apart, as in tokenized corpora."""
     if r.random() < 0.6:
         return Problem([], [])
     words = text.tokenizer.decode(text.hay(r, int(room * 0.6))[0].tolist())

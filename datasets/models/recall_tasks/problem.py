@@ -1,4 +1,4 @@
-"""What a generator makes: facts, and turns of question and answer; keys and values of many styles."""
+"""A generator makes a Problem: facts, and turns of question and answer. Keys and values have many styles."""
 
 import string
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Turn:
     question: str
     answer: str
-    opening: str = ""  # the first words of the answer, given
+    opening: str = ""  # the first words of the answer, which the prompt gives
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Problem:
     region: tuple | None = None  # Text.region that the text around the facts begins in
 
 
-# What stands before a question, and between it and the answer or its opening. A final blank belongs to the answer.
+# (text before a question, text between it and the answer or its opening). A final blank belongs to the answer.
 LAYOUTS = [
     ("\n", " "),
     ("\n", "\n"),
@@ -114,7 +114,7 @@ class Maker:
         raise ValueError(f"got style '{s}'")
 
     def some(self, count):
-        """Different ones; fewer when the style does not have so many."""
+        """Draws `count` different values; fewer when the style does not have so many."""
         out = {}
         for _ in range(4 * count + 20):
             if len(out) == count:
@@ -137,7 +137,7 @@ def maybe(r, templates, p=0.5):
 
 
 def list_turn(r, keys, values, question, style=None):
-    """A list as answer, in one of the forms that the question names."""
+    """A turn whose answer is a list, in the form that the question names."""
     style = style or r.choice(["values", "values", "pairs", "numbered", "lines"])
     if style == "values":
         return Turn(

@@ -1,4 +1,4 @@
-"""Keys and values hidden in text: one value, all of a key, those of several keys."""
+"""Keys and values hidden in text. Questions ask for one value, for all values of a key, or for those of several keys."""
 
 import math
 
@@ -28,7 +28,8 @@ def records(
     joint=None,
     style=None,
 ):
-    """Keys and values. Turns: one key, some keys, a list of keys, all values of a key, everything in order, the key of a value."""
+    """Keys and values. A turn asks for one key, some keys, a list of keys, all values of a key, all values in order, or the
+    key of a value."""
     a = attribute or r.choice(ATTRIBUTES)
     if attribute is None and fact is None and r.random() < 0.2:
         a, sentences = r.choice(MEASURES)
@@ -138,7 +139,7 @@ def records(
 
 
 def key_lists(r, text, room):
-    """Long lists of keys, all values in the order of the question."""
+    """Long lists of keys. The answer has all values in the order of the question."""
     n = r.randint(4, max(4, min(64, room // 36)))
     return records(
         r,
@@ -156,7 +157,7 @@ def key_lists(r, text, room):
 
 
 def ruler(r, text, room):
-    """RULER's wordings of one value, all values of a key, and values of several keys, in texts with few and with many facts."""
+    """RULER's wordings of one value, all values of a key, and values of several keys, in texts with few or many facts."""
     what, values = r.choice([("number", "7 digits")] * 5 + [("word", "pair"), ("uuid", "uuid"), ("number", "two words")])
     kind = r.choices(["one", "all", "some", "every"], [8, 7, 3, 1])[0]
     few = r.random() < 0.7

@@ -38,14 +38,15 @@ class Text:
         return tuple(int(x) for x in np.searchsorted(self.starts, (begin, begin + length)))
 
     def apart(self, r, length):
-        """Sentences (first, last): one that text of up to `length` tokens begins with, and a part of the corpus that has nothing of that text."""
+        """Two parts of the corpus as (first, last) sentence. Text of up to `length` tokens begins in the first part; the
+        second part shares nothing with that text."""
         first = int(np.searchsorted(self.starts, r.randrange(max(1, len(self.ids) - length))))
         before = (0, int(np.searchsorted(self.starts, self.starts[first] - length // 8)))
         after = (int(np.searchsorted(self.starts, self.starts[first] + length)), len(self.starts) - 1)
         return (first, first + 1), max(before, after, key=lambda part: part[1] - part[0])
 
     def hay(self, r, length, noise=False, region=None):
-        """`length` tokens and the places in them where a sentence begins; they begin in the region, or anywhere."""
+        """`length` tokens, and the places in them where a sentence begins. They begin in the region, or anywhere."""
         ids, starts = (self.noise_ids, self.noise_starts) if noise else (self.ids, self.starts)
         if length <= 0:
             return ids[:0], [0]

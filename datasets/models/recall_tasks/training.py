@@ -1,4 +1,4 @@
-"""Problems as tokens, and the mix that is trained on."""
+"""Problems as tokens, and the training mix."""
 
 from dataclasses import dataclass, field
 
@@ -40,8 +40,8 @@ class Sample:
 
 
 def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_tail=None):
-    """Exactly `length` tokens, or None where the problem does not fit. chat_open: what a chat prompt begins with. exact_tail: evaluation
-    with one turn keeps this many tokens for the answer, so that prompts of one length come out."""
+    """Returns exactly `length` tokens, or None where the problem does not fit. chat_open: the beginning of a chat prompt.
+    exact_tail: evaluation with one turn keeps this many tokens for the answer, so that all prompts have one length."""
     chat = (problem.layout == CHAT or problem.layout is None and r.random() < 0.45) if chat is None else chat
     before, between = ("\n", EOS + "\n<|im_start|>assistant\n") if chat else problem.layout or r.choice(LAYOUTS)
     head = (chat_open if chat else "") + problem.intro
@@ -55,7 +55,7 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
         prompt, answer = lead + turn.question + between + turn.opening, turn.answer
         if turn.opening and not turn.opening.endswith((" ", "\n")) or prompt.endswith(" "):
             prompt, answer = prompt.rstrip(" "), " " + answer
-        if not close and answer[0] == " " and r.random() < 0.04:  # prompts that end in a blank happen
+        if not close and answer[0] == " " and r.random() < 0.04:  # users' prompts may end in a blank
             prompt, answer = prompt + " ", answer[1:]
         strings += [prompt, answer + (EOS if keep_eos else "")]
     ids = [e.ids for e in text.tokenizer.encode_batch_fast(strings, add_special_tokens=False)]
@@ -77,7 +77,7 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
     facts = ids[1:n_facts]
     room = length - len(ids[0]) - used - spare
     need = sum(map(len, facts))
-    if need > room:  # what nobody asks about can go
+    if need > room:  # facts that no question asks about can go
         loose = [i for i, (_, must) in enumerate(problem.facts) if not must]
         r.shuffle(loose)
         gone = set()
@@ -116,8 +116,8 @@ def assemble(problem, text, length, r, chat_open, chat=None, close=True, exact_t
 
 
 def training_sample(r, text, length, chat_open, mix=TRAINING):
-    """Any problem of the mix that fits; the seed decides. Text follows the last answer: did every sample end with it, its end would be learned
-    as a place in the sequence, and a list would not stop anywhere else."""
+    """Draws a problem of the mix that fits. Text follows the last answer. If every sample ended with its answer, the model
+    would learn the end as a place in the sequence, and a list would stop nowhere else."""
     while True:
         make = r.choices([m for m, _ in mix], [w for _, w in mix])[0]
         after = r.randrange(length * r.choice([1, 6]) // 20)

@@ -60,7 +60,7 @@ FACTS = [
     "{k} was given the {a} {v}.",
     "Register content of {k} is <{v}>.",
 ]
-# What is measured, and sentences that say it without the word.
+# A measure, and sentences that state it without its name.
 MEASURES = [
     ("price", ["A {k} costs {v} dollars.", "You pay {v} for the {k}.", "{k} sells at {v} apiece."]),
     ("height", ["{k} is {v} metres high.", "The {k} rises {v} metres above the ground."]),

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains the recall adapter of SmolLM2-135M-Instruct: LoRA of rank 16 on all seven linear layers of a block, in the PEFT layout.
 
-The base stays frozen (GGUF weights, dequantized). Answers of recall problems (recall_tasks) are learned by cross entropy; on the
-text around them the adapted model is held to the base by KL divergence, so that the language model stays what it was.
+The base stays frozen (GGUF weights, dequantized). The adapter learns answers of recall problems (recall_tasks) by cross
+entropy. On the text around them KL divergence holds the adapted model to the base, so that the language model stays the same.
 On several GPUs: torchrun --standalone --nproc-per-node N train.py ...; every process has batches of its own.
 """
 
@@ -197,7 +197,7 @@ def main():
     muons = [Muon(ts, decay=0.0) for ts in sides]
     a.out.mkdir(parents=True, exist_ok=True)
     log = open(a.out / "log.jsonl", "a") if ranks.rank == 0 else None
-    lengths = random.Random(a.seed)  # of one length in all processes, or all wait for the longest
+    lengths = random.Random(a.seed)  # all processes draw the same lengths, or all would wait for the longest
     start = since = saved = time.time()
     step = tokens = 0
     seen = {}
