@@ -1,4 +1,4 @@
-// In place of cuBLASLt (ops/linear/linear_blas.cu, which is not compiled): the product in plain loops. The kernels
+// Plain loops compute the product in place of cuBLASLt (ops/linear/linear_blas.cu, which is not compiled). The kernels
 // around it are the real ones.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

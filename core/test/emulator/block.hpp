@@ -23,7 +23,7 @@ struct Fiber {
 
 struct Warp {
   Block* block = nullptr;
-  unsigned first = 0;       // thread
+  unsigned first = 0;       // index of its first thread in the block
   std::uint32_t ready = 0;  // lanes that can run
   int met = 0;
   const char* what = nullptr;  // the operation that lanes have come to
@@ -58,7 +58,7 @@ struct Block {
   unsigned threads = 0, done = 0, at_barrier = 0;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::vector<std::uint32_t> waiting_at_barrier;  // lanes, of each warp
+  std::vector<std::uint32_t> waiting_at_barrier;  // [warp], a bit per lane
 
   std::byte* memory = nullptr;  // 4096-aligned
   std::unique_ptr<std::byte[]> room;
@@ -74,12 +74,12 @@ struct Block {
 constexpr std::size_t static_place = 256 * 1024, room_of_block = static_place + static_shared_of_block + 8192;
 
 Block& block();  // of the thread that runs
-Fiber& fiber();  // the same
+Fiber& fiber();  // that of the same thread
 std::mt19937& random();
 void make_ready(Warp& warp, std::uint32_t lanes);
-void leave();                           // until somebody makes this thread ready
-void land(Block& b, std::size_t copy);  // a bulk copy
+void leave();                           // until make_ready() names this thread
+void land(Block& b, std::size_t copy);  // completes a bulk copy
 void start_memory(Block& b, std::size_t dynamic_bytes);
-void check_memory(const Block& b);  // nothing was written past its end
+void check_memory(const Block& b);  // fails if something was written past its end
 
 }  // namespace emulator

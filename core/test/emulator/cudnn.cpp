@@ -1,5 +1,5 @@
-// In place of cuDNN (ops/attend/cudnn_attention.cpp, which is not compiled): attention in plain loops over what its
-// callers prepare. Rows and keys past a sequence's last are read as nothing, written as NaN.
+// Plain loops compute attention in place of cuDNN (ops/attend/cudnn_attention.cpp, which is not compiled). They do not
+// read rows and keys past a sequence's last, and write NaN to such rows of the output.
 #include "ops/attend/cudnn_attention.hpp"
 
 #include <cuda_bf16.h>

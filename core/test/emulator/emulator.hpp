@@ -1,8 +1,7 @@
-// A CPU that runs kernels as a GPU may: the threads of a block are fibers, warps take turns at random, several blocks
-// are under way at once, bulk copies land late. What a kernel may not do ends the launch with an error: a warp
-// operation or barrier that some lanes never reach, a wait that nothing ends, shared memory past what was asked for.
-// Headers that stand in for CUDA's (fake/) build on this; launches come from runtime.cpp, everything else from inside
-// of kernels.
+// This CPU runs kernels as a GPU may. The threads of a block are fibers, and warps take turns at random. Several blocks
+// run at once, and bulk copies land late. A kernel's mistake ends the launch with an error: some lanes never reach a
+// warp operation or barrier, nothing ends a wait, or an access lies past shared memory. The headers in fake/ stand in
+// for CUDA's and build on this one. runtime.cpp launches kernels; kernels make all other calls.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +24,7 @@ struct Launch {
   std::string kernel;
   dim3 grid, block;
   std::size_t shared = 0;  // dynamic, bytes
-  bool early = false;      // may start before the kernel in front of it has ended: every block must wait for that
+  bool early = false;      // may start before the kernel in front of it ends, so every block must wait for that end
 };
 
 // Runs all blocks; body is one thread's call of the kernel. Throws kvlab::Error (Errc::device) with what went wrong.
@@ -40,14 +39,14 @@ extern Now now;  // of the thread that runs
 
 [[noreturn]] void fail(const std::string& what);  // ends the launch
 
-// A meeting of the 32 lanes of a warp: the last one to come computes the results of all from what all brought.
+// The 32 lanes of a warp meet. The last lane to come computes every lane's result from the parts of all lanes.
 constexpr std::size_t most_bytes_of_lane = 64;
 using Combine = void (*)(const void* in, void* out);
-void* bring(std::size_t bytes);                                // where this lane leaves its part
+void* bring(std::size_t bytes);                                // room for this lane's part
 const void* meet(const char* what, unsigned mask, Combine f);  // the results of all lanes
 inline int lane() { return static_cast<int>(now.thread.x % 32); }
 
-// f(const In* of_lanes, Out* to_lanes), without captures.
+// F is a lambda without captures: f(const In* of_lanes, Out* to_lanes).
 template <class Out, class In, class F>
 Out together(const char* what, unsigned mask, const In& in, F) {
   static_assert(sizeof(In) <= most_bytes_of_lane && sizeof(Out) <= most_bytes_of_lane);
@@ -59,12 +58,12 @@ Out together(const char* what, unsigned mask, const In& in, F) {
   return own;
 }
 
-bool meet_block(bool value);  // all threads of the block; whether any of them brought true
+bool meet_block(bool value);  // all threads of the block meet; true if any of them brought true
 void pause();                 // others may run first
 void waited_for_predecessor();
 
 // Shared memory of the block. Addresses are 32-bit, as in PTX.
-void* dynamic_shared(std::size_t alignment);  // no better aligned than asked for
+void* dynamic_shared(std::size_t alignment);  // aligned to no more bytes than that
 void* static_shared(int id, std::size_t bytes, std::size_t alignment);
 int new_static_id();
 template <class S>
@@ -75,24 +74,24 @@ S& static_shared() {
 unsigned shared_address(const void* p);
 void* shared_memory(unsigned address, std::size_t bytes, std::size_t alignment);  // checked
 
-// 16 bytes that are there once this thread has waited for its copies; until then the room holds garbage.
+// Copies 16 bytes, which arrive when this thread waits for its copies. Until then their destination holds garbage.
 void copy_async(unsigned to, const void* from);
 void wait_copies();
 
 // Transaction barriers: a phase ends when all arrivals and all expected bytes have come.
 void barrier_init(unsigned barrier, unsigned arrivals);
-void barrier_expect(unsigned barrier, unsigned bytes);  // and arrives
+void barrier_expect(unsigned barrier, unsigned bytes);  // also arrives
 void barrier_arrive(unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);  // until the phase of this parity has ended
 
-// A box of a matrix of 16-bit elements, rows 128 bytes wide in shared memory and swizzled by 128 bytes.
+// A box of a matrix of 16-bit elements. In shared memory its rows are 128 bytes wide and swizzled by 128 bytes.
 struct Box {
   const std::byte* base;
   std::int64_t rows, columns, row_stride;  // elements
   int box_rows;
 };
 constexpr int box_columns = 64;
-// Lands some time later; until then the room holds garbage.
+// The copy lands some time later. Until then its destination holds garbage.
 void bulk_copy(unsigned to, const Box& box, int x, int y, unsigned barrier);
 
 }  // namespace emulator

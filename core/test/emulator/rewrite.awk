@@ -1,8 +1,8 @@
-# What of CUDA C++ no macro can express, as C++ on the emulator:
+# Rewrites the CUDA C++ that no macro can express into C++ on the emulator:
 #   kernel<<<grid, block, ...>>>(arguments);   ->  ::emulator::start("kernel", kernel, grid, block, ...)(arguments);
 #   extern __shared__ __align__(N) T x[];      ->  T* x = a pointer to the block's dynamic shared memory
 #   __shared__ T x, y[2];                      ->  references to the block's own x and y
-# Lines stay where they are. Each form fits one line up to its last token: what does not is an error of the compiler.
+# Line numbers stay the same. A form whose tokens break across lines is an error of the compiler.
 FNR == 1 { print "#line 1 \"" FILENAME "\"" }
 /^[ \t]*extern __shared__ / {
   text = $0

@@ -1,4 +1,4 @@
-// What libkvlab_cuda.so has of its own (base/cuda_runtime.cu), for the emulator: memory, streams, graphs and the entry.
+// The emulator's version of base/cuda_runtime.cu: memory, streams, graphs and the entry of the library.
 #include "runtime.hpp"
 
 #include <sys/mman.h>
@@ -28,7 +28,7 @@ namespace {
 constexpr std::size_t page = 4096;
 constexpr unsigned char slack_byte = 0xa6;
 
-// Device memory ends at pages that nobody may touch; the bytes between its end and them are checked.
+// Inaccessible pages enclose device memory. finish() checks the slack bytes between its end and such a page.
 struct Allocation {
   std::byte* mapped;
   std::size_t mapped_bytes, bytes, slack;
@@ -101,7 +101,7 @@ void finish(Stream* s) {
   for (const Work& w : work) w();
   check_slack();
 }
-// For destructors: what goes wrong is said and left to the next synchronize.
+// For destructors: prints the error and leaves it to the next synchronize.
 std::string left;
 void finish_quietly(Stream* s) {
   try {
@@ -126,7 +126,7 @@ Stream* stream_of(void* handle) {
   return static_cast<Stream*>(handle);
 }
 
-// Host memory is read at once, by a graph's copies when they are captured, device memory when it is the stream's turn.
+// Reads host memory at once, a graph's copy when it is captured. Reads device memory when the stream's turn comes.
 void copy(void* to, const void* from, std::size_t bytes, void* handle) {
   const std::lock_guard lock(mutex);
   Stream* s = stream_of(handle);
@@ -259,7 +259,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.delete_graph = [](void* graph) { delete static_cast<Graph*>(graph); };
   r.scratch_moves = [] { return kept_memory().moves(); };
   r.time_graph = [](void*, void*, int, float*) { throw_device("got a measurement, wanted a GPU"); };
-  r.time = [](void* stream, void (*work)(void*), void* context) {  // of the emulation: for tests that benches run
+  r.time = [](void* stream, void (*work)(void*), void* context) {  // time on the CPU, for tests that benches run
     const auto begin = std::chrono::steady_clock::now();
     work(context);
     finish(stream_of(stream));
@@ -268,7 +268,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.new_event = []() -> void* { return new Event; };
   r.delete_event = [](void* e) {
     auto* event = static_cast<Event*>(e);
-    if (event->stream) finish_quietly(event->stream);  // what it waits with writes to the event
+    if (event->stream) finish_quietly(event->stream);  // work of its stream writes to the event
     delete event;
   };
   r.record = [](void* e, void* stream) {

@@ -1,4 +1,4 @@
-// Streams: work waits until the stream is synchronized, as nothing promises that it runs earlier.
+// Work waits until its stream is synchronized, as CUDA does not promise to run it earlier.
 #pragma once
 #include <functional>
 #include <memory>
@@ -17,11 +17,11 @@ struct Stream {
 };
 
 void submit(Stream* stream, Work work);
-// A kernel: configuration errors are those of the launch (last_error), all others those of a later synchronize.
+// Submits a kernel. last_error() returns configuration errors, and a later synchronize throws all others.
 void submit(Stream* stream, Launch launch, const void* kernel, Work body);
-int last_error();  // 0 or a cudaError_t; forgotten with the call
+int last_error();  // 0 or a cudaError_t; the call clears it
 
-// Of a library that plain loops stand in for: there unless its variable turns it off or names one that is not there.
+// State of a library that plain loops replace. It is there unless its variable turns it off or names a missing one.
 kvlab::LibraryState stand_in(const char* name, const char* variable);
 
 bool allow_shared(const void* kernel, std::int64_t bytes);  // dynamic shared memory above 48 KiB

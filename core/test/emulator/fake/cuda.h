@@ -15,7 +15,7 @@ struct alignas(64) CUtensorMap {
   emulator::Box box;
 };
 
-// The rules of 2-D maps of 16-bit elements with 128-byte swizzle.
+// Enforces CUDA's rules for 2-D maps of 16-bit elements with 128-byte swizzle.
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base,
                                        const cuuint64_t* extent, const cuuint64_t* stride, const cuuint32_t* box,
                                        const cuuint32_t* step, CUtensorMapInterleave, CUtensorMapSwizzle,

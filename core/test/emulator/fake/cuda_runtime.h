@@ -1,4 +1,4 @@
-// Stands in for CUDA's header: what the kernels of core use of CUDA C++, on the emulator.
+// Stands in for CUDA's header: the part of CUDA C++ that core's kernels use, on the emulator.
 #pragma once
 #include <algorithm>
 #include <cmath>

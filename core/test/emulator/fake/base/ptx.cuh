@@ -1,4 +1,4 @@
-// base/ptx.cuh on the emulator: the same functions, each what its PTX instruction does.
+// base/ptx.cuh for the emulator: each function does the work of its PTX instruction.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
