@@ -17,11 +17,11 @@ std::filesystem::path plugin_folder() { return build_root() / "lib" / "plugins";
 
 }  // namespace kvlab::test
 
-// A test executable that needs something which may be missing defines this: the exit code in place of running, or 0.
+// A test executable defines this if it needs something that may be missing. It returns 0 to run, else the exit code.
 extern "C" int kvlab_test_skip() __attribute__((weak));
 
 int main(int argc, char** argv) {
-  setenv("KVLAB_POISON", "1", 0);  // store/arena.hpp
+  setenv("KVLAB_POISON", "1", 0);  // unused frames read as NaN, see store/arena.hpp
   if (kvlab_test_skip)
     if (const int code = kvlab_test_skip()) return code;
   return Catch::Session().run(argc, argv);

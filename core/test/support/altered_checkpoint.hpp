@@ -1,4 +1,4 @@
-// A checkpoint of which some tensors read otherwise than their file says: what a broken or retrained model has there.
+// A checkpoint that alters some tensors as it reads them, like the file of a broken or retrained model.
 #pragma once
 #include <functional>
 #include <map>
@@ -12,7 +12,7 @@ namespace kvlab::test {
 
 class AlteredCheckpoint final : public Checkpoint {
  public:
-  // Of the element at [row, column], given its value in the file; 1-D tensors have one row.
+  // The new value of the element at [row, column]; `value` is the file's. 1-D tensors have one row.
   using Alter = std::function<float(std::int64_t row, std::int64_t column, float value)>;
 
   explicit AlteredCheckpoint(std::unique_ptr<Checkpoint> base) : base_(std::move(base)) {

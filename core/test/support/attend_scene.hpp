@@ -1,4 +1,4 @@
-// One attend call on random content, and what the reference makes of it.
+// One attend call on random content, compared with the reference.
 #pragma once
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -11,9 +11,9 @@ namespace kvlab::test {
 struct AttendCase {
   PagedOptions options;
   int group = 1;
-  std::vector<int> lengths;  // [row * kv_heads], cycled
+  std::vector<int> lengths;  // [row, kv_head], cycled
   bool listed = false, all_listed = false;
-  double tokens = -1;  // share of its tokens that a head's list has; -1 = no list of tokens
+  double tokens = -1;  // share of a head's tokens in its list; -1 = no list of tokens
   int window = 0;
 };
 
@@ -31,7 +31,7 @@ struct AttendOutputs {
   }
 };
 
-// Everything one attend call needs, on random content.
+// The arguments of one attend call and the memory behind them.
 struct AttendScene {
   PagedFixture cache;
   std::vector<float> q;

@@ -1,4 +1,4 @@
-// A cell of an experiment, made by hand: a model, a policy, prompts; run as the runner runs one.
+// A cell of an experiment, made by hand of a model, a policy and prompts. It runs as the runner runs one.
 #pragma once
 #include <set>
 #include <string>
@@ -41,7 +41,7 @@ struct CellFixture {
     items.metric = "contains";
   }
 
-  // follows: a further turn of the conversation of the item before it, of the same sample.
+  // follows: this item is a further turn of the item before it, in the same sample.
   void add(std::vector<int> prompt, std::vector<int> fed, int max_new, bool follows = false) {
     Item item;
     item.sample = items.items.empty() ? 0 : items.items.back().sample + !follows;

@@ -1,4 +1,4 @@
-// A process of its own for a test: kvlab's command line as users start it, with its output, its end, its limits.
+// Child processes for tests: kvlab's command line as users start it, with its output, its exit and its limits.
 #pragma once
 #include <fcntl.h>
 #include <poll.h>
@@ -19,7 +19,7 @@
 
 namespace kvlab::test {
 
-// How a process ended and what it said, stdout and stderr together.
+// The end of a process and its output, stdout and stderr together.
 struct Ended {
   int code = -1;  // exit code; -1 = a signal ended it
   int signal = 0;
@@ -66,7 +66,7 @@ class Child {
     return {std::istreambuf_iterator<char>(in), {}};
   }
 
-  // True once `there()` holds; false when the process has ended or `seconds` are over before.
+  // True once `there()` holds; false if the process ends first or `seconds` pass.
   bool reaches(const std::function<bool()>& there, int seconds = 120) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
     while (std::chrono::steady_clock::now() < end) {

@@ -1,5 +1,5 @@
-// What the conformance suite runs: every built plugin as a policy, on the tiny golden models. With
-// KVLAB_CONTRACT_DEVICE=cuda it runs there, on models of bf16 (test cases tagged [cpu] read host memory and do not).
+// The conformance suite runs every built plugin as a policy on the tiny golden models. With KVLAB_CONTRACT_DEVICE=cuda
+// they are bf16 models on the GPU; test cases tagged [cpu] read host memory and do not run there.
 #pragma once
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -40,7 +40,7 @@ inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dt
   return std::const_pointer_cast<Model>(load_model(*open_checkpoint(golden("tiny/" + name)), dtype, name, device));
 }
 inline std::shared_ptr<const Model> tiny_model(const std::string& name, DType dtype = DType::f32) {
-  // Never freed: the device may be gone before statics are.
+  // Nobody frees the models: the device may be gone before statics are.
   static auto& known = *new std::map<std::pair<std::string, DType>, std::shared_ptr<const Model>>;
   auto& m = known[{name, dtype}];
   if (!m) m = fresh_tiny_model(name, dtype);
@@ -92,7 +92,7 @@ class Subjects {
     return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
   }
 
-  // The same with another value of a parameter of its scorer; nothing when it has no such choice.
+  // The spec with parameter `name` of its scorer set to `word`; nullopt if the scorer has no such choice.
   std::optional<PolicySpec> with(PolicySpec spec, const std::string& name, const std::string& word) {
     if (!spec.scorer) return std::nullopt;
     const PluginInfo& info = registry_.require(Role::scorer, spec.scorer->name);
@@ -104,7 +104,7 @@ class Subjects {
 
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
-  // Defaults, but no dense layers: the tiny models have no more than those.
+  // Defaults, but no dense layers: they may be all layers of a tiny model.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
@@ -179,7 +179,7 @@ inline double overlap(const Kept& a, const Kept& b) {
   return a.size() == b.size() ? static_cast<double>(same) / static_cast<double>(most) : 0;
 }
 
-// An engine with what it needs to be asked for; every step is checked.
+// An engine under a policy. Every call checks the store's invariants.
 class Play {
  public:
   Play(std::shared_ptr<const Model> model, const PolicySpec& spec, EngineOptions options = {}) {
@@ -210,7 +210,7 @@ class Play {
     for (std::int64_t r = 0; r < rows; ++r) all.emplace_back(out.begin() + r * vocab, out.begin() + (r + 1) * vocab);
     return all;
   }
-  // A whole sequence in a fresh slot, which stays open.
+  // Runs a whole sequence in a fresh slot and leaves the slot open.
   Logits run(const std::vector<int>& text, const std::vector<int>& answer) {
     slot = engine->open();
     Logits all{prompt(slot, text)};

@@ -1,4 +1,4 @@
-// attend on the device against the reference, on random content with poisoned outputs.
+// Compares attend on the device with the reference, on random content and with poisoned outputs.
 #pragma once
 #include <catch2/catch.hpp>
 #include <limits>
@@ -16,11 +16,11 @@ struct CudaAttendCase {
   int group = 1;
   std::vector<int> lengths;  // [row, kv_head], cycled
   bool listed = false;
-  double tokens = -1;  // share of its tokens that a head's list has; -1 = no list of tokens
+  double tokens = -1;  // share of a head's tokens in its list; -1 = no list of tokens
   int window = 0;
-  float attention_scale = 1;  // of keys that are turned on reading
-  bool half = false;          // the device has the same cache as f16, which the reference does not read
-  bool ordered = true;        // else the newest half of a head's tokens lies in front of the oldest, as after evictions
+  float attention_scale = 1;  // the RoPE table's, for keys that are turned on reading
+  bool half = false;          // the device's cache is f16 with the same values; the reference reads bf16
+  bool ordered = true;        // false: the newer half of a head's tokens lies in front of the older, as after evictions
 };
 
 inline std::vector<float> normals(int n, std::mt19937& rng) {
@@ -113,10 +113,10 @@ inline void compare_with_reference(const CudaAttendCase& c, unsigned seed, int r
         const double difference = std::abs(double{got_lse[i]} - expected_lse[i]);
         worst = std::isfinite(difference) ? std::max(worst, difference) : 1e30;
       }
-    // Keys that were turned are rounded once more than the reference's.
+    // The device rounds turned keys once more than the reference does.
     CHECK(worst < (o.rope == RopeRegime::cache_relative ? 8e-3 : 2e-3));
     if (with_mass) CHECK(relative(device.get(b.mass), expected_mass) < 6e-3);
-    for (int i = 0; i < repeats; ++i) {  // which finds the scratch as the run before left it
+    for (int i = 0; i < repeats; ++i) {  // scratch is as the run before left it
       ops::attend(b, unused, device.stream());
       CHECK(device.get(b.out) == got);
       CHECK(device.get(b.lse) == got_lse);

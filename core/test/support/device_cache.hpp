@@ -1,4 +1,4 @@
-// Copies of host views in device memory, for tests and for nothing else: a cache in the state that a fixture left it.
+// Copies of host views in device memory, for tests only. The device then has a fixture's cache in the same state.
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -25,7 +25,7 @@ class DeviceMemory {
   void* memory_;
 };
 
-// A stream and everything that was put on the device for a test.
+// A stream, and all memory that a test puts on the device.
 class OnDevice {
  public:
   OnDevice() : stream_(require_cuda("test").runtime.new_stream()) {}
@@ -41,7 +41,7 @@ class OnDevice {
     synchronize();
     return static_cast<std::remove_const_t<T>*>(memory_.back()->get());
   }
-  // Whole dense views; the copy has the same extents.
+  // Copies a whole dense view. The copy has the same extents.
   template <class T, int Rank>
   View<T, Rank> put(View<T, Rank> dense) {
     if (!dense) return {};
@@ -54,7 +54,7 @@ class OnDevice {
     synchronize();
     return out;
   }
-  // The cache with its frames (arena bytes from kv.base on), tables and slots.
+  // Copies the cache with its frames (`arena_bytes` from kv.base on), tables and slots.
   PagedKv put(PagedKv kv, std::size_t arena_bytes) {
     kv.base = put(kv.base, arena_bytes);
     kv.table = put(kv.table);

@@ -1,4 +1,4 @@
-// Disks that take only so many bytes, for the tests of what is written.
+// Disks that take only so many bytes, for tests of file writers.
 #pragma once
 #include <sched.h>
 #include <signal.h>
@@ -38,7 +38,7 @@ class FileSizeLimit {
   void (*handler_)(int);
 };
 
-// body() in a child process; what it finds wrong, "" = nothing. A signal that ends the child is wrong.
+// Runs body() in a child process and returns its error, "" = none. A signal that ends the child is an error.
 inline std::string in_child(const std::function<std::string()>& body) {
   int pipe_ends[2];
   if (pipe(pipe_ends) != 0) return "pipe";
@@ -66,7 +66,7 @@ inline std::string in_child(const std::function<std::string()>& body) {
   return wrong;
 }
 
-// A file system of `bytes` in memory, empty, on `folder`, which only this process sees; in a child process.
+// Mounts an empty file system of `bytes` in memory on `folder`. Only the calling process sees it; call it in a child.
 inline bool mount_disk(const std::string& folder, std::uint64_t bytes) {
   const std::string size = "size=" + std::to_string(bytes);
   return unshare(CLONE_NEWNS) == 0 && mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
@@ -78,7 +78,7 @@ inline bool resize_disk(const std::string& folder, std::uint64_t bytes) {
   return mount("kvlab_test", folder.c_str(), "tmpfs", MS_REMOUNT, size.c_str()) == 0;
 }
 
-// Whether mount_disk works here: it needs privileges that a CI runner may lack.
+// True if mount_disk works here: it needs privileges that a CI runner may lack.
 inline bool can_mount_disk(const std::string& folder) {
   return in_child([&] { return mount_disk(folder, 1 << 20) ? "" : "no"; }).empty();
 }

@@ -8,8 +8,8 @@
 
 namespace kvlab::test {
 
-// What the program answers in place of running, 0 = it runs: without a GPU 77, which ctest calls skipped, or, with
-// KVLAB_REQUIRE_GPU set, 1.
+// The program's exit code in place of running, 0 = it runs. Without a GPU it is 77, which ctest calls skipped, or 1 if
+// KVLAB_REQUIRE_GPU is set.
 inline int skip_without_gpu() {
   if (cuda_backend()) return 0;
   const char* required = std::getenv("KVLAB_REQUIRE_GPU");

@@ -1,5 +1,5 @@
-// A device made of memory that only ops can reach: a policy that is given its stream works on it as on a GPU's, and a
-// read or write from the host's side of the policy is a SIGSEGV, which call() turns into an Error.
+// A device made of memory that only ops can reach. On its stream a policy works as on a GPU's. When the policy's own
+// code reads or writes the memory, call() turns the SIGSEGV into an Error.
 #pragma once
 #include <setjmp.h>
 #include <signal.h>
@@ -43,14 +43,14 @@ class GuardedDevice final : public Workspace {
 
   Stream stream() const { return Stream::cuda(memory_); }
 
-  // Runs the host's side of a callback. Its objects are not destroyed when it touches the device.
+  // Runs the host's side of a callback. A callback that touches the device leaks its objects.
   template <class Work>
   void call(const Work& work) {
     if (sigsetjmp(back_, 1)) throw Error(Errc::plugin, "got device memory read or written by the host, wanted an op");
     work();
   }
 
-  // While one is there, the host may reach the memory.
+  // The host may reach the memory while an Open lives.
   struct Open {
     Open() { current()->protect(PROT_READ | PROT_WRITE); }
     ~Open() { current()->protect(PROT_NONE); }
@@ -60,7 +60,7 @@ class GuardedDevice final : public Workspace {
 
   void* scratch(const char*, std::size_t bytes) override {
     void* p = static_cast<std::byte*>(memory_) + used_;
-    used_ += (bytes + 127) / 64 * 64;  // never nothing
+    used_ += (bytes + 127) / 64 * 64;  // never 0 bytes
     if (used_ + states_ > size) throw std::bad_alloc();
     return p;
   }
@@ -76,7 +76,7 @@ class GuardedDevice final : public Workspace {
   }
   void reset() { used_ = 0; }  // scratch is free again
 
-  // A dense copy of a view in any order.
+  // A dense copy of a view with any strides.
   template <class T, int Rank>
   View<T, Rank> put(View<T, Rank> v) {
     if (!v) return {};

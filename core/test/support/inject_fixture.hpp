@@ -1,4 +1,4 @@
-// Tables, lists and state for inject_pages; the cache has no frames, which it does not read.
+// Tables, lists and state for inject_pages. The cache has no frames, because inject_pages reads none.
 #pragma once
 #include <algorithm>
 #include <random>
@@ -43,7 +43,7 @@ struct InjectFixture {
   InjectFixture(const InjectFixture&) = delete;
 
   void lengths(int tokens) { std::fill(length.begin(), length.end(), tokens); }
-  // The same list of every head.
+  // Gives every head the same list.
   void choose(const Ints& pages) {
     for (int r = 0; r < rows; ++r)
       for (int h = 0; h < heads; ++h) {
@@ -58,7 +58,7 @@ struct InjectFixture {
   }
 };
 
-// Sequences that grow and choose at random, the same ones for the same number.
+// Sequences that grow and choose pages at random. Equal numbers give equal sequences.
 struct RandomInjection {
   std::mt19937 rng;
   InjectFixture f;
@@ -97,7 +97,7 @@ struct RandomInjection {
     ops::RecordedPages& r = f.args.recorded;
     r.questions = 3, r.layers = 3, r.heads = 2;
     r.layer = f.args.layer % 3;
-    first = {2, 0, 0}, steps = {3, 0, 2};  // rows in another order, nothing of question 1
+    first = {2, 0, 0}, steps = {3, 0, 2};  // lists in another order than questions; question 1 has none
     for (auto& x : f.question) x = below(3);
     for (int list = 0; list < 5 * r.layers * r.heads; ++list) {
       begin.push_back(static_cast<std::int64_t>(page.size()));

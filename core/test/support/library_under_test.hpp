@@ -1,4 +1,4 @@
-// The conformance suite is about the plugins of KVLAB_CONTRACT_LIBRARY, else about all of the build's own folder.
+// The conformance suite tests the plugins of KVLAB_CONTRACT_LIBRARY, or all of the build's own folder without it.
 #pragma once
 #include <cstdlib>
 #include <filesystem>
@@ -9,7 +9,7 @@
 
 namespace kvlab::test {
 
-// What a Registry is given to know them.
+// The paths that a Registry loads for it.
 inline std::vector<std::filesystem::path> library_under_test() {
   const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
   if (library) return {library};

@@ -1,5 +1,5 @@
-// A small paged cache in memory for tests: frames in scattered order with guard bytes between them, rows mapped to
-// slots in reverse, so that code which mixes up rows, slots, frames or pages fails.
+// A small paged cache in memory for tests. Frames lie in scattered order with guard bytes between them, and rows map to
+// slots in reverse. So code that mixes up rows, slots, frames or pages fails.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/workspace.hpp>
@@ -48,7 +48,7 @@ class PagedFixture {
       inv_freq_.push_back(static_cast<float>(std::pow(10000.0, -2.0 * i / options.head_dim)));
   }
 
-  // Appends one token to a head; its text position is the next one unless given. k, v: head_dim values.
+  // Appends one token to a head. Its text position is the next one unless given. k, v: head_dim values.
   void append(int row, int head, const std::vector<float>& k, const std::vector<float>& v, int position = -1) {
     const int slot = slots_[row];
     std::int32_t& n = length_[slot * options_.kv_heads + head];
@@ -64,7 +64,7 @@ class PagedFixture {
     ++n;
   }
 
-  // `tokens` tokens of normal values; keys and values as they were drawn (unrounded) are not kept.
+  // Appends `tokens` tokens whose keys and values are normally distributed.
   void fill_random(int row, int head, int tokens, std::mt19937& rng, float spread = 1.f) {
     std::normal_distribution<float> normal(0.f, spread);
     std::vector<float> k(options_.head_dim), v(options_.head_dim);
@@ -91,7 +91,7 @@ class PagedFixture {
     return kv;
   }
 
-  // Makes a bf16 cache without a codec the same one of f16.
+  // Converts a bf16 cache without a codec to f16.
   void to_half() {
     PageLayout& l = layouts_[0];
     const PagedKv kv = view();
@@ -133,7 +133,7 @@ class PagedFixture {
     e.codec = 1;
   }
 
-  // Nothing was written between or behind the frames.
+  // True if nothing was written between or behind the frames.
   bool guards_intact() const {
     const std::int64_t frames = static_cast<std::int64_t>(table_.size());
     for (std::int64_t f = 0; f < frames; ++f)
@@ -159,8 +159,8 @@ class PagedFixture {
   std::vector<float> inv_freq_;
 };
 
-// The n-th of a fixed sequence of caches of every kind: head sizes, groups, pages, storages, ragged lengths, empty
-// heads, text positions with gaps and, for `shuffled` ones, out of order.
+// The n-th of a fixed sequence of caches. They differ in head size, group, page size, storage and length, and some
+// heads are empty. Text positions have gaps and, if `shuffled`, may be out of order.
 struct RandomCache {
   std::mt19937 rng;
   int group;
@@ -204,7 +204,7 @@ struct RandomCache {
   }
 };
 
-// Scratch from the heap, poisoned; state is zeroed.
+// Heap memory. Scratch is poisoned, state is zeroed.
 class HeapWorkspace final : public Workspace {
  public:
   void* scratch(const char* tag, std::size_t bytes) override {
@@ -224,8 +224,7 @@ class HeapWorkspace final : public Workspace {
   std::map<std::string, std::vector<std::byte>> blocks_;
 };
 
-// A dense float tensor whose memory is poisoned on both sides and inside, so that stray writes and unwritten entries
-// show.
+// A dense float tensor. Poison on both sides and inside shows stray writes and unwritten entries.
 template <int Rank>
 class Guarded {
  public:
@@ -260,11 +259,11 @@ class Guarded {
   View<float, Rank> view_;
 };
 
-// A list of pages or tokens of a cache's heads, with room behind every count that holds no entry.
+// A list of pages or tokens for each head. The room behind every count holds no entry.
 struct ListMemory {
   std::vector<std::int32_t> index, count;
 
-  // Of a head's first entries(row, head) entries those for which keep() is true.
+  // Lists those of each head's first entries(row, head) entries for which keep() is true.
   template <class Entries, class Keep>
   IndexList choose(const PagedOptions& o, int room, Entries entries, Keep keep) {
     const auto heads = static_cast<std::size_t>(o.rows) * static_cast<std::size_t>(o.kv_heads);
@@ -283,7 +282,7 @@ struct ListMemory {
     return choose(
         o, o.max_pages, [&](int r, int h) { return kv.pages(r, h); }, keep);
   }
-  // Each with the probability `share`.
+  // Lists each token with the probability `share`.
   IndexList choose_tokens(PagedFixture& cache, const PagedOptions& o, int room, double share, std::mt19937& rng) {
     const PagedKv kv = cache.view();
     std::uniform_real_distribution<double> draw;
@@ -292,8 +291,8 @@ struct ListMemory {
   }
 };
 
-// Largest difference allowed between a fast op and its reference that read the same stored bytes: absolute, for values
-// and queries of about unit size. Storage is decoded exactly, so only the order of f32 additions differs.
+// Largest absolute differences between a fast op and its reference that read the same stored bytes, for values and
+// queries of about unit size. Storage is decoded exactly, so only the order of f32 additions differs.
 struct Tolerance {
   // Largest difference, relative to values above 1; infinities must be equal.
   static double worst(const std::vector<float>& a, const std::vector<float>& b) {

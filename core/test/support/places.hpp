@@ -1,6 +1,6 @@
-// Where tests find what they read: the checkout and its build, or the folder of a bundle with --tests
-// (KVLAB_TEST_ROOT), which may lie on another machine. One source knows the checkout's path (catch_main.cpp), so that
-// compiler caches serve every checkout.
+// Tests find their files in the checkout and its build, or in the folder of a bundle with --tests (KVLAB_TEST_ROOT).
+// The bundle's folder may lie on another machine. Only catch_main.cpp knows the checkout's path, so compiler caches
+// serve every checkout.
 #pragma once
 #include <filesystem>
 

@@ -5,7 +5,7 @@
 
 namespace kvlab::test {
 
-// 1e30 where a value is not finite and is not the reference's either.
+// 1e30 if a value is not finite and differs from the reference's.
 inline double relative(const std::vector<float>& a, const std::vector<float>& b) {
   double difference = 0, norm = 0;
   for (std::size_t i = 0; i < b.size(); ++i) {

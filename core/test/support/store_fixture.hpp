@@ -45,7 +45,7 @@ struct StoreFixture {
     return out;
   }
 
-  // `tokens` more tokens of every layer; then the counter advances.
+  // Appends `tokens` tokens to every layer, then advances the slot's position.
   Fit fill(CpuStore& store, int slot, int tokens, bool decode = false) const {
     const Shape& s = options.shape;
     const int first = store.position(slot);
@@ -84,7 +84,7 @@ class Lists {
   Lists(const Lists&) = delete;
   TokenList tokens() const { return {list_}; }
   PageList pages() const { return {list_}; }
-  void scribble() {  // what a later callback does to borrowed memory
+  void scribble() {  // as a later callback may overwrite borrowed memory
     std::fill(index_.begin(), index_.end(), -77);
     std::fill(count_.begin(), count_.end(), 99);
   }
@@ -102,7 +102,7 @@ struct StoredToken {
   }
 };
 
-// A head's tokens in the order they lie, wherever their pages are (device first).
+// A head's tokens in stored order. Each page is read on the device if it is there, else on the host.
 inline std::vector<StoredToken> stored_tokens(const Store& store, int layer, int slot, int head) {
   const Shape& s = store.shape();
   const std::vector<std::int32_t> slots{slot};

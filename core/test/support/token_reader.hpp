@@ -24,7 +24,7 @@ class TokenReader final : public Policy {
     ops::top_tokens(step.pages, score, keep, nullptr, list, s);
     edits.attend(list, {.first = 2});
   }
-  // Of row 0, query head 0: host memory only.
+  // Notes the mass of row 0, query head 0, which must be host memory.
   void observe(const LayerStep& step, Edits&, Stream) override {
     if (!notes_mass_) return;
     mass.emplace_back();
