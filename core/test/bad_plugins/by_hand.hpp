@@ -4,14 +4,14 @@
 
 #include <cstdlib>
 
-// A list of roles that must not be asked for.
+// The callback of roles in a library that the loader must refuse before it asks for them.
 inline const kvlab_role* never(std::size_t*, char*, std::size_t) { std::abort(); }
 
 struct Nothing final : kvlab::Budget {
   void allot(const kvlab::Allotment&, kvlab::Stream) override {}
 };
 
-// A correct role, to be spoiled.
+// A correct role, which BAD_ROLE spoils.
 inline kvlab_role sound_role() {
   return {"by_hand",
           kvlab::Role::budget,

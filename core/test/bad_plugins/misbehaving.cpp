@@ -1,4 +1,5 @@
-// One scorer, one selector, one budget, one policy, one profiler and one task that do in a callback what they are told.
+// One scorer, one selector, one budget, one policy, one profiler and one task. In the callback that the parameter `in`
+// names they do what `deed` says.
 #include <kvlab/plugin.hpp>
 
 #include <unistd.h>
@@ -14,7 +15,7 @@
 
 namespace {
 
-// What a callback does; `in`: which one.
+// Does `deed` in the callback that `in` names.
 class Deed {
  public:
   explicit Deed(const kvlab::Params& p) : in_(p.get<std::string>("in")), deed_(p.get<std::string>("deed")) {
@@ -47,7 +48,7 @@ class Deed {
   std::string in_, deed_;
 };
 
-// Cuts the part that this process has written, where KVLAB_TEST_CUT_PART_AT_EXIT names the folder of the parts.
+// Overwrites this process's part at exit. KVLAB_TEST_CUT_PART_AT_EXIT names the folder of the parts.
 struct CutsPart {
   ~CutsPart() {
     const char* folder = std::getenv("KVLAB_TEST_CUT_PART_AT_EXIT");

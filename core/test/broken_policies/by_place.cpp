@@ -1,4 +1,4 @@
-// VeloxQuant-MLX issues 370 and 137: a token's place in the cache is taken for its position.
+// VeloxQuant-MLX issues 370 and 137: the code takes a token's place in the cache for its position.
 #include <kvlab/plugin.hpp>
 
 namespace {

@@ -1,4 +1,5 @@
-# Runs one test case of the conformance suite on one library: it must fail, fail as a test does, and name the mistake.
+# Runs one test case of the conformance suite on one library. The case must fail without a crash, and its output must
+# name the mistake.
 execute_process(COMMAND ${CMAKE_COMMAND} -E env KVLAB_CONTRACT_LIBRARY=${LIBRARY} ${SUITE} "${CASE}"
   OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE result)
 if(NOT output MATCHES "test cases: [^\n]* 1 failed")

@@ -1,4 +1,4 @@
-// Host-resident pages that give noise: pages go to the host, and attention gets every other one of them back.
+// All pages go to the host, and attention gets only every other one of them back.
 #include "keeps.hpp"
 
 namespace {

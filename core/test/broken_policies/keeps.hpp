@@ -1,4 +1,4 @@
-// A Policy of its own life cycle that keeps the newest tokens at the prompt's end; the broken ones differ in one place.
+// The common part of the broken policies that keep the newest tokens at the prompt's end.
 #pragma once
 #include <kvlab/plugin.hpp>
 
@@ -6,7 +6,7 @@
 
 namespace kvlab::broken {
 
-// list = the newest `keep` tokens of every head, ascending. At the prompt's end places are in text order.
+// The newest `keep` tokens of every head, ascending. At the prompt's end places are in text order.
 inline TokenList newest(const LayerKv& kv, int keep) {
   const auto list = kv.list<TokenList>("kept", kv.max_length);
   for (int row = 0; row < kv.rows(); ++row)

@@ -1,4 +1,4 @@
-// A budget that changes nothing: the policy answers everything with silence.
+// A budget that changes nothing: the policy never edits the cache.
 #include "keeps.hpp"
 
 namespace {

@@ -1,5 +1,4 @@
-// A division by nothing in the scores: NaN has no place in an order, so what is kept follows from the order of
-// comparisons.
+// A division by zero in the scores. NaN has no order, so the order of comparisons decides which tokens stay.
 #include <kvlab/plugin.hpp>
 
 #include <limits>

@@ -1,4 +1,4 @@
-// kvpress issue 16: positions are said to be counted inside the cache, but keys keep the phase of their text position.
+// kvpress issue 16: the policy counts positions inside the cache, but keys keep the phase of their text position.
 #include <kvlab/plugin.hpp>
 
 namespace {

@@ -1,5 +1,4 @@
-// Experiment files: any bytes are an experiment or an Error. After a zero byte that ends the file, the rest is --set
-// options, one per line.
+// Any bytes are an experiment file or give an Error. A zero byte ends the file; each further line is a --set option.
 #include <kvlab/error.hpp>
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Reading a part file. Even first byte: the rest is the file as it is, which must be refused by its seal before HDF5
-// sees it (or be a good part). Odd: the rest describes a sealed, well-formed HDF5 file of another layout (pieces
-// missing, of other types, lengths and values), which the schema's reader must refuse or read.
+// Reads a part file. After an even first byte the rest is the file itself: it is a good part, or its seal must refuse
+// it before HDF5 reads it. After an odd first byte the rest describes a sealed, well-formed HDF5 file of another
+// layout: pieces are missing or have other types, lengths and values. The reader must refuse or read it.
 #include <unistd.h>
 
 #include <cstddef>
@@ -138,7 +138,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::ofstream(path, std::ios::binary | std::ios::trunc)
         .write(reinterpret_cast<const char*>(data + 1), static_cast<std::streamsize>(size - 1));
   } else {
-    std::filesystem::remove(path);  // what kvlab did not write it does not replace
+    std::filesystem::remove(path);  // write_sealed() replaces no file that kvlab did not write
     Bytes in(data + 1, size - 1);
     write_sealed(path, [&](const h5::File& file) { put_file(in, file); });
   }
