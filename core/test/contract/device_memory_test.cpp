@@ -1,4 +1,4 @@
-// A policy reaches its views through ops only, so that it runs unchanged where the host cannot reach them.
+// A policy must reach its views through ops only. It then runs unchanged where the host cannot reach them.
 #include <catch2/catch.hpp>
 
 #include "support/contract.hpp"
@@ -9,8 +9,8 @@ using namespace kvlab::test;
 
 namespace {
 
-// The policy under test, its views copied to a guarded device before every callback, what its ops and edits left copied
-// back after it.
+// The policy under test. Before every callback its views are copied to a guarded device; afterwards token state and
+// edits are copied back.
 class OnGuardedDevice final : public Policy {
  public:
   explicit OnGuardedDevice(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
@@ -78,7 +78,7 @@ class OnGuardedDevice final : public Policy {
             visit(e.frame * granule_bytes, kv.layout(e).bytes);
   }
 
-  // Frames keep their numbers.
+  // Copies the frames; they keep their numbers.
   PagedKv put(const PagedKv& from) {
     std::int64_t end = 0;
     for_frames(from, [&](std::int64_t at, std::int64_t bytes) { end = std::max(end, at + bytes); });
@@ -99,7 +99,7 @@ class OnGuardedDevice final : public Policy {
     return kv;
   }
 
-  // Token state that ops wrote.
+  // Copies back the frames, in which ops wrote token state.
   static void take_back(const PagedKv& to, const PagedKv& from) {
     const GuardedDevice::Open open;
     for_frames(to, [&](std::int64_t at, std::int64_t bytes) {

@@ -12,7 +12,7 @@ using namespace kvlab::test;
 namespace {
 
 constexpr int prompt_tokens = 112, answer_tokens = 8, limit = 48, larger = 80;
-// Kernels on CUDA depend on the rows of a batch and on whether mass is wanted, and activations are rounded to bf16.
+// CUDA kernels round otherwise for other batches and with mass, and activations are bf16.
 const double tolerance = on_cuda() ? 0.03 : 1e-4;
 
 struct Text {
@@ -23,12 +23,12 @@ struct Text {
   }
 };
 
-// Of runs that differ in what the device may do in another order.
+// For runs in which the device may add in another order.
 bool same(const Logits& got, const Logits& expected) {
   return on_cuda() ? worst(got, expected) < tolerance : got == expected;
 }
 
-// Exact = nothing but the arithmetic order of full's own attention stands between the policy and full.
+// Exact = only the order of the arithmetic differs between the policy and full.
 bool exact(const Play& p) {
   const CodecSpec c = p.policy->codec();
   return p.policy->needs().rope() == RopeRegime::original && c.k.bits == 0 && c.v.bits == 0;
@@ -164,7 +164,7 @@ TEST_CASE("the budget holds while decoding: tokens where the schedule evicts, pa
     }
 }
 
-// Core does the arithmetic for scorers and selectors; a policy of its own life cycle has its own.
+// Core does the arithmetic of a scorer's or selector's budget; a Policy does its own.
 TEST_CASE("a policy of its own obeys a budget as a ratio and in bytes, or refuses it before any work") {
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model);
@@ -287,7 +287,7 @@ TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the
 
 namespace {
 
-// The policy under test over a cache whose tokens change places after every step.
+// The policy under test, over a cache whose tokens change places after every step.
 class Shuffled final : public Policy {
  public:
   Shuffled(std::shared_ptr<Policy> inner, int layers) : inner_(std::move(inner)), layers_(layers) {}
@@ -313,7 +313,7 @@ class Shuffled final : public Policy {
       pairs.index = take_scratch<std::int32_t>(*step.workspace, "pairs", {1, heads, 2 * exchanges});
       pairs.count = take_scratch<std::int32_t>(*step.workspace, "pair count", {1, heads});
       for (int head = 0; head < heads; ++head) {
-        // A step may have evicted since observe saw the length: the places below are there whatever the budget.
+        // The step may have evicted after observe() saw the length. Places below `limit` exist in any case.
         const int places = std::min(lengths[static_cast<std::size_t>(head)], limit) - 1;
         pairs.count(0, head) = places > 1 ? 2 * exchanges : 0;
         for (int i = 0; i < 2 * exchanges; ++i)
@@ -335,8 +335,8 @@ class Shuffled final : public Policy {
 
 }  // namespace
 
-// No token comes twice: equal keys and values would have equal scores, and ties are broken by place. A selector is left
-// out, because pages with other tokens may be chosen otherwise.
+// No token comes twice: equal keys and values would have equal scores, and places break ties. Selectors are left out,
+// because other tokens in a page may change its choice.
 TEST_CASE("the order of tokens in the cache means nothing", "[cpu]") {
   const auto model = tiny_model("llama-gqa3");
   Text text(*model);

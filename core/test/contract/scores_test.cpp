@@ -10,7 +10,7 @@ using namespace kvlab::test;
 
 namespace {
 
-// The scorer under test, its scores looked at.
+// Checks every score of the scorer under test.
 class Watched final : public Scorer {
  public:
   Watched(Instance<Scorer> inner, int& calls) : inner_(std::move(inner)), calls_(calls) {}

@@ -1,5 +1,5 @@
-// Requests that are served together, under a cap that preempts some of them, have the texts that they have alone:
-// with every policy, and with its pages on the host.
+// Requests served together, under a cap that preempts some of them, must have the same texts as alone. This holds for
+// every policy, also with its pages on the host.
 #include <algorithm>
 #include <catch2/catch.hpp>
 
@@ -67,10 +67,10 @@ std::int64_t page_of_heads(const PolicySpec& spec) {
   return Engine(tiny_model("llama-gqa3"), subjects().policy(spec), options_of(spec, 1, -1)).full_bytes(1);
 }
 
-// As many pages as one sequence may have, and one.
+// Bytes of all pages of one sequence and one more page per KV head.
 std::int64_t whole(const PolicySpec& spec) { return (128 / spec.page_size + 1) * page_of_heads(spec); }
 
-// The least limit under which each of the requests runs alone, and a page of every KV head.
+// The least limit under which each request runs alone, and one more page per KV head.
 std::int64_t least(const PolicySpec& spec, const std::vector<Request>& all) {
   const std::int64_t page = page_of_heads(spec);
   const auto longest = [&](auto tokens) {

@@ -1,4 +1,4 @@
-// What holds for every task whose prompts are generated to a length, whoever wrote it.
+// Promises of every task that generates prompts to a length.
 #include <algorithm>
 
 #include "support/library_under_test.hpp"
