@@ -21,13 +21,13 @@ struct Setup {
   CodecSpec codec;
   bool norm = false;
   std::vector<int> lengths = {0};  // [row, kv_head], cycled
-  int frames = 64;                 // in the pool besides those in use
+  int frames = 64;                 // of the pool, besides those in use
   bool append = true;
   int mark_step = 1;
-  std::optional<DType> rounded;  // queries too
+  std::optional<DType> rounded;  // type of the queries' 16-bit copy
 };
 
-// One appended token per row, on the device, against the same token written on the host.
+// One token per row, appended on the device and compared with the same token written on the host.
 struct Appended {
   Setup s;
   PageLayout layout;
@@ -35,13 +35,13 @@ struct Appended {
   std::vector<std::int32_t> position, slots, free, length;
   std::vector<std::byte> arena;
   std::vector<PageEntry> table;
-  // after the call
+  // results of the call
   std::vector<float> got_qkv;
   std::vector<std::uint16_t> got_rounded;
   std::vector<std::byte> got_arena;
   std::vector<PageEntry> got_table;
   std::vector<std::int32_t> got_length;
-  std::vector<std::int32_t> got_marks;  // of rows that are not finite
+  std::vector<std::int32_t> got_marks;  // [row], nonzero = not finite
   int error = -1, left = -1;
 
   static constexpr int angles = 300;
@@ -136,7 +136,7 @@ struct Appended {
     error = device.get(count)[1];
   }
 
-  // What a head of a row should hold after norm and rotation.
+  // The expected values of a head of a row after norm and rotation.
   std::vector<double> rotated(int row, int head) const {
     const float* x = qkv.data() + row * stride() + head * s.dim;
     const float* weight = head < s.heads ? query_norm.data() : key_norm.data();
@@ -159,7 +159,7 @@ struct Appended {
   }
 };
 
-// Queries and keys against the reference; values and what lies between rows as they were.
+// Compares queries and keys with the reference. Values and the gaps between rows must be unchanged.
 void check_heads(const Appended& a) {
   const Setup& s = a.s;
   int bad = 0;
@@ -198,7 +198,7 @@ void check_all(const Setup& s, unsigned seed) {
   REQUIRE(a.error == 0);
   check_heads(a);
 
-  // Tables, lengths and frames: byte for byte what write_token leaves when it is given the same key and value.
+  // Tables, lengths and frames must equal, byte for byte, the result of write_token for the same key and value.
   std::set<std::int32_t> pool(a.free.begin(), a.free.end());
   std::vector<std::byte> arena = a.arena;
   std::vector<PageEntry> table = a.table;
@@ -214,7 +214,7 @@ void check_all(const Setup& s, unsigned seed) {
       CHECK(e.codec == 0);
       if (offset == 0) {
         ++taken;
-        CHECK(pool.erase(e.frame) == 1);  // from the pool, and nobody else's
+        CHECK(pool.erase(e.frame) == 1);  // the frame comes from the pool, once
         REQUIRE(e.frame >= 0);
       } else {
         REQUIRE(e.frame == table[at].frame);
@@ -331,7 +331,7 @@ TEST_CASE("cuda rope_append marks the rows with numbers that are not finite") {
           if (append) CHECK(marks(3, value, s.dim - 1, bad) == Marks{0, 0, 0, 1});
           if (append) CHECK(marks(1, value + s.kv_heads - 1, 0, bad) == Marks{0, 1, 0, 0});
         }
-        // Finite, but infinite once it is rounded to f16.
+        // 65519 stays finite in f16, -65520 is rounded to infinity.
         if (append) CHECK(marks(1, value, 5, 65519.f) == Marks{0, 0, 0, 0});
         if (append) CHECK(marks(1, value, 5, -65520.f) == Marks{0, dtype == DType::f16, 0, 0});
         CHECK(marks(1, 0, 5, 65520.f) == Marks{0, 0, 0, 0});  // a query is not cached

@@ -1,4 +1,4 @@
-// As test/ops/attend_nonfinite_test.cpp, of the kernels: the pipelined one and the general one.
+// test/ops/attend/attend_nonfinite_test.cpp for the kernels: the pipelined one and the general one.
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <limits>

@@ -23,7 +23,7 @@ struct Case {
   int group = 1, tokens = 1;
   std::vector<int> past;  // [kv_head], cycled
   ops::PromptKernel kernel = ops::PromptKernel::own;
-  bool half = false;  // the device has the same cache as f16, which the reference does not read
+  bool half = false;  // the device's cache is f16 with the same values; the reference reads bf16
 };
 
 std::vector<float> widened(const std::vector<std::uint16_t>& from, bool half) {
@@ -36,7 +36,7 @@ std::vector<float> widened(const std::vector<std::uint16_t>& from, bool half) {
   return out;
 }
 
-// As the executor gives a chunk: its rows share a slot's pages and have lengths of their own.
+// Builds a chunk as the executor does: all rows share one slot's pages, and each has its own length.
 void compare(const Case& c, unsigned seed) {
   const PagedOptions& o = c.options;
   PagedFixture cache(o);
@@ -100,7 +100,7 @@ void compare(const Case& c, unsigned seed) {
     b.rounded = nullptr;
     if (!with_sums) {
       if (c.kernel != ops::PromptKernel::cudnn) continue;
-      // Rounded queries are taken in place of the others.
+      // The kernel must take the rounded queries in place of the f32 ones, which are NaN.
       const std::vector<float> together = device.get(b.out), nan_queries(q.size(), nan_out[0]);
       ops::PromptArgs d = b;
       std::vector<std::uint16_t> narrow(room.size(), 0xffff);
@@ -204,7 +204,7 @@ TEST_CASE("cuda cudnn: what it does of a long prompt is counted, and that it is 
   };
   CHECK(chunks_of(ops::prompt_cudnn_rows - 1) == 0);
   const LibraryState& cudnn = gpu.cudnn_state();
-  for (const char* time : {"first", "second"}) {  // each cell that does without it has the warning, not the first alone
+  for (const char* time : {"first", "second"}) {  // every cell without cuDNN warns, not only the first
     CAPTURE(time);
     const log::Collected said;
     CHECK((chunks_of(ops::prompt_cudnn_rows) > 0) == cudnn.there);

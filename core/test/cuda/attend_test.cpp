@@ -52,7 +52,7 @@ TEST_CASE("cuda attend: keys that are turned by their ranks on reading") {
 
 TEST_CASE("cuda attend: f16, whichever kernel takes it") {
   unsigned seed = 250;
-  for (const int dim : {64, 96, 128, 256, 80}) {  // the last by the kernel for caches of any kind
+  for (const int dim : {64, 96, 128, 256, 80}) {  // the kernel for caches of any kind takes 80
     CAPTURE(dim);
     CudaAttendCase c;
     c.half = true;
@@ -83,7 +83,7 @@ TEST_CASE("cuda attend: one long sequence is shared by all multiprocessors, many
   compare_with_reference(c, 78);
 }
 
-// Blocks share pairs, and one of them merges; which one comes last must not show.
+// Blocks share pairs of row and KV head, and the last block to finish merges. Its choice must not change a bit.
 TEST_CASE("cuda attend: the same bits however the blocks share the work") {
   const int spans = quick() ? 16 : 132;  // as many as there are multiprocessors, or more
   CudaAttendCase c;
@@ -99,7 +99,7 @@ TEST_CASE("cuda attend: the same bits however the blocks share the work") {
   }
 }
 
-// Pairs of about one length take whole blocks, of which the last may have few units or none.
+// Pairs of about equal length take whole blocks. The last blocks may have few units or none.
 TEST_CASE("cuda attend: sequences of about the same length") {
   CudaAttendCase c;
   c.options.kv_heads = 2, c.options.head_dim = 128, c.options.page_size = 16, c.options.dtype = DType::bf16;

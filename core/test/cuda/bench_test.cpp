@@ -1,4 +1,4 @@
-// The whole-model cases of `kvlab bench` run and say what they moved; what they measured is not looked at.
+// The whole-model cases of `kvlab bench` run and report their bytes. The tests ignore their times.
 #include <catch2/catch.hpp>
 
 #include "bench/cases.hpp"

@@ -39,7 +39,7 @@ struct Cells : test::CellFixture {
   }
 };
 
-// Of the finite ones: the first token of an answer has no decode step.
+// Drops values that are not finite: the first token of an answer has no decode step.
 std::vector<float> finite(const std::vector<float>& v) {
   std::vector<float> out;
   std::copy_if(v.begin(), v.end(), std::back_inserter(out), [](float x) { return std::isfinite(x); });
@@ -80,7 +80,7 @@ TEST_CASE("cuda cell: numbers that are not finite fail it and are located as on 
       errors[gpu] = result.summary.error;
       CHECK_THAT(errors[gpu], Catch::Contains(c.says) && Catch::Contains("sample 0, token"));
     }
-    // Where it began is the same; which of the products overflow depends on their order.
+    // Both errors name the same place. The order of products decides which of them overflows.
     const auto place = [](const std::string& error) { return error.substr(0, error.find(": got")); };
     CHECK(place(errors[1]) == place(errors[0]));
   }
@@ -186,7 +186,7 @@ TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
   std::filesystem::remove(file);
   std::filesystem::remove_all(results::parts_folder(file));
   cells.experiment.inject.trace = file;
-  // Other texts of the same lengths, of which the selector itself would read other pages.
+  // Texts of the same lengths, for which the selector itself would read other pages.
   for (Item& item : cells.items.items) {
     for (std::vector<int>* text : {&item.prompt, &item.fed})
       for (int& token : *text) token = (token + 11) % 512;

@@ -1,4 +1,4 @@
-// Models on CUDA against the CPU: the same logits within what bf16 allows, chunked or not, alone or in a batch.
+// Models on CUDA against the CPU: logits agree within bf16's rounding, with or without chunks, alone or in a batch.
 #include "exec/executor.hpp"
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace {
 struct Tiny {
   std::shared_ptr<const Model> model;
   std::vector<std::int32_t> ids;
-  std::vector<float> logits;  // transformers', f32
+  std::vector<float> logits;  // f32, of transformers
   std::size_t vocab = 0;
 
-  // Random weights, heads as the fast kernels take them.
+  // Random weights, with heads that the fast kernels take.
   explicit Tiny(int tokens)
       : model(load_model(*open_model("synthetic/tiny-wide", "", "."), DType::bf16, "tiny-wide", Device::cuda)),
         vocab(static_cast<std::size_t>(model->config.vocab)) {
@@ -100,7 +100,7 @@ void check_variant(const std::string& variant, int chunk) {
                on_cuda = worst(there, wanted, cpu.vocab);
   CAPTURE(on_cpu, on_cuda);
   CHECK(on_cuda < 0.04);                // random weights, a dozen products of 8-bit mantissas
-  CHECK(on_cuda < 2 * on_cpu + 0.004);  // and no worse than the CPU's bf16
+  CHECK(on_cuda < 2 * on_cpu + 0.004);  // no worse than the CPU's bf16
 }
 
 std::vector<const char*> variants() {
@@ -189,9 +189,8 @@ TEST_CASE("cuda executor: a prompt's attention mass is the CPU's") {
   }
 }
 
-// Where nobody reads its outputs attention is 16-bit and, if cuDNN is there, takes the queries as they were rounded
-// beside the rotation. The bits are those of f32 outputs and queries, which are rounded later: the second layer's
-// queries show it.
+// If no hook reads the outputs, attention is 16-bit, and cuDNN takes the 16-bit queries that the rotation rounded. Else
+// outputs and queries are f32 and are rounded later. The bits must be equal; the second layer's queries show it.
 TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks read the outputs or not") {
   struct Reader final : LayerHooks {
     Reader(bool reads, Stream s) : outputs(reads), stream(s) {}
@@ -204,7 +203,7 @@ TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks rea
         copy_memory(&queries[queries.size() - width], q.data + r * q.stride[0], width * sizeof(float), stream);
         synchronize(stream);
       }
-      return l.layer == 1 ? Fit::out_of_memory : Fit::ok;  // and that is enough
+      return l.layer == 1 ? Fit::out_of_memory : Fit::ok;  // stops after two layers
     }
     bool outputs;
     Stream stream;
@@ -212,7 +211,7 @@ TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks rea
   };
   const auto model = load_model(*open_model("bundled/recall", "", ""), DType::bf16, "bundled/recall", Device::cuda);
   const ModelConfig& c = model->config;
-  REQUIRE(c.head_dim == 64);  // what cuDNN takes
+  REQUIRE(c.head_dim == 64);  // a head size of cuDNN
   std::vector<std::int32_t> tokens(520);
   for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>((7 * i + i * i) % 251);
   std::vector<float> queries[2];
@@ -229,7 +228,7 @@ TEST_CASE("cuda executor: a long prompt's queries are the same whether hooks rea
   }
   CHECK(queries[0].size() == static_cast<std::size_t>(2 * 75 * c.heads * c.head_dim));
   CHECK(std::all_of(queries[0].begin(), queries[0].end(), [](float x) { return std::isfinite(x); }));
-  const bool same = queries[0] == queries[1];  // not for Catch to print
+  const bool same = queries[0] == queries[1];  // Catch need not print them
   CHECK(same);
 }
 

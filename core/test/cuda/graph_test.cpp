@@ -1,4 +1,4 @@
-// Decode steps as graphs: the same logits, bit for bit, as steps that the host gives one by one.
+// Decode steps as graphs: their logits equal those of eager steps, bit for bit.
 #include <catch2/catch.hpp>
 
 #include "base/backend.hpp"
@@ -12,7 +12,7 @@ using namespace kvlab;
 
 namespace {
 
-// Two engines over one model; the observer of the second keeps it from graphs.
+// Two engines over one model. The observer of the second one prevents graphs.
 struct Pair {
   std::shared_ptr<const Model> model =
       load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda);
@@ -45,7 +45,7 @@ struct Pair {
     return slot;
   }
   void close(int slot) { graphs.close(slot), eager.close(slot); }
-  // One step, tokens by a rule.
+  // One step of both engines, with tokens by a rule.
   void step(const std::vector<std::int32_t>& slots) {
     std::vector<int> tokens;
     for (const int slot : slots) tokens.push_back((37 * ++count_ + slot) % vocab);
@@ -105,7 +105,7 @@ TEST_CASE("cuda engine: steps that attend to tokens are replayed") {
 }
 
 TEST_CASE("cuda engine: attention mass of replayed steps reaches tokens that the capture did not know") {
-  // Each step attends to the tokens with the most mass so far, which wrong mass changes.
+  // Each step attends to the tokens with the most mass so far, so wrong mass changes the logits.
   class Heavy final : public Policy {
    public:
     Needs needs() const override { return Needs{}.mass(Mass::decode).token_state("mass").capturable(true); }

@@ -28,16 +28,16 @@ struct Case {
   std::int64_t m = 1, n = 1, k = 8;
   DType dtype = DType::bf16;
   bool f32_x = false, bias = false, add = false, gated = false, blas = false, stream = false;
-  std::int64_t pad = 0;  // between rows of x and y
+  std::int64_t pad = 0;  // floats between rows of x and y
 
   std::int64_t outputs() const { return gated ? n / 2 : n; }
   std::int64_t x_stride() const { return k + pad; }
   std::int64_t y_stride() const { return outputs() + pad; }
 };
 
-// What a case reads, on the host: x and W as the 16-bit numbers that they are rounded to.
+// The inputs of a case on the host. w holds 16-bit numbers.
 struct Data {
-  std::vector<float> x, bias, y;  // x unrounded [m, x_stride], NaN between rows; y as it is before
+  std::vector<float> x, bias, y;  // x is unrounded [m, x_stride], NaN between rows; y is as before the call
   std::vector<std::uint16_t> w;
 
   Data(const Case& c, unsigned seed)
@@ -58,7 +58,7 @@ struct Data {
 };
 
 struct Product {
-  double value = 0, size = 0;  // size: of the sum of magnitudes
+  double value = 0, size = 0;  // size: sum of the magnitudes
 };
 Product product(const Case& c, const Data& d, std::int64_t row, std::int64_t output) {
   Product p;
@@ -70,7 +70,7 @@ Product product(const Case& c, const Data& d, std::int64_t row, std::int64_t out
   return p;
 }
 
-// y (or the gated half, widened) of one call with outputs poisoned, [m, y_stride].
+// Runs one case on poisoned outputs. Returns y, or the gated half widened to f32, [m, y_stride].
 std::vector<float> run(const Case& c, const Data& d, int times = 1) {
   OnDevice device;
   ops::LinearArgs a;
@@ -119,7 +119,7 @@ std::string list(const std::set<std::int64_t>& of) {
   return text;
 }
 
-// Every output where that is cheap, else a sample that has every row, every place in a tile and both ends.
+// Compares every output if that is cheap. Else compares a sample with every row, every place in a tile and both ends.
 void compare(const Case& c, unsigned seed) {
   CAPTURE(c.m, c.n, c.k, name_of(c.dtype), c.f32_x, c.bias, c.add, c.gated, c.blas, c.stream, c.pad);
   const Data d(c, seed);
@@ -163,17 +163,17 @@ void compare(const Case& c, unsigned seed) {
   for (std::int64_t r = 0; r < c.m; ++r)
     for (std::int64_t o = c.outputs(); o < c.y_stride(); ++o)
       stray += !std::isnan(got[static_cast<std::size_t>(r * c.y_stride() + o)]);
-  CHECK(stray == 0);  // nothing is written between rows
+  CHECK(stray == 0);  // the kernel writes nothing between rows
 }
 
 }  // namespace
 
-// Row n of W is one at column p(n) alone, so that y[m, n] = x[m, p(n)] exactly: a wrong value says where it came from.
+// Row n of W is one at column p(n) alone, so y[m, n] = x[m, p(n)] exactly. A wrong value tells its source.
 TEST_CASE("cuda linear: every output takes the column and the row that it should") {
   for (const DType dtype : {DType::bf16, DType::f16})
     for (const std::int64_t k : {8, 64, 128, 200, 1024, 4096})
       for (const std::int64_t m : {1, 8, 9, 16})
-        for (const bool columns : {true, false}) {  // x says its column, or its row and the column's block of 8
+        for (const bool columns : {true, false}) {  // x encodes its column, or its row and the column's block of 8
           Case c;
           c.m = m, c.n = 150, c.k = k, c.dtype = dtype;
           CAPTURE(m, k, name_of(dtype), columns);
@@ -248,8 +248,8 @@ TEST_CASE("cuda linear: many tiles a block, as many tiles as blocks, slices of t
   }
 }
 
-// A product that leaves the norm of what it adds to, and one that takes it, plain or with a gate: against the norm in
-// double between them. Shapes with tiles of 64 and 48 rows, whole and not, and with slices.
+// One product leaves the norm of its sum, and the next takes it, plain or with a gate. The reference computes the norm
+// in double between them. The shapes have tiles of 64 and 48 rows, whole and cut, and slices.
 TEST_CASE("cuda linear: norms that are left and taken") {
   struct Shape {
     std::int64_t n, k;
@@ -378,8 +378,8 @@ TEST_CASE("cuda linear through cuBLASLt") {
       }
 }
 
-// 5376 outputs, gated or not, are 84 tiles of 64 rows or 112 of 48: 48 spread better over 16 and over 132
-// multiprocessors and are taken up to 8 rows of x, 64 above.
+// 5376 outputs, gated or not, are 84 tiles of 64 rows or 112 of 48. Tiles of 48 spread better over 16 and over 132
+// multiprocessors: they serve up to 8 rows of x, tiles of 64 more.
 TEST_CASE("cuda linear: a row's result does not depend on how many rows there are, nor on what they hold") {
   for (const std::int64_t n : {576, 5376, 20000})
     for (const bool gated : {false, true}) {
@@ -460,8 +460,8 @@ TEST_CASE("cuda linear: a norm that is left and taken does not depend on how man
   }
 }
 
-// Kernels begin before the one in front of them ends; a chain in which each needs all of the last one's output shows
-// whether they wait when they must.
+// Kernels begin before the one in front of them ends. In this chain each kernel needs the whole output of the last one,
+// so a missing wait shows.
 TEST_CASE("cuda linear: a captured chain of layers gives what the same calls give one at a time") {
   constexpr std::int64_t hidden = 1024, ffn = 2816, steps = 24;
   for (const auto& [m, fused] : {std::pair{std::int64_t{1}, false}, {16, false}, {1, true}, {16, true}}) {
@@ -494,7 +494,7 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     second.y = x, second.y_stride = hidden, second.add = true;
     const std::vector<float> no_squares(static_cast<std::size_t>(m * hidden / ops::norm_piece), nan_value);
     float* squares = device.put(no_squares.data(), no_squares.size());
-    if (fused) {  // the norm is left by the second product and taken by the first
+    if (fused) {  // the second product leaves the norm, the first takes it
       second.left.weight = n.weight;
       second.left.out = n.out, second.left.out_stride = hidden;
       second.left.squares = squares;

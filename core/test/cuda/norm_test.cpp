@@ -89,12 +89,12 @@ TEST_CASE("cuda rms_norm and rounding equal the reference") {
         }
 }
 
-// A block takes many rows where there are many; a row that is the only one is the first of its block.
+// A block takes several rows if there are many. A single row is the first of its block.
 TEST_CASE("cuda rms_norm and rounding: a row's bits do not depend on how many rows there are") {
   std::mt19937 rng(4);
   std::normal_distribution<float> normal;
   for (const std::int64_t n : {72, 4096, 8192, 8200}) {
-    const std::int64_t rows = test::quick() ? 603 : 5003;  // more than blocks at once
+    const std::int64_t rows = test::quick() ? 603 : 5003;  // more than the blocks that run at once
     std::vector<float> x(static_cast<std::size_t>(rows * n)), weight(static_cast<std::size_t>(n));
     for (float& v : x) v = normal(rng);
     for (float& w : weight) w = normal(rng);
@@ -192,7 +192,7 @@ TEST_CASE("cuda argmax takes the lowest of equal values, and none of a row that 
     CAPTURE(n);
     constexpr float inf = std::numeric_limits<float>::infinity();
     const std::int64_t rows = 10, stride = n + 3;
-    std::vector<float> x(static_cast<std::size_t>(rows * stride), 1e30f);  // between rows, never to be seen
+    std::vector<float> x(static_cast<std::size_t>(rows * stride), 1e30f);  // gaps must not be read
     std::vector<std::int32_t> wanted;
     for (std::int64_t r = 0; r < rows; ++r) {
       float* row = x.data() + r * stride;
@@ -202,7 +202,7 @@ TEST_CASE("cuda argmax takes the lowest of equal values, and none of a row that 
       if (r == 2) at = n - 1;
       row[at] = -3.f;
       for (std::int64_t i = at + 1; i < n; i += 97) row[i] = -3.f;  // ties
-      // One that is not finite: first, last, anywhere; all of them.
+      // A value that is not finite: first, last, anywhere, or everywhere.
       if (r == 3) row[0] = nan_value;
       if (r == 4) row[n - 1] = nan_value;
       if (r == 5) row[rng() % static_cast<unsigned>(n)] = -inf;

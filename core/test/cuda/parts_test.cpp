@@ -17,7 +17,7 @@ namespace {
 
 int events_made = 0;
 
-// The library's table, but events are counted.
+// The library's table with an allocator of events that counts.
 struct CountedEvents {
   CountedEvents() : table(*cuda_backend()) {
     static void* (*real)() = nullptr;
@@ -46,7 +46,7 @@ struct Timed : test::CellFixture {
 
 constexpr std::size_t parts = part_count;
 
-// [part] over all steps of a cell, which must be as long as that.
+// Sums of each part over all steps of a cell, [part]. The cell must have parts for each step.
 std::array<double, parts> total(const results::CellResult& r) {
   REQUIRE(r.parts.size() == parts);
   REQUIRE(r.step_parts.size() == parts * r.step_ms.size());
@@ -80,7 +80,7 @@ TEST_CASE("cuda parts: events are made once, and what lies between two takes is 
     CHECK(step.parts[static_cast<std::size_t>(Part::recall)] > 0);
     CHECK(step.parts[static_cast<std::size_t>(Part::attend)] == 0);
     CHECK(std::accumulate(step.parts.begin(), step.parts.end(), 0.) <= step.seconds);
-    CHECK(events_made == 16);  // of 4 * 2 timers, at both ends
+    CHECK(events_made == 16);  // 4 * 2 timers, begin and end
     const PartClock::Step none = clock.take();
     CHECK(std::accumulate(none.parts.begin(), none.parts.end(), 0.) == 0);
   }
@@ -96,7 +96,7 @@ TEST_CASE("cuda parts: of eager steps, which give the text of graphs") {
       {"full", {}},
       {"{h2o: {budget: {tokens: 16}}}", {Part::score, Part::select, Part::compact}},
       {"{quest: {dense_layers: 0, budget: {tokens: 16}, placement: {tier: host, resident: 24}}}",
-       {Part::select, Part::recall}}};  // scores and selection are one launch
+       {Part::select, Part::recall}}};  // one launch computes scores and selection
   for (const Case& c : cases) {
     CAPTURE(c.policy);
     Timed asked(c.policy, {Metric::score, Metric::latency, Metric::parts}),
@@ -121,7 +121,7 @@ TEST_CASE("cuda parts: of eager steps, which give the text of graphs") {
       const auto begin = gpu.step_parts.begin() + static_cast<std::ptrdiff_t>(i * parts);
       const double sum = std::accumulate(begin, begin + static_cast<std::ptrdiff_t>(parts), 0.);
       CHECK(sum > 0);
-      CHECK(sum <= static_cast<double>(gpu.step_ms[i]) * 1.0001);  // sums of f32
+      CHECK(sum <= static_cast<double>(gpu.step_ms[i]) * 1.0001);  // the sums are f32
       if (!std::isfinite(gpu.step_device_ms[i])) continue;
       CHECK(sum <= static_cast<double>(gpu.step_device_ms[i]) * 1.0001);
       kernels += static_cast<double>(gpu.step_device_ms[i]), told += sum;

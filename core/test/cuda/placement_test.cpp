@@ -31,7 +31,7 @@ struct Lists {
   bool same(OnDevice& on) const { return on.get(device.index) == index && on.get(device.count) == count; }
 };
 
-// Tables of two tiers; `absent` in 4 pages of the upper one are null, half of the lower.
+// Tables of two tiers. A page has no frame with probability `absent` / 4 in the upper one, 1/2 in the lower one.
 struct Tiers {
   int rows, heads, page_size, most;
   Ints length, slots;
@@ -89,7 +89,7 @@ TEST_CASE("cuda place_pages equals its reference") {
       const auto most = static_cast<unsigned>(c.most * c.page_size);
       a.pins = {static_cast<int>(rng() % 40), static_cast<int>(rng() % (n % 3 ? 40 : most)), n % 2 == 0};
       a.resident_tokens = static_cast<int>(rng() % (most + 20));
-      if (n % 4 == 1) a.pins = {}, a.resident_tokens = 0;  // the page that is being filled stays all the same
+      if (n % 4 == 1) a.pins = {}, a.resident_tokens = 0;  // the page being filled stays even so
       b.pins = a.pins, b.resident_tokens = a.resident_tokens;
       Lists recall(on, c.rows, c.heads, c.most), offload(on, c.rows, c.heads, c.most),
           drop(on, c.rows, c.heads, c.most);
@@ -157,7 +157,7 @@ TEST_CASE("cuda lists without room are cut off") {
   CHECK(on.get(few.device.count) == Ints{3});
 }
 
-// A table of functions: every member is a pointer, none of them null.
+// A table of functions has only pointers as members, and none may be null.
 TEST_CASE("cuda table: every entry is there") {
   const auto check = [](const auto& part, const char* name) {
     const auto* entry = reinterpret_cast<void* const*>(&part);

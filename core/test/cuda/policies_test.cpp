@@ -46,7 +46,7 @@ Run run(Device device, const PolicySpec& spec, const std::string& name, int chun
   return r;
 }
 
-// The quick set has one of each role's compositions.
+// The quick set has one composition of each role.
 bool left_out(const Subject& s) {
   return quick() && s.composed() && s.label != "snapkv+adakv" && s.label != "full+int8" && s.label != "h2o+int8";
 }
@@ -96,13 +96,13 @@ TEST_CASE("cuda policies: evictions while decoding and moves between tiers are t
       if (host) spec.placement.tier = Tier::host, spec.placement.resident = 16;
       if (s.evicts() && subjects().policy(spec)->needs().window_queries() == 0) spec.schedule.every = every;
       const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
-      // Scores may be closer than bf16 tells apart: then one token stays for another, one page is read for another.
+      // bf16 may not tell scores apart. Then another token stays, or attention reads another page.
       CHECK(overlap(cuda.left, cpu.left) > 0.9);
       if (s.spec.selector || cuda.kept != cpu.kept || cuda.left != cpu.left) continue;
       const double tolerance = s.spec.codec ? 0.1 : 0.05;
       const auto first = [](const Logits& l) { return Logits(l.begin(), l.begin() + 1 + every); };
       CHECK(worst(first(cuda.logits), first(cpu.logits)) < tolerance);
-      if (!(worst(cuda.logits, cpu.logits) < tolerance)) continue;  // an eviction in between chose otherwise
+      if (!(worst(cuda.logits, cpu.logits) < tolerance)) continue;  // an eviction in between chose other tokens
       ++alike;
       CHECK(cuda.fired == cpu.fired);
       CHECK(cuda.moved == cpu.moved);

@@ -1,4 +1,4 @@
-// Profilers on a GPU: the mirror that they are shown is the cache there, and what they leave is the CPU's profile.
+// Profilers on a GPU: the mirror shows them the device's cache, and their profile is the CPU's.
 #include "run/profile.hpp"
 
 #include <catch2/catch.hpp>
@@ -29,7 +29,7 @@ std::vector<T> fetched(const View<const T, Rank>& from, Stream s) {
   return out;
 }
 
-// Asks the mirror at every callback, and compares what needs no store with the device's.
+// Reads the mirror at every callback, and compares with the device where that needs no store.
 class Looks final : public Policy {
  public:
   Needs needs() const override { return Needs{}.page_summary(Summary::min_max).mass(Mass::all).window_queries(5); }
@@ -62,7 +62,7 @@ class Looks final : public Policy {
 
   std::optional<HostMirror> mirror;
   LayerStep last;
-  int windows = 0, asking = -1;  // a slot that is at question 7
+  int windows = 0, asking = -1;  // asking: the slot at question 7
 
  private:
   template <int Rank>
@@ -92,7 +92,7 @@ float element(const std::byte* row, DType dtype, int i) {
   return static_cast<float>(value);
 }
 
-// Every token and every summary of a slot.
+// Compares every token and every summary of a slot.
 void compare_slot(const Engine& engine, HostMirror& mirror, LayerStep& callback, int slot) {
   const auto device = dynamic_cast<const CudaStore&>(engine.store()).copy_of(slot);
   const Shape& s = shape_of(engine);
@@ -171,7 +171,7 @@ TEST_CASE("cuda profile: the mirror of a ragged batch holds what the GPU holds")
     REQUIRE(engine.step(slots, std::vector<int>{1 + i, 20 + i, 40 + i}, StepResult(std::span(next))) == Fit::ok);
   for (const int slot : slots) compare_slot(engine, *looks->mirror, looks->last, slot);
 
-  engine.close(1);  // and one of other tokens in its place
+  engine.close(1);  // a sequence of other tokens takes its place
   looks->asking = -1;
   REQUIRE(engine.open() == 1);
   REQUIRE(engine.prefill(1, test::test_text(9, vocab, 5), true, {}) == Fit::ok);
@@ -189,7 +189,7 @@ TEST_CASE("cuda profile: a profiler leaves what it leaves on the CPU") {
       CAPTURE(profiler, name);
       REQUIRE(gpu.count(name) == 1);
       const ProfileArray& there = gpu.at(name);
-      // Where arithmetic decides between two pages or sides of a threshold, one step's share of a few dozen differs.
+      // Arithmetic may decide between two pages or sides of a threshold. Then one step's share of a few dozen differs.
       const bool counts = array.unit != "cosine" && array.unit != "nats" && name.find("mass") == std::string::npos;
       CHECK(there.extent == array.extent);
       CHECK(there.unit == array.unit);

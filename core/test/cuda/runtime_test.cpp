@@ -29,7 +29,7 @@ TEST_CASE("cuda runtime: a graph's copies read host memory when they are capture
   }
 }
 
-// Two products in slices and an argmax keep megabytes for the stream that they run in.
+// Two sliced products and an argmax keep megabytes of scratch for their stream.
 TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept for it") {
   constexpr std::int64_t n = 64, k = 8192;
   const CudaBackend& cuda = *cuda_backend();
@@ -57,8 +57,8 @@ TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept f
     CHECK(memory.get(View<std::int32_t, 1>::dense(likeliest.index, {1})) == std::vector<std::int32_t>{0});
     return left;
   };
-  in_new_stream();                                                          // the driver loads what it needs
-  const bool alone = std::string_view(cuda.device_name) == "emulated GPU";  // others may use a real one meanwhile
+  in_new_stream();                                                          // the driver loads its modules
+  const bool alone = std::string_view(cuda.device_name) == "emulated GPU";  // others may use a real one
   const std::size_t before = cuda.runtime.free_bytes();
   for (int i = 0; i < 3; ++i) {
     const std::size_t left = in_new_stream();

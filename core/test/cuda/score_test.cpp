@@ -15,7 +15,7 @@ using namespace kvlab::test;
 
 namespace {
 
-// Empty where every entry is close (a poisoned one: untouched), else the worst.
+// Empty if every entry is close and every poisoned entry untouched, else the worst entry.
 std::string difference(const std::vector<float>& got, const std::vector<float>& wanted, std::int64_t width,
                        double margin) {
   std::size_t at = 0;
@@ -32,7 +32,7 @@ std::string difference(const std::vector<float>& got, const std::vector<float>& 
          ", wanted " + std::to_string(wanted[at]);
 }
 
-// Both forms of an op leave the same in poisoned outputs.
+// Both forms of an op must leave the same values in poisoned outputs.
 template <class Cuda, class Plain>
 void compare(OnDevice& device, const std::array<std::int64_t, 3>& extent, double margin, Cuda cuda, Plain plain) {
   Guarded<3> wanted(extent);
@@ -50,10 +50,10 @@ struct PageCase {
   GroupRule rule = GroupRule::max;
   bool newest = false;
   unsigned seed = 1;
-  int budget = -1;      // pages, of every head; negative: any
-  int summary_gap = 0;  // bytes behind each summary
-  int query_gap = 0;    // elements behind each query
-  bool ties = false;    // few scores differ
+  int budget = -1;      // pages per head; negative: any number
+  int summary_gap = 0;  // bytes after each summary
+  int query_gap = 0;    // elements after each query
+  bool ties = false;    // few scores are distinct
 };
 
 void compare_pages(const PageCase& c) {
@@ -80,7 +80,7 @@ void compare_pages(const PageCase& c) {
   kv.slots = slots.data();
   kv.rows = c.rows, kv.kv_heads = c.kv_heads, kv.head_dim = c.dim, kv.page_size = c.page_size;
 
-  // As the reference reads them (f32), and as they are stored.
+  // Summaries in f32, as the reference reads them, and as they are stored.
   const std::int64_t width = c.kind == Summary::min_max ? 2 * c.dim : c.dim;
   const std::int64_t count = std::int64_t{c.rows} * c.kv_heads * most * width, size = size_of(c.dtype);
   std::vector<float> wide(static_cast<std::size_t>(count));
@@ -139,11 +139,11 @@ void compare_pages(const PageCase& c) {
   const std::vector<float> scores = device.get(alone);
   {
     INFO("page_score");
-    // A query is its rounded value and a rounded rest: 2^-17 of each product.
+    // The kernel splits a query into its rounded value and a rounded rest: a product errs by up to 2^-17 of its size.
     const double margin = c.rule == GroupRule::sum ? 1e-3 : 3e-4;
     CHECK(difference(scores, Guarded<3>::copy(wanted.view()), most + 3, margin) == "");
   }
-  // The selection is exact for the scores that the GPU has.
+  // The selection must be exact for the GPU's own scores.
   std::vector<float> own = scores;
   ops::top_pages_reference(kv, View<float, 3>::dense(own.data(), {c.rows, c.kv_heads, most + 3}), budgets, pins, list);
   const std::vector<std::int32_t> expected_index = index, expected_counts = counts;
@@ -209,7 +209,7 @@ TEST_CASE("cuda score_pages: heads shared by many blocks, blocks shared by many 
   compare_pages(c);
   c.pages = {16001, 14337};
   compare_pages(c);
-  c.rows = 700, c.kv_heads = 4;  // more pairs than one launch takes
+  c.rows = 700, c.kv_heads = 4;  // more pairs of row and KV head than one launch takes
   c.pages = {3, 0, 20, 1, 16, 33, 0};
   compare_pages(c);
   c.rows = 12, c.kv_heads = 8, c.dim = 128, c.kind = Summary::min_max;

@@ -16,7 +16,7 @@ namespace {
 
 using Ints = std::vector<std::int32_t>;
 
-// Tables of a cache whose pages nobody reads.
+// Tables of a cache. Nobody reads its pages.
 struct Lengths {
   Ints length, slots;
   std::vector<PageEntry> table;
@@ -38,7 +38,7 @@ struct Lengths {
   Lengths(const Lengths&) = delete;
 };
 
-// A list with poison around what is written.
+// A list with poison around its entries.
 struct Lists {
   Ints index, count;
   IndexList list;
@@ -49,7 +49,7 @@ struct Lists {
   }
 };
 
-// Empty where equal, else what differs first.
+// Empty if equal, else the first difference.
 std::string difference(const Lists& expected, const Ints& index, const Ints& count) {
   const auto room = static_cast<std::size_t>(expected.list.index.extent[2]);
   for (std::size_t i = 0; i < count.size(); ++i) {
@@ -86,7 +86,7 @@ float value_of(int kind, int i, int n, std::mt19937& rng) {
   }
 }
 
-// Both selections over rows of these lengths, ragged budgets, every kind of scores.
+// Compares both selections over rows of these lengths, with ragged budgets and every kind of scores.
 void compare_rows(const Ints& lengths, unsigned seed) {
   const int rows = static_cast<int>(lengths.size()) / 2, heads = 2;
   const int most = *std::max_element(lengths.begin(), lengths.end());
@@ -170,7 +170,7 @@ TEST_CASE("cuda selection equals its reference: pins by text position, on caches
       p = {static_cast<int>(c.rng() % 5), static_cast<int>(c.rng() % (n % 7 ? 9 : 90)), c.rng() % 2 == 0};
     Ints amount(static_cast<std::size_t>(c.rows() * c.kv_heads()));
     for (auto& a : amount) a = static_cast<int>(c.rng() % static_cast<unsigned>(c.room() + 5));
-    if (n % 5 == 0)  // a decode step: one leaves
+    if (n % 5 == 0)  // a decode step: one token of each head leaves
       for (int r = 0; r < c.rows(); ++r)
         for (int h = 0; h < c.kv_heads(); ++h)
           amount[static_cast<std::size_t>(r * c.kv_heads() + h)] = std::max(0, kv.tokens(r, h) - 1);

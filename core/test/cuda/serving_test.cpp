@@ -1,4 +1,4 @@
-// Requests served on the GPU: admission by the memory that is free, batches that change no bit of a row.
+// Requests served on the GPU: free memory limits admission, and a batch changes no bit of a row.
 #include <catch2/catch.hpp>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ std::shared_ptr<const Model> model() {
   return known;
 }
 
-// Of a width whose norms lie between products.
+// A model whose hidden size lets products leave and take its norms.
 const std::string wide_name = "synthetic/tiny-wide";
 std::shared_ptr<const Model> wide_model() {
   static auto& known = *new std::shared_ptr<const Model>(
@@ -37,7 +37,7 @@ EngineOptions options(int slots, int chunk) {
   return o;
 }
 
-// Prompts of 1 to 60 tokens, answers of 1 to 20, some with a question that is fed.
+// Prompts of 1 to 60 tokens and answers of 1 to 20. Every fifth request has fed tokens.
 std::vector<Request> ragged(int count, int vocab) {
   std::vector<Request> out;
   for (int i = 0; i < count; ++i) {
@@ -77,7 +77,7 @@ Outcome serve(const std::shared_ptr<const Model>& m, const std::vector<Request>&
 }
 
 std::size_t free_memory = 0;
-// What the device says that it has left.
+// Makes the device report `bytes` as its free memory.
 class FreeMemory {
  public:
   explicit FreeMemory(std::int64_t bytes) : table_(*cuda_backend()) {
@@ -134,11 +134,11 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
 
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
   constexpr int rows = 21;
-  // Its heads go through the kernel that shares rows among blocks.
+  // The kernel that shares rows among blocks takes this model's heads.
   const std::shared_ptr<const Model> wide = wide_model();
   const int vocab = wide->config.vocab;
   Engine engine(wide, subjects().policy(full_spec()), options(rows, 0));
-  // Of the first layer, before products round them.
+  // Attention outputs of the first layer, before products round them.
   struct Outputs final : EngineObserver {
     std::vector<float> seen;
     Prompt reads_of_prompt() const override { return Prompt::nothing; }

@@ -1,4 +1,4 @@
-// The same edits on both stores leave the same tokens in the same order, the same tiers, summaries and ledger.
+// The same edits must leave the same tokens, order, tiers, summaries and ledger in both stores.
 #include "store/cuda_store.hpp"
 
 #include <catch2/catch.hpp>
@@ -75,7 +75,7 @@ class Both {
     return out;
   }
 
-  // A chunk of a prompt.
+  // Appends a chunk of a prompt to both stores.
   Fit append(int slot, int count) {
     const int first = cpu.position(slot);
     for (int layer = 0; layer < f.options.shape.layers; ++layer) {
@@ -92,7 +92,7 @@ class Both {
     return Fit::ok;
   }
 
-  // One token of each of the slots, through rope_append with angles that turn nothing.
+  // Appends one token to each of the slots, through rope_append with angles that turn nothing.
   Fit step(const std::vector<std::int32_t>& rows) {
     const Shape& s = f.options.shape;
     const int most = s.max_tokens, half = dim / 2;
@@ -131,7 +131,7 @@ class Both {
     return Fit::ok;
   }
 
-  // Places of tokens (or pages) of each row and head, each with the odds of `odds` in 11.
+  // Random places of tokens (or pages) of each row and head. Each place is listed with probability `odds` / 11.
   std::vector<test::PerHead> some(const std::vector<std::int32_t>& rows, int layer, int odds, bool pages) {
     std::vector<test::PerHead> out;
     for (const int slot : rows) {
@@ -146,7 +146,7 @@ class Both {
     return out;
   }
 
-  // fill(edits, list) for both stores.
+  // Applies fill(edits, list) to both stores.
   template <class Fill>
   void apply(const std::vector<std::int32_t>& rows, int layer, const std::vector<test::PerHead>& lists, Fill fill) {
     const BothLists both(lists, memory);
@@ -205,7 +205,7 @@ class Both {
     });
   }
 
-  // The CPU turns keys that are on the device.
+  // The CPU turns keys on the device only, so every page goes there first.
   void recall_for_ranks(const std::vector<std::int32_t>& rows, int layer) {
     if (f.options.rope != RopeRegime::re_rotate) return;
     for (const int slot : rows) {
@@ -381,7 +381,7 @@ TEST_CASE("cuda store: keys of tokens that stay turn by the places that they go 
   StoreFixture f = fixture(1);
   f.options.rope = RopeRegime::re_rotate;
   f.options.shape.dtype = DType::f32;
-  f.options.rope_table.attention_scale = 3;  // keys have it already
+  f.options.rope_table.attention_scale = 3;  // keys must not be scaled again
   Both both(f, 1);
   both.open();
   const int slot = both.slots[0];
@@ -392,7 +392,7 @@ TEST_CASE("cuda store: keys of tokens that stay turn by the places that they go 
     fill(e, list.device);
     REQUIRE(both.cuda.apply(e.all(), {slot}).fit == Fit::ok);
   };
-  // Page 2 on both tiers, page 3 on the host alone, the others on the device alone.
+  // Page 2 is on both tiers, page 3 on the host alone, the others on the device alone.
   apply({{2, 3}, {2, 3}, {2, 3}}, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
   apply({{3}, {3}, {3}}, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
   // The first head loses a token, the second one two, the third one none.
@@ -410,7 +410,7 @@ TEST_CASE("cuda store: keys of tokens that stay turn by the places that they go 
       if (token.position > 20) ops::rotate(key.data(), turn, -lost);
       for (std::size_t d = 0; d < key.size(); ++d) CHECK(std::abs(token.k[d] - key[d]) < 1e-5);
     }
-    // A changed page has no lower copy, but for one that lies there alone.
+    // A changed page loses its lower copy, unless that is its only one.
     CHECK(test::on(*copy, Tier::host, 0, 0, head, 2) == (lost == 0));
     CHECK(test::on(*copy, Tier::host, 0, 0, head, 3));
     CHECK(!test::on(*copy, Tier::device, 0, 0, head, 3));
@@ -433,7 +433,7 @@ TEST_CASE("cuda store: keys turn in the codec of the tier that they are on") {
     fill(e, lists.device);
     REQUIRE(both.cuda.apply(e.all(), {slot}).fit == Fit::ok);
   };
-  // Page 3 (of 0 to 4) on the host alone; it loses a token, whose place takes one of a page on the device.
+  // Page 3 (of 0 to 4) is on the host alone. It loses a token, and a token of a page on the device takes the place.
   apply({3}, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
   apply({3}, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
   apply({20, 26}, [](Edits& e, const IndexList& l) { e.evict(TokenList{l}); });
@@ -445,7 +445,7 @@ TEST_CASE("cuda store: keys turn in the codec of the tier that they are on") {
     REQUIRE(tokens.size() == 38);
     CHECK(std::count_if(tokens.begin() + 3 * p, tokens.begin() + 4 * p,
                         [](const test::StoredToken& t) { return t.position >= 32; }) == 1);
-    float inexact[2] = {0, 0};  // by tier
+    float inexact[2] = {0, 0};  // [tier]
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       const bool host = static_cast<int>(i) / p == 3;
       CHECK(test::on(*copy, Tier::host, 0, 0, head, static_cast<int>(i) / p) == host);
@@ -456,11 +456,11 @@ TEST_CASE("cuda store: keys turn in the codec of the tier that they are on") {
       for (std::size_t d = 0; d < key.size(); ++d)
         inexact[host] = std::max(inexact[host], std::abs(tokens[i].k[d] - key[d]));
     }
-    // Keys reach from -4 to 4 and are rounded, by half of a 255th of that, when they are stored and when they turn.
+    // Keys lie in -4 to 4. They are rounded by half of a 255th of that range when they are stored and when they turn.
     CHECK(inexact[0] < (below ? 1e-5f : 0.08f));
     CHECK(inexact[1] < 0.08f);
     CHECK(inexact[1] > 1e-3f);
-    // Its summary is of what its keys are now.
+    // The page's summary covers its present keys.
     const float* bounds = reinterpret_cast<const float*>(copy->summaries(0).at(0, head, 3));
     for (std::size_t d = 0; d < tokens[0].k.size(); ++d) {
       float lo = INFINITY, hi = -INFINITY;
@@ -482,7 +482,7 @@ TEST_CASE("cuda store: page edits whose lists several blocks share") {
   const int slot = both.slots[0];
   REQUIRE(both.append(slot, 1390) == Fit::ok);
   const auto lists = both.some({slot}, 0, 9, true);
-  REQUIRE(lists[0][0].size() > 256);  // 128 a block
+  REQUIRE(lists[0][0].size() > 256);  // one block takes 128
   const auto drop = [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); };
   both.apply({slot}, 0, lists, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
   both.check();

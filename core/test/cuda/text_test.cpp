@@ -1,4 +1,4 @@
-// Real models write the same text on both devices, as far as bf16 decides it.
+// Real models write the same text on both devices, where bf16 decides it.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -21,7 +21,7 @@ struct Everything final : Policy {
 
 struct Written {
   std::vector<std::int32_t> tokens;
-  std::vector<std::vector<float>> logits;  // that each was taken from
+  std::vector<std::vector<float>> logits;  // [token][vocab], from which each token was taken
 };
 
 Written write(const std::shared_ptr<const Model>& model, Device device, const std::vector<std::int32_t>& prompt,
@@ -45,8 +45,8 @@ Written write(const std::shared_ptr<const Model>& model, Device device, const st
   }
 }
 
-// Greedy text of both devices up to the first difference, which must be between two tokens that the CPU finds as likely
-// as its bf16 can tell. How many tokens agree.
+// Writes greedy text on both devices and returns the number of equal tokens. At the first difference the CPU's bf16
+// must hardly tell the two tokens apart.
 int same_text(const std::string& path, const std::string& adapter, int count) {
   const auto open = [&](Device d) { return load_model(*open_model(path, adapter, ""), DType::bf16, path, d); };
   const auto on_cpu = open(Device::cpu), on_cuda = open(Device::cuda);

@@ -1,4 +1,4 @@
-// A policy that attends to tokens, on CUDA: against itself on the CPU, and rows together against rows alone.
+// A policy that attends to tokens, on CUDA: compared with itself on the CPU, and rows together with rows alone.
 #include "support/token_reader.hpp"
 
 #include <catch2/catch.hpp>
@@ -10,7 +10,7 @@ using namespace kvlab::test;
 
 namespace {
 
-// Logits of four steps of prompts of these lengths: [step, row].
+// Logits of four steps after prompts of these lengths, [step, row].
 Logits run(Device device, int newest, const std::vector<int>& prompts, bool batch_invariant) {
   const auto model = fresh_tiny_model("llama-gqa3", DType::bf16, device);
   EngineOptions o;

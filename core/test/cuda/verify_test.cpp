@@ -1,4 +1,4 @@
-// Wrong numbers of plugins, found on the device.
+// The device finds wrong numbers of plugins.
 #include "ops/score/verify.hpp"
 
 #include <catch2/catch.hpp>
@@ -47,7 +47,7 @@ class Even : public Budget {
   int tokens_;
 };
 
-// The object as a plugin of this name.
+// Wraps the object as a plugin of this name.
 template <class Interface>
 Instance<Interface> plugin(const char* name, Interface* object) {
   PluginInfo info;
@@ -57,7 +57,7 @@ Instance<Interface> plugin(const char* name, Interface* object) {
       info, Instance<Interface>(object, PluginDeleter{nullptr, [](void* p) { delete static_cast<Interface*>(p); }}));
 }
 
-// What a prompt of 40 tokens with a budget of 16 says; empty where it went well.
+// The error of a prompt of 40 tokens under a budget of 16, empty without one.
 std::string said(bool nan_scores, int keep) {
   Composition parts;
   parts.scorer = plugin<Scorer>("own_scorer", new Recency(nan_scores));
