@@ -19,7 +19,7 @@ std::vector<std::int32_t> range(int first, int last) {  // [first, last)
   return out;
 }
 
-// Every stored token of the slot has its own bytes, and exactly the wanted positions are there.
+// The slot must hold exactly the wanted positions, each with its own bytes.
 void check_tokens(const StoreFixture& f, const Store& store, int layer, int slot, int head,
                   const std::vector<std::int32_t>& wanted) {
   CHECK(store.positions(layer, slot, head) == wanted);
@@ -75,8 +75,7 @@ TEST_CASE("append fills pages in text order and keeps counts, summaries and the 
   CHECK(kv.pages(0, 0) == 7);
   CHECK(kv.entry(0, 0, 5).tokens == 4);
   CHECK(kv.entry(0, 0, 6).tokens == 1);
-  // 7 pages x 2 heads x 2 layers of K and V: 4 tokens x 8 f32 each; the positions end the frame, which is padded to a
-  // granule.
+  // 7 pages x 2 heads x 2 layers; K and V have 4 tokens x 8 f32 each. Positions end the frame, padded to a granule.
   const auto& held = store.ledger().held(Tier::device);
   CHECK(held[static_cast<int>(Tag::keys)] == 28 * 4 * 8 * 4);
   CHECK(held[static_cast<int>(Tag::values)] == 28 * 4 * 8 * 4);
@@ -101,7 +100,7 @@ TEST_CASE("evict: few tokens leave by filling holes, many by moving up; other he
     auto wanted = range(0, 30);
     wanted.erase(wanted.begin() + 3);
     check_tokens(f, store, 1, slot, 0, wanted);
-    // One copy: the last token took the place.
+    // Only one token was copied: the last one took the place.
     CHECK(test::stored_tokens(store, 1, slot, 0)[3].position == 29);
   }
   SECTION("many") {
@@ -158,7 +157,7 @@ TEST_CASE("offload, drop and recall keep the bytes and count what moved") {
   down.offload(three.pages());
   CHECK(one(store, slot, down).changed == 6);
   CHECK(store.ledger().moved_total(Tier::host) == 6 * frame);
-  CHECK(one(store, slot, down).changed == 0);  // a valid lower copy is never written again
+  CHECK(one(store, slot, down).changed == 0);  // a valid lower copy is not written again
   CHECK(store.ledger().moved_total(Tier::host) == 6 * frame);
   Edits drop;
   drop.drop(Tier::device, three.pages());
@@ -306,11 +305,11 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
   store.check_invariants();
   const auto& held = store.ledger().held(Tier::device);
   CHECK(held[static_cast<int>(Tag::codec_metadata)] == 4 * 2 * 64);
-  CHECK(held[static_cast<int>(Tag::keys)] == 8 * 4 * 8 * 4 + 4 * 64);  // 8 pages of f32, 4 of 32 padded bytes
+  CHECK(held[static_cast<int>(Tag::keys)] == 8 * 4 * 8 * 4 + 4 * 64);  // 8 pages of f32, 4 of 32 bytes padded to 64
   const auto check = [&] {
     for (const auto& t : test::stored_tokens(store, 0, slot, 1))
       for (int d = 0; d < 8; ++d) {
-        // Elements span at most 8, so a step is at most 8 / 255; f16 metadata adds less than that again.
+        // Elements span at most 8, so a step is at most 8 / 255. The f16 metadata adds less than another step.
         CHECK(std::abs(t.k[static_cast<std::size_t>(d)] - f.element(0, 0, slot, 1, t.position, d)) < 8.f / 255);
         CHECK(std::abs(t.v[static_cast<std::size_t>(d)] - f.element(1, 0, slot, 1, t.position, d)) < 8.f / 255);
       }
@@ -388,10 +387,10 @@ TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of 
   f.fill(store, b, 1, true);
   f.fill(store, b, 1, true);
   CHECK(store.length(0, b, 0) == 8);
-  CHECK(store.positions(0, b, 0)[4] == 5);  // 4 left
+  CHECK(store.positions(0, b, 0)[4] == 5);  // token 4 left
   store.check_invariants();
   f.fill(store, b, 1, true);
-  CHECK(store.length(0, b, 0) == 9);  // once only
+  CHECK(store.length(0, b, 0) == 9);  // the edit acts once
 }
 
 TEST_CASE("edits wait no longer than their sequence") {

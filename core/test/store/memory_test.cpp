@@ -1,4 +1,4 @@
-// Memory: limits as a value, what the operating system gets back, slots that are used again.
+// Memory: limits are values, freed memory goes back to the operating system, and slots are used again.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ TEST_CASE("an arena hands out frames of several sizes that do not overlap, and g
   CHECK_THROWS_AS(arena.free(held[0].first, 256), Error);
   arena.free(held[0].first, 128);
   CHECK_THROWS_AS(arena.free(held[0].first, 128), Error);  // twice
-  CHECK(arena.allocate(128) == held[0].first);             // low ones first
+  CHECK(arena.allocate(128) == held[0].first);             // lowest first
   CHECK_THROWS_AS(arena.allocate(100), Error);
   CHECK_THROWS_AS(arena.allocate(Arena::extent_bytes + 128), Error);
   for (const auto& [frame, bytes] : held) arena.free(frame, bytes);
@@ -59,7 +59,7 @@ TEST_CASE("frames keep their bytes while others of any size come and go, and emp
     held.pop_back();
   };
   for (int round = 0; round < 40; ++round) {
-    // Every round prefers another size; now and then everything goes.
+    // Every round prefers another size. Every fifth round frees everything.
     for (int i = 0; i < 60; ++i) {
       const std::int64_t bytes = 128 << (random() % 4 ? round % 9 : static_cast<int>(random() % 9));
       const std::int32_t at = arena.allocate(bytes);
@@ -83,7 +83,7 @@ TEST_CASE("tests run with poison: a frame reads as NaN when it is freed and when
     std::memcpy(x.data(), arena.at(frame), 256);
     return std::all_of(x.begin(), x.end(), [](float v) { return std::isnan(v); });
   };
-  const std::int32_t first = arena.allocate(256), second = arena.allocate(256);  // its extent is not given back
+  const std::int32_t first = arena.allocate(256), second = arena.allocate(256);  // holds their extent
   CHECK(nan_only(first));
   std::memset(arena.at(first), 0, 256);
   std::memset(arena.at(second), 0, 256);
@@ -95,7 +95,7 @@ TEST_CASE("tests run with poison: a frame reads as NaN when it is freed and when
   CHECK(nan_only(first));
   arena.free(first, 256);
   arena.free(second, 256);
-  CHECK(nan_only(arena.allocate(256)));  // of an extent that went back to the operating system
+  CHECK(nan_only(arena.allocate(256)));  // its extent had gone back to the operating system
 }
 
 TEST_CASE("a limit is kept to the byte") {
@@ -160,7 +160,7 @@ TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
       n += 3;
     }
     REQUIRE(fit == Fit::out_of_memory);
-    // The layer that did not fit is as it was: one layer may be a chunk ahead of the other, no head of its layer is.
+    // The layer that did not fit is unchanged. A layer may be a chunk ahead of the other, but its heads are equal.
     for (int layer = 0; layer < 2; ++layer) {
       CHECK(store.length(layer, slot, 0) == store.length(layer, slot, 1));
       for (int head = 0; head < 2; ++head)
@@ -174,7 +174,7 @@ TEST_CASE("what does not fit is a value, changes nothing and breaks nothing") {
     store.check_invariants();
     CHECK(store.ledger().held(Tier::device)[static_cast<int>(Tag::keys)] == 0);
     CHECK(store.ledger().held(Tier::device)[static_cast<int>(Tag::summaries)] == 0);
-    // And the memory serves again.
+    // The memory can be used again.
     if (frames >= 4) {
       REQUIRE(store.open() == slot);
       CHECK(f.fill(store, slot, 4) == Fit::ok);
@@ -214,7 +214,7 @@ TEST_CASE("recall, offload and encode beyond a limit report it") {
   Edits up;
   up.recall(one.pages(), Deadline::in_steps(1));
   store.apply(up.all(), {slot});
-  CHECK(store.advance(slot, 0, true).fit == Fit::out_of_memory);  // also when it falls due later
+  CHECK(store.advance(slot, 0, true).fit == Fit::out_of_memory);  // also when the recall is due later
   store.check_invariants();
   store.close(slot);
   store.close(other);

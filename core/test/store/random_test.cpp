@@ -1,4 +1,4 @@
-// Random edits against a model that is plainly right: per head, a map from text position to the token's bytes.
+// Random edits, compared with a plain model: per head, a map from text position to the token's bytes.
 #include <catch2/catch.hpp>
 #include <map>
 #include <random>
@@ -33,7 +33,7 @@ class RandomEdits {
     f_.options.shape.dtype = dtype;
     f_.options.summary = Summary::mean;
     f_.options.token_state = {"score"};
-    // A second codec of the same precision: re-encoding must not lose anything that the model would have to know.
+    // The second codec has the same precision, so re-encoding loses nothing that the model would have to know.
     f_.options.codecs = {CodecSpec{}, CodecSpec{}};
     store_ = std::make_unique<CpuStore>(f_.options);
     model_.resize(static_cast<std::size_t>(f_.options.shape.max_slots),
@@ -152,7 +152,7 @@ class RandomEdits {
     REQUIRE(store_->apply(e.all(), {slot}).fit == Fit::ok);
   }
 
-  // Offload, recall, encode, or drop of what another tier also holds.
+  // Offloads, recalls, encodes, or drops pages that another tier holds, too.
   void pages(int slot) {
     const int layer = pick(2), verb = pick(5), p = f_.options.shape.page_size;
     const Tier tier = pick(2) ? Tier::device : Tier::host, other = tier == Tier::host ? Tier::device : Tier::host;

@@ -10,7 +10,7 @@ using test::StoreFixture;
 
 namespace {
 
-// Keys as attention sees them, by text position.
+// Keys as attention reads them, in text order.
 std::vector<std::pair<std::int32_t, std::vector<float>>> seen_keys(const Store& store, int slot) {
   const std::vector<std::int32_t> slots{slot};
   const PagedKv kv = store.view(0, slots);
@@ -27,7 +27,7 @@ std::vector<std::pair<std::int32_t, std::vector<float>>> seen_keys(const Store& 
   return out;
 }
 
-// One layer, one head; key of a token before RoPE as the fixture makes it.
+// One layer and one head. The fixture makes the keys before RoPE.
 struct Regime {
   StoreFixture f;
   std::unique_ptr<CpuStore> store;
@@ -76,7 +76,7 @@ TEST_CASE("re-rotated keys are those that cache-relative reading gives, whatever
     REQUIRE(x.size() == y.size());
     for (std::size_t i = 0; i < x.size(); ++i) {
       REQUIRE(x[i].first == y[i].first);
-      auto direct = a.f.row(0, 0, 0, 0, x[i].first);  // the rule itself: rotated by rank
+      auto direct = a.f.row(0, 0, 0, 0, x[i].first);  // the definition: a key is rotated by its rank
       ops::rotate(direct.data(), a.f.options.rope_table, static_cast<double>(i));
       for (std::size_t d = 0; d < direct.size(); ++d) {
         CHECK(std::abs(x[i].second[d] - direct[d]) < 1e-4f);
@@ -97,7 +97,7 @@ TEST_CASE("a lower copy and a summary do not outlive the rotation of their keys"
   evict.evict(first.tokens());
   r.apply(evict);
   const auto before = test::stored_tokens(*r.store, 0, r.slot, 0);
-  Edits round_trip;  // through the host: the bytes that come back are those that left
+  Edits round_trip;  // pages come back from the host with the same bytes
   round_trip.offload(later.pages());
   round_trip.drop(Tier::device, later.pages());
   round_trip.recall(later.pages());

@@ -1,4 +1,4 @@
-// Saving a sequence and taking it back.
+// Saving and restoring a sequence.
 #include <kvlab/error.hpp>
 
 #include <catch2/catch.hpp>
@@ -74,7 +74,7 @@ TEST_CASE("a saved sequence comes back whole, into its slot, another one and ano
     check_same(*x.store, x.slot, *reference.store, reference.slot);
     CHECK(x.state[other] == 17);
     CHECK(x.store->save(other) == bytes);
-    // What was to come still comes, for either on its own clock.
+    // Pending edits still take effect, each on its own slot's clock.
     CHECK(x.store->length(1, other, 0) == 17);
     x.f.fill(*x.store, other, 1, true);
     x.f.fill(*x.store, other, 1, true);
@@ -139,7 +139,7 @@ TEST_CASE("a snapshot of another kind of store is refused") {
     store.check_invariants();
   };
   StoreOptions o = x.f.options;
-  o.host_codec = CodecSpec{{0}, {8}};  // frames of the same size
+  o.host_codec = CodecSpec{{0}, {8}};  // the frames keep their size
   refused(o);
   o = x.f.options;
   o.rope = RopeRegime::cache_relative;

@@ -1,4 +1,4 @@
-// What attention reads and is not finite reaches its output: no shortcut of the softmax may hide it.
+// A NaN or infinity that attention reads reaches its output: no shortcut of the softmax may hide it.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -41,7 +41,7 @@ struct Decoded {
   std::vector<float> out, mass;
 };
 
-// Decode attention of one row; `spoilt` tokens of one KV head have a NaN in the key (or the value).
+// Decode attention of one row. The `spoilt` tokens of one KV head have a NaN in the key (or the value).
 Decoded decode(int tokens, const std::vector<int>& spoilt, KvSide side, int element) {
   PagedOptions o;
   o.kv_heads = kv_heads, o.head_dim = 16, o.page_size = 4, o.max_pages = 200, o.dtype = DType::f32;

@@ -21,7 +21,7 @@ using namespace kvlab;
 
 namespace {
 
-// Scratch filled with NaN, so that reading what was not written shows.
+// Scratch filled with NaN shows reads of unwritten entries.
 class PoisonedScratch final : public Workspace {
  public:
   void* scratch(const char*, std::size_t bytes) override {
@@ -57,7 +57,7 @@ struct Prompt {
     fill(k, kv_heads);
     fill(v, kv_heads);
     out.assign(q.size(), std::numeric_limits<float>::quiet_NaN());
-    // Later tokens have larger queries and keys: their attention is sharper.
+    // Later tokens have larger queries, so their attention is sharper.
     for (std::size_t i = 0; i < q.size(); ++i) q[i] *= 1 + static_cast<float>(i) / static_cast<float>(q.size());
     layout = ops::make_layout(DType::f32, {}, 16, d, 0);
     const int pages = (past + 15) / 16;
@@ -130,7 +130,7 @@ Outcome outcome(Prompt& p, ops::PrefillArgs a, Form form, bool mass = true) {
 double difference(const std::vector<float>& a, const std::vector<float>& b) {
   double worst = a.size() == b.size() ? 0 : 1e30;
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    if (std::isnan(a[i]) && std::isnan(b[i])) continue;  // both left it alone
+    if (std::isnan(a[i]) && std::isnan(b[i])) continue;  // neither form wrote it
     const double d = std::abs(double{a[i]} - double{b[i]}) / std::max(1.0, std::abs(double{b[i]}));
     worst = d == d ? std::max(worst, d) : 1e30;
   }
@@ -221,14 +221,14 @@ TEST_CASE("prefill attention depends neither on threads nor on how the prompt is
   CHECK(one.out == three.out);
   CHECK(one.mass == three.mass);
   for (int past : {1, 100, 513}) {
-    Prompt rest(3, 2, 32, past, total - past);  // the same numbers: the generator is seeded by the shape
+    Prompt rest(3, 2, 32, past, total - past);  // the shape seeds the generator, so the numbers are the same
     REQUIRE(rest.k == whole.k);
     const Outcome o = outcome(rest, rest.args(), form);
     CHECK(std::equal(o.out.begin(), o.out.end(), one.out.begin() + std::int64_t{past} * rest.query_heads * rest.dim));
   }
 }
 
-// With operands that are bf16 already, the scores are as in f32: only the probabilities lose bits, at most 2^-9 each.
+// With bf16 operands the scores are as in f32. Only the probabilities lose bits, at most 2^-9 each.
 void check_bf16(Prompt& p, int window = 0) {
   CAPTURE(p.query_heads, p.kv_heads, p.dim, p.past, p.chunk, window);
   for (std::vector<float>* x : {&p.q, &p.k, &p.v})

@@ -142,7 +142,7 @@ TEST_CASE("attend: pages of different codecs in one head") {
 }
 
 TEST_CASE("attend: windows and ranks follow stored positions, not places") {
-  // The same tokens in another order, with their positions, must attend alike.
+  // Tokens in another order, with their own positions, must give the same attention.
   for (const RopeRegime regime : {RopeRegime::original, RopeRegime::cache_relative}) {
     PagedOptions o;
     o.rope = regime;

@@ -44,7 +44,7 @@ TEST_CASE("attend equals the reference on ragged lists of tokens of every storag
 }
 
 TEST_CASE("attend: three tokens of two pages by hand") {
-  // Scores ln 1, ln 2 and ln 5 of the listed tokens: probabilities 1/8, 2/8 and 5/8. The others would drown them.
+  // The listed tokens have scores ln 1, ln 2 and ln 5, so probabilities 1/8, 2/8 and 5/8. The others would drown them.
   const float score[] = {50, 0, std::log(2.f), 60, 70, std::log(5.f), 80};
   const float value[] = {1000, 8, 4, 2000, 3000, 16, 4000};
   PagedFixture cache({});  // pages of 4

@@ -1,4 +1,4 @@
-// The streaming kernel of oneDNN's bf16 layout on a layout made by hand: AVX-512 machines alone take it on their own.
+// The streaming kernel of oneDNN's bf16 layout, on a layout made by hand. kvlab chooses it on AVX-512 machines only.
 #include <kvlab/dtype.hpp>
 
 #include <catch2/catch.hpp>

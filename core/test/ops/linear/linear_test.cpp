@@ -44,7 +44,7 @@ double worst_error(const std::vector<float>& x, std::int64_t x_stride, std::vect
   for (float& v : w) v = stored(v, dtype);
   std::vector<float> wanted(static_cast<std::size_t>(n)), size(wanted.size()), row, magnitude = w;
   double worst = 0;
-  const std::int64_t step = std::max<std::int64_t>(1, m / 16);  // a few rows of many
+  const std::int64_t step = std::max<std::int64_t>(1, m / 16);  // a few of many rows
   for (float& v : magnitude) v = std::abs(v);
   for (std::int64_t i = 0; i < m; i += step) {
     row.assign(x.begin() + i * x_stride, x.begin() + i * x_stride + k);
@@ -68,7 +68,7 @@ void check_shape(std::int64_t m, std::int64_t n, std::int64_t k, DType dtype) {
   std::vector<float> y(static_cast<std::size_t>(m * ys), poison);
   const Linear l = pack(w, n, k, dtype);
   l.apply(x.data(), xs, y.data(), ys, m);
-  // Activations too are rounded where the machine multiplies bf16.
+  // A machine that multiplies bf16 rounds activations too.
   const double unit = l.kernel() == "onednn bf16" ? 0x1p-8 : 0x1p-23 * std::sqrt(double(k));
   CHECK(worst_error(x, xs, w, dtype, y, ys, m, n, k, unit) < 1);
   bool untouched = true;

@@ -235,7 +235,8 @@ TEST_CASE("tokens of one text position have one rank: how many are older") {
   };
   CHECK(ranks({3, 3}) == Ints{0, 0});
   CHECK(ranks({4, 0, 4, 7, 4}) == Ints{1, 0, 1, 4, 1});
-  CHECK(ranks({9, 9, 5, 5, 5, 2, 9, 1, 2, 0, 5}) == Ints{8, 8, 4, 4, 4, 2, 8, 1, 2, 0, 4});  // many ascending runs
+  CHECK(ranks({9, 9, 5, 5, 5, 2, 9, 1, 2, 0, 5}) ==
+        Ints{8, 8, 4, 4, 4, 2, 8, 1, 2, 0, 4});  // many short ascending runs
 }
 
 TEST_CASE("rotation: half-split pairs by hand, inverse, relativity, far positions") {
@@ -360,7 +361,7 @@ TEST_CASE("stored tokens, copies and rotations equal their references on caches 
         std::vector<float> x(std::size_t(tokens) * dim), y(x.size());
         ops::gather_rows(kv, r, h, KvSide::key, tokens, x.data());
         ops::gather_rows(same, r, h, KvSide::key, tokens, y.data());
-        // A rounding of f32 may fall on the other side of a step of the storage.
+        // f32 rounding may lead to the next step of the storage.
         CHECK(Tolerance::worst(x, y) < (o.codec.k.bits ? 0.05 : o.dtype == DType::bf16 ? 0x1p-7 : 1e-6));
       }
     CHECK(c.cache.guards_intact());

@@ -27,7 +27,7 @@ std::vector<const RowKernels*> all_kernels() {
   return all;
 }
 
-// Rows of one storage with their exact values, cut into runs of `run` rows, some bytes apart.
+// Rows of one storage with their exact values, cut into runs of `run` rows with gaps between rows.
 struct Rows {
   std::vector<std::uint8_t> bytes;
   std::vector<std::uint16_t> meta;

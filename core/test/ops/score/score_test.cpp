@@ -37,7 +37,7 @@ void check_close(const std::vector<float>& got, const std::vector<double>& wante
   for (std::size_t i = 0; i < got.size(); ++i) CHECK(got[i] == Approx(wanted[i]).margin(margin));
 }
 
-// Both forms of an op over the same cache leave the same scores, each within its row's length.
+// Both forms of an op on the same cache must leave the same scores, each within its row's length.
 template <class Fast, class Slow>
 void compare(const std::array<std::int64_t, 3>& extent, double margin, Fast fast, Slow slow) {
   Guarded<3> got(extent), wanted(extent);
@@ -54,7 +54,7 @@ TEST_CASE("pool: SnapKV's rows by hand") {
   check_close(pooled(votes, Pooling::average, 3, 0), {.5 / 3, .5 / 3, .1, .2, .2, .1, 0}, 1e-6);
   check_close(pooled(votes, Pooling::max, 3, 0), {.5, .5, .3, .3, .3, .3, 0}, 0);
   check_close(pooled(votes, Pooling::none, 3, 0), {.5, 0, 0, .3, .3, 0, 0}, 0);
-  // The two newest stay as they are and are not looked at.
+  // The two newest tokens keep their scores and do not enter the pooling of others.
   check_close(pooled({1, 0, 0, 9, 9}, Pooling::max, 3, 2), {1, 1, 0, 9, 9}, 0);
   check_close(pooled({3, 0, 0, 9, 9}, Pooling::average, 5, 2), {.6, .6, .6, 9, 9}, 1e-6);
   check_close(pooled({-1, -2}, Pooling::max, 7, 0), {-1, -1}, 0);  // pads are -inf, not 0
@@ -128,7 +128,7 @@ TEST_CASE("row_norm, negate, recency") {
 }
 
 TEST_CASE("window_votes: two window queries by hand") {
-  // Keys: token t has k[0] = s_t; query (sqrt(8), 0, ...): scores s_t. Query 0 sees tokens 0, 1; query 1 all three.
+  // Key of token t: k[0] = s_t. The query (sqrt(8), 0, ...) scores it s_t. Query 0 sees tokens 0 and 1, query 1 all.
   PagedFixture cache({1, 1, 8, 4, 16});
   for (const float score : {0.f, std::log(3.f), std::log(4.f)}) {
     std::vector<float> k(8, 0.f);

@@ -17,7 +17,7 @@ TEST_CASE("find_nan counts cached tokens alone and names the lowest layer, KV he
   for (const int position : {40, 10, 30}) cache.append(1, 1, x, x, position);
   cache.append(0, 0, x, x, 7);
   const PagedKv kv = cache.view();
-  std::vector<float> memory(2 * 2 * 5, nan);  // behind the tokens too
+  std::vector<float> memory(2 * 2 * 5, nan);  // NaN behind the tokens, too
   const auto scores = View<float, 3>::dense(memory.data(), {2, 2, 5});
   ops::Finding found;
   scores(0, 0, 0) = inf;
@@ -56,22 +56,22 @@ TEST_CASE("find_keep names a count that its head cannot keep, and sums those of 
   CHECK(kept == std::vector<std::int64_t>{14, 10});
   CHECK(found.count == 2);
   CHECK((found.layer() == 1 && found.kv_head() == 0 && found.number() == 6));
-  CHECK(found.over == 0);  // 14 of 4 x (3 + 1), 10 of 4 x (2 + 1)
+  CHECK(found.over == 0);  // at most 4 x (3 + 1) and 4 x (2 + 1)
   keep[0] = 5;
   LayerKv kv;
-  kv.layer = 9;  // of the model; the allotment counts from the first layer that it divides
+  kv.layer = 9;  // index in the model; a.layer counts from the first divided layer
   a.kv = &kv;
   found = {};
   ops::find_keep(a, kept.data(), &found, Stream::cpu());
   CHECK((found.count == 1 && found.layer() == 9 && found.number() == -1));
   CHECK(kept == std::vector<std::int64_t>{22, 11});
   CHECK((found.over > 0 && found.kept() == 22 && found.total() == 12));
-  a.pins = pins;  // 4 x (3 + 1 + 1) = 20 are too few still
+  a.pins = pins;  // pins raise the bound to 4 x (3 + 1 + 1) = 20, still below 22
   keep = {0, 0, 2, 0};
   found = {};
   ops::find_keep(a, kept.data(), &found, Stream::cpu());
   CHECK(kept == std::vector<std::int64_t>{22, 13});
-  CHECK((found.kept() == 22 && found.total() == 12));  // of the row that keeps most
+  CHECK((found.kept() == 22 && found.total() == 12));  // those of the row that keeps most
   keep = {-2, 0, 0, 0};
   found = {};
   ops::find_keep(a, kept.data(), &found, Stream::cpu());

@@ -47,7 +47,7 @@ TEST_CASE("an injected list shares the wanted pages with the one before") {
         const Ints now = f.of(0, head);
         CHECK(now.size() == 10);
         CHECK(ascending(now, 40));
-        CHECK(now.back() == 39);  // pinned, so it is shared whatever is wanted
+        CHECK(now.back() == 39);  // pinned, so shared at every overlap
         if (step == 0)
           CHECK(now == Ints{1, 5, 7, 8, 20, 21, 30, 33, 38, 39});
         else
@@ -66,7 +66,7 @@ TEST_CASE("where other pages are short, more are shared; a grown list takes othe
   ops::inject_pages(f.args, Stream::cpu());
   f.choose({0, 1, 2, 3});
   ops::inject_pages(f.args, Stream::cpu());
-  CHECK(shared(f.of(0, 0), {0, 1, 2, 3}) == 2);  // of six pages two were not read
+  CHECK(shared(f.of(0, 0), {0, 1, 2, 3}) == 2);  // the first list left two of six pages
   f.args.overlap = 1'000'000;
   const Ints before = f.of(0, 0);
   f.choose({0, 1, 2, 3, 4});
@@ -116,7 +116,7 @@ TEST_CASE("recorded lists come in their order, heads modulo, and start again") {
 }
 
 TEST_CASE("each question follows its own recorded lists, from the first one") {
-  // Question 0: three steps, question 1: none, question 2: one.
+  // Question 0 has three steps, question 1 none, question 2 one.
   const Ints first = {1, 4, 0}, steps = {3, 0, 1}, pages = {7, 1, 2, 3};
   const std::vector<std::int64_t> begin = {0, 1, 2, 3, 4};
   InjectFixture f(2, 1, 4, 8);
@@ -126,13 +126,13 @@ TEST_CASE("each question follows its own recorded lists, from the first one") {
     f.question[0] = of_slot_0, f.question[1] = of_slot_1;
     f.choose({5});
     ops::inject_pages(f.args, Stream::cpu());
-    return std::pair(f.of(1, 0)[0], f.of(0, 0)[0]);  // rows have the slots the other way round
+    return std::pair(f.of(1, 0)[0], f.of(0, 0)[0]);  // rows map to slots in reverse
   };
   CHECK(next(0, 2) == std::pair(1, 7));
   CHECK(next(0, 0) == std::pair(2, 1));
   CHECK(next(2, 0) == std::pair(7, 2));
   CHECK(next(0, 0) == std::pair(1, 3));
-  CHECK(next(1, 9) == std::pair(5, 5));  // nothing of them: the selector's own choice
+  CHECK(next(1, 9) == std::pair(5, 5));  // no recorded list: the selector's own choice
 }
 
 TEST_CASE("what is drawn follows the sequence, not the slot") {
@@ -142,7 +142,7 @@ TEST_CASE("what is drawn follows the sequence, not the slot") {
   const Ints chosen{1, 5, 7, 8, 20, 21, 30, 33, 38, 39};
   const auto lists = [&](std::uint32_t first, std::uint32_t second) {
     std::fill(f.state.begin(), f.state.end(), 0u);
-    f.sequence = {first, second};  // of slots, which rows have the other way round
+    f.sequence = {first, second};  // [slot]; rows map to slots in reverse
     f.args.sequence = f.sequence.data();
     std::vector<Ints> out(4);
     for (int step = 0; step < 5; ++step) {

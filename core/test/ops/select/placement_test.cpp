@@ -1,4 +1,4 @@
-// Page lists of whole heads, and which pages have to be on the device.
+// Page lists of whole heads, and the choice of pages on the device.
 #include "ops/select/placement.hpp"
 
 #include <kvlab/ops.hpp>
@@ -16,7 +16,7 @@ namespace {
 
 using Ints = std::vector<std::int32_t>;
 
-// A page list with poison where nothing was written.
+// A page list with poison in entries that nobody wrote.
 struct List {
   Ints index, count;
   PageList list;
@@ -45,7 +45,7 @@ struct TwoTiers {
     Ints recall, offload, drop;
     bool operator==(const Lists&) const = default;
   };
-  // absent: not on the device; copied: on the host; attended empty = every page.
+  // absent: not on the device. copied: also on the host. attended: empty = every page.
   Lists place(const Ints& absent, const Ints& copied, const Ints& attended, Pins pins, int resident) {
     for (const int page : absent) cache.unmap(0, 0, page);
     for (const int page : copied) host[static_cast<std::size_t>(page)].frame = 0;
@@ -119,7 +119,7 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   ops::round_allotment(of, rows, 4, kept, Stream::cpu());
   CHECK(keep == Ints{9, 8, 0, 8});
   ops::round_allotment(of, none, 4, kept, Stream::cpu());
-  CHECK(keep == Ints{9, 8, 0, 8});  // what keeps everything keeps a page that is not full, too
+  CHECK(keep == Ints{9, 8, 0, 8});  // a head that keeps everything keeps its partial page, too
 }
 
 TEST_CASE("fill_heads by hand") {

@@ -14,7 +14,7 @@ namespace {
 
 using Ints = std::vector<std::int32_t>;
 
-// One row, one or more heads of `tokens` tokens each; what top_tokens and top_pages give for these scores.
+// One row of one or more heads with `tokens` tokens each. It runs top_tokens and top_pages on given scores.
 struct Selection {
   PagedFixture cache;
   int heads;
@@ -28,7 +28,7 @@ struct Selection {
   template <class List>
   List list(int capacity) {
     List l;
-    index.assign(heads * (capacity + 1), -7);  // one entry of guard a head
+    index.assign(heads * (capacity + 1), -7);  // one guard entry per head
     count.assign(heads, -7);
     l.index = {index.data(), {1, heads, capacity}, {heads * (capacity + 1), capacity + 1, 1}};
     l.count = View<std::int32_t, 2>::dense(count.data(), {1, heads});
@@ -118,7 +118,7 @@ TEST_CASE("selection equals its reference: pins, ties, infinities, zeros of both
       p = {static_cast<int>(c.rng() % 5), static_cast<int>(c.rng() % (n % 7 ? 9 : 90)), c.rng() % 2 == 0};
     Ints amount(c.rows() * c.kv_heads());
     for (auto& a : amount) a = static_cast<int>(c.rng() % (c.room() + 5));
-    if (n % 5 == 0)  // a decode step: one leaves
+    if (n % 5 == 0)  // a decode step: one token of each head leaves
       for (int r = 0; r < c.rows(); ++r)
         for (int h = 0; h < c.kv_heads(); ++h) amount[r * c.kv_heads() + h] = std::max(0, kv.tokens(r, h) - 1);
     const auto keep = View<const std::int32_t, 2>::dense(amount.data(), {c.rows(), c.kv_heads()});
@@ -193,7 +193,7 @@ Ints allot(const AllotCase& c, double floor) {
     length.push_back(static_cast<int>(s.size()));
   }
   Selection cache(length);
-  std::vector<float> scores(heads * most, 1e9f);  // entries past a head's length mean nothing
+  std::vector<float> scores(heads * most, 1e9f);  // entries past a head's length must not count
   for (int h = 0; h < heads; ++h) std::copy(c.scores[h].begin(), c.scores[h].end(), scores.begin() + h * most);
   Ints keep(heads, -7);
   LayerKv kv;
@@ -227,7 +227,7 @@ TEST_CASE("allot_by_score: AdaKV's counts by hand") {
 }
 
 TEST_CASE("allot_by_score: pins are kept on top and their scores do not count") {
-  // Two recent tokens pinned in each head: candidates are the first four scores.
+  // Two recent tokens of each head are pinned, so the candidates are the first four scores.
   auto c = card;
   c[1][4] = c[1][5] = 100;                          // pinned: must not draw budget
   CHECK(allot({c, {0, 2}, 4}, 0.0) == Ints{6, 2});  // four best of .9 .8 .7 .6 | .35 .2 .1 .05
