@@ -29,7 +29,7 @@ std::string pattern(std::size_t bytes) {
   return text;
 }
 
-// Writes one byte in place and sets the modification time back, as somebody might who hides it.
+// Writes one byte in place and restores the modification time, as somebody who hides the change would.
 void alter(const fs::path& path, std::size_t at) {
   struct stat before {};
   REQUIRE(::stat(path.c_str(), &before) == 0);
@@ -83,7 +83,7 @@ TEST_CASE("a large file is hashed once, until it changes, whatever its modificat
   const TempDir dir;
   const fs::path file = write_file(dir / "weights", pattern(large));
   const std::uint64_t size = large;
-  {  // Just written: its times might not tell a second write from the first.
+  {  // The file is just written, so its times may not show a second write.
     ContentHashes hashes(dir / "hashes");
     hashes.of(file);
     hashes.of(file);
@@ -104,7 +104,7 @@ TEST_CASE("a large file is hashed once, until it changes, whatever its modificat
     alter(file, large / 2);
     CHECK(next_run.of(file) != first);
     CHECK(next_run.bytes_hashed() == size);
-    alter(file, large / 2);  // back
+    alter(file, large / 2);  // as it was
   }
   let_times_settle();
   {
@@ -112,7 +112,7 @@ TEST_CASE("a large file is hashed once, until it changes, whatever its modificat
     CHECK(hashes.of(file) == first);
     CHECK(hashes.bytes_hashed() == size);
   }
-  // Damaged records, also ones that hold another hash, are hashed again and mended.
+  // Damaged records, also ones with another hash, are replaced after the file is hashed again.
   fs::path record;
   for (const auto& entry : fs::directory_iterator(dir / "hashes")) record = entry.path();
   const std::string good = [&] {
@@ -132,7 +132,7 @@ TEST_CASE("a large file is hashed once, until it changes, whatever its modificat
     CHECK(mended.of(file) == first);
     CHECK(mended.bytes_hashed() == 0);
   }
-  // Where nothing can be kept it is hashed once a process.
+  // Without a folder for records each process hashes the file once.
   write_file(dir / "no_folder", "");
   ContentHashes nowhere(dir / "no_folder");
   CHECK(nowhere.of(file) == first);

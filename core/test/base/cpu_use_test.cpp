@@ -45,7 +45,7 @@ TEST_CASE("what others used is what all used less our own, and nothing when tick
 TEST_CASE("waits are summed over the threads that are still there") {
   CHECK(waited({{1, 2.0}, {3, 1.0}, {4, 9.0}}, {{1, 2.5}, {2, 0.25}, {3, 1.0}}) == Approx(0.75));
   CHECK(std::isnan(waited({}, {{1, 1.0}})));
-  CHECK(waited({{1, 5.0}}, {{1, 1.0}}) == 0);  // the number was given to another thread
+  CHECK(waited({{1, 5.0}}, {{1, 1.0}}) == 0);  // another thread got the number
 }
 
 TEST_CASE("our own use is counted") {

@@ -31,7 +31,7 @@ KeptMemory::Device host() {
   return d;
 }
 
-int streams[2];  // two addresses
+int streams[2];  // their addresses stand for two streams
 void* const one = streams;
 void* const other = streams + 1;
 
@@ -59,7 +59,7 @@ TEST_CASE("kept memory: the same until it is too little") {
 
 TEST_CASE("kept memory: a stream that is gone leaves nothing to one of the same address") {
   KeptMemory kept(host());
-  static_cast<unsigned char*>(kept.get(one, "counters", 64, true))[5] = 9;  // as a kernel that failed leaves it
+  static_cast<unsigned char*>(kept.get(one, "counters", 64, true))[5] = 9;  // as a failed kernel leaves it
   kept.get(one, "partial", 640, false);
   void* stays = kept.get(other, "counters", 64, true);
   kept.drop(one);

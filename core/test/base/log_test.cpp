@@ -45,7 +45,7 @@ std::string text_of(const std::string& file) {
   return all.str();
 }
 
-// body() writes this to stderr.
+// The text that body() writes to stderr.
 template <class Body>
 std::string said(const Folder& folder, Body body) {
   const std::string file = folder / "stderr";
@@ -72,7 +72,7 @@ struct Variable {
   const char* name;
 };
 
-// body() writes this to stderr when that is a terminal of 20 columns.
+// The text that body() writes to stderr if that is a terminal of 20 columns.
 template <class Body>
 std::string said_to_terminal(Body body) {
   const winsize size{24, 20, 0, 0};
@@ -85,7 +85,7 @@ std::string said_to_terminal(Body body) {
   std::fflush(stderr);
   dup2(before, STDERR_FILENO);
   close(before);
-  const std::string end = "that is all";  // a terminal hands on what it gets in pieces, later
+  const std::string end = "that is all";  // a terminal delivers text late and in pieces
   REQUIRE(write(slave, end.data(), end.size()) == static_cast<ssize_t>(end.size()));
   std::string text;
   pollfd ready{master, POLLIN, 0};
@@ -196,7 +196,7 @@ TEST_CASE("log: what is no log of kvlab is refused and left alone", "[log]") {
   mkfifo(fifo.c_str(), 0600);
   refused(notes);
   refused(shorter);
-  refused(fifo);  // and does not wait for its reader
+  refused(fifo);  // does not wait for a reader
   refused(folder.path.string());
   refused(folder / "no/such/folder.log");
   refused("/dev/null");
@@ -210,7 +210,7 @@ TEST_CASE("log: a full disk is said once and ends nothing", "[log]") {
   const std::string file = folder / "run.log";
   const std::string shown = said(folder, [&] {
     log::start({log::Level::warning, file});
-    log::info(std::string(4096, 'x'));  // stderr's file stays below the limit
+    log::info(std::string(4096, 'x'));  // so the limit leaves room for stderr's file
     rlimit before{};
     getrlimit(RLIMIT_FSIZE, &before);
     const auto handler = std::signal(SIGXFSZ, SIG_IGN);

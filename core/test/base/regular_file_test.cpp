@@ -16,7 +16,7 @@ TEST_CASE("a regular file is read, whole or its beginning") {
   CHECK(read_file(path) == text);
   CHECK(read_file(path, "a file", 5) == "aaaaa");
   CHECK(read_file(write_file(dir / "empty", "")).empty());
-  CHECK(read_file("/proc/self/stat").size() > 10);  // its size is given as 0
+  CHECK(read_file("/proc/self/stat").size() > 10);  // stat() gives 0 bytes
   char end[8];
   CHECK(RegularFile(path).read(text.size() - 2, end, sizeof end) == 2);
   CHECK(end[1] == 'b');

@@ -40,7 +40,7 @@ TEST_CASE("overlap counts what two ascending lists share") {
   CHECK(overlap(std::vector<int>{1, 3, 5}, std::vector<int>{1, 3, 5}) == 3);
   CHECK(overlap(std::vector<int>{0, 2, 9}, std::vector<int>{1, 2, 3, 9, 10}) == 2);
   for (unsigned a = 0; a < 64; ++a)
-    for (unsigned b = 0; b < 64; ++b) {  // all sets of six numbers
+    for (unsigned b = 0; b < 64; ++b) {  // all subsets of six numbers
       std::vector<int> x, y;
       int both = 0;
       for (int bit = 0; bit < 6; ++bit) {
@@ -82,5 +82,5 @@ TEST_CASE("a page's mass is the mean of its group's and ends with the head's tok
   kv.mass = View<const float, 3>::dense(mass.data(), {1, 4, 3});
   CHECK(page_mass(kv, 0, 0, 0) == 0.5);
   CHECK(page_mass(kv, 0, 0, 1) == 0.5);
-  CHECK(page_mass(kv, 0, 1, 0) == 0.75);  // one token; what lies behind it is not its own
+  CHECK(page_mass(kv, 0, 1, 0) == 0.75);  // the page has one token, and mass behind it is not read
 }

@@ -51,7 +51,7 @@ TEST_CASE("printable text has no character that moves, colours or hides what a t
   CHECK(printable(std::string_view("a\0b", 3)) == "a\\x00b");
   CHECK(printable("\xe2\x81\xa6\xe2\x80\xa8") == "\\u2066\\u2028");
   CHECK(printable("\xc3(\xed\xa0\x80") == "\xef\xbf\xbd(\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd");
-  // Every code point below U+0100: what is_control of Unicode names (C0 but for two, DEL, C1) is gone, the rest stays.
+  // printable() escapes every control character below U+0100 (C0 except tab and newline, DEL, C1) and keeps the rest.
   for (unsigned c = 0; c < 0x100; ++c) {
     std::string one = c < 0x80 ? std::string(1, static_cast<char>(c))
                                : std::string{static_cast<char>(0xc0 | c >> 6), static_cast<char>(0x80 | (c & 63))};

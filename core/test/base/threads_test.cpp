@@ -112,15 +112,15 @@ TEST_CASE("threads follow the cores that are free, and half a core of noise move
   CHECK(threads_for(2.0, 2, 2) == 2);
   CHECK(threads_for(1.6, 2, 2) == 2);
   CHECK(threads_for(1.4, 2, 2) == 1);  // another process has one of two cores
-  CHECK(threads_for(0.7, 2, 2) == 1);  // and two have both
+  CHECK(threads_for(0.7, 2, 2) == 1);  // two processes use both
   CHECK(threads_for(0.0, 1, 2) == 1);
   CHECK(threads_for(1.4, 1, 2) == 1);
   CHECK(threads_for(1.6, 1, 2) == 1);
-  CHECK(threads_for(1.9, 1, 2) == 2);  // they ended
+  CHECK(threads_for(1.9, 1, 2) == 2);  // the others ended
   CHECK(threads_for(64, 2, 2) == 2);   // never more than wanted
   CHECK(threads_for(61.1, 64, 64) == 61);
   CHECK(threads_for(63.9, 61, 64) == 64);
-  for (double free = 0; free <= 8; free += 0.01) {  // at rest after one change
+  for (double free = 0; free <= 8; free += 0.01) {  // one change reaches a fixed point
     const int now = threads_for(free, 8, 8);
     CHECK(threads_for(free, now, 8) == now);
   }

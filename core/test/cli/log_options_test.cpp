@@ -1,4 +1,4 @@
-// The options of the log on the command line, and a cell's warnings on their way to the report.
+// The log's options on the command line, and a cell's warnings in the report.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ std::string text_of(const std::filesystem::path& file) {
   return all.str();
 }
 
-// A stream of this process that goes to a file for a while.
+// Sends a stream of this process to a file while it lives.
 class Redirected {
  public:
   Redirected(FILE* stream, const std::filesystem::path& file) : stream_(stream), before_(dup(fileno(stream))) {
@@ -55,8 +55,7 @@ struct Ended {
   std::string out, err;
 };
 
-// The command line in a folder with an experiment of two cells, the second of which never evicts: snapkv without a
-// prefill step.
+// A folder with an experiment of two cells and the command line. Cell 2 never evicts: snapkv without prefill.
 struct Folder {
   test::TempDir dir;
   std::string experiment = (dir / "e.yaml").string(), result = (dir / "o.h5").string();
@@ -172,7 +171,7 @@ TEST_CASE("a cell has the warnings of its own run, of any thread, failed or not"
     log::warn("of the cell");
     if (outcome == "failed") throw Error(Errc::plugin, "planned");
   };
-  for (const char* wanted : {"ok", "ok", "failed"}) {  // said in every cell, not in the first alone
+  for (const char* wanted : {"ok", "ok", "failed"}) {  // every cell has the warnings, not only the first
     outcome = wanted;
     const results::CellResult cell = run_cell(in);
     CHECK(cell.summary.status == wanted);

@@ -1,4 +1,4 @@
-// A run under `ulimit -v`: whatever does not fit, its end says so. Either its cells are results, or nothing was run.
+// A run under `ulimit -v` writes its cell, or it ends with an error that names memory before the cell starts.
 #include <sys/resource.h>
 
 #include <catch2/catch.hpp>
@@ -28,7 +28,7 @@ std::function<void()> address_space(rlim_t bytes) {
   };
 }
 
-// Below it the process ends before kvlab has a say: by the dynamic loader (127), or while its libraries start.
+// The least limit under which kvlab's own code runs. Below it the dynamic loader (127) or a library's start fails.
 rlim_t least_to_start() {
   constexpr rlim_t step = rlim_t{1} << 19;
   for (rlim_t bytes = rlim_t{8} << 20;; bytes += step) {
@@ -38,7 +38,7 @@ rlim_t least_to_start() {
   }
 }
 
-// One cell that was written, or none and a message that names memory.
+// Expects one written cell, or none and an error that names memory.
 void check_end(const Folder& folder, const Ended& ended) {
   INFO(ended.said);
   REQUIRE(ended.signal == 0);

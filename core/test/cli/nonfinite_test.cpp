@@ -1,4 +1,4 @@
-// Numbers that are not finite, on the command line: where they began is said, and the code is that of a failure.
+// The command line meets numbers that are not finite. It says where they began and exits with a failure's code.
 #include <catch2/catch.hpp>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -13,7 +13,7 @@ using test::Folder;
 
 namespace {
 
-// A copy of the tiny model, in float32, of which every number of a tensor is `value`.
+// A float32 copy of the tiny model in which every number of one tensor is `value`.
 std::string model_with(const Folder& folder, const std::string& tensor, float value) {
   const std::string copy = folder / "model";
   std::filesystem::copy(test::golden("tiny/llama-gqa3"), copy, std::filesystem::copy_options::recursive);
@@ -31,7 +31,7 @@ std::string model_with(const Folder& folder, const std::string& tensor, float va
   return copy;
 }
 
-// Finite, but the products overflow.
+// Large finite numbers in this tensor make products overflow.
 const char* const keys = "model.layers.1.self_attn.k_proj.weight";
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Plugins that misbehave, as a user meets them: the run says who did what where, and what is finished stays.
+// Plugins that misbehave, as a user meets them. The run names plugin, callback and deed; finished cells stay.
 #include <catch2/catch.hpp>
 #include <map>
 
@@ -160,7 +160,7 @@ TEST_CASE("--isolate: a cell whose process ends is a failed cell, the run goes o
 
 TEST_CASE("--isolate: a signal reaches the cell's process, and the finished cells stay") {
   const Folder folder;
-  std::string budgets = "32";  // more cells than a slow signal lets end
+  std::string budgets = "32";  // so many cells that a slow signal finds some unfinished
   for (int tokens = 33; tokens < 80; ++tokens) budgets += ", " + std::to_string(tokens);
   const std::string file = folder.write("e.yaml",
                                         "model: {path: bundled/recall}\n"

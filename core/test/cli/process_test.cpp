@@ -1,4 +1,4 @@
-// The process as others see it: its name, what it says of itself, and what its parts say of how they came to be.
+// The process as others see it: its name, its exit codes, and the command in its parts.
 #include <catch2/catch.hpp>
 #include <sstream>
 
@@ -22,7 +22,7 @@ std::string first_line(const std::string& file) {
 
 std::string name_of(const std::string& process) { return first_line("/proc/" + process + "/comm"); }
 
-// The child that runs a cell; a run has others for a moment.
+// The child that runs a cell. A run has other children for a moment.
 std::string cell_of(pid_t process) {
   const std::string id = std::to_string(process);
   std::istringstream children(first_line("/proc/" + id + "/task/" + id + "/children"));
@@ -36,7 +36,7 @@ const char* slow_cells =
     "tasks: [niah: {context: 256, samples: 8, max_new_tokens: 8}]\n"
     "policies: [full]\nmetrics: [score]\nbackend: cpu\nthreads: 1\n";
 
-// Words with one space between them.
+// The text with one space between words.
 std::string plain(const std::string& text) {
   std::istringstream in(text);
   std::string all;
@@ -76,15 +76,15 @@ TEST_CASE("parts of --isolate record the command that the user gave") {
   const std::string wanted = "kvlab run " + file + " -o " + out + " --isolate --fresh";
   CHECK(results::read_summary(out).info.command == wanted);
   std::filesystem::remove(out);
-  CHECK(results::read_summary(out).info.command == wanted);  // of the part
+  CHECK(results::read_summary(out).info.command == wanted);  // read from the part
 
-  // A shell takes it back as it was.
+  // A shell reads the quoted word as it was.
   const std::string odd = folder / "it's $HOME.h5";
   REQUIRE(test::run_kvlab({"run", file, "-o", odd, "--isolate"}).code == 0);
   const std::string quoted = "'" + (folder / "it'\\''s $HOME.h5") + "'";
   CHECK(results::read_summary(odd).info.command == "kvlab run " + file + " -o " + quoted + " --isolate");
 
-  // Words that no option may follow.
+  // No word after `--` is an option.
   const Ended last = test::run_kvlab({"run", "-o", out, "--isolate", "--fresh", "--", file});
   INFO(last.said);
   CHECK(last.code == 0);

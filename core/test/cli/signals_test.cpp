@@ -1,4 +1,4 @@
-// A run that is asked to stop: the code says by what, nothing half-written stays, and the next run goes on.
+// A signal asks a run to stop. The exit code tells the signal, nothing half-written stays, and the next run goes on.
 #include <catch2/catch.hpp>
 #include <optional>
 
@@ -25,12 +25,12 @@ std::vector<std::string> words(const Folder& folder, const std::string& file) {
   return test::kvlab_command({"run", file, "-o", folder / "out.h5"});
 }
 
-// A busy machine may let the other process go too far before this one acts on what it saw. Then it starts afresh.
+// A busy machine may let the other process go too far before this one acts. The test then starts afresh.
 constexpr int attempts = 5;
 
 Ended killed_once_it_watches(const std::vector<std::string>& command) {
   Child child(test::kvlab_command(command));
-  // It notes signals once its mask of caught ones (SigCgt, hexadecimal) has SIGTERM.
+  // The child notes signals once its mask of caught ones (SigCgt, hexadecimal) has SIGTERM.
   REQUIRE(child.reaches([&] {
     std::error_code ended;
     if (std::filesystem::read_symlink("/proc/" + std::to_string(child.pid()) + "/exe", ended).filename() != "kvlab")
@@ -80,7 +80,7 @@ TEST_CASE("a second signal ends a process at once; the same request again does n
   const bool later = GENERATE(false, true);
   const auto twice = [&] {
     const pid_t child = fork();
-    if (child == 0) {  // it notes the first one and goes on for a while, as in one layer of a long prompt
+    if (child == 0) {  // it notes the first signal and goes on, as in one layer of a long prompt
       signal(SIGTERM, SIG_DFL);
       stop::watch();
       raise(SIGTERM);
@@ -93,7 +93,8 @@ TEST_CASE("a second signal ends a process at once; the same request again does n
     return status;
   };
   int status = twice();
-  for (int i = 1; i < attempts && !later && WIFSIGNALED(status); ++i) status = twice();  // 0.3 s passed in between
+  for (int i = 1; i < attempts && !later && WIFSIGNALED(status); ++i)
+    status = twice();  // 0.3 s lay between the signals
   if (later) {
     REQUIRE(WIFSIGNALED(status));
     CHECK(WTERMSIG(status) == SIGTERM);

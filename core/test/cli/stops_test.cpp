@@ -1,4 +1,4 @@
-// Runs that cannot go on: a disk that is full, no process for a cell. No cell is at fault, so none is lost to it.
+// Runs that cannot go on, because a disk is full or a cell gets no process. No cell is at fault, so none is lost.
 #include <sys/resource.h>
 #include <sys/stat.h>
 
@@ -27,7 +27,7 @@ std::string cells(const std::string& budgets = "24", const std::string& metrics 
          budgets + "]}}]\nmetrics: [" + metrics + "]\nbackend: cpu\nthreads: 1\npage_size: 8\n";
 }
 
-// Budgets of more cells than end before a slow signal arrives: 37 with `full`.
+// Budgets for 37 cells with `full`, more than end before a slow signal arrives.
 const std::string many = [] {
   std::string budgets = "24";
   for (int tokens = 25; tokens < 60; ++tokens) budgets += ", " + std::to_string(tokens);
@@ -46,7 +46,7 @@ struct Scene {
   Ended run(const Words& more = {}, const std::function<void()>& setup = {}) const {
     return test::run_kvlab(words(more), setup);
   }
-  // By name.
+  // [name] = bytes
   std::map<std::string, std::string> parts() const {
     std::map<std::string, std::string> found;
     for (const auto& entry : fs::directory_iterator(out + ".parts")) {
@@ -78,10 +78,10 @@ std::function<void()> limited(__rlimit_resource what, rlim_t most) {
   };
 }
 
-// As of a disk with room for so many bytes a file.
+// Limits each file to so many bytes, like a disk without more room.
 std::function<void()> room_for(std::uint64_t bytes) { return limited(RLIMIT_FSIZE, bytes); }
 
-// Between the part of a cell that failed, which would fit, and that of a good one.
+// Bytes of the smallest part. One byte less has room for the part of a failed cell, but for none of a good one.
 std::uint64_t smallest_part(const Scene& scene) {
   std::uint64_t smallest = ~0ull;
   for (const auto& [name, bytes] : scene.parts()) smallest = std::min<std::uint64_t>(smallest, bytes.size());
@@ -114,10 +114,10 @@ TEST_CASE("a TMPDIR without room for reference logits stops the run by name, and
   CAPTURE(how);
   const Scene scene(cells("24", "score, fidelity"));
   const std::string folder = scene.folder / "";
-  const bool full = GENERATE(true, false);  // else it is not there
+  const bool full = GENERATE(true, false);  // false: TMPDIR does not exist
   const Ended stopped = scene.run(how, [&] {
     setenv("TMPDIR", full ? folder.c_str() : "/nowhere/at/all", 1);
-    if (full) room_for(std::uint64_t{50} << 10)();  // 64 rows of logits are more, a part is less
+    if (full) room_for(std::uint64_t{50} << 10)();  // less than 64 rows of logits, more than a part
   });
   INFO(stopped.said);
   CHECK(stopped.code == 1);
@@ -149,7 +149,7 @@ TEST_CASE("--fresh on a full disk loses no finished cell") {
   CHECK_THAT(scene.run().said, !Contains("error"));
   CHECK((scene.parts() == before));
 
-  const Ended done = scene.run(fresh);  // every cell is new
+  const Ended done = scene.run(fresh);  // every cell runs again
   INFO(done.said);
   CHECK(done.code == 0);
   const auto after = scene.parts();
@@ -158,8 +158,8 @@ TEST_CASE("--fresh on a full disk loses no finished cell") {
   CHECK(scene.all_ok(2));
 }
 
-// A run that SIGTERM stops once it has written another part than `before` has. A machine that is so busy that the run
-// ends first gets another one, and `before` has the parts of then.
+// Starts a run and stops it with SIGTERM once its parts differ from `before`. On a busy machine the run may end first.
+// Then another run starts, and `before` gets the parts of then.
 template <class Parts>
 Ended stopped(const Scene& scene, const Words& words, Parts& before) {
   for (int tries = 1;; ++tries) {

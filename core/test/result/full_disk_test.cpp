@@ -23,7 +23,7 @@ std::string bytes_of(const std::string& path) {
   return out.str();
 }
 
-// Every boundary of a block and its neighbours, and others between them.
+// The limits at every block's boundary and beside it, and some between.
 std::set<std::uint64_t> limits_to(std::uint64_t size) {
   std::set<std::uint64_t> limits;
   for (std::uint64_t at = 0; at <= size + 4096; at += at < 4096 ? 512 : 4096)
@@ -54,8 +54,8 @@ RunInfo info() {
   return i;
 }
 
-// At every limit `write` replaces `path`, of which `tell` then says something else, or leaves it as it was, says so,
-// and leaves nothing beside it.
+// Tries every limit. Either `write` replaces `path`, and `tell` reads the new file, or it throws and changes nothing.
+// It never leaves another file.
 void sweep(const std::string& folder, const std::string& path, const std::function<void(int)>& write,
            const std::function<std::string()>& tell) {
   write(1);

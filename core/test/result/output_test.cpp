@@ -51,7 +51,7 @@ std::size_t entries(const std::string& folder) {
   return static_cast<std::size_t>(std::distance(fs::directory_iterator(folder), fs::directory_iterator()));
 }
 
-// Neither a run nor a profile may begin with this output, and no writer replaces it.
+// A run and a profile must refuse to begin with this output, and writers must not replace it.
 void check_refused(const std::string& out) {
   for (const OutputKind kind : {OutputKind::results, OutputKind::profile}) {
     CHECK_THROWS_AS(check_output(out, kind), Error);
@@ -73,10 +73,10 @@ TEST_CASE("an output that cannot be written in the end is refused") {
   CHECK_THROWS_WITH(check_output(dir / "notes.txt/o.h5"), Catch::Contains("no folder"));
   rebuild(dir / "o.h5", {}, {});
   CHECK_NOTHROW(check_output(dir / "o.h5"));
-  // No file can be made there, whatever the permissions say.
+  // No file can be made in /proc, whatever the permissions.
   CHECK_THROWS_WITH(check_output("/proc/o.h5"), Catch::Contains("no file can be written"));
   CHECK_THROWS_AS(open_output("/proc/o.h5", "test"), Error);
-  CHECK_THROWS_AS(check_output(dir / std::string(250, 'x')), Error);  // no room for a temporary name
+  CHECK_THROWS_AS(check_output(dir / std::string(250, 'x')), Error);  // the temporary file's name would be too long
 
   { const auto held = open_output(dir / "new/folder/o.h5", "test"); }
   CHECK(fs::is_directory(parts_folder(dir / "new/folder/o.h5")));
@@ -159,7 +159,7 @@ TEST_CASE("a run does not replace a profile, nor a profile a result") {
   fs::copy_file(part_path(result, "a"), part_path(profile, "a"));
   CHECK_THROWS_WITH(check_output(profile), Catch::Contains("got a profile file"));
   CHECK_THROWS_WITH(check_output(part_path(result, "a")), Catch::Contains("finished cell"));
-  // The parts of a run that has no OUT yet.
+  // Parts of a run without OUT.
   fs::remove(result);
   CHECK_THROWS_WITH(check_output(result, OutputKind::profile), Catch::Contains("whose parts"));
 }
@@ -169,7 +169,7 @@ TEST_CASE("an output that is a symbolic link is written where it leads") {
   fs::create_directory(dir / "far");
   const std::string link = dir / "link.h5", target = dir / "far/target.h5";
   fs::create_symlink("far/target.h5", link);
-  if (GENERATE(false, true)) make_result(target);  // else the link leads to nothing yet
+  if (GENERATE(false, true)) make_result(target);  // false: the link's target does not exist
   {
     const auto held = open_output(link, "test");
     CHECK(fs::exists(target + ".lock"));
@@ -253,7 +253,7 @@ TEST_CASE("a second writer of an output is refused with the first one's host and
   };
   CHECK_THAT(second(), Catch::Contains("process " + process) && Catch::Contains("host " + host_name()) &&
                            Catch::Contains("kvlab run one.yaml"));
-  // A child that inherited the lock ends without a word to it.
+  // A child that inherited the lock ends without releasing it.
   CHECK(test::in_child([&] {
           first.reset();
           return "";

@@ -61,7 +61,7 @@ TEST_CASE("cells with a workload have a table of their own, one for each workloa
   CHECK_THAT(line_with(text, "tokens/s"),
              Contains("TTFT ms p50") && Contains("preempt.") && Contains("overhead %") && !Contains("KL"));
   CHECK_THAT(line_with(text, "1234"), Contains("2.75"));
-  CHECK(text.find("overhead %") == text.rfind("overhead %"));  // where it was measured
+  CHECK(text.find("overhead %") == text.rfind("overhead %"));  // only where it was measured
 }
 
 TEST_CASE("one block per model, task and context, one row per policy and budget") {
@@ -158,7 +158,7 @@ TEST_CASE("a warning of a result file is one line, and a policy that never acted
   idle.compression = 1;
   const std::string warning = never_acted(idle);
   REQUIRE(!warning.empty());
-  CHECK(warnings_of(idle) == std::vector<std::string>{warning});  // a file of an earlier version
+  CHECK(warnings_of(idle) == std::vector<std::string>{warning});  // an earlier version wrote no such text
   idle.warnings = column_of({"another", warning});
   CHECK(warnings_of(idle) == std::vector<std::string>{"another", warning});
 }

@@ -14,7 +14,7 @@ inline RunInfo sample_info() {
   info.git_commit = "8c3065a";
   info.created_utc = "2025-01-02T03:04:05Z";
   info.command = "kvlab run \"été.yaml\"";
-  info.experiment_yaml = "experiment: été\n# 日本語\n" + std::string(100000, 'x');  // longer than an attribute's 64 KiB
+  info.experiment_yaml = "experiment: été\n# 日本語\n" + std::string(100000, 'x');  // an attribute takes at most 64 KiB
   info.host = "host";
   info.cpu = "cpu";
   info.backend = "cpu";
@@ -22,7 +22,7 @@ inline RunInfo sample_info() {
   return info;
 }
 
-// Numbers depend on n, so that no two cells are alike.
+// Numbers depend on n, so no two cells are alike.
 inline CellResult sample_cell(const std::string& id, int n = 0) {
   CellResult c;
   c.id = id;

@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Every value of a table as text, NaN included, so that tables can be compared field by field.
+// Every value of a table as text. Unlike values, texts of NaN can be compared.
 template <class Row>
 std::vector<std::string> spelled(const std::vector<Row>& rows) {
   std::vector<std::string> out;
@@ -255,7 +255,7 @@ TEST_CASE("finished cells and results newer than OUT") {
   CHECK_THROWS_AS(read_summary(out), Error);
   write_part(out, sample_cell("a"), sample_info());
   write_part(out, sample_cell("b"), sample_info());
-  CHECK(ids_of(read_summary(out)) == Ids{"a", "b"});  // no OUT yet: the parts
+  CHECK(ids_of(read_summary(out)) == Ids{"a", "b"});  // without OUT the parts are read
   rebuild(out, sample_info(), {"b"});                 // a belongs to an earlier experiment
   fs::last_write_time(out, fs::file_time_type::clock::now() - std::chrono::hours(1));
   fs::last_write_time(part_path(out, "a"), fs::file_time_type::clock::now() - std::chrono::hours(2));
@@ -284,7 +284,7 @@ TEST_CASE("cells of OUT whose parts were deleted are finished and stay") {
   CHECK(ids_of(read_summary(out)) == Ids{"a"});
   check_equal(read_cell(part_path(out, "b"), "b"), sample_cell("b", 1));
 
-  // One part is damaged, its copy in OUT is not.
+  // One part is damaged, but its copy in OUT is whole.
   fs::resize_file(part_path(out, "a"), 1000);
   const Finished again = finished(out);
   CHECK(again.cells.size() == 2);
@@ -292,7 +292,7 @@ TEST_CASE("cells of OUT whose parts were deleted are finished and stay") {
   CHECK_THAT(again.warnings[0], Catch::Contains("takes its place"));
   check_equal(read_cell(part_path(out, "a"), "a"), sample_cell("a"));
 
-  // A new part of b is not replaced by what OUT has of it.
+  // OUT's copy of b does not replace a newer part of b.
   rebuild(out, sample_info(), {"a", "b"});
   fs::remove_all(parts_folder(out));
   write_part(out, sample_cell("b", 2), sample_info());
@@ -315,7 +315,7 @@ TEST_CASE("a part that was renamed is no result of the cell that it is named aft
   CHECK(left.cells.count("a") == 1);
   CHECK(left.cells.count("b") == 0);
   CHECK(left.warnings.size() == 1);
-  CHECK(!fs::exists(renamed));  // set aside: the cell runs again and its part finds its name free
+  CHECK(!fs::exists(renamed));  // set aside: the cell runs again, and its part's name is free
 }
 
 TEST_CASE("an empty experiment has an empty OUT") {
@@ -337,7 +337,7 @@ TEST_CASE("damaged parts are set aside and a damaged OUT is read from its parts"
     if (kind == 0) return bytes.substr(0, below(bytes.size()));
     if (kind == 1) return bytes + "x";
     for (int flips = kind; flips > 1; --flips) {
-      // Past the zero padding of the seal, which nobody reads.
+      // Leaves out the zero padding of the seal, which nobody reads.
       const std::size_t at = below(bytes.size() - 512 + 64);
       bytes[at < 64 ? 15 + at % 40 : at + 448] ^= static_cast<char>(1u << below(8));
     }
@@ -418,7 +418,7 @@ TEST_CASE("a sealed file of another layout is an error, not a crash") {
   refused([](const h5::File& f) {
     f.set_attribute(".", "schema_version", std::int64_t{1});
     auto columns = columns_of(std::vector{sample_cell("a").summary});
-    columns[0].type = h5::ColumnType::i64;  // `cell` as a number
+    columns[0].type = h5::ColumnType::i64;  // `cell` becomes a number
     columns[0].i64 = {1};
     f.write_table("summary", columns);
   });
@@ -474,7 +474,7 @@ TEST_CASE("kill -9 at any moment loses no finished part") {
     const pid_t child = fork();
     REQUIRE(child >= 0);
     if (child == 0) {
-      // Names a part as soon as write_part has returned, and rebuilds OUT now and then as a run does.
+      // Names a part once write_part has returned, and rebuilds OUT now and then, as a run does.
       close(report[0]);
       Ids ids(all.begin(), all.end());
       for (int n = 0;; ++n) {
@@ -497,7 +497,7 @@ TEST_CASE("kill -9 at any moment loses no finished part") {
       if (n > 0) names.append(buffer, static_cast<std::size_t>(n));
       return n > 0;
     };
-    more();  // the first part is there, however busy the machine is
+    more();  // waits for the first part, however busy the machine is
     std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<int>(0, 40000)(random)));
     kill(child, SIGKILL);
     int status = 0;
@@ -512,7 +512,7 @@ TEST_CASE("kill -9 at any moment loses no finished part") {
     const Finished left = finished(out);
     CHECK(left.warnings.empty());
     for (const std::string& id : all) CHECK(left.cells.count(id) == 1);
-    for (const auto& [id, row] : left.cells) all.insert(id);  // renamed just before the kill
+    for (const auto& [id, row] : left.cells) all.insert(id);  // parts renamed just before the kill
     for (const auto& entry : fs::directory_iterator(parts_folder(out))) CHECK(entry.path().extension() == ".h5");
     CHECK(read_summary(out).warnings.empty());
   }

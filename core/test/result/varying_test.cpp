@@ -23,7 +23,7 @@ TEST_CASE("a split, a codec and another page size are told, the budget's amount 
       R"({"scorer": {"k": {}}, "budget": {"tokens": 64, "split": {"adakv": {"floor": 0.2}}}, "codec": {"int8": {"keys": true}}, "page_size": 32})";
   CHECK(varying_text(plain, {plain, uniform, ada}) == "page_size=16");
   CHECK(varying_text(uniform, {plain, uniform, ada}) == "page_size=16 split.uniform");
-  // A parameter of a plugin may be called like an amount.
+  // A plugin's parameter may have the name of an amount.
   CHECK(varying_text(R"({"scorer": {"k": {"tokens": 3}}})", {R"({"scorer": {"k": {"tokens": 4}}})"}) == "tokens=3");
   CHECK(varying_text(ada, {plain, ada}) == "codec.int8.keys=true page_size=32 split.adakv.floor=0.2");
 }
