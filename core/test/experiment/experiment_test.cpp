@@ -164,7 +164,7 @@ TEST_CASE("defaults") {
   CHECK(e.metrics == std::set<Metric>{Metric::score, Metric::fidelity, Metric::memory, Metric::latency});
   CHECK(e.output == "results/exp.h5");
   CHECK(plain_cells(e).size() == 1);
-  const Experiment parts = load(head + "policies: [full]\nmetrics: parts\n");  // of what latency measures
+  const Experiment parts = load(head + "policies: [full]\nmetrics: parts\n");  // parts of latency's times
   CHECK(parts.metrics == std::set<Metric>{Metric::latency, Metric::parts});
 }
 
@@ -562,7 +562,7 @@ TEST_CASE("a cell's id follows what its result depends on") {
            "5}]\n") != base);
   CHECK(id("model: m\ntasks: [niah: {context: 64, depth: 2}]\npolicies: [snapkv: {window: 9, kernel: 5}]\n") != base);
 
-  // Injected lists count where there is a selector.
+  // Injected lists count only where there is a selector.
   CHECK(id("inject: {overlap: 1}\nmodel: m\ntasks: [niah: {context: 64, depth: 2}]\n"
            "policies: [snapkv: {window: 8, kernel: 5}, quest]\n") == base);
   const std::string selects = "model: m\ntasks: [niah]\npolicies: [quest]\n";
@@ -638,7 +638,7 @@ TEST_CASE("every plugin that a cell uses counts with its library") {
   };
   const auto before = ids("");
   REQUIRE(before.size() == 2);
-  CHECK(ids("knorm") == before);  // is not used
+  CHECK(ids("knorm") == before);  // no cell uses it
   for (const char* used : {"snapkv", "quest", "pyramid", "int8", "int4"}) {
     CAPTURE(used);
     CHECK(ids(used)[0] != before[0]);

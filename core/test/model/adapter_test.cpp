@@ -116,7 +116,7 @@ TEST_CASE("an adapter's weights are part of the model's identity") {
 TEST_CASE("an adapter with a weight that is not finite is refused by its tensor") {
   const Fixture f;
   for (const float value : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
-    std::string bytes = adapter_file(tensors());  // it ends with the last tensor's last element
+    std::string bytes = adapter_file(tensors());  // the file ends with the last tensor's last element
     std::memcpy(bytes.data() + bytes.size() - sizeof value, &value, sizeof value);
     f.write(config(), bytes);
     CHECK_THAT(f.refusal(), Catch::Contains(layer + "mlp.down_proj.lora_B.weight: got 1 of 16 weights that are NaN or "

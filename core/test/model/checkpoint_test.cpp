@@ -98,7 +98,7 @@ TEST_CASE("a fingerprint follows every file that the model reads, not the folder
   const std::string first = print();
   CHECK(open_checkpoint(copy.path())->fingerprint() == first);
 
-  // A model trained again: the same header and size, another number.
+  // A retrained model: the same header and size, one other number.
   std::string weights = tiny_safetensors();
   weights[weights.size() - 1] = static_cast<char>(weights[weights.size() - 1] ^ 1);
   write_file(dir / "model.safetensors", weights);
@@ -136,7 +136,7 @@ TEST_CASE("GGUF: each byte of data belongs to one tensor") {
   REQUIRE(refused(good) == "no error");
   CHECK(refused(good + "x").find("got 1 bytes after the last tensor") != std::string::npos);
   CHECK(refused(good + std::string(32, '\0')).find("got 32 bytes after the last tensor") != std::string::npos);
-  // The last tensor, [8, 16] of f32, is as long as its padding: a block less is a value less.
+  // The last tensor, [8, 16] of f32, fills its padding, so a shorter file lacks values.
   CHECK(refused(good.substr(0, good.size() - 4)).find("blk.0.ffn_down.weight: got 512 bytes") != std::string::npos);
 
   // The offset stands at the end of a tensor's entry.
@@ -169,11 +169,11 @@ TEST_CASE("safetensors: each byte of data belongs to one tensor") {
     bytes.replace(bytes.find(offsets), offsets.size(), others);
     return refused(bytes);
   };
-  // The two norms of the layer, 32 bytes each: both over the first one's bytes, then the other way round with a hole.
+  // The layer's two norms have 32 bytes each. First both claim the first one's bytes. Last they swap and leave a hole.
   CHECK(with("[256, 288]", "[224, 256]")
             .find("post_attention_layernorm.weight: got data from byte 224, wanted it from "
                   "byte 256, where 'model.layers.0.input_layernorm.weight' ends") != std::string::npos);
-  CHECK(with("[16, 8]", "[17, 8]").find("wanted 544 bytes") != std::string::npos);  // a row more than its bytes
+  CHECK(with("[16, 8]", "[17, 8]").find("wanted 544 bytes") != std::string::npos);  // one row more than its bytes
   CHECK(with("[224, 256]", "[256, 288]").find("got data from byte 256, wanted it from byte 224") != std::string::npos);
 }
 
@@ -196,7 +196,7 @@ TEST_CASE("a tensor that nobody would read is refused by name") {
   write_file(dir / "model.safetensors", tiny_safetensors(tensors));
   CHECK(open_checkpoint(dir.path())->names().size() == own + 1);
 
-  // A GGUF whose header counts fewer layers than it has.
+  // A GGUF file with more layers than its header counts.
   const std::string two = tiny_gguf("llama", {{"blk.1.attn_q.weight", "", {8, 8}}});
   CHECK(message_of([&] {
           open_gguf_text(dir, two);
@@ -256,7 +256,7 @@ TEST_CASE("a broken model file is refused or read, never a crash") {
     for (const std::string& name : model.names()) model.read(name);
     if (model.tokenizer() != nullptr) model.tokenizer()->encode("ab <|endoftext|> a\xff");
   };
-  const auto metadata = static_cast<std::size_t>(1900);  // beyond lie values, in which nothing can be wrong
+  const auto metadata = static_cast<std::size_t>(1900);  // metadata ends before; values behind it may be any bytes
   const std::string gguf = tiny_gguf();
   const auto open = [&](const std::string& bytes) { read_all(*open_gguf_text(dir, bytes)); };
   CHECK(refused_mutations(gguf.substr(0, metadata), 1, open) > 1000);

@@ -20,7 +20,7 @@ std::unique_ptr<AlteredCheckpoint> tiny(const std::string& tensor, AlteredCheckp
   return out;
 }
 
-// `value` in place of the element at [row, column].
+// The error of a model with `value` at [row, column] of a tensor.
 std::string refusal(const std::string& tensor, std::int64_t row, std::int64_t column, float value, DType dtype) {
   return message_of([&] {
     const auto altered =
@@ -54,7 +54,7 @@ TEST_CASE("a weight that is not finite is refused with its tensor and place") {
 }
 
 TEST_CASE("a weight that overflows in the run's dtype is refused") {
-  // The largest bf16 is (2 - 2^-7) 2^127, the largest f16 65504; from half a step above on they round to infinity.
+  // The largest bf16 is (2 - 2^-7) 2^127, the largest f16 65504. Half a step above that values round to infinity.
   const std::string name = "model.layers.0.mlp.up_proj.weight";
   std::vector<float> row(static_cast<std::size_t>(open_checkpoint(golden("tiny/qwen2"))->shape(name)[1]));
   const auto read = [&](float value, DType dtype) {

@@ -19,11 +19,11 @@ double half(unsigned bits) {
 using Block = std::vector<unsigned char>;
 double half_at(const Block& b, std::size_t at) { return half(b[at] | b[at + 1] << 8); }
 
-// Bit `i` of a little-endian field that starts at byte `at`.
+// Bit `i` of a little-endian field that begins at byte `at`.
 int bit(const Block& b, std::size_t at, std::size_t i) { return b[at + i / 8] >> (i % 8) & 1; }
 int nibble(const Block& b, std::size_t at, bool high) { return high ? b[at] / 16 : b[at] % 16; }
 
-// Element e of a block, straight from the formats' descriptions.
+// Element e of a block, by the formats' descriptions.
 double element(StoredType type, const Block& b, std::size_t e) {
   const std::size_t low = e % 16;
   switch (type) {
@@ -97,7 +97,7 @@ TEST_CASE("every block format agrees with its description on random blocks") {
       if (type == StoredType::q6_k)
         tame(at + 208);
       else
-        tame(at), tame(at + 2);  // the second is a minimum, or values, which may be anything
+        tame(at), tame(at + 2);  // bytes at + 2 are a minimum or free values
     }
     std::vector<float> out(static_cast<std::size_t>(shape.elements * blocks));
     dequantize(type, reinterpret_cast<const std::byte*>(bytes.data()), static_cast<std::int64_t>(out.size()),

@@ -14,7 +14,7 @@ using namespace kvlab;
 TEST_CASE("every synthetic model has the tensors of its family") {
   for (const std::string& name : synthetic_names()) {
     CAPTURE(name);
-    const auto c = open_synthetic(name);  // checks the tensors
+    const auto c = open_synthetic(name);  // opening checks the tensors
     CHECK(c->config().heads % c->config().kv_heads == 0);
     CHECK(c->tokenizer()->vocab_size() == c->config().vocab);
     CHECK(c->fingerprint().size() == 16);
@@ -26,7 +26,7 @@ TEST_CASE("every synthetic model has the tensors of its family") {
     for (const auto d : c->shape(name)) n *= static_cast<double>(d);
     parameters += n;
   }
-  CHECK(parameters == 8030261248);  // as Meta's card says: 8.03B
+  CHECK(parameters == 8030261248);  // 8.03B on Meta's card
 }
 
 TEST_CASE("synthetic weights: the same in any pieces, mean 0 and variance 1 / columns") {

@@ -14,7 +14,7 @@
 
 namespace kvlab::test {
 
-// A folder of its own, removed at the end.
+// A folder of the test's own, removed at the end.
 class TempDir {
  public:
   TempDir() {
@@ -37,7 +37,7 @@ inline std::filesystem::path write_file(const std::filesystem::path& path, std::
   return path;
 }
 
-// What `action` is refused with.
+// The error with which `action` is refused.
 inline std::string message_of(const std::function<void()>& action) {
   try {
     action();
@@ -120,8 +120,8 @@ inline std::string safetensors_file(std::string_view header, std::string_view da
   return Bytes().put_string(header).append(data).text();
 }
 
-// Feeds every truncation (in steps) and single broken byte of `good` to `open`: it must work or throw kvlab::Error.
-// Returns how many were refused.
+// Feeds every truncation (in steps) and every single broken byte of `good` to `open`, which must work or throw
+// kvlab::Error. Returns the number of refusals.
 inline int refused_mutations(const std::string& good, std::size_t step,
                              const std::function<void(const std::string&)>& open) {
   int refused = 0;

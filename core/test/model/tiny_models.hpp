@@ -26,7 +26,7 @@ inline std::vector<TinyTensor> tiny_tensors() {
           {g + "ffn_down.weight", h + "mlp.down_proj.weight", {8, 16}}};
 }
 
-// 0, 1, 2 ... : a value tells where it was stored.
+// 0, 1, 2 ...: a value tells its place in the file.
 inline std::vector<float> counting(const std::vector<std::uint64_t>& shape) {
   std::uint64_t n = 1;
   for (const auto d : shape) n *= d;
@@ -35,7 +35,7 @@ inline std::vector<float> counting(const std::vector<std::uint64_t>& shape) {
   return out;
 }
 
-// more: tensors after its own.
+// more: tensors after the model's own.
 inline std::string tiny_gguf(const std::string& arch = "llama", const std::vector<TinyTensor>& more = {}) {
   GgufWriter w;
   w.text("general.architecture", arch);
@@ -67,7 +67,7 @@ inline const char* const tiny_tokenizer = R"({"added_tokens": [{"id": 5, "conten
     {"type": "Digits", "individual_digits": true}, {"type": "ByteLevel", "add_prefix_space": false}]},
   "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ġab": 4}, "merges": ["a b", ["Ġ", "ab"]]}})";
 
-// names: which of the tensors, in Hugging Face's words.
+// tensors: those in the file, with Hugging Face's names.
 inline std::string tiny_safetensors(const std::vector<TinyTensor>& tensors = tiny_tensors()) {
   std::string header = "{\"__metadata__\": {\"format\": \"pt\"}", data;
   for (const TinyTensor& t : tensors) {

@@ -138,7 +138,7 @@ TEST_CASE("validate refuses nonsense by name; rotary frequencies follow their sc
   c.rope_scaling.kind = RopeScaling::Kind::linear;
   c.rope_scaling.factor = 4;
   CHECK(inverse_frequencies(c)[0] == 0.25f);
-  // Over 64 positions pair 0 turns 10.2 times (kept), pair 1 a tenth of a turn (divided by the factor).
+  // Over 64 positions pair 0 turns 10.2 times and is kept. Pair 1 makes a tenth of a turn and is divided by the factor.
   c.rope_scaling = {RopeScaling::Kind::llama3, 8, 1, 4, 64, {}};
   CHECK(inverse_frequencies(c)[0] == 1.0f);
   CHECK(inverse_frequencies(c)[1] == Approx(0.01 / 8));

@@ -19,14 +19,14 @@ struct VocabCase {
   std::vector<int> ids;
 };
 
-// stem: ".../ggml-vocab-gpt-2.gguf", beside which .inp and .out lie.
+// stem: ".../ggml-vocab-gpt-2.gguf". The files .inp and .out lie beside it.
 inline std::vector<VocabCase> vocab_cases(const std::string& stem) {
   const std::string separator = "\n__ggml_vocab_test__\n", texts = file_text(stem + ".inp");
   std::istringstream lines(file_text(stem + ".out"));
   std::vector<VocabCase> out;
   for (std::size_t at = 0; at < texts.size();) {
     const auto end = texts.find(separator, at);
-    if (end == std::string::npos) break;  // what follows the last separator is no case
+    if (end == std::string::npos) break;  // text after the last separator is no case
     VocabCase one{texts.substr(at, end - at), {}};
     std::string line;
     std::getline(lines, line);

@@ -22,7 +22,7 @@ void check_vocabulary(const Tokenizer& tokenizer, const std::string& stem) {
   }
 }
 
-// The vocabularies beside which no GGUF file lies are those of these rank files (as the models' makers publish them).
+// Vocabularies without a GGUF file are read from these rank files, as the models' makers publish them.
 struct RankFile {
   const char *vocabulary, *folder_and_name, *pre;
 };

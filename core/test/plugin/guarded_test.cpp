@@ -1,4 +1,4 @@
-// What plugins do in their callbacks, and that each message names plugin, file and callback.
+// Each error of a plugin's callback names the plugin, its file and the callback.
 #include <kvlab/error.hpp>
 
 #include <catch2/catch.hpp>
@@ -36,7 +36,7 @@ Error error_of(Body body) {
   return Error(Errc::internal, "");
 }
 
-// Messages go to terminals and tables.
+// Messages go to terminals and tables, so they have no control characters.
 void is_plain(const std::string& text) {
   for (const char c : text) CHECK((static_cast<unsigned char>(c) >= 0x20 && c != 0x7f));
 }
@@ -88,7 +88,7 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
     } catch (const std::bad_alloc& e) {
       CHECK_THAT(e.what(), Catch::Contains(place(call.plugin, call.callback)));
     }
-    if (std::string(call.callback) == "constructor") continue;  // the registration hands on its text only
+    if (std::string(call.callback) == "constructor") continue;  // a constructor's error passes on its text only
     const Error own = error_of([&] { call.make("throw_error"); });
     CHECK(own.code() == Errc::data);
     CHECK(own.where() == place(call.plugin, call.callback));

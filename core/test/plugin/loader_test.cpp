@@ -153,7 +153,7 @@ TEST_CASE("objects are made through the plugin, and its errors arrive") {
   CHECK_THROWS_WITH(create<Budget>(plugin, Params()), Catch::Contains("good") && Catch::Contains("parameter 'flag'"));
 
   auto budget = create<Budget>(plugin, resolve(plugin, {}));
-  CHECK_THROWS_AS(budget->allot({}, Stream::cpu()), Error);  // thrown inside of the library, caught outside
+  CHECK_THROWS_AS(budget->allot({}, Stream::cpu()), Error);  // the library throws it, the test catches it
   budget = create<Budget>(plugin, resolve(plugin, {{"count", std::int64_t{1}}}));
   CHECK(budget);
 

@@ -12,7 +12,7 @@ namespace {
 
 const fs::path bad = test::build_root() / "lib" / "bad_plugins";
 
-// An empty folder of this test, gone afterwards.
+// An empty folder of this test. Its end removes the folder.
 struct Folder {
   explicit Folder(const char* name) : path(test::build_root() / "registry_test" / name) {
     fs::remove_all(path);
@@ -42,7 +42,7 @@ TEST_CASE("a broken library does not stop its neighbours and is named when it is
   folder.take("libold_abi.so");
   folder.take("libnot_elf.so", "libmine.so");
   std::ofstream(folder.path / "README") << "no library";
-  folder.take("libnot_elf.so", "libmine_cuda.so");  // kernels of a plugin are none of the registry's business
+  folder.take("libnot_elf.so", "libmine_cuda.so");  // the registry ignores the kernels of a plugin
 
   Registry registry({folder.path});
   REQUIRE(registry.find(Role::budget, "good"));
@@ -79,7 +79,7 @@ TEST_CASE("an earlier place wins") {
     for (const Diagnostic& d : registry.diagnostics()) noted |= d.path == "/nowhere/at/all";
     CHECK(noted);
   }
-  Registry registry({second.path / "libgood.so"});  // a library itself is a place, too
+  Registry registry({second.path / "libgood.so"});  // a path may name a library
   CHECK(registry.require(Role::budget, "good").library == fs::canonical(second.path / "libgood.so"));
   CHECK(registry.places().size() == 4);
 }
@@ -127,8 +127,8 @@ TEST_CASE("every built plugin reads exactly the parameters that it declares") {
       const std::unique_ptr<void, PluginDeleter> all(create_raw(*plugin, plugin->role, Params(values)),
                                                      PluginDeleter{plugin->owner, plugin->destroy});
     } catch (const Error& e) {
-      CHECK_THAT(e.message(), !Catch::Contains("got a request for parameter"));  // reads what it did not declare
-      continue;  // some refuse their defaults: a task without a file
+      CHECK_THAT(e.message(), !Catch::Contains("got a request for parameter"));  // reads declared ones only
+      continue;  // a plugin may refuse its defaults: a task needs a file
     }
     for (const ParamSpec& spec : plugin->params) {
       auto without = values;
