@@ -1,4 +1,4 @@
-// Engine::check says what an engine would refuse: without weights, without memory, for CUDA without a GPU.
+// Engine::check reports what an engine would refuse. It needs no weights, no memory and, for CUDA, no GPU.
 #include <catch2/catch.hpp>
 
 #include "engine/engine.hpp"

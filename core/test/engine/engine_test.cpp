@@ -1,4 +1,4 @@
-// What the engine promises a policy, with policies made for the purpose.
+// The engine's promises to a policy, tested with policies made for the purpose.
 #include "engine/engine.hpp"
 
 #include <catch2/catch.hpp>
@@ -21,7 +21,7 @@ std::shared_ptr<const Model> tiny() {
 
 enum class Callback { select, observe, finish_step };
 
-// Evicts the first token of every head of layer 0, two steps after step 1, from one of a step's callbacks.
+// Asks in step 1 to evict the first token of every head of layer 0 two steps later. `from` is the callback that asks.
 class Later final : public Policy {
  public:
   explicit Later(Callback from) : from_(from) {}
@@ -47,7 +47,7 @@ class Later final : public Policy {
   Callback from_;
 };
 
-// Notes what each callback of layer 0 is told about its rows.
+// Notes what each callback of layer 0 learns about its rows.
 class Listener final : public Policy {
  public:
   struct Told {
@@ -129,7 +129,7 @@ TEST_CASE("n steps from now is the same moment from every callback of a step") {
     const std::vector<int> prompt{1, 2, 3, 4, 5};
     REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
     for (int step = 0; step < 5; ++step) {
-      // Asked for in step 1: step 3 is the first that does without it.
+      // Step 1 asks for the eviction, so step 3 is the first without the token.
       CHECK(engine.store().positions(0, slot, 0).front() == (step < 3 ? 0 : 1));
       CHECK(engine.fired() == (step < 3 ? 0 : 1));
       REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
@@ -152,7 +152,7 @@ TEST_CASE("what a policy is told about a row is of the row's own sequence, in wh
   const std::vector<int> two{3, 3};
   REQUIRE(engine.step({second}, {&token, 1}, {}) == Fit::ok);
   REQUIRE(engine.step({third, second}, two, {}) == Fit::ok);
-  // A step's own token counts as seen, the steps before it as done.
+  // A step's position counts its own token, its step number only the steps before it.
   REQUIRE(told->prompts.size() == 2);
   CHECK(told->prompts[0] == Listener::Told{{third}, {5}, {0}, {5}, {0}, 0, {}});
   CHECK(told->prompts[1] == Listener::Told{{second}, {3}, {0}, {4}, {0}, 0, {}});
@@ -325,7 +325,7 @@ TEST_CASE("keys by their place turn a new token by what its own head holds") {
   const int kv_heads = tiny()->config.kv_heads, group = tiny()->config.group();
   REQUIRE(kv_heads > 1);
   for (int h = 0; h < kv_heads; ++h) {
-    const auto wanted = queries_after(h + 1, false);  // the query of a first layer is its token's and its place's alone
+    const auto wanted = queries_after(h + 1, false);  // a first layer's query depends on its token and place alone
     for (int head = h * group; head < (h + 1) * group; ++head) {
       CAPTURE(head);
       CHECK(got[static_cast<std::size_t>(head)] == wanted[static_cast<std::size_t>(head)]);
@@ -394,7 +394,7 @@ TEST_CASE("running out of memory is a value; what is left goes on once the slot 
   for (std::int64_t spare = 0; spare < heads; ++spare) {
     CAPTURE(spare);
     EngineOptions o = options(2);
-    o.device_limit = (2 * heads + spare) * frame;  // two short prompts, not the page after them
+    o.device_limit = (2 * heads + spare) * frame;  // two short prompts, but not every head's next page
     Engine engine(model, std::make_shared<Nothing>(), o);
     const int a = engine.open(), b = engine.open(), token = 9;
     REQUIRE(engine.prefill(a, prompt, true, {}) == Fit::ok);

@@ -18,7 +18,7 @@
 using namespace kvlab;
 
 TEST_CASE("an engine's calls leave to busy processes the cores that they use") {
-  // A quota below the affinity leaves cores that are no more free to us than to others.
+  // A quota below the affinity leaves cores idle that are not free to us.
   if (std::getenv("OMP_NUM_THREADS") || usable_cores() < 2 || usable_cores() < std::ssize(allowed_cpus())) return;
   const auto model = load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny");
   EngineOptions options;

@@ -1,4 +1,4 @@
-// Continuous batching on a tiny model: whatever runs beside a request, its text is what it is alone.
+// Continuous batching on a tiny model: a request's text does not depend on the requests beside it.
 #include "engine/scheduler.hpp"
 
 #include <catch2/catch.hpp>
@@ -69,7 +69,7 @@ std::vector<int> text(int tokens, unsigned seed) {
   return out;
 }
 
-// Prompts of 1 to 80 tokens, answers of 1 to 30, some with a question that is fed.
+// Prompts of 1 to 80 tokens and answers of 1 to 30. Every fifth request has fed tokens.
 std::vector<Request> ragged(int count) {
   std::vector<Request> out;
   for (int i = 0; i < count; ++i) {
@@ -98,7 +98,7 @@ std::vector<int> alone(const Request& r, std::shared_ptr<Policy> policy) {
   return out;
 }
 
-// A clock that says one ms more at every look.
+// A clock that advances by 1 ms at every reading.
 std::function<double()> ticking() {
   return [t = 0.]() mutable { return ++t; };
 }
@@ -115,7 +115,7 @@ std::int64_t bytes_of(int tokens) {
   return std::int64_t{c.layers} * c.kv_heads * ((tokens + page - 1) / page) * frame;
 }
 
-// Runs to the end, looking after every iteration at what must always hold.
+// Runs to the end. After every iteration it checks the rules that always hold.
 void run(Scheduler& s, const Engine& engine, int most = 20000) {
   const std::int64_t limit = engine.store().options().device_limit;
   while (!s.done()) {
@@ -153,7 +153,7 @@ TEST_CASE("each of 64 ragged requests has the text that it has alone") {
         CHECK(s.served()[i].token_ms.size() == wanted[i].size());
         CHECK(std::is_sorted(s.served()[i].token_ms.begin(), s.served()[i].token_ms.end()));
       }
-      // In the order of arrival, so nobody starves.
+      // Requests are admitted in the order of arrival, so none starves.
       for (std::size_t i = 1; i < requests.size(); ++i)
         CHECK(s.served()[i - 1].admitted_ms <= s.served()[i].admitted_ms);
       CHECK(s.served().front().preemptions == 0);
@@ -197,7 +197,7 @@ TEST_CASE("a policy that promises less than it takes costs time, not text") {
 }
 
 TEST_CASE("the latest request is preempted, whatever slot it has") {
-  // The first one ends at once and leaves slot 0 to the third, the latest; the second keeps slot 1.
+  // The first request ends at once and leaves slot 0 to the third, the latest. The second keeps slot 1.
   const std::vector<Request> requests{{text(8, 1), {}, 2, 0}, {text(16, 2), {}, 40, 0}, {text(16, 3), {}, 40, 0}};
   Engine engine(tiny(), std::make_shared<Nothing>(), options(2, bytes_of(64)));
   SchedulerOptions how;
@@ -214,9 +214,9 @@ TEST_CASE("the latest request is preempted, whatever slot it has") {
 }
 
 TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
-  // Counted in pages of every head of all 3 layers. The long prompt takes 15, a layer of it 5. A prompt of which half
-  // stays leaves 7.5, as the first one tells (1 of 2 pages). One that leaves 8 tokens takes 1. Beside that come a page
-  // for the rounding, one a running request, and the page that the second request has.
+  // The unit is one page of every head of all 3 layers. The long prompt takes 15, one layer of it 5. If half of a
+  // prompt stays, it leaves 7.5, as the first one tells (1 of 2 pages). If 8 tokens stay, it leaves 1. Further pages:
+  // one for rounding, one per running request, and the second request's own.
   REQUIRE(tiny()->config.layers == 3);
   struct Case {
     std::shared_ptr<Policy> policy;
@@ -241,7 +241,7 @@ TEST_CASE("a prompt that is let in fits, and one that fits is let in") {
 }
 
 TEST_CASE("a prompt that is let in leaves room for its first token and everybody's next one") {
-  // One of 1 page and one of 2, both full: the token that each is fed takes a page more.
+  // The prompts fill 1 page and 2 pages. The token that each is fed takes a page more.
   const std::vector<Request> requests{{text(8, 1), {}, 2, 0}, {text(16, 2), {}, 2, 0}};
   for (int pages = 3; pages <= 7; ++pages) {
     CAPTURE(pages);
@@ -258,7 +258,7 @@ TEST_CASE("a prompt that is let in leaves room for its first token and everybody
 }
 
 TEST_CASE("what does not fit alone is out of memory, in its prompt or in its answer; what just fits runs") {
-  const Request r{text(16, 1), {}, 10, 0};  // holds 25 tokens: the last one is not fed
+  const Request r{text(16, 1), {}, 10, 0};  // holds 25 tokens, because the last one is not fed
   for (const int tokens : {8, 24, 32}) {
     CAPTURE(tokens);
     Engine engine(tiny(), std::make_shared<Nothing>(), options(4, bytes_of(tokens)));
@@ -295,7 +295,7 @@ TEST_CASE("prompts of other requests come between the tokens of one, a chunk at 
     o.prefill_chunk = 16;
     return o;
   }());
-  // 3 tokens, then 4 chunks of prompt beside the steps of the first; two short prompts share an iteration.
+  // First a prompt of 3 tokens, then 4 chunks of a prompt beside its steps. The two short prompts share an iteration.
   std::vector<Request> requests{
       {text(3, 1), {}, 20, 0}, {text(60, 2), {}, 2, 0}, {text(7, 3), {}, 2, 0}, {text(8, 4), {}, 2, 0}};
   std::string order;

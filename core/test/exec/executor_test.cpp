@@ -115,7 +115,7 @@ nlohmann::json golden_json(const std::string& name) {
   return nlohmann::json::parse(text_at(test::golden(name + "_logits.json")));
 }
 
-// Token ids of the texts; worst error of the model's logits, over the largest logit of each position.
+// Checks the token ids of the texts and the worst error of the logits over each position's largest logit.
 void compare_with_golden(const std::string& name, const std::shared_ptr<const Model>& m) {
   test::GoldenFile file(test::golden(name + "_logits.bin"), "KVGOLD01");
   REQUIRE(file.get<std::uint32_t>() == 1);
@@ -150,7 +150,7 @@ void compare_with_golden(const std::string& name, const std::shared_ptr<const Mo
   }
 }
 
-// The golden is of the weights that are there: another training run needs another export.
+// The golden file belongs to these weights. Another training run needs another export.
 void check_exported_from(const std::string& name, const std::filesystem::path& weights) {
   const std::string of = golden_json(name).at("files").at(weights.filename().string());
   INFO(weights << " has changed: run tools/goldens/export_logits.py as its README says");

@@ -8,7 +8,7 @@ using namespace kvlab;
 
 namespace {
 
-// Logits whose largest is at `token`.
+// Logits with their maximum at `token`.
 std::vector<float> favour(const Tokenizer& tokenizer, int token) {
   std::vector<float> logits(static_cast<std::size_t>(tokenizer.vocab_size()));
   logits[static_cast<std::size_t>(token)] = 1;
@@ -46,7 +46,7 @@ TEST_CASE("an answer ends at the end token, at its longest, or with the forced t
   CHECK(stopped.tokens() == std::vector<int>{5, eos});
 
   item.forced = {eos, 8};
-  Answer forced(item, 1);  // a limit is for answers of the model's own
+  Answer forced(item, 1);  // limits hold for the model's own answers only
   CHECK(take(forced, 5) == eos);
   CHECK(!forced.ended());
   CHECK(take(forced, 5) == 8);

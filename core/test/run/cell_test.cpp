@@ -14,14 +14,14 @@ using namespace kvlab;
 
 namespace {
 
-// Conversations over texts of the tiny model, under one policy.
+// Conversations in texts of the tiny model, under one policy.
 struct Fixture : test::CellFixture {
   explicit Fixture(const PolicySpec& policy = test::full_spec(),
                    std::shared_ptr<const Model> of = test::tiny_model("llama-gqa3"))
       : CellFixture(std::move(of), policy, {Metric::score, Metric::fidelity, Metric::memory, Metric::trace}) {
     experiment.fidelity_tokens = 100;
   }
-  // Of different lengths, so that the rows of a batch end at different steps.
+  // Lengths differ, so the rows of a batch end at different steps.
   void conversations() {
     for (int i = 0; i < 3; ++i) {
       const unsigned seed = 10u * static_cast<unsigned>(i);
@@ -33,7 +33,7 @@ struct Fixture : test::CellFixture {
   std::vector<int> text(int tokens, unsigned seed) const { return test::test_text(tokens, model->config.vocab, seed); }
 };
 
-// The tiny model, for which every third token ends an answer.
+// The tiny model. Every third token ends an answer.
 std::shared_ptr<const Model> terse_model() {
   namespace fs = std::filesystem;
   const test::TempDir dir;
@@ -46,8 +46,7 @@ std::shared_ptr<const Model> terse_model() {
   return load_model(*open_checkpoint(dir / "m"), DType::f32, "terse");
 }
 
-// The full cache's answers, each question over a prompt that repeats the whole conversation before it. seen: these
-// prompts.
+// The full cache's answers. Each question's prompt repeats the whole conversation before it; seen = these prompts.
 std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector<std::vector<int>>& seen) {
   EngineOptions options;
   options.max_tokens = 128;
@@ -76,7 +75,7 @@ std::vector<std::vector<int>> answers_from_scratch(const Fixture& f, std::vector
   return out;
 }
 
-// The trace's tokens of each row: what it was prefilled with, all that it was fed, and its answer.
+// Checks the trace's tokens of each row: its prompt, all tokens fed to it, and its answer.
 void check_tokens(const Fixture& f, const results::CellResult& result, const std::vector<std::vector<int>>& seen,
                   const std::vector<std::vector<int>>& answers) {
   const results::Trace& t = result.trace;
@@ -141,13 +140,13 @@ TEST_CASE("an answer's own end is not fed with the next turn, in the plain pass 
   const results::CellResult result = f.run();
   CAPTURE(result.summary.error);
   REQUIRE(result.summary.status == "ok");
-  int ended = 0;  // answers with a turn behind them
+  int ended = 0;  // answers before a further turn
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     CAPTURE(i);
     if (i + 1 < wanted.size() && f.items.items[i + 1].follows) ended += result.samples[i].stop == "eos";
     CHECK(result.samples[i].output == f.model->tokenizer->decode(wanted[i]));
     CHECK(result.samples[i].prompt_tokens == static_cast<std::int64_t>(seen[i].size()));
-    // The reference's conversation is the plain pass's: with an end token in it the answers part.
+    // The reference has the plain pass's conversation. With an end token in it the answers would part.
     CHECK(result.samples[i].first_divergence == -1);
     CHECK(result.samples[i].top1 == 1);
   }
@@ -165,7 +164,7 @@ TEST_CASE("the trace has each item's kept positions in the items' order") {
   REQUIRE(result.trace.kept_offsets.size() == 2 * heads * f.items.items.size());
   for (std::size_t i = 0; i < f.items.items.size(); ++i) {
     const Item& item = f.items.items[i];
-    // At a later turn all but the question and the answer's last token are there; an end token never was.
+    // A later turn's cache has all tokens but the question and the answer's last one. It never has an end token.
     std::int64_t there = static_cast<std::int64_t>(item.prompt.size());
     if (item.follows) {
       const bool eos = result.samples[i - 1].stop == "eos";
@@ -211,7 +210,7 @@ TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no
                                       "([0-9]+) bytes held")));
   const std::int64_t held = std::stoll(numbers[1]);
   const auto& config = f.model->config;
-  // A layer takes the pages of its prompt at once: K, V, positions; the longest prompt has five of each head.
+  // A layer takes all pages of its prompt at once: K, V and positions. The longest prompt has five pages per head.
   const std::int64_t page = 8 * config.head_dim * 2 * 4 + 128;
   CHECK(held <= 16384);
   CHECK(held + 5 * config.kv_heads * page > 16384);

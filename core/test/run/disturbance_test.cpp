@@ -25,11 +25,11 @@ Disturbance quiet() {
   return d;
 }
 
-// This process and a child that does nothing but use it share one core as long as this lives.
+// While it lives, this process shares one core with a busy child.
 class SharedCore {
  public:
   SharedCore() {
-    omp_set_num_threads(1);  // several on one core would spin for each other
+    omp_set_num_threads(1);  // several threads on one core would spin for each other
     sched_getaffinity(0, sizeof before_, &before_);
     cpu_set_t one;
     CPU_ZERO(&one);
@@ -61,7 +61,7 @@ TEST_CASE("a cell is disturbed when others take a core that it needs") {
   auto d = quiet();
   d.other_cores = 1;  // one busy process on two cores
   CHECK(disturbed(d));
-  d.cores = 16;  // of which fourteen are nobody's
+  d.cores = 16;  // the cell needs two of them
   CHECK(!disturbed(d));
   d.other_cores = 14.05;
   CHECK(!disturbed(d));
@@ -74,7 +74,7 @@ TEST_CASE("a cell is disturbed when others take a core that it needs") {
 TEST_CASE("a time too short for the counters' ticks is judged by our threads' waits") {
   auto d = quiet();
   d.seconds = 0.02;
-  d.other_cores = 1;  // two ticks
+  d.other_cores = 1;  // 0.02 s of one core are two ticks
   CHECK(!disturbed(d));
   d.waiting_threads = 0.06;
   CHECK(disturbed(d));

@@ -77,7 +77,7 @@ struct Scene {
   Outcome run(bool fresh = false) const {
     return watched([&] { return run_experiment(cells, catalog, {"kvlab run test", fresh, true}); });
   }
-  // Parts, by name.
+  // [name] = bytes
   std::map<std::string, std::string> parts() const {
     std::map<std::string, std::string> found;
     for (const auto& entry : fs::directory_iterator(out + ".parts"))
@@ -109,7 +109,7 @@ TEST_CASE("a run on a full disk names what it could not write, returns 1, and go
   const auto whole = scene.parts();
   REQUIRE(whole.size() == 2);
 
-  // Room for each part, none for OUT, which holds both.
+  // There is room for each part, but not for OUT, which holds both.
   fs::remove(scene.out);
   std::uint64_t largest = 0;
   for (const auto& [name, bytes] : whole) largest = std::max<std::uint64_t>(largest, bytes.size());
@@ -128,7 +128,7 @@ TEST_CASE("a run on a full disk names what it could not write, returns 1, and go
   CHECK((scene.parts() == whole));  // no cell ran again
   CHECK(fs::exists(scene.out));
 
-  // Found out before the first cell: nothing is written and nothing is lost.
+  // The run finds it out before the first cell. It writes nothing and loses nothing.
   {
     const test::FileSizeLimit limit(100);
     CHECK_THROWS_WITH(scene.run(true), Catch::Contains("no file can be written"));

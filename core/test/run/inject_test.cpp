@@ -1,4 +1,4 @@
-// Injected page lists, found again in the trace of the cell that was run with them.
+// Injected page lists must appear in the trace of the cell that runs with them.
 #include <unistd.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Removed {
   ~Removed() { remove(file); }
 };
 
-// Prompts of the tiny model under quest, four sequences of which two are batched.
+// Four prompts of the tiny model under quest, two in a batch.
 struct Cells : test::CellFixture {
   Cells()
       : CellFixture(test::tiny_model("llama-gqa3"),
@@ -55,7 +55,7 @@ struct Cells : test::CellFixture {
     CHECK(out.summary.error == "");
     return out;
   }
-  // Injects the lists of this cell, through a file.
+  // Writes the lists of this cell to a file and injects them from it.
   void follow(const results::CellResult& traced) {
     const std::string file = temporary("kvlab-recorded");
     write(file, traced);
@@ -70,7 +70,7 @@ struct Cells : test::CellFixture {
   }
 };
 
-// Two samples of three questions, the second one a turn that follows the first.
+// Two samples of three questions. The second question is a turn that follows the first.
 struct Talks : Cells {
   explicit Talks(bool shared) {
     items.items.clear();
@@ -94,7 +94,7 @@ struct Talks : Cells {
       for (std::vector<int>* text : {&item.prompt, &item.fed})
         for (int& token : *text) token = (token + 11) % model->config.vocab;
   }
-  // As make_items does.
+  // Computes the turns' prompts as make_items does.
   void place_turns() {
     for (std::size_t i = 1; i < items.items.size(); ++i)
       if (Item& item = items.items[i], &last = items.items[i - 1]; item.follows) {
@@ -104,7 +104,7 @@ struct Talks : Cells {
   }
 };
 
-// By sample, layer and head: the lists of its steps.
+// The lists of all steps, by sample, layer and KV head.
 std::map<std::array<int, 3>, std::vector<Pages>> lists_of(const results::Trace& t) {
   std::map<std::array<int, 3>, std::vector<Pages>> out;
   for (const auto& e : t.events)
@@ -134,8 +134,8 @@ TEST_CASE("the overlap of traced lists is the injected one") {
         REQUIRE(lists[i].size() == most);
         CHECK(std::adjacent_find(lists[i].begin(), lists[i].end(), std::greater_equal<>()) == lists[i].end());
         const auto wanted = static_cast<std::size_t>(std::lround(overlap * most));
-        // The newest page is always read: once it is another one, it takes the place of a shared page, and where none
-        // is wanted the same one is shared.
+        // Every list has the newest page. A new newest page takes the place of a shared one. The same newest page is
+        // shared even at overlap 0.
         const bool same_newest = lists[i].back() == lists[i - 1].back();
         const std::size_t least = same_newest ? 1 : 0, greatest = most - (same_newest ? 0 : 1);
         CHECK(shared(lists[i], lists[i - 1]) == std::clamp(wanted, least, greatest));
@@ -158,7 +158,7 @@ TEST_CASE("the mean overlap of the lists of a result file is the injected one") 
       for (std::size_t i = 1; i < lists.size(); ++i, ++steps)
         sum += static_cast<double>(shared(lists[i], lists[i - 1])) / static_cast<double>(lists[i].size());
     REQUIRE(steps > 100);
-    CHECK(sum / steps == Approx(overlap).margin(1e-9));  // of ten pages both are whole numbers
+    CHECK(sum / steps == Approx(overlap).margin(1e-9));  // overlap * 10 pages is a whole number for both
   }
 }
 
@@ -176,7 +176,7 @@ TEST_CASE("a sequence has the lists that it has in any other slot, beside any ot
   same(cells.run());
   cells.experiment.batch = 4;
   same(cells.run());
-  // The items the other way round: each one keeps the number of its sample.
+  // In reverse order each item keeps the number of its sample.
   std::reverse(cells.items.items.begin(), cells.items.items.end());
   const auto turned = cells.run();
   const auto lists = lists_of(turned.trace);
@@ -215,7 +215,7 @@ TEST_CASE("lists of a traced cell are injected again, the same ones") {
 }
 
 TEST_CASE("several questions of a sample and turns follow their own lists") {
-  for (const bool shared : {false, true}) {  // the context's cache serves all questions, or each has a prompt
+  for (const bool shared : {false, true}) {  // true: the questions share the context's cache; false: each has a prompt
     CAPTURE(shared);
     Talks talks(shared);
     const auto own = talks.run();
@@ -228,7 +228,7 @@ TEST_CASE("several questions of a sample and turns follow their own lists") {
       CHECK(lists_of(again.trace) == wanted);
       for (std::size_t i = 0; i < own.samples.size(); ++i) CHECK(again.samples[i].output == own.samples[i].output);
     }
-    // Other texts of the same lengths, of which the selector would read others.
+    // For other texts of the same lengths the selector itself would read other pages.
     talks.retell();
     CHECK(lists_of(talks.run().trace) == wanted);
     talks.experiment.inject.trace.clear();
@@ -244,7 +244,7 @@ TEST_CASE("longer answers start a question's lists again and leave those of the 
   auto geometry = std::make_shared<RecordedTrace>(*talks.recorded);
   talks.items.items[0].max_new *= 3;
   talks.place_turns();
-  geometry->pages = talks.room();  // pages stand for themselves, not for a share of the room
+  geometry->pages = talks.room();  // recorded pages do not scale with the room
   talks.recorded = geometry;
   const auto again = lists_of(talks.run().trace);
   for (const auto& [place, lists] : recorded) {
@@ -252,7 +252,7 @@ TEST_CASE("longer answers start a question's lists again and leave those of the 
     REQUIRE(now.size() >= lists.size());
     CHECK((now.size() > lists.size()) == (place[0] == 0));
     for (std::size_t i = 0; i < now.size(); ++i) {
-      // All but the newest page, which is read whatever was recorded and takes another one's place.
+      // The newest page is always read, so it may replace one recorded page.
       const Pages& old = lists[i % lists.size()];
       CHECK(shared(now[i], old) + 1 >= old.size());
     }
@@ -281,7 +281,7 @@ TEST_CASE("questions and turns that were not recorded are refused") {
   items[1].follows = false;
   CHECK_THAT(refused(), Catch::Contains("got question 1 of sample 0") && Catch::Contains("there it is a turn"));
   items = all;
-  for (Item& item : items) item.sample += 2;  // samples start again
+  for (Item& item : items) item.sample += 2;  // samples are numbered from the first again
   CHECK(refused().empty());
   items = all;
   std::swap(items[2], items[5]);  // the same questions in another order
@@ -289,7 +289,7 @@ TEST_CASE("questions and turns that were not recorded are refused") {
 }
 
 TEST_CASE("a fidelity pass asks its questions as the plain pass does") {
-  // Of the steps that it takes of a conversation, which question each one belongs to.
+  // The question of each step of the pass.
   class Listener final : public Policy {
    public:
     Needs needs() const override { return {}; }
@@ -347,13 +347,13 @@ TEST_CASE("requests follow their own lists, preempted or not") {
 TEST_CASE("a traced file says which layers and pages its lists are of") {
   Cells cells;
   auto cell = cells.run();
-  // As a policy leaves it whose first layer is dense, in an engine with more room.
+  // Like the trace of a policy with a dense first layer, from an engine with more room.
   std::erase_if(cell.trace.events, [](const auto& e) { return e.layer == 0; });
   cell.trace.pages = 999;
   cells.follow(cell);
   CHECK(cells.recorded->layers.front() == 1);
   CHECK(cells.recorded->pages == 999);
-  // A file that does not say so: every sample is one of the task's, room is what its lists name.
+  // A file without these values: each sample is one of the task's, and the greatest listed page gives the room.
   for (auto& row : cell.samples) row.task_sample = row.question = row.follows = -1;
   cell.trace.pages = 0;
   std::erase_if(cell.trace.events, [](const auto& e) { return e.sample == 2; });

@@ -14,7 +14,7 @@ namespace {
 
 bool nothing(const Interval& i) { return std::isnan(i.low) && std::isnan(i.high); }
 
-// One question a context.
+// Scores of contexts with one question each.
 std::vector<Scored> alone(const std::vector<double>& scores) {
   std::vector<Scored> out;
   for (std::size_t i = 0; i < scores.size(); ++i) out.push_back({static_cast<int>(i), scores[i]});
@@ -27,7 +27,7 @@ std::vector<double> zeros_and_ones(int ones, int n) {
   return out;
 }
 
-// The share of samples of `contexts` contexts, made by draw(random), whose interval holds `truth`.
+// Draws samples of `contexts` contexts with draw(random). Returns the share of their intervals that hold `truth`.
 template <class Draw>
 double coverage(int contexts, double truth, Draw draw) {
   constexpr int samples = 500;
@@ -105,9 +105,9 @@ TEST_CASE("questions over one context count less than questions of their own") {
       mixed.push_back({c, double(q % 2)});
     }
   const Interval context = wilson_interval(0.5, 6), question = wilson_interval(0.5, 24);
-  CHECK(score_interval(same).low == Approx(context.low));  // a context's answers are all the same: 6 observations
+  CHECK(score_interval(same).low == Approx(context.low));  // the answers of a context are equal: 6 observations
   CHECK(score_interval(same).high == Approx(context.high));
-  CHECK(score_interval(mixed).low == Approx(question.low));  // never more than there are questions
+  CHECK(score_interval(mixed).low == Approx(question.low));  // at most one observation per question
   std::vector<Scored> right;
   for (int c = 0; c < 3; ++c)
     for (int q = 0; q < 4; ++q) right.push_back({c, 1});
@@ -120,11 +120,11 @@ TEST_CASE("the interval of other scores is Wilson's where contexts are too few o
   CHECK(alike.high == Approx(wilson_interval(0.5, 3).high));
   CHECK(score_interval(alone(std::vector<double>(20, 0.9))).low == Approx(wilson_interval(0.9, 20).low));
   CHECK(score_interval(alone({0.2, 0.4, 0.9})).low == Approx(wilson_interval(0.5, 3).low));
-  CHECK(nothing(score_interval(alone({3, 4, 5}))));  // nothing is known of how far such a score goes
+  CHECK(nothing(score_interval(alone({3, 4, 5}))));  // such a score's range is unknown
 }
 
 TEST_CASE("0/1 scores of clustered questions are covered in 95 of 100 cases, or more") {
-  // A context's questions are right with a probability of its own, 0.4 or 1.
+  // The questions of a context are right with its own probability, 0.4 or 1.
   const auto draw = [](Random& random) {
     const double right = random.unit() < 0.5 ? 0.4 : 1;
     std::vector<double> out;
@@ -140,14 +140,14 @@ TEST_CASE("0/1 scores of clustered questions are covered in 95 of 100 cases, or 
 }
 
 TEST_CASE("the bootstrap covers the truth in 93 to 97 of 100 cases") {
-  // Context and question each give half of a score; one to five questions a context.
+  // Context and question each give half of a score. A context has one to five questions.
   const auto even = [](Random& random) {
     const double context = random.unit();
     std::vector<double> out(1 + random.below(5));
     for (double& score : out) score = (context + random.unit()) / 2;
     return out;
   };
-  // Skewed: the product of three uniform numbers, two of them the context's.
+  // Skewed scores: products of three uniform numbers, two of them the context's.
   const auto skewed = [](Random& random) {
     const double context = random.unit() * random.unit();
     std::vector<double> out(3);
@@ -166,7 +166,7 @@ TEST_CASE("the bootstrap covers the truth in 93 to 97 of 100 cases") {
 }
 
 TEST_CASE("the bootstrap draws contexts, not questions") {
-  // 8 contexts whose 50 questions all agree: the interval is that of 8 values, not of 400.
+  // 8 contexts of 50 equal questions each: the interval is that of 8 values, not of 400.
   std::vector<Scored> clustered;
   std::vector<double> values;
   for (int c = 0; c < 8; ++c) {
@@ -176,7 +176,7 @@ TEST_CASE("the bootstrap draws contexts, not questions") {
   const Interval many = score_interval(clustered), few = score_interval(alone(values));
   CHECK(many.low == Approx(few.low));
   CHECK(many.high == Approx(few.high));
-  // Student's: 0.45 -+ 2.365 * 0.245 / sqrt(8).
+  // Student's t: 0.45 -+ 2.365 * 0.245 / sqrt(8).
   CHECK(few.low == Approx(0.45 - 0.205).margin(0.03));
   CHECK(few.high == Approx(0.45 + 0.205).margin(0.03));
 }
@@ -185,7 +185,7 @@ TEST_CASE("perplexity's interval is exp of the nll per token, each text with its
   std::vector<Scored> texts, long_ones;
   for (int t = 0; t < 8; ++t) {
     const double tokens = t == 0 ? 1 : 1000;
-    texts.push_back({t, (t == 0 ? 20 : 2 + 0.1 * t) * tokens, tokens});  // a text of one token, badly predicted
+    texts.push_back({t, (t == 0 ? 20 : 2 + 0.1 * t) * tokens, tokens});  // a badly predicted text of one token
     if (t > 0) long_ones.push_back({t, texts.back().value, tokens});
   }
   const Interval i = perplexity_interval(texts), without = perplexity_interval(long_ones);
@@ -201,11 +201,11 @@ TEST_CASE("a cell's interval takes turns over one context together") {
   for (unsigned i = 0; i < 3; ++i) {
     f.add(test::test_text(8, f.model->config.vocab, i), {}, 2);
     f.add({}, test::test_text(2, f.model->config.vocab, 9 + i), 2, true);
-    f.items.items[2 * i].references = f.items.items[2 * i + 1].references = {""};  // part of every answer
+    f.items.items[2 * i].references = f.items.items[2 * i + 1].references = {""};  // every answer contains ""
   }
   const results::SummaryRow s = f.run().summary;
   CHECK(s.score == 1);
-  CHECK(s.score_lo == Approx(0.43850).margin(1e-5));  // of 3, not of 6
+  CHECK(s.score_lo == Approx(0.43850).margin(1e-5));  // 3 observations, not 6
   CHECK(s.score_hi == 1);
 }
 

@@ -11,7 +11,7 @@ using namespace kvlab;
 
 namespace {
 
-// A task whose samples are what a test says.
+// A task with the samples of a test.
 struct Script {
   std::vector<TaskSample> samples;
   std::string metric = "exact", complaint;

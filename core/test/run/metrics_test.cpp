@@ -31,7 +31,7 @@ TEST_CASE("f1 counts words as SQuAD does") {
   CHECK(score("f1", "cat cat", List{"cat"}) == Approx(2 * 0.5 / 1.5));
   CHECK(score("f1", "dog", List{"cat", "dog!"}) == 1);
   CHECK(score("f1", "dog", List{"cat"}) == 0);
-  CHECK(score("f1", "", List{"the"}) == 1);  // nothing is left of either
+  CHECK(score("f1", "", List{"the"}) == 1);  // both are empty without articles
   CHECK(score("f1", "", List{"cat"}) == 0);
 }
 
@@ -73,12 +73,12 @@ TEST_CASE("in_order is the share of places with the right item") {
 }
 
 TEST_CASE("table_f1 counts cells by row, column and value") {
-  const List wanted{"day | what | n", "1 | tea | 5", "2 | rope | 7"};  // four cells beside the names of the rows
+  const List wanted{"day | what | n", "1 | tea | 5", "2 | rope | 7"};  // four cells besides the row names
   CHECK(score("table_f1", "1 | tea | 5\n2 | rope | 7\n", wanted) == 1);
   CHECK(score("table_f1", "| day | what | n |\n|---|:--|---|\n| 2 | Rope | 7 |\n| 1 | tea | 5 |", wanted) == 1);
   CHECK(score("table_f1", "1 | tea | 5", wanted) == Approx(2. * 2 / (2 + 4)));
   CHECK(score("table_f1", "1 | tea | 6\n2 | rope | 7", wanted) == Approx(2. * 3 / (4 + 4)));
-  CHECK(score("table_f1", "1 | 5 | tea", wanted) == 0);  // the right values in the wrong columns
+  CHECK(score("table_f1", "1 | 5 | tea", wanted) == 0);  // right values, wrong columns
   CHECK(score("table_f1", "1 | tea | 5\n1 | tea | 5\n2 | rope | 7", wanted) == Approx(2. * 4 / (6 + 4)));
   CHECK(score("table_f1", "no table", wanted) == 0);
 }
@@ -115,7 +115,7 @@ TEST_CASE("means and percentiles") {
   CHECK(percentile({4, 1, 3, 2}, 0.95) == 4);
   CHECK(percentile({7}, 0.01) == 7);
   CHECK(std::isnan(percentile({}, 0.5)));
-  // What was not measured is left out wherever it stands; what was measured and is infinite is not.
+  // NaN means not measured and is left out at any place. Infinite values are measured and count.
   const double inf = std::numeric_limits<double>::infinity();
   for (const std::vector<double>& v : {std::vector{nan, 1., 2., 3.}, {1., 2., nan, 3.}, {3., 2., 1., nan}}) {
     CHECK(percentile(v, 0.5) == 2);

@@ -1,4 +1,4 @@
-// Numbers that are not finite end a cell, are counted, and are said to have begun where they did.
+// Numbers that are not finite end a cell. They are counted, and the error names their first place.
 #include "run/nonfinite.hpp"
 
 #include <catch2/catch.hpp>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
-// The tiny model with one tensor all of one number.
+// The tiny model with every element of one tensor equal to `value`.
 std::shared_ptr<const Model> tiny_with(const std::string& tensor, float value) {
   test::AlteredCheckpoint altered(open_checkpoint(test::golden("tiny/llama-gqa3")));
   altered.alter(tensor, [=](std::int64_t, std::int64_t, float) { return value; });
@@ -36,7 +36,7 @@ struct TinyCell : test::CellFixture {
   }
 };
 
-// Makes an element of the slot's cache NaN, in the layer and after the decode step that it is told.
+// Makes an element of a slot's cache NaN, in one layer after one decode step.
 class Spoiler final : public Policy {
  public:
   Spoiler(int slot, int layer, int step, KvSide side) : slot_(slot), layer_(layer), step_(step), side_(side) {}
@@ -73,8 +73,8 @@ TEST_CASE("a cell whose logits are not finite fails and says in which layer that
     std::string says;
   };
   const std::string layer = "model.layers.1.";
-  // Finite weights, whose products overflow: keys of layer 1 alone; the residual stream behind layer 1, so all of the
-  // next one; the final norm, so the logits alone.
+  // Weights are finite, but products overflow: keys or values of layer 1, the residual stream behind layer 1 and so the
+  // whole next layer, or the final norm and so the logits alone.
   for (const Case& c : {Case{layer + "self_attn.k_proj.weight", 3e38f, "of the keys"},
                         Case{layer + "self_attn.v_proj.weight", 3e38f, "of the values"},
                         Case{layer + "mlp.down_proj.weight", 3e38f, "of the queries"},
@@ -149,14 +149,14 @@ TEST_CASE("a step that is not finite names its row, and a replay the layer, step
       REQUIRE(seen->rows().size() == 1);
       CHECK(seen->rows()[0].question == 11);
       CHECK(seen->rows()[0].sequence == 1);
-      // Spoilt after step 2, seen by attention of step 3, which is at token 15.
+      // The value is spoilt after step 2. The attention of step 3 sees it, at token 15.
       const NonFinite found = located(
           model, [&] { return spoiler(0); }, small_engine(3), *seen);
       CHECK_THAT(found.what(), Contains("sample 11, token 15 (of decode step 3)") &&
                                    Contains("of the attention output in layer " + std::to_string(layer)) &&
                                    !Contains("queries"));
       CHECK(found.count() > 1);
-      // Nothing to be seen again: the error at hand stays.
+      // Nothing is spoilt in the replay, so the first error stays.
       CHECK_THAT(located(
                      model, [] { return compose({}); }, small_engine(3), *seen)
                      .what(),
@@ -205,7 +205,7 @@ TEST_CASE("the full cache's own run is looked at too") {
 }
 
 TEST_CASE("the shadow's figures of numbers that are not finite are no good ones, and counted") {
-  // The policy's output with an element changed, first, middle or last.
+  // Changes one element of the policy's output: first, middle or last.
   struct Changed final : EngineObserver {
     explicit Changed(const Model& m) : shadow(m, 8, 64) {}
     void prompt(const PromptLayer& l, const Store& s) override { shadow.prompt(l, s); }
@@ -231,7 +231,7 @@ TEST_CASE("the shadow's figures of numbers that are not finite are no good ones,
       Changed changed(*model);
       changed.value = value;
       changed.at = at;
-      changed.in_value = at == 2000;  // of the new token, so full attention's own output
+      changed.in_value = at == 2000;  // a value of the new token, so full attention's own output changes
       Engine engine(model, compose({}), small_engine(1));
       engine.observe(&changed);
       const int slot = engine.open(), token = 3;

@@ -1,5 +1,5 @@
-// Every policy against an independent implementation (tools/goldens): kept positions, pages read, logits, attention
-// mass.
+// Compares every policy with an independent implementation (tools/goldens): kept positions, pages read, logits,
+// attention mass.
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <fstream>
@@ -21,7 +21,7 @@ PluginUse use(Registry& registry, Role role, const std::string& name, const std:
   return {role, name, resolve(registry.require(role, name), given)};
 }
 
-// The reference's words for a policy, in ours.
+// Translates a policy of the golden file.
 PolicySpec spec_of(const json& p, Registry& registry) {
   PolicySpec s;
   s.name = p["name"];
@@ -52,7 +52,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   return s;
 }
 
-// The shadow's figures, and which pages were read.
+// Notes the shadow's figures and the pages that attention reads.
 class Watch final : public EngineObserver {
  public:
   Watch(const Model& m, int page_size, int tokens) : shadow(m, page_size, tokens) {}

@@ -54,7 +54,7 @@ TEST_CASE("head statistics of the tiny model are what their definitions allow") 
   for (std::size_t i = 0; i < p["rco_4"].values.size(); ++i) {
     CHECK(p["rco_4"].values[i] <= p["overlap_4"].values[i]);
     CHECK(p["top_mass_between"].values[i] <= p["top_mass"].values[i]);
-    // The best 6 of at most 24 pages by mass hold at least their share of it.
+    // Of at most 24 pages the 6 with the most mass hold at least 6/24 of it.
     if (by == "mass") CHECK(p["top_mass"].values[i] >= 6.f / 24);
   }
   for (std::size_t layer = 0; layer < 3; ++layer) {

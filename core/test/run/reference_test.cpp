@@ -32,7 +32,7 @@ struct Scene {
   }
 };
 
-// The variable, as it was before at the end.
+// Sets a variable of the environment; its end restores the value.
 class Variable {
  public:
   Variable(const char* name, const std::string& value) : name_(name) {

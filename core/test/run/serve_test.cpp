@@ -1,4 +1,4 @@
-// Cells with a workload, and the requests that they are made of.
+// Cells with a workload, and their requests.
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
 
@@ -52,7 +52,7 @@ TEST_CASE("poisson arrivals have the rate, follow the seed and nothing else") {
   }
   const double mean = last / 20000;
   CHECK(mean == Approx(250).epsilon(0.03));
-  CHECK(squares / 20000 == Approx(2 * mean * mean).epsilon(0.08));  // of an exponential distribution
+  CHECK(squares / 20000 == Approx(2 * mean * mean).epsilon(0.08));  // the second moment of an exponential distribution
   CHECK(requests[4].prompt == all[1].prompt);
   CHECK(requests[4].fed == all[1].fed);
   CHECK(requests[4].max_new == all[1].max_new);

@@ -29,7 +29,7 @@ TEST_CASE("tokens of pieces may be put one after the other") {
     }
     CHECK(env.encode_next("").empty());
   }
-  // Where a word begins with its space, cutting there changes nothing.
+  // A cut in front of a word's space changes no token.
   for (const char* vocabulary : {"gpt-2", "llama-spm"}) {
     const TaskFixture f("niah", vocabulary);
     const auto env = f.env(1);
@@ -88,7 +88,7 @@ TEST_CASE("what is no text is refused with file and byte") {
   CHECK_THROWS_WITH(env.read_text("."), Catch::Contains("got a folder, wanted a text file"));
   CHECK_THROWS_WITH(env.read_text("/dev/zero"), Catch::Contains("got a device, wanted a text file"));
   CHECK_THROWS_WITH(env.records("/dev/zero"), Catch::Contains("got a device, wanted a text file"));
-  f.write("page.txt", "a\fb \xe6\xbc\xa2\n");  // a form feed is no binary data
+  f.write("page.txt", "a\fb \xe6\xbc\xa2\n");  // a file with a form feed is a text file
   CHECK(env.read_text("page.txt").size() == 8);
 }
 
@@ -108,7 +108,7 @@ TEST_CASE("records keep every field as text, and the parts of what is no text") 
   CHECK(r.at("e") == std::vector<std::string>{"1.5"});
   CHECK(r.at("f") == std::vector<std::string>{"true"});
   CHECK(r.size() == 9);  // with b.2
-  // As SQuAD has its answers.
+  // SQuAD's layout of answers.
   f.write("squad.json", R"({"answers": {"text": ["x", "y"], "answer_start": [3, 5]}})");
   const Record squad = f.env(1).records("squad.json").at(0);
   CHECK(squad.at("answers.text") == std::vector<std::string>{"x", "y"});

@@ -1,4 +1,4 @@
-// What traces and fidelity say of a policy that attends to tokens.
+// Traces and fidelity of a policy that attends to tokens.
 #include "support/token_reader.hpp"
 
 #include <catch2/catch.hpp>
@@ -15,7 +15,7 @@ using namespace kvlab::test;
 
 namespace {
 
-// KV head `narrow` attends to its newest 4 tokens and the two oldest, the others to every token.
+// KV head `narrow` attends to its newest 4 tokens and its two oldest. The others attend to every token.
 class OneNarrowHead final : public Policy {
  public:
   explicit OneNarrowHead(int narrow) : narrow_(narrow) {}
@@ -34,7 +34,7 @@ class OneNarrowHead final : public Policy {
   int narrow_;
 };
 
-// The shadow, and the mass of each layer that KV head `narrow` attends to, by the reference on the engine's own cache.
+// The shadow, and the mass of the tokens that each layer attends to. The reference computes it on the engine's cache.
 struct Checked final : EngineObserver {
   Checked(Shadow& s, const ModelConfig& c, int narrow_head) : shadow(s), config(c), narrow(narrow_head) {}
   Prompt reads_of_prompt() const override { return shadow.reads_of_prompt(); }

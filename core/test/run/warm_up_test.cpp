@@ -63,7 +63,7 @@ void same(const results::CellResult& a, const results::CellResult& b) {
 
 TEST_CASE("one prompt of each length that kernels tell apart is warmed up, the longest of it, longest first") {
   Fixture f("full");
-  f.prompt(300, 4);  // lengths count as 64, 192 and 384
+  f.prompt(300, 4);  // lengths are rounded to 64, 192 and 384
   f.prompt(310, 5);
   const auto prompts = prompts_of_shapes(f.items.items);
   std::vector<std::size_t> lengths;
@@ -76,7 +76,7 @@ TEST_CASE("a process warms a shape up once") {
   CHECK(warm_shapes(f.input(), 2) == 2);
   CHECK(warm_shapes(f.input(), 2) == 0);
   f.cell.id = "another";
-  f.experiment.policies[0].budget.value = 32;  // no other kernels
+  f.experiment.policies[0].budget.value = 32;  // the same kernels
   CHECK(warm_shapes(f.input(), 2) == 0);
   f.prompt(41, 9);
   CHECK(warm_shapes(f.input(), 2) == 0);
@@ -107,7 +107,7 @@ TEST_CASE("results are the same bits with a warm-up and without, in the first ce
 TEST_CASE("the tokens that touch a timed cell's engine are not in its ledger") {
   const char* const host = "quest: {budget: {tokens: 16}, placement: {tier: host, resident: 8}}";
   for (const char* policy : {"full", host})
-    for (const int answer : {1, 6}) {  // fewer tokens than touch feeds, and more
+    for (const int answer : {1, 6}) {  // fewer tokens than touch() feeds, and more
       CAPTURE(policy, answer);
       test::CellFixture f(test::tiny_model("llama-gqa3"), test::policy_of(policy, 8), {Metric::score, Metric::memory});
       f.add(test::test_text(16, f.model->config.vocab, 1), {}, answer);

@@ -1,5 +1,5 @@
-// Tasks measure the use of the context: on the bundled recall model each one's score with the full cache is above the
-// score with a window far below the context. More numbers: experiments/tasks.yaml.
+// Tasks measure the use of the context. On the bundled recall model each task scores higher with the full cache than
+// with a window far below the context. experiments/tasks.yaml gives more numbers.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <fstream>
@@ -24,7 +24,7 @@ TEST_CASE("every generated task scores higher with the full cache than with a wi
       return std::any_of(p->params.begin(), p->params.end(), [&](const ParamSpec& s) { return s.name == name; });
     };
     if (!has("context")) continue;
-    // A window, too, sees which coded words are frequent: less surely.
+    // frequent_words needs more samples: a window also sees which coded words are frequent, but less surely.
     tasks += "  - " + p->name + ": {context: 1024, samples: " + (p->name == "frequent_words" ? "4" : "1") +
              (has("depth") ? ", depth: 3}\n" : "}\n");
     ++count;
