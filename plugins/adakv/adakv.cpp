@@ -1,5 +1,4 @@
-// AdaKV: the heads of a layer share one budget; the best scores of all heads decide how much each keeps. Feng et al.
-// 2024.
+// AdaKV: the heads of a layer share one budget. The best scores of all heads give each head's count. Feng et al. 2024.
 #include <kvlab/plugin.hpp>
 
 namespace {

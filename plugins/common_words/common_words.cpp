@@ -1,6 +1,5 @@
-// The words that appear most often in a numbered list: RULER's common_words_extraction (Hsieh et al. 2024), with its
-// worked examples before it. The words are those of the bundled haystack. Score: the share of the common words that the
-// answer has.
+// The words that appear most often in a numbered list, after worked examples: RULER's common_words_extraction (Hsieh et
+// al. 2024). The words come from the bundled haystack. Score: the share of the common words in the answer.
 #include <kvlab/prompt.hpp>
 
 #include <set>
@@ -37,7 +36,7 @@ class CommonWords final : public kvlab::PromptTask {
                           "Memorize the ones that appear most often.",
                       question = "\nQuestion: What are the " + count + " most common words in the above list?",
                       opening = "Answer: The top " + count + " words that appear most often in the list are:";
-    // RULER's frequencies and sizes of examples, below 4096 tokens its smaller ones.
+    // RULER's frequencies and sizes of examples; below 4096 tokens its smaller ones.
     const bool small = context() < 4096;
     const std::size_t example_words = small ? 20 : 40;
     std::string text;
@@ -53,7 +52,7 @@ class CommonWords final : public kvlab::PromptTask {
     random.shuffle(words);
     kvlab::Prompt prompt = open(env, text + intro);
     prompt.ask(question, opening, Words(words.begin(), words.begin() + common_), max_new());
-    // As many of the other words as fit.
+    // The list takes as many other words as fit.
     const int times = times_ > 0 ? times_
                       : small    ? 6
                                  : 30,
@@ -77,8 +76,8 @@ class CommonWords final : public kvlab::PromptTask {
   }
 
  private:
-  // The first `common` words `times` times, the next `others` (as far as there are any) `other_times` times, in one
-  // numbered line of its own.
+  // A numbered line with the first `common` words `times` times each, and the next `others` words (if there are so
+  // many) `other_times` times each.
   static std::string numbered(const Words& words, std::size_t common, int times, std::size_t others, int other_times,
                               kvlab::Random random) {
     Words all;
@@ -90,7 +89,7 @@ class CommonWords final : public kvlab::PromptTask {
     return text;
   }
 
-  // Words of 4 to 10 small letters, in alphabetical order.
+  // Words of 4 to 10 lowercase letters, in alphabetical order.
   const Words& vocabulary(const kvlab::TaskEnv& env) const {
     if (!vocabulary_.empty()) return vocabulary_;
     std::set<std::string> all;

@@ -1,5 +1,5 @@
-// A long record is to be turned into a table: nearly all of the context is needed, where a needle needs one line of it.
-// Score: F1 of the table's cells.
+// The model turns a long record into a table. It needs nearly all of the context; a needle needs one line of it. Score:
+// F1 of the table's cells.
 #include <kvlab/prompt.hpp>
 
 namespace {

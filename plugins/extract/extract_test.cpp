@@ -28,7 +28,7 @@ TEST_CASE("extract: every row of the table is a sentence of the record") {
                     cell(4) + ".") != std::string::npos);
     all += table[i] + "\n";
   }
-  CHECK(static_cast<int>(env.encode(all).size()) < s.questions[0].max_new_tokens);  // the whole table fits the answer
+  CHECK(static_cast<int>(env.encode(all).size()) < s.questions[0].max_new_tokens);  // room for the whole table
 }
 
 TEST_CASE("extract: more rows than tokens are refused before any is made") {

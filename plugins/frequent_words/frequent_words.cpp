@@ -1,5 +1,5 @@
-// The three most frequent words of a coded text whose frequencies follow a zeta distribution; the most frequent of all
-// are dots: RULER's freq_words_extraction (Hsieh et al. 2024). Score: the share of the three that the answer has.
+// The three most frequent words of a coded text: RULER's freq_words_extraction (Hsieh et al. 2024). Frequencies follow
+// a zeta distribution, and dots take the first rank. Score: the share of the three words in the answer.
 #include <kvlab/prompt.hpp>
 
 namespace {
@@ -16,9 +16,9 @@ struct kvlab::Choices<Alpha> {
 
 namespace {
 
-// floor(words / (zeta(alpha) rank^alpha)) in integers, so that it is the same on every machine.
+// floor(words / (zeta(alpha) rank^alpha)). Integers give the same value on every machine.
 std::uint64_t frequency(std::uint64_t words, std::uint64_t rank, Alpha alpha) {
-  std::uint64_t root = 0;  // of rank, in 1/1024
+  std::uint64_t root = 0;  // square root of rank, in 1/1024
   while ((root + 1) * (root + 1) <= rank << 20) ++root;
   if (alpha == Alpha::two) return words * 1024000000 / 1644934 / (rank * rank * 1024);
   if (alpha == Alpha::one_and_a_half) return words * 1024000000 / 2612375 / (rank * root);

@@ -1,5 +1,5 @@
-// How a model's heads attend while decoding: the statistics that head classes and reuse of selections rest on.
-// RCO: FlexiCache, section 4 (its card, step 2); similarity of heads of a layer: HeteroCache; query cosine: FreeKV.
+// Statistics of a model's heads while decoding, for head classes and reuse of selections. RCO: FlexiCache, section 4
+// (its card, step 2); similarity of a layer's heads: HeteroCache; query cosine: FreeKV.
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
 
@@ -21,7 +21,7 @@ struct kvlab::Choices<By> {
 
 namespace {
 
-using Pages = std::vector<std::int32_t>;  // ascending
+using Pages = std::vector<std::int32_t>;  // page indices, ascending
 
 class HeadStats final : public kvlab::Profiler {
  public:
@@ -87,7 +87,7 @@ class HeadStats final : public kvlab::Profiler {
   }
 
  private:
-  // The top pages of one KV head against its own earlier ones and those of the layer's heads before it.
+  // Compares the top pages of one KV head with its earlier ones and with those of the layer's heads before it.
   void pages(const kvlab::LayerStep& step, int row, int head, const kvlab::PageList& best) {
     const int candidates = step.pages.pages(row, head), slot = step.slots[row];
     if (candidates <= top_) return;  // every page is a top page

@@ -1,5 +1,5 @@
-// int8: every key and value vector of every token on its own, asymmetric, f16 scale and zero (the per-token quantizer
-// of QServe and LeanKV at 8 bits), after RoPE.
+// int8: quantizes each key and value vector of a token on its own, after RoPE, asymmetric, with f16 scale and zero. It
+// is the per-token quantizer of QServe and LeanKV at 8 bits.
 #include <kvlab/plugin.hpp>
 
 namespace {

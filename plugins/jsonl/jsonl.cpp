@@ -1,4 +1,4 @@
-// Questions out of a data file: one JSON object per line (or an array of them), as LongBench and most data sets come.
+// Questions from a data file: one JSON object per line (or an array of them), like LongBench and most data sets.
 #include <kvlab/plugin.hpp>
 
 #include "template.hpp"
@@ -48,7 +48,7 @@ class Jsonl final : public kvlab::Task {
  private:
   struct Group {
     std::string prompt;
-    std::vector<std::size_t> records;  // its questions
+    std::vector<std::size_t> records;  // one per question
   };
   std::string place(std::size_t record) const { return data_ + ": record " + std::to_string(record + 1); }
   const std::vector<Group>& groups(const kvlab::TaskEnv& env) const;
@@ -63,7 +63,7 @@ class Jsonl final : public kvlab::Task {
   mutable std::vector<Group> groups_;
 };
 
-// One question per context: every record for itself. More: as many neighbours as ask about the same prompt.
+// With one question per context each record is a group. Else up to so many neighbours with one prompt are.
 const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
   if (!groups_.empty()) return groups_;
   records_ = env.records(data_);
@@ -79,7 +79,7 @@ const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const 
   return groups_;
 }
 
-// The prompt cut in its middle to what is left of max_context beside `others` tokens.
+// Cuts the prompt in its middle, so that prompt and `others` tokens fit max_context.
 Tokens Jsonl::fitted(Tokens prompt, std::size_t others, const Group& group) const {
   const auto limit = static_cast<std::size_t>(max_context_);
   if (limit == 0 || prompt.size() + others <= limit) return prompt;

@@ -18,7 +18,7 @@ inline const std::vector<std::string>& field(const kvlab::Record& record, const 
   throw kvlab::Error(kvlab::Errc::data, "got no field '" + name + "', wanted one of: " + known, where);
 }
 
-// Does the field hold more than texts? Then its parts are fields too: "answers.text" beside "answers".
+// True if the field has parts. They are fields, too: "answers.text" beside "answers".
 inline bool has_parts(const kvlab::Record& record, const std::string& name) {
   const auto part = record.lower_bound(name + ".");
   return part != record.end() && part->first.rfind(name + ".", 0) == 0;
@@ -26,7 +26,7 @@ inline bool has_parts(const kvlab::Record& record, const std::string& name) {
 
 inline bool blank(const std::string& text) { return text.find_first_not_of(" \t\r\n") == std::string::npos; }
 
-// Text with {field} in it; {{ and }} stand for braces. Several texts of a field are joined by line ends.
+// A text with {field} in it; {{ and }} stand for braces. Line ends join several texts of a field.
 class Template {
  public:
   Template(const std::string& text, const char* parameter) {
@@ -74,7 +74,7 @@ class Template {
 
  private:
   struct Piece {
-    std::string field, text;  // the field's text, then this one
+    std::string field, text;  // the field's text comes before `text`
   };
   std::vector<Piece> pieces_;
 };

@@ -1,4 +1,4 @@
-// Knorm: keys of small L2 norm receive attention; keep them. Devoto et al., EMNLP 2024. RoPE does not change a norm.
+// Knorm: keys of small L2 norm receive attention, so they stay. Devoto et al., EMNLP 2024. RoPE does not change a norm.
 #include <kvlab/plugin.hpp>
 
 namespace {

@@ -1,5 +1,5 @@
-// The value of one key of a JSON object: InfiniteBench's Retrieve.KV (Zhang et al. 2024, after Liu et al. 2023), whose
-// keys and values are UUIDs. Score: is the value a word of the answer.
+// The value of one key of a JSON object: InfiniteBench's Retrieve.KV (Zhang et al. 2024, after Liu et al. 2023). Keys
+// and values are UUIDs. Score: 1 if the value is a word of the answer.
 #include <kvlab/prompt.hpp>
 
 namespace {

@@ -1,6 +1,6 @@
-// A second question after the first answer, in the same cache: a policy that kept what the first question needs may
-// have thrown away what the second one does. Facts and questions are RULER's. `turns: N` asks N questions one after the
-// other, at least two. Score: late questions only, unless `score_first`.
+// A second question after the first answer, in the same cache. A policy that kept the first question's tokens may have
+// dropped those of the second. Facts and questions are RULER's. `turns: N` asks N questions one after the other, at
+// least two. Score: late questions only, unless `score_first`.
 #include <kvlab/prompt.hpp>
 
 namespace {

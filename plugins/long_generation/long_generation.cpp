@@ -1,8 +1,7 @@
-// A long document in numbered entries, some of which have to meet demands: one entry, a range, every so many. After
-// LongGenBench's skyscraper (Wu et al. 2024). `form: document` is its form: the demands as rules, entries in prose that
-// begin with #*#, the first one's heading opens the answer; small models do not follow it. `form: list` says the same
-// floor by floor, hidden in a text, and wants one numbered line for each. Score: the share of demanded entries that
-// name what they must, checked by rule.
+// A long document in numbered entries. Demands name one entry, a range, or every so many entries, after LongGenBench's
+// skyscraper (Wu et al. 2024). `form: document` is the original: demands are rules, entries are prose behind #*#, and
+// the first heading opens the answer; small models do not follow it. `form: list` hides one use per floor in a text and
+// asks for one numbered line per floor. Score: the share of demanded entries that name their use, checked by rule.
 #include <kvlab/prompt.hpp>
 
 #include <map>
@@ -76,8 +75,8 @@ class LongGeneration final : public kvlab::PromptTask {
     }
 
     std::vector<std::pair<int, std::string>> once;  // floor, use
-    std::string shared, repeated;                   // uses of the range and of every so many floors
-    int from = 1, start = 1;                        // first floors of these two
+    std::string shared, repeated;                   // uses of the range and of the period
+    int from = 1, start = 1;                        // their first floors
     std::vector<std::string> references;
     std::map<int, std::string> of;  // all uses of a floor
   };
@@ -136,7 +135,7 @@ class LongGeneration final : public kvlab::PromptTask {
       prompt.ask((max_new() > 0 ? "\n" : "") + text, "*** started ***\n#*# Floor 1:", {}, most);
       return prompt;
     };
-    // Without a limit of its own the answer has the whole rest of the context.
+    // Without a limit of its own the answer gets the whole rest of the context.
     kvlab::Prompt prompt = asked(max_new() > 0 ? max_new() : asked(0).room(0, "no text", 1));
     prompt.room(0, "no text", 0);
     kvlab::TaskSample out = prompt.finish({});

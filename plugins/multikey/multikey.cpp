@@ -1,6 +1,6 @@
-// One fact is asked for among others that look like it: RULER's niah_multikey (Hsieh et al. 2024). With the defaults
-// niah_multikey_1; with `keys: 0`, where nothing but facts fills the context, niah_multikey_2, and with `key: uuid,
-// answer: uuid` as well niah_multikey_3.
+// The question asks for one fact among others like it: RULER's niah_multikey (Hsieh et al. 2024). The defaults are
+// niah_multikey_1. `keys: 0` fills the context with facts alone, as niah_multikey_2; with `key: uuid, answer: uuid`
+// besides it is niah_multikey_3.
 #include <kvlab/prompt.hpp>
 
 namespace {
@@ -22,7 +22,7 @@ class Multikey final : public kvlab::PromptTask {
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     kvlab::Random random = this->random(index, env);
     const int asked = env.questions();
-    // No fact is shorter than this.
+    // A fact has at least 12 tokens.
     const int count = keys_ > 0 ? keys_ : std::max(asked, context() / 12);
     if (asked > count)
       throw kvlab::Error(kvlab::Errc::config,

@@ -17,7 +17,7 @@ TEST_CASE("multikey: RULER's wording, one fact among four") {
   for (std::size_t at = first; at != std::string::npos; at = text.find(what, at + 1)) ++facts;
   CHECK(facts == 4);
   const std::string key = text.substr(first + what.size(), text.find(" is: ", first) - first - what.size());
-  CHECK(text.find(what + key + " is: " + value + ".") == first);  // depth 0: the asked fact is the first one
+  CHECK(text.find(what + key + " is: " + value + ".") == first);  // depth 0: the asked fact comes first
   CHECK(question == "\nWhat is the special magic number for " + key +
                         " mentioned in the provided text? The special magic "
                         "number for " +

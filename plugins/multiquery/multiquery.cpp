@@ -1,5 +1,5 @@
-// Several keys asked about at once: RULER's niah_multiquery (Hsieh et al. 2024). Score: the share of values that the
-// answer has. `keys` beyond those that are asked about distract.
+// One question asks about several keys: RULER's niah_multiquery (Hsieh et al. 2024). Score: the share of values in the
+// answer. `keys` beyond the asked ones distract.
 #include <kvlab/prompt.hpp>
 
 namespace {

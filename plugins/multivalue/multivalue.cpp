@@ -1,5 +1,5 @@
-// Several values of one key, all of them asked for at once: RULER's niah_multivalue (Hsieh et al. 2024). Score: the
-// share of values that the answer has.
+// One question asks for several values of one key: RULER's niah_multivalue (Hsieh et al. 2024). Score: the share of
+// values in the answer.
 #include <kvlab/prompt.hpp>
 
 namespace {
@@ -33,7 +33,7 @@ class Multivalue final : public kvlab::PromptTask {
       const std::vector<std::string> mine(first, first + values_);
       prompt.ask("\nWhat are all the special magic " + about + "?", "The special magic " + about + " are", mine,
                  max_new());
-      // In the order in which the text has them.
+      // Ascending depths put the values into the text in the references' order.
       std::vector<double> places;
       while (places.size() < mine.size()) places.push_back(random.unit());
       std::sort(places.begin(), places.end());

@@ -1,6 +1,6 @@
-// Needle in a haystack: facts hidden at chosen depths of a long text, one question for each fact. Wording and kinds as
-// in RULER's single needles (Hsieh et al. 2024): `haystack: noise` is niah_single_1, the default niah_single_2 with
-// another text, `answer: uuid` niah_single_3.
+// Needle in a haystack: facts hidden at chosen depths of a long text, one question for each fact. Wording and kinds are
+// those of RULER's single needles (Hsieh et al. 2024). `haystack: noise` is niah_single_1, the default niah_single_2
+// with another text, `answer: uuid` niah_single_3.
 #include <kvlab/prompt.hpp>
 
 namespace {
@@ -54,7 +54,7 @@ kvlab::TaskSample Niah::sample(int index, const kvlab::TaskEnv& env) const {
   std::vector<Tokens> needles;
   std::vector<double> depths;
   int taken = 0;
-  // The grid's depth is the first needle's; the others follow at even distances, past the end from the beginning again.
+  // The first needle is at the grid's depth. The others follow at even distances and wrap at the end.
   const double depth = this->depth(index, depths_);
   for (int i = 0; i < count; ++i) {
     const auto n = static_cast<std::size_t>(i);
@@ -65,7 +65,7 @@ kvlab::TaskSample Niah::sample(int index, const kvlab::TaskEnv& env) const {
     depths.push_back(d > 1 ? d - 1 : d);
     if (i >= ask_ && i < ask_ + asked)
       prompt.ask(kvlab::filled(question_, fields), kvlab::filled(opening_, fields), {values[n]}, max_new());
-    else if (needles_ > 0 && env.turns() == 1)  // whichever needle is asked for, the text is the same
+    else if (needles_ > 0 && env.turns() == 1)  // the text must not depend on `ask`
       prompt.reserve(kvlab::filled(question_, fields), kvlab::filled(opening_, fields), max_new());
   }
   const int room = prompt.room(taken, std::to_string(count) + (count > 1 ? " needles" : " needle"));

@@ -65,7 +65,7 @@ TEST_CASE("niah: the needle stands once, at a sentence's end nearest to its dept
                           " mentioned in the provided text? The special magic number "
                           "for " +
                           key + " mentioned in the provided text is");
-    // No sentence of the haystack is longer than this share of the prompt, twice.
+    // The margin is the share of two of the haystack's longest sentences.
     const std::string intro = "I will quiz you about the number afterwards.";
     const std::size_t hay = text.find(intro) + intro.size();
     const double share = static_cast<double>(begin - hay) / static_cast<double>(text.size() - hay - 60);
@@ -75,13 +75,13 @@ TEST_CASE("niah: the needle stands once, at a sentence's end nearest to its dept
   const std::string last = env.decode(task->sample(4, env).context);
   CHECK(last.substr(last.size() - 9, 1) == " ");
   CHECK(last.back() == '.');
-  CHECK(last.find("One of the special") > last.size() - 80);  // 100 %: nothing comes after it
+  CHECK(last.find("One of the special") > last.size() - 80);  // 100 %: no text follows
 }
 
 TEST_CASE("niah: depth lies between the sentences of a known text") {
   const TaskFixture f("niah");
   f.write("hay.txt", quarter_text);
-  // Every line is 11 tokens with GPT-2's vocabulary; the needle of the middle parts them into halves.
+  // Every line has 11 tokens in GPT-2's vocabulary. The needle in the middle halves them.
   const auto task =
       f.task({{"haystack", std::string("hay.txt")}, {"context", std::int64_t{800}}, {"depth", std::int64_t{1}}});
   const auto env = f.env(3);
@@ -89,7 +89,7 @@ TEST_CASE("niah: depth lies between the sentences of a known text") {
   const std::size_t needle = text.find("One of");
   const auto before = all_of(text.substr(0, needle), "This is"), after = all_of(text.substr(needle), "This is");
   CHECK(std::abs(static_cast<int>(before.size()) - static_cast<int>(after.size())) <= 1);
-  CHECK(before.size() + after.size() > 50);  // forty lines came round again
+  CHECK(before.size() + after.size() > 50);  // the forty lines repeat
   const std::size_t end = text.find("number 39 of forty plain lines.");
   REQUIRE(end != std::string::npos);
   const std::size_t next = text.find("This is", end);
@@ -199,7 +199,7 @@ TEST_CASE("niah: what cannot be built is said") {
                     Catch::Contains("needles 0 to 2, wanted less than needles: 2"));
   CHECK_THROWS_WITH(f.task({{"needle", std::string("no answer")}}), Catch::Contains("{value}"));
   CHECK_THROWS_WITH(f.task({})->sample(0, f.env(1, 5000)), Catch::Contains("5000 needles, wanted at most 1000"));
-  // The smallest context that the message names does.
+  // The smallest context that the message names must do.
   try {
     f.task({{"context", std::int64_t{60}}})->sample(0, env);
   } catch (const Error& e) {

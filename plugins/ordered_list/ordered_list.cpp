@@ -1,6 +1,6 @@
-// Many values in one long answer, in a given order: what attention needs drifts while it is generated. Facts are
-// RULER's. With `order: named` the question names the keys in an order of its own; with `order: text` it names none and
-// asks for all values as the text has them. Score: the share of places at which the answer has the right value.
+// Many values in one long answer, in a given order: attention's needs drift while the answer grows. Facts are RULER's.
+// With `order: named` the question names the keys in an order of its own. With `order: text` it names no key and asks
+// for all values in the text's order. Score: the share of places with the right value.
 #include <kvlab/prompt.hpp>
 
 #include <numeric>
@@ -42,7 +42,7 @@ class OrderedList final : public kvlab::PromptTask {
       wanted.push_back(values[i]);
       answer.push_back(keys[i] + ": " + values[i]);
     }
-    // Room for the longer way to write it.
+    // Room for the longer form of the answer: keys and values.
     const int own = kvlab::length(env.encode_next("\n" + kvlab::joined(answer, "\n") + "\n")) + 8;
     kvlab::Prompt prompt =
         open(env,

@@ -1,6 +1,6 @@
 // A pass key of five digits in lines of noise: InfiniteBench's Retrieve.PassKey (Zhang et al. 2024, after Mohtashami
-// and Jaggi 2023), in its wording for base models, whose last line opens the answer. Score: the first integer of the
-// answer.
+// and Jaggi 2023). The wording is the one for base models; its last line opens the answer. Score: 1 if the answer's
+// first integer is the key.
 #include <kvlab/prompt.hpp>
 
 namespace {

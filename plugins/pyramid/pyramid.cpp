@@ -1,10 +1,10 @@
-// PyramidKV: layer budgets that shrink linearly from the first layer to the last. Cai et al. 2024. Integer floors as in
-// the authors' code; the pinned tokens come on top of what shrinks.
+// PyramidKV: layer budgets shrink linearly from the first layer to the last. Cai et al. 2024. Divisions round down as
+// in the authors' code, and pinned tokens are added to each layer's share.
 #include <kvlab/plugin.hpp>
 
 namespace {
 
-// Tokens of one layer: cap = mean per layer, pins included; n = tokens in the cache.
+// Tokens of one layer. cap: mean per layer, pins included. n: tokens in the cache.
 int layer_tokens(int layer, int layers, int n, int cap, int pinned, int beta) {
   if (n < cap) return n;
   const int base = cap - pinned;

@@ -1,4 +1,4 @@
-// Lives of people who never were: documents made by rule, and one question about each.
+// Lives of invented people: documents made by rule, and one question about each.
 #pragma once
 #include <kvlab/random.hpp>
 

@@ -1,6 +1,6 @@
-// A question about one of many documents, in RULER's format of qa (Hsieh et al. 2024). Without `data` documents and
-// questions are generated: lives of people who never were. With it they come from records {context, question, answers},
-// as SQuAD has them once it is flattened. Score: does the answer contain one of the accepted ones.
+// A question about one of many documents, in the format of RULER's qa (Hsieh et al. 2024). Without `data` the documents
+// are generated lives of invented people. With it they come from records {context, question, answers}, like flattened
+// SQuAD. Score: 1 if the answer contains an accepted one.
 #include <kvlab/prompt.hpp>
 
 #include "people.hpp"
@@ -54,12 +54,12 @@ class Qa final : public kvlab::PromptTask {
   }
 
  private:
-  // One document for each different context, those that sample `index` asks about first.
+  // One document per different context. Those that sample `index` asks about come first.
   std::vector<Document> read(int index, const kvlab::TaskEnv& env, kvlab::Random& random) const {
     if (records_.empty()) records_ = env.records(data_);
     std::vector<std::size_t> order(records_.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-    kvlab::Random(env.seed(), ~0ull).shuffle(order);  // the same for all samples, so that each asks something else
+    kvlab::Random(env.seed(), ~0ull).shuffle(order);  // the same order for all samples, so each asks about others
     std::rotate(order.begin(),
                 order.begin() + std::ptrdiff_t{index} * env.questions() % static_cast<std::ptrdiff_t>(order.size()),
                 order.end());

@@ -32,7 +32,7 @@ TEST_CASE("qa: documents of a file, each sample another question") {
     const std::string text = env.decode(s.context);
     CHECK(text.find("Ann sails boats.") != std::string::npos);
     CHECK(text.find("Bob walks home.") != std::string::npos);
-    CHECK(text.find("Document 3") == std::string::npos);  // two contexts, two documents
+    CHECK(text.find("Document 3") == std::string::npos);  // two contexts make two documents
     questions += env.decode(s.questions[0].tokens);
   }
   for (const char* q : {"Who sails?", "Who walks?", "What does Ann sail?"})

@@ -1,4 +1,4 @@
-// Quest: attend to the pages whose key box bounds the largest dot product with this step's query. Tang et al., ICML
+// Quest: a step attends to the pages whose key boxes allow the largest dot products with its query. Tang et al., ICML
 // 2024.
 #include <kvlab/plugin.hpp>
 

@@ -1,4 +1,4 @@
-// Requests of given or drawn lengths, for speed: random letters as prompts, no references.
+// Requests of given or drawn lengths, for measuring speed. Prompts are random letters without references.
 #include <kvlab/plugin.hpp>
 #include <kvlab/random.hpp>
 
@@ -48,7 +48,7 @@ class RandomPrompts final : public kvlab::Task {
     return high <= low ? low : low + static_cast<int>(random.below(static_cast<std::size_t>(high - low + 1)));
   }
 
-  // The second and third fields of each line that is neither empty nor a comment.
+  // The second and third fields of each line. Empty lines and comments are skipped.
   const std::vector<Lengths>& lines(const kvlab::TaskEnv& env) const {
     if (!lines_.empty()) return lines_;
     const std::string text = env.read_text(file_);

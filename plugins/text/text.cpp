@@ -1,4 +1,4 @@
-// A long text: its first tokens are the prompt, the next ones are fed one by one and their loss is measured.
+// A long text: its first tokens are the prompt. The next ones are fed one by one, and their loss is measured.
 #include <kvlab/plugin.hpp>
 
 namespace {
@@ -17,7 +17,7 @@ class Text final : public kvlab::Task {
     return samples_;
   }
 
-  // Sample i of n begins at i / (n - 1) of what the text allows, the first one at its beginning.
+  // Sample i of n begins after i / (n - 1) of the free tokens, so the first one at the text's beginning.
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     if (env.questions() != 1)
       throw kvlab::Error(kvlab::Errc::config, "got questions: " + std::to_string(env.questions()) +
@@ -45,7 +45,7 @@ class Text final : public kvlab::Task {
   }
 
  private:
-  // What stands in front of the text.
+  // Tokens in front of the text.
   std::vector<int> opening(const kvlab::TaskEnv& env) const {
     if (!bos_) return env.text_open();
     auto bos = env.bos();

@@ -52,7 +52,7 @@ TEST_CASE("text: BOS is the first token of the prefix where the model wants one"
 }
 
 TEST_CASE("text: bos puts one BOS in front of every sample, and the counts stay") {
-  // gpt-2's BOS is 50256 and its tokenizer adds none; llama-spm's is 1 and its tokenizer adds it.
+  // gpt-2's BOS is 50256, and its tokenizer adds none. llama-spm's BOS is 1, and its tokenizer adds it.
   for (const auto& [vocabulary, bos] : {std::pair{"gpt-2", 50256}, {"llama-spm", 1}}) {
     const TaskFixture f("text", vocabulary);
     f.write("digits.txt", counted(100));
@@ -65,7 +65,7 @@ TEST_CASE("text: bos puts one BOS in front of every sample, and the counts stay"
                                                   {"bos", true}};
     const auto task = f.task(given);
     REQUIRE(task->samples(env) == 3);
-    const auto spare = static_cast<std::ptrdiff_t>(text.size()) - 5 - 4;  // one place of the prefix is BOS's
+    const auto spare = static_cast<std::ptrdiff_t>(text.size()) - 5 - 4;  // BOS takes one place of the prefix
     for (int i = 0; i < 3; ++i) {
       CAPTURE(vocabulary, i);
       const TaskSample s = task->sample(i, env);

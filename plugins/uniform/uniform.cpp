@@ -1,4 +1,4 @@
-// The same number of tokens for every layer and head; what a policy gets that names no split.
+// The same number of tokens for every layer and head. A policy without a split gets this one.
 #include <kvlab/plugin.hpp>
 
 namespace {

@@ -1,6 +1,5 @@
-// Chains of variable assignments in lines of noise; asked for are all variables that hold a value: RULER's
-// variable_tracking (Hsieh et al. 2024), with its worked examples before it. Score: the share of variables that the
-// answer has.
+// Chains of variable assignments in lines of noise, after worked examples: RULER's variable_tracking (Hsieh et al.
+// 2024). The question asks for all variables that hold a value. Score: the share of variables in the answer.
 #include <kvlab/prompt.hpp>
 
 namespace {
@@ -78,8 +77,7 @@ class VariableTracking final : public kvlab::PromptTask {
     return out;
   }
 
-  // A prompt of its own with names of three letters, between as many lines of noise as make it 500 tokens, and its
-  // answer.
+  // A prompt of its own and its answer. It has names of three letters, and lines of noise up to 500 tokens.
   std::string example(const kvlab::TaskEnv& env, kvlab::Random& random) const {
     const int hops = std::min(hops_, example_hops);
     const Names names = kvlab::distinct(chains_ * (hops + 1), [&] { return random.letters(3, 'A'); }),

@@ -1,5 +1,5 @@
-// Window attention: the newest tokens only. The negative control of StreamingLLM (Xiao et al., ICLR 2024). The whole
-// prompt is attended to before its cache is cut, and a decode step sees the budget and itself (post-trim).
+// Window attention: the newest tokens only. It is the negative control of StreamingLLM (Xiao et al., ICLR 2024).
+// Attention reads the whole prompt before the cache is cut, and a decode step sees the budget and itself (post-trim).
 #include <kvlab/plugin.hpp>
 
 namespace {
