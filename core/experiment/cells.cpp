@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/content_hash.hpp"
-#include "experiment/experiment.hpp"
+#include "experiment/experiment_keys.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
 
@@ -114,12 +114,10 @@ Json common(const Experiment& experiment) {
   for (const Metric metric : experiment.metrics) metrics.push_back(name_of(metric));
   Json json = {{"backend", experiment.backend},
                {"metrics", metrics},
-               {"batch", experiment.batch},
-               {"threads", experiment.threads},
                {"device_memory", experiment.device_memory},
-               {"prefill_chunk", experiment.prefill_chunk},
                {"fidelity_tokens", experiment.fidelity_tokens}};
-  if (experiment.batch_invariant) json["batch_invariant"] = true;
+  for (const ExperimentKey& key : experiment_keys())
+    if (key.in_id) json[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
   return json;
 }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "base/text.hpp"
-#include "base/threads.hpp"
 #include "experiment/entry.hpp"
+#include "experiment/experiment_keys.hpp"
 #include "experiment/overrides.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
@@ -47,7 +47,7 @@ class ExperimentReader {
       return std::move(out_);
     }
     MapReader map(root, "experiment", problems_);
-    for (const std::string& key : experiment_keys()) map.take(key);  // the message about an unknown key has this order
+    for (const ExperimentKey& key : experiment_keys()) map.take(key.name);  // in the order of messages
     out_.file = document_.file;
     out_.folder = out_.file.parent_path();
     scalars(map);
@@ -76,15 +76,8 @@ class ExperimentReader {
     else
       out_.backend = map.word("backend", {"auto", "cpu", "cuda"}, {}, "where the model runs");
     out_.backend_where = backend ? document_.where(backend->place) : out_.file.string();
-    out_.repeats = map.get<int>(make_param("repeats", 1, 1, 1000, "times that each cell is measured"));
-    out_.batch = map.get<int>(make_param("batch", 1, 1, 4096, "sequences at once"));
-    out_.threads =
-        map.get<int>(make_param("threads", 0, 0, most_threads(), "0 = OMP_NUM_THREADS, else the cores free to us"));
-    out_.page_size = map.get<int>(make_param("page_size", 16, 1, 1024, "tokens per page"));
-    out_.prefill_chunk = map.get<int>(
-        make_param("prefill_chunk", 0, 0, 1 << 24, "prompt tokens per chunk, 0 = the whole prompt, layer by layer"));
-    out_.batch_invariant = map.get<bool>(
-        make_param("batch_invariant", false, "on CUDA: other rows of a batch change no bit of a row; slower"));
+    for (const ExperimentKey& key : experiment_keys())
+      if (key.plain) key.set(out_, map.params({*key.plain}));
     if (const Node* n = map.take("device_memory")) out_.device_memory = read_bytes(*n, problems_).value_or(0);
     if (const Node* n = map.take("fidelity")) {
       MapReader fidelity(*n, "fidelity", problems_);

@@ -6,6 +6,7 @@
 
 #include "base/text.hpp"
 #include "experiment/entry.hpp"
+#include "experiment/experiment_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -74,20 +75,9 @@ std::vector<Node*> entries_called(Node& root, const char* section, const std::st
   return found;
 }
 
-}  // namespace
-
-const std::vector<std::string>& experiment_keys() {
-  static const std::vector<std::string> keys{
-      "experiment", "model",         "backend",  "tasks",       "policies", "sweep",   "ablate",
-      "repeats",    "seed",          "metrics",  "output",      "batch",    "threads", "device_memory",
-      "page_size",  "prefill_chunk", "fidelity", "plugin_path", "workload", "inject",  "batch_invariant"};
-  return keys;
-}
-
-namespace {
-
 bool is_experiment_key(const std::string& word) {
-  return std::find(experiment_keys().begin(), experiment_keys().end(), word) != experiment_keys().end();
+  const auto& keys = experiment_keys();
+  return std::any_of(keys.begin(), keys.end(), [&](const ExperimentKey& key) { return key.name == word; });
 }
 
 }  // namespace
@@ -117,7 +107,8 @@ void set_path(Node& root, const std::string& path, const Node& value, yaml::Plac
     if (!section || parts[0] == name)
       for (Node* entry : entries_called(root, name, parts[first], &labels)) entries.push_back(entry);
   if (entries.empty()) {
-    if (!section) labels.insert(labels.end(), experiment_keys().begin(), experiment_keys().end());
+    if (!section)
+      for (const std::string& key : experiment_key_names()) labels.push_back(key);
     std::string message =
         fmt::format("got '{}', wanted one of: {}{}", parts[first], join(labels), did_you_mean(parts[first], labels));
     if (!section && !nearest(parts[first], labels))

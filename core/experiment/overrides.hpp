@@ -16,7 +16,4 @@ void set_path(yaml::Node& root, const std::string& path, const yaml::Node& value
 void apply_sets(yaml::Document& document, Problems& problems);
 void apply_sweep(yaml::Node& root, Problems& problems);
 
-// Every top-level key of an experiment.
-const std::vector<std::string>& experiment_keys();
-
 }  // namespace kvlab

@@ -158,6 +158,12 @@ ParamValue MapReader::value(const ParamSpec& spec) {
   return read_value(*node, spec, problems_).value_or(spec.value);
 }
 
+Params MapReader::params(const std::vector<ParamSpec>& specs) {
+  std::map<std::string, ParamValue, std::less<>> values;
+  for (const ParamSpec& spec : specs) values.emplace(spec.name, value(spec));
+  return Params(std::move(values));
+}
+
 std::vector<const yaml::Entry*> MapReader::rest() const {
   std::vector<const yaml::Entry*> entries;
   for (const yaml::Entry& e : node_.entries)

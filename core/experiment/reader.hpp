@@ -72,12 +72,12 @@ class MapReader {
                    const std::string& help);
   template <class T>  // an absent or wrong value is the spec's default
   T get(const ParamSpec& spec) {
-    Params one(std::map<std::string, ParamValue, std::less<>>{{spec.name, value(spec)}});
-    return one.get<T>(spec.name);
+    return params({spec}).get<T>(spec.name);
   }
   ParamValue value(const ParamSpec& spec);
-  std::vector<const yaml::Entry*> rest() const;  // entries not taken
-  void finish();                                 // notes every key that was not taken
+  Params params(const std::vector<ParamSpec>& specs);  // the value of each
+  std::vector<const yaml::Entry*> rest() const;        // entries not taken
+  void finish();                                       // notes every key that was not taken
   const yaml::Node& node() const { return node_; }
 
  private:

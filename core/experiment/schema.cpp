@@ -3,8 +3,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "base/threads.hpp"
 #include "experiment/entry_keys.hpp"
+#include "experiment/experiment_keys.hpp"
 #include "model/synthetic.hpp"
 
 namespace kvlab {
@@ -58,23 +58,28 @@ Json closed(Json properties) {
   return {{"type", {"object", "null"}}, {"properties", std::move(properties)}, {"additionalProperties", false}};
 }
 
-Json param(const ParamSpec& spec) {
-  Json one;
+Json value(const ParamSpec& spec) {
   switch (spec.kind) {
-    case ParamKind::boolean: one = {{"type", "boolean"}}; break;
-    case ParamKind::integer: one = number("integer", spec.low, spec.high); break;
-    case ParamKind::real: one = number("number", spec.low, spec.high); break;
-    case ParamKind::text: one = text(); break;
-    case ParamKind::choice: one = {{"enum", spec.choices}}; break;
+    case ParamKind::boolean: return {{"type", "boolean"}};
+    case ParamKind::integer: return number("integer", spec.low, spec.high);
+    case ParamKind::real: return number("number", spec.low, spec.high);
+    case ParamKind::text: return text();
+    case ParamKind::choice: return {{"enum", spec.choices}};
   }
-  Json schema = described(axis(std::move(one)), spec.help);
+  return {};
+}
+
+Json with_default(Json schema, const ParamSpec& spec) {
+  schema = described(std::move(schema), spec.help);
   schema["default"] = value_json(spec.value);
   return schema;
 }
 
-Json params(const PluginInfo& plugin) {
+Json param(const ParamSpec& spec) { return with_default(axis(value(spec)), spec); }
+
+Json params(const std::vector<ParamSpec>& specs) {
   Json properties = Json::object();
-  for (const ParamSpec& spec : plugin.params) properties[spec.name] = param(spec);
+  for (const ParamSpec& spec : specs) properties[spec.name] = param(spec);
   return properties;
 }
 
@@ -123,7 +128,7 @@ class Builder {
     if (role == Role::policy) names.push_back("full");
     for (const PluginInfo* p : registry_.list(role)) {
       names.push_back(p->name);
-      all[p->name] = described(closed(params(*p)), p->help);
+      all[p->name] = described(closed(params(p->params)), p->help);
     }
     return {{"anyOf", {{{"enum", names}}, one_of_keys(std::move(all))}}};
   }
@@ -150,7 +155,7 @@ class Builder {
     for (const Role role : {Role::policy, Role::scorer, Role::selector})
       for (const PluginInfo* p : registry_.list(role)) {
         if (named.contains(p->name) && p->name != "full") continue;
-        Json properties = params(*p);
+        Json properties = params(p->params);
         properties.update(shared);
         if (p->name != "full") names.push_back(p->name);
         named[p->name] = described(closed(std::move(properties)), p->help);
@@ -174,7 +179,7 @@ class Builder {
     shared["seed"].update(axis(integer(0)));
     Json named = Json::object(), names = Json::array();
     for (const PluginInfo* p : registry_.list(Role::task)) {
-      Json properties = params(*p);
+      Json properties = params(p->params);
       properties.update(shared);
       names.push_back(p->name);
       named[p->name] = described(closed(std::move(properties)), p->help);
@@ -185,7 +190,8 @@ class Builder {
     return {{"anyOf", {{{"enum", names}}, one_of_keys(std::move(named)), labelled}}};
   }
 
-  Json experiment() {
+  // The keys that are no plain ones.
+  Json structured(const std::string& key) {
     const Json model = {{"anyOf",
                          {text(),
                           {{"type", "object"},
@@ -195,38 +201,29 @@ class Builder {
                              {"adapter", axis(text())},
                              {"synthetic", axis({{"enum", synthetic_names()}})}}},
                            {"additionalProperties", false}}}}};
-    const Json anything = {{"type", "object"}};
-    return {
-        {"experiment", described(text(), "name of the run; default: the file's name")},
-        {"model", described(axis(model), "GGUF file or safetensors folder, and the run's dtype")},
-        {"backend", described(words({"auto", "cpu", "cuda"}), "where the model runs")},
-        {"tasks", {{"type", "array"}, {"items", ref("task_entry")}, {"minItems", 1}}},
-        {"policies", {{"type", "array"}, {"items", ref("policy_entry")}, {"minItems", 1}}},
-        {"sweep", described(anything, "LABEL.key: list of values")},
-        {"ablate", described(anything, "LABEL: components switched off in turn, or all")},
-        {"seed", described(axis(integer(0)), "of tasks and sampling")},
-        {"repeats", described(integer(1, 1000), "times that each cell is measured")},
-        {"metrics",
-         described(axis(words({"score", "fidelity", "memory", "latency", "trace", "parts"})), "what is measured")},
-        {"fidelity", described(closed({{"tokens", integer(1)}}), "forced tokens per sample")},
-        {"inject", described(closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}}),
-                             "page lists in place of those that selectors choose")},
-        {"batch", described(integer(1, 4096), "sequences at once")},
-        {"threads", described(integer(0, most_threads()), "0 = OMP_NUM_THREADS, else the cores free to us")},
-        {"page_size", described(integer(1, 1024), "tokens per page, where a policy names none")},
-        {"prefill_chunk", described(integer(0), "prompt tokens per chunk, 0 = the whole prompt, layer by layer")},
-        {"batch_invariant", described({{"type", "boolean"}}, "on CUDA: other rows of a batch change no bit of a row")},
-        {"device_memory", described(ref("bytes"), "cap of the device tier")},
-        {"plugin_path", described(axis(text()), "folders or libraries that are searched first")},
-        {"output", described(text(), "HDF5 file, from the current folder")},
-        {"workload", described(closed({{"requests", axis(integer(0, 1e6))},
-                                       {"arrivals", axis(words({"all", "poisson", "trace"}))},
-                                       {"rate", axis(number("number", 0, 1e6))},
-                                       {"file", axis(text())},
-                                       {"ignore_eos", axis({{"type", "boolean"}})}}),
-                               "requests that arrive and are batched continuously, in place of batches of samples")},
-        {"profilers", {{"type", "array"}}},
-    };
+    const auto list_of = [](Json item) { return Json{{"type", "array"}, {"items", item}, {"minItems", 1}}; };
+    if (key == "model") return axis(model);
+    if (key == "backend") return words({"auto", "cpu", "cuda"});
+    if (key == "tasks") return list_of(ref("task_entry"));
+    if (key == "policies") return list_of(ref("policy_entry"));
+    if (key == "profilers") return {{"type", "array"}};
+    if (key == "sweep" || key == "ablate") return {{"type", "object"}};
+    if (key == "seed") return axis(integer(0));
+    if (key == "metrics") return axis(words({"score", "fidelity", "memory", "latency", "trace", "parts"}));
+    if (key == "fidelity") return closed({{"tokens", integer(1)}});
+    if (key == "inject") return closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}});
+    if (key == "device_memory") return ref("bytes");
+    if (key == "plugin_path") return axis(text());
+    if (key == "workload") return closed(params(workload_keys()));
+    return text();  // experiment, output
+  }
+
+  Json experiment() {
+    Json properties = Json::object();
+    for (const ExperimentKey& key : experiment_keys())
+      properties[key.name] =
+          key.plain ? with_default(value(*key.plain), *key.plain) : described(structured(key.name), key.help);
+    return properties;
   }
 
   Registry& registry_;

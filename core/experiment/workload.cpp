@@ -4,17 +4,28 @@
 
 namespace kvlab {
 
+const std::vector<ParamSpec>& workload_keys() {
+  static const std::vector<ParamSpec> keys = {
+      make_param("requests", 0, 0, 1'000'000, "0 = one for each prompt, or each line of the file"),
+      make_choice("arrivals", {"all", "poisson", "trace"}, "when requests arrive"),
+      make_param("rate", 0., 0., 1e6, "requests per second"),
+      make_param("file", std::string(), "arrivals in seconds, one a line"),
+      make_param("ignore_eos", false, "answers go on to their longest"),
+  };
+  return keys;
+}
+
 WorkloadSpec read_workload(const yaml::Node& node, Problems& problems) {
   WorkloadSpec w;
   w.where = problems.document().where(node.place);
   MapReader map(node, "workload", problems);
-  w.requests =
-      map.get<int>(make_param("requests", 0, 0, 1'000'000, "0 = one for each prompt, or each line of the file"));
-  const std::string arrivals = map.word("arrivals", {"all", "poisson", "trace"}, {}, "when requests arrive");
+  const Params given = map.params(workload_keys());
+  w.requests = given.get<int>("requests");
+  const auto arrivals = given.get<std::string>("arrivals");
   w.arrivals = arrivals == "poisson" ? Arrivals::poisson : arrivals == "trace" ? Arrivals::trace : Arrivals::all;
-  w.rate = map.get<double>(make_param("rate", 0., 0., 1e6, "requests per second"));
-  w.file = map.get<std::string>(make_param("file", std::string(), "arrivals in seconds, one a line"));
-  w.ignore_eos = map.get<bool>(make_param("ignore_eos", false, "answers go on to their longest"));
+  w.rate = given.get<double>("rate");
+  w.file = given.get<std::string>("file");
+  w.ignore_eos = given.get<bool>("ignore_eos");
   const yaml::Node *rate = map.take("rate"), *file = map.take("file");
   map.finish();
   if (w.arrivals == Arrivals::poisson && !(w.rate > 0))

@@ -21,6 +21,7 @@ struct WorkloadSpec {
   std::string text() const;  // "64 requests, poisson 2/s"
 };
 
+const std::vector<ParamSpec>& workload_keys();
 // `node` holds no lists (expand_axes). Errors are noted.
 WorkloadSpec read_workload(const yaml::Node& node, Problems& problems);
 

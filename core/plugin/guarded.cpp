@@ -256,6 +256,11 @@ class GuardedTask final : public Guard<Task> {
   std::string metric() const override {
     return ask("metric", [](const Task& t) { return t.metric(); });
   }
+  std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
+    const auto score = ask("score", [&](const Task& t) { return t.score(answer, references); });
+    if (score && !(*score >= 0 && *score <= 1)) who_.refuse("score", fmt::format("got {}, wanted 0 to 1", *score));
+    return score;
+  }
 };
 
 template <class Interface, class GuardOf>

@@ -62,11 +62,25 @@ void check_references(const std::vector<std::string>& references, const std::str
       throw Error(Errc::data, "got an empty reference, wanted text that only a right answer has", where);
 }
 
+Error unknown_metric(const std::string& metric, const TaskSpec& spec) {
+  const auto shared = metric_names();
+  return Error(Errc::config,
+               "got metric '" + metric + "', wanted the task's score() or one of: " + join(shared) +
+                   did_you_mean(metric, shared),
+               spec.where);
+}
+
 }  // namespace
 
 int Item::most_tokens() const {
   const std::size_t answer = forced.empty() ? static_cast<std::size_t>(max_new) : forced.size();
   return static_cast<int>(prompt.size() + fed.size() + answer) + before;
+}
+
+double TaskItems::score(const std::string& answer, const std::vector<std::string>& references) const {
+  if (task && !references.empty())
+    if (const auto own = task->score(answer, references)) return *own;
+  return kvlab::score(metric, answer, references);
 }
 
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
@@ -75,15 +89,14 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   if (!info) throw Error(Errc::plugin, "got unknown task '" + spec.task.name + "'", spec.where);
   if (!tokenizer) throw Error(Errc::tokenizer, "got a model without a tokenizer, wanted one: tasks are made of text");
   check_context(spec, config);
-  const auto task = create<Task>(*info, spec.task.params);
+  const std::shared_ptr<const Task> task = create<Task>(*info, spec.task.params);
   const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
                          spec.questions, spec.turns);
   TaskItems out;
+  out.task = task;
   out.metric = task->metric();
-  if (const auto known = metric_names(); std::find(known.begin(), known.end(), out.metric) == known.end())
-    throw Error(Errc::config,
-                "got metric '" + out.metric + "', wanted one of: " + join(known) + did_you_mean(out.metric, known),
-                spec.where);
+  const auto shared = metric_names();
+  bool scored = std::find(shared.begin(), shared.end(), out.metric) != shared.end();
   out.samples = placed(spec.where, [&] { return task->samples(env); });
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
   std::int64_t prompt_tokens = 0;  // of all items so far
@@ -134,6 +147,10 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
         item.shared = conversations > 1;
       }
       check_references(item.references, where);
+      if (!scored && !item.references.empty()) {
+        if (!placed(where, [&] { return task->score("", item.references); })) throw unknown_metric(out.metric, spec);
+        scored = true;
+      }
       if (item.prompt.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token", where);
       if (item.forced.empty() && item.max_new < 1)
         throw Error(Errc::data, "got a question that asks for no token, wanted max_new_tokens of at least 1", where);

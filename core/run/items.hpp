@@ -30,7 +30,11 @@ struct Item {
 struct TaskItems {
   std::vector<Item> items;
   std::string metric;
+  std::shared_ptr<const Task> task;  // that may have a metric of its own; or null
   int samples = 0;
+
+  // 0 to 1; NaN without references. By the task's own metric, or kvlab's of this name.
+  double score(const std::string& answer, const std::vector<std::string>& references) const;
 };
 // Throws Errc::data or Errc::config for samples that cannot run on this model (too long, empty context, bad token).
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,

@@ -1,4 +1,4 @@
-// Metrics, by name, score an answer from 0 to 1 against the accepted references.
+// The metrics that tasks share. Each, by name, scores an answer from 0 to 1 against the accepted references.
 #pragma once
 #include <string>
 #include <vector>
@@ -15,15 +15,7 @@ namespace kvlab {
 //   word           it is one of the answer's words, parted by white space and :"'.,?!{} (InfiniteBench's kv_retrieval)
 // These take all references together:
 //   contains_all   the share of them that `contains` finds (RULER's string_match_all)
-//   in_order       the share of places at which the answer's list has the reference's item. Commas, semicolons and
-//                  line ends part items; numbering and text before a colon are dropped. Ours: exact at each place, so
-//                  one item too many costs all that follow
-//   table_f1       F1 of the cells as (row, column, value); the first column names the row (text-to-table: Wu, Zhang,
-//                  Li 2022). The first reference is the header, the others are rows; '|' parts cells
-//   demands        the share of references "N: text" for which entry N of the answer contains the text. #*# and a
-//                  number begin an entry; the answer begins with entry 1. A missing entry meets nothing (LongGenBench's
-//                  STIC-2: Wu et al. 2024, with a rule in place of a judging model)
-//   listed_demands the same, where entry N is the answer's first line that begins with N
+// A task may have a metric of its own instead (Task::score).
 double score(const std::string& metric, const std::string& answer, const std::vector<std::string>& references);
 std::vector<std::string> metric_names();
 

@@ -1,14 +1,43 @@
 // The model turns a long record into a table. It needs nearly all of the context; a needle needs one line of it. Score:
 // F1 of the table's cells.
+#include <kvlab/answers.hpp>
 #include <kvlab/prompt.hpp>
 
+#include <algorithm>
+#include <iterator>
+
 namespace {
+
+// Cells by (row's name, column): the first column names the row; a row's cells are parted by '|'.
+using Cells = std::vector<std::string>;
+void add_cells(const std::string& row, Cells& out) {
+  auto cells = kvlab::answers::split(kvlab::answers::trimmed(row, " \t\r|"), "|");
+  for (std::string& c : cells) c = kvlab::answers::trimmed(kvlab::answers::fold(c), " .");
+  for (std::size_t i = 1; i < cells.size(); ++i) out.push_back(cells[0] + "|" + std::to_string(i) + "|" + cells[i]);
+}
 
 class Extract final : public kvlab::PromptTask {
  public:
   explicit Extract(const kvlab::Params& p) : PromptTask(p), rows_(p.get<int>("rows")) {}
 
   std::string metric() const override { return "table_f1"; }
+  // Cells count as (row, column, value); the first column names the row (text-to-table: Wu, Zhang and Li 2022). The
+  // first reference is the header, the others are rows.
+  std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
+    Cells wanted, got, header;
+    add_cells(references.front(), header);
+    for (std::size_t i = 1; i < references.size(); ++i) add_cells(references[i], wanted);
+    for (const std::string& line : kvlab::answers::split(answer, "\n")) {
+      Cells row;
+      if (line.find_first_not_of("|-: \t\r") != std::string::npos) add_cells(line, row);
+      if (row != header) got.insert(got.end(), row.begin(), row.end());
+    }
+    std::sort(wanted.begin(), wanted.end());
+    std::sort(got.begin(), got.end());
+    Cells both;
+    std::set_intersection(wanted.begin(), wanted.end(), got.begin(), got.end(), std::back_inserter(both));
+    return kvlab::answers::f_score(static_cast<double>(both.size()), got.size(), wanted.size());
+  }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     one_question(env, "the table is asked for once");

@@ -37,3 +37,20 @@ TEST_CASE("extract: more rows than tokens are refused before any is made") {
   CHECK_THROWS_WITH(task->sample(0, f.env(1)),
                     Catch::Contains("got context: 512, wanted at least 100000: so many rows"));
 }
+
+TEST_CASE("extract: the score counts cells by row, column and value") {
+  const TaskFixture f("extract");
+  const auto task = f.task({{"context", std::int64_t{1000}}});
+  const auto score = [&](const char* answer, const std::vector<std::string>& references) {
+    return task->score(answer, references).value();
+  };
+  const std::vector<std::string> wanted{"day | what | n", "1 | tea | 5",
+                                        "2 | rope | 7"};  // four cells beside the names of the rows
+  CHECK(score("1 | tea | 5\n2 | rope | 7\n", wanted) == 1);
+  CHECK(score("| day | what | n |\n|---|:--|---|\n| 2 | Rope | 7 |\n| 1 | tea | 5 |", wanted) == 1);
+  CHECK(score("1 | tea | 5", wanted) == Approx(2. * 2 / (2 + 4)));
+  CHECK(score("1 | tea | 6\n2 | rope | 7", wanted) == Approx(2. * 3 / (4 + 4)));
+  CHECK(score("1 | 5 | tea", wanted) == 0);  // the right values in the wrong columns
+  CHECK(score("1 | tea | 5\n1 | tea | 5\n2 | rope | 7", wanted) == Approx(2. * 4 / (6 + 4)));
+  CHECK(score("no table", wanted) == 0);
+}

@@ -1,8 +1,10 @@
 // Many values in one long answer, in a given order: attention's needs drift while the answer grows. Facts are RULER's.
 // With `order: named` the question names the keys in an order of its own. With `order: text` it names no key and asks
 // for all values in the text's order. Score: the share of places with the right value.
+#include <kvlab/answers.hpp>
 #include <kvlab/prompt.hpp>
 
+#include <algorithm>
 #include <numeric>
 
 namespace {
@@ -27,6 +29,26 @@ class OrderedList final : public kvlab::PromptTask {
         items_(p.get<int>("items")) {}
 
   std::string metric() const override { return "in_order"; }
+  // Items are parted by commas, semicolons and line ends; numbering and what stands before a colon are dropped. Exact
+  // at each place: an item too many costs all that follow.
+  std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
+    std::vector<std::string> items;
+    for (const std::string& piece : kvlab::answers::split(answer, ",;\n")) {
+      std::string item = kvlab::answers::fold(piece.substr(piece.rfind(':') + 1));  // after "key:", or all of it
+      item = kvlab::answers::trimmed(item, " ");
+      if (item.rfind("and ", 0) == 0) item.erase(0, 4);
+      const std::size_t number = item.find_first_not_of("0123456789");  // "3. x", "3) x", "- x"
+      if (number != std::string::npos && item.find_first_of(".)-*", number) == number &&
+          item.compare(number + 1, 1, " ") == 0)
+        item.erase(0, number + 2);
+      item = kvlab::answers::trimmed(item, " .\"'`");
+      if (!item.empty()) items.push_back(item);
+    }
+    double right = 0;
+    for (std::size_t i = 0; i < std::min(items.size(), references.size()); ++i)
+      right += items[i] == kvlab::answers::fold(references[i]);
+    return right / static_cast<double>(references.size());
+  }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     one_question(env, "the list is asked for once");

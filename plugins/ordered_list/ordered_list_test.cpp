@@ -24,3 +24,19 @@ TEST_CASE("ordered_list: the references follow the question, or the text") {
     }
   }
 }
+
+TEST_CASE("ordered_list: the score is the share of places with the right item") {
+  const TaskFixture f("ordered_list");
+  const auto task = f.task({{"context", std::int64_t{900}}});
+  const auto score = [&](const char* answer, const std::vector<std::string>& references) {
+    return task->score(answer, references).value();
+  };
+  const std::vector<std::string> wanted{"11", "22", "33", "44"};
+  for (const char* answer : {"11, 22, 33, 44.", "1. 11\n2. 22\n3) 33\n- 44", "a-b: 11\nc d: 22\ne: 33\nf: 44\n",
+                             " 11, 22, 33, and 44.\n", "11;22;33;44;55"})
+    CHECK(score(answer, wanted) == 1);
+  CHECK(score("11, 33, 22, 44", wanted) == 0.5);
+  CHECK(score("00, 11, 22, 33, 44", wanted) == 0);
+  CHECK(score("11, 22", wanted) == 0.5);
+  CHECK(score("", wanted) == 0);
+}

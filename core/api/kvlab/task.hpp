@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,7 +57,13 @@ class Task {
   virtual ~Task() = default;
   virtual int samples(const TaskEnv& env) const = 0;
   virtual TaskSample sample(int index, const TaskEnv& env) const = 0;
-  virtual std::string metric() const { return "contains"; }  // a metric of core/run, by name
+  // The metric that scores an answer: kvlab's of this name (core/run/metrics.hpp), or the task's own.
+  virtual std::string metric() const { return "contains"; }
+  // By the task's own metric, 0 to 1; nothing = kvlab's. The references are a question's and are never empty.
+  virtual std::optional<double> score(const std::string& /*answer*/,
+                                      const std::vector<std::string>& /*references*/) const {
+    return std::nullopt;
+  }
 };
 
 }  // namespace kvlab

@@ -61,45 +61,6 @@ TEST_CASE("first_integer and word are InfiniteBench's rules") {
   CHECK(score("word", "ab-12", List{"ab-1"}) == 0);
 }
 
-TEST_CASE("in_order is the share of places with the right item") {
-  const List wanted{"11", "22", "33", "44"};
-  for (const char* answer : {"11, 22, 33, 44.", "1. 11\n2. 22\n3) 33\n- 44", "a-b: 11\nc d: 22\ne: 33\nf: 44\n",
-                             " 11, 22, 33, and 44.\n", "11;22;33;44;55"})
-    CHECK(score("in_order", answer, wanted) == 1);
-  CHECK(score("in_order", "11, 33, 22, 44", wanted) == 0.5);
-  CHECK(score("in_order", "00, 11, 22, 33, 44", wanted) == 0);
-  CHECK(score("in_order", "11, 22", wanted) == 0.5);
-  CHECK(score("in_order", "", wanted) == 0);
-}
-
-TEST_CASE("table_f1 counts cells by row, column and value") {
-  const List wanted{"day | what | n", "1 | tea | 5", "2 | rope | 7"};  // four cells besides the row names
-  CHECK(score("table_f1", "1 | tea | 5\n2 | rope | 7\n", wanted) == 1);
-  CHECK(score("table_f1", "| day | what | n |\n|---|:--|---|\n| 2 | Rope | 7 |\n| 1 | tea | 5 |", wanted) == 1);
-  CHECK(score("table_f1", "1 | tea | 5", wanted) == Approx(2. * 2 / (2 + 4)));
-  CHECK(score("table_f1", "1 | tea | 6\n2 | rope | 7", wanted) == Approx(2. * 3 / (4 + 4)));
-  CHECK(score("table_f1", "1 | 5 | tea", wanted) == 0);  // right values, wrong columns
-  CHECK(score("table_f1", "1 | tea | 5\n1 | tea | 5\n2 | rope | 7", wanted) == Approx(2. * 4 / (6 + 4)));
-  CHECK(score("table_f1", "no table", wanted) == 0);
-}
-
-TEST_CASE("demands looks for each one in the entry of its number") {
-  const List wanted{"1: library", "3: yoga studio", "10: library"};
-  CHECK(score("demands", " a Library.\n#*# Floor 2: x\n#*# Floor 3: A yoga\nstudio\n#*# Floor 10: library", wanted) ==
-        1);
-  CHECK(score("demands", "lobby\n#*# Floor 3: library, 10 rooms", wanted) == 0);
-  CHECK(score("demands", "library\n#*# Floor 10 (top): yoga studio", wanted) == Approx(1. / 3));
-  CHECK(score("demands", "", wanted) == 0);
-}
-
-TEST_CASE("listed_demands looks for each one in the line of its number") {
-  const List wanted{"1: library", "3: yoga studio", "10: library"};
-  CHECK(score("listed_demands", "1. Library\n2. x\n3. a yoga studio and a bakery\n10. library", wanted) == 1);
-  CHECK(score("listed_demands", "1. x\n1. library\n 3) yoga studio\n4. library", wanted) == Approx(1. / 3));
-  CHECK(score("listed_demands", "library\nyoga studio", wanted) == 0);
-  CHECK(score("listed_demands", "", wanted) == 0);
-}
-
 TEST_CASE("no reference is no score; an unknown metric is refused") {
   CHECK(std::isnan(score("contains", "x", {})));
   CHECK_THROWS_WITH(score("rouge", "x", List{"x"}),
