@@ -216,7 +216,7 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {
   step.workspace = &store_->workspace();
   Edits edits;
   policy_->finish_step(step, edits, stream_);
-  return apply(edits.all(), slots);
+  return apply_after("finish_step", edits.all(), slots);
 }
 
 LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position) {
@@ -298,7 +298,7 @@ Fit Engine::prompt(const PromptLayer& l) {
   }
   Edits edits(l.layer);
   policy_->prefill(kv, edits, stream_);
-  const Fit fit = apply(edits.all(), slots);
+  const Fit fit = apply_after("prefill", edits.all(), slots);
   store_->workspace().reset();
   return fit;
 }
@@ -347,7 +347,14 @@ Fit Engine::attended(const DecodeLayer& l) {
   if (fit != Fit::ok) return fit;
   Edits edits(l.layer);
   policy_->observe(layer_step(l), edits, stream_);
-  return apply(edits.all(), *l.slots);
+  return apply_after("observe", edits.all(), *l.slots);
+}
+
+Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+  for (const Edit& e : edits)
+    if (e.when.kind == Deadline::this_attention)
+      throw Error(Errc::plugin, std::string(callback) + ": got an edit for this attention, wanted it in select()");
+  return apply(edits, slots);
 }
 
 Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {

@@ -130,6 +130,8 @@ class Engine final : private LayerHooks {
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   LayerStep layer_step(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
+  // Of a callback that is not select().
+  Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
   Fit apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
   // Ends a call of the executor. Throws NonFiniteStep for the model's numbers, then the error of Verified::verify() for
   // the policy's. Returns fit.

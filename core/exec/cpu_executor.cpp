@@ -241,7 +241,7 @@ Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, Layer
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(l, attention_.data(), x_.data(), n);
   }
-  store_.advance(slot, static_cast<int>(n), false);
+  if (store_.advance(slot, static_cast<int>(n), false).fit != Fit::ok) return Fit::out_of_memory;
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
   if (wanted > 0) logits_of(x_.data() + (n - wanted) * c.hidden, wanted, logits);
   for (std::int64_t r = 0; r < wanted; ++r) look_at(0, logits.data + r * logits.stride[0], c.vocab);

@@ -517,7 +517,7 @@ Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, Laye
     if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
     finish_layer(layer, n, attention_, attended);
   }
-  store_.advance(slot, static_cast<int>(n), false);
+  if (store_.advance(slot, static_cast<int>(n), false).fit != Fit::ok) return Fit::out_of_memory;
   const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
   for (std::int64_t at = 0; at < wanted; at += row_block) {
     const std::int64_t count = std::min(row_block, wanted - at);

@@ -65,10 +65,7 @@ void CpuStore::close(int slot) {
   for (int layer = 0; layer < s.layers; ++layer)
     for (int head = 0; head < s.kv_heads; ++head) keep_only(layer, slot, head, nullptr, 0);
   workspace_.clear_slot(slot);
-  std::erase_if(pending_,
-                [&](const Pending& p) { return std::find(p.slots.begin(), p.slots.end(), slot) != p.slots.end(); });
-  position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
-  used_[static_cast<std::size_t>(slot)] = false;
+  forget(slot);
 }
 
 PagedKv CpuStore::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
@@ -190,29 +187,6 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
       }
     }
   return Fit::ok;
-}
-
-Applied CpuStore::advance(int slot, int tokens, bool decode) {
-  Applied total;
-  position_[static_cast<std::size_t>(slot)] += tokens;
-  if (!decode) return total;
-  const int now = ++step_[static_cast<std::size_t>(slot)];
-  for (std::size_t i = 0; i < pending_.size();) {
-    Pending& p = pending_[i];
-    if (p.slots[0] != slot || p.due > now) {
-      ++i;
-      continue;
-    }
-    Pending due = std::move(p);
-    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
-    due.edit.list.index.data = due.index.data();
-    due.edit.list.count.data = due.count.data();
-    const Applied one = apply_now(due.edit, due.slots);
-    total.changed += one.changed;
-    fired_ += one.changed > 0;
-    if (one.fit != Fit::ok) total.fit = one.fit;
-  }
-  return total;
 }
 
 std::vector<std::int32_t> CpuStore::positions_by_place(int layer, int slot, int head) const {

@@ -21,13 +21,9 @@ class CpuStore final : public Store {
   // when it does not fit.
   Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
 
-  Applied advance(int slot, int tokens, bool decode) override;
-  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) override;
   Fit recall_all(int layer, int slot) override;
-  IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
-  std::int64_t fired() const override { return fired_; }
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override { return ledger_; }
   const Ledger& ledger() const override { return ledger_; }
@@ -38,11 +34,6 @@ class CpuStore final : public Store {
  private:
   friend class CudaStore;  // copies a slot in and out to save, restore and check it
 
-  struct Pending {
-    Edit edit;
-    std::vector<std::int32_t> slots, index, count;
-    int due = 0;  // decode step of slots[0]
-  };
   PageEntry* entries(Tier tier, int layer, int slot, int head) {
     return table_[static_cast<std::size_t>(tier)].data() + head_index(layer, slot, head) * pages_per_head_;
   }
@@ -70,11 +61,17 @@ class CpuStore final : public Store {
   Place place(int layer, int slot, int head, int token);
 
   std::int64_t keep_only(int layer, int slot, int head, const std::int32_t* kept, int count);
-  void check_list(const Edit& e, std::size_t rows) const;  // Errc::plugin
-  Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
+  Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
+  template <class Body>
+  Applied each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body);
+  Applied edit_page(const Edit& e, int slot, int head, int page);
+  Applied encode_page(const Edit& e, int slot, int head, int page);
   void outdated(int layer, int slot, int head, int page);
   void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
-  void swap_tokens(int layer, int slot, int head, int a, int b);
+  void exchange(int layer, int slot, int head, int a, int b);
 
   std::vector<PageLayout> layouts_;
   PageLayout host_layout_;
@@ -82,9 +79,7 @@ class CpuStore final : public Store {
   std::vector<PageEntry> table_[2];
   std::vector<std::int32_t> lengths_;
   MappedArray summary_pool_;
-  std::vector<Pending> pending_;
   std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
-  std::int64_t fired_ = 0;
 };
 
 }  // namespace kvlab

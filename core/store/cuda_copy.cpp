@@ -69,23 +69,8 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
     }
   for (const Pending& p : pending_) {
     if (p.slot != slot) continue;
-    CpuStore::Pending copy;
-    copy.edit = p.edit;
-    copy.slots = {0};
-    copy.due = p.due;
-    const std::int64_t heads = s.kv_heads, room = p.edit.list.index.extent[2];
-    copy.index.resize(static_cast<std::size_t>(heads * room));
-    copy.count.resize(static_cast<std::size_t>(heads));
-    copy_memory(copy.index.data(), p.index.as<>(), copy.index.size() * sizeof(std::int32_t), stream_);
-    copy_memory(copy.count.data(), p.count.as<>(), copy.count.size() * sizeof(std::int32_t), stream_);
-    synchronize(stream_);
-    for (std::int64_t h = 0; h < heads; ++h)  // behind its count a list is whatever scratch held
-      std::fill(
-          copy.index.begin() + std::clamp<std::int64_t>(copy.count[static_cast<std::size_t>(h)], 0, room) + h * room,
-          copy.index.begin() + (h + 1) * room, 0);
-    copy.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, heads, room});
-    copy.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, heads});
-    out->pending_.push_back(std::move(copy));
+    out->pending_.push_back(
+        pending(p.edit, 0, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), out->stream_, stream_));
   }
   synchronize(stream_);
   return out;
@@ -157,19 +142,9 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     from.workspace_.save_slot(0, state.data());
     workspace_.load_slot(slot, state.data());
   }
-  for (const CpuStore::Pending& p : from.pending_) {
-    Pending copy;
-    copy.edit = p.edit;
-    copy.slot = slot;
-    copy.due = p.due;
-    copy.index = StreamMemory(stream_, std::max<std::size_t>(1, p.index.size()) * sizeof(std::int32_t));
-    copy.count = StreamMemory(stream_, p.count.size() * sizeof(std::int32_t));
-    copy_memory(copy.index.as<>(), p.index.data(), p.index.size() * sizeof(std::int32_t), stream_);
-    copy_memory(copy.count.as<>(), p.count.data(), p.count.size() * sizeof(std::int32_t), stream_);
-    copy.edit.list.index.data = copy.index.as<std::int32_t>();
-    copy.edit.list.count.data = copy.count.as<std::int32_t>();
-    pending_.push_back(std::move(copy));
-  }
+  for (const Pending& p : from.pending_)
+    pending_.push_back(
+        pending(p.edit, slot, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), stream_, stream_));
   synchronize(stream_);  // `from` is borrowed
   stale_ = true;
   update();

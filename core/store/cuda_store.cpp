@@ -369,36 +369,15 @@ void CudaStore::after_step(int index, const std::vector<std::int32_t>& slots) {
 void CudaStore::close(int slot) {
   ops().clear(layer(0), options_.shape.layers, slot, stream_.handle());
   workspace_.clear_slot(slot);
-  std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
-  position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
-  used_[static_cast<std::size_t>(slot)] = false;
+  forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
   stale_ = true;
 }
 
-Applied CudaStore::advance(int slot, int tokens, bool decode) {
-  Applied total;
-  position_[static_cast<std::size_t>(slot)] += tokens;
-  if (!decode) {
-    update();  // what the prompt's evictions left
-    return total;
-  }
-  const int now = ++step_[static_cast<std::size_t>(slot)];
-  for (std::size_t i = 0; i < pending_.size();) {
-    if (pending_[i].slot != slot || pending_[i].due > now) {
-      ++i;
-      continue;
-    }
-    const Pending due = std::move(pending_[i]);
-    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
-    const Applied one = apply_now(due.edit, {slot});
-    total.changed = -1;
-    if (one.fit != Fit::ok) total.fit = one.fit;
-  }
+void CudaStore::advanced(bool decode) {
   // Bounds on lengths grow by each token that an eviction makes up for.
   constexpr int steps = 32;
-  if (++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
-  return total;
+  if (!decode || ++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
 }
 
 std::int64_t CudaStore::fired() const {

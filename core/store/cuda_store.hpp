@@ -47,10 +47,7 @@ class CudaStore final : public Store {
   bool reserve_step(const std::vector<std::int32_t>& slots);
   void after_step(int layer, const std::vector<std::int32_t>& slots);
 
-  Applied advance(int slot, int tokens, bool decode) override;
-  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) override;
   Fit recall_all(int layer, int slot) override;
-  IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) override;
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::int64_t fired() const override;
@@ -66,11 +63,6 @@ class CudaStore final : public Store {
   std::unique_ptr<CpuStore> copy_of(int slot) const;
 
  private:
-  struct Pending {
-    Edit edit;
-    int slot = 0, due = 0;
-    StreamMemory index, count;  // dense [kv_head, room], [kv_head]
-  };
   class Pinned {
    public:
     Pinned() = default;
@@ -99,10 +91,12 @@ class CudaStore final : public Store {
   bool reserve(Tier tier, std::int64_t frames);  // are there as many? The bound is lowered by them if so
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
-  void check_list(const Edit& e, std::size_t rows) const;
-  void defer(const Edit& e, const std::vector<std::int32_t>& slots);
-  Applied apply_now(const Edit& e, const std::vector<std::int32_t>& slots);
-  Fit edit_pages(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
+  Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
+  void advanced(bool decode) override;
+  Fit launch_page_edit(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
   Fit copy_in(const CpuStore& from, int slot);
   std::vector<PageEntry> entries(int tier, int slot) const;  // [layer, kv_head, page], exact
   std::size_t slot_index(int layer, int slot) const { return head_index(layer, slot, 0) * pages_per_head_; }
@@ -118,7 +112,6 @@ class CudaStore final : public Store {
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // what they hold
   mutable StreamMemory positions_;                             // of the head that was asked for last
   StreamMemory jobs_;                                          // of one page edit: a count, then two frames and tokens
-  std::vector<Pending> pending_;
   unsigned long long edit_ = 0;
   int since_refresh_ = 0;  // decode steps of any slot
 

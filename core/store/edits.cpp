@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
@@ -10,11 +11,13 @@
 namespace kvlab {
 namespace {
 
-// list[0 .. count) are ascending places below `limit`; one pass without branches.
-bool ascends(const std::int32_t* list, int count, int limit) {
-  if (count == 0) return true;
-  int wrong = (list[0] < 0) | (list[count - 1] >= limit);
-  for (int i = 1; i < count; ++i) wrong |= list[i] <= list[i - 1];
+// Places below `limit`: ascending, but for the pairs of a move.
+bool valid(const Edit& e, std::span<const std::int32_t> list, int limit) {
+  if (list.empty()) return true;
+  if (e.verb == Edit::move)
+    return std::all_of(list.begin(), list.end(), [&](std::int32_t at) { return at >= 0 && at < limit; });
+  int wrong = (list.front() < 0) | (list.back() >= limit);  // one pass without branches
+  for (std::size_t i = 1; i < list.size(); ++i) wrong |= list[i] <= list[i - 1];
   return !wrong;
 }
 
@@ -58,7 +61,7 @@ void CpuStore::outdated(int layer, int slot, int head, int page) {
   summarize(layer, slot, head, page);
 }
 
-void CpuStore::swap_tokens(int layer, int slot, int head, int a, int b) {
+void CpuStore::exchange(int layer, int slot, int head, int a, int b) {
   const Place pa = place(layer, slot, head, a), pb = place(layer, slot, head, b);
   const PageLayout& l = *pa.layout;
   std::vector<std::byte> spare(static_cast<std::size_t>(l.bytes));
@@ -137,166 +140,115 @@ std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32
   return lost;
 }
 
-void CpuStore::check_list(const Edit& e, std::size_t rows) const {
+// body(slot, head, list) with the checked list of each row and head; it returns what it did.
+template <class Body>
+Applied CpuStore::each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body) {
   const Shape& s = options_.shape;
-  const auto bad = [&](const std::string& what) {
-    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
-  };
-  if (e.layer < 0 || e.layer >= s.layers) bad("got that layer, wanted 0 to " + std::to_string(s.layers - 1));
-  const auto& index = e.list.index.extent;
-  const auto& count = e.list.count.extent;
-  const std::int64_t wanted = static_cast<std::int64_t>(rows);
-  if (index[0] < wanted || count[0] < wanted || index[1] < s.kv_heads || count[1] < s.kv_heads)
-    bad("got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
-  for (std::int64_t row = 0; row < wanted; ++row)
-    for (int head = 0; head < s.kv_heads; ++head)
-      if (e.list.count(row, head) < 0 || e.list.count(row, head) > index[2])
-        bad("got a count of " + std::to_string(e.list.count(row, head)) + ", wanted 0 to " + std::to_string(index[2]) +
-            ", the list's room");
-}
-
-Applied CpuStore::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+  const bool tokens = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move;
+  std::vector<std::int32_t> dense;
   Applied total;
-  for (const Edit& e : edits) {
-    if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
-    check_list(e, slots.size());
-    if (e.when.kind == Deadline::steps_from_now && e.when.steps > 0) {
-      // Rows keep their own clocks, so each row waits on its own.
-      for (std::size_t row = 0; row < slots.size(); ++row) {
-        Pending p;
-        p.edit = e;
-        p.slots = {slots[row]};
-        p.due = steps(slots[row]) + e.when.steps;
-        const std::int64_t heads = options_.shape.kv_heads, room = e.list.index.extent[2];
-        p.index.resize(static_cast<std::size_t>(heads * room));
-        p.count.resize(static_cast<std::size_t>(heads));
-        for (int h = 0; h < heads; ++h) {
-          p.count[static_cast<std::size_t>(h)] = e.list.count(row, h);
-          for (int i = 0; i < e.list.count(row, h); ++i)
-            p.index[static_cast<std::size_t>(h * room + i)] = e.list.index(row, h, i);
-        }
-        p.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, heads, room});
-        p.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, heads});
-        p.edit.when = {};
-        pending_.push_back(std::move(p));
+  for (std::size_t row = 0; row < slots.size(); ++row)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int n = length(e.layer, slots[row], head);
+      const int limit = tokens ? n : (n + s.page_size - 1) / s.page_size;
+      const auto r = static_cast<std::int64_t>(row);
+      std::span<const std::int32_t> list(&e.list.index(r, head, 0), static_cast<std::size_t>(e.list.count(r, head)));
+      if (e.list.index.stride[2] != 1) {
+        dense.clear();
+        for (std::int64_t i = 0; i < e.list.count(r, head); ++i) dense.push_back(e.list.index(r, head, i));
+        list = dense;
       }
-      continue;
+      if (!valid(e, list, limit)) {
+        for (const std::int32_t at : list)
+          if (at < 0 || at >= limit)
+            bad(e, "got index " + std::to_string(at) + ", wanted 0 to " + std::to_string(limit - 1));
+        bad(e, "got a list that does not ascend");
+      }
+      total += body(slots[row], head, list);
+      if (total.fit != Fit::ok) return total;
     }
-    const Applied one = apply_now(e, slots);
-    total.changed += one.changed;
-    fired_ += one.changed > 0;
-    if (one.fit != Fit::ok) {
-      total.fit = one.fit;
-      break;
-    }
-  }
   return total;
 }
 
-Applied CpuStore::apply_now(const Edit& e, const std::vector<std::int32_t>& slots) {
-  const Shape& s = options_.shape;
-  Applied done;
-  auto bad = [&](const std::string& what) {
-    throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
-  };
+Applied CpuStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   std::vector<std::int32_t> kept;
-  for (int row = 0; row < static_cast<int>(slots.size()); ++row)
-    for (int head = 0; head < s.kv_heads; ++head) {
-      const int slot = slots[static_cast<std::size_t>(row)];
-      const int n = length(e.layer, slot, head), pages = (n + s.page_size - 1) / s.page_size;
-      const int count = e.list.count(row, head);
-      const bool tokens = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move;
-      const int limit = tokens ? n : pages;
-      const std::int32_t* list = &e.list.index(row, head, 0);
-      const bool dense = e.list.index.stride[2] == 1;
-      if (e.verb == Edit::move || !dense || !ascends(list, count, limit))
-        for (int i = 0; i < count; ++i) {
-          const int at = e.list.index(row, head, i);
-          if (at < 0 || at >= limit)
-            bad("got index " + std::to_string(at) + ", wanted 0 to " + std::to_string(limit - 1));
-          if (i > 0 && e.verb != Edit::move && at <= e.list.index(row, head, i - 1))
-            bad("got a list that does not ascend");
-        }
-      if (e.verb == Edit::evict || e.verb == Edit::evict_rest) {
-        kept.clear();
-        if (e.verb == Edit::evict_rest && dense) {
-          done.changed += keep_only(e.layer, slot, head, list, count);
-          continue;
-        }
-        if (e.verb == Edit::evict_rest) {
-          for (int i = 0; i < count; ++i) kept.push_back(e.list.index(row, head, i));
-        } else {
-          for (int t = 0, i = 0; t < n; ++t)
-            if (i < count && e.list.index(row, head, i) == t)
-              ++i;
-            else
-              kept.push_back(t);
-        }
-        done.changed += keep_only(e.layer, slot, head, kept.data(), static_cast<int>(kept.size()));
-        continue;
-      }
-      if (e.verb == Edit::move) {
-        if (count % 2) bad("got an odd number of places in a move, wanted pairs");
-        for (int i = 0; i < count; i += 2) {
-          const int a = e.list.index(row, head, i), b = e.list.index(row, head, i + 1);
-          if (a == b) continue;
-          swap_tokens(e.layer, slot, head, a, b);
-          for (int t : {a, b}) outdated(e.layer, slot, head, t / s.page_size);
-          ++done.changed;
-        }
-        continue;
-      }
-      PageEntry* device = entries(Tier::device, e.layer, slot, head);
-      PageEntry* host = entries(Tier::host, e.layer, slot, head);
-      for (int i = 0; i < count; ++i) {
-        const int page = e.list.index(row, head, i);
-        PageEntry &d = device[page], &h = host[page];
-        switch (e.verb) {
-          case Edit::offload:
-            if (h.frame != null_frame) break;  // a valid lower copy is never written again
-            if (!take(Tier::host, h, 0)) return {Fit::out_of_memory, done.changed};
-            copy_page(e.layer, slot, head, page, Tier::device, Tier::host);
-            ++done.changed;
-            break;
-          case Edit::recall:
-            if (d.frame != null_frame) break;
-            if (!take(Tier::device, d, 0)) return {Fit::out_of_memory, done.changed};
-            copy_page(e.layer, slot, head, page, Tier::host, Tier::device);
-            ++done.changed;
-            break;
-          case Edit::drop: {
-            if (e.tier == Tier::disk) bad("got a drop on the disk tier, wanted device or host");
-            PageEntry &from = e.tier == Tier::host ? h : d, &other = e.tier == Tier::host ? d : h;
-            if (from.frame == null_frame) break;
-            if (other.frame == null_frame)
-              bad("got a drop of page " + std::to_string(page) + "'s only copy, wanted an evict or an offload first");
-            if (e.tier == Tier::device) copy_state_down(e.layer, slot, head, page);
-            give_back(e.tier, from);
-            ++done.changed;
-            break;
-          }
-          case Edit::encode: {
-            if (e.codec < 0 || e.codec >= static_cast<int>(layouts_.size()))
-              bad("got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");
-            if (d.frame == null_frame) bad("got an encode of a page that is not on the device");
-            if (d.codec == e.codec) break;
-            PageEntry fresh;
-            if (!take(Tier::device, fresh, e.codec)) return {Fit::out_of_memory, done.changed};
-            const PageLayout &from = layout(Tier::device, d), &to = layout(Tier::device, fresh);
-            for (int t = 0; t < d.tokens; ++t)
-              ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
-            fresh.tokens = d.tokens;
-            give_back(Tier::device, d);
-            d = fresh;
-            outdated(e.layer, slot, head, page);
-            ++done.changed;
-            break;
-          }
-          default: bad("got an unknown verb");
-        }
-      }
+  return each_list(e, slots, [&](int slot, int head, std::span<const std::int32_t> list) -> Applied {
+    if (e.verb == Edit::evict) {
+      kept.clear();
+      std::size_t i = 0;
+      for (int t = 0; t < length(e.layer, slot, head); ++t)
+        if (i < list.size() && list[i] == t)
+          ++i;
+        else
+          kept.push_back(t);
+      list = kept;
     }
-  return done;
+    return {Fit::ok, keep_only(e.layer, slot, head, list.data(), static_cast<int>(list.size()))};
+  });
+}
+
+Applied CpuStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
+  return each_list(e, slots, [&](int slot, int head, std::span<const std::int32_t> list) {
+    if (list.size() % 2) bad(e, "got an odd number of places in a move, wanted pairs");
+    Applied done;
+    for (std::size_t i = 0; i < list.size(); i += 2) {
+      const int a = list[i], b = list[i + 1];
+      if (a == b) continue;
+      exchange(e.layer, slot, head, a, b);
+      for (int t : {a, b}) outdated(e.layer, slot, head, t / options_.shape.page_size);
+      ++done.changed;
+    }
+    return done;
+  });
+}
+
+Applied CpuStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
+  return each_list(e, slots, [&](int slot, int head, std::span<const std::int32_t> list) {
+    Applied done;
+    for (const int page : list) {
+      done += e.verb == Edit::encode ? encode_page(e, slot, head, page) : edit_page(e, slot, head, page);
+      if (done.fit != Fit::ok) break;
+    }
+    return done;
+  });
+}
+
+// An offload, a recall or a drop of one page.
+Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
+  PageEntry& device = entries(Tier::device, e.layer, slot, head)[page];
+  PageEntry& host = entries(Tier::host, e.layer, slot, head)[page];
+  if (e.verb == Edit::drop) {
+    PageEntry& from = e.tier == Tier::host ? host : device;
+    const PageEntry& other = e.tier == Tier::host ? device : host;
+    if (from.frame == null_frame) return {};
+    if (other.frame == null_frame)
+      bad(e, "got a drop of page " + std::to_string(page) + "'s only copy, wanted an evict or an offload first");
+    if (e.tier == Tier::device) copy_state_down(e.layer, slot, head, page);
+    give_back(e.tier, from);
+    return {Fit::ok, 1};
+  }
+  const bool up = e.verb == Edit::recall;
+  PageEntry& to = up ? device : host;
+  if (to.frame != null_frame) return {};  // a copy that is there is valid
+  const Tier tier = up ? Tier::device : Tier::host;
+  if (!take(tier, to, 0)) return {Fit::out_of_memory, 0};
+  copy_page(e.layer, slot, head, page, up ? Tier::host : Tier::device, tier);
+  return {Fit::ok, 1};
+}
+
+Applied CpuStore::encode_page(const Edit& e, int slot, int head, int page) {
+  PageEntry& d = entries(Tier::device, e.layer, slot, head)[page];
+  if (d.frame == null_frame) bad(e, "got an encode of a page that is not on the device");
+  if (d.codec == e.codec) return {};
+  PageEntry fresh;
+  if (!take(Tier::device, fresh, e.codec)) return {Fit::out_of_memory, 0};
+  const PageLayout &from = layout(Tier::device, d), &to = layout(Tier::device, fresh);
+  for (int t = 0; t < d.tokens; ++t) ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
+  fresh.tokens = d.tokens;
+  give_back(Tier::device, d);
+  d = fresh;
+  outdated(e.layer, slot, head, page);
+  return {Fit::ok, 1};
 }
 
 Fit CpuStore::recall_all(int layer, int slot) {
@@ -318,9 +270,8 @@ Fit CpuStore::recall_all(int layer, int slot) {
   return apply(edits.all(), slots).fit;
 }
 
-IndexList CpuStore::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
+IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
-  check_list(e, slots.size());
   const int rows = static_cast<int>(slots.size());
   const bool of_pages = e.verb == Edit::attend;
   const int p = s.page_size, unit = of_pages ? p : 1;  // tokens of an entry

@@ -131,15 +131,18 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   const std::size_t at = out.size();
   out.resize(at + workspace_.slot_bytes());
   workspace_.save_slot(slot, out.data() + at);
-  const auto mine = [&](const Pending& p) { return p.slots[0] == slot; };
+  const auto mine = [&](const Pending& p) { return p.slot == slot; };
   w.put(static_cast<std::int32_t>(std::count_if(pending_.begin(), pending_.end(), mine)));
   for (const Pending& p : pending_) {
     if (!mine(p)) continue;
     const std::int32_t fields[] = {p.edit.verb,  p.edit.layer, static_cast<std::int32_t>(p.edit.tier),
                                    p.edit.codec, p.due,        static_cast<std::int32_t>(p.edit.list.index.extent[2])};
     for (std::int32_t v : fields) w.put(v);
-    for (std::int32_t v : p.count) w.put(v);
-    for (std::int32_t v : p.index) w.put(v);
+    const IndexList& list = p.edit.list;
+    for (int head = 0; head < s.kv_heads; ++head) w.put(list.count(0, head));
+    for (int head = 0; head < s.kv_heads; ++head)
+      for (std::int64_t i = 0; i < list.index.extent[2]; ++i)  // scratch lies behind the list
+        w.put(i < list.count(0, head) ? list.index(0, head, i) : std::int32_t{0});
   }
   const std::uint64_t sum = checksum(out.data() + 16, out.size() - 16);
   std::memcpy(out.data() + 8, &sum, 8);
@@ -211,21 +214,20 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
   workspace_.load_slot(slot, r.bytes(workspace_.slot_bytes()));
   const std::int32_t waiting = r.number("edits to come", 0, std::numeric_limits<std::int32_t>::max());
   for (std::int32_t i = 0; i < waiting; ++i) {
-    Pending p;
-    p.slots = {slot};
-    p.edit.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::move));
-    p.edit.layer = r.number("layer", 0, s.layers - 1);
-    p.edit.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::disk)));
-    p.edit.codec = r.get<std::int32_t>();
-    p.due = r.get<std::int32_t>();
+    Edit e;
+    e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::move));
+    e.layer = r.number("layer", 0, s.layers - 1);
+    e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::disk)));
+    e.codec = r.get<std::int32_t>();
+    const int due = r.get<std::int32_t>();
     const std::int64_t room = r.number("list room", 0, std::numeric_limits<std::int32_t>::max());
-    p.count = r.numbers(static_cast<std::size_t>(s.kv_heads));
-    p.index = r.numbers(static_cast<std::size_t>(s.kv_heads * room));
-    p.edit.list.index = View<std::int32_t, 3>::dense(nullptr, {1, s.kv_heads, room});
-    p.edit.list.count = View<std::int32_t, 2>::dense(nullptr, {1, s.kv_heads});
-    if (std::any_of(p.count.begin(), p.count.end(), [&](std::int32_t c) { return c < 0 || c > room; }))
+    const std::vector<std::int32_t> count = r.numbers(static_cast<std::size_t>(s.kv_heads));
+    const std::vector<std::int32_t> index = r.numbers(static_cast<std::size_t>(s.kv_heads * room));
+    if (std::any_of(count.begin(), count.end(), [&](std::int32_t c) { return c < 0 || c > room; }))
       throw Error(Errc::data, "saved cache: got an edit to come whose list is longer than its room");
-    pending_.push_back(std::move(p));
+    e.list.index.extent = {1, s.kv_heads, room};
+    e.list.count.extent = {1, s.kv_heads};
+    pending_.push_back(pending(e, slot, due, index.data(), count.data(), stream_, stream_));
   }
   if (r.left() > 0) throw Error(Errc::data, "got a saved cache with bytes behind its end");
 }

@@ -7,6 +7,10 @@
 
 namespace kvlab {
 
+void Store::bad(const Edit& e, const std::string& what) {
+  throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
+}
+
 Store::Store(const StoreOptions& options, Stream stream)
     : options_(options),
       stream_(stream),
@@ -23,6 +27,112 @@ int Store::open() {
       return static_cast<int>(i);
     }
   return -1;
+}
+
+void Store::forget(int slot) {
+  std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
+  position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
+  used_[static_cast<std::size_t>(slot)] = false;
+}
+
+void Store::check_edit(const Edit& e, std::size_t rows) const {
+  const Shape& s = options_.shape;
+  if (e.layer < 0 || e.layer >= s.layers) bad(e, "got that layer, wanted 0 to " + std::to_string(s.layers - 1));
+  const auto& index = e.list.index.extent;
+  const auto& count = e.list.count.extent;
+  const std::int64_t wanted = static_cast<std::int64_t>(rows);
+  if (index[0] < wanted || count[0] < wanted || index[1] < s.kv_heads || count[1] < s.kv_heads)
+    bad(e, "got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  if (e.verb == Edit::drop && e.tier == Tier::disk) bad(e, "got a drop on the disk tier, wanted device or host");
+  if (e.verb == Edit::encode && (e.codec < 0 || e.codec >= static_cast<int>(options_.codecs.size())))
+    bad(e, "got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");
+  if (stream_.device() != Device::cpu) return;
+  for (std::int64_t row = 0; row < wanted; ++row)
+    for (int head = 0; head < s.kv_heads; ++head)
+      if (e.list.count(row, head) < 0 || e.list.count(row, head) > index[2])
+        bad(e, "got a count of " + std::to_string(e.list.count(row, head)) + ", wanted 0 to " +
+                   std::to_string(index[2]) + ", the list's room");
+}
+
+Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
+                              Stream device, Stream through) {
+  const std::int64_t heads = e.list.count.extent[1], room = e.list.index.extent[2];
+  const auto bytes = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(std::int32_t); };
+  Pending p{e, slot, due, StreamMemory(device, bytes(heads * room)), StreamMemory(device, bytes(heads))};
+  copy_memory(p.index.as<>(), index, p.index.bytes(), through);
+  copy_memory(p.count.as<>(), count, p.count.bytes(), through);
+  p.edit.list.index = View<std::int32_t, 3>::dense(p.index.as<std::int32_t>(), {1, heads, room});
+  p.edit.list.count = View<std::int32_t, 2>::dense(p.count.as<std::int32_t>(), {1, heads});
+  return p;
+}
+
+// Rows keep their own clocks, so each row waits on its own.
+void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const IndexList& list = e.list;
+  if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
+    throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
+  Edit of_row = e;
+  of_row.list.index.extent[1] = of_row.list.count.extent[1] = options_.shape.kv_heads;
+  const int steps_to_go = e.when.kind == Deadline::steps_from_now ? e.when.steps : 0;
+  for (std::size_t row = 0; row < slots.size(); ++row) {
+    const auto r = static_cast<std::int64_t>(row);
+    pending_.push_back(pending(of_row, slots[row], steps(slots[row]) + steps_to_go,
+                               list.index.data + r * list.index.stride[0], list.count.data + r * list.count.stride[0],
+                               stream_, stream_));
+  }
+}
+
+Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) {
+  Applied one;
+  switch (e.verb) {
+    case Edit::evict:
+    case Edit::evict_rest: one = keep_tokens(e, slots); break;
+    case Edit::move: one = swap_tokens(e, slots); break;
+    case Edit::offload:
+    case Edit::drop:
+    case Edit::recall:
+    case Edit::encode: one = edit_pages(e, slots); break;
+    default: bad(e, "got an unknown verb");
+  }
+  fired_ += one.changed > 0;
+  return one;
+}
+
+Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+  Applied total;
+  for (const Edit& e : edits) {
+    if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
+    check_edit(e, slots.size());
+    if (e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0)) {
+      defer(e, slots);
+      continue;
+    }
+    total += carry_out(e, slots);
+    if (total.fit != Fit::ok) break;
+  }
+  return total;
+}
+
+Applied Store::advance(int slot, int tokens, bool decode) {
+  position_[static_cast<std::size_t>(slot)] += tokens;
+  const int now = step_[static_cast<std::size_t>(slot)] += decode;
+  Applied total;
+  for (std::size_t i = 0; i < pending_.size();) {
+    if (pending_[i].slot != slot || pending_[i].due > now) {
+      ++i;
+      continue;
+    }
+    const Pending due = std::move(pending_[i]);
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+    total += carry_out(due.edit, {slot});
+  }
+  advanced(decode);
+  return total;
+}
+
+IndexList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
+  check_edit(e, slots.size());
+  return attend_list(e, slots, w);
 }
 
 PagedKv Store::paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,

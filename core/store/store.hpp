@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/stream_memory.hpp"
 #include "store/ledger.hpp"
 #include "store/workspace.hpp"
 
@@ -37,6 +38,12 @@ enum class Fit : std::uint8_t { ok, out_of_memory };  // not fitting is a value
 struct Applied {
   Fit fit = Fit::ok;
   std::int64_t changed = 0;  // tokens or pages that an edit really changed; -1 where only the device knows yet
+
+  Applied& operator+=(const Applied& o) {
+    if (o.fit != Fit::ok) fit = o.fit;
+    changed = changed < 0 || o.changed < 0 ? -1 : changed + o.changed;
+    return *this;
+  }
 };
 
 // What the engine, the executor and measurement use. Work is given to one stream; what the host is told ("exact") waits
@@ -62,23 +69,22 @@ class Store {
   // Longest head of these slots; on CUDA no less than that.
   virtual int max_length(int layer, const std::vector<std::int32_t>& slots) const = 0;
 
-  // Text tokens seen: the true position counter, and decode steps. advance() once per chunk or step, after the last
-  // layer.
+  // Text tokens seen (the true position counter), and decode steps.
   std::int32_t position(int slot) const { return position_[static_cast<std::size_t>(slot)]; }
   std::int32_t steps(int slot) const { return step_[static_cast<std::size_t>(slot)]; }
-  // Carries out the edits that fall due; Applied is theirs.
-  virtual Applied advance(int slot, int tokens, bool decode) = 0;
+  // Once per chunk or step, after the last layer. Carries out the edits that fall due; Applied is theirs.
+  Applied advance(int slot, int tokens, bool decode);
 
-  // Applies the edits of one callback over `slots` (the callback's rows), except attend, which is the caller's. Lists
-  // are memory of the stream's device. What a list must not say is Errc::plugin: at once on the CPU, at the next exact
-  // answer on CUDA.
-  virtual Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) = 0;
+  // Applies the edits of one callback over `slots` (the callback's rows), in their order. Those for the next step or a
+  // later one wait for advance(); the others run now. The caller keeps attend edits. Lists are memory of the stream's
+  // device. What a list must not say is Errc::plugin: at once on the CPU, at the next exact answer on CUDA.
+  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
   // Every page of the slot's layer has a frame on the device again.
   virtual Fit recall_all(int layer, int slot) = 0;
 
   // The pages (of an attend edit) or tokens (of attend_tokens) that attention reads: the list, in any order, plus the
   // pins; ascending and without repeats, in scratch.
-  virtual IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
+  IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w);
 
   // Whole cache of a sequence, with token state, tiers, counters and edits to come: bytes that restore() takes back
   // into any open slot, in place of what it holds, on either device. Errc::data for bytes that are not what save()
@@ -87,7 +93,7 @@ class Store {
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
 
   // Edits, of apply and of advance, that changed something, and attends that leave something out; exact.
-  virtual std::int64_t fired() const = 0;
+  virtual std::int64_t fired() const { return fired_; }
 
   // Text positions in the cache of one head: ascending, and place by place; exact.
   std::vector<std::int32_t> positions(int layer, int slot, int head) const;
@@ -104,6 +110,29 @@ class Store {
   virtual void check_invariants() const = 0;  // Errc::internal with what is broken
 
  protected:
+  // An edit to come of one slot. The store owns a copy of its list: dense [1, kv_head, room].
+  struct Pending {
+    Edit edit;
+    int slot = 0;
+    int due = 0;  // carried out by the first advance() that leaves the slot with as many decode steps
+    StreamMemory index, count;
+  };
+
+  // The verbs. apply() has checked the edit and the shape of its list.
+  virtual Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // evict, evict_rest
+  virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
+  virtual Applied edit_pages(const Edit& e,
+                             const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
+  virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
+  virtual void advanced(bool /*decode*/) {}  // advance() has counted and carried out what was due
+
+  // An edit to come of `slot` whose list is memory of `device`; `index` and `count` are copied in the order of
+  // `through`.
+  static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
+                         Stream device, Stream through);
+  [[noreturn]] static void bad(const Edit& e, const std::string& what);  // Errc::plugin
+  void forget(int slot);  // its counters and its edits to come; the slot is free
+
   // A view of the shape of the run; base and layouts are the tier's.
   PagedKv paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
                 std::size_t rows) const;
@@ -124,8 +153,15 @@ class Store {
   std::int64_t summary_bytes_ = 0;  // of a page
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
+  std::vector<Pending> pending_;
+  std::int64_t fired_ = 0;  // of edits whose change the host saw
   Ledger ledger_;
   StoreWorkspace workspace_;
+
+ private:
+  void check_edit(const Edit& e, std::size_t rows) const;  // Errc::plugin
+  void defer(const Edit& e, const std::vector<std::int32_t>& slots);
+  Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots);
 };
 
 // What make_store would refuse on such a device; takes no memory.

@@ -9,10 +9,14 @@
 
 namespace kvlab {
 
-// When an edit must have taken effect. Edits of one callback apply in order.
+// When an edit takes effect; edits with one deadline apply in the order that the callback gave them in.
+//   this_attention   before the attention that select() prepares; Errc::plugin from any other callback
+//   next_attention   at once, but of select() after this layer's attention
+//   next_step        when this step has ended, or this chunk of the prompt
+//   steps_from_now   when that many decode steps of the row have ended, this one included; 0: like next_attention
 struct Deadline {
-  enum Kind : std::uint8_t { this_attention, next_attention, next_step, steps_from_now, idle } kind = next_attention;
-  int steps = 0;  // steps_from_now only: effective exactly then
+  enum Kind : std::uint8_t { this_attention, next_attention, next_step, steps_from_now } kind = next_attention;
+  int steps = 0;  // steps_from_now only
 
   static Deadline in_steps(int n) { return {steps_from_now, n}; }
 };
@@ -25,7 +29,7 @@ struct Edit {
     offload,        // copy pages device -> host; the device frame stays
     drop,           // free the frames of these pages in `tier`; refused for the only copy (that is evict)
     recall,         // copy pages host -> device; the host copy stays
-    encode,         // re-encode pages that are on the device as `codec`
+    encode,         // re-encode pages that are on the device as `codec`; the store's alone: a policy has one codec
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
   };
@@ -43,7 +47,8 @@ class Edits {
  public:
   explicit Edits(int layer = 0) : layer_(layer) {}
 
-  // One list a callback, of pages or of tokens; Errc::plugin for both. A page that a pin reaches into is pinned whole.
+  // In select() alone, and one list a callback, of pages or of tokens; else Errc::plugin. A page that a pin reaches
+  // into is pinned whole.
   void attend(const PageList& pages, Pins pins = {}) {
     push(Edit::attend, pages, {Deadline::this_attention}).pins = pins;
   }
@@ -55,7 +60,6 @@ class Edits {
   void offload(const PageList& pages, Deadline when = {}) { push(Edit::offload, pages, when); }
   void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
-  void encode(const PageList& pages, int codec, Deadline when = {}) { push(Edit::encode, pages, when).codec = codec; }
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
 
   // Step::finish works on all layers: say which one the next edits are for.

@@ -126,7 +126,7 @@ class OnGuardedDevice final : public Policy {
         case Edit::offload: edits.offload(PageList{list}, e.when); break;
         case Edit::drop: edits.drop(e.tier, PageList{list}, e.when); break;
         case Edit::recall: edits.recall(PageList{list}, e.when); break;
-        case Edit::encode: edits.encode(PageList{list}, e.codec, e.when); break;
+        case Edit::encode: FAIL("no policy can ask for it"); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
       }
     }

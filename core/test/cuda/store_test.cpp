@@ -262,8 +262,9 @@ class Both {
     } else if (what == 16) {
       for (const int s : rows)
         if (cpu.position(s) >= room) return;
+      const Deadline when = pick(2) ? Deadline::in_steps(1) : Deadline{Deadline::next_step};
       apply(rows, layer, some(rows, layer, 6, true),
-            [](Edits& e, const IndexList& l) { e.recall(PageList{l}, Deadline::in_steps(1)); });
+            [&](Edits& e, const IndexList& l) { e.recall(PageList{l}, when); });
       REQUIRE(step(rows) == Fit::ok);
     } else {
       page_edit(rows, layer);

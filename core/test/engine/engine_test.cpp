@@ -19,32 +19,61 @@ std::shared_ptr<const Model> tiny() {
   return model;
 }
 
-enum class Callback { select, observe, finish_step };
+enum class Callback { prefill, select, observe, finish_step };
 
-// Asks in step 1 to evict the first token of every head of layer 0 two steps later. `from` is the callback that asks.
-class Later final : public Policy {
+// From one callback, of the prompt or of step 1, evicts the first token of every head of layer 0.
+class Evictor : public Policy {
  public:
-  explicit Later(Callback from) : from_(from) {}
-  Needs needs() const override { return {}; }
-  void select(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::select, step, edits); }
-  void observe(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::observe, step, edits); }
+  Evictor(Callback from, Deadline when) : from_(from), when_(when) {}
+  Needs needs() const override { return Needs{}.mass(Mass::decode); }
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream) override { of_layer(Callback::prefill, kv, edits, 0); }
+  void select(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::select, step, edits, 1); }
+  void observe(const LayerStep& step, Edits& edits, Stream) override { of_layer(Callback::observe, step, edits, 1); }
   void finish_step(const Step& step, Edits& edits, Stream) override {
     if (from_ == Callback::finish_step && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
   }
 
  private:
-  static void evict(const Shape& shape, Workspace& w, Edits& edits) {
+  void evict(const Shape& shape, Workspace& w, Edits& edits) const {
     TokenList l;
-    l.index = take_scratch<std::int32_t>(w, "later", {1, shape.kv_heads, 1});
-    l.count = take_scratch<std::int32_t>(w, "later", {1, shape.kv_heads});
+    l.index = take_scratch<std::int32_t>(w, "first", {1, shape.kv_heads, 1});
+    l.count = take_scratch<std::int32_t>(w, "first", {1, shape.kv_heads});
     for (int h = 0; h < shape.kv_heads; ++h) l.index(0, h, 0) = 0, l.count(0, h) = 1;
     edits.for_layer(0);
-    edits.evict(l, Deadline::in_steps(2));
+    edits.evict(l, when_);
   }
-  void of_layer(Callback callback, const LayerStep& step, Edits& edits) const {
-    if (from_ == callback && step.layer == 0 && step.step[0] == 1) evict(*step.shape, *step.workspace, edits);
+  void of_layer(Callback callback, const LayerKv& kv, Edits& edits, int step) const {
+    if (from_ == callback && kv.layer == 0 && kv.step[0] == step) evict(*kv.shape, *kv.workspace, edits);
   }
   Callback from_;
+  Deadline when_;
+};
+
+// The same; notes the tokens of layer 0 as the callbacks of a step find them.
+class Watched final : public Evictor {
+ public:
+  using Evictor::Evictor;
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { note(kv), Evictor::prefill(kv, edits, s); }
+  void select(const LayerStep& kv, Edits& edits, Stream s) override { note(kv), Evictor::select(kv, edits, s); }
+  void observe(const LayerStep& kv, Edits& edits, Stream s) override {
+    note(kv);
+    double sum = 0;
+    for (int t = 0; t < kv.pages.tokens(0, 0); ++t) sum += kv.mass(0, 0, t);
+    if (kv.layer == 0) mass.push_back(sum);
+    Evictor::observe(kv, edits, s);
+  }
+  void finish_step(const Step& step, Edits& edits, Stream s) override {
+    tokens.push_back(engine->store().length(0, step.slots[0], 0));
+    Evictor::finish_step(step, edits, s);
+  }
+  const Engine* engine = nullptr;
+  std::vector<int> tokens;   // found by select and observe of layer 0 and 1, by finish_step
+  std::vector<double> mass;  // of query head 0 of layer 0, over these tokens
+
+ private:
+  void note(const LayerKv& kv) {
+    if (kv.layer < 2) tokens.push_back(engine->store().length(0, kv.slots[0], 0));
+  }
 };
 
 // Notes what each callback of layer 0 learns about its rows.
@@ -124,7 +153,7 @@ EngineOptions options(int slots) {
 TEST_CASE("n steps from now is the same moment from every callback of a step") {
   for (const Callback from : {Callback::select, Callback::observe, Callback::finish_step}) {
     CAPTURE(static_cast<int>(from));
-    Engine engine(tiny(), std::make_shared<Later>(from), options(1));
+    Engine engine(tiny(), std::make_shared<Evictor>(from, Deadline::in_steps(2)), options(1));
     const int slot = engine.open(), token = 3;
     const std::vector<int> prompt{1, 2, 3, 4, 5};
     REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
@@ -136,6 +165,73 @@ TEST_CASE("n steps from now is the same moment from every callback of a step") {
     }
     CHECK(engine.store().positions(1, slot, 0).front() == 0);
     engine.store().check_invariants();
+  }
+}
+
+TEST_CASE("each deadline is kept to the callback") {
+  struct Case {
+    Callback from;
+    Deadline when;
+    std::vector<int> tokens;  // in step 1: select and observe of layers 0 and 1, finish_step, its end
+  };
+  const Deadline here{Deadline::this_attention}, next{}, step{Deadline::next_step};
+  const Case cases[] = {
+      {Callback::select, here, {7, 6, 6, 6, 6, 6}},
+      {Callback::select, next, {7, 6, 6, 6, 6, 6}},
+      {Callback::select, step, {7, 7, 7, 7, 7, 6}},
+      {Callback::select, Deadline::in_steps(1), {7, 7, 7, 7, 7, 6}},
+      {Callback::select, Deadline::in_steps(2), {7, 7, 7, 7, 7, 7}},
+      {Callback::observe, next, {7, 7, 6, 6, 6, 6}},
+      {Callback::observe, Deadline::in_steps(0), {7, 7, 6, 6, 6, 6}},
+      {Callback::observe, step, {7, 7, 7, 7, 7, 6}},
+      {Callback::finish_step, next, {7, 7, 7, 7, 7, 6}},
+      {Callback::finish_step, step, {7, 7, 7, 7, 7, 6}},
+      {Callback::finish_step, Deadline::in_steps(2), {7, 7, 7, 7, 7, 7}},
+  };
+  const int token = 3;
+  const std::vector<int> prompt{1, 2, 3, 4, 5};
+  for (const Case& c : cases) {
+    CAPTURE(static_cast<int>(c.from), static_cast<int>(c.when.kind), c.when.steps);
+    const auto policy = std::make_shared<Watched>(c.from, c.when);
+    Engine engine(tiny(), policy, options(1));
+    policy->engine = &engine;
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    policy->tokens.clear();
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    policy->tokens.push_back(engine.store().length(0, slot, 0));
+    CHECK(policy->tokens == c.tokens);
+    if (c.from == Callback::select)  // attention has read the token, or has not
+      CHECK((policy->mass.back() < 0.999) == (c.when.kind == Deadline::next_attention));
+    policy->tokens.clear();
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    CHECK(policy->tokens.front() == c.tokens.back() + 1);
+    CHECK(engine.store().length(0, slot, 0) == 7);  // in two steps at the latest, and once
+    engine.store().check_invariants();
+  }
+  for (const Deadline when : {next, step}) {
+    const auto policy = std::make_shared<Watched>(Callback::prefill, when);
+    Engine engine(tiny(), policy, options(1));
+    policy->engine = &engine;
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    CHECK(policy->tokens == std::vector<int>{5, when.kind == Deadline::next_step ? 5 : 4});
+    CHECK(engine.store().length(0, slot, 0) == 4);
+  }
+}
+
+TEST_CASE("an edit for an attention that is over is refused") {
+  const int token = 3;
+  const std::vector<int> prompt{1, 2, 3, 4, 5};
+  for (const Callback from : {Callback::prefill, Callback::observe, Callback::finish_step}) {
+    Engine engine(tiny(), std::make_shared<Evictor>(from, Deadline{Deadline::this_attention}), options(1));
+    const int slot = engine.open();
+    const auto run = [&] {
+      engine.prefill(slot, prompt, true, {});
+      for (int step = 0; step < 2; ++step) engine.step({slot}, {&token, 1}, {});
+    };
+    CHECK_THROWS_WITH(run(), Catch::Matchers::Contains("got an edit for this attention, wanted it in select()"));
   }
 }
 

@@ -298,10 +298,9 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
   const int slot = store.open();
   f.fill(store, slot, 10);
   Lists pages(2, {0, 2});
-  Edits e;
-  e.encode(pages.pages(), 1);
-  CHECK(one(store, slot, e).changed == 4);
-  CHECK(one(store, slot, e).changed == 0);
+  const auto e = test::encode(pages.pages(), 1);
+  CHECK(store.apply(e, {slot}).changed == 4);
+  CHECK(store.apply(e, {slot}).changed == 0);
   store.check_invariants();
   const auto& held = store.ledger().held(Tier::device);
   CHECK(held[static_cast<int>(Tag::codec_metadata)] == 4 * 2 * 64);
@@ -322,15 +321,11 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
   Edits out;
   out.evict(last.tokens());
   one(store, slot, out);
-  Edits back;
-  back.encode(pages.pages(), 0);
-  CHECK(one(store, slot, back).changed == 4);
+  CHECK(store.apply(test::encode(pages.pages(), 0), {slot}).changed == 4);
   CHECK(held[static_cast<int>(Tag::codec_metadata)] == 0);
   check();
   store.check_invariants();
-  Edits bad;
-  bad.encode(pages.pages(), 2);
-  CHECK_THROWS_AS(one(store, slot, bad), Error);
+  CHECK_THROWS_AS(store.apply(test::encode(pages.pages(), 2), {slot}), Error);
 }
 
 TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
@@ -391,6 +386,27 @@ TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of 
   store.check_invariants();
   f.fill(store, b, 1, true);
   CHECK(store.length(0, b, 0) == 9);  // the edit acts once
+}
+
+TEST_CASE("an edit for the next step waits until this one, or this chunk of the prompt, has ended") {
+  for (const bool decode : {false, true}) {
+    CAPTURE(decode);
+    StoreFixture f;
+    CpuStore store(f.options);
+    const int slot = store.open();
+    f.fill(store, slot, 6);
+    Lists l(2, {1});
+    Edits e;
+    e.evict(l.tokens(), {Deadline::next_step});
+    CHECK(one(store, slot, e).changed == 0);
+    l.scribble();
+    CHECK(store.length(0, slot, 0) == 6);
+    f.fill(store, slot, 1, decode);
+    CHECK(store.positions(0, slot, 0) == std::vector<std::int32_t>{0, 2, 3, 4, 5, 6});
+    f.fill(store, slot, 1, decode);
+    CHECK(store.length(0, slot, 0) == 7);  // once only
+    store.check_invariants();
+  }
 }
 
 TEST_CASE("edits wait no longer than their sequence") {

@@ -193,9 +193,7 @@ TEST_CASE("recall, offload and encode beyond a limit report it") {
   const int slot = store.open();
   REQUIRE(f.fill(store, slot, 8) == Fit::ok);
   Lists two(2, {0, 1}), one(2, {0});
-  Edits encode;
-  encode.encode(two.pages(), 1);
-  CHECK(store.apply(encode.all(), {slot}).fit == Fit::out_of_memory);
+  CHECK(store.apply(test::encode(two.pages(), 1), {slot}).fit == Fit::out_of_memory);
   store.check_invariants();
   Edits down;
   down.offload(two.pages());

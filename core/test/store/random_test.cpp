@@ -170,11 +170,9 @@ class RandomEdits {
       e.offload(l.pages());
     else if (verb == 1)
       e.recall(l.pages());
-    else if (verb == 2)
-      e.encode(l.pages(), pick(2));
-    else
+    else if (verb == 3)
       e.drop(tier, l.pages());
-    REQUIRE(store_->apply(e.all(), {slot}).fit == Fit::ok);
+    REQUIRE(store_->apply(verb == 2 ? test::encode(l.pages(), pick(2), layer) : e.all(), {slot}).fit == Fit::ok);
   }
 
   void save_and_restore(int slot) {

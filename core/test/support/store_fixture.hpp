@@ -94,6 +94,16 @@ class Lists {
   IndexList list_;
 };
 
+// Pages of the device in another codec of the store. No policy can ask for it yet: it cannot declare a second codec.
+inline std::vector<Edit> encode(const PageList& pages, int codec, int layer = 0) {
+  Edit e;
+  e.verb = Edit::encode;
+  e.list = pages;
+  e.layer = layer;
+  e.codec = codec;
+  return {e};
+}
+
 struct StoredToken {
   std::int32_t position = 0;
   std::vector<float> k, v, state;
