@@ -22,7 +22,7 @@ View<float, 3> heads_view(std::vector<float>& data, std::int64_t rows, std::int6
 }  // namespace
 
 CpuExecutor::CpuExecutor(std::shared_ptr<const Model> model, CpuStore& store)
-    : Executor(std::move(model)), store_(store) {}
+    : Executor(std::move(model), store), store_(store) {}
 
 void CpuExecutor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) {
   const std::size_t query = rows * static_cast<std::size_t>(c.heads * c.head_dim);
@@ -34,7 +34,7 @@ void CpuExecutor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) 
 }
 
 // qkv of `rows` rows of x into rows [at, at + rows) of qkv_, with biases and QK norm, before RoPE.
-void CpuExecutor::project(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at) {
+void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at) {
   const ModelConfig& c = model_->config;
   const std::int64_t qn = std::int64_t{c.heads} * c.head_dim, kn = std::int64_t{c.kv_heads} * c.head_dim,
                      n = qn + 2 * kn;
@@ -61,18 +61,19 @@ void CpuExecutor::project(const ModelLayer& l, const float* x, std::int64_t rows
   }
 }
 
-// x += output projection of `attention`, then x += MLP(x).
-void CpuExecutor::finish_layer(const ModelLayer& l, const float* attention, float* x, std::int64_t rows) {
+// x += output projection of attention, then x += MLP(x).
+void CpuExecutor::finish_layer(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;
+  const ModelLayer& l = model_->layers[static_cast<std::size_t>(layer)];
   const std::int64_t qn = std::int64_t{c.heads} * c.head_dim;
   for (std::int64_t begin = 0; begin < rows; begin += row_block) {
     const std::int64_t count = std::min(row_block, rows - begin);
-    float* xb = x + begin * c.hidden;
+    float* xb = x_.data() + begin * c.hidden;
     hidden_.resize(static_cast<std::size_t>(count * c.hidden));
     wide_.resize(static_cast<std::size_t>(count * 2 * c.ffn));
     {
       const PartTimer timer(Part::gemm);
-      l.output.apply(attention + begin * qn, qn, hidden_.data(), c.hidden, count);
+      l.output.apply(attention_.data() + begin * qn, qn, hidden_.data(), c.hidden, count);
     }
     if (!l.output_bias.empty())
       for (std::int64_t r = 0; r < count; ++r) ops::add(l.output_bias.data(), c.hidden, hidden_.data() + r * c.hidden);
@@ -155,198 +156,165 @@ void CpuExecutor::note_rows() {
     if (nonfinite_[r]) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
 }
 
-Fit CpuExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
+void CpuExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) {
+  const ModelConfig& c = model_->config;
+  const std::size_t n = tokens.size();
+  tokens_.assign(tokens.begin(), tokens.end());
+  position_ = position;
+  nonfinite_.assign(phase == Phase::decode ? n : 1, 0);
+  x_.resize(n * static_cast<std::size_t>(c.hidden));
+  qkv_.resize(n, c, by_rank());
+  attention_.resize(n * static_cast<std::size_t>(c.heads * c.head_dim));
+  angles_.clear();
+  if (!by_rank())
+    for (const int at : position) add_angle(at);
+}
+
+void CpuExecutor::embed(std::int64_t rows) {
+  for (std::int64_t r = 0; r < rows; ++r)
+    model_->embed(tokens_[static_cast<std::size_t>(r)], x_.data() + r * model_->config.hidden);
+}
+
+void CpuExecutor::project(int layer, std::int64_t rows) {
+  const ModelLayer& l = model_->layers[static_cast<std::size_t>(layer)];
+  for (std::int64_t begin = 0; begin < rows; begin += row_block)
+    project_block(l, x_.data() + begin * model_->config.hidden, std::min(row_block, rows - begin), begin);
+  if (!by_rank()) return;
+  qkv_.raw_q = qkv_.q;
+  // A key that is cached before RoPE is rounded before it.
+  ops::round_to(qkv_.k.data(), rows * key_width(), static_cast<int>(size_of(store_.shape().dtype)));
+  qkv_.raw_k = qkv_.k;
+}
+
+LayerRows CpuExecutor::rows_of(int layer, std::int64_t rows) {
+  const ModelConfig& c = model_->config;
+  LayerRows out;
+  out.layer = layer;
+  out.queries = heads_view(qkv_.q, rows, c.heads, c.head_dim);
+  out.keys = heads_view(qkv_.k, rows, c.kv_heads, c.head_dim);
+  out.values = heads_view(qkv_.v, rows, c.kv_heads, c.head_dim);
+  if (by_rank()) {
+    out.raw_queries = heads_view(qkv_.raw_q, rows, c.heads, c.head_dim);
+    out.raw_keys = heads_view(qkv_.raw_k, rows, c.kv_heads, c.head_dim);
+  }
+  return out;
+}
+
+const float* CpuExecutor::cached_keys() const {
+  return (store_.options().rope == RopeRegime::cache_relative ? qkv_.raw_k : qkv_.k).data();
+}
+
+Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, bool mass) {
   const ModelConfig& c = model_->config;
   const Shape& s = store_.shape();
-  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
-  const int first = store_.position(slot);
-  const RopeRegime regime = store_.options().rope;
-  const std::vector<std::int32_t> slots{slot};
-
-  nonfinite_.assign(1, 0);
-  x_.resize(static_cast<std::size_t>(n * c.hidden));
-  for (std::int64_t t = 0; t < n; ++t) model_->embed(tokens[static_cast<std::size_t>(t)], x_.data() + t * c.hidden);
-  const bool raw = regime != RopeRegime::original;
-  qkv_.resize(static_cast<std::size_t>(n), c, raw);
-  attention_.resize(static_cast<std::size_t>(n * c.heads * c.head_dim));
-  angles_.clear();
-  if (!raw)
-    for (std::int64_t t = 0; t < n; ++t) add_angle(first + static_cast<int>(t));
-
-  for (int layer = 0; layer < c.layers; ++layer) {
-    const ModelLayer& l = model_->layers[static_cast<std::size_t>(layer)];
-    for (std::int64_t begin = 0; begin < n; begin += row_block)
-      project(l, x_.data() + begin * c.hidden, std::min(row_block, n - begin), begin);
-    if (raw) qkv_.raw_q = qkv_.q;
-    const int bytes = static_cast<int>(size_of(s.dtype));
-    const std::int64_t kn = std::int64_t{c.kv_heads} * c.head_dim;
-    if (raw) {
-      // Cached before RoPE, so the rounding comes first.
-      ops::round_to(qkv_.k.data(), n * kn, bytes);
-      qkv_.raw_k = qkv_.k;
-    }
-    if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
-    int past = 0;
-    for (int head = 0; head < c.kv_heads; ++head) past = std::max(past, store_.length(layer, slot, head));
+  const std::vector<std::int32_t> slots{info.slot};
+  info.past = 0;
+  for (int head = 0; head < c.kv_heads; ++head)
+    info.past = std::max(info.past, store_.length(info.layer, info.slot, head));
 #pragma omp parallel for schedule(static) if (n > 16)
-    for (std::int64_t t = 0; t < n; ++t) rotate_token(layer, slot, t, t);
-    if (regime != RopeRegime::cache_relative) ops::round_to(qkv_.k.data(), n * kn, bytes);
-    ops::round_to(qkv_.v.data(), n * kn, bytes);
-    look_at_entries(0, 0, n);
+  for (std::int64_t t = 0; t < n; ++t) rotate_token(info.layer, info.slot, t, t);
+  const int bytes = static_cast<int>(size_of(s.dtype));
+  if (store_.options().rope != RopeRegime::cache_relative) ops::round_to(qkv_.k.data(), n * key_width(), bytes);
+  ops::round_to(qkv_.v.data(), n * key_width(), bytes);
+  look_at_entries(0, 0, n);
 
-    const auto queries = heads_view(qkv_.q, n, c.heads, c.head_dim),
-               keys = heads_view(qkv_.k, n, c.kv_heads, c.head_dim),
-               values = heads_view(qkv_.v, n, c.kv_heads, c.head_dim),
-               output = heads_view(attention_, n, c.heads, c.head_dim);
-    PromptLayer info;
-    {
-      const PartTimer timer(Part::attend);
-      ops::PrefillArgs a;
-      a.kv = store_.view(layer, slots);
-      a.queries = queries;
-      a.keys = keys;
-      a.values = values;
-      a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
-      a.window = c.sliding_window;
-      a.first = first;
-      a.out = output;
-      a.round_to_bf16 = s.dtype == DType::bf16;
-      if (hooks.wants_prompt_mass()) {
-        mass_.resize(static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(past + n));
-        a.mass = View<float, 2>::dense(mass_.data(), {c.heads, past + n});
-        info.mass = a.mass;
-      }
-      ops::prefill_attention(a, store_.workspace(), Stream::cpu());
-      store_.workspace().reset();
-      if (a.mass) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
+  static_cast<LayerRows&>(info) = rows_of(info.layer, n);
+  {
+    const PartTimer timer(Part::attend);
+    ops::PrefillArgs a;
+    a.kv = store_.view(info.layer, slots);
+    a.queries = info.queries;
+    a.keys = info.keys;
+    a.values = info.values;
+    a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+    a.window = c.sliding_window;
+    a.first = first;
+    a.out = heads_view(attention_, n, c.heads, c.head_dim);
+    a.round_to_bf16 = s.dtype == DType::bf16;
+    if (mass) {
+      const std::int64_t width = info.past + n;
+      mass_.resize(static_cast<std::size_t>(c.heads * width));
+      a.mass = View<float, 2>::dense(mass_.data(), {c.heads, width});
+      info.mass = a.mass;
     }
-    {
-      const PartTimer timer(Part::append);
-      const float* k = regime == RopeRegime::cache_relative ? qkv_.raw_k.data() : qkv_.k.data();
-      if (store_.append(layer, slot, k, qkv_.v.data(), static_cast<int>(n), first) != Fit::ok)
-        return Fit::out_of_memory;
-    }
-    info.layer = layer;
-    info.slot = slot;
-    info.past = past;
-    info.last = last;
-    info.queries = queries;
-    info.keys = keys;
-    info.values = values;
-    info.output = output;
-    if (raw) {
-      info.raw_queries = heads_view(qkv_.raw_q, n, c.heads, c.head_dim);
-      info.raw_keys = heads_view(qkv_.raw_k, n, c.kv_heads, c.head_dim);
-    }
-    if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(l, attention_.data(), x_.data(), n);
+    ops::prefill_attention(a, store_.workspace(), Stream::cpu());
+    store_.workspace().reset();
+    info.output = a.out;
+    if (a.mass) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
   }
-  if (store_.advance(slot, static_cast<int>(n), false).fit != Fit::ok) return Fit::out_of_memory;
-  const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
-  if (wanted > 0) logits_of(x_.data() + (n - wanted) * c.hidden, wanted, logits);
-  for (std::int64_t r = 0; r < wanted; ++r) look_at(0, logits.data + r * logits.stride[0], c.vocab);
-  note_rows();
+  const PartTimer timer(Part::append);
+  return store_.append(info.layer, info.slot, cached_keys(), qkv_.v.data(), static_cast<int>(n), first);
+}
+
+Fit CpuExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    const auto row = static_cast<std::int64_t>(r);
+    rotate_token(layer, slots[r], row, 0);
+    look_at_entries(row, row, 1);
+  }
+  const PartTimer timer(Part::append);
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    const std::int64_t at = static_cast<std::int64_t>(r) * key_width();
+    if (store_.append(layer, slots[r], cached_keys() + at, qkv_.v.data() + at, 1, position_[r]) != Fit::ok)
+      return Fit::out_of_memory;
+  }
   return Fit::ok;
 }
 
-Fit CpuExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                        const StepResult& out) {
+View<float, 3> CpuExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
+  const int heads = model_->config.heads;
+  mass_.resize(static_cast<std::size_t>(rows * heads * tokens));
+  return View<float, 3>::dense(mass_.data(), {rows, heads, tokens});
+}
+
+View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
+                                         const View<float, 3>& mass) {
+  const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
-  const Shape& s = store_.shape();
-  const std::int64_t n = static_cast<std::int64_t>(slots.size());
-  const RopeRegime regime = store_.options().rope;
-  const bool raw = regime != RopeRegime::original;
-  const std::int64_t kn = std::int64_t{c.kv_heads} * c.head_dim;
-  const int bytes = static_cast<int>(size_of(s.dtype));
+  const auto n = static_cast<std::int64_t>(slots.size());
+  ops::AttendArgs a;
+  a.kv = store_.view(layer, slots);
+  a.queries = heads_view(qkv_.q, n, c.heads, c.head_dim);
+  a.pages = read.pages;
+  a.tokens = read.tokens;
+  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+  a.window = c.sliding_window;
+  a.last = position_.data();
+  a.out = heads_view(attention_, n, c.heads, c.head_dim);
+  a.mass = mass;
+  ops::attend(a, store_.workspace(), Stream::cpu());
+  for (std::int64_t r = 0; mass && r < n; ++r) look_at(r, mass_.data() + r * mass.stride[0], mass.stride[0]);
+  return a.out;
+}
 
-  nonfinite_.assign(slots.size(), 0);
-  x_.resize(static_cast<std::size_t>(n * c.hidden));
-  for (std::int64_t r = 0; r < n; ++r) model_->embed(tokens[static_cast<std::size_t>(r)], x_.data() + r * c.hidden);
-  qkv_.resize(static_cast<std::size_t>(n), c, raw);
-  attention_.resize(static_cast<std::size_t>(n * c.heads * c.head_dim));
-  std::vector<std::int32_t> position(static_cast<std::size_t>(n));
-  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
-  angles_.clear();
-  if (!raw)
-    for (int at : position) add_angle(at);
+void CpuExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_last) {
+  const ModelConfig& c = model_->config;
+  const std::int64_t wanted = of_last ? of_last.extent[0] : 0;
+  if (wanted > 0) logits_of(x_.data() + (rows - wanted) * c.hidden, wanted, of_last);
+  for (std::int64_t r = 0; r < wanted; ++r) look_at(0, of_last.data + r * of_last.stride[0], c.vocab);
+  note_rows();
+}
 
-  for (int layer = 0; layer < c.layers; ++layer) {
-    const ModelLayer& l = model_->layers[static_cast<std::size_t>(layer)];
-    project(l, x_.data(), n, 0);
-    if (raw) {
-      qkv_.raw_q = qkv_.q;
-      ops::round_to(qkv_.k.data(), n * kn, bytes);
-      qkv_.raw_k = qkv_.k;
-    }
-    for (std::int64_t r = 0; r < n; ++r) {
-      rotate_token(layer, slots[static_cast<std::size_t>(r)], r, 0);
-      look_at_entries(r, r, 1);
-    }
-    {
-      const PartTimer timer(Part::append);
-      const float* k = regime == RopeRegime::cache_relative ? qkv_.raw_k.data() : qkv_.k.data();
-      for (std::size_t r = 0; r < slots.size(); ++r) {
-        const std::int64_t at = static_cast<std::int64_t>(r) * kn;
-        if (store_.append(layer, slots[r], k + at, qkv_.v.data() + at, 1, position[r]) != Fit::ok)
-          return Fit::out_of_memory;
-      }
-    }
-    DecodeLayer info;
-    info.layer = layer;
-    info.slots = &slots;
-    info.queries = heads_view(qkv_.q, n, c.heads, c.head_dim);
-    info.keys = heads_view(qkv_.k, n, c.kv_heads, c.head_dim);
-    info.values = heads_view(qkv_.v, n, c.kv_heads, c.head_dim);
-    if (raw) {
-      info.raw_queries = heads_view(qkv_.raw_q, n, c.heads, c.head_dim);
-      info.raw_keys = heads_view(qkv_.raw_k, n, c.kv_heads, c.head_dim);
-    }
-    Fit fit = Fit::ok;
-    info.read = hooks.select(info, fit);
-    if (fit != Fit::ok) return fit;
-    {
-      const PartTimer timer(Part::attend);
-      ops::AttendArgs a;
-      a.kv = store_.view(layer, slots);
-      a.queries = info.queries;
-      a.pages = info.read.pages;
-      a.tokens = info.read.tokens;
-      a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
-      a.window = c.sliding_window;
-      a.last = position.data();
-      a.out = heads_view(attention_, n, c.heads, c.head_dim);
-      if (hooks.wants_mass()) {
-        const std::int64_t longest = store_.max_length(layer, slots);
-        mass_.resize(static_cast<std::size_t>(n * c.heads * longest));
-        a.mass = View<float, 3>::dense(mass_.data(), {n, c.heads, longest});
-        info.mass = a.mass;
-      }
-      ops::attend(a, store_.workspace(), Stream::cpu());
-      info.output = a.out;
-      if (a.mass)
-        for (std::int64_t r = 0; r < n; ++r) look_at(r, mass_.data() + r * a.mass.stride[0], a.mass.stride[0]);
-    }
-    fit = hooks.attended(info);
-    store_.workspace().reset();
-    if (fit != Fit::ok) return fit;
-    finish_layer(l, attention_.data(), x_.data(), n);
+void CpuExecutor::head(std::int64_t rows, const StepResult& out) {
+  const ModelConfig& c = model_->config;
+  step_logits_ = out.logits;
+  if (!out.logits && !out.likeliest.empty()) {
+    logits_.resize(static_cast<std::size_t>(rows * c.vocab));
+    step_logits_ = View<float, 2>::dense(logits_.data(), {rows, c.vocab});
   }
-  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
-  for (int slot : slots)
-    if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
-  View<float, 2> logits = out.logits;
-  if (!logits && !out.likeliest.empty()) {
-    logits_.resize(static_cast<std::size_t>(n * c.vocab));
-    logits = View<float, 2>::dense(logits_.data(), {n, c.vocab});
-  }
-  if (logits) logits_of(x_.data(), n, logits);
-  for (std::int64_t r = 0; logits && r < n; ++r) look_at(r, logits.data + r * logits.stride[0], c.vocab);
+  if (step_logits_) logits_of(x_.data(), rows, step_logits_);
+}
+
+void CpuExecutor::read(std::int64_t rows, const StepResult& out) {
+  const ModelConfig& c = model_->config;
+  const auto row = [&](std::int64_t r) { return step_logits_.data + r * step_logits_.stride[0]; };
+  for (std::int64_t r = 0; step_logits_ && r < rows; ++r) look_at(r, row(r), c.vocab);
   note_rows();
   for (std::size_t r = 0; r < out.likeliest.size(); ++r) {
-    const float* row = logits.data + static_cast<std::int64_t>(r) * logits.stride[0];
-    out.likeliest[r] = nonfinite_[r] ? -1 : static_cast<std::int32_t>(std::max_element(row, row + c.vocab) - row);
+    const float* logits = row(static_cast<std::int64_t>(r));
+    out.likeliest[r] =
+        nonfinite_[r] ? -1 : static_cast<std::int32_t>(std::max_element(logits, logits + c.vocab) - logits);
   }
-  return Fit::ok;
 }
 
 }  // namespace kvlab

@@ -10,17 +10,30 @@ class CpuExecutor final : public Executor {
  public:
   CpuExecutor(std::shared_ptr<const Model> model, CpuStore& store);
 
-  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
-  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-             const StepResult& out) override;
+ protected:
+  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) override;
+  void embed(std::int64_t rows) override;
+  void project(int layer, std::int64_t rows) override;
+  Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) override;
+  Fit append(int layer, const std::vector<std::int32_t>& slots) override;
+  LayerRows rows_of(int layer, std::int64_t rows) override;
+  View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
+  View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
+                              const View<float, 3>& mass) override;
+  void finish_layer(int layer, std::int64_t rows) override;
+  void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) override;
+  void head(std::int64_t rows, const StepResult& out) override;
+  void read(std::int64_t rows, const StepResult& out) override;
 
  private:
   struct Qkv {
     std::vector<float> q, k, v, raw_q, raw_k;
     void resize(std::size_t rows, const ModelConfig& c, bool raw);
   };
-  void project(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
-  void finish_layer(const ModelLayer& l, const float* attention, float* x, std::int64_t rows);
+  bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // not by text position
+  std::int64_t key_width() const { return std::int64_t{model_->config.kv_heads} * model_->config.head_dim; }
+  void project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at);
+  const float* cached_keys() const;
   void add_angle(int position);
   void rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead);
   void logits_of(const float* x, std::int64_t rows, View<float, 2> out);
@@ -30,8 +43,11 @@ class CpuExecutor final : public Executor {
   void note_rows();
 
   CpuStore& store_;
+  std::vector<int> tokens_;  // of the call under way, as are their text positions
+  std::vector<std::int32_t> position_;
   Qkv qkv_;
   std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
+  View<float, 2> step_logits_;   // of the decode step; empty where nobody asks
   std::vector<char> nonfinite_;  // [row] of the call under way
   std::vector<float> angles_;    // original regime: [row, 2, head_dim / 2] cos and sin
 };

@@ -52,7 +52,7 @@ T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
 }
 
 CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant)
-    : Executor(std::move(model)),
+    : Executor(std::move(model), store),
       store_(store),
       batch_invariant_(batch_invariant),
       weights_(weights_of(*model_)),
@@ -78,9 +78,10 @@ std::int64_t CudaExecutor::attention_rows(std::int64_t tokens) {
   return std::max<std::int64_t>(tokens, ops::prompt_room(static_cast<int>(tokens)) / 2);
 }
 
-void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position) {
+void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) {
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  phase_ = phase;
   static_assert(sizeof(int) == sizeof(std::int32_t));
   copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
   copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
@@ -91,12 +92,14 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   if (fuses_norms(n)) room<float>(squares_, n * c.hidden / ops::norm_piece);
   room<std::uint16_t>(gated_, block * c.ffn);
   room<float>(x_, n * c.hidden);
-  const std::int64_t marks = decoding_ ? n : 1;
+  const std::int64_t marks = decoding() ? n : 1;
   if (nonfinite_.bytes() < static_cast<std::size_t>(marks) * sizeof(std::int32_t)) {
     room<std::int32_t>(nonfinite_, marks);
     zero_memory(nonfinite_.as<>(), nonfinite_.bytes(), stream_);
   }
   nonfinite_rows_.clear();
+  rounded_queries_ = phase == Phase::prompt && rounds_queries(n) ? rounded_queries(n) : nullptr;
+  if (decoding()) room<std::uint16_t>(rounded_, n * c.heads * c.head_dim);
 }
 
 void CudaExecutor::note_prompt(const View<float, 2>& logits) {
@@ -139,7 +142,7 @@ ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType 
 
 // Whether the products of these rows leave and take the norms between them.
 bool CudaExecutor::fuses_norms(std::int64_t rows) const {
-  return decoding_ && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
+  return decoding() && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
          std::min(rows, rows_together()) <= ops::linear_stream_rows;
 }
 
@@ -184,7 +187,7 @@ void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t
 
 // The order of additions of a product depends on the number of rows above linear_stream_rows.
 std::int64_t CudaExecutor::rows_together() const {
-  return batch_invariant_ && decoding_ ? ops::linear_stream_rows : row_block;
+  return batch_invariant_ && decoding() ? ops::linear_stream_rows : row_block;
 }
 
 void CudaExecutor::project(int layer, std::int64_t rows) {
@@ -218,12 +221,12 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   a.angles = store_.shape().max_tokens;
   a.position = position_.as<std::int32_t>();
   a.nonfinite = nonfinite_.as<std::int32_t>();
-  a.nonfinite_step = decoding_ ? 1 : 0;
+  a.nonfinite_step = decoding() ? 1 : 0;
   return a;
 }
 
 // QK norm, RoPE and the cache: one token of each slot.
-Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool reserved) {
+Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
   const PartTimer timer(Part::append);
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
   if (re_rotated()) {
@@ -234,7 +237,7 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots, bool
     a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
     a.query_norm = a.key_norm = nullptr;
   }
-  if (store_.before_step(layer, slots, a, reserved) != Fit::ok) return Fit::out_of_memory;
+  if (store_.before_step(layer, slots, a, reserved_) != Fit::ok) return Fit::out_of_memory;
   cuda().rope_append(a, stream_.handle());
   store_.after_step(layer, slots);
   if (relative()) turn(store_.view(layer, slots), false);
@@ -313,7 +316,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   return rows;
 }
 
-void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass) {
+void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -327,7 +330,7 @@ void CudaExecutor::attend(const PagedKv& kv, std::int64_t first_row, const Selec
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
   a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
-  if (decoding_ && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
+  if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   cuda().attend(a, stream_.handle());
 }
@@ -347,7 +350,7 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     TokenList tokens = read.tokens ? *read.tokens : TokenList{};
     View<float, 3> sums = mass;
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
-    attend(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums);
+    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums);
   }
 }
 
@@ -375,8 +378,7 @@ void* CudaExecutor::rounded_queries(std::int64_t tokens) {
   return attention_.as<std::uint16_t>() + count;
 }
 
-DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, const void* queries,
-                                 View<float, 2> sums) {
+DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2> sums) {
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
@@ -385,15 +387,15 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
     ops::PromptArgs a;
     a.kv = all;
     a.queries = turned(tokens, 0, c.heads);
-    a.rounded_queries = queries;
+    a.rounded_queries = rounded_queries_;
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
-    if (round && rounds(all)) a.rounded = attention_.as<>();
+    if (phase_ == Phase::prompt && rounds(all)) a.rounded = attention_.as<>();
     if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
-    attend(all, 0, {}, {});
+    attend_rows(all, 0, {}, {});
     return DType::f32;
   }
   constexpr std::int64_t block = 32;  // rows whose mass is there at once
@@ -403,13 +405,13 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, bool round, co
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(block, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
-    attend(kv, at, {}, mass);
+    attend_rows(kv, at, {}, mass);
     require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
   }
   return DType::f32;
 }
 
-void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended) {
+void CudaExecutor::finish_layer(int layer, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const ModelConfig& c = model_->config;
   const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
@@ -419,8 +421,9 @@ void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory
   const bool fused = fuses_norms(rows);
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
-    const auto* from = attention.as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended));
-    add_to_x(product(l.output, from, attended, count, l.output_bias, nullptr, 0), at, l.post_norm, fused);
+    const auto* from =
+        attended_->as<std::byte>() + at * l.output.k * static_cast<std::int64_t>(size_of(attended_type_));
+    add_to_x(product(l.output, from, attended_type_, count, l.output_bias, nullptr, 0), at, l.post_norm, fused);
     ops::NormTaken taken;
     const void* x = normed(at, count, l.post_norm, fused, taken);
     ops::LinearArgs a = product(l.gate_up, x, weights_.dtype, count, {}, nullptr, 0);
@@ -432,7 +435,7 @@ void CudaExecutor::finish_layer(int layer, std::int64_t rows, const StreamMemory
   }
 }
 
-void CudaExecutor::head(std::int64_t first_row, std::int64_t rows) {
+void CudaExecutor::logits_of_rows(std::int64_t first_row, std::int64_t rows) {
   const PartTimer timer(Part::gemm);
   const CudaMatrix& w = weights_.head;
   float* out = room<float>(logits_, rows * w.n);
@@ -467,115 +470,88 @@ View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_
   return {turned_.as<float>() + first_head * dim, {rows, heads, dim}, {turned_width(), dim, 1}};
 }
 
-template <class Layer>
-void CudaExecutor::show(Layer& info, std::int64_t rows) const {
+LayerRows CudaExecutor::rows_of(int layer, std::int64_t rows) {
   const ModelConfig& c = model_->config;
-  info.queries = turned(rows, 0, c.heads);
-  info.keys = turned(rows, c.heads, c.kv_heads);
-  info.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
-  if (!by_rank()) return;
-  info.raw_queries = part(rows, 0, c.heads);
-  info.raw_keys = part(rows, c.heads, c.kv_heads);
+  LayerRows out;
+  out.layer = layer;
+  out.queries = turned(rows, 0, c.heads);
+  out.keys = turned(rows, c.heads, c.kv_heads);
+  out.values = part(rows, c.heads + c.kv_heads, c.kv_heads);
+  if (!by_rank()) return out;
+  out.raw_queries = part(rows, 0, c.heads);
+  out.raw_keys = part(rows, c.heads, c.kv_heads);
+  return out;
 }
 
-Fit CudaExecutor::prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) {
+Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) {
   const ModelConfig& c = model_->config;
-  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
-  const int first = store_.position(slot);
-  const std::vector<std::int32_t> slots{slot};
-  if (first + n > store_.shape().max_tokens)
-    throw Error(Errc::internal,
-                "got text positions up to " + std::to_string(first + n) + ", wanted at most " +
-                    std::to_string(store_.shape().max_tokens),
-                "a prompt on CUDA");
-  std::vector<std::int32_t> position(tokens.size());
-  for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
-  decoding_ = false;
-  begin(tokens, position);
-  embed(n);
-  const bool shown = hooks.wants_prompt_output();
-  void* queries = !shown && rounds_queries(n) ? rounded_queries(n) : nullptr;
-  for (int layer = 0; layer < c.layers; ++layer) {
-    project(layer, n);
-    if (first > 0 && hooks.before_prompt(layer, slot) != Fit::ok) return Fit::out_of_memory;
-    PromptLayer info;
-    info.past = store_.max_length(layer, slots);
-    if (append_chunk(layer, slot, n, first, queries) != Fit::ok) return Fit::out_of_memory;
-    View<float, 2> sums;
-    if (hooks.wants_prompt_mass()) {
-      const std::int64_t width = info.past + n;
-      sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
-      info.mass = sums;
-    }
-    const DType attended =
-        attend_chunk(chunk_view(layer, slot, n), store_.max_length(layer, slots), !shown, queries, sums);
-    info.layer = layer;
-    info.slot = slot;
-    info.last = last;
-    show(info, n);
-    if (shown) info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
-    if (hooks.prompt(info) != Fit::ok) return Fit::out_of_memory;
-    finish_layer(layer, n, attention_, attended);
+  const std::vector<std::int32_t> slots{info.slot};
+  info.past = store_.max_length(info.layer, slots);
+  if (append_chunk(info.layer, info.slot, rows, first, rounded_queries_) != Fit::ok) return Fit::out_of_memory;
+  View<float, 2> sums;
+  if (mass) {
+    const std::int64_t width = info.past + rows;
+    sums = View<float, 2>::dense(room<float>(sums_, c.heads * width), {c.heads, width});
   }
-  if (store_.advance(slot, static_cast<int>(n), false).fit != Fit::ok) return Fit::out_of_memory;
-  const std::int64_t wanted = std::min<std::int64_t>(logits ? logits.extent[0] : 0, n);
-  for (std::int64_t at = 0; at < wanted; at += row_block) {
-    const std::int64_t count = std::min(row_block, wanted - at);
-    head(n - wanted + at, count);
-    View<float, 2> block = logits;
-    block.data += at * logits.stride[0];
-    logits_of(count, block);
-  }
-  View<float, 2> seen = logits;
-  if (seen) seen.extent[0] = wanted;
-  note_prompt(seen);
+  attended_ = &attention_;
+  attended_type_ = attend_chunk(chunk_view(info.layer, info.slot, rows), store_.max_length(info.layer, slots), sums);
+  static_cast<LayerRows&>(info) = rows_of(info.layer, rows);
+  info.mass = sums;
+  if (phase_ == Phase::prompt_shown)
+    info.output = View<const float, 3>::dense(attention_.as<float>(), {rows, c.heads, c.head_dim});
   return Fit::ok;
 }
 
-// One decode step, its logits included; counters stay. reserved: the store has taken frames for all layers.
-Fit CudaExecutor::step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved) {
+View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
+  const int heads = model_->config.heads;
+  return View<float, 3>::dense(room<float>(mass_, rows * heads * ((tokens + 1023) / 1024 * 1024)),
+                               {rows, heads, tokens});
+}
+
+View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
+                                          const View<float, 3>& mass) {
   const ModelConfig& c = model_->config;
-  const std::int64_t n = static_cast<std::int64_t>(slots.size());
-  if (reserved) store_.count_edits_anew();
-  embed(n);
-  for (int layer = 0; layer < c.layers; ++layer) {
-    project(layer, n);
-    if (append(layer, slots, reserved) != Fit::ok) return Fit::out_of_memory;
-    DecodeLayer info;
-    info.layer = layer;
-    info.slots = &slots;
-    show(info, n);
-    Fit fit = Fit::ok;
-    info.read = hooks.select(info, fit);
-    if (fit != Fit::ok) return fit;
-    View<float, 3> mass;
-    if (hooks.wants_mass()) {
-      // A step that is launched again writes the mass of longer sequences. The one before its capture makes room.
-      const std::int64_t longest = hooks.replayable() ? store_.shape().max_tokens : store_.max_length(layer, slots);
-      mass = View<float, 3>::dense(room<float>(mass_, n * c.heads * ((longest + 1023) / 1024 * 1024)),
-                                   {n, c.heads, longest});
-      info.mass = mass;
-    }
-    const PagedKv kv = store_.view(layer, slots);
-    const bool rounded = rounds(kv);
-    batch_invariant_ ? attend_each(kv, info.read, mass) : attend(kv, 0, info.read, mass);
-    info.output = View<const float, 3>::dense(attention_.as<float>(), {n, c.heads, c.head_dim});
-    fit = hooks.attended(info);
-    store_.workspace().reset();
-    if (fit != Fit::ok) return fit;
-    rounded ? finish_layer(layer, n, rounded_, weights_.dtype) : finish_layer(layer, n, attention_, DType::f32);
+  const PagedKv kv = store_.view(layer, slots);
+  const bool rounded = rounds(kv);
+  batch_invariant_ ? attend_each(kv, read, mass) : attend_rows(kv, 0, read, mass);
+  attended_ = rounded ? &rounded_ : &attention_;
+  attended_type_ = rounded ? weights_.dtype : DType::f32;
+  return View<const float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim});
+}
+
+void CudaExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_last) {
+  const std::int64_t wanted = of_last ? of_last.extent[0] : 0;
+  for (std::int64_t at = 0; at < wanted; at += row_block) {
+    const std::int64_t count = std::min(row_block, wanted - at);
+    logits_of_rows(rows - wanted + at, count);
+    View<float, 2> block = of_last;
+    block.data += at * of_last.stride[0];
+    logits_of(count, block);
   }
-  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
-  head(0, n);
+  note_prompt(of_last);
+}
+
+void CudaExecutor::head(std::int64_t rows, const StepResult&) {
+  logits_of_rows(0, rows);
   const PartTimer timer(Part::other);
   ops::ArgmaxArgs a;
   a.x = logits_.as<float>();
-  a.rows = n;
+  a.rows = rows;
   a.n = a.x_stride = weights_.head.n;
-  a.index = room<std::int32_t>(likeliest_, n);
+  a.index = room<std::int32_t>(likeliest_, rows);
   a.nonfinite = nonfinite_.as<std::int32_t>();
   cuda().argmax(a, stream_.handle());
-  return Fit::ok;
+}
+
+void CudaExecutor::read(std::int64_t rows, const StepResult& out) {
+  if (!out.logits && out.likeliest.empty()) return;
+  std::vector<std::int32_t> likeliest(static_cast<std::size_t>(rows));
+  copy_memory(likeliest.data(), likeliest_.as<>(), likeliest.size() * sizeof(std::int32_t), stream_);
+  if (out.logits) logits_of(rows, out.logits);
+  synchronize(stream_);
+  for (std::size_t r = 0; r < likeliest.size(); ++r)
+    if (likeliest[r] < 0) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
+  std::copy_n(likeliest.begin(), out.likeliest.size(), out.likeliest.begin());
 }
 
 CudaExecutor::State CudaExecutor::state() const {
@@ -583,7 +559,7 @@ CudaExecutor::State CudaExecutor::state() const {
 }
 
 // The step as a launch of its graph. False where it has to run without: what it needs is allocated there.
-bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks) {
+bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
   const State now = state();
   const bool known = r.graph && r.captured == now;
@@ -591,7 +567,11 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   if (!store_.reserve_step(slots)) return false;
   store_.view(0, slots);  // puts the slots where the kernels look for them
   if (!known) {
-    r.graph = CudaGraph(stream_, [&] { step(slots, hooks, true); });
+    r.graph = CudaGraph(stream_, [&] {
+      store_.count_edits_anew();
+      reserved_ = true;
+      run_layers(slots, hooks, out);
+    });
     r.captured = now;
   }
   watch_.begin(stream_);
@@ -601,31 +581,15 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   return true;
 }
 
-Fit CudaExecutor::decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                         const StepResult& out) {
-  const std::int64_t n = static_cast<std::int64_t>(slots.size());
-  std::vector<std::int32_t> position(slots.size());
-  for (std::size_t r = 0; r < slots.size(); ++r) position[r] = store_.position(slots[r]);
-  decoding_ = true;
-  begin(tokens, position);
-  room<std::uint16_t>(rounded_, n * model_->config.heads * model_->config.head_dim);
+Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
+  const auto n = static_cast<std::int64_t>(slots.size());
   const bool replayable = hooks.replayable() && n <= row_block;
-  if (!replayable || !replay(slots, hooks)) {
-    watch_.begin(stream_);
-    if (const Fit fit = step(slots, hooks, false); fit != Fit::ok) return fit;
-    watch_.end(stream_);
-    if (replayable) replays_[n].warm = state();
-  }
-  for (int slot : slots)
-    if (store_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
-  if (!out.logits && out.likeliest.empty()) return Fit::ok;
-  std::vector<std::int32_t> likeliest(slots.size());
-  copy_memory(likeliest.data(), likeliest_.as<>(), likeliest.size() * sizeof(std::int32_t), stream_);
-  if (out.logits) logits_of(n, out.logits);
-  synchronize(stream_);
-  for (std::size_t r = 0; r < likeliest.size(); ++r)
-    if (likeliest[r] < 0) nonfinite_rows_.push_back(static_cast<std::int32_t>(r));
-  std::copy_n(likeliest.begin(), out.likeliest.size(), out.likeliest.begin());
+  if (replayable && replay(slots, hooks, out)) return Fit::ok;
+  reserved_ = false;
+  watch_.begin(stream_);
+  if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;
+  watch_.end(stream_);
+  if (replayable) replays_[n].warm = state();
   return Fit::ok;
 }
 

@@ -22,11 +22,24 @@ class CudaExecutor final : public Executor {
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
   static void check(const Model& model);  // all but the weights
 
-  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) override;
-  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-             const StepResult& out) override;
   std::int64_t replays() const override { return replayed_; }
   double device_ms() const override { return watch_.ms(); }
+
+ protected:
+  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) override;
+  void embed(std::int64_t rows) override;
+  void project(int layer, std::int64_t rows) override;
+  Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) override;
+  Fit append(int layer, const std::vector<std::int32_t>& slots) override;
+  LayerRows rows_of(int layer, std::int64_t rows) override;
+  View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
+  View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
+                              const View<float, 3>& mass) override;
+  void finish_layer(int layer, std::int64_t rows) override;
+  void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) override;
+  void head(std::int64_t rows, const StepResult& out) override;
+  void read(std::int64_t rows, const StepResult& out) override;
+  Fit run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) override;
 
  private:
   // What a graph was captured with; it is stale when this has changed.
@@ -42,41 +55,34 @@ class CudaExecutor final : public Executor {
   template <class T>
   T* room(StreamMemory& m, std::int64_t count);
   State state() const;
-  void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position);
-  void embed(std::int64_t rows);
   void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
-  Fit step(const std::vector<std::int32_t>& slots, LayerHooks& hooks, bool reserved);
-  bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks);
+  bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out);
   ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
                           const StreamMemory& bias, float* y, std::int64_t y_stride) const;
   bool fuses_norms(std::int64_t rows) const;
   void add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave);
   const void* normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left, ops::NormTaken& taken);
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
-  void project(int layer, std::int64_t rows);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
-  Fit append(int layer, const std::vector<std::int32_t>& slots, bool reserved);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
   // Queries and keys of the view's rows, by rank: of tokens that it holds, or (ahead) that come after it, all rows' in
   // one slot where `slots` is null.
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
-  void attend(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
+  void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
   static std::int64_t attention_rows(std::int64_t tokens);
   // Returns the type of what attention_ holds then.
-  DType attend_chunk(const PagedKv& chunk, int longest, bool round, const void* queries, View<float, 2> sums);
-  void finish_layer(int layer, std::int64_t rows, const StreamMemory& attention, DType attended);
-  void head(std::int64_t first_row, std::int64_t rows);
+  DType attend_chunk(const PagedKv& chunk, int longest, View<float, 2> sums);
+  void logits_of_rows(std::int64_t first_row, std::int64_t rows);
   void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
   View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
-  template <class Layer>
-  void show(Layer& info, std::int64_t rows) const;
-  std::int64_t rows_together() const;  // in a product
+  std::int64_t rows_together() const;                                                                 // in a product
   void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
+  bool decoding() const { return phase_ == Phase::decode; }
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
   bool re_rotated() const { return store_.options().rope == RopeRegime::re_rotate; }
   bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // not by text position
@@ -91,7 +97,12 @@ class CudaExecutor final : public Executor {
   }
 
   CudaStore& store_;
-  bool batch_invariant_, decoding_ = false;
+  bool batch_invariant_;
+  Phase phase_ = Phase::prompt;
+  bool reserved_ = false;                   // the store has taken frames for all layers of the step
+  void* rounded_queries_ = nullptr;         // of the prompt's chunk, where cuDNN wants them
+  const StreamMemory* attended_ = nullptr;  // what attention left for the output projection, and its type
+  DType attended_type_ = DType::f32;
   const CudaModel& weights_;
   Stream stream_;
   StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]

@@ -15,15 +15,20 @@
 
 namespace kvlab {
 
-// One layer of one prompt chunk of one sequence, after its attention. raw_*: before RoPE; empty in the original regime,
+// The rows of one layer: a chunk's tokens, or one token of each slot. raw_*: before RoPE; empty in the original regime,
 // where queries and keys are rotated by text position already.
-struct PromptLayer {
-  int layer = 0, slot = 0, past = 0;
-  bool last = false;                            // this chunk ends the prompt
-  View<const float, 3> queries, raw_queries;    // [token, query head, head_dim]
-  View<const float, 3> keys, raw_keys, values;  // [token, kv_head, head_dim]
-  View<const float, 3> output;                  // [token, query head, head_dim]; may be empty unless asked for
-  View<const float, 2> mass;                    // [query head, past + token]; empty unless asked for
+struct LayerRows {
+  int layer = 0;
+  View<const float, 3> queries, raw_queries;    // [row, query head, head_dim]
+  View<const float, 3> keys, raw_keys, values;  // [row, kv_head, head_dim]
+  View<const float, 3> output;                  // [row, query head, head_dim] of attention, once it has run
+};
+
+// One layer of one prompt chunk of one sequence, after its attention.
+struct PromptLayer : LayerRows {
+  int slot = 0, past = 0;
+  bool last = false;          // this chunk ends the prompt
+  View<const float, 2> mass;  // [query head, past + token]; empty unless asked for, as `output` may be
 };
 
 // What attention of a decode step reads: pages, tokens or, without a list, everything resident.
@@ -33,14 +38,10 @@ struct Selection {
 };
 
 // One layer of one decode step.
-struct DecodeLayer {
-  int layer = 0;
+struct DecodeLayer : LayerRows {
   const std::vector<std::int32_t>* slots = nullptr;
-  View<const float, 3> queries, raw_queries;    // [row, query head, head_dim]
-  View<const float, 3> keys, raw_keys, values;  // [row, kv_head, head_dim]
-  View<const float, 3> output;                  // after attention only
-  View<const float, 3> mass;                    // [row, query head, token]; after attention, empty unless asked for
-  Selection read;                               // by attention; set once select has answered
+  View<const float, 3> mass;  // [row, query head, token]; after attention, empty unless asked for
+  Selection read;             // by attention; set once select has answered
 };
 
 class LayerHooks {
@@ -81,11 +82,11 @@ class Executor {
 
   // One chunk of a prompt. logits [k, vocab] receives those of the chunk's last k tokens; k may be 0. Logits are host
   // memory on either device and there when the call returns.
-  virtual Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits) = 0;
+  Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits);
 
   // One token for each row. The rows' counters advance.
-  virtual Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
-                     const StepResult& out) = 0;
+  Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
+             const StepResult& out);
 
   // The rows of the latest call (a prompt is row 0) of which logits, queries, cache entries or attention mass were NaN
   // or infinite, ascending. Mass is looked at on the CPU alone: on a GPU its NaN comes with those of the output. A
@@ -99,9 +100,39 @@ class Executor {
   virtual double device_ms() const { return std::numeric_limits<double>::quiet_NaN(); }
 
  protected:
-  explicit Executor(std::shared_ptr<const Model> model) : model_(std::move(model)) {}
+  Executor(std::shared_ptr<const Model> model, Store& store) : model_(std::move(model)), cache_(store) {}
+
+  enum class Phase : std::uint8_t { prompt, prompt_shown, decode };  // shown: hooks look at a prompt's attention output
+
+  // A device's part of a call, in this order. `rows` are the call's: a chunk's tokens, or the slots of a decode step.
+  virtual void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) = 0;
+  virtual void embed(std::int64_t rows) = 0;
+  virtual void project(int layer, std::int64_t rows) = 0;  // queries, keys and values, before RoPE
+  // Of a chunk: RoPE, the cache's new tokens and attention over all of them, in the order that suits the device. Fills
+  // all of `info` but the layer, the slot and `last`.
+  virtual Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) = 0;
+  // Of a decode step: RoPE and the cache's new tokens; what hooks see of them; attention, which returns its output.
+  virtual Fit append(int layer, const std::vector<std::int32_t>& slots) = 0;
+  virtual LayerRows rows_of(int layer, std::int64_t rows) = 0;
+  virtual View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) = 0;
+  virtual View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
+                                      const View<float, 3>& mass) = 0;
+  virtual void finish_layer(int layer, std::int64_t rows) = 0;                       // output projection and MLP
+  virtual void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) = 0;  // notes nonfinite_rows
+  virtual void head(std::int64_t rows, const StepResult& out) = 0;                   // logits, on the device
+  virtual void read(std::int64_t rows, const StepResult& out) = 0;  // brings them to the host; notes nonfinite_rows
+
+  // A decode step between begin() and the advance of the counters: all layers, or one launch that stands for them.
+  virtual Fit run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
+    return run_layers(slots, hooks, out);
+  }
+  Fit run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out);
+
   std::shared_ptr<const Model> model_;
   std::vector<std::int32_t> nonfinite_rows_;
+
+ private:
+  Store& cache_;
 };
 
 // What make_executor would refuse on such a device, of the model all but its weights.

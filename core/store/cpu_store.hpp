@@ -10,6 +10,7 @@ class CpuStore final : public Store {
   explicit CpuStore(const StoreOptions& options);
 
   static void check(const StoreOptions& options);
+  CpuStore* cpu() override { return this; }
 
   void close(int slot) override;
   PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;

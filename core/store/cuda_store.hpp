@@ -11,14 +11,13 @@
 
 namespace kvlab {
 
-class CpuStore;
-
 class CudaStore final : public Store {
  public:
   // Errc::unsupported for several codecs on the device, or more token state than fits a kernel.
   // The arena takes what the shape can need, at most device_limit and 85% of the memory that is free.
   CudaStore(const StoreOptions& options, Stream stream);
   static void check(const StoreOptions& options);
+  CudaStore* cuda() override { return this; }
   ~CudaStore() override;
 
   void close(int slot) override;

@@ -46,6 +46,9 @@ struct Applied {
   }
 };
 
+class CpuStore;
+class CudaStore;
+
 // What the engine, the executor and measurement use. Work is given to one stream; what the host is told ("exact") waits
 // for it.
 class Store {
@@ -53,6 +56,10 @@ class Store {
   virtual ~Store() = default;
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
+
+  // Itself, for what one device's executor alone needs; null on the other device.
+  virtual CpuStore* cpu() { return nullptr; }
+  virtual CudaStore* cuda() { return nullptr; }
 
   const Shape& shape() const { return options_.shape; }
   const StoreOptions& options() const { return options_; }
