@@ -73,7 +73,7 @@ CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store,
   synchronize(stream_);
 }
 
-// Of attention_, f32: of a prompt also 16-bit ones up to prompt_room.
+// Rows of f32 that attention_ has room for. A prompt also leaves 16-bit rows there, up to prompt_room.
 std::int64_t CudaExecutor::attention_rows(std::int64_t tokens) {
   return std::max<std::int64_t>(tokens, ops::prompt_room(static_cast<int>(tokens)) / 2);
 }
