@@ -87,4 +87,12 @@ std::string printable(std::string_view text) {
   return out;
 }
 
+std::string one_line(std::string_view text) {
+  constexpr std::size_t longest = 2000;
+  std::string line;
+  for (const char c : printable(text.substr(0, longest)))
+    c == '\n' ? line += "\\n" : c == '\t' ? line += ' ' : line += c;
+  return text.size() > longest ? line + " ..." : line;
+}
+
 }  // namespace kvlab

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/content_hash.hpp"
+#include "base/fingerprint.hpp"
 #include "experiment/experiment_keys.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
@@ -17,18 +18,6 @@ namespace kvlab {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-// FNV-1a, 64 bits: tells cells apart, no defence against someone who wants a collision.
-class Hash {
- public:
-  void add(std::string_view bytes) {
-    for (const char c : bytes) value_ = (value_ ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
-  }
-  std::string hex() const { return fmt::format("{:016x}", value_); }
-
- private:
-  std::uint64_t value_ = 0xcbf29ce484222325ull;
-};
 
 // Hashes of a plugin use's dependencies: its library and the files that its text parameters name.
 Json dependencies(const PluginUse& use, const Experiment& experiment, const PluginCatalog& catalog,
@@ -160,10 +149,11 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
   std::vector<Cell> all;
   std::map<std::string, std::size_t> known;  // by id: place in `all`
   const auto add = [&](Cell cell) {
-    Hash hash;
-    hash.add(shared + "\n" + models[cell.model] + "\n" + tasks[cell.task] + "\n" + policies[cell.policy] + "\n");
-    hash.add(fmt::format("{} {}", cell.seed, cell.repeat) + workloads[cell.workload]);
-    cell.id = hash.hex();
+    Fingerprint id;
+    for (const std::string& part : {shared, models[cell.model], tasks[cell.task], policies[cell.policy],
+                                    fmt::format("{} {}", cell.seed, cell.repeat), workloads[cell.workload]})
+      id.add(part);
+    cell.id = id.hex();
     cell.params = params[cell.policy];
     if (const auto [it, fresh] = known.emplace(cell.id, all.size()); !fresh) refuse(experiment, all[it->second], cell);
     all.push_back(std::move(cell));

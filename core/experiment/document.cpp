@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/regular_file.hpp"
+#include "base/utf8.hpp"
 
 namespace kvlab::yaml {
 namespace {
@@ -207,26 +208,12 @@ std::string Document::where(Place p) const {
 }
 
 std::size_t first_bad_utf8(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  std::size_t i = 0;
-  while (i < text.size()) {
-    const unsigned c = byte(i);
-    if (c < 0x80) {
-      if ((c < 0x20 && c != '\t' && c != '\n' && c != '\r') || c == 0x7f) return i;
-      ++i;
-      continue;
-    }
-    const int more = c >= 0xf0 ? 3 : c >= 0xe0 ? 2 : 1;
-    if (c < 0xc2 || c > 0xf4) return i;
-    unsigned point = c & (0x3fu >> more);
-    for (int k = 1; k <= more; ++k) {
-      const unsigned next = byte(i + static_cast<std::size_t>(k));
-      if ((next & 0xc0) != 0x80) return i;
-      point = point << 6 | (next & 0x3f);
-    }
-    const bool overlong = (more == 2 && point < 0x800) || (more == 3 && point < 0x10000);
-    if (overlong || point > 0x10ffff || (point >= 0xd800 && point <= 0xdfff)) return i;
-    i += static_cast<std::size_t>(more) + 1;
+  for (std::size_t i = 0; i < text.size();) {
+    const char c = text[i];
+    const bool control = (c >= 0 && c < ' ' && c != '\t' && c != '\n' && c != '\r') || c == 0x7f;
+    const std::size_t length = utf8_length(text, i);
+    if (control || length == 0) return i;
+    i += length;
   }
   return std::string_view::npos;
 }

@@ -10,8 +10,8 @@
 #include <set>
 
 #include "base/content_hash.hpp"
+#include "base/fingerprint.hpp"
 #include "model/checkpoint_checks.hpp"
-#include "model/fingerprint.hpp"
 #include "model/json.hpp"
 #include "model/safetensors.hpp"
 

@@ -3,8 +3,8 @@
 #include <kvlab/error.hpp>
 #include <queue>
 
+#include "base/fingerprint.hpp"
 #include "model/byte_alphabet.hpp"
-#include "model/fingerprint.hpp"
 
 namespace kvlab {
 namespace {

@@ -1,6 +1,6 @@
 #include "model/chat.hpp"
 
-#include "model/fingerprint.hpp"
+#include "base/fingerprint.hpp"
 
 namespace kvlab {
 namespace {

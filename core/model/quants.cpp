@@ -3,6 +3,8 @@
 #include <bit>
 #include <cstring>
 
+#include "base/half.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -158,17 +160,6 @@ const char* name_of(StoredType type) {
     case StoredType::q6_k: return "q6_k";
   }
   return "?";
-}
-
-float half_to_float(std::uint16_t bits) {
-  const std::uint32_t sign = (bits & 0x8000u) << 16;
-  std::uint32_t exponent = (bits >> 10) & 31u, mantissa = bits & 0x3ffu;
-  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
-  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24 is exact
-    const float value = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign != 0 ? -value : value;
-  }
-  return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
 void dequantize(StoredType type, const std::byte* blocks, std::int64_t count, float* out) {

@@ -15,8 +15,6 @@ struct BlockShape {
 BlockShape block_of(StoredType type);
 const char* name_of(StoredType type);
 
-float half_to_float(std::uint16_t bits);
-
 // Converts `count` values, a multiple of the block's elements, to f32. `blocks` needs no alignment.
 void dequantize(StoredType type, const std::byte* blocks, std::int64_t count, float* out);
 

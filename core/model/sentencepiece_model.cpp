@@ -5,8 +5,8 @@
 #include <array>
 #include <kvlab/error.hpp>
 
+#include "base/fingerprint.hpp"
 #include "model/byte_alphabet.hpp"
-#include "model/fingerprint.hpp"
 #include "model/mapped_file.hpp"
 #include "model/tokenizer_files.hpp"
 

@@ -7,9 +7,9 @@
 #include <kvlab/error.hpp>
 #include <queue>
 
+#include "base/fingerprint.hpp"
 #include "base/utf8.hpp"
 #include "model/byte_alphabet.hpp"
-#include "model/fingerprint.hpp"
 
 namespace kvlab {
 namespace {

@@ -7,9 +7,9 @@
 #include <map>
 #include <utility>
 
+#include "base/fingerprint.hpp"
 #include "base/text.hpp"
 #include "model/checkpoint_checks.hpp"
-#include "model/fingerprint.hpp"
 #include "model/random_weights.hpp"
 
 namespace kvlab {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <kvlab/error.hpp>
 
-#include "model/fingerprint.hpp"
+#include "base/fingerprint.hpp"
 
 namespace kvlab {
 namespace {

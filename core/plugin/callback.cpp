@@ -107,14 +107,6 @@ void Callee::rethrow(const char* callback) const {
   std::abort();  // not reached
 }
 
-std::string one_line(const std::string& text) {
-  constexpr std::size_t longest = 2000;
-  std::string line;
-  for (const char c : printable(text.substr(0, longest)))
-    c == '\n' ? line += "\\n" : c == '\t' ? line += ' ' : line += c;
-  return text.size() > longest ? line + " ..." : line;
-}
-
 void name_callback_at_end(int descriptor) {
   teller = descriptor;
   if (watched_process.exchange(getpid()) != 0) return;

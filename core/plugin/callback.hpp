@@ -51,9 +51,6 @@ class Callee {
   std::string name_;
 };
 
-// A plugin's text for messages, tables and result files: printable, on one line, not longer than 2000 bytes.
-std::string one_line(const std::string& text);
-
 // From here on a process that ends inside a callback says so first: exit() and _exit() with the code 1, signals that
 // mean a crash (SEGV, BUS, FPE, ILL, ABRT) before they end it. descriptor: takes the line
 // in place of stderr, behind a `!`; -1 = none.

@@ -18,6 +18,7 @@
 #include <boost/dll/shared_library.hpp>
 
 #include "base/stream_memory.hpp"
+#include "base/text.hpp"
 #include "plugin/callback.hpp"
 #include "plugin/elf.hpp"
 #include "plugin/parameters.hpp"

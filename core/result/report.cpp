@@ -83,12 +83,6 @@ std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
   return blocks;
 }
 
-std::string one_line(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
-  return printable(text);
-}
-
 std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
 
 double as_double(std::int64_t v) { return v < 0 ? not_measured : static_cast<double>(v); }

@@ -17,6 +17,7 @@
 
 #include "base/descriptor.hpp"
 #include "base/stop.hpp"
+#include "base/text.hpp"
 #include "plugin/callback.hpp"
 #include "run/cannot_go_on.hpp"
 

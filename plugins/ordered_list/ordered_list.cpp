@@ -29,8 +29,8 @@ class OrderedList final : public kvlab::PromptTask {
         items_(p.get<int>("items")) {}
 
   std::string metric() const override { return "in_order"; }
-  // Commas, semicolons and line ends part items; numbering and text before a colon are dropped. Exact at each place: one
-  // item too many costs all that follow.
+  // Commas, semicolons and line ends part items; numbering and text before a colon are dropped. Exact at each place:
+  // one item too many costs all that follow.
   std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
     std::vector<std::string> items;
     for (const std::string& piece : kvlab::answers::split(answer, ",;\n")) {

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "base/half.hpp"
 using namespace kvlab;
 
 namespace {
