@@ -11,8 +11,9 @@ A cell is named by its id, by the beginning of it, or by words that fit no other
 policy, the task or `seed=N`, whole or in part, or a parameter as `window=32`. kept, tokens and selected need
 `metrics: [trace]`.
 
-Without this file, in one line (text comes as bytes):
->>> pd.DataFrame(h5py.File("results/quickstart.h5")["summary"][:]).map(lambda v: v.decode() if isinstance(v, bytes) else v)
+Without this file (text comes as bytes):
+>>> pd.DataFrame(h5py.File("results/quickstart.h5")["summary"][:]).apply(
+...     lambda c: c.str.decode("utf-8") if c.dtype == object else c)
 """
 
 import json
