@@ -58,17 +58,20 @@ std::string models_text() {
   std::set<std::string> names{"smollm2"};
   std::error_code ec;
   for (fs::directory_iterator it(data_dir() / "models", ec), end; !ec && it != end; it.increment(ec))
-    if (it->is_directory()) names.insert(it->path().filename().string());
+    if (fs::exists(it->path() / "config.json") || fs::exists(it->path() / "adapter_config.json"))
+      names.insert(it->path().filename().string());
   std::string text;
   for (const std::string& name : names) {
     const std::string model = "bundled/" + name;
     try {
-      text += fmt::format("{:<20} {}\n", model, resolve_model_path(model, ".").string());
+      const fs::path path = resolve_model_path(model, ".");
+      text += fmt::format("{:<22} {}{}\n", model, path.string(),
+                          fs::exists(path / "adapter_config.json") ? ", an adapter" : "");
     } catch (const Error& e) {
-      text += fmt::format("{:<20} not there: {}\n", model, e.message());
+      text += fmt::format("{:<22} not there: {}\n", model, e.message());
     }
   }
-  text += fmt::format("{:<20} random weights: {}\n", "synthetic/NAME", join(synthetic_names()));
+  text += fmt::format("{:<22} random weights: {}\n", "synthetic/NAME", join(synthetic_names()));
   return text;
 }
 

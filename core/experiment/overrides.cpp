@@ -80,6 +80,16 @@ bool is_experiment_key(const std::string& word) {
   return std::any_of(keys.begin(), keys.end(), [&](const ExperimentKey& key) { return key.name == word; });
 }
 
+// `model: PATH` is short for `model: {path: PATH}`.
+void path_as_map(Node& root) {
+  yaml::Entry* model = root.find("model");
+  if (!model || !model->value.is(Node::Kind::scalar)) return;
+  const Node path = model->value;
+  model->value = Node{};
+  model->value.place = path.place;
+  *child(model->value, "path", path.place) = path;
+}
+
 }  // namespace
 
 void set_path(Node& root, const std::string& path, const Node& value, yaml::Place place, Problems& problems) {
@@ -96,6 +106,7 @@ void set_path(Node& root, const std::string& path, const Node& value, yaml::Plac
   if (!section || parts.size() == 1) {
     if (is_experiment_key(parts[0])) {
       if (parts[0] == "sweep" && parts.size() > 2) parts = {"sweep", path.substr(path.find('.') + 1)};
+      if (parts[0] == "model" && parts.size() > 1) path_as_map(root);
       write(root, parts, 0, value, place, path, problems);
       return;
     }

@@ -116,7 +116,8 @@ class Builder {
             {"title", "kvlab experiment"},
             {"type", "object"},
             {"properties", experiment()},
-            {"required", {"model", "tasks", "policies"}},
+            {"required", {"model", "tasks"}},
+            {"anyOf", {{{"required", {"policies"}}}, {{"required", {"profilers"}}}}},
             {"additionalProperties", false},
             {"$defs", std::move(defs)}};
   }

@@ -490,6 +490,9 @@ TEST_CASE("--set") {
   CHECK(e.policies.size() == 3);
   CHECK(e.backend == "cpu");
   CHECK(e.models[0].dtype == DType::f32);
+  const std::string plain = "model: a\ntasks: [niah]\npolicies: [full]\n";  // a path alone is {path: ...}
+  CHECK(load(plain, {"model.dtype=f32"}).models[0].dtype == DType::f32);
+  CHECK(load(plain, {"model.dtype=f32"}).models[0].path == "a");
   CHECK(e.output == "x.h5");
   CHECK(e.fidelity_tokens == 4);
   CHECK(e.tasks.size() == 2);
