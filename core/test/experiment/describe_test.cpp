@@ -1,9 +1,13 @@
 #include "experiment/describe.hpp"
 
 #include <catch2/catch.hpp>
+#include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/threads.hpp"
+#include "experiment/entry_keys.hpp"
+#include "experiment/experiment_keys.hpp"
 #include "experiment/schema.hpp"
 #include "test/support/places.hpp"
 
@@ -74,4 +78,21 @@ TEST_CASE("describe spells texts as YAML does, and cuts long ones in the table o
   const std::string text = describe_text(registry, "good");
   const std::string whole = R"(note: "a \"text\" of two lines,\nlonger than a column")";
   CHECK_THAT(text, Catch::Contains(whole) && Catch::Contains(R"("a \"text\" of two lines,\nl...")"));
+}
+
+TEST_CASE("the pages under experiments name every key of an experiment file") {
+  const auto page = [](const char* file) {
+    std::ifstream in(test::source_root() / "experiments" / file);
+    return std::string((std::istreambuf_iterator<char>(in)), {});
+  };
+  const auto names = [](const std::string& text, const std::string& key) {
+    CAPTURE(key);
+    const auto at = text.find("`" + key);
+    CHECK((at != std::string::npos && std::strchr("`:. ", text[at + key.size() + 1])));
+  };
+  const std::string main = page("README.md"), serving = page("serving/README.md");
+  for (const std::string& key : experiment_key_names()) names(main, key);
+  for (const EntryKey& key : policy_keys()) names(main, key.name);
+  for (const EntryKey& key : task_keys()) names(main, key.name);
+  for (const ParamSpec& key : workload_keys()) names(serving, "workload." + key.name);
 }
