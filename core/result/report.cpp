@@ -83,6 +83,13 @@ std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
   return blocks;
 }
 
+// Text for a table's row: line ends and tabs become blanks.
+std::string of_one_row(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
+  return printable(text);
+}
+
 std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
 
 double as_double(std::int64_t v) { return v < 0 ? not_measured : static_cast<double>(v); }
@@ -130,7 +137,7 @@ std::string policy_text(const Group& group, const Block& block) {
   for (const Group& other : block.groups)
     if (other.first().policy == group.first().policy) params.push_back(other.first().params);
   const std::string varying = varying_text(group.first().params, params);
-  return one_line(group.first().policy + (varying.empty() ? "" : " " + varying));
+  return of_one_row(group.first().policy + (varying.empty() ? "" : " " + varying));
 }
 
 class Notes {
@@ -252,9 +259,9 @@ std::vector<ReportColumn> columns_for(const Block& block) {
 ReportTable table_of(const Block& block, ReportPage& page) {
   Notes notes(page.notes);
   ReportTable table;
-  table.title = one_line(block.model + ", " + block.task) +
+  table.title = of_one_row(block.model + ", " + block.task) +
                 (block.context >= 0 ? fmt::format(", context {}", block.context) : std::string()) +
-                (block.workload.empty() ? "" : ", " + one_line(block.workload));
+                (block.workload.empty() ? "" : ", " + of_one_row(block.workload));
   const auto columns = columns_for(block);
   table.header = {"policy", "budget", "n"};
   for (const auto& column : columns) table.header.emplace_back(column.name);
@@ -265,7 +272,7 @@ ReportTable table_of(const Block& block, ReportPage& page) {
     std::string policy = policy_text(group, block);
     for (const std::string& label : labels_of(group)) policy += notes.mark(label_note(label));
     for (const SummaryRow* row : group.bad)
-      policy += notes.mark(one_line(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
+      policy += notes.mark(of_one_row(fmt::format("{}: cell {}: {}", row->status, row->cell, row->error)));
     table.rows.push_back({policy, budget_text(group), std::to_string(group.good.size())});
     for (const auto& column : columns) table.rows.back().push_back(column.text(group));
   }
@@ -325,7 +332,7 @@ std::string head_of(const RunInfo& info) {
        {info.created_utc, info.host, info.backend == "cuda" ? info.gpu : info.cpu, info.backend})
     if (!part.empty()) head += ", " + part;
   if (info.threads > 0) head += fmt::format(", {} threads", info.threads);
-  return one_line(head);
+  return of_one_row(head);
 }
 
 }  // namespace
@@ -343,8 +350,8 @@ std::string report(const Summary& summary, Format format) {
   ReportPage page;
   page.head = head_of(summary.info);
   for (const Block& block : blocks_of(summary.rows)) page.tables.push_back(table_of(block, page));
-  for (const std::string& warning : cell_warnings(summary.rows)) page.warnings.push_back(one_line(warning));
-  for (const std::string& warning : summary.warnings) page.warnings.push_back(one_line(warning));
+  for (const std::string& warning : cell_warnings(summary.rows)) page.warnings.push_back(of_one_row(warning));
+  for (const std::string& warning : summary.warnings) page.warnings.push_back(of_one_row(warning));
   if (summary.rows.empty()) page.warnings.emplace_back("no cell has finished yet");
   return render(page, format);
 }
