@@ -1,13 +1,17 @@
 #include "base/backend.hpp"
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <kvlab/error.hpp>
-#include <mutex>
+#include <memory>
 
+#include "base/cuda_build.hpp"
 #include "base/cuda_warn.hpp"
+#include "base/device_op.hpp"
 #include "base/log.hpp"
 
 namespace kvlab {
@@ -35,14 +39,14 @@ struct Loaded {
       state = path + " has no entry kvlab_cuda_backend: build kvlab again";
       return;
     }
+    const auto build = reinterpret_cast<CudaBuild>(dlsym(library, "kvlab_cuda_build"));
+    if (!build || std::strcmp(build(), KVLAB_CUDA_BUILD) != 0) {
+      state = "got " + path + " of another build, wanted that of libkvlab.so: build kvlab again";
+      return;
+    }
     if (const auto warn_through = reinterpret_cast<cuda::WarnThrough>(dlsym(library, "kvlab_cuda_warn_through")))
       warn_through([](const char* text) { log::warn(text); });
     usable = entry(&table, &state);
-    if (usable && table.table_version != CudaBackend::version) {
-      usable = false;
-      state = "got " + path + " of table version " + std::to_string(table.table_version) + ", wanted " +
-              std::to_string(CudaBackend::version) + ": build kvlab again";
-    }
   }
 
   // The library beside libkvlab.so, where there is a driver: without one it need not even be looked for.
@@ -72,6 +76,15 @@ const Loaded& loaded() {
 
 const CudaBackend* replacement = nullptr;
 
+// "top_pages" of the key of kvlab::ops::top_pages.
+std::string op_of(const char* key) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> whole(abi::__cxa_demangle(key, nullptr, nullptr, &status), std::free);
+  const std::string text = whole ? whole.get() : key;  // kvlab::CudaOpKey<&kvlab::ops::top_pages>
+  const std::size_t begin = text.rfind(':') + 1;
+  return text.substr(begin, text.rfind('>') - begin);
+}
+
 }  // namespace
 
 void replace_cuda_backend(const CudaBackend* table) { replacement = table; }
@@ -93,6 +106,22 @@ const CudaBackend& require_cuda_for_models(const char* who) {
     throw Error(Errc::device, "got backend cuda without cuBLASLt, wanted it for models' products: " + blas.text, who);
   return b;
 }
+
+AnyFunction find_cuda_op(const char* key) {
+  const CudaBackend* b = cuda_backend();
+  for (const CudaOpEntry* e = b ? b->announced : nullptr; e; e = e->next)
+    if (std::strcmp(e->key, key) == 0) {
+      if (e->function) return e->function;
+      break;
+    }
+  const std::string who = "op " + op_of(key);
+  require_cuda(who.c_str());
+  throw Error(Errc::device, "got a CUDA stream, wanted a CPU stream: this op has no CUDA version", who);
+}
+
+bool cuda_backend_replaced() { return replacement != nullptr; }
+
+void (*cuda_reach_from_host())(bool) { return replacement ? replacement->reach_from_host : nullptr; }
 
 const std::string& cuda_state() { return loaded().state; }
 

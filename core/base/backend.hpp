@@ -15,6 +15,7 @@
 namespace kvlab {
 
 struct Allotment;
+struct CudaOpEntry;
 
 namespace ops {
 struct AttendArgs;
@@ -92,11 +93,6 @@ struct CudaOps {
   void (*score_pages)(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                       GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
                       const Scores& scores, const PageList* out, void* stream) = nullptr;
-  void (*top_pages)(const PagedKv& kv, const View<const float, 3>& scores,
-                    const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const PageList& out,
-                    void* stream) = nullptr;
-  void (*top_tokens)(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
-                     const Pins* pins, const TokenList& list, void* stream) = nullptr;
   void (*row_norm)(const KvRows& rows, const Scores& out, void* stream) = nullptr;
   void (*scale)(const Scores& out, float factor, void* stream) = nullptr;
   void (*recency)(const PagedKv& kv, const Scores& out, void* stream) = nullptr;
@@ -154,13 +150,14 @@ struct CudaModelOps {
 };
 
 struct CudaBackend {
-  static constexpr int version = 20;
-  int table_version = 0;       // of the library; another one is refused
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
   CudaOps ops;
   CudaStoreOps store;
   CudaModelOps model;
+  const CudaOpEntry* announced = nullptr;  // base/device_op.hpp
+  // For tests, of memory that the host may open: on_cuda runs an op's CPU version between (true) and (false).
+  void (*reach_from_host)(bool) = nullptr;
 };
 
 // Null where the backend cannot be used; loaded once, thread-safe.
@@ -175,7 +172,9 @@ void replace_cuda_backend(const CudaBackend* table);
 const std::string& cuda_state();
 
 // What libkvlab_cuda.so exports as `kvlab_cuda_backend`: fills the table and says what device it found; returns false
-// and a reason where there is none that it can use.
+// and a reason where there is none that it can use. `kvlab_cuda_build` is the hash of the headers that it was built
+// with: a library of others is refused.
+using CudaBuild = const char* (*)();
 using CudaEntry = bool (*)(CudaBackend* table, std::string* state);
 
 }  // namespace kvlab

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <kvlab/error.hpp>
+#include <kvlab/stream.hpp>
 #include <string>
 
 #include "base/ptx.cuh"
@@ -20,6 +21,7 @@ inline void check(cudaError_t status, const char* what) {
 inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel); }
 
 inline cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
+inline cudaStream_t stream_of(Stream s) { return stream_of(s.handle()); }
 
 int multiprocessors();        // of the current device
 std::int64_t shared_bytes();  // shared memory that one block may have

@@ -6,6 +6,7 @@
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "base/device_op.hpp"
 #include "base/kept_memory.hpp"
 
 namespace kvlab {
@@ -265,7 +266,6 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     *state += ": kvlab's kernels are built for sm_90 (H100, H200)";
     return false;
   }
-  table->table_version = CudaBackend::version;
   std::snprintf(table->device_name, sizeof table->device_name, "%s", p.name);
   CudaRuntime& r = table->runtime;
   r.allocate = allocate;
@@ -301,6 +301,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.elapsed = [](void* begin, void* end) { return elapsed(*static_cast<Event*>(begin), *static_cast<Event*>(end)); };
   r.read_rate = read_rate;
   fill_cuda_ops(table->ops);
+  table->announced = announced_cuda_ops;
   fill_cuda_store_ops(table->store);
   fill_cuda_model_ops(table->model);
   return true;

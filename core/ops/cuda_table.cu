@@ -26,8 +26,6 @@ void fill_cuda_ops(CudaOps& t) {
   t.rope_append = ops::rope_append_cuda;
   t.rope_rank = ops::rope_rank_cuda;
   t.score_pages = ops::score_pages_cuda;
-  t.top_pages = ops::top_pages_cuda;
-  t.top_tokens = ops::top_tokens_cuda;
   t.row_norm = ops::row_norm_cuda;
   t.scale = ops::scale_cuda;
   t.recency = ops::recency_cuda;

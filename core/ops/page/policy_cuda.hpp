@@ -14,11 +14,6 @@ struct PlacementArgs;
 void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                       GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
                       const Scores& scores, const PageList* out, void* stream);
-void top_pages_cuda(const PagedKv& kv, const View<const float, 3>& scores,
-                    const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const PageList& out,
-                    void* stream);
-void top_tokens_cuda(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
-                     const Pins* pins, const TokenList& list, void* stream);
 
 void row_norm_cuda(const KvRows& rows, const Scores& out, void* stream);
 void scale_cuda(const Scores& out, float factor, void* stream);

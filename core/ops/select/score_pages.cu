@@ -228,7 +228,7 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
     if (a.raw)
       reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores,
                         handle);
-    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, handle);
+    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, Stream::cuda(handle));
     return;
   }
   const bool fused = out && a.most_pages <= most_fused_pages;
@@ -259,7 +259,7 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
     else
       f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
   }
-  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, handle);
+  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, Stream::cuda(handle));
 }
 
 }  // namespace kvlab::ops

@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
@@ -112,8 +112,7 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   check_kv(kv, op, s);
   check_kv_scores(kv, scores, "scores", op, s);
   check_list(kv, list, op);
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::top_tokens, "top_tokens")(kv, scores, keep, pins, list, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<top_tokens>(kv, scores, keep, pins, list, s);
   std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
@@ -140,8 +139,7 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
   check_list(kv, out, op);
   if (page_scores.extent[0] < kv.rows || page_scores.extent[1] < kv.kv_heads || page_scores.stride[2] != 1)
     fail(Errc::internal, op, "got page scores of another shape, wanted [row, kv_head, page] contiguous");
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::top_pages, "top_pages")(kv, page_scores, page_budgets, pins, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<top_pages>(kv, page_scores, page_budgets, pins, out, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.pages(r, h);

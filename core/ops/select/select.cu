@@ -2,9 +2,11 @@
 // into shared memory where they fit.
 #include "ops/select/select_held.cuh"
 
+#include <kvlab/ops.hpp>
+
 #include <algorithm>
 
-#include "ops/page/policy_cuda.hpp"
+#include "base/device_op.hpp"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops {
@@ -143,21 +145,22 @@ Args arguments(const PagedKv& kv, const View<const float, 3>& scores, const View
 
 }  // namespace
 
-void top_pages_cuda(const PagedKv& kv, const View<const float, 3>& scores,
-                    const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const PageList& out,
-                    void* handle) {
+void top_pages_cuda(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> page_budgets, Pins pins,
+                    PageList out, Stream s) {
   if (kv.rows == 0) return;
   Args a = arguments(kv, scores, page_budgets, out, kv.table.extent[2]);
   a.newest = pins.newest_page;
-  launch<TopPages>(a, "top_pages", stream_of(handle));
+  launch<TopPages>(a, "top_pages", stream_of(s));
 }
+KVLAB_ON_CUDA(top_pages, top_pages_cuda);
 
-void top_tokens_cuda(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
-                     const Pins* pins, const TokenList& list, void* handle) {
+static void top_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
+                            const Pins* pins, TokenList list, Stream s) {
   if (kv.rows == 0) return;
   Args a = arguments(kv, scores, keep, list, kv.table.extent[2] * kv.page_size);
   a.pins = pins;
-  launch<TopTokens>(a, "top_tokens", stream_of(handle));
+  launch<TopTokens>(a, "top_tokens", stream_of(s));
 }
+KVLAB_ON_CUDA(top_tokens, top_tokens_cuda);
 
 }  // namespace kvlab::ops

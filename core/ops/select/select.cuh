@@ -1,9 +1,15 @@
 // Exact selection by one block: what select.hpp says, for rows in shared or global memory. Chosen entries are bits of
 // shared memory, so pins, selection and the ascending list meet in one form.
 #pragma once
+#include <kvlab/ops.hpp>
+
 #include <cmath>
 
 #include "base/cuda.cuh"
+
+namespace kvlab::ops {
+decltype(top_pages) top_pages_cuda;
+}
 
 namespace kvlab::ops::device {
 

@@ -14,6 +14,7 @@
 
 #include "base/backend.hpp"
 #include "base/cuda.cuh"
+#include "base/device_op.hpp"
 #include "base/kept_memory.hpp"
 
 namespace kvlab {
@@ -227,7 +228,6 @@ void* kept(void* stream, const char* tag, std::size_t bytes) {
 extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state) {
   using namespace emulator;
   *state = "emulated on the CPU, " + std::to_string(kvlab::cuda::multiprocessors()) + " multiprocessors";
-  table->table_version = kvlab::CudaBackend::version;
   std::snprintf(table->device_name, sizeof table->device_name, "emulated GPU");
   kvlab::CudaRuntime& r = table->runtime;
   r.allocate = r.allocate_pinned = allocate;
@@ -283,6 +283,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
   kvlab::fill_cuda_ops(table->ops);
+  table->announced = kvlab::announced_cuda_ops;
   kvlab::fill_cuda_store_ops(table->store);
   kvlab::fill_cuda_model_ops(table->model);
   return true;

@@ -123,6 +123,7 @@ class GuardedDevice final : public Workspace {
       std::memset(to, byte, bytes);
     };
     r.synchronize = [](void*) {};
+    table_.reach_from_host = [](bool on) { current()->protect(on ? PROT_READ | PROT_WRITE : PROT_NONE); };
     CudaOps& t = table_.ops;
     t.score_pages = [](const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                        GroupRule rule, float scale, const View<const std::int32_t, 2>& budgets, const Pins& pins,
@@ -130,16 +131,6 @@ class GuardedDevice final : public Workspace {
       const Open open;
       ops::page_score(queries, kv, summaries, rule, scale, scores, Stream::cpu());
       if (out) ops::top_pages(kv, scores, budgets, pins, *out, Stream::cpu());
-    };
-    t.top_pages = [](const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& budgets,
-                     const Pins& pins, const PageList& out, void*) {
-      const Open open;
-      ops::top_pages(kv, scores, budgets, pins, out, Stream::cpu());
-    };
-    t.top_tokens = [](const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& keep,
-                      const Pins* pins, const TokenList& list, void*) {
-      const Open open;
-      ops::top_tokens(kv, scores, keep, pins, list, Stream::cpu());
     };
     t.row_norm = [](const KvRows& rows, const Scores& out, void*) {
       const Open open;

@@ -1,0 +1,91 @@
+// How an op reaches its CUDA version, which lies in libkvlab_cuda.so (base/backend.hpp):
+//   x.hpp   void top_pages(const PagedKv& kv, PageList out, Stream s);     declares the op.
+//   x.cpp   if (s.device() == Device::cuda) return on_cuda<top_pages>(kv, out, s);
+//   x.cu    KVLAB_ON_CUDA(top_pages, top_pages_cuda);                      announces a function of the same type.
+// The key of a function is the mangled name of its declaration, which includes the types of its arguments.
+#pragma once
+#include <kvlab/stream.hpp>
+
+#include <typeinfo>
+#include <utility>
+
+namespace kvlab {
+
+template <auto Op>
+struct CudaOpKey {};
+
+using AnyFunction = void (*)();
+
+// A link of the list of what a library announces.
+struct CudaOpEntry {
+  const char* key = nullptr;
+  AnyFunction function = nullptr;
+  const CudaOpEntry* next = nullptr;
+};
+
+// The list of libkvlab_cuda.so; defined there alone (base/device_op.cu).
+extern const CudaOpEntry* announced_cuda_ops;
+
+// `function` is the CUDA version of Op as long as this object lives. A test passes a list of its own; null hides the
+// op.
+template <auto Op>
+struct OnCuda : CudaOpEntry {
+  OnCuda(decltype(Op) function_, const CudaOpEntry*& list)
+      : CudaOpEntry{typeid(CudaOpKey<Op>).name(), reinterpret_cast<AnyFunction>(function_), list} {
+    list = this;
+  }
+  OnCuda(const OnCuda&) = delete;
+  OnCuda& operator=(const OnCuda&) = delete;
+};
+#define KVLAB_ON_CUDA(op, function_) \
+  static const ::kvlab::OnCuda<op> op##_announced(function_, ::kvlab::announced_cuda_ops)
+
+// What the backend in use announced under the key. Errc::device with the op's name and the reason where there is none.
+AnyFunction find_cuda_op(const char* key);
+bool cuda_backend_replaced();
+// Of the backend in use, CudaBackend::reach_from_host.
+void (*cuda_reach_from_host())(bool);
+
+// Calls a function that has no CPU version: libkvlab.so declares it, libkvlab_cuda.so defines it. The library's
+// function is looked up once.
+template <auto Function, class... Arguments>
+decltype(auto) only_on_cuda(Arguments&&... arguments) {
+  const auto find = [] {
+    return reinterpret_cast<decltype(Function)>(find_cuda_op(typeid(CudaOpKey<Function>).name()));
+  };
+  if (cuda_backend_replaced()) return find()(std::forward<Arguments>(arguments)...);
+  static const auto function = find();
+  return function(std::forward<Arguments>(arguments)...);
+}
+
+namespace detail {
+
+class HostReaches {
+ public:
+  explicit HostReaches(void (*reach)(bool)) : reach_(reach) { reach_(true); }
+  ~HostReaches() { reach_(false); }
+  HostReaches(const HostReaches&) = delete;
+  HostReaches& operator=(const HostReaches&) = delete;
+
+ private:
+  void (*reach_)(bool);
+};
+inline Stream for_cpu(Stream) { return Stream::cpu(); }
+template <class T>
+T&& for_cpu(T&& x) {
+  return std::forward<T>(x);
+}
+
+}  // namespace detail
+
+// Calls the CUDA version of an op. A test's backend whose memory the host may reach takes the op's CPU version instead.
+template <auto Op, class... Arguments>
+decltype(auto) on_cuda(Arguments&&... arguments) {
+  if (const auto reach = cuda_reach_from_host()) {
+    const detail::HostReaches open(reach);
+    return Op(detail::for_cpu(std::forward<Arguments>(arguments))...);
+  }
+  return only_on_cuda<Op>(std::forward<Arguments>(arguments)...);
+}
+
+}  // namespace kvlab
