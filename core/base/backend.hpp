@@ -14,7 +14,6 @@
 
 namespace kvlab {
 
-struct Allotment;
 struct CudaOpEntry;
 
 namespace ops {
@@ -26,9 +25,6 @@ struct EmbedArgs;
 struct ArgmaxArgs;
 struct RopeAppendArgs;
 struct RopeRankArgs;
-struct Finding;
-struct PlacementArgs;
-struct InjectArgs;
 }  // namespace ops
 
 struct CudaStoreLayer;
@@ -89,33 +85,6 @@ struct CudaOps {
   void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
   void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/page/rope_append.hpp
   void (*rope_rank)(const ops::RopeRankArgs& a, void* stream) = nullptr;      // ops/page/rope_rank.hpp
-  // ops/page/policy_cuda.hpp; out null: the scores alone
-  void (*score_pages)(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
-                      GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
-                      const Scores& scores, const PageList* out, void* stream) = nullptr;
-  void (*row_norm)(const KvRows& rows, const Scores& out, void* stream) = nullptr;
-  void (*scale)(const Scores& out, float factor, void* stream) = nullptr;
-  void (*recency)(const PagedKv& kv, const Scores& out, void* stream) = nullptr;
-  void (*window_votes)(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
-                       const Scores& votes, void* stream) = nullptr;
-  void (*pool)(const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void* stream) = nullptr;
-  void (*group_reduce)(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out,
-                       void* stream) = nullptr;
-  void (*add_mass)(const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void* stream) = nullptr;
-  void (*read_state)(const StateColumn& column, const Scores& out, void* stream) = nullptr;
-  void (*allot_same)(const Allotment& a, const std::int32_t* tokens, void* stream) = nullptr;
-  void (*allot_by_score)(const Allotment& a, double floor, bool exact_total, void* stream) = nullptr;
-  void (*round_allotment)(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
-                          const View<std::int32_t, 2>& keep, void* stream) = nullptr;
-  void (*fill_heads)(const View<std::int32_t, 2>& out, std::int32_t value, void* stream) = nullptr;
-  // ops/score/verify.hpp
-  void (*find_nan)(const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void* stream) = nullptr;
-  void (*find_keep)(const Allotment& a, std::int64_t* kept, ops::Finding* finding, void* stream) = nullptr;
-  void (*lengths)(const PagedKv& kv, const View<std::int32_t, 2>& out, void* stream) = nullptr;
-  void (*older_pages)(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
-                      const PageList& out, void* stream) = nullptr;
-  void (*place_pages)(const ops::PlacementArgs& a, void* stream) = nullptr;
-  void (*inject_pages)(const ops::InjectArgs& a, void* stream) = nullptr;
 };
 
 // What a store on the device does; store/cuda_kernels.hpp.

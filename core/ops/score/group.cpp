@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
 
@@ -43,7 +43,7 @@ void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Sc
   check_kv(kv, "group_reduce", s);
   check_scores(kv, in, "in", "group_reduce", s);
   check_kv_scores(kv, out, "out", "group_reduce", s);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::group_reduce, "group_reduce")(kv, in, rule, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<group_reduce>(kv, in, rule, out, s);
   const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * in.extent[1] * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 
 namespace kvlab::ops {
@@ -28,8 +28,7 @@ void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int exclud
     fail(Errc::unsupported, "pool", "got a kernel of " + std::to_string(kernel) + ", wanted an odd one");
   if (excluded < 0) fail(Errc::internal, "pool", "got " + std::to_string(excluded) + " excluded tokens");
   if (kind == Pooling::none || kernel == 1) return;
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::pool, "pool")(kv, scores, kind, kernel, excluded, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<pool>(kv, scores, kind, kernel, excluded, w, s);
   const int heads = static_cast<int>(scores.extent[1]), group = heads / kv.kv_heads, half = kernel / 2;
   const float edge = kind == Pooling::max ? -std::numeric_limits<float>::infinity() : 0.f;
   auto copies = take_scratch<float>(w, "pool", {kv.rows, heads, longest(kv) + 2 * half});

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/token_rows.hpp"
@@ -50,7 +50,7 @@ float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
 void row_norm(const KvRows& rows, Scores out, Stream s) {
   const PagedKv& kv = cache_of(rows.kv, "row_norm", s);
   check_kv_scores(kv, out, "out", "row_norm", s);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::row_norm, "row_norm")(rows, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<row_norm>(rows, out, s);
   constexpr int chunk = 32;  // pages
 #pragma omp parallel for collapse(2) \
     schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
@@ -70,7 +70,7 @@ void row_norm(const KvRows& rows, Scores out, Stream s) {
 }
 
 void scale(Scores out, float factor, Stream s) {
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::scale, "scale")(out, factor, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<scale>(out, factor, s);
   for (std::int64_t r = 0; r < out.extent[0]; ++r)
     for (std::int64_t h = 0; h < out.extent[1]; ++h)
       for (std::int64_t t = 0; t < out.extent[2]; ++t) out(r, h, t) *= factor;
@@ -79,7 +79,7 @@ void scale(Scores out, float factor, Stream s) {
 void recency(const PagedKv& kv, Scores out, Stream s) {
   check_kv(kv, "recency", s);
   check_kv_scores(kv, out, "out", "recency", s);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::recency, "recency")(kv, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<recency>(kv, out, s);
   thread_local std::vector<std::int32_t> position;
   position.resize(longest(kv));
   for (int r = 0; r < kv.rows; ++r)
@@ -92,7 +92,7 @@ void recency(const PagedKv& kv, Scores out, Stream s) {
 void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
   const PagedKv& kv = checked_column(column, "add_mass", s);
   check_scores(kv, mass, "mass", "add_mass", s);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::add_mass, "add_mass")(mass, rule, column, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<add_mass>(mass, rule, column, s);
   const int group = static_cast<int>(mass.extent[1]) / kv.kv_heads;
   thread_local std::vector<float> reduced;
   reduced.resize(longest(kv));
@@ -114,7 +114,7 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
 void read_state(const StateColumn& column, Scores out, Stream s) {
   const PagedKv& kv = checked_column(column, "read_state", s);
   check_kv_scores(kv, out, "out", "read_state", s);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::read_state, "read_state")(column, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<read_state>(column, out, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
       for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {

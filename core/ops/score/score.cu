@@ -1,10 +1,13 @@
 // Per-token scores that are read off the cache, token state, pooling and group reduction: streams over all tokens of
 // the batch, blocks of one head striding over its tokens.
+#include <kvlab/ops.hpp>
+
 #include <algorithm>
 
+#include "base/device_op.hpp"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
-#include "ops/page/policy_cuda.hpp"
+#include "ops/score/reduce_pages.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -176,9 +179,9 @@ __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__
 }
 
 void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale, int unit, int column,
-            const Scores& out, const char* op, void* handle) {
+            const Scores& out, const char* op, Stream s) {
   if (kv.rows == 0) return;
-  const cudaStream_t stream = stream_of(handle);
+  const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(in.extent[1]);
   Reduce a = {};
   a.kv = DeviceKv(kv);
@@ -187,7 +190,7 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
   a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
   if (rule == GroupRule::softmax_mean) {
     auto* stats =
-        static_cast<float2*>(fixed_scratch(handle, "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
+        static_cast<float2*>(fixed_scratch(s.handle(), "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
     softmax_kernel<<<dim3(1, heads, kv.rows), threads, 0, stream>>>(a.kv, in, a.group, unit, scale, stats);
     check_launch(op);
     a.stats = stats;
@@ -198,59 +201,66 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
 
 }  // namespace
 
-void row_norm_cuda(const KvRows& rows, const Scores& out, void* handle) {
+static void row_norm_cuda(const KvRows& rows, Scores out, Stream s) {
   const PagedKv& kv = *rows.kv;
   if (kv.rows == 0) return;
-  row_norm_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), threads / 8), threads, 0, stream_of(handle)>>>(
+  row_norm_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), threads / 8), threads, 0, stream_of(s)>>>(
       DeviceKv(kv), rows.side == KvSide::key, out);
   check_launch("row_norm");
 }
+KVLAB_ON_CUDA(row_norm, row_norm_cuda);
 
-void scale_cuda(const Scores& out, float factor, void* handle) {
+static void scale_cuda(Scores out, float factor, Stream s) {
   if (out.extent[0] <= 0 || out.extent[1] <= 0 || out.extent[2] <= 0) return;
-  scale_kernel<<<grid_of(out.extent[1], out.extent[0], out.extent[2]), threads, 0, stream_of(handle)>>>(out, factor);
+  scale_kernel<<<grid_of(out.extent[1], out.extent[0], out.extent[2]), threads, 0, stream_of(s)>>>(out, factor);
   check_launch("scale");
 }
+KVLAB_ON_CUDA(scale, scale_cuda);
 
-void recency_cuda(const PagedKv& kv, const Scores& out, void* handle) {
+static void recency_cuda(const PagedKv& kv, Scores out, Stream s) {
   if (kv.rows == 0) return;
-  recency_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(handle)>>>(DeviceKv(kv), out);
+  recency_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(s)>>>(DeviceKv(kv), out);
   check_launch("recency");
 }
+KVLAB_ON_CUDA(recency, recency_cuda);
 
-void pool_cuda(const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void* handle) {
+static void pool_cuda(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace&, Stream s) {
   if (kv.rows == 0) return;
   const std::int64_t heads = scores.extent[1], room = std::min(capacity(kv), scores.extent[2]);
   const int group = static_cast<int>(heads) / kv.kv_heads;
-  auto* copy = static_cast<float*>(fixed_scratch(handle, "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
+  auto* copy =
+      static_cast<float*>(fixed_scratch(s.handle(), "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
   const dim3 grid = grid_of(heads, kv.rows, room);
-  copy_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), scores, group, copy, room);
+  copy_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, group, copy, room);
   check_launch("pool");
-  pool_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), copy, room, group, kind == Pooling::max, kernel,
-                                                       excluded, scores);
+  pool_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), copy, room, group, kind == Pooling::max, kernel,
+                                                  excluded, scores);
   check_launch("pool");
 }
+KVLAB_ON_CUDA(pool, pool_cuda);
 
-void group_reduce_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out,
-                       void* handle) {
-  reduce(kv, in, rule, 1.f, 1, 0, out, "group_reduce", handle);
+static void group_reduce_cuda(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s) {
+  reduce(kv, in, rule, 1.f, 1, 0, out, "group_reduce", s);
 }
+KVLAB_ON_CUDA(group_reduce, group_reduce_cuda);
 
-void add_mass_cuda(const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void* handle) {
-  reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", handle);
+static void add_mass_cuda(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
+  reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", s);
 }
+KVLAB_ON_CUDA(add_mass, add_mass_cuda);
 
-void read_state_cuda(const StateColumn& column, const Scores& out, void* handle) {
+static void read_state_cuda(const StateColumn& column, Scores out, Stream s) {
   const PagedKv& kv = *column.kv;
   if (kv.rows == 0) return;
-  read_state_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(handle)>>>(DeviceKv(kv),
-                                                                                                    column.column, out);
+  read_state_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(s)>>>(DeviceKv(kv),
+                                                                                               column.column, out);
   check_launch("read_state");
 }
+KVLAB_ON_CUDA(read_state, read_state_cuda);
 
 void reduce_pages_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale,
-                       const Scores& out, void* handle) {
-  reduce(kv, in, rule, scale, kv.page_size, 0, out, "page_score", handle);
+                       const Scores& out, Stream s) {
+  reduce(kv, in, rule, scale, kv.page_size, 0, out, "page_score", s);
 }
 
 }  // namespace kvlab::ops

@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab::ops {
 
 void find_nan(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, Stream s) {
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::find_nan, "find_nan")(kv, layer, scores, finding, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<find_nan>(kv, layer, scores, finding, s);
   std::vector<std::int32_t> position;
   for (int row = 0; row < kv.rows; ++row)
     for (int head = 0; head < kv.kv_heads; ++head) {
@@ -31,7 +30,7 @@ void find_nan(const PagedKv& kv, int layer, const Scores& scores, Finding* findi
 }
 
 void find_keep(const Allotment& a, std::int64_t* kept, Finding* finding, Stream s) {
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::find_keep, "find_keep")(a, kept, finding, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<find_keep>(a, kept, finding, s);
   const int layer = a.kv ? a.kv->layer : a.layer;
   const std::int64_t heads = a.keep.extent[1], places = heads * a.layers;
   for (std::int64_t r = 0; r < a.keep.extent[0]; ++r) {

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "base/cuda.cuh"
+#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
-#include "ops/page/policy_cuda.hpp"
 #include "ops/score/verify.hpp"
 
 namespace kvlab::ops {
@@ -58,22 +58,23 @@ __global__ void __launch_bounds__(threads) keep_kernel(KeepArgs a, std::int64_t*
 
 }  // namespace
 
-void find_nan_cuda(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, void* handle) {
+static void find_nan_cuda(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, Stream s) {
   if (kv.rows == 0) return;
   const std::int64_t blocks = (scores.extent[2] + threads - 1) / threads, wanted = 2048 / (kv.kv_heads * kv.rows) + 1;
   const dim3 grid(static_cast<unsigned>(std::max<std::int64_t>(1, std::min(blocks, wanted))),
                   static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
-  nan_kernel<<<grid, threads, 0, stream_of(handle)>>>(DeviceKv(kv), layer, scores, finding);
+  nan_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), layer, scores, finding);
   check_launch("find_nan");
 }
+KVLAB_ON_CUDA(find_nan, find_nan_cuda);
 
-void find_keep_cuda(const Allotment& a, std::int64_t* kept, Finding* finding, void* handle) {
+static void find_keep_cuda(const Allotment& a, std::int64_t* kept, Finding* finding, Stream s) {
   const std::int64_t rows = a.keep.extent[0];
   if (rows <= 0) return;
   const KeepArgs args{a.layer, a.layers, a.kv ? a.kv->layer : a.layer, a.length, a.keep, a.pins, a.total};
-  keep_kernel<<<static_cast<unsigned>((rows + threads - 1) / threads), threads, 0, stream_of(handle)>>>(args, kept,
-                                                                                                        finding);
+  keep_kernel<<<static_cast<unsigned>((rows + threads - 1) / threads), threads, 0, stream_of(s)>>>(args, kept, finding);
   check_launch("find_keep");
 }
+KVLAB_ON_CUDA(find_keep, find_keep_cuda);
 
 }  // namespace kvlab::ops

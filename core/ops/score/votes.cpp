@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/token_rows.hpp"
@@ -83,8 +83,7 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
   if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !seen)
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::window_votes, "window_votes")(queries, seen, kv, votes, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
   const int heads = static_cast<int>(queries.extent[1]), group = heads / kv.kv_heads;

@@ -1,11 +1,13 @@
 // Votes of the window queries. Keys stream twice: for the maximum and sum of every query's softmax, then for the
 // probabilities. Tiles of 16 tokens are multiplied with all queries of one query head on the tensor cores; a query is
 // two columns, its rounded value and the rest.
+#include <kvlab/ops.hpp>
+
 #include <algorithm>
 #include <cmath>
 
 #include "base/cuda.cuh"
-#include "ops/page/policy_cuda.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/ranks.cuh"
 
 namespace kvlab::ops {
@@ -240,11 +242,12 @@ bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
 
 }  // namespace
 
-void window_votes_cuda(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv,
-                       const Scores& votes, void* handle) {
+static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
+                              Scores votes, Stream s) {
+  const View<const float, 4> queries = window_queries.f32();
   const int heads = static_cast<int>(queries.extent[1]);
   if (kv.rows == 0 || heads == 0) return;
-  const cudaStream_t stream = stream_of(handle);
+  const cudaStream_t stream = stream_of(s);
   Args a = {};
   a.kv = DeviceKv(kv);
   a.queries = queries, a.seen = seen, a.votes = votes;
@@ -256,14 +259,15 @@ void window_votes_cuda(const View<const float, 4>& queries, const std::int32_t* 
     a.chunks = static_cast<int>(std::clamp<std::int64_t>(4 * multiprocessors() / (std::int64_t{heads} * kv.rows), 1,
                                                          std::max<std::int64_t>(useful, 1)));
     a.partial = static_cast<float2*>(fixed_scratch(
-        handle, "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
+        s.handle(), "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
     return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half>(a, stream) : launch_dim<__nv_bfloat16>(a, stream);
   }
-  if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, handle);
+  if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, s.handle());
   a.logits = static_cast<float*>(
-      fixed_scratch(handle, "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
+      fixed_scratch(s.handle(), "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
   votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream>>>(a);
   check_launch("window_votes");
 }
+KVLAB_ON_CUDA(window_votes, window_votes_cuda);
 
 }  // namespace kvlab::ops

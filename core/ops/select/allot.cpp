@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/select/select.hpp"
 
@@ -27,7 +27,7 @@ int pinned_of(const Allotment& a, int row) {
 void allot_same(const Allotment& a, const std::int32_t* tokens, const char* op, Stream s) {
   const int rows = rows_of(a, op);
   if (rows > 0 && !tokens) fail(Errc::internal, op, "got no totals, wanted one per row");
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::allot_same, "allot_tokens")(a, tokens, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<allot_tokens>(a, tokens, s);
   for (int r = 0; r < rows; ++r)
     for (int h = 0; h < a.keep.extent[1]; ++h)
       a.keep(r, h) = std::min(a.length(r, h), std::max({tokens[r], pinned_of(a, r), 0}));
@@ -116,7 +116,7 @@ void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s
     if (rows > 0 && (a.scores.extent[0] < rows || a.scores.extent[1] < a.keep.extent[1] || (a.pins && !a.kv)))
       fail(Errc::internal, op,
            "got too few scores or pins without the cache, wanted [row, kv_head, token] and LayerKv");
-    return cuda_op(&CudaOps::allot_by_score, "allot_by_score")(a, floor, exact_total, s.handle());
+    return on_cuda<allot_by_score>(a, floor, exact_total, s);
   }
   for (int r = 0; r < rows; ++r) {
     if (pinned_of(a, r) > 0 && !a.kv) fail(Errc::internal, op, "got pins without the cache, wanted LayerKv");
@@ -135,8 +135,7 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
   const auto rows = keep.extent[0], heads = keep.extent[1];
   if (page_size < 1 || (rows > 0 && !keep_all) || length.extent[0] < rows || length.extent[1] < heads)
     fail(Errc::internal, op, "got too few lengths, no mask or no page size, wanted those of keep");
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::round_allotment, op)(length, keep_all, page_size, keep, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<round_allotment>(length, keep_all, page_size, keep, s);
   for (std::int64_t r = 0; r < rows; ++r)
     for (std::int64_t h = 0; h < heads; ++h)
       if (keep_all[r])
@@ -146,7 +145,7 @@ void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* kee
 }
 
 void fill_heads(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::fill_heads, "fill_heads")(out, value, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<fill_heads>(out, value, s);
   for (std::int64_t r = 0; r < out.extent[0]; ++r)
     for (std::int64_t h = 0; h < out.extent[1]; ++h) out(r, h) = value;
 }

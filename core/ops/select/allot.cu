@@ -1,7 +1,11 @@
 // Budgets per head: one block per row counts what the best of all heads together leave to each.
+#include "ops/select/allot.hpp"
+
+#include <kvlab/ops.hpp>
+
 #include <cmath>
 
-#include "ops/page/policy_cuda.hpp"
+#include "base/device_op.hpp"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops {
@@ -140,31 +144,33 @@ __global__ void __launch_bounds__(threads, 1) by_score_kernel(const __grid_const
 
 }  // namespace
 
-void allot_same_cuda(const Allotment& a, const std::int32_t* tokens, void* handle) {
+static void allot_tokens_cuda(const Allotment& a, const std::int32_t* tokens, Stream s) {
   const auto entries = a.keep.extent[0] * a.keep.extent[1];
   if (entries <= 0) return;
-  same_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(a.length, a.pins, tokens,
-                                                                                           a.keep);
+  same_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(a.length, a.pins, tokens, a.keep);
   check_launch("allot_tokens");
 }
+KVLAB_ON_CUDA(allot_tokens, allot_tokens_cuda);
 
-void round_allotment_cuda(const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
-                          const View<std::int32_t, 2>& keep, void* handle) {
+static void round_allotment_cuda(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
+                                 View<std::int32_t, 2> keep, Stream s) {
   const auto entries = keep.extent[0] * keep.extent[1];
   if (entries <= 0) return;
-  round_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(length, keep_all, page_size,
-                                                                                            keep);
+  round_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(length, keep_all, page_size,
+                                                                                       keep);
   check_launch("round_allotment");
 }
+KVLAB_ON_CUDA(round_allotment, round_allotment_cuda);
 
-void fill_heads_cuda(const View<std::int32_t, 2>& out, std::int32_t value, void* handle) {
+static void fill_heads_cuda(View<std::int32_t, 2> out, std::int32_t value, Stream s) {
   const auto entries = out.extent[0] * out.extent[1];
   if (entries <= 0) return;
-  fill_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(handle)>>>(out, value);
+  fill_kernel<<<static_cast<unsigned>((entries + 127) / 128), 128, 0, stream_of(s)>>>(out, value);
   check_launch("fill_heads");
 }
+KVLAB_ON_CUDA(fill_heads, fill_heads_cuda);
 
-void allot_by_score_cuda(const Allotment& in, double floor, bool exact_total, void* handle) {
+static void allot_by_score_cuda(const Allotment& in, double floor, bool exact_total, Stream s) {
   const auto rows = in.keep.extent[0], heads = in.keep.extent[1];
   if (rows <= 0 || heads <= 0) return;
   if (heads > most_heads)
@@ -175,8 +181,9 @@ void allot_by_score_cuda(const Allotment& in, double floor, bool exact_total, vo
   if (in.kv) a.kv = DeviceKv(in.kv->pages);
   a.scores = in.scores, a.length = in.length, a.pins = in.pins, a.total = in.total, a.keep = in.keep;
   a.floor = floor, a.exact_total = exact_total;
-  by_score_kernel<<<static_cast<unsigned>(rows), threads, 0, stream_of(handle)>>>(a);
+  by_score_kernel<<<static_cast<unsigned>(rows), threads, 0, stream_of(s)>>>(a);
   check_launch("allot_by_score");
 }
+KVLAB_ON_CUDA(allot_by_score, allot_by_score_cuda);
 
 }  // namespace kvlab::ops

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 
 namespace kvlab::ops {
@@ -111,7 +112,7 @@ void inject_pages(const InjectArgs& a, Stream s) {
   if (a.state.extent[1] < a.pages.kv_heads || a.state.extent[2] < inject_words(a.pages.table.extent[2]) ||
       a.state.extent[0] < a.pages.table.extent[0])
     fail(Errc::internal, op, "got too small a state, wanted [slot, kv_head, words for every page]");
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::inject_pages, op)(a, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<inject_pages>(a, s);
   for (int r = 0; r < a.pages.rows; ++r)
     for (int h = 0; h < a.pages.kv_heads; ++h) Head(a, r, h).run();
 }

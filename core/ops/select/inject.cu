@@ -1,6 +1,7 @@
 // One block per (row, KV head): lists are bits of shared memory, and what is drawn is above a threshold of the hash.
 #include "ops/select/inject.hpp"
 
+#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
 #include "ops/select/select.cuh"
 
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
 
 }  // namespace
 
-void inject_pages_cuda(const InjectArgs& in, void* handle) {
+static void inject_pages_cuda(const InjectArgs& in, Stream s) {
   if (in.pages.rows <= 0) return;
   Args a = {};
   a.kv = DeviceKv(in.pages);
@@ -136,8 +137,9 @@ void inject_pages_cuda(const InjectArgs& in, void* handle) {
     throw Error(Errc::unsupported,
                 "got " + std::to_string(a.most) + " pages of a head, wanted at most " + std::to_string(room * 8 / 3),
                 "op inject_pages");
-  inject_kernel<<<dim3(in.pages.kv_heads, in.pages.rows), threads, bytes, stream_of(handle)>>>(a);
+  inject_kernel<<<dim3(in.pages.kv_heads, in.pages.rows), threads, bytes, stream_of(s)>>>(a);
   check_launch("inject_pages");
 }
+KVLAB_ON_CUDA(inject_pages, inject_pages_cuda);
 
 }  // namespace kvlab::ops

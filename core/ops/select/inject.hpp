@@ -48,11 +48,10 @@ constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header +
 // Overlap: round(overlap * n) of a list's n pages, pinned ones among them, are of the list of the step before, as far
 // as there are enough other pages; a sequence's first list stays. Recorded: its pages that exist, as many as there is
 // room for, then others; a list stays where nothing was recorded of the question. Which ones is drawn by a hash of
-// seed, sequence, layer, head, step (overlap only) and page. Errc::plugin for a chosen page that does not exist. Bytes:
-// lists and state.
+// seed, sequence, layer, head, step (overlap only) and page. Errc::plugin for a chosen page that does not exist; on
+// CUDA it is passed over. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
-void inject_pages_cuda(const InjectArgs& a, void* stream);  // passes over pages that do not exist
 
 // Pages of a list of n that are of the step before.
 constexpr int inject_kept(std::int32_t overlap, int n) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 
 namespace kvlab::ops {
@@ -69,7 +70,7 @@ void lengths(const PagedKv& kv, View<std::int32_t, 2> out, Stream s) {
   check_kv(kv, "lengths", s);
   if (out.extent[0] < kv.rows || out.extent[1] < kv.kv_heads)
     fail(Errc::internal, "lengths", "got too small an output, wanted [row, kv_head]");
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::lengths, "lengths")(kv, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<lengths>(kv, out, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) out(r, h) = kv.tokens(r, h);
 }
@@ -83,8 +84,7 @@ void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, i
   if (out.count.extent[0] < tokens.extent[0] || out.count.extent[1] < heads || out.index.extent[0] < tokens.extent[0] ||
       out.index.extent[1] < heads)
     fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::older_pages, op)(tokens, rows, page_size, newest, out, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<older_pages>(tokens, rows, page_size, newest, out, s);
   for (std::int64_t r = 0; r < tokens.extent[0]; ++r)
     for (std::int64_t h = 0; h < heads; ++h) {
       const int n = rows && !rows[r] ? 0 : std::max(0, pages_of(tokens(r, h), page_size) - newest);
@@ -102,7 +102,7 @@ void place_pages(const PlacementArgs& a, Stream s) {
     fail(Errc::internal, op, "got tiers of different shapes, wanted two views of one cache");
   for (const PageList* list : {&a.recall, &a.offload, &a.drop}) check_list(a.device, *list, op);
   if (a.attended) check_list(a.device, *a.attended, op);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::place_pages, op)(a, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<place_pages>(a, s);
   for (const PageList* list : {&a.recall, &a.offload, &a.drop})
     check_room(*list, pages_of(longest(a.device), a.device.page_size), op);
   thread_local std::vector<char> stays;

@@ -1,8 +1,10 @@
 // Page lists of whole heads, one block per (row, KV head): sets of pages are bits of shared memory.
 #include "ops/select/placement.hpp"
 
+#include <kvlab/ops.hpp>
+
+#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
-#include "ops/page/policy_cuda.hpp"
 #include "ops/select/select.cuh"
 
 namespace kvlab::ops {
@@ -117,22 +119,24 @@ List list_of(const IndexList& l) { return {l.index, l.count}; }
 
 }  // namespace
 
-void lengths_cuda(const PagedKv& kv, const View<std::int32_t, 2>& out, void* handle) {
+static void lengths_cuda(const PagedKv& kv, View<std::int32_t, 2> out, Stream s) {
   const int heads = kv.rows * kv.kv_heads;
   if (heads <= 0) return;
-  lengths_kernel<<<(heads + threads - 1) / threads, threads, 0, stream_of(handle)>>>(DeviceKv(kv), out);
+  lengths_kernel<<<(heads + threads - 1) / threads, threads, 0, stream_of(s)>>>(DeviceKv(kv), out);
   check_launch("lengths");
 }
+KVLAB_ON_CUDA(lengths, lengths_cuda);
 
-void older_pages_cuda(const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
-                      const PageList& out, void* handle) {
+static void older_pages_cuda(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
+                             PageList out, Stream s) {
   const dim3 grid(static_cast<unsigned>(tokens.extent[1]), static_cast<unsigned>(tokens.extent[0]));
   if (grid.x == 0 || grid.y == 0) return;
-  older_kernel<<<grid, threads, 0, stream_of(handle)>>>(tokens, rows, page_size, newest, out.index, out.count);
+  older_kernel<<<grid, threads, 0, stream_of(s)>>>(tokens, rows, page_size, newest, out.index, out.count);
   check_launch("older_pages");
 }
+KVLAB_ON_CUDA(older_pages, older_pages_cuda);
 
-void place_pages_cuda(const PlacementArgs& in, void* handle) {
+static void place_pages_cuda(const PlacementArgs& in, Stream s) {
   if (in.device.rows <= 0) return;
   Args a = {};
   a.device = DeviceKv(in.device), a.host = DeviceKv(in.host);
@@ -147,8 +151,9 @@ void place_pages_cuda(const PlacementArgs& in, void* handle) {
     throw Error(Errc::unsupported,
                 "got " + std::to_string(a.most) + " pages of a head, wanted at most " + std::to_string(room * 2),
                 "op place_pages");
-  place_kernel<<<dim3(a.device.kv_heads, in.device.rows), threads, bytes, stream_of(handle)>>>(a);
+  place_kernel<<<dim3(a.device.kv_heads, in.device.rows), threads, bytes, stream_of(s)>>>(a);
   check_launch("place_pages");
 }
+KVLAB_ON_CUDA(place_pages, place_pages_cuda);
 
 }  // namespace kvlab::ops

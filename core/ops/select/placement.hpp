@@ -15,7 +15,8 @@ struct PlacementArgs {
 
 // Before attention. recall: what it reads and is not on the device. drop: device pages that attention does not read,
 // the oldest first, as far as there is no room; the newest page is never among them. offload: those of `drop` that have
-// no copy on the host. Errc::plugin for an attended page that does not exist. Bytes: both tables.
+// no copy on the host. Errc::plugin for an attended page that does not exist; on CUDA it is passed over. Bytes: both
+// tables.
 void place_pages(const PlacementArgs& a, Stream s);
 
 }  // namespace kvlab::ops

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "base/part_timer.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
@@ -76,9 +76,7 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
   const char* op = "page_score";
   check(queries, kv, summaries, out, op, s);
   const View<const float, 3> q = queries.f32();
-  if (s.device() == Device::cuda)
-    return cuda_op(&CudaOps::score_pages, "page_score")(q, kv, summaries, rule, scale, {}, {}, out, nullptr,
-                                                        s.handle());
+  if (s.device() == Device::cuda) return on_cuda<page_score>(queries, kv, summaries, rule, scale, out, s);
   const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
 #pragma omp parallel for collapse(2) \
@@ -97,8 +95,7 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   const char* op = "score_pages";
   check(queries, kv, summaries, scores, op, s);
   check_list(kv, out, op);
-  cuda_op(&CudaOps::score_pages, "score_pages")(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores,
-                                                &out, s.handle());
+  on_cuda<score_pages>(queries, kv, summaries, rule, scale, page_budgets, pins, scores, out, s);
 }
 
 }  // namespace kvlab::ops

@@ -4,8 +4,9 @@
 // what the rings (page_score_ring.cuh) do not take, and the one for any shape.
 #include <algorithm>
 
+#include "base/device_op.hpp"
 #include "base/scratch.cuh"
-#include "ops/page/policy_cuda.hpp"
+#include "ops/score/reduce_pages.cuh"
 #include "ops/select/score_pages_ring.cuh"
 
 namespace kvlab::ops {
@@ -199,11 +200,12 @@ bool fits_tiles(const PagedKv& kv, const Summaries& s, int group) {
 
 }  // namespace
 
-void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
-                      GroupRule rule, float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins,
-                      const Scores& scores, const PageList* out, void* handle) {
+// out null: the scores alone.
+static void run(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
+                float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const Scores& scores,
+                const PageList* out, Stream s) {
   if (kv.rows == 0) return;
-  const cudaStream_t stream = stream_of(handle);
+  const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(queries.extent[1]);
   Args a = {};
   a.length = kv.length.data;
@@ -220,19 +222,19 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
   a.newest = pins.newest_page;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
   if (rule == GroupRule::softmax_mean)
-    a.raw = static_cast<float*>(fixed_scratch(handle, "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
+    a.raw =
+        static_cast<float*>(fixed_scratch(s.handle(), "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
   if (!fits_tiles(kv, summaries, a.group)) {
     const int chunks = std::max(1, std::min((a.most_pages + warps - 1) / warps, 2048 / (kv.rows * kv.kv_heads) + 1));
     score_any_kernel<<<dim3(chunks, kv.kv_heads, kv.rows), threads, 0, stream>>>(a, summaries.dtype);
     check_launch("page_score");
     if (a.raw)
-      reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores,
-                        handle);
-    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, Stream::cuda(handle));
+      reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores, s);
+    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, s);
     return;
   }
   const bool fused = out && a.most_pages <= most_fused_pages;
-  a.arrived = static_cast<int*>(zeroed(handle, "page scores arrived", max_pairs * sizeof(int)));
+  a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
   if (fused) {
     a.budget_row = page_budgets.stride[0], a.budget_head = page_budgets.stride[1];
     a.list_row = out->index.stride[0], a.list_head = out->index.stride[1], a.list_step = out->index.stride[2];
@@ -259,7 +261,20 @@ void score_pages_cuda(const View<const float, 3>& queries, const PagedKv& kv, co
     else
       f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
   }
-  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, Stream::cuda(handle));
+  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, s);
 }
+
+static void page_score_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
+                            float scale, Scores out, Stream s) {
+  run(queries.f32(), kv, summaries, rule, scale, {}, {}, out, nullptr, s);
+}
+KVLAB_ON_CUDA(page_score, page_score_cuda);
+
+static void score_pages_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
+                             float scale, View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores,
+                             PageList out, Stream s) {
+  run(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores, &out, s);
+}
+KVLAB_ON_CUDA(score_pages, score_pages_cuda);
 
 }  // namespace kvlab::ops

@@ -4,6 +4,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "base/device_op.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/reference.hpp"
@@ -176,8 +177,8 @@ TEST_CASE("cuda table: every entry is there") {
 
 TEST_CASE("cuda table: an entry that a library lacks is an error that names the op") {
   CudaBackend table = require_cuda("test");
-  table.ops.scale = nullptr;
-  table.ops.round_allotment = nullptr;
+  const OnCuda<ops::scale> no_scale(nullptr, table.announced);
+  const OnCuda<ops::round_allotment> no_rounding(nullptr, table.announced);
   replace_cuda_backend(&table);
   const auto message = [](auto call) {
     try {
@@ -191,6 +192,6 @@ TEST_CASE("cuda table: an entry that a library lacks is an error that names the 
   const std::string scale = message([&] { ops::scale({}, 2, s); }),
                     round = message([&] { ops::round_allotment({}, nullptr, 1, {}, s); });
   replace_cuda_backend(nullptr);
-  CHECK_THAT(scale, Catch::Contains("op scale") && Catch::Contains("no CUDA kernel"));
-  CHECK_THAT(round, Catch::Contains("op round_allotment") && Catch::Contains("no CUDA kernel"));
+  CHECK_THAT(scale, Catch::Contains("op scale") && Catch::Contains("no CUDA version"));
+  CHECK_THAT(round, Catch::Contains("op round_allotment") && Catch::Contains("no CUDA version"));
 }

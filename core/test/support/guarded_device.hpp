@@ -5,7 +5,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <kvlab/error.hpp>
-#include <kvlab/ops.hpp>
+#include <kvlab/workspace.hpp>
 
 #include <cstddef>
 #include <cstring>
@@ -13,10 +13,6 @@
 #include <vector>
 
 #include "base/backend.hpp"
-#include "ops/score/verify.hpp"
-#include "ops/select/allot.hpp"
-#include "ops/select/placement.hpp"
-#include "support/paged_fixture.hpp"
 
 namespace kvlab::test {
 
@@ -124,86 +120,6 @@ class GuardedDevice final : public Workspace {
     };
     r.synchronize = [](void*) {};
     table_.reach_from_host = [](bool on) { current()->protect(on ? PROT_READ | PROT_WRITE : PROT_NONE); };
-    CudaOps& t = table_.ops;
-    t.score_pages = [](const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
-                       GroupRule rule, float scale, const View<const std::int32_t, 2>& budgets, const Pins& pins,
-                       const Scores& scores, const PageList* out, void*) {
-      const Open open;
-      ops::page_score(queries, kv, summaries, rule, scale, scores, Stream::cpu());
-      if (out) ops::top_pages(kv, scores, budgets, pins, *out, Stream::cpu());
-    };
-    t.row_norm = [](const KvRows& rows, const Scores& out, void*) {
-      const Open open;
-      ops::row_norm(rows, out, Stream::cpu());
-    };
-    t.scale = [](const Scores& out, float factor, void*) {
-      const Open open;
-      ops::scale(out, factor, Stream::cpu());
-    };
-    t.recency = [](const PagedKv& kv, const Scores& out, void*) {
-      const Open open;
-      ops::recency(kv, out, Stream::cpu());
-    };
-    t.window_votes = [](const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv,
-                        const Scores& votes, void*) {
-      const Open open;
-      ops::window_votes(queries, seen, kv, votes, Stream::cpu());
-    };
-    t.pool = [](const PagedKv& kv, const Scores& scores, Pooling kind, int kernel, int excluded, void*) {
-      const Open open;
-      HeapWorkspace w;
-      ops::pool(kv, scores, kind, kernel, excluded, w, Stream::cpu());
-    };
-    t.group_reduce = [](const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, const Scores& out, void*) {
-      const Open open;
-      ops::group_reduce(kv, in, rule, out, Stream::cpu());
-    };
-    t.add_mass = [](const View<const float, 3>& mass, GroupRule rule, const StateColumn& column, void*) {
-      const Open open;
-      ops::add_mass(mass, rule, column, Stream::cpu());
-    };
-    t.read_state = [](const StateColumn& column, const Scores& out, void*) {
-      const Open open;
-      ops::read_state(column, out, Stream::cpu());
-    };
-    t.allot_same = [](const Allotment& a, const std::int32_t* tokens, void*) {
-      const Open open;
-      ops::allot_tokens(a, tokens, Stream::cpu());
-    };
-    t.allot_by_score = [](const Allotment& a, double floor, bool exact_total, void*) {
-      const Open open;
-      ops::allot_by_score(a, floor, exact_total, Stream::cpu());
-    };
-    t.round_allotment = [](const View<const std::int32_t, 2>& length, const std::uint8_t* keep_all, int page_size,
-                           const View<std::int32_t, 2>& keep, void*) {
-      const Open open;
-      ops::round_allotment(length, keep_all, page_size, keep, Stream::cpu());
-    };
-    t.fill_heads = [](const View<std::int32_t, 2>& out, std::int32_t value, void*) {
-      const Open open;
-      ops::fill_heads(out, value, Stream::cpu());
-    };
-    t.find_nan = [](const PagedKv& kv, int layer, const Scores& scores, ops::Finding* finding, void*) {
-      const Open open;
-      ops::find_nan(kv, layer, scores, finding, Stream::cpu());
-    };
-    t.find_keep = [](const Allotment& a, std::int64_t* kept, ops::Finding* finding, void*) {
-      const Open open;
-      ops::find_keep(a, kept, finding, Stream::cpu());
-    };
-    t.lengths = [](const PagedKv& kv, const View<std::int32_t, 2>& out, void*) {
-      const Open open;
-      ops::lengths(kv, out, Stream::cpu());
-    };
-    t.older_pages = [](const View<const std::int32_t, 2>& tokens, const std::uint8_t* rows, int page_size, int newest,
-                       const PageList& out, void*) {
-      const Open open;
-      ops::older_pages(tokens, rows, page_size, newest, out, Stream::cpu());
-    };
-    t.place_pages = [](const ops::PlacementArgs& a, void*) {
-      const Open open;
-      ops::place_pages(a, Stream::cpu());
-    };
   }
 
   void* memory_ = nullptr;
