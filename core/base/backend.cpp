@@ -100,13 +100,6 @@ const CudaBackend& require_cuda(const char* who) {
   return loaded().table;
 }
 
-const CudaBackend& require_cuda_for_models(const char* who) {
-  const CudaBackend& b = require_cuda(who);
-  if (const LibraryState& blas = b.ops.cublaslt_state(); !blas.there)
-    throw Error(Errc::device, "got backend cuda without cuBLASLt, wanted it for models' products: " + blas.text, who);
-  return b;
-}
-
 AnyFunction find_cuda_op(const char* key) {
   const CudaBackend* b = cuda_backend();
   for (const CudaOpEntry* e = b ? b->announced : nullptr; e; e = e->next)

@@ -16,17 +16,6 @@ namespace kvlab {
 
 struct CudaOpEntry;
 
-namespace ops {
-struct AttendArgs;
-struct PromptArgs;
-struct LinearArgs;
-struct NormArgs;
-struct EmbedArgs;
-struct ArgmaxArgs;
-struct RopeAppendArgs;
-struct RopeRankArgs;
-}  // namespace ops
-
 struct CudaStoreLayer;
 struct CudaStoreAppend;
 struct CudaStoreRows;
@@ -69,24 +58,6 @@ struct CudaRuntime {
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;
 };
 
-// The ops of kvlab/ops.hpp and ops/*.hpp on device memory; arguments mean what those headers say.
-struct CudaOps {
-  void (*attend)(const ops::AttendArgs& a, void* stream) = nullptr;
-  bool (*attend_prompt)(const ops::PromptArgs& a, void* stream) = nullptr;  // ops/attend/attend_cuda.hpp
-  const LibraryState& (*cudnn_state)() = nullptr;                           // ops/attend/cudnn_attention.hpp
-  std::int64_t (*cudnn_chunks)() = nullptr;                                 // ops/attend/attend_cuda.hpp
-  // ops/linear/linear_cuda.hpp
-  void (*linear)(const ops::LinearArgs& a, void* stream) = nullptr;
-  void (*linear_stream)(const ops::LinearArgs& a, void* stream) = nullptr;  // one way, whatever the number of rows
-  void (*linear_blas)(const ops::LinearArgs& a, void* stream) = nullptr;    // the other one
-  const LibraryState& (*cublaslt_state)() = nullptr;
-  void (*rms_norm)(const ops::NormArgs& a, void* stream) = nullptr;
-  void (*embed)(const ops::EmbedArgs& a, void* stream) = nullptr;
-  void (*argmax)(const ops::ArgmaxArgs& a, void* stream) = nullptr;
-  void (*rope_append)(const ops::RopeAppendArgs& a, void* stream) = nullptr;  // ops/page/rope_append.hpp
-  void (*rope_rank)(const ops::RopeRankArgs& a, void* stream) = nullptr;      // ops/page/rope_rank.hpp
-};
-
 // What a store on the device does; store/cuda_kernels.hpp.
 struct CudaStoreOps {
   void (*append)(const CudaStoreLayer& s, const CudaStoreAppend& a, void* stream) = nullptr;
@@ -121,7 +92,6 @@ struct CudaModelOps {
 struct CudaBackend {
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
-  CudaOps ops;
   CudaStoreOps store;
   CudaModelOps model;
   const CudaOpEntry* announced = nullptr;  // base/device_op.hpp
@@ -133,8 +103,6 @@ struct CudaBackend {
 const CudaBackend* cuda_backend();
 // The same, or Errc::device with the reason.
 const CudaBackend& require_cuda(const char* who);
-// The same, or Errc::device too where cuBLASLt is missing, without which no model runs.
-const CudaBackend& require_cuda_for_models(const char* who);
 // For tests: this table in place of the library's, null = the library's again. Not while ops run.
 void replace_cuda_backend(const CudaBackend* table);
 // "NVIDIA H200, 143771 MiB, sm_90, driver for CUDA 13.0, built with CUDA 13.0, 1 device", or why there is none.

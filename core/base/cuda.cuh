@@ -7,6 +7,7 @@
 #include <kvlab/stream.hpp>
 #include <string>
 
+#include "base/device_op.hpp"
 #include "base/ptx.cuh"
 
 namespace kvlab::cuda {

@@ -3,6 +3,7 @@
 #include "bench/cases.hpp"
 #include "bench/fixture.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/linear_kernels.hpp"
 
 namespace kvlab::bench {
@@ -52,16 +53,16 @@ std::vector<Line> prefill_attention_cases() {
       const Pages empty(0);
       const auto q = randoms(tokens * query_heads * head_dim), k = randoms(tokens * kv_heads * head_dim);
       std::vector<float> out(q.size()), sums(static_cast<std::size_t>(query_heads * tokens));
-      ops::PrefillArgs a;
+      ops::PromptArgs a;
       a.kv = empty.layer(0);
       a.queries = View<const float, 3>::dense(q.data(), {tokens, query_heads, head_dim});
       a.keys = a.values = View<const float, 3>::dense(k.data(), {tokens, kv_heads, head_dim});
       a.out = View<float, 3>::dense(out.data(), {tokens, query_heads, head_dim});
       a.round_to_bf16 = true;
-      if (mass) a.mass = View<float, 2>::dense(sums.data(), {query_heads, tokens});
+      if (mass) a.sums = View<float, 2>::dense(sums.data(), {query_heads, tokens});
       BenchWorkspace w;
       const Times t = time_runs(5, [&] {
-        ops::prefill_attention(a, w, Stream::cpu());
+        ops::attend_prompt(a, w, Stream::cpu());
         w.reset();
       });
       Line l{"prefill_attention", fmt::format("9/3 heads of 64, {} tokens{}", tokens, mass ? ", mass" : ""),

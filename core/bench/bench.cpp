@@ -137,7 +137,7 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
     }
   };
   if (cuda) {
-    require_cuda_for_models("kvlab bench");
+    ops::require_cuda_for_models("kvlab bench");
     const CudaTimer timer;
     const auto rate = [&] { return cuda_backend()->runtime.read_rate(std::size_t{8} << 30, timer.handle()); };
     r.device = cuda_state();

@@ -7,7 +7,7 @@
 
 #include "bench/cuda_timing.hpp"
 #include "ops/attend/attend.hpp"
-#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab::bench {
@@ -235,13 +235,13 @@ void prompt_lines(const CudaTimer& timer, int past, int tokens, std::vector<Line
   a.queries = View<const float, 3>::dense(queries->as<float>(), {tokens, query_heads, head_dim});
   a.out = View<float, 3>::dense(out.as<float>(), {tokens, query_heads, head_dim});
   a.longest = total;
-  const auto& op = cuda_backend()->ops.attend_prompt;
+  BenchWorkspace w;
   for (const bool with_sums : {false, true})
     for (const auto& [kernel, name] : {std::pair{ops::PromptKernel::own, "own"}, {ops::PromptKernel::cudnn, "cudnn"}}) {
       a.kernel = kernel;
       if (with_sums) a.sums = View<float, 2>::dense(sums.as<float>(), {query_heads, total});
-      if (!op(a, timer.handle())) continue;
-      const Times t = timer.time([&] { op(a, timer.handle()); }, 10);
+      if (!ops::attend_prompt(a, w, timer.stream())) continue;
+      const Times t = timer.time([&] { ops::attend_prompt(a, w, timer.stream()); }, 10);
       Line l{"prefill_attention",
              fmt::format("bf16 32/8 heads of 128, {} tokens{}{}", tokens, past ? fmt::format(" after {}", past) : "",
                          with_sums ? ", sums" : ""),

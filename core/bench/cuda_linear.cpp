@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include "bench/cuda_timing.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.hpp"
 
 namespace kvlab::bench {
 namespace {
@@ -74,12 +74,11 @@ class Memory {
 // half a gigabyte, but are at most 64. The line has the time of one product.
 Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std::int64_t m, bool blas) {
   const int copies = static_cast<int>(std::clamp(512e6 / kind.bytes(), 1., 64.));
-  const CudaOps& ops = cuda_backend()->ops;
   const Times t = timer.time([&] {
     for (int c = 0; c < copies; ++c)
-      (blas ? ops.linear_blas : ops.linear_stream)(
+      (blas ? ops::linear_blas : ops::linear_stream)(
           memory.layer(kind, m, static_cast<std::size_t>(c) * static_cast<std::size_t>(kind.n * kind.k * 2)),
-          timer.handle());
+          timer.stream());
   });
   Line l{"gemv", fmt::format("{} m={} n={} k={}, one of {}", kind.name, m, kind.n, kind.k, copies),
          blas ? "cublaslt" : "mma, bulk copies", t.median / copies, t.best / copies};
@@ -92,7 +91,6 @@ Line measure(const CudaTimer& timer, const Memory& memory, const Kind& kind, std
 // Measures a layer of a decode step without attention: four products. Two of them leave a norm that the next one takes.
 Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m) {
   constexpr int layers = 2;
-  const CudaOps& ops = cuda_backend()->ops;
   const Times t = timer.time([&] {
     std::size_t at = 0;
     const auto next = [&](const Kind& kind) {
@@ -102,13 +100,13 @@ Line measure_layer(const CudaTimer& timer, const Memory& memory, std::int64_t m)
     };
     const auto takes = [&](ops::LinearArgs a) {
       a.taken.squares = memory.squares(), a.taken.eps = 1e-5f;
-      ops.linear(a, timer.handle());
+      ops::linear(a, timer.stream());
     };
     const auto leaves = [&](ops::LinearArgs a) {
       a.y = memory.residual(), a.add = true;
       a.left.weight = memory.norm(), a.left.out = memory.input(), a.left.out_stride = a.n;
       a.left.squares = memory.squares();
-      ops.linear(a, timer.handle());
+      ops::linear(a, timer.stream());
     };
     for (int i = 0; i < layers; ++i) {
       takes(next(qkv));
@@ -142,7 +140,7 @@ GemmRate cuda_gemm_rate() {
   a.weight = w.as<void>(), a.n = a.k = a.m = n;
   a.x = x.as<void>(), a.x_dtype = DType::bf16, a.x_stride = n;
   a.y = y.as<float>(), a.y_stride = n;
-  const Times t = timer.time([&] { cuda_backend()->ops.linear_blas(a, timer.handle()); }, 10);
+  const Times t = timer.time([&] { ops::linear_blas(a, timer.stream()); }, 10);
   return {2. * n * n * n / t.best, "cublaslt"};
 }
 

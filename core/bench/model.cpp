@@ -9,6 +9,7 @@
 #include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab::bench {
@@ -229,7 +230,7 @@ std::vector<Line> cuda_prefill_cases(const ModelSetup& s) {
     const auto prompt = text(shape.context, model->config.vocab);
     std::vector<float> logits(static_cast<std::size_t>(model->config.vocab));
     std::vector<double> t;
-    const std::int64_t by_cudnn = cuda_backend()->ops.cudnn_chunks();
+    const std::int64_t by_cudnn = ops::cudnn_chunks();
     for (int i = -1; i < 3; ++i) {
       const int slot = engine.open();
       const double seconds = seconds_on(engine.store().stream(), [&] {
@@ -238,7 +239,7 @@ std::vector<Line> cuda_prefill_cases(const ModelSetup& s) {
       if (i >= 0) t.push_back(seconds);
       engine.close(slot);
     }
-    const char* attention = cuda_backend()->ops.cudnn_chunks() > by_cudnn ? "cudnn" : "own";
+    const char* attention = ops::cudnn_chunks() > by_cudnn ? "cudnn" : "own";
     lines.push_back(
         prefill_line(s, *model, shape.context, fmt::format("cublaslt, {}", attention), times_of(std::move(t))));
   }

@@ -16,6 +16,8 @@
 #include "base/version.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
+#include "ops/attend/attend_prompt.hpp"
+#include "ops/linear/linear.hpp"
 
 namespace fs = std::filesystem;
 
@@ -87,9 +89,9 @@ std::string doctor_text(Registry& registry) {
   line("memory", fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(_SC_PHYS_PAGES), gigabytes(_SC_AVPHYS_PAGES)));
   line("GPU", cuda_state());
   if (const std::string driver = driver_version(); !driver.empty()) line("driver", driver);
-  if (const CudaBackend* b = cuda_backend()) {
-    line("cuBLASLt", b->ops.cublaslt_state().text);
-    line("cuDNN", b->ops.cudnn_state().text);
+  if (cuda_backend()) {
+    line("cuBLASLt", ops::cublaslt_state().text);
+    line("cuDNN", ops::cudnn_state().text);
   }
   line("cache", shown(cache_folder()));
   line("data", shown(data_dir()));

@@ -7,6 +7,7 @@
 
 #include "base/part_timer.hpp"
 #include "ops/attend/attend.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/norm.hpp"
 #include "ops/page/paged.hpp"
 
@@ -17,6 +18,16 @@ constexpr std::int64_t row_block = 512;  // rows of a prompt that pass the MLP t
 
 View<float, 3> heads_view(std::vector<float>& data, std::int64_t rows, std::int64_t heads, std::int64_t dim) {
   return View<float, 3>::dense(data.data(), {rows, heads, dim});
+}
+
+void rms_norm(const float* x, const std::vector<float>& weight, float eps, std::int64_t rows, std::int64_t n,
+              float* out) {
+  ops::NormArgs a;
+  a.x = x, a.out = out;
+  a.rows = rows, a.n = a.x_stride = a.out_stride = n;
+  a.weight = weight.data(), a.eps = eps;
+  a.dtype = DType::f32;
+  ops::rms_norm(a, Stream::cpu());
 }
 
 }  // namespace
@@ -40,7 +51,7 @@ void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_
                      n = qn + 2 * kn;
   hidden_.resize(static_cast<std::size_t>(rows * c.hidden));
   wide_.resize(static_cast<std::size_t>(rows * n));
-  ops::rms_norm(x, l.input_norm.data(), c.rms_eps, rows, c.hidden, hidden_.data());
+  rms_norm(x, l.input_norm, c.rms_eps, rows, c.hidden, hidden_.data());
   {
     const PartTimer timer(Part::gemm);
     l.qkv.apply(hidden_.data(), c.hidden, wide_.data(), n, rows);
@@ -54,8 +65,8 @@ void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_
       std::copy(y, y + qn, q);
       std::copy(y + qn, y + qn + kn, k);
     } else {
-      ops::rms_norm(y, l.query_norm.data(), c.rms_eps, c.heads, c.head_dim, q);
-      ops::rms_norm(y + qn, l.key_norm.data(), c.rms_eps, c.kv_heads, c.head_dim, k);
+      rms_norm(y, l.query_norm, c.rms_eps, c.heads, c.head_dim, q);
+      rms_norm(y + qn, l.key_norm, c.rms_eps, c.kv_heads, c.head_dim, k);
     }
     std::copy(y + qn + kn, y + n, qkv_.v.data() + (at + r) * kn);
   }
@@ -78,7 +89,7 @@ void CpuExecutor::finish_layer(int layer, std::int64_t rows) {
     if (!l.output_bias.empty())
       for (std::int64_t r = 0; r < count; ++r) ops::add(l.output_bias.data(), c.hidden, hidden_.data() + r * c.hidden);
     ops::add(hidden_.data(), count * c.hidden, xb);
-    ops::rms_norm(xb, l.post_norm.data(), c.rms_eps, count, c.hidden, hidden_.data());
+    rms_norm(xb, l.post_norm, c.rms_eps, count, c.hidden, hidden_.data());
     {
       const PartTimer timer(Part::gemm);
       l.gate_up.apply(hidden_.data(), c.hidden, wide_.data(), 2 * c.ffn, count);
@@ -132,7 +143,7 @@ void CpuExecutor::rotate_token(int layer, int slot, std::int64_t row, std::int64
 void CpuExecutor::logits_of(const float* x, std::int64_t rows, View<float, 2> out) {
   const ModelConfig& c = model_->config;
   hidden_.resize(static_cast<std::size_t>(rows * c.hidden));
-  ops::rms_norm(x, model_->final_norm.data(), c.rms_eps, rows, c.hidden, hidden_.data());
+  rms_norm(x, model_->final_norm, c.rms_eps, rows, c.hidden, hidden_.data());
   const PartTimer timer(Part::gemm);
   model_->head.apply(hidden_.data(), c.hidden, out.data, out.stride[0], rows);
 }
@@ -221,7 +232,7 @@ Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, boo
   static_cast<LayerRows&>(info) = rows_of(info.layer, n);
   {
     const PartTimer timer(Part::attend);
-    ops::PrefillArgs a;
+    ops::PromptArgs a;
     a.kv = store_.view(info.layer, slots);
     a.queries = info.queries;
     a.keys = info.keys;
@@ -234,13 +245,13 @@ Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, boo
     if (mass) {
       const std::int64_t width = info.past + n;
       mass_.resize(static_cast<std::size_t>(c.heads * width));
-      a.mass = View<float, 2>::dense(mass_.data(), {c.heads, width});
-      info.mass = a.mass;
+      a.sums = View<float, 2>::dense(mass_.data(), {c.heads, width});
+      info.mass = a.sums;
     }
-    ops::prefill_attention(a, store_.workspace(), Stream::cpu());
+    ops::attend_prompt(a, store_.workspace(), Stream::cpu());
     store_.workspace().reset();
     info.output = a.out;
-    if (a.mass) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
+    if (a.sums) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
   }
   const PartTimer timer(Part::append);
   return store_.append(info.layer, info.slot, cached_keys(), qkv_.v.data(), static_cast<int>(n), first);

@@ -8,9 +8,11 @@
 #include "base/finite.hpp"
 #include "base/part_timer.hpp"
 #include "exec/cuda_kernels.hpp"
-#include "ops/attend/attend_cuda.hpp"
-#include "ops/attend/cudnn_attention.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/attend/attend.hpp"
+#include "ops/attend/attend_prompt.hpp"
+#include "ops/linear/argmax.hpp"
+#include "ops/linear/embed.hpp"
+#include "ops/linear/norm.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/rope_rank.hpp"
 
@@ -18,8 +20,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t row_block = 4096;  // rows of a prompt that pass the MLP together: bounds activation memory
-
-const CudaOps& cuda() { return require_cuda("the executor on CUDA").ops; }
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
 
@@ -123,7 +123,7 @@ void CudaExecutor::embed(std::int64_t rows) {
   e.token = tokens_.as<std::int32_t>();
   e.rows = rows;
   e.out = x_.as<float>();
-  cuda().embed(e, stream_.handle());
+  ops::embed(e, stream_);
 }
 
 // y [m, ...] = x W^T + bias, x dense.
@@ -156,7 +156,7 @@ void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemo
     a.left.out = normed_.as<std::uint16_t>() + at * hidden, a.left.out_stride = hidden;
     a.left.squares = squares_.as<float>() + at * hidden / ops::norm_piece;
   }
-  cuda().linear(a, stream_.handle());
+  ops::linear(a, stream_);
 }
 
 // The norm of rows `at` and on: rounded in normed_, or what the product takes of the one that an earlier product left.
@@ -182,7 +182,7 @@ void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t
   a.out = out;
   a.dtype = weights_.dtype;
   a.out_stride = c.hidden;
-  cuda().rms_norm(a, stream_.handle());
+  ops::rms_norm(a, stream_);
 }
 
 // The order of additions of a product depends on the number of rows above linear_stream_rows.
@@ -202,7 +202,7 @@ void CudaExecutor::project(int layer, std::int64_t rows) {
     ops::LinearArgs a =
         product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width());
     a.taken = taken;
-    cuda().linear(a, stream_.handle());
+    ops::linear(a, stream_);
   }
 }
 
@@ -231,14 +231,14 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
   if (re_rotated()) {
     a.append = false;
-    cuda().rope_append(a, stream_.handle());
+    ops::rope_append(a, stream_);
     turn(store_.view(layer, slots), true);
     a.append = true;
     a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
     a.query_norm = a.key_norm = nullptr;
   }
   if (store_.before_step(layer, slots, a, reserved_) != Fit::ok) return Fit::out_of_memory;
-  cuda().rope_append(a, stream_.handle());
+  ops::rope_append(a, stream_);
   store_.after_step(layer, slots);
   if (relative()) turn(store_.view(layer, slots), false);
   return Fit::ok;
@@ -252,7 +252,7 @@ Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int fir
   a.append = false;
   a.rounded = rounded;
   a.rounded_dtype = weights_.dtype;
-  cuda().rope_append(a, stream_.handle());
+  ops::rope_append(a, stream_);
   if (re_rotated()) {
     PagedKv kv = store_.view(layer, {slot});
     kv.length.data += kv.length.stride[0] * slot;
@@ -281,7 +281,7 @@ void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
   a.slots = kv.slots;
   if (ahead) a.ahead = 0;
   if (!a.slots) a.step = 1;
-  cuda().rope_rank(a, stream_.handle());
+  ops::rope_rank(a, stream_);
 }
 
 // What the rows of a chunk read.
@@ -332,7 +332,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
-  cuda().attend(a, stream_.handle());
+  ops::attend(a, store_.workspace(), stream_);
 }
 
 // Rows of a decode step one by one: one that shares a launch with others has its tokens cut where they leave it.
@@ -360,7 +360,7 @@ bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype ==
 // Whether cuDNN will want the queries of a chunk rounded as they are rotated.
 bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
   return tokens >= ops::prompt_cudnn_rows && !by_rank() && model_->config.sliding_window == 0 &&
-         copy_layout_.dtype == weights_.dtype && cuda().cudnn_state().there;
+         copy_layout_.dtype == weights_.dtype && ops::cudnn_state().there;
 }
 
 // Behind the attention of as many rows, which is 16-bit too. Null where there is no room: cuDNN rounds them itself, or
@@ -382,17 +382,18 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
   const ModelConfig& c = model_->config;
   const std::int64_t tokens = all.rows;
   if (sums) zero_memory(sums.data, static_cast<std::size_t>(sums.extent[0] * sums.extent[1]) * sizeof(float), stream_);
-  if (c.sliding_window == 0) {
+  {
     const PartTimer timer(Part::attend);
     ops::PromptArgs a;
     a.kv = all;
     a.queries = turned(tokens, 0, c.heads);
     a.rounded_queries = rounded_queries_;
+    a.window = c.sliding_window;
     a.out = View<float, 3>::dense(attention_.as<float>(), {tokens, c.heads, c.head_dim});
     a.sums = sums;
     a.longest = longest;
     if (phase_ == Phase::prompt && rounds(all)) a.rounded = attention_.as<>();
-    if (cuda().attend_prompt(a, stream_.handle())) return a.rounded ? weights_.dtype : DType::f32;
+    if (ops::attend_prompt(a, store_.workspace(), stream_)) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
     attend_rows(all, 0, {}, {});
@@ -430,7 +431,7 @@ void CudaExecutor::finish_layer(int layer, std::int64_t rows) {
     a.taken = taken;
     a.gated = gated_.as<>();
     a.gated_stride = c.ffn;
-    cuda().linear(a, stream_.handle());
+    ops::linear(a, stream_);
     add_to_x(product(l.down, gated_.as<>(), weights_.dtype, count, {}, nullptr, 0), at, next_norm, fused);
   }
 }
@@ -447,7 +448,7 @@ void CudaExecutor::logits_of_rows(std::int64_t first_row, std::int64_t rows) {
     const void* x = normed(first_row + at, count, weights_.final_norm, left, taken);
     ops::LinearArgs a = product(w, x, weights_.dtype, count, {}, out + at * w.n, w.n);
     a.taken = taken;
-    cuda().linear(a, stream_.handle());
+    ops::linear(a, stream_);
   }
 }
 
@@ -540,7 +541,7 @@ void CudaExecutor::head(std::int64_t rows, const StepResult&) {
   a.n = a.x_stride = weights_.head.n;
   a.index = room<std::int32_t>(likeliest_, rows);
   a.nonfinite = nonfinite_.as<std::int32_t>();
-  cuda().argmax(a, stream_.handle());
+  ops::argmax(a, stream_);
 }
 
 void CudaExecutor::read(std::int64_t rows, const StepResult& out) {

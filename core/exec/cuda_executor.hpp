@@ -11,7 +11,7 @@
 #include "base/stream_memory.hpp"
 #include "exec/executor.hpp"
 #include "model/cuda_model.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {

@@ -1,4 +1,4 @@
-// A model's weights in GPU memory, as the ops of ops/linear/linear_cuda.hpp take them.
+// A model's weights in GPU memory, as ops::linear and ops::embed take them.
 #pragma once
 #include <cstdint>
 #include <memory>

@@ -5,17 +5,18 @@
 
 #include "base/backend.hpp"
 #include "base/log.hpp"
+#include "ops/linear/linear.hpp"
 
 namespace kvlab {
 
 Device choose_device(const std::string& backend, const std::vector<DType>& models, const std::string& where) {
   if (backend == "cuda") {
-    require_cuda_for_models(where.c_str());
+    ops::require_cuda_for_models(where.c_str());
     return Device::cuda;
   }
   const bool wide = std::count(models.begin(), models.end(), DType::f32) > 0;
   if (backend != "auto" || wide || !cuda_backend()) return Device::cpu;
-  const LibraryState& blas = cuda_backend()->ops.cublaslt_state();
+  const LibraryState& blas = ops::cublaslt_state();
   if (blas.there) return Device::cuda;
   log::warn("backend auto is the CPU although there is a GPU; cuBLASLt: " + blas.text);
   return Device::cpu;

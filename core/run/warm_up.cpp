@@ -7,7 +7,7 @@
 #include <string>
 
 #include "experiment/policy_spec.hpp"
-#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "run/device.hpp"
 
 namespace kvlab {

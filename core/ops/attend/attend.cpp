@@ -8,7 +8,7 @@
 #include <limits>
 #include <string>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "ops/attend/attend_plan.hpp"
 #include "ops/page/check.hpp"
 
@@ -200,7 +200,7 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   check_view(kv, "attend");
   const int query_heads = static_cast<int>(a.queries.extent[1]), group = query_heads / kv.kv_heads;
   check(a, group);
-  if (s.device() == Device::cuda) return cuda_op(&CudaOps::attend, "attend")(a, s.handle());
+  if (s.device() == Device::cuda) return on_cuda<attend>(a, w, s);
   check_tables(kv, "attend");
   if (a.mass) check_scores(kv, a.mass, "mass", "attend", s);
   thread_local AttendPlan plan_of_thread;

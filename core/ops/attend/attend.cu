@@ -5,9 +5,9 @@
 
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
-#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend.cuh"
 #include "ops/attend/attend_kernel.cuh"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 #include "ops/page/ranks.cuh"
 
 namespace kvlab::ops {
@@ -46,14 +46,14 @@ void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t str
   }
 }
 
-void round_output(const AttendArgs& in, void* handle) {
+void round_output(const AttendArgs& in, Stream s) {
   NormArgs a;
   a.x = in.out.data;
   a.rows = in.kv.rows, a.n = in.out.extent[1] * in.out.extent[2], a.x_stride = in.out.stride[0];
   a.dtype = in.kv.layouts[0].dtype;
   a.out = in.rounded;
   a.out_stride = a.n;
-  rms_norm_cuda(a, handle);
+  rms_norm_cuda(a, s);
 }
 
 }  // namespace
@@ -79,16 +79,14 @@ bool attend_pipelined(const AttendArgs& in) {
          (kv.rope != RopeRegime::cache_relative || dim % 64 == 0) && kv.kv_heads <= max_pairs;
 }
 
-void attend_cuda(const AttendArgs& in, void* handle) {
-  if (in.pages && in.tokens)
-    throw Error(Errc::internal, "got a list of pages and a list of tokens, wanted one of the two", "op attend");
+static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   if (!attend_pipelined(in)) {
-    attend_any_cuda(in, handle);
-    if (in.rounded) round_output(in, handle);
+    attend_any_cuda(in, s);
+    if (in.rounded) round_output(in, s);
     return;
   }
   const PagedKv& kv = in.kv;
-  const cudaStream_t stream = cuda::stream_of(handle);
+  const cudaStream_t stream = cuda::stream_of(s);
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
   const int row_bytes = dim * 2;
@@ -109,12 +107,12 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   a.value_rows = static_cast<int>((l.v - l.k) / 128);
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
   const std::size_t partials = std::size_t(cuda::multiprocessors()) * 2 * 16 * (256 + 2) * sizeof(float);
-  a.partial = static_cast<float*>(cuda::kept(handle, "attend partial", partials));
-  a.arrived = static_cast<int*>(cuda::zeroed(handle, "attend arrived", max_pairs * sizeof(int)));
+  a.partial = static_cast<float*>(cuda::kept(s.handle(), "attend partial", partials));
+  a.arrived = static_cast<int*>(cuda::zeroed(s.handle(), "attend arrived", max_pairs * sizeof(int)));
   View<float, 2> lse = in.lse;
   if (in.mass && !lse)
     lse = View<float, 2>::dense(
-        static_cast<float*>(cuda::fixed_scratch(handle, "attend lse", std::size_t(kv.rows) * heads * 4)),
+        static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
         {kv.rows, heads});
   const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
   const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
@@ -125,7 +123,7 @@ void attend_cuda(const AttendArgs& in, void* handle) {
   const CUtensorMap& map =
       unit_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
   const bool turn = kv.rope == RopeRegime::cache_relative;
-  const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), handle) : nullptr;
+  const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
   const int at_once = max_pairs / kv.kv_heads;
@@ -160,5 +158,6 @@ void attend_cuda(const AttendArgs& in, void* handle) {
     cuda::check_launch("attend mass");
   }
 }
+KVLAB_ON_CUDA(attend, attend_cuda);
 
 }  // namespace kvlab::ops

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "base/scratch.cuh"
-#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend.cuh"
 #include "ops/page/ranks.cuh"
 
 namespace kvlab::ops {
@@ -190,8 +190,8 @@ Elements elements_of(const CodecSide& side, DType dtype) {
 
 }  // namespace
 
-void attend_any_cuda(const AttendArgs& in, void* handle) {
-  const cudaStream_t stream = stream_of(handle);
+void attend_any_cuda(const AttendArgs& in, Stream s) {
+  const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(in.queries.extent[1]), rows = in.kv.rows, dim = in.kv.head_dim;
   if (rows == 0) return;
   Args a = {};
@@ -207,16 +207,17 @@ void attend_any_cuda(const AttendArgs& in, void* handle) {
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
   a.room = static_cast<int>(in.kv.table.extent[2]) * in.kv.page_size;
   if (in.kv.rope == RopeRegime::cache_relative) {
-    a.rank = token_ranks(a.kv, handle);
+    a.rank = token_ranks(a.kv, s.handle());
     a.scale *= in.kv.rope_table.attention_scale;
   }
   const int most = in.tokens ? static_cast<int>(std::min<std::int64_t>(a.room, a.list.extent[2])) : a.room;
   a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(most / most_parts))));
   a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens);
   const std::size_t pairs = std::size_t(rows) * std::size_t(heads), parts = pairs * std::size_t(a.parts);
-  a.softmax = static_cast<float2*>(fixed_scratch(handle, "attend any softmax", parts * sizeof(float2)));
-  a.part_out = static_cast<float*>(fixed_scratch(handle, "attend any out", parts * std::size_t(dim) * sizeof(float)));
-  a.shift = static_cast<float*>(fixed_scratch(handle, "attend any lse", pairs * sizeof(float)));
+  a.softmax = static_cast<float2*>(fixed_scratch(s.handle(), "attend any softmax", parts * sizeof(float2)));
+  a.part_out =
+      static_cast<float*>(fixed_scratch(s.handle(), "attend any out", parts * std::size_t(dim) * sizeof(float)));
+  a.shift = static_cast<float*>(fixed_scratch(s.handle(), "attend any lse", pairs * sizeof(float)));
 
   const auto tokens = in.mass ? static_cast<unsigned>(in.mass.extent[2]) : 0u;
   const dim3 mass_grid(std::clamp(tokens / 1024, 1u, 64u), static_cast<unsigned>(heads), static_cast<unsigned>(rows));

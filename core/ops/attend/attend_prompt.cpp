@@ -6,7 +6,8 @@
 #include <cmath>
 #include <limits>
 
-#include "ops/linear/linear_kernels.hpp"
+#include "base/device_op.hpp"
+#include "ops/attend/attend_prompt_forms.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/row_kernels.hpp"
@@ -101,7 +102,7 @@ class Prefill {
   static constexpr int row_tile = Products::row_tile;
 
  public:
-  Prefill(const PrefillArgs& a, Workspace& w, const Products& products)
+  Prefill(const PromptArgs& a, Workspace& w, const Products& products)
       : a_(a),
         dim_(a.kv.head_dim),
         depth_(round_up(dim_, Products::depth_unit)),
@@ -111,7 +112,7 @@ class Prefill {
         block_tokens_(std::max(1, block_rows / group_)),
         rows_(round_up(block_tokens_ * group_, row_tile)),
         blocks_((chunk_ + block_tokens_ - 1) / block_tokens_),
-        scale_(prefill_scale(a)),
+        scale_(prompt_scale(a)),
         row_(row_kernels()),
         products_(products) {
     int longest = 0;
@@ -130,7 +131,7 @@ class Prefill {
       heads_[i].past_rows = take<float>(w, gathered);
       heads_[i].position = take<std::int32_t>(w, padded);
     }
-    if (a.mass) lse_ = take<float>(w, std::int64_t{chunk_} * a.queries.extent[1]);
+    if (a.sums) lse_ = take<float>(w, std::int64_t{chunk_} * a.queries.extent[1]);
     threads_ = take<Scratch>(w, omp_get_max_threads());
     for (int i = 0; i < omp_get_max_threads(); ++i) {
       Scratch& s = threads_[i];
@@ -164,7 +165,7 @@ class Prefill {
       // The longest blocks first, so that the last ones to finish are short.
 #pragma omp parallel for schedule(dynamic)
       for (int i = 0; i < heads * blocks_; ++i) attend_block(heads_[i % heads], blocks_ - 1 - i / heads, scratch());
-      if (!a_.mass) continue;
+      if (!a_.sums) continue;
       int most = 0;
       for (int i = 0; i < heads; ++i) most = std::max(most, heads_[i].padded);
       const int key_blocks = (most + key_block - 1) / key_block;
@@ -178,7 +179,7 @@ class Prefill {
  private:
   template <class T>
   static T* take(Workspace& w, std::int64_t count) {
-    return static_cast<T*>(w.scratch("prefill attention", static_cast<std::size_t>(count) * sizeof(T)));
+    return static_cast<T*>(w.scratch("attend_prompt", static_cast<std::size_t>(count) * sizeof(T)));
   }
 
   const Scratch& scratch() const { return threads_[omp_get_thread_num()]; }
@@ -319,7 +320,7 @@ class Prefill {
   // Sums over all queries of the probabilities of one block of keys; scores are computed again, in the same way.
   void mass_block(const Head& h, int k0, const Scratch& s) const {
     const int count = std::min(key_block, h.keys - k0);
-    for (int g = 0; g < group_; ++g) std::fill_n(&a_.mass(h.index * group_ + g, k0), count, 0.f);
+    for (int g = 0; g < group_; ++g) std::fill_n(&a_.sums(h.index * group_ + g, k0), count, 0.f);
     for (int i = 0; i < blocks_; ++i) {
       const Block b = block(i);
       if (h.past + b.end <= k0 || outside_window(h, b, k0, std::min(count, h.past + b.end - k0))) continue;
@@ -334,11 +335,11 @@ class Prefill {
         row_.add_scaled(scores, n, 1.f, s.sums + std::int64_t{r % group_} * key_block);
       }
       for (int g = 0; g < group_; ++g)
-        row_.add_scaled(s.sums + std::int64_t{g} * key_block, count, 1.f, &a_.mass(h.index * group_ + g, k0));
+        row_.add_scaled(s.sums + std::int64_t{g} * key_block, count, 1.f, &a_.sums(h.index * group_ + g, k0));
     }
   }
 
-  const PrefillArgs& a_;
+  const PromptArgs& a_;
   int dim_, depth_, wide_, chunk_, group_, block_tokens_, rows_, blocks_, heads_at_once_ = 1;
   float scale_;
   const RowKernels& row_;
@@ -350,11 +351,11 @@ class Prefill {
 
 }  // namespace
 
-float prefill_scale(const PrefillArgs& a) {
+float prompt_scale(const PromptArgs& a) {
   return a.softmax_scale > 0 ? a.softmax_scale : 1.f / std::sqrt(static_cast<float>(a.kv.head_dim));
 }
 
-void check_prefill(const PrefillArgs& a, const char* op) {
+void check_prompt(const PromptArgs& a, const char* op) {
   check_kv(a.kv, op);
   if (a.kv.rows < 1) fail(Errc::internal, op, "got no sequence, wanted row 0");
   const auto shape = [](const auto& v) {
@@ -372,29 +373,36 @@ void check_prefill(const PrefillArgs& a, const char* op) {
          "got keys " + shape(a.keys) + " and values " + shape(a.values) + ", wanted " + std::to_string(tokens) + " x " +
              std::to_string(a.kv.kv_heads) + " x " + std::to_string(dim));
   if (a.queries.stride[2] != 1 || a.keys.stride[2] != 1 || a.values.stride[2] != 1 || a.out.stride[2] != 1 ||
-      (a.mass && a.mass.stride[1] != 1))
+      (a.sums && a.sums.stride[1] != 1))
     fail(Errc::unsupported, op, "got a strided last index, wanted contiguous rows");
   for (int h = 0; h < a.kv.kv_heads; ++h) {
     check_resident(a.kv, 0, h, op);
-    if (a.mass && (a.mass.extent[0] != heads || a.mass.extent[1] < a.kv.tokens(0, h) + tokens))
+    if (a.sums && (a.sums.extent[0] != heads || a.sums.extent[1] < a.kv.tokens(0, h) + tokens))
       fail(Errc::internal, op,
-           "got mass " + std::to_string(a.mass.extent[0]) + " x " + std::to_string(a.mass.extent[1]) + ", wanted " +
+           "got sums " + std::to_string(a.sums.extent[0]) + " x " + std::to_string(a.sums.extent[1]) + ", wanted " +
                std::to_string(heads) + " x " + std::to_string(a.kv.tokens(0, h) + tokens));
   }
 }
 
-void prefill_attention(const PrefillArgs& a, Workspace& w, Stream s) {
-  const gemm::PairProduct tiles = a.round_to_bf16 ? gemm::amx_pair_product() : nullptr;
-  if (tiles) return prefill_attention_bf16(a, w, s, tiles);
-  require_cpu(s, "prefill_attention");
-  check_prefill(a, "prefill_attention");
-  Prefill(a, w, F32Products{gemm::avx2_kernels() ? *gemm::avx2_kernels() : gemm::portable_kernels()}).run();
+bool attend_prompt(const PromptArgs& a, Workspace& w, Stream s) {
+  if (s.device() == Device::cuda) {
+    check_view(a.kv, "attend_prompt");
+    return on_cuda<attend_prompt>(a, w, s);
+  }
+  check_prompt(a, "attend_prompt");
+  if (const gemm::PairProduct tiles = a.round_to_bf16 ? gemm::amx_pair_product() : nullptr)
+    Prefill(a, w, Bf16Products{tiles}).run();
+  else
+    Prefill(a, w, F32Products{gemm::avx2_kernels() ? *gemm::avx2_kernels() : gemm::portable_kernels()}).run();
+  return true;
 }
 
-void prefill_attention_bf16(const PrefillArgs& a, Workspace& w, Stream s, gemm::PairProduct product) {
-  require_cpu(s, "prefill_attention");
-  check_prefill(a, "prefill_attention");
+void attend_prompt_bf16(const PromptArgs& a, Workspace& w, gemm::PairProduct product) {
+  check_prompt(a, "attend_prompt");
   Prefill(a, w, Bf16Products{product}).run();
 }
+
+const LibraryState& cudnn_state() { return only_on_cuda<cudnn_state>(); }
+std::int64_t cudnn_chunks() { return only_on_cuda<cudnn_chunks>(); }
 
 }  // namespace kvlab::ops

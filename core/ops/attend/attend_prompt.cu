@@ -8,7 +8,7 @@
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
-#include "ops/attend/attend_prompt_cuda.hpp"
+#include "ops/attend/attend_prompt.cuh"
 #include "ops/attend/attend_unit.cuh"
 
 namespace kvlab::ops {
@@ -292,13 +292,14 @@ void with_type(bool half, int dim, F f) {
 
 }  // namespace
 
-bool attend_prompt_cuda(const PromptArgs& in, void* handle) {
+static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   const PagedKv& kv = in.kv;
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, p = kv.page_size;
   const bool half = l.dtype == DType::f16;
-  if (l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) || kv.rope == RopeRegime::cache_relative ||
-      (dim != 64 && dim != 96 && dim != 128 && dim != 256) || (p != 16 && p != 32 && p != 64 && (p != 8 || dim == 96)))
+  if (in.window > 0 || l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) ||
+      kv.rope == RopeRegime::cache_relative || (dim != 64 && dim != 96 && dim != 128 && dim != 256) ||
+      (p != 16 && p != 32 && p != 64 && (p != 8 || dim == 96)))
     return false;
   Args a = {};
   a.table = kv.table.data;
@@ -322,12 +323,12 @@ bool attend_prompt_cuda(const PromptArgs& in, void* handle) {
   a.joint = p == unit_tokens && l.v - l.k == side && 2 * side / granule_bytes <= 256;
   const float scale = in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim));
   a.scale = scale * log2e;
-  const cudaStream_t stream = stream_of(handle);
-  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, handle)) {
+  const cudaStream_t stream = stream_of(s);
+  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, s)) {
     if (in.kernel == PromptKernel::cudnn) return false;
     if (in.sums) {
-      a.lse = static_cast<float*>(
-          fixed_scratch(handle, "attend_prompt lse", std::size_t(a.tokens) * static_cast<std::size_t>(a.heads) * 4));
+      a.lse = static_cast<float*>(fixed_scratch(s.handle(), "attend_prompt lse",
+                                                std::size_t(a.tokens) * static_cast<std::size_t>(a.heads) * 4));
       a.sums_lse = {a.lse, a.heads, 1, 1};
     }
     const int rows = static_cast<int>(std::min(p, unit_tokens) * dim * 2 / granule_bytes) * (a.joint ? 2 : 1);
@@ -341,5 +342,6 @@ bool attend_prompt_cuda(const PromptArgs& in, void* handle) {
   }
   return true;
 }
+KVLAB_ON_CUDA(attend_prompt, attend_prompt_cuda);
 
 }  // namespace kvlab::ops

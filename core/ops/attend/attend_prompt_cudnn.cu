@@ -7,10 +7,10 @@
 
 #include "base/cuda_warn.hpp"
 #include "base/scratch.cuh"
-#include "ops/attend/attend_prompt_cuda.hpp"
+#include "ops/attend/attend_prompt.cuh"
 #include "ops/attend/attend_unit.cuh"
 #include "ops/attend/cudnn_attention.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -98,7 +98,7 @@ std::atomic<std::int64_t> chunks = 0;
 
 // Who has turned cuDNN off knows it.
 void warn_missing() {
-  const LibraryState& cudnn = cudnn_state();
+  const LibraryState& cudnn = cudnn_library();
   if (cudnn.there || cudnn.off) return;
   cuda::warn("long prompts take 1.2 to 1.7 times as long without cuDNN (" + cudnn.text + ")");
 }
@@ -139,7 +139,7 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
     round.rows = kv.rows, round.n = std::int64_t{heads} * dim, round.x_stride = in.queries.stride[0];
     round.dtype = s.dtype;
     round.out = scratch("cudnn queries", query_bytes), round.out_stride = round.n;
-    rms_norm_cuda(round, stream);
+    rms_norm_cuda(round, Stream::cuda(stream));
     d.queries = round.out;
   }
   gather(kv, s.keys, keys, values, lengths, stream);
@@ -152,13 +152,15 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
 
 }  // namespace
 
-std::int64_t cudnn_chunks() { return chunks; }
+static std::int64_t cudnn_chunks_cuda() { return chunks; }
+KVLAB_ON_CUDA(cudnn_chunks, cudnn_chunks_cuda);
+KVLAB_ON_CUDA(cudnn_state, cudnn_library);
 
-bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, void* stream) try {
+bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, Stream s) try {
   if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < prompt_cudnn_rows) ||
       in.queries.stride[1] != in.kv.head_dim)
     return false;
-  return run(in, scale, lse, stream);
+  return run(in, scale, lse, s.handle());
 } catch (const std::bad_alloc&) {  // no room for the copies; our own kernel needs none
   return false;
 }

@@ -2,8 +2,7 @@
 #include <limits>
 #include <vector>
 
-#include "ops/attend/attend.hpp"
-#include "ops/attend/attend_prompt.hpp"
+#include "ops/attend/attend_prompt_forms.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/reference.hpp"
 
@@ -17,7 +16,7 @@ struct Seen {
   std::vector<std::int32_t> position;
 };
 
-Seen collect(const PrefillArgs& a, int head) {
+Seen collect(const PromptArgs& a, int head) {
   const int dim = a.kv.head_dim, chunk = static_cast<int>(a.queries.extent[0]);
   Seen s;
   s.past = a.kv.tokens(0, head);
@@ -38,14 +37,14 @@ Seen collect(const PrefillArgs& a, int head) {
   return s;
 }
 
-void attend_query(const PrefillArgs& a, const Seen& s, int token, int query_head, std::vector<double>& mass) {
+void attend_query(const PromptArgs& a, const Seen& s, int token, int query_head, std::vector<double>& mass) {
   const int dim = a.kv.head_dim, limit = s.past + token + 1;
   std::vector<double> weight(limit), out(dim);
   double largest = -std::numeric_limits<double>::infinity(), total = 0;
   for (int j = 0; j < limit; ++j) {
     for (int d = 0; d < dim; ++d)
       weight[j] += double{a.queries(token, query_head, d)} * double{s.key[std::size_t(j) * dim + d]};
-    weight[j] *= prefill_scale(a);
+    weight[j] *= prompt_scale(a);
     if (a.window > 0 && s.position[j] <= a.first + token - a.window)
       weight[j] = -std::numeric_limits<double>::infinity();
     largest = std::max(largest, weight[j]);
@@ -60,8 +59,8 @@ void attend_query(const PrefillArgs& a, const Seen& s, int token, int query_head
 
 }  // namespace
 
-void prefill_attention_reference(const PrefillArgs& a) {
-  check_prefill(a, "prefill_attention_reference");
+void attend_prompt_reference(const PromptArgs& a) {
+  check_prompt(a, "attend_prompt_reference");
   const int chunk = static_cast<int>(a.queries.extent[0]), heads = static_cast<int>(a.queries.extent[1]);
   const int group = heads / a.kv.kv_heads;
   for (int head = 0; head < a.kv.kv_heads; ++head) {
@@ -69,8 +68,8 @@ void prefill_attention_reference(const PrefillArgs& a) {
     for (int q = head * group; q < (head + 1) * group; ++q) {
       std::vector<double> mass(s.keys);
       for (int t = 0; t < chunk; ++t) attend_query(a, s, t, q, mass);
-      if (a.mass)
-        for (int j = 0; j < s.keys; ++j) a.mass(q, j) = static_cast<float>(mass[j]);
+      if (a.sums)
+        for (int j = 0; j < s.keys; ++j) a.sums(q, j) = static_cast<float>(mass[j]);
     }
   }
 }

@@ -191,7 +191,7 @@ const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
   }
 }
 
-const LibraryState& cudnn_state() { return library().state; }
+const LibraryState& cudnn_library() { return library().state; }
 
 }  // namespace kvlab::ops
 
@@ -201,7 +201,7 @@ namespace kvlab::ops {
 
 const CudnnPlan* cudnn_plan(const CudnnShape&) { return nullptr; }
 
-const LibraryState& cudnn_state() {
+const LibraryState& cudnn_library() {
   static const LibraryState state = [] {
     LibraryState s;
     open_library("KVLAB_CUDNN", {}, s);  // it may be turned off all the same

@@ -44,6 +44,6 @@ class CudnnPlan {
 // Thread-safe.
 const CudnnPlan* cudnn_plan(const CudnnShape& shape);
 
-const LibraryState& cudnn_state();
+const LibraryState& cudnn_library();
 
 }  // namespace kvlab::ops

@@ -6,9 +6,12 @@
 #include <cstdlib>
 #include <vector>
 
+#include "base/backend.hpp"
 #include "base/cpu.hpp"
+#include "base/device_op.hpp"
 #include "ops/linear/linear_weights.hpp"
 #include "ops/linear/onednn.hpp"
+#include "ops/page/check.hpp"
 
 namespace kvlab::ops {
 
@@ -105,6 +108,29 @@ std::string bf16_kernel() {
   const Choice c = choice();
   if (!uses_onednn(c, DType::bf16)) return panel_name(panel_kernels(c), DType::bf16);
   return gemm::onednn()->bf16 ? "onednn bf16" : "onednn f32";
+}
+
+void linear(const LinearArgs& a, Stream s) {
+  require_cuda_stream(s, "linear");
+  only_on_cuda<linear>(a, s);
+}
+
+void linear_stream(const LinearArgs& a, Stream s) {
+  require_cuda_stream(s, "linear_stream");
+  only_on_cuda<linear_stream>(a, s);
+}
+
+void linear_blas(const LinearArgs& a, Stream s) {
+  require_cuda_stream(s, "linear_blas");
+  only_on_cuda<linear_blas>(a, s);
+}
+
+const LibraryState& cublaslt_state() { return only_on_cuda<cublaslt_state>(); }
+
+void require_cuda_for_models(const char* who) {
+  require_cuda(who);
+  if (const LibraryState& blas = cublaslt_state(); !blas.there)
+    throw Error(Errc::device, "got backend cuda without cuBLASLt, wanted it for models' products: " + blas.text, who);
 }
 
 }  // namespace kvlab::ops

@@ -15,7 +15,7 @@
 
 #include "base/launch.cuh"
 #include "base/tensor_map.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -361,7 +361,7 @@ Tiles best_tiles(int n, bool gated, int columns, int blocks) {
 
 }  // namespace
 
-void linear_stream_cuda(const LinearArgs& in, void* handle) {
+void linear_stream_cuda(const LinearArgs& in, Stream s) {
   if (in.m < 1) return;
   if (in.m > linear_stream_most)
     throw Error(Errc::internal,
@@ -388,17 +388,18 @@ void linear_stream_cuda(const LinearArgs& in, void* handle) {
   a.items = tiles.count * a.slices;
   if (a.slices > 1) {
     constexpr std::size_t columns = linear_stream_most;
-    a.partial =
-        static_cast<float*>(kept(handle, "linear partial", most_items_of_slices * most_rows * columns * sizeof(float)));
+    a.partial = static_cast<float*>(
+        kept(s.handle(), "linear partial", most_items_of_slices * most_rows * columns * sizeof(float)));
     a.arrived = static_cast<int*>(
-        zeroed(handle, "linear arrived", most_items_of_slices * (most_rows / warp_rows) * sizeof(int)));
+        zeroed(s.handle(), "linear arrived", most_items_of_slices * (most_rows / warp_rows) * sizeof(int)));
   }
   const int each = (a.items + blocks - 1) / blocks;  // equal shares need not take every multiprocessor
   const int grid = (a.items + each - 1) / each;
   const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, gated ? a.tile_rows / 2 : a.tile_rows),
                     input = matrix_map(in.x, half, in.m, in.k, in.x_stride, 8 * column_tiles(in.m));
-  half ? launch_type<__half>(a, grid, weights, input, stream_of(handle))
-       : launch_type<__nv_bfloat16>(a, grid, weights, input, stream_of(handle));
+  half ? launch_type<__half>(a, grid, weights, input, stream_of(s))
+       : launch_type<__nv_bfloat16>(a, grid, weights, input, stream_of(s));
 }
+KVLAB_ON_CUDA(linear_stream, linear_stream_cuda);
 
 }  // namespace kvlab::ops

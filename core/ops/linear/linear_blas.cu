@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "base/scratch.cuh"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -167,17 +167,19 @@ void multiply(const LinearArgs& a, void* y, DType y_dtype, std::int64_t y_stride
 
 }  // namespace
 
-const LibraryState& cublaslt_state() { return library().state; }
+static const LibraryState& cublaslt_state_cuda() { return library().state; }
+KVLAB_ON_CUDA(cublaslt_state, cublaslt_state_cuda);
 
-void linear_blas_cuda(const LinearArgs& a, void* stream) {
+void linear_blas_cuda(const LinearArgs& a, Stream s) {
   if (a.gated) {
-    void* both = cuda::fixed_scratch(stream, "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2));
-    multiply(a, both, a.dtype, a.n, false, stream);
-    silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, stream);
+    void* both = cuda::fixed_scratch(s.handle(), "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2));
+    multiply(a, both, a.dtype, a.n, false, s.handle());
+    silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, s);
   } else {
-    multiply(a, a.y, DType::f32, a.y_stride, a.add, stream);
-    if (a.bias) add_bias_cuda(a.bias, a.m, a.n, a.y, a.y_stride, stream);
+    multiply(a, a.y, DType::f32, a.y_stride, a.add, s.handle());
+    if (a.bias) add_bias_cuda(a.bias, a.m, a.n, a.y, a.y_stride, s);
   }
 }
+KVLAB_ON_CUDA(linear_blas, linear_blas_cuda);
 
 }  // namespace kvlab::ops

@@ -2,6 +2,7 @@
 
 #include <kvlab/dtype.hpp>
 
+#include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
 
@@ -14,10 +15,17 @@ std::int64_t blocks(std::int64_t count) { return (count + block - 1) / block; }
 
 }  // namespace
 
-void rms_norm(const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, float* out) {
+void rms_norm(const NormArgs& a, Stream s) {
+  if (s.device() == Device::cuda) return on_cuda<rms_norm>(a, s);
+  if (a.dtype != DType::f32 || !a.weight)
+    fail(Errc::unsupported, "rms_norm",
+         std::string("got an output of ") + name_of(a.dtype) + (a.weight ? "" : " without a weight") +
+             " on the CPU, wanted f32 and a weight");
   const RowKernels& kernels = row_kernels();
-#pragma omp parallel for if (worth_threads(rows * n))
-  for (std::int64_t r = 0; r < rows; ++r) kernels.rms_norm(x + r * n, weight, eps, n, out + r * n);
+  auto* out = static_cast<float*>(a.out);
+#pragma omp parallel for if (worth_threads(a.rows * a.n))
+  for (std::int64_t r = 0; r < a.rows; ++r)
+    kernels.rms_norm(a.x + r * a.x_stride, a.weight, a.eps, a.n, out + r * a.out_stride);
 }
 
 void silu_mul(const float* gate, const float* up, std::int64_t count, float* out) {

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "base/launch.cuh"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/argmax.hpp"
+#include "ops/linear/embed.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -240,7 +242,7 @@ int blocks_of(std::int64_t elements, int block, int most) {
 
 }  // namespace
 
-void rms_norm_cuda(const NormArgs& a, void* stream) {
+void rms_norm_cuda(const NormArgs& a, Stream s) {
   const auto refuse = [](const std::string& message) { throw Error(Errc::unsupported, message, "op rms_norm (CUDA)"); };
   if (a.n < 8 || a.n % 8 || a.x_stride < a.n || a.x_stride % 4 || a.out_stride < a.n || a.out_stride % 8)
     refuse("got rows of " + std::to_string(a.n) + ", " + std::to_string(a.x_stride) + " and " +
@@ -249,13 +251,14 @@ void rms_norm_cuda(const NormArgs& a, void* stream) {
   if ((bits(a.x) | bits(a.weight) | bits(a.out)) % 16) refuse("got rows or weights off a multiple of 16 bytes");
   if (a.rows > 0 && a.out == a.x) refuse("got the rows as their own output, wanted memory beside them");
   if (a.rows == 0) return;
-  a.dtype == DType::f32   ? norm_of<float>(a, stream)
-  : a.dtype == DType::f16 ? norm_of<__half>(a, stream)
-                          : norm_of<__nv_bfloat16>(a, stream);
+  a.dtype == DType::f32   ? norm_of<float>(a, s.handle())
+  : a.dtype == DType::f16 ? norm_of<__half>(a, s.handle())
+                          : norm_of<__nv_bfloat16>(a, s.handle());
 }
+KVLAB_ON_CUDA(rms_norm, rms_norm_cuda);
 
 void silu_mul_cuda(const void* x, std::int64_t x_stride, DType dtype, std::int64_t rows, std::int64_t n, void* gated,
-                   std::int64_t gated_stride, void* stream) {
+                   std::int64_t gated_stride, Stream s) {
   if (rows == 0) return;
   if (n % 2 || x_stride % 2 || gated_stride % 2)
     throw Error(Errc::unsupported, "got an odd gate of " + std::to_string(n) + ", wanted an even one",
@@ -264,20 +267,19 @@ void silu_mul_cuda(const void* x, std::int64_t x_stride, DType dtype, std::int64
   const bool wide = n % 8 == 0 && x_stride % 8 == 0 && gated_stride % 8 == 0 && bits % 16 == 0;
   const dim3 grid(blocks_of(n / (wide ? 8 : 2), 256, 64), static_cast<unsigned>(rows));
   const auto go = [&]<class T>(T*) {
-    launch("silu_mul", wide ? silu_mul_kernel<T, uint4> : silu_mul_kernel<T, unsigned>, grid, 256, 0, stream_of(stream),
+    launch("silu_mul", wide ? silu_mul_kernel<T, uint4> : silu_mul_kernel<T, unsigned>, grid, 256, 0, stream_of(s),
            true, static_cast<const T*>(x), x_stride, static_cast<int>(n), static_cast<T*>(gated), gated_stride);
   };
   dtype == DType::f16 ? go(static_cast<__half*>(nullptr)) : go(static_cast<__nv_bfloat16*>(nullptr));
 }
 
-void add_bias_cuda(const float* bias, std::int64_t rows, std::int64_t n, float* y, std::int64_t y_stride,
-                   void* stream) {
+void add_bias_cuda(const float* bias, std::int64_t rows, std::int64_t n, float* y, std::int64_t y_stride, Stream s) {
   if (rows == 0) return;
   const dim3 grid(blocks_of(n, 256, 64), static_cast<unsigned>(rows));
-  launch("add_bias", add_bias_kernel, grid, 256, 0, stream_of(stream), true, bias, static_cast<int>(n), y, y_stride);
+  launch("add_bias", add_bias_kernel, grid, 256, 0, stream_of(s), true, bias, static_cast<int>(n), y, y_stride);
 }
 
-void embed_cuda(const EmbedArgs& a, void* stream) {
+static void embed_cuda(const EmbedArgs& a, Stream s) {
   if ((a.dtype != DType::bf16 && a.dtype != DType::f16) || a.k % 2)
     throw Error(Errc::unsupported,
                 std::string("got rows of ") + std::to_string(a.k) + " " + name_of(a.dtype) +
@@ -285,21 +287,23 @@ void embed_cuda(const EmbedArgs& a, void* stream) {
                 "op embed (CUDA)");
   if (a.rows == 0) return;
   const auto kernel = a.dtype == DType::f16 ? embed_kernel<__half> : embed_kernel<__nv_bfloat16>;
-  launch("embed", kernel, static_cast<unsigned>(a.rows), 256, 0, stream_of(stream), true, a);
+  launch("embed", kernel, static_cast<unsigned>(a.rows), 256, 0, stream_of(s), true, a);
 }
+KVLAB_ON_CUDA(embed, embed_cuda);
 
-void argmax_cuda(const ArgmaxArgs& in, void* stream) {
-  Best* partial = static_cast<Best*>(kept(stream, "argmax partial", argmax_rows * argmax_parts * sizeof(Best)));
-  int* arrived = static_cast<int*>(zeroed(stream, "argmax arrived", argmax_rows * sizeof(int)));
+static void argmax_cuda(const ArgmaxArgs& in, Stream s) {
+  Best* partial = static_cast<Best*>(kept(s.handle(), "argmax partial", argmax_rows * argmax_parts * sizeof(Best)));
+  int* arrived = static_cast<int*>(zeroed(s.handle(), "argmax arrived", argmax_rows * sizeof(int)));
   for (std::int64_t begin = 0; begin < in.rows; begin += argmax_rows) {
     ArgmaxArgs a = in;
     a.rows = std::min<std::int64_t>(argmax_rows, in.rows - begin);
     a.x += begin * in.x_stride;
     a.index += begin;
     if (a.nonfinite) a.nonfinite += begin;
-    launch("argmax", argmax_kernel, dim3(argmax_parts, static_cast<unsigned>(a.rows)), argmax_threads, 0,
-           stream_of(stream), true, a, partial, arrived);
+    launch("argmax", argmax_kernel, dim3(argmax_parts, static_cast<unsigned>(a.rows)), argmax_threads, 0, stream_of(s),
+           true, a, partial, arrived);
   }
 }
+KVLAB_ON_CUDA(argmax, argmax_cuda);
 
 }  // namespace kvlab::ops

@@ -6,25 +6,16 @@
 
 #include <string>
 
-#include "base/backend.hpp"
-
 namespace kvlab::ops {
 
 [[noreturn]] inline void fail(Errc code, const char* op, const std::string& message) {
   throw Error(code, message, std::string("op ") + op);
 }
 
-inline void require_cpu(Stream s, const char* op) {
-  if (s.device() != Device::cpu)
-    fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: the CUDA backend is not in this build");
-}
-
-// An entry of the CUDA table. Errc::device without a GPU, Errc::unsupported where the library lacks this op.
-template <class Function>
-Function cuda_op(Function CudaOps::*entry, const char* op) {
-  const Function f = require_cuda(op).ops.*entry;
-  if (!f) fail(Errc::unsupported, op, "got a CUDA stream, wanted a CPU stream: this op has no CUDA kernel");
-  return f;
+// Of an op that CUDA alone has.
+inline void require_cuda_stream(Stream s, const char* op) {
+  if (s.device() != Device::cuda)
+    fail(Errc::unsupported, op, "got a CPU stream, wanted a CUDA stream: this op has no CPU version");
 }
 
 // What the host knows of a cache: rows of a multiple of 8 up to 256 elements, a complete view. Errc::internal or

@@ -278,7 +278,7 @@ void check(const RopeAppendArgs& a) {
 
 }  // namespace
 
-void rope_append_cuda(const RopeAppendArgs& in, void* stream) {
+static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   check(in);
   const int heads = in.heads + in.kv_heads, width = static_cast<int>(std::bit_ceil(in.head_dim / (2u * each)));
   if (in.rows == 0 || heads == 0) return;
@@ -286,7 +286,7 @@ void rope_append_cuda(const RopeAppendArgs& in, void* stream) {
     return static_cast<unsigned>((std::int64_t{in.rows} * units * width + threads - 1) / threads);
   };
   if (!in.append) {
-    launch("rope", rope_kernel, blocks((heads + most_heads - 1) / most_heads), threads, 0, stream_of(stream), true, in,
+    launch("rope", rope_kernel, blocks((heads + most_heads - 1) / most_heads), threads, 0, stream_of(s), true, in,
            width);
     return;
   }
@@ -298,7 +298,8 @@ void rope_append_cuda(const RopeAppendArgs& in, void* stream) {
     a.layouts[c] = in.layouts[c];
     a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
-  launch("rope_append", rope_append_kernel, blocks(heads), threads, 0, stream_of(stream), true, a);
+  launch("rope_append", rope_append_kernel, blocks(heads), threads, 0, stream_of(s), true, a);
 }
+KVLAB_ON_CUDA(rope_append, rope_append_cuda);
 
 }  // namespace kvlab::ops

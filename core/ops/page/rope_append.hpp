@@ -1,7 +1,8 @@
-// What lies between the QKV product and attention on CUDA: QK norm, RoPE and, in a decode step, the new token of every
-// row into its page. Everything is in device memory but the layouts.
+// What lies between the QKV product and attention, on CUDA alone: QK norm, RoPE and, in a decode step, the new token of
+// every row into its page. Everything is in device memory but the layouts.
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/stream.hpp>
 
 #include <cstdint>
 
@@ -57,6 +58,6 @@ struct RopeAppendArgs {
   FramePool pool;                       // of frames of `codec`
   std::int32_t* error = nullptr;        // ored with AppendError
 };
-void rope_append_cuda(const RopeAppendArgs& a, void* stream);
+void rope_append(const RopeAppendArgs& a, Stream s);  // Errc::unsupported for a CPU stream
 
 }  // namespace kvlab::ops

@@ -32,11 +32,12 @@ __global__ void __launch_bounds__(warps * 32) rope_rank_kernel(const __grid_cons
 
 }  // namespace
 
-void rope_rank_cuda(const RopeRankArgs& a, void* stream) {
+static void rope_rank_cuda(const RopeRankArgs& a, Stream s) {
   const std::int64_t heads = std::int64_t{a.rows} * (a.heads + a.kv_heads + a.values);
   if (heads == 0) return;
-  rope_rank_kernel<<<static_cast<unsigned>((heads + warps - 1) / warps), warps * 32, 0, stream_of(stream)>>>(a);
+  rope_rank_kernel<<<static_cast<unsigned>((heads + warps - 1) / warps), warps * 32, 0, stream_of(s)>>>(a);
   check_launch("rope_rank");
 }
+KVLAB_ON_CUDA(rope_rank, rope_rank_cuda);
 
 }  // namespace kvlab::ops

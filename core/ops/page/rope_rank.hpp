@@ -1,5 +1,6 @@
-// RoPE of the cache_relative and re_rotate regimes on CUDA.
+// RoPE of the cache_relative and re_rotate regimes, on CUDA alone.
 #pragma once
+#include <kvlab/stream.hpp>
 #include <kvlab/view.hpp>
 
 #include <cstdint>
@@ -21,6 +22,6 @@ struct RopeRankArgs {
   const std::int32_t* slots = nullptr;  // [row]; null = slot 0 of every row
   int ahead = -1, step = 0;             // -1: the token is counted in length already
 };
-void rope_rank_cuda(const RopeRankArgs& a, void* stream);
+void rope_rank(const RopeRankArgs& a, Stream s);  // Errc::unsupported for a CPU stream
 
 }  // namespace kvlab::ops

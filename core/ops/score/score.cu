@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "base/device_op.hpp"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/score/reduce_pages.cuh"

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "base/cuda.cuh"
-#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
 #include "ops/score/verify.hpp"
 

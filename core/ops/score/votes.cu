@@ -7,7 +7,6 @@
 #include <cmath>
 
 #include "base/cuda.cuh"
-#include "base/device_op.hpp"
 #include "ops/page/ranks.cuh"
 
 namespace kvlab::ops {

@@ -5,7 +5,6 @@
 
 #include <cmath>
 
-#include "base/device_op.hpp"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops {

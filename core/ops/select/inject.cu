@@ -1,7 +1,6 @@
 // One block per (row, KV head): lists are bits of shared memory, and what is drawn is above a threshold of the hash.
 #include "ops/select/inject.hpp"
 
-#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
 #include "ops/select/select.cuh"
 

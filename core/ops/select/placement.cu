@@ -3,7 +3,6 @@
 
 #include <kvlab/ops.hpp>
 
-#include "base/device_op.hpp"
 #include "ops/page/paged.cuh"
 #include "ops/select/select.cuh"
 

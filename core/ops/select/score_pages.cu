@@ -4,7 +4,6 @@
 // what the rings (page_score_ring.cuh) do not take, and the one for any shape.
 #include <algorithm>
 
-#include "base/device_op.hpp"
 #include "base/scratch.cuh"
 #include "ops/score/reduce_pages.cuh"
 #include "ops/select/score_pages_ring.cuh"

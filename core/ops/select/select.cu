@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "base/device_op.hpp"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops {

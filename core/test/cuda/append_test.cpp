@@ -125,7 +125,7 @@ struct Appended {
     const auto marks = View<std::int32_t, 1>::dense(device.put(unmarked.data(), unmarked.size()), {s.rows});
     a.nonfinite = marks.data;
     a.nonfinite_step = s.mark_step;
-    cuda_backend()->ops.rope_append(a, device.stream().handle());
+    ops::rope_append(a, device.stream());
     got_qkv = device.get(x);
     got_rounded = device.get(rounded);
     got_arena = device.get(frames);

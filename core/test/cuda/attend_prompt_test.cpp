@@ -7,8 +7,7 @@
 #include "base/log.hpp"
 #include "base/text.hpp"
 #include "ops/attend/attend.hpp"
-#include "ops/attend/attend_cuda.hpp"
-#include "ops/attend/cudnn_attention.hpp"
+#include "ops/attend/attend_prompt.hpp"
 #include "support/device_cache.hpp"
 #include "support/paged_fixture.hpp"
 #include "support/relative_error.hpp"
@@ -78,6 +77,7 @@ void compare(const Case& c, unsigned seed) {
   OnDevice device;
   const std::vector<float> nan_out(expected.size(), std::numeric_limits<float>::quiet_NaN());
   std::vector<float> zero_sums(sums.size());
+  HeapWorkspace w;
   ops::PromptArgs b;
   b.kv = chunk(device.put(cache.view(), cache.arena_bytes()), device.put(lengths.data(), lengths.size()),
                device.put(rows.data(), rows.size()));
@@ -88,12 +88,12 @@ void compare(const Case& c, unsigned seed) {
     CAPTURE(with_sums);
     b.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {c.tokens, heads, o.head_dim}));
     b.sums = with_sums ? device.put(View<float, 2>::dense(zero_sums.data(), {heads, longest})) : View<float, 2>{};
-    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    REQUIRE(ops::attend_prompt(b, w, device.stream()));
     CHECK(relative(device.get(b.out), expected) < 6e-3);
     const std::vector<std::uint16_t> room(static_cast<std::size_t>(ops::prompt_room(c.tokens) * heads * o.head_dim));
     auto* rounded = device.put(room.data(), room.size());
     b.rounded = rounded;
-    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    REQUIRE(ops::attend_prompt(b, w, device.stream()));
     CHECK(relative(widened(device.get(View<std::uint16_t, 1>::dense(rounded, {a.out.extent[0] * heads * o.head_dim})),
                            c.half),
                    expected) < 9e-3);
@@ -108,13 +108,13 @@ void compare(const Case& c, unsigned seed) {
       d.rounded_queries = device.put(narrow.data(), narrow.size());
       d.queries = device.put(View<const float, 3>::dense(nan_queries.data(), a.queries.extent));
       d.out = device.put(View<float, 3>::dense(const_cast<float*>(nan_out.data()), {c.tokens, heads, o.head_dim}));
-      REQUIRE(cuda_backend()->ops.attend_prompt(d, device.stream().handle()));
+      REQUIRE(ops::attend_prompt(d, w, device.stream()));
       CHECK(device.get(d.out) == together);
       continue;
     }
     const std::vector<float> got = device.get(b.sums);
     CHECK(relative(got, expected_sums) < 6e-3);
-    REQUIRE(cuda_backend()->ops.attend_prompt(b, device.stream().handle()));
+    REQUIRE(ops::attend_prompt(b, w, device.stream()));
     CHECK(device.get(b.sums) == got);  // the same bits, run after run
   }
 }
@@ -162,12 +162,13 @@ TEST_CASE("cuda attend_prompt leaves what it cannot do to attend") {
   cache.fill_random(0, 0, 3, rng);
   ops::PromptArgs a;
   a.kv = cache.view();
-  CHECK_FALSE(cuda_backend()->ops.attend_prompt(a, nullptr));
+  HeapWorkspace w;
+  CHECK_FALSE(ops::attend_prompt(a, w, Stream::cuda(nullptr)));
 }
 
 TEST_CASE("cuda cudnn: attention of prompts equals the reference") {
-  if (!cuda_backend()->ops.cudnn_state().there) {
-    std::printf("skipped: cuDNN is %s\n", cuda_backend()->ops.cudnn_state().text.c_str());
+  if (!ops::cudnn_state().there) {
+    std::printf("skipped: cuDNN is %s\n", ops::cudnn_state().text.c_str());
     return;
   }
   unsigned seed = 200;
@@ -195,15 +196,14 @@ TEST_CASE("cuda cudnn: what it does of a long prompt is counted, and that it is 
   c.group = 1;
   c.past = {0};
   c.kernel = ops::PromptKernel::best;
-  const CudaOps& gpu = cuda_backend()->ops;
   const auto chunks_of = [&](int tokens) {
-    const std::int64_t before = gpu.cudnn_chunks();
+    const std::int64_t before = ops::cudnn_chunks();
     c.tokens = tokens;
     compare(c, 300);
-    return gpu.cudnn_chunks() - before;
+    return ops::cudnn_chunks() - before;
   };
   CHECK(chunks_of(ops::prompt_cudnn_rows - 1) == 0);
-  const LibraryState& cudnn = gpu.cudnn_state();
+  const LibraryState& cudnn = ops::cudnn_state();
   for (const char* time : {"first", "second"}) {  // every cell without cuDNN warns, not only the first
     CAPTURE(time);
     const log::Collected said;

@@ -1,4 +1,4 @@
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.hpp"
 
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -83,7 +83,6 @@ std::vector<float> run(const Case& c, const Data& d, int times = 1) {
   a.x_dtype = c.f32_x ? DType::f32 : c.dtype;
   if (c.bias) a.bias = device.put(d.bias.data(), d.bias.size());
   a.add = c.add;
-  const CudaOps& ops = cuda_backend()->ops;
   std::vector<std::uint16_t> y16(d.y.size(), to_16(nan_value, c.dtype));
   std::vector<float> got;
   for (int t = 0; t < times; ++t) {
@@ -91,7 +90,7 @@ std::vector<float> run(const Case& c, const Data& d, int times = 1) {
     if (c.gated) {
       const auto out = View<std::uint16_t, 1>::dense(device.put(y16.data(), y16.size()), extent);
       a.gated = out.data, a.gated_stride = c.y_stride();
-      (c.blas ? ops.linear_blas : c.stream ? ops.linear_stream : ops.linear)(a, device.stream().handle());
+      (c.blas ? ops::linear_blas : c.stream ? ops::linear_stream : ops::linear)(a, device.stream());
       const auto result = device.get(out);
       std::vector<float> wide;
       for (const auto e : result) wide.push_back(from_16(e, c.dtype));
@@ -100,7 +99,7 @@ std::vector<float> run(const Case& c, const Data& d, int times = 1) {
     } else {
       const auto out = View<float, 1>::dense(device.put(d.y.data(), d.y.size()), extent);
       a.y = out.data, a.y_stride = c.y_stride();
-      (c.blas ? ops.linear_blas : c.stream ? ops.linear_stream : ops.linear)(a, device.stream().handle());
+      (c.blas ? ops::linear_blas : c.stream ? ops::linear_stream : ops::linear)(a, device.stream());
       const auto result = device.get(out);
       if (t > 0) CHECK(std::memcmp(result.data(), got.data(), result.size() * sizeof(float)) == 0);
       got = result;
@@ -284,8 +283,7 @@ TEST_CASE("cuda linear: norms that are left and taken") {
         a.left.weight = device.put(weight.data(), weight.size());
         a.left.out = device.put(poison16.data(), poison16.size()), a.left.out_stride = s.n + 8;
         a.left.squares = device.put(poison.data(), static_cast<std::size_t>(m * s.n / ops::norm_piece));
-        const CudaOps& ops = cuda_backend()->ops;
-        ops.linear(a, device.stream().handle());
+        ops::linear(a, device.stream());
         const auto x = device.get(View<float, 1>::dense(a.y, {m * s.n}));
 
         Case second;
@@ -302,7 +300,7 @@ TEST_CASE("cuda linear: norms that are left and taken") {
           b.gated = device.put(gated_poison.data(), gated_poison.size()), b.gated_stride = 65;
         else
           b.y = device.put(y_poison.data(), y_poison.size()), b.y_stride = 130;
-        ops.linear(b, device.stream().handle());
+        ops::linear(b, device.stream());
         std::vector<float> got;
         if (gated)
           for (const auto v : device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(b.gated), {m * 65})))
@@ -441,8 +439,8 @@ TEST_CASE("cuda linear: a norm that is left and taken does not depend on how man
     b.n = 200, b.k = b.x_stride = n, b.x = a.left.out;
     b.taken.squares = a.left.squares, b.taken.eps = 1e-5f;
     b.y = device.put(room.data(), room.size()), b.y_stride = 200;
-    cuda_backend()->ops.linear(a, device.stream().handle());
-    cuda_backend()->ops.linear(b, device.stream().handle());
+    ops::linear(a, device.stream());
+    ops::linear(b, device.stream());
     return Result{device.get(View<std::uint16_t, 1>::dense(static_cast<std::uint16_t*>(a.left.out), {rows * n})),
                   device.get(View<float, 1>::dense(a.left.squares, {rows * n / ops::norm_piece})),
                   device.get(View<float, 1>::dense(b.y, {rows * 200}))};
@@ -472,8 +470,7 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     down.n = hidden, down.k = ffn;
     const Data a(up, 1), b(down, 2);
     OnDevice device;
-    const CudaBackend& cuda = *cuda_backend();
-    void* stream = device.stream().handle();
+    const Stream stream = device.stream();
     const std::vector<float> norm(hidden, 0.5f);
     std::vector<float> start(static_cast<std::size_t>(m * hidden));
     for (std::size_t i = 0; i < start.size(); ++i) start[i] = a.x[i];
@@ -502,11 +499,11 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     const auto all = [&](bool one_at_a_time) {
       for (std::int64_t s = 0; s < steps; ++s) {
         first.taken = {fused && s > 0 ? squares : nullptr, n.eps};
-        if (!first.taken.squares) cuda.ops.rms_norm(n, stream);
+        if (!first.taken.squares) ops::rms_norm(n, stream);
         if (one_at_a_time) device.synchronize();
-        cuda.ops.linear(first, stream);
+        ops::linear(first, stream);
         if (one_at_a_time) device.synchronize();
-        cuda.ops.linear(second, stream);
+        ops::linear(second, stream);
         if (one_at_a_time) device.synchronize();
       }
     };
@@ -548,7 +545,7 @@ TEST_CASE("cuda linear names what it cannot do") {
   a.weight = reinterpret_cast<void*>(std::uintptr_t{4096}), a.x = a.weight;
   a.n = 1, a.k = 12, a.x_stride = 16, a.m = 1, a.y = &y, a.y_stride = 1;
   OnDevice device;
-  const auto call = [&] { cuda_backend()->ops.linear(a, device.stream().handle()); };
+  const auto call = [&] { ops::linear(a, device.stream()); };
   CHECK_THROWS_WITH(call(), Catch::Contains("1 x 12"));
   a.k = 16, a.dtype = DType::f32;
   CHECK_THROWS_WITH(call(), Catch::Contains("wanted bf16 or f16"));

@@ -6,7 +6,9 @@
 #include <tuple>
 
 #include "base/half.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/argmax.hpp"
+#include "ops/linear/embed.hpp"
+#include "ops/linear/norm.hpp"
 #include "support/device_cache.hpp"
 #include "support/quick.hpp"
 
@@ -57,7 +59,7 @@ TEST_CASE("cuda rms_norm and rounding equal the reference") {
           const auto out = View<std::uint8_t, 1>::dense(device.put(poison.data(), poison.size()),
                                                         {static_cast<std::int64_t>(poison.size())});
           a.out = out.data, a.dtype = dtype, a.out_stride = out_stride;
-          cuda_backend()->ops.rms_norm(a, device.stream().handle());
+          ops::rms_norm(a, device.stream());
           const auto got = device.get(out);
           int bad = 0, stray = 0;
           std::string first;
@@ -111,11 +113,11 @@ TEST_CASE("cuda rms_norm and rounding: a row's bits do not depend on how many ro
       CAPTURE(n, norm);
       a.weight = norm ? weights : nullptr;
       a.x = from, a.out = together, a.rows = rows;
-      cuda_backend()->ops.rms_norm(a, device.stream().handle());
+      ops::rms_norm(a, device.stream());
       a.rows = 1;
       for (std::int64_t r = 0; r < rows; ++r) {
         a.x = from + r * n, a.out = apart + r * n;
-        cuda_backend()->ops.rms_norm(a, device.stream().handle());
+        ops::rms_norm(a, device.stream());
       }
       const auto all = device.get(View<std::uint16_t, 1>::dense(together, {rows * n}));
       CHECK(all == device.get(View<std::uint16_t, 1>::dense(apart, {rows * n})));
@@ -135,7 +137,7 @@ TEST_CASE("cuda rms_norm names what it cannot do") {
   const auto call = [&](auto change) {
     ops::NormArgs a = good;
     change(a);
-    cuda_backend()->ops.rms_norm(a, device.stream().handle());
+    ops::rms_norm(a, device.stream());
     device.synchronize();
   };
   CHECK_NOTHROW(call([](ops::NormArgs&) {}));
@@ -172,7 +174,7 @@ TEST_CASE("cuda embed copies rows of the table; an unknown token gives NaN") {
     a.rows = static_cast<std::int64_t>(token.size());
     const auto out = View<float, 2>::dense(device.put(poison.data(), poison.size()), {a.rows, k});
     a.out = out.data;
-    cuda_backend()->ops.embed(a, device.stream().handle());
+    ops::embed(a, device.stream());
     const auto got = device.get(out);
     for (std::size_t r = 0; r < token.size(); ++r)
       for (std::int64_t i = 0; i < k; ++i) {
@@ -222,12 +224,12 @@ TEST_CASE("cuda argmax takes the lowest of equal values, and none of a row that 
     for (int again = 0; again < 2; ++again) {
       const auto out = View<std::int32_t, 1>::dense(device.put(poison.data(), poison.size()), {rows});
       a.index = out.data;
-      cuda_backend()->ops.argmax(a, device.stream().handle());
+      ops::argmax(a, device.stream());
       CHECK(device.get(out) == wanted);
     }
     const auto marked = View<std::int32_t, 1>::dense(device.put(marks.data(), marks.size()), {rows});
     a.nonfinite = marked.data;
-    cuda_backend()->ops.argmax(a, device.stream().handle());
+    ops::argmax(a, device.stream());
     CHECK(device.get(View<std::int32_t, 1>::dense(a.index, {rows})) == wanted_marked);
     CHECK(device.get(marked) == std::vector<std::int32_t>(static_cast<std::size_t>(rows), 0));
   }

@@ -4,7 +4,8 @@
 #include "base/cuda_graph.hpp"
 #include "base/half.hpp"
 #include "base/stream_memory.hpp"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/argmax.hpp"
+#include "ops/linear/linear.hpp"
 #include "support/device_cache.hpp"
 
 using namespace kvlab;
@@ -49,8 +50,8 @@ TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept f
     const OwnedStream owned(Device::cuda);
     void* stream = owned.get().handle();
     cuda.runtime.copy(a.y, unset.data(), n * sizeof(float), stream);
-    for (int i = 0; i < 2; ++i) cuda.ops.linear(a, stream);
-    cuda.ops.argmax(likeliest, stream);
+    for (int i = 0; i < 2; ++i) ops::linear(a, owned.get());
+    ops::argmax(likeliest, owned.get());
     cuda.runtime.synchronize(stream);
     const std::size_t left = cuda.runtime.free_bytes();
     CHECK(memory.get(View<float, 1>::dense(a.y, {n})) == std::vector<float>(n, k / 4.f));

@@ -120,7 +120,7 @@ class Both {
       a.position = chunk.put(position.data(), position.size());
       REQUIRE(cuda.before_step(layer, rows, a) == fit);
       if (fit != Fit::ok) return fit;
-      cuda_backend()->ops.rope_append(a, memory.stream().handle());
+      ops::rope_append(a, memory.stream());
       cuda.after_step(layer, rows);
       memory.synchronize();
     }

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "base/scratch.cuh"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -23,28 +23,30 @@ void multiply(const LinearArgs& a, Y* y, std::int64_t y_stride) {
 }
 
 template <class T>
-void linear(const LinearArgs& a, cudaStream_t stream) {
+void product(const LinearArgs& a, Stream s) {
+  const cudaStream_t stream = cuda::stream_of(s);
   if (!a.gated) {
     emulator::submit(stream, [a] { multiply<T>(a, a.y, a.y_stride); });
-    if (a.bias) add_bias_cuda(a.bias, a.m, a.n, a.y, a.y_stride, stream);
+    if (a.bias) add_bias_cuda(a.bias, a.m, a.n, a.y, a.y_stride, s);
     return;
   }
   auto* both =
       static_cast<T*>(cuda::fixed_scratch(stream, "linear gate and up", static_cast<std::size_t>(a.m * a.n * 2)));
   emulator::submit(stream, [a, both] { multiply<T>(a, both, a.n); });
-  silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, stream);
+  silu_mul_cuda(both, a.n, a.dtype, a.m, a.n / 2, a.gated, a.gated_stride, s);
 }
 
 }  // namespace
 
-const LibraryState& cublaslt_state() {
+static const LibraryState& cublaslt_state_cuda() {
   static const LibraryState state = emulator::stand_in("cuBLASLt", "KVLAB_CUBLASLT");
   return state;
 }
+KVLAB_ON_CUDA(cublaslt_state, cublaslt_state_cuda);
 
-void linear_blas_cuda(const LinearArgs& a, void* stream) {
-  a.dtype == DType::f16 ? linear<__half>(a, cuda::stream_of(stream))
-                        : linear<__nv_bfloat16>(a, cuda::stream_of(stream));
+void linear_blas_cuda(const LinearArgs& a, Stream s) {
+  a.dtype == DType::f16 ? product<__half>(a, s) : product<__nv_bfloat16>(a, s);
 }
+KVLAB_ON_CUDA(linear_blas, linear_blas_cuda);
 
 }  // namespace kvlab::ops

@@ -76,14 +76,14 @@ class Plan final : public CudnnPlan {
 }  // namespace
 
 const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
-  if (!cudnn_state().there) return nullptr;
+  if (!cudnn_library().there) return nullptr;
   static std::map<CudnnShape, std::unique_ptr<Plan>> plans;
   auto& plan = plans[shape];
   if (!plan) plan = std::make_unique<Plan>(shape);
   return plan.get();
 }
 
-const LibraryState& cudnn_state() {
+const LibraryState& cudnn_library() {
   static const LibraryState state = emulator::stand_in("cuDNN", "KVLAB_CUDNN");
   return state;
 }

@@ -18,7 +18,6 @@
 #include "base/kept_memory.hpp"
 
 namespace kvlab {
-void fill_cuda_ops(CudaOps& ops);             // ops/cuda_table.cu
 void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
 void fill_cuda_model_ops(CudaModelOps& ops);  // exec/cuda_executor.cu
 }  // namespace kvlab
@@ -282,7 +281,6 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     return std::chrono::duration<float, std::milli>(to->at - from->at).count();
   };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
-  kvlab::fill_cuda_ops(table->ops);
   table->announced = kvlab::announced_cuda_ops;
   kvlab::fill_cuda_store_ops(table->store);
   kvlab::fill_cuda_model_ops(table->model);

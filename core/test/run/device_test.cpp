@@ -4,12 +4,14 @@
 #include <kvlab/error.hpp>
 
 #include "base/backend.hpp"
+#include "base/device_op.hpp"
+#include "ops/linear/linear.hpp"
 
 using namespace kvlab;
 
 TEST_CASE("backend: what the words mean on this machine") {
   const CudaBackend* gpu = cuda_backend();
-  const Device usual = gpu && gpu->ops.cublaslt_state().there ? Device::cuda : Device::cpu;
+  const Device usual = gpu && ops::cublaslt_state().there ? Device::cuda : Device::cpu;
   CHECK(choose_device("cpu", {DType::bf16}, "x.yaml:1:1") == Device::cpu);
   CHECK(choose_device("auto", {DType::bf16}, "x.yaml:1:1") == usual);
   CHECK(choose_device("auto", {DType::bf16, DType::f32}, "x.yaml:1:1") == Device::cpu);
@@ -32,10 +34,12 @@ TEST_CASE("backend: what the words mean on this machine") {
 
 TEST_CASE("backend: a GPU without cuBLASLt is refused, and auto goes past it") {
   CudaBackend gpu;
-  gpu.ops.cublaslt_state = []() -> const LibraryState& {
-    static const LibraryState missing{false, false, "not found: libsome.so (KVLAB_CUBLASLT=PATH names another)"};
-    return missing;
-  };
+  const OnCuda<ops::cublaslt_state> no_blas(
+      []() -> const LibraryState& {
+        static const LibraryState missing{false, false, "not found: libsome.so (KVLAB_CUBLASLT=PATH names another)"};
+        return missing;
+      },
+      gpu.announced);
   replace_cuda_backend(&gpu);
   CHECK(choose_device("auto", {DType::bf16}, "x.yaml:1:1") == Device::cpu);
   try {

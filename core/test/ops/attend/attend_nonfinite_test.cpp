@@ -110,22 +110,22 @@ TEST_CASE("prompt attention: a NaN key or value is NaN in the outputs of the tok
         auto k = normals(tokens * kv_heads * 16, rng), v = normals(tokens * kv_heads * 16, rng);
         (side == KvSide::key ? k : v)[static_cast<std::size_t>((at * kv_heads + spoilt_head) * 16 + 7)] = nan_value;
         std::vector<float> out(q.size()), mass(static_cast<std::size_t>(heads * tokens));
-        ops::PrefillArgs a;
+        ops::PromptArgs a;
         a.kv = cache.view();
         a.queries = View<const float, 3>::dense(q.data(), {tokens, heads, 16});
         a.keys = View<const float, 3>::dense(k.data(), {tokens, kv_heads, 16});
         a.values = View<const float, 3>::dense(v.data(), {tokens, kv_heads, 16});
         a.out = View<float, 3>::dense(out.data(), {tokens, heads, 16});
-        a.mass = View<float, 2>::dense(mass.data(), {heads, tokens});
+        a.sums = View<float, 2>::dense(mass.data(), {heads, tokens});
         a.round_to_bf16 = bf16_products;
         Scratch w;
-        ops::prefill_attention(a, w, Stream::cpu());
+        ops::attend_prompt(a, w, Stream::cpu());
         for (int t = 0; t < tokens; ++t)
           for (int h = 0; h < heads; ++h) {
             if (h / group != spoilt_head) REQUIRE(std::isfinite(a.out(t, h, 7)));
             if (h / group == spoilt_head && t >= at) REQUIRE(std::isnan(a.out(t, h, 7)));
           }
         for (int h = 0; h < heads; ++h)
-          REQUIRE(std::isnan(a.mass(h, 0)) == (h / group == spoilt_head && side == KvSide::key));
+          REQUIRE(std::isnan(a.sums(h, 0)) == (h / group == spoilt_head && side == KvSide::key));
       }
 }

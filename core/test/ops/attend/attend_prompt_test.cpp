@@ -13,7 +13,8 @@
 #include <vector>
 
 #include "base/buffer.hpp"
-#include "ops/attend/attend_prompt.hpp"
+#include "base/backend.hpp"
+#include "ops/attend/attend_prompt_forms.hpp"
 #include "ops/page/paged.hpp"
 #include "support/quick.hpp"
 
@@ -81,8 +82,8 @@ struct Prompt {
 
   float* row(std::vector<float>& x, int t, int h) { return x.data() + (std::size_t(t) * kv_heads + h) * dim; }
 
-  ops::PrefillArgs args() {
-    ops::PrefillArgs a;
+  ops::PromptArgs args() {
+    ops::PromptArgs a;
     const std::int64_t pages = std::max((past + 15) / 16, 1);
     a.kv.base = memory.data();
     a.kv.layouts = &layout;
@@ -109,19 +110,19 @@ struct Outcome {
 
 enum class Form { fast, reference, bf16_portable, bf16_amx };
 
-Outcome outcome(Prompt& p, ops::PrefillArgs a, Form form, bool mass = true) {
+Outcome outcome(Prompt& p, ops::PromptArgs a, Form form, bool mass = true) {
   Outcome o;
   const std::int64_t keys = *std::max_element(p.length.begin(), p.length.end()) + p.chunk;
   const float nan = std::numeric_limits<float>::quiet_NaN();
   o.mass.assign(static_cast<std::size_t>(p.query_heads * keys), nan);
-  if (mass) a.mass = View<float, 2>::dense(o.mass.data(), {p.query_heads, keys});
+  if (mass) a.sums = View<float, 2>::dense(o.mass.data(), {p.query_heads, keys});
   std::fill(p.out.begin(), p.out.end(), nan);
   PoisonedScratch w;
   switch (form) {
-    case Form::fast: ops::prefill_attention(a, w, Stream::cpu()); break;
-    case Form::reference: ops::prefill_attention_reference(a); break;
-    case Form::bf16_portable: ops::prefill_attention_bf16(a, w, Stream::cpu(), ops::gemm::portable_pair_product); break;
-    case Form::bf16_amx: ops::prefill_attention_bf16(a, w, Stream::cpu(), ops::gemm::amx_pair_product()); break;
+    case Form::fast: ops::attend_prompt(a, w, Stream::cpu()); break;
+    case Form::reference: ops::attend_prompt_reference(a); break;
+    case Form::bf16_portable: ops::attend_prompt_bf16(a, w, ops::gemm::portable_pair_product); break;
+    case Form::bf16_amx: ops::attend_prompt_bf16(a, w, ops::gemm::amx_pair_product()); break;
   }
   o.out.assign(p.out.begin() + std::int64_t{p.past} * p.query_heads * p.dim, p.out.end());
   return o;
@@ -137,7 +138,7 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
   return worst;
 }
 
-void check(Prompt& p, const ops::PrefillArgs& a) {
+void check(Prompt& p, const ops::PromptArgs& a) {
   CAPTURE(p.query_heads, p.kv_heads, p.dim, p.past, p.chunk, a.window);
   const Outcome fast = outcome(p, a, Form::fast), slow = outcome(p, a, Form::reference);
   CHECK(difference(fast.out, slow.out) < 1e-5);
@@ -159,7 +160,7 @@ TEST_CASE("the reference of prefill attention by hand") {
   p.q[8] = 1;  // the second query looks at dimension 0
   std::fill(p.k.begin(), p.k.end(), 0.f);
   p.k[8] = std::log(3.f);  // the second key is three times as likely for it
-  ops::PrefillArgs a = p.args();
+  ops::PromptArgs a = p.args();
   a.softmax_scale = 1;
   const Outcome o = outcome(p, a, Form::reference);
   for (int d = 0; d < 8; ++d) {
@@ -189,14 +190,14 @@ TEST_CASE("prefill attention equals its reference") {
 TEST_CASE("prefill attention with a sliding window") {
   for (int window : {1, 5, 64, 300, 1000}) {
     Prompt p(3, 1, 16, 0, 350), q(2, 2, 16, 290, 30);
-    ops::PrefillArgs a = p.args(), b = q.args();
+    ops::PromptArgs a = p.args(), b = q.args();
     a.window = b.window = window;
     check(p, a);
     check(q, b);
   }
   // Gaps between the stored positions: the window counts positions, not places.
   Prompt sparse(2, 1, 16, 60, 10, 3);
-  ops::PrefillArgs a = sparse.args();
+  ops::PromptArgs a = sparse.args();
   a.first = 180;
   a.window = 40;
   check(sparse, a);
@@ -235,7 +236,7 @@ void check_bf16(Prompt& p, int window = 0) {
     for (float& y : *x) y = float(bf16(y));
   for (int h = 0; h < p.kv_heads; ++h)
     for (int t = 0; t < p.past; ++t) p.write(t, h, 1);
-  ops::PrefillArgs a = p.args();
+  ops::PromptArgs a = p.args();
   a.softmax_scale = 0.25f;
   a.window = window;
   const Outcome slow = outcome(p, a, Form::reference), portable = outcome(p, a, Form::bf16_portable);
@@ -270,14 +271,14 @@ TEST_CASE("prefill attention with operands in bf16 equals its reference") {
 TEST_CASE("prefill attention refuses shapes that do not fit") {
   Prompt p(2, 2, 16, 20, 4);
   PoisonedScratch w;
-  ops::PrefillArgs a = p.args();
+  ops::PromptArgs a = p.args();
   a.keys.extent[1] = 3;
-  CHECK_THROWS_AS(ops::prefill_attention(a, w, Stream::cpu()), Error);
+  CHECK_THROWS_AS(ops::attend_prompt(a, w, Stream::cpu()), Error);
   a = p.args();
   a.queries.extent[1] = a.out.extent[1] = 3;
-  CHECK_THROWS_AS(ops::prefill_attention(a, w, Stream::cpu()), Error);
+  CHECK_THROWS_AS(ops::attend_prompt(a, w, Stream::cpu()), Error);
   a = p.args();
-  a.mass = View<float, 2>::dense(p.out.data(), {4, 20});
-  CHECK_THROWS_AS(ops::prefill_attention(a, w, Stream::cpu()), Error);
-  CHECK_THROWS_AS(ops::prefill_attention(p.args(), w, Stream::cuda(nullptr)), Error);
+  a.sums = View<float, 2>::dense(p.out.data(), {4, 20});
+  CHECK_THROWS_AS(ops::attend_prompt(a, w, Stream::cpu()), Error);
+  if (!cuda_backend()) CHECK_THROWS_AS(ops::attend_prompt(p.args(), w, Stream::cuda(nullptr)), Error);
 }

@@ -190,14 +190,23 @@ TEST_CASE("vector exp: relative error below 3e-7, limits, NaN") {
   }
 }
 
+static void rms_norm(const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, float* out) {
+  ops::NormArgs a;
+  a.x = x, a.out = out;
+  a.rows = rows, a.n = a.x_stride = a.out_stride = n;
+  a.weight = weight, a.eps = eps;
+  a.dtype = DType::f32;
+  ops::rms_norm(a, Stream::cpu());
+}
+
 TEST_CASE("rms_norm, silu, add and rounding by hand") {
   const float x[] = {3, 4, 0, 0, 0, 0, 0, 0, 0, 0}, weight[] = {2, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   float out[10];
-  ops::rms_norm(x, weight, 0.f, 1, 10, out);  // rms = sqrt(25 / 10)
+  rms_norm(x, weight, 0.f, 1, 10, out);  // rms = sqrt(25 / 10)
   CHECK(out[0] == Approx(6 / std::sqrt(2.5)));
   CHECK(out[1] == Approx(4 / std::sqrt(2.5)));
   CHECK(out[2] == 0);
-  ops::rms_norm(x, weight, 0.5f, 5, 2, out);  // rows of two; rms = sqrt(12.5 + 0.5), zeros stay zeros
+  rms_norm(x, weight, 0.5f, 5, 2, out);  // rows of two; rms = sqrt(12.5 + 0.5), zeros stay zeros
   CHECK(out[0] == Approx(6 / std::sqrt(13.0)));
   CHECK(out[2] == 0);
 
@@ -232,7 +241,7 @@ TEST_CASE("rms_norm and silu_mul equal their references") {
       std::vector<float> x(n * rows), weight(n), up(x.size()), got(x.size()), wanted(x.size());
       for (auto* v : {&x, &weight, &up})
         for (float& y : *v) y = normal(rng);
-      ops::rms_norm(x.data(), weight.data(), 1e-5f, rows, n, got.data());
+      rms_norm(x.data(), weight.data(), 1e-5f, rows, n, got.data());
       ops::rms_norm_reference(x.data(), weight.data(), 1e-5f, rows, n, wanted.data());
       for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(got[i] == Approx(wanted[i]).epsilon(2e-6));
       ops::silu_mul(x.data(), up.data(), n * rows, got.data());

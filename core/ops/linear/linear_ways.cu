@@ -3,7 +3,7 @@
 #include <string>
 
 #include "base/scratch.cuh"
-#include "ops/linear/linear_cuda.hpp"
+#include "ops/linear/linear.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -43,7 +43,7 @@ std::byte* advance(void* p, std::int64_t elements, DType t) {
 
 }  // namespace
 
-void linear_cuda(const LinearArgs& in, void* stream) {
+static void linear_cuda(const LinearArgs& in, Stream s) {
   check(in);
   constexpr std::int64_t most_rows = 4096;  // at once, which bounds scratch
   for (std::int64_t begin = 0; begin < in.m; begin += most_rows) {
@@ -57,13 +57,14 @@ void linear_cuda(const LinearArgs& in, void* stream) {
       round.x = static_cast<const float*>(a.x);
       round.rows = a.m, round.n = a.k, round.x_stride = a.x_stride;
       round.dtype = a.dtype;
-      round.out = cuda::fixed_scratch(stream, "linear x", static_cast<std::size_t>(a.m * a.k * 2));
+      round.out = cuda::fixed_scratch(s.handle(), "linear x", static_cast<std::size_t>(a.m * a.k * 2));
       round.out_stride = a.k;
-      rms_norm_cuda(round, stream);
+      rms_norm_cuda(round, s);
       a.x = round.out, a.x_dtype = a.dtype, a.x_stride = a.k;
     }
-    in.m <= linear_stream_rows ? linear_stream_cuda(a, stream) : linear_blas_cuda(a, stream);
+    in.m <= linear_stream_rows ? linear_stream_cuda(a, s) : linear_blas_cuda(a, s);
   }
 }
+KVLAB_ON_CUDA(linear, linear_cuda);
 
 }  // namespace kvlab::ops

@@ -1,6 +1,6 @@
 // What the kernels of a prompt's attention share.
 #pragma once
-#include "ops/attend/attend_cuda.hpp"
+#include "ops/attend/attend_prompt.hpp"
 
 namespace kvlab::ops {
 
@@ -12,7 +12,7 @@ struct PromptLse {
 };
 
 // The outputs by cuDNN, and *lse unless null (in scratch that the stream keeps). False, and nothing of use done, where
-// it is not there or not worth it. Shapes are those that attend_prompt_cuda takes.
-bool attend_prompt_cudnn(const PromptArgs& a, float scale, PromptLse* lse, void* stream);
+// it is not there or not worth it. Shapes are those that attend_prompt takes.
+bool attend_prompt_cudnn(const PromptArgs& a, float scale, PromptLse* lse, Stream s);
 
 }  // namespace kvlab::ops
