@@ -1,28 +1,15 @@
-// The CUDA backend: one table of functions that libkvlab_cuda.so fills. It lies beside libkvlab.so and is loaded when a
-// driver and a device are there; nothing else in core links to CUDA, so one build serves machines with and without a
-// GPU. KVLAB_CUDA_LIBRARY=PATH names another library instead, whether there is a driver or not (the tests' emulator,
-// core/test/emulator, is one). Ops look at the device of the stream they are given and go through this table.
+// The CUDA backend: libkvlab_cuda.so, which gives its runtime and a list of its ops. It lies beside libkvlab.so and is
+// loaded when a driver and a device are there; nothing else in core links to CUDA, so one build serves machines with
+// and without a GPU. KVLAB_CUDA_LIBRARY=PATH names another library instead, whether there is a driver or not (the
+// tests' emulator, core/test/emulator, is one). base/device_op.hpp is how an op finds its CUDA version.
 #pragma once
-#include <kvlab/kv.hpp>
-#include <kvlab/policy.hpp>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
-#include "base/library_state.hpp"
-
 namespace kvlab {
 
 struct CudaOpEntry;
-
-struct CudaStoreLayer;
-struct CudaStoreAppend;
-struct CudaStoreRows;
-struct CudaStoreList;
-struct CudaStorePageEdit;
-struct CudaStoreAttend;
-struct CudaPromptPages;
 
 // Memory and order on the current device. Errors are Errc::device; memory that does not fit is null.
 struct CudaRuntime {
@@ -58,43 +45,10 @@ struct CudaRuntime {
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;
 };
 
-// What a store on the device does; store/cuda_kernels.hpp.
-struct CudaStoreOps {
-  void (*append)(const CudaStoreLayer& s, const CudaStoreAppend& a, void* stream) = nullptr;
-  // Before and after ops::rope_append: a page that goes on is on the device alone; new pages are counted, summaries
-  // follow.
-  void (*before_step)(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) = nullptr;
-  void (*after_step)(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) = nullptr;
-  // Keeps the listed tokens, or all but them, in the order that CpuStore leaves them in.
-  void (*keep)(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) = nullptr;
-  void (*evict)(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) = nullptr;
-  void (*swap)(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) = nullptr;
-  void (*page_edit)(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) = nullptr;
-  void (*attend)(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) = nullptr;
-  void (*clear)(const CudaStoreLayer& first, int layers, int slot, void* stream) = nullptr;  // a slot of every layer
-  // Text positions of a head's first `tokens` places, wherever their pages are.
-  void (*positions)(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, void* stream) = nullptr;
-};
-
-// What the executor needs beside ops (exec/cuda_executor.cu).
-struct CudaModelOps {
-  // length[t, head] = now[head] - tokens + t + 1 and row[t] = t: row t of a chunk of one sequence sees no later token.
-  void (*causal)(const std::int32_t* now, int kv_heads, int tokens, std::int32_t* length, std::int32_t* row,
-                 void* stream) = nullptr;
-  // sums[head, i] += mass[row, head, i] over all rows, in their order.
-  void (*add_rows)(const View<const float, 3>& mass, const View<float, 2>& sums, void* stream) = nullptr;
-  void (*prompt_pages)(const CudaPromptPages& a, void* stream) = nullptr;  // exec/cuda_kernels.hpp
-  // out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale (model/random_weights.hpp).
-  void (*random)(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
-                 void* stream) = nullptr;
-};
-
 struct CudaBackend {
   char device_name[256] = {};  // "NVIDIA H200"
   CudaRuntime runtime;
-  CudaStoreOps store;
-  CudaModelOps model;
-  const CudaOpEntry* announced = nullptr;  // base/device_op.hpp
+  const CudaOpEntry* announced = nullptr;  // its ops
   // For tests, of memory that the host may open: on_cuda runs an op's CPU version between (true) and (false).
   void (*reach_from_host)(bool) = nullptr;
 };

@@ -11,9 +11,6 @@
 
 namespace kvlab {
 
-void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
-void fill_cuda_model_ops(CudaModelOps& ops);  // exec/cuda_executor.cu
-
 namespace cuda {
 namespace {
 
@@ -300,7 +297,5 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.elapsed = [](void* begin, void* end) { return elapsed(*static_cast<Event*>(begin), *static_cast<Event*>(end)); };
   r.read_rate = read_rate;
   table->announced = announced_cuda_ops;
-  fill_cuda_store_ops(table->store);
-  fill_cuda_model_ops(table->model);
   return true;
 }

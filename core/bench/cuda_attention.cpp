@@ -235,7 +235,7 @@ void prompt_lines(const CudaTimer& timer, int past, int tokens, std::vector<Line
   a.queries = View<const float, 3>::dense(queries->as<float>(), {tokens, query_heads, head_dim});
   a.out = View<float, 3>::dense(out.as<float>(), {tokens, query_heads, head_dim});
   a.longest = total;
-  BenchWorkspace w;
+  NoWorkspace w;
   for (const bool with_sums : {false, true})
     for (const auto& [kernel, name] : {std::pair{ops::PromptKernel::own, "own"}, {ops::PromptKernel::cudnn, "cudnn"}}) {
       a.kernel = kernel;

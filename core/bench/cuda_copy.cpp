@@ -6,6 +6,7 @@
 
 #include "base/stream_memory.hpp"
 #include "bench/cuda_timing.hpp"
+#include "model/random_weights.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab::bench {
@@ -23,7 +24,7 @@ struct Cache {
   Cache(const CudaTimer& timer, int page_size) : store(options(page_size), timer.stream()) {
     const std::int64_t row = std::int64_t{heads} * dim;
     const DeviceBuffer values(static_cast<std::size_t>(tokens * row * 2));
-    cuda_backend()->model.random(values.as<void>(), DType::bf16, 0, tokens * row, 1, 1, timer.handle());
+    random_weights(values.as<void>(), DType::bf16, 0, tokens * row, 1, 1, timer.stream());
     slots = {store.open()};
     store.append(0, slots[0], values.as<void>(), values.as<void>(), DType::bf16, row, tokens, 0);
     store.advance(slots[0], tokens, false);

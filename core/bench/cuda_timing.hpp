@@ -1,5 +1,9 @@
 // Timing on the GPU: device buffers, and a timer that replays a graph with a cold L2 cache.
 #pragma once
+#include <kvlab/dtype.hpp>
+#include <kvlab/error.hpp>
+#include <kvlab/stream.hpp>
+
 #include <algorithm>
 #include <memory>
 #include <utility>

@@ -9,6 +9,7 @@
 #include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
+#include "model/random_weights.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "store/cuda_store.hpp"
 
@@ -92,7 +93,7 @@ class FilledStore {
     constexpr int block = 4096;
     const std::int64_t row = std::int64_t{c.kv_heads} * c.head_dim;
     const DeviceBuffer values(static_cast<std::size_t>(block * row * 2));
-    cuda_backend()->model.random(values.as<void>(), DType::bf16, 0, block * row, 1, 1, s.handle());
+    random_weights(values.as<void>(), DType::bf16, 0, block * row, 1, 1, s);
     for (int i = 0; i < shape.batch; ++i) {
       const int slot = store_.open();
       slots.push_back(slot);

@@ -7,14 +7,15 @@
 #include "base/backend.hpp"
 #include "base/finite.hpp"
 #include "base/part_timer.hpp"
-#include "exec/cuda_kernels.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
 #include "ops/linear/norm.hpp"
 #include "ops/page/paged.hpp"
+#include "ops/page/prompt_pages.hpp"
 #include "ops/page/rope_rank.hpp"
+#include "ops/score/add_rows.hpp"
 
 namespace kvlab {
 namespace {
@@ -294,7 +295,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   if (relative()) turn(rows, false);
   const CodecSpec codec = rows.layouts->codec;
   if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
-  CudaPromptPages p;
+  ops::PromptPagesArgs p;
   p.kv = store_.view(layer, {slot});
   p.tokens = static_cast<int>(tokens);
   const auto keys = turned(tokens, c.heads, c.kv_heads), values = part(tokens, c.heads + c.kv_heads, c.kv_heads);
@@ -308,7 +309,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   const std::int64_t pages = std::int64_t{c.kv_heads} * p.pages;
   p.frames = room<std::byte>(copy_, pages * copy_layout_.bytes);
   p.table = room<PageEntry>(copy_table_, pages);
-  require_cuda("the executor on CUDA").model.prompt_pages(p, stream_.handle());
+  ops::prompt_pages(p, stream_);
   rows.base = p.frames;
   rows.layouts = &copy_layout_;
   rows.table = {p.table, {tokens, c.kv_heads, p.pages}, {0, p.pages, 1}};
@@ -407,7 +408,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     kv.rows = static_cast<int>(std::min(block, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
     attend_rows(kv, at, {}, mass);
-    require_cuda("the executor on CUDA").model.add_rows(mass, sums, stream_.handle());
+    ops::add_rows(mass, sums, stream_);
   }
   return DType::f32;
 }

@@ -1,8 +1,8 @@
 // The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
 // goes through ops::attend_prompt, or, where that cannot, through the op of decode steps, each token a row that sees
-// nothing after itself; with a codec or cache-relative RoPE it reads a copy of the layer (CudaPromptPages). Where hooks
-// are replayable, the second decode step of a number of rows becomes a graph, which later steps launch: tokens, text
-// positions and slots lie in device memory, and the store's kernels take frames without the host.
+// nothing after itself; with a codec or cache-relative RoPE it reads a copy of the layer (ops::prompt_pages). Where
+// hooks are replayable, the second decode step of a number of rows becomes a graph, which later steps launch: tokens,
+// text positions and slots lie in device memory, and the store's kernels take frames without the host.
 #pragma once
 #include <map>
 

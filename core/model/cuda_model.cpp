@@ -4,9 +4,9 @@
 #include <kvlab/dtype.hpp>
 #include <string>
 
-#include "base/backend.hpp"
 #include "base/half.hpp"
 #include "base/stop.hpp"
+#include "model/random_weights.hpp"
 
 namespace kvlab {
 namespace {
@@ -33,8 +33,7 @@ class Upload {
       stop::check();
       const std::int64_t all = c_.shape(name).at(0);
       if (const auto random = c_.random_tensor(name)) {
-        require_cuda("random weights")
-            .model.random(to, dtype_, 0, all * out.k, random->seed, random->scale, s_.handle());
+        random_weights(to, dtype_, 0, all * out.k, random->seed, random->scale, s_);
         to += all * out.k;
         continue;
       }

@@ -1,5 +1,8 @@
 // Weights of synthetic models, the same numbers on every backend.
 #pragma once
+#include <kvlab/dtype.hpp>
+#include <kvlab/stream.hpp>
+
 #include <cstdint>
 
 namespace kvlab {
@@ -13,5 +16,10 @@ constexpr float random_weight(std::uint64_t seed, std::uint64_t i) {
   const auto odd = static_cast<std::int32_t>(x >> 40) * 2 + 1 - (1 << 24);
   return static_cast<float>(odd) * (1.7320508f / (1 << 24));
 }
+
+// out[i] of bf16 or f16, i < count: random_weight(seed, first + i) * scale. CUDA alone: Errc::unsupported for other
+// types and for a CPU stream.
+void random_weights(void* out, DType dtype, std::int64_t first, std::int64_t count, std::uint64_t seed, float scale,
+                    Stream s);
 
 }  // namespace kvlab

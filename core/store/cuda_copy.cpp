@@ -4,6 +4,7 @@
 #include <kvlab/error.hpp>
 #include <string>
 
+#include "base/device_op.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
 
@@ -158,8 +159,8 @@ std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int
   if (positions_.bytes() < bytes)
     positions_ = StreamMemory(
         stream_, pages_per_head_ * static_cast<std::size_t>(options_.shape.page_size) * sizeof(std::int32_t));
-  ops().positions(layer(index), slot, head, static_cast<int>(out.size()), positions_.as<std::int32_t>(),
-                  stream_.handle());
+  only_on_cuda<cuda_store::positions>(layer(index), slot, head, static_cast<int>(out.size()),
+                                      positions_.as<std::int32_t>(), stream_);
   copy_memory(out.data(), positions_.as<>(), bytes, stream_);
   synchronize(stream_);
   return out;

@@ -3,7 +3,7 @@
 #include <kvlab/error.hpp>
 #include <string>
 
-#include "base/backend.hpp"
+#include "base/device_op.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
@@ -27,10 +27,10 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
   stale_ = true;
   const auto list = list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_);
   if (e.verb == Edit::evict) {
-    ops().evict(layer(e.layer), list, stream_.handle());
+    only_on_cuda<cuda_store::evict>(layer(e.layer), list, stream_);
     return {Fit::ok, -1};
   }
-  ops().keep(layer(e.layer), list, stream_.handle());
+  only_on_cuda<cuda_store::keep>(layer(e.layer), list, stream_);
   for (int slot : slots)
     bound(e.layer, slot) =
         static_cast<std::int32_t>(std::min<std::int64_t>(bound(e.layer, slot), list.index.extent[2]));
@@ -40,7 +40,8 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
 Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   stale_ = true;
-  ops().swap(layer(e.layer), list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_), stream_.handle());
+  const auto pairs = list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_);
+  only_on_cuda<cuda_store::swap_places>(layer(e.layer), pairs, stream_);
   return {Fit::ok, -1};
 }
 
@@ -104,7 +105,7 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
     e.jobs = e.job_count + 1;
     zero_memory(e.job_count, sizeof(std::int32_t), stream_);
   }
-  ops().page_edit(layer(index), e, stream_.handle());
+  only_on_cuda<cuda_store::page_edit>(layer(index), e, stream_);
   stale_ = true;
   return Fit::ok;
 }
@@ -134,7 +135,7 @@ IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>&
   out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
   a.out = out.index;
   a.out_count = out.count;
-  ops().attend(layer(e.layer), a, stream_.handle());
+  only_on_cuda<cuda_store::attend>(layer(e.layer), a, stream_);
   stale_ = true;
   return out;
 }

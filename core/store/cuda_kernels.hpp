@@ -1,12 +1,14 @@
-// What CudaStore has the device do (CudaStoreOps of base/backend.hpp). All pointers are memory that kernels reach;
-// calls return at once, run in the stream's order and may be captured in a graph. Lists of a policy are checked on the
-// device: a list that is wrong changes nothing of its head and sets a StoreError.
+// What CudaStore has the device do. The functions lie in libkvlab_cuda.so, so that only_on_cuda (base/device_op.hpp)
+// calls them. All pointers are memory that kernels reach; calls return at once, run in the stream's order and may be
+// captured in a graph. Lists of a policy are checked on the device: a list that is wrong changes nothing of its head
+// and sets a StoreError.
 #pragma once
+#include <kvlab/edits.hpp>
 #include <kvlab/kv.hpp>
+#include <kvlab/stream.hpp>
 
 #include <cstdint>
 
-#include "base/backend.hpp"
 #include "ops/page/rope_append.hpp"
 
 namespace kvlab {
@@ -88,6 +90,23 @@ struct CudaStoreAttend : CudaStoreList {
   View<std::int32_t, 2> out_count;
 };
 
-void fill_cuda_store_ops(CudaStoreOps& ops);  // cuda_store.cu
+namespace cuda_store {
+
+void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream stream);
+// Before and after ops::rope_append: a page that goes on is on the device alone; new pages are counted, summaries
+// follow.
+void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
+void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
+// Keeps the listed tokens, or all but them, in the order that CpuStore leaves them in.
+void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
+void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
+void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
+void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
+void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
+void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // a slot of every layer
+// Text positions of a head's first `tokens` places, wherever their pages are.
+void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream);
+
+}  // namespace cuda_store
 
 }  // namespace kvlab

@@ -7,6 +7,8 @@
 #include <string>
 
 #include "base/backend.hpp"
+#include "base/device_op.hpp"
+#include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 #include "store/arena.hpp"
 
@@ -97,8 +99,6 @@ CudaStore::~CudaStore() {
   }
 }
 
-const CudaStoreOps& CudaStore::ops() const { return backend().store; }
-
 void CudaStore::make_pool(Tier tier, std::int64_t frames) {
   const auto t = static_cast<std::size_t>(tier);
   const std::int64_t step = layout_of(t).bytes / granule_bytes;
@@ -181,8 +181,7 @@ PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier 
 PagedKv CudaStore::causal_view(int index, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const {
   const Shape& s = options_.shape;
   PagedKv kv = view(index, {slot});
-  backend().model.causal(kv.length.data + std::int64_t{slot} * s.kv_heads, s.kv_heads, tokens, length, rows,
-                         stream_.handle());
+  ops::causal(kv.length.data + std::int64_t{slot} * s.kv_heads, s.kv_heads, tokens, length, rows, stream_);
   kv.table.data += kv.table.stride[0] * slot;
   kv.table.extent[0] = tokens;
   kv.table.stride[0] = 0;
@@ -301,7 +300,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   a.dtype = dtype;
   a.stride = stride;
   a.nonfinite = nonfinite;
-  ops().append(layer(index), a, stream_.handle());
+  only_on_cuda<cuda_store::append>(layer(index), a, stream_);
   bound(index, slot) += tokens;
   stale_ = true;
   return Fit::ok;
@@ -344,7 +343,7 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   }
   const CudaStoreLayer l = layer(index);
   const CudaStoreRows r{rows_of(slots), static_cast<int>(rows)};
-  if (host_arena_.data()) ops().before_step(l, r, stream_.handle());
+  if (host_arena_.data()) only_on_cuda<cuda_store::before_step>(l, r, stream_);
   a.rows = r.rows;
   a.base = l.base[0];
   a.layouts = &layout_;
@@ -363,11 +362,12 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
 }
 
 void CudaStore::after_step(int index, const std::vector<std::int32_t>& slots) {
-  ops().after_step(layer(index), {rows_of(slots), static_cast<int>(slots.size())}, stream_.handle());
+  const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
+  only_on_cuda<cuda_store::after_step>(layer(index), rows, stream_);
 }
 
 void CudaStore::close(int slot) {
-  ops().clear(layer(0), options_.shape.layers, slot, stream_.handle());
+  only_on_cuda<cuda_store::clear>(layer(0), options_.shape.layers, slot, stream_);
   workspace_.clear_slot(slot);
   forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;

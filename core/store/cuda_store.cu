@@ -642,8 +642,12 @@ void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t s
       finite_limit(s.layout.dtype));
 }
 
-void append(const CudaStoreLayer& s, const CudaStoreAppend& a, void* handle) {
-  const cudaStream_t stream = stream_of(handle);
+}  // namespace
+
+namespace cuda_store {
+
+void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream to) {
+  const cudaStream_t stream = stream_of(to);
   if (a.dtype != DType::f32 && a.dtype != DType::bf16)
     throw Error(Errc::unsupported, "got tokens of " + std::string(name_of(a.dtype)) + ", wanted f32 or bf16",
                 "store append (CUDA)");
@@ -658,44 +662,50 @@ void append(const CudaStoreLayer& s, const CudaStoreAppend& a, void* handle) {
                                                                                                   pages);
   check_launch("append_summaries");
 }
+KVLAB_ON_CUDA(append, append);
 
-void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) {
+void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream) {
   before_step_kernel<<<blocks_of(std::int64_t{r.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, r);
   check_launch("before_step");
 }
-void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, void* stream) {
+KVLAB_ON_CUDA(before_step, before_step);
+void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream) {
   if (s.summary == Summary::none) return;
   after_step_kernel<<<blocks_of(std::int64_t{r.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, r);
   check_launch("after_step");
 }
+KVLAB_ON_CUDA(after_step, after_step);
 
 // Do rows of 16 bytes fit both sides of a token?
-bool wide(const PageLayout& l) {
+static bool wide(const PageLayout& l) {
   const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };
   return bytes(l.codec.k.bits) % 16 == 0 && bytes(l.codec.v.bits) % 16 == 0;
 }
 
-void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, void* stream) {
+static void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, Stream stream) {
   const auto kernel = s.mixed          ? keep_kernel<uint2, true>
                       : wide(s.layout) ? keep_kernel<uint4, false>
                                        : keep_kernel<uint2, false>;
-  std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream) : nullptr;
+  std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
   kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest, before);
   check_launch("keep");
-  if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream), stream);
+  if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream.handle()), stream.handle());
 }
-void keep(const CudaStoreLayer& s, const CudaStoreList& kept, void* stream) { keep_some(s, kept, true, stream); }
-void evict(const CudaStoreLayer& s, const CudaStoreList& lost, void* stream) { keep_some(s, lost, false, stream); }
+void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream) { keep_some(s, kept, true, stream); }
+KVLAB_ON_CUDA(keep, keep);
+void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream) { keep_some(s, lost, false, stream); }
+KVLAB_ON_CUDA(evict, evict);
 
-void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, void* stream) {
+void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream) {
   const auto kernel = s.mixed          ? swap_kernel<uint2, true>
                       : wide(s.layout) ? swap_kernel<uint4, false>
                                        : swap_kernel<uint2, false>;
   kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
   check_launch("swap");
 }
+KVLAB_ON_CUDA(swap_places, swap_places);
 
-void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream) {
+void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream) {
   const std::int64_t most = e.verb == CudaStorePageEdit::recall_all ? s.pages : e.index.extent[2];
   const unsigned parts = static_cast<unsigned>(std::clamp<std::int64_t>((most + 127) / 128, 1, 16));
   page_edit_kernel<<<dim3(e.rows * s.kv_heads, parts), 128, 0, stream_of(stream)>>>(s, e);
@@ -705,8 +715,9 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, void* stream
   copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, e.verb == CudaStorePageEdit::offload ? 1 : 0);
   check_launch("page_copy");
 }
+KVLAB_ON_CUDA(page_edit, page_edit);
 
-void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) {
+void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4;
   if (shared > 48 * 1024)
     throw Error(
@@ -716,32 +727,21 @@ void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, void* stream) {
   attend_kernel<<<a.rows * s.kv_heads, 128, shared, stream_of(stream)>>>(s, a);
   check_launch("store attend");
 }
+KVLAB_ON_CUDA(attend, attend);
 
-void clear(const CudaStoreLayer& first, int layers, int slot, void* stream) {
+void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream) {
   clear_kernel<<<dim3(static_cast<unsigned>(first.kv_heads), static_cast<unsigned>(layers)), 128, 0,
                  stream_of(stream)>>>(first, slot);
   check_launch("clear");
 }
+KVLAB_ON_CUDA(clear, clear);
 
-void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, void* stream) {
+void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream) {
   if (tokens < 1) return;
   positions_kernel<<<(tokens + 255) / 256, 256, 0, stream_of(stream)>>>(s, slot, head, tokens, out);
   check_launch("positions");
 }
+KVLAB_ON_CUDA(positions, positions);
 
-}  // namespace
-
-void fill_cuda_store_ops(CudaStoreOps& t) {
-  t.append = append;
-  t.before_step = before_step;
-  t.after_step = after_step;
-  t.keep = keep;
-  t.evict = evict;
-  t.swap = swap_places;
-  t.page_edit = page_edit;
-  t.attend = attend;
-  t.clear = clear;
-  t.positions = positions;
-}
-
+}  // namespace cuda_store
 }  // namespace kvlab

@@ -75,7 +75,6 @@ class CudaStore final : public Store {
     std::byte* data_ = nullptr;
   };
 
-  const CudaStoreOps& ops() const;
   CudaStoreLayer layer(int layer) const;
   const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;
   std::size_t bound_index(int layer, int slot) const {

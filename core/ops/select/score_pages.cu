@@ -1,7 +1,7 @@
 // Page scores, and with a list the selection too in the same launch: tiles of 16 pages of all heads lie on one line
 // that the resident blocks share evenly, a warp multiplies a tile with the queries of its KV head on the tensor cores,
 // and whichever block brings the last scores of a head selects its pages. Here is the choice of the kernel, the one for
-// what the rings (page_score_ring.cuh) do not take, and the one for any shape.
+// what the rings (score_pages_ring.cuh) do not take, and the one for any shape.
 #include <algorithm>
 
 #include "base/scratch.cuh"

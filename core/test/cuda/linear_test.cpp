@@ -7,6 +7,7 @@
 #include <set>
 
 #include "base/half.hpp"
+#include "ops/linear/norm.hpp"
 #include "support/device_cache.hpp"
 #include "support/quick.hpp"
 
@@ -470,6 +471,7 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     down.n = hidden, down.k = ffn;
     const Data a(up, 1), b(down, 2);
     OnDevice device;
+    const CudaRuntime& cuda = cuda_backend()->runtime;
     const Stream stream = device.stream();
     const std::vector<float> norm(hidden, 0.5f);
     std::vector<float> start(static_cast<std::size_t>(m * hidden));
@@ -508,7 +510,7 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
       }
     };
     const auto reset = [&] {
-      cuda.runtime.copy(x, start.data(), start.size() * sizeof(float), stream);
+      cuda.copy(x, start.data(), start.size() * sizeof(float), stream.handle());
       device.synchronize();
     };
     const auto values = [&] { return device.get(View<float, 1>::dense(x, {m * hidden})); };
@@ -525,16 +527,16 @@ TEST_CASE("cuda linear: a captured chain of layers gives what the same calls giv
     all(false);
     CHECK(same() == 0);
     const auto work = [&] { all(false); };
-    void* graph = cuda.runtime.capture(
-        stream, [](void* f) { (*static_cast<decltype(work)*>(f))(); },
+    void* graph = cuda.capture(
+        stream.handle(), [](void* f) { (*static_cast<decltype(work)*>(f))(); },
         const_cast<void*>(static_cast<const void*>(&work)));
     for (int i = 0; i < 20; ++i) {
       CAPTURE(i);
       reset();
-      cuda.runtime.launch(graph, stream);
+      cuda.launch(graph, stream.handle());
       CHECK(same() == 0);
     }
-    cuda.runtime.delete_graph(graph);
+    cuda.delete_graph(graph);
   }
 }
 

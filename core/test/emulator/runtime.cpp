@@ -17,11 +17,6 @@
 #include "base/device_op.hpp"
 #include "base/kept_memory.hpp"
 
-namespace kvlab {
-void fill_cuda_store_ops(CudaStoreOps& ops);  // store/cuda_store.cu
-void fill_cuda_model_ops(CudaModelOps& ops);  // exec/cuda_executor.cu
-}  // namespace kvlab
-
 namespace emulator {
 namespace {
 
@@ -282,7 +277,5 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   };
   r.read_rate = [](std::size_t, void*) -> double { throw_device("got a measurement, wanted a GPU"); };
   table->announced = kvlab::announced_cuda_ops;
-  kvlab::fill_cuda_store_ops(table->store);
-  kvlab::fill_cuda_model_ops(table->model);
   return true;
 }

@@ -12,8 +12,8 @@
 #include <random>
 #include <vector>
 
-#include "base/buffer.hpp"
 #include "base/backend.hpp"
+#include "base/buffer.hpp"
 #include "ops/attend/attend_prompt_forms.hpp"
 #include "ops/page/paged.hpp"
 #include "support/quick.hpp"

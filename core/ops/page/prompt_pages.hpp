@@ -1,14 +1,15 @@
-// What the executor has the device do beside ops (CudaModelOps of base/backend.hpp).
+// A copy of a layer for a prompt's attention, on CUDA alone.
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/stream.hpp>
 
 #include <cstdint>
 
-namespace kvlab {
+namespace kvlab::ops {
 
 // A layer of one sequence as a prompt's attention reads it: what came before decoded and turned by its rank
 // (RopeRegime::cache_relative), the chunk itself as it was before the codec. Device memory but the layouts.
-struct CudaPromptPages {
+struct PromptPagesArgs {
   PagedKv kv;                   // one row; the chunk is its last tokens
   int tokens = 0;               // of the chunk
   const float* keys = nullptr;  // [token, kv_head, head_dim], turned
@@ -22,4 +23,6 @@ struct CudaPromptPages {
   PageEntry* table = nullptr;   // [kv_head, page]
 };
 
-}  // namespace kvlab
+void prompt_pages(const PromptPagesArgs& a, Stream s);  // Errc::unsupported for a CPU stream
+
+}  // namespace kvlab::ops
