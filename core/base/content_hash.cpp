@@ -126,7 +126,7 @@ std::string hash_pieces(const RegularFile& file) {
 
 std::string hash_sha256(const RegularFile& file) {
   Sha256 sha;
-  std::string piece(piece_bytes, '\0');
+  std::string piece(static_cast<std::size_t>(std::min<std::uint64_t>(piece_bytes, file.size() + 1)), '\0');
   for (std::uint64_t at = 0;;) {
     stop::check();
     const std::size_t got = file.read(at, piece.data(), piece.size());

@@ -241,10 +241,11 @@ void CommandLine::add_rest() {
                            return 0;
                          }
                          Registry r = registry();
-                         fmt::print("{}", list_text(r, word_));
+                         fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
                          return 0;
                        });
   list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
+  list->add_flag("--json", json_, "plugins with their parameters, for programs");
   plugin_option(list);
 
   CLI::App* describe =
@@ -255,6 +256,14 @@ void CommandLine::add_rest() {
       });
   describe->add_option("NAME", word_, "name of a plugin")->required();
   plugin_option(describe);
+
+  CLI::App* inspect = add("inspect", "what a plugin library was built for and offers, read without running it",
+                          "kvlab inspect build/libmine.so", [this] {
+                            fmt::print("{}", json_ ? inspect_json(file_) : inspect_text(file_));
+                            return 0;
+                          });
+  inspect->add_option("FILE", file_, "shared library, also one of another build of kvlab")->required();
+  inspect->add_flag("--json", json_, "for programs");
 
   CLI::App* schema =
       add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [registry] {

@@ -3,14 +3,19 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
 
+#include "base/content_hash.hpp"
 #include "base/text.hpp"
 #include "experiment/entry_keys.hpp"
+#include "plugin/library_note.hpp"
 #include "plugin/parameters.hpp"
 
 namespace kvlab {
 namespace {
 
+using Json = nlohmann::ordered_json;
 using Row = std::vector<std::string>;
 
 constexpr const char* full_help = "keeps everything: the uncompressed cache (part of kvlab)";
@@ -152,25 +157,79 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
   return "";
 }
 
-std::string describe_one(Registry& registry, const PluginInfo& plugin) {
-  std::string text = fmt::format("{} ({}, version {})\n  {}\n  library: {}\n", plugin.name, name_of(plugin.role),
-                                 plugin.version, plugin.help, library_text(plugin));
+std::string title(const RoleDeclaration& role) {
+  return fmt::format("{} ({}, version {})\n  {}\n", role.name, name_of(role.role), role.version, role.help);
+}
+
+std::string params_text(const std::vector<ParamSpec>& params) {
   std::vector<Row> rows{{"name", "type", "default", "range", "help"}};
   std::vector<Row> components;
-  for (const ParamSpec& spec : plugin.params) {
+  for (const ParamSpec& spec : params) {
     if (spec.component)
       components.push_back({spec.name, spec.help});
     else
       rows.push_back({spec.name, type_text(spec), default_text(spec), range_text(spec), spec.help});
   }
-  text += rows.size() > 1 ? "\nparameters\n" + table(rows, "  ") : "\nno parameters\n";
+  std::string text = rows.size() > 1 ? "\nparameters\n" + table(rows, "  ") : "\nno parameters\n";
   if (!components.empty())
     text +=
         "\ncomponents (true or false, on by default; `ablate` switches each off in turn)\n" + table(components, "  ");
+  return text;
+}
+
+std::string describe_one(Registry& registry, const PluginInfo& plugin) {
+  std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
     text += "\nkeys of every policy\n" + keys_text(policy_keys());
   if (plugin.role == Role::task) text += "\nkeys of every task\n" + keys_text(task_keys());
   return text + "\nexample\n" + example(registry, plugin);
+}
+
+Json param_json(const ParamSpec& spec) {
+  Json json{{"name", spec.name}, {"type", name_of(spec.kind)}};
+  json["default"] = std::visit([](const auto& value) { return Json(value); }, spec.value);
+  const auto bound = [&](const char* key, double limit) {
+    if (!std::isfinite(limit)) return;
+    if (spec.kind == ParamKind::integer && std::fabs(limit) < 9e15)
+      json[key] = static_cast<std::int64_t>(limit);
+    else
+      json[key] = limit;
+  };
+  bound("low", spec.low);
+  bound("high", spec.high);
+  if (!spec.choices.empty()) json["choices"] = spec.choices;
+  if (spec.component) json["component"] = true;
+  json["help"] = spec.help;
+  return json;
+}
+
+// Of text that need not be UTF-8.
+std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+// A list of objects: the keys of `head` with a line each, and "params" with a line for each parameter.
+std::string roles_json(const std::vector<std::pair<Json, const std::vector<ParamSpec>*>>& roles,
+                       const std::string& indent) {
+  Row all;
+  for (const auto& [head, params] : roles) {
+    Row lines;
+    for (const auto& [key, value] : head.items()) lines.push_back(indent + "    " + dump(key) + ": " + dump(value));
+    Row one_line_each;
+    for (const ParamSpec& spec : *params) one_line_each.push_back("\n" + indent + "      " + dump(param_json(spec)));
+    lines.push_back(indent + "    \"params\": [" + join(one_line_each, ",") + "]");
+    all.push_back(indent + "  {\n" + join(lines, ",\n") + "\n" + indent + "  }");
+  }
+  return "[\n" + join(all, ",\n") + "\n" + indent + "]";
+}
+
+Json head_json(const RoleDeclaration& role) {
+  return {{"name", role.name}, {"role", name_of(role.role)}, {"version", role.version}, {"help", role.help}};
+}
+
+// What the note does not say, and why.
+const char* missing_roles(const LibraryNote& note) {
+  return note.abi == KVLAB_ABI
+             ? "not known: its registration is no constant expression, so the compiler could not write the roles down"
+             : "not known: the note is written for another ABI";
 }
 
 std::string diagnostics_text(Registry& registry) {
@@ -195,6 +254,45 @@ std::string list_text(Registry& registry, const std::string& kind) {
     for (const PluginInfo* p : registry.list(role))
       rows.push_back({p->name, name_of(p->role), p->version, library_text(*p), p->help});
   return table(rows, "") + diagnostics_text(registry);
+}
+
+std::string list_json(Registry& registry, const std::string& kind) {
+  std::vector<std::pair<Json, const std::vector<ParamSpec>*>> roles;
+  for (const Role role : roles_of(kind))
+    for (const PluginInfo* p : registry.list(role)) {
+      Json head = head_json(*p);
+      head["library"] = library_text(*p);
+      roles.emplace_back(std::move(head), &p->params);
+    }
+  return roles_json(roles, "") + "\n";
+}
+
+std::string inspect_text(const std::filesystem::path& file) {
+  const LibraryNote note = library_note(file);
+  const auto problem = build_problem(note.abi, note.size, note.build);
+  std::string text = fmt::format("{}\n  ABI:     {}\n  build:   {}\n  sha256:  {}\n  loads:   {}\n", file.string(),
+                                 note.abi, note.build, content_hashes().sha256_of(file),
+                                 problem ? "no: " + *problem : "its build is this kvlab's");
+  if (!note.roles) text += fmt::format("  roles:   {}\n", missing_roles(note));
+  for (const RoleDeclaration& role : note.roles.value_or(std::vector<RoleDeclaration>()))
+    text += "\n" + title(role) + params_text(role.params);
+  return printable(text);
+}
+
+std::string inspect_json(const std::filesystem::path& file) {
+  const LibraryNote note = library_note(file);
+  const bool same = !build_problem(note.abi, note.size, note.build);
+  const Json head{{"file", file.string()},
+                  {"abi", note.abi},
+                  {"build", note.build},
+                  {"sha256", content_hashes().sha256_of(file)},
+                  {"same_build", same}};
+  std::string text = "{\n";
+  for (const auto& [key, value] : head.items()) text += "  " + dump(key) + ": " + dump(value) + ",\n";
+  std::vector<std::pair<Json, const std::vector<ParamSpec>*>> roles;
+  if (note.roles)
+    for (const RoleDeclaration& role : *note.roles) roles.emplace_back(head_json(role), &role.params);
+  return text + "  \"roles\": " + (note.roles ? roles_json(roles, "  ") : "null") + "\n}\n";
 }
 
 std::string describe_text(Registry& registry, const std::string& name) {

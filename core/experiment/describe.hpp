@@ -1,5 +1,6 @@
-// The output of `kvlab list` and `kvlab describe`, from the plugins' own declarations.
+// The output of `kvlab list`, `kvlab describe` and `kvlab inspect`, from the plugins' own declarations.
 #pragma once
+#include <filesystem>
 #include <string>
 
 #include "plugin/registry.hpp"
@@ -10,6 +11,15 @@ namespace kvlab {
 // or policies (Policy, Scorer and Selector plugins), scorers, selectors, budgets, codecs, profilers, tasks; another
 // word is Errc::config.
 std::string list_text(Registry& registry, const std::string& kind);
+
+// The usable plugins of the kind as a JSON list, a line for each parameter. plugins/plugins.json is the one of kvlab's
+// own.
+std::string list_json(Registry& registry, const std::string& kind);
+
+// What a library says of itself in its note: ABI, build, roles, parameters. Nothing of it is run. Errc::plugin for a
+// file that is no plugin.
+std::string inspect_text(const std::filesystem::path& file);
+std::string inspect_json(const std::filesystem::path& file);  // "roles" is null where the note does not hold them
 
 // Parameters with type, default, range and help, components, the keys that every policy takes, an example to copy.
 // Errc::plugin when nothing has that name. `full` is described, too.

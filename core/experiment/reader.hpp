@@ -2,7 +2,7 @@
 // `kvlab check` shows all of them.
 #pragma once
 #include <kvlab/error.hpp>
-#include <kvlab/params.hpp>
+#include <kvlab/note.hpp>
 
 #include <initializer_list>
 #include <optional>

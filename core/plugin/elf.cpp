@@ -3,10 +3,12 @@
 #include <elf.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <kvlab/error.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace kvlab {
@@ -25,9 +27,28 @@ bool inside(std::uint64_t begin, std::uint64_t length, std::uint64_t size) {
   return begin <= size && length <= size - begin;
 }
 
+constexpr std::uint64_t most_note_bytes = 4 << 20;
+
+// Of a segment with notes. Each begins with three numbers: bytes of its owner's name with the final zero, bytes of its
+// content, type. Name and content are padded to four bytes.
+std::optional<std::string> our_note(std::string_view segment) {
+  const auto padded = [](std::uint64_t bytes) { return (bytes + 3) / 4 * 4; };
+  constexpr std::string_view owner("kvlab", 6);
+  for (Elf64_Nhdr head; segment.size() >= sizeof head;) {
+    std::memcpy(&head, segment.data(), sizeof head);
+    segment.remove_prefix(sizeof head);
+    const std::uint64_t content = padded(head.n_namesz);
+    if (content + head.n_descsz > segment.size()) return std::nullopt;
+    if (head.n_type == 1 && segment.substr(0, head.n_namesz) == owner)
+      return std::string(segment.substr(content, head.n_descsz));
+    segment.remove_prefix(std::min(content + padded(head.n_descsz), segment.size()));
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
-void check_library_file(const std::filesystem::path& path) {
+std::optional<std::string> read_note(const std::filesystem::path& path) {
   const auto refuse = [&](const std::string& message) { throw Error(Errc::plugin, message, path.string()); };
   std::error_code ec;
   if (!std::filesystem::exists(path, ec)) refuse("got no such file, wanted a plugin library; check the path");
@@ -66,6 +87,16 @@ void check_library_file(const std::filesystem::path& path) {
     if (segment.p_type != PT_NULL && !inside(segment.p_offset, segment.p_filesz, size))
       refuse(fmt::format("got {} bytes, wanted a segment of {} at byte {}", size, segment.p_filesz, segment.p_offset) +
              cut);
+
+  for (const Elf64_Phdr& segment : segments) {
+    if (segment.p_type != PT_NOTE || segment.p_filesz > most_note_bytes) continue;
+    std::string bytes(segment.p_filesz, '\0');
+    file.seekg(static_cast<std::streamoff>(segment.p_offset));
+    file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    if (!file) refuse("got an unreadable segment of notes, wanted a whole library" + cut);
+    if (auto note = our_note(bytes)) return note;
+  }
+  return std::nullopt;
 }
 
 }  // namespace kvlab

@@ -17,10 +17,11 @@
 #define BOOST_DLL_USE_STD_FS
 #include <boost/dll/shared_library.hpp>
 
+#include "base/content_hash.hpp"
 #include "base/stream_memory.hpp"
 #include "base/text.hpp"
 #include "plugin/callback.hpp"
-#include "plugin/elf.hpp"
+#include "plugin/library_note.hpp"
 #include "plugin/parameters.hpp"
 
 namespace fs = std::filesystem;
@@ -82,16 +83,8 @@ Entry* entry_of(const boost::dll::shared_library& handle, const fs::path& path) 
 
 void check_description(const kvlab_plugin* plugin, const fs::path& path) {
   if (!plugin) refuse(path, "got a null plugin description, wanted that of KVLAB_PLUGIN(...); " + rebuild_hint());
-  if (plugin->abi != KVLAB_ABI)
-    refuse(path, fmt::format("got plugin ABI {}, wanted {}: the plugin was built with {} kvlab; {}", plugin->abi,
-                             KVLAB_ABI, plugin->abi < KVLAB_ABI ? "an older" : "a newer", rebuild_hint()));
-  if (plugin->size != sizeof(kvlab_plugin))
-    refuse(path,
-           fmt::format("got a plugin description of {} bytes, wanted {}: the plugin was built with another kvlab; {}",
-                       plugin->size, sizeof(kvlab_plugin), rebuild_hint()));
-  const std::string build = plugin->build ? plugin->build : "(null)";
-  if (build != KVLAB_BUILD)
-    refuse(path, fmt::format("got a plugin built with [{}], wanted [{}]; {}", build, KVLAB_BUILD, rebuild_hint()));
+  if (const auto problem = build_problem(plugin->abi, plugin->size, plugin->build ? plugin->build : "(null)"))
+    refuse(path, *problem);
   if (!plugin->roles) refuse(path, "got a null list of roles, wanted that of KVLAB_PLUGIN(...); " + rebuild_hint());
 }
 
@@ -115,22 +108,6 @@ void check_params(const PluginInfo& plugin, const std::string& where) {
 
 }  // namespace
 
-fs::path own_folder() {
-  Dl_info self{};
-  std::error_code ec;
-  if (!dladdr(reinterpret_cast<void*>(&own_folder), &self) || !self.dli_fname) return {};
-  return fs::canonical(self.dli_fname, ec).parent_path();
-}
-
-std::string rebuild_hint() {
-  const fs::path installed = own_folder() / "cmake" / "kvlab";
-  std::error_code ec;
-  const std::string package =
-      fs::exists(installed / "kvlabConfig.cmake", ec) ? installed.string() : "the folder of kvlabConfig.cmake";
-  return "rebuild the plugin with this kvlab (" KVLAB_VERSION "): cmake -B build -Dkvlab_DIR=\"" + package +
-         "\" && cmake --build build";
-}
-
 PluginInfo info_of(const kvlab_role& role, const fs::path& path, std::shared_ptr<const Library> owner) {
   const auto need = [&](const void* pointer, const char* field) {
     if (!pointer)
@@ -149,6 +126,9 @@ PluginInfo info_of(const kvlab_role& role, const fs::path& path, std::shared_ptr
   if (static_cast<std::uint32_t>(role.role) >= role_count)
     refuse(path, fmt::format("got role number {} of '{}', wanted below {}; {}", static_cast<std::uint32_t>(role.role),
                              role.name, role_count, rebuild_hint()));
+  if (!*role.version)
+    refuse(path,
+           fmt::format("got an empty version of '{}', wanted a text; correct the plugin's registration", role.name));
   if (!is_name(role.name))
     refuse(path,
            fmt::format("got the plugin name '{}', wanted letters a-z, digits, _ and -; rename it in its registration",
@@ -194,7 +174,8 @@ std::vector<PluginInfo> read_library(const fs::path& file) {
 }  // namespace
 
 void try_library(const fs::path& file) {
-  check_library_file(file);
+  const LibraryNote note = library_note(file);  // another build's constructors must not run
+  if (const auto problem = build_problem(note.abi, note.size, note.build)) refuse(file, *problem);
   constexpr unsigned seconds = 20;
   const pid_t child = fork();
   if (child < 0) return;  // no process left for it: load without a trial
@@ -230,7 +211,9 @@ std::vector<PluginInfo> load_library(const fs::path& path) {
   if (const auto it = loaded.find(file); it != loaded.end()) return it->second;
 
   try_library(file);
+  const std::string sha256 = content_hashes().sha256_of(file);
   std::vector<PluginInfo> infos = read_library(file);
+  for (PluginInfo& info : infos) info.sha256 = sha256;
   loaded.emplace(file, infos);
   return infos;
 }

@@ -15,19 +15,17 @@ namespace kvlab {
 class Library;  // an open shared library
 
 // One registration of a library, copied out of it, or one of the host's own (no owner, empty path).
-struct PluginInfo {
-  std::string name;
-  Role role = Role::policy;
-  std::string version, help;
-  std::vector<ParamSpec> params;
+struct PluginInfo : RoleDeclaration {
   std::filesystem::path library;
+  std::string sha256;  // of the library's file when it was loaded
   std::shared_ptr<const Library> owner;
   void* (*create)(const Params*, char*, std::size_t) = nullptr;
   void (*destroy)(void*) = nullptr;
 };
 
-// Errc::plugin if loading the file would end the process, which a damaged library can do in the system's loader, in a
-// constructor of its own or in its entry: a child process tries. Loads nothing into this one.
+// Errc::plugin if the library's note is not this build's, or if loading the file would end the process, which a damaged
+// library can do in the system's loader, in a constructor of its own or in its entry: a child process tries. Loads
+// nothing into this one.
 void try_library(const std::filesystem::path& path);
 
 // Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
@@ -36,12 +34,6 @@ std::vector<PluginInfo> load_library(const std::filesystem::path& path);
 // A registration as the host sees it; where = the library's path, empty for the host's own.
 PluginInfo info_of(const kvlab_role& role, const std::filesystem::path& path = {},
                    std::shared_ptr<const Library> owner = nullptr);
-
-// What the user has to do when a library was built with another kvlab.
-std::string rebuild_hint();
-
-// Folder of libkvlab.so, symbolic links resolved.
-std::filesystem::path own_folder();
 
 // Deletes a plugin's object through the plugin; the library outlives the object because the deleter does.
 struct PluginDeleter {

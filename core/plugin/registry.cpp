@@ -8,6 +8,7 @@
 
 #include "base/log.hpp"
 #include "base/text.hpp"
+#include "plugin/library_note.hpp"
 
 namespace fs = std::filesystem;
 
@@ -62,7 +63,7 @@ std::string words(const std::vector<Role>& roles) {
 Registry::Registry(std::vector<fs::path> plugin_path) : plugin_path_(std::move(plugin_path)) {}
 
 void Registry::add(const Registration& builtin) {
-  PluginInfo info = info_of(builtin.view());
+  PluginInfo info = info_of(builtin.view(builtin.declaration()));
   Key key{info.role, info.name};
   plugins_.insert_or_assign(std::move(key), std::move(info));
 }

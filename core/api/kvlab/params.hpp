@@ -84,36 +84,4 @@ class Params {
   std::map<std::string, ParamValue, std::less<>> values_;
 };
 
-// Builders used by the registration in plugin.hpp.
-template <class T>
-ParamSpec make_param(std::string name, T value, double low, double high, std::string help) {
-  ParamSpec spec;
-  spec.name = std::move(name);
-  spec.help = std::move(help);
-  if constexpr (std::is_same_v<T, bool>) {
-    spec.kind = ParamKind::boolean;
-    spec.value = value;
-  } else if constexpr (std::is_enum_v<T>) {
-    spec.kind = ParamKind::choice;
-    for (const auto& [v, text] : Choices<T>::all) {
-      spec.choices.emplace_back(text);
-      if (v == value) spec.value = std::string(text);
-    }
-  } else if constexpr (std::is_integral_v<T>) {
-    spec.kind = ParamKind::integer;
-    spec.value = static_cast<std::int64_t>(value);
-    spec.low = low;
-    spec.high = high;
-  } else if constexpr (std::is_floating_point_v<T>) {
-    spec.kind = ParamKind::real;
-    spec.value = static_cast<double>(value);
-    spec.low = low;
-    spec.high = high;
-  } else {
-    spec.kind = ParamKind::text;
-    spec.value = std::string(value);
-  }
-  return spec;
-}
-
 }  // namespace kvlab

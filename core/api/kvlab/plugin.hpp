@@ -8,12 +8,14 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "kvlab/abi.hpp"
 #include "kvlab/error.hpp"
+#include "kvlab/note.hpp"
 #include "kvlab/ops.hpp"
 #include "kvlab/params.hpp"
 #include "kvlab/policy.hpp"
@@ -76,97 +78,125 @@ void destroy(void* object) noexcept {
 
 }  // namespace detail
 
-// One registration under construction.
+// One registration under construction, as the bytes of its note. What it is given may end with the statement.
 class Registration {
  public:
   // A number with its inclusive range; kvlab::any = no limit.
   template <class T>
-  Registration& param(std::string name, T value, double low, double high, std::string help) {
+  constexpr Registration& param(std::string_view name, const T& value, double low, double high, std::string_view help) {
     static_assert(std::is_arithmetic_v<T> && !std::is_same_v<T, bool>, "only numbers have a range");
-    params_.push_back(make_param(std::move(name), value, low, high, std::move(help)));
-    return *this;
+    return add(name, value, low, high, help);
   }
   // bool, text, an enum with kvlab::Choices, or a number without limits.
   template <class T>
-  Registration& param(std::string name, T value, std::string help) {
-    params_.push_back(make_param(std::move(name), value, -any, any, std::move(help)));
-    return *this;
+  constexpr Registration& param(std::string_view name, const T& value, std::string_view help) {
+    return add(name, value, -any, any, help);
   }
   // A part of the method that `ablate` may switch off: a bool parameter that is on by default.
-  Registration& component(std::string name, std::string help) {
-    params_.push_back(make_param(std::move(name), true, -any, any, std::move(help)));
-    params_.back().component = true;
-    return *this;
+  constexpr Registration& component(std::string_view name, std::string_view help) {
+    return add(name, true, -any, any, help, true);
   }
   // Version of the method's implementation; without it, the kvlab version that the library was built with.
-  Registration& version(std::string text) {
-    version_ = std::move(text);
+  constexpr Registration& version(std::string_view text) {
+    version_.clear();
+    detail::put_text(version_, text);
     return *this;
-  }
-
-  // The registration as the ABI shows it: pointers into this object.
-  kvlab_role view() const {
-    return {name_.c_str(), role_, version_.c_str(), help_.c_str(), params_.data(), params_.size(), create_, destroy_};
   }
 
   template <class Interface, class T>
-  static Registration of(std::string name, std::string help) {
+  static constexpr Registration of(std::string_view name, std::string_view help) {
     static_assert(std::is_base_of_v<Interface, T>, "the class must derive (publicly) from the role's class");
     static_assert(std::is_constructible_v<T, const Params&> || std::is_default_constructible_v<T>,
                   "the class must be constructible from const kvlab::Params& or from nothing");
     Registration r;
-    r.name_ = std::move(name);
-    r.help_ = std::move(help);
     r.role_ = role_of<Interface>;
+    detail::put_text(r.name_, name);
+    detail::put_text(r.version_, KVLAB_VERSION);
+    detail::put_text(r.help_, help);
     r.create_ = &detail::create<Interface, T>;
     r.destroy_ = &detail::destroy<Interface>;
     return r;
   }
 
+  template <class Out>
+  constexpr void put(Out& out) const {
+    detail::put_number(out, static_cast<std::uint64_t>(role_), 4);
+    for (const NoteBytes* text : {&name_, &version_, &help_}) detail::put_bytes(out, *text);
+    detail::put_number(out, param_count_, 4);
+    detail::put_bytes(out, params_);
+  }
+
+  RoleDeclaration declaration() const {
+    NoteBytes bytes;
+    put(bytes);
+    return NoteReader({bytes.data(), bytes.size()}).role();
+  }
+
+  // The registration as the ABI shows it: pointers into `declared`, which is its own.
+  kvlab_role view(const RoleDeclaration& declared) const {
+    return {declared.name.c_str(),
+            declared.role,
+            declared.version.c_str(),
+            declared.help.c_str(),
+            declared.params.data(),
+            declared.params.size(),
+            create_,
+            destroy_};
+  }
+
  private:
-  std::string name_, help_, version_ = KVLAB_VERSION;
+  template <class T>
+  constexpr Registration& add(std::string_view name, const T& value, double low, double high, std::string_view help,
+                              bool component = false) {
+    detail::put_param(params_, name, value, low, high, help, component);
+    ++param_count_;
+    return *this;
+  }
+
   Role role_ = Role::policy;
-  std::vector<ParamSpec> params_;
+  NoteBytes name_, version_, help_, params_;  // as in the note
+  std::uint32_t param_count_ = 0;
   void* (*create_)(const Params*, char*, std::size_t) = nullptr;
   void (*destroy_)(void*) = nullptr;
 };
 
 template <class T>
-Registration policy(std::string name, std::string help) {
-  return Registration::of<Policy, T>(std::move(name), std::move(help));
+constexpr Registration policy(std::string_view name, std::string_view help) {
+  return Registration::of<Policy, T>(name, help);
 }
 template <class T>
-Registration scorer(std::string name, std::string help) {
-  return Registration::of<Scorer, T>(std::move(name), std::move(help));
+constexpr Registration scorer(std::string_view name, std::string_view help) {
+  return Registration::of<Scorer, T>(name, help);
 }
 template <class T>
-Registration selector(std::string name, std::string help) {
-  return Registration::of<Selector, T>(std::move(name), std::move(help));
+constexpr Registration selector(std::string_view name, std::string_view help) {
+  return Registration::of<Selector, T>(name, help);
 }
 template <class T>
-Registration budget(std::string name, std::string help) {
-  return Registration::of<Budget, T>(std::move(name), std::move(help));
+constexpr Registration budget(std::string_view name, std::string_view help) {
+  return Registration::of<Budget, T>(name, help);
 }
 template <class T>
-Registration codec(std::string name, std::string help) {
-  return Registration::of<Codec, T>(std::move(name), std::move(help));
+constexpr Registration codec(std::string_view name, std::string_view help) {
+  return Registration::of<Codec, T>(name, help);
 }
 template <class T>
-Registration profiler(std::string name, std::string help) {
-  return Registration::of<Profiler, T>(std::move(name), std::move(help));
+constexpr Registration profiler(std::string_view name, std::string_view help) {
+  return Registration::of<Profiler, T>(name, help);
 }
 template <class T>
-Registration task(std::string name, std::string help) {
-  return Registration::of<Task, T>(std::move(name), std::move(help));
+constexpr Registration task(std::string_view name, std::string_view help) {
+  return Registration::of<Task, T>(name, help);
 }
 
 namespace detail {
 
 struct Published {
-  explicit Published(std::vector<Registration> list) : registrations(std::move(list)) {
-    for (const Registration& r : registrations) roles.push_back(r.view());
+  explicit Published(const std::vector<Registration>& list) {
+    for (const Registration& r : list) declared.push_back(r.declaration());
+    for (std::size_t i = 0; i < list.size(); ++i) roles.push_back(list[i].view(declared[i]));
   }
-  std::vector<Registration> registrations;
+  std::vector<RoleDeclaration> declared;
   std::vector<kvlab_role> roles;
 };
 
@@ -180,13 +210,83 @@ const kvlab_role* publish(Make make, std::size_t* count, char* err, std::size_t 
   });
 }
 
+// An ELF note, filled through push_back.
+template <std::size_t size>
+struct Note {
+  std::uint32_t name_bytes = 6, bytes = 0, type = 1;
+  char name[8] = "kvlab";
+  char content[size] = {};
+  constexpr void push_back(char c) { content[bytes++] = c; }
+};
+
+struct NoteSize {
+  std::size_t bytes = 0;
+  constexpr void push_back(char) { ++bytes; }
+};
+
+template <class Out>
+constexpr void put_head(Out& out, std::uint32_t abi, std::size_t size, std::string_view build) {
+  put_number(out, abi, 4);
+  put_number(out, size, 4);
+  put_text(out, build);
+}
+
+// `Make` returns the registrations.
+template <class Make>
+struct NoteWithRoles {
+  template <class Out>
+  constexpr void put(Out& out) const {
+    put_head(out, KVLAB_ABI, sizeof(kvlab_plugin), KVLAB_BUILD);
+    put_number(out, 1, 1);
+    const std::vector<Registration> list = Make{}();
+    put_number(out, list.size(), 4);
+    for (const Registration& r : list) r.put(out);
+  }
+};
+
+struct NoteWithoutRoles {
+  template <class Out>
+  constexpr void put(Out& out) const {
+    put_head(out, KVLAB_ABI, sizeof(kvlab_plugin), KVLAB_BUILD);
+    put_number(out, 0, 1);
+  }
+};
+
+template <class Content>
+constexpr std::size_t note_size() {
+  NoteSize size;
+  Content{}.put(size);
+  return size.bytes;
+}
+
+template <class Content>
+constexpr auto note_of() {
+  Note<note_size<Content>()> note;
+  Content{}.put(note);
+  return note;
+}
+
+// Without the roles where `Make` is no constant expression.
+template <class Make>
+constexpr auto note_of_registrations(Make) {
+  if constexpr (requires { typename std::integral_constant<std::size_t, note_size<NoteWithRoles<Make>>()>; })
+    return note_of<NoteWithRoles<Make>>();
+  else
+    return note_of<NoteWithoutRoles>();
+}
+
 }  // namespace detail
 }  // namespace kvlab
 
+// The compiler gives larger objects an alignment that ELF notes must not have, unless it is told another one.
+#define KVLAB_NOTE_ [[gnu::used, gnu::section(".note.kvlab")]] alignas(4) constexpr auto kvlab_plugin_note
+
 #define KVLAB_PLUGIN(...)                                                                                             \
   namespace {                                                                                                         \
+  constexpr auto kvlab_plugin_registrations = [] { return std::vector<kvlab::Registration>{__VA_ARGS__}; };           \
+  KVLAB_NOTE_ = kvlab::detail::note_of_registrations(kvlab_plugin_registrations);                                     \
   const kvlab_role* kvlab_plugin_roles(std::size_t* count, char* err, std::size_t cap) {                              \
-    return kvlab::detail::publish([] { return std::vector<kvlab::Registration>{__VA_ARGS__}; }, count, err, cap);     \
+    return kvlab::detail::publish(kvlab_plugin_registrations, count, err, cap);                                       \
   }                                                                                                                   \
   constexpr kvlab_plugin kvlab_plugin_description{KVLAB_ABI, sizeof(kvlab_plugin), KVLAB_BUILD, &kvlab_plugin_roles}; \
   }                                                                                                                   \

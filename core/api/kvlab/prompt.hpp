@@ -273,9 +273,9 @@ class PromptTask : public Task {
 
 // max_new: the default of max_new_tokens; 0 = the task knows how long its answers are.
 template <class T>
-Registration prompt_task(std::string name, std::string help, int context, int max_new) {
+constexpr Registration prompt_task(std::string_view name, std::string_view help, int context, int max_new) {
   static_assert(std::is_base_of_v<PromptTask, T>);
-  return task<T>(std::move(name), std::move(help))
+  return task<T>(name, help)
       .param("context", context, 1, any, "tokens of template, prompt and longest answer, met exactly")
       .param("samples", 1, 1, 100000, "prompts; per depth where there are depths")
       .param("max_new_tokens", max_new, max_new > 0 ? 1 : 0, 100000,

@@ -23,8 +23,28 @@ inline kvlab_role sound_role() {
           &kvlab::detail::destroy<kvlab::Budget>};
 }
 
-// The entry of a library whose description is the four values given.
+struct SpoiledNote {
+  template <class Out>
+  constexpr void put(Out& out) const {
+    kvlab::detail::put_head(out, abi, size, build);
+    kvlab::detail::put_number(out, 0, 1);
+  }
+  std::uint32_t abi = KVLAB_ABI;
+  std::size_t size = sizeof(kvlab_plugin);
+  const char* build = KVLAB_BUILD;
+};
+
+// A library whose note has the values given and whose constructor ends the process: the note is looked at first.
+#define BAD_NOTE(...)                              \
+  struct Note final : SpoiledNote {                \
+    constexpr Note() : SpoiledNote{__VA_ARGS__} {} \
+  };                                               \
+  KVLAB_NOTE_ = kvlab::detail::note_of<Note>();    \
+  [[gnu::constructor]] static void crash() { std::abort(); }
+
+// The entry of a library with a sound note whose description is the four values given.
 #define BAD_PLUGIN(...)                                              \
+  KVLAB_NOTE_ = kvlab::detail::note_of<SpoiledNote>();               \
   extern "C" KVLAB_EXPORT const kvlab_plugin* kvlab_plugin_entry() { \
     static const kvlab_plugin plugin{__VA_ARGS__};                   \
     return &plugin;                                                  \

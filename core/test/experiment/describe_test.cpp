@@ -46,6 +46,35 @@ TEST_CASE("describe shows the whole declaration and an example that names every 
   CHECK_THROWS_WITH(describe_text(registry, "nonsense"), Catch::Contains("full, "));
 }
 
+TEST_CASE("inspect reads a library of any build, without running it") {
+  const auto library = [](const char* name) { return good.parent_path() / (std::string("lib") + name + ".so"); };
+  const std::string text = inspect_text(good);
+  for (const char* part : {"good (budget, version", "plain (codec, version 2.5)", "at least 1", "a part of the method",
+                           KVLAB_BUILD, "its build is this kvlab's", "sha256"})
+    CHECK_THAT(text, Catch::Contains(part));
+  const auto json = nlohmann::json::parse(inspect_json(good));
+  CHECK(json["same_build"] == true);
+  CHECK(json["roles"][0]["params"][2]["default"] == 4);
+  CHECK(json["roles"][1]["name"] == "plain");
+  CHECK_THAT(inspect_text(library("old_abi")), Catch::Contains("no: got plugin ABI"));
+  CHECK(nlohmann::json::parse(inspect_json(library("wrong_build")))["same_build"] == false);
+  CHECK_THAT(inspect_text(library("throwing_registration")), Catch::Contains("not known"));
+  CHECK(nlohmann::json::parse(inspect_json(library("throwing_registration")))["roles"].is_null());
+  CHECK_THROWS_WITH(inspect_text(library("no_note")), Catch::Contains("without kvlab's note"));
+  CHECK_THROWS_WITH(inspect_text(library("not_elf")), Catch::Contains("not an ELF library"));
+}
+
+TEST_CASE("the JSON list has every parameter, a line for each") {
+  Registry registry({good});
+  const std::string text = list_json(registry, "budgets");
+  CHECK_THAT(text, Catch::Contains("\n      {\"name\": \"count\", \"type\": \"integer\", \"default\": 4, \"low\": 1"));
+  const auto json = nlohmann::json::parse(text);
+  const auto found = std::find_if(json.begin(), json.end(), [](const auto& p) { return p["name"] == "good"; });
+  REQUIRE(found != json.end());
+  CHECK((*found)["params"].size() == 6);
+  CHECK((*found)["params"][1]["component"] == true);
+}
+
 TEST_CASE("the schema is generated from the declarations") {
   Registry registry({good});
   const auto schema = nlohmann::json::parse(schema_text(registry));

@@ -1,9 +1,11 @@
 #include "plugin/loader.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <fstream>
 #include <random>
 
+#include "plugin/library_note.hpp"
 #include "plugin/parameters.hpp"
 #include "plugin/registry.hpp"
 #include "test/support/places.hpp"
@@ -50,6 +52,9 @@ TEST_CASE("a refused library says what it is, what was wanted and what to do") {
       {"wrong_size", wrong_size.c_str(), "another kvlab", "cmake --build"},
       {"wrong_build", "[gcc 1.0, SDK 000000000000]", "wanted [" KVLAB_BUILD "]", "cmake --build"},
       {"null_build", "(null)", "wanted [" KVLAB_BUILD "]", "cmake --build"},
+      {"false_note", new_abi.c_str(), "newer kvlab", "cmake --build"},
+      {"no_note", "a library without kvlab's note", "wanted a kvlab plugin", "KVLAB_PLUGIN(...)"},
+      {"empty_version", "empty version of 'unversioned'", "wanted a text", "correct the plugin's registration"},
       {"no_entry", "no function kvlab_plugin_entry", "wanted a kvlab plugin", "KVLAB_PLUGIN(...)"},
       {"null_description", "null plugin description", "wanted", "rebuild"},
       {"null_roles", "null list of roles", "wanted", "rebuild"},
@@ -145,6 +150,48 @@ TEST_CASE("a sound library gives its roles as declared") {
 
   const auto codec = create<Codec>(infos[1], Params());
   CHECK(int{codec->spec().k.bits} == 8);
+}
+
+TEST_CASE("a library's note says what its registration says, in every built plugin") {
+  Registry registry({library("good")});
+  REQUIRE(registry.list().size() > 20);
+  for (const PluginInfo* plugin : registry.list()) {
+    CAPTURE(plugin->name, name_of(plugin->role));
+    CHECK_FALSE(plugin->version.empty());
+    const LibraryNote note = library_note(plugin->library);
+    CHECK_FALSE(build_problem(note.abi, note.size, note.build));
+    REQUIRE(note.roles);
+    const auto same = [&](const RoleDeclaration& d) { return d.role == plugin->role && d.name == plugin->name; };
+    const auto declared = std::find_if(note.roles->begin(), note.roles->end(), same);
+    REQUIRE(declared != note.roles->end());
+    CHECK(declared->version == plugin->version);
+    CHECK(declared->help == plugin->help);
+    REQUIRE(declared->params.size() == plugin->params.size());
+    for (std::size_t i = 0; i < plugin->params.size(); ++i) {
+      const ParamSpec &a = declared->params[i], &b = plugin->params[i];
+      CAPTURE(b.name);
+      CHECK((a.name == b.name && a.kind == b.kind && a.value == b.value && a.low == b.low && a.high == b.high));
+      CHECK((a.choices == b.choices && a.help == b.help && a.component == b.component));
+    }
+  }
+}
+
+TEST_CASE("a note without roles names the build, and a damaged one is refused") {
+  const LibraryNote note = library_note(library("throwing_registration"));
+  CHECK(note.abi == KVLAB_ABI);
+  CHECK(note.build == KVLAB_BUILD);
+  CHECK_FALSE(note.roles);
+  CHECK(library_note(library("old_abi")).abi == KVLAB_ABI - 1);
+
+  std::ifstream in(library("good"), std::ios::binary);
+  std::string bytes((std::istreambuf_iterator<char>(in)), {});
+  const auto help = bytes.find("every kind of parameter");
+  REQUIRE(help != std::string::npos);
+  bytes[help - 1] = '\x7f';  // the length of that text
+  const fs::path file = test::build_root() / "libdamaged.so";
+  std::ofstream(file, std::ios::binary) << bytes;
+  CHECK_THROWS_WITH(library_note(file), Catch::Contains("cut short") && Catch::Contains("rebuild"));
+  fs::remove(file);
 }
 
 TEST_CASE("objects are made through the plugin, and its errors arrive") {
