@@ -133,6 +133,7 @@ void write_cell_group(const h5::File& file, const CellResult& cell) {
     at.set_attribute("step_parts", "parts", cell.parts);
   }
   if (!cell.ledger.empty()) at.write_table("ledger", columns_of(cell.ledger));
+  if (!cell.plugins.empty()) at.write_table("plugins", columns_of(cell.plugins));
 
   const Fidelity& f = cell.fidelity;
   write_if(at, "fidelity/offsets", f.offsets, {length(f.offsets.size())}, "generated token");
@@ -197,6 +198,7 @@ CellResult read_cell_group(const h5::File& file, const std::string& id) {
   cell.step_parts = read_f32_if(at, "step_parts", 2);
   if (at.has("step_parts")) cell.parts = at.texts_attribute("step_parts", "parts");
   if (at.has("ledger")) cell.ledger = read_rows<LedgerRow>(at, "ledger");
+  if (at.has("plugins")) cell.plugins = read_rows<PluginRow>(at, "plugins");
 
   Fidelity& f = cell.fidelity;
   if (at.has("fidelity/offsets")) f.offsets = at.read_i64("fidelity/offsets", 1);

@@ -84,6 +84,12 @@ struct SampleRow {
   std::int64_t preemptions = -1;  // of a request
 };
 
+// A plugin that the cell used: one row of /cells/ID/plugins.
+struct PluginRow {
+  std::string role, name, version;
+  std::string sha256;  // of its library; empty for a part of kvlab itself
+};
+
 struct LedgerRow {
   std::int64_t engine_step = 0;
   std::string tier, tag;
@@ -133,6 +139,7 @@ struct CellResult {
   std::vector<std::string> parts;           // names of the columns of step_parts
   std::vector<float> step_parts;            // ms [engine step, part]
   std::vector<LedgerRow> ledger;
+  std::vector<PluginRow> plugins;  // the task's, then the policy's; empty in files of earlier versions
   Fidelity fidelity;
   Trace trace;
 };

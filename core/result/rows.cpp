@@ -131,6 +131,13 @@ const std::vector<Field<TraceEvent>>& fields(const TraceEvent*) {
   return list;
 }
 
+const std::vector<Field<PluginRow>>& fields(const PluginRow*) {
+  using R = PluginRow;
+  static const std::vector<Field<R>> list = {
+      {"role", &R::role, "", true}, {"name", &R::name}, {"version", &R::version}, {"sha256", &R::sha256}};
+  return list;
+}
+
 TraceKind trace_kind(const std::string& word, const std::string& where) {
   for (std::size_t i = 0; i < std::size(trace_words); ++i)
     if (word == trace_words[i]) return static_cast<TraceKind>(i);
@@ -185,6 +192,7 @@ std::vector<Column> columns_of(const std::vector<SummaryRow>& rows) { return col
 std::vector<Column> columns_of(const std::vector<SampleRow>& rows) { return columns(rows); }
 std::vector<Column> columns_of(const std::vector<LedgerRow>& rows) { return columns(rows); }
 std::vector<Column> columns_of(const std::vector<TraceEvent>& rows) { return columns(rows); }
+std::vector<Column> columns_of(const std::vector<PluginRow>& rows) { return columns(rows); }
 
 template <class Row>
 std::vector<Row> read_rows(const h5::Location& at, const std::string& name) {
@@ -217,5 +225,6 @@ template std::vector<SummaryRow> read_rows(const h5::Location&, const std::strin
 template std::vector<SampleRow> read_rows(const h5::Location&, const std::string&);
 template std::vector<LedgerRow> read_rows(const h5::Location&, const std::string&);
 template std::vector<TraceEvent> read_rows(const h5::Location&, const std::string&);
+template std::vector<PluginRow> read_rows(const h5::Location&, const std::string&);
 
 }  // namespace kvlab::results

@@ -12,6 +12,7 @@ std::vector<h5::Column> columns_of(const std::vector<SummaryRow>& rows);
 std::vector<h5::Column> columns_of(const std::vector<SampleRow>& rows);
 std::vector<h5::Column> columns_of(const std::vector<LedgerRow>& rows);
 std::vector<h5::Column> columns_of(const std::vector<TraceEvent>& rows);
+std::vector<h5::Column> columns_of(const std::vector<PluginRow>& rows);
 
 template <class Row>
 std::vector<Row> read_rows(const h5::Location& at, const std::string& name);
@@ -20,5 +21,6 @@ extern template std::vector<SummaryRow> read_rows(const h5::Location&, const std
 extern template std::vector<SampleRow> read_rows(const h5::Location&, const std::string&);
 extern template std::vector<LedgerRow> read_rows(const h5::Location&, const std::string&);
 extern template std::vector<TraceEvent> read_rows(const h5::Location&, const std::string&);
+extern template std::vector<PluginRow> read_rows(const h5::Location&, const std::string&);
 
 }  // namespace kvlab::results

@@ -35,6 +35,20 @@ double perplexity(const std::vector<Scored>& texts) {
   return std::exp(nll / tokens);
 }
 
+std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpec& policy,
+                                           const PluginCatalog& catalog) {
+  std::vector<results::PluginRow> rows;
+  const auto add = [&](const std::optional<PluginUse>& use) {
+    const PluginInfo* p = use ? catalog.find(use->role, use->name) : nullptr;
+    if (p) rows.push_back({name_of(p->role), p->name, p->version, p->sha256});
+  };
+  add(task.task);
+  for (const auto* use :
+       {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
+    add(*use);
+  return rows;
+}
+
 }  // namespace
 
 void describe_cell(const CellInput& in, results::CellResult& out) {
@@ -42,6 +56,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   const PolicySpec& policy = in.policy();
   auto& s = out.summary;
   out.id = s.cell = in.cell->id;
+  out.plugins = plugins_of(e.tasks[in.cell->task], policy, *in.catalog);
   s.model = in.model->name;
   if (in.model->synthetic) add_label(s, "synthetic");
   if (e.inject.used(policy)) add_label(s, "injected");

@@ -2,6 +2,9 @@
 #include <catch2/catch.hpp>
 #include <map>
 
+#include <kvlab/build_id.hpp>
+
+#include "base/content_hash.hpp"
 #include "result/results.hpp"
 #include "support/child.hpp"
 
@@ -45,6 +48,45 @@ Ended run(const Folder& folder, const std::string& policies, const std::vector<s
 }
 
 }  // namespace
+
+TEST_CASE("a cell names the plugins that it used, also after its part was deleted and made again") {
+  const Folder folder;
+  const std::string policies = "  - {name: mine, scorer: bad_scorer, budget: {tokens: 16, split: pyramid}}\n";
+  REQUIRE(run(folder, policies).code == 0);
+  std::filesystem::remove_all(folder / "out.h5.parts");
+  REQUIRE(run(folder, policies + "  - full\n").code == 0);
+  const std::string out = folder / "out.h5", id = rows(out)["mine"].cell;
+  CHECK(results::read_cell(out, rows(out)["full"].cell).plugins.size() == 1);
+  const auto plugins = results::read_cell(out, id).plugins;
+  REQUIRE(plugins.size() == 3);
+  const auto same = [&](std::size_t i, const char* role, const char* name, const std::filesystem::path& file) {
+    CAPTURE(role, name);
+    CHECK(plugins[i].role == role);
+    CHECK(plugins[i].name == name);
+    CHECK(plugins[i].version == KVLAB_VERSION);
+    CHECK(plugins[i].sha256 == content_hashes().sha256_of(file));
+  };
+  same(0, "task", "random_prompts", test::plugin_folder() / "librandom_prompts.so");
+  same(1, "scorer", "bad_scorer", library());
+  same(2, "budget", "pyramid", test::plugin_folder() / "libpyramid.so");
+}
+
+TEST_CASE("inspect and conform refuse what is no plugin of this build, and say what is wrong") {
+  const std::string folder = (test::build_root() / "lib" / "bad_plugins").string();
+  const auto ended = [&](const char* command, const char* name) {
+    return test::run_kvlab({command, folder + "/lib" + name + ".so"});
+  };
+  for (const char* name : {"not_elf", "empty", "nowhere", "no_note"}) {
+    CAPTURE(name);
+    CHECK(ended("inspect", name).code == 2);
+    CHECK(ended("conform", name).code == 2);
+  }
+  CHECK(ended("inspect", "old_abi").code == 0);
+  CHECK(ended("inspect", "crashing").code == 0);
+  const Ended old = ended("conform", "old_abi");
+  CHECK(old.code == 2);
+  CHECK_THAT(old.said, Catch::Contains("got plugin ABI") && Catch::Contains("older kvlab"));
+}
 
 TEST_CASE("cells of plugins that throw or give wrong numbers fail by name; the others run") {
   const Folder folder;

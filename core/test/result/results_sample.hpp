@@ -91,6 +91,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   c.step_device_ms = {std::numeric_limits<float>::quiet_NaN(), 6, 7};
   c.parts = {"score", "attend"};
   c.step_parts = {1, 2, 3, 4, 5, 6};
+  c.plugins = {{"task", "niah", "0.1.0", std::string(64, 'a')}, {"policy", "mine", "2.\xc3\xa9", ""}};
   c.ledger = {{0, "device", "keys", 4096, 100}, {1, "host", "codec metadata", 0, -1}};
   c.fidelity.kl = {0.1f, 0.2f, 0.3f, 0.4f, 0.5f};
   c.fidelity.top1 = {1, 0, 1, 1, std::numeric_limits<float>::quiet_NaN()};

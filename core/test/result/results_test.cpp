@@ -61,6 +61,7 @@ void check_equal(const CellResult& a, const CellResult& b) {
   CHECK(a.parts == b.parts);
   CHECK(same(a.step_parts, b.step_parts));
   CHECK(spelled(a.ledger) == spelled(b.ledger));
+  CHECK(spelled(a.plugins) == spelled(b.plugins));
   CHECK(same(a.fidelity.kl, b.fidelity.kl));
   CHECK(same(a.fidelity.top1, b.fidelity.top1));
   CHECK(same(a.fidelity.offsets, b.fidelity.offsets));
