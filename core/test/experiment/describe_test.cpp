@@ -67,7 +67,7 @@ TEST_CASE("inspect reads a library of any build, without running it") {
 TEST_CASE("the JSON list has every parameter, a line for each") {
   Registry registry({good});
   const std::string text = list_json(registry, "budgets");
-  CHECK_THAT(text, Catch::Contains("\n      {\"name\": \"count\", \"type\": \"integer\", \"default\": 4, \"low\": 1"));
+  CHECK_THAT(text, Catch::Contains("\n      {\"name\":\"count\",\"type\":\"integer\",\"default\":4,\"low\":1"));
   const auto json = nlohmann::json::parse(text);
   const auto found = std::find_if(json.begin(), json.end(), [](const auto& p) { return p["name"] == "good"; });
   REQUIRE(found != json.end());
