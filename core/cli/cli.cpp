@@ -19,6 +19,7 @@
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "bench/bench.hpp"
+#include "cli/conform.hpp"
 #include "cli/doctor.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
@@ -124,6 +125,7 @@ class CommandLine {
   std::optional<std::string> log_file_;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false;
   GenerateOptions generate_;
+  ConformOptions conform_;
   bench::ModelChoice choice_;
 };
 
@@ -264,6 +266,18 @@ void CommandLine::add_rest() {
                           });
   inspect->add_option("FILE", file_, "shared library, also one of another build of kvlab")->required();
   inspect->add_flag("--json", json_, "for programs");
+
+  CLI::App* conformance =
+      add("conform", "what every plugin promises, looked at on one library: pass, FAIL with the cause, or skip",
+          "kvlab conform build/libmine.so --case budget\n\n"
+          "Exit codes: 0 nothing failed; 1 a promise is broken; 2 the library does not load.",
+          [this] { return conform(conform_); });
+  conformance->add_option("FILE", conform_.library, "plugin library");
+  conformance->add_option("--case", conform_.part, "only the promises with this in their names");
+  conformance->add_flag("--list", conform_.list, "name the promises, look at none");
+  conformance->add_option("--backend", conform_.backend, "auto: the CPU, then the GPU where there is one")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
 
   CLI::App* schema =
       add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [registry] {

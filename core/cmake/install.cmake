@@ -1,5 +1,5 @@
-# `cmake --install` gives the command line, libkvlab, the plugins, the SDK headers and a CMake package, in a tree that may
-# be moved. A build folder serves as the package too: -Dkvlab_DIR=BUILD/lib/cmake/kvlab.
+# `cmake --install` gives the command line, libkvlab, the plugins, the SDK headers, the conformance suite and a CMake
+# package, in a tree that may be moved. A build folder serves as the package too: -Dkvlab_DIR=BUILD/lib/cmake/kvlab.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/kvlab)
 
@@ -20,6 +20,15 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/api/ ${PROJECT_BINARY_DIR}/include/
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")
 install(EXPORT kvlabTargets NAMESPACE kvlab:: DESTINATION ${package_dir})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+# The conformance suite, which `kvlab conform` starts, with its models and vocabularies.
+if(TARGET test_contract)
+  install(PROGRAMS $<TARGET_FILE:test_contract> DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/kvlab RENAME conform)
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/test/golden/tiny ${PROJECT_SOURCE_DIR}/core/test/golden/text
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/conform/core/test/golden)
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/test/data/vocab
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/conform/core/test/data FILES_MATCHING PATTERN "*.gguf" PATTERN "LICENSE")
+endif()
 
 set(build_package_dir ${PROJECT_BINARY_DIR}/lib/cmake/kvlab)
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/kvlabConfig.cmake.in ${build_package_dir}/kvlabConfig.cmake

@@ -1,4 +1,8 @@
+#include "plugin/callback.hpp"
 #include "support/contract.hpp"
 #include "support/gpu.hpp"
 
-extern "C" int kvlab_test_skip() { return kvlab::test::on_cuda() ? kvlab::test::skip_without_gpu() : 0; }
+extern "C" int kvlab_test_skip() {
+  kvlab::name_callback_at_end();
+  return kvlab::test::on_cuda() ? kvlab::test::skip_without_gpu() : 0;
+}

@@ -56,7 +56,7 @@ TEST_CASE("an unlimited budget gives the logits of full") {
       Play full(model, full_spec());
       const Logits expected = full.run(text.prompt, text.answer);
       REQUIRE(finite(expected));
-      for (const Subject& s : subjects().list())
+      for (const Subject& s : about_all())
         for (bool ratio : {false, true}) {
           if (!on_cuda() && dtype == DType::bf16 && ratio) continue;
           if (s.composed() && (name != "llama-gqa3" || (!on_cuda() && dtype != DType::f32))) continue;
@@ -83,8 +83,8 @@ TEST_CASE("with a budget a policy acts, obeys it, moves with it, repeats itself 
     const auto model = tiny_model(name);
     const Text text(*model);
     const std::size_t heads = static_cast<std::size_t>(model->config.kv_heads);
-    for (const Subject& s : subjects().list()) {
-      if (!s.spec.scorer && !s.spec.selector && !s.spec.policy) continue;
+    for (const Subject& s : about("policies, scorers and selectors",
+                                  [](const Subject& s) { return s.spec.scorer || s.spec.selector || s.spec.policy; })) {
       if (s.composed() && name != "llama-gqa3") continue;
       CAPTURE(name, s.label);
       Play p(model, limited(s));
@@ -138,7 +138,7 @@ TEST_CASE("the budget holds while decoding: tokens where the schedule evicts, pa
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model);
   const std::size_t heads = static_cast<std::size_t>(model->config.kv_heads * model->config.layers);
-  for (const Subject& s : subjects().list())
+  for (const Subject& s : about_all())
     for (int tokens : {limit, larger}) {
       CAPTURE(s.label, tokens);
       PolicySpec spec = limited(s, tokens);
@@ -171,8 +171,8 @@ TEST_CASE("a policy of its own obeys a budget as a ratio and in bytes, or refuse
   Play full(model, full_spec());
   full.run(text.prompt, {});
   const auto everything = static_cast<double>(full.engine->store().page_bytes(Tier::device));
-  for (const Subject& s : subjects().list()) {
-    if (!s.spec.policy) continue;
+  for (const Subject& s :
+       about("policies of the role `policy`", [](const Subject& s) { return s.spec.policy.has_value(); })) {
     Play tokens(model, limited(s));
     tokens.run(text.prompt, {});
     if (count_of(tokens.kept) == count_of(full.kept)) continue;  // it evicts nothing
@@ -209,8 +209,7 @@ TEST_CASE("a byte budget holds, metadata and summaries included") {
     return sum;
   };
   const std::int64_t bytes = kv_bytes(full) / 2 + 100;
-  for (const Subject& s : subjects().list()) {
-    if (!s.evicts()) continue;
+  for (const Subject& s : about("scorers", [](const Subject& s) { return s.evicts(); })) {
     CAPTURE(s.label);
     Play p(model, with_budget(s.spec, BudgetAmount::bytes, static_cast<double>(bytes)));
     p.run(text.prompt, {});
@@ -224,8 +223,7 @@ TEST_CASE("a byte budget holds, metadata and summaries included") {
 
 TEST_CASE("a byte budget that cannot hold what is always kept is refused") {
   const auto model = tiny_model("llama-gqa3");
-  for (const Subject& s : subjects().list()) {
-    if (!s.evicts()) continue;
+  for (const Subject& s : about("scorers", [](const Subject& s) { return s.evicts(); })) {
     CAPTURE(s.label);
     try {
       Play p(model, with_budget(s.spec, BudgetAmount::bytes, 1000));
@@ -240,7 +238,7 @@ TEST_CASE("a byte budget that cannot hold what is always kept is refused") {
 TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the sequences alone") {
   const auto model = tiny_model("llama-gqa3");
   const Text a(*model, 1), b(*model, 2, 67), c(*model, 3, 91);
-  for (const Subject& s : subjects().list()) {
+  for (const Subject& s : about_all()) {
     CAPTURE(s.label);
     EngineOptions options;
     options.slots = 3;
@@ -338,14 +336,14 @@ class Shuffled final : public Policy {
 // No token comes twice: equal keys and values would have equal scores, and places break ties. Selectors are left out,
 // because other tokens in a page may change its choice.
 TEST_CASE("the order of tokens in the cache means nothing", "[cpu]") {
+  if (skip_on_cuda()) return;
   const auto model = tiny_model("llama-gqa3");
   Text text(*model);
   int next = 0;
   for (std::vector<int>* part : {&text.prompt, &text.answer})
     for (int& token : *part) token = (7 + 131 * next++) % model->config.vocab;
   REQUIRE(model->config.vocab % 131 != 0);
-  for (const Subject& s : subjects().list()) {
-    if (!s.evicts() || s.spec.split) continue;
+  for (const Subject& s : about("scorers", [](const Subject& s) { return s.evicts() && !s.spec.split; })) {
     CAPTURE(s.label);
     const bool window = subjects().policy(s.spec)->needs().window_queries() > 0;
     PolicySpec spec = limited(s);
@@ -369,10 +367,11 @@ TEST_CASE("the order of tokens in the cache means nothing", "[cpu]") {
 TEST_CASE("a chunked prompt equals the whole prompt") {
   const auto model = tiny_model("llama-gqa4-rope3");
   const Text text(*model);
-  for (const Subject& s : subjects().list()) {
+  for (const Subject& s : about("policies that take chunked prompts", [](const Subject& s) {
+         return subjects().policy(s.spec)->needs().chunked_prompts();
+       })) {
     CAPTURE(s.label);
     Play whole(model, limited(s));
-    if (!whole.policy->needs().chunked_prompts()) continue;
     EngineOptions options;
     options.prefill_chunk = 7;
     Play chunked(model, limited(s), options);
@@ -396,7 +395,7 @@ TEST_CASE("a chunked prompt equals the whole prompt") {
 TEST_CASE("saved, restored in another slot and continued equals uninterrupted") {
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model), noise(*model, 9, 60);
-  for (const Subject& s : subjects().list())
+  for (const Subject& s : about_all())
     for (bool host : {false, true}) {
       CAPTURE(s.label, host);
       PolicySpec spec = limited(s);
@@ -426,7 +425,7 @@ TEST_CASE("saved, restored in another slot and continued equals uninterrupted") 
 
 TEST_CASE("short prompts: one token, fewer than any window, and none") {
   const auto model = tiny_model("llama-mqa7");
-  for (const Subject& s : subjects().list())
+  for (const Subject& s : about_all())
     for (int tokens : {1, 5, 31}) {
       CAPTURE(s.label, tokens);
       const Text text(*model, 4, tokens);
@@ -448,8 +447,7 @@ TEST_CASE("short prompts: one token, fewer than any window, and none") {
 TEST_CASE("a codec's bytes in the ledger are its layout's") {
   const auto model = tiny_model("llama-gqa3");
   const Text text(*model);
-  for (const Subject& s : subjects().list()) {
-    if (s.role != Role::codec) continue;
+  for (const Subject& s : about("codecs", [](const Subject& s) { return s.role == Role::codec; })) {
     CAPTURE(s.label);
     Play p(model, limited(s));
     const Logits got = p.run(text.prompt, text.answer);

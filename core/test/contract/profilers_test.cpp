@@ -19,8 +19,9 @@ Profile profile(const std::string& profiler, const std::string& model, const std
   const std::string out = (folder / "p.h5").string();
   std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/" + model).string()
                                    << (test::on_cuda() ? ", dtype: bf16}\nbackend: cuda" : ", dtype: f32}")
-                                   << "\ntasks: [text: {" << text << "}]\nprofilers: [" << profiler
-                                   << "]\npage_size: 8\noutput: " << out << "\n";
+                                   << "\ntasks: [text: {file: " << test::golden("text/english.txt").string() << ", "
+                                   << text << "}]\nprofilers: [" << profiler << "]\npage_size: 8\noutput: " << out
+                                   << "\n";
   REQUIRE(run_profile(load_experiment(folder / "e.yaml", {}, catalog), catalog, {"test", false, true}) == 0);
   return results::read_profile(out).profilers.at(0).profile;
 }
@@ -38,8 +39,10 @@ bool same(const Profile& a, const Profile& b) {
 
 TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group and however short the text") {
   Registry registry(test::library_under_test());
-  for (const PluginInfo* p : registry.list(Role::profiler)) {
-    if (!test::under_test(*p)) continue;
+  auto asked = registry.list(Role::profiler);
+  std::erase_if(asked, [](const PluginInfo* p) { return !test::under_test(*p); });
+  if (asked.empty()) test::skip("it is about profilers, and the library has none");
+  for (const PluginInfo* p : asked) {
     for (const std::string& model : test::group_models())
       for (const char* text : {"prefix: 150, forced: 20, samples: 2", "prefix: 1, forced: 1"}) {
         CAPTURE(p->name, model, text);

@@ -34,6 +34,18 @@ inline Device contract_device() {
 }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
 
+// Why the running case does not apply, for the report; empty where it does. The reporter clears it.
+inline std::string& skipped() {
+  static std::string reason;
+  return reason;
+}
+inline bool skip(std::string reason) {
+  skipped() = std::move(reason);
+  return true;
+}
+// Of a case that looks into the host's memory.
+inline bool skip_on_cuda() { return on_cuda() && skip("it reads memory of the host; the suite on the CPU asks it"); }
+
 inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype,
                                                Device device = contract_device()) {
   if (device == Device::cuda) dtype = DType::bf16;
@@ -128,6 +140,18 @@ inline Subjects& subjects() {
   static Subjects all;
   return all;
 }
+
+inline bool always(const Subject&) { return true; }
+
+// The subjects that a promise is about. Without one the case is skipped.
+inline std::vector<Subject> about(const std::string& what, bool (*applies)(const Subject&) = always) {
+  std::vector<Subject> list;
+  for (const Subject& s : subjects().list())
+    if (applies(s)) list.push_back(s);
+  if (list.empty()) skip("it is about " + what + ", and the library has none");
+  return list;
+}
+inline std::vector<Subject> about_all() { return about("policies, scorers, selectors, budgets and codecs"); }
 
 inline PolicySpec full_spec() {
   PolicySpec s;
