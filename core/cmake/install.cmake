@@ -24,10 +24,12 @@ install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 # The conformance suite, which `kvlab conform` starts, with its models and vocabularies.
 if(TARGET test_contract)
   install(PROGRAMS $<TARGET_FILE:test_contract> DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/kvlab RENAME conform)
-  install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/test/golden/tiny ${PROJECT_SOURCE_DIR}/core/test/golden/text
-    DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/conform/core/test/golden)
-  install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/test/data/vocab
-    DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/conform/core/test/data FILES_MATCHING PATTERN "*.gguf" PATTERN "LICENSE")
+  foreach(files golden/tiny golden/text data/vocab)
+    install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/test/${files}/
+      DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/conform/core/test/${files} FILES_MATCHING
+      PATTERN "llama-*/*.json" PATTERN "llama-*/model.safetensors" PATTERN "english.txt" PATTERN "*.gguf" PATTERN "LICENSE"
+      PATTERN adapter EXCLUDE PATTERN "mistral*" EXCLUDE PATTERN "qwen*" EXCLUDE)
+  endforeach()
 endif()
 
 set(build_package_dir ${PROJECT_BINARY_DIR}/lib/cmake/kvlab)

@@ -10,7 +10,7 @@ namespace {
 using kvlab::test::skipped;
 
 std::string shortened(const std::string& text) {
-  constexpr std::size_t longest = 300;
+  constexpr std::size_t longest = 160;
   return kvlab::printable(text.size() <= longest ? text : text.substr(0, longest) + " ...");
 }
 
@@ -26,7 +26,7 @@ std::string text_of(const Catch::AssertionStats& stats) {
   }
   std::string text = causes;
   if (!values.empty()) text += "       where: " + values + "\n";
-  if (result.hasExpression()) {
+  if (result.hasExpression() && result.getResultType() != Catch::ResultWas::ThrewException) {
     text += "       wanted: " + std::string(result.getExpression()) + "\n";
     if (result.hasExpandedExpression()) text += "       got: " + shortened(result.getExpandedExpression()) + "\n";
   }
