@@ -89,7 +89,7 @@ constexpr void put_param(NoteBytes& out, std::string_view name, const T& value, 
 
 }  // namespace detail
 
-// Reads what the functions above wrote, from bytes that need not be theirs: Errc::plugin.
+// Reads a note. Bytes that the functions above did not write are Errc::plugin.
 class NoteReader {
  public:
   explicit NoteReader(std::string_view bytes) : rest_(bytes) {}
@@ -147,7 +147,7 @@ class NoteReader {
   std::string_view rest_;
 };
 
-// A declaration that stands in no note.
+// A declaration for parameters that belong to no library.
 template <class T>
 ParamSpec make_param(std::string_view name, const T& value, double low, double high, std::string_view help) {
   NoteBytes bytes;

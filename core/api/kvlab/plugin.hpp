@@ -78,7 +78,7 @@ void destroy(void* object) noexcept {
 
 }  // namespace detail
 
-// One registration under construction, as the bytes of its note. What it is given may end with the statement.
+// One registration under construction. It keeps the bytes of its note, so it copies every text.
 class Registration {
  public:
   // A number with its inclusive range; kvlab::any = no limit.
@@ -132,7 +132,7 @@ class Registration {
     return NoteReader({bytes.data(), bytes.size()}).role();
   }
 
-  // The registration as the ABI shows it: pointers into `declared`, which is its own.
+  // The registration as the ABI shows it, with pointers into `declared`, the result of declaration().
   kvlab_role view(const RoleDeclaration& declared) const {
     return {declared.name.c_str(),
             declared.role,
