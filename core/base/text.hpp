@@ -23,7 +23,8 @@ std::string join(const std::vector<std::string>& words, std::string_view between
 // become \x1b, \u202e and the like; bytes that are no UTF-8 become U+FFFD. Line ends and tabs stay.
 std::string printable(std::string_view text);
 
-// Text of others for messages and result files: printable, on one line, of at most 2000 bytes. Line ends become \n.
+// Text of others for messages and result files: printable and on one line; line ends become \n.
+// Only the first 2000 bytes are shown.
 std::string one_line(std::string_view text);
 
 }  // namespace kvlab

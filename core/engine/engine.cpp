@@ -321,6 +321,8 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   Selection read;
   std::vector<Edit> before, after;
   for (const Edit& e : edits.all()) {
+    if ((e.verb == Edit::attend && read.pages) || (e.verb == Edit::attend_tokens && read.tokens))
+      throw Error(Errc::plugin, "select: got a second list to attend to, wanted one");
     if (e.verb == Edit::attend) {
       attended_pages_ = {store_->resolve_attend(e, *l.slots, store_->workspace())};
       read.pages = &attended_pages_;
@@ -333,6 +335,12 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   }
   if (read.pages && read.tokens)
     throw Error(Errc::plugin, "select: got a list of pages and a list of tokens to attend to, wanted one of the two");
+  if (read.pages || read.tokens)
+    for (const Edit& e : before)
+      if (e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move)
+        throw Error(Errc::plugin,
+                    "select: got tokens that leave or move before the attention that a list of places is for, wanted "
+                    "them after it: next_attention");
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
   if (fit == Fit::ok && options_.protect_host) store_->protect_host(true);
@@ -359,9 +367,6 @@ Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, co
 
 Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   if (edits.empty()) return Fit::ok;
-  bool recall = true;
-  for (const Edit& e : edits) recall &= e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
-  const PartTimer timer(recall ? Part::recall : Part::compact);
   return store_->apply(edits, slots).fit;
 }
 

@@ -77,8 +77,8 @@ class CudaExecutor final : public Executor {
   // Returns the type of what attention_ holds then.
   DType attend_chunk(const PagedKv& chunk, int longest, View<float, 2> sums);
   void logits_of_rows(std::int64_t first_row, std::int64_t rows);
-  void logits_of(std::int64_t rows, View<float, 2> out);                                            // as head left them
-  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // of qkv_
+  void logits_of(std::int64_t rows, View<float, 2> out);  // as logits_of_rows left them
+  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // of qkv_
   View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
   std::int64_t rows_together() const;                                                                 // in a product
   void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);

@@ -105,8 +105,12 @@ Json common(const Experiment& experiment) {
                {"metrics", metrics},
                {"device_memory", experiment.device_memory},
                {"fidelity_tokens", experiment.fidelity_tokens}};
+  // In the order of names and off their defaults: a new key changes no id.
+  std::map<std::string, Json> plain;
   for (const ExperimentKey& key : experiment_keys())
-    if (key.in_id) json[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
+    if (key.in_id && key.get(experiment) != key.plain->value)
+      plain[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
+  for (const auto& [name, value] : plain) json[name] = value;
   return json;
 }
 

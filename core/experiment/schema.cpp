@@ -1,5 +1,7 @@
 #include "experiment/schema.hpp"
 
+#include <kvlab/error.hpp>
+
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -216,7 +218,8 @@ class Builder {
     if (key == "device_memory") return ref("bytes");
     if (key == "plugin_path") return axis(text());
     if (key == "workload") return closed(params(workload_keys()));
-    return text();  // experiment, output
+    if (key == "experiment" || key == "output") return text();
+    throw Error(Errc::internal, "got the key '" + key + "', wanted one that the schema describes");
   }
 
   Json experiment() {

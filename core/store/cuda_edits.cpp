@@ -1,7 +1,5 @@
 // How CudaStore gives edits to the device.
 #include <algorithm>
-#include <kvlab/error.hpp>
-#include <string>
 
 #include "base/device_op.hpp"
 #include "store/cuda_store.hpp"

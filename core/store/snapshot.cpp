@@ -217,8 +217,8 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
     Edit e;
     e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::move));
     e.layer = r.number("layer", 0, s.layers - 1);
-    e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::disk)));
-    e.codec = r.get<std::int32_t>();
+    e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::host)));
+    e.codec = r.number("codec", 0, static_cast<std::int32_t>(options_.codecs.size()) - 1);
     const int due = r.get<std::int32_t>();
     const std::int64_t room = r.number("list room", 0, std::numeric_limits<std::int32_t>::max());
     const std::vector<std::int32_t> count = r.numbers(static_cast<std::size_t>(s.kv_heads));

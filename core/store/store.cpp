@@ -1,7 +1,10 @@
 #include "store/store.hpp"
 
+#include <kvlab/error.hpp>
+
 #include <algorithm>
 
+#include "base/part_timer.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
 
@@ -83,6 +86,8 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
 }
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const bool pages = e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
+  const PartTimer timer(pages ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {
     case Edit::evict:

@@ -9,8 +9,10 @@
 
 namespace kvlab {
 
-// When an edit takes effect; edits with one deadline apply in the order that the callback gave them in.
-//   this_attention   before the attention that select() prepares; Errc::plugin from any other callback
+// When an edit takes effect; edits with one deadline apply in the order that the callback gave them in. The list of an
+// edit for the next step or later is dense, else Errc::unsupported.
+//   this_attention   before the attention that select() prepares; Errc::plugin from any other callback, and for tokens
+//                    that leave or move beside a list to attend to, which names places
 //   next_attention   at once, but of select() after this layer's attention
 //   next_step        when this step has ended, or this chunk of the prompt
 //   steps_from_now   when that many decode steps of the row have ended, this one included; 0: like next_attention

@@ -235,6 +235,30 @@ TEST_CASE("an edit for an attention that is over is refused") {
   }
 }
 
+TEST_CASE("select names one list, and no token leaves before the attention that reads it") {
+  class Twice final : public Policy {
+   public:
+    explicit Twice(bool evicts) : evicts_(evicts) {}
+    Needs needs() const override { return {}; }
+    void select(const LayerStep& step, Edits& edits, Stream) override {
+      TokenList l = step.list<TokenList>("first", 1);
+      for (int h = 0; h < step.kv_heads(); ++h) l.index(0, h, 0) = 0, l.count(0, h) = 1;
+      edits.attend(l);
+      evicts_ ? edits.evict(l, {Deadline::this_attention}) : edits.attend(l);
+    }
+    bool evicts_;
+  };
+  const int token = 3;
+  const std::vector<int> prompt{1, 2, 3, 4, 5};
+  for (const bool evicts : {false, true}) {
+    Engine engine(tiny(), std::make_shared<Twice>(evicts), options(1));
+    const int slot = engine.open();
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    CHECK_THROWS_WITH(engine.step({slot}, {&token, 1}, {}),
+                      Catch::Contains(evicts ? "wanted them after it" : "got a second list to attend to"));
+  }
+}
+
 TEST_CASE("what a policy is told about a row is of the row's own sequence, in whatever slot") {
   const auto told = std::make_shared<Listener>();
   Engine engine(tiny(), told, options(3));

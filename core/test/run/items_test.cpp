@@ -1,6 +1,8 @@
 #include "run/items.hpp"
 
+#include <cmath>
 #include <functional>
+#include <limits>
 
 #include "base/sha256.hpp"
 #include "experiment/catalog.hpp"
@@ -15,6 +17,7 @@ namespace {
 struct Script {
   std::vector<TaskSample> samples;
   std::string metric = "exact", complaint;
+  std::optional<double> score = {};  // of the task's own metric
 } script;
 
 struct Scripted final : Task {
@@ -24,6 +27,9 @@ struct Scripted final : Task {
     return script.samples[static_cast<std::size_t>(i)];
   }
   std::string metric() const override { return script.metric; }
+  std::optional<double> score(const std::string&, const std::vector<std::string>&) const override {
+    return script.score;
+  }
 };
 
 TaskItems made(Question question, int context = 100) {
@@ -163,4 +169,19 @@ TEST_CASE("numbers that no machine could serve are refused before the prompts ar
   refused("context", INT32_MAX);
   // 100000 samples at five depths, 1024 tokens each, are 512 million tokens.
   refused("samples", 100000);
+}
+
+TEST_CASE("a task's own metric scores its answers") {
+  script = {{{{1}, {asked({2})}}}, "mine", "", 0.25};
+  const TaskItems own = made(Question::prompt);
+  CHECK(own.metric == "mine");
+  CHECK(own.score("whatever", {"yes"}) == 0.25);
+  CHECK(std::isnan(own.score("whatever", {})));
+  for (const double wrong : {1.5, -0.5, std::numeric_limits<double>::quiet_NaN()}) {
+    script.score = wrong;
+    CHECK_THROWS_WITH(own.score("whatever", {"yes"}),
+                      Catch::Contains("scripted, score()") && Catch::Contains("wanted 0 to 1"));
+  }
+  script = {{{{1}, {asked({2})}}}, "exact", ""};
+  CHECK(made(Question::prompt).score("Yes", {"yes"}) == 1);
 }
