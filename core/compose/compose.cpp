@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/part_timer.hpp"
-#include "ops/page/paged.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/placement.hpp"
+#include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
 
@@ -18,16 +18,6 @@ namespace kvlab {
 namespace {
 
 constexpr int unlimited = std::numeric_limits<int>::max();
-
-// Tokens per KV head in whole pages, perhaps none, when the dense layers hold all of the `seen` tokens.
-int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
-  const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
-  const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
-  const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
-  if (heads <= 0) return unlimited;
-  const double pages = (bytes - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);
-  return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
-}
 
 class ComposedPolicy final : public Policy, public EditsAuthor, public Verified {
  public:
@@ -62,13 +52,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;
-    const Needs n = needs();
-    const std::int64_t vectors = n.page_summary() == Summary::none ? 0 : n.page_summary() == Summary::min_max ? 2 : 1;
-    page_bytes_ = ops::make_layout(shape.dtype, codec(), shape.page_size, shape.head_dim,
-                                   static_cast<int>(n.token_state().size()))
-                      .bytes +
-                  vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
+    page_bytes_ = page_bytes(shape, codec(), needs());
     check_amount();
+    if (parts_.scorer) parts_.scorer->attach(shape, amount, w);
+    if (parts_.selector) parts_.selector->attach(shape, amount, w);
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
     scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
@@ -80,6 +67,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     last_.assign(kv.last, kv.last + rows);
     due_.assign(rows, 0);
     if (parts_.compress_prompt) due_ = last_;
+    if (parts_.selector) parts_.selector->prefill(kv, s);
     if (injector_) injector_->begin(kv, s);
     View<const std::int32_t, 2> left;
     if (parts_.scorer) {
@@ -112,6 +100,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
     View<const std::int32_t, 2> left;
+    if (parts_.selector) parts_.selector->observe(step, s);
     if (parts_.scorer) {
       parts_.scorer->observe(step, s);
       due_.assign(static_cast<std::size_t>(step.rows()), 0);
@@ -121,6 +110,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     }
     // Everything was recalled for this attention; a selector's pages stay, for the next step may want them again.
     if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
+  }
+
+  void release(int slot) override {
+    if (parts_.scorer) parts_.scorer->release(slot);
+    if (parts_.selector) parts_.selector->release(slot);
   }
 
  private:
@@ -271,25 +265,16 @@ std::unique_ptr<Policy> compose(Composition parts) {
   auto refuse = [&](const std::string& what) { throw Error(Errc::config, what, parts.name); };
   if (parts.scorer && parts.selector)
     refuse("got a scorer and a selector in one policy, wanted one of them: they would share one budget");
+  if (parts.split && parts.scorer && parts.scorer->needs().uniform_heads() && !parts.split->uniform_heads())
+    refuse(
+        "got a budget split that gives the KV heads of a layer different numbers, wanted one that gives them the "
+        "same: the scorer needs heads that hold the same tokens");
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
   if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&
       parts.scorer->needs().mass() == Mass::none)
     refuse("got schedule.every with a scorer that looks at nothing but the prompt's last queries, wanted every: 0");
   return std::make_unique<ComposedPolicy>(std::move(parts));
-}
-
-int budget_tokens(const BudgetAmount& amount, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
-  switch (amount.kind) {
-    case BudgetAmount::unlimited: return unlimited;
-    case BudgetAmount::tokens: return static_cast<int>(amount.value);
-    case BudgetAmount::ratio:
-      if (amount.value >= 1) return unlimited;
-      return std::max(1, static_cast<int>(seen * amount.value));
-    case BudgetAmount::bytes:
-      return std::max(s.page_size, byte_budget_tokens(amount.value, seen, s, page_bytes, dense_layers));
-  }
-  return unlimited;
 }
 
 }  // namespace kvlab

@@ -29,8 +29,4 @@ struct Composition {
 // Errc::config for parts that contradict each other.
 std::unique_ptr<Policy> compose(Composition parts);
 
-// Tokens per KV head that an amount means for a sequence that has seen `seen` tokens; the largest int when unlimited.
-// page_bytes: of one page with its summaries; dense_layers hold everything.
-int budget_tokens(const BudgetAmount& amount, int seen, const Shape& shape, std::int64_t page_bytes, int dense_layers);
-
 }  // namespace kvlab

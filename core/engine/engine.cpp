@@ -3,11 +3,13 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
 #include "ops/page/paged.hpp"
+#include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
 
@@ -46,7 +48,18 @@ std::string place_of(const NonFiniteStep::Row& row) {
   return "sample " + std::to_string(row.question) + ", up to token " + std::to_string(tokens - 1);
 }
 
+template <class T>
+void check_one_of(const std::vector<T>& only, T got, const char* what) {
+  if (only.empty() || std::find(only.begin(), only.end(), got) != only.end()) return;
+  std::string wanted;
+  for (const T t : only) wanted += (wanted.empty() ? "" : " or ") + std::string(name_of(t));
+  throw Error(Errc::config, std::string("got ") + what + " " + name_of(got) + ", wanted " + wanted +
+                                ": the policy runs with nothing else");
+}
+
 void check_needs(const Model& model, const Needs& needs, const EngineOptions& o) {
+  check_one_of(needs.devices(), o.device, "backend");
+  check_one_of(needs.dtypes(), model.dtype, "dtype");
   if (o.prefill_chunk > 0 && !needs.chunked_prompts())
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
@@ -91,6 +104,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       store_(make_store(store_options(*model, *policy_, options), stream_)),
       executor_(make_executor(model, *store_, options.batch_invariant)) {
   check_needs(*model, needs_, options);
+  page_bytes_ = page_bytes(store_->shape(), policy_->codec(), needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
@@ -236,6 +250,12 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.sequence = sequence_.data();
   kv.question = questions_.as<std::uint32_t>();
   kv.max_length = store_->max_length(layer, slots);
+  budget_.clear();
+  for (const std::int32_t seen : position)
+    budget_.push_back(layer < needs_.dense_layers()
+                          ? std::numeric_limits<std::int32_t>::max()
+                          : budget_tokens(options_.budget, seen, *kv.shape, page_bytes_, needs_.dense_layers()));
+  kv.budget = budget_.data();
   return kv;
 }
 
@@ -280,6 +300,9 @@ Fit Engine::prompt(const PromptLayer& l) {
   kv.last = last;
   if (l.mass)
     kv.mass = View<const float, 3>{l.mass.data, {1, l.mass.extent[0], l.mass.extent[1]}, {0, l.mass.stride[0], 1}};
+  const View<const float, 3>& q = l.queries;
+  kv.chunk_queries = View<const float, 4>{
+      q.data, {1, s.query_heads, q.extent[0], s.head_dim}, {0, q.stride[1], q.stride[0], q.stride[2]}};
   if (const std::int64_t w = needs_.window_queries(); w > 0) {
     const bool whole = tail_[static_cast<std::size_t>(l.slot)].empty();
     const std::int64_t n = l.queries.extent[0];

@@ -10,6 +10,7 @@
 #include "base/text.hpp"
 #include "experiment/entry_keys.hpp"
 #include "plugin/library_note.hpp"
+#include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
 
 namespace kvlab {
@@ -157,6 +158,36 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
   return "";
 }
 
+template <class T>
+std::string words_of(const std::vector<T>& some) {
+  Row words;
+  for (const T t : some) words.emplace_back(name_of(t));
+  return some.empty() ? "all" : join(words);
+}
+
+Needs needs_of(const PluginInfo& plugin) {
+  const Params defaults = resolve(plugin, {});
+  if (plugin.role == Role::scorer) return create<Scorer>(plugin, defaults)->needs();
+  if (plugin.role == Role::selector) return create<Selector>(plugin, defaults)->needs();
+  return create<Policy>(plugin, defaults)->needs();
+}
+
+// With default parameters.
+std::string needs_text(const PluginInfo& plugin) {
+  try {
+    const Needs n = needs_of(plugin);
+    std::vector<Row> rows{{"devices", words_of(n.devices())}, {"dtypes", words_of(n.dtypes())}};
+    if (n.uniform_heads()) rows.push_back({"heads", "all KV heads of a layer hold the same tokens"});
+    if (!n.chunked_prompts()) rows.push_back({"prompts", "whole, not in chunks"});
+    if (n.window_queries() > 0) rows.push_back({"queries", fmt::format("the prompt's last {}", n.window_queries())});
+    if (n.mass() != Mass::none)
+      rows.push_back({"attention mass", n.mass() == Mass::all ? "of prompts and steps" : "of steps"});
+    return table(rows, "  ");
+  } catch (const Error& e) {
+    return fmt::format("  known once it has its parameters: {}\n", e.what());
+  }
+}
+
 std::string title(const RoleDeclaration& role) {
   return fmt::format("{} ({}, version {})\n  {}\n", role.name, name_of(role.role), role.version, role.help);
 }
@@ -180,7 +211,7 @@ std::string params_text(const std::vector<ParamSpec>& params) {
 std::string describe_one(Registry& registry, const PluginInfo& plugin) {
   std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
-    text += "\nkeys of every policy\n" + keys_text(policy_keys());
+    text += "\nneeds\n" + needs_text(plugin) + "\nkeys of every policy\n" + keys_text(policy_keys());
   if (plugin.role == Role::task) text += "\nkeys of every task\n" + keys_text(task_keys());
   return text + "\nexample\n" + example(registry, plugin);
 }

@@ -92,6 +92,9 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   Needs needs() const override {
     return checked(ask("needs", [](Scorer& s) { return s.needs(); }));
   }
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    ask("attach", [&](Scorer& s) { s.attach(shape, amount, w); });
+  }
   Pins pins(int tokens) const override {
     return checked("pins", ask("pins", [&](Scorer& s) { return s.pins(tokens); }));
   }
@@ -101,6 +104,9 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   }
   void observe(const LayerKv& kv, Stream stream) override {
     ask("observe", [&](Scorer& s) { s.observe(kv, stream); });
+  }
+  void release(int slot) override {
+    ask("release", [&](Scorer& s) { s.release(slot); });
   }
   int every() const override {
     const int steps = ask("every", [](Scorer& s) { return s.every(); });
@@ -127,6 +133,9 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
 class GuardedBudget final : public Guard<Budget>, public Verified {
  public:
   using Guard::Guard;
+  bool uniform_heads() const override {
+    return ask("uniform_heads", [](Budget& b) { return b.uniform_heads(); });
+  }
   void allot(const Allotment& a, Stream stream) override {
     ask("allot", [&](Budget& b) { b.allot(a, stream); });
     const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
@@ -158,8 +167,20 @@ class GuardedSelector final : public Guard<Selector>, public EditsAuthor {
   Needs needs() const override {
     return checked(ask("needs", [](Selector& s) { return s.needs(); }));
   }
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    ask("attach", [&](Selector& s) { s.attach(shape, amount, w); });
+  }
+  void prefill(const LayerPrefill& kv, Stream stream) override {
+    ask("prefill", [&](Selector& s) { s.prefill(kv, stream); });
+  }
   void select(const LayerStep& step, PageList out, Stream stream) override {
     ask("select", [&](Selector& s) { s.select(step, out, stream); });
+  }
+  void observe(const LayerStep& step, Stream stream) override {
+    ask("observe", [&](Selector& s) { s.observe(step, stream); });
+  }
+  void release(int slot) override {
+    ask("release", [&](Selector& s) { s.release(slot); });
   }
   Pins pins() const override {
     return checked("pins", ask("pins", [](Selector& s) { return s.pins(); }));

@@ -42,7 +42,8 @@ class Watched final : public Policy {
     for (const auto& p : profilers_) mirror_ ? p->attach(mirror_->shape(), mirror_->workspace()) : p->attach(shape, w);
   }
   void prefill(const LayerPrefill& layer, Edits&, Stream s) override {
-    const LayerPrefill here = mirror_ ? mirror_->of(layer, s) : layer;
+    LayerPrefill here = mirror_ ? mirror_->of(layer, s) : layer;
+    here.chunk_queries = {};
     for (const auto& p : profilers_) p->prefill(here, Stream::cpu());
   }
   void observe(const LayerStep& step, Edits&, Stream s) override {
@@ -75,6 +76,14 @@ class Watched final : public Policy {
     }
     if (n.rope() != RopeRegime::original) refuse("keys that are not at their text positions");
     if (!n.token_state().empty()) refuse("token state");
+    if (!n.devices().empty()) {
+      if (!needs_.devices().empty() && needs_.devices() != n.devices()) refuse("different devices");
+      needs_.devices(n.devices());
+    }
+    if (!n.dtypes().empty()) {
+      if (!needs_.dtypes().empty() && needs_.dtypes() != n.dtypes()) refuse("different dtypes");
+      needs_.dtypes(n.dtypes());
+    }
     needs_.chunked_prompts(needs_.chunked_prompts() && n.chunked_prompts());
   }
 

@@ -21,6 +21,7 @@ class Pyramid final : public kvlab::Budget {
  public:
   explicit Pyramid(const kvlab::Params& p) : beta_(p.get<int>("beta")) {}
 
+  bool uniform_heads() const override { return true; }
   void allot(const kvlab::Allotment& a, kvlab::Stream s) override {
     std::vector<std::int32_t> tokens(static_cast<std::size_t>(a.length.extent[0]));
     for (std::size_t row = 0; row < tokens.size(); ++row)

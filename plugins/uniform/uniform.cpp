@@ -4,6 +4,7 @@
 namespace {
 
 struct Uniform final : kvlab::Budget {
+  bool uniform_heads() const override { return true; }
   void allot(const kvlab::Allotment& a, kvlab::Stream s) override { kvlab::ops::allot_uniform(a, s); }
 };
 

@@ -30,6 +30,8 @@ struct bf16 {
   }
 };
 
+constexpr const char* name_of(Device d) { return d == Device::cpu ? "cpu" : "cuda"; }
+
 constexpr std::size_t size_of(DType t) {
   switch (t) {
     case DType::f32:

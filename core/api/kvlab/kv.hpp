@@ -66,7 +66,9 @@ struct PageEntry {
   std::uint8_t reserved = 0;
 };
 
-// inv_freq[head_dim / 2] of the model (scaling included); only read by ops that rotate.
+// inv_freq[head_dim / 2] of the model (scaling included); only read by ops that rotate. RoPE turns the pairs (i, i +
+// head_dim / 2) of a row x by the angle a = position * inv_freq[i]: x[i] cos a - x[i + head_dim / 2] sin a, and
+// x[i + head_dim / 2] cos a + x[i] sin a. Both are multiplied by attention_scale.
 struct RopeTable {
   const float* inv_freq = nullptr;
   int head_dim = 0;
@@ -118,7 +120,9 @@ struct Summaries {
 };
 
 // Ragged scores in scratch memory: at(row, kv_head or query head, token) f32, higher = keep; only the first tokens(row,
-// kv_head) entries of a row mean anything.
+// kv_head) entries of a row mean anything. `token` is a place in the cache and no text position: after an eviction
+// places are out of text order, and one place of two heads may hold different tokens. ops::recency gives the positions;
+// ops::layer_reduce joins heads by them.
 using Scores = View<float, 3>;
 
 // Ragged index lists in scratch memory: index(row, kv_head, i), i < count(row, kv_head), ascending and without repeats.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvlab/edits.hpp"
@@ -22,21 +23,30 @@ namespace kvlab {
 
 // Which attention probabilities a policy wants. `decode` = each decode step's row, which sums to 1 per query head;
 // `all` = the prompt's too, summed over the queries of each chunk, which costs prompt attention a second pass over its
-// scores. (What the prompt's last queries attend to follows from window_queries: ops::window_votes.)
+// scores. (What the prompt's last queries attend to follows from window_queries: ops::window_votes.) A step's mass is
+// there in observe and not in select, because it does not exist before attention. It is 0 for tokens that attention did
+// not read.
 enum class Mass : std::uint8_t { none, decode, all };
 
 // What a policy asks of the core; checked once, before any work. An unmet need is an error, never silently dense.
 class Needs {
  public:
-  Needs& window_queries(int n) { return window_queries_ = n, *this; }  // the last n prompt queries, after RoPE
-  Needs& mass(Mass m) { return mass_ = m, *this; }                     // attention mass [row, query head, token]
-  Needs& page_summary(Summary s) { return summary_ = s, *this; }       // per page, kept up to date by append and evict
+  // The last n prompt queries, after RoPE; all of them where the prompt is shorter. Prompts that come in chunks cost a
+  // copy of n x query heads x head_dim f32 for each layer and slot; whole ones cost nothing.
+  Needs& window_queries(int n) { return window_queries_ = n, *this; }
+  Needs& mass(Mass m) { return mass_ = m, *this; }                 // attention mass [row, query head, token]
+  Needs& page_summary(Summary s) { return summary_ = s, *this; }   // per page, kept up to date by append and evict
   Needs& dense_layers(int n) { return dense_layers_ = n, *this; }  // first layers that are never selected or evicted
   Needs& min_pages(int n) { return min_pages_ = n, *this; }        // least pages that a Selector attends to
   Needs& rope(RopeRegime r) { return rope_ = r, *this; }
   Needs& token_state(std::string name) { return state_.push_back(std::move(name)), *this; }  // f32, starts at 0
   Needs& chunked_prompts(bool allowed) { return chunked_ = allowed, *this; }
   Needs& capturable(bool yes) { return capturable_ = yes, *this; }
+  // Where it runs and which element types of the cache it reads; without a call everywhere and all of them.
+  Needs& devices(std::vector<Device> only) { return devices_ = std::move(only), *this; }
+  Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
+  // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
+  Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
 
   int window_queries() const { return window_queries_; }
   Mass mass() const { return mass_; }
@@ -47,6 +57,9 @@ class Needs {
   const std::vector<std::string>& token_state() const { return state_; }
   bool chunked_prompts() const { return chunked_; }
   bool capturable() const { return capturable_; }
+  const std::vector<Device>& devices() const { return devices_; }
+  const std::vector<DType>& dtypes() const { return dtypes_; }
+  bool uniform_heads() const { return uniform_heads_; }
 
  private:
   int window_queries_ = 0;
@@ -58,6 +71,9 @@ class Needs {
   std::vector<std::string> state_;
   bool chunked_ = true;
   bool capturable_ = false;
+  std::vector<Device> devices_;
+  std::vector<DType> dtypes_;
+  bool uniform_heads_ = false;
 };
 
 // The cache of one layer during a callback.
@@ -68,13 +84,22 @@ struct LayerKv {
   PagedKv host_pages;  // the same tokens, host tier (base and table differ)
   KvRows keys, values;
   Summaries summaries;
-  Tensor<4> window_queries;   // [row, query head, w, head_dim], oldest first; prompt end only
-  View<const float, 3> mass;  // [row, query head, token]; empty unless asked for
+  // [row, query head, w, head_dim], oldest first; at the prompt's end only, and w may be less than was asked for.
+  Tensor<4> window_queries;
+  // The queries of this prompt chunk, after RoPE: [row, query head, i, head_dim], oldest first; the last one's text
+  // position is position[row] - 1. Empty while decoding.
+  Tensor<4> chunk_queries;
+  // [row, query head, token], by place in the cache as Scores; empty unless asked for, and in select.
+  View<const float, 3> mass;
   const std::vector<std::string>* state_names = nullptr;
   Workspace* workspace = nullptr;
   const std::int32_t* slots = nullptr;  // [row] host memory, as position and step are (pages.slots: the same for ops)
   const std::int32_t* position = nullptr;  // [row] text tokens seen so far (the true position counter)
-  const std::int32_t* step = nullptr;      // [row] decode steps of this sequence, 0 while prefilling
+  // [row] decode steps of this sequence before this one, 0 while prefilling. A question's tokens count where they are
+  // fed as decode steps. A question that follows an answer counts on; one that starts from a saved cache starts from
+  // the number that was saved with it.
+  const std::int32_t* step = nullptr;
+  const std::int32_t* budget = nullptr;  // [row] see budget_tokens
   // [row] a number of the sequence, of its sample; host memory. What is drawn at random follows it, never the slot.
   const std::uint32_t* sequence = nullptr;
   // [slot] a number of the question that the slot's decode steps belong to; memory of the stream's device, always the
@@ -84,6 +109,10 @@ struct LayerKv {
 
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }
+  // Tokens per KV head that the run's budget allows the row in this layer, after position[row] tokens of text; the
+  // largest int when the budget is unlimited or the layer is dense. A budget in bytes pays for the dense layers first
+  // and gives whole pages. Less than what is always kept means that the policy must refuse the budget in attach.
+  int budget_tokens(int row) const { return budget[row]; }
   StateColumn state(const std::string& name) const {
     for (std::size_t i = 0; i < state_names->size(); ++i)
       if ((*state_names)[i] == name) return {keys.kv, static_cast<int>(i)};
@@ -102,8 +131,14 @@ struct LayerKv {
   View<const T, 2> upload_heads(const char* tag, const T* of_heads) const {
     return kvlab::upload(*workspace, tag, of_heads, {rows(), kv_heads()});
   }
-  // Uninitialised ragged scratch: scores per KV head or per query head, and lists with room for `capacity` entries a
-  // row.
+  // Uninitialised scratch: a vector of head_dim for each head, ragged scores, and lists with room for `capacity`
+  // entries a row.
+  View<float, 3> kv_head_vectors(const char* tag) const {
+    return scratch<float>(tag, {rows(), kv_heads(), pages.head_dim});
+  }
+  View<float, 3> query_head_vectors(const char* tag) const {
+    return scratch<float>(tag, {rows(), shape->query_heads, pages.head_dim});
+  }
   Scores kv_head_scores(const char* tag) const { return scratch<float>(tag, {rows(), kv_heads(), max_length}); }
   Scores query_head_scores(const char* tag) const {
     return scratch<float>(tag, {rows(), shape->query_heads, max_length});
@@ -117,7 +152,8 @@ struct LayerKv {
   }
 };
 
-// After the layer's attention over one chunk of the prompt of each row.
+// After the layer's attention over one chunk of the prompt of each row. Prompts of several sequences come in calls of
+// their own, a row each: no chunk and no window of queries is ragged.
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
 };
@@ -125,10 +161,12 @@ struct LayerPrefill : LayerKv {
 // One decode step of one layer. In select: before attention, this step's token is already appended; in observe: after
 // it.
 struct LayerStep : LayerKv {
-  Tensor<3> queries;                         // [row, query head, head_dim], after RoPE
-  View<const std::int32_t, 2> page_budgets;  // [row, kv_head]
-  int max_pages = 0;                         // of max_length tokens
-  Tensor<3> output;                          // [row, query head, head_dim] attention output; observe only
+  Tensor<3> queries;  // [row, query head, head_dim], after RoPE
+  // [row, kv_head] pages to attend to. Core fills it for Selector::select alone; it is empty in every other callback.
+  // A policy plugin counts for itself: budget_tokens(row) / page_size.
+  View<const std::int32_t, 2> page_budgets;
+  int max_pages = 0;  // of max_length tokens
+  Tensor<3> output;   // [row, query head, head_dim] attention output; observe only
 };
 
 // After the last layer of a decode step. The counters are host memory.

@@ -18,7 +18,8 @@ struct ProfileArray {
 using Profile = std::map<std::string, ProfileArray>;
 
 // Unlike a policy's, all views of a profiler are host memory, on a GPU copies of what is there (of f32 for a cache of
-// f16), and the stream is the CPU's.
+// f16), and the stream is the CPU's. chunk_queries stay empty: no profiler has needed them yet, and copies would be
+// many.
 class Profiler {
  public:
   virtual ~Profiler() = default;

@@ -11,17 +11,23 @@ class Scorer {
   virtual ~Scorer() = default;
   virtual Needs needs() const { return {}; }
 
+  // Once, before any sequence: memory that outlasts a call (Workspace::state) is taken here.
+  virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
+
   // Kept whatever their score, within a budget of `tokens` per KV head.
   virtual Pins pins(int /*tokens*/) const { return {}; }
 
   // out[row, kv_head, token] f32, higher = keep; inf is above and -inf below all others, NaN fails the cell. Called at
   // the prompt's end, where kv.window_queries are there and kv.mass is that of the last chunk's queries, and by the
   // schedule while decoding, where kv.window_queries are empty and kv.mass is that of this step's query. What must
-  // outlast a call lives in token state.
+  // outlast a call lives in token state or in the state that attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
   // After every attention (each prompt chunk, each decode step); here a method accumulates kv.mass into token state.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}
+
+  // A sequence ended. Token state and the state that attach took are cleared by core; a member variable is not.
+  virtual void release(int /*slot*/) {}
 
   // Decode steps between evictions when YAML names no schedule; 0 = the prompt only.
   virtual int every() const { return 0; }
@@ -45,6 +51,8 @@ class Budget {
  public:
   virtual ~Budget() = default;
   virtual void allot(const Allotment& a, Stream s) = 0;
+  // All KV heads of a layer are given the same number. (Methods may need that: Needs::uniform_heads.)
+  virtual bool uniform_heads() const { return false; }
 };
 
 class Codec {
@@ -58,7 +66,17 @@ class Selector {
  public:
   virtual ~Selector() = default;
   virtual Needs needs() const { return {}; }
+  // As Scorer::attach.
+  virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
+  // After the attention of each prompt chunk, in every layer.
+  virtual void prefill(const LayerPrefill& /*kv*/, Stream) {}
+  // Before attention, in every layer behind the dense ones. step.mass is empty: a step's mass exists after its
+  // attention only. A method that selects by mass keeps it in observe, in token state or in the state that attach took.
   virtual void select(const LayerStep& step, PageList out, Stream s) = 0;
+  // After attention, in every layer. step.mass is there if needs() asks for it, and 0 for tokens that were not read.
+  virtual void observe(const LayerStep& /*step*/, Stream) {}
+  // As Scorer::release.
+  virtual void release(int /*slot*/) {}
   virtual Pins pins() const { return {}; }
 };
 

@@ -66,6 +66,8 @@ class BadScorer final : public kvlab::Scorer {
  public:
   explicit BadScorer(const kvlab::Params& p) : deed_(p) {}
   kvlab::Needs needs() const override { return deed_("needs"), kvlab::Needs{}; }
+  void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
+  void release(int) override { deed_("release"); }
   kvlab::Pins pins(int) const override {
     deed_("pins");
     if (deed_.is("pins", "negative")) return {.first = 2, .last = -3};
@@ -97,6 +99,11 @@ class BadScorer final : public kvlab::Scorer {
 class BadSelector final : public kvlab::Selector {
  public:
   explicit BadSelector(const kvlab::Params& p) : deed_(p) {}
+  kvlab::Needs needs() const override { return deed_("needs"), kvlab::Needs{}; }
+  void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
+  void prefill(const kvlab::LayerPrefill&, kvlab::Stream) override { deed_("prefill"); }
+  void observe(const kvlab::LayerStep&, kvlab::Stream) override { deed_("observe"); }
+  void release(int) override { deed_("release"); }
   void select(const kvlab::LayerStep& step, kvlab::PageList out, kvlab::Stream) override {
     deed_("select");
     for (int row = 0; row < step.rows(); ++row)
@@ -117,6 +124,7 @@ class BadSelector final : public kvlab::Selector {
 class BadBudget final : public kvlab::Budget {
  public:
   explicit BadBudget(const kvlab::Params& p) : deed_(p) {}
+  bool uniform_heads() const override { return deed_("uniform_heads"), false; }
   void allot(const kvlab::Allotment& a, kvlab::Stream s) override {
     deed_("allot");
     kvlab::ops::allot_uniform(a, s);

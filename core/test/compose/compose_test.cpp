@@ -10,6 +10,7 @@
 
 #include "engine/engine.hpp"
 #include "model/checkpoint.hpp"
+#include "plugin/budget_tokens.hpp"
 #include "support/golden.hpp"
 
 using namespace kvlab;
@@ -48,7 +49,139 @@ std::vector<int> lengths(int scorers_own, std::optional<int> every) {
   return out;
 }
 
+template <class Role, class T>
+Instance<Role> instance(T* object) {
+  return Instance<Role>(object, PluginDeleter{nullptr, [](void* p) { delete static_cast<Role*>(p); }});
+}
+
+// What the callbacks of a scorer and of a selector were given.
+struct Told {
+  int attached = 0, prompts = 0, steps = 0, released = -1, select_with_mass = 0;
+  double budget = 0, read = 0, unread = 0;  // mass of tokens on pages that were read and of the others
+};
+
+// Reads its first page and the last one, and adds up the mass that each token was given.
+class Rememberer final : public Selector {
+ public:
+  explicit Rememberer(Told& told) : told_(told) {}
+  Needs needs() const override { return Needs{}.mass(Mass::decode).token_state("mass"); }
+  void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
+    ++told_.attached;
+    told_.budget = amount.value;
+    steps_ = static_cast<float*>(w.state("steps", sizeof(float), shape.max_slots));
+  }
+  void prefill(const LayerPrefill& kv, Stream) override { told_.prompts += kv.layer == 0; }
+  void select(const LayerStep& step, PageList out, Stream) override {
+    told_.select_with_mass += step.mass ? 1 : 0;
+    for (int h = 0; h < step.kv_heads(); ++h) {
+      out.count(0, h) = 2;
+      out.index(0, h, 0) = 0, out.index(0, h, 1) = step.pages.pages(0, h) - 1;
+    }
+  }
+  void observe(const LayerStep& step, Stream s) override {
+    ops::add_mass(step.mass, GroupRule::mean, step.state("mass"), s);
+    if (step.layer > 0) return;
+    ++told_.steps;
+    steps_[step.slots[0]] += 1;
+    told_.read = told_.unread = 0;
+    const Scores sum = step.kv_head_scores("sum");
+    ops::read_state(step.state("mass"), sum, s);
+    for (int t = 0; t < step.pages.tokens(0, 0); ++t) (t < 8 || t >= 24 ? told_.read : told_.unread) += sum(0, 0, t);
+  }
+  void release(int slot) override { told_.released = slot; }
+  float steps_of(int slot) const { return steps_[slot]; }
+
+ private:
+  Told& told_;
+  float* steps_ = nullptr;
+};
+
+class Keeper final : public Recency {
+ public:
+  explicit Keeper(Told& told) : Recency(1), told_(told) {}
+  void attach(const Shape&, const BudgetAmount& amount, Workspace&) override {
+    ++told_.attached;
+    told_.budget = amount.value;
+  }
+  void release(int slot) override { told_.released = slot; }
+
+ private:
+  Told& told_;
+};
+
+std::shared_ptr<const Model> tiny() {
+  static const auto model = load_model(*open_checkpoint(test::golden("tiny/llama-gqa3")), DType::f32, "tiny");
+  return model;
+}
+
 }  // namespace
+
+TEST_CASE("a selector has attach, prefill, observe with the step's mass, state and release") {
+  Told told;
+  auto* selector = new Rememberer(told);
+  Composition parts;
+  parts.selector = instance<Selector>(selector);
+  EngineOptions o;
+  o.max_tokens = 64;
+  o.page_size = 8;
+  o.budget = {BudgetAmount::tokens, 16};
+  Engine engine(tiny(), compose(std::move(parts)), o);
+  CHECK(told.attached == 1);
+  CHECK(told.budget == 16);
+  const int slot = engine.open(), token = 3;
+  REQUIRE(engine.prefill(slot, std::vector<int>(24, token), true, {}) == Fit::ok);
+  CHECK(told.prompts == 1);
+  for (int i = 1; i <= 3; ++i) {
+    REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+    CHECK(told.steps == i);
+    CHECK(told.read == Approx(i).epsilon(1e-5));  // a step's mass sums to 1
+    CHECK(told.unread == 0);
+    CHECK(selector->steps_of(slot) == static_cast<float>(i));
+  }
+  CHECK(told.select_with_mass == 0);
+  engine.close(slot);
+  CHECK(told.released == slot);
+  CHECK(selector->steps_of(slot) == 0);
+}
+
+TEST_CASE("a scorer has attach and release") {
+  Told told;
+  Composition parts;
+  parts.scorer = instance<Scorer>(new Keeper(told));
+  EngineOptions o;
+  o.max_tokens = 64;
+  o.budget = {BudgetAmount::tokens, 16};
+  Engine engine(tiny(), compose(std::move(parts)), o);
+  CHECK(told.attached == 1);
+  CHECK(told.budget == 16);
+  const int slot = engine.open();
+  engine.close(slot);
+  CHECK(told.released == slot);
+}
+
+TEST_CASE("a split that makes heads differ is refused for a scorer that needs uniform heads") {
+  struct Uniform final : Recency {
+    Uniform() : Recency(0) {}
+    Needs needs() const override { return Needs{}.uniform_heads(true); }
+  };
+  struct Split final : Budget {
+    explicit Split(bool uniform) : uniform_(uniform) {}
+    void allot(const Allotment&, Stream) override {}
+    bool uniform_heads() const override { return uniform_; }
+    bool uniform_;
+  };
+  const auto composed = [](bool needs, bool gives) {
+    Composition parts;
+    parts.name = "mine";
+    parts.scorer = instance<Scorer>(needs ? static_cast<Scorer*>(new Uniform) : new Recency(0));
+    parts.split = instance<Budget>(new Split(gives));
+    return compose(std::move(parts));
+  };
+  CHECK_NOTHROW(composed(true, true));
+  CHECK_NOTHROW(composed(false, false));
+  CHECK_THROWS_WITH(composed(true, false),
+                    Catch::StartsWith("mine: got a budget split that gives the KV heads of a layer different numbers"));
+}
 
 TEST_CASE("a schedule evicts after every n-th decode step, the scorer's own where none is given") {
   using Ints = std::vector<int>;

@@ -61,6 +61,7 @@ class OnGuardedDevice final : public Policy {
                                   from.summaries.data, {from.summaries.slot_stride * from.shape->max_slots}))
                               .data;
     kv.mass = device_.put(from.mass);
+    if (from.chunk_queries) kv.chunk_queries = device_.put(from.chunk_queries.f32());
     if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
     Edits made(from.layer);
     device_.call([&] { callback(kv, made, device_.stream()); });

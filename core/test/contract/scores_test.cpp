@@ -16,7 +16,9 @@ class Watched final : public Scorer {
   Watched(Instance<Scorer> inner, int& calls) : inner_(std::move(inner)), calls_(calls) {}
   Needs needs() const override { return inner_->needs(); }
   Pins pins(int tokens) const override { return inner_->pins(tokens); }
+  void attach(const Shape& s, const BudgetAmount& b, Workspace& w) override { inner_->attach(s, b, w); }
   void observe(const LayerKv& kv, Stream s) override { inner_->observe(kv, s); }
+  void release(int slot) override { inner_->release(slot); }
   int every() const override { return inner_->every(); }
   void score(const LayerKv& kv, Scores out, Stream s) override {
     ++calls_;

@@ -72,3 +72,14 @@ TEST_CASE("Engine::check names what cannot run") {
   whole.wanted.chunked_prompts(false);
   CHECK_THAT(refusal(whole, Device::cuda, DType::bf16, nullptr, 16), Catch::Contains("got prefill_chunk 16"));
 }
+
+TEST_CASE("Engine::check refuses a device or a dtype that the policy does not run with") {
+  Asking cpu;
+  cpu.wanted.devices({Device::cpu});
+  CHECK(refusal(cpu, Device::cpu) == "");
+  CHECK_THAT(refusal(cpu, Device::cuda), Catch::Contains("got backend cuda, wanted cpu"));
+  Asking narrow;
+  narrow.wanted.dtypes({DType::f32, DType::f16});
+  CHECK(refusal(narrow, Device::cpu, DType::f32) == "");
+  CHECK_THAT(refusal(narrow, Device::cpu, DType::bf16), Catch::Contains("got dtype bf16, wanted f32 or f16"));
+}

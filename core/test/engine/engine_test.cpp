@@ -4,9 +4,12 @@
 #include <catch2/catch.hpp>
 
 #include <algorithm>
+#include <limits>
+#include <map>
 #include <set>
 
 #include "model/checkpoint.hpp"
+#include "ops/page/paged.hpp"
 #include "support/golden.hpp"
 #include "support/token_reader.hpp"
 
@@ -530,4 +533,78 @@ TEST_CASE("running out of memory is a value; what is left goes on once the slot 
     engine.close(b);
     engine.store().check_invariants();
   }
+}
+
+TEST_CASE("a policy is told its budget in tokens, the dense layers' as unlimited, in prompts and in steps") {
+  struct Asks final : Policy {
+    explicit Asks(int dense) : dense_(dense) {}
+    Needs needs() const override { return Needs{}.dense_layers(dense_); }
+    void prefill(const LayerPrefill& kv, Edits&, Stream) override { note(kv); }
+    void select(const LayerStep& step, Edits&, Stream) override {
+      note(step);
+      CHECK(!step.page_budgets);
+    }
+    void observe(const LayerStep& step, Edits&, Stream) override { note(step); }
+    void note(const LayerKv& kv) {
+      for (int r = 0; r < kv.rows(); ++r) told[{kv.layer, kv.position[r]}] = kv.budget_tokens(r);
+    }
+    std::map<std::pair<int, int>, int> told;  // by layer and text position
+    int dense_;
+  };
+  const int all = std::numeric_limits<int>::max();
+  const auto told = [&](BudgetAmount amount, int dense) {
+    const auto policy = std::make_shared<Asks>(dense);
+    EngineOptions o = options(2);
+    o.budget = amount;
+    Engine engine(tiny(), policy, o);
+    const int a = engine.open(), b = engine.open();
+    const std::vector<int> tokens{3, 4};
+    REQUIRE(engine.prefill(a, std::vector<int>(10, 1), true, {}) == Fit::ok);
+    REQUIRE(engine.prefill(b, std::vector<int>(20, 1), true, {}) == Fit::ok);
+    REQUIRE(engine.step({a, b}, tokens, {}) == Fit::ok);
+    return policy->told;
+  };
+  auto t = told({BudgetAmount::tokens, 12}, 1);
+  for (const int seen : {10, 20, 11, 21}) {
+    CHECK(t[{0, seen}] == all);
+    CHECK(t[{1, seen}] == 12);
+  }
+  t = told({BudgetAmount::ratio, 0.5}, 0);
+  CHECK(t[{0, 10}] == 5);
+  CHECK(t[{0, 20}] == 10);
+  CHECK(t[{2, 21}] == 10);
+  CHECK(told({}, 0)[{0, 20}] == all);
+  // Four pages for each of 3 layers and 2 KV heads, two of which the dense layer's 11 tokens take.
+  const PageLayout page = ops::make_layout(DType::f32, {}, 8, 16, 0);
+  t = told({BudgetAmount::bytes, static_cast<double>(3 * 2 * 4 * page.bytes)}, 1);
+  CHECK(t[{1, 11}] == 5 * 8);
+  CHECK(t[{0, 11}] == all);
+}
+
+TEST_CASE("chunk queries are the window queries of the whole chunk, and empty while decoding") {
+  struct Sees final : Policy {
+    Needs needs() const override { return Needs{}.window_queries(5); }
+    void prefill(const LayerPrefill& kv, Edits&, Stream) override {
+      const auto all = kv.chunk_queries.f32();
+      sizes.push_back(all.extent[2]);
+      if (!kv.last[0]) return;
+      const auto window = kv.window_queries.f32();
+      for (std::int64_t head = 0; head < all.extent[1]; ++head)
+        for (std::int64_t i = 0; i < 5; ++i)
+          for (std::int64_t d = 0; d < all.extent[3]; ++d)
+            REQUIRE(all(0, head, all.extent[2] - 5 + i, d) == window(0, head, i, d));
+    }
+    void observe(const LayerStep& step, Edits&, Stream) override { CHECK(!step.chunk_queries); }
+    std::vector<std::int64_t> sizes;
+  };
+  const auto policy = std::make_shared<Sees>();
+  EngineOptions o = options(1);
+  o.prefill_chunk = 9;
+  Engine engine(tiny(), policy, o);
+  const int slot = engine.open(), token = 3;
+  REQUIRE(engine.prefill(slot, std::vector<int>(16, 1), true, {}) == Fit::ok);
+  REQUIRE(engine.step({slot}, {&token, 1}, {}) == Fit::ok);
+  const std::size_t layers = policy->sizes.size() / 2;
+  CHECK(policy->sizes.front() == 9);
+  CHECK(policy->sizes[layers] == 7);
 }

@@ -49,6 +49,7 @@ std::string place(const char* plugin, const char* callback) {
 
 TEST_CASE("what a callback throws names plugin, file and callback, whatever it is") {
   const Stream cpu = Stream::cpu();
+  test::HeapWorkspace w;
   struct Call {
     const char *plugin, *callback;
     std::function<void(const char* deed)> make;
@@ -60,9 +61,17 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
       {"bad_scorer", "every", [](const char* d) { told<Scorer>("every", d)->every(); }},
       {"bad_scorer", "observe", [&](const char* d) { told<Scorer>("observe", d)->observe({}, cpu); }},
       {"bad_scorer", "score", [&](const char* d) { told<Scorer>("score", d)->score({}, {}, cpu); }},
+      {"bad_scorer", "attach", [&](const char* d) { told<Scorer>("attach", d)->attach({}, {}, w); }},
+      {"bad_scorer", "release", [](const char* d) { told<Scorer>("release", d)->release(0); }},
+      {"bad_selector", "needs", [](const char* d) { told<Selector>("needs", d)->needs(); }},
+      {"bad_selector", "attach", [&](const char* d) { told<Selector>("attach", d)->attach({}, {}, w); }},
+      {"bad_selector", "prefill", [&](const char* d) { told<Selector>("prefill", d)->prefill({}, cpu); }},
+      {"bad_selector", "observe", [&](const char* d) { told<Selector>("observe", d)->observe({}, cpu); }},
+      {"bad_selector", "release", [](const char* d) { told<Selector>("release", d)->release(0); }},
       {"bad_selector", "select", [&](const char* d) { told<Selector>("select", d)->select({}, {}, cpu); }},
       {"bad_selector", "pins", [](const char* d) { told<Selector>("pins", d)->pins(); }},
       {"bad_budget", "allot", [&](const char* d) { told<Budget>("allot", d)->allot({}, cpu); }},
+      {"bad_budget", "uniform_heads", [](const char* d) { told<Budget>("uniform_heads", d)->uniform_heads(); }},
       {"bad_policy", "needs", [](const char* d) { told<Policy>("needs", d)->needs(); }},
       {"bad_policy", "release", [](const char* d) { told<Policy>("release", d)->release(0); }},
       {"bad_profiler", "observe", [&](const char* d) { told<Profiler>("observe", d)->observe({}, cpu); }},

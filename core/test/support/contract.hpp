@@ -32,6 +32,7 @@ inline Device contract_device() {
   const char* name = std::getenv("KVLAB_CONTRACT_DEVICE");
   return name && std::string(name) == "cuda" ? Device::cuda : Device::cpu;
 }
+inline DType contract_dtype() { return contract_device() == Device::cuda ? DType::bf16 : DType::f32; }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
 
 // Why the running case does not apply, for the report; empty where it does. The reporter clears it.
@@ -65,10 +66,12 @@ inline std::vector<std::string> group_models() {  // GQA groups 1, 3, 4, 7
 
 struct Subject {
   std::string label;
-  Role role = Role::scorer;  // of the plugin under test
-  PolicySpec spec;           // without a budget
+  Role role = Role::scorer;   // of the plugin under test
+  PolicySpec spec;            // without a budget
+  std::vector<DType> dtypes;  // Needs::dtypes
   bool composed() const { return role == Role::budget || role == Role::codec; }
   bool evicts() const { return spec.scorer.has_value(); }
+  bool runs_with(DType dtype) const { return dtypes.empty() || std::count(dtypes.begin(), dtypes.end(), dtype) > 0; }
 };
 
 // The policies under test.
@@ -99,6 +102,8 @@ class Subjects {
   }
 
   const std::vector<Subject>& list() const { return subjects_; }
+  // What needs another device, dtype or split than it would be tested with, and which.
+  const std::vector<std::string>& skipped() const { return skipped_; }
   std::shared_ptr<Policy> policy(const PolicySpec& spec) const { return build_policy(spec, catalog_); }
   Instance<Scorer> scorer(const PolicySpec& spec) {
     return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
@@ -128,12 +133,28 @@ class Subjects {
     s.role = p.role;
     s.spec.page_size = 8;
     fill(s.spec);
-    subjects_.push_back(std::move(s));
+    if (s.spec.scorer && s.spec.split && scorer(s.spec)->needs().uniform_heads() && !split(s.spec)->uniform_heads()) {
+      skipped_.push_back(label + ": the scorer needs heads that hold the same tokens");
+      return;
+    }
+    const Needs needs = policy(s.spec)->needs();
+    const auto& devices = needs.devices();
+    s.dtypes = needs.dtypes();
+    if (!devices.empty() && std::count(devices.begin(), devices.end(), contract_device()) == 0)
+      skipped_.push_back(label + ": it does not run on " + name_of(contract_device()));
+    else if (!s.runs_with(contract_dtype()))
+      skipped_.push_back(label + ": it does not run with " + name_of(contract_dtype()));
+    else
+      subjects_.push_back(std::move(s));
+  }
+  Instance<Budget> split(const PolicySpec& spec) {
+    return create<Budget>(registry_.require(Role::budget, spec.split->name), spec.split->params);
   }
 
   mutable Registry registry_;
   RegistryCatalog catalog_;
   std::vector<Subject> subjects_;
+  std::vector<std::string> skipped_;
 };
 
 inline Subjects& subjects() {

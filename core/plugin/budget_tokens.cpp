@@ -1,0 +1,47 @@
+#include "plugin/budget_tokens.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/page/paged.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr int unlimited = std::numeric_limits<int>::max();
+
+}  // namespace
+
+std::int64_t page_bytes(const Shape& shape, const CodecSpec& codec, const Needs& needs) {
+  const std::int64_t vectors = needs.page_summary() == Summary::none      ? 0
+                               : needs.page_summary() == Summary::min_max ? 2
+                                                                          : 1;
+  return ops::make_layout(shape.dtype, codec, shape.page_size, shape.head_dim,
+                          static_cast<int>(needs.token_state().size()))
+             .bytes +
+         vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
+}
+
+int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
+  const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
+  const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;
+  const std::int64_t heads = std::int64_t{s.layers - dense_layers} * s.kv_heads;
+  if (heads <= 0) return unlimited;
+  const double pages = (bytes - static_cast<double>(dense)) / static_cast<double>(heads * page_bytes);
+  return static_cast<int>(std::min(1e8 / s.page_size, std::max(0., pages))) * s.page_size;
+}
+
+int budget_tokens(const BudgetAmount& amount, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
+  switch (amount.kind) {
+    case BudgetAmount::unlimited: return unlimited;
+    case BudgetAmount::tokens: return static_cast<int>(amount.value);
+    case BudgetAmount::ratio:
+      if (amount.value >= 1) return unlimited;
+      return std::max(1, static_cast<int>(seen * amount.value));
+    case BudgetAmount::bytes:
+      return std::max(s.page_size, byte_budget_tokens(amount.value, seen, s, page_bytes, dense_layers));
+  }
+  return unlimited;
+}
+
+}  // namespace kvlab
