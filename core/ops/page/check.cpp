@@ -61,6 +61,15 @@ void check_resident(const PagedKv& kv, int row, int head, const char* op) {
   for (int p = 0; p < pages; ++p) check_page(kv, row, head, p, op);
 }
 
+const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s) {
+  if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
+  check_kv(*kv, op, s);
+  if (s.device() == Device::cuda) return *kv;
+  for (int r = 0; r < kv->rows; ++r)
+    for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
+  return *kv;
+}
+
 void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s) {
   const int tokens = s.device() == Device::cpu ? longest(kv) : 0;
   if (scores.extent[0] < kv.rows || scores.extent[1] < kv.kv_heads || scores.extent[1] % kv.kv_heads ||

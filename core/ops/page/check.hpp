@@ -28,6 +28,8 @@ void check_kv(const PagedKv& kv, const char* op, Stream s = Stream::cpu());
 
 // Every page of this head has a device frame of a fitting layout. Errc::internal.
 void check_resident(const PagedKv& kv, int row, int head, const char* op);
+// The cache of a view, checked; on the CPU its pages too. Pages of a CUDA stream are not looked at.
+const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s);
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
 
 // `scores` [row, heads, >= longest head of each row], contiguous along tokens, heads = kv_heads times a whole group.

@@ -5,15 +5,30 @@
 
 #include <cstdint>
 
+#include "ops/score/combine.hpp"
+
 namespace kvlab::ops {
 
 void row_norm_reference(const KvRows& rows, Scores out);
 void scale_reference(Scores out, float factor);
+void combine_reference(Scores out, View<const float, 3> in, Combine rule, float factor);
+void softmax_reference(const PagedKv& kv, Scores scores, float temperature);
+void read_rows_reference(const KvRows& rows, View<float, 4> out);
+void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out);
+void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Scores out);
+void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                             Scores votes);
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded);
 void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
+void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
+void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out);
+void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor);
+void add_moments_reference(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv, int first,
+                           const View<float, 3>& moments);
+void expected_query_reference(const View<float, 3>& moments, const std::int32_t* seen, const PagedKv& kv, int horizon,
+                              View<float, 3> mean, View<float, 4> covariance);
 void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column);
 void read_state_reference(const StateColumn& column, Scores out);
 void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,

@@ -16,18 +16,8 @@ namespace {
 
 constexpr int pages_ahead = 12;  // frames are scattered: one cache line of each is wanted
 
-// Pages of a CUDA stream are not looked at.
-const PagedKv& cache_of(const PagedKv* kv, const char* op, Stream s) {
-  if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
-  check_kv(*kv, op, s);
-  if (s.device() == Device::cuda) return *kv;
-  for (int r = 0; r < kv->rows; ++r)
-    for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
-  return *kv;
-}
-
 const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s) {
-  const PagedKv& kv = cache_of(column.kv, op, s);
+  const PagedKv& kv = resident_cache(column.kv, op, s);
   if (s.device() == Device::cuda) {
     if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
       fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
@@ -48,7 +38,7 @@ float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
 }  // namespace
 
 void row_norm(const KvRows& rows, Scores out, Stream s) {
-  const PagedKv& kv = cache_of(rows.kv, "row_norm", s);
+  const PagedKv& kv = resident_cache(rows.kv, "row_norm", s);
   check_kv_scores(kv, out, "out", "row_norm", s);
   if (s.device() == Device::cuda) return on_cuda<row_norm>(rows, out, s);
   constexpr int chunk = 32;  // pages
@@ -109,6 +99,39 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
         for (int t = 0; t < count; ++t) state[t] += reduced[begin + t];
       }
     }
+}
+
+void blend_state(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s) {
+  const char* op = "blend_state";
+  const PagedKv& kv = checked_column(column, op, s);
+  if (in) check_kv_scores(kv, in, "in", op, s);
+  if (s.device() == Device::cuda) return on_cuda<blend_state>(column, keep, in, factor, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {
+        float* state = state_of(kv, kv.entry(r, h, p), column.column);
+        for (int t = 0; t < std::min(kv.page_size, kv.tokens(r, h) - begin); ++t)
+          state[t] = (keep != 0 ? keep * state[t] : 0) + factor * (in ? in(r, h, begin + t) : 1.f);
+      }
+}
+
+void page_sum(const PagedKv& kv, View<const float, 3> in, Scores out, Stream s) {
+  const char* op = "page_sum";
+  check_kv(kv, op, s);
+  check_scores(kv, in, "in", op, s);
+  if (out.extent[0] < kv.rows || out.extent[1] != in.extent[1] ||
+      (s.device() == Device::cpu && out.extent[2] < (longest(kv) + kv.page_size - 1) / kv.page_size))
+    fail(Errc::internal, op, "got an output of another shape, wanted [row, head, page] with the heads of the input");
+  if (s.device() == Device::cuda) return on_cuda<page_sum>(kv, in, out, s);
+  const int heads = static_cast<int>(in.extent[1]), group = heads / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h)
+      for (int p = 0, begin = 0; p < kv.pages(r, h / group); ++p, begin += kv.page_size) {
+        const int end = std::min(begin + kv.page_size, kv.tokens(r, h / group));
+        float sum = 0;
+        for (int t = begin; t < end; ++t) sum += in(r, h, t);
+        out(r, h, p) = sum;
+      }
 }
 
 void read_state(const StateColumn& column, Scores out, Stream s) {

@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-#include "base/scratch.cuh"
-#include "ops/page/paged.cuh"
+#include "ops/score/heads.cuh"
 #include "ops/score/reduce_pages.cuh"
 
 namespace kvlab::ops {
@@ -13,21 +12,7 @@ namespace {
 
 using namespace cuda;
 
-constexpr int threads = 256;
-constexpr unsigned all_lanes = ~0u;
-
-// Blocks for each head of the batch: enough to fill the device, none without work in the longest possible row.
-dim3 grid_of(std::int64_t heads, std::int64_t rows, std::int64_t entries, int entries_of_block = threads) {
-  const std::int64_t useful = (entries + entries_of_block - 1) / entries_of_block, wanted = 2048 / (heads * rows) + 1;
-  return dim3(static_cast<unsigned>(std::max<std::int64_t>(1, std::min(useful, wanted))), static_cast<unsigned>(heads),
-              static_cast<unsigned>(rows));
-}
-std::int64_t capacity(const PagedKv& kv) { return kv.table.extent[2] * kv.page_size; }
-
-// Entries of a head: tokens, or pages of `unit` tokens; never more than `room`.
-__device__ __forceinline__ int entries_of(const DeviceKv& kv, int row, int head, int unit, std::int64_t room) {
-  return static_cast<int>(min(static_cast<std::int64_t>((kv.tokens(row, head) + unit - 1) / unit), room));
-}
+constexpr int threads = score_threads;
 
 __device__ __forceinline__ float square_sum(const float* x, int bytes, int lane) {
   float sum = 0;
@@ -98,6 +83,28 @@ __global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int co
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
     out(row, head, t) = *kv.token(row, head, t).state(column);
+}
+
+// in null: ones.
+__global__ void __launch_bounds__(threads)
+    blend_state_kernel(DeviceKv kv, int column, float keep, View<const float, 3> in, float factor, std::int64_t room) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, room);
+  for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
+    float* state = kv.token(row, head, t).state(column);
+    *state = (keep != 0 ? keep * *state : 0.f) + factor * (in.data ? in(row, head, t) : 1.f);
+  }
+}
+
+// A thread a page.
+__global__ void __launch_bounds__(threads)
+    page_sum_kernel(DeviceKv kv, View<const float, 3> in, int group, View<float, 3> out) {
+  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, 1, in.extent[2]);
+  const int pages = entries_of(kv, row, head / group, kv.page_size, out.extent[2]);
+  for (int p = blockIdx.x * threads + threadIdx.x; p < pages; p += gridDim.x * threads) {
+    float sum = 0;
+    for (int t = p * kv.page_size; t < min(n, (p + 1) * kv.page_size); ++t) sum += in(row, head, t);
+    out(row, head, p) = sum;
+  }
 }
 
 // heads: those of the scores, whole groups of query heads or one per KV head.
@@ -256,6 +263,24 @@ static void read_state_cuda(const StateColumn& column, Scores out, Stream s) {
   check_launch("read_state");
 }
 KVLAB_ON_CUDA(read_state, read_state_cuda);
+
+static void blend_state_cuda(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s) {
+  const PagedKv& kv = *column.kv;
+  if (kv.rows == 0) return;
+  const std::int64_t room = in ? std::min(capacity(kv), in.extent[2]) : capacity(kv);
+  blend_state_kernel<<<grid_of(kv.kv_heads, kv.rows, room), threads, 0, stream_of(s)>>>(DeviceKv(kv), column.column,
+                                                                                        keep, in, factor, room);
+  check_launch("blend_state");
+}
+KVLAB_ON_CUDA(blend_state, blend_state_cuda);
+
+static void page_sum_cuda(const PagedKv& kv, View<const float, 3> in, Scores out, Stream s) {
+  if (kv.rows == 0) return;
+  page_sum_kernel<<<grid_of(in.extent[1], kv.rows, kv.table.extent[2]), threads, 0, stream_of(s)>>>(
+      DeviceKv(kv), in, static_cast<int>(in.extent[1]) / kv.kv_heads, out);
+  check_launch("page_sum");
+}
+KVLAB_ON_CUDA(page_sum, page_sum_cuda);
 
 void reduce_pages_cuda(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale,
                        const Scores& out, Stream s) {

@@ -152,6 +152,47 @@ void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRul
   });
 }
 
+void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {
+  const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
+  for_heads(kv, [&](int r, int h) {
+    const auto own = positions_of(kv, r, h);
+    for (std::size_t t = 0; t < own.size(); ++t) {
+      Row held;
+      for (int other = 0; other < kv.kv_heads; ++other) {
+        const auto position = positions_of(kv, r, other);
+        for (std::size_t place = 0; place < position.size(); ++place)
+          for (int q = other * group; position[place] == own[t] && q < (other + 1) * group; ++q)
+            held.push_back(in(r, q, place));
+      }
+      double sum = 0;
+      for (const double x : held) sum += x;
+      const double most = *std::max_element(held.begin(), held.end());
+      if (rule == GroupRule::mean) sum /= static_cast<double>(held.size());
+      out(r, h, t) = static_cast<float>(rule == GroupRule::max ? most : sum);
+    }
+  });
+}
+
+void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out) {
+  const int heads = static_cast<int>(in.extent[1]), group = heads / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h) {
+      Row sum(kv.pages(r, h / group));
+      for (int t = 0; t < kv.tokens(r, h / group); ++t) sum[t / kv.page_size] += in(r, h, t);
+      for (std::size_t p = 0; p < sum.size(); ++p) out(r, h, p) = static_cast<float>(sum[p]);
+    }
+}
+
+void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor) {
+  for_heads(*column.kv, [&](int r, int h) {
+    for (int t = 0; t < column.kv->tokens(r, h); ++t) {
+      float* state = state_of(column, r, h, t);
+      const double old = keep == 0 ? 0 : double{keep} * *state;
+      *state = static_cast<float>(old + double{factor} * (in ? in(r, h, t) : 1.f));
+    }
+  });
+}
+
 void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column) {
   for_heads(*column.kv, [&](int r, int h) {
     const Row x = reduced(group_rows(mass, *column.kv, r, h), rule, 1);

@@ -13,6 +13,7 @@ void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<c
                           const Pins* pins, TokenList list);
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out);
+void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores);
 void allot_uniform_reference(const Allotment& a);
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens);
 void allot_by_score_reference(const Allotment& a, double floor, bool exact_total);

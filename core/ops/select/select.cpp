@@ -155,4 +155,21 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
     }
 }
 
+void set_pinned(const PagedKv& kv, Pins pins, float value, Scores scores, Stream s) {
+  const char* op = "set_pinned";
+  check_kv(kv, op, s);
+  check_scores(kv, scores, "scores", op, s);
+  if (s.device() == Device::cuda) return on_cuda<set_pinned>(kv, pins, value, scores, s);
+  const int group = static_cast<int>(scores.extent[1]) / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.tokens(r, h);
+      auto& pinned = scratch.chosen;
+      pinned.resize(static_cast<std::size_t>(n));
+      if (mark_pins(kv, r, h, pins, pinned.data()) == 0) continue;
+      for (int q = h * group; q < (h + 1) * group; ++q)
+        for (int t = 0; t < n; ++t) scores(r, q, t) = pinned[t] ? value : scores(r, q, t);
+    }
+}
+
 }  // namespace kvlab::ops

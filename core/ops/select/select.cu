@@ -131,6 +131,19 @@ struct TopTokens {
   static constexpr auto run = top_tokens_kernel<Threads, Blocks, Vectors>;
 };
 
+constexpr int pin_threads = 256;
+
+// A block a KV head, for the scores of all its query heads.
+__global__ void __launch_bounds__(pin_threads)
+    set_pinned_kernel(const __grid_constant__ DeviceKv kv, Pins pins, float value, int group, View<float, 3> scores) {
+  __shared__ SelectShared select;
+  const int head = blockIdx.x, row = blockIdx.y, n = kv.tokens(row, head);
+  const PinLimits limits = pin_limits(kv, row, head, n, pins, select);
+  for (int t = threadIdx.x; t < n && t < scores.extent[2]; t += pin_threads)
+    if (limits.pinned(kv.position(row, head, t)))
+      for (int q = head * group; q < (head + 1) * group; ++q) scores(row, q, t) = value;
+}
+
 Args arguments(const PagedKv& kv, const View<const float, 3>& scores, const View<const std::int32_t, 2>& amount,
                const IndexList& list, std::int64_t most) {
   Args a = {};
@@ -161,5 +174,14 @@ static void top_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View
   launch<TopTokens>(a, "top_tokens", stream_of(s));
 }
 KVLAB_ON_CUDA(top_tokens, top_tokens_cuda);
+
+static void set_pinned_cuda(const PagedKv& kv, Pins pins, float value, Scores scores, Stream s) {
+  if (kv.rows == 0) return;
+  const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  set_pinned_kernel<<<grid, pin_threads, 0, stream_of(s)>>>(DeviceKv(kv), pins, value,
+                                                            static_cast<int>(scores.extent[1]) / kv.kv_heads, scores);
+  check_launch("set_pinned");
+}
+KVLAB_ON_CUDA(set_pinned, set_pinned_cuda);
 
 }  // namespace kvlab::ops

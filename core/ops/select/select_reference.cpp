@@ -110,6 +110,16 @@ void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, Vi
     }
 }
 
+void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores) {
+  const int heads = static_cast<int>(scores.extent[1]), group = heads / kv.kv_heads;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < heads; ++h) {
+      const auto pinned = pinned_tokens(kv, r, h / group, pins);
+      for (std::size_t t = 0; t < pinned.size(); ++t)
+        if (pinned[t]) scores(r, h, t) = value;
+    }
+}
+
 void allot_uniform_reference(const Allotment& a) { allot_tokens_reference(a, a.total); }
 
 void allot_tokens_reference(const Allotment& a, const std::int32_t* tokens) {

@@ -1,0 +1,24 @@
+// What the op expected_query, its kernel and its tests share.
+#pragma once
+#include <cmath>
+
+#ifdef __CUDACC__
+#define KVLAB_ON_BOTH __host__ __device__
+#else
+#define KVLAB_ON_BOTH
+#endif
+
+namespace kvlab::ops {
+
+// Mean of cos and sin of the angles position * frequency, over `count` positions from `first` on.
+struct MeanTurn {
+  double cosine, sine;
+};
+KVLAB_ON_BOTH inline MeanTurn mean_turn(double frequency, int first, int count) {
+  // A sum of angles in equal steps: the middle one times sin(count f / 2) / sin(f / 2).
+  const double middle = (first + (count - 1) / 2.) * frequency, step = sin(frequency / 2);
+  const double size = fabs(step) < 1e-12 ? 1 : sin(count * frequency / 2) / (count * step);
+  return {cos(middle) * size, sin(middle) * size};
+}
+
+}  // namespace kvlab::ops

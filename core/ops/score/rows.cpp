@@ -1,0 +1,182 @@
+// Cached keys or values as f32 rows, and their products with vectors and matrices.
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "base/device_op.hpp"
+#include "ops/page/check.hpp"
+#include "ops/page/token_rows.hpp"
+#include "ops/score/rows.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+constexpr int block_tokens = 128;  // decoded at once
+
+// visit(place, rows, count) for runs of a head's decoded rows, keys as attention reads them; places follow each other.
+template <class Visit>
+void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit) {
+  thread_local TokenRows tokens;
+  const PagedKv& kv = *rows.kv;
+  const int pages = kv.pages(row, head), block = std::max(1, block_tokens / kv.page_size);
+  const std::int32_t* rank = rows.side == KvSide::key ? ranks.of(row, head) : nullptr;
+  for (int p = 0; p < pages; p += block) {
+    tokens.gather(kv, row, head, rows.side, nullptr, p, std::min(block, pages - p));
+    const float* x = rank ? tokens.rotate(kv, rank, *ranks.rope()) : tokens.decode(kv.head_dim);
+    visit(p * kv.page_size, x, tokens.count());
+  }
+}
+
+float norm(const float* x, int dim) {
+  float sum;
+  row_kernels().square_sum({x, nullptr, dim * 4, 1, RowKind::f32}, dim, &sum);
+  return std::sqrt(sum);
+}
+
+void check_vectors(const PagedKv& kv, const View<const float, 3>& vectors, std::int64_t heads, const char* op) {
+  if (vectors.extent[0] < kv.rows || vectors.extent[1] != heads || vectors.extent[2] != kv.head_dim)
+    fail(Errc::internal, op, "got vectors of another shape, wanted [row, head, head_dim] with the heads of the output");
+  if (vectors.stride[2] != 1) fail(Errc::unsupported, op, "got strided vectors, wanted head_dim contiguous");
+}
+
+HeadRanks& ranks_of(const PagedKv& kv) {
+  thread_local HeadRanks ranks;
+  ranks.fill(kv);
+  return ranks;
+}
+
+void dot_head(const KvRows& rows, int row, int head, const View<const float, 3>& vectors, bool cosine,
+              const HeadRanks& ranks, const Scores& out) {
+  const RowKernels& kernels = row_kernels();
+  const int dim = rows.kv->head_dim, group = static_cast<int>(vectors.extent[1]) / rows.kv->kv_heads;
+  thread_local std::vector<float> panel, dots, length;
+  panel.resize(std::size_t(dim) * panel_width);
+  dots.resize(std::size_t(group) * panel_width);
+  length.resize(group);
+  for (int g = 0; g < group; ++g) length[g] = norm(&vectors(row, head * group + g, 0), dim);
+  for_rows(rows, row, head, ranks, [&](int place, const float* x, int count) {
+    for (int t = 0; t < count; t += panel_width) {
+      const int n = std::min(panel_width, count - t);
+      kernels.pack_panel(x + std::int64_t{t} * dim, n, dim, panel.data());
+      kernels.panel_dot(panel.data(), dim, &vectors(row, head * group, 0), vectors.stride[1], group, dots.data(),
+                        panel_width);
+      for (int i = 0; i < n; ++i) {
+        const float own = cosine ? norm(x + std::int64_t{t + i} * dim, dim) : 1;
+        for (int g = 0; g < group; ++g) {
+          const float by = cosine ? own * length[g] : 1;
+          out(row, head * group + g, place + t + i) = by > 0 ? dots[g * panel_width + i] / by : 0;
+        }
+      }
+    }
+  });
+}
+
+// A panel of rows is multiplied by the matrix, then each column by itself.
+void quadratic_head(const KvRows& rows, int row, int head, const View<const float, 4>& matrix, const HeadRanks& ranks,
+                    const Scores& out) {
+  const RowKernels& kernels = row_kernels();
+  const int dim = rows.kv->head_dim, group = static_cast<int>(matrix.extent[1]) / rows.kv->kv_heads;
+  thread_local std::vector<float> panel, product;
+  panel.resize(std::size_t(dim) * panel_width);
+  product.resize(std::size_t(dim) * panel_width);
+  for_rows(rows, row, head, ranks, [&](int place, const float* x, int count) {
+    for (int t = 0; t < count; t += panel_width) {
+      const int n = std::min(panel_width, count - t);
+      kernels.pack_panel(x + std::int64_t{t} * dim, n, dim, panel.data());
+      for (int g = 0; g < group; ++g) {
+        kernels.panel_dot(panel.data(), dim, &matrix(row, head * group + g, 0, 0), matrix.stride[2], dim,
+                          product.data(), panel_width);
+        float sums[panel_width] = {};
+        for (int d = 0; d < dim; ++d)
+          for (int i = 0; i < panel_width; ++i) sums[i] += product[d * panel_width + i] * panel[d * panel_width + i];
+        std::copy_n(sums, n, &out(row, head * group + g, place + t));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void read_rows(const KvRows& rows, View<float, 4> out, Stream s) {
+  const char* op = "read_rows";
+  const PagedKv& kv = resident_cache(rows.kv, op, s);
+  if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[3] != kv.head_dim ||
+      (s.device() == Device::cpu && out.extent[2] < longest(kv)))
+    fail(Errc::internal, op, "got an output of another shape, wanted [row, kv_head, token, head_dim]");
+  if (out.stride[3] != 1) fail(Errc::unsupported, op, "got a strided output, wanted head_dim contiguous");
+  if (s.device() == Device::cuda) return on_cuda<read_rows>(rows, out, s);
+  const HeadRanks& ranks = ranks_of(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * kv.kv_heads * longest(kv)))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for_rows(rows, r, h, ranks, [&](int place, const float* x, int count) {
+        for (int t = 0; t < count; ++t)
+          std::copy_n(x + std::int64_t{t} * kv.head_dim, kv.head_dim, &out(r, h, place + t, 0));
+      });
+}
+
+void row_product(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out, Stream s) {
+  const char* op = cosine ? "row_cosine" : "row_dot";
+  const PagedKv& kv = resident_cache(rows.kv, op, s);
+  check_scores(kv, out, "out", op, s);
+  check_vectors(kv, vectors, out.extent[1], op);
+  if (s.device() == Device::cuda) return on_cuda<row_product>(rows, vectors, cosine, out, s);
+  const HeadRanks& ranks = ranks_of(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * out.extent[1] * longest(kv)))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) dot_head(rows, r, h, vectors, cosine, ranks, out);
+}
+
+void row_dot(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s) {
+  row_product(rows, vectors, false, out, s);
+}
+
+void row_cosine(const KvRows& rows, View<const float, 3> vectors, Scores out, Stream s) {
+  row_product(rows, vectors, true, out, s);
+}
+
+void row_quadratic(const KvRows& rows, View<const float, 4> matrix, Scores out, Stream s) {
+  const char* op = "row_quadratic";
+  const PagedKv& kv = resident_cache(rows.kv, op, s);
+  check_scores(kv, out, "out", op, s);
+  if (matrix.extent[0] < kv.rows || matrix.extent[1] != out.extent[1] || matrix.extent[2] != kv.head_dim ||
+      matrix.extent[3] != kv.head_dim)
+    fail(Errc::internal, op,
+         "got matrices of another shape, wanted [row, head, head_dim, head_dim] with the heads of "
+         "the output");
+  if (matrix.stride[3] != 1) fail(Errc::unsupported, op, "got strided matrices, wanted their rows contiguous");
+  if (s.device() == Device::cuda) return on_cuda<row_quadratic>(rows, matrix, out, s);
+  const HeadRanks& ranks = ranks_of(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * out.extent[1] * longest(kv)))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) quadratic_head(rows, r, h, matrix, ranks, out);
+}
+
+void normalised_mean(const KvRows& rows, View<float, 3> out, Stream s) {
+  const char* op = "normalised_mean";
+  const PagedKv& kv = resident_cache(rows.kv, op, s);
+  if (out.extent[0] < kv.rows || out.extent[1] != kv.kv_heads || out.extent[2] != kv.head_dim)
+    fail(Errc::internal, op, "got an output of another shape, wanted [row, kv_head, head_dim]");
+  if (out.stride[2] != 1) fail(Errc::unsupported, op, "got a strided output, wanted head_dim contiguous");
+  if (s.device() == Device::cuda) return on_cuda<normalised_mean>(rows, out, s);
+  const HeadRanks& ranks = ranks_of(kv);
+#pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * kv.kv_heads * longest(kv)))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      thread_local std::vector<float> sum;
+      thread_local std::vector<double> total;
+      total.assign(kv.head_dim, 0);
+      for_rows(rows, r, h, ranks, [&](int, const float* x, int count) {
+        sum.assign(kv.head_dim, 0);
+        for (int t = 0; t < count; ++t, x += kv.head_dim)
+          if (const float length = norm(x, kv.head_dim); length > 0)
+            row_kernels().add_scaled(x, kv.head_dim, 1.f / length, sum.data());
+        for (int d = 0; d < kv.head_dim; ++d) total[d] += sum[d];
+      });
+      for (int d = 0; d < kv.head_dim; ++d) out(r, h, d) = static_cast<float>(total[d] / std::max(1, kv.tokens(r, h)));
+    }
+}
+
+}  // namespace kvlab::ops

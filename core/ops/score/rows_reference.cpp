@@ -1,0 +1,77 @@
+#include <cmath>
+#include <vector>
+
+#include "ops/page/reference.hpp"
+#include "ops/score/reference.hpp"
+
+namespace kvlab::ops {
+namespace {
+
+using Rows = std::vector<std::vector<double>>;  // [token][head_dim]
+
+Rows rows_of(const KvRows& rows, int row, int head) {
+  const PagedKv& kv = *rows.kv;
+  std::vector<float> x(std::size_t(kv.tokens(row, head)) * kv.head_dim);
+  gather_rows_reference(kv, row, head, rows.side, kv.tokens(row, head), x.data());
+  Rows out;
+  for (int t = 0; t < kv.tokens(row, head); ++t)
+    out.emplace_back(x.begin() + std::int64_t{t} * kv.head_dim, x.begin() + std::int64_t{t + 1} * kv.head_dim);
+  return out;
+}
+
+double dot(const std::vector<double>& a, const std::vector<double>& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+// body(row, head of `heads`, the rows of its KV head)
+template <class Body>
+void for_head_rows(const KvRows& rows, std::int64_t heads, Body body) {
+  for (int r = 0; r < rows.kv->rows; ++r)
+    for (int h = 0; h < heads; ++h) body(r, h, rows_of(rows, r, h / static_cast<int>(heads / rows.kv->kv_heads)));
+}
+
+}  // namespace
+
+void read_rows_reference(const KvRows& rows, View<float, 4> out) {
+  for_head_rows(rows, rows.kv->kv_heads, [&](int r, int h, const Rows& x) {
+    for (std::size_t t = 0; t < x.size(); ++t)
+      for (std::size_t d = 0; d < x[t].size(); ++d) out(r, h, t, d) = static_cast<float>(x[t][d]);
+  });
+}
+
+void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool cosine, Scores out) {
+  for_head_rows(rows, vectors.extent[1], [&](int r, int h, const Rows& x) {
+    std::vector<double> v(rows.kv->head_dim);
+    for (std::size_t d = 0; d < v.size(); ++d) v[d] = vectors(r, h, d);
+    for (std::size_t t = 0; t < x.size(); ++t) {
+      const double by = cosine ? std::sqrt(dot(v, v) * dot(x[t], x[t])) : 1;
+      out(r, h, t) = by > 0 ? static_cast<float>(dot(v, x[t]) / by) : 0;
+    }
+  });
+}
+
+void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Scores out) {
+  for_head_rows(rows, matrix.extent[1], [&](int r, int h, const Rows& x) {
+    for (std::size_t t = 0; t < x.size(); ++t) {
+      double sum = 0;
+      for (std::size_t d = 0; d < x[t].size(); ++d)
+        for (std::size_t e = 0; e < x[t].size(); ++e) sum += x[t][d] * matrix(r, h, d, e) * x[t][e];
+      out(r, h, t) = static_cast<float>(sum);
+    }
+  });
+}
+
+void normalised_mean_reference(const KvRows& rows, View<float, 3> out) {
+  for_head_rows(rows, rows.kv->kv_heads, [&](int r, int h, const Rows& x) {
+    for (int d = 0; d < rows.kv->head_dim; ++d) {
+      double sum = 0;
+      for (const auto& y : x)
+        if (const double length = std::sqrt(dot(y, y)); length > 0) sum += y[d] / length;
+      out(r, h, d) = x.empty() ? 0 : static_cast<float>(sum / static_cast<double>(x.size()));
+    }
+  });
+}
+
+}  // namespace kvlab::ops
