@@ -19,6 +19,25 @@ namespace {
 
 constexpr int unlimited = std::numeric_limits<int>::max();
 
+// Hands on a workspace and counts the state that is taken from it, in bytes of a slot.
+class CountedWorkspace final : public Workspace {
+ public:
+  explicit CountedWorkspace(Workspace& w) : w_(w) {}
+  void* scratch(const char* tag, std::size_t bytes) override { return w_.scratch(tag, bytes); }
+  void* state(const char* tag, std::size_t bytes_per_slot, int slots) override {
+    bytes_per_slot_ += bytes_per_slot;
+    return w_.state(tag, bytes_per_slot, slots);
+  }
+  const void* upload(const char* tag, const void* from, std::size_t bytes) override {
+    return w_.upload(tag, from, bytes);
+  }
+  std::size_t bytes_per_slot() const { return bytes_per_slot_; }
+
+ private:
+  Workspace& w_;
+  std::size_t bytes_per_slot_ = 0;
+};
+
 class ComposedPolicy final : public Policy, public EditsAuthor, public Verified {
  public:
   explicit ComposedPolicy(Composition parts) : parts_(std::move(parts)) {
@@ -53,9 +72,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     shape_ = shape;
     amount_ = amount;
     page_bytes_ = page_bytes(shape, codec(), needs());
+    CountedWorkspace counted(w);
+    if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
+    if (parts_.selector) parts_.selector->attach(shape, amount, counted);
+    for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
-    if (parts_.scorer) parts_.scorer->attach(shape, amount, w);
-    if (parts_.selector) parts_.selector->attach(shape, amount, w);
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
     scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
@@ -122,14 +143,15 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   void check_amount() const {
     const bool bytes = amount_.kind == BudgetAmount::bytes;
     if (!bytes && (amount_.kind != BudgetAmount::tokens || !parts_.scorer)) return;
-    const int tokens = bytes ? byte_budget_tokens(amount_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
-                             : static_cast<int>(amount_.value);
+    const int tokens = bytes
+                           ? byte_budget_tokens(for_pages_.value, shape_.max_tokens, shape_, page_bytes_, dense_layers_)
+                           : static_cast<int>(amount_.value);
     const Pins pins = parts_.scorer ? parts_.scorer->pins(tokens) : Pins{};
     const int pinned = pins.first + pins.last;
     if (pinned <= tokens && tokens > 0) return;
-    const std::string budget = bytes ? std::to_string(static_cast<std::int64_t>(amount_.value)) +
-                                           " bytes, whole pages of which hold " + std::to_string(tokens) +
-                                           " tokens per KV head"
+    const std::string budget = bytes ? std::to_string(static_cast<std::int64_t>(amount_.value)) + " bytes, " +
+                                           (for_pages_.value < amount_.value ? "state taken off, " : "") +
+                                           "whole pages of which hold " + std::to_string(tokens) + " tokens per KV head"
                                      : std::to_string(tokens) + " tokens";
     const std::string wanted = pinned == 0
                                    ? "a page for each KV head"
@@ -142,7 +164,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     return std::count(mask.begin(), mask.end(), 0) < std::ssize(mask);
   }
 
-  int total(int seen) const { return budget_tokens(amount_, seen, shape_, page_bytes_, dense_layers_); }
+  int total(int seen) const { return budget_tokens(for_pages_, seen, shape_, page_bytes_, dense_layers_); }
 
   // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty when nothing was done.
   View<const std::int32_t, 2> compress(const LayerKv& kv, Edits& edits, Stream s) {
@@ -250,7 +272,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
   Shape shape_;
-  BudgetAmount amount_;
+  BudgetAmount amount_, for_pages_;  // as given, and without the state of scorer and selector
   std::int64_t page_bytes_ = 0;
   std::optional<Injector> injector_;
   // Of one callback; kept so that a decode step allocates nothing.

@@ -106,6 +106,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   check_needs(*model, needs_, options);
   page_bytes_ = page_bytes(store_->shape(), policy_->codec(), needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
+  for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
   tail_.resize(static_cast<std::size_t>(options.slots));
   sequences_.resize(tail_.size());
@@ -254,7 +255,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   for (const std::int32_t seen : position)
     budget_.push_back(layer < needs_.dense_layers()
                           ? std::numeric_limits<std::int32_t>::max()
-                          : budget_tokens(options_.budget, seen, *kv.shape, page_bytes_, needs_.dense_layers()));
+                          : budget_tokens(for_pages_, seen, *kv.shape, page_bytes_, needs_.dense_layers()));
   kv.budget = budget_.data();
   return kv;
 }

@@ -150,6 +150,7 @@ class Engine final : private LayerHooks {
 
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
   std::vector<std::int32_t> budget_;                 // the same, LayerKv::budget_tokens
+  BudgetAmount for_pages_;                           // the budget without the policy's state
   std::int64_t page_bytes_ = 0;                      // of one page of a KV head
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32

@@ -22,6 +22,11 @@ std::int64_t page_bytes(const Shape& shape, const CodecSpec& codec, const Needs&
          vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
 }
 
+BudgetAmount amount_for_pages(BudgetAmount amount, std::size_t state_bytes) {
+  if (amount.kind == BudgetAmount::bytes) amount.value = std::max(0., amount.value - static_cast<double>(state_bytes));
+  return amount;
+}
+
 int byte_budget_tokens(double bytes, int seen, const Shape& s, std::int64_t page_bytes, int dense_layers) {
   const std::int64_t pages_seen = (seen + s.page_size - 1) / s.page_size;
   const std::int64_t dense = std::int64_t{dense_layers} * s.kv_heads * pages_seen * page_bytes;

@@ -110,8 +110,9 @@ struct LayerKv {
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }
   // Tokens per KV head that the run's budget allows the row in this layer, after position[row] tokens of text; the
-  // largest int when the budget is unlimited or the layer is dense. A budget in bytes pays for the dense layers first
-  // and gives whole pages. Less than what is always kept means that the policy must refuse the budget in attach.
+  // largest int when the budget is unlimited or the layer is dense. A budget in bytes pays for state and the dense
+  // layers first and gives whole pages. Less than what is always kept means that the policy must refuse the budget in
+  // attach.
   int budget_tokens(int row) const { return budget[row]; }
   StateColumn state(const std::string& name) const {
     for (std::size_t i = 0; i < state_names->size(); ++i)

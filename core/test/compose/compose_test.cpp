@@ -203,6 +203,9 @@ TEST_CASE("a budget in bytes pays for every KV head of the dense layers before i
   CHECK(tokens(2 * 300 + 6 * 200, 1) == 16);
   CHECK(tokens(2 * 300 + 6 * 200 - 1, 1) == 8);
   CHECK(tokens(6 * 300 + 2 * 100, 3) == 8);
-  CHECK(tokens(6 * 300, 3) == 8);                          // a page at least
+  CHECK(tokens(6 * 300, 3) == 8);  // a page at least
+  CHECK(amount_for_pages({BudgetAmount::bytes, 1000}, 300).value == 700);
+  CHECK(amount_for_pages({BudgetAmount::bytes, 100}, 300).value == 0);
+  CHECK(amount_for_pages({BudgetAmount::tokens, 100}, 300).value == 100);
   CHECK(tokens(1, 4) == std::numeric_limits<int>::max());  // nothing is ever evicted
 }
