@@ -1,4 +1,4 @@
-// ExpectedAttention: what queries to come will attend to, if they are distributed as the prompt's. kvpress 2025.
+// ExpectedAttention: what queries to come will attend to, if they are distributed as the prompt's. Devoto et al. 2025.
 #include <kvlab/plugin.hpp>
 
 #include <cmath>
@@ -61,8 +61,8 @@ class ExpectedAttention final : public kvlab::Scorer {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::scorer<ExpectedAttention>("expected_attention",
-                                              "keeps what queries like the prompt's will attend to (kvpress 2025)")
+KVLAB_PLUGIN(kvlab::scorer<ExpectedAttention>(
+                 "expected_attention", "keeps what queries like the prompt's will attend to (Devoto et al. 2025)")
                  .param("sinks", 4, 0, 4096, "first tokens that are always kept and whose queries are not counted")
                  .param("horizon", 512, 1, 1 << 20, "text positions that queries to come are spread over")
                  .param("epsilon", 0., 0, kvlab::any, "added to a token's expected attention before its value's norm")
