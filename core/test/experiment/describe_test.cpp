@@ -75,6 +75,15 @@ TEST_CASE("the JSON list has every parameter, a line for each") {
   CHECK((*found)["params"][1]["component"] == true);
 }
 
+TEST_CASE("describe shows what a method needs") {
+  Registry registry;
+  CHECK_THAT(describe_text(registry, "tova"), Catch::Contains("needs\n  devices         all\n") &&
+                                                  Catch::Contains("all KV heads of a layer hold the same tokens") &&
+                                                  Catch::Contains("the prompt's last 1") &&
+                                                  Catch::Contains("attention mass  of steps"));
+  CHECK_THAT(describe_text(registry, "int8"), !Catch::Contains("needs\n"));
+}
+
 TEST_CASE("the schema is generated from the declarations") {
   Registry registry({good});
   const auto schema = nlohmann::json::parse(schema_text(registry));
