@@ -16,7 +16,7 @@ bool valid(const Edit& e, std::span<const std::int32_t> list, int limit) {
   if (list.empty()) return true;
   if (e.verb == Edit::move)
     return std::all_of(list.begin(), list.end(), [&](std::int32_t at) { return at >= 0 && at < limit; });
-  int wrong = (list.front() < 0) | (list.back() >= limit);  // one pass without branches
+  int wrong = int(list.front() < 0) | int(list.back() >= limit);  // one pass without branches
   for (std::size_t i = 1; i < list.size(); ++i) wrong |= list[i] <= list[i - 1];
   return !wrong;
 }
