@@ -1,4 +1,4 @@
-// What the tokens of a prompt's chunk see of their sequence, when all of them are in the cache already.
+// Causal lengths of the tokens of a prompt's chunk, when the cache already holds the whole chunk.
 #pragma once
 #include <kvlab/stream.hpp>
 

@@ -12,39 +12,39 @@ namespace kvlab::ops {
   throw Error(code, message, std::string("op ") + op);
 }
 
-// Of an op that CUDA alone has.
+// Refuses a CPU stream for ops that have no CPU version. Errc::unsupported.
 inline void require_cuda_stream(Stream s, const char* op) {
   if (s.device() != Device::cuda)
     fail(Errc::unsupported, op, "got a CPU stream, wanted a CUDA stream: this op has no CPU version");
 }
 
-// What the host knows of a cache: rows of a multiple of 8 up to 256 elements, a complete view. Errc::internal or
-// unsupported.
+// Checks the members of the view itself: head_dim is a multiple of 8 up to 256 and no pointer is missing.
+// Errc::internal or unsupported.
 void check_view(const PagedKv& kv, const char* op);
-// Sane slots and counts; host memory only.
+// Checks slots and token counts, which it reads from host memory. Errc::internal.
 void check_tables(const PagedKv& kv, const char* op);
-// Both; with a CUDA stream the view alone.
+// Calls check_view. For a CPU stream it calls check_tables too and refuses f16.
 void check_kv(const PagedKv& kv, const char* op, Stream s = Stream::cpu());
 
-// Every page of this head has a device frame of a fitting layout. Errc::internal.
+// Checks that every page of this head has a device frame and the cache's page size and head_dim. Errc::internal.
 void check_resident(const PagedKv& kv, int row, int head, const char* op);
-// The cache of a view, checked; on the CPU its pages too. Pages of a CUDA stream are not looked at.
+// Returns *kv after check_kv. For a CPU stream it also checks every page, as check_resident does.
 const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s);
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
 
-// `scores` [row, heads, >= longest head of each row], contiguous along tokens, heads = kv_heads times a whole group.
-// With a CUDA stream lengths are unknown here; kernels stay within the extent.
+// Checks `scores` [row, heads, >= longest head of each row], contiguous along tokens; heads is a multiple of kv_heads.
+// With a CUDA stream the host does not know the lengths; kernels stay within the extent.
 void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s);
-// The same with exactly the KV heads.
+// Calls check_scores and wants exactly kv_heads heads.
 void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s);
 
-// Index and count of every head; room is looked at row by row.
+// Checks that index and count have every row and KV head. The ops check the room of each row.
 void check_list(const PagedKv& kv, const IndexList& list, const char* op);
 
-// Longest head over the rows of the call.
+// Tokens of the longest head in the rows of the call.
 int longest(const PagedKv& kv);
 
-// Are there enough tokens for threads to pay?
+// True if there are enough elements for threads to pay.
 inline bool worth_threads(std::int64_t elements) { return elements > 16384; }
 
 }  // namespace kvlab::ops

@@ -29,7 +29,7 @@ std::int64_t meta_offset(const PageLayout& l, KvSide side, int offset) {
   return (side == KvSide::key ? l.k_meta : l.v_meta) + std::int64_t{offset} * 4;
 }
 
-// Nearest even, for |x| < 2^22, without a call.
+// Rounds |x| < 2^22 to the nearest even integer without a call.
 float round_even(float x) { return (x + 12582912.f) - 12582912.f; }
 
 void encode_u8(const float* x, int dim, std::uint8_t* codes, std::uint16_t* meta) {
@@ -73,7 +73,7 @@ void write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, c
          frame + meta_offset(l, side, offset));
 }
 
-// The bits of the nearest value of a 16-bit dtype that is not above (below) x: a bound stays a bound.
+// Bits of the 16-bit value nearest to x that is not above it (limit < 0) or not below it (limit > 0).
 std::uint16_t toward(float x, float limit, DType dtype) {
   const bool half = dtype == DType::f16;
   std::uint16_t bits = half ? float_to_half(x) : bf16(x).bits;
@@ -212,7 +212,7 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
 void token_positions(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions) {
   for (int t = 0; t < tokens; t += kv.page_size) {
     const int page = t / kv.page_size;
-    constexpr int ahead = 12;  // pages: frames are scattered, one cache line of each is wanted
+    constexpr int ahead = 12;  // pages to prefetch ahead: frames are scattered, and each gives one cache line
     if (page + ahead < kv.pages(row, head)) {
       const PageEntry& next = kv.entry(row, head, page + ahead);
       if (next.frame >= 0) __builtin_prefetch(kv.frame(next) + kv.layout(next).positions);
@@ -228,7 +228,7 @@ void token_ranks(const PagedKv& kv, int row, int head, int tokens, std::int32_t*
   thread_local std::vector<std::int32_t> position, runs, order;
   position.resize(tokens);
   token_positions(kv, row, head, tokens, position.data());
-  runs.clear();  // where an ascending run begins
+  runs.clear();  // first place of every ascending run
   for (int t = 0; t < tokens; ++t)
     if (t == 0 || position[t] <= position[t - 1]) runs.push_back(t);
   if (runs.size() <= 1) {

@@ -1,4 +1,4 @@
-// A PagedKv in kernels: decoded elements of stored tokens, whatever their codec.
+// PagedKv for kernels: reads stored tokens of any codec as f32 elements.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,11 +11,11 @@ namespace kvlab::ops {
 struct DeviceKv {
   static constexpr int most_codecs = 4;
   PagedKv kv;                       // tables and slots in device memory
-  PageLayout layouts[most_codecs];  // by value: kernels cannot read the host's
+  PageLayout layouts[most_codecs];  // copies: kernels cannot read host memory
   int kv_heads = 0, head_dim = 0, page_size = 0;
 
   DeviceKv() = default;
-  // codecs: how many layouts kv.layouts has.
+  // codecs: number of layouts in view.layouts.
   explicit DeviceKv(const PagedKv& view, int codecs = 1)
       : kv(view), kv_heads(view.kv_heads), head_dim(view.head_dim), page_size(view.page_size) {
     for (int i = 0; i < codecs && i < most_codecs; ++i) layouts[i] = view.layouts[i];
@@ -64,7 +64,7 @@ struct DeviceKv {
     return {kv.base + std::int64_t(e.frame) * granule_bytes, layouts + e.codec, t % page_size};
   }
   __device__ std::int32_t position(int row, int head, int t) const { return token(row, head, t).position(); }
-  // Element d of a key rotated by `rank` places: pairs (i, i + head_dim / 2).
+  // Element d of a key rotated by `rank` places; pairs are (i, i + head_dim / 2).
   __device__ float rotated_key(const Token& token, int d, int rank) const {
     const int half = head_dim / 2, i = d < half ? d : d - half;
     double sine, cosine;

@@ -51,7 +51,7 @@ void write_side(std::byte* frame, const PageLayout& l, KvSide side, int offset, 
     }
 }
 
-// bf16 truncates: the neighbour away from zero is one more.
+// The shift truncates; the neighbour away from zero has the next larger bits.
 bf16 bound(double x, bool upper) {
   const auto exact = static_cast<float>(x);
   bf16 b;
@@ -113,7 +113,7 @@ void copy_token_reference(const std::byte* from, const PageLayout& lf, int offse
     read_row_reference(from, lf, side, offset_from, x.data());
     write_side(to, lt, side, offset_to, x.data());
     if (!bits_of(lf, side) || !bits_of(lt, side)) continue;
-    const bool key = side == KvSide::key;  // between equal codecs the codes themselves move
+    const bool key = side == KvSide::key;  // equal codecs: the codes are copied unchanged
     std::memcpy(to + (key ? lt.k : lt.v) + std::int64_t{offset_to} * lt.head_dim,
                 from + (key ? lf.k : lf.v) + std::int64_t{offset_from} * lf.head_dim, lf.head_dim);
     std::memcpy(to + (key ? lt.k_meta : lt.v_meta) + std::int64_t{offset_to} * 4,

@@ -10,11 +10,11 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-// One warp per token of a head.
+// One warp copies one token of one head.
 struct Args {
   PromptPagesArgs in;
   DeviceKv kv;
-  const std::int32_t* rank;  // [kv_head, room]; null: keys are turned already
+  const std::int32_t* rank;  // [kv_head, room]; null: stored keys are already rotated
   std::int64_t room;
 };
 

@@ -1,4 +1,4 @@
-// A copy of a layer for a prompt's attention, on CUDA alone.
+// Copies a layer's pages for a prompt's attention, on CUDA alone.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
@@ -7,18 +7,19 @@
 
 namespace kvlab::ops {
 
-// A layer of one sequence as a prompt's attention reads it: what came before decoded and turned by its rank
-// (RopeRegime::cache_relative), the chunk itself as it was before the codec. Device memory but the layouts.
+// Copies one layer of one sequence to pages without a codec. Tokens before the chunk are decoded and, in the
+// cache_relative regime, their keys rotated by rank. The chunk's tokens come from `keys` and `values`, which no codec
+// has rounded. All pointers but the layouts are device memory.
 struct PromptPagesArgs {
   PagedKv kv;                   // one row; the chunk is its last tokens
-  int tokens = 0;               // of the chunk
-  const float* keys = nullptr;  // [token, kv_head, head_dim], turned
+  int tokens = 0;               // tokens of the chunk
+  const float* keys = nullptr;  // [token, kv_head, head_dim] of the chunk, rotated
   const float* values = nullptr;
-  std::int64_t key_stride = 0, value_stride = 0;   // of a token
+  std::int64_t key_stride = 0, value_stride = 0;   // floats from token to token
   const float *cosine = nullptr, *sine = nullptr;  // [angles, head_dim / 2]
   int angles = 0;
-  PageLayout layout;            // of what comes out: no codec, no token state
-  int pages = 0;                // of a head
+  PageLayout layout;            // layout of `frames`: no codec, no token state
+  int pages = 0;                // pages per KV head in `frames`
   std::byte* frames = nullptr;  // [kv_head, page]
   PageEntry* table = nullptr;   // [kv_head, page]
 };

@@ -1,4 +1,4 @@
-// Ranks of resident tokens (RopeRegime::cache_relative and re_rotate) in kernels.
+// Kernels for the ranks of resident tokens (RopeRegime::cache_relative and re_rotate).
 #pragma once
 #include <algorithm>
 
@@ -9,9 +9,9 @@ namespace kvlab::ops {
 
 constexpr int rank_threads = 256, rank_tile = 2048;
 
-// out[t] = tokens of a head's n with a smaller position(t), by blocks of rank_threads threads that take turns in z.
-// Caches are mostly in order, where the rank is the place; elsewhere every thread compares its token with all, in
-// tiles. tile: shared memory, [rank_tile / 4].
+// out[t] = number of the head's n tokens whose position is smaller than position(t). Blocks of rank_threads threads
+// along z share the tokens. In a head whose positions ascend, the rank is the place. In others every thread compares
+// its token with all tokens, one tile at a time. tile: shared memory, [rank_tile / 4].
 template <class Position>
 __device__ inline void write_ranks(int n, Position position, std::int32_t* out, int4* tile) {
   const int threads = rank_threads;
@@ -48,12 +48,12 @@ __device__ inline void write_ranks(int n, Position position, std::int32_t* out, 
   }
 }
 
-// Blocks that share a head with room for so many tokens.
+// Blocks along z for one head whose table has room for `room` tokens.
 inline unsigned rank_blocks(std::int64_t room) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((room + rank_threads - 1) / rank_threads, 1, 16));
 }
 
-// rank[row, kv_head, t].
+// Writes rank [row, kv_head, room].
 static __global__ void __launch_bounds__(rank_threads)
     rank_kernel(const __grid_constant__ DeviceKv kv, std::int32_t* rank, std::int64_t room) {
   __shared__ int4 tile[rank_tile / 4];
@@ -63,7 +63,8 @@ static __global__ void __launch_bounds__(rank_threads)
       rank + (std::int64_t(row) * kv.kv_heads + head) * room, tile);
 }
 
-// [row, kv_head, room], room = tokens of a head's table; good until the next call for the stream.
+// Returns the ranks [row, kv_head, room]; room counts the tokens that a head's table can hold. The scratch stays valid
+// until the next call on the stream.
 inline const std::int32_t* token_ranks(const DeviceKv& kv, void* stream) {
   const std::int64_t room = kv.kv.table.extent[2] * kv.page_size;
   const std::size_t bytes = std::size_t(kv.kv.rows) * std::size_t(kv.kv_heads) * std::size_t(room) * 4;

@@ -1,6 +1,6 @@
-// The ops of this folder again, slow and obviously right: straight loops over the views, double accumulation, no
-// threads, no scratch. They are the oracle of the fast CPU forms and of other backends. Arguments, results and errors
-// of a view are those of the op of the same name; lengths are not checked again. Every folder of ops has such a header.
+// Slow, plain versions of this folder's ops: loops over the views, double accumulation, no threads, no scratch. Tests
+// compare the fast CPU forms and other backends with them. Arguments, results and errors equal those of the op of the
+// same name; lengths are not checked again. Every folder of ops has such a header.
 #pragma once
 #include <kvlab/kv.hpp>
 

@@ -1,5 +1,5 @@
-// Lanes next to each other take a head of a row: a query head is normed and rotated; a KV head too, and its key and
-// value go into a page. Of a prompt, which the store appends, heads are only turned, several by the same lanes.
+// `width` neighbouring lanes take one head of a row. They norm and rotate a query or key head, and write a KV head's
+// key and value to its page. rope_kernel appends nothing; there the same lanes take several heads.
 #include <bit>
 
 #include "base/finite.hpp"
@@ -11,9 +11,9 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int threads = 128;   // of a block
-constexpr int each = 4;        // neighbouring elements of a lane, twice
-constexpr int most_heads = 4;  // of a row that the same lanes turn
+constexpr int threads = 128;   // threads of a block
+constexpr int each = 4;        // neighbouring elements of a lane in each half of the head
+constexpr int most_heads = 4;  // heads of a row that the same lanes rotate in rope_kernel
 constexpr int most_dim = 2 * 32 * each;
 
 struct Args {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load4(const float* from, float* to) {
   const float4 v = *reinterpret_cast<const float4*>(from);
   to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
-// Four neighbouring elements of either type, for which there are four or two words.
+// Stores four neighbouring elements: 16 bytes of float, 8 bytes of a 16-bit type.
 __device__ __forceinline__ void store4(float* to, const float* x) {
   *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }
@@ -37,7 +37,8 @@ __device__ __forceinline__ void store4(T* to, const float* x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(Pair<T>::pack(x[0], x[1]), Pair<T>::pack(x[2], x[3]));
 }
 
-// A lane's elements of a head: [4 lane, 4 lane + 4) and half of head_dim further; zeros if it has none.
+// A lane's elements of a head: [4 lane, 4 lane + 4) and the same range head_dim / 2 further. They are zero in lanes
+// past the head.
 struct Head {
   float low[each] = {}, high[each] = {};
 
@@ -56,7 +57,7 @@ struct Head {
     else
       store(static_cast<__nv_bfloat16*>(out) + at, half, lane);
   }
-  // By all lanes of a warp; weight null: as it was.
+  // All lanes of the warp must call it. A null weight leaves the head unchanged.
   __device__ void norm(const float* weight, float eps, int half, int lane, int width, bool mine) {
     float sum = 0;
 #pragma unroll
@@ -83,7 +84,7 @@ struct Head {
     for (int j = 0; j < each; ++j) all = all && fabsf(low[j]) < limit && fabsf(high[j]) < limit;
     return all;
   }
-  // Least and most of the head, by all lanes of a warp.
+  // Minimum and maximum of the head; all lanes of the warp must call it.
   __device__ float2 range(int width, bool mine) const {
     float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
@@ -93,7 +94,7 @@ struct Head {
       lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
     return make_float2(lo, hi);
   }
-  // As write_token stores one side of a token.
+  // Stores one side of a token as write_token does.
   __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
     const int half = l.head_dim / 2, bits = key ? l.codec.k.bits : l.codec.v.bits;
     std::byte* side = frame + (key ? l.k : l.v);
@@ -126,7 +127,7 @@ struct Head {
   }
 };
 
-// A lane's cosines and sines of a position; ones and zeros where nothing is turned.
+// A lane's cosines and sines of a position; ones and zeros without `turn`.
 struct Angles {
   float cosine[each] = {1, 1, 1, 1}, sine[each] = {};
 
@@ -139,10 +140,10 @@ struct Angles {
 };
 
 struct Place {
-  int frame = null_frame, offset = 0, codec = 0;  // null_frame: there is none, and *error says why
+  int frame = null_frame, offset = 0, codec = 0;  // null_frame: no place; *error has the reason
 };
 
-// Where the head's next token goes; table and length say so from now on.
+// Returns the place of the head's next token and enters it in table and length.
 __device__ Place take_place(const RopeAppendArgs& a, int slot, int head) {
   std::int32_t* length = a.length.data + slot * a.length.stride[0] + head * a.length.stride[1];
   const int page_size = a.layouts->page_size, n = *length, page = n / page_size;
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
     reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + p.offset] = 0;
 }
 
-// Nothing is appended.
+// Norms and rotates without appending.
 __global__ void __launch_bounds__(threads) rope_kernel(const __grid_constant__ RopeAppendArgs a, int width) {
   const int lane = threadIdx.x % width, index = (blockIdx.x * threads + threadIdx.x) / width,
             heads = a.heads + a.kv_heads, units = (heads + most_heads - 1) / most_heads, dim = a.head_dim,

@@ -1,4 +1,4 @@
-// cos and sin of ranks 0 .. count - 1, shared by all layers and calls: the cache_relative regime rotates every key on
+// cos and sin of ranks 0 .. count - 1, which all layers and calls share. The cache_relative regime rotates every key on
 // every read.
 #pragma once
 #include <kvlab/kv.hpp>
@@ -19,7 +19,7 @@ struct RopeRows {
   const float* sine_of(int rank) const { return sine.data() + std::size_t(rank) * inv_freq.size(); }
 };
 
-// At least `count` ranks. Thread-safe; tables grow by doubling and are kept for the process.
+// Returns tables of at least `count` ranks. Thread-safe; tables grow by doubling and stay for the process.
 std::shared_ptr<const RopeRows> rope_rows(const RopeTable& rope, int count);
 
 }  // namespace kvlab::ops

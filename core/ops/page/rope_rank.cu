@@ -6,7 +6,7 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int warps = 4;  // of a block
+constexpr int warps = 4;  // warps of a block
 
 __global__ void __launch_bounds__(warps * 32) rope_rank_kernel(const __grid_constant__ RopeRankArgs a) {
   const int lane = threadIdx.x % 32, each = a.heads + a.kv_heads + a.values;

@@ -1,19 +1,19 @@
-// Inner loops over stored rows of head_dim elements, whatever their storage: shared by attention, votes, norms and page
-// scores. Raw pointers only: the same source is compiled once per instruction set, and nothing of it may be merged by
-// the linker. Every result is a fixed sequence of additions: it does not depend on threads or on other rows.
+// Inner loops over stored rows of head_dim elements, for attention, votes, norms and page scores. The source is
+// compiled once per instruction set. It takes raw pointers only, so that the linker merges none of its code across
+// sets. Every result is a fixed sequence of additions: it does not depend on threads or on other rows.
 #pragma once
 #include <cstdint>
 
 namespace kvlab::ops {
 
-inline constexpr int row_pad = 8;       // arrays indexed by token are readable and writable up to a multiple of this
+inline constexpr int row_pad = 8;       // kernels may read and write arrays of tokens up to a multiple of this
 inline constexpr int panel_width = 16;  // tokens of a packed panel
 
 constexpr int padded(int tokens) { return (tokens + row_pad - 1) / row_pad * row_pad; }
 
 enum class RowKind : std::uint8_t { f32, bf16, u8 };
 
-// Stored rows at equal distances: one side of a page, page summaries, decoded rows.
+// Stored rows at equal distances: one side of a page, page summaries or decoded rows.
 struct RowRun {
   const void* data = nullptr;
   const void* meta = nullptr;  // u8 only: f16 {scale, zero} of every row
@@ -22,24 +22,24 @@ struct RowRun {
   RowKind kind = RowKind::f32;
 };
 
-// Pages are scattered and the hardware does not see the next one coming: while run i is read, the lines of run
-// i + run_ahead are asked for. Arrays of runs are that much longer than their length says; the rest may be empty.
+// Pages are scattered, so the hardware cannot prefetch the next one. While a kernel reads run i, it prefetches run i +
+// run_ahead. Every array of runs has run_ahead more entries than run_count; these may be empty.
 inline constexpr int run_ahead = 4;
 
-// Angles of keys that are rotated as they are read: row t of all runs by rank[t] places.
+// Angles of keys that a kernel rotates as it reads them: row t of all runs by rank[t] places.
 struct Turn {
   const std::int32_t* rank;
   const float *cosine, *sine;  // [rank, dim / 2]
 };
 
-// dim is a multiple of 8 up to 512 everywhere (a box of page summaries is two rows wide).
+// dim is a multiple of 8 up to 512, because a box of page summaries is two rows wide.
 struct RowKernels {
   const char* name;
 
-  // out[i, t] = factor * q[i] . row t, the rows of all runs one after the other; strides in floats.
+  // out[i, t] = factor * q[i] . row t; t counts through all runs in order. Strides are in floats.
   void (*dot)(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
               float factor, float* out, std::int64_t out_stride);
-  // The same with every row rotated first: pairs (i, i + dim / 2).
+  // The same, but every row is rotated first: pairs (i, i + dim / 2).
   void (*dot_turned)(const RowRun* runs, int run_count, int dim, const float* q, std::int64_t q_stride, int queries,
                      float factor, const Turn& turn, float* out, std::int64_t out_stride);
   // out[i] += sum_t p[i, t] row t
@@ -49,7 +49,7 @@ struct RowKernels {
   void (*square_sum)(const RowRun& run, int dim, float* out);
   // out[t] = row t as f32.
   void (*decode)(const RowRun& run, int dim, float* out, std::int64_t out_stride);
-  // x[t] rotated in place by cosine[t], sine[t] (dim / 2 each): pairs (i, i + dim / 2).
+  // Rotates x [dim] in place by cosine and sine (dim / 2 each): pairs (i, i + dim / 2).
   void (*rotate)(float* x, const float* cosine, const float* sine, int dim);
   // panel[d, j] = rows[j, d] for `count` <= panel_width dense rows; columns past count are zero.
   void (*pack_panel)(const float* rows, int count, int dim, float* panel);
@@ -63,10 +63,10 @@ struct RowKernels {
   void (*add_scaled)(const float* x, int n, float factor, float* inout);  // inout += factor * x
   void (*silu_mul)(const float* gate, const float* up, std::int64_t n, float* out);
   void (*rms_norm)(const float* x, const float* weight, float eps, std::int64_t n, float* out);
-  void (*to_bf16)(const float* x, std::int64_t n, std::uint16_t* out);  // as kvlab::bf16 rounds
+  void (*to_bf16)(const float* x, std::int64_t n, std::uint16_t* out);  // rounds as kvlab::bf16 does
 };
 
-const RowKernels& row_kernels();  // the best that this CPU runs
+const RowKernels& row_kernels();  // the fastest that this CPU runs
 const RowKernels& row_kernels_portable();
 const RowKernels* row_kernels_avx2();  // null when not compiled for x86-64; the CPU must have AVX2 to call them
 

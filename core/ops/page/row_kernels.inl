@@ -1,5 +1,5 @@
-// Body of row_kernels_portable.cpp and row_kernels_avx2.cpp: GCC/Clang vectors of KVLAB_LANES floats. Everything is in
-// an unnamed namespace so that code for a wider instruction set is never picked for a narrower one.
+// Body of row_kernels_portable.cpp and row_kernels_avx2.cpp: GCC/Clang vectors of KVLAB_LANES floats. The unnamed
+// namespace keeps the linker from using code of a wider instruction set for a narrower one.
 #include <kvlab/dtype.hpp>
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function that is not inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // every function with vector arguments is inlined
 
 namespace kvlab::ops {
 namespace {
@@ -32,7 +32,7 @@ KVLAB_INLINE F load(const float* p) {
   return v;
 }
 KVLAB_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
-KVLAB_INLINE F splat(float x) { return x - F{}; }  // a sum would have to turn -0 into 0
+KVLAB_INLINE F splat(float x) { return x - F{}; }  // x + F{} would turn -0 into 0, so the compiler could not drop it
 KVLAB_INLINE F bits_to_float(U u) {
   F v;
   std::memcpy(&v, &u, sizeof v);
@@ -73,9 +73,10 @@ KVLAB_INLINE void prefetch(const void* p, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
-// Half v (0 or 1) of elements d .. d + 2 * lanes. One load holds 2 * lanes bf16: as 32-bit words its even elements are
-// the low halves and its odd ones the high halves, so `paired` readers give those; queries and sums are kept in the
-// same order. `tail` is the last `lanes` elements of a row, in order, where head_dim is no multiple of 2 * lanes.
+// half() returns half v (0 or 1) of elements d .. d + 2 * lanes. One load holds 2 * lanes bf16; in its 32-bit words
+// even elements are the low halves and odd ones the high halves. `paired` readers return even elements for v = 0 and
+// odd ones for v = 1; queries and sums keep that order. tail() returns the last `lanes` elements of a row in order,
+// where head_dim is no multiple of 2 * lanes.
 struct ReadF32 {
   static constexpr bool paired = false, coded = false;
   KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
@@ -92,7 +93,7 @@ struct ReadBf16 {
     return bits_to_float(widen(reinterpret_cast<const std::uint16_t*>(row) + d) << 16);
   }
 };
-struct ReadU8 {  // the codes: scale and zero are applied to sums
+struct ReadU8 {  // returns codes; the sums apply scale and zero
   static constexpr bool paired = false, coded = true;
   KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
   KVLAB_INLINE static F tail(const char* row, int d) {
@@ -109,9 +110,9 @@ KVLAB_INLINE void with_reader(RowKind kind, const Call& call) {
   }
 }
 
-constexpr int most_dim = 512, most_queries = 4;  // of one pass
+constexpr int most_dim = 512, most_queries = 4;  // largest dim; queries of one pass
 
-// Queries i .. i + n in groups that fit the registers.
+// Calls `call` with the number of queries as a template argument; the group's sums fit the registers.
 template <class Call>
 KVLAB_INLINE void with_group(int queries, const Call& call) {
   switch (queries) {
@@ -122,7 +123,8 @@ KVLAB_INLINE void with_group(int queries, const Call& call) {
   }
 }
 
-// Elements in paired order: of each 2 * lanes the even ones, then the odd ones; a tail of `lanes` stays.
+// Writes x in paired order: of each 2 * lanes elements the even ones, then the odd ones. A tail of `lanes` keeps its
+// order.
 KVLAB_INLINE void pair_up(const float* x, int dim, float* out) {
   int d = 0;
   for (; d + 2 * lanes <= dim; d += 2 * lanes)
@@ -132,7 +134,7 @@ KVLAB_INLINE void pair_up(const float* x, int dim, float* out) {
     }
   for (; d < dim; ++d) out[d] = x[d];
 }
-// inout += the same elements back in order
+// Adds x, which is in paired order, to inout in the order of the row.
 KVLAB_INLINE void add_unpaired(const float* x, int dim, float* inout) {
   int d = 0;
   for (; d + 2 * lanes <= dim; d += 2 * lanes)
@@ -155,7 +157,7 @@ KVLAB_INLINE Meta meta_of(const RowRun& run, int t) {
 #else
   float x[2];
   for (int i = 0; i < 2; ++i) {
-    // The exponent is moved by a product, which is exact and right for subnormals too.
+    // The product moves the exponent. It is exact, also for subnormals.
     const std::uint32_t magnitude = std::uint32_t{m[i] & 0x7fffu} << 13;
     std::memcpy(&x[i], &magnitude, 4);
     x[i] *= m[i] & 0x8000u ? -0x1p112f : 0x1p112f;
@@ -164,7 +166,7 @@ KVLAB_INLINE Meta meta_of(const RowRun& run, int t) {
 #endif
 }
 
-// Four sums, of v[0] to v[3].
+// Sums of the elements of v[0], v[1], v[2] and v[3].
 using F4 = float __attribute__((vector_size(16)));
 KVLAB_INLINE F4 four_sums(const F* v) {
 #if KVLAB_LANES == 8
@@ -215,9 +217,9 @@ KVLAB_INLINE void transpose(F* x) {
 }
 #endif
 
-constexpr int dot_rows = 4;  // rows whose sums are folded at once
+constexpr int dot_rows = 4;  // rows that four_sums adds up at once
 
-// Sums of T rows with G queries into acc[g][first + j].
+// acc[g][first + j] = partial dot products of T rows with G queries, one per lane.
 template <class R, int G, int T>
 KVLAB_INLINE void dot_block(const char* const* row, int dim, const float* q, std::int64_t q_stride, F (*acc)[dot_rows],
                             int first) {
@@ -305,7 +307,7 @@ void dot(const RowRun* runs, int run_count, int dim, const float* q, std::int64_
   }
 }
 
-// The row as f32, in order: elements d .. d + lanes.
+// Elements d .. d + lanes of row t as f32, in order.
 template <class R>
 KVLAB_INLINE F element(const RowRun& run, int t, int d, Meta m) {
   const F x = R::tail(static_cast<const char*>(run.data) + t * run.stride, d);
@@ -327,7 +329,7 @@ void rotate(float* x, const float* cosine, const float* sine, int dim) {
   }
 }
 
-// Sums of T rows, each rotated, with G queries into acc[g][first + j].
+// As dot_block, but every row is rotated first.
 template <class R, int G, int T>
 KVLAB_INLINE void turned_block(const RowRun& run, const int* row, int dim, const float* q, const std::int32_t* rank,
                                const Turn& turn, F (*acc)[dot_rows], int first) {
@@ -351,7 +353,7 @@ KVLAB_INLINE void turned_block(const RowRun& run, const int* row, int dim, const
     for (int j = 0; j < T; ++j) acc[g][first + j] = sums[g][j];
 }
 
-// Half rows that are no whole vectors.
+// Takes rows whose halves are not whole vectors.
 template <class R, int G>
 void turned_row(const RowRun& run, int t, int dim, const float* q, const std::int32_t* rank, const Turn& turn,
                 float* out, std::int64_t out_stride) {
@@ -408,7 +410,7 @@ void dot_turned(const RowRun* runs, int run_count, int dim, const float* q, std:
   }
 }
 
-// V vectors of every row, from element d on, into G sums.
+// Adds V vectors of every row, from element d on, to G sums; p weights the rows.
 template <class R, int G, int V>
 KVLAB_INLINE void add_rows(const char* data, std::int64_t stride, int count, int d, const float* p,
                            std::int64_t p_stride, float* out, int dim, const char* ahead, std::int64_t ahead_stride) {
@@ -432,7 +434,7 @@ template <class R, int G>
 void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, std::int64_t p_stride, float* out,
              float* bias) {
   constexpr int piece = 16;             // rows at once
-  constexpr int wide = G == 4 ? 2 : 4;  // sums, weights and a row fit 16 registers
+  constexpr int wide = G == 4 ? 2 : 4;  // vectors per pass: sums, weights and a row fit 16 registers
   float weights[most_queries * piece];
   for (int t = 0; t < run.count; t += piece) {
     const int count = least(piece, run.count - t);
@@ -454,7 +456,7 @@ void add_run(const RowRun& run, const RowRun& ahead, int dim, const float* p, st
       w = weights;
       w_stride = piece;
     }
-    // Part by part of the rows, each asks for its share of the lines ahead.
+    // Each part of the rows prefetches its share of the next run's lines.
     const char* next = static_cast<const char*>(ahead.data) + t * ahead.stride;
     const std::int64_t share = t < ahead.count ? ahead.stride * wide * lanes / dim : 0;
     int d = 0;
@@ -515,7 +517,7 @@ void decode(const RowRun& run, int dim, float* out, std::int64_t out_stride) {
   });
 }
 
-// Eight by eight (four by four) at a time, so that rows are read and columns written a vector at a time.
+// Transposes blocks of lanes x lanes, so that it reads rows and writes columns a vector at a time.
 void pack_panel(const float* rows, int count, int dim, float* panel) {
   for (int j = 0; j < panel_width; j += lanes)
     for (int d = 0; d < dim; d += lanes) {
@@ -557,7 +559,7 @@ KVLAB_INLINE F exp_of(F x) {
   const F low = splat(-87.33f), high = splat(88.37f), magic = splat(12582912.f);
   F y = x > low ? x : low;
   y = y < high ? y : high;
-  const F shifted = y * 1.44269504088896341f + magic;  // the integer part sits in the low bits
+  const F shifted = y * 1.44269504088896341f + magic;  // the low bits hold the integer part
   const F n = shifted - magic;
   const F r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
   F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -594,7 +596,7 @@ void scale(float* x, int n, float factor) {
   for (; i < n; ++i) x[i] *= factor;
 }
 
-// The tail of an array as a full vector, filled up with `fill`.
+// Loads n < lanes elements and fills the vector up with `fill`.
 KVLAB_INLINE F load_tail(const float* x, int n, float fill) {
   float t[lanes];
   for (int j = 0; j < lanes; ++j) t[j] = j < n ? x[j] : fill;

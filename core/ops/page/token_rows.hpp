@@ -1,4 +1,4 @@
-// Stored tokens of one head as runs of rows, for the row kernels.
+// Runs of one head's stored tokens, for the row kernels.
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -24,21 +24,21 @@ inline RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int t
   return run;
 }
 
-// Reusable scratch, one per thread: nothing is allocated once it has grown. Pages must be resident (check_page).
+// Scratch of one thread, used again by every call: it allocates only to grow. Pages must be resident (check_page).
 class TokenRows {
  public:
-  // Tokens of the pages list[0 .. count) (first + i when list is null), in that order.
+  // Gathers the tokens of pages list[0 .. count) in that order; without a list, of pages first .. first + count - 1.
   void gather(const PagedKv& kv, int row, int head, KvSide side, const std::int32_t* list, int first, int count);
-  // Their rows as f32 [token, head_dim].
+  // Decodes the gathered rows to f32 [token, head_dim].
   const float* decode(int head_dim);
-  // Rotates decoded keys by their rank: rank[t] belongs to token place t.
+  // Decodes the gathered keys and rotates them by rank; rank is indexed by the token's place in the cache.
   const float* rotate(const PagedKv& kv, const std::int32_t* rank, const RopeRows& rope);
 
-  const RowRun* runs() const { return runs_.data(); }  // run_ahead empty ones follow
+  const RowRun* runs() const { return runs_.data(); }  // run_ahead empty runs follow
   int run_count() const { return static_cast<int>(runs_.size()) - run_ahead; }
   int count() const { return static_cast<int>(place_.size()); }
-  int place(int i) const { return place_[i]; }                 // of the i-th gathered token
-  std::int32_t position(int i) const { return position_[i]; }  // text position
+  int place(int i) const { return place_[i]; }                 // place in the cache of the i-th gathered token
+  std::int32_t position(int i) const { return position_[i]; }  // text position of the i-th gathered token
 
  private:
   std::vector<RowRun> runs_;
@@ -46,7 +46,7 @@ class TokenRows {
   std::vector<std::int32_t> place_, position_;
 };
 
-// Ranks of every head of the call for the cache_relative regime, else null. [row, kv_head, longest] in `storage`.
+// Ranks [row, kv_head, longest] of every head of the call in the cache_relative regime; null in other regimes.
 class HeadRanks {
  public:
   void fill(const PagedKv& kv);
