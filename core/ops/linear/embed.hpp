@@ -1,4 +1,4 @@
-// Rows of a model's embedding, on CUDA alone: on the CPU they are packed (Model::embed).
+// Rows of a model's embedding, on CUDA alone. On the CPU the embedding is packed (Model::embed).
 #pragma once
 #include <kvlab/dtype.hpp>
 #include <kvlab/stream.hpp>

@@ -1,16 +1,18 @@
-// Linear layers of decode steps: weights stream from memory once, whatever the number of rows.
+// Linear layers of decode steps: every weight streams from memory once, whatever the number of rows.
 //
-// A work item is a tile of 64 or 48 rows of W, whichever spreads them better over the multiprocessors, or an equal
-// slice of k of one where there are too few tiles. A block has one producer, which keeps a ring of bulk copies (the
-// tile's rows x 128 columns of W, with the same 128 columns of x) full, and a warp per 16 rows that multiplies: tensor
-// cores take 16 rows of W as A and the rows of x as columns of B. Which element of k is which column of a fragment is
-// free as long as A and B agree, so both are 16-byte loads of rows; which row of W or x is which row or column of the
-// product is free too, and chosen so that the two rows that a quarter of a warp reads lie in different halves of the
-// swizzled 128 bytes. Slices leave partial sums; the last one to arrive adds them in order.
+// A work item is a tile of 64 or 48 rows of W, whichever spreads better over the multiprocessors. Where there are too
+// few tiles, an item is an equal slice of k of a tile. A block has one producer warp and one warp per 16 rows of the
+// tile. The producer keeps a ring of bulk copies full: 128 columns of the tile's rows of W, and the same 128 columns of
+// x. The other warps multiply on tensor cores, with 16 rows of W as A and the rows of x as columns of B.
 //
-// The ring takes more than half of shared memory. Where two blocks fit, those of one launch gather on half of the
-// multiprocessors as soon as these are free, and the rest of the step goes on as unevenly (core/bench/RESULTS.md); so
-// each multiprocessor has one, and the next kernel's first copies are under way there as soon as this one's block ends.
+// A and B may map elements of k to columns of a fragment in any way, if both use the same one. So both load 16 bytes of
+// a row. Any map from rows of W or x to rows or columns of the product is right too. row_of is such that the two rows
+// that a quarter of a warp reads lie in different halves of the swizzled 128 bytes. Each slice writes partial sums; the
+// last slice to arrive adds them in order.
+//
+// The ring takes more than half of shared memory, so each multiprocessor has one block. Where two blocks fit, a
+// launch's blocks gather on the half of the multiprocessors that is free first. Later kernels of the step stay as
+// uneven (core/bench/RESULTS.md). With one, the next kernel's first copies start there as soon as this block ends.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -21,13 +23,13 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int most_rows = 64, warp_rows = 16;   // of W: of a tile, of a warp
-constexpr int pieces = 2, chunk = 64 * pieces;  // columns of a stage, 64 a piece
+constexpr int most_rows = 64, warp_rows = 16;   // rows of W: of a tile, of a warp
+constexpr int pieces = 2, chunk = 64 * pieces;  // a stage has 2 pieces of 64 columns
 constexpr int most_threads = (most_rows / warp_rows + 2) * 32;
 constexpr int ring_bytes = 184 * 1024;
-constexpr int most_items_of_slices = 256;      // with slices there is at most one item a block
-constexpr int enough_tiles = 80;               // to keep the memory busy without slices
-constexpr int chunks_of_slice = 1024 / chunk;  // at least: a slice costs a round trip through memory
+constexpr int most_items_of_slices = 256;      // with slices a block has at most one item
+constexpr int enough_tiles = 80;               // tiles that keep the memory busy without slices
+constexpr int chunks_of_slice = 1024 / chunk;  // fewest chunks of a slice: it costs a round trip through memory
 
 struct Args {
   int m, n;                          // n: outputs, half of W's rows when gated
@@ -42,7 +44,7 @@ struct Args {
   int* arrived;
   NormLeft left;
   NormTaken taken;
-  int k;  // elements of a row that `taken` is of
+  int k;  // elements of a row of x
 };
 
 template <int Columns>
@@ -51,7 +53,7 @@ struct Stage {
   static __host__ __device__ int bytes(int tile_rows) { return pieces * (tile_rows * 128 + x_bytes); }
 };
 
-// A place in the ring of stages, and whether its barrier's phase is odd there.
+// A place in the ring of stages. `odd` is the parity of the phase that its barrier is in.
 struct Place {
   int stage = 0;
   unsigned odd = 0;
@@ -63,7 +65,7 @@ struct Place {
 // Row of a tile of eight that lane group g reads: rows 2i and 2i + 1 of the fragment are four rows apart.
 __device__ __forceinline__ int row_of(int g) { return (g >> 1) | ((g & 1) << 2); }
 
-// The pieces of a block's items in order.
+// Walks over the chunks of a block's items in order.
 struct Walk {
   int chunks, slices, item, end, at, last;
   __device__ Walk(const Args& a, int begin, int stop)
@@ -121,7 +123,8 @@ __device__ void produce(const Args& a, int begin, int end, const CUtensorMap& we
   }
 }
 
-// scales[row]: what x's row is multiplied by. By one warp, while the others multiply; eight lanes share an addition.
+// scales[row] = 1 / sqrt(mean(x^2) + eps) of row `row` of x. One warp computes it while the others multiply; eight
+// lanes share a row.
 template <int Columns>
 __device__ __forceinline__ void take_norm(const Args& a, int g, int q, float* scales) {
   const int count = a.k / (4 * static_cast<int>(norm_piece));
@@ -144,12 +147,12 @@ __device__ __forceinline__ void take_norm(const Args& a, int g, int q, float* sc
   }
 }
 
-// What a lane's sums are added to, and the weights of their norm: asked for in front of the products.
+// Bias and old y of a lane's outputs, and the next norm's weights for them. Lanes load them before the products.
 template <int Columns>
 struct Before {
   float old[Columns][4], weight[2];
 
-  // In the order of the sums.
+  // old has the order of the sums.
   template <bool Gated>
   __device__ __forceinline__ void load_old(const Args& a, int low, int high, int q) {
 #pragma unroll
@@ -168,8 +171,8 @@ struct Before {
   }
 };
 
-// sum[c][e]: row (e < 2 ? low : high) of W, row 8c + q + 4 (e % 2) of x. By all lanes of a warp; `first`: its lowest
-// output.
+// sum[c][e] belongs to row (e < 2 ? low : high) of W and row 8c + q + 4 (e % 2) of x. `first` is the warp's lowest
+// output. All lanes of the warp must call it.
 template <class T, int Columns, bool Gated>
 __device__ void finish(const Args& a, int first, int low, int high, int g, int q, const float (&sum)[Columns][4],
                        const Before<Columns>& before, const float* scales) {
@@ -231,10 +234,10 @@ __global__ void __launch_bounds__(most_threads, 1)
     return;
   }
 
-  // Row of the stage whose sums are the fragment's row g (low) and g + 8 (high).
+  // low and high: rows of the stage whose sums are the fragment's rows g and g + 8.
   const int row = row_of(g), low = (Gated ? 8 : 16) * warp + row, high = Gated ? a.tile_rows / 2 + low : low + 8;
   const unsigned vector = (q ^ row) * 16;
-  constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces in registers
+  constexpr int at_once = Columns > 2 ? 1 : pieces;  // pieces that registers hold
   Place place;
   Before<Columns> before;
   for (int item = begin; item < end; ++item) {
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(most_threads, 1)
       barrier_wait(full + 8 * place.stage, place.odd);
 #pragma unroll
       for (int p = 0; p < pieces; p += at_once) {
-        constexpr int steps = 2 * at_once;  // of 32 columns
+        constexpr int steps = 2 * at_once;  // steps of 32 columns
         uint4 w0[steps], w1[steps], b[steps][Columns];
 #pragma unroll
         for (int s = 0; s < steps; ++s) {
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(most_threads, 1)
       for (int e = 0; e < 4; ++e) sum[c][e] += other[c][e];
 
     if (a.slices > 1) {
-      constexpr int values = Columns * 4 * 32;  // of one warp
+      constexpr int values = Columns * 4 * 32;  // floats of one warp
       float* partial = a.partial + (std::int64_t{tile} * a.slices * consumers + warp) * values + lane;
       float* mine = partial + slice * consumers * values;
 #pragma unroll
@@ -308,13 +311,13 @@ __global__ void __launch_bounds__(most_threads, 1)
   }
 }
 
-// Tiles of 8 rows of x.
+// Tiles of 8 rows of x; the kernel is compiled for these numbers.
 int column_tiles(std::int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : m <= 40 ? 5 : 8; }
 
 template <class T, int Columns, bool Gated>
 void launch_kernel(Args a, int blocks, const CUtensorMap& weights, const CUtensorMap& input, cudaStream_t stream) {
   const auto kernel = linear_kernel<T, Columns, Gated>;
-  constexpr int barriers = 2048;  // bytes, more than there can be
+  constexpr int barriers = 2048;  // bytes, more than barriers and scales take
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes + barriers);
   check(once, "linear");
@@ -343,11 +346,11 @@ void launch_type(const Args& a, int blocks, const CUtensorMap& weights, const CU
 }
 
 struct Tiles {
-  int rows, count, each;  // each: that a block takes at most
+  int rows, count, each;  // each: most tiles of a block
 };
 
-// A block's work is the rows that it reads, and x once a tile, which costs less than as many rows: it comes from the
-// L2 cache. The number of rows of a tile changes no bit of the result.
+// Cost of a block: the rows of W that it reads, and for each tile the rows of x. A row of x costs less, because it
+// comes from the L2 cache. The number of rows of a tile changes no bit of the result.
 Tiles tiles_of(int n, bool gated, int rows, int blocks) {
   const int outputs = gated ? rows / 2 : rows, count = (n + outputs - 1) / outputs;
   return {rows, count, (count + blocks - 1) / blocks};
@@ -379,7 +382,7 @@ void linear_stream_cuda(const LinearArgs& in, Stream s) {
   a.left = in.left, a.taken = in.taken, a.k = static_cast<int>(in.k);
   const int blocks = std::min(multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
-  a.slices = 1;  // or more, whatever m is: the order of additions follows
+  a.slices = 1;  // slices must not depend on m: they set the order of additions
   if (tiles.count < enough_tiles)
     a.slices = std::max(1, std::min(blocks / tiles.count, a.chunks / chunks_of_slice));
   else
@@ -393,7 +396,7 @@ void linear_stream_cuda(const LinearArgs& in, Stream s) {
     a.arrived = static_cast<int*>(
         zeroed(s.handle(), "linear arrived", most_items_of_slices * (most_rows / warp_rows) * sizeof(int)));
   }
-  const int each = (a.items + blocks - 1) / blocks;  // equal shares need not take every multiprocessor
+  const int each = (a.items + blocks - 1) / blocks;  // items of a block; equal shares may leave multiprocessors free
   const int grid = (a.items + each - 1) / each;
   const CUtensorMap weights = matrix_map(in.weight, half, in.n, in.k, in.k, gated ? a.tile_rows / 2 : a.tile_rows),
                     input = matrix_map(in.x, half, in.m, in.k, in.x_stride, 8 * column_tiles(in.m));

@@ -1,4 +1,4 @@
-// Tiles of AMX: 16 rows of 64 bytes each. A: 16 rows of 32 bf16; B: 16 pairs of depth, 16 columns; C: 16 x 16 f32.
+// AMX tiles: 16 rows of 64 bytes. A: 16 rows of 32 bf16; B: 16 pairs of depth, 16 columns; C: 16 x 16 f32.
 #include "base/cpu.hpp"
 #include "ops/linear/linear_kernels.hpp"
 
@@ -19,13 +19,13 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Linux hands tiles out on request, to the whole process.
+// A process must ask Linux for the use of tiles.
 bool allowed() {
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-// Tiles 0..3 hold C, 4 and 5 A, 6 and 7 B; which ones take part is decided at compile time.
+// Tiles 0..3 hold C, 4 and 5 A, 6 and 7 B. The template arguments say which of them take part.
 template <int row_tiles, int column_tiles>
 void block(const PairTile& t, int row, int column) {
   float* y = t.y + row * t.y_stride + column;
@@ -75,7 +75,7 @@ void product(const PairTile& t) {
   int row = 0;
   for (; row + tile < t.rows; row += 2 * tile) rows_of<2>(t, row);
   if (row < t.rows) rows_of<1>(t, row);
-  _tile_release();  // oneDNN has configurations of its own
+  _tile_release();  // oneDNN sets its own tile configuration
 }
 
 }  // namespace

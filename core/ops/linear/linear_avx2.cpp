@@ -1,5 +1,5 @@
-// Intrinsics and plain pointers only: an inline function of a shared header compiled here with AVX2 could be the copy
-// that the linker keeps for everybody.
+// This file uses intrinsics and plain pointers only. The linker could keep an inline function of a shared header,
+// compiled here with AVX2, for all callers.
 #include <immintrin.h>
 
 #include "base/cpu.hpp"
@@ -24,7 +24,7 @@ inline __m256i tail_mask(std::int64_t columns) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(columns)), lane);
 }
 
-// R rows by P panels, all of one depth block; `columns` counts from the first panel.
+// Multiplies R rows by P panels of one depth block; `columns` counts from the first panel.
 template <class W, int R, int P, bool Full>
 inline void micro(const Tile& t, const W* panel, float* y, std::int64_t columns) {
   __m256 lo[P][R], hi[P][R];
@@ -47,11 +47,11 @@ inline void micro(const Tile& t, const W* panel, float* y, std::int64_t columns)
       }
     }
   }
-  constexpr std::int64_t ahead = 128 / P;  // rows of a panel: together 4 KiB of bf16 on their way
+  constexpr std::int64_t ahead = 128 / P;  // rows of a panel to prefetch ahead: 4 KiB of bf16 over the P panels
   const float* a = t.a;
   const std::int64_t a_row = t.a_row, a_depth = t.a_depth, stride = t.panel_stride;
   for (std::int64_t i = 0; i < t.depth; ++i, a += a_depth, panel += panel_width) {
-    // The hardware prefetcher stops at page ends and does not know where the next panels start.
+    // The hardware prefetcher stops at page ends and does not know the start of the next panels.
     const std::int64_t next = i + ahead < t.depth ? 0 : (P - 1) * stride;
     for (int p = 0; p < P; ++p)
       _mm_prefetch(reinterpret_cast<const char*>(panel + p * stride + ahead * panel_width + next), _MM_HINT_T0);
@@ -78,10 +78,10 @@ inline void micro(const Tile& t, const W* panel, float* y, std::int64_t columns)
     }
 }
 
-// Panels in groups that fill the accumulators: 8 to 12 of them hide the latency of the FMA.
+// Takes panels in groups of 8 to 12 accumulators, which hide the latency of the FMA.
 template <class W, int R>
 void rows(const Tile& t) {
-  constexpr int group = R == 1 ? 4 : R == 2 ? 2 : 1;  // sums and weights fit the registers
+  constexpr int group = R == 1 ? 4 : R == 2 ? 2 : 1;  // panels at once: sums and weights fit the registers
   const W* panel = static_cast<const W*>(t.panels);
   std::int64_t c = 0;
   for (; c + group * panel_width <= t.columns; c += group * panel_width, panel += group * t.panel_stride)

@@ -1,5 +1,5 @@
-// Linear layers of many rows through cuBLASLt, which is looked up at run time: the library is large and only this needs
-// it.
+// Linear layers of many rows through cuBLASLt. The library is large and only this file needs it, so it is loaded at run
+// time.
 #include <cublasLt.h>
 #include <dlfcn.h>
 
@@ -27,7 +27,7 @@ struct Library {
   decltype(&cublasLtMatmulPreferenceDestroy) delete_preference;
   decltype(&cublasLtMatmulAlgoGetHeuristic) choose;
   decltype(&cublasLtMatmul) multiply;
-  std::map<int, cublasLtHandle_t> handles;  // by device
+  std::map<int, cublasLtHandle_t> handles;  // [device]
 };
 
 void check(cublasStatus_t status, const char* what) {
@@ -69,12 +69,12 @@ Library load() {
   return l;
 }
 
-// One product, as cuBLASLt sees it: column-major y^T [n, m] = W x^T, of the transpose of what W's memory is.
+// One product as cuBLASLt sees it, by columns: y^T [n, m] = W x^T. Read by columns, W's memory holds W^T.
 struct Product {
   cudaDataType type, out_type;
   std::int64_t m, n, k, x_stride, y_stride;
   bool add;
-  unsigned alignment;  // of x and y, bytes
+  unsigned alignment;  // bytes, of x and y
   int device;
   auto key() const { return std::tie(type, out_type, m, n, k, x_stride, y_stride, add, alignment, device); }
   bool operator<(const Product& o) const { return key() < o.key(); }
@@ -110,7 +110,7 @@ cublasLtMatmulDesc_t operation(Library& l) {
 }
 
 const Plan& plan_of(Library& l, const Product& p) {
-  static std::map<Product, Plan> plans;  // a few per model and batch size
+  static std::map<Product, Plan> plans;  // one per shape: a few per model and batch size
   if (const auto found = plans.find(p); found != plans.end()) return found->second;
   Plan plan;
   check(l.new_layout(&plan.w, p.type, static_cast<std::uint64_t>(p.k), static_cast<std::uint64_t>(p.n), p.k), "layout");
@@ -127,7 +127,7 @@ const Plan& plan_of(Library& l, const Product& p) {
   for (const auto which : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
                            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
     check(l.set_preference(wanted, which, &p.alignment, 4), "preference");
-  // Parts of a split k are added in float: added in the type of y they are rounded at the size of the parts.
+  // A split k adds its parts in float. In the type of y, each addition would round at the size of the parts.
   const std::uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   check(l.set_preference(wanted, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction),
         "preference");

@@ -1,4 +1,4 @@
-// libkvlab_onednn.so: what ops/linear/onednn.hpp loads.
+// libkvlab_onednn.so, which ops/linear/onednn.hpp loads.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -26,16 +26,16 @@ bool effective_isa_has(dnnl::cpu_isa isa) {
 
 bool has_bf16() { return effective_isa_has(dnnl::cpu_isa::avx512_core_bf16); }
 
-// A prompt is multiplied this many rows at a time, so that few different primitives are ever made.
+// Rows of one product: a prompt is cut into pieces of this many rows, so that few primitives are made.
 constexpr std::int64_t max_rows = 512;
-constexpr std::int64_t few_rows = 2;  // at most: then weights are streamed, the memory binds
+constexpr std::int64_t few_rows = 2;  // most rows for which stream() replaces oneDNN: the memory binds
 
 const dnnl::engine& cpu_engine() {
   static const dnnl::engine e(dnnl::engine::kind::cpu, 0);
   return e;
 }
 
-// Offset of index i of one dimension in a blocked layout; the offsets of the dimensions add up.
+// Offset of index i of one dimension in a blocked layout. The sum over the dimensions is an element's offset.
 std::int64_t blocked_offset(const dnnl_memory_desc_t& md, int dim, std::int64_t i) {
   const dnnl_blocking_desc_t& b = md.format_desc.blocking;
   std::int64_t offset = 0, inner = 1;
@@ -104,7 +104,7 @@ class OneDnnWeights final : public Weights {
     return dnnl::matmul::primitive_desc(dnnl::matmul::desc(x, weights_md_, y), attr, cpu_engine());
   }
 
-  // bf16 blocks end in ... [columns][2 of k] on every CPU seen; then decode steps can stream them (pair_columns).
+  // On every CPU seen, bf16 blocks end in [columns][2 of k]; then decode steps can stream them (pair_columns).
   void find_pairs() {
     const dnnl_blocking_desc_t& b = weights_md_.data.format_desc.blocking;
     const int last = b.inner_nblks - 1;
@@ -116,7 +116,7 @@ class OneDnnWeights final : public Weights {
   }
 
   void stream(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const {
-    static thread_local std::vector<float> rounded;  // as the bf16 product sees them; an odd k ends in a zero
+    static thread_local std::vector<float> rounded;  // x rounded to bf16; a zero follows an odd k
     const std::int64_t width = 2 * static_cast<std::int64_t>(pair_.size());
     rounded.assign(static_cast<std::size_t>(m * width), 0.f);
     for (std::int64_t r = 0; r < m; ++r)
@@ -128,7 +128,7 @@ class OneDnnWeights final : public Weights {
     for (std::int64_t begin = 0; begin < n_; begin += columns_) {
       float out[256];
       const std::int64_t count = std::min<std::int64_t>(columns_, n_ - begin);
-      for (std::int64_t r = 0; r < m; ++r) {  // the block stays in the cache for the rows after the first
+      for (std::int64_t r = 0; r < m; ++r) {  // later rows read the block from the cache
         pair_columns(words + column_[static_cast<std::size_t>(begin)] / 2, columns_, pair_.data(),
                      static_cast<std::int64_t>(pair_.size()), from + r * width, out);
         std::copy_n(out, count, y + r * y_stride + begin);
@@ -145,7 +145,7 @@ class OneDnnWeights final : public Weights {
     const std::lock_guard lock(mutex_);
     auto it = plans_.find(m);
     if (it == plans_.end()) {
-      const AllThreads all;  // a plan may share a sum out to its threads: the load must not say to how many
+      const AllThreads all;  // a plan may split a sum by threads: the load must not choose how many
       auto pd = descriptor(m);
       it = plans_.emplace(m, Plan{pd, dnnl::matmul(pd)}).first;
     }
@@ -193,8 +193,8 @@ class OneDnnWeights final : public Weights {
   memory::data_type type_;
   memory::desc weights_md_;
   std::vector<std::int64_t> column_, depth_;
-  std::vector<std::int64_t> pair_;  // words of each pair of k, when the layout has pairs
-  int columns_ = 0;                 // that are contiguous
+  std::vector<std::int64_t> pair_;  // [k / 2] offset of each pair of k in words, if the layout has pairs
+  int columns_ = 0;                 // contiguous columns of a block
   Buffer data_;
   mutable std::mutex mutex_;
   mutable std::map<std::int64_t, Plan> plans_;

@@ -1,5 +1,5 @@
-// One row of activations times bf16 weights in oneDNN's layout of k pairs: a decode step streams each weight once,
-// which oneDNN's own kernels do at less than half of the memory rate.
+// One row of activations times bf16 weights in oneDNN's layout of k pairs. A decode step streams each weight once;
+// oneDNN's own kernels do that at less than half of the memory rate.
 #include <immintrin.h>
 
 #include "ops/linear/linear_kernels.hpp"
@@ -7,7 +7,7 @@
 namespace kvlab::ops::gemm {
 namespace {
 
-// `Vectors` accumulators of eight columns each.
+// Sums `Vectors` vectors of eight columns each.
 template <int Vectors>
 void columns(const std::uint32_t* weights, const std::int64_t* pair, std::int64_t pairs, const float* x, float* y) {
   __m256 sum[Vectors];

@@ -9,13 +9,13 @@
 namespace kvlab::ops::gemm {
 namespace {
 
-// Rows and depth of a block of x that stays in a core's L2 while panels pass over it; x is packed for so many rows at
-// once, by all threads.
+// block_rows x block_depth of x stay in a core's L2 while panels pass over them. All threads together pack packed_rows
+// rows of x at once.
 constexpr std::int64_t block_rows = 96, block_depth = 768, packed_rows = 960;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Block b of `blocks` equal parts of [0, count).
+// Start of part b of `blocks` equal parts of [0, count).
 std::int64_t part(std::int64_t count, std::int64_t blocks, std::int64_t b) { return count * b / blocks; }
 
 class PanelWeights final : public Weights {
@@ -74,7 +74,7 @@ class PanelWeights final : public Weights {
     return (n / panel_width * k_ + i) * panel_width + (dtype_ == DType::bf16 ? bf16_place(column) : column);
   }
 
-  // Panels [p0, p1) at depth i.
+  // Multiplies panels [p0, p1) from depth i on.
   void run(Tile t, std::int64_t p0, std::int64_t p1, std::int64_t i) const {
     t.panels = data_.as<>() + (p0 * k_ + i) * panel_width * static_cast<std::int64_t>(size_of(dtype_));
     t.panel_stride = k_ * panel_width;
@@ -83,7 +83,7 @@ class PanelWeights final : public Weights {
     (dtype_ == DType::bf16 ? kernels_.bf16 : kernels_.f32)(t);
   }
 
-  // The weights are streamed once, each thread its run of panels.
+  // Each thread streams its own run of panels once.
   void few_rows(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const {
     const Tile t{x, x_stride, 1, nullptr, 0, k_, y, y_stride, 0, static_cast<int>(m), false};
 #pragma omp parallel
@@ -94,7 +94,7 @@ class PanelWeights final : public Weights {
     }
   }
 
-  // x is packed as [depth block][row tile][depth][rows of a tile], then blocks of it meet runs of panels.
+  // Packs x as [depth block][row tile][depth][rows of a tile]. Then each block of x meets runs of panels.
   void many_rows(const float* x, std::int64_t x_stride, float* y, std::int64_t y_stride, std::int64_t m) const {
     const std::int64_t tiles = ceil_div(m, row_tile), tile = ceil_div(m, tiles);
     const std::int64_t depths = ceil_div(k_, block_depth);
@@ -112,7 +112,7 @@ class PanelWeights final : public Weights {
           pack_tile(x + t * tile * x_stride + i0, x_stride, rows, i1 - i0, tile,
                     packed + (i0 * tiles + t * (i1 - i0)) * tile);
         }
-      // Runs of panels long enough to pay for reading a block of x, short enough to keep all threads busy.
+      // A run of panels is long enough to pay for reading a block of x and short enough to keep all threads busy.
       const std::int64_t threads = omp_get_num_threads();
       const std::int64_t runs = std::clamp<std::int64_t>(ceil_div(4 * threads, row_blocks), 1, ceil_div(panels_, 2));
 #pragma omp for collapse(2) schedule(dynamic)

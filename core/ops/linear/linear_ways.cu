@@ -1,4 +1,4 @@
-// Which way a linear layer goes, and what its arguments must be.
+// Checks a linear layer's arguments and chooses between linear_stream and linear_blas.
 #include <algorithm>
 #include <string>
 
@@ -45,7 +45,7 @@ std::byte* advance(void* p, std::int64_t elements, DType t) {
 
 static void linear_cuda(const LinearArgs& in, Stream s) {
   check(in);
-  constexpr std::int64_t most_rows = 4096;  // at once, which bounds scratch
+  constexpr std::int64_t most_rows = 4096;  // rows of one product; it bounds scratch
   for (std::int64_t begin = 0; begin < in.m; begin += most_rows) {
     LinearArgs a = in;
     a.m = std::min(most_rows, in.m - begin);

@@ -1,4 +1,4 @@
-// The ways of holding and multiplying a packed weight matrix, behind ops::Linear.
+// Packed weight matrices behind ops::Linear, one class per way to hold and multiply them.
 #pragma once
 #include <kvlab/dtype.hpp>
 

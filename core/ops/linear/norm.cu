@@ -1,5 +1,5 @@
-// The small row operations of a decode step: norm and rounding, silu, bias, embedding, argmax. All may start before
-// what is in front of them in the stream has ended and let the next kernel do so.
+// The small row operations of a decode step: norm and rounding, silu, bias, embedding, argmax. Each may start before
+// the preceding kernel in the stream ends, and lets the next kernel start early too.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -11,14 +11,14 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-// Four neighbouring elements.
+// Stores four neighbouring elements.
 __device__ __forceinline__ void put4(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
 template <class T>
 __device__ __forceinline__ void put4(T* to, float4 v) {
   *reinterpret_cast<uint2*>(to) = make_uint2(Pair<T>::pack(v.x, v.y), Pair<T>::pack(v.z, v.w));
 }
 
-// The sum over a block, the same in every thread; `shared` has room for one number a warp.
+// Sum over a block, the same in every thread. `shared` has one float per warp.
 __device__ float block_sum(float x, float* shared) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
@@ -28,15 +28,16 @@ __device__ float block_sum(float x, float* shared) {
   return x;
 }
 
-// A block takes every gridDim.x-th row; the next one is on its way while a row is summed and written, and the weights
-// stay in registers. The order of a row's additions depends on n alone.
-// most: vectors of a row that a thread holds; rest: there are more, which are read twice.
+// A block takes every gridDim.x-th row. It loads the next row while it sums and writes one; weights stay in registers.
+// The order of a row's additions depends on n alone.
+// most: vectors of a row that a thread holds. rest: the row has more vectors, which the thread reads twice.
 constexpr int norm_threads = 512;
-constexpr int norm_resident(int most) { return (most <= 2 ? 3 : 2) * norm_threads; }  // threads of a multiprocessor
+// resident threads of a multiprocessor
+constexpr int norm_resident(int most) { return (most <= 2 ? 3 : 2) * norm_threads; }
 
 template <class T, int most, bool rest>
 __global__ void __launch_bounds__(norm_threads, norm_resident(most) / norm_threads) norm_kernel(NormArgs a) {
-  __shared__ float sums[2][norm_threads / 32];  // by turns: one barrier a row is enough
+  __shared__ float sums[2][norm_threads / 32];  // rows alternate, so that one barrier a row is enough
   const int count = static_cast<int>(a.n / 4), threads = blockDim.x, mine = threadIdx.x;
   const auto load = [&](const float* from, float4* to, bool there) {
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(norm_threads, norm_resident(most) / norm_threa
   }
 }
 
-// Piece blockIdx.y of row blockIdx.x, `each` vectors a thread.
+// A block rounds piece blockIdx.y of row blockIdx.x; each thread takes `each` vectors.
 constexpr int round_threads = 128;
 
 template <class T, int each>
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(round_threads) round_kernel(NormArgs a) {
     if (const int v = first + j * threads; v < count) put4(out + 4 * v, row[j]);
 }
 
-// Vector: unsigned or uint4, of elements.
+// Vector is unsigned or uint4, both of elements of T.
 template <class T, class Vector>
 __global__ void silu_mul_kernel(const T* x, std::int64_t x_stride, int n, T* gated, std::int64_t gated_stride) {
   let_successor_start();
@@ -155,7 +156,7 @@ struct Best {
   }
 };
 
-constexpr int argmax_threads = 256, argmax_parts = 32, argmax_rows = 1024;  // rows of one launch
+constexpr int argmax_threads = 256, argmax_parts = 32, argmax_rows = 1024;  // argmax_rows: of one launch
 
 __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Best* partial, int* arrived) {
   __shared__ Best bests[argmax_threads / 32];
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Be
 #pragma unroll 4
   for (int i = part * argmax_threads + threadIdx.x; i < n; i += argmax_parts * argmax_threads) {
     const bool finite = fabsf(x[i]) < INFINITY;
-    best.take(finite ? x[i] : INFINITY, finite ? i : -1);  // what is not finite is larger than all that is
+    best.take(finite ? x[i] : INFINITY, finite ? i : -1);  // a NaN or infinity beats every finite value
   }
   const auto over_warp = [&] {
     for (int d = 16; d; d /= 2) {
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(argmax_threads) argmax_kernel(ArgmaxArgs a, Be
   }
 }
 
-// Threads of a block that takes `vectors` of a row, `each` a thread.
+// Threads of a block that takes `vectors` of a row, `each` per thread.
 int threads_for(std::int64_t vectors, int each, int most) {
   return static_cast<int>(std::min<std::int64_t>(most, ((vectors + each - 1) / each + 31) / 32 * 32));
 }
@@ -211,7 +212,7 @@ template <class T, int most, bool rest>
 void launch_norm(const NormArgs& a, void* stream) {
   const int threads = threads_for(a.n / 4, most, norm_threads);
   const std::int64_t blocks = std::int64_t{multiprocessors()} * std::min(32, norm_resident(most) / threads),
-                     each = (a.rows + blocks - 1) / blocks;  // rows of a block, as even as can be
+                     each = (a.rows + blocks - 1) / blocks;  // rows of a block, as equal as possible
   launch("rms_norm", norm_kernel<T, most, rest>, static_cast<unsigned>((a.rows + each - 1) / each), threads, 0,
          stream_of(stream), true, a);
 }
@@ -226,7 +227,7 @@ void launch_round(const NormArgs& a, void* stream) {
 
 template <class T>
 void norm_of(const NormArgs& a, void* stream) {
-  constexpr std::int64_t many = 64;  // rows that fill the device with eight vectors a thread
+  constexpr std::int64_t many = 64;  // rows that fill the device at eight vectors a thread
   const std::int64_t vectors = a.n / 4;
   if (!a.weight)
     a.rows < many ? launch_round<T, 1>(a, stream) : launch_round<T, 8>(a, stream);

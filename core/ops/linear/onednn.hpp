@@ -1,5 +1,5 @@
-// oneDNN's matrix products, in a library of their own (libkvlab_onednn.so beside libkvlab.so): 40 MB that kvlab runs
-// without. On CPUs with AVX-512 they are wider than our own kernels.
+// oneDNN's matrix products, in their own library (libkvlab_onednn.so beside libkvlab.so): oneDNN has 40 MB and kvlab
+// runs without it. On CPUs with AVX-512 its kernels are wider than ours.
 #pragma once
 #include <kvlab/dtype.hpp>
 
@@ -11,15 +11,15 @@ namespace kvlab::ops::gemm {
 class Weights;
 
 struct OneDnn {
-  // bf16 is multiplied as bf16 where oneDNN can (activations are rounded too); elsewhere its rounded values are held
-  // and multiplied as f32.
+  // Where oneDNN can, bf16 weights are multiplied as bf16; activations are rounded too. Elsewhere the rounded weights
+  // are held and multiplied as f32.
   std::unique_ptr<Weights> (*weights)(std::int64_t n, std::int64_t k, DType dtype) = nullptr;
   // C[m, n] = A[m, k] B[k, n], f32, dense
   void (*sgemm)(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, const float* b, float* c) = nullptr;
   bool bf16 = false;    // AVX-512 with bf16, or AMX
-  bool avx512 = false;  // f32 GEMM twice as wide as our AVX2 kernels
+  bool avx512 = false;  // its f32 GEMM is twice as wide as our AVX2 kernels
 };
 
-const OneDnn* onednn();  // null where the library is not there; loaded at the first call
+const OneDnn* onednn();  // null without the library; the first call loads it
 
 }  // namespace kvlab::ops::gemm
