@@ -41,7 +41,7 @@ void check(const AttendArgs& a, int group) {
     fail(Errc::internal, op, "got too small a list of pages or tokens, wanted [row, kv_head]");
 }
 
-// Partial of one query head: maximum, sum, then head_dim weighted values.
+// Partial results of query heads: maximum, sum, then head_dim weighted values.
 struct Partials {
   float* data;
   std::int64_t stride;
@@ -59,12 +59,12 @@ RowRun run_of(const PagedKv& kv, const AttendTask& task, const Piece& piece, KvS
 
 struct Chunk {
   std::vector<Piece> pieces, next;
-  std::vector<RowRun> runs;  // keys, values, then the first keys of the chunk to come
+  std::vector<RowRun> runs;  // keys, values, then the next chunk's first keys
   std::vector<float> scores;
   std::vector<std::int32_t> position, rank;
 };
 
-// Hides what the window leaves out. Returns whether a token is left.
+// Sets the scores of tokens outside the window to -inf. Returns whether a token is left.
 bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int group, Chunk& x, std::int64_t stride) {
   x.position.clear();
   for (const Piece& piece : x.pieces) {
@@ -81,7 +81,8 @@ bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int g
   return any;
 }
 
-// Probabilities of one chunk for all query heads of the group, relative to the chunk's maximum, then its values.
+// Computes one chunk's probabilities, relative to the chunk's maximum, for all query heads of the group, then their
+// weighted values.
 void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int group, float softmax_scale,
                   Partials partials) {
   thread_local Chunk x;
@@ -125,7 +126,7 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
     float* s = x.scores.data() + g * stride;
     const float maximum = any_seen ? kernels.max(s, tokens) : minus_infinity;
     partials.maximum(task.partial + g) = maximum;
-    if (any_seen) {  // with no maximum the scores are minus infinity or NaN, which has to spread
+    if (any_seen) {  // a maximum of -inf: all scores are -inf or NaN, and a NaN must reach the output
       partials.total(task.partial + g) = kernels.exp_sum(s, tokens, maximum > minus_infinity ? maximum : 0.f);
     } else {
       partials.total(task.partial + g) = 0;
@@ -144,7 +145,7 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
                        partials.values(task.partial), partials.stride);
 }
 
-// Returns the log-sum-exp.
+// Merges a query head's chunks to its output. Returns the log-sum-exp.
 float merge(const AttendArgs& a, int row, int query_head, std::int64_t partial, int chunks, int group,
             const Partials& partials) {
   const RowKernels& kernels = row_kernels();
@@ -167,7 +168,7 @@ float merge(const AttendArgs& a, int row, int query_head, std::int64_t partial, 
   return lse;
 }
 
-// The chunks' weights become probabilities; everything that was not attended to becomes 0.
+// Turns the chunks' weights into probabilities and zeroes every place that was not attended.
 void finish_mass(const AttendArgs& a, const AttendPlan& plan, int row, int head, int query_head, float lse,
                  std::int64_t partial, int group, const Partials& partials) {
   thread_local std::vector<Piece> pieces;
@@ -212,7 +213,7 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   const Partials partials{scratch.data, stride};
   const float scale = a.softmax_scale > 0 ? a.softmax_scale : 1.f / std::sqrt(static_cast<float>(kv.head_dim));
 
-  // Threads take a few chunks in a row, so that the keys to come which a chunk asks for are mostly their own.
+  // A thread takes a few chunks in a row, so that the keys that a chunk prefetches are mostly its own.
   const int block = std::clamp(tasks / (4 * omp_get_max_threads()), 1, 8);
 #pragma omp parallel if (tasks > 1)
   {

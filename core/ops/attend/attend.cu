@@ -16,7 +16,7 @@ using decode::Args;
 using decode::max_pairs;
 namespace {
 
-// mass holds scores times log2(e), -inf where nothing was attended.
+// Turns scores times log2(e) in mass into probabilities; -inf marks places that were not attended.
 __global__ void mass_kernel(float* mass, std::int64_t mass_row, std::int64_t mass_head, int tokens, const float* lse,
                             std::int64_t lse_row) {
   const int head = blockIdx.y, row = blockIdx.z;
@@ -58,7 +58,7 @@ void round_output(const AttendArgs& in, Stream s) {
 
 }  // namespace
 
-// Nothing past what the cache names is ever asked for.
+// The map's height is the largest int, because the tier's size is unknown here; copies only name rows of the cache.
 const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
   static std::mutex mutex;
   static std::map<std::tuple<const void*, int, bool>, CUtensorMap> maps;

@@ -9,25 +9,26 @@ namespace kvlab::ops {
 struct AttendArgs {
   PagedKv kv;                    // all listed pages must be resident (a null frame is Errc::internal)
   View<const float, 3> queries;  // [row, query head, head_dim], already rotated for the regime
-  // What is attended to: [row, kv_head, i], ascending and without repeats. Null = everything; both is Errc::internal.
-  // A count of 0 leaves nothing.
+  // Optional list of attended pages or tokens: [row, kv_head, i], ascending, without repeats. Without a list the op
+  // attends to all tokens; two lists are Errc::internal. A count of 0 attends to nothing.
   const PageList* pages = nullptr;    // logical pages
-  const TokenList* tokens = nullptr;  // places in the cache; the pages that they lie in must be resident
+  const TokenList* tokens = nullptr;  // places in the cache; their pages must be resident
   float softmax_scale = 0;            // 0 = 1 / sqrt(head_dim)
-  int window = 0;  // model's sliding window in tokens, 0 = none: only positions > last - window are seen
+  int window = 0;  // the model's sliding window in tokens, 0 = none: a query sees positions > last - window
   const std::int32_t* last = nullptr;  // [row] text position of the query
   View<float, 3> out;                  // [row, query head, head_dim]
-  void* rounded = nullptr;             // optional, CUDA only, of a dense out: the same in the cache's 16-bit dtype
+  void* rounded = nullptr;             // optional, CUDA only: out again in the cache's 16-bit dtype; out is dense then
   View<float, 2> lse;                  // optional: [row, query head], natural log
-  View<float, 3> mass;                 // optional: [row, query head, token place]; 0 where not attended, to its extent
+  View<float, 3> mass;  // optional: [row, query head, token place]; 0 for every place that was not attended
 };
 
-// Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order, so the
-// result does not depend on the number of threads or on other rows. A list of all pages equals no list bit for bit; one
-// of all tokens equals it within rounding. Nothing to attend to gives out 0 and lse -inf. Bytes: K, V and positions of
-// the listed pages or tokens. On the CPU a list that breaks the rules above is Errc::internal. On CUDA, where the host
-// does not look into lists, they go unchecked, but places of a list of tokens that the cache does not have are left
-// out; these lists go to the general kernel (ops/attend/attend.cuh), whatever the cache.
+// Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the
+// result does not depend on the number of threads or on other rows. A list of all pages equals no list bit for bit; a
+// list of all tokens equals it within rounding. A row without tokens gets out 0 and lse -inf. Bytes: K, V and positions
+// of the listed pages or tokens.
+// On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does not read lists, so nothing
+// checks them; the kernel skips listed tokens that the cache does not have. Lists of tokens always go to the general
+// kernel (ops/attend/attend.cuh).
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

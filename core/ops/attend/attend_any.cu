@@ -1,7 +1,7 @@
-// Attention of decode steps for every cache that the pipelined kernel does not take: any codec, regime, page size and
-// head_dim; and for lists of tokens. The tokens of a (row, KV head) lie in parts of fixed size, whatever the device. A
-// block of four warps serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens (attend_any.cuh).
-// A second kernel merges the parts in their order.
+// Attention of decode steps for lists of tokens and for every cache that the pipelined kernel refuses: any codec,
+// regime, page size and head_dim. The tokens of a (row, KV head) are cut into parts of fixed size, whatever the device.
+// A block of four warps serves up to 8 query heads of a part's group; a warp takes batches of 32 tokens
+// (attend_any.cuh). A second kernel merges the parts in their order.
 #include "ops/attend/attend_any.cuh"
 
 #include <algorithm>
@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
     for (int i = threadIdx.x; i < dim / 2; i += threads) q.turns[i] = turns_of(a.kv.kv.rope_table.inv_freq[i]);
   __syncthreads();
 
-  const int own_x = 8 * (lane % 4) + lane / 4;  // of a batch
+  const int own_x = 8 * (lane % 4) + lane / 4;  // the lane's token in a batch
   float* shares = reinterpret_cast<float*>(share_room[warp]);
-  int lanes = 1;  // of one token's value
+  int lanes = 1;  // lanes that share one token's value
   while (lanes * chunk_elements < dim) lanes *= 2;
   for (int part = blockIdx.x; part * a.part_tokens < end; part += gridDim.x) {
     Running<Heads> r;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
         a.rank ? score_turned<decltype(type)>(a, own, q, s) : score<decltype(type)>(a, own, q, s);
       });
 #pragma unroll
-      for (int h = 0; h < Heads; ++h) {  // lane u of four ends with the sum of s[h][u]
+      for (int h = 0; h < Heads; ++h) {  // lane u of four gets the sum of s[h][u]
         const bool odd = lane & 1, upper = lane & 2;
         const float low = (odd ? s[h][1] : s[h][0]) + __shfl_xor_sync(~0u, odd ? s[h][0] : s[h][1], 1);
         const float high = (odd ? s[h][3] : s[h][2]) + __shfl_xor_sync(~0u, odd ? s[h][2] : s[h][3], 1);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(merge_warps * 32) merge_kernel(const __grid_co
   for (int d = threadIdx.x; d < dim; d += merge_warps * 32) {
     float value = 0;
     for (int w = 0; w < merge_warps; ++w) value += reinterpret_cast<const float*>(out_room[w])[d];
-    a.out(row, head, d) = total != 0 ? value / total : 0.f;  // NaN stays
+    a.out(row, head, d) = total != 0 ? value / total : 0.f;  // a NaN total gives NaN
   }
   if (threadIdx.x != 0) return;
   const float lse = total != 0 ? top + log2f(total) : -INFINITY;
@@ -164,7 +164,7 @@ __global__ void clear_kernel(View<float, 3> x) {
   for (std::int64_t t = blockIdx.x * blockDim.x + threadIdx.x; t < x.extent[2]; t += gridDim.x * blockDim.x)
     x(blockIdx.z, blockIdx.y, t) = -INFINITY;
 }
-// x: scores in units of log2, -inf where nothing was attended to.
+// Turns scores x, in units of log2, into probabilities; -inf marks places that were not attended.
 __global__ void mass_kernel(View<float, 3> x, const float* shift) {
   const float own = shift[std::int64_t(blockIdx.z) * gridDim.y + blockIdx.y];
   for (std::int64_t t = blockIdx.x * blockDim.x + threadIdx.x; t < x.extent[2]; t += gridDim.x * blockDim.x) {

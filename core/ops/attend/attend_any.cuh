@@ -1,6 +1,6 @@
-// What a warp of attend_any.cu does with a batch of 32 tokens. Keys: four lanes share a token, each with every fourth
-// chunk of its row, and make four tokens' scores at once, so that queries are loaded from shared memory once for four.
-// Softmax: a lane owns a token, and with it the scale and zero of its codes. Values: a lane owns a chunk of head_dim.
+// A warp's work on a batch of 32 tokens, for attend_any.cu. Keys: four lanes share a token, each with every fourth
+// chunk of its row. They score four tokens at once, so that one load of the queries from shared memory serves four
+// tokens. Softmax: a lane owns a token and the scale and zero of its codes. Values: a lane owns a chunk of head_dim.
 #pragma once
 #include "ops/attend/attend_unit.cuh"
 #include "ops/page/paged.cuh"
@@ -8,7 +8,7 @@
 namespace kvlab::ops::decode_any {
 
 using namespace cuda;
-constexpr int warps = 4, threads = warps * 32, batch = 32, sets = 4;  // tokens of a warp, and of four lanes
+constexpr int warps = 4, threads = warps * 32, batch = 32, sets = 4;  // batch: tokens of a warp; sets: of four lanes
 constexpr int chunk_elements = 8, most_dim = 256;
 
 enum class Elements { codes, half, bfloat, single };
@@ -16,22 +16,22 @@ enum class Elements { codes, half, bfloat, single };
 struct Args {
   DeviceKv kv;
   View<const float, 3> queries;
-  View<const std::int32_t, 3> list;        // of pages, or of tokens where entry_tokens is 1
+  View<const std::int32_t, 3> list;        // pages, or tokens if entry_tokens is 1
   View<const std::int32_t, 2> list_count;  // null = no list
   View<float, 3> out, mass;
   View<float, 2> lse;
   const std::int32_t* last;
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
-  float2* softmax;           // [row, query head, part] maximum, in units of log2, and sum
+  float2* softmax;           // [row, query head, part] maximum in units of log2, and sum
   float* part_out;           // [row, query head, part, head_dim], not yet divided
   float* shift;              // [row, query head] lse in units of log2
   Elements keys, values;
   int room, window, group, head_sets, part_tokens, parts;
-  int entry_tokens;  // of the list
-  float scale;       // times log2(e), and RoPE's scale where keys are turned
+  int entry_tokens;  // tokens of a list entry
+  float scale;       // times log2(e), and times RoPE's scale if keys are rotated
 };
 
-// Places that the parts divide: of the listed pages or tokens, or of all.
+// Number of places that the parts divide: those of the listed pages or tokens, else all.
 __device__ int places(const Args& a, int row, int kv_head) {
   if (!a.list_count.data) return a.kv.tokens(row, kv_head);
   const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
@@ -54,14 +54,14 @@ __device__ __forceinline__ void load(const std::byte* from, unsigned (&to)[Words
   }
 }
 
-// Elements of one load; codes as they are.
+// Unpacks the elements of one load; codes stay unscaled.
 template <class T, int Words>
 __device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to) {
 #pragma unroll
   for (int i = 0; i < Words; ++i) {
     if constexpr (std::is_same_v<T, std::uint8_t>) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b)  // 2^23 + code
+      for (int b = 0; b < 4; ++b)  // the word is the float 2^23 + code
         to[4 * i + b] = __uint_as_float(__byte_perm(from[i], 0x4b000000u, 0x7440u + b)) - 8388608.f;
     } else if constexpr (std::is_same_v<T, float>) {
       to[i] = __uint_as_float(from[i]);
@@ -71,13 +71,13 @@ __device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to)
   }
 }
 
-// What a lane knows about its token: offsets of its rows from the tier's base, -1 where nothing is attended to.
+// A lane's token: byte offsets of its rows from the tier's base, -1 if the lane has no token to attend.
 struct Token {
   std::int64_t key = -1, value = -1;
   float2 key_code = {1, 0}, value_code = {1, 0};  // x = code * .x + .y
   int place = 0, rank = 0;
 };
-// In a batch, token x belongs to this lane: the four lanes that score tokens g, g + 8, .. own one of them each.
+// The lane that owns token x of a batch. The four lanes that score tokens g, g + 8, .. own one of these each.
 __device__ __forceinline__ int owner_of(int x) { return 4 * (x % 8) + x / 8; }
 
 __device__ float2 code_of(const std::byte* side, int offset) {
@@ -85,7 +85,7 @@ __device__ float2 code_of(const std::byte* side, int offset) {
   return make_float2(__half2float(code[0]), __half2float(code[1]));
 }
 
-// Where a token lies; -1: no such token. Looked up a batch ahead.
+// A token's place in the cache, t = -1 if there is no such token. Lanes look it up one batch ahead.
 struct Place {
   int t = -1, offset = 0;
   std::int32_t frame = 0;
@@ -131,7 +131,7 @@ struct Queries {
   float2 turns[most_dim / 2];
 };
 
-// s += products of eight elements, of them four at query vector `low` and four at `high`, with the queries.
+// s += dot products of eight elements with the queries: four at query vector `low` and four at `high`.
 template <int Heads>
 __device__ __forceinline__ void multiply(const float (&x)[sets][8], const Queries<Heads>& q, int low, int high,
                                          float (&s)[Heads][sets]) {
@@ -178,12 +178,12 @@ __device__ __forceinline__ void score(const Args& a, const Token& own, const Que
   }
 }
 
-// The same of keys that RoPE has yet to turn: four pairs (i, i + head_dim / 2) at a time.
+// The same for keys that RoPE has yet to rotate: four pairs (i, i + head_dim / 2) at a time.
 template <class T, int Heads>
 __device__ __forceinline__ void score_turned(const Args& a, const Token& own, const Queries<Heads>& q,
                                              float (&s)[Heads][sets]) {
   constexpr int words = sizeof(T);
-  const int lane = threadIdx.x % 32, half = a.kv.head_dim / 8;  // in loads of four elements
+  const int lane = threadIdx.x % 32, half = a.kv.head_dim / 8;  // half of head_dim in loads of four elements
   std::int64_t row[sets];
   float rank[sets];
   float2 code[sets];
@@ -239,7 +239,7 @@ __device__ __forceinline__ void load_shares(const float* shares, int x, float (&
   }
 }
 
-// o += shares times values; a lane holds elements of chunk lane % lanes, of every (32 / lanes)-th token.
+// o += shares times values. A lane holds elements of chunk lane % lanes of every (32 / lanes)-th token.
 template <class T, int Heads>
 __device__ __forceinline__ void add_values(const Args& a, const Token& own, int tokens, int lanes, const float* shares,
                                            float (&o)[Heads][8]) {
@@ -270,7 +270,7 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
   }
 }
 
-// f(T{}) with the elements' type.
+// Calls f(T{}) with the type of the elements.
 template <class F>
 __device__ __forceinline__ void with_type(Elements elements, const F& f) {
   switch (elements) {
@@ -290,10 +290,10 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// A warp's running softmax. Sums are a lane's own.
+// A warp's running softmax. high is the warp's, sums are the lane's.
 template <int Heads>
 struct Running {
-  float high[Heads], sum[Heads], zero[Heads], o[Heads][8];  // zero: what the values' zeros add to every element
+  float high[Heads], sum[Heads], zero[Heads], o[Heads][8];  // zero: the values' zeros, summed; it adds to every element
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -303,7 +303,7 @@ struct Running {
       for (int e = 0; e < 8; ++e) o[h][e] = 0;
     }
   }
-  // s: the lane's token's scores, -inf where there is none. Leaves what its value's codes are to be multiplied by.
+  // s: scores of the lane's token, -inf if it has none. On return s holds the factors of the token's value codes.
   __device__ __forceinline__ void soften(float (&s)[Heads], const float2& code) {
     bool rises = false;
 #pragma unroll

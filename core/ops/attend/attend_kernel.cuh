@@ -1,20 +1,21 @@
 // Attention of decode steps over pages of plain bf16 or f16 rows.
 //
-// One block per multiprocessor. The 16-token units of all (row, KV head) pairs form one line that is shared out to the
-// blocks (attend_line.cuh), so that ragged batches and long single sequences fill the machine alike. In a
-// block every warp runs a pipeline of its own over each n-th unit: bulk copies (TMA, 128-byte swizzle) bring K and V of
-// a unit, tensor cores compute with the query heads of the group as columns (attend_unit.cuh). Blocks that share a pair
-// leave partial results; the last one to arrive merges them (attend_merge.cuh), in an order that follows from their
-// number. Within a block the warps do the same with a pair's results in shared memory: the last one to come combines
-// them, the others go on.
+// Each multiprocessor has one block. The 16-token units of all (row, KV head) pairs form one line, which the blocks
+// share out (attend_line.cuh). So ragged batches and long single sequences fill the machine alike. In a block every
+// warp runs its own pipeline over each n-th unit. Bulk copies (TMA, 128-byte swizzle) bring K and V of a unit; tensor
+// cores compute with the query heads of the group as columns (attend_unit.cuh).
+//
+// Blocks that share a pair write partial results; the last block to arrive merges them (attend_merge.cuh) in the order
+// of their numbers. Within a block the warps do the same in shared memory: the last warp to arrive combines a pair's
+// results, and the others go on.
 #pragma once
 #include "ops/attend/attend_merge.cuh"
 
 namespace kvlab::ops::decode {
 
-constexpr int warps_of(int dim) { return dim > 128 ? 4 : 8; }  // of a block
+constexpr int warps_of(int dim) { return dim > 128 ? 4 : 8; }  // warps of a block
 
-// Turn: keys are stored as they were before RoPE and turned by their tokens' ranks in the cache.
+// Turn: the cache holds keys without RoPE; the kernel rotates them by their tokens' ranks.
 template <class T, int Dim, int ColumnTiles, bool Turn>
 __global__ void __launch_bounds__(256, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap map) {
@@ -31,9 +32,9 @@ __global__ void __launch_bounds__(256, 1)
   const Pairs pairs(a.rows * a.kv_heads, reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group)));
   const int* first = pairs.first;
   __shared__ int warp_sum[8], warp_most[8];
-  __shared__ int arrivals;  // of warps whose results of a pair are in `merge`
-  // Pairs that other blocks have parts of, of the block's first and last.
-  __shared__ int parts[2], first_block[2];  // 0: none
+  __shared__ int arrivals;  // warps whose results of a pair are in `merge`
+  // parts: number of blocks that share the block's first and last pair. first_block: the first of these blocks.
+  __shared__ int parts[2], first_block[2];  // parts 0: nothing to merge
   __shared__ bool merges[2];
   float2* turns = nullptr;  // [head_dim / 2]
   if constexpr (Turn) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(256, 1)
 
   const unsigned my_stage = shared_address(stages) + warp * a.stages * S::unit_bytes;
   const unsigned my_barrier = shared_address(barriers + warp * a.stages);
-  // A pair's results are all in `merge`; they have been read.
+  // Barriers. landed: all warps' results of a pair are in `merge`. merged: a warp has read them.
   const unsigned landed = shared_address(barriers + warps * a.stages), merged = landed + 8;
   if (lane == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, 1);
@@ -65,18 +66,18 @@ __global__ void __launch_bounds__(256, 1)
         if (a.rounded) *rounded_at<T, Dim>(a, row, head, i % Dim) = T(0.f);
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
-  // Every block that works has at least one unit, so all from a pair's first to its last block arrive for it.
+  // Every block that works has at least one unit, so every block from a pair's first to its last arrives for the pair.
   const Line line(pairs, longest, gridDim.x);
   if (!line.works(blockIdx.x)) return;
   const int lo = line.begin(blockIdx.x), hi = line.end(blockIdx.x);
-  const int items = (hi - lo - warp + warps - 1) / warps;  // of this warp: lo + warp + i * warps
+  const int items = (hi - lo - warp + warps - 1) / warps;  // units of this warp: lo + warp + i * warps
   const std::uint64_t policy = read_once_policy();
   if constexpr (Turn) {
     if (threadIdx.x < Dim / 2) turns[threadIdx.x] = turns_of(a.inv_freq[threadIdx.x]);
     __syncthreads();
   }
 
-  // Asked for in front of the copies, which they would have to wait for.
+  // The loads of the queries start before the copies, else they would wait for them.
   QueryPiece asked[ColumnTiles][S::steps / 2];
   const auto ask_queries = [&](int of) {
     const int row = of / a.kv_heads, kv_head = of % a.kv_heads;
@@ -88,12 +89,12 @@ __global__ void __launch_bounds__(256, 1)
     }
   };
   const int first_pair = pairs.of_unit(lo);
-  int pair = first_pair, handed = 0;  // pairs of the block before this one
+  int pair = first_pair, handed = 0;  // handed: pairs that the block has finished
   ask_queries(pair);
 
   Unit ahead = {};
   if (lane < items) ahead = locate<Dim>(a, pairs, lo + warp + lane * warps);
-  Unit current = ahead;  // of the batch of 32 that is being worked on
+  Unit current = ahead;  // of the current batch of 32 units
   const auto issue = [&](int i, const Unit& batch) {
     const int y0 = __shfl_sync(~0u, batch.y0, i % 32), y1 = __shfl_sync(~0u, batch.y1, i % 32);
     if (lane) return;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(256, 1)
       const int stage = i % a.stages;
       const unsigned keys = my_stage + stage * S::unit_bytes, values = keys + S::side_bytes;
       const int valid = min(unit_tokens, tokens - (x - begin) * unit_tokens);
-      int lower = 0, upper = 0;  // places of the lane's two tokens, where somebody asks
+      int lower = 0, upper = 0;  // places of the lane's two tokens, once find_places has run
       const auto find_places = [&] {
         const int place0 = __shfl_sync(~0u, current.place0, i % 32), place1 = __shfl_sync(~0u, current.place1, i % 32);
         lower = place0 + row0, upper = a.page_size >= unit_tokens ? place0 + row1 : place1 + row1 - 8;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(256, 1)
       if (a.window > 0 || a.mass) {
         if constexpr (!Turn) find_places();
         if (a.window > 0) {
-          const int oldest = a.last[row] - a.window;  // not seen, and what is older neither
+          const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
           const auto position = [&](int place) {
             const std::byte* frame = a.base + entries[place / a.page_size].frame * granule_bytes;
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(256, 1)
       if ((i + 1) % 32 == 0) current = ahead;
     }
 
-    // The block's warps into one, by the last of them to come here; the others go on.
+    // The last warp to arrive combines the block's warps; the others go on.
     float* merge_high = merge;
     float* merge_sum = merge_high + warps * group;
     float* merge_out = merge_sum + warps * group;
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(256, 1)
     __syncwarp();
     int before = 0;
     if (lane == 0) before = atomicAdd(&arrivals, 1);
-    if (__shfl_sync(~0u, before, 0) % warps == warps - 1) {  // all have arrived: nobody waits here
+    if (__shfl_sync(~0u, before, 0) % warps == warps - 1) {  // all warps have arrived: this warp does not wait
       barrier_wait(landed, handed & 1);
       combine(lane, 32);
       barrier_arrive(merged);
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(256, 1)
     pair = next_pair;
   }
 
-  // Of pairs that other blocks have parts of, whoever comes last merges.
+  // The last block to arrive merges a pair that blocks share.
   if (parts[0] + parts[1] == 0) return;
   __syncthreads();
   if (threadIdx.x < 2) {
@@ -302,9 +303,9 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   constexpr int warps = warps_of(Dim);
   const int pairs = a.rows * a.kv_heads;
   const std::int64_t fixed = std::int64_t{merge_floats(Dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + 16;
-  constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // static shared memory, aligned
+  constexpr int own = Turn && Dim > 128 ? 2048 : 1024;  // bytes of static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
-  // As much is under way as hides the memory's latency; more only queues up, in front of what is small and urgent too.
+  // These bytes in flight hide the memory's latency. More would only queue up in front of small, urgent loads.
   constexpr std::int64_t under_way = 128 << 10, enough = under_way / (warps * S::unit_bytes);
   a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (S::unit_bytes + 8))));
   if (a.stages < 2)
@@ -320,7 +321,7 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   cuda::launch("attend", kernel, cuda::multiprocessors(), warps * 32, bytes, stream, true, a, map);
 }
 
-// The kernel with Turn (attend_turned.cu): head_dim 64, 128 or 256.
+// Launches the kernel with Turn (attend_turned.cu): head_dim 64, 128 or 256.
 void launch_turned(const Args& a, int dim, bool half, const CUtensorMap& map, cudaStream_t stream);
 
 }  // namespace kvlab::ops::decode

@@ -1,5 +1,5 @@
-// What the blocks of attention's decode kernel work on: arguments, the line of units and its parts, and where a unit's
-// pages are (attend_kernel.cuh).
+// Work of the blocks of attention's decode kernel (attend_kernel.cuh): arguments, the line of units and its parts, and
+// the pages of a unit.
 #pragma once
 #include "base/launch.cuh"
 #include "ops/attend/attend_unit.cuh"
@@ -20,35 +20,35 @@ struct Args {
   const float* queries;
   std::int64_t query_row, query_head;
   float *out, *lse, *mass;
-  void* rounded;  // or null: [row, query head, head_dim] of T
+  void* rounded;  // [row, query head, head_dim] of T, or null
   std::int64_t out_row, out_head, lse_row, mass_row, mass_head;
   const std::byte* base;
   const std::int32_t* last;
   float* partial;
   int* arrived;
-  std::int64_t positions;  // offset in a frame
+  std::int64_t positions;  // offset of the positions in a frame
   int rows, kv_heads, group, page_size, window;
   int value_rows;  // 128-byte rows from a page's keys to its values
   int stages;
-  bool joint;                // a page's keys and values are one piece of a unit's size
-  float scale;               // of the scores, times log2(e)
-  const std::int32_t* rank;  // [row, kv_head, rank_room], where keys are turned
+  bool joint;                // a page is one unit: its keys and values are contiguous
+  float scale;               // factor of the scores, times log2(e)
+  const std::int32_t* rank;  // [row, kv_head, rank_room] if the kernel rotates keys
   const float* inv_freq;     // [head_dim / 2]
-  float turn_scale;          // of turned keys
+  float turn_scale;          // factor of rotated keys
   int rank_room;
 };
 
-// What a lane knows of one unit to come: rows of the tensor map, place of its first token in the cache.
+// A unit that a lane has looked up: rows of the tensor map, and places of its first tokens in the cache.
 struct Unit {
-  int y0, y1;  // second: of the next page where pages have 8 tokens, or -1
+  int y0, y1;  // y1: row of the second page if pages have 8 tokens, else -1
   int place0, place1;
 };
 
-// What a block keeps of the pairs in shared memory.
+// The pairs' units, in a block's shared memory.
 struct Pairs {
   int count;
-  int* first;              // [pair] units before it, [count] = all
-  unsigned char* missing;  // [pair] tokens that its last unit lacks
+  int* first;              // [pair] units before the pair; [count]: all units
+  unsigned char* missing;  // [pair] tokens missing from the pair's last unit
 
   static constexpr int bytes_of(int pairs) { return (pairs + 1) * 4 + pairs; }
   __device__ Pairs(int pairs, int* memory)
@@ -66,11 +66,12 @@ struct Pairs {
   }
 };
 
-// The line of units, shared out to the blocks. Where that is few units each, pairs of about the same length get as many
-// whole blocks each, so that none has parts of two; else the line is cut into equal parts wherever that falls.
+// The line of units and its parts, one per block. If parts are short and pairs have about the same length, every pair
+// gets the same number of whole blocks. Then no block has parts of two pairs. In other cases equal parts cut the line
+// anywhere.
 class Line {
  public:
-  // longest: units of a pair; most: blocks.
+  // longest: units of the longest pair. most: number of blocks.
   __device__ Line(const Pairs& pairs, int longest, int most) : pairs_(pairs), each_(0) {
     const int units = pairs.first[pairs.count];
     blocks_ = min(most, units);
@@ -103,8 +104,8 @@ class Line {
     return unit < in_longer ? unit / (share_ + 1) : longer_ + (unit - in_longer) / share_;
   }
   const Pairs& pairs_;
-  int each_;                     // blocks of a pair; 0: the line is cut
-  int blocks_, share_, longer_;  // that have any; units of a part, where cut the first `longer` parts have one more
+  int each_;                     // blocks of a pair; 0: the line is cut anywhere
+  int blocks_, share_, longer_;  // blocks with units; units of a part; parts with one unit more, if cut anywhere
 };
 
 template <int Dim>
@@ -134,7 +135,7 @@ __device__ __forceinline__ Unit locate(const Args& a, const Pairs& pairs, int x)
   return out;
 }
 
-// Tokens of pairs `begin` and on, up to `Most`: all in two round trips.
+// Counts the tokens of pairs `begin` and on, up to `Most`. All its loads take two round trips.
 template <int Most>
 __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs, int (&tokens)[Most]) {
   int row[Most], head[Most], slot[Most], count[Most], length[Most], last[Most];
@@ -158,7 +159,7 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
   }
 }
 
-// Units of the longest pair. warp_sum, warp_most: a number a warp.
+// Fills `to` and returns the units of the longest pair. warp_sum, warp_most: one int per warp.
 template <int Threads, int Most>
 __device__ __forceinline__ int count_units(const Args& a, const Pairs& to, int each, int* warp_sum, int* warp_most) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = threadIdx.x * each;

@@ -1,4 +1,4 @@
-// How partial results of attention become one: of a block's warps, and of the blocks that share a pair
+// Merges partial results of attention: those of a block's warps, and those of the blocks that share a pair
 // (attend_kernel.cuh).
 #pragma once
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace kvlab::ops::decode {
 
-// Floats of shared memory for a block's warps' results, or for what its threads merge of several blocks'.
+// Floats of shared memory for the results of a block's warps, or for its threads' sums while it merges blocks.
 __host__ __device__ constexpr int merge_floats(int dim, int warps, int group) {
   const int results = warps * group * (2 + dim), merged = warps * 32 * 6;
   return results > merged ? results : merged;
@@ -20,7 +20,7 @@ struct Partial {
   static constexpr std::int64_t floats = heads * (2 + Dim);
 };
 
-// A head's running result, of several parts.
+// A head's running result over several parts.
 struct Running {
   float high = -INFINITY, sum = 0;
   float4 out = {0, 0, 0, 0};
@@ -31,7 +31,7 @@ struct Running {
     high = top;
     sum *= shrink, out.x *= shrink, out.y *= shrink, out.z *= shrink, out.w *= shrink;
   }
-  // Of a maximum no larger.
+  // other_high must not be larger than high.
   __device__ __forceinline__ void add(float other_high, float other_sum, const float4& other) {
     const float weight = other_high == -INFINITY ? 0.f : exp2_fast(other_high - high);
     sum += weight * other_sum;
@@ -44,10 +44,10 @@ __device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head,
   return static_cast<T*>(a.rounded) + (std::int64_t{row} * a.kv_heads * a.group + query_head) * Dim + element;
 }
 
-// Of a column of four elements of the pair's heads.
+// Writes a column of four elements of a head. Columns count through the pair's heads.
 template <class T, int Dim>
 __device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
-  const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // NaN stays
+  const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // a NaN sum gives NaN
   const int row = pair / a.kv_heads, query_head = pair % a.kv_heads * a.group + column / (Dim / 4),
             element = column % (Dim / 4) * 4;
   const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
@@ -59,9 +59,9 @@ __device__ __forceinline__ void put_result(const Args& a, int pair, int column, 
   if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum != 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
 }
 
-// Partial results of `parts` blocks become the pair's: `first`, and from the second on those behind `others`, two a
-// block. By a whole block; all loads of up to `at_once` parts a thread are one round trip. Threads that share a column
-// of four elements take every n-th part each.
+// Merges the partial results of `parts` blocks into the pair's output. `first` is the first block's; part k lies k * 2
+// partials behind `others`. The whole block must call it. A thread loads up to `at_once` parts in one round trip.
+// Threads that share a column of four elements take every n-th part each.
 template <class T, int Dim, int ColumnTiles>
 __device__ __forceinline__ void merge_parts(const Args& a, int pair, const float* first, const float* others, int parts,
                                             float* memory) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void merge_parts(const Args& a, int pair, const float
       for (int u = 0; u < at_once; ++u)
         if (i + u * teams < parts) r.add(sums[u].x, sums[u].y, outs[u]);
     }
-    if (teams > 1) {  // then every thread comes here once: across = columns
+    if (teams > 1) {  // across = columns, so every thread comes here once
       team_out[threadIdx.x] = r.out;
       team_sum[threadIdx.x] = make_float2(r.high, r.sum);
       __syncthreads();

@@ -1,4 +1,4 @@
-// How the CPU's attention of decode steps is cut: the pages or tokens of every row and KV head in chunks of fixed size.
+// Work of the CPU's attention of decode steps: chunks of fixed size of each row and KV head's pages or tokens.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -18,23 +18,23 @@ struct Piece {
   int page, begin, count;  // begin: offset in the page
 };
 
-// Per call, kept by the calling thread: nothing is allocated once it has grown.
+// The plan of one call. The calling thread keeps it, so that a call allocates only to grow it.
 class AttendPlan {
  public:
-  // Looks at every list entry and every page that they name. Errc::internal.
+  // Checks every list entry and every page that the entries name. Errc::internal.
   void fill(const AttendArgs& a, int group);
 
   const std::vector<AttendTask>& tasks() const { return tasks_; }
-  // Of a head, one after the other.
+  // The tasks of a head follow each other.
   int first_task(int row, int head) const { return first_task_[at(row, head)]; }
   int chunks(int row, int head) const { return first_task_[at(row, head) + 1] - first_task(row, head); }
-  // Appends a chunk's pieces in the order of their tokens, `most` of them.
+  // Appends a chunk's pieces in the order of their tokens, at most `most` of them.
   void pieces(const PagedKv& kv, int row, int head, int chunk, int most, std::vector<Piece>& out) const;
   const HeadRanks& ranks() const { return ranks_; }
 
  private:
   struct Span {
-    std::int64_t begin;  // of lists_
+    std::int64_t begin;  // index in lists_
     int count;           // entries: pages or tokens
   };
   std::size_t at(int row, int head) const { return std::size_t(row) * kv_heads_ + head; }

@@ -15,30 +15,29 @@
 namespace kvlab::ops {
 namespace {
 
-// A row of scores is summed in blocks of keys counted from the first cached token, so a row's result does not depend on
-// how the prompt was cut into chunks, on the block of queries that it shares, or on the threads.
+// Blocks of keys count from the first cached token, and a row of scores is summed block by block. So a row's result
+// does not depend on the cut into chunks, on the block of queries around it, or on the threads.
 constexpr int key_block = 256;
-constexpr int block_rows = 96;  // query tokens times the group: scores of a block stay in L2
+constexpr int block_rows = 96;  // query tokens times the group: a block's scores fit L2
 constexpr int panel = gemm::panel_width;
-constexpr std::int64_t packed_limit = std::int64_t{64} << 20;  // bytes of packed K and V at once, if one head fits
+constexpr std::int64_t packed_limit = std::int64_t{64} << 20;  // bytes of K and V packed at once, but at least one head
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-// How the two products are taken: where element (key or query, d) lies in the packed operands, and the kernel. Rows of
-// a tile are multiplied together; the depth of the first product (head_dim) and of the second (keys) is padded with
-// zeros.
+// The kernel of the two products, and the place of element (key or query, d) in the packed operands. The kernel
+// multiplies the rows of a tile together. Zeros pad the depth of the first product (head_dim) and of the second (keys).
 struct F32Products {
   using Element = float;
   static constexpr int row_tile = gemm::row_tile, depth_unit = 1, key_unit = panel;
-  static constexpr bool narrow = false;  // the probabilities stay where the scores were
+  static constexpr bool narrow = false;  // probabilities replace the scores in place
 
   static std::int64_t k_place(int d, int j) { return d * panel + j; }
   static std::int64_t v_place(std::int64_t t, int j) { return t * panel + j; }
   static std::int64_t q_place(int row, int d, int depth) {
     return std::int64_t{row / row_tile} * row_tile * depth + d * row_tile + row % row_tile;
   }
-  // y[rows of a tile, columns] = q k^T; row is the tile's first
+  // y[rows of a tile, columns] = q k^T; `row` is the tile's first row.
   void scores(const float* q, int row, int rows, const float* k, int depth, float* y, std::int64_t y_stride,
               int columns) const {
     kernels.f32(gemm::Tile{q + std::int64_t{row} * depth, 1, row_tile, k, std::int64_t{depth} * panel, depth, y,
@@ -53,7 +52,7 @@ struct F32Products {
   const gemm::Kernels& kernels;
 };
 
-// Operands rounded to bf16, sums in f32: what matrix tiles in hardware take.
+// Rounds operands to bf16 and sums in f32, as matrix tiles in hardware do.
 struct Bf16Products {
   using Element = bf16;
   static constexpr int row_tile = 32, depth_unit = 32, key_unit = 32;
@@ -75,22 +74,22 @@ struct Bf16Products {
   gemm::PairProduct product;
 };
 
-// One KV head's keys and values, its past and then the chunk, padded with zeros to whole panels.
+// One KV head's keys and values: the tokens before the chunk, then the chunk. Zeros pad them to whole panels.
 template <class Element>
 struct PackedHead {
   int index = 0, past = 0, keys = 0, padded = 0;
   Element* k = nullptr;              // [padded / 16][depth, 16]
   Element* v = nullptr;              // [wide / 16][padded, 16]
-  float* past_rows = nullptr;        // [2][past][head_dim], as gathered
-  std::int32_t* position = nullptr;  // [keys]; only filled for a window
+  float* past_rows = nullptr;        // [2][past][head_dim], gathered keys, then values
+  std::int32_t* position = nullptr;  // [keys]; filled only for a window
 };
 
-// Per thread.
+// Scratch of one thread.
 template <class Element>
 struct ThreadScratch {
   Element* queries;            // [rows, depth]
   float *scores, *out, *sums;  // [rows, key_block], [rows, wide], [group, key_block]
-  Element* weights;            // [rows, key_block]: the softmax's; the scores themselves unless narrowed
+  Element* weights;            // [rows, key_block] of the softmax; the same memory as scores unless `narrow`
   float *largest, *total;      // [rows]
 };
 
@@ -145,7 +144,7 @@ class Prefill {
         s.weights = s.scores;
       s.largest = take<float>(w, rows_);
       s.total = take<float>(w, rows_);
-      // Rows that pad the last tile are multiplied too: they must be numbers.
+      // The product also multiplies rows that pad the last tile, so they must hold numbers.
       std::fill_n(s.queries, std::int64_t{rows_} * depth_, Element(0.f));
       if constexpr (Products::narrow) std::fill_n(s.weights, std::int64_t{rows_} * key_block, Element(0.f));
       std::fill_n(s.out, std::int64_t{rows_} * wide_, 0.f);
@@ -162,7 +161,7 @@ class Prefill {
         heads_[i].padded = round_up(heads_[i].keys, Products::key_unit);
       }
       pack(heads);
-      // The longest blocks first, so that the last ones to finish are short.
+      // The longest blocks go first, so that threads end at about the same time.
 #pragma omp parallel for schedule(dynamic)
       for (int i = 0; i < heads * blocks_; ++i) attend_block(heads_[i % heads], blocks_ - 1 - i / heads, scratch());
       if (!a_.sums) continue;
@@ -204,7 +203,7 @@ class Prefill {
     }
   }
 
-  // Sixteen tokens of K, transposed, and of V.
+  // Packs panel p: sixteen tokens of K, transposed, and of V.
   void pack_keys(const Head& h, int p) const {
     const View<const float, 3>&keys = a_.keys, &values = a_.values;
     Element* k = h.k + std::int64_t{p} * depth_ * panel;
@@ -224,7 +223,7 @@ class Prefill {
     }
   }
 
-  // Query tokens [begin, end) of one head's group; row r is token begin + r / group, query head r % group.
+  // Query tokens [begin, end) of one head's group. Row r is token begin + r / group and query head r % group.
   struct Block {
     int begin, end, rows;
   };
@@ -241,7 +240,7 @@ class Prefill {
     }
   }
 
-  // Keys of the block that starts at k0 which some row of a tile may see, up to whole units of keys.
+  // Keys of the block at k0 that some row of a tile may see, rounded up to whole units of keys.
   int visible(const Head& h, const Block& b, int row, int k0) const {
     const int last = std::min(b.rows, row + row_tile) - 1;
     return std::clamp(round_up(h.past + token(b, last) + 1 - k0, Products::key_unit), 0,
@@ -254,7 +253,7 @@ class Prefill {
     return *std::max_element(p, p + count) <= a_.first + b.begin - a_.window;
   }
 
-  // scores[row, key] of the rows and the block of keys; entries that a row must not see may hold anything.
+  // Computes scores[row, key] of the rows and the block of keys. Entries that a row must not see may hold anything.
   void score(const Head& h, const Block& b, int k0, const Scratch& s) const {
     for (int r = 0; r < b.rows; r += row_tile)
       if (const int n = visible(h, b, r, k0))
@@ -262,7 +261,7 @@ class Prefill {
                          s.scores + std::int64_t{r} * key_block, key_block, n);
   }
 
-  // How many keys of the block this row sees; those outside the window become -inf.
+  // Returns how many keys of the block this row sees; scores outside the window become -inf.
   int mask(const Head& h, const Block& b, int row, int k0, float* scores) const {
     const int n = std::min(std::min(key_block, h.keys - k0), h.past + token(b, row) + 1 - k0);
     if (a_.window > 0) {
@@ -298,13 +297,13 @@ class Prefill {
     }
   }
 
-  // One row's step of the running softmax: its scores become weights, what was summed before is rescaled.
+  // One row's step of the running softmax: turns its scores into weights and rescales its earlier sums.
   void soften(const Head& h, const Block& b, int row, int k0, const Scratch& s) const {
     float* scores = s.scores + std::int64_t{row} * key_block;
     const int n = mask(h, b, row, k0, scores);
     const float largest = std::max(s.largest[row], row_.max(scores, n));
     const int seen = n;
-    if (largest == minus_infinity) {  // nothing but minus infinity and NaN, which has to spread
+    if (largest == minus_infinity) {  // all scores are -inf or NaN; a NaN must reach the output
       s.total[row] += row_.exp_sum(scores, n, 0.f);
     } else if (seen > 0) {
       const float before = std::exp(s.largest[row] - largest);
@@ -317,7 +316,7 @@ class Prefill {
     std::fill(weights + seen, weights + visible(h, b, row / row_tile * row_tile, k0), Element(0.f));
   }
 
-  // Sums over all queries of the probabilities of one block of keys; scores are computed again, in the same way.
+  // Sums the probabilities of one block of keys over all queries. It computes the scores again, in the same way.
   void mass_block(const Head& h, int k0, const Scratch& s) const {
     const int count = std::min(key_block, h.keys - k0);
     for (int g = 0; g < group_; ++g) std::fill_n(&a_.sums(h.index * group_ + g, k0), count, 0.f);

@@ -1,9 +1,10 @@
 // Causal attention of a prompt's chunk, and the column sums of its probabilities.
 //
-// A warp takes the queries of 32 tokens (16 at head_dim 256) of one query head as the columns of attend_unit.cuh; eight
-// such warps, heads of one KV head next to each other, share the units that bulk copies bring, four a stage. Blocks
-// with the longest past start first. Column sums are a second pass with the tokens standing still: a warp keeps the
-// keys of 32 tokens and takes all queries that see them, in order, so a sum does not depend on how blocks run.
+// A warp takes 32 tokens' queries (16 at head_dim 256) of one query head as the columns of attend_unit.cuh. A block has
+// eight such warps, for neighbouring heads of one KV head. They share the units of 16 tokens that bulk copies bring,
+// four a stage. The blocks of the chunk's last tokens start first, because they see the most tokens. A second pass
+// computes the column sums: a warp holds the keys of 32 tokens and takes all queries that see them, in order. So a sum
+// does not depend on the schedule of blocks.
 #include <cmath>
 
 #include "base/launch.cuh"
@@ -20,21 +21,22 @@ constexpr int warps = 8, stage_units = 4;
 struct Args {
   const PageEntry* table;  // of the chunk's slot
   std::int64_t table_head;
-  const std::int32_t* length;  // [row, kv_head]: what the first row sees, itself included; each next row one more
+  // [slot, kv_head]: tokens that the first row sees, itself included; each next row sees one more
+  const std::int32_t* length;
   std::int64_t length_head;
   const std::int32_t* slots;
   std::int64_t length_slot, table_slot;
   const float* queries;
   std::int64_t query_row, query_head;
   float *out, *lse, *sums;  // lse [token, query head], times log2(e), or null
-  PromptLse sums_lse;       // what sums are made with
-  void* rounded;            // in place of out, dense
+  PromptLse sums_lse;       // log-sum-exp that sums_kernel uses
+  void* rounded;            // null, or dense and written instead of out
   std::int64_t out_row, out_head, sum_head;
   const std::byte* base;
-  std::int64_t keys;  // offset in a frame
+  std::int64_t keys;  // offset of the keys in a frame
   int tokens, heads, group, page_size, value_rows, stages;
-  bool joint;   // a page's keys and values are one piece of a unit's size
-  float scale;  // of the scores, times log2(e)
+  bool joint;   // a page is one unit: its keys and values are contiguous
+  float scale;  // factor of the scores, times log2(e)
 };
 
 template <int Dim>
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
   let_successor_start();
   wait_for_predecessor();
 
-  // Items: heads of the group for 32 tokens, then for the next 32.
+  // Item tile * group + h is head h of the group for the tile's tokens.
   const int items = (a.tokens + tile_tokens - 1) / tile_tokens * a.group, block = gridDim.x - 1 - blockIdx.x;
   const int item = block * warps + warp, last_item = min((block + 1) * warps, items) - 1;
   const bool works = item < items;
@@ -76,12 +78,12 @@ __global__ void __launch_bounds__(32 * warps, 1)
 
   const PageEntry* entries = a.table + a.slots[0] * a.table_slot + kv_head * a.table_head;
   const std::uint64_t policy = read_once_policy();
-  const auto issue = [&](int step) {  // by the first warp
+  const auto issue = [&](int step) {  // only the first warp calls it
     const int u = step * stage_units + lane, here = min(stage_units, units - step * stage_units);
     const unsigned barrier = barriers + 8 * (step % a.stages),
                    to = stages + (step % a.stages * stage_units + lane) * S::unit_bytes;
-    const bool two = a.page_size < unit_tokens;                       // pages of a unit
-    const bool half = two && (2 * units - 1) * a.page_size >= total;  // the last unit's second page is not there
+    const bool two = a.page_size < unit_tokens;                       // a unit spans two pages
+    const bool half = two && (2 * units - 1) * a.page_size >= total;  // the last unit has no second page
     if (lane == 0) barrier_expect(barrier, here * S::unit_bytes - (half && step == steps - 1 ? S::unit_bytes / 2 : 0));
     __syncwarp();
     if (lane >= here) return;
@@ -128,7 +130,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
       const unsigned keys = stages + (step % a.stages * stage_units + i) * S::unit_bytes;
       float s[columns][4];
       score_unit<T, Dim>(keys, row0, row1, q, qf, s);
-      const bool diagonal = place + unit_tokens > seen + first;  // the tile's first token does not see all of it
+      const bool diagonal = place + unit_tokens > seen + first;  // the tile's first token does not see the whole unit
       unsigned p[columns][2];
 #pragma unroll
       for (int c = 0; c < columns; ++c) {
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
       }
       add_unit<T, Dim>(keys + S::side_bytes, min(unit_tokens, total - place), g, q, p, o);
     }
-    __syncthreads();  // nobody reads the stage any more
+    __syncthreads();  // all warps have read the stage
     if (warp == 0 && step + a.stages < steps) issue(step + a.stages);
   }
 #pragma unroll
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
       for (int d = 4; d < 32; d *= 2) sum[c][h] += __shfl_xor_sync(~0u, sum[c][h], d);
       const int token = first + c * 8 + 2 * q + h;
       if (!works || token >= a.tokens) continue;
-      const float share = 1 / sum[c][h];  // a token sees itself
+      const float share = 1 / sum[c][h];  // sum > 0: a token sees itself
       if (a.rounded) {
         T* to = static_cast<T*>(a.rounded) + (std::int64_t{token} * a.heads + head) * Dim;
 #pragma unroll
@@ -173,11 +175,11 @@ __global__ void __launch_bounds__(32 * warps, 1)
 template <int Dim>
 struct SumTile {
   static constexpr int units = Dim <= 128 ? 2 : 1;                  // of a warp
-  static constexpr int tokens = units * unit_tokens, queries = 32;  // of a step
-  static constexpr int query_stride = Dim * 2 + 64;                 // bytes; rows of a load differ in their banks
+  static constexpr int tokens = units * unit_tokens, queries = 32;  // tokens of a warp; queries of a step
+  static constexpr int query_stride = Dim * 2 + 64;  // bytes; the padding puts the rows of a load in different banks
 };
 
-// sums[head, place] = over the chunk's tokens, of the probability that they give to the place.
+// sums[head, place] = sum over the chunk's tokens of their probability for the place.
 template <class T, int Dim>
 __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_constant__ Args a) {
   using S = UnitShape<Dim>;

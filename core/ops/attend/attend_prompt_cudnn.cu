@@ -1,6 +1,6 @@
-// A prompt's attention by cuDNN: it takes 16-bit queries and keys and values in rows, so queries are rounded, unless
-// that is done, and pages gathered, which is a hundredth of the work. Lengths come from device memory; plans are made
-// for rounded ones.
+// A prompt's attention by cuDNN. It wants 16-bit queries and dense rows of keys and values. So queries are rounded,
+// unless the caller has done it, and pages are gathered, which costs a hundredth of the work. Lengths stay in device
+// memory; plans are made for rounded lengths.
 #include <algorithm>
 #include <atomic>
 #include <new>
@@ -21,14 +21,14 @@ constexpr int threads = 256, vector_bytes = 16;
 struct Gather {
   const PageEntry* table;
   std::int64_t table_head;
-  const std::int32_t* length;  // of the first row
+  const std::int32_t* length;  // tokens that the first row sees
   std::int64_t length_head;
   const std::int32_t* slots;
   std::int64_t length_slot, table_slot;
   const std::byte* base;
-  std::int64_t keys, values;  // offsets in a frame
+  std::int64_t keys, values;  // offsets in a frame, bytes
   int rows, page_size, row_bytes, room;
-  std::byte *to_keys, *to_values;  // [kv_head, room, row_bytes]; zero after the last token
+  std::byte *to_keys, *to_values;  // [kv_head, room, row_bytes]; gather_kernel zeroes rows after the last token
   std::int32_t *query_tokens, *key_tokens;
 };
 
@@ -96,7 +96,7 @@ void widen(const void* from, DType dtype, int dim, const View<float, 3>& out, vo
 
 std::atomic<std::int64_t> chunks = 0;
 
-// Who has turned cuDNN off knows it.
+// Does not warn if the user has turned cuDNN off.
 void warn_missing() {
   const LibraryState& cudnn = cudnn_library();
   if (cudnn.there || cudnn.off) return;
@@ -161,7 +161,7 @@ bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, Stre
       in.queries.stride[1] != in.kv.head_dim)
     return false;
   return run(in, scale, lse, s.handle());
-} catch (const std::bad_alloc&) {  // no room for the copies; our own kernel needs none
+} catch (const std::bad_alloc&) {  // no memory for the copies; our own kernel needs none
   return false;
 }
 

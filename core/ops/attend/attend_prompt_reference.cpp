@@ -9,7 +9,7 @@
 namespace kvlab::ops {
 namespace {
 
-// All keys, values and positions that one KV head's queries may see: its past, then the chunk.
+// All keys, values and positions that one KV head's queries may see: those before the chunk, then the chunk's.
 struct Seen {
   int past = 0, keys = 0;
   std::vector<float> key, value;

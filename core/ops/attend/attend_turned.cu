@@ -1,4 +1,4 @@
-// attend's kernel for caches whose keys RoPE turns on every read (RopeRegime::cache_relative).
+// attend's pipelined kernel for caches whose keys it rotates on every read (RopeRegime::cache_relative).
 #include "ops/attend/attend_kernel.cuh"
 
 namespace kvlab::ops::decode {

@@ -1,7 +1,7 @@
-// Attention of a warp to units of 16 tokens in shared memory, with queries as columns: S^T = K Q^T and O^T += V^T P^T
-// on tensor cores. Which token is which row of a tile, and which element of head_dim which row of O^T, is free: the
-// maps below make every shared-memory load 16 bytes wide and free of bank conflicts (head_dim 64 and 128) without a
-// transposing load. Lane 4 g + q of a warp holds, of 8-query column tile c, queries 8 c + 2 q and 8 c + 2 q + 1.
+// A warp's attention to units of 16 tokens in shared memory, with queries as columns. Tensor cores compute S^T = K Q^T
+// and O^T += V^T P^T. Any map from tokens to rows of a tile, and from elements of head_dim to rows of O^T, is right.
+// The maps below make every shared-memory load 16 bytes wide and free of bank conflicts (head_dim 64 and 128) without a
+// transposing load. Lane 4 g + q of a warp holds queries 8 c + 2 q and 8 c + 2 q + 1 of 8-query column tile c.
 #pragma once
 #include <cuda.h>
 #include <kvlab/kv.hpp>
@@ -16,20 +16,20 @@ inline constexpr float log2e = 1.4426950408889634f, ln2 = 0.6931471805599453f;
 template <int Dim>
 struct UnitShape {
   static constexpr int row_bytes = Dim * 2;
-  static constexpr int side_bytes = unit_tokens * row_bytes;  // keys, then values
+  static constexpr int side_bytes = unit_tokens * row_bytes;  // bytes of a unit's keys, or of its values
   static constexpr int unit_bytes = 2 * side_bytes;
-  static constexpr int steps = Dim / 16;                // of the contraction over head_dim
-  static constexpr int tiles = Dim / 16;                // of 16 rows of O^T
+  static constexpr int steps = Dim / 16;                // steps of the contraction over head_dim
+  static constexpr int tiles = Dim / 16;                // tiles of 16 rows of O^T
   static constexpr int vector = Dim % 64 == 0 ? 8 : 4;  // elements of one load of V
-  static constexpr int vectors = Dim / 8 / vector;      // loads a lane makes of one row of V
+  static constexpr int vectors = Dim / 8 / vector;      // loads of a lane from one row of V
 };
 
-// Rows of 128 bytes of the whole tier, in boxes of `box_rows`: what units are copied with. Kept for the process.
+// Tensor map that copies units: the tier as rows of 128 bytes, in boxes of `box_rows`. The process keeps it.
 const CUtensorMap& unit_map(const void* base, int box_rows, bool half);
 
-// Token of tile row g, 0 <= g < 8; row g + 8 is 8 tokens on. Pairs (2i, 2i + 1) differ in the bit that moves a
-// 16-byte chunk into the other half of a swizzled 128-byte row, and the even rows, like the odd ones, lie in rows that
-// are swizzled differently.
+// Token of tile row g, 0 <= g < 8; row g + 8 is 8 tokens on. The tokens of rows 2i and 2i + 1 differ in the bit that
+// moves a 16-byte chunk to the other half of a swizzled 128-byte row. The even rows lie in rows that are swizzled
+// differently, and so do the odd ones.
 template <int Dim>
 __device__ __forceinline__ int token_of(int g) {
   const int q = g >> 1;
@@ -38,17 +38,17 @@ __device__ __forceinline__ int token_of(int g) {
   return g;
 }
 
-// Where a byte of a unit's side lies after the 128-byte swizzle of a bulk copy.
+// Offset of a byte of a unit's keys or values after the 128-byte swizzle of a bulk copy.
 __device__ __forceinline__ unsigned swizzled(unsigned offset) { return offset ^ ((offset >> 3) & 0x70u); }
 
-// Element of head_dim that a lane's e-th element of V is.
+// Element of head_dim that is a lane's e-th element of V.
 template <int Dim>
 __device__ __forceinline__ int element_of(int g, int e) {
   constexpr int v = UnitShape<Dim>::vector;
   return (g + 8 * (e / v)) * v + e % v;
 }
 
-// A query's elements in the order of the fragments of Q^T: two of them for each of two steps of the contraction.
+// A query's elements in the order of the fragments of Q^T, for two steps of the contraction.
 struct QueryPiece {
   float4 even, odd;
 };
@@ -64,7 +64,7 @@ __device__ __forceinline__ void pack_query(const QueryPiece& from, float factor,
   odd[0] = cuda::Pair<T>::pack(y.x * factor, y.y * factor), odd[1] = cuda::Pair<T>::pack(y.z * factor, y.w * factor);
 }
 
-// s = scores of the unit's tokens, [0, 1] of row g and [2, 3] of row g + 8.
+// s = scores of the unit's tokens: [0, 1] for row g, [2, 3] for row g + 8.
 template <class T, int Dim, int Columns>
 __device__ __forceinline__ void score_unit(unsigned keys, int row0, int row1, int q,
                                            const unsigned (&qf)[Columns][UnitShape<Dim>::steps][2],
@@ -84,14 +84,14 @@ __device__ __forceinline__ void score_unit(unsigned keys, int row0, int row1, in
   }
 }
 
-// Full turns a place of rank adds, in two parts that keep a large rank's angle exact.
+// Full turns per place of rank, in two parts that keep a large rank's angle exact.
 __device__ __forceinline__ float2 turns_of(float inv_freq) {
   const double turns = inv_freq * 0.15915494309189533577;
   const float high = static_cast<float>(turns);
   return make_float2(high, static_cast<float>(turns - high));
 }
 
-// Two elements of two pairs (i, i + head_dim / 2), packed in one register each, turned by `rank` places.
+// Rotates two pairs (i, i + head_dim / 2) by `rank` places: low packs their first elements, high the second ones.
 template <class T>
 __device__ __forceinline__ void turn_pairs(unsigned& low, unsigned& high, float rank, const float2* turns,
                                            float scale) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void turn_pairs(uint4& low, uint4& high, float rank, 
   turn_pairs<T>(low.z, high.z, rank, turns + 4, scale), turn_pairs<T>(low.w, high.w, rank, turns + 6, scale);
 }
 
-// score_unit of keys that RoPE has yet to turn by the ranks of rows g and g + 8. turns: [head_dim / 2]. A lane holds
-// both elements of a pair where head_dim is a multiple of 64.
+// score_unit for keys that RoPE has yet to rotate by the ranks of rows g and g + 8. turns: [head_dim / 2]. If head_dim
+// is a multiple of 64, a lane holds both elements of a pair.
 template <class T, int Dim, int Columns>
 __device__ __forceinline__ void score_turned_unit(unsigned keys, int row0, int row1, int q, int rank0, int rank1,
                                                   const float2* turns, float scale,
@@ -151,12 +151,12 @@ __device__ __forceinline__ void score_turned_unit(unsigned keys, int row0, int r
   }
 }
 
-// The running softmax of one column tile takes a unit's scores (times log2(e), -inf where nothing is seen); p = P^T.
+// Adds a unit's scores (times log2(e), -inf where nothing is seen) to one column tile's running softmax; p = P^T.
 template <class T, int Tiles>
 __device__ __forceinline__ void soften_unit(float (&s)[4], float (&high)[2], float (&sum)[2], float (&o)[Tiles][4],
                                             unsigned (&p)[2]) {
   float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
-  // The running maximum, the same in all lanes of a head, moves rarely.
+  // All lanes of a head have the same running maximum; it rises rarely.
   if (__any_sync(~0u, top[0] > high[0] || top[1] > high[1])) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void soften_unit(float (&s)[4], float (&high)[2], flo
   p[1] = cuda::transpose8x8(cuda::Pair<T>::pack(s[2], s[3]));
 }
 
-// O^T += V^T P^T. Of the unit's tokens `valid` are there; what lies behind them may be anything, also NaN.
+// O^T += V^T P^T. The unit has `valid` tokens; the values after them may hold anything, also NaN.
 template <class T, int Dim, int Columns>
 __device__ __forceinline__ void add_unit(unsigned values, int valid, int g, int q, const unsigned (&p)[Columns][2],
                                          float (&o)[Columns][UnitShape<Dim>::tiles][4]) {

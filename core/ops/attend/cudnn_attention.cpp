@@ -17,7 +17,7 @@
 #include "base/cuda_warn.hpp"
 
 namespace cudnn_frontend {
-void* cudnn_dlhandle = nullptr;  // where the front end finds cuDNN's functions
+void* cudnn_dlhandle = nullptr;  // the front end looks up cuDNN's functions in it
 }
 
 namespace kvlab::ops {
@@ -25,7 +25,7 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-constexpr std::size_t oldest = 90600;  // causal masks that end at the last key of sequences of any length
+constexpr std::size_t oldest = 90600;  // first version with bottom-right causal masks for sequences of any length
 
 struct Library {
   LibraryState state;
@@ -49,8 +49,8 @@ struct Library {
     state.there = true;
   }
 
-  // The front end looks for a shared CUDA runtime by name; ours is linked statically. Once it is open, wherever it
-  // lies, its name finds it.
+  // The front end looks for a shared CUDA runtime by name, but kvlab links its runtime statically. Once dlopen has
+  // loaded the shared one from any path, its name finds it.
   static void open_runtime() {
     const std::string name = "libcudart.so." + std::to_string(CUDART_VERSION / 1000);
     if (!dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL))
@@ -89,7 +89,8 @@ int current_device() {
 }
 
 cudnnHandle_t handle_of(int device) {
-  static auto& handles = *new std::map<int, cudnnHandle_t>;  // never destroyed: the driver is gone before us
+  // never destroyed: the driver ends before static destructors
+  static auto& handles = *new std::map<int, cudnnHandle_t>;
   cudnnHandle_t& h = handles[device];
   if (!h) check(fe::detail::create_handle(&h), "cudnnCreate");
   return h;
@@ -141,7 +142,7 @@ class Plan final : public CudnnPlan {
   std::int64_t workspace_bytes() const override { return workspace_; }
 
   bool run(const CudnnData& d, void* workspace, void* stream) const override try {
-    const std::lock_guard lock(guard());  // the handle's stream
+    const std::lock_guard lock(guard());  // it also guards the handle's stream
     check(fe::detail::set_stream(handle_, static_cast<cudaStream_t>(stream)), "cudnnSetStream");
     const auto pointer = [](const void* p) { return const_cast<void*>(p); };
     std::unordered_map<std::int64_t, void*> tensors{
@@ -172,7 +173,7 @@ const CudnnPlan* cudnn_plan(const CudnnShape& shape) {
     std::string refused;  // why there is no plan
   };
   using Plans = std::map<std::pair<int, CudnnShape>, Known>;
-  static Plans& plans = *new Plans;  // never destroyed, as handles
+  static Plans& plans = *new Plans;  // never destroyed, like handles
   const std::lock_guard lock(guard());
   try {
     const int device = current_device();
@@ -204,7 +205,7 @@ const CudnnPlan* cudnn_plan(const CudnnShape&) { return nullptr; }
 const LibraryState& cudnn_library() {
   static const LibraryState state = [] {
     LibraryState s;
-    open_library("KVLAB_CUDNN", {}, s);  // it may be turned off all the same
+    open_library("KVLAB_CUDNN", {}, s);  // reads whether KVLAB_CUDNN is off
     if (!s.off) s.text = "not used: kvlab was built without cuDNN's front end";
     return s;
   }();
