@@ -1,6 +1,6 @@
-// What a plugin library and kvlab exchange. One entry returns a constant; its first fields never move, so that kvlab
-// can check them before it calls or follows anything else. Any change below, or in a header of the SDK, is another
-// build: abi, size and build must match exactly.
+// The C interface between a plugin library and kvlab. The library's entry returns a constant kvlab_plugin. The first
+// fields of that struct never move, so kvlab checks them before it calls or follows anything else. abi, size and build
+// must match exactly. A change below, or in any header of the SDK, changes the build.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ constexpr const char* name_of(Role role) {
 
 extern "C" {
 
-// One thing that the library offers. Everything is owned by the library and lives as long as it.
+// One role that the library offers. The library owns all that the fields point to, for as long as it is loaded.
 struct kvlab_role {
   const char* name;  // as YAML spells it: a-z 0-9 _ -
   kvlab::Role role;
@@ -35,16 +35,18 @@ struct kvlab_role {
   const char* help;  // one line
   const kvlab::ParamSpec* params;
   std::size_t param_count;
-  // The role's interface pointer (a kvlab::Scorer* for a scorer, ...), or null and a message in err. Never throws.
+  // Returns the role's interface pointer (a kvlab::Scorer* for a scorer, ...), or null with a message in err, which has
+  // room for cap bytes. Never throws.
   void* (*create)(const kvlab::Params* params, char* err, std::size_t cap);
-  void (*destroy)(void* object);  // what create gave
+  void (*destroy)(void* object);  // deletes an object of create
 };
 
 struct kvlab_plugin {
   std::uint32_t abi;   // KVLAB_ABI
   std::uint32_t size;  // sizeof(kvlab_plugin)
   const char* build;   // KVLAB_BUILD
-  // The roles and their number, or null and a message in err. Never throws. Called only once the fields above match.
+  // Returns the roles and their number, or null with a message in err. Never throws. kvlab calls it only if the fields
+  // above match.
   const kvlab_role* (*roles)(std::size_t* count, char* err, std::size_t cap);
 };
 
@@ -69,5 +71,6 @@ struct kvlab_plugin {
 #else
 #define KVLAB_STDLIB_ "libstdc++ " KVLAB_TEXT_OF(__GLIBCXX__) " cxx11 abi " KVLAB_TEXT_OF(_GLIBCXX_USE_CXX11_ABI)
 #endif
-// What decides the layout of the SDK's classes. NDEBUG does not, and must not: a release plugin runs in a debug build.
+// Names all that decides the layout of the SDK's classes. NDEBUG must not decide it: a release plugin runs in a debug
+// build.
 #define KVLAB_BUILD KVLAB_COMPILER_ ", " KVLAB_STDLIB_ ", C++ " KVLAB_TEXT_OF(__cplusplus) ", SDK " KVLAB_API_HASH

@@ -1,4 +1,4 @@
-// What scoring rules do with the text of an answer.
+// Text functions for metrics: they compare an answer with a reference.
 #pragma once
 #include <cctype>
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace kvlab::answers {
 
-// Small letters; white space becomes single spaces, none at either end.
+// Returns the text in lower case. Each run of white space becomes one space, and none stays at either end.
 inline std::string fold(const std::string& text) {
   std::string out;
   for (unsigned char c : text) {
@@ -21,7 +21,7 @@ inline std::string fold(const std::string& text) {
   return out;
 }
 
-// The pieces between the characters of `at`.
+// Splits the text at every character of `at`. Empty pieces stay.
 inline std::vector<std::string> split(const std::string& text, const std::string& at) {
   std::vector<std::string> out(1);
   for (const char c : text)
@@ -32,7 +32,7 @@ inline std::vector<std::string> split(const std::string& text, const std::string
   return out;
 }
 
-// Without the characters of `what` at either end.
+// Removes the characters of `what` from both ends.
 inline std::string trimmed(const std::string& text, const std::string& what) {
   const std::size_t begin = text.find_first_not_of(what);
   return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(what) - begin + 1);
@@ -44,12 +44,12 @@ inline std::string first_integer(const std::string& text) {
   return begin == std::string::npos ? "" : text.substr(begin, text.find_first_not_of("0123456789", begin) - begin);
 }
 
-// Folded, the reference is part of the answer.
+// Whether the folded answer contains the folded reference.
 inline bool contains(const std::string& answer, const std::string& reference) {
   return fold(answer).find(fold(reference)) != std::string::npos;
 }
 
-// F1 of `common` parts out of those of the answer and of the reference.
+// F1 score. common: parts that both have; answer, reference: parts of each.
 inline double f_score(double common, std::size_t answer, std::size_t reference) {
   if (answer == 0 || reference == 0) return answer == reference ? 1 : 0;
   if (common == 0) return 0;

@@ -1,6 +1,6 @@
-// What a policy wants done to the cache. A callback fills Edits; the store applies them in order and is the only one
-// that moves bytes, updates tables, token state, summaries and the ledger. Lists are borrowed until the callback has
-// returned (core copies those with a later deadline).
+// A policy changes the cache through edits. A callback fills Edits, and the store applies them in order. Only the store
+// moves bytes and updates tables, token state, summaries and the ledger. Core borrows a list until the callback
+// returns, and copies it if its deadline is later.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -9,13 +9,13 @@
 
 namespace kvlab {
 
-// When an edit takes effect; edits with one deadline apply in the order that the callback gave them in. The list of an
-// edit for the next step or later is dense, else Errc::unsupported.
-//   this_attention   before the attention that select() prepares; Errc::plugin from any other callback, and for tokens
-//                    that leave or move beside a list to attend to, which names places
-//   next_attention   at once, but of select() after this layer's attention
-//   next_step        when this step has ended, or this chunk of the prompt
-//   steps_from_now   when that many decode steps of the row have ended, this one included; 0: like next_attention
+// When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
+// needs a dense list, else Errc::unsupported.
+//   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
+//                    evict_rest and move beside a list to attend to: they would change the places that it names
+//   next_attention   at once; an edit of select() waits for the end of this layer's attention
+//   next_step        at the end of this step, or of this chunk of the prompt
+//   steps_from_now   at the end of that many decode steps of the row, this one included; 0 = next_attention
 struct Deadline {
   enum Kind : std::uint8_t { this_attention, next_attention, next_step, steps_from_now } kind = next_attention;
   int steps = 0;  // steps_from_now only
@@ -29,15 +29,15 @@ struct Edit {
     evict,          // these tokens leave every tier
     evict_rest,     // all tokens but these leave every tier
     offload,        // copy pages device -> host; the device frame stays
-    drop,           // free the frames of these pages in `tier`; refused for the only copy (that is evict)
+    drop,           // free the frames of these pages in `tier`; refused for a page's only copy
     recall,         // copy pages host -> device; the host copy stays
-    encode,         // re-encode pages that are on the device as `codec`; the store's alone: a policy has one codec
+    encode,         // re-encode pages on the device as `codec`; no policy can ask for it, since it has one codec
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
   };
   Verb verb = attend;
-  IndexList list;  // pages, or tokens for evict, evict_rest, move and attend_tokens; [row, kv_head, i] over the rows of
-                   // the callback
+  IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move and attend_tokens,
+                   // else pages
   int layer = 0;
   Tier tier = Tier::device;
   int codec = 0;
@@ -49,8 +49,8 @@ class Edits {
  public:
   explicit Edits(int layer = 0) : layer_(layer) {}
 
-  // In select() alone, and one list a callback, of pages or of tokens; else Errc::plugin. A page that a pin reaches
-  // into is pinned whole.
+  // Only select() may attend, and a callback gives one list, of pages or of tokens; else Errc::plugin. In a list of
+  // pages, a pin adds every page that holds one of its tokens.
   void attend(const PageList& pages, Pins pins = {}) {
     push(Edit::attend, pages, {Deadline::this_attention}).pins = pins;
   }
@@ -64,7 +64,7 @@ class Edits {
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
 
-  // Step::finish works on all layers: say which one the next edits are for.
+  // Sets the layer of the next edits, for Policy::finish_step, which works on all layers.
   void for_layer(int layer) { layer_ = layer; }
 
   const std::vector<Edit>& all() const { return edits_; }

@@ -1,9 +1,9 @@
 // The paged KV cache as a policy sees it: one layer, all sequences ("rows") of this call, all KV heads. Read-only.
 //
-// A page holds up to `page_size` tokens of one KV head in one codec. A frame is the memory of one page in one tier; the
-// frame number counts granules of 128 bytes from the tier's base, -1 (null_frame) = the page is not in that tier. The
-// tokens of a head fill its pages in order: token t lies in page t / page_size at offset t % page_size. That order is
-// free (an eviction may move the last token into the hole); the text position of every token is stored with it.
+// A page holds up to `page_size` tokens of one KV head in one codec. A frame is the memory of one page in one tier. The
+// frame number counts granules of 128 bytes from the tier's base; a page outside the tier has null_frame (-1).
+// Token t of a head lies in page t / page_size at offset t % page_size. The order of tokens means nothing: an eviction
+// may move the last token into the hole. Each token's text position is stored with it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,18 +16,17 @@ namespace kvlab {
 
 inline constexpr std::int32_t null_frame = -1;
 inline constexpr std::int64_t granule_bytes = 128;  // a GPU's cache line, and the row of its bulk copies
-inline constexpr std::int64_t segment_bytes = 64;   // what the parts of a frame are aligned to
+inline constexpr std::int64_t segment_bytes = 64;   // alignment of the parts of a frame
 
 enum class Tier : std::uint8_t { device, host, disk };
 
-// What RoPE was applied to a cached key. original: at its text position. cache_relative: none, the key is rotated on
-// reading by its rank among the resident tokens. re_rotate: at its rank, rotated again when an eviction changes the
-// rank.
+// How RoPE rotates a cached key. original: by its text position, before it is stored. cache_relative: by its rank among
+// the resident tokens, whenever it is read. re_rotate: by that rank before it is stored, and again when an eviction
+// changes the rank.
 enum class RopeRegime : std::uint8_t { original, cache_relative, re_rotate };
 
-// How one of K and V is stored. bits 0 = the run's dtype. Otherwise unsigned codes, per token (one group of head_dim),
-// x = code * scale + zero with f16 scale and zero: scale = (max - min) / (2^bits - 1), zero = min (plain_quant,
-// LeanKV).
+// How K or V is stored. bits 0: in the run's dtype. Otherwise as unsigned codes, x = code * scale + zero. The head_dim
+// numbers of a token share one f16 scale = (max - min) / (2^bits - 1) and one f16 zero = min (plain_quant, LeanKV).
 struct CodecSide {
   std::uint8_t bits = 0;  // 0 | 8
 };
@@ -66,7 +65,7 @@ struct PageEntry {
   std::uint8_t reserved = 0;
 };
 
-// inv_freq[head_dim / 2] of the model (scaling included); only read by ops that rotate. RoPE turns the pairs (i, i +
+// inv_freq: [head_dim / 2] of the model, scaling included; only ops that rotate read it. RoPE turns the pairs (i, i +
 // head_dim / 2) of a row x by the angle a = position * inv_freq[i]: x[i] cos a - x[i + head_dim / 2] sin a, and
 // x[i + head_dim / 2] cos a + x[i] sin a. Both are multiplied by attention_scale.
 struct RopeTable {
@@ -119,13 +118,13 @@ struct Summaries {
   }
 };
 
-// Ragged scores in scratch memory: at(row, kv_head or query head, token) f32, higher = keep; only the first tokens(row,
-// kv_head) entries of a row mean anything. `token` is a place in the cache and no text position: after an eviction
-// places are out of text order, and one place of two heads may hold different tokens. ops::recency gives the positions;
+// Scores in scratch memory: [row, kv_head or query head, token] f32, higher = keep. Only the first tokens(row, kv_head)
+// entries of a head mean anything. `token` is a place in the cache, not a text position. After an eviction places are
+// out of text order, and one place of two heads may hold different tokens. ops::recency gives the text positions;
 // ops::layer_reduce joins heads by them.
 using Scores = View<float, 3>;
 
-// Ragged index lists in scratch memory: index(row, kv_head, i), i < count(row, kv_head), ascending and without repeats.
+// Lists in scratch memory: index(row, kv_head, i) for i < count(row, kv_head), ascending and without repeats.
 struct IndexList {
   View<std::int32_t, 3> index;
   View<std::int32_t, 2> count;

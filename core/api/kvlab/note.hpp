@@ -1,8 +1,8 @@
-// The note of a plugin library: what KVLAB_PLUGIN registers, as an ELF note (owner "kvlab", type 1) that is read
-// without running the library. The compiler writes its bytes from the registrations; the roles that the library gives
-// at run time are read from the same bytes. Numbers are little-endian:
-//   note       u32 abi, u32 size of kvlab_plugin, text build, then u8 1 and the roles, or u8 0 where a registration
-//              is no constant expression, so that the compiler does not know the roles
+// The note of a plugin library: an ELF note (owner "kvlab", type 1) with the registrations of KVLAB_PLUGIN. kvlab reads
+// it without running the library. The compiler writes its bytes, and the library's roles at run time are read from the
+// same bytes. Numbers are little-endian:
+//   note       u32 abi, u32 size of kvlab_plugin, text build, then u8 1 and the roles, or u8 0 if a registration is not
+//              a constant expression, because the compiler does not know the roles then
 //   roles      u32 count, and each: u32 role, text name, text version, text help, u32 parameters, the parameters
 //   parameter  text name, u8 kind, u8 component, value (boolean: u8, integer: i64, real: f64, else text), f64 low,
 //              f64 high, u32 choices, the choices' texts, text help
@@ -89,7 +89,7 @@ constexpr void put_param(NoteBytes& out, std::string_view name, const T& value, 
 
 }  // namespace detail
 
-// Reads a note. Bytes that the functions above did not write are Errc::plugin.
+// Reads a note. Throws Errc::plugin for bytes that the functions above cannot have written.
 class NoteReader {
  public:
   explicit NoteReader(std::string_view bytes) : rest_(bytes) {}
@@ -147,7 +147,7 @@ class NoteReader {
   std::string_view rest_;
 };
 
-// A declaration for parameters that belong to no library.
+// Declares a parameter that belongs to no library.
 template <class T>
 ParamSpec make_param(std::string_view name, const T& value, double low, double high, std::string_view help) {
   NoteBytes bytes;

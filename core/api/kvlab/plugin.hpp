@@ -2,7 +2,7 @@
 //   KVLAB_PLUGIN(kvlab::scorer<Knorm>("knorm", "keeps keys with a small L2 norm").param("sink", 4, 0, kvlab::any,
 //   "..."))
 // Several registrations, separated by commas, may share one library. A class is built from `const kvlab::Params&` or
-// from nothing; what its constructor throws reaches the user as an error message.
+// from nothing. An exception of its constructor reaches the user as an error message.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -27,7 +27,7 @@
 
 namespace kvlab {
 
-// The Role that an interface class answers to.
+// The Role of an interface class.
 template <class Interface>
 inline constexpr Role role_of = [] {
   if constexpr (std::is_same_v<Interface, Policy>) return Role::policy;
@@ -48,7 +48,7 @@ inline void copy_text(char* to, std::size_t cap, const char* from) noexcept {
   to[n] = '\0';
 }
 
-// body(), or null and its exception's text in err.
+// Returns body(), or null with the exception's text in err.
 template <class Body>
 auto guarded(char* err, std::size_t cap, Body body) noexcept -> decltype(body()) {
   try {
@@ -96,7 +96,7 @@ class Registration {
   constexpr Registration& component(std::string_view name, std::string_view help) {
     return add(name, true, -any, any, help, true);
   }
-  // Version of the method's implementation; without it, the kvlab version that the library was built with.
+  // The version of the method's implementation. The default is the kvlab version that the library was built with.
   constexpr Registration& version(std::string_view text) {
     version_.clear();
     detail::put_text(version_, text);
@@ -266,7 +266,7 @@ constexpr auto note_of() {
   return note;
 }
 
-// Without the roles where `Make` is no constant expression.
+// The note has no roles if `Make` is not a constant expression.
 template <class Make>
 constexpr auto note_of_registrations(Make) {
   if constexpr (requires { typename std::integral_constant<std::size_t, note_size<NoteWithRoles<Make>>()>; })
@@ -278,7 +278,7 @@ constexpr auto note_of_registrations(Make) {
 }  // namespace detail
 }  // namespace kvlab
 
-// The compiler gives larger objects an alignment that ELF notes must not have, unless it is told another one.
+// Without alignas(4), the compiler gives larger objects an alignment that ELF notes must not have.
 #define KVLAB_NOTE_ [[gnu::used, gnu::section(".note.kvlab")]] alignas(4) constexpr auto kvlab_plugin_note
 
 #define KVLAB_PLUGIN(...)                                                                                             \

@@ -4,9 +4,9 @@
 // One callback covers all sequences of the batch ("rows") and all KV heads of one layer. Views are borrowed for the
 // call. A policy holds no pages and copies none: it returns Edits.
 //
-// What the host knows without looking is a plain array in host memory: slots, text positions, steps, which prompts end.
-// Every view (tables, lengths, scores, lists, scratch) is memory of the stream's device, which on a GPU the host may
-// neither read nor write: ops do, and what the host counted goes to them by upload().
+// Plain arrays are host memory: slots, text positions, steps, which prompts end. Every view (tables, lengths, scores,
+// lists, scratch) is memory of the stream's device. On a GPU the host may neither read nor write a view: ops do.
+// upload() copies numbers of the host to where ops read them.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -21,18 +21,18 @@
 
 namespace kvlab {
 
-// Which attention probabilities a policy wants. `decode` = each decode step's row, which sums to 1 per query head;
-// `all` = the prompt's too, summed over the queries of each chunk, which costs prompt attention a second pass over its
-// scores. (What the prompt's last queries attend to follows from window_queries: ops::window_votes.) A step's mass is
-// there in observe and not in select, because it does not exist before attention. It is 0 for tokens that attention did
-// not read.
+// Which attention probabilities a policy wants. `decode`: each decode step's row, which sums to 1 per query head.
+// `all`: the prompt's too, summed over the queries of each chunk; prompt attention then passes over its scores twice.
+// (ops::window_votes computes the attention of the prompt's last queries from window_queries.) observe gets a step's
+// mass. select does not, because it does not exist before attention. Tokens that attention did not read have mass 0.
 enum class Mass : std::uint8_t { none, decode, all };
 
-// What a policy asks of the core; checked once, before any work. An unmet need is an error, never silently dense.
+// Requests of a policy to core, which checks them once, before any work. An unmet need is an error: core never falls
+// back to full attention.
 class Needs {
  public:
-  // The last n prompt queries, after RoPE; all of them where the prompt is shorter. Prompts that come in chunks cost a
-  // copy of n x query heads x head_dim f32 for each layer and slot; whole ones cost nothing.
+  // The last n prompt queries, after RoPE, or all of a shorter prompt. A chunked prompt costs a copy of
+  // n x query heads x head_dim f32 for each layer and slot; a whole one costs nothing.
   Needs& window_queries(int n) { return window_queries_ = n, *this; }
   Needs& mass(Mass m) { return mass_ = m, *this; }                 // attention mass [row, query head, token]
   Needs& page_summary(Summary s) { return summary_ = s, *this; }   // per page, kept up to date by append and evict
@@ -41,8 +41,9 @@ class Needs {
   Needs& rope(RopeRegime r) { return rope_ = r, *this; }
   Needs& token_state(std::string name) { return state_.push_back(std::move(name)), *this; }  // f32, starts at 0
   Needs& chunked_prompts(bool allowed) { return chunked_ = allowed, *this; }
+  // A promise that a GPU may replay the decode steps' callbacks as a graph (core/api/README.md).
   Needs& capturable(bool yes) { return capturable_ = yes, *this; }
-  // Where it runs and which element types of the cache it reads; without a call everywhere and all of them.
+  // The only devices that it runs on, and the only element types of the cache that it reads. The default is all.
   Needs& devices(std::vector<Device> only) { return devices_ = std::move(only), *this; }
   Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
@@ -84,26 +85,26 @@ struct LayerKv {
   PagedKv host_pages;  // the same tokens, host tier (base and table differ)
   KvRows keys, values;
   Summaries summaries;
-  // [row, query head, w, head_dim], oldest first; at the prompt's end only, and w may be less than was asked for.
+  // [row, query head, w, head_dim], oldest first; only at the prompt's end. A short prompt has fewer than needs() asks.
   Tensor<4> window_queries;
   // The queries of this prompt chunk, after RoPE: [row, query head, i, head_dim], oldest first; the last one's text
   // position is position[row] - 1. Empty while decoding.
   Tensor<4> chunk_queries;
-  // [row, query head, token], by place in the cache as Scores; empty unless asked for, and in select.
+  // [row, query head, token] by place in the cache, like Scores. Empty in select, and unless needs() asks for it.
   View<const float, 3> mass;
   const std::vector<std::string>* state_names = nullptr;
   Workspace* workspace = nullptr;
-  const std::int32_t* slots = nullptr;  // [row] host memory, as position and step are (pages.slots: the same for ops)
+  const std::int32_t* slots = nullptr;     // [row] host memory, like position and step; ops read pages.slots
   const std::int32_t* position = nullptr;  // [row] text tokens seen so far (the true position counter)
-  // [row] decode steps of this sequence before this one, 0 while prefilling. A question's tokens count where they are
-  // fed as decode steps. A question that follows an answer counts on; one that starts from a saved cache starts from
-  // the number that was saved with it.
+  // [row] decode steps of this sequence before this one, 0 while prefilling. A question's tokens count if they are fed
+  // as decode steps. A question that follows an answer counts on. A question that starts from a saved cache continues
+  // the saved number.
   const std::int32_t* step = nullptr;
   const std::int32_t* budget = nullptr;  // [row] see budget_tokens
-  // [row] a number of the sequence, of its sample; host memory. What is drawn at random follows it, never the slot.
+  // [row] the sequence's number, which its sample determines; host memory. Random choices follow it, never the slot.
   const std::uint32_t* sequence = nullptr;
-  // [slot] a number of the question that the slot's decode steps belong to; memory of the stream's device, always the
-  // same place. It may change between steps, so that a captured step reads it where the host runs nothing.
+  // [slot] number of the question that the slot's decode steps belong to; memory of the stream's device, always at the
+  // same address. Ops read it there, because it may change while a graph replays steps and the host runs no callback.
   const std::uint32_t* question = nullptr;
   int max_length = 0;  // no head of this layer and batch holds more tokens
 
@@ -111,8 +112,7 @@ struct LayerKv {
   int kv_heads() const { return pages.kv_heads; }
   // Tokens per KV head that the run's budget allows the row in this layer, after position[row] tokens of text; the
   // largest int when the budget is unlimited or the layer is dense. A budget in bytes pays for state and the dense
-  // layers first and gives whole pages. Less than what is always kept means that the policy must refuse the budget in
-  // attach.
+  // layers first and gives whole pages. attach must refuse a budget below the tokens that the policy always keeps.
   int budget_tokens(int row) const { return budget[row]; }
   StateColumn state(const std::string& name) const {
     for (std::size_t i = 0; i < state_names->size(); ++i)
@@ -123,7 +123,7 @@ struct LayerKv {
   View<T, static_cast<int>(Rank)> scratch(const char* tag, const std::int64_t (&extent)[Rank]) const {
     return take_scratch<T>(*workspace, tag, extent);
   }
-  // Numbers of the host where ops read them: [row] and [row, kv_head].
+  // Copies numbers of the host to where ops read them: [row], and [row, kv_head].
   template <class T>
   const T* upload(const char* tag, const T* of_rows) const {
     return kvlab::upload(*workspace, tag, of_rows, {rows()}).data;
@@ -153,24 +153,24 @@ struct LayerKv {
   }
 };
 
-// After the layer's attention over one chunk of the prompt of each row. Prompts of several sequences come in calls of
-// their own, a row each: no chunk and no window of queries is ragged.
+// After the layer's attention over one chunk of a prompt. Each sequence's prompt comes in calls of its own, with one
+// row, so no chunk and no window of queries is ragged.
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
 };
 
-// One decode step of one layer. In select: before attention, this step's token is already appended; in observe: after
-// it.
+// One decode step of one layer. select runs before attention, with this step's token already appended. observe runs
+// after attention.
 struct LayerStep : LayerKv {
   Tensor<3> queries;  // [row, query head, head_dim], after RoPE
   // [row, kv_head] pages to attend to. Core fills it for Selector::select alone; it is empty in every other callback.
-  // A policy plugin counts for itself: budget_tokens(row) / page_size.
+  // A Policy computes its own: budget_tokens(row) / page_size.
   View<const std::int32_t, 2> page_budgets;
   int max_pages = 0;  // of max_length tokens
   Tensor<3> output;   // [row, query head, head_dim] attention output; observe only
 };
 
-// After the last layer of a decode step. The counters are host memory.
+// After the last layer of a decode step. The arrays are host memory, [row].
 struct Step {
   const Shape* shape = nullptr;
   int rows = 0;

@@ -1,5 +1,5 @@
-// Calibration: watches runs of the full cache and leaves named arrays behind, which core writes to a profile file keyed
-// by the model's hash and a policy may read (Policy::load_profile in a later version).
+// A profiler watches runs with the full cache and gives named arrays. Core writes them to a profile file keyed by the
+// model's hash.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -17,9 +17,8 @@ struct ProfileArray {
 };
 using Profile = std::map<std::string, ProfileArray>;
 
-// Unlike a policy's, all views of a profiler are host memory, on a GPU copies of what is there (of f32 for a cache of
-// f16), and the stream is the CPU's. chunk_queries stay empty: no profiler has needed them yet, and copies would be
-// many.
+// All views of a profiler are host memory, unlike a policy's, and its stream is the CPU's. On a GPU they are copies, in
+// f32 if the cache is f16. chunk_queries stay empty: no profiler needs them, and the copies would be large.
 class Profiler {
  public:
   virtual ~Profiler() = default;

@@ -1,6 +1,6 @@
-// What generated tasks share: prompts of an exact number of tokens, facts hidden in a text at chosen depths, and the
-// parameters that all of them take. A generated task is a PromptTask; its sample() makes a Prompt, asks its questions,
-// fills the room that is left, and finishes:
+// Parts of generated tasks: prompts of an exact number of tokens, facts hidden in a text at chosen depths, and common
+// parameters. A generated task is a PromptTask. Its sample() makes a Prompt, asks its questions, fills the room that is
+// left, and finishes:
 //   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
 //     kvlab::Random random(env.seed(), index);
 //     kvlab::Prompt prompt = open(env, "Remember the number in this text.");
@@ -29,7 +29,7 @@ using Tokens = std::vector<int>;
 inline void append(Tokens& to, const Tokens& more) { to.insert(to.end(), more.begin(), more.end()); }
 inline int length(const Tokens& t) { return static_cast<int>(t.size()); }
 
-// `text` with each {name} of the list replaced; what is not in the list stays.
+// Returns `text` with each {name} of the list replaced. Other names stay.
 using Fields = std::vector<std::pair<std::string, std::string>>;
 inline std::string filled(const std::string& text, const Fields& fields) {
   std::string out;
@@ -53,7 +53,7 @@ inline std::string joined(const std::vector<std::string>& parts, std::string_vie
 }
 
 // A text in pieces that a prompt may be cut between: sentences (after '.', '!' or '?' with closing quotes and brackets,
-// and at line ends) or whole lines. Each piece but the first of a line begins with a space, that one with a line end.
+// and at line ends) or whole lines. The first piece of a line begins with a line end, each other piece with a space.
 struct Haystack {
   enum class Cut { sentences, lines };
   explicit Haystack(const std::string& text, Cut cut = Cut::sentences) {
@@ -81,8 +81,8 @@ struct Haystack {
     finish("\n");
   }
 
-  // Exactly `count` tokens, piece by piece from `start`, from the beginning again after the last one. The last piece is
-  // cut where it must be, and then ends in periods. The text must not be empty.
+  // Returns exactly `count` tokens, piece by piece from `start`, over and over. It cuts the last piece if it must, and
+  // then fills it up with periods. The text must not be empty.
   std::vector<Tokens> take(std::size_t start, int count, const TaskEnv& env) const;
 
   std::vector<std::string> pieces;
@@ -124,7 +124,7 @@ inline std::vector<Tokens> Haystack::take(std::size_t start, int count, const Ta
   return out;
 }
 
-// A haystack by name: "noise" for lines of the noise sentences, otherwise a text file. Read once.
+// A haystack by name: "noise" for lines of the noise sentences, otherwise the path of a text file. It is read once.
 class HaystackText {
  public:
   explicit HaystackText(std::string name) : name_(std::move(name)) {}
@@ -135,7 +135,7 @@ class HaystackText {
     if (text_->pieces.empty()) throw Error(Errc::data, "got a haystack without text, wanted some sentences", name_);
     return *text_;
   }
-  // What stands before a hidden fact: it is a line of its own, or a sentence of the text.
+  // Separator before a hidden fact: among noise a fact is a line of its own, in a text a sentence.
   std::string joint() const { return name_ == "noise" ? "\n" : " "; }
 
  private:
@@ -143,8 +143,8 @@ class HaystackText {
   mutable std::unique_ptr<Haystack> text_;
 };
 
-// `hay` with each fact before the piece whose beginning is nearest to its depth (0 to 1 of hay's tokens; 1 = after
-// everything); ties to the earlier one. Facts at one place stand in the order of the list.
+// Returns `hay` with each fact before the piece whose beginning is nearest to its depth. depths: 0 to 1 of hay's
+// tokens, 1 = after everything. Ties go to the earlier piece. Facts at the same place keep the order of the list.
 inline Tokens hidden(const std::vector<Tokens>& hay, const std::vector<Tokens>& facts,
                      const std::vector<double>& depths) {
   std::vector<double> begins{0};
@@ -177,14 +177,14 @@ class Prompt {
     if (chat) close_ = env.chat_close();
   }
 
-  // A question and the first words of its answer. Every turns() questions are one conversation, in which each follows
-  // the answer of the one before; `follows` says so whatever the axis.
+  // Adds a question and the first words of its answer. Each env.turns() questions form one conversation, where a
+  // question follows the answer before it. `follows` makes this question follow in any case.
   void ask(std::string question, const std::string& opening, std::vector<std::string> references, int max_new,
            bool follows = false) {
     TaskQuestion q;
     q.follows = follows || static_cast<int>(out_.questions.size()) % env_.turns() != 0;
     if (q.follows && chat_) append(q.tokens, env_.chat_next());
-    if (!q.tokens.empty() && question.rfind('\n', 0) == 0) question.erase(0, 1);  // the message begins with it
+    if (!q.tokens.empty() && question.rfind('\n', 0) == 0) question.erase(0, 1);  // the template separates messages
     append(q.tokens, env_.encode_next(question));
     append(q.tokens, close_);
     if (!opening.empty())
@@ -200,7 +200,7 @@ class Prompt {
     out_.questions.push_back(std::move(q));
   }
 
-  // Room for a question that another run asks over the same text: it counts like one that is asked.
+  // Reserves room for a question that another run asks over the same text, as if it were asked.
   void reserve(std::string question, const std::string& opening, int max_new) {
     const int conversation = conversation_;
     ask(std::move(question), opening, {}, max_new);
@@ -210,7 +210,7 @@ class Prompt {
 
   // Tokens that are left for the body; may be negative.
   int left() const { return context_ - length(out_.context) - longest_; }
-  // The same beside `taken` tokens of it, at least `least`. `what` names them in the error.
+  // left() less `taken` tokens of the body. Errc::config if that is below `least`; `what` names the taken tokens.
   int room(int taken, const std::string& what, int least = 1) const {
     if (left() - taken < least)
       throw Error(Errc::config, "got context: " + std::to_string(context_) + ", wanted at least " +
@@ -220,7 +220,7 @@ class Prompt {
     return left() - taken;
   }
 
-  // The body takes what is left, exactly. Shorter ones get noise sentences before them.
+  // Fills the room that is left with the body, exactly. Noise sentences go before a shorter body.
   TaskSample finish(const Tokens& body) {
     const int spare = left() - length(body);
     if (spare < 0)
@@ -252,13 +252,13 @@ class PromptTask : public Task {
 
  protected:
   Prompt open(const TaskEnv& env, std::string_view intro) const { return {env, chat_, context_, intro}; }
-  // For tasks whose prompts have one question only; `why` ends the message.
+  // Errc::config unless the run asks one question for each context. `why` ends the message.
   static void one_question(const TaskEnv& env, const char* why) {
     if (env.questions() != 1)
       throw Error(Errc::config, "got " + std::to_string(env.questions()) + " questions, wanted 1: " + why);
   }
   static Random random(int index, const TaskEnv& env) { return {env.seed(), static_cast<std::uint64_t>(index)}; }
-  // Prompt `index` of a grid of `depths` depths, samples() of each: 0 to 1; one depth is the middle.
+  // Depth (0 to 1) of prompt `index` in a grid of `depths` depths, per_depth() prompts each. A single depth is 0.5.
   double depth(int index, int depths) const {
     return depths > 1 ? static_cast<double>(index / samples_) / (depths - 1) : 0.5;
   }
@@ -283,7 +283,7 @@ constexpr Registration prompt_task(std::string_view name, std::string_view help,
       .param("chat", true, "put the model's chat template around the prompt");
 }
 
-// What keys and values of facts are made of, as in RULER.
+// Kinds of keys and values of facts, as in RULER.
 enum class Identifier { number, word, uuid };
 
 }  // namespace kvlab

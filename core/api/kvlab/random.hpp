@@ -80,7 +80,7 @@ inline std::string Random::two_words(std::string_view joint) {
       "oyster",   "palace",  "parrot",  "pepper",   "pocket",  "puzzle", "quarry",  "rocket", "sailor",  "school",
       "spider",   "station", "temple",  "thunder",  "tractor", "tunnel", "valley",  "wallet", "whistle", "zebra"};
   static_assert(std::size(qualities) == 100 && std::size(things) == 100);
-  // One after the other: the order in which operands of + are evaluated is the compiler's.
+  // Two statements fix the order of the draws; the compiler chooses the order of the operands of +.
   std::string out = qualities[below(std::size(qualities))];
   out += joint;
   return out += things[below(std::size(things))];

@@ -11,22 +11,22 @@ class Scorer {
   virtual ~Scorer() = default;
   virtual Needs needs() const { return {}; }
 
-  // Once, before any sequence: memory that outlasts a call (Workspace::state) is taken here.
+  // Core calls it once, before any sequence. Take memory that outlasts a call here (Workspace::state).
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
 
-  // Kept whatever their score, within a budget of `tokens` per KV head.
+  // Tokens that stay whatever their score, under a budget of `tokens` per KV head.
   virtual Pins pins(int /*tokens*/) const { return {}; }
 
-  // out[row, kv_head, token] f32, higher = keep; inf is above and -inf below all others, NaN fails the cell. Called at
-  // the prompt's end, where kv.window_queries are there and kv.mass is that of the last chunk's queries, and by the
-  // schedule while decoding, where kv.window_queries are empty and kv.mass is that of this step's query. What must
-  // outlast a call lives in token state or in the state that attach took.
+  // out[row, kv_head, token] f32, higher = keep. inf ranks above all others and -inf below; NaN fails the cell.
+  // Core calls it at the prompt's end, with kv.window_queries, and with the last chunk's queries in kv.mass. The
+  // schedule calls it while decoding, without kv.window_queries, and with this step's query in kv.mass.
+  // Numbers that must outlast a call live in token state or in the state that attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
-  // After every attention (each prompt chunk, each decode step); here a method accumulates kv.mass into token state.
+  // After every attention (each prompt chunk, each decode step). A method accumulates kv.mass into token state here.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}
 
-  // A sequence ended. Token state and the state that attach took are cleared by core; a member variable is not.
+  // A sequence ended. Core clears token state and the state that attach took, but no member variable.
   virtual void release(int /*slot*/) {}
 
   // Decode steps between evictions when YAML names no schedule; 0 = the prompt only.
@@ -46,12 +46,12 @@ struct Allotment {
   const std::int32_t* host_total = nullptr;
 };
 
-// How a total is divided over layers and heads. `kvlab::ops` has the divisions that methods share.
+// Divides a total over layers and heads. `kvlab::ops` has the divisions that methods share.
 class Budget {
  public:
   virtual ~Budget() = default;
   virtual void allot(const Allotment& a, Stream s) = 0;
-  // All KV heads of a layer are given the same number. (Methods may need that: Needs::uniform_heads.)
+  // Whether all KV heads of a layer get the same number. Methods may need that (Needs::uniform_heads).
   virtual bool uniform_heads() const { return false; }
 };
 
@@ -61,7 +61,7 @@ class Codec {
   virtual CodecSpec spec() const = 0;
 };
 
-// Which pages does this step's attention read? Pins are added by core.
+// Chooses the pages that a step's attention reads. Core adds the pins.
 class Selector {
  public:
   virtual ~Selector() = default;
@@ -70,10 +70,10 @@ class Selector {
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
   // After the attention of each prompt chunk, in every layer.
   virtual void prefill(const LayerPrefill& /*kv*/, Stream) {}
-  // Before attention, in every layer behind the dense ones. step.mass is empty: a step's mass exists after its
-  // attention only. A method that selects by mass keeps it in observe, in token state or in the state that attach took.
+  // Before attention, in every layer after the dense ones. step.mass is empty, because a step's mass exists only after
+  // attention. A method that selects by mass saves it in observe, in token state or in the state that attach took.
   virtual void select(const LayerStep& step, PageList out, Stream s) = 0;
-  // After attention, in every layer. step.mass is there if needs() asks for it, and 0 for tokens that were not read.
+  // After attention, in every layer. step.mass is set if needs() asks for it, and 0 for tokens that were not read.
   virtual void observe(const LayerStep& /*step*/, Stream) {}
   // As Scorer::release.
   virtual void release(int /*slot*/) {}

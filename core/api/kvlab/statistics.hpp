@@ -1,5 +1,4 @@
-// What profilers measure, and how they keep it: means per layer and head, something per sequence, and the usual
-// numbers.
+// Tools for profilers: means per layer and head, values per sequence, and common statistics.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -47,7 +46,7 @@ class Means {
   std::vector<double> sum_, count_;
 };
 
-// A T for each layer and head of each sequence: what a step leaves for the next one.
+// A T for each layer and head of each sequence, kept from step to step.
 template <class T>
 class PerSequence {
  public:
@@ -83,10 +82,10 @@ inline int overlap(std::span<const std::int32_t> a, std::span<const std::int32_t
   return both;
 }
 
-// A share of agreement in place of which chance alone would give `chance`: 0 = no better, 1 = all.
+// Rescales a share of agreement: 0 = no more than `chance`, the share that chance alone gives; 1 = full agreement.
 inline double above_chance(double share, double chance) { return std::max(0., (share - chance) / (1 - chance)); }
 
-// Of a probability row, nats.
+// Entropy of a probability row, in nats.
 inline double entropy(std::span<const float> probabilities) {
   double sum = 0;
   for (const double p : probabilities)
@@ -94,7 +93,7 @@ inline double entropy(std::span<const float> probabilities) {
   return sum;
 }
 
-// Of two vectors of one length; 0 when one of them is 0.
+// Cosine of two vectors of the same length; 0 if one of them is 0.
 inline double cosine(std::span<const float> a, std::span<const float> b) {
   double dot = 0, aa = 0, bb = 0;
   for (std::size_t i = 0; i < a.size(); ++i)

@@ -31,25 +31,25 @@ using Record = std::map<std::string, std::vector<std::string>, std::less<>>;
 class TaskEnv {
  public:
   virtual ~TaskEnv() = default;
-  // No special tokens added; none parsed. encode: a text of its own; encode_next: text that follows other text, so that
-  // tokens of pieces may be put one after the other (no vocabulary's leading space in between).
+  // Neither adds or parses special tokens. encode takes a text of its own. encode_next takes text that follows other
+  // text: the tokens of pieces can be concatenated, and no vocabulary puts its leading space between them.
   virtual std::vector<int> encode(std::string_view text) const = 0;
   virtual std::vector<int> encode_next(std::string_view text) const = 0;
   virtual std::string decode(const std::vector<int>& tokens) const = 0;
-  virtual std::vector<int> text_open() const = 0;  // what the model wants before any text: BOS or nothing
+  virtual std::vector<int> text_open() const = 0;  // tokens before any text: BOS if the model wants it, else nothing
   virtual std::vector<int> bos() const = 0;        // the tokenizer's BOS, whether the model wants it or not; or nothing
-  // The model's chat template around one user message: the tokens before and after it. A model without one: text_open()
-  // and nothing.
+  // The tokens of the model's chat template before and after one user message. Without a template: text_open(), and
+  // nothing.
   virtual std::vector<int> chat_open() const = 0;
   virtual std::vector<int> chat_close() const = 0;
-  // Between an answer and the user's next message; the answer's own end belongs to it. Without a template: nothing.
+  // The tokens between an answer and the user's next message, the answer's end included. Without a template: nothing.
   virtual std::vector<int> chat_next() const = 0;
-  // Relative paths are the experiment file's; "bundled/NAME" lies in kvlab's data folder.
+  // Relative paths start at the experiment file's folder; "bundled/NAME" lies in kvlab's data folder.
   virtual std::string read_text(const std::string& path) const = 0;
   virtual std::vector<Record> records(const std::string& path) const = 0;  // JSON lines, or a JSON array
   virtual std::uint64_t seed() const = 0;                                  // of this cell
   virtual int questions() const = 0;  // wanted per context, turns counted: the `questions` axis times `turns`
-  virtual int turns() const = 0;      // the `turns` axis: so many of them follow each other
+  virtual int turns() const = 0;      // questions of one conversation: the `turns` axis
 };
 
 class Task {
@@ -59,7 +59,8 @@ class Task {
   virtual TaskSample sample(int index, const TaskEnv& env) const = 0;
   // The metric that scores an answer: kvlab's of this name (core/run/metrics.hpp), or the task's own.
   virtual std::string metric() const { return "contains"; }
-  // By the task's own metric, 0 to 1; nothing = kvlab's. The references are a question's and are never empty.
+  // The score by the task's own metric, 0 to 1; nothing = kvlab's metric decides. references: the question's, never
+  // empty.
   virtual std::optional<double> score(const std::string& /*answer*/,
                                       const std::vector<std::string>& /*references*/) const {
     return std::nullopt;

@@ -1,6 +1,6 @@
-// Memory that a policy may use: where its stream's ops work, so on a GPU nothing that the host may read or write.
-// Scratch lives until the callback returns; state is taken once, in attach, is zeroed, belongs to the run and is saved,
-// restored and cleared slot by slot with the sequence. Both are counted in the ledger under their tag.
+// Memory that a policy takes on its stream's device. On a GPU the host may neither read nor write it.
+// Scratch lives until the callback returns. A policy takes state once, in attach; it starts as zeros and lives as long
+// as the run. Core saves, restores and clears a slot's state with the sequence. The ledger counts both by tag.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -16,7 +16,7 @@ class Workspace {
   virtual ~Workspace() = default;
   virtual void* scratch(const char* tag, std::size_t bytes) = 0;                    // uninitialised, 64-byte aligned
   virtual void* state(const char* tag, std::size_t bytes_per_slot, int slots) = 0;  // [slot, bytes_per_slot]
-  // Scratch with a copy of host memory, for ops that the stream is given later; `from` is free when the call returns.
+  // Returns scratch with a copy of host memory, for later ops on the stream. When it returns, `from` may be changed.
   virtual const void* upload(const char* tag, const void* from, std::size_t bytes) {
     void* to = scratch(tag, bytes);
     if (bytes) std::memcpy(to, from, bytes);
