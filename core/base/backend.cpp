@@ -49,7 +49,7 @@ struct Loaded {
     usable = entry(&table, &state);
   }
 
-  // The library beside libkvlab.so, where there is a driver: without one it need not even be looked for.
+  // Sets the path of the library beside libkvlab.so. Returns false, with the reason in state, without a driver or file.
   bool find_beside_us(std::string& path) {
     if (!dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL)) {
       state = "no CUDA driver found";
@@ -76,7 +76,7 @@ const Loaded& loaded() {
 
 const CudaBackend* replacement = nullptr;
 
-// "top_pages" of the key of kvlab::ops::top_pages.
+// Returns "top_pages" for the key of kvlab::ops::top_pages.
 std::string op_of(const char* key) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> whole(abi::__cxa_demangle(key, nullptr, nullptr, &status), std::free);

@@ -16,7 +16,7 @@ struct CudaOpKey {};
 
 using AnyFunction = void (*)();
 
-// A link of the list of what a library announces.
+// A link in a library's list of announced functions.
 struct CudaOpEntry {
   const char* key = nullptr;
   AnyFunction function = nullptr;
@@ -26,8 +26,8 @@ struct CudaOpEntry {
 // The list of libkvlab_cuda.so; defined there alone (base/device_op.cu).
 extern const CudaOpEntry* announced_cuda_ops;
 
-// `function` is the CUDA version of Op as long as this object lives. A test passes a list of its own; null hides the
-// op.
+// Announces `function_` as the CUDA version of Op, for as long as the object lives. null hides the op. A test passes a
+// list of its own.
 template <auto Op>
 struct OnCuda : CudaOpEntry {
   OnCuda(decltype(Op) function_, const CudaOpEntry*& list)
@@ -40,14 +40,15 @@ struct OnCuda : CudaOpEntry {
 #define KVLAB_ON_CUDA(op, function_) \
   static const ::kvlab::OnCuda<op> op##_announced(function_, ::kvlab::announced_cuda_ops)
 
-// What the backend in use announced under the key. Errc::device with the op's name and the reason where there is none.
+// Returns the function that the backend in use announced under the key. Errc::device with the op's name and the reason
+// if there is none.
 AnyFunction find_cuda_op(const char* key);
 bool cuda_backend_replaced();
-// Of the backend in use, CudaBackend::reach_from_host.
+// CudaBackend::reach_from_host of the backend in use.
 void (*cuda_reach_from_host())(bool);
 
-// Calls a function that has no CPU version: libkvlab.so declares it, libkvlab_cuda.so defines it. The library's
-// function is looked up once.
+// Calls a function that has no CPU version: libkvlab.so declares it, libkvlab_cuda.so defines it. It looks the
+// library's function up once.
 template <auto Function, class... Arguments>
 decltype(auto) only_on_cuda(Arguments&&... arguments) {
   const auto find = [] {
