@@ -19,7 +19,7 @@ namespace {
 
 constexpr int unlimited = std::numeric_limits<int>::max();
 
-// Hands on a workspace and counts the state that is taken from it, in bytes of a slot.
+// Passes calls on to a workspace and counts the state that they take, in bytes per slot.
 class CountedWorkspace final : public Workspace {
  public:
   explicit CountedWorkspace(Workspace& w) : w_(w) {}
@@ -78,7 +78,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
-    // A scorer's decode steps do nothing when nothing is due; a selector's budget has to be the same at every step.
+    // A graph can hold a scorer's decode steps only if they never evict. A selector needs the same budget at each step.
     scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
   }
@@ -129,7 +129,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
         due_[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
       left = compress(step, edits, s);
     }
-    // Everything was recalled for this attention; a selector's pages stay, for the next step may want them again.
+    // Without a selector, all pages were recalled for this attention. A selector's pages stay: the next step may want
+    // them again.
     if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
   }
 
@@ -139,7 +140,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   }
 
  private:
-  // A budget below what is kept anyway would not be obeyed. (A ratio grows with the sequence.)
+  // Refuses a budget below the tokens that are always kept: it would not be obeyed. (A ratio grows with the sequence.)
   void check_amount() const {
     const bool bytes = amount_.kind == BudgetAmount::bytes;
     if (!bytes && (amount_.kind != BudgetAmount::tokens || !parts_.scorer)) return;
@@ -166,7 +167,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   int total(int seen) const { return budget_tokens(for_pages_, seen, shape_, page_bytes_, dense_layers_); }
 
-  // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty when nothing was done.
+  // Evicts in the rows that are due. Returns the tokens that are left, [row, kv_head]; empty if nothing was evicted.
   View<const std::int32_t, 2> compress(const LayerKv& kv, Edits& edits, Stream s) {
     if (!any(due_) || amount_.kind == BudgetAmount::unlimited || kv.layer < dense_layers_) return {};
     const std::size_t rows = static_cast<std::size_t>(kv.rows());
@@ -196,8 +197,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       parts_.split->allot(a, s);
     else
       ops::allot_uniform(a, s);
-    // Bytes are held in whole pages, so a split that ends inside one would hold more than was given. (top_tokens keeps
-    // the pins whatever this says.)
+    // A budget in bytes pays for whole pages, so a split that ended inside a page would hold more than the budget.
+    // (top_tokens keeps the pins in any case.)
     ops::round_allotment(a.length, kv.upload("keep all", keep_all_.data()),
                          amount_.kind == BudgetAmount::bytes ? shape_.page_size : 1, keep, s);
     TokenList kept = kv.list<TokenList>("kept", kv.max_length);
@@ -236,8 +237,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     return step.upload_heads("page budgets", budgets_.data());
   }
 
-  // All full pages go to the host, the newest `resident` tokens' pages also stay. left: tokens that an eviction of this
-  // callback leaves, empty when there was none; rows: which, null = all.
+  // All pages but the newest go to the host; those of the newest resident_tokens also stay on the device. left: tokens
+  // after this callback's eviction, empty without one. rows: [row] mask, null = all.
   void place_rest(const LayerKv& kv, View<const std::int32_t, 2> left, const std::uint8_t* rows, Edits& edits,
                   Stream s) {
     const int p = shape_.page_size, room = (kv.max_length + p - 1) / p;
@@ -249,8 +250,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     edits.drop(Tier::device, out);
   }
 
-  // Before attention: what it reads (null = everything) comes up, what does not fit beside it goes (down first, if it
-  // has no copy there yet).
+  // Before attention: recalls the pages that it reads (null = all) and drops those that do not fit beside them. A page
+  // without a copy on the host is offloaded first.
   void place_step(const LayerStep& step, const PageList* attended, const Pins& pins, Edits& edits, Stream s) {
     ops::PlacementArgs a;
     a.device = step.pages;
@@ -272,10 +273,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
   Shape shape_;
-  BudgetAmount amount_, for_pages_;  // as given, and without the state of scorer and selector
+  BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;
   std::optional<Injector> injector_;
-  // Of one callback; kept so that a decode step allocates nothing.
+  // Buffers of one callback; they outlive it so that a decode step allocates nothing.
   std::vector<std::uint8_t> last_, due_, keep_all_;  // [row]
   std::vector<std::int32_t> totals_, budgets_;       // [row], [row, kv_head]
   std::vector<Pins> pins_;                           // [row]

@@ -1,5 +1,5 @@
-// Roles become a Policy: Scorer + Budget + schedule + Codec, or Selector, each with a placement. Nothing at all is
-// `full`, the null policy that keeps everything.
+// Composes roles into a Policy: Scorer + Budget + schedule + Codec, or Selector, each with a placement. Without any
+// role it is `full`, which keeps everything.
 #pragma once
 #include <kvlab/roles.hpp>
 

@@ -15,7 +15,7 @@ Injector::Injector(Injection injection, const Shape& shape, Workspace& w)
 
 namespace {
 
-// Which of the recorded layers a layer follows: itself, in a model with others one of them.
+// Index of the recorded layer that a layer follows: its own if that was recorded, else one by the layer's number.
 int layer_of(const std::vector<int>& recorded, int layer) {
   const auto own = std::lower_bound(recorded.begin(), recorded.end(), layer);
   if (own != recorded.end() && *own == layer) return static_cast<int>(own - recorded.begin());
@@ -49,8 +49,8 @@ void Injector::replace(const LayerStep& step, const PageList& list, const Pins& 
   ops::inject_pages(a, s);
 }
 
-// Recorded pages spread over a sequence's room, by one factor for the whole run: what two lists share they go on
-// sharing.
+// Scales recorded page numbers to a sequence's room. The whole run has one factor, so shared pages of two lists stay
+// shared.
 void Injector::upload(Stream s) {
   const RecordedTrace& r = *injection_.recorded;
   std::vector<std::int32_t> page;

@@ -1,4 +1,4 @@
-// Page lists in place of a selector's: `inject` of an experiment, for models whose attention means nothing.
+// Replaces a selector's page lists: `inject` of an experiment, for models whose attention means nothing.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -10,10 +10,10 @@
 
 namespace kvlab {
 
-// Lists of a traced cell as ops::RecordedPages has them, on the host; pages are below `pages`.
+// Page lists of a traced cell in host memory, in the layout of ops::RecordedPages. All pages are below `pages`.
 struct RecordedTrace {
   struct Question {
-    int sample = 0, question = 0;  // of the task; of its sample
+    int sample = 0, question = 0;  // index in the task; index in that sample
     bool follows = false;          // a turn
     std::int32_t first = 0, steps = 0;
   };
@@ -28,14 +28,14 @@ struct Injection {
   std::int32_t overlap = 0;  // millionths
   std::uint64_t seed = 0;
   std::shared_ptr<const RecordedTrace> recorded;  // null = by overlap
-  std::vector<std::int32_t> follows;              // [LayerKv::question] which of the recorded questions
+  std::vector<std::int32_t> follows;              // [LayerKv::question] the recorded question that it follows
 };
 
 class Injector {
  public:
-  // Takes state of the workspace.
+  // Takes state from the workspace.
   Injector(Injection injection, const Shape& shape, Workspace& w);
-  void begin(const LayerPrefill& kv, Stream s);  // the rows' sequences get their numbers
+  void begin(const LayerPrefill& kv, Stream s);  // stores the numbers of the rows' sequences
   void replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s);
 
  private:
@@ -46,7 +46,7 @@ class Injector {
   std::uint32_t* state_;  // [slot, layer, kv_head, words]
   std::int64_t words_;
   std::uint32_t* sequence_;                    // [slot]
-  StreamMemory first_, steps_, begin_, page_;  // of what was recorded
+  StreamMemory first_, steps_, begin_, page_;  // the arrays of recorded_
   ops::RecordedPages recorded_;
 };
 
