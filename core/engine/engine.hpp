@@ -149,9 +149,9 @@ class Engine final : private LayerHooks {
   HostCopy seen_;  // copies for the observer, on CUDA
 
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
-  std::vector<std::int32_t> budget_;                 // the same, LayerKv::budget_tokens
-  BudgetAmount for_pages_;                           // the budget without the policy's state
-  std::int64_t page_bytes_ = 0;                      // of one page of a KV head
+  std::vector<std::int32_t> budget_;                 // of the same rows: LayerKv::budget_tokens
+  BudgetAmount for_pages_;                           // the budget less the policy's state
+  std::int64_t page_bytes_ = 0;                      // device bytes of one page of a KV head
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
