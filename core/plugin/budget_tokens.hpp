@@ -1,4 +1,4 @@
-// What a budget means for a sequence, in tokens.
+// Converts a budget to tokens of a sequence.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -10,11 +10,11 @@ namespace kvlab {
 // Device bytes of a page of one KV head, its summary included.
 std::int64_t page_bytes(const Shape& shape, const CodecSpec& codec, const Needs& needs);
 
-// What an amount leaves for pages when a policy has taken so much state for each sequence.
+// The part of an amount that is left for pages. state_bytes: the policy's state for each sequence.
 BudgetAmount amount_for_pages(BudgetAmount amount, std::size_t state_bytes);
 
-// Tokens per KV head that an amount means for a sequence that has seen `seen` tokens; the largest int when unlimited.
-// page_bytes: of one page with its summaries; dense_layers hold everything.
+// Tokens per KV head that an amount allows a sequence after `seen` tokens; the largest int if unlimited. page_bytes: of
+// one page with its summary. dense_layers: these first layers hold everything.
 int budget_tokens(const BudgetAmount& amount, int seen, const Shape& shape, std::int64_t page_bytes, int dense_layers);
 
 // The same of a budget in bytes, which may buy no page at all.

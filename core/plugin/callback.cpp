@@ -21,7 +21,7 @@ namespace {
 // Signal handlers read these, also on a thread of an op that the callback called.
 std::atomic<const char*> current_plugin{nullptr}, current_callback{nullptr};
 
-std::atomic<pid_t> watched_process{0};  // a plugin's own child processes may end as they like
+std::atomic<pid_t> watched_process{0};  // kvlab's; a plugin's own child processes may end as they like
 std::atomic<int> teller{-1};
 
 constexpr int crashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
@@ -58,7 +58,7 @@ void crashed(int signal) {
   if (inside()) tell("signal ", signal);
   for (std::size_t i = 0; i < std::size(crashes); ++i)
     if (crashes[i] == signal) sigaction(signal, &before[i], nullptr);
-  raise(signal);  // is delivered when this handler returns, to whom it belonged before
+  raise(signal);  // the handler from before gets it when this one returns
 }
 
 }  // namespace
@@ -112,7 +112,7 @@ void name_callback_at_end(int descriptor) {
   if (watched_process.exchange(getpid()) != 0) return;
   std::atexit(at_exit);
   std::at_quick_exit(at_exit);
-  // A stack that has run over cannot take the handler.
+  // The handler needs a stack of its own, since a stack overflow leaves it no room.
   static char stack[64 << 10];
   stack_t other{};
   other.ss_sp = stack;
@@ -128,8 +128,8 @@ void name_callback_at_end(int descriptor) {
 
 }  // namespace kvlab
 
-// No handler runs at _exit, so that plugins find this one before the C library's: a run that ended without a word, with
-// whatever code, would look like one that is done.
+// _exit runs no handler, so kvlab defines its own, which plugins find before the C library's. Without it, a plugin's
+// _exit would look like the end of a finished run.
 extern "C" {
 void _exit(int code) {  // declared as one that does not return
   if (kvlab::inside()) {

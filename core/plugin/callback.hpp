@@ -1,5 +1,5 @@
-// The way into a plugin's code. While a callback runs it is on record, so that whatever ends it, an exception, exit()
-// or a signal, names plugin, file and callback.
+// Calls into a plugin's code. A callback is on record while it runs. An exception, exit() or a signal that ends it is
+// therefore reported with plugin, file and callback.
 #pragma once
 #include <kvlab/error.hpp>
 
@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-// Puts a callback on record for its lifetime. They nest: a task asks for tokens, the host answers.
+// Puts a callback on record for the object's lifetime. Records nest.
 class Recorded {
  public:
   Recorded(const char* plugin, const char* callback) noexcept;
@@ -24,11 +24,12 @@ class Recorded {
 // A plugin for messages.
 class Callee {
  public:
-  // library: empty for what the host itself offers.
+  // library: empty for a role that the host itself offers.
   Callee(const std::string& name, const std::filesystem::path& library);
 
-  // body(). What it throws reaches the caller as an Error that names plugin and callback; its text is printable.
-  // Errors keep their code, but what an op calls a bug of kvlab (Errc::internal) is the plugin's. No memory is NoRoom.
+  // Returns body(). Its exceptions reach the caller as an Error that names plugin and callback, in printable text.
+  // Errors keep their code, but Errc::internal becomes Errc::plugin: an op blames kvlab for the plugin's mistake.
+  // std::bad_alloc becomes NoRoom.
   template <class Body>
   decltype(auto) call(const char* callback, Body&& body) const {
     const Recorded here(name_.c_str(), callback);
@@ -39,7 +40,7 @@ class Callee {
     }
   }
 
-  // Errc::plugin for a value that a callback must not give.
+  // Throws Errc::plugin for a value that a callback must not return.
   [[noreturn]] void refuse(const char* callback, const std::string& message) const;
 
   // "plugin snapkv (/path/libsnapkv.so), score()"
@@ -51,9 +52,9 @@ class Callee {
   std::string name_;
 };
 
-// From here on a process that ends inside a callback says so first: exit() and _exit() with the code 1, signals that
-// mean a crash (SEGV, BUS, FPE, ILL, ABRT) before they end it. descriptor: takes the line
-// in place of stderr, behind a `!`; -1 = none.
+// From here on a process that ends inside a callback first says so in a line. exit() and _exit() then end it with the
+// code 1, and a crash (SEGV, BUS, FPE, ILL, ABRT) by its signal. descriptor: takes the line, behind a `!`, in place of
+// stderr; -1 = none.
 void name_callback_at_end(int descriptor = -1);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Who gave a policy's latest edits. The store finds out what is wrong with a list, and has only numbers.
+// Names the author of a policy's latest edits. The store finds errors in a list but knows no plugins.
 #pragma once
 #include <string>
 
@@ -10,7 +10,7 @@ class EditsAuthor {
   virtual std::string author() const = 0;  // "plugin quest (/path/libquest.so), select()"
 };
 
-// Of a policy or of the role that makes its edits; empty for what came from no plugin.
+// The author for a policy, or for the role that makes its edits. Empty if no plugin made them.
 template <class Interface>
 std::string author_of(const Interface& object) {
   const auto* known = dynamic_cast<const EditsAuthor*>(&object);

@@ -29,8 +29,8 @@ bool inside(std::uint64_t begin, std::uint64_t length, std::uint64_t size) {
 
 constexpr std::uint64_t most_note_bytes = 4 << 20;
 
-// Of a segment with notes. Each begins with three numbers: bytes of its owner's name with the final zero, bytes of its
-// content, type. Name and content are padded to four bytes.
+// Returns kvlab's note of a segment. A note begins with three numbers: bytes of its owner's name with the final zero,
+// bytes of its content, type. Name and content are padded to four bytes.
 std::optional<std::string> our_note(std::string_view segment) {
   const auto padded = [](std::uint64_t bytes) { return (bytes + 3) / 4 * 4; };
   constexpr std::string_view owner("kvlab", 6);

@@ -1,4 +1,4 @@
-// What can be known of a library file without running it.
+// Reads a library file without running it.
 #pragma once
 #include <filesystem>
 #include <optional>
@@ -6,9 +6,9 @@
 
 namespace kvlab {
 
-// The content of the library's first ELF note of the owner "kvlab" and type 1, or nothing where it has none.
-// Errc::plugin unless the file is a whole shared library for this kind of machine. The system's loader would crash on a
-// file that was cut short, so the extents of segments and sections are compared with the file's length.
+// Returns the content of the library's first ELF note of owner "kvlab" and type 1, or nothing if it has none.
+// Errc::plugin unless the file is a whole shared library for this kind of machine. It compares the extents of segments
+// and sections with the file's length, because the system's loader would crash on a file that was cut short.
 std::optional<std::string> read_note(const std::filesystem::path& path);
 
 }  // namespace kvlab

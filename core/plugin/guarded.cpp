@@ -1,5 +1,5 @@
-// Plugins' objects as the host calls them: each call goes through Callee::call, and numbers that no contract allows are
-// refused where they enter (Errc::plugin).
+// Guards around plugins' objects. Each call goes through Callee::call. A number that no contract allows is refused
+// where it enters (Errc::plugin).
 
 #include <fmt/format.h>
 
@@ -28,7 +28,7 @@ class Guard : public Interface {
   }
 
  protected:
-  // The object's answer to a callback of this name.
+  // Calls the object with this callback on record.
   template <class Body>
   decltype(auto) ask(const char* callback, Body body) const {
     return who_.call(callback, [&]() -> decltype(auto) { return body(*object_); });
@@ -55,7 +55,7 @@ class Guard : public Interface {
   Instance<Interface> object_;
 };
 
-// Where ops note what is wrong with the numbers of callbacks.
+// Memory in which ops note wrong numbers of callbacks, one on the host and one on the device.
 class Note {
  public:
   ops::Finding* on(Stream s) {
@@ -68,7 +68,7 @@ class Note {
     return there_.as<ops::Finding>();
   }
 
-  // What was noted since the last call.
+  // Returns the findings since the last call. Waits for their stream.
   ops::Finding take() {
     if (stream_) {
       copy_memory(&here_, there_.as(), sizeof here_, *stream_);
@@ -157,7 +157,7 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
 
  private:
   Note note_;
-  StreamMemory kept_;  // i64 [row]: tokens over the layers so far
+  StreamMemory kept_;  // i64 [row]: sum of tokens to keep over the layers so far
 };
 
 class GuardedSelector final : public Guard<Selector>, public EditsAuthor {

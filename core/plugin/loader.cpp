@@ -69,7 +69,7 @@ boost::dll::shared_library open(const fs::path& path) {
 
 using Entry = const kvlab_plugin*();
 
-// The library's own entry: a lookup would also find that of a library it links.
+// Returns the library's own entry. A lookup also finds the entry of a library that it links, hence the check.
 Entry* entry_of(const boost::dll::shared_library& handle, const fs::path& path) {
   Entry* entry = handle.has(KVLAB_ENTRY) ? &handle.get<Entry>(KVLAB_ENTRY) : nullptr;
   Dl_info found{};
@@ -178,7 +178,7 @@ void try_library(const fs::path& file) {
   if (const auto problem = build_problem(note.abi, note.size, note.build)) refuse(file, *problem);
   constexpr unsigned seconds = 20;
   const pid_t child = fork();
-  if (child < 0) return;  // no process left for it: load without a trial
+  if (child < 0) return;  // the system gives no process: load without a trial
   if (child == 0) {
     const rlimit no_core{0, 0};
     setrlimit(RLIMIT_CORE, &no_core);

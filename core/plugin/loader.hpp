@@ -23,9 +23,9 @@ struct PluginInfo : RoleDeclaration {
   void (*destroy)(void*) = nullptr;
 };
 
-// Errc::plugin if the library's note is not this build's, or if loading the file would end the process, which a damaged
-// library can do in the system's loader, in a constructor of its own or in its entry: a child process tries. Loads
-// nothing into this one.
+// Errc::plugin if the library's note is not this build's, or if loading the file would end the process. A damaged
+// library can end it in the system's loader, in a constructor or in its entry. A child process tries the library, so
+// this process loads nothing.
 void try_library(const std::filesystem::path& path);
 
 // Everything that the library at `path` registers, checked: names, pointers, parameter declarations.
@@ -51,8 +51,8 @@ using Instance = std::unique_ptr<Interface, PluginDeleter>;
 // got no memory.
 void* create_raw(const PluginInfo& plugin, Role wanted, const Params& params);
 
-// The object behind a guard that owns it. What a callback throws names plugin, file and callback (plugin/callback.hpp);
-// numbers that no contract allows are refused where they enter (Errc::plugin).
+// Puts the object behind a guard, which owns it. Exceptions of a callback then name plugin, file and callback
+// (plugin/callback.hpp). A number that no contract allows is refused where it enters (Errc::plugin).
 Instance<Policy> guarded(const PluginInfo& plugin, Instance<Policy> object);
 Instance<Scorer> guarded(const PluginInfo& plugin, Instance<Scorer> object);
 Instance<Selector> guarded(const PluginInfo& plugin, Instance<Selector> object);

@@ -25,7 +25,7 @@ std::string wanted(const ParamSpec& spec) {
   return text + (range.find(" to ") != std::string::npos ? " from " : " of ") + range;
 }
 
-// Plugins keep their integers as int: what they declare without a limit ends where int does.
+// Plugins keep their integers as int, so an integer that is declared without an upper limit has that of int.
 double highest(const ParamSpec& spec) {
   return spec.kind == ParamKind::integer && spec.high == any ? std::numeric_limits<int>::max() : spec.high;
 }

@@ -1,4 +1,4 @@
-// From what an experiment gives to the parameters that a plugin is created with.
+// Resolves an experiment's values to the parameters that a plugin is created with.
 #pragma once
 #include <kvlab/params.hpp>
 

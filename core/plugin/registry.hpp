@@ -1,6 +1,6 @@
-// Which plugins there are. Searched in this order: the experiment's plugin_path, KVLAB_PLUGIN_PATH (folders or
-// libraries separated by colons), the build's or installation's own folder. An earlier place wins; two libraries of one
-// place that offer the same role and name are refused, both, when that name is asked for.
+// Finds plugins. It searches in this order: the experiment's plugin_path, KVLAB_PLUGIN_PATH (folders or libraries
+// separated by colons), the build's or installation's own folder. An earlier place wins. If two libraries of one place
+// offer the same role and name, a request for that name is an error.
 #pragma once
 #include <map>
 #include <optional>
@@ -12,14 +12,14 @@
 
 namespace kvlab {
 
-// Why something in the search path cannot be used, or is not what a reader would expect.
+// Why a file or folder of the search path cannot be used, or why another library comes before it.
 struct Diagnostic {
   std::filesystem::path path;
   std::string message;
   bool shadowed = false;  // the library is sound, but an earlier place offers the same name
 };
 
-// Libraries are opened at the first question. Not thread-safe. Pointers stay valid as long as the registry.
+// Opens the libraries at the first question. Not thread-safe. Pointers stay valid as long as the registry lives.
 class Registry {
  public:
   // plugin_path: folders or libraries. One that does not exist is an error at the first question (Errc::plugin).
@@ -31,9 +31,8 @@ class Registry {
   // Null when there is none. Errc::plugin when two libraries of one place offer it.
   const PluginInfo* find(Role role, const std::string& name);
 
-  // The first of `roles` that has the name. Errc::plugin when none has: gives the nearest name and the broken
-  // libraries.
-  // also: names that are no plugin's but would do, for the message.
+  // Returns the plugin of the first of `roles` that has the name. Errc::plugin if none has it; the message gives the
+  // nearest name and the broken libraries. also: other names that the message offers, which belong to no plugin.
   const PluginInfo& require(const std::vector<Role>& roles, const std::string& name,
                             const std::vector<std::string>& also = {});
   const PluginInfo& require(Role role, const std::string& name) { return require(std::vector<Role>{role}, name); }

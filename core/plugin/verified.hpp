@@ -1,5 +1,5 @@
-// Numbers that no contract allows are told after the call of the executor in which a callback gave them. A GPU then has
-// them, and what of the model is not finite was told before.
+// Reports callbacks' numbers that no contract allows, after the executor's call. Numbers on a GPU are ready then, and
+// the model's own non-finite numbers have been reported.
 #pragma once
 
 namespace kvlab {
@@ -7,13 +7,13 @@ namespace kvlab {
 class Verified {
  public:
   virtual ~Verified() = default;
-  // Errc::plugin when a callback gave such numbers since the last call. Waits for their stream.
+  // Throws Errc::plugin if a callback gave such numbers since the last call. Waits for their stream.
   virtual void verify() = 0;
-  // Drops what was found: the call came to nothing.
+  // Drops the findings of an executor's call that did not fit into memory.
   virtual void forget() = 0;
 };
 
-// Of a policy or of a role that a policy is made of; null = its numbers need no look.
+// The Verified of a policy or of one of its roles; null = its numbers need no check.
 template <class Interface>
 Verified* verified(Interface* object) {
   return dynamic_cast<Verified*>(object);
