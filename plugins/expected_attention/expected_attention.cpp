@@ -1,4 +1,4 @@
-// ExpectedAttention: what queries to come will attend to, if they are distributed as the prompt's. Devoto et al. 2025.
+// ExpectedAttention: keeps what later queries attend to, if they are distributed like the prompt's. Devoto et al. 2025.
 #include <kvlab/plugin.hpp>
 
 #include <cmath>

@@ -18,8 +18,8 @@ Vector turned(const Vector& x, const RopeTable& rope, double position) {
   return y;
 }
 
-// The prompt's queries behind the sinks as they were before RoPE, each at every position to come: their mean and their
-// covariance, both by the mean of the turns.
+// Mean and covariance of the prompt's queries after the sinks. RoPE is undone for each query. The mean of RoPE's turns
+// at all positions to come then takes its place.
 struct Expected {
   Vector mean;
   std::vector<Vector> covariance;
@@ -98,8 +98,7 @@ TEST_CASE("expected_attention keeps on real text what a plain implementation kee
 }
 
 TEST_CASE("expected_attention: two keys by hand") {
-  // head_dim is 8 where the example has 2: larger moments give the logits .7071 and .5 all the same. RoPE does not
-  // turn.
+  // The example has head_dim 2 and this cache 8. Larger moments give the same logits, .7071 and .5. RoPE does not turn.
   PagedFixture cache({1, 1, 8, 4, 4});
   for (int t = 0; t < 2; ++t) {
     std::vector<float> k(8), v(8);
