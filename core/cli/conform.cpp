@@ -22,7 +22,8 @@ namespace fs = std::filesystem;
 namespace kvlab {
 namespace {
 
-// Its models and vocabularies lie in share/kvlab/conform, except for a build's, which reads the source tree.
+// Returns the suite's program. An installed one gets its models and vocabularies from share/kvlab/conform, a build's
+// from the source tree.
 fs::path suite() {
   const fs::path bin = fs::read_symlink("/proc/self/exe").parent_path(), prefix = bin.parent_path();
   const fs::path installed = prefix / "libexec" / "kvlab" / "conform", built = bin / "test_contract";
@@ -39,7 +40,7 @@ fs::path suite() {
               "kvlab conform");
 }
 
-// Whether the suite ended without a failure.
+// Runs the suite. Returns whether it ended without a failure.
 bool run_suite(const fs::path& program, const std::vector<std::string>& words) {
   std::vector<char*> argv;
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
@@ -55,7 +56,7 @@ bool run_suite(const fs::path& program, const std::vector<std::string>& words) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// As a pattern of Catch2, where these letters mean something.
+// A pattern of Catch2 for names that contain `part`, with Catch2's special characters escaped.
 std::string names_with(const std::string& part) {
   std::string pattern = "*";
   for (const char c : part) pattern += (std::strchr("\\,[]\"", c) ? "\\" : "") + std::string(1, c);

@@ -119,8 +119,8 @@ struct Trace {
   std::vector<std::int64_t> kept_offsets;  // [sample, layer, kv_head, 2]: begin and end in `kept`
   std::vector<std::int32_t> selected;      // tokens or pages, by event
   std::vector<TraceEvent> events;
-  std::int64_t pages = 0;                   // for which a KV head has room; 0 = the file does not say
-  std::vector<std::int32_t> tokens;         // ids, sample by sample: all that it was fed, then its answer
+  std::int64_t pages = 0;                   // that a KV head has room for; 0 = the file does not say
+  std::vector<std::int32_t> tokens;         // ids, sample by sample: its fed tokens, then its answer
   std::vector<std::int64_t> token_offsets;  // [sample, 4] into `tokens`, see token_columns
 };
 
