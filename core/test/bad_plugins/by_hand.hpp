@@ -34,7 +34,7 @@ struct SpoiledNote {
   const char* build = KVLAB_BUILD;
 };
 
-// A library whose note has the values given and whose constructor ends the process: the note is looked at first.
+// A library whose note has the values given. Its constructor ends the process, so the loader must read the note first.
 #define BAD_NOTE(...)                              \
   struct Note final : SpoiledNote {                \
     constexpr Note() : SpoiledNote{__VA_ARGS__} {} \

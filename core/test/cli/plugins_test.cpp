@@ -202,7 +202,7 @@ TEST_CASE("--isolate: a cell whose process ends is a failed cell, the run goes o
 
 TEST_CASE("--isolate: a signal reaches the cell's process, and the finished cells stay") {
   const Folder folder;
-  std::string budgets = "32";  // so many cells that a slow signal finds some unfinished
+  std::string budgets = "32";  // enough cells that a slow signal finds some unfinished
   for (int tokens = 33; tokens < 80; ++tokens) budgets += ", " + std::to_string(tokens);
   const std::string file = folder.write("e.yaml",
                                         "model: {path: bundled/recall}\n"

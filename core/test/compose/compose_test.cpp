@@ -54,7 +54,7 @@ Instance<Role> instance(T* object) {
   return Instance<Role>(object, PluginDeleter{nullptr, [](void* p) { delete static_cast<Role*>(p); }});
 }
 
-// What the callbacks of a scorer and of a selector were given.
+// Records the arguments of the callbacks of a scorer or selector.
 struct Told {
   int attached = 0, prompts = 0, steps = 0, released = -1, select_with_mass = 0;
   double budget = 0, read = 0, unread = 0;  // mass of tokens on pages that were read and of the others

@@ -1,4 +1,4 @@
-// What every policy promises, whatever its method (design: conformance suite).
+// Promises of every policy, whatever its method.
 #include <kvlab/error.hpp>
 
 #include <catch2/catch.hpp>
@@ -12,7 +12,7 @@ using namespace kvlab::test;
 namespace {
 
 constexpr int prompt_tokens = 112, answer_tokens = 8, limit = 48, larger = 80;
-// CUDA kernels round otherwise for other batches and with mass, and activations are bf16.
+// CUDA kernels round differently in other batches and with mass, and activations are bf16.
 const double tolerance = on_cuda() ? 0.03 : 1e-4;
 
 struct Text {
@@ -23,12 +23,12 @@ struct Text {
   }
 };
 
-// For runs in which the device may add in another order.
+// Compares two runs in which a GPU may add in different orders.
 bool same(const Logits& got, const Logits& expected) {
   return on_cuda() ? worst(got, expected) < tolerance : got == expected;
 }
 
-// Exact = only the order of the arithmetic differs between the policy and full.
+// Whether the policy and full differ in the order of the arithmetic only.
 bool exact(const Play& p) {
   const CodecSpec c = p.policy->codec();
   return p.policy->needs().rope() == RopeRegime::original && c.k.bits == 0 && c.v.bits == 0;
@@ -385,12 +385,12 @@ TEST_CASE("a chunked prompt equals the whole prompt") {
         "usual cause: prefill() acts on every chunk as if it were the prompt. Look at last[row], and add up over "
         "chunks "
         "in token state; a method that cannot says chunked_prompts(false) in needs().");
-    if (quantized(whole)) {  // later chunks read what earlier ones stored
+    if (quantized(whole)) {  // later chunks read the codes of earlier ones
       CHECK(finite(got));
       CHECK(count_of(chunked.kept) == count_of(whole.kept));
       continue;
     }
-    if (on_cuda()) CHECK(overlap(chunked.kept, whole.kept) > 0.9);  // chunks round otherwise, and scores may be close
+    if (on_cuda()) CHECK(overlap(chunked.kept, whole.kept) > 0.9);  // chunks round differently, and scores may be close
     if (on_cuda() && (chunked.kept != whole.kept || s.spec.selector)) continue;
     CHECK(worst(got, expected) < tolerance);
     CHECK(chunked.kept == whole.kept);

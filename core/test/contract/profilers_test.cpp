@@ -1,4 +1,4 @@
-// What every profiler promises, whatever it measures.
+// Promises of every profiler, whatever it measures.
 #include <catch2/catch.hpp>
 #include <fstream>
 

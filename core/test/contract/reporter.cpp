@@ -1,4 +1,4 @@
-// How `kvlab conform` shows the suite (-r promises): a line for each promise, and under a broken one its first failure.
+// The reporter of `kvlab conform` (-r promises). Each promise gets a line, a broken one also its first failure.
 #define CATCH_CONFIG_EXTERNAL_INTERFACES
 #include <catch2/catch.hpp>
 

@@ -1,4 +1,4 @@
-// Scores that can be put in order.
+// Scores must be numbers that have an order.
 #include <catch2/catch.hpp>
 #include <cmath>
 

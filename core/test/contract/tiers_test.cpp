@@ -119,8 +119,8 @@ TEST_CASE("re-rotated keys and keys rotated on reading give the same answers") {
   }
 }
 
-// In a model of one layer a token's key and value depend on nothing before it, so a cache that counts positions inside
-// itself cannot tell an evicted prefix from a text that never had one.
+// In a model of one layer a token's key and value do not depend on earlier tokens. A cache that counts positions inside
+// itself then cannot tell an evicted prefix from a text that never had one.
 TEST_CASE("in a one-layer model a cache-relative cache equals the dense run over what it kept") {
   const auto model = fresh_tiny_model("llama-gqa3", DType::f32);
   model->config.layers = 1;

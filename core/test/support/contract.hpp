@@ -19,7 +19,7 @@
 #include "support/library_under_test.hpp"
 #include "support/quick.hpp"
 
-// CHECK of the conformance suite: a failure also says which mistake usually makes it, and where to look.
+// CHECK of the conformance suite. A failure also names its usual cause.
 #define CHECK_CAUSE(cause, ...)  \
   do {                           \
     INFO("usual cause: " cause); \
@@ -35,7 +35,7 @@ inline Device contract_device() {
 inline DType contract_dtype() { return contract_device() == Device::cuda ? DType::bf16 : DType::f32; }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
 
-// Why the running case does not apply, for the report; empty where it does. The reporter clears it.
+// The report's reason why the running case does not apply; empty if it does. The reporter clears it.
 inline std::string& skipped() {
   static std::string reason;
   return reason;
@@ -44,7 +44,7 @@ inline bool skip(std::string reason) {
   skipped() = std::move(reason);
   return true;
 }
-// Of a case that looks into the host's memory.
+// For a case that reads host memory: skips it on a GPU.
 inline bool skip_on_cuda() { return on_cuda() && skip("it reads memory of the host; the suite on the CPU asks it"); }
 
 inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype,
@@ -102,7 +102,7 @@ class Subjects {
   }
 
   const std::vector<Subject>& list() const { return subjects_; }
-  // What needs another device, dtype or split than it would be tested with, and which.
+  // A text for each subject that is left out because it needs another device, dtype or split.
   const std::vector<std::string>& skipped() const { return skipped_; }
   std::shared_ptr<Policy> policy(const PolicySpec& spec) const { return build_policy(spec, catalog_); }
   Instance<Scorer> scorer(const PolicySpec& spec) {
@@ -121,7 +121,7 @@ class Subjects {
 
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
-  // Defaults, but no dense layers: they may be all layers of a tiny model.
+  // The defaults, but without dense layers, which could be all layers of a tiny model.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
@@ -164,7 +164,7 @@ inline Subjects& subjects() {
 
 inline bool always(const Subject&) { return true; }
 
-// The subjects that a promise is about. Without one the case is skipped.
+// The subjects that a promise applies to. Without any, the case is skipped.
 inline std::vector<Subject> about(const std::string& what, bool (*applies)(const Subject&) = always) {
   std::vector<Subject> list;
   for (const Subject& s : subjects().list())

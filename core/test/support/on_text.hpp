@@ -1,4 +1,5 @@
-// A policy over real text in f32, and what its layers were given, for plain implementations to be compared with.
+// Runs a policy over real text in f32 and records the queries, keys and values of its layers. Tests compare it with
+// plain implementations.
 #pragma once
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -53,7 +54,7 @@ inline std::vector<int> best(const std::vector<double>& scores, const std::vecto
   return kept;
 }
 
-// A scorer's scores of a cache of one row. Views that the scorer wants beside the cache are the caller's.
+// Scores a cache of one row. The caller sets the views that a scorer needs beside the cache.
 class Scored {
  public:
   Scored(PagedFixture& cache, int query_heads) : pages_(cache.view()) {
@@ -123,7 +124,7 @@ class OnText final : public EngineObserver {
     REQUIRE(engine_->prefill(slot_, std::span(text_).first(static_cast<std::size_t>(tokens)), true, {}) == Fit::ok);
     fed_ = tokens;
   }
-  void step() {  // the text's next token
+  void step() {  // feeds the text's next token
     REQUIRE(engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {}) == Fit::ok);
   }
   std::vector<int> kept(int layer, int head) const { return engine_->store().positions(layer, slot_, head); }

@@ -1,5 +1,5 @@
-// Cases of the ops that score with rows, moments and other scores. Both devices run them, each with a place for views:
-// put() brings one there, get() brings a dense copy back.
+// Cases of the ops that score with rows, moments and other scores. Each device runs them with a Place of its own: put()
+// copies a view to the device, get() returns a dense copy.
 #pragma once
 #include <kvlab/ops.hpp>
 
@@ -18,7 +18,7 @@ namespace kvlab::test {
 
 using ops::Combine;
 
-// The CPU as such a place. Copies lie between margins.
+// The CPU's Place. Margins enclose each copy.
 class OnHost {
  public:
   Stream stream() const { return Stream::cpu(); }
@@ -46,7 +46,7 @@ class OnHost {
   std::deque<std::vector<std::byte>> memory_;
 };
 
-// An op and its reference leave the same in a copy each of `start`.
+// The op and its reference must give the same numbers, each on its own copy of `start`.
 template <class Place, int Rank, class Op, class Plain>
 void same(Place& place, const char* what, View<float, Rank> start, double margin, const Op& op, const Plain& plain) {
   INFO(what);
@@ -135,7 +135,7 @@ void check_scores_of_tokens(Place& place, RandomCache& c, const PagedKv& kv, con
         [&](Scores out) { ops::page_sum(there, in, out, s); },
         [&](Scores out) { ops::page_sum_reference(kv, start.view(), out); });
   }
-  // Two columns: what is counted, written, averaged, decayed and cleared in one leaves the other alone.
+  // Each blend changes one of two columns and must leave the other alone.
   Numbers<3> in(c, {c.rows(), c.kv_heads(), room});
   const auto in_there = place.put(in.view());
   struct Blend {
@@ -204,7 +204,7 @@ void check_rows(Place& place, RandomCache& c, const PagedKv& kv, const PagedKv& 
   }
 }
 
-// Queries around a mean that is `offset` times their spread, in chunks of so many.
+// Moments of queries whose mean is about `offset` times their spread. chunks: queries of each call.
 template <class Place>
 void check_moments(Place& place, RandomCache& c, const PagedKv& kv, const PagedKv& there, float offset,
                    const std::vector<int>& chunks) {
@@ -229,7 +229,7 @@ void check_moments(Place& place, RandomCache& c, const PagedKv& kv, const PagedK
     const auto* seen_there = place.put(counts).data;
     ops::add_moments(Tensor<4>(place.put(queries.view())), seen_there, there, 4, got, s);
     ops::add_moments_reference(queries.view(), seen.data(), kv, 4, wanted);
-    // A sum has as many products as there are queries, and f32 rounds each; larger queries are rounded more.
+    // A sum adds a product for each query, and f32 rounds each. Larger queries are rounded more.
     const double queries_seen = *std::max_element(seen.begin(), seen.end());
     CHECK(Tolerance::worst(place.get(got), zeros) <= 1e-5 * queries_seen * (1 + offset));
     for (const int horizon : {1, 70}) {
@@ -248,7 +248,7 @@ void check_moments(Place& place, RandomCache& c, const PagedKv& kv, const PagedK
   }
 }
 
-// Heads that are longer than what one block, or one turn of it, reads.
+// Heads with more tokens than one block reads, or one turn of a block.
 template <class Place>
 void check_long_heads() {
   std::mt19937 rng(3);
@@ -279,7 +279,7 @@ void check_long_heads() {
       [&](Scores out) { ops::layer_reduce_reference(kv, scores, GroupRule::mean, out); });
 }
 
-// The n-th cache of RandomCache on a place; its twin is what the references work on.
+// Runs the cases on the n-th RandomCache. The references work on its twin.
 template <class Place>
 void check_scores(unsigned n) {
   CAPTURE(n);
@@ -292,7 +292,7 @@ void check_scores(unsigned n) {
   const std::vector<int> chunks{5 + c.pick({0, 40, 90}), 1 + c.pick({0, 30})};
   check_moments(place, c, kv, there, 0, chunks);
   if (n % 4 == 0) check_moments(place, c, kv, there, 30, chunks);
-  if (n == 15) check_moments(place, c, kv, there, 0, {1100, 2});  // longer than what one block sums
+  if (n == 15) check_moments(place, c, kv, there, 0, {1100, 2});  // more queries than one block sums
   CHECK(c.cache.guards_intact());
 }
 

@@ -11,7 +11,7 @@ TEST_CASE("rows and moments and arithmetic on scores equal their references on c
 }
 
 TEST_CASE("layer_reduce: TOVA's rows by hand, and heads that hold other tokens in another order") {
-  // Two query heads of one KV head, as many rows of attention.
+  // Two query heads of one KV head, each with a row of attention.
   PagedFixture one({1, 1, 8, 4, 4});
   for (int t = 0; t < 4; ++t) one.append(0, 0, std::vector<float>(8), std::vector<float>(8));
   const float rows[] = {.5f, .1f, .2f, .2f, .1f, .1f, .6f, .2f};
