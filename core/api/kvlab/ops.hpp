@@ -116,9 +116,10 @@ inline std::vector<Moments> take_moments(const char* tag, const Shape& shape, Wo
 }
 
 // Adds queries to the moments of kv's rows, as they were before RoPE: it turns them back by their text positions and
-// takes attention_scale off. queries: LayerKv::chunk_queries. seen: [row] as for window_votes. It leaves out queries at
-// text positions below `first`. kv gives slots and RoPE. The f32 sums are of deviations, so a mean that is large beside
-// the spread costs no accuracy. Bytes: queries, and the moments twice; head_dim^2 multiplications per query.
+// takes attention_scale off. queries: LayerKv::chunk_queries. seen: [row] as for window_votes; the newest query is that
+// of the last of them. It leaves out queries at text positions below `first`. kv gives slots and RoPE. The f32 sums are
+// of deviations, so a mean that is large beside the spread costs no accuracy. Bytes: queries, and the moments twice;
+// head_dim^2 multiplications per query.
 void add_moments(const Tensor<4>& queries, const std::int32_t* seen, const PagedKv& kv, int first, Moments moments,
                  Stream s);
 

@@ -18,8 +18,8 @@ class Scorer {
   virtual Pins pins(int /*tokens*/) const { return {}; }
 
   // out[row, kv_head, token] f32, higher = keep. inf ranks above all others and -inf below; NaN fails the cell.
-  // Core calls it at the prompt's end, with kv.window_queries, and with the last chunk's queries in kv.mass. The
-  // schedule calls it while decoding, without kv.window_queries, and with this step's query in kv.mass.
+  // Core calls it at the prompt's end, where kv.window_queries are set and kv.mass is that of the last chunk's queries.
+  // The schedule calls it while decoding, where kv.window_queries are empty and kv.mass is that of this step's query.
   // Numbers that must outlast a call live in token state or in the state that attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
