@@ -1,4 +1,4 @@
-// Attention mass of several rows as one.
+// Adds the attention mass of several rows.
 #pragma once
 #include <kvlab/stream.hpp>
 #include <kvlab/view.hpp>

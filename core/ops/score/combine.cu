@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(score_threads)
   }
 }
 
-// `x` over all threads of the block.
+// Joins the x of all threads of the block; each thread gets the result. parts [warps] is shared memory.
 template <class Join>
 __device__ float over_block(float x, Join join, float* parts) {
   const int lane = threadIdx.x % 32;
@@ -41,7 +41,7 @@ __device__ float over_block(float x, Join join, float* parts) {
   return x;
 }
 
-// A block a head.
+// One block computes the softmax of a head.
 __global__ void __launch_bounds__(softmax_threads)
     softmax_kernel(const __grid_constant__ DeviceKv kv, View<float, 3> scores, int group, float scale) {
   __shared__ float parts[softmax_threads / 32];

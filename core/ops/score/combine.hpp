@@ -1,4 +1,4 @@
-// What ops::copy, add, multiply and divide are: one op.
+// One op implements ops::copy, add, multiply and divide.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
@@ -9,7 +9,7 @@ namespace kvlab::ops {
 
 enum class Combine : std::uint8_t { copy, add, multiply, divide };
 
-// out = out (rule) in, as kvlab/ops.hpp says; factor of add alone.
+// out = out (rule) in, as kvlab/ops.hpp says. Only add uses factor.
 void combine(Scores out, View<const float, 3> in, Combine rule, float factor, Stream s);
 
 }  // namespace kvlab::ops

@@ -1,4 +1,4 @@
-// One score per KV head from those of its query heads.
+// Reduces the scores of a KV head's query heads to one score.
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -6,8 +6,8 @@
 
 namespace kvlab::ops {
 
-// out[i] = rule over g of in[g * stride + i], i < n. softmax_mean: softmax of softmax_scale * in over the n entries of
-// each query head, then the mean. out may not overlap in.
+// out[i] = rule over g of in[g * stride + i], i < n. softmax_mean takes the softmax of softmax_scale * in over the n
+// entries of each query head, then the mean. out may not overlap in.
 void reduce_group(const float* in, std::int64_t stride, int group, int n, GroupRule rule, float softmax_scale,
                   float* out);
 

@@ -10,7 +10,7 @@ namespace kvlab::ops {
 constexpr int score_threads = 256;
 constexpr unsigned all_lanes = ~0u;
 
-// Blocks for each head of the batch: enough to fill the device, none without work in the longest possible row.
+// Grid [blocks, heads, rows]: enough blocks to fill the device, and no more than `entries` gives work to.
 inline dim3 grid_of(std::int64_t heads, std::int64_t rows, std::int64_t entries, int entries_of_block = score_threads) {
   const std::int64_t useful = (entries + entries_of_block - 1) / entries_of_block, wanted = 2048 / (heads * rows) + 1;
   return dim3(static_cast<unsigned>(std::max<std::int64_t>(1, std::min(useful, wanted))), static_cast<unsigned>(heads),

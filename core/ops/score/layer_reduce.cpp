@@ -1,4 +1,4 @@
-// One score for every text position of a layer, from the scores of all its heads.
+// Reduces the scores of all heads of a layer to one score for each text position.
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace kvlab::ops {
 namespace {
 
-// Where the KV heads of a row hold which text position.
+// Maps text positions to places in the KV heads of a row.
 class Places {
  public:
   Places(const PagedKv& kv, int row) : heads_(static_cast<std::size_t>(kv.kv_heads)) {
@@ -29,7 +29,7 @@ class Places {
       std::sort(head.sorted.begin(), head.sorted.end());
     }
   }
-  bool equal() const { return equal_; }  // of all heads, place by place
+  bool equal() const { return equal_; }  // all heads hold the same positions at the same places
   std::int32_t position(int head, int place) const { return heads_[head].position[place]; }
   // -1 = the head does not hold it.
   int place(int head, std::int32_t position) const {
@@ -41,7 +41,7 @@ class Places {
  private:
   struct Head {
     std::vector<std::int32_t> position;
-    std::vector<std::pair<std::int32_t, std::int32_t>> sorted;  // by position, with the place
+    std::vector<std::pair<std::int32_t, std::int32_t>> sorted;  // (position, place) by position
   };
   std::vector<Head> heads_;
   bool equal_ = true;

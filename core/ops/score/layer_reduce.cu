@@ -18,7 +18,7 @@ struct Reduce {
   __device__ int tokens(int row, int head) const {
     return entries_of(kv, row, head, 1, in.extent[2] < out.extent[2] ? in.extent[2] : out.extent[2]);
   }
-  // Joins a head's queries at a place to those of `held` others.
+  // Joins the scores of a head's query heads at a place to x, which has joined `held` scores.
   __device__ void join(int row, int head, int place, float& x, int& held) const {
     for (int q = head * group; q < (head + 1) * group; ++q, ++held) {
       const float y = in(row, q, place);
@@ -30,7 +30,7 @@ struct Reduce {
   }
 };
 
-// The warp looks for a text position in a head; -1 = it is not there.
+// The warp searches a head for a text position and returns its place; -1 = the head does not hold it.
 __device__ int place_of(const Reduce& a, int row, int head, int position) {
   const int n = a.tokens(row, head), lane = threadIdx.x % 32;
   for (int base = 0; base < n; base += 32) {
@@ -40,7 +40,8 @@ __device__ int place_of(const Reduce& a, int row, int head, int position) {
   return -1;
 }
 
-// Heads mostly hold the same tokens at the same places: a thread a place. The others are looked for, a warp a place.
+// Where all heads hold the same token at a place, a thread reduces the place. Elsewhere a warp searches the other heads
+// for the place's token.
 __global__ void __launch_bounds__(score_threads) layer_reduce_kernel(const __grid_constant__ Reduce a) {
   const int row = blockIdx.z, lane = threadIdx.x % 32, heads = a.kv.kv_heads;
   int most = 0;

@@ -1,4 +1,4 @@
-// Mean and covariance of queries before RoPE, and what they say of queries to come.
+// Mean and covariance of queries before RoPE, and the queries expected at later positions.
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Head {
       : products(&m(slot, head, 0)), mean(products + std::int64_t{dim} * dim), count(mean + dim) {}
 };
 
-// cos and sin that turn a query at position first + i back, without attention_scale: [i, head_dim / 2] each.
+// cosine, sine [i, head_dim / 2] undo the rotation of a query at position first + i, and its attention_scale.
 struct Angles {
   std::vector<float> cosine, sine;
 
@@ -37,7 +37,7 @@ struct Angles {
   }
 };
 
-// queries: [i, head_dim] of one head.
+// Adds the queries [i, head_dim] of one head.
 void add_head(const View<const float, 2>& queries, const Angles& angles, const Head& to) {
   const RowKernels& kernels = row_kernels();
   const int n = static_cast<int>(queries.extent[0]), dim = static_cast<int>(queries.extent[1]), half = dim / 2;
@@ -50,7 +50,7 @@ void add_head(const View<const float, 2>& queries, const Angles& angles, const H
     for (int d = 0; d < dim; ++d) x[d] -= shift[d], sum[d] += x[d];
     for (int d = 0; d < dim; ++d) kernels.add_scaled(x.data(), dim, x[d], products.data() + std::size_t(d) * dim);
   }
-  // Of the two sets together: the products of both, and those of the difference of their means.
+  // The products of two sets together are the sum of both, plus the weighted products of the difference of their means.
   const float old = *to.count, fresh = static_cast<float>(n), both = old + fresh;
   std::vector<float> off(dim);
   for (int d = 0; d < dim; ++d) off[d] = shift[d] + sum[d] / fresh - to.mean[d];

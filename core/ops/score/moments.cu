@@ -17,7 +17,8 @@ struct Args {
   View<const float, 4> queries;
   const std::int32_t* seen;
   int first, parts;
-  float* sums;  // [row, query head, part, dim * dim + dim]: of differences from the first query that counts
+  // [row, query head, part, dim * dim + dim]: products, then sums, of differences from the first query that counts.
+  float* sums;
   View<float, 3> moments;
 
   __device__ int count() const { return static_cast<int>(queries.extent[2]); }
@@ -26,7 +27,7 @@ struct Args {
     const std::int64_t dim = kv.head_dim, heads = queries.extent[1];
     return sums + ((row * heads + head) * parts + part) * (dim * dim + dim);
   }
-  // A query as it was before RoPE.
+  // Element d of a query before RoPE.
   __device__ float plain(int row, int head, int i, int d) const {
     const int half = kv.head_dim / 2, pair = d < half ? d : d - half;
     double sine, cosine;
@@ -38,7 +39,7 @@ struct Args {
   }
 };
 
-// Products of a part's differences. blockIdx.x: part and square of the products.
+// Sums products of a part's differences. blockIdx.x numbers the part and the square of products.
 __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Args a) {
   __shared__ float tile[tile_queries][most_dim], shift[most_dim];
   const int head = blockIdx.y, row = blockIdx.z, dim = a.kv.head_dim, squares = (dim + side - 1) / side;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Args 
   if (square == 0 && threadIdx.x < dim) out[dim * dim + threadIdx.x] = sum;
 }
 
-// The parts together, then both sets: the products of each, and those of the difference of their means.
+// Adds the parts, then joins them with the moments as add_head in moments.cpp does.
 __global__ void __launch_bounds__(256) join_kernel(const __grid_constant__ Args a) {
   __shared__ float sum[most_dim], off[most_dim];
   const int head = blockIdx.y, row = blockIdx.z, dim = a.kv.head_dim;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(256) join_kernel(const __grid_constant__ Args 
   }
 }
 
-// After join_kernel, which reads what this writes.
+// Runs after join_kernel, which reads the old mean and count.
 __global__ void __launch_bounds__(256) mean_kernel(const __grid_constant__ Args a) {
   const int head = blockIdx.y, row = blockIdx.z, dim = a.kv.head_dim, d = threadIdx.x;
   float *to = &a.moments(a.kv.kv.slots[row], head, 0), *mean = to + dim * dim, *count = mean + dim;
@@ -126,7 +127,7 @@ struct Expected {
   View<float, 4> covariance;
 };
 
-// Four products at a time: those of two pairs that RoPE turns.
+// A thread computes the four covariances of two pairs that RoPE turns.
 __global__ void __launch_bounds__(256) expected_kernel(const __grid_constant__ Expected a) {
   __shared__ float cosine[most_dim / 2], sine[most_dim / 2];
   const int head = blockIdx.y, row = blockIdx.z, dim = a.kv.head_dim, half = dim / 2;

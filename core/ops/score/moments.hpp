@@ -1,4 +1,4 @@
-// What the op expected_query, its kernel and its tests share.
+// The op expected_query, its kernel and its tests share mean_turn.
 #pragma once
 #include <cmath>
 
@@ -15,7 +15,7 @@ struct MeanTurn {
   double cosine, sine;
 };
 KVLAB_ON_BOTH inline MeanTurn mean_turn(double frequency, int first, int count) {
-  // A sum of angles in equal steps: the middle one times sin(count f / 2) / sin(f / 2).
+  // The sum of e^(i angle) over equal steps f is that of the middle angle times sin(count f / 2) / sin(f / 2).
   const double middle = (first + (count - 1) / 2.) * frequency, step = sin(frequency / 2);
   const double size = fabs(step) < 1e-12 ? 1 : sin(count * frequency / 2) / (count * step);
   return {cos(middle) * size, sin(middle) * size};

@@ -19,7 +19,7 @@ struct Head {
 
 }  // namespace
 
-// Welford: each query moves the mean, and adds the product of what it was away from the mean before and after.
+// Welford: each query moves the mean, and adds the product of its distances from the old mean and the new mean.
 void add_moments_reference(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv, int first,
                            const View<float, 3>& moments) {
   const int dim = kv.head_dim, n = static_cast<int>(queries.extent[2]);
@@ -52,7 +52,7 @@ void expected_query_reference(const View<float, 3>& moments, const std::int32_t*
                               View<float, 3> mean, View<float, 4> covariance) {
   const int dim = kv.head_dim, half = dim / 2;
   for (int r = 0; r < kv.rows; ++r) {
-    // The mean of the matrices, each of which turns a unit vector.
+    // The mean of the rotation matrices over the next `horizon` positions.
     std::vector<std::vector<double>> turn(dim, std::vector<double>(dim));
     for (int i = 0; i < half; ++i)
       for (int p = seen[r]; p < seen[r] + horizon; ++p) {

@@ -13,9 +13,9 @@
 namespace kvlab::ops {
 namespace {
 
-constexpr int block_tokens = 128;  // decoded at once
+constexpr int block_tokens = 128;  // tokens decoded at once
 
-// visit(place, rows, count) for runs of a head's decoded rows, keys as attention reads them; places follow each other.
+// Calls visit(place, rows, count) for runs of a head's decoded rows, in order. Keys are as attention reads them.
 template <class Visit>
 void for_rows(const KvRows& rows, int row, int head, const HeadRanks& ranks, const Visit& visit) {
   thread_local TokenRows tokens;
@@ -73,7 +73,7 @@ void dot_head(const KvRows& rows, int row, int head, const View<const float, 3>&
   });
 }
 
-// A panel of rows is multiplied by the matrix, then each column by itself.
+// Multiplies a panel of rows by the matrix, then takes the dot product of each result with its row.
 void quadratic_head(const KvRows& rows, int row, int head, const View<const float, 4>& matrix, const HeadRanks& ranks,
                     const Scores& out) {
   const RowKernels& kernels = row_kernels();

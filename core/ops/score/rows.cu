@@ -12,14 +12,14 @@ namespace {
 using namespace cuda;
 
 constexpr int warps = score_threads / 32, most_dim = 256, most_parts = most_dim / 32;
-constexpr int part_tokens = 256;      // of normalised_mean: summed by one block
-constexpr int quadratic_tokens = 32;  // of row_quadratic: a lane each
+constexpr int part_tokens = 256;      // normalised_mean: tokens that one block sums
+constexpr int quadratic_tokens = 32;  // row_quadratic: tokens of a tile, one lane each
 
 // Cached rows of one side as attention reads them.
 struct Rows {
   DeviceKv kv;
   bool keys;
-  const std::int32_t* rank;  // [row, kv_head, room]; null = as stored
+  const std::int32_t* rank;  // [row, kv_head, room]; null = rows are read as stored
   std::int64_t room;
 
   __device__ float at(int row, int head, int t, int d) const {
@@ -35,7 +35,7 @@ Rows rows_of(const KvRows& from, Stream s) {
   return rows;
 }
 
-// A warp a token.
+// One warp reads a token.
 __global__ void __launch_bounds__(score_threads)
     read_rows_kernel(const __grid_constant__ Rows rows, View<float, 4> out) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(rows.kv, row, head, 1, out.extent[2]);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(score_threads)
     for (int d = threadIdx.x % 32; d < rows.kv.head_dim; d += 32) out(row, head, t, d) = rows.at(row, head, t, d);
 }
 
-// A warp a token, for all vectors of its group.
+// One warp computes the products of a token with all vectors of its group.
 __global__ void __launch_bounds__(score_threads)
     row_product_kernel(const __grid_constant__ Rows rows, View<const float, 3> vectors, int group, bool cosine,
                        View<float, 3> out) {
@@ -82,14 +82,14 @@ struct Quadratic {
   View<const float, 4> matrix;
   View<float, 3> out;
   int group;
-  bool aligned;  // four elements of the matrix are one load
+  bool aligned;  // four elements of the matrix can be one 16-byte load
 };
 
 __device__ __forceinline__ float4 load4(const float* from, bool aligned) {
   return aligned ? *reinterpret_cast<const float4*>(from) : make_float4(from[0], from[1], from[2], from[3]);
 }
 
-// Tokens of a tile are lanes, and each warp has four rows of the matrix at a time.
+// Each lane has a token of the tile, and each warp takes four rows of the matrix at a time.
 __global__ void __launch_bounds__(score_threads) row_quadratic_kernel(const __grid_constant__ Quadratic a) {
   __shared__ float tile[quadratic_tokens * (most_dim + 1)], parts[warps][quadratic_tokens];
   const int query_head = blockIdx.y, row = blockIdx.z, head = query_head / a.group;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(score_threads) row_quadratic_kernel(const __gr
   }
 }
 
-// parts[row, kv_head, part, d]: sums over part_tokens tokens of rows of length 1.
+// parts[row, kv_head, part, d] = sum of the rows of part_tokens tokens, each scaled to length 1.
 __global__ void __launch_bounds__(score_threads)
     normalised_parts_kernel(const __grid_constant__ Rows rows, float* parts, int most) {
   __shared__ float sums[warps][most_dim];

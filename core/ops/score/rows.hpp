@@ -1,4 +1,4 @@
-// What ops::row_dot and row_cosine are: one op.
+// One op implements ops::row_dot and row_cosine.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>

@@ -25,7 +25,7 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-// body(row, head of `heads`, the rows of its KV head)
+// Calls body(row, head, rows of its KV head) for each of `heads` heads.
 template <class Body>
 void for_head_rows(const KvRows& rows, std::int64_t heads, Body body) {
   for (int r = 0; r < rows.kv->rows; ++r)

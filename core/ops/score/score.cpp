@@ -1,4 +1,4 @@
-// Per-token scores that are read off the cache, and token state.
+// Computes per-token scores from the cache, and reads and writes token state.
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace kvlab::ops {
 namespace {
 
-constexpr int pages_ahead = 12;  // frames are scattered: one cache line of each is wanted
+constexpr int pages_ahead = 12;  // prefetch distance: frames are scattered, and a pass reads little of each
 
 const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s) {
   const PagedKv& kv = resident_cache(column.kv, op, s);

@@ -1,5 +1,4 @@
-// Per-token scores that are read off the cache, token state, pooling and group reduction: streams over all tokens of
-// the batch, blocks of one head striding over its tokens.
+// Per-token scores from the cache, token state, pooling and group reduction. A head's blocks stride over its tokens.
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -38,7 +37,7 @@ __device__ __forceinline__ float square_sum(const T* x, int bytes, int lane) {
   return sum;
 }
 
-// Eight lanes a token.
+// Eight lanes read a token.
 __global__ void __launch_bounds__(threads) row_norm_kernel(DeviceKv kv, bool keys, View<float, 3> out) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
   const int lane = threadIdx.x % 8;
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int co
     out(row, head, t) = *kv.token(row, head, t).state(column);
 }
 
-// in null: ones.
+// Where in is null, every input is 1.
 __global__ void __launch_bounds__(threads)
     blend_state_kernel(DeviceKv kv, int column, float keep, View<const float, 3> in, float factor, std::int64_t room) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, room);
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// A thread a page.
+// One thread sums a page.
 __global__ void __launch_bounds__(threads)
     page_sum_kernel(DeviceKv kv, View<const float, 3> in, int group, View<float, 3> out) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, 1, in.extent[2]);
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// heads: those of the scores, whole groups of query heads or one per KV head.
+// Heads are those of the scores: query heads, or KV heads with group = 1.
 __global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float* copy, std::int64_t room, int group,
                                                        bool maximum, int kernel, int excluded, View<float, 3> out) {
   const int head = blockIdx.y, row = blockIdx.z, half = kernel / 2;
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(threads)
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) to[t] = in(row, head, t);
 }
 
-// Maximum and sum of the softmax of every query head; a maximum that is not finite leaves the sum 0.
+// stats[row, head] = maximum and sum of a query head's softmax. The sum is 0 where the maximum is not finite.
 __global__ void __launch_bounds__(threads)
     softmax_kernel(DeviceKv kv, View<const float, 3> in, int group, int unit, float scale, float2* stats) {
   __shared__ float parts[threads / 32];
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(threads)
 struct Reduce {
   DeviceKv kv;
   View<const float, 3> in;
-  View<float, 3> out;  // null: add to the state column
+  View<float, 3> out;  // null = the kernel adds to the state column
   const float2* stats;
   std::int64_t room;
   int group, unit, column;

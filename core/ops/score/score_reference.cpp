@@ -34,7 +34,7 @@ Row softmax(Row x) {
   return x;
 }
 
-// in: one row per query head of the group.
+// in has one row per query head of the group.
 Row reduced(std::vector<Row> in, GroupRule rule, double scale) {
   Row out(in[0].size(), rule == GroupRule::max ? -infinity : 0);
   for (Row& x : in) {
@@ -50,7 +50,7 @@ Row reduced(std::vector<Row> in, GroupRule rule, double scale) {
   return out;
 }
 
-// The group's rows of `in`, as far as the head has tokens.
+// Returns the group's rows of `in`, cut to the head's tokens.
 std::vector<Row> group_rows(const View<const float, 3>& in, const PagedKv& kv, int row, int head) {
   const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
   std::vector<Row> out(group, Row(kv.tokens(row, head)));
@@ -81,7 +81,7 @@ void for_heads(const PagedKv& kv, F f) {
 
 void row_norm_reference(const KvRows& rows, Scores out) {
   PagedKv kv = *rows.kv;
-  kv.rope = RopeRegime::original;  // the norm of what is stored
+  kv.rope = RopeRegime::original;  // row_norm reads rows as stored
   for_heads(kv, [&](int r, int h) {
     const auto x = rows_of(kv, r, h, rows.side);
     for (int t = 0; t < kv.tokens(r, h); ++t) {

@@ -1,4 +1,4 @@
-// One pass over what a plugin gave, without the host.
+// Checks a plugin's numbers in one pass, without the host.
 #include <algorithm>
 
 #include "base/cuda.cuh"
@@ -11,7 +11,7 @@ namespace {
 using namespace cuda;
 
 constexpr int threads = 256;
-using Count = unsigned long long;  // of atomics
+using Count = unsigned long long;  // the type that atomics take
 
 __device__ __forceinline__ void note(Finding* finding, Count key) {
   atomicAdd(reinterpret_cast<Count*>(&finding->count), Count{1});
@@ -28,15 +28,15 @@ __global__ void __launch_bounds__(threads) nan_kernel(DeviceKv kv, int layer, Vi
 }
 
 struct KeepArgs {
-  int layer, layers;  // those of the allotment
-  int shown;          // the model's layer
+  int layer, layers;  // of the allotment
+  int shown;          // the model's layer, for the finding
   View<const std::int32_t, 2> length;
   View<std::int32_t, 2> keep;
   const Pins* pins;
   const std::int32_t* total;
 };
 
-// A thread a row: there are few heads.
+// One thread checks a row, since heads are few.
 __global__ void __launch_bounds__(threads) keep_kernel(KeepArgs a, std::int64_t* kept, Finding* finding) {
   const int row = blockIdx.x * threads + threadIdx.x, heads = static_cast<int>(a.keep.extent[1]);
   if (row >= a.keep.extent[0]) return;

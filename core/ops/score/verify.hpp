@@ -1,5 +1,5 @@
-// Looks at the numbers that a plugin's callback left, where they lie. On a GPU the ops only note: the host reads the
-// finding later.
+// Checks the numbers that a plugin's callback wrote, in the memory where they lie. On a GPU the ops only note a
+// finding, and the host reads it later.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/roles.hpp>
@@ -8,11 +8,11 @@
 
 namespace kvlab::ops {
 
-// What was found; all zero = nothing was.
+// Counts wrong numbers and names the first. All zero = none was found.
 struct Finding {
   std::uint64_t count = 0;  // wrong numbers
-  std::uint64_t first = 0;  // complement of layer, KV head and a number, so that the lowest is the largest; 0 = none
-  std::uint64_t over = 0;   // by find_keep: a row's tokens << 32 | its total, of the row that keeps the most too many
+  std::uint64_t first = 0;  // complement of layer, KV head and number: an atomic maximum finds the lowest; 0 = none
+  std::uint64_t over = 0;   // find_keep: tokens << 32 | total of a row over its total, the row with the most tokens
 
   static constexpr std::uint64_t key(int layer, int kv_head, std::int32_t number) {
     return ~(static_cast<std::uint64_t>(layer) << 48 | static_cast<std::uint64_t>(kv_head) << 32 |
@@ -25,14 +25,14 @@ struct Finding {
   std::uint32_t total() const { return static_cast<std::uint32_t>(over); }
 };
 
-// Adds the NaN among the scores of cached tokens; the number of the first is its text position. finding: memory of the
-// stream's device. Bytes: the scores.
+// Adds the NaN among the scores of cached tokens; Finding::number is the first one's text position. finding is memory
+// of the stream's device. Bytes: the scores.
 void find_nan(const PagedKv& kv, int layer, const Scores& scores, Finding* finding, Stream s);
 
-// Adds what is below 0 or above the head's length in a.keep; the number of the first is what keep has. kept [row]: sums
-// over the layers, which layer 0 begins; memory of the stream's device. After the last layer a row is over its total
-// when it keeps more than total + 1 + pins in each layer and KV head: a head may be short of nothing but a whole token,
-// and pins may lie above its share.
+// Adds the entries of a.keep below 0 or above the head's length; Finding::number is the first such entry. kept [row]
+// sums a.keep over the layers, from layer 0 on; it is memory of the stream's device. After the last layer a row is over
+// its total when it keeps on average more than total + 1 + pins per layer and head. A head may round its share up to a
+// whole token, and pins may lie above the share.
 void find_keep(const Allotment& a, std::int64_t* kept, Finding* finding, Stream s);
 
 }  // namespace kvlab::ops

@@ -13,7 +13,7 @@
 namespace kvlab::ops {
 namespace {
 
-constexpr int block_tokens = 128;  // decoded and packed at once
+constexpr int block_tokens = 128;  // tokens decoded and packed at once
 
 struct Scratch {
   TokenRows rows;
@@ -21,7 +21,7 @@ struct Scratch {
   std::vector<std::int32_t> position;
 };
 
-// scores[query head, i, t] = q_i . k_t, all query heads of one KV head and all tokens: keys are read and packed once.
+// scores[query head, i, t] = q_i . k_t for all query heads of one KV head. Keys are read and packed once.
 void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, const HeadRanks& ranks,
                   std::int64_t stride, Scratch& x) {
   const RowKernels& kernels = row_kernels();
@@ -45,14 +45,14 @@ void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 
   }
 }
 
-// Votes of one KV head's query heads.
+// Computes the votes of one KV head's query heads.
 void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last,
                const HeadRanks& ranks, float* votes, std::int64_t votes_stride) {
   thread_local Scratch x;
   const RowKernels& kernels = row_kernels();
   const int tokens = kv.tokens(row, head), group = static_cast<int>(queries.extent[0]);
   const int window = static_cast<int>(queries.extent[1]);
-  const std::int64_t stride = tokens + panel_width;  // the last panel may hang over
+  const std::int64_t stride = tokens + panel_width;  // the last panel may reach past the tokens
   x.scores.resize(stride * window * group);
   x.position.resize(tokens);
   score_tokens(kv, row, head, queries, ranks, stride, x);

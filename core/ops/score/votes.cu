@@ -1,6 +1,6 @@
-// Votes of the window queries. Keys stream twice: for the maximum and sum of every query's softmax, then for the
-// probabilities. Tiles of 16 tokens are multiplied with all queries of one query head on the tensor cores; a query is
-// two columns, its rounded value and the rest.
+// Votes of the window queries. The kernels read the keys twice: for the maximum and sum of every query's softmax, then
+// for the probabilities. Tensor cores multiply tiles of 16 tokens with all queries of a query head. A query takes two
+// columns: its rounded value and the rest.
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using namespace cuda;
 
 constexpr int threads = 256, warps = threads / 32, tile_tokens = 16, chunk_bytes = 64;
-constexpr int most_queries = 128;  // of the window, for the tensor cores
+constexpr int most_queries = 128;  // longest window that the tensor cores take
 constexpr unsigned all_lanes = ~0u;
 constexpr float log2e = 1.4426950408889634f;
 
@@ -24,8 +24,8 @@ struct Args {
   View<const float, 4> queries;
   const std::int32_t* seen;
   View<float, 3> votes;
-  float2* partial;           // [row, query head, chunk, query] maximum and sum, times log2(e)
-  float* logits;             // [row, query head, room], plain form only
+  float2* partial;           // [row, query head, chunk, query] maximum and sum of logits times log2(e)
+  float* logits;             // [row, query head, room], votes_any_kernel only
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
   std::int64_t room;
   int group, window, chunks;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int tokens_of(const Args& a, int row, int kv_head) {
   return min(a.kv.tokens(row, kv_head), static_cast<int>(a.votes.extent[2]));
 }
 
-// Adds a value or another sum: (maximum, sum of 2^(x - maximum)).
+// Joins (maximum, sum of 2^(x - maximum)) of two sets.
 __device__ __forceinline__ void join(float& high, float& sum, float other_high, float other_sum) {
   const float fresh = fmaxf(high, other_high);
   if (fresh == -INFINITY) return;
@@ -44,8 +44,8 @@ __device__ __forceinline__ void join(float& high, float& sum, float other_high, 
   high = fresh;
 }
 
-// f(tile, query column tile, query, s, t): the scores s[2] of this thread's tokens t[2] for one query, -inf where the
-// query does not see them. Fragments as in page_score.cu.
+// Calls f(column tile, query, s) with the scores s[2] of this thread's two tokens for one query. Tokens that the query
+// does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in score_pages.cu.
 template <class T, int Chunks, class F, class EndOfTile>
 __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
                            const EndOfTile& end_of_tile) {
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
       });
 }
 
-// Any codec, regime, head_dim and window: one block per query head goes through its queries.
+// Serves any codec, regime, head_dim and window. One block per query head takes its queries in turn.
 __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
   __shared__ float parts[warps];
   const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
       high = fmaxf(high, x);
     }
     if (lane == 0) parts[warp] = high;
-    __syncthreads();  // orders the block's logits too
+    __syncthreads();  // it also orders the block's writes of logits
     for (int w = 0; w < warps; ++w) high = fmaxf(high, parts[w]);
     __syncthreads();
     if (high == -INFINITY) continue;
