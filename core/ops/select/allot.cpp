@@ -36,13 +36,13 @@ void allot_same(const Allotment& a, const std::int32_t* tokens, const char* op, 
 struct Scratch {
   std::vector<std::uint64_t> keys;
   std::vector<char> pinned;
-  std::vector<int> free, count, keep;  // per head
+  std::vector<int> free, count, keep;  // [kv_head]
   std::vector<std::int64_t> first;
   std::vector<double> share;
 };
 
-// keep[h] <= free[h], close to share[h], with the given sum: whole tokens go to the largest (leave the smallest)
-// remainder, equal ones to the lower head.
+// Rounds share[h] to keep[h] <= free[h] with the given sum. Missing tokens go to the largest remainders, and surplus
+// tokens leave the smallest. Of equal remainders the lower head gets the token.
 void settle(const std::vector<double>& share, const std::vector<int>& free, std::int64_t sum, std::vector<int>& keep) {
   std::int64_t missing = sum;
   for (std::size_t h = 0; h < share.size(); ++h) {

@@ -1,4 +1,4 @@
-// Budgets per head: one block per row counts what the best of all heads together leave to each.
+// Budgets per head: one block per row takes the best tokens of all heads together and counts those of each head.
 #include "ops/select/allot.hpp"
 
 #include <kvlab/ops.hpp>
@@ -44,7 +44,7 @@ __global__ void fill_kernel(View<std::int32_t, 2> out, std::int32_t value) {
 }
 
 struct Args {
-  DeviceKv kv;  // only with pins
+  DeviceKv kv;  // set only with pins
   View<const float, 3> scores;
   View<const std::int32_t, 2> length;
   const Pins* pins;
@@ -61,8 +61,7 @@ struct Shared {
   PinLimits limits[most_heads];
 };
 
-// keep[h] <= free[h], close to share[h], with the given sum: whole tokens go to the largest (leave the smallest)
-// remainder, equal ones to the lower head.
+// Rounds share[h] to keep[h], as settle() in allot.cpp.
 __device__ void settle(Shared& s, int heads, long long sum) {
   long long missing = sum;
   for (int h = 0; h < heads; ++h) {
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(threads, 1) by_score_kernel(const __grid_const
     k = selection_key(a.scores(row, h, t), i);
     return true;
   };
-  // Tokens that take part and have at least this key, per head.
+  // Counts the tokens of each head that are not pinned and have at least this key.
   const auto count = [&](unsigned long long least, int* of_head) {
     for (int h = 0; h < heads; ++h) {
       const int n = s.first[h + 1] - s.first[h];

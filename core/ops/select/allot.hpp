@@ -1,12 +1,12 @@
-// The host's part of a division of the budget.
+// Ops that finish the work of the allot_* ops.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
 namespace kvlab::ops {
 
-// After an allot_*: keep(row, head) becomes length where keep_all[row] is not 0; elsewhere, where it is below length,
-// the next lower multiple of page_size (1 = no rounding). length, keep [row, kv_head], keep_all [row].
+// Runs after an allot_*. keep(row, head) becomes length where keep_all[row] is not 0. Elsewhere a keep below length is
+// rounded down to a multiple of page_size. length, keep [row, kv_head], keep_all [row].
 void round_allotment(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
                      View<std::int32_t, 2> keep, Stream s);
 

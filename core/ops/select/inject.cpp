@@ -56,7 +56,7 @@ class Head {
     if (a_.pins.newest_page && pages_ > 0) pin(pages_ - 1);
   }
 
-  // A new `now_` of n pages: pinned ones stay, `kept` pages are of `was_`, the others are not.
+  // Draws `now_` anew with n pages. Chosen pinned pages stay, `kept` pages come from `was_`, the others do not.
   void draw(int n, int kept, std::uint32_t step) {
     const std::uint64_t stream = inject_stream(a_.seed, a_.layer, a_.sequence[slot_], head_, step);
     old_.clear(), other_.clear();

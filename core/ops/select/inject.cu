@@ -1,4 +1,4 @@
-// One block per (row, KV head): lists are bits of shared memory, and what is drawn is above a threshold of the hash.
+// One block per (row, KV head). Lists are bits in shared memory. A block draws the pages of the greatest hashes.
 #include "ops/select/inject.hpp"
 
 #include "ops/page/paged.cuh"
@@ -25,7 +25,7 @@ struct Args {
   RecordedPages recorded;
 };
 
-// How many bits of words [0, words) word(w) has.
+// Counts the bits of word(w) over w in [0, words).
 template <class Word>
 __device__ __forceinline__ int count_bits(int words, const Word& word, SelectShared& s) {
   unsigned own = 0, total;
@@ -34,7 +34,7 @@ __device__ __forceinline__ int count_bits(int words, const Word& word, SelectSha
   return static_cast<int>(total);
 }
 
-// Adds `wanted` of the `all` pages of `from` to `now`, the greatest keys first.
+// Adds the `wanted` pages of greatest key to `now`, out of the `all` pages of `from`.
 __device__ inline void draw(const unsigned* from, int all, int wanted, int pages, unsigned long long stream,
                             unsigned* now, SelectShared& s) {
   const int lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// Page lists that follow a recorded or made-up pattern in place of a selector's choice (`inject` of an experiment).
+// Replaces a selector's choice of pages by a recorded or drawn pattern (`inject` of an experiment).
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
@@ -7,16 +7,16 @@
 
 namespace kvlab::ops {
 
-// Lists that the questions of a run follow; memory of the stream's device.
+// Recorded lists for the questions of a run, in memory of the stream's device.
 struct RecordedPages {
-  const std::int32_t* first = nullptr;  // [question] a row of `begin`; null = nothing recorded
-  const std::int32_t* steps = nullptr;  // [question] rows from there; 0 = none of this question
-  const std::int64_t* begin = nullptr;  // [row, layer, head] and the end: into `page`
+  const std::int32_t* first = nullptr;  // [question] first row of `begin`; null = nothing was recorded
+  const std::int32_t* steps = nullptr;  // [question] number of rows; 0 = the question has no record
+  const std::int64_t* begin = nullptr;  // [row, layer, head] and one more: where each list begins in `page`
   const std::int32_t* page = nullptr;
   int questions = 0, layers = 0, heads = 0;
-  int layer = 0;  // of `layers`, what this call's layer follows
+  int layer = 0;  // the one of `layers` that this call's layer follows
 
-  // Which entry of `begin` a question's step and head follow, both modulo; -1 = none.
+  // Returns the entry of `begin` for a question's step and head, both modulo the recorded number; -1 = none.
   constexpr std::int64_t list(std::uint32_t question, std::uint32_t step, int head) const {
     if (question >= static_cast<std::uint32_t>(questions) || steps[question] <= 0) return -1;
     const std::int64_t row =
@@ -27,17 +27,17 @@ struct RecordedPages {
 
 struct InjectArgs {
   PagedKv pages;
-  PageList list;  // in: what a selector chose; out: as many pages
-  Pins pins;      // of the selector; its choice of their pages stays
-  // [slot, kv_head, inject_words(...)]: steps so far (recorded: of the question in the next word), that question, then
-  // a bit for each page that the step before read. Zero = a new sequence.
+  PageList list;  // in: the selector's pages; out: as many pages
+  Pins pins;      // the selector's; pages of its list that they pin stay
+  // [slot, kv_head, inject_words(...)]: steps so far, the question, then a bit for each page that the last step read.
+  // With a record the steps are the question's. Zero = a new sequence.
   View<std::uint32_t, 3> state;
-  const std::uint32_t* sequence = nullptr;  // [slot] numbers of the sequences
-  const std::uint32_t* question = nullptr;  // [slot] whose steps these are; recorded only
+  const std::uint32_t* sequence = nullptr;  // [slot] number of the sequence
+  const std::uint32_t* question = nullptr;  // [slot] question of this step; needed with a record
   int layer = 0;
   std::uint64_t seed = 0;
-  std::int32_t overlap = 0;  // millionths of a list that are of the step before
-  RecordedPages recorded;    // takes the place of `overlap`
+  std::int32_t overlap = 0;  // millionths of a list that come from the last step's list
+  RecordedPages recorded;    // replaces `overlap`
 
   constexpr std::uint32_t asked(int slot) const { return recorded.first ? question[slot] : 0; }
 };
@@ -45,15 +45,15 @@ struct InjectArgs {
 constexpr int inject_header = 2;  // words before the bits
 constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header + (pages + 31) / 32; }
 
-// Overlap: round(overlap * n) of a list's n pages, pinned ones among them, are of the list of the step before, as far
-// as there are enough other pages; a sequence's first list stays. Recorded: its pages that exist, as many as there is
-// room for, then others; a list stays where nothing was recorded of the question. Which ones is drawn by a hash of
-// seed, sequence, layer, head, step (overlap only) and page. Errc::plugin for a chosen page that does not exist; on
-// CUDA it is passed over. Bytes: lists and state.
+// Overlap: of a list's n pages, round(overlap * n) come from the last step's list, pinned ones among them. If there are
+// too few other pages, more come from it. A sequence's first list stays. Recorded: the list takes the recorded pages
+// that exist, then others up to n; a list stays where the question has no record. A hash of seed, sequence, layer,
+// head, step (overlap only) and page draws the pages. Throws Errc::plugin if the selector chose a page that does not
+// exist; on CUDA the op skips it. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
 
-// Pages of a list of n that are of the step before.
+// Returns how many pages of a list of n come from the last step's list.
 constexpr int inject_kept(std::int32_t overlap, int n) {
   return static_cast<int>((std::int64_t{overlap} * n + 500'000) / 1'000'000);
 }
@@ -72,7 +72,7 @@ constexpr std::uint64_t inject_stream(std::uint64_t seed, int layer, std::uint32
   x = inject_mix(x ^ static_cast<std::uint32_t>(head));
   return inject_mix(x ^ step);
 }
-// Greater key = drawn earlier; keys of different pages differ.
+// Pages of greater keys are drawn first. Keys of different pages differ.
 constexpr std::uint64_t inject_key(std::uint64_t stream, std::uint32_t page) {
   return (inject_mix(stream ^ page) >> 32 << 32) | (0xffffffffu - page);
 }

@@ -38,7 +38,7 @@ void inject_pages_reference(const InjectArgs& a) {
       const auto shared = [&] {
         return std::count_if(drawn.begin(), drawn.end(), [&](int p) { return old.count(p); });
       };
-      // The page of the greatest key that is not drawn yet, of the old ones or of the others; -1 = none.
+      // Returns the undrawn page of the greatest key among the old pages or the others; -1 = none.
       const auto next = [&](bool of_old) {
         int best = -1;
         for (int page = 0; page < pages; ++page)

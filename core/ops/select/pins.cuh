@@ -1,11 +1,11 @@
-// Which tokens of a head are pinned by text position, found by one block.
+// One block finds the text positions that pins of a head cover.
 #pragma once
 #include "ops/page/paged.cuh"
 #include "ops/select/select.cuh"
 
 namespace kvlab::ops::device {
 
-// Pinned are the positions at or below `oldest` and those at or above `newest`; positions are not negative.
+// Tokens at positions <= oldest or >= newest are pinned. Positions are not negative.
 struct PinLimits {
   int oldest, newest;
   __device__ bool pinned(int position) const { return position <= oldest || position >= newest; }

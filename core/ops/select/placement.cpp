@@ -21,7 +21,7 @@ void check_room(const IndexList& list, int wanted, const char* op) {
 
 bool present(const PagedKv& kv, int row, int head, int page) { return kv.entry(row, head, page).frame != null_frame; }
 
-// The pages that attention reads, and how many they are.
+// Marks the pages that attention reads, and returns their number.
 int mark_attended(const PlacementArgs& a, int row, int head, std::vector<char>& stays) {
   const int n = a.device.tokens(row, head), pages = a.device.pages(row, head), p = a.device.page_size;
   stays.assign(static_cast<std::size_t>(pages), a.attended ? 0 : 1);

@@ -1,4 +1,4 @@
-// Page lists of whole heads, one block per (row, KV head): sets of pages are bits of shared memory.
+// One block per (row, KV head) makes its page lists. Sets of pages are bits in shared memory.
 #include "ops/select/placement.hpp"
 
 #include <kvlab/ops.hpp>
@@ -49,7 +49,7 @@ __device__ __forceinline__ void write(const List& list, int row, int head, const
   if (threadIdx.x == 0) list.count(row, head) = count;
 }
 
-// The `count` highest bits of `word`.
+// Returns the `count` highest bits of `word`.
 __device__ __forceinline__ unsigned highest(unsigned word, int count) {
   while (__popc(word) > count) word &= word - 1;
   return word;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads) place_kernel(const __grid_constant__ 
   for (int w = threadIdx.x; w < words; w += threads) staying += __popc(stays[w]);
   unsigned count;
   block_scan(staying, s.scan, count);
-  const int spare = a.resident_tokens / p - static_cast<int>(count);  // that may stay beside them, the newest first
+  const int spare = a.resident_tokens / p - static_cast<int>(count);  // room for other pages; the newest ones stay
   unsigned newer = 0;
   for (int base = 0; base < words && static_cast<int>(newer) < spare; base += threads) {
     const int w = words - 1 - base - static_cast<int>(threadIdx.x);

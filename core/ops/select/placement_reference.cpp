@@ -16,7 +16,7 @@ void write(const PageList& list, int row, int head, int pages, const Listed& lis
     if (listed(page)) list.index(row, head, list.count(row, head)++) = page;
 }
 
-// Is a token of this page pinned, by its place?
+// Returns whether a token of this page is pinned by its place.
 bool pinned(const PlacementArgs& a, int page, int tokens) {
   for (int t = page * a.device.page_size; t < std::min(tokens, (page + 1) * a.device.page_size); ++t)
     if (t < a.pins.first || t >= tokens - a.pins.last) return true;

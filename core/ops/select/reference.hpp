@@ -20,7 +20,6 @@ void allot_by_score_reference(const Allotment& a, double floor, bool exact_total
 void round_allotment_reference(View<const std::int32_t, 2> length, const std::uint8_t* keep_all, int page_size,
                                View<std::int32_t, 2> keep);
 
-// Placement.
 void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
 void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
                            PageList out);

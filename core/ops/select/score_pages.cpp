@@ -16,7 +16,8 @@ struct Scratch {
   std::vector<float> queries, scores;
 };
 
-// max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi: a box is one row of 2 * head_dim against the split query.
+// max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi. So a box [lo, hi] scores as the product of one row of 2 * head_dim
+// with the split query.
 void split_query(const float* q, int dim, float* out) {
   for (int d = 0; d < dim; ++d) {
     out[d] = std::min(q[d], 0.f);

@@ -1,7 +1,7 @@
-// Page scores, and with a list the selection too in the same launch: tiles of 16 pages of all heads lie on one line
-// that the resident blocks share evenly, a warp multiplies a tile with the queries of its KV head on the tensor cores,
-// and whichever block brings the last scores of a head selects its pages. Here is the choice of the kernel, the one for
-// what the rings (score_pages_ring.cuh) do not take, and the one for any shape.
+// Page scores; with a list, the same launch also selects. Tiles of 16 pages of all heads lie on one line, which the
+// resident blocks share evenly. A warp multiplies a tile with the queries of its KV head on the tensor cores. The block
+// that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
+// that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
 
 #include "base/scratch.cuh"
@@ -15,21 +15,21 @@ using namespace cuda;
 using namespace device;
 using namespace page_scores;
 
-constexpr int most_column_tiles = 4;  // of 8 columns; a query is two of them, its rounded value and the rest
-constexpr int max_pairs = 2048;       // (row, KV head) of one launch
+constexpr int most_column_tiles = 4;  // tiles of 8 columns; a query takes two columns: its rounded value and the rest
+constexpr int max_pairs = 2048;       // pairs (row, KV head) of one launch
 
 __device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
   return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
 }
 
-// The query that a row of the summary is multiplied with: max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
+// Element e of the query for a row of the summary. For boxes max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
 __device__ __forceinline__ float wide_query(const Args& a, const float* q, int e) {
   if (!a.box) return q[e];
   return e < a.dim ? fminf(q[e], 0.f) : fmaxf(q[e - a.dim], 0.f);
 }
 
-// Fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
-// neighbouring elements each, so the order of the sum over k is not that of memory, in A and B alike.
+// Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
+// neighbouring elements each. So A and B share an order of the sum over k that is not the order in memory.
 template <class T, int Chunks>
 __device__ void stage_queries(const Args& a, int row, int kv_head, int column_tiles, uint4* fragments) {
   for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
     const int from = max(lo, begin), to = min(hi, end);
     const std::byte* summaries = a.data + a.slots[row] * a.slot_stride + kv_head * a.head_stride + quarter * 16;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
-    // Rows lane / 4 and lane / 4 + 8 of a tile; past the last page it is read again.
+    // The lane reads rows lane / 4 and lane / 4 + 8 of a tile. Rows past the last page read that page again.
     const auto row_of = [&](int tile, int half) {
       return summaries + min((tile - begin) * tile_pages + lane / 4 + 8 * half, pages - 1) * a.page_stride;
     };
@@ -142,7 +142,7 @@ __device__ __forceinline__ float summary_element(const std::byte* summary, DType
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(summary)[d]);
 }
 
-// Any head_dim, element type, group and stride: one warp per page.
+// Serves any head_dim, element type, group and stride. One warp scores a page.
 __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_constant__ Args a, DType dtype) {
   const int lane = threadIdx.x % 32, kv_head = blockIdx.y, row = blockIdx.z;
   const int pages = pages_of(a, a.slots[row], kv_head), width = a.box ? 2 * a.dim : a.dim;
@@ -199,7 +199,7 @@ bool fits_tiles(const PagedKv& kv, const Summaries& s, int group) {
 
 }  // namespace
 
-// out null: the scores alone.
+// Where out is null, it only scores.
 static void run(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
                 float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const Scores& scores,
                 const PageList* out, Stream s) {

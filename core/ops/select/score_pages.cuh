@@ -1,4 +1,4 @@
-// What the tensor core kernels of page scores share: their arguments, where the sums of a tile go, and how a head ends.
+// The tensor core kernels of page scores share their arguments, the output of a tile's sums, and the end of a head.
 #pragma once
 #include <kvlab/roles.hpp>
 
@@ -10,8 +10,8 @@ using device::all_lanes;
 using device::SelectShared;
 
 constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
-constexpr int chunk_bytes = 64;          // of a summary: what the four lanes of a row take at once
-constexpr int most_fused_pages = 14336;  // scores of one head in shared memory
+constexpr int chunk_bytes = 64;          // bytes of a summary that the four lanes of a row take at once
+constexpr int most_fused_pages = 14336;  // pages of a head whose scores fit shared memory
 
 struct Args {
   const std::int32_t* length;
@@ -26,18 +26,18 @@ struct Args {
   float* raw;  // softmax_mean: [row, query head, most_pages] scores of each query head
   const std::int32_t* budgets;
   std::int64_t budget_row, budget_head;
-  std::int32_t *list, *count;  // null: no selection
+  std::int32_t *list, *count;  // null = no selection
   std::int64_t list_row, list_head, list_step, count_row, count_head;
-  int* arrived;  // [pair], zero
+  int* arrived;  // [pair] blocks that have finished their part; zero between launches
   int rows, kv_heads, group, dim, page_size, most_pages, room;
   float scale;
   GroupRule rule;
   bool box, newest;
 };
 
-// Bytes of a bit for each page, a multiple of 16.
+// Bytes that hold a bit for each page, a multiple of 16.
 __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 32 + 3) / 4 * 16; }
-// Bytes of a score for each page, a multiple of 16.
+// Bytes that hold a score for each page, a multiple of 16.
 __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
 
 __device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
@@ -46,8 +46,8 @@ __device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int he
   return min((tokens + a.page_size - 1) / a.page_size, a.most_pages);
 }
 
-// A block's tiles [lo, hi) of the line of all pairs' tiles, and the last pair that begins at or before lo, so not an
-// empty one. begin_of: tiles before a pair. blocks: those that have any tiles.
+// A block's tiles [lo, hi) on the line of all pairs' tiles, and the last pair that begins at or before lo. That pair
+// has tiles. begin_of(pair) = tiles before a pair. blocks = blocks that have tiles.
 struct Share {
   int lo, hi, pair;
 };
@@ -66,14 +66,14 @@ __device__ __forceinline__ Share share_of(int block, std::int64_t blocks, unsign
   return s;
 }
 
-// Which of `blocks` have a part of tiles [begin, end), where block b has [total b / blocks, total (b + 1) / blocks).
+// Counts the blocks that share tiles [begin, end), where block b has [total b / blocks, total (b + 1) / blocks).
 __device__ __forceinline__ int parts_of(int begin, int end, unsigned total, std::int64_t blocks) {
   return static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
 }
 
-// The lane's sums of a tile in the layout of C: column 2 h is query head h with the rounded query, 2 h + 1 with what
-// rounding left; rows are page and page + 8. Scores go to `scores` and, if it is not null, `own`; those of the query
-// heads to Args::raw where the rule looks at all pages.
+// Writes the lane's sums of a tile, which lie as in C: column 2 h is query head h with the rounded query, and column
+// 2 h + 1 with the rest. Rows are page and page + 8. Scores go to `scores` and, unless it is null, to `own`. Where the
+// rule is softmax_mean, scores of the query heads go to Args::raw.
 template <int Tiles>
 __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
                                            int pages, float* scores, float* own) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
   }
 }
 
-// Scores of one head from those of its query heads, where the rule looks at all pages.
+// Reduces the scores of a head's query heads in Args::raw to the head's scores.
 __device__ __noinline__ void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out, SelectShared& s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int p = threadIdx.x; p < pages; p += threads) out[p] = 0;
@@ -140,8 +140,8 @@ __device__ __noinline__ void softmax_mean(const Args& a, int row, int kv_head, i
   }
 }
 
-// device::choose_pages, of a row that lies in `own` too (shared memory) where that is not null. stage: shared memory
-// for a row, may be `own`.
+// Runs device::choose_pages. Unless it is null, `own` is shared memory that holds the scores too. stage is shared
+// memory for a row and may be `own`.
 __device__ __noinline__ int choose(const float* scores, const float* own, int n, int budget, bool newest,
                                    std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
                                    SelectShared& s) {
@@ -156,9 +156,10 @@ __device__ __noinline__ int choose(const float* scores, const float* own, int n,
   return device::choose_pages(scores, n, budget, newest, to, step, room, stage, chosen, s);
 }
 
-// After a block's tiles of a head, of which `parts` blocks have some: whichever comes last has all scores, and turns
-// those of the query heads into the head's and selects, as asked for. All threads have met before it ends. stage, in
-// shared memory, holds the scores if own is true and the block has the whole head; merges is a word of shared memory.
+// A block calls this after its tiles of a head, which `parts` blocks share. The last of them sees all scores: it
+// reduces those of the query heads where the rule wants it, and selects where there is a list. All threads meet before
+// it ends. stage is shared memory; it holds the scores if own is true and the block has the whole head. merges is a
+// word of shared memory.
 __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int pages, int budget, bool own,
                                          float* stage, unsigned* chosen, int& merges, SelectShared& s) {
   const bool raw = a.rule == GroupRule::softmax_mean;

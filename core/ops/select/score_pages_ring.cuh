@@ -1,8 +1,8 @@
-// Page scores of summaries whose bytes are a multiple of 128, for at most 8 query heads of a KV head: one block for
-// each multiprocessor, whose warps each have a ring of bulk copies (TMA) that runs on over the (row, KV head) pairs of
-// the block. The queries are fragments of B in registers; those of the next pair come meanwhile. A block that has the
-// whole of a head selects from shared memory. Started early (base/launch.cuh): reads nothing before its predecessor has
-// ended.
+// Page scores of summaries whose bytes are a multiple of 128, for at most 8 query heads of a KV head. Each
+// multiprocessor runs one block. Each warp has a ring of bulk copies (TMA) that runs on over the block's (row, KV head)
+// pairs. The queries are fragments of B in registers, and the block copies the next pair's queries meanwhile. A block
+// that has a whole head selects from shared memory. The kernel may start early (base/launch.cuh), but it reads nothing
+// before its predecessor has ended.
 #pragma once
 #include <algorithm>
 
@@ -13,18 +13,18 @@
 namespace kvlab::ops::page_scores {
 
 constexpr int most_ring_group = 8, most_ring_pairs = 3 * threads;  // pairs of one launch
-constexpr int ring_bytes = 128 * 1024;  // under way in a block: more makes the memory's queue longer and nothing faster
+constexpr int ring_bytes = 128 * 1024;  // bytes that a block has in flight; more lengthens the queue and gains nothing
 
 struct alignas(16) Place {
-  int tiles, pages, y, budget;  // tiles before a pair, its pages, its first row of the maps
+  int tiles, pages, y, budget;  // tiles before a pair, its pages, its first row in the maps, its page budget
 };
 
-// Dynamic shared memory in this order: the stages of all warps, their barriers, queries of two pairs, the line of
-// pairs, a bit and a score for each page of a row.
+// Order of dynamic shared memory: the stages of all warps, their barriers, queries of two pairs, the line of pairs, a
+// bit and a score for each page of a row.
 template <int Chunks>
 struct Ring {
   static constexpr int page_bytes = Chunks * chunk_bytes, tile_bytes = tile_pages * page_bytes;
-  static constexpr int page_rows = page_bytes / 128;  // of the maps
+  static constexpr int page_rows = page_bytes / 128;  // rows of the maps that a page takes
   static constexpr int stages = ring_bytes / (warps * tile_bytes);
   static constexpr int barriers_at = warps * stages * tile_bytes, queries_at = barriers_at + warps * stages * 8;
 
@@ -47,8 +47,8 @@ struct RingArgs {
   bool wide_queries;  // queries can be read 16 bytes at once
 };
 
-// Asks for the queries of a pair as [head, dim]. They are there for a thread that has waited for its copies and met all
-// others, who have done so too.
+// Starts the copy of a pair's queries as [head, dim]. A thread may read them after all threads have waited for their
+// copies and met.
 __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float* to) {
   const Args& a = r.all;
   const float* from = a.queries + pair / a.kv_heads * a.query_row + pair % a.kv_heads * a.group * a.query_head;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float*
   }
 }
 
-// The rounded values of f(x), or with `rest` what rounding leaves of them.
+// Returns the rounded values of f(x), or with `rest` the differences that rounding leaves.
 template <class T, class F>
 __device__ __forceinline__ uint4 fragment_of(const float (&x)[8], bool rest, const F& f) {
   unsigned out[4];
@@ -78,10 +78,9 @@ __device__ __forceinline__ uint4 fragment_of(const float (&x)[8], bool rest, con
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-// A lane's fragments of B from queries [head, dim] in shared memory: column 2 h is query head h, column 2 h + 1 what
-// rounding left of it; the last head stands in for those past it. The four lanes of a row hold 8 neighbouring elements
-// each, so the order of the sum over k is not that of memory, in A and B alike. A box is one row of [lo, hi]:
-// max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
+// Makes a lane's fragments of B from queries [head, dim] in shared memory. Column 2 h is query head h rounded, column
+// 2 h + 1 the rest. Columns past the last head repeat it. Elements are in the order of stage_queries (score_pages.cu).
+// A box is one row of [lo, hi]: max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
 template <class T, int Chunks, int Tiles>
 __device__ __forceinline__ void load_queries(const Args& a, const float* queries, uint4 (&b)[Tiles][Chunks]) {
   const int lane = threadIdx.x % 32, quarter = lane % 4;
@@ -95,7 +94,7 @@ __device__ __forceinline__ void load_queries(const Args& a, const float* queries
       x[0] = u.x, x[1] = u.y, x[2] = u.z, x[3] = u.w, x[4] = v.x, x[5] = v.y, x[6] = v.z, x[7] = v.w;
     };
     float x[8];
-    // Which of the two it is, the width often says (head_dim 64, 96, 128 or 256).
+    // For head_dim 64, 96, 128 or 256, the width often tells boxes from vectors at compile time.
     constexpr bool only_boxes = Chunks == 6 || Chunks == 16, no_boxes = Chunks == 2;
     if (only_boxes || (!no_boxes && a.box)) {
 #pragma unroll
@@ -114,13 +113,13 @@ __device__ __forceinline__ void load_queries(const Args& a, const float* queries
   }
 }
 
-// Lays out all pairs on one line of tiles and returns how many those are. Pairs without pages get their empty list.
+// Lays out all pairs on one line of tiles and returns the number of tiles. Pairs without pages get an empty list.
 __device__ __forceinline__ unsigned lay_out(const Args& a, Place* line, SelectShared& s) {
   constexpr int most = most_ring_pairs / threads;
   const int pairs = a.rows * a.kv_heads, each = (pairs + threads - 1) / threads, begin = threadIdx.x * each;
   Place of[most];
 #pragma unroll
-  for (int i = 0; i < most; ++i) {  // all loads at once
+  for (int i = 0; i < most; ++i) {  // a loop of its own, so that all loads are in flight together
     of[i] = {};
     if (i < each && begin + i < pairs) {
       const int row = (begin + i) / a.kv_heads, head = (begin + i) % a.kv_heads;
@@ -148,7 +147,7 @@ __device__ __forceinline__ unsigned lay_out(const Args& a, Place* line, SelectSh
   return total;
 }
 
-// Tiles: of eight columns, two for each query head. tile_map has boxes of a tile, page_map of one page.
+// A tile has eight columns, two for each query head. A box of tile_map is a tile of pages, one of page_map a page.
 template <class T, int Chunks, int Tiles>
 __global__ void __launch_bounds__(threads, 1)
     score_ring_kernel(const __grid_constant__ RingArgs r, const __grid_constant__ CUtensorMap tile_map,
@@ -181,8 +180,8 @@ __global__ void __launch_bounds__(threads, 1)
   const int lo = share.lo, hi = share.hi, first = share.pair;
   int last = first;
   while (line[last + 1].tiles < hi) ++last;
-  // A head that is cut at the block's end comes first: cut heads are complete while others are still read, and what is
-  // left to do after the last copy is the selection of a head that the block has alone.
+  // A head that continues in the next block comes first, so shared heads are complete early. After the last copy only a
+  // head that the block has alone is left to select.
   const bool cut_first = last != first && line[last + 1].tiles > hi;
   const int start = cut_first ? last : first, stop = cut_first ? last : last + 1;
   const int cut = cut_first ? hi - line[last].tiles : 0, items = hi - lo;
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(threads, 1)
   copy_queries(r, start, queries);
 
   const std::uint64_t policy = cuda::read_once_policy();
-  int cursor = start;  // the pair of the tile that is asked for next
+  int cursor = start;  // pair of the next tile to copy
   const auto ask = [&](int item, int stage) {
     if (item >= items) return;
     const int tile = tile_of(item);
@@ -271,27 +270,27 @@ void launch_ring(const RingArgs& r, cudaStream_t stream) {
                            static_cast<int>(cuda::shared_bytes() - sizeof(SelectShared) - 1024));
   cuda::check(once, "page_score");
   constexpr bool half = std::is_same_v<T, __half>;
-  constexpr std::int64_t rows = 0x7fffffff;  // whatever memory there is: pages that are there are asked for, no others
+  constexpr std::int64_t rows = 0x7fffffff;  // no bound is needed: the kernel copies only pages that exist
   const CUtensorMap tile_map = cuda::matrix_map(a.data, half, rows, 64, 64, tile_pages * R::page_rows),
                     page_map = cuda::matrix_map(a.data, half, rows, 64, 64, R::page_rows);
   const int bytes = R::bytes(a.group, a.dim, a.rows * a.kv_heads, a.list ? a.most_pages : 0);
   cuda::launch("page_score", kernel, cuda::multiprocessors(), threads, bytes, stream, true, r, tile_map, page_map);
 }
 
-// Whether launch_ring_width takes rows of a's pairs, most_ring_pairs at most at once.
+// Returns whether launch_ring_width can run a's pairs, at most most_ring_pairs in one launch.
 inline bool fits_ring(const Args& a, int row_bytes) {
   return row_bytes % 128 == 0 && a.group <= most_ring_group && a.kv_heads <= most_ring_pairs &&
          a.slot_stride % 128 == 0 && a.head_stride % 128 == 0 && a.page_stride % 128 == 0 &&
          a.page_stride * std::int64_t{a.most_pages} <= std::int64_t{1} << 30;
 }
 
-// a: as fits_ring wants it, head_dim 64, 96, 128 or 256; summaries 16-byte aligned, of row_bytes each.
+// Needs fits_ring(a, row_bytes), head_dim 64, 96, 128 or 256, and summaries of row_bytes each, 16-byte aligned.
 template <class T>
 void launch_ring_width(const Args& a, int row_bytes, cudaStream_t stream) {
   const bool wide =
       reinterpret_cast<std::uintptr_t>(a.queries) % 16 == 0 && a.query_row % 4 == 0 && a.query_head % 4 == 0;
   const RingArgs r = {a, static_cast<int>(a.page_stride / 128), a.page_stride == row_bytes, wide};
-  switch (row_bytes / chunk_bytes) {  // up to 4 query heads have kernels of their own where Quest's boxes of 128 are
+  switch (row_bytes / chunk_bytes) {  // Quest's boxes of head_dim 128 have an own kernel for up to 4 query heads
     case 2: return launch_ring<T, 2, 2>(r, stream);
     case 4: return launch_ring<T, 4, 2>(r, stream);
     case 6: return launch_ring<T, 6, 2>(r, stream);

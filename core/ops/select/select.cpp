@@ -14,7 +14,7 @@
 namespace kvlab::ops {
 namespace {
 
-constexpr std::int64_t parallel_tokens = 4096;  // fewer are done before threads have started
+constexpr std::int64_t parallel_tokens = 4096;  // fewer tokens take less time than starting threads
 
 struct Scratch {
   std::vector<std::uint64_t> keys;
@@ -24,7 +24,7 @@ struct Scratch {
 
 thread_local Scratch scratch;
 
-// Adds the best unchosen of [0, n) to `chosen` until `keep` are chosen; `already` are. Returns how many are then.
+// Adds the best of [0, n) to the `already` chosen entries until `keep` are chosen. Returns the number chosen.
 int choose(const float* score, int n, int keep, int already, std::vector<char>& chosen) {
   const int wanted = std::min(keep, n) - already;
   if (wanted <= 0) return already;
@@ -52,7 +52,7 @@ void write_list(const IndexList& list, int row, int head, const std::vector<char
   if (count == 0) return;
   std::int32_t* to = &list.index(row, head, 0);
   const std::int64_t step = list.index.stride[2];
-  for (int i = 0, k = 0; k < count; ++i) {  // no branch on what was chosen
+  for (int i = 0, k = 0; k < count; ++i) {  // no branch on `chosen`, which is hard to predict
     to[k * step] = i;
     k += chosen[i];
   }
@@ -116,7 +116,7 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
-  int short_by = 0;  // what the first list without room should hold; a thread must not throw
+  int short_by = 0;  // entries of the longest list that has no room; a thread must not throw
 #pragma omp parallel for schedule(static) reduction(max : short_by) if (tokens >= parallel_tokens)
   for (int i = 0; i < kv.rows * kv.kv_heads; ++i) {
     const int r = i / kv.kv_heads, h = i % kv.kv_heads, n = kv.tokens(r, h);

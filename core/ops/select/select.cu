@@ -1,5 +1,5 @@
-// Exact selection of pages and tokens: one block per (row, KV head), whose scores are read once, into registers or else
-// into shared memory where they fit.
+// Exact selection of pages and tokens. One block per (row, KV head) reads its scores once, into registers or, for
+// longer rows, into shared memory if they fit.
 #include "ops/select/select_held.cuh"
 
 #include <kvlab/ops.hpp>
@@ -18,19 +18,19 @@ struct Args {
   DeviceKv kv;
   View<const float, 3> scores;
   View<const std::int32_t, 2> amount;
-  const Pins* pins;  // [row], tokens only
+  const Pins* pins;  // [row]; top_tokens only
   View<std::int32_t, 3> list;
   View<std::int32_t, 2> count;
-  int most;  // entries of a row
+  int most;  // most entries of a row
   bool newest, staged;
 };
 
-// Shared memory: the bits of a row, then the row itself where `staged`.
+// Shared memory holds the bits of a row, then the row itself where `staged`.
 __device__ __forceinline__ float* stage_of(const Args& a, unsigned* chosen) {
   return a.staged ? reinterpret_cast<float*>(chosen + ((a.most + 31) / 32 + 3) / 4 * 4) : nullptr;
 }
 
-// Vectors: of four scores that a thread holds; 0 for rows that are too long for that.
+// A thread holds `Vectors` vectors of four scores; 0 = the row is too long for registers.
 template <int Threads, int Blocks, int Vectors>
 __global__ void __launch_bounds__(Threads, Blocks) top_pages_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
   if (threadIdx.x == 0) a.count(row, head) = count;
 }
 
-// As many threads as a row has work for; rows of up to 8192 entries share a multiprocessor with others.
+// Launches as many threads as a row has work for. Blocks of up to 8192 entries share a multiprocessor.
 template <template <int, int, int> class Kernel>
 void launch(Args a, const char* op, cudaStream_t stream) {
   const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
@@ -133,7 +133,7 @@ struct TopTokens {
 
 constexpr int pin_threads = 256;
 
-// A block a KV head, for the scores of all its query heads.
+// One block sets the scores of all query heads of a KV head.
 __global__ void __launch_bounds__(pin_threads)
     set_pinned_kernel(const __grid_constant__ DeviceKv kv, Pins pins, float value, int group, View<float, 3> scores) {
   __shared__ SelectShared select;

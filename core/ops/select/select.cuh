@@ -1,5 +1,5 @@
-// Exact selection by one block: what select.hpp says, for rows in shared or global memory. Chosen entries are bits of
-// shared memory, so pins, selection and the ascending list meet in one form.
+// Exact selection by one block in the order of select.hpp, for rows in shared or global memory. Chosen entries are bits
+// in shared memory, a form that pins, selection and the ascending list share.
 #pragma once
 #include <kvlab/ops.hpp>
 
@@ -25,7 +25,7 @@ struct alignas(16) SelectShared {
   unsigned long long threshold;
 };
 
-// The upper half of selection_key.
+// Returns the upper half of selection_key.
 __device__ __forceinline__ unsigned score_key(float score) {
   const unsigned u = __float_as_uint(score);
   if (score != score) return 0;
@@ -38,7 +38,7 @@ __device__ __forceinline__ unsigned long long selection_key(float score, unsigne
 
 __device__ __forceinline__ bool has_bit(const unsigned* bits, int i) { return bits[i >> 5] >> (i & 31) & 1; }
 
-// Exclusive prefix of `value` over the threads; `total` is that of the block.
+// Returns the exclusive prefix sum of `value` over the threads; `total` is the block's sum.
 __device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch, unsigned& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   unsigned inclusive = value;
@@ -60,10 +60,10 @@ __device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch
   return before + inclusive - value;
 }
 
-// A threshold so that exactly `wanted` entries have key(s, t, i) >= threshold, when the digits from `lowest` on tell
-// all apart; entries that do not differ there stay together. key(s, t, i, k) is false for an entry that does not take
-// part; entry t of segment s is number i = first[s] + t, and 1 <= wanted <= entries. Keys must end in ~i when lowest is
-// 0. At least 256 threads.
+// Returns a threshold that exactly `wanted` entries reach, if the bits from `lowest` up tell all keys apart. Entries
+// with the same bits there stay together. key(s, t, i, k) sets k, the key of entry t of segment s, or returns false if
+// the entry does not take part; i = first[s] + t. Needs 1 <= wanted <= entries and at least 256 threads. If lowest is
+// 0, keys must end in ~i.
 template <class Key>
 __device__ unsigned long long radix_threshold(const Key& key, const int* first, int segments, unsigned wanted,
                                               int lowest, SelectShared& s) {
@@ -71,7 +71,7 @@ __device__ unsigned long long radix_threshold(const Key& key, const int* first, 
   const unsigned last = static_cast<unsigned>(max(first[segments] - 1, 0));
   unsigned long long prefix = 0;
   for (int shift = 56; shift >= lowest; shift -= 8) {
-    if (shift < 32 && last >> shift == 0 && shift > 0) {  // all indices have the same digit
+    if (shift < 32 && last >> shift == 0 && shift > 0) {  // all indices have this digit 0
       prefix |= 0xffull << shift;
       continue;
     }
@@ -104,7 +104,7 @@ __device__ unsigned long long radix_threshold(const Key& key, const int* first, 
   return prefix;
 }
 
-// x[0, n) from the same place or from `stage` once it was copied there, and this thread's range of its finite values.
+// A row in its own memory or in its copy `stage`, and the range of the finite values that this thread has read.
 struct Row {
   const float* x;
   float low, high;
@@ -112,7 +112,7 @@ struct Row {
 __device__ __forceinline__ void widen(float x, float& low, float& high) {
   if (fabsf(x) < INFINITY) low = fminf(low, x), high = fmaxf(high, x);
 }
-// Reads past the L1 cache: other blocks may have written x in this launch.
+// Bypasses the L1 cache, since other blocks may have written x in this launch.
 __device__ __forceinline__ Row load_row(const float* x, int n, float* stage) {
   Row r{stage ? stage : x, INFINITY, -INFINITY};
   int begin = 0;
@@ -135,14 +135,15 @@ __device__ __forceinline__ Row load_row(const float* x, int n, float* stage) {
   return r;
 }
 
-// 0 = the greatest values; NaN with the least. Never descends as scores do, whatever low and scale are.
+// Bin 0 has the greatest values; NaN falls in the bin of the least. A lower score never has a lower bin, whatever low
+// and scale are.
 __device__ __forceinline__ int bin_of(float x, float low, float scale) {
   const float up = fminf(fmaxf((x - low) * scale, 0.f), static_cast<float>(select_bins - 1));
   return select_bins - 1 - static_cast<int>(up);
 }
 
-// Sets the bits of the `wanted` best of [0, n) whose bit is not set yet; 0 < wanted < how many those are. The bits are
-// there for all threads before and after. Blocks of 256, 512 or 1024 threads.
+// Sets the bits of the `wanted` best entries of [0, n) whose bits are clear; 0 < wanted < number of clear bits. All
+// threads see the bits before and after. Needs blocks of 256, 512 or 1024 threads.
 __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* chosen, SelectShared& s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float low = row.low, high = row.high;
@@ -191,7 +192,7 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
       const unsigned at = atomicAdd(&s.candidates, 1u);
       if (at < most_candidates) s.candidate[at] = selection_key(x, i);
     }
-    const unsigned bits = __ballot_sync(all_lanes, sure);  // after every lane has looked at its bit
+    const unsigned bits = __ballot_sync(all_lanes, sure);  // it also waits until every lane has read its bit
     if (lane == 0 && bits) chosen[base >> 5] |= bits;
   }
   __syncthreads();
@@ -224,7 +225,7 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
   __syncthreads();
 }
 
-// Bits [0, n) as an ascending list of at most `room`; returns how many were written. Uses s.bins.
+// Writes the set bits of [0, n) as an ascending list of at most `room`, and returns its length. Uses s.bins.
 __device__ inline int write_list(const unsigned* chosen, int n, std::int32_t* to, std::int64_t step, int room,
                                  SelectShared& s) {
   const int words = (n + 31) / 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -245,14 +246,14 @@ __device__ inline int write_list(const unsigned* chosen, int n, std::int32_t* to
   return min(static_cast<int>(written), room);
 }
 
-// The bits of [0, n) all set, or none.
+// Sets or clears all bits of [0, n).
 __device__ __forceinline__ void fill_bits(unsigned* bits, int n, bool value) {
   for (int w = threadIdx.x; w < (n + 31) / 32; w += blockDim.x)
     bits[w] = !value ? 0u : w * 32 + 32 <= n ? ~0u : (1u << (n & 31)) - 1;
   __syncthreads();
 }
 
-// The `budget` best of n, of which the last one may be pinned, as a list.
+// Writes the list of the `budget` best of n pages and returns its length. newest: the last page is pinned.
 __device__ inline int choose_pages(const float* scores, int n, int budget, bool newest, std::int32_t* to,
                                    std::int64_t step, int room, float* stage, unsigned* chosen, SelectShared& s) {
   const int pinned = newest && n > 0, wanted = min(budget, n) - pinned;

@@ -7,7 +7,7 @@
 
 namespace kvlab::ops {
 
-// Greater key = selected earlier. All keys of different indices differ.
+// Entries of greater keys are selected first. Keys of different indices differ.
 inline std::uint64_t selection_key(float score, std::uint32_t index) {
   std::uint32_t u = 0;
   if (score == score) {
@@ -22,8 +22,8 @@ inline std::uint32_t selection_index(std::uint64_t key) { return 0xffffffffu - s
 // Puts the `count` greatest keys first, in no order.
 void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count);
 
-// pinned[t] of one head's tokens: the first `pins.first` and the last `pins.last` resident tokens in text order.
-// Returns how many.
+// Sets pinned[t] for the first `pins.first` and the last `pins.last` resident tokens of a head in text order. Returns
+// their number.
 int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned);
 
 }  // namespace kvlab::ops

@@ -1,14 +1,14 @@
-// Exact selection by one block from a row that its threads hold in registers, 4 * Vectors entries each. It asks no more
-// of shared memory than it must: a histogram of the greatest of each four entries bounds the threshold from below, one
-// of the few entries above that bound finds it (with one vector a thread, of all entries). Rows where that does not
-// tell enough apart go to select_best.
+// Exact selection by one block from a row that its threads hold in registers, 4 * Vectors entries each. It spares
+// shared memory. A histogram of the greatest of each four entries bounds the threshold from below. A histogram of the
+// few entries above that bound finds it; with one vector per thread, a histogram of all entries does. Rows for which
+// Held::select fails go to select_best.
 #pragma once
 #include "ops/select/select.cuh"
 
 namespace kvlab::ops::device {
 
-// Finds the bin in which the `need` best end, as s.bin, s.above and s.inside; false if all bins hold fewer. Leaves the
-// bins zero. They are complete before; all threads call it.
+// Finds the bin of the last of the `need` best and sets s.bin, s.above and s.inside; false if all bins hold fewer. All
+// threads call it once the bins are complete. It leaves the bins zero.
 template <int Threads>
 __device__ __forceinline__ bool find_bin(unsigned need, SelectShared& s) {
   constexpr int warps = Threads / 32, each = select_bins / Threads;
@@ -52,12 +52,12 @@ template <int Threads, int Vectors>
 struct Held {
   static constexpr int each = 4 * Vectors, warps = Threads / 32;
   static_assert(Vectors <= 4, "four counts of a warp's entries share a register");
-  float x[each];  // NaN where the row has ended and for entries that are chosen before the selection
+  float x[each];  // NaN past the end of the row and for entries chosen before the selection
   unsigned chosen = 0;
 
   static __device__ __forceinline__ int index(int i) { return (i / 4 * Threads + threadIdx.x) * 4 + i % 4; }
 
-  // Reads past the L1 cache: other blocks may have written the row in this launch.
+  // Bypasses the L1 cache, since other blocks may have written the row in this launch.
   __device__ __forceinline__ void load(const float* row, int n) {
     const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
 #pragma unroll
@@ -72,7 +72,7 @@ struct Held {
       }
     }
   }
-  // The same from shared memory, 16-byte aligned.
+  // Loads from shared memory, 16-byte aligned.
   __device__ __forceinline__ void load_own(const float* row, int n) {
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) {
@@ -85,7 +85,7 @@ struct Held {
       x[4 * j + 3] = first + 3 < n ? v.w : NAN;
     }
   }
-  // Entries for which pinned(index) holds, of [0, n).
+  // Chooses the entries of [0, n) for which pinned(index) holds.
   template <class Pinned>
   __device__ __forceinline__ void pin(int n, const Pinned& pinned) {
 #pragma unroll
@@ -98,12 +98,12 @@ struct Held {
       if (index(i) < n) chosen |= 1u << i;
   }
 
-  // Chooses the `wanted` best of the entries that are not chosen yet, 0 < wanted < how many those are; false, with
-  // nothing changed, where NaN would be among them or too many lie in the threshold's bin.
+  // Chooses the `wanted` best of the unchosen entries; 0 < wanted < their number. Returns false and changes nothing
+  // where NaN would be among them or too many entries lie in the threshold's bin.
   __device__ __forceinline__ bool select(int wanted, SelectShared& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto need = static_cast<unsigned>(wanted);
-    const bool groups = Vectors > 1 && wanted <= Threads * Vectors / 2;  // enough of them to bound the threshold
+    const bool groups = Vectors > 1 && wanted <= Threads * Vectors / 2;  // enough fours to bound the threshold
     float best[Vectors], low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) {
@@ -131,7 +131,7 @@ struct Held {
       high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
     }
 
-    // At least `wanted` entries reach `edge`: so many fours have one that does. Half a bin is more than bin_of's error.
+    // At least `wanted` entries reach `edge`: the greatest of as many fours do. Half a bin exceeds bin_of's error.
     float edge = -INFINITY;
     if (groups) {
       const float scale = static_cast<float>(select_bins) / (high - low);
@@ -186,10 +186,10 @@ struct Held {
     return true;
   }
 
-  // The chosen entries as an ascending list of at most `room`; returns how many were written. Uses s.bins.
+  // Writes the chosen entries as an ascending list of at most `room`, and returns its length. Uses s.bins.
   __device__ __forceinline__ int write(std::int32_t* to, std::int64_t step, int room, SelectShared& s) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned counts = 0;  // byte j: those of vector j
+    unsigned counts = 0;  // byte j: chosen entries of vector j
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) counts |= __popc(chosen >> 4 * j & 15u) << 8 * j;
     unsigned before = counts;  // at most 128 a byte
@@ -204,7 +204,7 @@ struct Held {
       for (int j = 0; j < Vectors; ++j) s.bins[j * warps + warp] = before >> 8 * j & 255u;
     before -= counts;
     __syncthreads();
-    constexpr int runs = Vectors * warps, of_lane = (runs + 31) / 32;  // of 128 entries, in order
+    constexpr int runs = Vectors * warps, of_lane = (runs + 31) / 32;  // a run is 128 entries in order
     unsigned run[of_lane], all = 0;
 #pragma unroll
     for (int r = 0; r < of_lane; ++r) {
@@ -229,8 +229,8 @@ struct Held {
   }
 };
 
-// What is left where Held::select gave up; `own` is the thread's Held::chosen, `chosen` words of shared memory for the
-// row's bits.
+// Selects with select_best where Held::select returned false. own is the thread's Held::chosen, and `chosen` is shared
+// memory for the row's bits.
 template <int Threads>
 __device__ __noinline__ int choose_slowly(unsigned own, const float* scores, int n, int wanted, std::int32_t* to,
                                           std::int64_t step, int room, unsigned* chosen, SelectShared& s) {
@@ -245,7 +245,7 @@ __device__ __noinline__ int choose_slowly(unsigned own, const float* scores, int
   return write_list(chosen, n, to, step, room, s);
 }
 
-// `wanted` more than are chosen already, as a list with those.
+// Chooses `wanted` more entries and writes the list of all chosen.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const float* scores, int n, int pinned,
                                            int wanted, std::int32_t* to, std::int64_t step, int room, unsigned* chosen,
@@ -257,7 +257,7 @@ __device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const f
   return held.write(to, step, room, s);
 }
 
-// choose_pages of a row that is held.
+// Runs choose_pages on a row that the block holds.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_pages_held(Held<Threads, Vectors>& held, const float* scores, int n, int budget,
                                                  bool newest, std::int32_t* to, std::int64_t step, int room,
@@ -266,7 +266,7 @@ __device__ __forceinline__ int choose_pages_held(Held<Threads, Vectors>& held, c
   if (pinned) held.pin(n, [&](int i) { return i == n - 1; });
   return choose_held(held, scores, n, pinned, min(budget, n) - pinned, to, step, room, chosen, s);
 }
-// choose_pages for n <= 4 * Vectors * Threads.
+// Runs choose_pages for n <= 4 * Vectors * Threads.
 template <int Threads, int Vectors>
 __device__ __forceinline__ int choose_pages_held(const float* scores, int n, int budget, bool newest, std::int32_t* to,
                                                  std::int64_t step, int room, unsigned* chosen, SelectShared& s) {

@@ -9,10 +9,10 @@
 namespace kvlab::ops {
 namespace {
 
-// Selected earlier: higher score, NaN below everything.
+// Returns whether a is selected before b: the higher score first, NaN below everything.
 bool better(float a, float b) { return std::isnan(a) ? false : std::isnan(b) || a > b; }
 
-// Rank 0 is the best; equal scores by lower index.
+// Rank 0 is the best. Equal scores rank by lower index.
 std::vector<int> by_score(const std::vector<float>& scores) {
   std::vector<int> order(scores.size());
   std::iota(order.begin(), order.end(), 0);
@@ -20,7 +20,7 @@ std::vector<int> by_score(const std::vector<float>& scores) {
   return order;
 }
 
-// Pinned when fewer than `first` tokens come before it, or fewer than `last` after it.
+// A token is pinned when fewer than `first` tokens come before it, or fewer than `last` after it.
 std::vector<bool> pinned_tokens(const PagedKv& kv, int row, int head, const Pins& pins) {
   std::vector<std::int32_t> position(kv.tokens(row, head));
   token_positions_reference(kv, row, head, kv.tokens(row, head), position.data());
