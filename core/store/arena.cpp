@@ -95,7 +95,8 @@ void Arena::free(std::int32_t frame, std::int64_t bytes) {
   }
 }
 
-// While a huge page has gaps it stays in small ones: the kernel would fill the gaps to make it whole again.
+// The range of a huge page uses small pages while it has gaps. Otherwise the operating system would fill the gaps to
+// make the page whole again.
 void Arena::discard_extent(int id) {
   discard_memory(base_ + id * extent_bytes, extent_bytes);
   constexpr int group = huge_page_bytes / extent_bytes;

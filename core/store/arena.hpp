@@ -1,6 +1,5 @@
-// The memory of one tier: frames of a few sizes carved out of extents, addressed in granules of 128 bytes from one
-// base. An extent holds frames of one size; an empty one goes back to the operating system, so resident memory follows
-// what is held.
+// The memory of one tier: frames of a few sizes, addressed in granules of 128 bytes from one base. An extent holds
+// frames of one size. An empty extent goes back to the operating system, so resident memory follows held().
 #pragma once
 #include <kvlab/kv.hpp>
 
@@ -13,20 +12,19 @@
 
 namespace kvlab {
 
-// Tests set KVLAB_POISON=1: memory of frames that are not in use is all ones then, which reads as NaN. So bytes that a
-// frame had before it was freed are not mistaken for those that should have been copied into it.
+// Tests set KVLAB_POISON=1. Then all bits of free frames are ones, which read as NaN. A frame that misses a copy shows
+// NaN instead of the bytes of its last use.
 bool poison_frames();
 inline constexpr int poison_byte = 0xff;
 
 class Arena {
  public:
-  // reserve: most bytes that can ever be held (address space only). limit: bytes that may be held at once, -1 =
-  // reserve.
+  // reserve: bytes of address space. limit: bytes of frames that may be held at once; -1 = reserve.
   Arena(std::int64_t reserve, std::int64_t limit);
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // A frame of `bytes` (a multiple of granule_bytes, at most extent_bytes), or null_frame when it does not fit.
+  // Returns a frame of `bytes` (a multiple of granule_bytes, at most extent_bytes), or null_frame if it does not fit.
   std::int32_t allocate(std::int64_t bytes);
   void free(std::int32_t frame, std::int64_t bytes);
 
@@ -34,7 +32,7 @@ class Arena {
   std::byte* at(std::int32_t frame) const { return base_ + std::int64_t{frame} * granule_bytes; }
   std::int64_t held() const { return held_; }
 
-  // Debug aid: while protected, any access faults. Proves that attention never reads this tier.
+  // While protected, any access faults. Tests prove with it that attention never reads this tier.
   void protect(bool on);
 
   static constexpr std::int64_t extent_bytes = 256 * 1024;
@@ -49,10 +47,10 @@ class Arena {
   void discard_extent(int id);
 
   MappedArray memory_;
-  std::byte* base_ = nullptr;  // of whole huge pages
+  std::byte* base_ = nullptr;  // the first huge page boundary in memory_
   std::int64_t reserve_ = 0, limit_ = 0, held_ = 0;
   std::vector<Extent> extents_;
-  std::set<int> empty_;                            // by address: low ones are used first
+  std::set<int> empty_;                            // extents by address: low ones are used first
   std::map<std::int64_t, std::set<int>> partial_;  // frame bytes -> extents with a free frame
 };
 

@@ -165,7 +165,7 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
     for (int page = begin / s.page_size; page * s.page_size < end; ++page) {
       if (device[page].tokens == 0 && host[page].frame != null_frame)
         copy_page(layer, slot, head, page, Tier::host, Tier::device);
-      give_back(Tier::host, host[page]);  // outgrown
+      give_back(Tier::host, host[page]);  // the device page has tokens that the host copy lacks
       device[page].tokens = static_cast<std::uint16_t>(std::min(s.page_size, end - page * s.page_size));
     }
     lengths_[head_index(layer, slot, head)] = end;

@@ -1,4 +1,4 @@
-// The store in host memory: "device" and "host" are two budgeted arenas. Edits have been applied when a call returns.
+// The store in host memory. The tiers "device" and "host" are arenas with limits. Calls return when their work is done.
 #pragma once
 #include "store/arena.hpp"
 #include "store/store.hpp"
@@ -18,8 +18,8 @@ class CpuStore final : public Store {
   int length(int layer, int slot, int head) const override { return lengths_[head_index(layer, slot, head)]; }
   int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
 
-  // k, v [token, kv_head, head_dim] f32, as they are to be stored; text positions first, first + 1, ... Changes nothing
-  // when it does not fit.
+  // Stores k, v [token, kv_head, head_dim] f32 at text positions first, first + 1, ... Keys are already rotated where
+  // the regime stores them so. Changes nothing if it does not fit.
   Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
 
   Fit recall_all(int layer, int slot) override;
@@ -33,7 +33,7 @@ class CpuStore final : public Store {
   void check_invariants() const override;
 
  private:
-  friend class CudaStore;  // copies a slot in and out to save, restore and check it
+  friend class CudaStore;  // it copies a slot in and out to save, restore and check it
 
   PageEntry* entries(Tier tier, int layer, int slot, int head) {
     return table_[static_cast<std::size_t>(tier)].data() + head_index(layer, slot, head) * pages_per_head_;
@@ -80,7 +80,7 @@ class CpuStore final : public Store {
   std::vector<PageEntry> table_[2];
   std::vector<std::int32_t> lengths_;
   MappedArray summary_pool_;
-  std::vector<int> touched_;  // pages: kept so that a decode step allocates nothing
+  std::vector<int> touched_;  // pages that an eviction changed; a member, so that a decode step allocates nothing
 };
 
 }  // namespace kvlab

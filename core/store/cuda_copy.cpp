@@ -1,4 +1,4 @@
-// A slot of a CudaStore on the host and back: what saving, restoring and checking need.
+// Copies a slot of a CudaStore to the host and back, to save, restore and check it.
 #include <algorithm>
 #include <cstring>
 #include <kvlab/error.hpp>
@@ -146,7 +146,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   for (const Pending& p : from.pending_)
     pending_.push_back(
         pending(p.edit, slot, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), stream_, stream_));
-  synchronize(stream_);  // `from` is borrowed
+  synchronize(stream_);  // the copies read `from`, which the caller may free
   stale_ = true;
   update();
   return Fit::ok;

@@ -1,4 +1,4 @@
-// How CudaStore gives edits to the device.
+// CudaStore passes edits to the device.
 #include <algorithm>
 
 #include "base/device_op.hpp"
@@ -44,7 +44,7 @@ Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& s
 }
 
 Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
-  if (slots.empty() || e.verb == Edit::encode) return {Fit::ok, -1};  // every page is of the one codec already
+  if (slots.empty() || e.verb == Edit::encode) return {Fit::ok, -1};  // all pages have the one codec already
   stale_ = true;
   auto a = list_of<CudaStorePageEdit>(e, rows_of(slots), slots.size(), ++edit_);
   a.verb = e.verb == Edit::offload  ? CudaStorePageEdit::offload
@@ -55,7 +55,7 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
   return {launch_page_edit(a, e.layer, slots), -1};
 }
 
-// Frames that an offload or a recall would take, from what the device holds now.
+// Returns the frames that an offload or a recall would take. Waits for the device's tables and the list.
 std::int64_t CudaStore::frames_missing(const CudaStorePageEdit& e, int index,
                                        const std::vector<std::int32_t>& slots) const {
   const Shape& s = options_.shape;
@@ -89,7 +89,7 @@ std::int64_t CudaStore::frames_missing(const CudaStorePageEdit& e, int index,
 
 Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
-  if (!host_arena_.data()) return Fit::ok;  // nothing ever left the device
+  if (!host_arena_.data()) return Fit::ok;  // no page ever left the device
   if (e.verb != CudaStorePageEdit::drop) {
     const std::int64_t pages = (max_length(index, slots) + s.page_size - 1) / s.page_size;
     const std::int64_t a_head = e.verb == CudaStorePageEdit::recall_all ? pages : std::min(pages, e.index.extent[2]);
@@ -125,7 +125,7 @@ IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>&
   a.pins = e.pins;
   a.unit = e.verb == Edit::attend ? s.page_size : 1;
   a.most = static_cast<int>(pages_per_head_) * (s.page_size / a.unit);
-  // Whatever the length, for graphs.
+  // The room does not depend on lengths, so that a graph can capture it.
   const std::int64_t pinned = std::int64_t{std::max(0, e.pins.first)} + std::max(0, e.pins.last) + 2 * s.page_size;
   const std::int64_t room = a.unit == 1 ? std::min<std::int64_t>(a.most, e.list.index.extent[2] + pinned) : a.most;
   IndexList out;

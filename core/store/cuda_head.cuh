@@ -1,4 +1,4 @@
-// A head of the cache in kernels: where its pages lie, how frames are taken and given back, elements of its tokens.
+// A head of the cache in kernels: its pages, the taking and giving back of frames, elements of its tokens.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,7 +29,7 @@ __device__ inline const PageLayout& layout_of(const CudaStoreLayer& s, int tier)
   return tier ? s.host_layout : s.layout;
 }
 
-// Where the page's tokens are read and written: on the device if they are there.
+// Returns the tier where kernels read and write the page's tokens: the device if it has them.
 __device__ inline int tier_of(const Head& h, int page) { return h.table[0][page].frame >= 0 ? 0 : 1; }
 __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
   const std::int32_t upper = h.table[0][page].frame;
@@ -38,7 +38,7 @@ __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int
 
 __device__ inline void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.counters->error, why); }
 
-// The count before the first frame that a kernel gives back is the least since it was taken from.
+// The peak is noted here: the pool's count is least just before a kernel gives back its first frame.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;
   if (s.poison) {
@@ -74,7 +74,7 @@ __device__ inline void count_fired(const CudaStoreLayer& s, unsigned long long e
   if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
 }
 
-// A frame by `threads` threads, 16 bytes each.
+// Copies a frame with `threads` threads, in units of 16 bytes.
 __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::byte* to, int thread,
                                   int threads) {
   const uint4* a = reinterpret_cast<const uint4*>(from);
@@ -101,7 +101,7 @@ __device__ inline float element(const std::byte* frame, const PageLayout& l, boo
   const std::byte* side = frame + (key ? l.k : l.v);
   if (bits_of(l, key)) {
     const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * token;
-    // As the host does it: no fused multiply-add.
+    // The host uses no fused multiply-add here either.
     return __fadd_rn(
         __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]), __half2float(meta[0])),
         __half2float(meta[1]));
@@ -111,8 +111,8 @@ __device__ inline float element(const std::byte* frame, const PageLayout& l, boo
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
 }
 
-// The bits of x in 16 bits, rounded to nearest, or (bound) to the nearest that is not above (upper: below) it: a bound
-// stays a bound.
+// narrow rounds x to the nearest 16-bit value and returns its bits. bound rounds to the nearest value that is not above
+// x, or with `upper` not below x, so a bound stays a bound.
 __device__ inline unsigned short narrow(float x, bool half) {
   return half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
@@ -123,7 +123,7 @@ __device__ inline unsigned short bound(float x, bool upper, bool half) {
   return upper == (x > 0) ? bits + 1 : bits - 1;
 }
 
-// By a warp.
+// A warp writes the page's summary.
 __device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l, const Head& h, int page, int tokens,
                                     int lane) {
   const std::byte* frame = page_at(s, h, page);
@@ -162,9 +162,9 @@ __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int pag
     summarize_as(s, s.layout, h, page, tokens, lane);
 }
 
-constexpr int most_elements = 8;  // of a lane: head_dim <= 256
+constexpr int most_elements = 8;  // elements of a lane: head_dim <= 256
 
-// One side of a token by a warp, as ops::write_token stores it; x[j] is element lane + 32 j.
+// A warp stores one side of a token as ops::write_token does. x[j] is element lane + 32 j.
 __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
                               const float (&x)[most_elements], int lane) {
   constexpr int most = most_elements;

@@ -1,7 +1,6 @@
-// What CudaStore has the device do. The functions lie in libkvlab_cuda.so, so that only_on_cuda (base/device_op.hpp)
-// calls them. All pointers are memory that kernels reach; calls return at once, run in the stream's order and may be
-// captured in a graph. Lists of a policy are checked on the device: a list that is wrong changes nothing of its head
-// and sets a StoreError.
+// Device work of CudaStore. The functions lie in libkvlab_cuda.so; only_on_cuda (base/device_op.hpp) calls them. All
+// pointers are memory that kernels reach. Calls return at once, run in the stream's order and may go into a graph.
+// Kernels check a policy's lists. A wrong list changes nothing of its head and sets a StoreError.
 #pragma once
 #include <kvlab/edits.hpp>
 #include <kvlab/kv.hpp>
@@ -15,21 +14,21 @@ namespace kvlab {
 
 // Bits of CudaStoreCounters::error, above those of ops::AppendError.
 enum StoreError : int {
-  store_no_frame = 256,     // a pool was empty although the host had made sure
+  store_no_frame = 256,     // a pool was empty although the host had reserved frames
   store_bad_list = 512,     // a count beyond the list's room, a place beyond the head's, or a list that does not ascend
   store_only_copy = 1024,   // a drop of a page's only copy
   store_bad_attend = 2048,  // an attend list with a page or token that the head does not have
 };
 
 struct CudaStoreCounters {
-  std::int32_t free[2] = {};         // frames not in use, by tier; the pools' counts
-  std::int32_t peak_frames[2] = {};  // in use at most, noted whenever one is given back
-  std::int32_t pages = 0;            // of all heads, whatever their tier; only with summaries
+  std::int32_t free[2] = {};         // free frames by tier: the pools' counts
+  std::int32_t peak_frames[2] = {};  // most frames in use by tier, noted whenever a kernel gives one back
+  std::int32_t pages = 0;            // pages of all heads, whatever their tier; counted only with summaries
   std::int32_t peak_pages = 0;
   std::int32_t error = 0;
   std::int32_t reserved = 0;
   unsigned long long moved[2] = {};  // pages that arrived on a tier
-  unsigned long long states = 0;     // pages whose token state went down behind them
+  unsigned long long states = 0;     // pages whose token state a drop copied to the host
   unsigned long long fired = 0;      // edits that changed something
   unsigned long long last_edit = 0;
 };
@@ -42,25 +41,25 @@ struct CudaStoreLayer {
   std::byte* summaries = nullptr;  // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
-  PageLayout layout, host_layout;   // of the tiers
-  bool mixed = false;               // are they different? Then what crosses is encoded anew
-  const float* inv_freq = nullptr;  // [head_dim / 2] of keys that follow their rank (re_rotate); null = none do
-  int kv_heads = 0, pages = 0;      // pages: of a head's table
+  PageLayout layout, host_layout;   // of the device and the host tier
+  bool mixed = false;               // the tiers' codecs differ, so pages that cross are encoded anew
+  const float* inv_freq = nullptr;  // [head_dim / 2] under re_rotate, where keys follow their ranks; null otherwise
+  int kv_heads = 0, pages = 0;      // pages: entries of a head's table
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
-  std::int32_t capacity[2] = {};  // frames
-  bool poison = false;            // tests: what is given back is filled with poison_byte (store/arena.hpp)
+  std::int32_t capacity[2] = {};  // frames of a tier
+  bool poison = false;            // tests: a freed frame is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 
-// k, v [token, kv_head, head_dim] as they are to be stored, rows `stride` elements apart. The host has made sure of
-// frames for ceil((length + tokens) / page_size) pages of every head.
+// k, v [token, kv_head, head_dim], rows `stride` elements apart, rotated already where the regime stores keys so. The
+// host has reserved frames for ceil((length + tokens) / page_size) pages of every head.
 struct CudaStoreAppend {
   int slot = 0, tokens = 0, first = 0;  // first: text position
   const void *k = nullptr, *v = nullptr;
   DType dtype = DType::f32;  // f32 or bf16
   std::int64_t stride = 0;
-  std::int32_t* nonfinite = nullptr;  // optional: becomes 1 where one is NaN or infinite in the cache's dtype
+  std::int32_t* nonfinite = nullptr;  // optional: becomes 1 if a value is NaN or infinite in the cache's dtype
 };
 
 struct CudaStoreRows {
@@ -68,7 +67,7 @@ struct CudaStoreRows {
   int rows = 0;
 };
 
-// Lists [row, kv_head, i] of one edit; `edit` differs from the one before it.
+// Lists [row, kv_head, i] of one edit. Its number `edit` differs from the previous edit's.
 struct CudaStoreList : CudaStoreRows {
   View<const std::int32_t, 3> index;
   View<const std::int32_t, 2> count;
@@ -77,34 +76,34 @@ struct CudaStoreList : CudaStoreRows {
 
 struct CudaStorePageEdit : CudaStoreList {
   enum Verb : std::uint8_t { offload, recall, recall_all, drop } verb = offload;  // recall_all has no list
-  Tier tier = Tier::device;                                                       // of a drop
-  std::int32_t* job_count = nullptr;                                              // 0 before
+  Tier tier = Tier::device;                                                       // a drop frees frames of this tier
+  std::int32_t* job_count = nullptr;                                              // the caller sets it to 0
   std::int32_t* jobs = nullptr;  // [3 * entries of the list, or of the rows' tables]: frames from and to, tokens
 };
 
 struct CudaStoreAttend : CudaStoreList {
   Pins pins;
   int unit = 1;               // tokens of an entry: the page size for lists of pages, 1 for lists of tokens
-  int most = 0;               // entries that a head can have
-  View<std::int32_t, 3> out;  // [row, kv_head, i], room for what list and pins can name together
+  int most = 0;               // most entries of a head
+  View<std::int32_t, 3> out;  // [row, kv_head, i], with room for the entries of list and pins together
   View<std::int32_t, 2> out_count;
 };
 
 namespace cuda_store {
 
 void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream stream);
-// Before and after ops::rope_append: a page that goes on is on the device alone; new pages are counted, summaries
-// follow.
+// before_step runs before ops::rope_append: it brings each head's partly filled last page to the device and frees its
+// host copy. after_step runs after it, with summaries: it counts new pages and updates summaries.
 void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
 void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
-// Keeps the listed tokens, or all but them, in the order that CpuStore leaves them in.
+// keep keeps the listed tokens; evict removes them. Both leave the tokens in the order that CpuStore does.
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
-void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // a slot of every layer
-// Text positions of a head's first `tokens` places, wherever their pages are.
+void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
+// Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.
 void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream);
 
 }  // namespace cuda_store

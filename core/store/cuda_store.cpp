@@ -33,7 +33,7 @@ bool CudaStore::Pinned::reserve(std::size_t bytes) {
 }
 
 void CudaStore::check(const StoreOptions& o) {
-  constexpr std::size_t most_columns = 5;  // eight fields of a token with its position and both sides' metadata
+  constexpr std::size_t most_columns = 5;  // a kernel moves 8 fields per token, and 3 are position and metadata of K, V
   if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
@@ -52,7 +52,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   const std::size_t heads = static_cast<std::size_t>(heads_), table = heads * pages_per_head_ * sizeof(PageEntry);
   for (auto& t : table_) {
     t = StreamMemory(stream_, table);
-    // A null entry is -1 and zeros: written once from here.
+    // A null entry is not all zeros, so the host writes the table once.
     const std::vector<PageEntry> empty(std::min<std::size_t>(heads * pages_per_head_, 65536));
     for (std::size_t at = 0; at < heads * pages_per_head_; at += empty.size())
       copy_memory(t.as<PageEntry>() + at, empty.data(),
@@ -94,8 +94,8 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
 
 CudaStore::~CudaStore() {
   try {
-    synchronize(stream_);  // kernels may still use what goes now
-  } catch (...) {          // whoever waits next for the device hears of it
+    synchronize(stream_);  // kernels may still use the memory that is freed next
+  } catch (...) {          // the next call that waits for the device throws the error
   }
 }
 
@@ -115,7 +115,7 @@ void CudaStore::make_pool(Tier tier, std::int64_t frames) {
   free_bound_[t] = frames;
 }
 
-// Pinning memory takes half a second per GiB, so it waits for the first page that goes there.
+// Pinning memory takes half a second per GiB, so the store pins none before the first offload.
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
   std::int64_t frames = heads_ * options_.shape.max_pages();
@@ -157,7 +157,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   return l;
 }
 
-// Lists of n slots share one place, so that a captured graph of a batch finds its rows there.
+// All lists of n slots use one place in rows_, so that a captured graph finds the rows of its batch there.
 const std::int32_t* CudaStore::rows_of(const std::vector<std::int32_t>& slots) const {
   const std::size_t n = slots.size();
   if (n >= rows_known_.size()) throw Error(Errc::internal, "got more rows than the store has slots");
@@ -220,7 +220,7 @@ void CudaStore::update() {
     }
   for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
   count_ledger();
-  // From here on the device notes the peaks of what follows.
+  // The device's peaks start again from the frames and pages now in use.
   const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
   copy_memory(counters->peak_frames, frames, sizeof frames, stream_);
   copy_memory(&counters->peak_pages, &known_.pages, sizeof known_.pages, stream_);
@@ -281,7 +281,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   if (bound(index, slot) + tokens > room) update();
   if (bound(index, slot) + tokens > room)
     throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
-  // A page that goes on may have to come up from the host first.
+  // Each head's partly filled last page may have to come from the host first.
   const std::int64_t lower = host_arena_.data() ? s.kv_heads : 0;
   if (!reserve(Tier::device, std::int64_t{s.kv_heads} * ((tokens + p - 1) / p + 1))) {
     std::int64_t fresh = lower;
@@ -324,7 +324,7 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   }
   for (int l = 0; l < s.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
-  // The edits of a replayed step have the numbers of the captured one: not those of the edit before.
+  // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.
   zero_memory(&counters_.as<CudaStoreCounters>()->last_edit, sizeof(CudaStoreCounters::last_edit), stream_);
   stale_ = true;
   return true;
@@ -375,7 +375,7 @@ void CudaStore::close(int slot) {
 }
 
 void CudaStore::advanced(bool decode) {
-  // Bounds on lengths grow by each token that an eviction makes up for.
+  // Bounds on lengths grow with each token even if evictions keep the heads as short, so the host reads the lengths.
   constexpr int steps = 32;
   if (!decode || ++since_refresh_ >= steps * static_cast<int>(std::count(used_.begin(), used_.end(), true))) update();
 }

@@ -1,5 +1,6 @@
-// The store's kernels. A head of a row is one block's or one warp's work; heads share nothing but the pools, whose
-// counts are taken from and given to atomically, never both ways in one kernel; a plan of one block alone need not.
+// The store's kernels. One block or one warp handles a head of a row. Heads share only the pools. Kernels change a
+// pool's count atomically, and none both takes frames of a pool and gives them back. The plan of an append runs in one
+// block and takes frames without atomics.
 #include <algorithm>
 #include <string>
 
@@ -14,7 +15,7 @@ using namespace device_store;
 namespace {
 
 constexpr int most_fields = 8;  // 4-byte values that travel with a token: metadata, position, token state
-constexpr int few = 8;          // as CpuStore::keep_only
+constexpr int few = 8;          // evictions up to this size move the last tokens into the holes (CpuStore::keep_only)
 
 // ---- tokens --------------------------------------------------------------------------------------------------------
 
@@ -22,7 +23,7 @@ __device__ int side_bytes(const PageLayout& l, bool key) {
   return l.head_dim * (bits_of(l, key) ? 1 : l.dtype == DType::f32 ? 4 : 2);
 }
 
-// What a token's bytes are: units of 16 (or 8) bytes of K, then of V, and fields of 4 bytes.
+// A token's bytes: units of 16 or 8 bytes of K, then of V. Its fields of 4 bytes come from field().
 template <class Unit>
 struct Token {
   static __device__ int units(const PageLayout& l) { return key_units(l) + side_bytes(l, false) / int{sizeof(Unit)}; }
@@ -51,7 +52,7 @@ __device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, in
   return reinterpret_cast<unsigned*>(frame + at) + offset;
 }
 
-// A token on its way between layouts, in a warp's registers: as ops::copy_token takes it.
+// A token between layouts in a warp's registers, converted as ops::copy_token does.
 class Carried {
  public:
   __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
@@ -94,12 +95,12 @@ class Carried {
   }
 
  private:
-  float x_[2][most_elements];  // elements, or words of a side that both layouts store alike
+  float x_[2][most_elements];  // elements of a side, or its words where both layouts store it alike
   unsigned meta_[2], field_;
   bool same_[2];
 };
 
-// A page from a tier to another layout's, by a warp. A call, for the registers of kernels that seldom need it.
+// A warp copies a page to the other tier, token by token. A call spares registers of kernels that seldom need it.
 __device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
                                         int tokens, int lane) {
   const std::byte* a = frame_at(s, 1 - to, frame_from);
@@ -111,7 +112,7 @@ __device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::in
   }
 }
 
-// As move_tokens, where the tiers differ: a token per warp at a time.
+// Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
 template <class From, class To>
 __device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
                              To to) {
@@ -131,12 +132,12 @@ __device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_
   }
 }
 
-// Tokens of one head; from(i) -> to(i) for i in [begin, end). Tile by tile: no tile writes what a later one reads. rank
-// [place] goes with them, unless null.
+// Moves tokens of one head from place from(i) to to(i), i in [begin, end), tile by tile. No tile may write a place that
+// a later one reads. rank [place] moves too, unless it is null.
 template <class Unit, class From, class To>
 __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
                             To to) {
-  constexpr int each = 4;  // units of a thread
+  constexpr int each = 4;  // units that a thread holds
   const PageLayout& l = s.layout;
   const int p = l.page_size, units = Token<Unit>::units(l), fields = fields_of(l);
   const int threads = static_cast<int>(blockDim.x), tile = max(1, min(threads, threads * each / units));
@@ -183,14 +184,14 @@ __device__ void move_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t
 
 // A head's share of an append.
 struct AppendPlan {
-  int length, begin;  // tokens before; frames that the heads before take
-  int pages, up;      // new pages; whether the page that goes on has to come up from the host
+  int length, begin;  // tokens before the append; frames that lower heads take
+  int pages, up;      // new pages; 1 if the partly filled last page comes from the host
 };
 
 constexpr int plan_threads = 1024;
 
-// One block: every head's new pages get their frames, in the order of heads and pages. Heads are looked at side by side
-// and finished only when all is read.
+// One block gives frames to every head's new pages, in the order of heads and pages. Threads read all heads before any
+// thread changes one.
 __global__ void __launch_bounds__(plan_threads)
     append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
   extern __shared__ AppendPlan plans[];  // [kv_head]
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(plan_threads)
       if (plans[head].up)
         e = PageEntry{}, e.frame = s.pool[0].free[left - 1 - plans[head].begin], atomicAdd(&s.counters->moved[0], 1ull);
       e.tokens = static_cast<std::uint16_t>(min(p, end - n / p * p));
-      give_back(s, 1, h.table[1][n / p]);  // outgrown
+      give_back(s, 1, h.table[1][n / p]);  // the device page has tokens that the host copy lacks
     }
     *h.length = end;
   }
@@ -267,7 +268,7 @@ __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot
   const PageLayout& l = s.layout;
   const Head h = head_of(s, slot, head);
   const int t = *h.length - tokens + i;
-  if (t < 0) return;  // there was no frame
+  if (t < 0) return;  // the plan found too few frames
   std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
   const int offset = t % l.page_size;
   const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
@@ -328,15 +329,15 @@ __global__ void after_step_kernel(const __grid_constant__ CudaStoreLayer s, cons
 
 // ---- evictions -----------------------------------------------------------------------------------------------------
 
-// A head's list: ascending places of tokens that stay, or that leave.
+// A head's list: ascending places of the tokens that stay, or of those that leave.
 struct Places {
   const std::int32_t* list;
   std::int64_t stride;
   int count, kept;
-  bool rest;  // the list is what stays
+  bool rest;  // the list names the tokens that stay
 
   __device__ int at(int i) const { return list[i * stride]; }
-  // Places of the list that are at most `holes` places behind their index: a prefix of it.
+  // Returns the length of the list's prefix with at(i) - i <= holes.
   __device__ int behind(int holes) const {
     int low = 0, high = count;
     while (low < high) {
@@ -350,7 +351,7 @@ struct Places {
   }
   // Place of the i-th token that stays.
   __device__ int stays(int i) const { return rest ? at(i) : i + behind(i); }
-  // The i-th place that a token leaves; of interest below `kept`.
+  // The i-th place that a token leaves. Callers use it up to the first such place at or above the kept count.
   __device__ int hole(int i) const { return rest ? behind(i) + i : at(i); }
 };
 
@@ -386,8 +387,8 @@ __global__ void __launch_bounds__(512)
     else
       move_tokens<Unit>(s, h, rank, begin, end, from, to);
   };
-  int moves = 0;      // of the few
-  int moved = count;  // of the many: the first place that gets another token
+  int moves = 0;      // few losses: tokens that move
+  int moved = count;  // many losses: the first place that gets another token
   if (lost <= few) {
     while (moves < lost && x.hole(moves) < count) ++moves;
     move(
@@ -414,7 +415,7 @@ __global__ void __launch_bounds__(512)
   }
   __syncthreads();
 
-  // Pages whose tokens have changed: a lower copy of a device page is stale, and so is the summary.
+  // Where a page's tokens have changed, the lower copy of a device page is stale, and so is the summary.
   const int warp = mine / 32, lane = mine % 32, all = threads / 32;
   const auto outdated = [&](int page) {
     if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
@@ -429,7 +430,7 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// By a warp: pairs one after the other.
+// One warp swaps a head's pairs in order.
 template <class Unit, bool Mixed>
 __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
@@ -509,7 +510,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   const int pages = (*h.length + p - 1) / p;
   const bool every = a.verb == CudaStorePageEdit::recall_all;
   const int count = every ? pages : a.count(row, head);
-  if (!every) {  // every block checks all of it: a list that is refused changes nothing
+  if (!every) {  // every block checks the whole list, so that a wrong list changes nothing
     bool bad = count < 0 || count > a.index.extent[2];
     for (int i = mine; !bad && i < count; i += threads) {
       const int page = a.index(row, head, i);
@@ -532,7 +533,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
         continue;
       }
       if (a.tier == Tier::device && s.layout.state_columns > 0) {
-        // Policies write token state in device pages, so the copy below has what it was when the page went there.
+        // Policies write token state in device pages, so the host copy's state is stale.
         const std::byte* above = frame_at(s, 0, d.frame) + s.layout.state;
         std::byte* below = frame_at(s, 1, low.frame) + s.host_layout.state;
         for (int at = 0; at < s.layout.state_columns * p * 4; at += 4)
@@ -556,8 +557,8 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   if (changed) count_fired(s, a.edit);
 }
 
-// A page per warp at a time: whole frames cross the link in units of 16 bytes, many of them under way; of tiers that
-// differ a token at a time.
+// Each warp copies one page at a time. Whole frames cross the link in units of 16 bytes, many in flight. Where the
+// tiers' layouts differ, a page crosses token by token.
 template <bool Mixed>
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
@@ -583,7 +584,7 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
   out[t] = reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
 }
 
-// The pages or tokens of a list and of the pins, ascending.
+// Writes the pages or tokens of a list and of the pins in ascending order.
 __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreAttend a) {
   extern __shared__ unsigned chosen[];
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
@@ -631,7 +632,7 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-constexpr int warps = 4;  // of a block whose warps work alone
+constexpr int warps = 4;  // warps of a block whose warps work alone
 int blocks_of(std::int64_t work) { return static_cast<int>((work + warps - 1) / warps); }
 
 template <class In>
@@ -676,7 +677,7 @@ void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream) 
 }
 KVLAB_ON_CUDA(after_step, after_step);
 
-// Do rows of 16 bytes fit both sides of a token?
+// Returns whether rows of both sides of a token are multiples of 16 bytes.
 static bool wide(const PageLayout& l) {
   const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };
   return bytes(l.codec.k.bits) % 16 == 0 && bytes(l.codec.v.bits) % 16 == 0;

@@ -1,9 +1,9 @@
-// The store in GPU memory: frames of one size in each tier, tables, lengths and free lists on the device, where kernels
+// The store in GPU memory. Each tier has frames of one size. Tables, lengths and free lists lie on the device; kernels
 // take frames and give them back without the host. The host tier is pinned memory that the same kernels reach.
 //
 // The host knows positions and steps exactly, lengths from above and free frames from below. It waits for the device
-// only when a bound does not do (a pool that may be near its end), at the end of a prompt, and where an answer is
-// "exact".
+// after a prompt's chunk, every 32 decode steps, and where an answer is "exact". It also waits where a bound does not
+// suffice: a pool may be near its end.
 #pragma once
 #include "base/stream_memory.hpp"
 #include "store/cuda_kernels.hpp"
@@ -13,8 +13,8 @@ namespace kvlab {
 
 class CudaStore final : public Store {
  public:
-  // Errc::unsupported for several codecs on the device, or more token state than fits a kernel.
-  // The arena takes what the shape can need, at most device_limit and 85% of the memory that is free.
+  // Throws Errc::unsupported for several codecs on the device, or more token state than a kernel moves. The arena takes
+  // the frames that the shape can need, at most device_limit and 85% of the free memory.
   CudaStore(const StoreOptions& options, Stream stream);
   static void check(const StoreOptions& options);
   CudaStore* cuda() override { return this; }
@@ -26,23 +26,22 @@ class CudaStore final : public Store {
   int length(int layer, int slot, int head) const override;
   int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
 
-  // k, v [token, kv_head, head_dim] of f32 or bf16 in device memory, rows `stride` elements apart, as they are to be
-  // stored; text positions first, first + 1, ... Changes nothing when it does not fit.
-  // nonfinite: optional, device memory; becomes 1 where a key or value is NaN or infinite in the cache's dtype.
+  // Stores k, v [token, kv_head, head_dim] of f32 or bf16 in device memory, rows `stride` elements apart, at text
+  // positions first, first + 1, ... Keys are as CpuStore::append takes them. Changes nothing if it does not fit.
+  // nonfinite: optional, device memory; becomes 1 if a key or value is NaN or infinite in the cache's dtype.
   Fit append(int layer, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens, int first,
              std::int32_t* nonfinite = nullptr);
 
-  // A chunk's tokens, appended last, as rows that each see nothing after themselves: row t has length[t, kv_head] and
-  // is slot t of the view. length [tokens, kv_heads] and rows [tokens] are device memory of the caller.
+  // Views a chunk's tokens, appended last, as rows. Row t sees no token after itself: it is slot t of the view and has
+  // length[t, kv_head]. length [tokens, kv_heads] and rows [tokens] are device memory of the caller.
   PagedKv causal_view(int layer, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const;
 
-  // One more token of every row: makes sure of the frames and fills what ops::rope_append needs of the store; then the
-  // caller runs it, and after_step.
-  // reserved: reserve_step did the first part.
+  // Prepares one more token for every row: reserves frames, unless reserve_step did (`reserved`), and fills the store's
+  // part of `a`. Then the caller runs ops::rope_append and after_step.
   Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
-  // In a graph: its edits, whose numbers are the same at every launch, count each time.
+  // A graph's edits have the same numbers at every launch. This call inside the graph makes them count each time.
   void count_edits_anew();
-  // Frames for one more token of every row in all layers, or nothing and false.
+  // Reserves frames for one more token of every row in all layers, or reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
   void after_step(int layer, const std::vector<std::int32_t>& slots);
 
@@ -58,7 +57,7 @@ class CudaStore final : public Store {
   void protect_host(bool on) override;
   void check_invariants() const override;
 
-  // A store on the CPU whose slot 0 is a copy of this slot, the same bytes in the same order.
+  // Returns a store on the CPU whose slot 0 is a copy of this slot, with the same bytes in the same order.
   std::unique_ptr<CpuStore> copy_of(int slot) const;
 
  private:
@@ -68,7 +67,7 @@ class CudaStore final : public Store {
     ~Pinned();
     Pinned(const Pinned&) = delete;
     Pinned& operator=(const Pinned&) = delete;
-    bool reserve(std::size_t bytes);  // false where it does not fit
+    bool reserve(std::size_t bytes);  // returns false if it does not fit
     std::byte* data() const { return data_; }
 
    private:
@@ -83,10 +82,10 @@ class CudaStore final : public Store {
   std::int32_t& bound(int layer, int slot) { return bound_[bound_index(layer, slot)]; }
   void make_pool(Tier tier, std::int64_t frames);
   bool open_host_tier();
-  void update();  // all that the host knows is exact afterwards; throws what kernels found wrong
+  void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
   void count_ledger();
-  bool reserve(Tier tier, std::int64_t frames);  // are there as many? The bound is lowered by them if so
+  bool reserve(Tier tier, std::int64_t frames);  // lowers the bound by `frames`, or returns false if there are fewer
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
@@ -102,23 +101,23 @@ class CudaStore final : public Store {
   const PageLayout& layout_of(std::size_t tier) const { return tier ? host_layout_ : layout_; }
 
   PageLayout layout_, host_layout_;
-  std::int64_t heads_ = 0;  // of all layers and slots
+  std::int64_t heads_ = 0;  // KV heads of all layers and slots
   std::int64_t capacity_[2] = {0, 0};
   StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
   Pinned host_arena_;
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
-  mutable std::vector<std::vector<std::int32_t>> rows_known_;  // what they hold
-  mutable StreamMemory positions_;                             // of the head that was asked for last
-  StreamMemory jobs_;                                          // of one page edit: a count, then two frames and tokens
+  mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
+  mutable StreamMemory positions_;                             // result of the latest positions_by_place
+  StreamMemory jobs_;                                          // one page edit: count, then (from, to, tokens) per page
   unsigned long long edit_ = 0;
-  int since_refresh_ = 0;  // decode steps of any slot
+  int since_refresh_ = 0;  // decode steps since update(), counted per slot
 
-  // What the host knows: of the last update, and bounds since.
+  // The host's state at the last update, and its bounds since.
   bool stale_ = true;
   CudaStoreCounters known_;
   std::vector<std::int32_t> lengths_, bound_;  // [layer, slot, kv_head], [layer, slot]
   std::int64_t free_bound_[2] = {0, 0};
-  std::int64_t counted_frames_[2] = {0, 0}, counted_pages_ = 0;  // what the ledger has
+  std::int64_t counted_frames_[2] = {0, 0}, counted_pages_ = 0;  // counts that the ledger has
   unsigned long long counted_moved_[2] = {0, 0}, counted_states_ = 0;
 };
 

@@ -11,7 +11,7 @@ using namespace cuda;
 using namespace device_store;
 namespace {
 
-constexpr int warps = 4;  // of a block
+constexpr int warps = 4;  // warps of a block
 constexpr int most_dim = 256;
 
 __global__ void __launch_bounds__(ops::rank_threads)
@@ -27,20 +27,20 @@ __global__ void __launch_bounds__(ops::rank_threads)
   ops::write_ranks(*h.length, position, rank + std::int64_t{blockIdx.x} * s.pages * p, tile);
 }
 
-// A page per warp at a time. Tokens of a page mostly turn by the same angles.
+// Each warp turns one page at a time. Tokens of a page mostly turn by the same angles, so a warp keeps them.
 template <bool Mixed>
 __global__ void __launch_bounds__(warps * 32)
     turn_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreRows r,
                 const std::int32_t* before, const std::int32_t* after) {
   __shared__ float keys[warps][most_dim];
-  constexpr int pairs = most_dim / 64;  // of a lane
+  constexpr int pairs = most_dim / 64;  // pairs of a lane
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, p = s.layout.page_size, half = s.layout.head_dim / 2;
   const int row = blockIdx.x / s.kv_heads;
   const Head h = head_of(s, r.slots[row], static_cast<int>(blockIdx.x) % s.kv_heads);
   const int n = *h.length;
   before += std::int64_t{blockIdx.x} * s.pages * p, after += std::int64_t{blockIdx.x} * s.pages * p;
   float cosine[pairs], sine[pairs];
-  int angle = 0;  // that they are of, in places; 0 = of none
+  int angle = 0;  // the places that cosine and sine turn by; 0 = not set
   for (int page = static_cast<int>(blockIdx.y) * warps + warp; page * p < n;
        page += static_cast<int>(gridDim.y) * warps) {
     std::byte* frame = page_at(s, h, page);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(warps * 32)
 #pragma unroll
       for (int j = 0; j < pairs; ++j)
         if (const int i = lane + 32 * j; i < half) {
-          // As the host does it: no fused multiply-add.
+          // The host uses no fused multiply-add here either.
           const float x = element(frame, l, true, t, i), y = element(frame, l, true, t, i + half);
           keys[warp][i] = __fsub_rn(__fmul_rn(x, cosine[j]), __fmul_rn(y, sine[j]));
           keys[warp][i + half] = __fadd_rn(__fmul_rn(y, cosine[j]), __fmul_rn(x, sine[j]));

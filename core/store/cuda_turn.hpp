@@ -1,15 +1,15 @@
-// Keys that follow their tokens' ranks (RopeRegime::re_rotate) when others leave. Runs in the stream's order.
+// Under RopeRegime::re_rotate keys follow their tokens' ranks when others leave. Calls run in the stream's order.
 #pragma once
 #include "store/cuda_kernels.hpp"
 
 namespace kvlab {
 
-// [row, kv_head, place], room for all places of a table: how many of the head's tokens have a smaller text position.
-// Good until the next call for the stream with this tag.
+// Returns ranks [row, kv_head, place], with room for all places of a table: the number of the head's tokens at smaller
+// text positions. They live until the next call with this stream and tag.
 std::int32_t* store_ranks(const CudaStoreLayer& s, const CudaStoreRows& r, const char* tag, void* stream);
 
-// Turns every key in its frame, on either tier and in that tier's codec, by after - before places, as ops::re_rotate
-// does. Of pages that change the lower copy goes and the summary is made anew.
+// Turns every key in its frame by after - before places, as ops::re_rotate does, on either tier and in that tier's
+// codec. A page that changes loses its lower copy and gets a new summary.
 void turn_keys(const CudaStoreLayer& s, const CudaStoreRows& r, const std::int32_t* before, const std::int32_t* after,
                void* stream);
 

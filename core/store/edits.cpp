@@ -1,4 +1,4 @@
-// How the store carries out edits.
+// CpuStore carries out edits.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace kvlab {
 namespace {
 
-// Places below `limit`: ascending, but for the pairs of a move.
+// Returns whether all places are in [0, limit) and, unless they are the pairs of a move, ascend.
 bool valid(const Edit& e, std::span<const std::int32_t> list, int limit) {
   if (list.empty()) return true;
   if (e.verb == Edit::move)
@@ -43,7 +43,7 @@ void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tie
   ledger_.move(to, Tag::scores, columns);
 }
 
-// Policies write token state in device pages, so a copy of a page on the host has what it was when the page went there.
+// Policies write token state in device pages, so the state of a page's host copy is stale.
 void CpuStore::copy_state_down(int layer, int slot, int head, int page) {
   const PageEntry &upper = entries(Tier::device, layer, slot, head)[page],
                   &lower = entries(Tier::host, layer, slot, head)[page];
@@ -54,7 +54,7 @@ void CpuStore::copy_state_down(int layer, int slot, int head, int page) {
   ledger_.move(Tier::host, Tag::scores, bytes);
 }
 
-// The page's tokens have changed where they are: a lower copy of a device page is stale, and so is the summary.
+// Call it when the tokens in a page have changed: a lower copy of a device page is stale, and so is the summary.
 void CpuStore::outdated(int layer, int slot, int head, int page) {
   if (entries(Tier::device, layer, slot, head)[page].frame != null_frame)
     give_back(Tier::host, entries(Tier::host, layer, slot, head)[page]);
@@ -70,8 +70,8 @@ void CpuStore::exchange(int layer, int slot, int head, int a, int b) {
   ops::copy_token(spare.data(), l, 0, pb.frame, *pb.layout, pb.offset);
 }
 
-// Keeps the listed tokens (ascending places) and returns how many left. Few losses: the last tokens fill the holes, one
-// copy each, and nothing else is looked at. Many: the kept ones move up and stay in order.
+// Keeps the listed tokens (ascending places) and returns how many left. After few losses the last tokens fill the holes
+// with one copy each, and other tokens are not touched. After many the kept tokens move up and stay in order.
 std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32_t* kept, int count) {
   const Shape& s = options_.shape;
   const int before = length(layer, slot, head);
@@ -86,7 +86,7 @@ std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32
     ops::token_ranks(view(layer, slots), 0, head, before, rank.data());
   }
 
-  auto& touched = touched_;  // pages, ascending
+  auto& touched = touched_;  // pages that got a token, ascending
   touched.clear();
   const auto move_token = [&](int from, int to) {
     const Place a = place(layer, slot, head, from), b = place(layer, slot, head, to);
@@ -97,7 +97,7 @@ std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32
   constexpr int few = 8;
   if (lost <= few) {
     for (int hole = 0; hole < lost; ++hole) {
-      // kept[i] - i, the holes before kept[i], ascends.
+      // kept[i] - i = the number of holes before kept[i]; it never falls with i.
       const auto* after =
           std::partition_point(kept, kept + count, [&](const std::int32_t& t) { return t - (&t - kept) <= hole; });
       const int to = static_cast<int>(after - kept) + hole;
@@ -140,7 +140,7 @@ std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32
   return lost;
 }
 
-// body(slot, head, list) with the checked list of each row and head; it returns what it did.
+// Calls body(slot, head, list) with the checked list of each row and head, and adds up what the calls return.
 template <class Body>
 Applied CpuStore::each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body) {
   const Shape& s = options_.shape;
@@ -213,7 +213,7 @@ Applied CpuStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slo
   });
 }
 
-// An offload, a recall or a drop of one page.
+// Offloads, recalls or drops one page.
 Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
   PageEntry& device = entries(Tier::device, e.layer, slot, head)[page];
   PageEntry& host = entries(Tier::host, e.layer, slot, head)[page];
@@ -229,7 +229,7 @@ Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
   }
   const bool up = e.verb == Edit::recall;
   PageEntry& to = up ? device : host;
-  if (to.frame != null_frame) return {};  // a copy that is there is valid
+  if (to.frame != null_frame) return {};  // an existing copy is valid
   const Tier tier = up ? Tier::device : Tier::host;
   if (!take(tier, to, 0)) return {Fit::out_of_memory, 0};
   copy_page(e.layer, slot, head, page, up ? Tier::host : Tier::device, tier);

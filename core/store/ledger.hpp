@@ -27,12 +27,12 @@ class Ledger {
       peak_[index(tier)] = std::max(peak_[index(tier)], total_[index(tier)]);
     }
   }
-  // Bytes that arrived on `tier`.
+  // Counts bytes that arrived on `tier`.
   void move(Tier tier, Tag tag, std::int64_t bytes) { moved_[index(tier)][static_cast<int>(tag)] += bytes; }
 
   const Row& held(Tier tier) const { return held_[index(tier)]; }
   const Row& moved(Tier tier) const { return moved_[index(tier)]; }
-  std::int64_t total(Tier tier) const { return total_[index(tier)]; }  // all KV tags, workspace apart
+  std::int64_t total(Tier tier) const { return total_[index(tier)]; }  // bytes held of all tags but workspace
   std::int64_t peak(Tier tier) const { return peak_[index(tier)]; }    // of total
   std::int64_t moved_total(Tier tier) const {
     std::int64_t sum = 0;

@@ -1,4 +1,4 @@
-// Saving a sequence's cache and taking it back.
+// Saves a sequence's cache and restores it.
 #include <kvlab/error.hpp>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 constexpr std::uint64_t magic = 0x31766b62616c766bULL;  // "kvlabkv1"
 constexpr std::uint8_t absent = 0xff;                   // in place of a codec
 
-// Every step is a bijection of the sum so far, so one changed byte always shows.
+// Every step is a bijection of the sum so far, so one changed byte always changes the sum.
 std::uint64_t checksum(const std::byte* data, std::size_t bytes) {
   std::uint64_t sum = bytes;
   for (std::size_t at = 0; at < bytes; at += 8) {
@@ -58,7 +58,7 @@ class Reader {
     return v;
   }
 
-  // A number from `least` to `most`.
+  // Reads a number from `least` to `most`.
   std::int32_t number(const char* what, std::int64_t least, std::int64_t most) {
     const auto v = get<std::int32_t>();
     if (v < least || v > most)
@@ -79,7 +79,7 @@ class Reader {
   std::size_t size_, at_ = 0;
 };
 
-// What a store must share with the one that saved.
+// The properties that the restoring store must share with the store that saved.
 std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes) {
   const Shape& s = o.shape;
   std::vector<std::int64_t> kind{s.layers,
@@ -107,7 +107,7 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   std::vector<std::byte> out;
   Writer w(out);
   w.put(magic);
-  w.put(std::uint64_t{0});  // checksum of what follows
+  w.put(std::uint64_t{0});  // place of the checksum over the bytes after it
   const auto kind = kind_of(options_, workspace_.slot_bytes());
   w.put(static_cast<std::uint64_t>(kind.size()));
   for (std::int64_t v : kind) w.put(v);
@@ -141,7 +141,7 @@ std::vector<std::byte> CpuStore::save(int slot) const {
     const IndexList& list = p.edit.list;
     for (int head = 0; head < s.kv_heads; ++head) w.put(list.count(0, head));
     for (int head = 0; head < s.kv_heads; ++head)
-      for (std::int64_t i = 0; i < list.index.extent[2]; ++i)  // scratch lies behind the list
+      for (std::int64_t i = 0; i < list.index.extent[2]; ++i)  // entries past the count are undefined
         w.put(i < list.count(0, head) ? list.index(0, head, i) : std::int32_t{0});
   }
   const std::uint64_t sum = checksum(out.data() + 16, out.size() - 16);
@@ -184,7 +184,7 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
     for (int head = 0; head < s.kv_heads; ++head) {
       const int n = r.number("tokens of a head", 0, static_cast<std::int64_t>(pages_per_head_) * s.page_size);
       const int pages = (n + s.page_size - 1) / s.page_size;
-      // First, so that close() frees a sequence that ends early.
+      // The length is set first, so that close() frees the pages of a snapshot that ends early.
       lengths_[head_index(layer, slot, head)] = n;
       if (summary_bytes_) ledger_.hold(Tier::device, Tag::summaries, pages * summary_bytes_);
       for (int page = 0; page < pages; ++page) {

@@ -69,7 +69,7 @@ Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32
   return p;
 }
 
-// Rows keep their own clocks, so each row waits on its own.
+// Rows have their own clocks, so each row's edit waits on its own.
 void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
   const IndexList& list = e.list;
   if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)

@@ -23,7 +23,7 @@ namespace kvlab {
 
 struct StoreOptions {
   Shape shape;
-  std::vector<CodecSpec> codecs = {CodecSpec{}};  // [0] = appended tokens; others are targets of encode edits
+  std::vector<CodecSpec> codecs = {CodecSpec{}};  // [0] is for appended tokens; encode edits may name the others
   CodecSpec host_codec;
   RopeRegime rope = RopeRegime::original;
   RopeTable rope_table;
@@ -32,12 +32,12 @@ struct StoreOptions {
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
 };
 
-enum class Fit : std::uint8_t { ok, out_of_memory };  // not fitting is a value
+enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it
 
-// What an apply did.
+// The result of edits.
 struct Applied {
   Fit fit = Fit::ok;
-  std::int64_t changed = 0;  // tokens or pages that an edit really changed; -1 where only the device knows yet
+  std::int64_t changed = 0;  // tokens or pages that an edit really changed; -1 if only the device knows yet
 
   Applied& operator+=(const Applied& o) {
     if (o.fit != Fit::ok) fit = o.fit;
@@ -49,79 +49,79 @@ struct Applied {
 class CpuStore;
 class CudaStore;
 
-// What the engine, the executor and measurement use. Work is given to one stream; what the host is told ("exact") waits
-// for it.
+// The interface for the engine, the executor and measurement. All work runs on one stream. A call marked "exact" waits
+// for the stream.
 class Store {
  public:
   virtual ~Store() = default;
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // Itself, for what one device's executor alone needs; null on the other device.
+  // Returns this store for its device's executor; null on the other device.
   virtual CpuStore* cpu() { return nullptr; }
   virtual CudaStore* cuda() { return nullptr; }
 
   const Shape& shape() const { return options_.shape; }
   const StoreOptions& options() const { return options_; }
-  Stream stream() const { return stream_; }  // its device is where views point to
+  Stream stream() const { return stream_; }  // views point to memory of its device
 
-  int open();                        // a free slot, or -1
+  int open();                        // returns a free slot, or -1
   virtual void close(int slot) = 0;  // frees every frame and clears the slot's state
 
-  // Views over the rows' slots, in memory of the stream's device but for PagedKv::layouts. `slots` is borrowed by the
-  // view on the CPU; on CUDA a view ends when another list of as many slots is asked for.
+  // Returns a view over the rows' slots, in memory of the stream's device; PagedKv::layouts is host memory. On the CPU
+  // the view borrows `slots`. On CUDA it ends when a caller asks for another list of as many slots.
   virtual PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const = 0;
   virtual Summaries summaries(int layer) const = 0;
   virtual int length(int layer, int slot, int head) const = 0;  // exact
-  // Longest head of these slots; on CUDA no less than that.
+  // Returns the length of the longest head of these slots; on CUDA an upper bound of it.
   virtual int max_length(int layer, const std::vector<std::int32_t>& slots) const = 0;
 
-  // Text tokens seen (the true position counter), and decode steps.
+  // Text tokens and decode steps that the slot has seen.
   std::int32_t position(int slot) const { return position_[static_cast<std::size_t>(slot)]; }
   std::int32_t steps(int slot) const { return step_[static_cast<std::size_t>(slot)]; }
-  // Once per chunk or step, after the last layer. Carries out the edits that fall due; Applied is theirs.
+  // Runs once per chunk or step, after the last layer. It carries out the edits that fall due and returns their result.
   Applied advance(int slot, int tokens, bool decode);
 
-  // Applies the edits of one callback over `slots` (the callback's rows), in their order. Those for the next step or a
+  // Applies the edits of one callback over `slots` (the callback's rows), in their order. Edits for the next step or a
   // later one wait for advance(); the others run now. The caller keeps attend edits. Lists are memory of the stream's
-  // device. What a list must not say is Errc::plugin: at once on the CPU, at the next exact answer on CUDA.
+  // device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact answer on CUDA.
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
-  // Every page of the slot's layer has a frame on the device again.
+  // Brings every page of the slot's layer back to the device.
   virtual Fit recall_all(int layer, int slot) = 0;
 
-  // The pages (of an attend edit) or tokens (of attend_tokens) that attention reads: the list, in any order, plus the
-  // pins; ascending and without repeats, in scratch.
+  // Returns the pages (attend) or tokens (attend_tokens) that attention reads: the edit's list, in any order, plus the
+  // pins. The result is scratch; it ascends and has no repeats.
   IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w);
 
-  // Whole cache of a sequence, with token state, tiers, counters and edits to come: bytes that restore() takes back
-  // into any open slot, in place of what it holds, on either device. Errc::data for bytes that are not what save()
-  // wrote or come from another kind of store. A slot whose restore threw or did not fit is empty.
+  // save returns a sequence's whole cache, with token state, tiers, counters and waiting edits. restore replaces the
+  // contents of any open slot by such bytes, on either device. It throws Errc::data for damaged bytes or those of
+  // another kind of store. A slot whose restore threw or did not fit is empty.
   virtual std::vector<std::byte> save(int slot) const = 0;
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
 
-  // Edits, of apply and of advance, that changed something, and attends that leave something out; exact.
+  // Counts the edits of apply and advance that changed something, and the attends that leave something out; exact.
   virtual std::int64_t fired() const { return fired_; }
 
-  // Text positions in the cache of one head: ascending, and place by place; exact.
+  // Both return the text positions in the cache of one head, in ascending order or place by place; exact.
   std::vector<std::int32_t> positions(int layer, int slot, int head) const;
   virtual std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const = 0;
 
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
-  virtual std::int64_t page_bytes(Tier tier) const = 0;  // what the limits bound; exact
-  // Most bytes of pages on the device: the limit of the options, on a GPU no more than what was free at the start less
-  // a reserve for what runs beside the cache. -1 = no limit, or as much as all slots can need.
+  virtual std::int64_t page_bytes(Tier tier) const = 0;  // bytes of frames in use, which the limits bound; exact
+  // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
+  // start. -1 = no limit, or enough for all slots.
   virtual std::int64_t page_limit() const { return options_.device_limit; }
   StoreWorkspace& workspace() { return workspace_; }
-  virtual void protect_host(bool on) = 0;     // any access of the host tier faults; Errc::unsupported on CUDA
-  virtual void check_invariants() const = 0;  // Errc::internal with what is broken
+  virtual void protect_host(bool on) = 0;     // makes any access of the host tier fault; Errc::unsupported on CUDA
+  virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
  protected:
-  // An edit to come of one slot. The store owns a copy of its list: dense [1, kv_head, room].
+  // A waiting edit of one slot. The store owns a copy of its list: dense [1, kv_head, room].
   struct Pending {
     Edit edit;
     int slot = 0;
-    int due = 0;  // carried out by the first advance() that leaves the slot with as many decode steps
+    int due = 0;  // the first advance() that leaves the slot with as many decode steps carries it out
     StreamMemory index, count;
   };
 
@@ -131,16 +131,15 @@ class Store {
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
-  virtual void advanced(bool /*decode*/) {}  // advance() has counted and carried out what was due
+  virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 
-  // An edit to come of `slot` whose list is memory of `device`; `index` and `count` are copied in the order of
-  // `through`.
+  // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index and count.
   static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
                          Stream device, Stream through);
-  [[noreturn]] static void bad(const Edit& e, const std::string& what);  // Errc::plugin
-  void forget(int slot);  // its counters and its edits to come; the slot is free
+  [[noreturn]] static void bad(const Edit& e, const std::string& what);  // throws Errc::plugin
+  void forget(int slot);  // clears the slot's counters and waiting edits, and frees the slot
 
-  // A view of the shape of the run; base and layouts are the tier's.
+  // Returns a view of the store's shape. The caller sets base and layouts.
   PagedKv paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
                 std::size_t rows) const;
   Summaries summaries_at(const std::byte* layer) const;
@@ -157,23 +156,24 @@ class Store {
   StoreOptions options_;
   Stream stream_;
   std::size_t pages_per_head_ = 0;
-  std::int64_t summary_bytes_ = 0;  // of a page
+  std::int64_t summary_bytes_ = 0;  // bytes of a page's summary
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
   std::vector<Pending> pending_;
-  std::int64_t fired_ = 0;  // of edits whose change the host saw
+  std::int64_t fired_ = 0;  // edits whose change the host saw
   Ledger ledger_;
   StoreWorkspace workspace_;
 
  private:
-  void check_edit(const Edit& e, std::size_t rows) const;  // Errc::plugin
+  void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots);
 };
 
-// What make_store would refuse on such a device; takes no memory.
+// Throws the errors that make_store would throw on such a device, without taking memory.
 void check_store(const StoreOptions& options, Device device);
-// On the stream's device, for as long as the stream lives. Errc::unsupported for options that it cannot serve.
+// Makes a store on the stream's device. The stream must outlive it. Throws Errc::unsupported for options that the
+// device cannot serve.
 std::unique_ptr<Store> make_store(const StoreOptions& options, Stream stream);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// The Workspace that callbacks get: a scratch stack that is emptied after each callback, and per-slot state; memory of
-// the stream's device.
+// The Workspace that callbacks get: a scratch stack, which is emptied after each callback, and per-slot state. Both are
+// memory of the stream's device.
 #pragma once
 #include <kvlab/workspace.hpp>
 
@@ -21,12 +21,12 @@ class StoreWorkspace final : public Workspace {
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
   const void* upload(const char* tag, const void* from, std::size_t bytes) override;
 
-  void reset();                                  // scratch is free again; keeps the memory of the largest use
-  void clear_slot(int slot);                     // zero the slot's state
-  std::int64_t moves() const { return moves_; }  // times that scratch was taken anew: earlier addresses are void
+  void reset();                                  // frees all scratch; keeps the memory of the largest use
+  void clear_slot(int slot);                     // zeroes the slot's state
+  std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
   std::size_t slot_bytes() const;
-  std::int64_t state_bytes() const;                // of all slots
-  void save_slot(int slot, std::byte* out) const;  // slot_bytes() of host memory
+  std::int64_t state_bytes() const;                // bytes of state of all slots
+  void save_slot(int slot, std::byte* out) const;  // out: slot_bytes() of host memory
   void load_slot(int slot, const std::byte* from);
 
  private:
@@ -36,8 +36,8 @@ class StoreWorkspace final : public Workspace {
   };
   struct State {
     std::string tag;
-    MappedArray mapped;   // on the CPU: resident where it was touched
-    StreamMemory memory;  // elsewhere
+    MappedArray mapped;   // on the CPU, where only touched pages are resident
+    StreamMemory memory;  // on a GPU
     std::size_t stride = 0;
     int slots = 0;
     std::byte* data() const { return memory ? memory.as<>() : mapped.data(); }
