@@ -14,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t row_block = 512;  // rows of a prompt that pass the MLP together: bounds activation memory
+constexpr std::int64_t row_block = 512;  // prompt rows that pass the MLP together; it bounds activation memory
 
 View<float, 3> heads_view(std::vector<float>& data, std::int64_t rows, std::int64_t heads, std::int64_t dim) {
   return View<float, 3>::dense(data.data(), {rows, heads, dim});
@@ -44,7 +44,7 @@ void CpuExecutor::Qkv::resize(std::size_t rows, const ModelConfig& c, bool raw) 
   if (raw) raw_q.resize(query), raw_k.resize(key);
 }
 
-// qkv of `rows` rows of x into rows [at, at + rows) of qkv_, with biases and QK norm, before RoPE.
+// Projects `rows` rows of x to rows [at, at + rows) of qkv_, with biases and QK norm, before RoPE.
 void CpuExecutor::project_block(const ModelLayer& l, const float* x, std::int64_t rows, std::int64_t at) {
   const ModelConfig& c = model_->config;
   const std::int64_t qn = std::int64_t{c.heads} * c.head_dim, kn = std::int64_t{c.kv_heads} * c.head_dim,
@@ -113,8 +113,8 @@ void CpuExecutor::add_angle(int position) {
   ops::rope_angles(model_->rope(), position, angles_.data() + at, angles_.data() + at + half);
 }
 
-// RoPE of query and key of one row of qkv_. Original regime: by the row's text position. Otherwise by the rank that the
-// token takes in its head's cache, `ahead` tokens after the last one there.
+// Rotates query and key of one row of qkv_. In the original regime it uses the row's text position, otherwise the rank
+// length + ahead that the token takes in its head's cache.
 void CpuExecutor::rotate_token(int layer, int slot, std::int64_t row, std::int64_t ahead) {
   const ModelConfig& c = model_->config;
   const std::size_t half = static_cast<std::size_t>(c.head_dim / 2);
@@ -192,7 +192,7 @@ void CpuExecutor::project(int layer, std::int64_t rows) {
     project_block(l, x_.data() + begin * model_->config.hidden, std::min(row_block, rows - begin), begin);
   if (!by_rank()) return;
   qkv_.raw_q = qkv_.q;
-  // A key that is cached before RoPE is rounded before it.
+  // Keys that are cached before RoPE are rounded before RoPE.
   ops::round_to(qkv_.k.data(), rows * key_width(), static_cast<int>(size_of(store_.shape().dtype)));
   qkv_.raw_k = qkv_.k;
 }

@@ -20,7 +20,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t row_block = 4096;  // rows of a prompt that pass the MLP together: bounds activation memory
+constexpr std::int64_t row_block = 4096;  // prompt rows that pass the MLP together; it bounds activation memory
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
 
@@ -40,7 +40,7 @@ void CudaExecutor::check(const Model& model) {
            ", wanted multiples of 8");
 }
 
-// At least `count` elements; the contents are lost when it has to grow.
+// Returns m with room for at least `count` elements. The contents are lost if m has to grow.
 template <class T>
 T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
   const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
@@ -74,7 +74,7 @@ CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store,
   synchronize(stream_);
 }
 
-// Rows of f32 that attention_ has room for. A prompt also leaves 16-bit rows there, up to prompt_room.
+// Returns the f32 rows that attention_ needs room for. A prompt may also write up to prompt_room 16-bit rows there.
 std::int64_t CudaExecutor::attention_rows(std::int64_t tokens) {
   return std::max<std::int64_t>(tokens, ops::prompt_room(static_cast<int>(tokens)) / 2);
 }
@@ -115,7 +115,7 @@ void CudaExecutor::note_prompt(const View<float, 2>& logits) {
 }
 
 void CudaExecutor::embed(std::int64_t rows) {
-  const PartTimer timer(Part::other);  // a step's first: what lies between two parts counts as `other`
+  const PartTimer timer(Part::other);  // the step's first part; time between two parts counts as `other`
   ops::EmbedArgs e;
   e.table = weights_.tokens().memory.as<>();
   e.dtype = weights_.dtype;
@@ -127,7 +127,7 @@ void CudaExecutor::embed(std::int64_t rows) {
   ops::embed(e, stream_);
 }
 
-// y [m, ...] = x W^T + bias, x dense.
+// Arguments of y [rows, n] = x W^T + bias, where x is dense.
 ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
                                       const StreamMemory& bias, float* y, std::int64_t y_stride) const {
   ops::LinearArgs a;
@@ -141,13 +141,13 @@ ops::LinearArgs CudaExecutor::product(const CudaMatrix& w, const void* x, DType 
   return a;
 }
 
-// Whether the products of these rows leave and take the norms between them.
+// Returns whether the products of these rows leave and take norms, so that no norm has a launch of its own.
 bool CudaExecutor::fuses_norms(std::int64_t rows) const {
   return decoding() && weights_.dtype == DType::bf16 && model_->config.hidden % (4 * ops::norm_piece) == 0 &&
          std::min(rows, rows_together()) <= ops::linear_stream_rows;
 }
 
-// Of rows `at` and on, as many as the product takes: x becomes its outputs added to x, and the norm is left.
+// Adds the product's outputs to rows of x_ from `at` on. With `leave` it also leaves their norm in normed_, squares_.
 void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemory& norm, bool leave) {
   const std::int64_t hidden = model_->config.hidden;
   a.y = x_.as<float>() + at * hidden, a.y_stride = hidden;
@@ -160,7 +160,8 @@ void CudaExecutor::add_to_x(ops::LinearArgs a, std::int64_t at, const StreamMemo
   ops::linear(a, stream_);
 }
 
-// The norm of rows `at` and on: rounded in normed_, or what the product takes of the one that an earlier product left.
+// Returns the norm of the rows of x_ from `at` on, rounded, in normed_. If an earlier product left it, fills `taken`
+// for the next product.
 const void* CudaExecutor::normed(std::int64_t at, std::int64_t rows, const StreamMemory& weight, bool left,
                                  ops::NormTaken& taken) {
   const ModelConfig& c = model_->config;
@@ -186,7 +187,7 @@ void CudaExecutor::norm(const float* x, const StreamMemory& weight, std::int64_t
   ops::rms_norm(a, stream_);
 }
 
-// The order of additions of a product depends on the number of rows above linear_stream_rows.
+// Returns the rows of one product. Above linear_stream_rows their number changes the order of additions.
 std::int64_t CudaExecutor::rows_together() const {
   return batch_invariant_ && decoding() ? ops::linear_stream_rows : row_block;
 }
@@ -226,7 +227,7 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   return a;
 }
 
-// QK norm, RoPE and the cache: one token of each slot.
+// Runs QK norm and RoPE for one token of each slot and appends it to the cache.
 Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
   const PartTimer timer(Part::append);
   ops::RopeAppendArgs a = rope(layer, static_cast<std::int64_t>(slots.size()));
@@ -245,7 +246,7 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
   return Fit::ok;
 }
 
-// The same for a chunk of one slot, whose keys and values the store takes.
+// Runs QK norm and RoPE for a chunk of one slot. The store appends its keys and values.
 Fit CudaExecutor::append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded) {
   const PartTimer timer(Part::append);
   const ModelConfig& c = model_->config;
@@ -285,7 +286,7 @@ void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
   ops::rope_rank(a, stream_);
 }
 
-// What the rows of a chunk read.
+// Returns the view that the rows of a chunk read: the cache, or a copy of the layer.
 PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
@@ -336,7 +337,8 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   ops::attend(a, store_.workspace(), stream_);
 }
 
-// Rows of a decode step one by one: one that shares a launch with others has its tokens cut where they leave it.
+// Attends for the rows of a decode step one by one. In a shared launch the number of rows decides how tokens are cut
+// and so the order of sums.
 void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass) {
   for (std::int64_t r = 0; r < kv.rows; ++r) {
     PagedKv one = kv;
@@ -355,17 +357,17 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
   }
 }
 
-// Whether attention leaves its output as the next product takes it.
+// Returns whether attention writes its output in the type that the next product takes.
 bool CudaExecutor::rounds(const PagedKv& kv) const { return kv.layouts->dtype == weights_.dtype; }
 
-// Whether cuDNN will want the queries of a chunk rounded as they are rotated.
+// Returns whether cuDNN will want a chunk's queries rounded, which RoPE can do.
 bool CudaExecutor::rounds_queries(std::int64_t tokens) const {
   return tokens >= ops::prompt_cudnn_rows && !by_rank() && model_->config.sliding_window == 0 &&
          copy_layout_.dtype == weights_.dtype && ops::cudnn_state().there;
 }
 
-// Behind the attention of as many rows, which is 16-bit too. Null where there is no room: cuDNN rounds them itself, or
-// gives way to our own kernel.
+// Returns a place in attention_ for the rounded queries, behind the 16-bit attention of as many rows. Null = there is
+// no room. Then ops::attend_prompt rounds them for cuDNN, or runs our own kernel.
 void* CudaExecutor::rounded_queries(std::int64_t tokens) {
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim,
@@ -400,7 +402,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     attend_rows(all, 0, {}, {});
     return DType::f32;
   }
-  constexpr std::int64_t block = 32;  // rows whose mass is there at once
+  constexpr std::int64_t block = 32;  // rows whose mass has room at once
   float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
   for (std::int64_t at = 0; at < tokens; at += block) {
     PagedKv kv = all;
@@ -560,14 +562,14 @@ CudaExecutor::State CudaExecutor::state() const {
   return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves()};
 }
 
-// The step as a launch of its graph. False where it has to run without: what it needs is allocated there.
+// Runs the step as one launch of its graph. Returns false if the step must run without one to allocate its buffers.
 bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
   const State now = state();
   const bool known = r.graph && r.captured == now;
   if (!known && r.warm != now) return false;
   if (!store_.reserve_step(slots)) return false;
-  store_.view(0, slots);  // puts the slots where the kernels look for them
+  store_.view(0, slots);  // copies the slots to the place that the graph reads
   if (!known) {
     r.graph = CudaGraph(stream_, [&] {
       store_.count_edits_anew();

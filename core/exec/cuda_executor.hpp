@@ -1,8 +1,9 @@
-// The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32. A prompt's attention
-// goes through ops::attend_prompt, or, where that cannot, through the op of decode steps, each token a row that sees
-// nothing after itself; with a codec or cache-relative RoPE it reads a copy of the layer (ops::prompt_pages). Where
-// hooks are replayable, the second decode step of a number of rows becomes a graph, which later steps launch: tokens,
-// text positions and slots lie in device memory, and the store's kernels take frames without the host.
+// The executor on CUDA: weights and cache in bf16 or f16, activations between products in f32.
+// A prompt's attention runs in ops::attend_prompt. Where that cannot, it runs in the op of decode steps: each token is
+// a row that sees no token after itself. With a codec or cache-relative RoPE it reads a copy of the layer
+// (ops::prompt_pages).
+// Where hooks are replayable, the second decode step of a number of rows becomes a graph, which later steps launch.
+// Tokens, text positions and slots lie in device memory, and the store's kernels take frames without the host.
 #pragma once
 #include <map>
 
@@ -18,9 +19,9 @@ namespace kvlab {
 
 class CudaExecutor final : public Executor {
  public:
-  // Errc::unsupported for a model without weights on the device.
+  // Throws Errc::unsupported for a model without weights on the device.
   CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant = false);
-  static void check(const Model& model);  // all but the weights
+  static void check(const Model& model);  // throws the same for all but the weights
 
   std::int64_t replays() const override { return replayed_; }
   double device_ms() const override { return watch_.ms(); }
@@ -42,13 +43,13 @@ class CudaExecutor final : public Executor {
   Fit run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) override;
 
  private:
-  // What a graph was captured with; it is stale when this has changed.
+  // Counts of buffer moves. A graph is stale when they differ from those at its capture.
   struct State {
     std::int64_t moves = -1, grown = -1, scratch = -1;
     bool operator==(const State&) const = default;
   };
   struct Replay {
-    State warm, captured;  // of the latest step without a graph, of `graph`
+    State warm, captured;  // after the latest step without a graph; at the capture of `graph`
     CudaGraph graph;
   };
 
@@ -65,8 +66,8 @@ class CudaExecutor final : public Executor {
   void norm(const float* x, const StreamMemory& weight, std::int64_t rows, void* out);
   ops::RopeAppendArgs rope(int layer, std::int64_t rows);
   Fit append_chunk(int layer, int slot, std::int64_t tokens, int first, void* rounded);
-  // Queries and keys of the view's rows, by rank: of tokens that it holds, or (ahead) that come after it, all rows' in
-  // one slot where `slots` is null.
+  // Turns queries and keys of the view's rows to their ranks, in turned_. Their tokens are the view's last, or with
+  // `ahead` come after it. Where `slots` is null, all rows are of one slot.
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
   void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
@@ -74,18 +75,18 @@ class CudaExecutor final : public Executor {
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
   static std::int64_t attention_rows(std::int64_t tokens);
-  // Returns the type of what attention_ holds then.
+  // Returns the type of the output in attention_.
   DType attend_chunk(const PagedKv& chunk, int longest, View<float, 2> sums);
   void logits_of_rows(std::int64_t first_row, std::int64_t rows);
-  void logits_of(std::int64_t rows, View<float, 2> out);  // as logits_of_rows left them
-  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // of qkv_
-  View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // as attended to
-  std::int64_t rows_together() const;                                                                 // in a product
+  void logits_of(std::int64_t rows, View<float, 2> out);  // copies the result of logits_of_rows to the host
+  View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // heads of qkv_
+  View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // after RoPE
+  std::int64_t rows_together() const;
   void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
   bool decoding() const { return phase_ == Phase::decode; }
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
   bool re_rotated() const { return store_.options().rope == RopeRegime::re_rotate; }
-  bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // not by text position
+  bool by_rank() const { return store_.options().rope != RopeRegime::original; }  // RoPE uses ranks, not text positions
 
   std::int64_t turned_width() const {
     const ModelConfig& c = model_->config;
@@ -99,29 +100,29 @@ class CudaExecutor final : public Executor {
   CudaStore& store_;
   bool batch_invariant_;
   Phase phase_ = Phase::prompt;
-  bool reserved_ = false;                   // the store has taken frames for all layers of the step
-  void* rounded_queries_ = nullptr;         // of the prompt's chunk, where cuDNN wants them
-  const StreamMemory* attended_ = nullptr;  // what attention left for the output projection, and its type
-  DType attended_type_ = DType::f32;
+  bool reserved_ = false;                   // the store has reserved frames for all layers of the step
+  void* rounded_queries_ = nullptr;         // the chunk's rounded queries for cuDNN; null = none
+  const StreamMemory* attended_ = nullptr;  // the buffer of attention's output that the output projection reads
+  DType attended_type_ = DType::f32;        // its type
   const CudaModel& weights_;
   Stream stream_;
   StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
   StreamMemory tokens_, position_;    // i32 [row]
   StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
-                                      // attention_ of a prompt in the weights' dtype if nobody looks at it, and then
-                                      // perhaps its rounded queries
-  StreamMemory rounded_;              // attention_ of a decode step in the weights' dtype
+                                      // attention_ of a prompt may have the weights' dtype if no hook reads it, and
+                                      // rounded queries may follow it
+  StreamMemory rounded_;              // attention's output of a decode step in the weights' dtype
   StreamMemory turned_;               // f32 [row, heads + kv_heads, head_dim] if by_rank(); re_rotate: as qkv_
-  StreamMemory normed_, gated_;       // of the weights' dtype: [row, hidden], [row, ffn]
-  StreamMemory squares_;              // f32 [row, hidden / norm_piece], beside norms that a product left in normed_
-  StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: what a chunk's rows see
+  StreamMemory normed_, gated_;       // [row, hidden], [row, ffn] in the weights' dtype
+  StreamMemory squares_;              // f32 [row, hidden / norm_piece]: sums of squares for norms left in normed_
+  StreamMemory length_, rows_;        // i32 [token, kv_head], [token]: lengths and slots of CudaStore::causal_view
   StreamMemory likeliest_;            // i32 [row]
-  StreamMemory nonfinite_;  // i32 [row]: marks of the rows' layers, 0 between calls; of a prompt the first one
+  StreamMemory nonfinite_;            // i32 [row]: marks of rows, 0 between calls; a prompt uses the first
   StreamMemory mass_, sums_, logits_;  // f32
-  StreamMemory copy_, copy_table_;     // of one layer, for prompts
+  StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
-  std::int64_t grown_ = 0;                  // times that one of these moved
-  std::map<std::int64_t, Replay> replays_;  // by rows
+  std::int64_t grown_ = 0;                  // times that room() moved one of these buffers
+  std::map<std::int64_t, Replay> replays_;  // by number of rows
   std::int64_t replayed_ = 0;
   CudaStopwatch watch_;
 };

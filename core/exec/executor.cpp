@@ -50,7 +50,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
     View<float, 3> mass;
-    if (hooks.wants_mass())  // a step that is launched again writes the mass of longer sequences
+    if (hooks.wants_mass())  // later launches of the same graph write the mass of longer sequences
       mass = step_mass(n, hooks.replayable() ? cache_.shape().max_tokens : cache_.max_length(layer, slots));
     info.output = attend(layer, slots, info.read, mass);
     info.mass = mass;

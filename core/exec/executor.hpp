@@ -1,6 +1,6 @@
-// Runs a model's layers over the paged store, for prompts and for decode steps, and tells a LayerHooks what happens on
-// the way. It knows nothing of policies. The views that hooks get point to memory of the store's stream's device; lists
-// of slots are host memory.
+// Runs a model's layers over the paged store, for prompts and for decode steps, and calls LayerHooks on the way. It
+// knows nothing of policies. The views that hooks get point to memory of the device of the store's stream. Lists of
+// slots are host memory.
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/policy.hpp>
@@ -15,23 +15,23 @@
 
 namespace kvlab {
 
-// The rows of one layer: a chunk's tokens, or one token of each slot. raw_*: before RoPE; empty in the original regime,
-// where queries and keys are rotated by text position already.
+// The rows of one layer: a chunk's tokens, or one token of each slot. raw_* are the rows before RoPE. They are empty in
+// the original regime, which rotates by text position.
 struct LayerRows {
   int layer = 0;
   View<const float, 3> queries, raw_queries;    // [row, query head, head_dim]
   View<const float, 3> keys, raw_keys, values;  // [row, kv_head, head_dim]
-  View<const float, 3> output;                  // [row, query head, head_dim] of attention, once it has run
+  View<const float, 3> output;                  // [row, query head, head_dim] of attention, set after it has run
 };
 
 // One layer of one prompt chunk of one sequence, after its attention.
 struct PromptLayer : LayerRows {
   int slot = 0, past = 0;
   bool last = false;          // this chunk ends the prompt
-  View<const float, 2> mass;  // [query head, past + token]; empty unless asked for, as `output` may be
+  View<const float, 2> mass;  // [query head, past + token]; empty unless hooks want it, as `output` may be
 };
 
-// What attention of a decode step reads: pages, tokens or, without a list, everything resident.
+// The pages or tokens that attention of a decode step reads. Without a list it reads all resident tokens.
 struct Selection {
   const PageList* pages = nullptr;
   const TokenList* tokens = nullptr;
@@ -40,8 +40,8 @@ struct Selection {
 // One layer of one decode step.
 struct DecodeLayer : LayerRows {
   const std::vector<std::int32_t>* slots = nullptr;
-  View<const float, 3> mass;  // [row, query head, token]; after attention, empty unless asked for
-  Selection read;             // by attention; set once select has answered
+  View<const float, 3> mass;  // [row, query head, token], set after attention; empty unless hooks want it
+  Selection read;             // the answer of select
 };
 
 class LayerHooks {
@@ -49,28 +49,28 @@ class LayerHooks {
   virtual ~LayerHooks() = default;
   virtual bool wants_prompt_mass() const { return false; }
   virtual bool wants_prompt_output() const { return true; }
-  virtual bool wants_mass() const { return false; }  // of decode steps
-  // Before a chunk's attention reads what the layer holds of the slot already.
+  virtual bool wants_mass() const { return false; }  // the mass of decode steps
+  // Called before a chunk's attention reads the slot's earlier tokens in the layer.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
-  // Before attention, this step's tokens appended. The list lives until the layer is done; two are Errc::internal.
+  // Called before attention, after this step's tokens are appended. The answer lives until the layer is done. It may
+  // have one list; two are Errc::internal.
   virtual Selection select(const DecodeLayer&, Fit&) { return {}; }
   virtual Fit attended(const DecodeLayer&) { return Fit::ok; }
-  // Do decode steps need the host no more? What the calls below give to the stream in one step then stands for every
-  // later one of as many rows, and an executor may leave the calls out.
+  // Returns whether decode steps do without the host. Then the stream's work of one step serves all later steps of as
+  // many rows, and an executor may leave the calls below out.
   virtual bool replayable() const { return false; }
-  // After the last layer of a decode step, before the rows' counters advance.
+  // Called after the last layer of a decode step, before the rows' counters advance.
   virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
 };
 
-// What a decode step leaves on the host. Either may be empty: logits of a large vocabulary take long to come from a
-// GPU.
+// A decode step's results on the host. Either may be empty: copying the logits of a large vocabulary takes long.
 struct StepResult {
   StepResult() = default;
   StepResult(View<float, 2> of_rows) : logits(of_rows) {}
   StepResult(std::span<std::int32_t> of_rows) : likeliest(of_rows) {}
   View<float, 2> logits;  // [row, vocab]
-  // [row] the token of the largest logit, the lowest of equal ones; -1 = the row is one of nonfinite_rows
+  // [row] token of the largest logit, the lowest of equal ones; -1 = the row is one of nonfinite_rows
   std::span<std::int32_t> likeliest;
 };
 
@@ -80,23 +80,23 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // One chunk of a prompt. logits [k, vocab] receives those of the chunk's last k tokens; k may be 0. Logits are host
-  // memory on either device and there when the call returns.
+  // Runs one chunk of a prompt. logits [k, vocab], host memory on either device, receives those of the chunk's last k
+  // tokens before the call returns; k may be 0.
   Fit prefill(int slot, std::span<const int> tokens, bool last, LayerHooks& hooks, View<float, 2> logits);
 
-  // One token for each row. The rows' counters advance.
+  // Runs one token for each row and advances the rows' counters.
   Fit decode(const std::vector<std::int32_t>& slots, std::span<const int> tokens, LayerHooks& hooks,
              const StepResult& out);
 
-  // The rows of the latest call (a prompt is row 0) of which logits, queries, cache entries or attention mass were NaN
-  // or infinite, ascending. Mass is looked at on the CPU alone: on a GPU its NaN comes with those of the output. A
-  // decode step of which nothing is asked is not looked at.
+  // The rows of the latest call (a prompt is row 0) whose logits, queries, cache entries or attention mass were NaN or
+  // infinite, ascending. Only the CPU checks mass: on a GPU its NaN comes with those of the output. A decode step whose
+  // caller asks for no result is not checked.
   const std::vector<std::int32_t>& nonfinite_rows() const { return nonfinite_rows_; }
 
   const Model& model() const { return *model_; }
   virtual std::int64_t replays() const { return 0; }  // decode steps that were one launch of a graph
-  // Of the latest decode step: from its first kernel to its last one on a GPU, what lies between the kernels of an
-  // eager step included. NaN on the CPU.
+  // Milliseconds of the latest decode step on a GPU from its first kernel to its last, gaps between kernels included.
+  // NaN on the CPU.
   virtual double device_ms() const { return std::numeric_limits<double>::quiet_NaN(); }
 
  protected:
@@ -104,14 +104,15 @@ class Executor {
 
   enum class Phase : std::uint8_t { prompt, prompt_shown, decode };  // shown: hooks look at a prompt's attention output
 
-  // A device's part of a call, in this order. `rows` are the call's: a chunk's tokens, or the slots of a decode step.
+  // The device's parts of a call, in this order. `rows` is the number of a chunk's tokens, or of a decode step's slots.
   virtual void begin(std::span<const int> tokens, const std::vector<std::int32_t>& position, Phase phase) = 0;
   virtual void embed(std::int64_t rows) = 0;
   virtual void project(int layer, std::int64_t rows) = 0;  // queries, keys and values, before RoPE
-  // Of a chunk: RoPE, the cache's new tokens and attention over all of them, in the order that suits the device. Fills
-  // all of `info` but the layer, the slot and `last`.
+  // For a chunk: runs RoPE, appends the tokens and attends over the cache, in the order that suits the device. Fills
+  // `info` but for the layer, the slot and `last`.
   virtual Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) = 0;
-  // Of a decode step: RoPE and the cache's new tokens; what hooks see of them; attention, which returns its output.
+  // For a decode step: append runs RoPE and appends the tokens, rows_of and step_mass return the views for hooks, and
+  // attend returns its output.
   virtual Fit append(int layer, const std::vector<std::int32_t>& slots) = 0;
   virtual LayerRows rows_of(int layer, std::int64_t rows) = 0;
   virtual View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) = 0;
@@ -120,9 +121,9 @@ class Executor {
   virtual void finish_layer(int layer, std::int64_t rows) = 0;                       // output projection and MLP
   virtual void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) = 0;  // notes nonfinite_rows
   virtual void head(std::int64_t rows, const StepResult& out) = 0;                   // logits, on the device
-  virtual void read(std::int64_t rows, const StepResult& out) = 0;  // brings them to the host; notes nonfinite_rows
+  virtual void read(std::int64_t rows, const StepResult& out) = 0;  // copies them to the host; notes nonfinite_rows
 
-  // A decode step between begin() and the advance of the counters: all layers, or one launch that stands for them.
+  // Runs a decode step between begin() and the advance of the counters: all layers, or one launch of their graph.
   virtual Fit run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
     return run_layers(slots, hooks, out);
   }
@@ -135,12 +136,12 @@ class Executor {
   Store& cache_;
 };
 
-// What make_executor would refuse on such a device, of the model all but its weights.
+// Throws the errors that make_executor would throw on such a device, except those for the model's weights.
 void check_executor(const Model& model, Device device);
 
-// Runs on the device of the store's stream; the store outlives it. Errc::unsupported where that device cannot run the
-// model. batch_invariant: a decode step gives every row the same bits whatever other rows there are; on a GPU sums are
-// cut differently for another batch otherwise, and cost less time. On the CPU, oneDNN's bf16 products do the same.
+// Makes an executor on the device of the store's stream. The store must outlive it. Throws Errc::unsupported if that
+// device cannot run the model. batch_invariant: a decode step gives every row the same bits whatever other rows there
+// are. Without it a GPU cuts sums by the batch, which takes less time. oneDNN's bf16 products on the CPU always do so.
 std::unique_ptr<Executor> make_executor(std::shared_ptr<const Model> model, Store& store, bool batch_invariant = false);
 
 }  // namespace kvlab
