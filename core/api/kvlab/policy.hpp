@@ -90,7 +90,8 @@ struct LayerKv {
   // The queries of this prompt chunk, after RoPE: [row, query head, i, head_dim], oldest first; the last one's text
   // position is position[row] - 1. Empty while decoding.
   Tensor<4> chunk_queries;
-  // [row, query head, token] by place in the cache, like Scores. Empty in select, and unless needs() asks for it.
+  // [row, query head, token] by place in the cache, like Scores. Empty in select, unless needs() asks for it, and after
+  // a prompt chunk under Mass::decode.
   View<const float, 3> mass;
   const std::vector<std::string>* state_names = nullptr;
   Workspace* workspace = nullptr;

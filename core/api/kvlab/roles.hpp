@@ -18,12 +18,14 @@ class Scorer {
   virtual Pins pins(int /*tokens*/) const { return {}; }
 
   // out[row, kv_head, token] f32, higher = keep. inf ranks above all others and -inf below; NaN fails the cell.
-  // Core calls it at the prompt's end, where kv.window_queries are set and kv.mass is that of the last chunk's queries.
-  // The schedule calls it while decoding, where kv.window_queries are empty and kv.mass is that of this step's query.
-  // Numbers that must outlast a call live in token state or in the state that attach took.
+  // Core calls it at the prompt's end, where kv.window_queries are set and kv.mass is that of the last chunk's queries
+  // (under Mass::decode it is empty). The schedule calls it while decoding, where kv.window_queries are empty and
+  // kv.mass is that of this step's query. Numbers that must outlast a call live in token state or in the state that
+  // attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
   // After every attention (each prompt chunk, each decode step). A method accumulates kv.mass into token state here.
+  // Under Mass::decode, kv.mass is empty after a prompt chunk.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}
 
   // A sequence ended. Core clears token state and the state that attach took, but no member variable.
@@ -72,6 +74,7 @@ class Selector {
   virtual void prefill(const LayerPrefill& /*kv*/, Stream) {}
   // Before attention, in every layer after the dense ones. step.mass is empty, because a step's mass exists only after
   // attention. A method that selects by mass saves it in observe, in token state or in the state that attach took.
+  // Ops read token state of pages on the device alone, so a method for `placement: {tier: host}` takes state in attach.
   virtual void select(const LayerStep& step, PageList out, Stream s) = 0;
   // After attention, in every layer. step.mass is set if needs() asks for it, and 0 for tokens that were not read.
   virtual void observe(const LayerStep& /*step*/, Stream) {}
