@@ -155,11 +155,13 @@ void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRul
 void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {
   const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
   for_heads(kv, [&](int r, int h) {
-    const auto own = positions_of(kv, r, h);
+    std::vector<std::vector<std::int32_t>> positions;
+    for (int other = 0; other < kv.kv_heads; ++other) positions.push_back(positions_of(kv, r, other));
+    const auto& own = positions[static_cast<std::size_t>(h)];
     for (std::size_t t = 0; t < own.size(); ++t) {
       Row held;
       for (int other = 0; other < kv.kv_heads; ++other) {
-        const auto position = positions_of(kv, r, other);
+        const auto& position = positions[static_cast<std::size_t>(other)];
         for (std::size_t place = 0; place < position.size(); ++place)
           for (int q = other * group; position[place] == own[t] && q < (other + 1) * group; ++q)
             held.push_back(in(r, q, place));
