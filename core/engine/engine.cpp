@@ -211,6 +211,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
     step_.push_back(store_->steps(slot));
   }
+  count_budgets(position_);
   const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {
@@ -251,13 +252,15 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.sequence = sequence_.data();
   kv.question = questions_.as<std::uint32_t>();
   kv.max_length = store_->max_length(layer, slots);
+  kv.budget = layer < needs_.dense_layers() ? unlimited_.data() : budget_.data();
+  return kv;
+}
+
+void Engine::count_budgets(std::span<const std::int32_t> position) {
   budget_.clear();
   for (const std::int32_t seen : position)
-    budget_.push_back(layer < needs_.dense_layers()
-                          ? std::numeric_limits<std::int32_t>::max()
-                          : budget_tokens(for_pages_, seen, *kv.shape, page_bytes_, needs_.dense_layers()));
-  kv.budget = budget_.data();
-  return kv;
+    budget_.push_back(budget_tokens(for_pages_, seen, store_->shape(), page_bytes_, needs_.dense_layers()));
+  unlimited_.assign(position.size(), std::numeric_limits<std::int32_t>::max());
 }
 
 // Keeps the last window queries of the prompt so far. The next chunk may have too few to fill the window.
@@ -295,6 +298,7 @@ Fit Engine::prompt(const PromptLayer& l) {
   const std::int32_t step[] = {0};
   const bool last[] = {l.last};
   sequence_ = {sequences_[static_cast<std::size_t>(l.slot)]};
+  count_budgets(position);
   LayerPrefill kv;
   static_cast<LayerKv&>(kv) = layer_kv(l.layer, slots, position);
   kv.step = step;

@@ -128,6 +128,7 @@ class Engine final : private LayerHooks {
   Fit finish_step(const std::vector<std::int32_t>& slots) override;
 
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
+  void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
   // Of a callback that is not select().
@@ -149,7 +150,7 @@ class Engine final : private LayerHooks {
   HostCopy seen_;  // copies for the observer, on CUDA
 
   std::vector<std::int32_t> position_, step_;        // of the callback's rows
-  std::vector<std::int32_t> budget_;                 // of the same rows: LayerKv::budget_tokens
+  std::vector<std::int32_t> budget_, unlimited_;     // of the same rows: LayerKv::budget_tokens, and of dense layers
   BudgetAmount for_pages_;                           // the budget less the policy's state
   std::int64_t page_bytes_ = 0;                      // device bytes of one page of a KV head
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
