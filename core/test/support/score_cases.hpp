@@ -272,6 +272,38 @@ void check_long_heads() {
       [&](View<float, 3> out) {
         ops::normalised_mean_reference({&kv, KvSide::key}, out);
       });
+  std::vector<float> vectors(2 * 16), matrices(2 * 16 * 16);
+  for (float& x : vectors) x = normal(rng);
+  for (float& x : matrices) x = normal(rng) / 16;
+  const auto vector = View<const float, 3>::dense(vectors.data(), {1, 2, 16});
+  const auto matrix = View<const float, 4>::dense(matrices.data(), {1, 2, 16, 16});
+  const auto vector_there = place.put(vector);
+  const auto matrix_there = place.put(matrix);
+  const Guarded<3> per_token({1, 2, 1250});
+  same<Place, 4>(
+      place, "read_rows", Guarded<4>({1, 2, 1250, 16}).view(), 2e-6,
+      [&](View<float, 4> out) {
+        ops::read_rows({&there, KvSide::value}, out, s);
+      },
+      [&](View<float, 4> out) {
+        ops::read_rows_reference({&kv, KvSide::value}, out);
+      });
+  same<Place, 3>(
+      place, "row_dot", per_token.view(), Tolerance{}.score,
+      [&](Scores out) {
+        ops::row_dot({&there, KvSide::key}, vector_there, out, s);
+      },
+      [&](Scores out) {
+        ops::row_dot_reference({&kv, KvSide::key}, vector, false, out);
+      });
+  same<Place, 3>(
+      place, "row_quadratic", per_token.view(), 1e-4,
+      [&](Scores out) {
+        ops::row_quadratic({&there, KvSide::key}, matrix_there, out, s);
+      },
+      [&](Scores out) {
+        ops::row_quadratic_reference({&kv, KvSide::key}, matrix, out);
+      });
   const auto in = place.put(View<const float, 3>(scores));
   same<Place, 3>(
       place, "layer_reduce", Guarded<3>({1, 2, 1250}).view(), 1e-5,
