@@ -11,6 +11,7 @@
 #include "base/buffer.hpp"
 #include "bench/cases.hpp"
 #include "bench/cuda_timing.hpp"
+#include "cases/case.hpp"
 #include "model/synthetic.hpp"
 #include "ops/linear/linear.hpp"
 #include "ops/linear/onednn.hpp"
@@ -29,10 +30,24 @@ constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"attend", attend_cases, cuda_attend_cases},
                       {"prefill_attention", prefill_attention_cases, cuda_prefill_attention_cases},
                       {"score", score_cases, cuda_score_cases},
-                      {"select", select_cases, cuda_select_cases},
+                      {"select"},
                       {"copy", copy_cases, cuda_copy_cases},
                       {"decode", nullptr, nullptr, {decode_cases, cuda_decode_cases}},
                       {"prefill", nullptr, nullptr, {prefill_cases, cuda_prefill_cases}}};
+
+// Times a case of the op's list. A run goes over copies of the input, and the line has the time of one.
+Line timed(const cases::Case& c, Device device) {
+  stop::check();
+  cases::Place place(device);
+  const auto scene = c.make(place, c.copies);
+  const auto run = [&] {
+    for (int i = 0; i < c.copies; ++i) scene->run(i);
+  };
+  const Times t = device == Device::cuda ? time_graph(place.stream(), run, c.runs) : time_runs(10, run);
+  Line l{c.op, c.shape, c.kernel, t.median / c.copies, t.best / c.copies};
+  l.bytes = c.work.bytes, l.flops = c.work.flops, l.reads = c.work.reads;
+  return l;
+}
 
 // One large product; big enough that packing and threads cost little.
 constexpr std::int64_t gemm_m = 1024, gemm_n = 1536, gemm_k = 1536;
@@ -64,6 +79,12 @@ ModelSetup setup_of(const ModelChoice& choice, bool decode, bool cuda) {
   else
     s.shapes = {{1, 8192}, {1, 32768}};
   return s;
+}
+
+void require_known(const std::vector<std::string>& names) {
+  for (const auto& name : names)
+    if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
+      throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
 }
 
 std::string amount(double perSecond, const char* unit) { return fmt::format("{:.1f} G{}/s", perSecond / 1e9, unit); }
@@ -118,15 +139,31 @@ const std::vector<std::string>& op_names() {
   return names;
 }
 
+bool check(const std::vector<std::string>& names, bool cuda,
+           const std::function<void(const std::string&, const std::string&, const std::string&)>& said) {
+  require_known(names);
+  const Device device = cuda ? Device::cuda : Device::cpu;
+  bool equal = true;
+  for (const cases::Case& c : cases::all()) {
+    if (!c.timed(device) || (!names.empty() && std::find(names.begin(), names.end(), c.op) == names.end())) continue;
+    stop::check();
+    const std::string differs = cases::check(c, device);
+    said(c.op, c.shape, differs);
+    equal = equal && differs.empty();
+  }
+  return equal;
+}
+
 Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice) {
-  for (const auto& name : names)
-    if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
-      throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
+  require_known(names);
   if (names.empty()) names = op_names();
   Report r;
   const auto run_ops = [&] {
     for (const Op& op : ops) {
       if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
+      for (const cases::Case& c : cases::all())
+        if (c.op == op.name && c.timed(cuda ? Device::cuda : Device::cpu))
+          r.lines.push_back(timed(c, cuda ? Device::cuda : Device::cpu));
       const auto cases = cuda ? op.cuda : op.cases;
       if (const auto model = op.model[cuda]) {
         const bool decode = std::string(op.name) == "decode";

@@ -1,6 +1,7 @@
 // `kvlab bench` times ops and whole models, and holds them against the rates that it measures on this machine in the
 // same run.
 #pragma once
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -55,6 +56,12 @@ struct ModelChoice {
   std::string model;  // as an experiment names it
   int batch = 0, context = 0;
 };
+
+// Compares the timed cases of the named ops, or of all, with their references. Calls `said` with each one's op, shape
+// and differences (empty = equal). Returns false if one differs. Large cases take seconds.
+bool check(
+    const std::vector<std::string>& names, bool cuda,
+    const std::function<void(const std::string& op, const std::string& shape, const std::string& differs)>& said);
 
 // Runs the named ops, or all of them when no name is given. On the GPU it runs those that have cases there, with a cold
 // L2 cache for ops. Throws Errc::config for another name, and the errors of model and engine for a choice.

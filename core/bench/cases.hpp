@@ -6,6 +6,7 @@
 
 #include "base/stop.hpp"
 #include "bench/bench.hpp"
+#include "cases/paged_fixture.hpp"
 
 namespace kvlab::bench {
 
@@ -31,15 +32,13 @@ Times time_runs(int runs, const F& f) {
   return {t[t.size() / 2], t.front()};
 }
 
-// Numbers uniform in [-1, 1), the same ones in every call.
-std::vector<float> randoms(std::int64_t count);
+using cases::randoms;
 
 std::vector<Line> gemv_cases();
 std::vector<Line> gemm_cases();
 std::vector<Line> attend_cases();
 std::vector<Line> prefill_attention_cases();
 std::vector<Line> score_cases();
-std::vector<Line> select_cases();
 std::vector<Line> copy_cases();
 
 // Whole models: one case per shape of the setup.
@@ -58,7 +57,6 @@ std::vector<Line> cuda_attend_cases();
 std::vector<Line> cuda_prefill_attention_cases();
 std::vector<Line> cuda_gemv_cases();
 std::vector<Line> cuda_score_cases();
-std::vector<Line> cuda_select_cases();
 std::vector<Line> cuda_copy_cases();
 std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);

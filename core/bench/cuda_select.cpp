@@ -126,34 +126,12 @@ Line fused(const CudaTimer& timer, int rows, int tokens, int page_size, int sele
   return l;
 }
 
-Line top(const CudaTimer& timer, int rows, int n, int k) {
-  const Tables tables(timer, rows, n * 16, 16);
-  const Lists lists(timer, rows, k);
-  const std::int64_t count = std::int64_t{rows} * kv_heads * n;
-  const Copies copies(timer, randoms(count));
-  const Times t = timer.time([&] {
-    for (int c = 0; c < copies.count(); ++c)
-      ops::top_pages(tables.view(), View<const float, 3>::dense(copies.at<float>(c), {rows, kv_heads, n}),
-                     lists.budgets(), {}, lists.list(), timer.stream());
-  });
-  Line l{"select", fmt::format("{} rows x {}, k {}, one of {}", rows * kv_heads, n, k, copies.count()), "bins, exact",
-         t.median / copies.count(), t.best / copies.count()};
-  l.bytes = 4. * static_cast<double>(count);
-  l.reads = true;
-  return l;
-}
-
 }  // namespace
 
 std::vector<Line> cuda_score_cases() {
   const CudaTimer timer;
   return {fused(timer, 40, 10240, 16, 1024), fused(timer, 40, 10240, 32, 1024), fused(timer, 8, 32768, 16, 1024),
           fused(timer, 1, 131072, 16, 1024)};
-}
-
-std::vector<Line> cuda_select_cases() {
-  const CudaTimer timer;
-  return {top(timer, 40, 2048, 128), top(timer, 40, 8192, 128), top(timer, 40, 8192, 512)};
 }
 
 }  // namespace kvlab::bench

@@ -14,6 +14,22 @@
 
 namespace kvlab::bench {
 
+// Runs `work` once, which allocates its scratch, then captures it and replays it with a cold L2. Seconds of one run.
+template <class F>
+Times time_graph(Stream s, F&& work, int runs = 30) {
+  const CudaRuntime& r = cuda_backend()->runtime;
+  work();
+  r.synchronize(s.handle());
+  void* graph = r.capture(
+      s.handle(), [](void* f) { (*static_cast<std::remove_reference_t<F>*>(f))(); },
+      const_cast<void*>(static_cast<const void*>(&work)));
+  std::vector<float> ms(static_cast<std::size_t>(runs));
+  r.time_graph(graph, s.handle(), runs, ms.data());
+  r.delete_graph(graph);
+  std::sort(ms.begin(), ms.end());
+  return {ms[ms.size() / 2] * 1e-3, ms.front() * 1e-3};
+}
+
 class DeviceBuffer {
  public:
   explicit DeviceBuffer(std::size_t bytes)
@@ -51,19 +67,9 @@ class CudaTimer {
     return b;
   }
 
-  // Runs `work` once, which allocates its scratch, then captures it and replays it with a cold L2. Seconds of one run.
   template <class F>
   Times time(F&& work, int runs = 30) const {
-    const CudaRuntime& r = cuda_backend()->runtime;
-    work();
-    r.synchronize(stream_);
-    void* graph = r.capture(
-        stream_, [](void* f) { (*static_cast<std::remove_reference_t<F>*>(f))(); }, &work);
-    std::vector<float> ms(static_cast<std::size_t>(runs));
-    r.time_graph(graph, stream_, runs, ms.data());
-    r.delete_graph(graph);
-    std::sort(ms.begin(), ms.end());
-    return {ms[ms.size() / 2] * 1e-3, ms.front() * 1e-3};
+    return time_graph(stream(), work, runs);
   }
 
  private:

@@ -10,13 +10,6 @@
 
 namespace kvlab::bench {
 
-std::vector<float> randoms(std::int64_t count) {
-  std::minstd_rand g(2);
-  std::vector<float> v(static_cast<std::size_t>(count));
-  for (float& x : v) x = static_cast<float>(g()) * 0x1p-30f - 1.f;
-  return v;
-}
-
 Pages::Pages(int tokens, int state_columns, bool wrapped)
     : pages_(std::max(1, (tokens + page_size - 1) / page_size)),
       layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, state_columns)),

@@ -148,37 +148,6 @@ std::vector<Line> score_cases() {
   return lines;
 }
 
-std::vector<Line> select_cases() {
-  std::vector<Line> lines;
-  const Pages cache(tokens);
-  const int pages = cache.pages();
-  const ScoreBuffer scores(kv_heads, layers * tokens);
-  ListBuffer list(tokens);
-  std::vector<std::int32_t> keep(kv_heads);
-  const auto amount = View<const std::int32_t, 2>::dense(keep.data(), {1, kv_heads});
-  const auto of_layer = [&](int l, int n) {
-    Scores s = scores.view;
-    s.data += l * n;
-    s.extent[2] = n;
-    return s;
-  };
-  const auto add = [&](const char* what, int kept, Pins pins, double bytes) {
-    keep.assign(kv_heads, kept);
-    lines.push_back(per_layer("select", fmt::format("top_tokens, {} of {}{}", kept, tokens, what), bytes, [&](int l) {
-      ops::top_tokens(cache.layer(l), of_layer(l, tokens), amount, &pins, TokenList{list.list}, Stream::cpu());
-    }));
-  };
-  const double score_bytes = 4. * kv_heads * tokens;
-  add("", 512, {}, score_bytes);
-  add(", half pinned", tokens - 1, {.last = tokens / 2}, 2 * score_bytes);  // positions too
-  keep.assign(kv_heads, pages / 4);
-  lines.push_back(
-      per_layer("select", fmt::format("top_pages, {} of {}", pages / 4, pages), 4. * kv_heads * pages, [&](int l) {
-        ops::top_pages(cache.layer(l), of_layer(l, pages), amount, {}, PageList{list.list}, Stream::cpu());
-      }));
-  return lines;
-}
-
 std::vector<Line> copy_cases() {
   std::vector<Line> lines;
   replace_cases(1024, {}, lines);

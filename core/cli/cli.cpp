@@ -123,7 +123,8 @@ class CommandLine {
   std::string file_, output_, isolated_cell_, word_, format_ = "table", backend_ = "auto";
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
-  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false;
+  bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
+       check_ = false;
   GenerateOptions generate_;
   ConformOptions conform_;
   bench::ModelChoice choice_;
@@ -300,7 +301,17 @@ void CommandLine::add_rest() {
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {
         stop::watch();
-        const bench::Report r = bench::run(words_, choose_device(backend_, {}, "kvlab bench") == Device::cuda, choice_);
+        const bool cuda = choose_device(backend_, {}, "kvlab bench") == Device::cuda;
+        if (check_)
+          return bench::check(words_, cuda,
+                              [](const std::string& op, const std::string& shape, const std::string& differs) {
+                                fmt::print("{:<18} {:<56} {}\n", op, shape,
+                                           differs.empty() ? "equals its reference" : "DIFFERS\n" + differs);
+                                std::fflush(stdout);
+                              })
+                     ? 0
+                     : 1;
+        const bench::Report r = bench::run(words_, cuda, choice_);
         fmt::print("{}", json_ ? bench::to_json(r).dump(2) + "\n" : bench::table(r));
         return 0;
       });
@@ -312,6 +323,7 @@ void CommandLine::add_rest() {
   bench->add_option("--batch", choice_.batch, "sequences of decode")->check(CLI::Range(1, 4096));
   bench->add_option("--context", choice_.context, "tokens of decode's cache or of the prompt")
       ->check(CLI::Range(1, 1 << 24));
+  bench->add_flag("--check", check_, "compare each case with the op's reference, do not time it (takes minutes)");
   bench->add_flag("--json", json_, "for programs");
 
   CLI::App* doctor =

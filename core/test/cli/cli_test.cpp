@@ -9,7 +9,6 @@
 #include "test/support/places.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 
 namespace {
 

@@ -6,12 +6,12 @@
 #include <set>
 
 #include "base/half.hpp"
+#include "cases/place.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/page/rope_append.hpp"
-#include "support/device_cache.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

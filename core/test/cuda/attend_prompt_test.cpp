@@ -6,14 +6,15 @@
 #include "base/half.hpp"
 #include "base/log.hpp"
 #include "base/text.hpp"
+#include "cases/paged_fixture.hpp"
+#include "cases/place.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
 #include "support/relative_error.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -2,11 +2,12 @@
 
 #include <catch2/catch.hpp>
 
+#include "cases/quick.hpp"
 #include "support/cuda_attend.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("cuda attend equals the reference for every head size, page size, group and length") {
   unsigned seed = 1;

@@ -2,11 +2,12 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "cases/quick.hpp"
 #include "support/cuda_attend.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("cuda attend over lists of tokens equals the reference") {
   unsigned seed = 500;

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <kvlab/error.hpp>
 
+#include "cases/quick.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
 #include "support/golden.hpp"
 #include "support/null_hooks.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 
@@ -104,7 +104,7 @@ void check_variant(const std::string& variant, int chunk) {
 }
 
 std::vector<const char*> variants() {
-  if (test::quick()) return {"llama-gqa3", "qwen3", "mistral-window32"};
+  if (cases::quick()) return {"llama-gqa3", "qwen3", "mistral-window32"};
   return {"llama-mha", "llama-gqa3", "llama-gqa4-rope3", "llama-mqa7", "qwen2", "qwen3", "mistral-window32"};
 }
 
@@ -130,7 +130,7 @@ TEST_CASE("cuda executor: f16 is closer to transformers' logits than bf16 can be
 TEST_CASE("cuda executor: keys by their place give transformers' logits while nothing leaves") {
   for (const char* variant : {"llama-gqa3", "qwen3"})
     for (const DType dtype : {DType::bf16, DType::f16}) {
-      if (test::quick() && variant != std::string("qwen3")) continue;
+      if (cases::quick() && variant != std::string("qwen3")) continue;
       const Tiny t(variant, Device::cuda, dtype);
       const std::size_t prompt = t.ids.size() - 6;
       for (const RopeRegime rope : {RopeRegime::cache_relative, RopeRegime::re_rotate})
@@ -143,7 +143,7 @@ TEST_CASE("cuda executor: keys by their place give transformers' logits while no
 }
 
 TEST_CASE("cuda executor: keys by their place give what text positions give, with heads of 64") {
-  const Tiny t(test::quick() ? 90 : 700);
+  const Tiny t(cases::quick() ? 90 : 700);
   const std::size_t prompt = t.ids.size() - 3;
   const auto wanted = run(t, Device::cuda, prompt, 0);
   for (const RopeRegime rope : {RopeRegime::cache_relative, RopeRegime::re_rotate})

@@ -2,11 +2,12 @@
 
 #include <catch2/catch.hpp>
 
-#include "support/device_cache.hpp"
+#include "cases/place.hpp"
 #include "support/inject_fixture.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("cuda inject_pages equals its reference") {
   for (unsigned n = 0; n < 40; ++n) {

@@ -6,13 +6,14 @@
 #include <random>
 #include <set>
 
+#include "base/backend.hpp"
 #include "base/half.hpp"
+#include "cases/place.hpp"
+#include "cases/quick.hpp"
 #include "ops/linear/norm.hpp"
-#include "support/device_cache.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -6,14 +6,14 @@
 #include <tuple>
 
 #include "base/half.hpp"
+#include "cases/place.hpp"
+#include "cases/quick.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
 #include "ops/linear/norm.hpp"
-#include "support/device_cache.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 
@@ -96,7 +96,7 @@ TEST_CASE("cuda rms_norm and rounding: a row's bits do not depend on how many ro
   std::mt19937 rng(4);
   std::normal_distribution<float> normal;
   for (const std::int64_t n : {72, 4096, 8192, 8200}) {
-    const std::int64_t rows = test::quick() ? 603 : 5003;  // more than the blocks that run at once
+    const std::int64_t rows = cases::quick() ? 603 : 5003;  // more than the blocks that run at once
     std::vector<float> x(static_cast<std::size_t>(rows * n)), weight(static_cast<std::size_t>(n));
     for (float& v : x) v = normal(rng);
     for (float& w : weight) w = normal(rng);

@@ -4,15 +4,16 @@
 
 #include <catch2/catch.hpp>
 
+#include "base/backend.hpp"
 #include "base/device_op.hpp"
+#include "cases/paged_fixture.hpp"
+#include "cases/place.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/reference.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

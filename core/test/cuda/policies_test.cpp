@@ -2,11 +2,12 @@
 #include <array>
 #include <catch2/catch.hpp>
 
+#include "cases/place.hpp"
 #include "support/contract.hpp"
-#include "support/device_cache.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -4,12 +4,12 @@
 #include "base/cuda_graph.hpp"
 #include "base/half.hpp"
 #include "base/stream_memory.hpp"
+#include "cases/place.hpp"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/linear.hpp"
-#include "support/device_cache.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("cuda runtime: a graph's copies read host memory when they are captured") {
   OnDevice device;

@@ -5,13 +5,13 @@
 #include <cstring>
 
 #include "base/half.hpp"
+#include "cases/paged_fixture.hpp"
+#include "cases/place.hpp"
 #include "ops/score/reference.hpp"
 #include "ops/select/reference.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -6,12 +6,12 @@
 #include <random>
 
 #include "base/backend.hpp"
-#include "support/device_cache.hpp"
-#include "support/quick.hpp"
+#include "cases/place.hpp"
+#include "cases/quick.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
-using test::OnDevice;
+using cases::OnDevice;
 using test::StoreFixture;
 
 namespace {
@@ -366,7 +366,7 @@ StoreFixture fixture(int kind) {
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
   const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7);
   const RopeRegime rope = GENERATE(RopeRegime::original, RopeRegime::re_rotate);
-  for (unsigned seed = 1; seed <= (test::quick() ? 1 : 6); ++seed) {
+  for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 6); ++seed) {
     StoreFixture f = fixture(kind);
     f.options.rope = rope;
     Both both(f, seed);

@@ -5,11 +5,11 @@
 #include <fstream>
 #include <kvlab/error.hpp>
 
+#include "cases/quick.hpp"
 #include "engine/engine.hpp"
 #include "exec/executor.hpp"
 #include "model/bundled.hpp"
 #include "support/golden.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 
@@ -83,9 +83,9 @@ bool here(const std::string& path) {
 }  // namespace
 
 TEST_CASE("cuda text: greedy text is the CPU's, or the first difference has no margin") {
-  const int count = test::quick() ? 4 : 72;
+  const int count = cases::quick() ? 4 : 72;
   CHECK(same_text("bundled/recall", "", count) > 0);
-  if (test::quick()) return;
+  if (cases::quick()) return;
   if (here("bundled/smollm2")) {
     CHECK(same_text("bundled/smollm2", "", count) > 0);
     if (here("bundled/smollm2-recall")) CHECK(same_text("bundled/smollm2", "bundled/smollm2-recall", count) > 0);

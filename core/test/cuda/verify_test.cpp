@@ -4,16 +4,17 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "cases/paged_fixture.hpp"
+#include "cases/place.hpp"
 #include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "ops/select/allot.hpp"
 #include "plugin/loader.hpp"
 #include "support/contract.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -7,7 +7,6 @@
 #include "test/model/tiny_models.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 
 namespace {
 

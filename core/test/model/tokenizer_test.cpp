@@ -11,7 +11,6 @@
 #include "test/support/places.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 using Ids = std::vector<int>;
 
 TEST_CASE("added tokens: longest first, control tokens only where asked") {

@@ -4,10 +4,10 @@
 #include <catch2/catch.hpp>
 #include <new>
 
+#include "cases/paged_fixture.hpp"
 #include "compose/compose.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
-#include "support/paged_fixture.hpp"
 #include "support/places.hpp"
 
 namespace fs = std::filesystem;
@@ -49,7 +49,7 @@ std::string place(const char* plugin, const char* callback) {
 
 TEST_CASE("what a callback throws names plugin, file and callback, whatever it is") {
   const Stream cpu = Stream::cpu();
-  test::HeapWorkspace w;
+  cases::HeapWorkspace w;
   struct Call {
     const char *plugin, *callback;
     std::function<void(const char* deed)> make;

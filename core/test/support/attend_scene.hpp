@@ -3,10 +3,12 @@
 #include <catch2/catch.hpp>
 #include <cstring>
 
+#include "cases/paged_fixture.hpp"
 #include "ops/attend/attend.hpp"
-#include "support/paged_fixture.hpp"
 
 namespace kvlab::test {
+
+using namespace cases;
 
 struct AttendCase {
   PagedOptions options;

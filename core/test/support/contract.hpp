@@ -11,13 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "cases/quick.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "model/checkpoint.hpp"
 #include "plugin/parameters.hpp"
 #include "support/golden.hpp"
 #include "support/library_under_test.hpp"
-#include "support/quick.hpp"
 
 // CHECK of the conformance suite. A failure also names its usual cause.
 #define CHECK_CAUSE(cause, ...)  \
@@ -27,6 +27,8 @@
   } while (false)
 
 namespace kvlab::test {
+
+using namespace cases;
 
 inline Device contract_device() {
   const char* name = std::getenv("KVLAB_CONTRACT_DEVICE");

@@ -4,12 +4,14 @@
 #include <limits>
 
 #include "base/half.hpp"
+#include "cases/paged_fixture.hpp"
+#include "cases/place.hpp"
 #include "ops/attend/attend.hpp"
-#include "support/device_cache.hpp"
-#include "support/paged_fixture.hpp"
 #include "support/relative_error.hpp"
 
 namespace kvlab::test {
+
+using namespace cases;
 
 struct CudaAttendCase {
   PagedOptions options;

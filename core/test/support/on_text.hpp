@@ -7,15 +7,17 @@
 #include <string>
 #include <vector>
 
+#include "cases/paged_fixture.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "model/bundled.hpp"
 #include "model/checkpoint.hpp"
 #include "plugin/parameters.hpp"
 #include "support/golden.hpp"
-#include "support/paged_fixture.hpp"
 
 namespace kvlab::test {
+
+using namespace cases;
 
 // Queries, keys or values of a layer: [text position][head][d].
 struct SeenRows {

@@ -8,13 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "cases/paged_fixture.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/score/combine.hpp"
 #include "ops/score/reference.hpp"
 #include "ops/select/reference.hpp"
-#include "support/paged_fixture.hpp"
 
 namespace kvlab::test {
+
+using namespace cases;
 
 using ops::Combine;
 

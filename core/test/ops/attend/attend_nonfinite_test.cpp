@@ -6,12 +6,12 @@
 #include <random>
 
 #include "base/buffer.hpp"
+#include "cases/paged_fixture.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

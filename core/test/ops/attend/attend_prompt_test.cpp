@@ -14,9 +14,9 @@
 
 #include "base/backend.hpp"
 #include "base/buffer.hpp"
+#include "cases/quick.hpp"
 #include "ops/attend/attend_prompt_forms.hpp"
 #include "ops/page/paged.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 
@@ -174,7 +174,7 @@ TEST_CASE("the reference of prefill attention by hand") {
 TEST_CASE("prefill attention equals its reference") {
   for (int group : {1, 3, 4, 7})
     for (int dim : {16, 64, 80, 128}) {
-      if (kvlab::test::quick() && (group + dim / 16) % 3) continue;
+      if (kvlab::cases::quick() && (group + dim / 16) % 3) continue;
       Prompt p(group, 2, dim, 0, 61);
       check(p, p.args());
       Prompt q(group, 2, dim, 37, 24);
@@ -254,7 +254,7 @@ TEST_CASE("prefill attention with operands in bf16 equals its reference") {
   if (!ops::gemm::amx_pair_product()) WARN("no AMX here: its tiles are not tested, the portable ones are");
   for (int group : {1, 3, 4, 7})
     for (int dim : {16, 64, 80, 128}) {
-      if (kvlab::test::quick() && (group + dim / 16) % 3) continue;
+      if (kvlab::cases::quick() && (group + dim / 16) % 3) continue;
       Prompt p(group, 2, dim, 0, 61), q(group, 2, dim, 37, 24);
       check_bf16(p);
       check_bf16(q);

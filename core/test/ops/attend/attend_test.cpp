@@ -6,11 +6,12 @@
 #include <limits>
 
 #include "base/backend.hpp"
+#include "cases/quick.hpp"
 #include "support/attend_scene.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 using Case = AttendCase;

@@ -2,11 +2,12 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
+#include "cases/quick.hpp"
 #include "support/attend_scene.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 using Case = AttendCase;

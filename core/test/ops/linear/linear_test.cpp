@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/cpu.hpp"
+#include "cases/quick.hpp"
 #include "ops/linear/reference.hpp"
-#include "support/quick.hpp"
 
 using kvlab::bf16;
 using kvlab::DType;
@@ -111,7 +111,7 @@ TEST_CASE("Linear at the shapes of SmolLM2-135M") {
     check_shape(1, 576, 576, dtype);
     check_shape(4, 192, 576, dtype);
     check_shape(33, 1536, 576, dtype);
-    if (kvlab::test::quick()) continue;
+    if (kvlab::cases::quick()) continue;
     check_shape(130, 576, 1536, dtype);
     check_shape(1, 49152, 576, dtype);
   }

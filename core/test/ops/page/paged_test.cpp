@@ -4,11 +4,11 @@
 #include <cmath>
 
 #include "base/half.hpp"
+#include "cases/paged_fixture.hpp"
 #include "ops/page/reference.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -1,10 +1,11 @@
 #include "support/score_cases.hpp"
 
+#include "cases/quick.hpp"
 #include "ops/score/moments.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("rows and moments and arithmetic on scores equal their references on caches of every kind") {
   for (unsigned n = 0; n < 36; n += quick() ? 5 : 1) check_scores<OnHost>(n);

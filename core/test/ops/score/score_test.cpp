@@ -5,12 +5,12 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 
+#include "cases/paged_fixture.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/score/reference.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

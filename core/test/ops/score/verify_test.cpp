@@ -3,10 +3,10 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
-#include "support/paged_fixture.hpp"
+#include "cases/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 TEST_CASE("find_nan counts cached tokens alone and names the lowest layer, KV head and text position") {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();

@@ -3,11 +3,12 @@
 
 #include <catch2/catch.hpp>
 
+#include "cases/quick.hpp"
 #include "support/inject_fixture.hpp"
-#include "support/quick.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -5,12 +5,12 @@
 
 #include <catch2/catch.hpp>
 
+#include "cases/paged_fixture.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/reference.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

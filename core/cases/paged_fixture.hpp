@@ -17,7 +17,7 @@
 #include "base/half.hpp"
 #include "ops/page/paged.hpp"
 
-namespace kvlab::test {
+namespace kvlab::cases {
 
 struct PagedOptions {
   int rows = 1, kv_heads = 1, head_dim = 16, page_size = 4, max_pages = 16;
@@ -26,6 +26,12 @@ struct PagedOptions {
   int state_columns = 0;
   RopeRegime rope = RopeRegime::original;
 };
+
+// Random rows, of which each may be cut to a head's size. The same ones in every call.
+inline constexpr std::size_t widest_row = 256;
+const std::vector<float>& row_pool();
+// Numbers uniform in [-1, 1), the same ones in every call.
+std::vector<float> randoms(std::int64_t count);
 
 class PagedFixture {
  public:
@@ -73,6 +79,35 @@ class PagedFixture {
       for (float& x : v) x = normal(rng);
       append(row, head, k, v);
     }
+  }
+
+  // Appends tokens to an empty head quickly. Their rows are drawn from a pool of random ones. position(t) is a token's
+  // text position.
+  template <class Position>
+  void fill_pooled(int row, int head, int tokens, const Position& position) {
+    const std::vector<float>& pool = row_pool();
+    const auto rows = static_cast<std::uint32_t>(pool.size() / widest_row);
+    const int slot = slots_[row], size = options_.page_size;
+    const int pages = (tokens + size - 1) / size;
+    length_[slot * options_.kv_heads + head] = tokens;
+    PageEntry* entries = &table_[(slot * options_.kv_heads + head) * std::int64_t{options_.max_pages}];
+    for (int p = 0; p < pages; ++p) {
+      entries[p].frame = free_.back();
+      entries[p].tokens = static_cast<std::uint16_t>(std::min(size, tokens - p * size));
+      free_.pop_back();
+    }
+#pragma omp parallel for schedule(static)
+    for (int p = 0; p < pages; ++p)
+      for (int i = 0; i < entries[p].tokens; ++i) {
+        const std::uint32_t t = static_cast<std::uint32_t>(p * size + i + 7919 * (row * options_.kv_heads + head));
+        const float* k = &pool[std::size_t{(t * 2654435761u >> 8) % rows} * widest_row];
+        const float* v = &pool[std::size_t{(t * 2246822519u >> 8) % rows} * widest_row];
+        ops::write_token(aligned_ + std::int64_t{entries[p].frame} * granule_bytes, layouts_[0], i, k, v,
+                         position(p * size + i));
+      }
+  }
+  void fill_pooled(int row, int head, int tokens) {
+    fill_pooled(row, head, tokens, [](int t) { return t; });
   }
 
   PagedKv view() {
@@ -204,6 +239,22 @@ struct RandomCache {
   }
 };
 
+// Tables of sequences without pages, for ops that read none. tokens: [row, kv_head].
+class LengthsOnly {
+ public:
+  LengthsOnly(int rows, int kv_heads, int page_size, std::vector<std::int32_t> tokens);
+  LengthsOnly(const LengthsOnly&) = delete;
+  PagedKv view() const;
+  static constexpr std::size_t bytes() { return granule_bytes; }  // from kv.base on
+
+ private:
+  std::vector<std::int32_t> length_, slots_;
+  std::vector<PageEntry> table_;
+  std::vector<std::byte> frame_ = std::vector<std::byte>(granule_bytes);
+  PageLayout layout_;
+  int rows_, kv_heads_, page_size_;
+};
+
 // Heap memory. Scratch is poisoned, state is zeroed.
 class HeapWorkspace final : public Workspace {
  public:
@@ -263,6 +314,14 @@ class Guarded {
 struct ListMemory {
   std::vector<std::int32_t> index, count;
 
+  // Poisoned lists: extent = [row, kv_head, room].
+  IndexList empty(std::array<std::int64_t, 3> extent) {
+    index.assign(static_cast<std::size_t>(extent[0] * extent[1] * extent[2]), -7);
+    count.assign(static_cast<std::size_t>(extent[0] * extent[1]), -7);
+    return {View<std::int32_t, 3>::dense(index.data(), extent),
+            View<std::int32_t, 2>::dense(count.data(), {extent[0], extent[1]})};
+  }
+
   // Lists those of each head's first entries(row, head) entries for which keep() is true.
   template <class Entries, class Keep>
   IndexList choose(const PagedOptions& o, int room, Entries entries, Keep keep) {
@@ -307,4 +366,4 @@ struct Tolerance {
   double output = 2e-5, score = 5e-5, probability = 2e-5, lse = 2e-5;
 };
 
-}  // namespace kvlab::test
+}  // namespace kvlab::cases

@@ -1,9 +1,9 @@
 #pragma once
 #include <cstdlib>
 
-namespace kvlab::test {
+namespace kvlab::cases {
 
 // KVLAB_QUICK: sweeps take a few of their cases, for tests on the emulated GPU and under sanitizers.
 inline bool quick() { return std::getenv("KVLAB_QUICK") != nullptr; }
 
-}  // namespace kvlab::test
+}  // namespace kvlab::cases

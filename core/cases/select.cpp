@@ -1,0 +1,322 @@
+// top_tokens, top_pages and the divisions of a budget.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "cases/case.hpp"
+#include "cases/paged_fixture.hpp"
+#include "cases/quick.hpp"
+#include "ops/select/reference.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+const char* const kinds[] = {"normal",  "equal",   "few values", "one outlier", "wide exponents", "rising",
+                             "falling", "special", "tiny",       "all NaN",     "infinities"};
+
+float value_of(int kind, int i, int n, std::mt19937& rng) {
+  std::normal_distribution<float> normal;
+  const float special[] = {-0.f, 0.f, INFINITY, -INFINITY, NAN, 1.f, -1.f, 1e-40f, -1e-40f};
+  switch (kind) {
+    case 0: return normal(rng);
+    case 1: return 3.f;
+    case 2: return static_cast<float>(rng() % 5);
+    case 3: return i == n / 3 ? 1e30f : normal(rng) * 1e-3f;
+    case 4: return normal(rng) * std::exp2(static_cast<float>(static_cast<int>(rng() % 200) - 100));
+    case 5: return static_cast<float>(i) - static_cast<float>(n) / 2;
+    case 6: return static_cast<float>(-i / 2);
+    case 7: return rng() % 3 ? special[rng() % 9] : static_cast<float>(rng() % 5);
+    case 8: return normal(rng) * 1e-42f;
+    case 9: return NAN;
+    default:
+      return rng() % 2 ? std::numeric_limits<float>::max() : rng() % 2 ? -std::numeric_limits<float>::max() : INFINITY;
+  }
+}
+
+// Compares the lists that an op and its reference write. Entries behind a count must stay poisoned.
+template <class Op, class Plain>
+void same_lists(Place& place, Check& check, const std::string& what, std::array<std::int64_t, 3> extent, const Op& op,
+                const Plain& plain) {
+  ListMemory wanted, start;
+  const IndexList list = wanted.empty(extent), there = place.put(start.empty(extent));
+  plain(list);
+  op(there);
+  check.equal(what + ", counts", place.get(there.count), wanted.count);
+  check.equal(what + ", entries", place.get(there.index), wanted.index);
+}
+
+// Both selections over heads of these lengths, with ragged budgets and every kind of scores.
+void check_lengths(Place& place, Check& check, const Ints& lengths, unsigned seed) {
+  const int rows = static_cast<int>(lengths.size()) / 2, heads = 2;
+  std::mt19937 rng(seed);
+  const LengthsOnly of_tokens(rows, heads, 16, lengths);
+  const std::int64_t room = of_tokens.view().table.extent[2] * 16;
+  Ints page_tokens;
+  for (const int n : lengths) page_tokens.push_back(n * 4 - (n ? n % 4 : 0));  // n pages of 4 tokens
+  const LengthsOnly of_pages(rows, heads, 4, page_tokens);
+  const PagedKv paged = of_pages.view();
+  const PagedKv kv_there = place.put(of_tokens.view(), of_tokens.bytes()),
+                paged_there = place.put(paged, of_pages.bytes());
+  const Stream s = place.stream();
+  for (int kind = 0; kind < 11; ++kind) {
+    std::vector<float> scores(static_cast<std::size_t>(rows * heads * room), 1e38f);
+    const auto view = View<float, 3>::dense(scores.data(), {rows, heads, room});
+    for (int r = 0; r < rows; ++r)
+      for (int h = 0; h < heads; ++h) {
+        const int n = lengths[static_cast<std::size_t>(r * heads + h)];
+        for (int i = 0; i < n; ++i) view(r, h, i) = value_of(kind, i, n, rng);
+      }
+    const auto scores_there = place.put(view);
+    for (int budget = 0; budget < 4; ++budget) {
+      const auto scope = check.in(fmt::format("{} scores, budget {}", kinds[kind], budget));
+      Ints keep;
+      for (const int n : lengths)
+        keep.push_back(budget == 0   ? static_cast<int>(rng() % 5) - 1
+                       : budget == 1 ? n / 4
+                       : budget == 2 ? n - static_cast<int>(rng() % 4) + 1
+                                     : static_cast<int>(rng() % static_cast<unsigned>(n + 2)));
+      const auto wanted = View<const std::int32_t, 2>::dense(keep.data(), {rows, heads});
+      const auto there = place.put(wanted);
+      same_lists(
+          place, check, "top_tokens", {rows, heads, room},
+          [&](IndexList l) { ops::top_tokens(kv_there, scores_there, there, nullptr, TokenList{l}, s); },
+          [&](IndexList l) { ops::top_pages_reference(paged, view, wanted, {}, PageList{l}); });  // reads no page
+      for (const bool newest : {false, true})
+        same_lists(
+            place, check, newest ? "top_pages with the newest page" : "top_pages", {rows, heads, room},
+            [&](IndexList l) {
+              ops::top_pages(paged_there, scores_there, there, {0, 0, newest}, PageList{l}, s);
+            },
+            [&](IndexList l) {
+              ops::top_pages_reference(paged, view, wanted, {0, 0, newest}, PageList{l});
+            });
+    }
+  }
+}
+
+void check_pins(Place& place, Check& check) {
+  for (unsigned n = 0; n < 120; n += quick() ? 7 : 1) {
+    RandomCache c(n);
+    const PagedKv kv = c.cache.view();
+    auto scores = c.normal(std::int64_t{c.rows()} * c.kv_heads() * c.room());
+    for (float& x : scores)
+      if (n % 2) x = value_of(7, 0, 0, c.rng);
+    const auto of = View<float, 3>::dense(scores.data(), {c.rows(), c.kv_heads(), c.room()});
+    std::vector<Pins> pins(static_cast<std::size_t>(c.rows()));
+    for (Pins& p : pins)
+      p = {static_cast<int>(c.rng() % 5), static_cast<int>(c.rng() % (n % 7 ? 9 : 90)), c.rng() % 2 == 0};
+    Ints amount(static_cast<std::size_t>(c.rows() * c.kv_heads()));
+    for (auto& a : amount) a = static_cast<int>(c.rng() % static_cast<unsigned>(c.room() + 5));
+    if (n % 5 == 0)  // a decode step: one token of each head leaves
+      for (int r = 0; r < c.rows(); ++r)
+        for (int h = 0; h < c.kv_heads(); ++h)
+          amount[static_cast<std::size_t>(r * c.kv_heads() + h)] = std::max(0, kv.tokens(r, h) - 1);
+    const auto keep = View<const std::int32_t, 2>::dense(amount.data(), {c.rows(), c.kv_heads()});
+    const PagedKv there = place.put(kv, c.cache.arena_bytes());
+    const auto of_there = place.put(of);
+    const auto keep_there = place.put(keep);
+    const Pins* pins_there = place.put(pins);
+    const Stream s = place.stream();
+    const std::array<std::int64_t, 3> extent{c.rows(), c.kv_heads(), c.room()};
+    const auto scope = check.in(fmt::format("cache {}", n));
+    for (const bool pinned : {false, true})
+      same_lists(
+          place, check, pinned ? "top_tokens with pins" : "top_tokens", extent,
+          [&](IndexList l) {
+            ops::top_tokens(there, of_there, keep_there, pinned ? pins_there : nullptr, TokenList{l}, s);
+          },
+          [&](IndexList l) { ops::top_tokens_reference(kv, of, keep, pinned ? pins.data() : nullptr, TokenList{l}); });
+    same_lists(
+        place, check, "top_pages", extent,
+        [&](IndexList l) { ops::top_pages(there, of_there, keep_there, pins[0], PageList{l}, s); },
+        [&](IndexList l) { ops::top_pages_reference(kv, of, keep, pins[0], PageList{l}); });
+  }
+}
+
+void check_long_pins(Place& place, Check& check) {
+  PagedFixture cache({1, 1, 8, 16, 64});
+  std::mt19937 rng(3);
+  Ints position(1000);
+  for (std::size_t i = 0; i < position.size(); ++i) position[i] = static_cast<int>(i) / 2 * 70000;
+  std::shuffle(position.begin(), position.end(), rng);
+  const std::vector<float> x(8, 0.f);
+  for (const int p : position) cache.append(0, 0, x, x, p);
+  std::vector<float> scores(1000);
+  for (float& s : scores) s = static_cast<float>(rng() % 100);
+  const auto of = View<float, 3>::dense(scores.data(), {1, 1, 1000});
+  const PagedKv kv = cache.view(), there = place.put(kv, cache.arena_bytes());
+  const auto of_there = place.put(of);
+  for (const Pins pins : {Pins{1, 0}, Pins{0, 1}, Pins{3, 5}, Pins{4, 300}, Pins{499, 500}, Pins{600, 600}})
+    for (const int keep : {0, 10, 400, 999, 1000}) {
+      const auto wanted = View<const std::int32_t, 2>::dense(&keep, {1, 1});
+      const auto keep_there = place.put(wanted);
+      const Pins* pins_there = place.put(&pins, 1);
+      same_lists(
+          place, check, fmt::format("{} first and {} last pinned of {}", pins.first, pins.last, keep), {1, 1, 1010},
+          [&](IndexList l) { ops::top_tokens(there, of_there, keep_there, pins_there, TokenList{l}, place.stream()); },
+          [&](IndexList l) { ops::top_tokens_reference(kv, of, wanted, &pins, TokenList{l}); });
+    }
+}
+
+void check_allotments(Place& place, Check& check) {
+  for (unsigned n = 0; n < 120; n += quick() ? 7 : 1) {
+    RandomCache c(n);
+    LayerKv kv;
+    kv.pages = c.cache.view();
+    auto scores = c.normal(std::int64_t{c.rows()} * c.kv_heads() * c.room());
+    if (n % 2)
+      for (float& x : scores) x = static_cast<float>(c.rng() % 7);
+    std::vector<Pins> pins(static_cast<std::size_t>(c.rows()));
+    Ints total, length;
+    for (int r = 0; r < c.rows(); ++r) {
+      pins[static_cast<std::size_t>(r)] = {static_cast<int>(c.rng() % 3), static_cast<int>(c.rng() % 3)};
+      total.push_back(static_cast<int>(c.rng() % 60));
+      for (int h = 0; h < c.kv_heads(); ++h) length.push_back(kv.pages.tokens(r, h));
+    }
+    Ints keep(length.size(), -7);
+    Allotment a;
+    a.scores = View<float, 3>::dense(scores.data(), {c.rows(), c.kv_heads(), c.room()});
+    a.length = View<const std::int32_t, 2>::dense(length.data(), {c.rows(), c.kv_heads()});
+    a.pins = n % 3 ? pins.data() : nullptr;
+    a.total = total.data();
+    a.keep = View<std::int32_t, 2>::dense(keep.data(), {c.rows(), c.kv_heads()});
+    a.kv = &kv;
+    LayerKv kv_there = kv;
+    kv_there.pages = place.put(kv.pages, c.cache.arena_bytes());
+    Allotment b = a;
+    b.scores = place.put(a.scores);
+    b.length = place.put(a.length);
+    if (a.pins) b.pins = place.put(pins);
+    b.total = place.put(total);
+    b.keep = place.put(a.keep);
+    b.kv = &kv_there;
+    const Stream s = place.stream();
+    const double floor = static_cast<double>(c.rng() % 11) / 10;
+    const auto scope = check.in(fmt::format("cache {}, floor {}", n, floor));
+    for (const bool exact : {false, true}) {
+      ops::allot_by_score_reference(a, floor, exact);
+      ops::allot_by_score(b, floor, exact, s);
+      check.equal(exact ? "allot_by_score, exact total" : "allot_by_score", place.get(b.keep), keep);
+    }
+    ops::allot_uniform_reference(a);
+    ops::allot_uniform(b, s);
+    check.equal("allot_uniform", place.get(b.keep), keep);
+    std::reverse(total.begin(), total.end());
+    ops::allot_tokens_reference(a, total.data());
+    ops::allot_tokens(b, place.put(total), s);
+    check.equal("allot_tokens", place.get(b.keep), keep);
+  }
+}
+
+// A selection at the size of a real step.
+struct Step {
+  int rows, kv_heads, entries, kept;
+  bool pages = true;
+  Pins pins = {};
+};
+
+class StepScene final : public Scene {
+ public:
+  StepScene(Place& place, const Step& step, int copies)
+      : place_(place),
+        step_(step),
+        lengths_(step.rows, step.kv_heads, 16,
+                 Ints(static_cast<std::size_t>(step.rows * step.kv_heads), step.entries * (step.pages ? 16 : 1))),
+        cache_({step.rows, step.kv_heads, 8, 16, step.pages ? 0 : (step.entries + 15) / 16}),
+        scores_(randoms(std::int64_t{step.rows} * step.kv_heads * step.entries)),
+        keep_(static_cast<std::size_t>(step.rows * step.kv_heads), step.kept),
+        pins_(static_cast<std::size_t>(step.rows), step.pins) {
+    if (!step.pages)
+      for (int r = 0; r < step.rows; ++r)
+        for (int h = 0; h < step.kv_heads; ++h) cache_.fill_pooled(r, h, step.entries);
+    plain_ = step.pages ? lengths_.view() : cache_.view();
+    kv_ = place.put(plain_, step.pages ? lengths_.bytes() : cache_.arena_bytes());
+    for (int c = 0; c < copies; ++c) copies_.push_back(place.put(scores_));
+    keep_there_ = place.put(amount());
+    pins_there_ = place.put(pins_);
+    out_ = place.put(memory_.empty(extent()));
+  }
+  void run(int copy) override {
+    const auto scores = of(copies_[static_cast<std::size_t>(copy)]);
+    if (step_.pages)
+      ops::top_pages(kv_, scores, keep_there_, step_.pins, PageList{out_}, place_.stream());
+    else
+      ops::top_tokens(kv_, scores, keep_there_, pins_there_, TokenList{out_}, place_.stream());
+  }
+  void check(Check& check) override {
+    ListMemory wanted;
+    const IndexList list = wanted.empty(extent());
+    if (step_.pages)
+      ops::top_pages_reference(plain_, of(scores_.data()), amount(), step_.pins, PageList{list});
+    else
+      ops::top_tokens_reference(plain_, of(scores_.data()), amount(), pins_.data(), TokenList{list});
+    run(0);
+    check.equal("counts", place_.get(out_.count), wanted.count);
+    check.equal("entries", place_.get(out_.index), wanted.index);
+  }
+
+ private:
+  std::array<std::int64_t, 3> extent() const { return {step_.rows, step_.kv_heads, step_.kept}; }
+  View<const std::int32_t, 2> amount() const {
+    return View<const std::int32_t, 2>::dense(keep_.data(), {step_.rows, step_.kv_heads});
+  }
+  View<const float, 3> of(const float* scores) const {
+    return View<const float, 3>::dense(scores, {step_.rows, step_.kv_heads, step_.entries});
+  }
+
+  Place& place_;
+  Step step_;
+  LengthsOnly lengths_;
+  PagedFixture cache_;
+  PagedKv plain_, kv_;
+  std::vector<float> scores_;
+  Ints keep_;
+  std::vector<Pins> pins_;
+  std::vector<float*> copies_;
+  View<const std::int32_t, 2> keep_there_;
+  const Pins* pins_there_;
+  ListMemory memory_;
+  IndexList out_;
+};
+
+Case step(const Step& s, bool cuda, double bytes_of_entry = 4) {
+  Case c{"select", fmt::format("{}, {} of {}{}, {} heads", s.pages ? "top_pages" : "top_tokens", s.kept, s.entries,
+                               s.pins.last ? ", half pinned" : "", s.rows * s.kv_heads)};
+  c.make = [s](Place& place, int copies) { return std::make_unique<StepScene>(place, s, copies); };
+  (cuda ? c.timed_cuda : c.timed_cpu) = true;
+  c.work.bytes = bytes_of_entry * s.rows * s.kv_heads * s.entries;
+  c.copies = cuda ? copies_beyond(c.work.bytes, 300e6, 1 << 20) : 30;
+  return c;
+}
+
+std::vector<Case> list() {
+  std::vector<Case> v;
+  const auto lengths = [&](const char* shape, std::vector<Ints> of, unsigned seed) {
+    v.push_back(checked("select", shape, [of, seed](Place& place, Check& check) {
+      for (std::size_t i = 0; i < of.size(); ++i) check_lengths(place, check, of[i], seed + static_cast<unsigned>(i));
+    }));
+  };
+  lengths("short heads, around the sizes of warps, words and candidate lists",
+          {{0, 1, 2, 31, 32, 33, 63, 64, 65, 100, 255, 256, 257, 300, 511, 513}}, 1);
+  lengths("heads in registers, every block size", {{2048, 2047, 640, 1000}, {8192, 2049, 5000, 1}, {14336, 14335}}, 2);
+  lengths("heads in shared memory", {{20000, 16385}}, 6);
+  lengths("heads that stay in global memory", {{40000, 70001}}, 5);
+  v.push_back(checked("select", "pins by text position, on caches of every kind", check_pins));
+  v.push_back(checked("select", "pins of a long head out of text order, equal positions together", check_long_pins));
+  v.push_back(checked("select", "allotments", check_allotments));
+  v.push_back(step({1, 3, 4096, 512, false}, false));
+  v.push_back(step({1, 3, 4096, 4095, false, {.last = 2048}}, false, 8));  // positions too
+  v.push_back(step({1, 3, 256, 64}, false));
+  for (const auto& [n, k] : {std::pair{2048, 128}, {8192, 128}, {8192, 512}}) v.push_back(step({40, 8, n, k}, true));
+  return v;
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases

@@ -1,0 +1,5 @@
+// Every op equals its reference in the cases of its list, on the CPU. Those of core/test/cuda/cases_test.cpp are the
+// same.
+#include "support/run_cases.hpp"
+
+TEST_CASE("cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cpu); }

@@ -1,0 +1,4 @@
+// Every op equals its reference in the cases of its list, on the GPU. Those of core/test/cases are the same.
+#include "support/run_cases.hpp"
+
+TEST_CASE("cuda cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cuda); }
