@@ -2,49 +2,10 @@
 
 #include "bench/cases.hpp"
 #include "bench/fixture.hpp"
-#include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/linear/linear_kernels.hpp"
 
 namespace kvlab::bench {
-
-std::vector<Line> attend_cases() {
-  std::vector<Line> lines;
-  struct Case {
-    int depth;
-    RopeRegime rope;
-  };
-  for (const Case& c :
-       {Case{2048, RopeRegime::original}, Case{8192, RopeRegime::original}, Case{1024, RopeRegime::cache_relative}}) {
-    const int depth = c.depth;
-    const RopeRegime rope = c.rope;
-    const Pages pages(depth, 0, rope == RopeRegime::cache_relative);
-    const auto q = randoms(query_heads * head_dim);
-    std::vector<float> out(q.size());
-    const std::int32_t last = depth - 1;
-    BenchWorkspace w;
-    const Times t = time_runs(10, [&] {
-      for (int l = 0; l < layers; ++l) {
-        ops::AttendArgs a;
-        a.kv = pages.layer(l);
-        a.kv.rope = rope;
-        a.queries = View<const float, 3>::dense(q.data(), {1, query_heads, head_dim});
-        a.last = &last;
-        a.out = View<float, 3>::dense(out.data(), {1, query_heads, head_dim});
-        ops::attend(a, w, Stream::cpu());
-        w.reset();
-      }
-    });
-    Line l{"attend",
-           fmt::format("bf16 9/3 heads of 64, depth {}{}", depth, rope == RopeRegime::original ? "" : ", relative"), "",
-           t.median / layers, t.best / layers};
-    l.bytes = 2. * kv_heads * head_dim * 2 * depth;
-    l.flops = 4. * query_heads * head_dim * depth;
-    l.reads = true;
-    lines.push_back(l);
-  }
-  return lines;
-}
 
 std::vector<Line> prefill_attention_cases() {
   std::vector<Line> lines;

@@ -27,7 +27,7 @@ struct Op {
 };
 constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"gemm", gemm_cases},
-                      {"attend", attend_cases, cuda_attend_cases},
+                      {"attend"},
                       {"prefill_attention", prefill_attention_cases, cuda_prefill_attention_cases},
                       {"score", score_cases, cuda_score_cases},
                       {"select"},

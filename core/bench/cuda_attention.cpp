@@ -6,7 +6,6 @@
 #include <random>
 
 #include "bench/cuda_timing.hpp"
-#include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
 #include "ops/page/paged.hpp"
 
@@ -115,104 +114,6 @@ class DevicePages {
   PageLayout layout_;
   std::unique_ptr<DeviceBuffer> frames_, table_, lengths_, slots_;
 };
-
-Line measure(const CudaTimer& timer, const DevicePages& cache, const std::string& shape, std::int64_t tokens,
-             const PageList* list, const RopeTable* turned = nullptr) {
-  const PagedKv kv = cache.layer(0);
-  const auto queries = timer.put(randoms(std::int64_t{kv.rows} * query_heads * head_dim));
-  DeviceBuffer out(static_cast<std::size_t>(kv.rows) * query_heads * head_dim * sizeof(float));
-  ops::AttendArgs a;
-  a.kv = kv;
-  a.queries = View<const float, 3>::dense(queries->as<float>(), {kv.rows, query_heads, head_dim});
-  a.out = View<float, 3>::dense(out.as<float>(), {kv.rows, query_heads, head_dim});
-  a.pages = list;
-  NoWorkspace none;
-  const Times t = timer.time([&] {
-    for (int l = 0; l < cache.layers(); ++l) {
-      a.kv = cache.layer(l);
-      if (turned) a.kv.rope = RopeRegime::cache_relative, a.kv.rope_table = *turned;
-      ops::attend(a, none, timer.stream());
-    }
-  });
-  const char* kernel = cache.coded() ? "any codec" : "mma, bulk copies";
-  Line l{"attend", shape, kernel, t.median / cache.layers(), t.best / cache.layers()};
-  l.bytes = 1. * cache.token_bytes() * kv_heads * static_cast<double>(tokens);
-  l.flops = 4. * query_heads * head_dim * static_cast<double>(tokens);
-  l.reads = true;
-  return l;
-}
-
-// 64 sequences of 1K to 64K, together as many tokens as 8 x 32K.
-std::vector<int> ragged_lengths() {
-  const auto lengths = [](double power) {
-    std::vector<int> n;
-    for (int i = 0; i < 64; ++i) n.push_back(static_cast<int>(1024 * std::pow(64., std::pow(i / 63., power))));
-    return n;
-  };
-  const auto sum = [](const std::vector<int>& n) { return std::accumulate(n.begin(), n.end(), std::int64_t{0}); };
-  double low = 1, high = 50;
-  for (int i = 0; i < 60; ++i) (sum(lengths((low + high) / 2)) > 8 * 32768 ? low : high) = (low + high) / 2;
-  std::vector<int> n = lengths(high);
-  n[62] += static_cast<int>(8 * 32768 - sum(n));
-  return n;
-}
-
-}  // namespace
-
-std::vector<Line> cuda_attend_cases() {
-  std::vector<Line> lines;
-  const CudaTimer timer;
-  for (const int page : {16, 32})
-    for (const auto& [batch, context] : {std::pair{8, 32768}, {40, 10240}, {1, 131072}, {1, 32768}}) {
-      const DevicePages cache(timer, std::vector<int>(static_cast<std::size_t>(batch), context), page);
-      lines.push_back(measure(timer, cache,
-                              fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
-                              std::int64_t{batch} * context, nullptr));
-    }
-  {
-    const DevicePages cache(timer, std::vector<int>(8, 32768), 16, {{8}, {8}});
-    lines.push_back(measure(timer, cache, "int8 32/8 heads of 128, 8 x 32768, page 16", 8 * 32768, nullptr));
-  }
-  std::vector<float> inv_freq;
-  for (int i = 0; i < head_dim; i += 2) inv_freq.push_back(std::pow(5e5f, -static_cast<float>(i) / head_dim));
-  const auto device_freq = timer.put(inv_freq);
-  const RopeTable rope{device_freq->as<float>(), head_dim};
-  for (const auto& [name, codec] : {std::pair{"bf16", CodecSpec{}}, {"int8", CodecSpec{{8}, {8}}}}) {
-    const DevicePages cache(timer, std::vector<int>(40, 1024), 16, codec, true);
-    lines.push_back(measure(timer, cache, fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name),
-                            40 * 1024, nullptr, &rope));
-  }
-  const std::vector<int> ragged = ragged_lengths();
-  {
-    const DevicePages cache(timer, ragged, 16);
-    lines.push_back(measure(
-        timer, cache,
-        fmt::format("ragged: 64 sequences of {} to {}, page 16", *std::min_element(ragged.begin(), ragged.end()),
-                    *std::max_element(ragged.begin(), ragged.end())),
-        std::accumulate(ragged.begin(), ragged.end(), std::int64_t{0}), nullptr));
-  }
-  const DevicePages cache(timer, std::vector<int>(40, 10240), 16);
-  for (const int selected : {1024, 2048}) {
-    std::mt19937 rng(3);
-    const int count = selected / 16;
-    std::vector<std::int32_t> index, counts(40 * kv_heads, count), all(static_cast<std::size_t>(cache.pages()));
-    for (int i = 0; i < 40 * kv_heads; ++i) {
-      std::iota(all.begin(), all.end(), 0);
-      std::shuffle(all.begin(), all.end(), rng);
-      std::sort(all.begin(), all.begin() + count);
-      index.insert(index.end(), all.begin(), all.begin() + count);
-    }
-    const auto device_index = timer.put(index), device_counts = timer.put(counts);
-    PageList list;
-    list.index = View<std::int32_t, 3>::dense(device_index->as<std::int32_t>(), {40, kv_heads, count});
-    list.count = View<std::int32_t, 2>::dense(device_counts->as<std::int32_t>(), {40, kv_heads});
-    lines.push_back(measure(timer, cache, fmt::format("40 x {} selected of 10240, page 16", selected),
-                            std::int64_t{40} * selected, &list));
-  }
-  return lines;
-}
-
-namespace {
 
 // Measures one layer of a chunk after `past` tokens with our own kernel, and with cuDNN where it is installed.
 void prompt_lines(const CudaTimer& timer, int past, int tokens, std::vector<Line>& lines) {

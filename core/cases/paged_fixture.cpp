@@ -23,6 +23,16 @@ const std::vector<float>& row_pool() {
   return pool;
 }
 
+std::vector<float> normals(std::int64_t count, unsigned seed) {
+  const std::vector<float>& pool = row_pool();
+  std::vector<float> v(static_cast<std::size_t>(count));
+#pragma omp parallel for schedule(static)
+  for (std::int64_t i = 0; i < count; ++i)
+    v[static_cast<std::size_t>(i)] =
+        pool[((static_cast<std::uint32_t>(i) + 7919 * seed) * 2654435761u >> 8) % pool.size()];
+  return v;
+}
+
 LengthsOnly::LengthsOnly(int rows, int kv_heads, int page_size, std::vector<std::int32_t> tokens)
     : length_(std::move(tokens)),
       slots_(static_cast<std::size_t>(rows)),

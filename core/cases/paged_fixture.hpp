@@ -25,6 +25,7 @@ struct PagedOptions {
   CodecSpec codec = {};
   int state_columns = 0;
   RopeRegime rope = RopeRegime::original;
+  int frames = 0;  // of all heads together; 0 = max_pages for each head
 };
 
 // Random rows, of which each may be cut to a head's size. The same ones in every call.
@@ -32,6 +33,8 @@ inline constexpr std::size_t widest_row = 256;
 const std::vector<float>& row_pool();
 // Numbers uniform in [-1, 1), the same ones in every call.
 std::vector<float> randoms(std::int64_t count);
+// Normally distributed numbers, made fast.
+std::vector<float> normals(std::int64_t count, unsigned seed);
 
 class PagedFixture {
  public:
@@ -40,15 +43,16 @@ class PagedFixture {
   explicit PagedFixture(const PagedOptions& options) : options_(options) {
     layouts_.push_back(
         ops::make_layout(options.dtype, options.codec, options.page_size, options.head_dim, options.state_columns));
-    const int frames = options.rows * options.kv_heads * options.max_pages;
+    const int heads = options.rows * options.kv_heads;
+    const int frames = options.frames ? options.frames : heads * options.max_pages;
     frame_step_ = layouts_[0].bytes + granule_bytes;  // one granule of guard behind every frame
     arena_.assign(frames * frame_step_ + granule_bytes, guard);
     const auto address = reinterpret_cast<std::uintptr_t>(arena_.data());
     aligned_ = arena_.data() + (granule_bytes - address % granule_bytes) % granule_bytes;
     for (int f = 0; f < frames; ++f) free_.push_back(static_cast<std::int32_t>(f * frame_step_ / granule_bytes));
     std::shuffle(free_.begin(), free_.end(), std::mt19937(7));
-    table_.assign(frames, PageEntry{});
-    length_.assign(options.rows * options.kv_heads, 0);
+    table_.assign(heads * std::size_t(options.max_pages), PageEntry{});
+    length_.assign(heads, 0);
     for (int r = 0; r < options.rows; ++r) slots_.push_back(options.rows - 1 - r);
     for (int i = 0; i < options.head_dim / 2; ++i)
       inv_freq_.push_back(static_cast<float>(std::pow(10000.0, -2.0 * i / options.head_dim)));
@@ -146,6 +150,21 @@ class PagedFixture {
     l.dtype = DType::f16;
   }
 
+  // Replaces one number of a stored token, and zeroes the token's state.
+  void set(int row, int head, int token, KvSide side, int element, float x) {
+    const PageEntry& e = entry(row, head, token / options_.page_size);
+    const PageLayout& l = layouts_[e.codec];
+    std::byte* frame = aligned_ + std::int64_t{e.frame} * granule_bytes;
+    const int offset = token % options_.page_size;
+    std::vector<float> k(options_.head_dim), v(options_.head_dim);
+    ops::read_row(frame, l, KvSide::key, offset, k.data());
+    ops::read_row(frame, l, KvSide::value, offset, v.data());
+    (side == KvSide::key ? k : v)[element] = x;
+    std::int32_t position;
+    std::memcpy(&position, frame + l.positions + offset * sizeof(position), sizeof(position));
+    ops::write_token(frame, l, offset, k.data(), v.data(), position);
+  }
+
   // Takes a page away from the device.
   void unmap(int row, int head, int page) { entry(row, head, page).frame = null_frame; }
   PageEntry& entry(int row, int head, int page) {
@@ -170,7 +189,7 @@ class PagedFixture {
 
   // True if nothing was written between or behind the frames.
   bool guards_intact() const {
-    const std::int64_t frames = static_cast<std::int64_t>(table_.size());
+    const std::int64_t frames = (static_cast<std::int64_t>(arena_.size()) - granule_bytes) / frame_step_;
     for (std::int64_t f = 0; f < frames; ++f)
       for (std::int64_t i = layouts_[0].bytes; i < frame_step_; ++i)
         if (aligned_[f * frame_step_ + i] != guard) return false;

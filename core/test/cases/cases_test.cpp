@@ -3,3 +3,4 @@
 #include "support/run_cases.hpp"
 
 TEST_CASE("cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cpu); }
+TEST_CASE("cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cpu); }

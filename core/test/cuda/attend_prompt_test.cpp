@@ -8,12 +8,11 @@
 #include "base/text.hpp"
 #include "cases/paged_fixture.hpp"
 #include "cases/place.hpp"
+#include "cases/relative_error.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
-#include "support/relative_error.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 using namespace kvlab::cases;
 
 namespace {

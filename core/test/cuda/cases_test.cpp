@@ -2,3 +2,4 @@
 #include "support/run_cases.hpp"
 
 TEST_CASE("cuda cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cuda); }
+TEST_CASE("cuda cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cuda); }

@@ -7,7 +7,6 @@
 
 #include "base/buffer.hpp"
 #include "cases/paged_fixture.hpp"
-#include "ops/attend/attend.hpp"
 #include "ops/attend/attend_prompt.hpp"
 
 using namespace kvlab;
@@ -37,64 +36,7 @@ class Scratch final : public Workspace {
   std::vector<Buffer> blocks_;
 };
 
-struct Decoded {
-  std::vector<float> out, mass;
-};
-
-// Decode attention of one row. The `spoilt` tokens of one KV head have a NaN in the key (or the value).
-Decoded decode(int tokens, const std::vector<int>& spoilt, KvSide side, int element) {
-  PagedOptions o;
-  o.kv_heads = kv_heads, o.head_dim = 16, o.page_size = 4, o.max_pages = 200, o.dtype = DType::f32;
-  PagedFixture cache(o);
-  std::mt19937 rng(3);
-  for (int h = 0; h < kv_heads; ++h)
-    for (int t = 0; t < tokens; ++t) {
-      std::vector<float> k = normals(16, rng), v = normals(16, rng);
-      if (h == spoilt_head && std::count(spoilt.begin(), spoilt.end(), t))
-        (side == KvSide::key ? k : v)[static_cast<std::size_t>(element)] = nan_value;
-      cache.append(0, h, k, v);
-    }
-  const auto q = normals(kv_heads * group * 16, rng);
-  Decoded d;
-  d.out.resize(q.size());
-  d.mass.resize(static_cast<std::size_t>(kv_heads * group * tokens));
-  const std::int32_t last[] = {tokens - 1};
-  ops::AttendArgs a;
-  a.kv = cache.view();
-  a.queries = View<const float, 3>::dense(q.data(), {1, kv_heads * group, 16});
-  a.last = last;
-  a.out = View<float, 3>::dense(d.out.data(), {1, kv_heads * group, 16});
-  a.mass = View<float, 3>::dense(d.mass.data(), {1, kv_heads * group, tokens});
-  Scratch w;
-  ops::attend(a, w, Stream::cpu());
-  return d;
-}
-
 }  // namespace
-
-TEST_CASE("attend: a NaN key or value is NaN in the outputs that read it, and nowhere else") {
-  for (const int tokens : {1, 5, 300}) {
-    std::vector<int> all;
-    for (int t = 0; t < tokens; ++t) all.push_back(t);
-    const Decoded clean = decode(tokens, {}, KvSide::key, 0);
-    for (const auto& spoilt : {std::vector{0}, {tokens / 2}, {tokens - 1}, all})
-      for (const KvSide side : {KvSide::key, KvSide::value}) {
-        CAPTURE(tokens, spoilt, static_cast<int>(side));
-        const int element = 7;
-        const Decoded got = decode(tokens, spoilt, side, element);
-        for (std::size_t i = 0; i < got.out.size(); ++i) {
-          const bool reads = i / 16 / group == spoilt_head && (side == KvSide::key || i % 16 == element);
-          REQUIRE(std::isnan(got.out[i]) == reads);
-          if (!reads) REQUIRE(got.out[i] == clean.out[i]);
-        }
-        for (std::size_t i = 0; i < got.mass.size(); ++i) {
-          const bool reads = i / static_cast<std::size_t>(tokens * group) == spoilt_head && side == KvSide::key;
-          if (reads && tokens < 100) REQUIRE(std::isnan(got.mass[i]));
-          if (!reads) REQUIRE(got.mass[i] == clean.mass[i]);
-        }
-      }
-  }
-}
 
 TEST_CASE("prompt attention: a NaN key or value is NaN in the outputs of the tokens that read it") {
   const int tokens = 70, heads = kv_heads * group;

@@ -2,47 +2,10 @@
 #include <catch2/catch.hpp>
 #include <limits>
 
-#include "cases/quick.hpp"
-#include "support/attend_scene.hpp"
+#include "cases/attend_scene.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 using namespace kvlab::cases;
-
-namespace {
-using Case = AttendCase;
-using Scene = AttendScene;
-using Outputs = AttendOutputs;
-}  // namespace
-
-TEST_CASE("attend equals the reference on ragged lists of tokens of every storage") {
-  const CodecSpec codecs[] = {{}, {{8}, {8}}, {{8}, {0}}, {{0}, {8}}};
-  unsigned seed = 1;
-  for (const int page : {5, 16})
-    for (const int group : {1, 2, 5, 8, 16})
-      for (const int storage : {0, 1, 2, 3, 4})
-        for (const double share : {0.03, 0.6, 1.0}) {
-          if (quick() && seed % 7 > 0) {
-            ++seed;
-            continue;
-          }
-          Case c;
-          c.options.head_dim = std::vector<int>{64, 80, 16}[seed % 3];
-          c.options.page_size = page;
-          c.options.rows = 2;
-          c.options.kv_heads = 3;
-          c.options.max_pages = 700 / page + 1;
-          c.options.dtype = storage == 0 ? DType::f32 : DType::bf16;
-          c.options.codec = codecs[storage == 0 ? 0 : storage - 1];
-          c.options.rope = seed % 3 == 0 ? RopeRegime::cache_relative : RopeRegime::original;
-          c.group = group;
-          c.lengths = {37, 0, 1, 700, page, 5 * page + 1};
-          c.tokens = share;
-          c.window = seed % 4 == 0 ? 40 : 0;
-          INFO("seed " << seed << " page " << page << " storage " << storage << " group " << group);
-          check_against_reference(c, seed++);
-        }
-}
 
 TEST_CASE("attend: three tokens of two pages by hand") {
   // The listed tokens have scores ln 1, ln 2 and ln 5, so probabilities 1/8, 2/8 and 5/8. The others would drown them.
@@ -81,23 +44,21 @@ TEST_CASE("attend: three tokens of two pages by hand") {
 
 TEST_CASE("attend: a list of all tokens is within rounding of no list, an empty one gives 0 and an lse of -inf") {
   for (const int storage : {0, 1, 2}) {
-    Case c;
-    c.options = {2, 2, 64, 5, 200, storage == 0 ? DType::f32 : DType::bf16};
-    if (storage == 2) c.options.codec = {{8}, {8}};
-    c.group = 3;
-    c.lengths = {900, 3, 257, 256};
-    Scene plain(c, 21);
-    const Outputs wanted = plain.run(c);
-    c.tokens = 1;
-    Scene all(c, 21);
-    const Outputs got = all.run(c);
+    AttendShape shape;
+    shape.options = {2, 2, 64, 5, 200, storage == 0 ? DType::f32 : DType::bf16};
+    if (storage == 2) shape.options.codec = {{8}, {8}};
+    shape.group = 3;
+    shape.lengths = {900, 3, 257, 256};
+    const AttendOutputs wanted = AttendScene(shape, 21).run();
+    shape.tokens = 1;
+    const AttendOutputs got = AttendScene(shape, 21).run();
     const Tolerance tolerance;
     CHECK(Tolerance::worst(got.out.values(), wanted.out.values()) < tolerance.output);
     CHECK(Tolerance::worst(got.mass.values(), wanted.mass.values()) < tolerance.probability);
     CHECK(Tolerance::worst(got.lse.values(), wanted.lse.values()) < tolerance.lse);
-    c.tokens = 0;
-    Scene none(c, 21);
-    for (const Outputs& o : {none.run(c), none.reference(c)}) {
+    shape.tokens = 0;
+    AttendScene none(shape, 21);
+    for (const AttendOutputs& o : {none.run(), none.reference()}) {
       for (const float x : o.out.values()) CHECK(x == 0);
       for (const float x : o.mass.values()) CHECK(x == 0);
       for (const float x : o.lse.values()) CHECK(x == -std::numeric_limits<float>::infinity());
@@ -106,13 +67,13 @@ TEST_CASE("attend: a list of all tokens is within rounding of no list, an empty 
 }
 
 TEST_CASE("attend refuses lists of tokens that are none") {
-  Case c;
-  c.options.rows = 2;
-  c.lengths = {30};
-  c.tokens = 1;
-  Scene scene(c, 2);
-  const Outputs o = scene.outputs();
-  const ops::AttendArgs a = scene.args(o, c);
+  AttendShape shape;
+  shape.options.rows = 2;
+  shape.lengths = {30};
+  shape.tokens = 1;
+  AttendScene scene(shape, 2);
+  const AttendOutputs o = scene.outputs();
+  const ops::AttendArgs a = scene.args(o);
   const auto refused = [&](const ops::AttendArgs& args, const char* what) {
     try {
       ops::attend(args, scene.workspace, Stream::cpu());

@@ -1,0 +1,497 @@
+// Attention of decode steps.
+#include "ops/attend/attend.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <limits>
+
+#include "base/half.hpp"
+#include "cases/attend_scene.hpp"
+#include "cases/case.hpp"
+#include "cases/quick.hpp"
+#include "cases/relative_error.hpp"
+#include "store/workspace.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+// A GPU multiplies matrices of bf16: the norm of the difference is within two roundings of the reference's.
+constexpr double cuda_output = 6e-3;
+
+template <std::size_t Rank>
+View<float, static_cast<int>(Rank)> unwritten(Place& place, std::array<std::int64_t, Rank> extent) {
+  std::size_t n = 1;
+  for (const auto e : extent) n *= static_cast<std::size_t>(e);
+  std::vector<float> nan(n, std::numeric_limits<float>::quiet_NaN());
+  return place.put(View<float, static_cast<int>(Rank)>::dense(nan.data(), extent));
+}
+
+void compare_values(Place& place, Check& check, const std::string& what, const std::vector<float>& got,
+           const std::vector<float>& wanted, double on_cpu) {
+  if (place.stream().device() == Device::cpu)
+    check.equal(what, got, wanted, on_cpu);
+  else
+    check.within(what, relative(got, wanted), cuda_output);
+}
+
+// Compares with and without mass. It repeats each call, because a call finds scratch as the one before left it.
+void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed, int repeats) {
+  const bool cuda = place.stream().device() == Device::cuda;
+  AttendScene scene(shape, seed);
+  const AttendOutputs wanted = scene.reference();
+  if (shape.half) scene.cache.to_half();
+  ops::AttendArgs a = scene.put(place);
+  const auto arena = View<const std::byte, 1>::dense(a.kv.base, {static_cast<std::int64_t>(scene.cache.arena_bytes())});
+  const std::vector<std::byte> before = place.get(arena);
+  for (const bool with_mass : {false, true}) {
+    const auto scope = check.in(with_mass ? "with mass" : "without mass");
+    a.out = unwritten(place, wanted.out.view().extent);
+    a.lse = unwritten(place, wanted.lse.view().extent);
+    a.mass = with_mass ? unwritten(place, wanted.mass.view().extent) : View<float, 3>{};
+    if (cuda && shape.options.dtype == DType::bf16)
+      a.rounded = place.put(std::vector<std::uint16_t>(wanted.out.values().size(), 0xffff));
+    ops::attend(a, scene.workspace, place.stream());
+    const std::vector<float> out = place.get(a.out), lse = place.get(a.lse);
+    compare_values(place, check, "out", out, wanted.out.values(), Tolerance{}.output);
+    // A GPU rounds turned keys once more than the reference does.
+    const bool turned = shape.options.rope == RopeRegime::cache_relative;
+    check.equal("lse", lse, wanted.lse.values(), !cuda ? Tolerance{}.lse : turned ? 8e-3 : 2e-3);
+    if (with_mass) compare_values(place, check, "mass", place.get(a.mass), wanted.mass.values(), Tolerance{}.probability);
+    if (a.rounded) {
+      std::vector<std::uint16_t> rounded;
+      for (const float x : out) rounded.push_back(shape.half ? float_to_half(x) : bf16(x).bits);
+      const auto got = View<const std::uint16_t, 1>::dense(static_cast<const std::uint16_t*>(a.rounded),
+                                                           {static_cast<std::int64_t>(rounded.size())});
+      check.that("the rounded output is the output, rounded", place.get(got) == rounded);
+    }
+    for (int i = 0; i < repeats; ++i) {
+      ops::attend(a, scene.workspace, place.stream());
+      check.that("the next call gives the same bits", place.get(a.out) == out && place.get(a.lse) == lse);
+    }
+  }
+  check.that("the cache is as it was", place.get(arena) == before);
+}
+
+std::string name_of(const AttendShape& s) {
+  const PagedOptions& o = s.options;
+  const auto side = [&](int bits) { return bits ? "int8" : s.half ? "f16" : o.dtype == DType::f32 ? "f32" : "bf16"; };
+  std::string n = side(o.codec.k.bits);
+  if (o.codec.k.bits != o.codec.v.bits) n += fmt::format(" and {}", side(o.codec.v.bits));
+  n += fmt::format(", {} x {}/{} heads of {}, page {}", o.rows, o.kv_heads * s.group, o.kv_heads, o.head_dim,
+                   o.page_size);
+  n += fmt::format(", lengths {}", fmt::join(s.lengths, " "));
+  if (s.listed) n += ", pages listed";
+  if (s.tokens >= 0) n += fmt::format(", {} of the tokens listed", s.tokens);
+  if (s.window) n += fmt::format(", window {}", s.window);
+  if (o.rope == RopeRegime::cache_relative) n += ", turned";
+  if (s.attention_scale != 1) n += fmt::format(" and scaled by {}", s.attention_scale);
+  if (!s.ordered) n += ", out of order";
+  if (!s.int8_pages.empty()) n += fmt::format(", pages {} in int8", fmt::join(s.int8_pages, " "));
+  return n;
+}
+
+// Every call makes another case's content.
+void add(std::vector<Case>& v, const AttendShape& s, int repeats = 1) {
+  const auto seed = static_cast<unsigned>(v.size() + 1);
+  Case c = checked("attend", name_of(s),
+                   [=](Place& place, Check& check) { compare(place, check, s, seed, repeats); });
+  c.cpu = !s.half;
+  c.cuda = s.int8_pages.empty();  // a GPU takes caches of one codec
+  v.push_back(std::move(c));
+}
+
+const CodecSpec plain, codes{{8}, {8}}, keys{{8}, {0}}, values{{0}, {8}};
+
+AttendShape shape_of(int rows, int kv_heads, int dim, int page, DType dtype, CodecSpec codec, int group) {
+  AttendShape s;
+  s.options.rows = rows, s.options.kv_heads = kv_heads, s.options.head_dim = dim, s.options.page_size = page;
+  s.options.dtype = dtype, s.options.codec = codec;
+  s.group = group;
+  return s;
+}
+AttendShape bf16_shape(int rows, int kv_heads, int dim, int page, int group) {
+  return shape_of(rows, kv_heads, dim, page, DType::bf16, {}, group);
+}
+// Every third one turns keys on reading.
+RopeRegime regime(unsigned n) { return n % 3 == 0 ? RopeRegime::cache_relative : RopeRegime::original; }
+
+// Ragged caches of every storage. quick() takes every seventh shape.
+void add_storages(std::vector<Case>& v) {
+  const CodecSpec codecs[] = {plain, plain, codes, keys};
+  unsigned n = 0;
+  for (const int dim : {16, 32, 64, 80, 128})
+    for (const int page : {4, 8, 16, 32})
+      for (const int storage : {0, 1, 2, 3}) {
+        if (++n % 7 && quick()) continue;
+        AttendShape s = shape_of(1 + static_cast<int>(n % 5), 1 + static_cast<int>(n % 4), dim, page,
+                                 storage == 0 ? DType::f32 : DType::bf16, codecs[storage], std::array{1, 3, 4, 7}[n % 4]);
+        s.options.max_pages = 100;
+        s.options.rope = regime(n);
+        s.lengths = {37, 0, 1, 300, page, 5 * page + 1};
+        s.listed = n % 2;
+        s.window = n % 5 ? 0 : 20;
+        add(v, s);
+      }
+  AttendShape mixed = bf16_shape(1, 2, 64, 16, 3);
+  mixed.lengths = {333, 100};
+  mixed.int8_pages = {0, 3, 4, 20};
+  add(v, mixed);
+}
+
+// Every head size, page size and group that a GPU's pipelined kernel takes.
+void add_pipelined(std::vector<Case>& v) {
+  unsigned n = 0;
+  for (const int dim : {64, 96, 128, 256})
+    for (const int page : {8, 16, 32, 64})
+      for (const int group : {1, 4, 7, 16})
+        for (const int list : {0, 1, 2}) {
+          if (++n % 17 && quick()) continue;
+          AttendShape s = bf16_shape(3, 2, dim, page, group);
+          s.lengths = {700, 1, 17, 0, 333, 64};
+          s.listed = list == 1;
+          s.window = list == 2 ? 50 : 0;
+          add(v, s);
+        }
+}
+
+// Keys that are turned by their ranks on reading.
+void add_turned(std::vector<Case>& v) {
+  for (const int dim : {64, 128, 256})
+    for (const int page : {8, 16, 64})
+      for (const int group : {3, 16}) {
+        if (quick() && (page == 64) != (group == 16)) continue;
+        AttendShape s = bf16_shape(2, 2, dim, page, group);
+        s.options.rope = RopeRegime::cache_relative;
+        s.lengths = {390, 1, 0, 145};
+        add(v, s);
+        s.ordered = false;
+        add(v, s);
+        s.listed = true;
+        s.attention_scale = 0.75f;
+        add(v, s);
+      }
+}
+
+void add_half(std::vector<Case>& v) {
+  for (const int dim : {64, 96, 128, 256, 80}) {  // the kernel for caches of any kind takes 80
+    AttendShape s = bf16_shape(3, 2, dim, 16, dim == 128 ? 11 : 3);
+    s.half = true;
+    s.lengths = {390, 1, 17, 0, 145, 64};
+    add(v, s);
+    s.listed = true;
+    add(v, s);
+    s.listed = false, s.window = 50;
+    add(v, s);
+    if (dim % 64) continue;
+    s.window = 0, s.options.rope = RopeRegime::cache_relative;
+    add(v, s);
+  }
+}
+
+// How blocks of a GPU share pairs of row and KV head.
+void add_shares(std::vector<Case>& v) {
+  AttendShape s = bf16_shape(1, 2, 128, 16, 4);
+  s.lengths = {9500, 9473};  // one sequence for all multiprocessors
+  add(v, s);
+  s.options.rows = 300, s.options.kv_heads = 4;  // many for one
+  s.lengths = {5, 40, 16, 0, 33, 1, 48};
+  add(v, s);
+
+  // The last block to finish merges. Which one that is must not change a bit.
+  const int spans = quick() ? 16 : 132;                                         // at least one per multiprocessor
+  for (const auto& [units, pairs] : {std::pair{165, 3}, {170, 1}, {420, 7}}) {  // units of a span
+    if (quick() && pairs != 3) continue;
+    const int tokens = units * 16 * spans / pairs;
+    AttendShape bits = bf16_shape(1, pairs, 64, 16, 1);
+    for (int i = 0; i < pairs; ++i) bits.lengths.push_back(tokens * (pairs + 1 + 2 * i) / (2 * pairs) - i);
+    add(v, bits, 3);
+  }
+
+  // Pairs of about equal length take whole blocks. The last blocks may have few units or none.
+  for (const auto& lengths : {std::vector{2000, 2000}, {1601, 1590, 1570}, {270, 290}, {1, 2}}) {
+    AttendShape same = bf16_shape(3, 2, 128, 16, 4);
+    same.lengths = lengths;
+    add(v, same, 3);
+  }
+  for (const auto& lengths : {std::vector{40, 1}, {17, 0}, {0, 100}, {33, 48}}) {  // too few for all multiprocessors
+    AttendShape few = bf16_shape(1, 2, 64, 16, 2);
+    few.lengths = lengths;
+    add(v, few);
+  }
+}
+
+struct Kind {
+  CodecSpec codec;
+  DType dtype;
+  int dim, page, group;
+};
+
+// Caches of any kind, whose work a GPU cuts into several parts.
+void add_parts(std::vector<Case>& v) {
+  for (const Kind& k : {Kind{codes, DType::bf16, 128, 16, 4},
+                        {values, DType::bf16, 72, 5, 3},
+                        {plain, DType::f32, 256, 7, 1},
+                        {codes, DType::bf16, 64, 16, 11},
+                        {plain, DType::bf16, 96, 16, 2},
+                        {values, DType::f32, 8, 4, 8}})
+    for (const RopeRegime rope : {RopeRegime::original, RopeRegime::cache_relative}) {
+      AttendShape s = shape_of(3, 2, k.dim, k.page, k.dtype, k.codec, k.group);
+      s.options.rope = rope;
+      if (rope == RopeRegime::cache_relative) s.attention_scale = 0.75f;
+      s.lengths = {900, 1, 257, 0, 512, 33};
+      add(v, s);
+      s.ordered = false;
+      add(v, s);
+      s.listed = true;
+      add(v, s);
+      s.window = 300;
+      add(v, s);
+    }
+}
+
+// Lists of tokens. quick() takes every seventh shape.
+void add_tokens(std::vector<Case>& v) {
+  const CodecSpec codecs[] = {plain, plain, codes, keys, values};
+  unsigned n = 0;
+  for (const int page : {5, 16})
+    for (const int group : {1, 2, 5, 8, 16})
+      for (const int storage : {0, 1, 2, 3, 4})
+        for (const double share : {0.03, 0.6, 1.0}) {
+          if (++n % 7 && quick()) continue;
+          AttendShape s = shape_of(2, 3, std::array{64, 80, 16}[n % 3], page,
+                                   storage == 0 ? DType::f32 : DType::bf16, codecs[storage], group);
+          s.options.rope = regime(n);
+          s.lengths = {37, 0, 1, 700, page, 5 * page + 1};
+          s.tokens = share;
+          s.window = n % 4 ? 0 : 40;
+          add(v, s);
+        }
+  for (const Kind& k : {Kind{plain, DType::bf16, 128, 16, 4},
+                        {plain, DType::bf16, 64, 16, 16},
+                        {codes, DType::bf16, 128, 16, 8},
+                        {codes, DType::bf16, 96, 5, 2},
+                        {values, DType::bf16, 72, 5, 3},
+                        {keys, DType::bf16, 64, 16, 11},
+                        {plain, DType::f32, 256, 5, 1}})
+    for (const RopeRegime rope : {RopeRegime::original, RopeRegime::cache_relative})
+      for (const double share : {1.0, 0.4, 0.02, 0.0, 0.6}) {
+        if (++n % 7 && quick()) continue;
+        AttendShape s = shape_of(3, 2, k.dim, k.page, k.dtype, k.codec, k.group);
+        s.options.rope = rope;
+        s.lengths = {900, 1, 257, 0, 512, 33};
+        s.tokens = share;
+        s.ordered = share != 0.4;
+        s.window = share == 0.6 ? 300 : 0;
+        add(v, s);
+        if (share != 0.6 || k.dtype != DType::bf16 || k.codec.k.bits || k.codec.v.bits) continue;
+        s.half = true;
+        add(v, s);
+      }
+}
+
+void check_random_caches(Place& place, Check& check) {
+  for (unsigned n = 0; n < 24; ++n) {
+    RandomCache r(n);
+    const PagedOptions& o = r.cache.options();
+    const auto q = r.normal(std::int64_t{o.rows} * r.heads() * o.head_dim);
+    Guarded<3> out({o.rows, r.heads(), o.head_dim});
+    Guarded<2> lse({o.rows, r.heads()});
+    ops::AttendArgs a;
+    a.kv = r.cache.view();
+    a.queries = View<const float, 3>::dense(q.data(), out.view().extent);
+    a.out = out.view();
+    a.lse = lse.view();
+    ops::attend_reference(a);
+    ops::AttendArgs b = a;
+    b.kv = place.put(a.kv, r.cache.arena_bytes());
+    b.queries = place.put(a.queries);
+    b.out = unwritten(place, a.out.extent);
+    b.lse = unwritten(place, a.lse.extent);
+    HeapWorkspace w;
+    ops::attend(b, w, place.stream());
+    compare_values(place, check, fmt::format("out of cache {}", n), place.get(b.out), out.values(), Tolerance{}.output);
+  }
+}
+
+// No shortcut of the softmax may hide a NaN that attention reads.
+void check_nan(Place& place, Check& check, const AttendShape& kind, bool with_mass) {
+  const int spoilt_head = 1, element = 7, dim = kind.options.head_dim;
+  for (const int tokens : {1, 21, 600}) {
+    AttendShape s = kind;
+    s.lengths = {tokens};
+    struct Outcome {
+      std::vector<float> out, mass;
+    };
+    const auto outcome = [&](int spoilt, KvSide side) {  // spoilt: a token; -1 = all, -2 = none
+      AttendScene scene(s, 3);
+      for (int t = 0; t < tokens; ++t)
+        if (spoilt == -1 || spoilt == t)
+          scene.cache.set(0, spoilt_head, t, side, element, std::numeric_limits<float>::quiet_NaN());
+      ops::AttendArgs a = scene.put(place);
+      std::vector<float> out(scene.q.size()), mass(static_cast<std::size_t>(scene.heads() * tokens));
+      a.out = place.put(View<float, 3>::dense(out.data(), {1, scene.heads(), dim}));
+      if (with_mass) a.mass = place.put(View<float, 3>::dense(mass.data(), {1, scene.heads(), tokens}));
+      ops::attend(a, scene.workspace, place.stream());
+      return Outcome{place.get(a.out), with_mass ? place.get(a.mass) : mass};
+    };
+    const Outcome clean = outcome(-2, KvSide::key);
+    for (const int spoilt : {0, tokens / 2, tokens - 1, -1})
+      for (const KvSide side : {KvSide::key, KvSide::value}) {
+        const Outcome got = outcome(spoilt, side);
+        bool out = true, mass = true, others = true;
+        for (std::size_t i = 0; i < got.out.size(); ++i) {
+          const int head = static_cast<int>(i) / dim, d = static_cast<int>(i) % dim;
+          const bool reads = head / s.group == spoilt_head && (side == KvSide::key || d == element);
+          out = out && std::isnan(got.out[i]) == reads;
+          others = others && (reads || got.out[i] == clean.out[i]);
+        }
+        for (std::size_t i = 0; with_mass && i < got.mass.size(); ++i) {
+          const bool reads = static_cast<int>(i) / tokens / s.group == spoilt_head && side == KvSide::key;
+          mass = mass && (!reads || tokens > 100 || std::isnan(got.mass[i]));
+          others = others && (reads || got.mass[i] == clean.mass[i]);
+        }
+        const auto scope =
+            check.in(fmt::format("{} of token {} of {}", side == KvSide::key ? "key" : "value", spoilt, tokens));
+        check.that("NaN is in the outputs that read it, and nowhere else", out);
+        check.that("NaN is in the mass that reads it", mass);
+        check.that("other outputs have the bits as without NaN", others);
+      }
+  }
+}
+
+void add_nan(std::vector<Case>& v) {
+  for (const auto& [dim, page, dtype, mass] : {std::tuple{16, 4, DType::f32, true},
+                                               {64, 16, DType::bf16, false},
+                                               {128, 16, DType::bf16, true},
+                                               {80, 16, DType::bf16, false},
+                                               {80, 16, DType::bf16, true}}) {
+    const AttendShape s = shape_of(1, 2, dim, page, dtype, {}, 3);
+    v.push_back(checked(
+        "attend", fmt::format("NaN keys and values, heads of {}, page {}{}", dim, page, mass ? ", mass" : ""),
+        [s, with_mass = mass](Place& place, Check& check) { check_nan(place, check, s, with_mass); }));
+  }
+}
+
+// Layers of the same content. A run attends to one after the other, as a decode step does.
+class StepScene final : public Scene {
+ public:
+  StepScene(Place& place, const AttendShape& shape, int copies)
+      : place_(place), scene_(shape, 7), workspace_(ledger_, place.stream()), args_(scene_.put(place)) {
+    layers_.push_back(args_.kv.base);
+    while (static_cast<int>(layers_.size()) < copies)
+      layers_.push_back(place.put(scene_.cache.view().base, scene_.cache.arena_bytes()));
+    args_.out = View<float, 3>::dense(place.take<float>(scene_.q.size()), args_.queries.extent);
+  }
+  void run(int copy) override {
+    args_.kv.base = layers_[static_cast<std::size_t>(copy)];
+    ops::attend(args_, workspace_, place_.stream());
+    workspace_.reset();
+  }
+  void check(Check& check) override {
+    std::vector<float> wanted(scene_.q.size());
+    ops::AttendArgs a = scene_.inputs();
+    a.out = View<float, 3>::dense(wanted.data(), a.queries.extent);
+    attend_reference_of_rows(a);
+    run(0);
+    compare_values(place_, check, "out", place_.get(args_.out), wanted, Tolerance{}.output);
+  }
+
+ private:
+  Place& place_;
+  AttendScene scene_;
+  Ledger ledger_;
+  StoreWorkspace workspace_;
+  ops::AttendArgs args_;
+  std::vector<std::byte*> layers_;
+};
+
+// tokens: of all rows together that a KV head reads.
+Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens, bool cuda) {
+  Case c{"attend", name};
+  c.make = [shape](Place& place, int copies) { return std::make_unique<StepScene>(place, shape, copies); };
+  (cuda ? c.timed_cuda : c.timed_cpu) = true;
+  const PagedOptions& o = shape.options;
+  const auto side = [&](const CodecSide& s) { return s.bits ? o.head_dim + 4 : o.head_dim * 2; };
+  c.work.bytes = static_cast<double>((side(o.codec.k) + side(o.codec.v)) * o.kv_heads * tokens);
+  c.work.flops = 4. * o.kv_heads * shape.group * o.head_dim * static_cast<double>(tokens);
+  c.copies = cuda ? 4 : 30;  // on a GPU at least 350 MB together
+  if (cuda) c.kernel = o.codec.k.bits ? "any codec" : "mma, bulk copies";
+  return c;
+}
+
+// 64 sequences of 1K to 64K, together as many tokens as 8 x 32K.
+std::vector<int> ragged_lengths() {
+  const auto lengths = [](double power) {
+    std::vector<int> n;
+    for (int i = 0; i < 64; ++i) n.push_back(static_cast<int>(1024 * std::pow(64., std::pow(i / 63., power))));
+    return n;
+  };
+  const auto sum = [](const std::vector<int>& n) { return std::accumulate(n.begin(), n.end(), std::int64_t{0}); };
+  double low = 1, high = 50;
+  for (int i = 0; i < 60; ++i) (sum(lengths((low + high) / 2)) > 8 * 32768 ? low : high) = (low + high) / 2;
+  std::vector<int> n = lengths(high);
+  n[62] += static_cast<int>(8 * 32768 - sum(n));
+  return n;
+}
+
+// SmolLM2-135M's shape on the CPU, Llama-3.1-8B's on a GPU.
+void add_steps(std::vector<Case>& v) {
+  for (const auto& [depth, turned] : {std::pair{2048, false}, {8192, false}, {1024, true}}) {
+    AttendShape s = bf16_shape(1, 3, 64, 16, 3);
+    s.lengths = {depth};
+    if (turned) s.options.rope = RopeRegime::cache_relative, s.ordered = false;
+    v.push_back(
+        step(fmt::format("bf16 9/3 heads of 64, depth {}{}", depth, turned ? ", relative" : ""), s, depth, false));
+  }
+  const auto batch_of = [](int batch, int context, int page) {
+    AttendShape s = bf16_shape(batch, 8, 128, page, 4);
+    s.lengths = {context};
+    return s;
+  };
+  for (const int page : {16, 32})
+    for (const auto& [batch, context] : {std::pair{8, 32768}, {40, 10240}, {1, 131072}, {1, 32768}})
+      v.push_back(step(fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
+                       batch_of(batch, context, page), std::int64_t{batch} * context, true));
+  AttendShape coded = batch_of(8, 32768, 16);
+  coded.options.codec = codes;
+  v.push_back(step("int8 32/8 heads of 128, 8 x 32768, page 16", coded, 8 * 32768, true));
+  for (const auto& [name, codec] : {std::pair{"bf16", plain}, {"int8", codes}}) {
+    AttendShape s = batch_of(40, 1024, 16);
+    s.options.codec = codec;
+    s.options.rope = RopeRegime::cache_relative;
+    v.push_back(
+        step(fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name), s, 40 * 1024, true));
+  }
+  const std::vector<int> ragged = ragged_lengths();
+  AttendShape many = bf16_shape(64, 8, 128, 16, 4);
+  for (const int n : ragged) many.lengths.insert(many.lengths.end(), 8, n);
+  v.push_back(step(fmt::format("ragged: 64 sequences of {} to {}, page 16", *std::ranges::min_element(ragged),
+                               *std::ranges::max_element(ragged)),
+                   many, std::accumulate(ragged.begin(), ragged.end(), std::int64_t{0}), true));
+  for (const int selected : {1024, 2048}) {
+    AttendShape s = batch_of(40, 10240, 16);
+    s.chosen = selected / 16;
+    v.push_back(step(fmt::format("40 x {} selected of 10240, page 16", selected), s, std::int64_t{40} * selected, true));
+  }
+}
+
+std::vector<Case> list() {
+  std::vector<Case> v;
+  add_storages(v);
+  add_pipelined(v);
+  add_turned(v);
+  add_half(v);
+  add_shares(v);
+  add_parts(v);
+  add_tokens(v);
+  v.push_back(checked("attend", "random caches", check_random_caches));
+  add_nan(v);
+  add_steps(v);
+  return v;
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases
