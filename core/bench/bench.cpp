@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/buffer.hpp"
 #include "bench/cases.hpp"
@@ -28,22 +29,24 @@ struct Op {
 constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
                       {"gemm", gemm_cases},
                       {"attend"},
-                      {"prefill_attention", prefill_attention_cases, cuda_prefill_attention_cases},
+                      {"prefill_attention"},
                       {"score", score_cases, cuda_score_cases},
                       {"select"},
                       {"copy", copy_cases, cuda_copy_cases},
                       {"decode", nullptr, nullptr, {decode_cases, cuda_decode_cases}},
                       {"prefill", nullptr, nullptr, {prefill_cases, cuda_prefill_cases}}};
 
-// Times a case of the op's list. A run goes over copies of the input, and the line has the time of one.
-Line timed(const cases::Case& c, Device device) {
+// Times a case of the op's list. A run goes over copies of the input, and the line has the time of one. Nothing if this
+// machine lacks a library that the case needs.
+std::optional<Line> timed(const cases::Case& c, Device device) {
   stop::check();
   cases::Place place(device);
   const auto scene = c.make(place, c.copies);
+  if (!scene) return std::nullopt;
   const auto run = [&] {
     for (int i = 0; i < c.copies; ++i) scene->run(i);
   };
-  const Times t = device == Device::cuda ? time_graph(place.stream(), run, c.runs) : time_runs(10, run);
+  const Times t = device == Device::cuda ? time_graph(place.stream(), run, c.runs) : time_runs(c.cpu_runs, run);
   Line l{c.op, c.shape, c.kernel, t.median / c.copies, t.best / c.copies};
   l.bytes = c.work.bytes, l.flops = c.work.flops, l.reads = c.work.reads;
   return l;
@@ -147,9 +150,10 @@ bool check(const std::vector<std::string>& names, bool cuda,
   for (const cases::Case& c : cases::all()) {
     if (!c.timed(device) || (!names.empty() && std::find(names.begin(), names.end(), c.op) == names.end())) continue;
     stop::check();
-    const std::string differs = cases::check(c, device);
-    said(c.op, c.shape, differs);
-    equal = equal && differs.empty();
+    const std::optional<std::string> differs = cases::check(c, device);
+    if (!differs) continue;
+    said(c.op, c.kernel.empty() ? c.shape : c.shape + ", " + c.kernel, *differs);
+    equal = equal && differs->empty();
   }
   return equal;
 }
@@ -163,7 +167,7 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
       if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
       for (const cases::Case& c : cases::all())
         if (c.op == op.name && c.timed(cuda ? Device::cuda : Device::cpu))
-          r.lines.push_back(timed(c, cuda ? Device::cuda : Device::cpu));
+          if (auto line = timed(c, cuda ? Device::cuda : Device::cpu)) r.lines.push_back(std::move(*line));
       const auto cases = cuda ? op.cuda : op.cases;
       if (const auto model = op.model[cuda]) {
         const bool decode = std::string(op.name) == "decode";

@@ -10,7 +10,7 @@
 
 namespace kvlab::bench {
 
-Pages::Pages(int tokens, int state_columns, bool wrapped)
+Pages::Pages(int tokens, int state_columns)
     : pages_(std::max(1, (tokens + page_size - 1) / page_size)),
       layout_(ops::make_layout(DType::bf16, {}, page_size, head_dim, state_columns)),
       frames_(static_cast<std::size_t>(layout_.bytes) * static_cast<std::size_t>(pages_ * kv_heads * layers)),
@@ -31,8 +31,7 @@ Pages::Pages(int tokens, int state_columns, bool wrapped)
     std::memset(to, 0, static_cast<std::size_t>(layout_.bytes));
     for (int t = 0; t < count; ++t) {
       const float* row = x.data() + static_cast<std::int64_t>((i + static_cast<std::size_t>(t)) % 64) * head_dim;
-      const int place = page * page_size + t;
-      ops::write_token(to, layout_, t, row, row, wrapped ? (place + tokens / 2) % tokens : place);
+      ops::write_token(to, layout_, t, row, row, page * page_size + t);
     }
   }
 }

@@ -1,7 +1,6 @@
 // A paged cache in SmolLM2-135M's shape for the op cases: one sequence, bf16.
 #pragma once
 #include <kvlab/kv.hpp>
-#include <kvlab/workspace.hpp>
 
 #include <vector>
 
@@ -11,27 +10,10 @@ namespace kvlab::bench {
 
 inline constexpr int layers = 30, query_heads = 9, kv_heads = 3, head_dim = 64, page_size = 16;
 
-// A workspace whose scratch is free for reuse after reset().
-class BenchWorkspace final : public Workspace {
- public:
-  void* scratch(const char*, std::size_t bytes) override {
-    if (next_ == blocks_.size()) blocks_.emplace_back();
-    blocks_[next_].reserve(bytes);
-    return blocks_[next_++].as<>();
-  }
-  void* state(const char*, std::size_t, int) override { return nullptr; }
-  void reset() { next_ = 0; }
-
- private:
-  std::vector<Buffer> blocks_;
-  std::size_t next_ = 0;
-};
-
-// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order. wrapped: tokens lie as after
-// evictions of the oldest ones, the newer half in the holes of the older half.
+// All layers of a sequence of `tokens` tokens; the pages of a head lie in shuffled order.
 class Pages {
  public:
-  explicit Pages(int tokens, int state_columns = 0, bool wrapped = false);
+  explicit Pages(int tokens, int state_columns = 0);
   PagedKv layer(int l) const;
   int pages() const { return pages_; }
 

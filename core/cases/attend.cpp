@@ -19,16 +19,8 @@ namespace {
 // A GPU multiplies matrices of bf16: the norm of the difference is within two roundings of the reference's.
 constexpr double cuda_output = 6e-3;
 
-template <std::size_t Rank>
-View<float, static_cast<int>(Rank)> unwritten(Place& place, std::array<std::int64_t, Rank> extent) {
-  std::size_t n = 1;
-  for (const auto e : extent) n *= static_cast<std::size_t>(e);
-  std::vector<float> nan(n, std::numeric_limits<float>::quiet_NaN());
-  return place.put(View<float, static_cast<int>(Rank)>::dense(nan.data(), extent));
-}
-
 void compare_values(Place& place, Check& check, const std::string& what, const std::vector<float>& got,
-           const std::vector<float>& wanted, double on_cpu) {
+                    const std::vector<float>& wanted, double on_cpu) {
   if (place.stream().device() == Device::cpu)
     check.equal(what, got, wanted, on_cpu);
   else
@@ -46,9 +38,9 @@ void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed
   const std::vector<std::byte> before = place.get(arena);
   for (const bool with_mass : {false, true}) {
     const auto scope = check.in(with_mass ? "with mass" : "without mass");
-    a.out = unwritten(place, wanted.out.view().extent);
-    a.lse = unwritten(place, wanted.lse.view().extent);
-    a.mass = with_mass ? unwritten(place, wanted.mass.view().extent) : View<float, 3>{};
+    a.out = place.unwritten(wanted.out.view().extent);
+    a.lse = place.unwritten(wanted.lse.view().extent);
+    a.mass = with_mass ? place.unwritten(wanted.mass.view().extent) : View<float, 3>{};
     if (cuda && shape.options.dtype == DType::bf16)
       a.rounded = place.put(std::vector<std::uint16_t>(wanted.out.values().size(), 0xffff));
     ops::attend(a, scene.workspace, place.stream());
@@ -57,7 +49,8 @@ void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed
     // A GPU rounds turned keys once more than the reference does.
     const bool turned = shape.options.rope == RopeRegime::cache_relative;
     check.equal("lse", lse, wanted.lse.values(), !cuda ? Tolerance{}.lse : turned ? 8e-3 : 2e-3);
-    if (with_mass) compare_values(place, check, "mass", place.get(a.mass), wanted.mass.values(), Tolerance{}.probability);
+    if (with_mass)
+      compare_values(place, check, "mass", place.get(a.mass), wanted.mass.values(), Tolerance{}.probability);
     if (a.rounded) {
       std::vector<std::uint16_t> rounded;
       for (const float x : out) rounded.push_back(shape.half ? float_to_half(x) : bf16(x).bits);
@@ -94,8 +87,7 @@ std::string name_of(const AttendShape& s) {
 // Every call makes another case's content.
 void add(std::vector<Case>& v, const AttendShape& s, int repeats = 1) {
   const auto seed = static_cast<unsigned>(v.size() + 1);
-  Case c = checked("attend", name_of(s),
-                   [=](Place& place, Check& check) { compare(place, check, s, seed, repeats); });
+  Case c = checked("attend", name_of(s), [=](Place& place, Check& check) { compare(place, check, s, seed, repeats); });
   c.cpu = !s.half;
   c.cuda = s.int8_pages.empty();  // a GPU takes caches of one codec
   v.push_back(std::move(c));
@@ -124,8 +116,9 @@ void add_storages(std::vector<Case>& v) {
     for (const int page : {4, 8, 16, 32})
       for (const int storage : {0, 1, 2, 3}) {
         if (++n % 7 && quick()) continue;
-        AttendShape s = shape_of(1 + static_cast<int>(n % 5), 1 + static_cast<int>(n % 4), dim, page,
-                                 storage == 0 ? DType::f32 : DType::bf16, codecs[storage], std::array{1, 3, 4, 7}[n % 4]);
+        AttendShape s =
+            shape_of(1 + static_cast<int>(n % 5), 1 + static_cast<int>(n % 4), dim, page,
+                     storage == 0 ? DType::f32 : DType::bf16, codecs[storage], std::array{1, 3, 4, 7}[n % 4]);
         s.options.max_pages = 100;
         s.options.rope = regime(n);
         s.lengths = {37, 0, 1, 300, page, 5 * page + 1};
@@ -259,8 +252,8 @@ void add_tokens(std::vector<Case>& v) {
       for (const int storage : {0, 1, 2, 3, 4})
         for (const double share : {0.03, 0.6, 1.0}) {
           if (++n % 7 && quick()) continue;
-          AttendShape s = shape_of(2, 3, std::array{64, 80, 16}[n % 3], page,
-                                   storage == 0 ? DType::f32 : DType::bf16, codecs[storage], group);
+          AttendShape s = shape_of(2, 3, std::array{64, 80, 16}[n % 3], page, storage == 0 ? DType::f32 : DType::bf16,
+                                   codecs[storage], group);
           s.options.rope = regime(n);
           s.lengths = {37, 0, 1, 700, page, 5 * page + 1};
           s.tokens = share;
@@ -306,8 +299,8 @@ void check_random_caches(Place& place, Check& check) {
     ops::AttendArgs b = a;
     b.kv = place.put(a.kv, r.cache.arena_bytes());
     b.queries = place.put(a.queries);
-    b.out = unwritten(place, a.out.extent);
-    b.lse = unwritten(place, a.lse.extent);
+    b.out = place.unwritten(a.out.extent);
+    b.lse = place.unwritten(a.lse.extent);
     HeapWorkspace w;
     ops::attend(b, w, place.stream());
     compare_values(place, check, fmt::format("out of cache {}", n), place.get(b.out), out.values(), Tolerance{}.output);
@@ -367,9 +360,9 @@ void add_nan(std::vector<Case>& v) {
                                                {80, 16, DType::bf16, false},
                                                {80, 16, DType::bf16, true}}) {
     const AttendShape s = shape_of(1, 2, dim, page, dtype, {}, 3);
-    v.push_back(checked(
-        "attend", fmt::format("NaN keys and values, heads of {}, page {}{}", dim, page, mass ? ", mass" : ""),
-        [s, with_mass = mass](Place& place, Check& check) { check_nan(place, check, s, with_mass); }));
+    v.push_back(checked("attend",
+                        fmt::format("NaN keys and values, heads of {}, page {}{}", dim, page, mass ? ", mass" : ""),
+                        [s, with_mass = mass](Place& place, Check& check) { check_nan(place, check, s, with_mass); }));
   }
 }
 
@@ -460,8 +453,7 @@ void add_steps(std::vector<Case>& v) {
     AttendShape s = batch_of(40, 1024, 16);
     s.options.codec = codec;
     s.options.rope = RopeRegime::cache_relative;
-    v.push_back(
-        step(fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name), s, 40 * 1024, true));
+    v.push_back(step(fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name), s, 40 * 1024, true));
   }
   const std::vector<int> ragged = ragged_lengths();
   AttendShape many = bf16_shape(64, 8, 128, 16, 4);
@@ -472,7 +464,8 @@ void add_steps(std::vector<Case>& v) {
   for (const int selected : {1024, 2048}) {
     AttendShape s = batch_of(40, 10240, 16);
     s.chosen = selected / 16;
-    v.push_back(step(fmt::format("40 x {} selected of 10240, page 16", selected), s, std::int64_t{40} * selected, true));
+    v.push_back(
+        step(fmt::format("40 x {} selected of 10240, page 16", selected), s, std::int64_t{40} * selected, true));
   }
 }
 

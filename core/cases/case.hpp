@@ -6,6 +6,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,7 +67,8 @@ struct Work {
 
 struct Case {
   std::string op;     // as `kvlab bench` names it
-  std::string shape;  // unique in its op
+  std::string shape;  // unique in its op and kernel
+  // Null: this machine lacks a library that the case needs.
   std::function<std::unique_ptr<Scene>(Place&, int copies)> make;
   bool cpu = true, cuda = true;  // the devices that check it
   // The devices that time it. A timed case is too large for the tests: `kvlab bench --check` checks it.
@@ -75,6 +77,7 @@ struct Case {
   std::string kernel;  // that takes it, for the table; may be empty
   int copies = 1;      // that one timed run goes over, so that no cache holds the input
   int runs = 30;       // on a GPU
+  int cpu_runs = 10;   // at least, on the CPU
 
   bool timed() const { return timed_cpu || timed_cuda; }
   bool tested(Device d) const { return !timed() && (d == Device::cpu ? cpu : cuda); }
@@ -107,7 +110,8 @@ struct Announced {
   explicit Announced(std::vector<Case> (*list)());
 };
 
-// Makes the case at a new place of the device and checks it. Empty, or what differs.
-std::string check(const Case& c, Device device);
+// Makes the case at a new place of the device and checks it. Empty, or what differs. Nothing if this machine lacks a
+// library that the case needs.
+std::optional<std::string> check(const Case& c, Device device);
 
 }  // namespace kvlab::cases

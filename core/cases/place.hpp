@@ -3,7 +3,9 @@
 #pragma once
 #include <kvlab/kv.hpp>
 
+#include <array>
 #include <deque>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -24,6 +26,13 @@ class Place {
   template <class T>
   T* take(std::size_t count) {
     return reinterpret_cast<T*>(take_bytes(count * sizeof(T)));
+  }
+  // Memory full of NaN, for outputs.
+  template <std::size_t Rank>
+  View<float, static_cast<int>(Rank)> unwritten(const std::array<std::int64_t, Rank>& extent) {
+    auto v = View<float, static_cast<int>(Rank)>::dense(nullptr, extent);
+    v.data = put(std::vector<float>(count(v), std::numeric_limits<float>::quiet_NaN()));
+    return v;
   }
   template <class T>
   std::remove_const_t<T>* put(T* from, std::size_t count) {

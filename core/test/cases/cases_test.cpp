@@ -4,3 +4,4 @@
 
 TEST_CASE("cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cpu); }
 TEST_CASE("cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cpu); }
+TEST_CASE("cases: attention of prompts") { kvlab::test::run_cases("prefill_attention", kvlab::Device::cpu); }

@@ -3,3 +3,4 @@
 
 TEST_CASE("cuda cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cuda); }
 TEST_CASE("cuda cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cuda); }
+TEST_CASE("cuda cases: attention of prompts") { kvlab::test::run_cases("prefill_attention", kvlab::Device::cuda); }
