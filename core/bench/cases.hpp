@@ -36,7 +36,6 @@ using cases::randoms;
 
 std::vector<Line> gemv_cases();
 std::vector<Line> gemm_cases();
-std::vector<Line> score_cases();
 std::vector<Line> copy_cases();
 
 // Whole models: one case per shape of the setup.
@@ -52,7 +51,6 @@ std::vector<Line> prefill_cases(const ModelSetup& s);
 
 // Cases on the GPU. Ops have the shapes of Llama-3.1-8B.
 std::vector<Line> cuda_gemv_cases();
-std::vector<Line> cuda_score_cases();
 std::vector<Line> cuda_copy_cases();
 std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);

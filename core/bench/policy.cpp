@@ -1,5 +1,5 @@
-// The work of a policy in a step: scores, selections, and tokens that come, leave and move. Times are those of one
-// layer. A pass goes over all 30 layers, so that caches hold no more of them than in a real step.
+// The work of a policy in a step: tokens that come, leave and move. Times are those of one layer. A pass goes over all
+// 30 layers, so that caches hold no more of them than in a real step.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -10,7 +10,7 @@
 namespace kvlab::bench {
 namespace {
 
-constexpr int tokens = 4096, window = 32;
+constexpr int tokens = 4096;
 
 template <class F>
 Line per_layer(const char* op, std::string shape, double bytes, const F& f) {
@@ -22,14 +22,6 @@ Line per_layer(const char* op, std::string shape, double bytes, const F& f) {
   line.reads = true;
   return line;
 }
-
-struct ScoreBuffer {
-  std::vector<float> data;
-  Scores view;
-  ScoreBuffer(int heads, int n) : data(randoms(std::int64_t{heads} * n)) {
-    view = View<float, 3>::dense(data.data(), {1, heads, n});
-  }
-};
 
 struct ListBuffer {
   std::vector<std::int32_t> index, count;
@@ -109,44 +101,6 @@ void replace_cases(int depth, const std::vector<std::string>& columns, std::vect
 }
 
 }  // namespace
-
-std::vector<Line> score_cases() {
-  std::vector<Line> lines;
-  const Pages cache(tokens, 1);
-  const int pages = cache.pages();
-  ScoreBuffer of_tokens(kv_heads, tokens), of_queries(query_heads, tokens), of_pages(kv_heads, pages);
-  const double rows = 2. * kv_heads * tokens * head_dim;
-
-  const auto q = randoms(query_heads * window * head_dim);
-  const std::int32_t seen = tokens;
-  Line votes = per_layer("score", fmt::format("window_votes, {} queries, {} tokens", window, tokens), rows, [&](int l) {
-    ops::window_votes(View<const float, 4>::dense(q.data(), {1, query_heads, window, head_dim}), &seen, cache.layer(l),
-                      of_queries.view, Stream::cpu());
-  });
-  votes.flops = 2. * query_heads * window * head_dim * tokens;
-  votes.reads = false;
-  lines.push_back(votes);
-  lines.push_back(per_layer("score", fmt::format("row_norm of keys, {} tokens", tokens), rows, [&](int l) {
-    const PagedKv kv = cache.layer(l);
-    ops::row_norm({&kv, KvSide::key}, of_tokens.view, Stream::cpu());
-  }));
-  const double column = 4. * kv_heads * tokens;
-  lines.push_back(per_layer("score", fmt::format("add_mass and read_state, {} tokens", tokens),
-                            4. * query_heads * tokens + 4 * column, [&](int l) {
-                              const PagedKv kv = cache.layer(l);
-                              ops::add_mass(of_queries.view, GroupRule::mean, {&kv, 0}, Stream::cpu());
-                              ops::read_state({&kv, 0}, of_tokens.view, Stream::cpu());
-                            }));
-  const std::int64_t box = 2 * head_dim * 2, stride = std::int64_t{kv_heads} * pages * box;
-  const std::vector<std::byte> data(static_cast<std::size_t>(stride * layers), std::byte{0x3c});
-  lines.push_back(
-      per_layer("score", fmt::format("page_score, boxes of {} pages", pages), static_cast<double>(stride), [&](int l) {
-        const Summaries s{Summary::min_max, DType::bf16, data.data() + l * stride, stride, pages * box, box};
-        ops::page_score(View<const float, 3>::dense(q.data(), {1, query_heads, head_dim}), cache.layer(l), s,
-                        GroupRule::max, 1.f, of_pages.view, Stream::cpu());
-      }));
-  return lines;
-}
 
 std::vector<Line> copy_cases() {
   std::vector<Line> lines;

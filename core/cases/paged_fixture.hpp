@@ -188,11 +188,13 @@ class PagedFixture {
   }
 
   // True if nothing was written between or behind the frames.
-  bool guards_intact() const {
+  bool guards_intact() const { return guards_intact(aligned_); }
+  // The same of a copy of the frames, from kv.base on.
+  bool guards_intact(const std::byte* base) const {
     const std::int64_t frames = (static_cast<std::int64_t>(arena_.size()) - granule_bytes) / frame_step_;
     for (std::int64_t f = 0; f < frames; ++f)
       for (std::int64_t i = layouts_[0].bytes; i < frame_step_; ++i)
-        if (aligned_[f * frame_step_ + i] != guard) return false;
+        if (base[f * frame_step_ + i] != guard) return false;
     return true;
   }
 

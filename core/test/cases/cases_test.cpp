@@ -5,3 +5,6 @@
 TEST_CASE("cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cpu); }
 TEST_CASE("cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cpu); }
 TEST_CASE("cases: attention of prompts") { kvlab::test::run_cases("prefill_attention", kvlab::Device::cpu); }
+TEST_CASE("cases: scores") { kvlab::test::run_cases("score", kvlab::Device::cpu); }
+TEST_CASE("cases: placement and injected lists") { kvlab::test::run_cases("placement", kvlab::Device::cpu); }
+TEST_CASE("cases: checks of a plugin's numbers") { kvlab::test::run_cases("verify", kvlab::Device::cpu); }

@@ -4,3 +4,6 @@
 TEST_CASE("cuda cases: top tokens, top pages and allotments") { kvlab::test::run_cases("select", kvlab::Device::cuda); }
 TEST_CASE("cuda cases: attention of decode steps") { kvlab::test::run_cases("attend", kvlab::Device::cuda); }
 TEST_CASE("cuda cases: attention of prompts") { kvlab::test::run_cases("prefill_attention", kvlab::Device::cuda); }
+TEST_CASE("cuda cases: scores") { kvlab::test::run_cases("score", kvlab::Device::cuda); }
+TEST_CASE("cuda cases: placement and injected lists") { kvlab::test::run_cases("placement", kvlab::Device::cuda); }
+TEST_CASE("cuda cases: checks of a plugin's numbers") { kvlab::test::run_cases("verify", kvlab::Device::cuda); }

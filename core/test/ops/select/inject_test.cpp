@@ -3,11 +3,9 @@
 
 #include <catch2/catch.hpp>
 
-#include "cases/quick.hpp"
-#include "support/inject_fixture.hpp"
+#include "cases/inject_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 using namespace kvlab::cases;
 
 namespace {
@@ -178,19 +176,4 @@ TEST_CASE("inject_pages refuses what does not fit") {
   f.args.overlap = 0;
   f.args.state.extent[2] = 1;
   CHECK_THROWS_AS(ops::inject_pages(f.args, Stream::cpu()), Error);
-}
-
-TEST_CASE("inject_pages equals its reference") {
-  for (unsigned n = 0; n < (quick() ? 12 : 120); ++n) {
-    CAPTURE(n);
-    RandomInjection a(n), b(n);
-    for (int step = 0; step < 6; ++step) {
-      a.next(), b.next();
-      ops::inject_pages(a.f.args, Stream::cpu());
-      ops::inject_pages_reference(b.f.args);
-      CHECK(a.f.index == b.f.index);
-      CHECK(a.f.count == b.f.count);
-      CHECK(a.f.state == b.f.state);
-    }
-  }
 }

@@ -7,7 +7,6 @@
 
 #include "cases/paged_fixture.hpp"
 #include "ops/select/allot.hpp"
-#include "ops/select/reference.hpp"
 
 using namespace kvlab;
 using namespace kvlab::cases;
@@ -26,7 +25,6 @@ struct List {
     list.count = View<std::int32_t, 2>::dense(count.data(), {rows, heads});
   }
   List(const List&) = delete;
-  bool operator==(const List& other) const { return index == other.index && count == other.count; }
   Ints of(int row, int head) const {
     Ints out;
     for (int i = 0; i < list.count(row, head); ++i) out.push_back(list.index(row, head, i));
@@ -120,72 +118,4 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   CHECK(keep == Ints{9, 8, 0, 8});
   ops::round_allotment(of, none, 4, kept, Stream::cpu());
   CHECK(keep == Ints{9, 8, 0, 8});  // a head that keeps everything keeps its partial page, too
-}
-
-TEST_CASE("fill_heads by hand") {
-  Ints out(6, -7);
-  ops::fill_heads(View<std::int32_t, 2>{out.data(), {2, 2}, {3, 1}}, 5, Stream::cpu());
-  CHECK(out == Ints{5, 5, -7, 5, 5, -7});
-}
-
-TEST_CASE("placement ops equal their references") {
-  for (unsigned n = 0; n < 150; ++n) {
-    CAPTURE(n);
-    RandomCache c(n);
-    const int rows = c.rows(), heads = c.kv_heads(), p = c.cache.options().page_size,
-              most = c.cache.options().max_pages;
-    std::vector<PageEntry> lower(static_cast<std::size_t>(rows * heads * most));
-    for (PageEntry& e : lower) e.frame = c.rng() % 2 ? 0 : null_frame;
-    for (int r = 0; r < rows; ++r)
-      for (int h = 0; h < heads; ++h)
-        for (int page = 0; page < c.cache.view().pages(r, h); ++page)
-          if (c.rng() % 3 == 0) c.cache.unmap(r, h, page);
-    ops::PlacementArgs a;
-    a.device = a.host = c.cache.view();
-    a.host.table = View<const PageEntry, 3>::dense(lower.data(), {rows, heads, most});
-    const PagedKv& kv = a.device;
-    List read(rows, heads, most);
-    for (int r = 0; r < rows; ++r)
-      for (int h = 0; h < heads; ++h) {
-        read.list.count(r, h) = 0;
-        for (int page = 0; page < kv.pages(r, h); ++page)
-          if (c.rng() % 4 == 0) read.list.index(r, h, read.list.count(r, h)++) = page;
-      }
-    a.attended = n % 5 ? &read.list : nullptr;
-    a.pins = {static_cast<int>(c.rng() % 9), static_cast<int>(c.rng() % 9), n % 2 == 0};
-    a.resident_tokens = static_cast<int>(c.rng() % 100);
-    const auto place = [&](auto run) {
-      std::array<std::unique_ptr<List>, 3> lists;
-      for (auto& l : lists) l = std::make_unique<List>(rows, heads, most);
-      a.recall = lists[0]->list, a.offload = lists[1]->list, a.drop = lists[2]->list;
-      run();
-      return lists;
-    };
-    const auto got = place([&] { ops::place_pages(a, Stream::cpu()); });
-    const auto wanted = place([&] { ops::place_pages_reference(a); });
-    for (std::size_t i = 0; i < 3; ++i) CHECK(*got[i] == *wanted[i]);
-
-    const auto same = [&](auto fast, auto slow) {
-      List x(rows, heads, most), y(rows, heads, most);
-      fast(x.list), slow(y.list);
-      CHECK(x == y);
-    };
-    Ints length(static_cast<std::size_t>(rows * heads), -7), again(length);
-    const auto view = [&](Ints& x) { return View<std::int32_t, 2>::dense(x.data(), {rows, heads}); };
-    ops::lengths(kv, view(length), Stream::cpu());
-    ops::lengths_reference(kv, view(again));
-    CHECK(length == again);
-    std::vector<std::uint8_t> mask(static_cast<std::size_t>(rows));
-    for (auto& m : mask) m = c.rng() % 2;
-    const int newest = static_cast<int>(c.rng() % 5);
-    same(
-        [&](PageList l) { ops::older_pages(view(length), n % 3 ? mask.data() : nullptr, p, newest, l, Stream::cpu()); },
-        [&](PageList l) { ops::older_pages_reference(view(length), n % 3 ? mask.data() : nullptr, p, newest, l); });
-    Ints keep;
-    for (const int t : length) keep.push_back(t ? static_cast<int>(c.rng() % static_cast<unsigned>(t + 1)) : 0);
-    Ints slow = keep;
-    ops::round_allotment(view(length), mask.data(), p, view(keep), Stream::cpu());
-    ops::round_allotment_reference(view(length), mask.data(), p, view(slow));
-    CHECK(keep == slow);
-  }
 }

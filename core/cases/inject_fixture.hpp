@@ -1,12 +1,11 @@
 // Tables, lists and state for inject_pages. The cache has no frames, because inject_pages reads none.
 #pragma once
 #include <algorithm>
-#include <random>
 #include <vector>
 
 #include "ops/select/inject.hpp"
 
-namespace kvlab::test {
+namespace kvlab::cases {
 
 using Ints = std::vector<std::int32_t>;
 
@@ -58,55 +57,4 @@ struct InjectFixture {
   }
 };
 
-// Sequences that grow and choose pages at random. Equal numbers give equal sequences.
-struct RandomInjection {
-  std::mt19937 rng;
-  InjectFixture f;
-  Ints first, steps, page;
-  std::vector<std::int64_t> begin;
-
-  explicit RandomInjection(unsigned n)
-      : rng(n), f(1 + static_cast<int>(n % 3), 1 + static_cast<int>(n / 3 % 4), n % 2 ? 16 : 5, n % 7 ? 70 : 700) {
-    for (auto& x : f.length) x = static_cast<int>(below(f.most * f.args.pages.page_size - 20));
-    ops::InjectArgs& a = f.args;
-    a.pins = {static_cast<int>(below(n % 4 ? 20 : 1)), static_cast<int>(below(n % 5 ? 30 : 1)), n % 3 > 0};
-    a.layer = static_cast<int>(below(9)), a.seed = n;
-    for (auto& x : f.sequence) x = below(1000);
-    a.overlap = static_cast<std::int32_t>(below(1'000'001));
-    if (n % 4 == 3) record();
-  }
-
-  void next() {
-    for (auto& x : f.length) x += static_cast<int>(below(3));
-    if (below(3) == 0) f.question[0] = below(3);
-    for (int r = 0; r < f.rows; ++r)
-      for (int h = 0; h < f.heads; ++h) {
-        const int pages = f.args.pages.pages(r, h);
-        const unsigned share = 1 + below(8);
-        int& count = f.args.list.count(r, h);
-        count = 0;
-        for (int p = 0; p < pages; ++p)
-          if (below(8) < share || p == pages - 1) f.args.list.index(r, h, count++) = p;
-      }
-  }
-
- private:
-  unsigned below(int n) { return static_cast<unsigned>(rng() % static_cast<unsigned>(n)); }
-
-  void record() {
-    ops::RecordedPages& r = f.args.recorded;
-    r.questions = 3, r.layers = 3, r.heads = 2;
-    r.layer = f.args.layer % 3;
-    first = {2, 0, 0}, steps = {3, 0, 2};  // lists in another order than questions; question 1 has none
-    for (auto& x : f.question) x = below(3);
-    for (int list = 0; list < 5 * r.layers * r.heads; ++list) {
-      begin.push_back(static_cast<std::int64_t>(page.size()));
-      for (int p = 0; p < f.most; ++p)
-        if (below(4) == 0) page.push_back(p);
-    }
-    begin.push_back(static_cast<std::int64_t>(page.size()));
-    r.first = first.data(), r.steps = steps.data(), r.begin = begin.data(), r.page = page.data();
-  }
-};
-
-}  // namespace kvlab::test
+}  // namespace kvlab::cases

@@ -1,16 +1,13 @@
-#include "support/score_cases.hpp"
+#include <kvlab/ops.hpp>
 
-#include "cases/quick.hpp"
+#include <catch2/catch.hpp>
+#include <cmath>
+
+#include "cases/paged_fixture.hpp"
 #include "ops/score/moments.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
 using namespace kvlab::cases;
-
-TEST_CASE("rows and moments and arithmetic on scores equal their references on caches of every kind") {
-  for (unsigned n = 0; n < 36; n += quick() ? 5 : 1) check_scores<OnHost>(n);
-  check_long_heads<OnHost>();
-}
 
 TEST_CASE("layer_reduce: TOVA's rows by hand, and heads that hold other tokens in another order") {
   // Two query heads of one KV head, each with a row of attention.

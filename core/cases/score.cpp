@@ -1,0 +1,405 @@
+// Scores of tokens: rows, norms, mass, moments of queries, and arithmetic on scores.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cases/layer.hpp"
+#include "cases/on_caches.hpp"
+#include "ops/page/reference.hpp"
+#include "ops/score/combine.hpp"
+#include "ops/score/reference.hpp"
+#include "ops/select/reference.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+using ops::Combine;
+
+void check_combine(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), room = x.c.room();
+  for (const Combine rule : {Combine::copy, Combine::add, Combine::multiply, Combine::divide})
+    for (const std::int64_t heads : {1, x.c.kv_heads(), x.c.heads()}) {
+      Numbers<3> start(x, {rows, x.c.heads(), room}), in(x, {rows, heads, room + 2});
+      in.own()(0, 0, 0) = 0;
+      const auto there = in.put();
+      x.same<3>(
+          fmt::format("combine by rule {}, {} heads", static_cast<int>(rule), heads), start.own(), 1e-6,
+          [&](Scores out) {
+            const Stream s = x.stream();
+            if (rule == Combine::copy) ops::copy(out, there, s);
+            if (rule == Combine::add) ops::add(out, there, -1.5f, s);
+            if (rule == Combine::multiply) ops::multiply(out, there, s);
+            if (rule == Combine::divide) ops::divide(out, there, s);
+          },
+          [&](Scores out) { ops::combine_reference(out, in.view(), rule, -1.5f); });
+    }
+}
+
+void check_norms(OnCache& x) {
+  const Stream s = x.stream();
+  const std::array<std::int64_t, 3> own{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  for (const KvSide side : {KvSide::key, KvSide::value})
+    x.same<3>(
+        "row_norm", Guarded<3>(own).view(), 1e-5,
+        [&](Scores out) {
+          ops::row_norm({&x.there, side}, out, s);
+        },
+        [&](Scores out) {
+          ops::row_norm_reference({&x.kv, side}, out);
+        });
+  x.same<3>(
+      "recency", Guarded<3>(own).view(), 0, [&](Scores out) { ops::recency(x.there, out, s); },
+      [&](Scores out) { ops::recency_reference(x.kv, out); });
+  x.same<3>(
+      "scale", Guarded<3>(own).view(), 0, [&](Scores out) { ops::scale(out, -3.f, s); },
+      [&](Scores out) { ops::scale_reference(out, -3.f); });
+}
+
+void check_groups(OnCache& x) {
+  const Stream s = x.stream();
+  const std::array<std::int64_t, 3> own{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  Numbers<3> scores(x, {x.c.rows(), x.c.heads(), x.c.room()});
+  const auto there = scores.put();
+  for (const auto& [rule, word] : Choices<GroupRule>::all) {
+    const auto scope = x.check.in(word);
+    const GroupRule by = rule;
+    x.same<3>(
+        "group_reduce", Guarded<3>(own).view(), 1e-5,
+        [&](Scores out) { ops::group_reduce(x.there, there, by, out, s); },
+        [&](Scores out) { ops::group_reduce_reference(x.kv, scores.view(), by, out); });
+    x.same<3>(
+        "add_mass three times, read_state", Guarded<3>(own).view(), 1e-4,
+        [&](Scores out) {
+          for (int i = 0; i < 3; ++i) ops::add_mass(there, by, {&x.there, 1}, s);
+          ops::read_state({&x.there, 1}, out, s);
+        },
+        [&](Scores out) {
+          for (int i = 0; i < 3; ++i) ops::add_mass_reference(scores.view(), by, {&x.kv, 1});
+          ops::read_state_reference({&x.kv, 1}, out);
+        });
+  }
+  x.same<3>(
+      "the other state column", Guarded<3>(own).view(), 0,
+      [&](Scores out) {
+        ops::read_state({&x.there, 0}, out, s);
+      },
+      [&](Scores out) {
+        ops::read_state_reference({&x.kv, 0}, out);
+      });
+  for (const Pooling kind : {Pooling::none, Pooling::average, Pooling::max})
+    for (const int kernel : {1, 3, 7})
+      x.same<3>(
+          fmt::format("pool of kind {}, {} tokens", static_cast<int>(kind), kernel), scores.own(), 1e-5,
+          [&](Scores out) {
+            HeapWorkspace w;
+            ops::pool(x.there, out, kind, kernel, 5, w, s);
+          },
+          [&](Scores out) { ops::pool_reference(x.kv, out, kind, kernel, 5); });
+}
+
+void check_tokens(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), room = x.c.room(), pages = x.c.cache.options().max_pages;
+  const Stream s = x.stream();
+  for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
+    const auto scope = x.check.in(fmt::format("{} heads", heads));
+    Numbers<3> start(x, {rows, heads, room}, 3);
+    const auto in = start.put();
+    for (const float temperature : {1.f, 0.25f})
+      x.same<3>(
+          fmt::format("softmax at temperature {}", temperature), start.own(), 1e-5,
+          [&](Scores out) { ops::softmax(x.there, out, temperature, s); },
+          [&](Scores out) { ops::softmax_reference(x.kv, out, temperature); });
+    x.same<3>(
+        "softmax of -inf, but for one token of each head", start.own(), 1e-6,
+        [&](Scores out) {
+          ops::set_pinned(x.there, {.first = 1000, .last = 1000}, -INFINITY, out, s);
+          ops::set_pinned(x.there, {.first = 1}, 5, out, s);
+          ops::softmax(x.there, out, 1, s);
+        },
+        [&](Scores out) {
+          ops::set_pinned_reference(x.kv, {.first = 1000, .last = 1000}, -INFINITY, out);
+          ops::set_pinned_reference(x.kv, {.first = 1}, 5, out);
+          ops::softmax_reference(x.kv, out, 1);
+        });
+    for (const Pins pins : {Pins{}, Pins{.first = 3}, Pins{.last = 2}, Pins{.first = 4, .last = 9}})
+      x.same<3>(
+          fmt::format("set_pinned, {} first, {} last", pins.first, pins.last), start.own(), 0,
+          [&](Scores out) { ops::set_pinned(x.there, pins, -INFINITY, out, s); },
+          [&](Scores out) { ops::set_pinned_reference(x.kv, pins, -INFINITY, out); });
+    for (const GroupRule rule : {GroupRule::mean, GroupRule::max, GroupRule::sum})
+      x.same<3>(
+          fmt::format("layer_reduce by rule {}", static_cast<int>(rule)),
+          Guarded<3>({rows, x.c.kv_heads(), room}).view(), 1e-5,
+          [&](Scores out) { ops::layer_reduce(x.there, in, rule, out, s); },
+          [&](Scores out) { ops::layer_reduce_reference(x.kv, start.view(), rule, out); });
+    x.same<3>(
+        "page_sum", Guarded<3>({rows, heads, pages + 1}).view(), 1e-5,
+        [&](Scores out) { ops::page_sum(x.there, in, out, s); },
+        [&](Scores out) { ops::page_sum_reference(x.kv, start.view(), out); });
+  }
+}
+
+// Each blend changes one of two columns and must leave the other alone.
+void check_state(OnCache& x) {
+  const Stream s = x.stream();
+  const std::array<std::int64_t, 3> own{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  Numbers<3> in(x, own);
+  const auto in_there = in.put();
+  struct Blend {
+    int column;
+    float keep, factor;
+    bool ones;
+  };
+  for (const Blend& b : {Blend{0, 1, 1, true},
+                         {1, 0, 2, false},
+                         {0, 1, 1, true},
+                         {1, .75f, .25f, false},
+                         {1, .5f, 0, true},
+                         {0, 0, 0, true},
+                         {0, 0, -1, false},
+                         {1, 0, INFINITY, true},
+                         {1, 0, 0, true}}) {
+    ops::blend_state({&x.there, b.column}, b.keep, b.ones ? View<const float, 3>{} : in_there, b.factor, s);
+    ops::blend_state_reference({&x.kv, b.column}, b.keep, b.ones ? View<const float, 3>{} : in.view(), b.factor);
+    for (const int column : {0, 1})
+      x.same<3>(
+          fmt::format("column {} after {} x column {} + {} x {}", column, b.keep, b.column, b.factor,
+                      b.ones ? "1" : "scores"),
+          Guarded<3>(own).view(), 1e-6,
+          [&](Scores out) {
+            ops::read_state({&x.there, column}, out, s);
+          },
+          [&](Scores out) {
+            ops::read_state_reference({&x.kv, column}, out);
+          });
+  }
+}
+
+void check_rows(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), room = x.c.room(), dim = x.kv.head_dim;
+  const Stream s = x.stream();
+  for (const KvSide side : {KvSide::key, KvSide::value}) {
+    const auto scope = x.check.in(side == KvSide::key ? "keys" : "values");
+    const KvRows plain{&x.kv, side}, there{&x.there, side};
+    x.same<4>(
+        "read_rows", Guarded<4>({rows, x.c.kv_heads(), room, dim}).view(), 2e-6,
+        [&](View<float, 4> out) { ops::read_rows(there, out, s); },
+        [&](View<float, 4> out) { ops::read_rows_reference(plain, out); });
+    x.same<3>(
+        "normalised_mean", Guarded<3>({rows, x.c.kv_heads(), dim}).view(), 2e-6,
+        [&](View<float, 3> out) { ops::normalised_mean(there, out, s); },
+        [&](View<float, 3> out) { ops::normalised_mean_reference(plain, out); });
+    for (const std::int64_t heads : {x.c.kv_heads(), x.c.heads()}) {
+      const auto of_heads = x.check.in(fmt::format("{} heads", heads));
+      const Guarded<3> scores({rows, heads, room});
+      Numbers<3> vectors(x, {rows, heads, dim});
+      for (std::int64_t d = 0; d < dim; ++d) vectors.own()(0, 0, d) *= rows > 1 ? 0.f : 1.f;
+      const auto vectors_there = vectors.put();
+      x.same<3>(
+          "row_dot", scores.view(), Tolerance{}.score, [&](Scores out) { ops::row_dot(there, vectors_there, out, s); },
+          [&](Scores out) { ops::row_dot_reference(plain, vectors.view(), false, out); });
+      x.same<3>(
+          "row_cosine", scores.view(), 1e-5, [&](Scores out) { ops::row_cosine(there, vectors_there, out, s); },
+          [&](Scores out) { ops::row_dot_reference(plain, vectors.view(), true, out); });
+      Numbers<4> matrix(x, {rows, heads, dim, dim}, 1.f / static_cast<float>(dim));
+      const auto matrix_there = matrix.put();
+      x.same<3>(
+          "row_quadratic", scores.view(), 1e-4, [&](Scores out) { ops::row_quadratic(there, matrix_there, out, s); },
+          [&](Scores out) { ops::row_quadratic_reference(plain, matrix.view(), out); });
+    }
+  }
+}
+
+// Moments of queries whose mean is about `offset` times their spread. chunks: queries of each call.
+void check_moments(OnCache& x, float offset, const std::vector<int>& chunks) {
+  const auto scope = x.check.in(fmt::format("offset {}, chunks of {}", offset, fmt::join(chunks, ", ")));
+  const std::int64_t rows = x.c.rows(), dim = x.kv.head_dim, heads = x.c.heads(), floats = ops::moment_floats(dim);
+  const Stream s = x.stream();
+  std::vector<float> zeros(static_cast<std::size_t>(x.kv.table.extent[0] * heads * floats));
+  const auto wanted = View<float, 3>::dense(zeros.data(), {x.kv.table.extent[0], heads, floats});
+  const auto got = x.place.put(wanted);
+  Ints seen(static_cast<std::size_t>(rows));
+  for (const int n : chunks) {
+    for (std::size_t r = 0; r < seen.size(); ++r) seen[r] += n + (seen[r] == 0 ? static_cast<int>(r) * 3 : 0);
+    Numbers<4> queries(x, {rows, heads, n, dim});
+    for (std::int64_t r = 0; r < rows; ++r)
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t i = 0; i < n; ++i) {
+          float* q = &queries.own()(r, h, i, 0);
+          for (std::int64_t d = 0; d < dim; ++d) q[d] += offset * static_cast<float>(1 + h + d % 3);
+          ops::rotate_reference(q, x.kv.rope_table, seen[static_cast<std::size_t>(r)] - n + i);
+        }
+    const auto* seen_there = x.place.put(seen);
+    ops::add_moments(Tensor<4>(queries.put()), seen_there, x.there, 4, got, s);
+    ops::add_moments_reference(queries.view(), seen.data(), x.kv, 4, wanted);
+    // A sum adds a product for each query, and f32 rounds each. Larger queries are rounded more.
+    const double queries_seen = *std::max_element(seen.begin(), seen.end());
+    x.check.equal("add_moments", x.place.get(got), zeros, 1e-5 * queries_seen * (1 + offset));
+    for (const int horizon : {1, 70}) {
+      const auto at = x.check.in(fmt::format("horizon {}", horizon));
+      const Guarded<3> mean({rows, heads, dim});
+      const auto mean_there = x.place.put(mean.view());
+      x.same<4>(
+          "expected_query, covariance", Guarded<4>({rows, heads, dim, dim}).view(), 1e-4 * (1 + offset),
+          [&](View<float, 4> out) { ops::expected_query(got, seen_there, x.there, horizon, mean_there, out, s); },
+          [&](View<float, 4> out) {
+            ops::expected_query_reference(wanted, seen.data(), x.kv, horizon, mean.view(), out);
+          });
+      x.check.equal("expected_query, mean", x.place.get(mean_there), mean.values(), 1e-5 * (1 + offset));
+    }
+  }
+}
+
+void check_moments_of(OnCache& x) {
+  const std::vector<int> chunks{5 + x.c.pick({0, 40, 90}), 1 + x.c.pick({0, 30})};
+  check_moments(x, 0, chunks);
+  if (x.n % 4 == 0) check_moments(x, 30, chunks);
+  if (x.n == 15) check_moments(x, 0, {1100, 2});  // more queries than one block sums
+}
+
+// Heads with more tokens than one block reads, or one turn of a block.
+void check_long_heads(Place& place, Check& check) {
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  PagedFixture cache({1, 2, 16, 16, 80});
+  cache.fill_random(0, 0, 1250, rng), cache.fill_random(0, 1, 300, rng);
+  const PagedKv kv = cache.view(), there = place.put(kv, cache.arena_bytes());
+  const Stream s = place.stream();
+  std::vector<float> values(2 * 1250);
+  for (float& x : values) x = 3 * normal(rng);
+  const auto scores = View<float, 3>::dense(values.data(), {1, 2, 1250});
+  same<3>(
+      place, check, "softmax", scores, 1e-5, [&](Scores out) { ops::softmax(there, out, 1, s); },
+      [&](Scores out) { ops::softmax_reference(kv, out, 1); });
+  same<3>(
+      place, check, "normalised_mean", Guarded<3>({1, 2, 16}).view(), 2e-6,
+      [&](View<float, 3> out) {
+        ops::normalised_mean({&there, KvSide::key}, out, s);
+      },
+      [&](View<float, 3> out) {
+        ops::normalised_mean_reference({&kv, KvSide::key}, out);
+      });
+  std::vector<float> vectors(2 * 16), matrices(2 * 16 * 16);
+  for (float& x : vectors) x = normal(rng);
+  for (float& x : matrices) x = normal(rng) / 16;
+  const auto vector = View<const float, 3>::dense(vectors.data(), {1, 2, 16});
+  const auto matrix = View<const float, 4>::dense(matrices.data(), {1, 2, 16, 16});
+  const auto vector_there = place.put(vector);
+  const auto matrix_there = place.put(matrix);
+  const Guarded<3> per_token({1, 2, 1250});
+  same<4>(
+      place, check, "read_rows", Guarded<4>({1, 2, 1250, 16}).view(), 2e-6,
+      [&](View<float, 4> out) {
+        ops::read_rows({&there, KvSide::value}, out, s);
+      },
+      [&](View<float, 4> out) {
+        ops::read_rows_reference({&kv, KvSide::value}, out);
+      });
+  same<3>(
+      place, check, "row_dot", per_token.view(), Tolerance{}.score,
+      [&](Scores out) {
+        ops::row_dot({&there, KvSide::key}, vector_there, out, s);
+      },
+      [&](Scores out) {
+        ops::row_dot_reference({&kv, KvSide::key}, vector, false, out);
+      });
+  same<3>(
+      place, check, "row_quadratic", per_token.view(), 1e-4,
+      [&](Scores out) {
+        ops::row_quadratic({&there, KvSide::key}, matrix_there, out, s);
+      },
+      [&](Scores out) {
+        ops::row_quadratic_reference({&kv, KvSide::key}, matrix, out);
+      });
+  const auto in = place.put(View<const float, 3>(scores));
+  same<3>(
+      place, check, "layer_reduce", Guarded<3>({1, 2, 1250}).view(), 1e-5,
+      [&](Scores out) { ops::layer_reduce(there, in, GroupRule::mean, out, s); },
+      [&](Scores out) { ops::layer_reduce_reference(kv, scores, GroupRule::mean, out); });
+}
+
+// The scores of a layer's tokens.
+Scores tokens_at(Place& place, int heads) {
+  return View<float, 3>::dense(place.take<float>(std::size_t(heads) * Layer::tokens), {1, heads, Layer::tokens});
+}
+
+class RowNorm final : public Scene {
+ public:
+  RowNorm(Place& place, int copies) : place_(place), layer_(place, copies), out_(tokens_at(place, Layer::kv_heads)) {}
+  void run(int copy) override {
+    ops::row_norm({&layer_.there[static_cast<std::size_t>(copy)], KvSide::key}, out_, place_.stream());
+  }
+  void check(Check& check) override {
+    const Guarded<3> wanted(out_.extent);
+    ops::row_norm_reference({&layer_.plain, KvSide::key}, wanted.view());
+    run(0);
+    check.equal("row_norm", place_.get(out_), wanted.values(), 1e-5);  // as of random caches
+  }
+
+ private:
+  Place& place_;
+  Layer layer_;
+  Scores out_;
+};
+
+class Mass final : public Scene {
+ public:
+  Mass(Place& place, int copies)
+      : place_(place),
+        layer_(place, copies),
+        mass_(randoms(std::int64_t{Layer::query_heads} * Layer::tokens)),
+        mass_there_(of(place.put(mass_))),
+        out_(tokens_at(place, Layer::kv_heads)) {}
+  void run(int copy) override {
+    const PagedKv& kv = layer_.there[static_cast<std::size_t>(copy)];
+    ops::add_mass(mass_there_, GroupRule::mean, {&kv, 0}, place_.stream());
+    ops::read_state({&kv, 0}, out_, place_.stream());
+  }
+  void check(Check& check) override {
+    const Guarded<3> wanted(out_.extent);
+    ops::add_mass_reference(of(mass_.data()), GroupRule::mean, {&layer_.plain, 0});
+    ops::read_state_reference({&layer_.plain, 0}, wanted.view());
+    run(0);
+    check.equal("add_mass, read_state", place_.get(out_), wanted.values(), 1e-5);  // as group_reduce of random caches
+  }
+
+ private:
+  static View<const float, 3> of(const float* mass) {
+    return View<const float, 3>::dense(mass, {1, Layer::query_heads, Layer::tokens});
+  }
+  Place& place_;
+  Layer layer_;
+  std::vector<float> mass_;
+  View<const float, 3> mass_there_;
+  Scores out_;
+};
+
+std::vector<Case> list() {
+  std::vector<Case> v;
+  const auto add = [&](const char* shape, void (*check)(OnCache&)) {
+    v.push_back(on_caches("score", shape, 36, check));
+  };
+  add("arithmetic", check_combine);
+  add("norms and recency", check_norms);
+  add("groups, mass and pooling", check_groups);
+  add("softmax, pins, layers and sums of pages", check_tokens);
+  add("blended state", check_state);
+  add("rows", check_rows);
+  add("moments of queries", check_moments_of);
+  v.push_back(checked("score", "heads longer than a block", check_long_heads));
+  const int tokens = Layer::tokens;
+  v.push_back(on_layer<RowNorm>(fmt::format("row_norm of keys, {} tokens", tokens),
+                                {.bytes = 2. * Layer::kv_heads * tokens * Layer::head_dim}));
+  const double column = 4. * Layer::kv_heads * tokens;
+  v.push_back(on_layer<Mass>(fmt::format("add_mass and read_state, {} tokens", tokens),
+                             {.bytes = 4. * Layer::query_heads * tokens + 4 * column}));
+  return v;
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases

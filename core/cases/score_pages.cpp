@@ -1,0 +1,514 @@
+// Scores of pages by their summaries, and the votes of a window's queries.
+#include <fmt/format.h>
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <tuple>
+
+#include "base/half.hpp"
+#include "cases/layer.hpp"
+#include "cases/on_caches.hpp"
+#include "ops/page/reference.hpp"
+#include "ops/score/reference.hpp"
+#include "ops/select/reference.hpp"
+
+namespace kvlab::cases {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+// The GPU's kernel splits a query into its rounded value and a rounded rest: a product errs by up to 2^-17 of its size.
+double page_margin(Device device, GroupRule rule) {
+  return device == Device::cpu ? Tolerance{}.score : rule == GroupRule::sum ? 1e-3 : 3e-4;
+}
+
+// A vote adds up probabilities.
+double votes_margin(Device device) { return device == Device::cpu ? 5 * Tolerance{}.probability : 2e-4; }
+
+void check_votes(OnCache& x) {
+  const int window = 1 + static_cast<int>(x.n % 9);
+  Numbers<4> queries(x, {x.c.rows(), x.c.heads(), window, x.kv.head_dim});
+  Ints seen;
+  for (int r = 0; r < x.c.rows(); ++r) seen.push_back(3 * x.kv.tokens(r, 0) + 1);
+  const auto there = queries.put();
+  const std::int32_t* seen_there = x.place.put(seen);
+  x.same<3>(
+      "window_votes", Guarded<3>({x.c.rows(), x.c.heads(), x.c.room()}).view(), votes_margin(x.stream().device()),
+      [&](Scores out) { ops::window_votes(there, seen_there, x.there, out, x.stream()); },
+      [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out); });
+}
+
+// Shapes of the tensor cores.
+void check_wide_votes(Place& place, Check& check) {
+  unsigned seed = 1;
+  for (const int dim : {64, 96, 128, 256})
+    for (const int window : {1, 8, 32, 33, 100}) {
+      const int group = window == 32 ? 4 : 2;
+      PagedOptions o;
+      o.rows = 2, o.kv_heads = 2, o.head_dim = dim, o.page_size = window % 2 ? 8 : 16, o.dtype = DType::bf16;
+      o.max_pages = 400 / o.page_size + 1;
+      PagedFixture cache(o);
+      std::mt19937 rng(seed++);
+      const int lengths[] = {400, 130, 0, 1};
+      for (int i = 0; i < 4; ++i) cache.fill_random(i / 2, i % 2, lengths[i], rng);
+      std::normal_distribution<float> normal;
+      const int heads = o.kv_heads * group;
+      std::vector<float> q(static_cast<std::size_t>(o.rows * heads * window * dim));
+      for (float& x : q) x = normal(rng);
+      const auto queries = View<const float, 4>::dense(q.data(), {o.rows, heads, window, dim});
+      const Ints seen = {400, 1};
+      const PagedKv there = place.put(cache.view(), cache.arena_bytes());
+      const auto queries_there = place.put(queries);
+      const std::int32_t* seen_there = place.put(seen);
+      same<3>(
+          place, check, fmt::format("head size {}, {} queries", dim, window), Guarded<3>({o.rows, heads, 405}).view(),
+          votes_margin(place.stream().device()),
+          [&](Scores out) { ops::window_votes(queries_there, seen_there, there, out, place.stream()); },
+          [&](Scores out) { ops::window_votes_reference(queries, seen.data(), cache.view(), out); });
+    }
+}
+
+// The summaries of a cache's pages equal their references, and so do the scores by them.
+void check_summaries(OnCache& x) {
+  const auto& o = x.c.cache.options();
+  const bool wide = o.dtype == DType::f32;
+  const auto numbers = [&](const std::vector<std::byte>& of) {
+    std::vector<float> out(of.size() / size_of(o.dtype));
+    for (std::size_t i = 0; i < out.size(); ++i)
+      out[i] = wide ? reinterpret_cast<const float*>(of.data())[i]
+                    : static_cast<float>(reinterpret_cast<const bf16*>(of.data())[i]);
+    return out;
+  };
+  for (const Summary kind : {Summary::min_max, Summary::mean}) {
+    const auto of_kind = x.check.in(kind == Summary::mean ? "means" : "boxes");
+    const std::int64_t page_bytes =
+        (kind == Summary::min_max ? 2 : 1) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
+    std::vector<std::byte> data(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages * page_bytes)), plain(data);
+    const Summaries s{kind,      o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes,
+                      page_bytes};
+    for (int r = 0; r < o.rows; ++r)
+      for (int h = 0; h < o.kv_heads; ++h)
+        for (int p = 0; p < x.kv.pages(r, h); ++p) {
+          const PageEntry& e = x.kv.entry(r, h, p);
+          const auto at = s.at(x.kv.slots[r], h, p) - s.data;
+          ops::summarize_page(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, data.data() + at);
+          ops::summarize_page_reference(x.kv.frame(e), x.kv.layout(e), e.tokens, kind, o.dtype, plain.data() + at);
+        }
+    if (kind == Summary::min_max && o.codec.k.bits == 0)
+      x.check.that("summarize_page gives the same bytes", data == plain);
+    else  // decoding and sums differ by a rounding
+      x.check.equal("summarize_page", numbers(data), numbers(plain), wide ? 1e-5 : 0x1p-7);
+    Numbers<3> queries(x, {x.c.rows(), x.c.heads(), o.head_dim});
+    const auto queries_there = queries.put();
+    Summaries there = s;
+    there.data = x.place.put(data);
+    for (const auto& [rule, word] : Choices<GroupRule>::all) {
+      const GroupRule by = rule;
+      x.same<3>(
+          fmt::format("page_score, {}", word), Guarded<3>({o.rows, o.kv_heads, o.max_pages + 1}).view(),
+          page_margin(x.stream().device(), by),
+          [&](Scores out) { ops::page_score(queries_there, x.there, there, by, 0.125f, out, x.stream()); },
+          [&](Scores out) { ops::page_score_reference(queries.view(), x.kv, s, by, 0.125f, out); });
+    }
+  }
+}
+
+struct PageCase {
+  int rows = 3, kv_heads = 2, dim = 128, group = 4, page_size = 16;
+  Ints pages;  // [row, kv_head], cycled
+  Summary kind = Summary::min_max;
+  DType dtype = DType::bf16;
+  GroupRule rule = GroupRule::max;
+  bool newest = false;
+  unsigned seed = 1;
+  int budget = -1;      // pages per head; negative: any number
+  int summary_gap = 0;  // bytes after each summary
+  int query_gap = 0;    // elements after each query
+  bool ties = false;    // few scores are distinct
+
+  std::string text() const {
+    return fmt::format(
+        "{} rows of {} KV heads in groups of {}, dim {}, pages {}, {} of {}, rule {}, budget {}, gaps {} and {}{}{}",
+        rows, kv_heads, group, dim, fmt::join(pages, " "), kind == Summary::mean ? "means" : "boxes", name_of(dtype),
+        static_cast<int>(rule), budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "");
+  }
+};
+
+// Writes the number as `dtype` and returns what it reads as.
+float write_number(float x, DType dtype, std::byte* to) {
+  if (dtype == DType::bf16) {
+    const bf16 y(x);
+    std::memcpy(to, &y, 2);
+    return static_cast<float>(y);
+  }
+  if (dtype == DType::f16) {
+    const std::uint16_t y = float_to_half(x);
+    std::memcpy(to, &y, 2);
+    return half_to_float(y);
+  }
+  std::memcpy(to, &x, 4);
+  return x;
+}
+
+void check_pages(const PageCase& c, Device device, Check& check) {
+  const auto scope = check.in(c.text());
+  Place place(device);
+  const DType dtype = c.dtype == DType::f16 && device == Device::cpu ? DType::bf16 : c.dtype;  // the CPU reads no f16
+  std::mt19937 rng(c.seed);
+  std::normal_distribution<float> normal;
+  const int most = *std::max_element(c.pages.begin(), c.pages.end()) + 1, heads = c.kv_heads * c.group;
+  Ints length, slots, budget;
+  for (int r = 0; r < c.rows; ++r) slots.push_back(c.rows - 1 - r);
+  for (int i = 0; i < c.rows * c.kv_heads; ++i) {
+    const int n = c.pages[static_cast<std::size_t>(i) % c.pages.size()];
+    length.push_back(n ? n * c.page_size - static_cast<int>(rng() % static_cast<unsigned>(c.page_size)) : 0);
+    budget.push_back(c.budget < 0 ? static_cast<int>(rng() % static_cast<unsigned>(most / 2 + 3)) : c.budget);
+  }
+  const std::vector<PageEntry> table(static_cast<std::size_t>(c.rows * c.kv_heads * most));
+  const LengthsOnly cache(c.rows, c.kv_heads, c.page_size, length);
+  PagedKv kv = cache.view();
+  kv.table = View<const PageEntry, 3>::dense(table.data(), {c.rows, c.kv_heads, most});
+  kv.slots = slots.data();
+  kv.head_dim = c.dim;
+
+  // Summaries in f32, as the reference reads them, and as they are stored.
+  const std::int64_t width = c.kind == Summary::min_max ? 2 * c.dim : c.dim;
+  const std::int64_t count = std::int64_t{c.rows} * c.kv_heads * most * width;
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  std::vector<float> wide(static_cast<std::size_t>(count));
+  const std::int64_t page_bytes = width * size + c.summary_gap;
+  std::vector<std::byte> stored(static_cast<std::size_t>(count / width * page_bytes), std::byte{0xff});
+  for (std::int64_t i = 0; i < count; ++i) {
+    float x = normal(rng);
+    if (c.ties) x = i % width ? 0 : std::round(x);
+    if (c.kind == Summary::min_max) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
+    wide[static_cast<std::size_t>(i)] =
+        write_number(x, dtype, stored.data() + i / width * page_bytes + i % width * size);
+  }
+  const auto summaries = [&](DType of, const std::byte* data, std::int64_t page) {
+    return Summaries{c.kind, of, data, c.kv_heads * most * page, most * page, page};
+  };
+  std::vector<float> q(static_cast<std::size_t>(c.rows * heads * (c.dim + c.query_gap)));
+  for (float& x : q) x = normal(rng);
+  const auto wide_queries = View<const float, 3>::dense(q.data(), {c.rows, heads, c.dim + c.query_gap});
+  const auto narrow = [&](View<const float, 3> all) {
+    all.extent[2] = c.dim;
+    return all;
+  };
+  const std::array<std::int64_t, 3> extent{c.rows, c.kv_heads, most + 3};
+  const Guarded<3> wanted(extent), fresh(extent);
+  ops::page_score_reference(narrow(wide_queries), kv,
+                            summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()), width * 4), c.rule,
+                            0.125f, wanted.view());
+
+  const Stream s = place.stream();
+  const PagedKv there = place.put(kv, cache.bytes());
+  const auto queries = narrow(place.put(wide_queries));
+  const Summaries on_place = summaries(dtype, place.put(stored), page_bytes);
+  const auto budgets = View<const std::int32_t, 2>::dense(budget.data(), {c.rows, c.kv_heads});
+  const auto budgets_there = place.put(budgets);
+  const Pins pins{0, 0, c.newest};
+
+  const auto alone = place.put(fresh.view());
+  ops::page_score(queries, there, on_place, c.rule, 0.125f, alone, s);
+  const std::vector<float> scores = place.get(alone);
+  check.equal("page_score", scores, wanted.values(), page_margin(device, c.rule));
+  // The selection must be exact for the place's own scores.
+  ListMemory list, start;
+  const IndexList chosen = list.empty({c.rows, c.kv_heads, most}), poison = start.empty({c.rows, c.kv_heads, most});
+  ops::top_pages_reference(kv, View<const float, 3>::dense(scores.data(), extent), budgets, pins, PageList{chosen});
+  for (const char* run : {"score_pages", "score_pages again, with the counters that the first run left"}) {
+    const auto of_run = check.in(run);
+    const auto fused = place.put(fresh.view());
+    const PageList out{place.put(poison)};
+    ops::score_pages(queries, there, on_place, c.rule, 0.125f, budgets_there, pins, fused, out, s);
+    check.equal("scores", place.get(fused), scores, 0);
+    check.equal("counts", place.get(out.count), list.count);
+    check.equal("entries", place.get(out.index), list.index);
+  }
+  check.that("memory around inputs and outputs is as it was", place.margins_intact());
+}
+
+std::vector<PageCase> every_head_size() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.pages = {97, 0, 1, 16, 17, 300};
+  for (const int dim : {64, 96, 128, 256})
+    for (const int group : {1, 3, 4, 5, 8, 16})
+      for (const Summary kind : {Summary::min_max, Summary::mean})
+        for (const GroupRule rule : {GroupRule::max, GroupRule::mean, GroupRule::sum, GroupRule::softmax_mean}) {
+          c.dim = dim, c.group = group, c.kind = kind, c.rule = rule;
+          c.dtype = (group + dim / 32) % 3 ? DType::bf16 : DType::f16;
+          c.newest = ++c.seed % 2;
+          v.push_back(c);
+        }
+  return v;
+}
+
+// What the GPU's tensor cores do not take.
+std::vector<PageCase> other_shapes() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.pages = {97, 0, 1, 16, 17, 40};
+  for (const auto& [dim, group, dtype] : {std::tuple{128, 4, DType::f32},
+                                          {80, 4, DType::bf16},
+                                          {8, 1, DType::f16},
+                                          {64, 17, DType::bf16},
+                                          {104, 32, DType::f32}})
+    for (const GroupRule rule : {GroupRule::max, GroupRule::mean, GroupRule::softmax_mean}) {
+      c.dim = dim, c.group = group, c.dtype = dtype, c.rule = rule;
+      ++c.seed;
+      v.push_back(c);
+    }
+  return v;
+}
+
+std::vector<PageCase> shared_blocks() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.rows = 1, c.kv_heads = 2;
+  c.pages = {9000, 8999};
+  v.push_back(c);
+  c.rule = GroupRule::softmax_mean;
+  v.push_back(c);
+  c.rule = GroupRule::max;
+  c.dim = 64, c.kind = Summary::mean;
+  c.pages = {14335, 3};
+  v.push_back(c);
+  c.pages = {16001, 14337};
+  v.push_back(c);
+  c.rows = 700, c.kv_heads = 4;  // more pairs of row and KV head than one launch takes
+  c.pages = {3, 0, 20, 1, 16, 33, 0};
+  v.push_back(c);
+  c.rows = 12, c.kv_heads = 8, c.dim = 128, c.kind = Summary::min_max;
+  c.pages = {640, 600, 17, 639};
+  v.push_back(c);
+  return v;
+}
+
+std::vector<PageCase> cuts() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.rows = 1, c.kv_heads = 5;
+  for (int tiles = 1; tiles <= 40; tiles += tiles < 20 ? 1 : 5) {  // the cuts move through the heads behind
+    c.pages = {16 * tiles, 321, 0, 150, 16};
+    c.rule = tiles % 4 ? GroupRule::max : GroupRule::softmax_mean;
+    c.newest = ++c.seed % 2;
+    v.push_back(c);
+  }
+  c.rows = 60, c.kv_heads = 4, c.rule = GroupRule::max;
+  for (const auto& pages : {Ints{1}, {0, 0, 1, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 700}, {1, 15, 16, 0, 17}, {0}}) {
+    c.pages = pages, c.newest = ++c.seed % 2;
+    v.push_back(c);
+  }
+  return v;
+}
+
+std::vector<PageCase> budgets_and_ties() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.rows = 1, c.kv_heads = 4;
+  for (const auto& pages : {Ints{1, 3, 40, 16}, {1023, 1024, 1025, 2048}, {2049, 4096, 4097, 700}})
+    for (const int budget : {0, 1, 130, 5000})
+      for (const bool ties : {false, true}) {
+        c.pages = pages, c.budget = budget, c.ties = ties, c.newest = ++c.seed % 2;
+        v.push_back(c);
+      }
+  return v;
+}
+
+std::vector<PageCase> gaps() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.pages = {97, 0, 1, 16, 17, 150};
+  for (const int dim : {64, 96, 128, 256})
+    for (const int group : {4, 8})
+      for (const int gap : {16, 128, 640}) {
+        c.dim = dim, c.group = group, c.summary_gap = gap;
+        c.query_gap = static_cast<int>(++c.seed % 3) * 2;
+        c.kind = c.seed % 4 ? Summary::min_max : Summary::mean;
+        c.dtype = c.seed % 2 ? DType::bf16 : DType::f16;
+        v.push_back(c);
+      }
+  return v;
+}
+
+// The queries of a window at the end of a prompt.
+class Votes final : public Scene {
+ public:
+  static constexpr int window = 32;
+
+  Votes(Place& place, int copies)
+      : place_(place),
+        layer_(place, copies),
+        q_(randoms(std::int64_t{Layer::query_heads} * window * Layer::head_dim)),
+        queries_(of(place.put(q_))),
+        seen_(place.put(&Layer::tokens, 1)),
+        out_(View<float, 3>::dense(place.take<float>(std::size_t{Layer::query_heads} * Layer::tokens),
+                                   {1, Layer::query_heads, Layer::tokens})) {}
+  void run(int copy) override {
+    ops::window_votes(queries_, seen_, layer_.there[static_cast<std::size_t>(copy)], out_, place_.stream());
+  }
+  void check(Check& check) override {
+    const Guarded<3> wanted(out_.extent);
+    ops::window_votes_reference(of(q_.data()), &Layer::tokens, layer_.plain, wanted.view());
+    run(0);
+    check.equal("window_votes", place_.get(out_), wanted.values(), votes_margin(place_.stream().device()));
+  }
+
+ private:
+  static View<const float, 4> of(const float* q) {
+    return View<const float, 4>::dense(q, {1, Layer::query_heads, window, Layer::head_dim});
+  }
+  Place& place_;
+  Layer layer_;
+  std::vector<float> q_;
+  View<const float, 4> queries_;
+  const std::int32_t* seen_;
+  Scores out_;
+};
+
+// The boxes of a step's pages, and the best pages of each head.
+struct Boxes {
+  int rows, query_heads, kv_heads, head_dim, tokens, page_size;
+  int selected;  // pages; 0: only scores
+
+  int pages() const { return (tokens + page_size - 1) / page_size; }
+  std::int64_t page_bytes() const { return 2 * 2 * head_dim; }
+  double bytes() const { return static_cast<double>(page_bytes()) * rows * kv_heads * pages(); }
+};
+
+class BoxScene final : public Scene {
+ public:
+  BoxScene(Place& place, const Boxes& b, int copies)
+      : place_(place),
+        b_(b),
+        cache_(b.rows, b.kv_heads, b.page_size, Ints(static_cast<std::size_t>(b.rows * b.kv_heads), b.tokens)),
+        plain_(cache_.view()),
+        q_(randoms(std::int64_t{b.rows} * b.query_heads * b.head_dim)),
+        boxes_(static_cast<std::size_t>(b.bytes()) / sizeof(bf16)),
+        budget_(static_cast<std::size_t>(b.rows * b.kv_heads), b.selected) {
+    const std::vector<float> random = randoms(1 << 16);
+    const auto dim = static_cast<std::size_t>(b.head_dim);
+#pragma omp parallel for schedule(static)
+    for (std::size_t i = 0; i < boxes_.size(); ++i) {
+      const float x = std::abs(random[(i * 2654435761u >> 7) & 0xffff]);
+      boxes_[i] = bf16(i / dim % 2 ? x : -x);
+    }
+    plain_.head_dim = b.head_dim;
+    kv_ = place.put(plain_, cache_.bytes());
+    queries_ = of(place.put(q_));
+    for (int c = 0; c < copies; ++c) copies_.push_back(place.put(boxes_));
+    budget_there_ = place.put(budget());
+    const std::array<std::int64_t, 3> extent{b.rows, b.kv_heads, b.pages()};
+    scores_ =
+        View<float, 3>::dense(place.take<float>(boxes_.size() / static_cast<std::size_t>(2 * b.head_dim)), extent);
+    out_ = place.put(memory_.empty(lists()));
+  }
+  void run(int copy) override {
+    const Summaries s = summaries(copies_[static_cast<std::size_t>(copy)]);
+    if (b_.selected)
+      ops::score_pages(queries_, kv_, s, GroupRule::max, 1.f, budget_there_, {}, scores_, PageList{out_},
+                       place_.stream());
+    else
+      ops::page_score(queries_, kv_, s, GroupRule::max, 1.f, scores_, place_.stream());
+  }
+  void check(Check& check) override {
+    const Guarded<3> wanted(scores_.extent);
+    ops::page_score_reference(of(q_.data()), plain_, summaries(boxes_.data()), GroupRule::max, 1.f, wanted.view());
+    run(0);
+    const std::vector<float> scores = place_.get(scores_);
+    check.equal("scores", scores, wanted.values(), page_margin(place_.stream().device(), GroupRule::max));
+    if (b_.selected == 0) return;
+    // The selection must be exact for the place's own scores.
+    ListMemory list;
+    ops::top_pages_reference(plain_, View<const float, 3>::dense(scores.data(), scores_.extent), budget(), {},
+                             PageList{list.empty(lists())});
+    check.equal("counts", place_.get(out_.count), list.count);
+    check.equal("entries", place_.get(out_.index), list.index);
+  }
+
+ private:
+  std::array<std::int64_t, 3> lists() const { return {b_.rows, b_.kv_heads, b_.selected}; }
+  Summaries summaries(const bf16* data) const {
+    const std::int64_t page = b_.page_bytes(), head = page * b_.pages();
+    return {Summary::min_max, DType::bf16, reinterpret_cast<const std::byte*>(data), head * b_.kv_heads, head, page};
+  }
+  View<const float, 3> of(const float* q) const {
+    return View<const float, 3>::dense(q, {b_.rows, b_.query_heads, b_.head_dim});
+  }
+  View<const std::int32_t, 2> budget() const {
+    return View<const std::int32_t, 2>::dense(budget_.data(), {b_.rows, b_.kv_heads});
+  }
+
+  Place& place_;
+  Boxes b_;
+  LengthsOnly cache_;
+  PagedKv plain_, kv_;
+  std::vector<float> q_;
+  std::vector<bf16> boxes_;
+  Ints budget_;
+  View<const float, 3> queries_;
+  std::vector<bf16*> copies_;
+  View<const std::int32_t, 2> budget_there_;
+  Scores scores_;
+  ListMemory memory_;
+  IndexList out_;
+};
+
+Case boxes(const Boxes& b, bool cuda, std::string shape) {
+  Case c{"score", std::move(shape)};
+  c.make = [b](Place& place, int copies) { return std::make_unique<BoxScene>(place, b, copies); };
+  (cuda ? c.timed_cuda : c.timed_cpu) = true;
+  c.work.bytes = b.bytes();
+  c.copies = cuda ? copies_beyond(b.bytes(), 300e6, 1 << 20) : Layer::copies;
+  return c;
+}
+
+std::vector<Case> list() {
+  std::vector<Case> v;
+  v.push_back(on_caches("score", "votes of a window", 36, check_votes));
+  v.push_back(checked("score", "votes of a window, wide heads and long windows", check_wide_votes));
+  v.push_back(on_caches("score", "summaries of pages and scores by them", 36, check_summaries));
+  // The emulated GPU takes them all even when quick: most machines test the kernels nowhere else.
+  const auto pages = [&](const char* shape, std::vector<PageCase> (*cases)()) {
+    v.push_back(checked("score", shape, [cases](Place& place, Check& check) {
+      const Device device = place.stream().device();
+      const std::vector<PageCase> all = cases();
+      for (std::size_t i = 0; i < all.size(); i += quick() && device == Device::cpu ? 5 : 1)
+        check_pages(all[i], device, check);
+    }));
+  };
+  pages("pages: every head size, group, summary and rule on ragged rows", every_head_size);
+  pages("pages: other shapes", other_shapes);
+  pages("pages: heads shared by many blocks, blocks shared by many heads, too long for one launch", shared_blocks);
+  pages("pages: cuts at every place of a head, and in heads of a page", cuts);
+  pages("pages: budgets of none, of one and of more than there is, ties", budgets_and_ties);
+  pages("pages: summaries and queries with gaps, heads of 64, groups of 8", gaps);
+
+  const int tokens = Layer::tokens;
+  Work votes{.bytes = 2. * Layer::kv_heads * tokens * Layer::head_dim,
+             .flops = 2. * Layer::query_heads * Votes::window * Layer::head_dim * tokens,
+             .reads = false};
+  v.push_back(on_layer<Votes>(fmt::format("window_votes, {} queries, {} tokens", Votes::window, tokens), votes));
+  const Boxes layer{1, Layer::query_heads, Layer::kv_heads, Layer::head_dim, tokens, Layer::page_size, 0};
+  v.push_back(boxes(layer, false, fmt::format("page_score, boxes of {} pages", layer.pages())));
+  // Llama-3.1-8B's heads.
+  for (const auto& [rows, context, page_size] :
+       {std::tuple{40, 10240, 16}, {40, 10240, 32}, {8, 32768, 16}, {1, 131072, 16}}) {
+    const Boxes b{rows, 32, 8, 128, context, page_size, 1024 / page_size};
+    Case c = boxes(b, true, "");
+    c.shape = fmt::format("boxes, top {} of {} pages of {}, {} x {}, one of {}", b.selected, b.pages(), page_size, rows,
+                          context, c.copies);
+    c.kernel = "mma, fused top-k";
+    v.push_back(c);
+  }
+  return v;
+}
+
+const Announced announced{list};
+
+}  // namespace
+}  // namespace kvlab::cases
