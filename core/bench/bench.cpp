@@ -5,6 +5,7 @@
 
 #include <kvlab/error.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -22,19 +23,41 @@ namespace {
 
 struct Op {
   const char* name;
-  std::vector<Line> (*cases)() = nullptr;                 // on the CPU
-  std::vector<Line> (*cuda)() = nullptr;                  // on the GPU
-  std::vector<Line> (*model[2])(const ModelSetup&) = {};  // a whole model, on the CPU and on the GPU
+  std::vector<Line> (*model[2])(const ModelSetup&) = {};
 };
-constexpr Op ops[] = {{"gemv", gemv_cases, cuda_gemv_cases},
-                      {"gemm", gemm_cases},
+// Every op has the timed cases of its list. `model` runs whole models instead, on the CPU and on the GPU.
+constexpr Op ops[] = {{"gemv"},
+                      {"gemm"},
+                      {"norm"},
+                      {"append"},
                       {"attend"},
                       {"prefill_attention"},
                       {"score"},
                       {"select"},
-                      {"copy", copy_cases, cuda_copy_cases},
-                      {"decode", nullptr, nullptr, {decode_cases, cuda_decode_cases}},
-                      {"prefill", nullptr, nullptr, {prefill_cases, cuda_prefill_cases}}};
+                      {"copy"},
+                      {"decode", {decode_cases, cuda_decode_cases}},
+                      {"prefill", {prefill_cases, cuda_prefill_cases}}};
+
+// Times a case whose runs need other work before them. One run is not counted.
+Times time_prepared(cases::Scene& scene, Stream s, const std::function<void()>& run, int runs) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<double> t;
+  for (int i = -1; i < runs; ++i) {
+    stop::check();
+    scene.prepare();
+    const auto begin = Clock::now();
+    double seconds = 0;
+    if (s.device() == Device::cuda) {
+      seconds = cuda_seconds(s, run);
+    } else {
+      run();
+      seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    }
+    if (i >= 0) t.push_back(seconds);
+  }
+  std::sort(t.begin(), t.end());
+  return {t[t.size() / 2], t.front()};
+}
 
 // Times a case of the op's list. A run goes over copies of the input, and the line has the time of one. Nothing if this
 // machine lacks a library that the case needs.
@@ -46,9 +69,13 @@ std::optional<Line> timed(const cases::Case& c, Device device) {
   const auto run = [&] {
     for (int i = 0; i < c.copies; ++i) scene->run(i);
   };
-  const Times t = device == Device::cuda ? time_graph(place.stream(), run, c.runs) : time_runs(c.cpu_runs, run);
-  Line l{c.op, c.shape, c.kernel, t.median / c.copies, t.best / c.copies};
+  const Times t = c.prepared               ? time_prepared(*scene, place.stream(), run, c.runs)
+                  : device == Device::cuda ? time_graph(place.stream(), run, c.runs)
+                                           : time_runs(c.cpu_runs, run);
+  Line l{c.op, c.shape, c.kernel.empty() ? scene->kernel() : c.kernel, t.median / c.copies, t.best / c.copies};
   l.bytes = c.work.bytes, l.flops = c.work.flops, l.reads = c.work.reads;
+  if (c.work.copy != cases::Work::Copy::none)
+    l.copy_rate = cuda_copy_rate(place.stream(), c.work.copy == cases::Work::Copy::to_device);
   return l;
 }
 
@@ -168,12 +195,9 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
       for (const cases::Case& c : cases::all())
         if (c.op == op.name && c.timed(cuda ? Device::cuda : Device::cpu))
           if (auto line = timed(c, cuda ? Device::cuda : Device::cpu)) r.lines.push_back(std::move(*line));
-      const auto cases = cuda ? op.cuda : op.cases;
       if (const auto model = op.model[cuda]) {
         const bool decode = std::string(op.name) == "decode";
         for (Line& line : model(setup_of(choice, decode, cuda))) r.lines.push_back(std::move(line));
-      } else if (cases) {
-        for (Line& line : cases()) r.lines.push_back(std::move(line));
       }
     }
   };

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <vector>
 
 #include "base/stop.hpp"
@@ -34,9 +35,6 @@ Times time_runs(int runs, const F& f) {
 
 using cases::randoms;
 
-std::vector<Line> gemv_cases();
-std::vector<Line> gemm_cases();
-std::vector<Line> copy_cases();
 
 // Whole models: one case per shape of the setup.
 struct ModelShape {
@@ -50,11 +48,13 @@ std::vector<Line> decode_cases(const ModelSetup& s);
 std::vector<Line> prefill_cases(const ModelSetup& s);
 
 // Cases on the GPU. Ops have the shapes of Llama-3.1-8B.
-std::vector<Line> cuda_gemv_cases();
-std::vector<Line> cuda_copy_cases();
 std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);
 // The rate of cuBLASLt for a large product of bf16 matrices.
 GemmRate cuda_gemm_rate();
+// Seconds that the device takes for the work, by events.
+double cuda_seconds(Stream s, const std::function<void()>& work);
+// Bytes per second of a plain copy between pinned and device memory.
+double cuda_copy_rate(Stream s, bool to_device);
 
 }  // namespace kvlab::bench

@@ -53,16 +53,21 @@ class Check {
 class Scene {
  public:
   virtual ~Scene() = default;
+  // Work that each run needs before it and that is not timed (Case::prepared).
+  virtual void prepare() {}
   // Calls the op on one copy. It allocates nothing after the first call, so that a graph can hold it.
   virtual void run(int copy) = 0;
   // Calls the op on the first copy and compares it with its reference.
   virtual void check(Check& check) = 0;
+  // The kernel that took it, if Case::kernel cannot say so because the machine chooses.
+  virtual std::string kernel() const { return {}; }
 };
 
 // What one run must move and compute.
 struct Work {
   double bytes = 0, flops = 0;
   bool reads = true;  // it is held against the machine's read rate; else against its rate of products
+  enum class Copy { none, to_device, to_host } copy = Copy::none;  // or against a plain copy from or to pinned memory
 };
 
 struct Case {
@@ -74,10 +79,11 @@ struct Case {
   // The devices that time it. A timed case is too large for the tests: `kvlab bench --check` checks it.
   bool timed_cpu = false, timed_cuda = false;
   Work work;
-  std::string kernel;  // that takes it, for the table; may be empty
-  int copies = 1;      // that one timed run goes over, so that no cache holds the input
-  int runs = 30;       // on a GPU
-  int cpu_runs = 10;   // at least, on the CPU
+  std::string kernel;     // that takes it, for the table; may be empty
+  int copies = 1;         // that one timed run goes over, so that no cache holds the input
+  int runs = 30;          // on a GPU, and of a prepared case
+  int cpu_runs = 10;      // at least, on the CPU
+  bool prepared = false;  // Scene::prepare comes before each run; events time it, since a graph cannot hold it
 
   bool timed() const { return timed_cpu || timed_cuda; }
   bool tested(Device d) const { return !timed() && (d == Device::cpu ? cpu : cuda); }

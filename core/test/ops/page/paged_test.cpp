@@ -5,7 +5,6 @@
 
 #include "base/half.hpp"
 #include "cases/paged_fixture.hpp"
-#include "ops/page/reference.hpp"
 
 using namespace kvlab;
 using namespace kvlab::cases;
@@ -294,77 +293,4 @@ TEST_CASE("re-rotating equals rotating at the new position, without the attentio
       CHECK(values[t * 16 + d] == plain[d]);
     }
   CHECK(cache.guards_intact());
-}
-
-TEST_CASE("stored tokens, copies and rotations equal their references on caches of every kind") {
-  for (unsigned n = 0; n < 24; ++n) {
-    CAPTURE(n);
-    RandomCache c(n);
-    const auto& o = c.cache.options();
-    const int dim = o.head_dim, p = o.page_size;
-    Page one(o.dtype, o.codec, p, dim, 2), two(o.dtype, o.codec, p, dim, 2);
-    for (int t = 0; t < 3 * p; ++t) {
-      auto k = c.normal(dim), v = c.normal(dim);
-      if (t % 5 == 4) std::fill(v.begin(), v.end(), v[0]);
-      ops::write_token(one.frame.data(), one.layout, t % p, k.data(), v.data(), 7 * t);
-      ops::write_token_reference(two.frame.data(), two.layout, t % p, k.data(), v.data(), 7 * t);
-      for (const KvSide side : {KvSide::key, KvSide::value}) {
-        ops::read_row_reference(one.frame.data(), one.layout, side, t % p, k.data());
-        CHECK(Tolerance::worst(one.row(side, t % p), k) < 1e-6);
-      }
-    }
-    CHECK(one.frame == two.frame);
-    for (const CodecSpec to : {o.codec, CodecSpec{{8}, {8}}, CodecSpec{}}) {
-      Page got(o.dtype, to, 2 * p, dim, 2), wanted(o.dtype, to, 2 * p, dim, 2);
-      for (int t = 0; t < p; ++t) {
-        ops::copy_token(one.frame.data(), one.layout, t, got.frame.data(), got.layout, 2 * p - 1 - t);
-        ops::copy_token_reference(one.frame.data(), one.layout, t, wanted.frame.data(), wanted.layout, 2 * p - 1 - t);
-      }
-      CHECK(got.frame == wanted.frame);
-    }
-
-    PagedKv kv = c.cache.view();
-    kv.rope_table.attention_scale = 1.25f;
-    for (int r = 0; r < o.rows; ++r)
-      for (int h = 0; h < o.kv_heads; ++h) {
-        const int tokens = kv.tokens(r, h);
-        std::vector<std::int32_t> got(tokens), wanted(tokens);
-        ops::token_positions(kv, r, h, tokens, got.data());
-        ops::token_positions_reference(kv, r, h, tokens, wanted.data());
-        CHECK(got == wanted);
-        ops::token_ranks(kv, r, h, tokens, got.data());
-        ops::token_ranks_reference(kv, r, h, tokens, wanted.data());
-        CHECK(got == wanted);
-        std::vector<float> x(std::size_t(tokens) * dim), y(x.size());
-        for (const KvSide side : {KvSide::key, KvSide::value}) {
-          ops::gather_rows(kv, r, h, side, tokens, x.data());
-          ops::gather_rows_reference(kv, r, h, side, tokens, y.data());
-          CHECK(Tolerance::worst(x, y) < 1e-6);
-        }
-      }
-    for (const double position : {0., 3., -17., 100000.}) {
-      auto x = c.normal(dim), y = x;
-      ops::rotate(x.data(), kv.rope_table, position);
-      ops::rotate_reference(y.data(), kv.rope_table, position);
-      CHECK(Tolerance::worst(x, y) < 1e-6);
-    }
-    if (o.rope == RopeRegime::cache_relative) continue;
-    RandomCache other(n);
-    const PagedKv same = other.cache.view();
-    for (int r = 0; r < o.rows; ++r)
-      for (int h = 0; h < o.kv_heads; ++h) {
-        const int tokens = kv.tokens(r, h);
-        std::vector<std::int32_t> delta(tokens);
-        for (auto& d : delta) d = -static_cast<std::int32_t>(c.rng() % 40);
-        ops::re_rotate(kv, r, h, tokens, delta.data());
-        ops::re_rotate_reference(same, r, h, tokens, delta.data());
-        std::vector<float> x(std::size_t(tokens) * dim), y(x.size());
-        ops::gather_rows(kv, r, h, KvSide::key, tokens, x.data());
-        ops::gather_rows(same, r, h, KvSide::key, tokens, y.data());
-        // f32 rounding may lead to the next step of the storage.
-        CHECK(Tolerance::worst(x, y) < (o.codec.k.bits ? 0.05 : o.dtype == DType::bf16 ? 0x1p-7 : 1e-6));
-      }
-    CHECK(c.cache.guards_intact());
-    CHECK(other.cache.guards_intact());
-  }
 }

@@ -13,7 +13,6 @@
 #include "base/cpu.hpp"
 #include "base/half.hpp"
 #include "ops/linear/norm.hpp"
-#include "ops/linear/reference.hpp"
 #include "ops/page/reference.hpp"
 
 using namespace kvlab;
@@ -231,23 +230,6 @@ TEST_CASE("rms_norm, silu, add and rounding by hand") {
   CHECK(rounded[2] == static_cast<float>(bf16(-0.1f)));
   CHECK(kept[0] == 1.00390625f);
   CHECK_THROWS_AS(ops::round_to(kept, 1, 3), Error);
-}
-
-TEST_CASE("rms_norm and silu_mul equal their references") {
-  std::mt19937 rng(3);
-  std::normal_distribution<float> normal(0.f, 3.f);
-  for (const int n : {1, 8, 31, 576, 1536})
-    for (const int rows : {1, 5, 40}) {
-      std::vector<float> x(n * rows), weight(n), up(x.size()), got(x.size()), wanted(x.size());
-      for (auto* v : {&x, &weight, &up})
-        for (float& y : *v) y = normal(rng);
-      rms_norm(x.data(), weight.data(), 1e-5f, rows, n, got.data());
-      ops::rms_norm_reference(x.data(), weight.data(), 1e-5f, rows, n, wanted.data());
-      for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(got[i] == Approx(wanted[i]).epsilon(2e-6));
-      ops::silu_mul(x.data(), up.data(), n * rows, got.data());
-      ops::silu_mul_reference(x.data(), up.data(), n * rows, wanted.data());
-      for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(got[i] == Approx(wanted[i]).epsilon(2e-6).margin(1e-12));
-    }
 }
 
 TEST_CASE("row kernels round to bf16 as the type does") {

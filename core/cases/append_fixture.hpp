@@ -1,0 +1,144 @@
+// Queries, keys and values of new tokens and the cache of one layer that ops::rope_append extends by them.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "cases/place.hpp"
+#include "ops/page/paged.hpp"
+#include "ops/page/rope_append.hpp"
+
+namespace kvlab::cases {
+
+struct AppendOptions {
+  int rows = 3, heads = 4, kv_heads = 2, dim = 64, page_size = 8, max_pages = 4, state_columns = 2;
+  DType dtype = DType::bf16;
+  CodecSpec codec;
+  bool norm = false;
+  std::vector<int> lengths = {0};  // [row, kv_head], cycled
+  int frames = 64;                 // of the pool, besides those in use
+  bool append = true;
+  int mark_step = 1;
+  std::optional<DType> rounded;  // type of the queries' 16-bit copy
+};
+
+// The inputs on the host. A test may change them before it puts them to a place.
+struct AppendFixture {
+  AppendOptions s;
+  PageLayout layout;
+  std::vector<float> qkv, cosine, sine, query_norm, key_norm;  // qkv [row, stride()], NaN between rows
+  std::vector<std::int32_t> position, slots, free, length;     // free: the pool's frames
+  std::vector<std::byte> arena;
+  std::vector<PageEntry> table;
+
+  static constexpr int angles = 300;
+  std::int64_t stride() const { return std::int64_t{s.heads + 2 * s.kv_heads} * s.dim + 8; }
+  std::size_t head_of(int row, int head) const {
+    return static_cast<std::size_t>(slots[static_cast<std::size_t>(row)] * s.kv_heads + head);
+  }
+
+  AppendFixture(const AppendOptions& options, unsigned seed)
+      : s(options), layout(ops::make_layout(s.dtype, s.codec, s.page_size, s.dim, s.state_columns)) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    qkv.assign(static_cast<std::size_t>(s.rows * stride()), std::numeric_limits<float>::quiet_NaN());
+    for (int r = 0; r < s.rows; ++r)
+      for (std::int64_t i = 0; i < stride() - 8; ++i) qkv[static_cast<std::size_t>(r * stride() + i)] = normal(rng);
+    for (int i = 0; i < s.dim; ++i) query_norm.push_back(normal(rng)), key_norm.push_back(normal(rng));
+    for (int p = 0; p < angles; ++p)
+      for (int i = 0; i < s.dim / 2; ++i) {
+        const double angle = p * std::pow(10000.0, -2.0 * i / s.dim);
+        cosine.push_back(static_cast<float>(std::cos(angle)));
+        sine.push_back(static_cast<float>(std::sin(angle)));
+      }
+    for (int r = 0; r < s.rows; ++r) {
+      position.push_back(static_cast<std::int32_t>(rng() % angles));
+      slots.push_back(s.rows - 1 - r);
+    }
+    const int used = s.rows * s.kv_heads * s.max_pages, total = used + s.frames;
+    arena.assign(static_cast<std::size_t>(total * layout.bytes), std::byte{0xA5});
+    std::vector<std::int32_t> numbers;
+    for (int f = 0; f < total; ++f) numbers.push_back(static_cast<std::int32_t>(f * layout.bytes / granule_bytes));
+    std::shuffle(numbers.begin(), numbers.end(), rng);
+    table.assign(static_cast<std::size_t>(used), PageEntry{});
+    length.assign(static_cast<std::size_t>(s.rows * s.kv_heads), 0);
+    for (int r = 0; r < s.rows; ++r)
+      for (int h = 0; h < s.kv_heads; ++h) {
+        const int n = s.lengths[static_cast<std::size_t>(r * s.kv_heads + h) % s.lengths.size()];
+        length[head_of(r, h)] = n;
+        for (int p = 0; p * s.page_size < n; ++p) {
+          PageEntry& e = table[head_of(r, h) * static_cast<std::size_t>(s.max_pages) + static_cast<std::size_t>(p)];
+          e.frame = numbers.back();
+          numbers.pop_back();
+          e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - p * s.page_size));
+        }
+      }
+    numbers.resize(static_cast<std::size_t>(s.frames));
+    free = numbers;
+  }
+  AppendFixture(const AppendFixture&) = delete;  // arguments point to the layout
+
+  // Puts the inputs to a place.
+  ops::RopeAppendArgs put(Place& place) const {
+    ops::RopeAppendArgs a;
+    a.rows = s.rows, a.heads = s.heads, a.kv_heads = s.kv_heads, a.head_dim = s.dim;
+    a.qkv = place.put(qkv), a.qkv_stride = stride();
+    if (s.norm) a.query_norm = place.put(query_norm), a.key_norm = place.put(key_norm), a.eps = 1e-6f;
+    a.cosine = place.put(cosine), a.sine = place.put(sine), a.angles = angles;
+    a.position = place.put(position);
+    if (s.rounded) {
+      a.rounded = place.put(std::vector<std::uint16_t>(static_cast<std::size_t>(s.rows * s.heads * s.dim), 0xffff));
+      a.rounded_dtype = *s.rounded;
+    }
+    a.nonfinite = place.put(std::vector<std::int32_t>(static_cast<std::size_t>(s.rows), 0));
+    a.nonfinite_step = s.mark_step;
+    a.append = s.append;
+    a.base = place.put(arena);
+    a.layouts = &layout;
+    a.table = View<PageEntry, 3>::dense(place.put(table), {s.rows, s.kv_heads, s.max_pages});
+    a.length = View<std::int32_t, 2>::dense(place.put(length), {s.rows, s.kv_heads});
+    a.slots = place.put(slots);
+    a.error = place.put(std::vector<std::int32_t>{0, static_cast<std::int32_t>(free.size())});
+    a.pool = {place.put(free), a.error + 1};
+    return a;
+  }
+};
+
+// What a call wrote.
+struct Appended {
+  std::vector<float> qkv;
+  std::vector<std::uint16_t> rounded;
+  std::vector<std::byte> arena;
+  std::vector<PageEntry> table;
+  std::vector<std::int32_t> length, marks;  // marks [row]: nonzero = not finite
+  int error = 0, left = 0;                  // left: frames in the pool
+
+  Appended(const Place& place, const AppendFixture& f, const ops::RopeAppendArgs& a) {
+    const auto get = [&](const auto* from, std::size_t count) {
+      using T = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+      return place.get(View<const T, 1>::dense(from, {static_cast<std::int64_t>(count)}));
+    };
+    qkv = get(a.qkv, f.qkv.size());
+    if (a.rounded)
+      rounded =
+          get(static_cast<const std::uint16_t*>(a.rounded), static_cast<std::size_t>(f.s.rows * f.s.heads * f.s.dim));
+    arena = get(a.base, f.arena.size());
+    table = get(a.table.data, f.table.size());
+    length = get(a.length.data, f.length.size());
+    marks = get(a.nonfinite, static_cast<std::size_t>(f.s.rows));
+    const auto counts = get(a.error, 2);
+    error = counts[0], left = counts[1];
+  }
+
+  // True if the cache is as it was.
+  bool cache_unchanged(const AppendFixture& f) const {
+    return length == f.length && arena == f.arena && left == static_cast<int>(f.free.size()) &&
+           std::memcmp(f.table.data(), table.data(), table.size() * sizeof(PageEntry)) == 0;
+  }
+};
+
+}  // namespace kvlab::cases
