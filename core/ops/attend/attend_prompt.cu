@@ -186,9 +186,9 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
   using U = SumTile<Dim>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int head = blockIdx.y, kv_head = head / a.group;
-  extern __shared__ __align__(16) unsigned char memory[];
-  const unsigned queries = shared_address(memory);
-  float* lse = reinterpret_cast<float*>(memory + U::queries * U::query_stride);
+  extern __shared__ __align__(16) unsigned char tile[];
+  const unsigned queries = shared_address(tile);
+  float* lse = reinterpret_cast<float*>(tile + U::queries * U::query_stride);
   const int seen = seen_by_first(a, kv_head), total = seen + a.tokens - 1;
   const int block_place = blockIdx.x * warps * U::tokens, place = block_place + warp * U::tokens;
   if (block_place >= total) return;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
       float2 x = make_float2(0, 0);
       if (first + token < a.tokens)
         x = *reinterpret_cast<const float2*>(a.queries + (first + token) * a.query_row + head * a.query_head + e);
-      *reinterpret_cast<unsigned*>(memory + token * U::query_stride + e * 2) = Pair<T>::pack(x.x, x.y);
+      *reinterpret_cast<unsigned*>(tile + token * U::query_stride + e * 2) = Pair<T>::pack(x.x, x.y);
     }
     for (int i = threadIdx.x; i < U::queries; i += blockDim.x)
       lse[i] = first + i < a.tokens
