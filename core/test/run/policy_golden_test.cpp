@@ -30,7 +30,8 @@ PolicySpec spec_of(const json& p, Registry& registry) {
     const json& b = p["budget"];
     s.budget = {BudgetAmount::tokens, b["tokens"].get<double>()};
     const std::string split = b.value("split", "uniform");
-    if (split == "pyramid") s.split = use(registry, Role::budget, split, {{"beta", b["beta"].get<std::int64_t>()}});
+    if (split == "pyramid")
+      s.split = use(registry, Role::budget, split, {{"beta", b["beta"].get<std::int64_t>()}, {"exact_total", false}});
     if (split == "adakv")
       s.split = use(registry, Role::budget, split, {{"floor", b["floor"].get<double>()}, {"exact_total", false}});
   }
