@@ -196,6 +196,7 @@ Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float,
         *policy_, [&] { return executor_->prefill(slot, tokens.subspan(at, count), end && last, *this, out); });
     if (settled(fit, {slot}) != Fit::ok) return Fit::out_of_memory;
   }
+  if (end) tail_[static_cast<std::size_t>(slot)].clear();
   return Fit::ok;
 }
 

@@ -299,7 +299,7 @@ TEST_CASE("a new sequence has no question of the one that had its slot before") 
 
 TEST_CASE("window queries are the last ones of the slot's own prompt, in chunks or whole") {
   constexpr int window = 6;
-  const std::vector<int> text{9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5}, other{11, 12, 13, 14, 15, 16, 17, 18};
+  const std::vector<int> text{9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5}, other{11, 12, 13, 14, 15};
   const auto of = [&](std::size_t tokens, int chunk, auto before) {
     const auto told = std::make_shared<Listener>(window);
     EngineOptions o = options(1);
@@ -311,10 +311,7 @@ TEST_CASE("window queries are the last ones of the slot's own prompt, in chunks 
     return told->prompts.back();
   };
   const auto nothing = [](Engine&, int) {};
-  const auto another = [&](Engine& engine, int slot) {
-    REQUIRE(engine.prefill(slot, std::span(other).first(5), false, {}) == Fit::ok);
-    REQUIRE(engine.prefill(slot, std::span(other).last(3), true, {}) == Fit::ok);
-  };
+  const auto another = [&](Engine& engine, int slot) { REQUIRE(engine.prefill(slot, other, false, {}) == Fit::ok); };
   for (const std::size_t tokens : {std::size_t{4}, std::size_t{6}, std::size_t{13}}) {
     const auto wanted = of(tokens, 0, nothing);
     REQUIRE(wanted.window == std::min<std::int64_t>(window, static_cast<std::int64_t>(tokens)));
@@ -333,6 +330,27 @@ TEST_CASE("window queries are the last ones of the slot's own prompt, in chunks 
             another(engine, slot);
             REQUIRE(engine.restore(slot, empty) == Fit::ok);
           }) == wanted);
+  }
+}
+
+TEST_CASE("window queries of a second prompt are its own, whether the first one came in chunks or whole") {
+  constexpr int window = 6;
+  const std::vector<int> first{11, 12, 13, 14, 15, 16, 17, 18}, second{9, 8, 7, 6, 5, 4, 3, 2};
+  const auto of = [&](std::size_t tokens, std::size_t part) {
+    const auto told = std::make_shared<Listener>(window);
+    Engine engine(tiny(), told, options(1));
+    const int slot = engine.open(), answer = 3;
+    for (std::size_t at = 0; at < first.size(); at += part)
+      REQUIRE(engine.prefill(slot, std::span(first).subspan(at, part), at + part == first.size(), {}) == Fit::ok);
+    REQUIRE(engine.step({slot}, {&answer, 1}, {}) == Fit::ok);
+    REQUIRE(engine.prefill(slot, std::span(second).first(tokens), true, {}) == Fit::ok);
+    return told->prompts.back();
+  };
+  for (const std::size_t tokens : {std::size_t{1}, std::size_t{4}, std::size_t{8}}) {
+    CAPTURE(tokens);
+    const auto after_whole = of(tokens, first.size());
+    CHECK(after_whole.window == std::min<std::int64_t>(window, static_cast<std::int64_t>(tokens)));
+    CHECK(of(tokens, 4) == after_whole);
   }
 }
 
