@@ -24,6 +24,7 @@
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
+#include "result/plugin_report.hpp"
 #include "result/profile_file.hpp"
 #include "result/report.hpp"
 #include "run/device.hpp"
@@ -124,7 +125,7 @@ class CommandLine {
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false;
+       check_ = false, plugins_ = false;
   GenerateOptions generate_;
   ConformOptions conform_;
   bench::ModelChoice choice_;
@@ -291,12 +292,14 @@ void CommandLine::add_rest() {
   CLI::App* report =
       add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
         const results::Format format = results::parse_format(format_);
-        fmt::print("{}", results::is_profile(file_) ? results::profile_table(results::read_profile(file_), format)
-                                                    : results::report(file_, format));
+        fmt::print("{}", plugins_                     ? results::plugin_report(file_, format)
+                         : results::is_profile(file_) ? results::profile_table(results::read_profile(file_), format)
+                                                      : results::report(file_, format));
         return 0;
       });
-  report->add_option("FILE", file_, "result file (HDF5); may still be running")->required();
+  report->add_option("FILE", file_, "result or profile file (HDF5), also of a run under way")->required();
   report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
+  report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {

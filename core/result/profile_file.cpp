@@ -8,6 +8,7 @@
 
 #include "result/cell_file.hpp"
 #include "result/report_layout.hpp"
+#include "result/rows.hpp"
 #include "result/sealed.hpp"
 
 namespace kvlab::results {
@@ -19,6 +20,7 @@ void write_profile(const std::string& path, const RunInfo& info, const ProfileFi
     file.set_attribute(".", "kind", "profile");
     file.set_attribute(".", "model", profile.model);
     file.set_attribute(".", "model_fingerprint", profile.model_fingerprint);
+    if (!profile.plugins.empty()) file.write_table("plugins", columns_of(profile.plugins));
     for (const ProfilerOutput& one : profile.profilers) {
       const h5::Location group = file.create_group("profilers/" + one.name);
       group.set_attribute(".", "params", one.params);
@@ -42,6 +44,7 @@ ProfileFile read_profile(const std::string& path) {
   ProfileFile out;
   out.model = file.text_attribute(".", "model");
   out.model_fingerprint = file.text_attribute(".", "model_fingerprint");
+  if (file.has("plugins")) out.plugins = read_rows<PluginRow>(file, "plugins");
   for (const std::string& name : file.children("profilers")) {
     const h5::Location group = file.group("profilers/" + name);
     ProfilerOutput one{name, group.text_attribute(".", "params"), {}};

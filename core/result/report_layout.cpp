@@ -37,7 +37,8 @@ void table_as_text(const ReportTable& table, std::string& out) {
   std::size_t total = 0;
   const auto line = [&](const std::vector<std::string>& cells) {
     std::string text;
-    for (std::size_t c = 0; c < cells.size(); ++c) text += (c ? "  " : "") + padded(cells[c], width[c], c > 0);
+    for (std::size_t c = 0; c < cells.size(); ++c)
+      text += (c ? "  " : "") + padded(cells[c], width[c], c >= table.text_columns);
     total = display_width(text);
     text.erase(text.find_last_not_of(' ') + 1);
     out += text + "\n";
@@ -55,15 +56,15 @@ void table_as_markdown(const ReportTable& table, std::string& out) {
     out += "| " + join(cells, " | ") + " |\n";
   };
   line(table.header);
-  out += "|---";
-  for (std::size_t c = 1; c < table.header.size(); ++c) out += "|---:";
+  for (std::size_t c = 0; c < table.header.size(); ++c) out += c < table.text_columns ? "|---" : "|---:";
   out += "|\n";
   for (const auto& row : table.rows) line(row);
 }
 
 void table_as_latex(const ReportTable& table, std::string& out) {
-  out += "\\begin{table}\n\\caption{" + escape_latex(table.title) + "}\n\\begin{tabular}{l" +
-         std::string(table.header.size() - 1, 'r') + "}\n\\hline\n";
+  out += "\\begin{table}\n\\caption{" + escape_latex(table.title) + "}\n\\begin{tabular}{" +
+         std::string(table.text_columns, 'l') + std::string(table.header.size() - table.text_columns, 'r') +
+         "}\n\\hline\n";
   const auto line = [&](std::vector<std::string> cells) {
     for (std::string& c : cells) c = escape_latex(c);
     out += join(cells, " & ") + " \\\\\n";

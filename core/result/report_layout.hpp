@@ -10,8 +10,9 @@ namespace kvlab::results {
 
 struct ReportTable {
   std::string title;
-  std::vector<std::string> header;             // the first column is text, the others are numbers
+  std::vector<std::string> header;
   std::vector<std::vector<std::string>> rows;  // each as long as the header
+  std::size_t text_columns = 1;                // the first ones, flush left; the others are numbers
 };
 
 struct ReportPage {

@@ -10,6 +10,7 @@
 #include "base/new_file.hpp"
 #include "result/cell_file.hpp"
 #include "result/h5.hpp"
+#include "result/rows.hpp"
 #include "result/sealed.hpp"
 
 namespace kvlab::results {
@@ -71,6 +72,55 @@ std::vector<SummaryRow> restore_parts(const std::string& out_path) {
     restored.push_back(std::move(row));
   }
   return restored;
+}
+
+// read_summary(). visit(file, id) is called for each row with the file that it comes from; a part's call replaces
+// OUT's.
+template <class Visit>
+Summary gather(const std::string& out_path, const Visit& visit) {
+  const auto held = h5::lock();
+  Summary out;
+  std::error_code missing;
+  const auto written = fs::last_write_time(out_path, missing);
+  const bool there = !missing;
+  bool readable = false;
+  std::vector<Part> parts = list_parts(out_path);
+  if (there) {
+    try {
+      const h5::File file = open_sealed(out_path);
+      out.info = read_info(file);
+      out.rows = read_summary_rows(file);
+      for (const SummaryRow& row : out.rows) visit(file, row.cell);
+      readable = true;
+    } catch (const Error& e) {
+      if (parts.empty()) throw;
+      out.warnings.push_back(std::string(e.what()) + "; read its parts instead");
+    }
+  }
+  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.written < b.written; });
+  for (const Part& part : parts) {
+    if (readable && part.written < written) continue;
+    try {
+      const h5::File file = open_sealed(part.path);
+      SummaryRow row = part_row(file, part.id);
+      visit(file, part.id);
+      const auto same =
+          std::find_if(out.rows.begin(), out.rows.end(), [&](const SummaryRow& r) { return r.cell == part.id; });
+      if (same != out.rows.end())
+        *same = std::move(row);
+      else
+        out.rows.push_back(std::move(row));
+      if (!readable) out.info = read_info(file);
+    } catch (const Error& e) {
+      out.warnings.emplace_back(e.what());
+    }
+  }
+  if (!readable && out.rows.empty())
+    throw Error(Errc::result_file,
+                parts.empty() ? "got no such file and no parts beside it, wanted a result file"
+                              : "got no readable part, wanted a result file: " + out.warnings.back(),
+                out_path);
+  return out;
 }
 
 }  // namespace
@@ -154,47 +204,16 @@ std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& inf
 }
 
 Summary read_summary(const std::string& out_path) {
-  const auto held = h5::lock();
-  Summary out;
-  std::error_code missing;
-  const auto written = fs::last_write_time(out_path, missing);
-  const bool there = !missing;
-  bool readable = false;
-  std::vector<Part> parts = list_parts(out_path);
-  if (there) {
-    try {
-      const h5::File file = open_sealed(out_path);
-      out.info = read_info(file);
-      out.rows = read_summary_rows(file);
-      readable = true;
-    } catch (const Error& e) {
-      if (parts.empty()) throw;
-      out.warnings.push_back(std::string(e.what()) + "; read its parts instead");
-    }
-  }
-  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.written < b.written; });
-  for (const Part& part : parts) {
-    if (readable && part.written < written) continue;
-    try {
-      const h5::File file = open_sealed(part.path);
-      SummaryRow row = part_row(file, part.id);
-      const auto same =
-          std::find_if(out.rows.begin(), out.rows.end(), [&](const SummaryRow& r) { return r.cell == part.id; });
-      if (same != out.rows.end())
-        *same = std::move(row);
-      else
-        out.rows.push_back(std::move(row));
-      if (!readable) out.info = read_info(file);
-    } catch (const Error& e) {
-      out.warnings.emplace_back(e.what());
-    }
-  }
-  if (!readable && out.rows.empty())
-    throw Error(Errc::result_file,
-                parts.empty() ? "got no such file and no parts beside it, wanted a result file"
-                              : "got no readable part, wanted a result file: " + out.warnings.back(),
-                out_path);
-  return out;
+  return gather(out_path, [](const h5::File&, const std::string&) {});
+}
+
+std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& out_path) {
+  std::map<std::string, std::vector<PluginRow>> plugins;
+  gather(out_path, [&](const h5::File& file, const std::string& id) {
+    const std::string table = "cells/" + id + "/plugins";
+    plugins[id] = file.has(table) ? read_rows<PluginRow>(file, table) : std::vector<PluginRow>();
+  });
+  return plugins;
 }
 
 void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }

@@ -5,6 +5,7 @@
 // is checked before HDF5 parses a byte, since HDF5 itself crashes on some damaged files. All functions may be called
 // from any thread (they take h5::lock()). Failures are Error(Errc::result_file or Errc::io).
 #pragma once
+#include <compare>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -84,10 +85,11 @@ struct SampleRow {
   std::int64_t preemptions = -1;  // of a request
 };
 
-// A plugin that the cell used: one row of /cells/ID/plugins.
+// A plugin that a cell or a profile used: one row of /cells/ID/plugins, or of /plugins in a profile file.
 struct PluginRow {
   std::string role, name, version;
   std::string sha256;  // of its library; empty for a part of kvlab itself
+  auto operator<=>(const PluginRow&) const = default;
 };
 
 struct LedgerRow {
@@ -172,6 +174,9 @@ struct Summary {
 // OUT's rows, then those of parts that are newer than OUT (a part of the same id replaces OUT's row). Without a
 // readable OUT: every part, oldest first. Errc::result_file if there is neither. Changes nothing on disk.
 Summary read_summary(const std::string& out_path);
+
+// The plugins of the cells of read_summary(), by the cell's id.
+std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& out_path);
 
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);

@@ -22,6 +22,7 @@
 #include "run/items.hpp"
 #include "run/nonfinite.hpp"
 #include "run/progress.hpp"
+#include "run/summary.hpp"
 
 namespace kvlab {
 namespace {
@@ -201,7 +202,9 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   auto profiles = watch_all(samples, model, watched, o);
   if (!profiles) return 1;
 
-  results::ProfileFile file{spec.name(), model->fingerprint, {}};
+  results::ProfileFile file{spec.name(), model->fingerprint, {}, {}};
+  for (const TaskSpec& task : e.tasks) add_plugin(file.plugins, task.task, catalog);
+  for (const PluginUse& use : e.profilers) add_plugin(file.plugins, use, catalog);
   for (std::size_t i = 0; i < profiles->size(); ++i)
     file.profilers.push_back({e.profilers[i].name, to_json(e.profilers[i].params).dump(), std::move((*profiles)[i])});
   bool written = true;

@@ -38,18 +38,21 @@ double perplexity(const std::vector<Scored>& texts) {
 std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpec& policy,
                                            const PluginCatalog& catalog) {
   std::vector<results::PluginRow> rows;
-  const auto add = [&](const std::optional<PluginUse>& use) {
-    const PluginInfo* p = use ? catalog.find(use->role, use->name) : nullptr;
-    if (p) rows.push_back({name_of(p->role), p->name, p->version, p->sha256});
-  };
-  add(task.task);
+  add_plugin(rows, task.task, catalog);
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
-    add(*use);
+    if (*use) add_plugin(rows, **use, catalog);
   return rows;
 }
 
 }  // namespace
+
+void add_plugin(std::vector<results::PluginRow>& rows, const PluginUse& use, const PluginCatalog& catalog) {
+  const PluginInfo* p = catalog.find(use.role, use.name);
+  if (!p) return;
+  const results::PluginRow row{name_of(p->role), p->name, p->version, p->sha256};
+  if (std::find(rows.begin(), rows.end(), row) == rows.end()) rows.push_back(row);
+}
 
 void describe_cell(const CellInput& in, results::CellResult& out) {
   const Experiment& e = *in.experiment;

@@ -5,6 +5,9 @@
 
 namespace kvlab {
 
+// Adds the plugin of an entry to the plugins of a cell or a profile, once.
+void add_plugin(std::vector<results::PluginRow>& rows, const PluginUse& use, const PluginCatalog& catalog);
+
 // Fills the columns that are known before anything runs.
 void describe_cell(const CellInput& in, results::CellResult& out);
 

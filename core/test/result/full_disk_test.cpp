@@ -126,7 +126,7 @@ TEST_CASE("a profile is whole or as it was at every limit of bytes") {
   const TemporaryFolder dir;
   const std::string path = dir / "p.h5";
   const auto write = [&](int value) {
-    ProfileFile profile{"bundled/recall", "0123456789abcdef", {}};
+    ProfileFile profile{"bundled/recall", "0123456789abcdef", {}, {}};
     ProfileArray array;
     array.values.assign(3000, static_cast<float>(value));
     array.extent = {3000};

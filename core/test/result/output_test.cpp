@@ -33,7 +33,7 @@ std::string bytes_of(const std::string& path) {
 }
 
 ProfileFile sample_profile() {
-  ProfileFile profile{"bundled/recall", "0123456789abcdef", {}};
+  ProfileFile profile{"bundled/recall", "0123456789abcdef", {}, {}};
   ProfileArray array;
   array.values = {1, 2, 3};
   array.extent = {3};

@@ -3,9 +3,14 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <fstream>
+#include <tuple>
 
+#include <kvlab/build_id.hpp>
+
+#include "base/content_hash.hpp"
 #include "result/profile_file.hpp"
 #include "support/golden.hpp"
+#include "support/places.hpp"
 #include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
@@ -32,6 +37,14 @@ struct Run {
     CHECK(file.model_fingerprint.size() == 16);
     REQUIRE(file.profilers.size() == 1);
     CHECK_THAT(results::profile_table(file), Catch::Contains("overlap_4") && Catch::Contains("query_cosine"));
+    REQUIRE(file.plugins.size() == 2);
+    for (const auto& [i, role, name] : {std::tuple{0, "task", "text"}, {1, "profiler", "head_stats"}}) {
+      const results::PluginRow& plugin = file.plugins[static_cast<std::size_t>(i)];
+      CHECK(plugin.role == role);
+      CHECK(plugin.name == name);
+      CHECK(plugin.version == KVLAB_VERSION);
+      CHECK(plugin.sha256 == content_hashes().sha256_of(test::plugin_folder() / ("lib" + plugin.name + ".so")));
+    }
     return file.profilers[0].profile;
   }
 };
