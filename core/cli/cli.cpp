@@ -67,8 +67,9 @@ std::string joined(const std::vector<std::string>& words) {
 
 // An experiment with the plugins that it names.
 struct Loaded {
-  Loaded(const std::string& file, const std::vector<std::string>& sets) {
-    std::vector<std::filesystem::path> places;
+  // plugin_path: searched before the file's.
+  Loaded(const std::string& file, const std::vector<std::string>& sets, const std::vector<std::string>& plugin_path) {
+    std::vector<std::filesystem::path> places(plugin_path.begin(), plugin_path.end());
     for (const std::string& place : plugin_path_of(file, sets)) places.emplace_back(place);
     registry.emplace(places);
     catalog.emplace(*registry);
@@ -101,6 +102,14 @@ class CommandLine {
     command->add_option("FILE", file_, "experiment file (YAML)")->required();
     command->add_option("--set", sets_, "key=value in place of the file's, e.g. POLICY.budget.tokens=256; repeatable")
         ->allow_extra_args(false);
+    add_plugin_path(command);
+  }
+  void add_plugin_path(CLI::App* command) {
+    command->add_option("--plugin-path", plugin_path_, "folder or library of plugins, searched first; repeatable")
+        ->allow_extra_args(false);
+  }
+  Registry registry() const {
+    return Registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
   }
   void add_run();
   void add_profile();
@@ -150,7 +159,7 @@ void CommandLine::add_run() {
   CLI::App* run =
       add("run", "run an experiment; cells that are finished are not run again",
           "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
-            Loaded loaded(file_, sets_);
+            Loaded loaded(file_, sets_, plugin_path_);
             if (!output_.empty()) loaded.experiment.output = output_;
             const std::string command = joined(typed());
             if (!isolated_cell_.empty())
@@ -171,7 +180,7 @@ void CommandLine::add_run() {
 
   CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
                         "kvlab check exp.yaml", [this] {
-                          const Loaded loaded(file_, sets_);
+                          const Loaded loaded(file_, sets_, plugin_path_);
                           name_callback_at_end();
                           const Checked checked = check_experiment(loaded.experiment, *loaded.catalog);
                           fmt::print("{}", checked.table);
@@ -186,7 +195,7 @@ void CommandLine::add_profile() {
   CLI::App* profile =
       add("profile", "let profilers watch the full cache: head statistics and calibration, as a file",
           "kvlab profile exp.yaml      where exp.yaml has profilers: [NAME] in place of policies", [this] {
-            Loaded loaded(file_, sets_);
+            Loaded loaded(file_, sets_, plugin_path_);
             if (!output_.empty()) loaded.experiment.output = output_;
             return run_profile(loaded.experiment, *loaded.catalog, {joined(typed()), false, quiet_});
           });
@@ -195,14 +204,13 @@ void CommandLine::add_profile() {
 }
 
 void CommandLine::add_generate() {
-  CLI::App* command =
-      add("generate", "answer one prompt under a policy",
-          "kvlab generate 'Why is the sky blue?' --policy '{POLICY: {budget: {tokens: 64}}}'", [this] {
-            Registry registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
-            stop::watch();
-            name_callback_at_end();
-            return generate(generate_, RegistryCatalog(registry));
-          });
+  CLI::App* command = add("generate", "answer one prompt under a policy",
+                          "kvlab generate 'Why is the sky blue?' --policy '{POLICY: {budget: {tokens: 64}}}'", [this] {
+                            Registry plugins = registry();
+                            stop::watch();
+                            name_callback_at_end();
+                            return generate(generate_, RegistryCatalog(plugins));
+                          });
   command->add_option("PROMPT", generate_.prompt, "what the user says")->required();
   command->add_option("--model", generate_.model, "GGUF file, safetensors folder or bundled/NAME")
       ->capture_default_str();
@@ -225,41 +233,31 @@ void CommandLine::add_generate() {
       ->capture_default_str();
   command->add_option("--seed", generate_.seed, "of the sampling")->capture_default_str();
   command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");
-  command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
-      ->allow_extra_args(false);
+  add_plugin_path(command);
 }
 
 void CommandLine::add_rest() {
-  const auto registry = [this] {
-    return Registry(std::vector<std::filesystem::path>(plugin_path_.begin(), plugin_path_.end()));
-  };
-  const auto plugin_option = [this](CLI::App* command) {
-    command->add_option("--plugin-path", plugin_path_, "folder or library of plugins; repeatable")
-        ->allow_extra_args(false);
-  };
-
-  CLI::App* list = add("list", "what there is: policies, budgets, codecs, profilers, tasks, models",
-                       "kvlab list policies", [this, registry] {
-                         if (word_ == "models") {
-                           fmt::print("{}", models_text());
-                           return 0;
-                         }
-                         Registry r = registry();
-                         fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
-                         return 0;
-                       });
-  list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
-  list->add_flag("--json", json_, "plugins with their parameters, for programs");
-  plugin_option(list);
-
-  CLI::App* describe =
-      add("describe", "a plugin's parameters, with an example to copy", "kvlab describe NAME", [this, registry] {
+  CLI::App* list =
+      add("list", "what there is: policies, budgets, codecs, profilers, tasks, models", "kvlab list policies", [this] {
+        if (word_ == "models") {
+          fmt::print("{}", models_text());
+          return 0;
+        }
         Registry r = registry();
-        fmt::print("{}", describe_text(r, word_));
+        fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
         return 0;
       });
+  list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
+  list->add_flag("--json", json_, "plugins with their parameters, for programs");
+  add_plugin_path(list);
+
+  CLI::App* describe = add("describe", "a plugin's parameters, with an example to copy", "kvlab describe NAME", [this] {
+    Registry r = registry();
+    fmt::print("{}", describe_text(r, word_));
+    return 0;
+  });
   describe->add_option("NAME", word_, "name of a plugin")->required();
-  plugin_option(describe);
+  add_plugin_path(describe);
 
   CLI::App* inspect = add("inspect", "what a plugin library was built for and offers, read without running it",
                           "kvlab inspect build/libmine.so", [this] {
@@ -282,12 +280,12 @@ void CommandLine::add_rest() {
       ->capture_default_str();
 
   CLI::App* schema =
-      add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [registry] {
+      add("schema", "JSON schema of experiment files, for editors", "kvlab schema > kvlab.schema.json", [this] {
         Registry r = registry();
         fmt::print("{}", schema_text(r));
         return 0;
       });
-  plugin_option(schema);
+  add_plugin_path(schema);
 
   CLI::App* report =
       add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
@@ -330,12 +328,12 @@ void CommandLine::add_rest() {
   bench->add_flag("--json", json_, "for programs");
 
   CLI::App* doctor =
-      add("doctor", "what this machine can do, which models and plugins are there", "kvlab doctor", [registry] {
+      add("doctor", "what this machine can do, which models and plugins are there", "kvlab doctor", [this] {
         Registry r = registry();
         fmt::print("{}", doctor_text(r));
         return 0;
       });
-  plugin_option(doctor);
+  add_plugin_path(doctor);
 
   add("reproduce", "not in this version", "", [this] { return not_yet("reproduce"); })->allow_extras();
 }

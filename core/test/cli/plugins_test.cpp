@@ -71,6 +71,35 @@ TEST_CASE("a cell names the plugins that it used, also after its part was delete
   same(2, "budget", "pyramid", test::plugin_folder() / "libpyramid.so");
 }
 
+TEST_CASE("--plugin-path finds plugins for check and run, before the file's plugin_path, also with --isolate") {
+  const Folder folder;
+  const std::string file =
+      folder.write("e.yaml", "model: {synthetic: tiny}\nplugin_path: " + test::plugin_folder().string() +
+                                 "\ntasks: [random_prompts: {prompt: 40, answer: 4, samples: 1}]\n"
+                                 "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n"
+                                 "policies:\n  - {name: mine, scorer: bad_scorer, budget: {tokens: 16}}\n");
+  const Ended without = test::run_kvlab({"check", file});
+  CHECK(without.code == 2);
+  CHECK_THAT(without.said, Catch::Contains("bad_scorer"));
+  CHECK(test::run_kvlab({"check", file, "--plugin-path", library()}).code == 0);
+  const Ended absent = test::run_kvlab({"check", file, "--plugin-path", folder / "none.so"});
+  CHECK(absent.code == 2);
+  CHECK_THAT(absent.said, Catch::Contains(folder / "none.so"));
+  for (const std::vector<std::string>& more : {std::vector<std::string>{}, {"--isolate", "--fresh"}}) {
+    std::vector<std::string> words{"run", file, "-o", folder / "out.h5", "--plugin-path", library()};
+    words.insert(words.end(), more.begin(), more.end());
+    const Ended ended = test::run_kvlab(words);
+    INFO(ended.said);
+    CHECK(ended.code == 0);
+    CHECK(rows(folder / "out.h5")["mine"].status == "ok");
+  }
+  const Ended report = test::run_kvlab({"report", folder / "out.h5", "--plugins", "--format", "csv"});
+  CHECK(report.code == 0);
+  CHECK_THAT(report.said, Catch::StartsWith("role,name,version,sha256,cells\n") &&
+                              Catch::Contains("scorer,bad_scorer," KVLAB_VERSION "," +
+                                              content_hashes().sha256_of(library()) + ",1\n"));
+}
+
 TEST_CASE("inspect and conform refuse what is no plugin of this build, and say what is wrong") {
   const std::string folder = (test::build_root() / "lib" / "bad_plugins").string();
   const auto ended = [&](const char* command, const char* name) {
