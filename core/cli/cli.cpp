@@ -264,15 +264,19 @@ void CommandLine::add_rest() {
                             fmt::print("{}", json_ ? inspect_json(file_) : inspect_text(file_));
                             return 0;
                           });
-  inspect->add_option("FILE", file_, "shared library, also one of another build of kvlab")->required();
+  inspect->add_option("LIBRARY", file_, "plugin library, also one of another build of kvlab")->required();
   inspect->add_flag("--json", json_, "for programs");
 
-  CLI::App* conformance =
-      add("conform", "what every plugin promises, looked at on one library: pass, FAIL with the cause, or skip",
-          "kvlab conform build/libmine.so --case budget\n\n"
-          "Exit codes: 0 nothing failed; 1 a promise is broken; 2 the library does not load.",
-          [this] { return conform(conform_); });
-  conformance->add_option("FILE", conform_.library, "plugin library");
+  CLI::App* conformance = add(
+      "conform", "what every plugin promises, looked at on one library: pass, FAIL with the cause, or skip",
+      "kvlab conform build/libmine.so --case budget      with --verbose: also the names of what is skipped\n\n"
+      "Exit codes: 0 nothing failed; 1 a promise is broken; 2 the library does not load, or no promise has the name "
+      "of --case.",
+      [this] {
+        conform_.verbose = verbose_;
+        return conform(conform_);
+      });
+  conformance->add_option("LIBRARY", conform_.library, "plugin library");
   conformance->add_option("--case", conform_.part, "only the promises with this in their names");
   conformance->add_flag("--list", conform_.list, "name the promises, look at none");
   conformance->add_option("--backend", conform_.backend, "auto: the CPU, then the GPU where there is one")

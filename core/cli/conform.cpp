@@ -1,16 +1,21 @@
 #include "cli/conform.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <kvlab/error.hpp>
+#include <string>
+#include <system_error>
 #include <vector>
 
 #include "base/backend.hpp"
@@ -40,20 +45,64 @@ fs::path suite() {
               "kvlab conform");
 }
 
-// Runs the suite. Returns whether it ended without a failure.
-bool run_suite(const fs::path& program, const std::vector<std::string>& words) {
+// Starts the suite. out: takes its standard output; -1 = ours does.
+pid_t start(const fs::path& program, std::vector<std::string> words, int out = -1) {
+  words.insert(words.begin(), program.string());
   std::vector<char*> argv;
-  for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
+  for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   std::fflush(stdout);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  if (out >= 0) posix_spawn_file_actions_adddup2(&actions, out, STDOUT_FILENO);
   pid_t child = 0;
-  if (const int error = posix_spawn(&child, program.c_str(), nullptr, nullptr, argv.data(), environ))
-    throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(error)), program.string());
+  const int error = posix_spawn(&child, program.c_str(), &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  if (error) throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(error)), program.string());
+  return child;
+}
+
+// Returns whether the suite ended without a failure.
+bool succeeded(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0)
     if (errno != EINTR) return false;
   if (WIFSIGNALED(status)) fmt::print("FAIL   the suite was ended by signal {}\n", WTERMSIG(status));
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// The names of the promises, a line each.
+std::string promises(const fs::path& program) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC)) throw std::system_error(errno, std::generic_category(), "a pipe");
+  const pid_t child = start(program, {"--list-test-names-only"}, ends[1]);
+  close(ends[1]);
+  std::string names;
+  char buffer[4096];
+  for (ssize_t n = 0; (n = read(ends[0], buffer, sizeof buffer)) > 0;)
+    names.append(buffer, static_cast<std::size_t>(n));
+  close(ends[0]);
+  succeeded(child);  // the exit code is the number of names
+  return names;
+}
+
+std::string lower(std::string text) {
+  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return text;
+}
+
+// Errc::config unless a promise's name contains `part`; Catch2 ignores the case of letters too.
+void check_part(const std::string& part, const std::string& names) {
+  std::string lines;
+  for (std::size_t begin = 0; begin < names.size();) {
+    const std::size_t end = std::min(names.find('\n', begin), names.size());
+    const std::string name = names.substr(begin, end - begin);
+    if (lower(name).find(lower(part)) != std::string::npos) return;
+    lines += "\n" + name;
+    begin = end + 1;
+  }
+  throw Error(Errc::config, fmt::format("got '{}', wanted words that stand in the name of a promise:{}", part, lines),
+              "--case");
 }
 
 // A pattern of Catch2 for names that contain `part`, with Catch2's special characters escaped.
@@ -68,11 +117,12 @@ std::string names_with(const std::string& part) {
 int conform(const ConformOptions& options) {
   const fs::path program = suite();
   if (options.list) {
-    run_suite(program, {program, "--list-test-names-only"});
+    fmt::print("{}", promises(program));
     return 0;
   }
   if (options.library.empty()) throw Error(Errc::config, "got no library, wanted one: kvlab conform build/libmine.so");
   load_library(options.library);  // its refusal says more than a failed promise
+  if (!options.part.empty()) check_part(options.part, promises(program));
   const fs::path library = fs::canonical(options.library);
   const bool cpu = options.backend != "cuda";
   const bool cuda = choose_device(options.backend, {}, "kvlab conform") == Device::cuda;
@@ -82,7 +132,8 @@ int conform(const ConformOptions& options) {
     if (!wanted) continue;
     fmt::print("{} on {}\n", library.string(), device);
     setenv("KVLAB_CONTRACT_DEVICE", device, 1);
-    kept &= run_suite(program, {program, names_with(options.part), "-r", "promises", "-w", "NoTests"});
+    kept &= succeeded(start(program, {names_with(options.part), "-r", "promises", "-w", "NoTests", "-v",
+                                      options.verbose ? "high" : "normal"}));
   }
   if (!cuda && options.backend == "auto") fmt::print("skip   all of it on CUDA: {}\n", cuda_state());
   return kept ? 0 : 1;

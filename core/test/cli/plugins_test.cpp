@@ -100,6 +100,46 @@ TEST_CASE("--plugin-path finds plugins for check and run, before the file's plug
                                               content_hashes().sha256_of(library()) + ",1\n"));
 }
 
+TEST_CASE("conform counts what it skips by the reason, and names it with --verbose") {
+  const std::string profilers = (test::plugin_folder() / "libhead_stats.so").string();
+  const Ended ended = test::run_kvlab({"conform", profilers, "--case", "generated", "--backend", "cpu"});
+  INFO(ended.said);
+  CHECK(ended.code == 0);
+  const std::string summary =
+      "skip   4 promises about tasks with the parameter `context`: the library has none\n"
+      "0 passed, 0 failed, 4 skipped";
+  CHECK_THAT(ended.said, Catch::EndsWith(" on cpu\n" + summary + " (--verbose names them)\n"));
+  const Ended verbose = test::run_kvlab({"conform", profilers, "--case", "GENERATED", "--backend", "cpu", "--verbose"});
+  INFO(verbose.said);
+  CHECK_THAT(verbose.said, Catch::Contains("skip   a generated prompt follows from seed and index alone\n") &&
+                               Catch::EndsWith(summary + "\n"));
+}
+
+TEST_CASE("conform --case without a promise of that name names the promises there are") {
+  const Ended ended =
+      test::run_kvlab({"conform", (test::plugin_folder() / "libhead_stats.so").string(), "--case", "nosuch"});
+  INFO(ended.said);
+  CHECK(ended.code == 2);
+  CHECK_THAT(ended.said, Catch::StartsWith("error: --case: got 'nosuch', wanted") &&
+                             Catch::Contains("\n  every token has a score, and none is NaN\n") &&
+                             !Catch::Contains("passed"));
+}
+
+TEST_CASE("conform says the usual cause of the failure that it saw, and no other one's") {
+  const auto conform = [](const char* name) {
+    const auto broken = test::build_root() / "lib" / "broken_policies" / ("lib" + std::string(name) + ".so");
+    return test::run_kvlab({"conform", broken.string(), "--case", "device memory", "--backend", "cpu"});
+  };
+  const Ended read = conform("host_reader"), unsorted = conform("unsorted");
+  INFO(read.said << unsorted.said);
+  CHECK(read.code == 1);
+  CHECK_THAT(read.said, Catch::Contains("usual cause: the host reads or writes a view") &&
+                            !Catch::Contains("in the order of their scores") && !Catch::Contains("a call of exit()"));
+  CHECK(unsorted.code == 1);
+  CHECK_THAT(unsorted.said, Catch::Contains("usual cause: the list's entries are in the order of their scores") &&
+                                !Catch::Contains("reads or writes a view"));
+}
+
 TEST_CASE("inspect and conform refuse what is no plugin of this build, and say what is wrong") {
   const std::string folder = (test::build_root() / "lib" / "bad_plugins").string();
   const auto ended = [&](const char* command, const char* name) {

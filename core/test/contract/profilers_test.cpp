@@ -41,7 +41,7 @@ TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group 
   Registry registry(test::library_under_test());
   auto asked = registry.list(Role::profiler);
   std::erase_if(asked, [](const PluginInfo* p) { return !test::under_test(*p); });
-  if (asked.empty()) test::skip("it is about profilers, and the library has none");
+  if (asked.empty()) test::skip("about profilers: the library has none");
   for (const PluginInfo* p : asked) {
     for (const std::string& model : test::group_models())
       for (const char* text : {"prefix: 150, forced: 20, samples: 2", "prefix: 1, forced: 1"}) {

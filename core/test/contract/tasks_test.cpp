@@ -18,9 +18,9 @@ std::vector<std::string> generated() {
         std::any_of(p->params.begin(), p->params.end(), [](const ParamSpec& s) { return s.name == "context"; }))
       out.push_back(p->name);
   if (test::on_cuda())
-    out.clear(), test::skip("tasks know no device; the suite on the CPU asks it");
+    out.clear(), test::skip("about tasks, which know no device: the suite on the CPU asks them");
   else if (out.empty())
-    test::skip("it is about tasks with the parameter `context`, and the library has none");
+    test::skip("about tasks with the parameter `context`: the library has none");
   return out;
 }
 

@@ -37,7 +37,8 @@ inline Device contract_device() {
 inline DType contract_dtype() { return contract_device() == Device::cuda ? DType::bf16 : DType::f32; }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
 
-// The report's reason why the running case does not apply; empty if it does. The reporter clears it.
+// Why the running case does not apply; empty if it does. It continues "9 promises ..." in the report, which groups
+// cases by it. The reporter clears it.
 inline std::string& skipped() {
   static std::string reason;
   return reason;
@@ -47,7 +48,7 @@ inline bool skip(std::string reason) {
   return true;
 }
 // For a case that reads host memory: skips it on a GPU.
-inline bool skip_on_cuda() { return on_cuda() && skip("it reads memory of the host; the suite on the CPU asks it"); }
+inline bool skip_on_cuda() { return on_cuda() && skip("that read memory of the host: the suite on the CPU asks them"); }
 
 inline std::shared_ptr<Model> fresh_tiny_model(const std::string& name, DType dtype,
                                                Device device = contract_device()) {
@@ -171,7 +172,7 @@ inline std::vector<Subject> about(const std::string& what, bool (*applies)(const
   std::vector<Subject> list;
   for (const Subject& s : subjects().list())
     if (applies(s)) list.push_back(s);
-  if (list.empty()) skip("it is about " + what + ", and the library has none");
+  if (list.empty()) skip("about " + what + ": the library has none");
   return list;
 }
 inline std::vector<Subject> about_all() { return about("policies, scorers, selectors, budgets and codecs"); }
@@ -239,23 +240,25 @@ class Play {
     vocab = model->config.vocab;
   }
   std::vector<float> prompt(int to, const std::vector<int>& text) {
-    INFO(refused_list);
-    std::vector<float> out(static_cast<std::size_t>(vocab));
-    if (engine->prefill(to, text, true, View<float, 2>::dense(out.data(), {1, vocab})) != Fit::ok)
-      throw Error(Errc::internal, "out of memory");
-    engine->store().check_invariants();
-    return out;
+    return explained([&] {
+      std::vector<float> out(static_cast<std::size_t>(vocab));
+      if (engine->prefill(to, text, true, View<float, 2>::dense(out.data(), {1, vocab})) != Fit::ok)
+        throw Error(Errc::internal, "out of memory");
+      engine->store().check_invariants();
+      return out;
+    });
   }
   Logits step(const std::vector<std::int32_t>& slots, const std::vector<int>& tokens) {
-    INFO(refused_list);
-    std::vector<float> out(slots.size() * static_cast<std::size_t>(vocab));
-    const auto rows = static_cast<std::int64_t>(slots.size());
-    if (engine->step(slots, tokens, View<float, 2>::dense(out.data(), {rows, vocab})) != Fit::ok)
-      throw Error(Errc::internal, "out of memory");
-    engine->store().check_invariants();
-    Logits all;
-    for (std::int64_t r = 0; r < rows; ++r) all.emplace_back(out.begin() + r * vocab, out.begin() + (r + 1) * vocab);
-    return all;
+    return explained([&] {
+      std::vector<float> out(slots.size() * static_cast<std::size_t>(vocab));
+      const auto rows = static_cast<std::int64_t>(slots.size());
+      if (engine->step(slots, tokens, View<float, 2>::dense(out.data(), {rows, vocab})) != Fit::ok)
+        throw Error(Errc::internal, "out of memory");
+      engine->store().check_invariants();
+      Logits all;
+      for (std::int64_t r = 0; r < rows; ++r) all.emplace_back(out.begin() + r * vocab, out.begin() + (r + 1) * vocab);
+      return all;
+    });
   }
   // Runs a whole sequence in a fresh slot and leaves the slot open.
   Logits run(const std::vector<int>& text, const std::vector<int>& answer) {
@@ -272,9 +275,19 @@ class Play {
   Kept kept;  // after the prompt of run()
 
  private:
-  static constexpr const char* refused_list =
-      "usual cause, if the store refuses a list: its entries are in the order of their scores. Lists that evict_rest, "
-      "evict and attend take are ascending, each entry once, below the head's length: sort what a top-k left.";
+  // Returns call(). If the store refuses a list, the failure also names its usual cause.
+  template <class Call>
+  static auto explained(const Call& call) -> decltype(call()) {
+    try {
+      return call();
+    } catch (const Error& e) {
+      if (e.message().starts_with("edit"))
+        UNSCOPED_INFO(
+            "usual cause: the list's entries are in the order of their scores. Lists that evict_rest, evict and attend "
+            "take are ascending, each entry once, below the head's length: sort what a top-k left.");
+      throw;
+    }
+  }
 };
 
 // Largest max |a - b| / max |b| over the rows.
