@@ -1,9 +1,9 @@
 // The store in GPU memory. Each tier has frames of one size. Tables, lengths and free lists lie on the device; kernels
 // take frames and give them back without the host. The host tier is pinned memory that the same kernels reach.
 //
-// The host knows positions and steps exactly, lengths from above and free frames from below. It waits for the device
-// after a prompt's chunk, every 32 decode steps, and where an answer is "exact". It also waits where a bound does not
-// suffice: a pool may be near its end.
+// The host knows positions and steps exactly. It has upper bounds of lengths and lower bounds of free frames. It waits
+// for the device's exact numbers after a prompt's chunk, every 32 decode steps, and where an answer is "exact". It also
+// waits where a bound does not suffice: a pool may be near its end.
 #pragma once
 #include "base/stream_memory.hpp"
 #include "store/cuda_kernels.hpp"
