@@ -21,23 +21,6 @@
 namespace kvlab::bench {
 namespace {
 
-struct Op {
-  const char* name;
-  std::vector<Line> (*model[2])(const ModelSetup&) = {};
-};
-// Every op has the timed cases of its list. `model` runs whole models instead, on the CPU and on the GPU.
-constexpr Op ops[] = {{"gemv"},
-                      {"gemm"},
-                      {"norm"},
-                      {"append"},
-                      {"attend"},
-                      {"prefill_attention"},
-                      {"score"},
-                      {"select"},
-                      {"copy"},
-                      {"decode", {decode_cases, cuda_decode_cases}},
-                      {"prefill", {prefill_cases, cuda_prefill_cases}}};
-
 // Times a case whose runs need other work before them. One run is not counted.
 Times time_prepared(cases::Scene& scene, Stream s, const std::function<void()>& run, int runs) {
   using Clock = std::chrono::steady_clock;
@@ -163,7 +146,9 @@ GemmRate measure_gemm_rate() {
 const std::vector<std::string>& op_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> v;
-    for (const Op& op : ops) v.push_back(op.name);
+    for (const cases::Case& c : cases::all())  // ordered by op
+      if (c.timed() && (v.empty() || v.back() != c.op)) v.push_back(c.op);
+    v.insert(v.end(), {"decode", "prefill"});
     return v;
   }();
   return names;
@@ -189,16 +174,17 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
   require_known(names);
   if (names.empty()) names = op_names();
   Report r;
+  const Device device = cuda ? Device::cuda : Device::cpu;
   const auto run_ops = [&] {
-    for (const Op& op : ops) {
-      if (std::find(names.begin(), names.end(), op.name) == names.end()) continue;
+    for (const std::string& name : op_names()) {
+      if (std::find(names.begin(), names.end(), name) == names.end()) continue;
       for (const cases::Case& c : cases::all())
-        if (c.op == op.name && c.timed(cuda ? Device::cuda : Device::cpu))
-          if (auto line = timed(c, cuda ? Device::cuda : Device::cpu)) r.lines.push_back(std::move(*line));
-      if (const auto model = op.model[cuda]) {
-        const bool decode = std::string(op.name) == "decode";
-        for (Line& line : model(setup_of(choice, decode, cuda))) r.lines.push_back(std::move(line));
-      }
+        if (c.op == name && c.timed(device))
+          if (auto line = timed(c, device)) r.lines.push_back(std::move(*line));
+      const bool decode = name == "decode";
+      if (!decode && name != "prefill") continue;
+      const auto model = decode ? (cuda ? cuda_decode_cases : decode_cases) : cuda ? cuda_prefill_cases : prefill_cases;
+      for (Line& line : model(setup_of(choice, decode, cuda))) r.lines.push_back(std::move(line));
     }
   };
   if (cuda) {

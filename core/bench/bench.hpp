@@ -47,7 +47,7 @@ struct Report {
   std::vector<Line> lines;
 };
 
-// gemv, gemm, norm, append, attend, prefill_attention; policies: score, select, copy; whole model: decode, prefill
+// The ops that have timed cases; then decode and prefill, which are whole models.
 const std::vector<std::string>& op_names();
 
 // The model and shape of decode and prefill. Empty and 0 mean random weights. They have the shape of SmolLM2-135M at

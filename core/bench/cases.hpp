@@ -35,7 +35,6 @@ Times time_runs(int runs, const F& f) {
 
 using cases::randoms;
 
-
 // Whole models: one case per shape of the setup.
 struct ModelShape {
   int batch, context;  // sequences; tokens that each holds (decode) or prefills (prefill)

@@ -2,14 +2,14 @@
 #include <numeric>
 #include <vector>
 
+#include "cases/paged_fixture.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
 #include "plugin/registry.hpp"
 #include "plugin/verified.hpp"
-#include "support/paged_fixture.hpp"
 
 using namespace kvlab;
-using namespace kvlab::test;
+using namespace kvlab::cases;
 
 namespace {
 

@@ -16,6 +16,7 @@
 #include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
 namespace fs = std::filesystem;
 
 namespace {

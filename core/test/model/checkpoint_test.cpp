@@ -7,6 +7,7 @@
 #include "test/model/tiny_models.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
 
 namespace {
 

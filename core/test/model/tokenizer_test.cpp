@@ -11,6 +11,7 @@
 #include "test/support/places.hpp"
 
 using namespace kvlab;
+using namespace kvlab::test;
 using Ids = std::vector<int>;
 
 TEST_CASE("added tokens: longest first, control tokens only where asked") {

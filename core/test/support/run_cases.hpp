@@ -20,4 +20,22 @@ inline void run_cases(const std::string& op, Device device) {
   CHECK(run > 0);
 }
 
+// Makes a test case of each op's list, called `prefix` and the op's name. Call it while the program starts.
+inline bool register_cases(const std::string& prefix, Device device) {
+  struct Invoker final : Catch::ITestInvoker {
+    std::string op;
+    Device device;
+    Invoker(std::string name, Device d) : op(std::move(name)), device(d) {}
+    void invoke() const override { run_cases(op, device); }
+  };
+  std::string last;
+  for (const cases::Case& c : cases::all()) {  // ordered by op
+    if (c.op == last) continue;
+    last = c.op;
+    const std::string name = prefix + last;
+    Catch::AutoReg(new Invoker(last, device), CATCH_INTERNAL_LINEINFO, "", Catch::NameAndTags(name, ""));
+  }
+  return true;
+}
+
 }  // namespace kvlab::test
