@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/part_timer.hpp"
+#include "base/stream_memory.hpp"
 #include "ops/select/allot.hpp"
 #include "ops/select/placement.hpp"
 #include "plugin/budget_tokens.hpp"
@@ -78,8 +79,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     for_pages_ = amount_for_pages(amount, counted.bytes_per_slot());
     check_amount();
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
-    // A graph can hold a scorer's decode steps only if they never evict. A selector needs the same budget at each step.
-    scorer_needs_.capturable(scorer_needs_.capturable() && every_ == 0 && !parts_.host);
+    // A graph can hold decode steps that do the same every time: a budget in tokens, and evictions in all steps or
+    // none.
+    steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host;
+    scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
   }
 
@@ -124,10 +127,14 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (parts_.selector) parts_.selector->observe(step, s);
     if (parts_.scorer) {
       parts_.scorer->observe(step, s);
-      due_.assign(static_cast<std::size_t>(step.rows()), 0);
-      for (int row = 0; every_ > 0 && row < step.rows(); ++row)
-        due_[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
-      left = compress(step, edits, s);
+      if (steady_) {
+        compress_steadily(step, edits, s);
+      } else {
+        due_.assign(static_cast<std::size_t>(step.rows()), 0);
+        for (int row = 0; every_ > 0 && row < step.rows(); ++row)
+          due_[static_cast<std::size_t>(row)] = (step.step[row] + 1) % every_ == 0;
+        left = compress(step, edits, s);
+      }
     }
     // Without a selector, all pages were recalled for this attention. A selector's pages stay: the next step may want
     // them again.
@@ -210,6 +217,69 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     return kept.count;
   }
 
+  // The same for a decode step of which nothing on the host depends on the step: a graph may hold it. A head that is
+  // shorter than the budget keeps everything.
+  void compress_steadily(const LayerStep& kv, Edits& edits, Stream s) {
+    if (kv.layer < dense_layers_) return;
+    const auto rows = static_cast<std::size_t>(kv.rows());
+    const int tokens = static_cast<int>(amount_.value);
+    const bool short_rows = std::all_of(kv.position, kv.position + rows, [&](std::int32_t n) { return n <= tokens; });
+    if (s.device() == Device::cpu && short_rows) return;  // the host may look, and no graph is there
+    const PartTimer timer(Part::score);
+    const Constants& same = constants(s);
+    Scores scores;
+    if (parts_.split || !parts_.scorer->by_age()) {
+      scores = kv.kv_head_scores("scores");
+      parts_.scorer->score(kv, scores, s);
+    }
+    View<const std::int32_t, 2> keep = same.keep_of(kv.rows(), kv.kv_heads());
+    if (parts_.split) {
+      Allotment a;
+      a.layer = kv.layer - dense_layers_;
+      a.layers = shape_.layers - dense_layers_;
+      a.scores = scores;
+      a.length = head_lengths(kv, s);
+      a.pins = same.pins.as<Pins>();
+      a.total = same.totals.as<std::int32_t>();
+      a.keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
+      keep = a.keep;
+      a.kv = &kv;
+      a.host_pins = same.host_pins.data();
+      a.host_total = same.host_totals.data();
+      parts_.split->allot(a, s);
+    }
+    const PartTimer select_timer(Part::select);
+    TokenList lost = kv.list<TokenList>("surplus", kv.max_length);
+    ops::surplus_tokens(kv.pages, scores, keep, same.pins.as<Pins>(), lost, s);
+    edits.evict(lost);
+  }
+
+  // What compress uploads, where all rows and steps have the same.
+  struct Constants {
+    std::vector<Pins> host_pins;            // [row]
+    std::vector<std::int32_t> host_totals;  // [row]
+    StreamMemory pins, totals, keep;        // the same on the stream's device; keep: [row, kv_head]
+    View<const std::int32_t, 2> keep_of(int rows, int heads) const {
+      return View<const std::int32_t, 2>::dense(keep.as<std::int32_t>(), {rows, heads});
+    }
+  };
+  const Constants& constants(Stream s) {
+    if (constants_.pins) return constants_;
+    const auto rows = static_cast<std::size_t>(shape_.max_slots);
+    const int tokens = static_cast<int>(amount_.value);
+    constants_.host_pins.assign(rows, parts_.scorer->pins(tokens));
+    constants_.host_totals.assign(rows, tokens);
+    const auto put = [&](const auto& from) {
+      StreamMemory to(s, from.size() * sizeof(from[0]));
+      copy_memory(to.template as<>(), from.data(), to.bytes(), s);
+      return to;
+    };
+    constants_.pins = put(constants_.host_pins);
+    constants_.totals = put(constants_.host_totals);
+    constants_.keep = put(std::vector<std::int32_t>(rows * static_cast<std::size_t>(shape_.kv_heads), tokens));
+    return constants_;
+  }
+
   static View<const std::int32_t, 2> head_lengths(const LayerKv& kv, Stream s) {
     const auto length = kv.scratch<std::int32_t>("length", {kv.rows(), kv.kv_heads()});
     ops::lengths(kv.pages, length, s);
@@ -272,6 +342,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   Composition parts_;
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
+  bool steady_ = false;  // each decode step evicts down to the same number of tokens
+  Constants constants_;
   Shape shape_;
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;

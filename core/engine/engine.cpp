@@ -338,8 +338,10 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
   step.step = step_.data();
   step.queries = l.queries;
   step.mass = l.mass;
-  if (capturable_) step.max_length = store_->shape().max_tokens;
-  step.max_pages = (step.max_length + store_->shape().page_size - 1) / store_->shape().page_size;
+  step.max_length = l.room;
+  step.max_pages = (l.room + store_->shape().page_size - 1) / store_->shape().page_size;
+  // Ops start blocks for as many pages as a table has entries.
+  step.pages.table.extent[2] = pages_.table.extent[2] = step.host_pages.table.extent[2] = step.max_pages;
   if (l.output) step.output = l.output;
   return step;
 }

@@ -562,6 +562,22 @@ CudaExecutor::State CudaExecutor::state() const {
   return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves()};
 }
 
+int CudaExecutor::room(int layer, const std::vector<std::int32_t>& slots) const {
+  return room_ > 0 ? room_ : store_.max_length(layer, slots);
+}
+
+// Lengths change while a graph is launched again, so its arrays have spare room. Where the heads outgrow it, or have
+// become much shorter, the graph is captured anew.
+void CudaExecutor::make_room(Replay& r, const std::vector<std::int32_t>& slots) const {
+  int longest = 0;
+  for (int l = 0; l < store_.shape().layers; ++l) longest = std::max(longest, store_.max_length(l, slots));
+  const int most = store_.shape().max_tokens, needed = std::min(longest + 1, most);
+  if (needed <= r.room && r.room <= 4 * needed + 4096) return;
+  const int spare = std::max(512, needed / 8);
+  r = Replay{};
+  r.room = std::min(most, (needed / spare + 2) * spare);
+}
+
 // Runs the step as one launch of its graph. Returns false if the step must run without one to allocate its buffers.
 bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
@@ -588,6 +604,16 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
 Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   const auto n = static_cast<std::int64_t>(slots.size());
   const bool replayable = hooks.replayable() && n <= row_block;
+  struct InGraph {
+    CudaStore& store;
+    ~InGraph() { store.in_graph(false); }
+  } const until_the_end{store_};
+  store_.in_graph(replayable);
+  room_ = 0;
+  if (replayable) {
+    make_room(replays_[n], slots);
+    room_ = replays_[n].room;
+  }
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
   reserved_ = false;
   watch_.begin(stream_);

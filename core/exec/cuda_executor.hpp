@@ -32,6 +32,7 @@ class CudaExecutor final : public Executor {
   void project(int layer, std::int64_t rows) override;
   Fit attend_prompt(PromptLayer& info, std::int64_t rows, int first, bool mass) override;
   Fit append(int layer, const std::vector<std::int32_t>& slots) override;
+  int room(int layer, const std::vector<std::int32_t>& slots) const override;
   LayerRows rows_of(int layer, std::int64_t rows) override;
   View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
   View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
@@ -50,6 +51,7 @@ class CudaExecutor final : public Executor {
   };
   struct Replay {
     State warm, captured;  // after the latest step without a graph; at the capture of `graph`
+    int room = 0;          // tokens of a head that the arrays of `graph` have room for
     CudaGraph graph;
   };
 
@@ -58,6 +60,7 @@ class CudaExecutor final : public Executor {
   State state() const;
   void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out);
+  void make_room(Replay& r, const std::vector<std::int32_t>& slots) const;
   ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
                           const StreamMemory& bias, float* y, std::int64_t y_stride) const;
   bool fuses_norms(std::int64_t rows) const;
@@ -100,6 +103,7 @@ class CudaExecutor final : public Executor {
   CudaStore& store_;
   bool batch_invariant_;
   Phase phase_ = Phase::prompt;
+  int room_ = 0;                            // of a step that a graph may hold; 0 = this step's own lengths
   bool reserved_ = false;                   // the store has reserved frames for all layers of the step
   void* rounded_queries_ = nullptr;         // the chunk's rounded queries for cuDNN; null = none
   const StreamMemory* attended_ = nullptr;  // the buffer of attention's output that the output projection reads

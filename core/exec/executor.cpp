@@ -46,12 +46,12 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     DecodeLayer info;
     static_cast<LayerRows&>(info) = rows_of(layer, n);
     info.slots = &slots;
+    info.room = room(layer, slots);
     Fit fit = Fit::ok;
     info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
     View<float, 3> mass;
-    if (hooks.wants_mass())  // later launches of the same graph write the mass of longer sequences
-      mass = step_mass(n, hooks.replayable() ? cache_.shape().max_tokens : cache_.max_length(layer, slots));
+    if (hooks.wants_mass()) mass = step_mass(n, info.room);
     info.output = attend(layer, slots, info.read, mass);
     info.mass = mass;
     fit = hooks.attended(info);

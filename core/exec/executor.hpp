@@ -40,6 +40,7 @@ struct Selection {
 // One layer of one decode step.
 struct DecodeLayer : LayerRows {
   const std::vector<std::int32_t>* slots = nullptr;
+  int room = 0;               // no head of the rows holds more tokens, in this step and at later launches of its graph
   View<const float, 3> mass;  // [row, query head, token], set after attention; empty unless hooks want it
   Selection read;             // the answer of select
 };
@@ -114,6 +115,7 @@ class Executor {
   // For a decode step: append runs RoPE and appends the tokens, rows_of and step_mass return the views for hooks, and
   // attend returns its output.
   virtual Fit append(int layer, const std::vector<std::int32_t>& slots) = 0;
+  virtual int room(int layer, const std::vector<std::int32_t>& slots) const { return cache_.max_length(layer, slots); }
   virtual LayerRows rows_of(int layer, std::int64_t rows) = 0;
   virtual View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) = 0;
   virtual View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,

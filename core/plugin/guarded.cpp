@@ -108,6 +108,9 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   void release(int slot) override {
     ask("release", [&](Scorer& s) { s.release(slot); });
   }
+  bool by_age() const override {
+    return ask("by_age", [](Scorer& s) { return s.by_age(); });
+  }
   int every() const override {
     const int steps = ask("every", [](Scorer& s) { return s.every(); });
     if (steps < 0)

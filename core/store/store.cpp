@@ -9,6 +9,11 @@
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
+namespace {
+
+bool of_pages(Edit::Verb verb) { return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop; }
+
+}  // namespace
 
 void Store::bad(const Edit& e, const std::string& what) {
   throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) + ": " + what);
@@ -86,8 +91,7 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
 }
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) {
-  const bool pages = e.verb == Edit::recall || e.verb == Edit::offload || e.verb == Edit::drop;
-  const PartTimer timer(pages ? Part::recall : Part::compact);
+  const PartTimer timer(of_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {
     case Edit::evict:
@@ -108,7 +112,12 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     check_edit(e, slots.size());
-    if (e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0)) {
+    const bool later =
+        e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0);
+    if (in_graph_ && (later || of_pages(e.verb)))
+      bad(e, std::string("got an edit of ") + (later ? "a later step" : "pages") +
+                 " from a policy that promises capturable(true), wanted edits of tokens for this step alone");
+    if (later) {
       defer(e, slots);
       continue;
     }

@@ -86,6 +86,9 @@ class Store {
   // later one wait for advance(); the others run now. The caller keeps attend edits. Lists are memory of the stream's
   // device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact answer on CUDA.
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+  // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that need the host then
+  // throw Errc::plugin: those of pages, and those that wait for a later step.
+  void in_graph(bool yes) { in_graph_ = yes; }
   // Brings every page of the slot's layer back to the device.
   virtual Fit recall_all(int layer, int slot) = 0;
 
@@ -163,6 +166,7 @@ class Store {
   std::int64_t fired_ = 0;  // edits whose change the host saw
   Ledger ledger_;
   StoreWorkspace workspace_;
+  bool in_graph_ = false;
 
  private:
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin

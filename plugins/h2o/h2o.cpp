@@ -10,7 +10,9 @@ class H2o final : public kvlab::Scorer {
         group_(p.get<kvlab::GroupRule>("group")),
         every_(p.get<int>("every")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.mass(kvlab::Mass::all).token_state("score"); }
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.mass(kvlab::Mass::all).token_state("score").capturable(true);
+  }
   kvlab::Pins pins(int tokens) const override { return {.last = tokens - static_cast<int>(tokens * heavy_)}; }
   int every() const override { return every_; }
 

@@ -9,9 +9,10 @@ class StreamingLlm final : public kvlab::Scorer {
   explicit StreamingLlm(const kvlab::Params& p)
       : sinks_(p.get<bool>("attention_sinks") ? p.get<int>("sinks") : 0), rope_(p.get<kvlab::RopeRegime>("rope")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.rope(rope_); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.rope(rope_).capturable(true); }
   kvlab::Pins pins(int tokens) const override { return {.first = sinks_, .last = std::max(0, tokens - sinks_)}; }
   int every() const override { return 1; }
+  bool by_age() const override { return true; }
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
     kvlab::ops::recency(kv.pages, out, s);
   }

@@ -8,9 +8,10 @@ class Window final : public kvlab::Scorer {
  public:
   explicit Window(const kvlab::Params& p) : rope_(p.get<kvlab::RopeRegime>("rope")) {}
 
-  kvlab::Needs needs() const override { return kvlab::Needs{}.rope(rope_); }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.rope(rope_).capturable(true); }
   kvlab::Pins pins(int tokens) const override { return {.last = tokens}; }
   int every() const override { return 1; }
+  bool by_age() const override { return true; }
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
     kvlab::ops::recency(kv.pages, out, s);
   }

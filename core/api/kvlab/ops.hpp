@@ -137,6 +137,12 @@ void expected_query(const Moments& moments, const std::int32_t* seen, const Page
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                 TokenList list, Stream s);
 
+// list = the tokens that top_tokens leaves out with the same arguments, as ascending places. Empty scores rank by text
+// position, newer = better. list has room for all of them. Where one token of a head leaves, as in a decode step that
+// evicts what it appended, it takes one pass. Bytes: the scores, and the positions if there are pins or no scores.
+void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
+                    TokenList list, Stream s);
+
 // out[row, kv_head, page] = the page's score, reduced over the group. min_max summaries give the upper bound
 // sum_d max(q_d lo_d, q_d hi_d), mean ones q . mean. softmax_mean multiplies scores by `scale` before its softmax over
 // pages. The other rules ignore `scale`, because ranks do not depend on it. Quest step 2. Bytes: the layer's summaries.

@@ -24,6 +24,9 @@ class Scorer {
   // attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
+  // True: the newest token is the best. A decode step then ranks by text position and does not call score().
+  virtual bool by_age() const { return false; }
+
   // After every attention (each prompt chunk, each decode step). A method accumulates kv.mass into token state here.
   // Under Mass::decode, kv.mass is empty after a prompt chunk.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}

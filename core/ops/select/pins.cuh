@@ -11,8 +11,9 @@ struct PinLimits {
   __device__ bool pinned(int position) const { return position <= oldest || position >= newest; }
 };
 
-__device__ inline PinLimits pin_limits(const DeviceKv& kv, int row, int head, int n, const Pins& pins,
-                                       SelectShared& s) {
+// at(t): text position of place t.
+template <class Position>
+__device__ PinLimits pin_limits(const Position& at, int n, const Pins& pins, SelectShared& s) {
   PinLimits limits{-1, 0x7fffffff};
   const long long first = max(pins.first, 0), last = max(pins.last, 0);
   if (n <= 0 || first + last == 0) return limits;
@@ -21,13 +22,30 @@ __device__ inline PinLimits pin_limits(const DeviceKv& kv, int row, int head, in
     return limits;
   }
   bool descends = false;
-  for (int t = threadIdx.x; t + 1 < n; t += blockDim.x)
-    descends |= kv.position(row, head, t) > kv.position(row, head, t + 1);
+  int highest = -1;
+  for (int t = threadIdx.x; t < n; t += blockDim.x) {
+    const int position = at(t);
+    descends |= t + 1 < n && position > at(t + 1);
+    highest = max(highest, position);
+  }
   if (!__syncthreads_or(descends)) {
-    if (first > 0) limits.oldest = kv.position(row, head, static_cast<int>(first - 1));
-    if (last > 0) limits.newest = kv.position(row, head, static_cast<int>(n - last));
+    if (first > 0) limits.oldest = at(static_cast<int>(first - 1));
+    if (last > 0) limits.newest = at(static_cast<int>(n - last));
     return limits;
   }
+  // After evictions the text often still begins at position 0, and its newest tokens are all there.
+  highest = block_max(highest, s.scan);
+  const PinLimits guess{first > 0 ? static_cast<int>(first - 1) : -1,
+                        last > 0 ? static_cast<int>(highest - last + 1) : 0x7fffffff};
+  unsigned found = 0;
+  for (int t = threadIdx.x; t < n; t += blockDim.x) {
+    const int position = at(t);
+    found += (position <= guess.oldest) + (static_cast<unsigned>(position >= guess.newest) << 16);
+  }
+  unsigned olds, news;
+  block_scan(found & 0xffff, s.scan, olds);
+  block_scan(found >> 16, s.scan, news);
+  if (olds == first && news == last) return guess;
   const int bounds[] = {0, n};
   const auto flip = [](bool old, int position) {
     const auto x = static_cast<unsigned>(position);
@@ -35,7 +53,7 @@ __device__ inline PinLimits pin_limits(const DeviceKv& kv, int row, int head, in
   };
   const auto threshold = [&](bool old, unsigned wanted) {
     const auto key = [&](int, int t, unsigned, unsigned long long& k) {
-      k = flip(old, kv.position(row, head, t));
+      k = flip(old, at(t));
       return true;
     };
     return static_cast<unsigned>(radix_threshold(key, bounds, 1, wanted, 32, s) >> 32);
@@ -43,6 +61,11 @@ __device__ inline PinLimits pin_limits(const DeviceKv& kv, int row, int head, in
   if (first > 0) limits.oldest = static_cast<int>(0xffffffffu - threshold(true, static_cast<unsigned>(first)));
   if (last > 0) limits.newest = static_cast<int>(threshold(false, static_cast<unsigned>(last)));
   return limits;
+}
+
+__device__ inline PinLimits pin_limits(const DeviceKv& kv, int row, int head, int n, const Pins& pins,
+                                       SelectShared& s) {
+  return pin_limits([&](int t) { return kv.position(row, head, t); }, n, pins, s);
 }
 
 }  // namespace kvlab::ops::device

@@ -132,6 +132,40 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   check_room(list, short_by, op);
 }
 
+void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
+                    TokenList list, Stream s) {
+  const char* op = "surplus_tokens";
+  check_kv(kv, op, s);
+  if (scores) check_kv_scores(kv, scores, "scores", op, s);
+  check_list(kv, list, op);
+  if (s.device() == Device::cuda) return on_cuda<surplus_tokens>(kv, scores, keep, pins, list, s);
+  int short_by = 0;
+  std::vector<float> age;
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const int n = kv.tokens(r, h);
+      list.count(r, h) = 0;
+      if (keep(r, h) >= n) continue;
+      const float* of = scores ? &scores(r, h, 0) : nullptr;
+      auto& chosen = scratch.chosen;
+      chosen.assign(static_cast<std::size_t>(n), 0);
+      const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
+      if (!of) {
+        scratch.position.resize(static_cast<std::size_t>(n));
+        token_positions(kv, r, h, n, scratch.position.data());
+        age.assign(scratch.position.begin(), scratch.position.end());
+        of = age.data();
+      }
+      const int stay = choose(of, n, keep(r, h), pinned, chosen);
+      for (char& c : chosen) c = !c;
+      if (list.index.extent[2] < n - stay)
+        short_by = std::max(short_by, n - stay);
+      else
+        write_list(list, r, h, chosen, n - stay);
+    }
+  check_room(list, short_by, op);
+}
+
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
                PageList out, Stream s) {
   const char* op = "top_pages";

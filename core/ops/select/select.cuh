@@ -60,6 +60,18 @@ __device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch
   return before + inclusive - value;
 }
 
+// Returns the block's largest value.
+__device__ __forceinline__ int block_max(int value, unsigned* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) value = max(value, __shfl_xor_sync(all_lanes, value, d));
+  if (lane == 0) scratch[warp] = static_cast<unsigned>(value);
+  __syncthreads();
+  for (int w = 0; w < warps; ++w) value = max(value, static_cast<int>(scratch[w]));
+  __syncthreads();
+  return value;
+}
+
 // Returns a threshold that exactly `wanted` entries reach, if the bits from `lowest` up tell all keys apart. Entries
 // with the same bits there stay together. key(s, t, i, k) sets k, the key of entry t of segment s, or returns false if
 // the entry does not take part; i = first[s] + t. Needs 1 <= wanted <= entries and at least 256 threads. If lowest is

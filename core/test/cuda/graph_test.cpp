@@ -168,14 +168,76 @@ TEST_CASE("cuda engine: every launch of a graph counts what its edits change") {
 
 TEST_CASE("cuda engine: policies that act on the host at decode steps are not replayed") {
   for (const test::Subject& s : test::subjects().list()) {
-    const bool ratio = s.label == "quest";
-    if (!ratio && s.label != "h2o" && s.label != "window") continue;
+    if (s.label != "quest" && s.label != "h2o" && s.label != "window") continue;
     CAPTURE(s.label);
-    Pair p(test::with_budget(s.spec, ratio ? BudgetAmount::ratio : BudgetAmount::tokens, ratio ? 0.6 : 40));
+    Pair p(test::with_budget(s.spec, BudgetAmount::ratio, 0.6));
     const int a = p.open(50, 1);
     for (int i = 0; i < 3; ++i) p.step({a});
     CHECK(p.graphs.replays() == 0);
   }
+}
+
+TEST_CASE("cuda engine: steps that evict are replayed") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "tova") continue;
+    CAPTURE(s.label);
+    ++known;
+    Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
+    const int a = p.open(30, 1), b = p.open(70, 2);  // a reaches the budget in its steps
+    for (int i = 0; i < 18; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 17 + 2);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    CHECK(p.graphs.store().length(1, a, 0) == 40);
+    for (const int slot : {a, b})
+      for (const int layer : {0, 1})
+        CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
+              p.eager.store().positions_by_place(layer, slot, 1));
+    CHECK(p.graphs.ledger().total(Tier::device) == p.eager.ledger().total(Tier::device));
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 4);
+}
+
+TEST_CASE("cuda engine: a graph is captured anew for sequences that it has no room for") {
+  Pair p(
+      test::full_spec(), [] { return test::subjects().policy(test::full_spec()); }, 2100);
+  const int a = p.open(30, 1);
+  for (int i = 0; i < 3; ++i) p.step({a});
+  CHECK(p.graphs.replays() == 2);
+  const int b = p.open(1200, 2);
+  for (int i = 0; i < 3; ++i) p.step({b});
+  for (int i = 0; i < 2; ++i) p.step({a});  // it has room for shorter ones
+  CHECK(p.graphs.replays() == 2 + 2 + 2);
+}
+
+TEST_CASE("cuda engine: a policy that promises graphs may not edit pages or later steps") {
+  struct Editor final : Policy {
+    Deadline when;
+    bool pages;
+    Editor(Deadline d, bool p) : when(d), pages(p) {}
+    Needs needs() const override { return Needs{}.capturable(true); }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      const auto count = step.scratch<std::int32_t>("count", {step.rows(), step.kv_heads()});
+      ops::fill_heads(count, 0, s);
+      const auto index = step.scratch<std::int32_t>("index", {step.rows(), step.kv_heads(), 4});
+      if (pages)
+        edits.offload(PageList{{index, count}}, when);
+      else
+        edits.evict(TokenList{{index, count}}, when);
+    }
+  };
+  const auto step = [](Deadline when, bool pages) {
+    Pair p(test::full_spec(), [=] { return std::make_shared<Editor>(when, pages); });
+    const std::vector<std::int32_t> slots{p.open(5, 1)};
+    const std::vector<int> tokens{3};
+    return p.graphs.step(slots, tokens, StepResult{});
+  };
+  CHECK(step({}, false) == Fit::ok);
+  CHECK_THROWS_WITH(step({}, true), Catch::Contains("pages") && Catch::Contains("capturable"));
+  CHECK_THROWS_WITH(step({Deadline::next_step}, false), Catch::Contains("later step"));
+  CHECK_THROWS_WITH(step(Deadline::in_steps(2), false), Catch::Contains("later step"));
 }
 
 TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {
