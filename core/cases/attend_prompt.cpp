@@ -45,7 +45,9 @@ void compare_on_cpu(Place& place, Check& check, PromptScene& scene) {
                                       {"AMX", ops::gemm::amx_pair_product()}}) {
     if (!product) continue;
     const auto scope = check.in(fmt::format("{} products of bf16", name));
-    const auto rounded = [&](const ops::PromptArgs& b, Workspace& w) { ops::attend_prompt_bf16(b, w, product); };
+    const auto rounded = [&, of = product](const ops::PromptArgs& b, Workspace& w) {
+      ops::attend_prompt_bf16(b, w, of);
+    };
     const PromptOutputs narrow = run(true, rounded);
     check.equal("out", narrow.out, plain.out, scene.largest_value() / 512);  // a probability loses at most 2^-9 of it
     check.equal("sums", narrow.sums, plain.sums, cpu_f32);
