@@ -13,7 +13,7 @@ constexpr std::byte guard{0xA5};
 
 std::byte* Place::take_bytes(std::size_t bytes) {
   const std::size_t margins = stream().device() == Device::cuda ? 0 : 2 * margin;
-  Block& block = blocks_.emplace_back(StreamMemory(stream(), std::max<std::size_t>(bytes, 1) + margins), bytes);
+  Block& block = blocks_.emplace_back(Block{StreamMemory(stream(), std::max<std::size_t>(bytes, 1) + margins), bytes});
   auto* data = block.memory.as<std::byte>();
   if (margins == 0) return data;
   std::memset(data, static_cast<int>(guard), margin);
