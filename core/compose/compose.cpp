@@ -72,6 +72,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;
+    constants_ = {};
     page_bytes_ = page_bytes(shape, codec(), needs());
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
@@ -81,7 +82,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (parts_.injection && parts_.selector) injector_.emplace(*parts_.injection, shape, w);
     // A graph can hold decode steps that do the same every time: a budget in tokens, and evictions in all steps or
     // none.
-    steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host;
+    // A split may look at the host's numbers of a step.
+    steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host && !parts_.split && parts_.scorer &&
+              (parts_.scorer->by_age() || parts_.scorer->steady_score());
     scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
   }
@@ -228,26 +231,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     const PartTimer timer(Part::score);
     const Constants& same = constants(s);
     Scores scores;
-    if (parts_.split || !parts_.scorer->by_age()) {
+    if (!parts_.scorer->by_age()) {
       scores = kv.kv_head_scores("scores");
       parts_.scorer->score(kv, scores, s);
     }
-    View<const std::int32_t, 2> keep = same.keep_of(kv.rows(), kv.kv_heads());
-    if (parts_.split) {
-      Allotment a;
-      a.layer = kv.layer - dense_layers_;
-      a.layers = shape_.layers - dense_layers_;
-      a.scores = scores;
-      a.length = head_lengths(kv, s);
-      a.pins = same.pins.as<Pins>();
-      a.total = same.totals.as<std::int32_t>();
-      a.keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
-      keep = a.keep;
-      a.kv = &kv;
-      a.host_pins = same.host_pins.data();
-      a.host_total = same.host_totals.data();
-      parts_.split->allot(a, s);
-    }
+    const auto keep = View<const std::int32_t, 2>::dense(same.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
     const PartTimer select_timer(Part::select);
     TokenList lost = kv.list<TokenList>("surplus", kv.max_length);
     ops::surplus_tokens(kv.pages, scores, keep, same.pins.as<Pins>(), lost, s);
@@ -256,26 +244,18 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   // What compress uploads, where all rows and steps have the same.
   struct Constants {
-    std::vector<Pins> host_pins;            // [row]
-    std::vector<std::int32_t> host_totals;  // [row]
-    StreamMemory pins, totals, keep;        // the same on the stream's device; keep: [row, kv_head]
-    View<const std::int32_t, 2> keep_of(int rows, int heads) const {
-      return View<const std::int32_t, 2>::dense(keep.as<std::int32_t>(), {rows, heads});
-    }
+    StreamMemory pins, keep;  // [row], [row, kv_head]
   };
   const Constants& constants(Stream s) {
     if (constants_.pins) return constants_;
     const auto rows = static_cast<std::size_t>(shape_.max_slots);
     const int tokens = static_cast<int>(amount_.value);
-    constants_.host_pins.assign(rows, parts_.scorer->pins(tokens));
-    constants_.host_totals.assign(rows, tokens);
     const auto put = [&](const auto& from) {
       StreamMemory to(s, from.size() * sizeof(from[0]));
       copy_memory(to.template as<>(), from.data(), to.bytes(), s);
       return to;
     };
-    constants_.pins = put(constants_.host_pins);
-    constants_.totals = put(constants_.host_totals);
+    constants_.pins = put(std::vector<Pins>(rows, parts_.scorer->pins(tokens)));
     constants_.keep = put(std::vector<std::int32_t>(rows * static_cast<std::size_t>(shape_.kv_heads), tokens));
     return constants_;
   }

@@ -140,7 +140,7 @@ class Engine final : private LayerHooks {
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;
-  bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps do not follow lengths then
+  bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps follow the room of the graph then
   EngineOptions options_;
   OwnedStream owned_stream_;
   Stream stream_;  // all work of the engine runs on it

@@ -58,13 +58,15 @@ class Guard : public Interface {
 // Memory in which ops note wrong numbers of callbacks, one on the host and one on the device.
 class Note {
  public:
-  ops::Finding* on(Stream s) {
+  // kv: of the callback. A graph may repeat the notes of a decode step without a call.
+  ops::Finding* on(Stream s, const LayerKv& kv) {
     if (s.device() == Device::cpu) return &here_;
     if (!there_) {
       there_ = StreamMemory(s, sizeof(ops::Finding));
       zero_memory(there_.as(), there_.bytes(), s);
     }
     stream_ = s;
+    repeats_ = repeats_ || !kv.chunk_queries;
     return there_.as<ops::Finding>();
   }
 
@@ -74,7 +76,7 @@ class Note {
       copy_memory(&here_, there_.as(), sizeof here_, *stream_);
       zero_memory(there_.as(), there_.bytes(), *stream_);
       synchronize(*stream_);
-      stream_.reset();
+      if (!repeats_) stream_.reset();
     }
     return std::exchange(here_, {});
   }
@@ -83,6 +85,7 @@ class Note {
   ops::Finding here_;
   StreamMemory there_;
   std::optional<Stream> stream_;  // of the latest note on a GPU
+  bool repeats_ = false;
 };
 
 class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Verified {
@@ -100,13 +103,16 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   }
   void score(const LayerKv& kv, Scores out, Stream stream) override {
     ask("score", [&](Scorer& s) { s.score(kv, out, stream); });
-    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream), stream);
+    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream, kv), stream);
   }
   void observe(const LayerKv& kv, Stream stream) override {
     ask("observe", [&](Scorer& s) { s.observe(kv, stream); });
   }
   void release(int slot) override {
     ask("release", [&](Scorer& s) { s.release(slot); });
+  }
+  bool steady_score() const override {
+    return ask("steady_score", [](Scorer& s) { return s.steady_score(); });
   }
   bool by_age() const override {
     return ask("by_age", [](Scorer& s) { return s.by_age(); });
@@ -144,7 +150,7 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
     const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
     if (bytes == 0) return;
     if (a.layer == 0 && kept_.bytes() < bytes) kept_ = StreamMemory(stream, bytes);
-    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream), stream);
+    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream, *a.kv), stream);
   }
   void verify() override {
     const ops::Finding found = note_.take();

@@ -15,6 +15,7 @@ class Tova final : public kvlab::Scorer {
         .capturable(true);
   }
   kvlab::Pins pins(int) const override { return {.last = keep_last_ ? 1 : 0}; }
+  bool steady_score() const override { return true; }
   int every() const override { return every_; }
 
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {

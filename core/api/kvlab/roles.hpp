@@ -24,6 +24,9 @@ class Scorer {
   // attach took.
   virtual void score(const LayerKv& kv, Scores out, Stream s) = 0;
 
+  // True: score() keeps the promise of Needs::capturable too. Then a GPU may replay decode steps that evict by it.
+  virtual bool steady_score() const { return false; }
+
   // True: the newest token is the best. A decode step then ranks by text position and does not call score().
   virtual bool by_age() const { return false; }
 
