@@ -1,4 +1,4 @@
-// top_tokens, top_pages and the divisions of a budget.
+// top_tokens, surplus_tokens, top_pages and the divisions of a budget.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 

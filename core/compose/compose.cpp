@@ -226,8 +226,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (kv.layer < dense_layers_) return;
     const auto rows = static_cast<std::size_t>(kv.rows());
     const int tokens = static_cast<int>(amount_.value);
-    const bool short_rows = std::all_of(kv.position, kv.position + rows, [&](std::int32_t n) { return n <= tokens; });
-    if (s.device() == Device::cpu && short_rows) return;  // the host may look, and no graph is there
+    const auto fits = [&](std::int32_t n) { return n <= tokens; };
+    // No graph holds a CPU's step, so the host may look.
+    if (s.device() == Device::cpu && std::all_of(kv.position, kv.position + rows, fits)) return;
     const PartTimer timer(Part::score);
     const Constants& same = constants(s);
     Scores scores;

@@ -156,8 +156,8 @@ struct Finished {
                                             // per file among the parts that kvlab did not write, which stays
 };
 
-// The cells that need not run again; none if neither OUT nor its parts exist. Also removes temporary files that killed
-// processes of this host left. Cells of OUT whose parts were deleted get new parts, copied from OUT.
+// The cells that need not run again; none if neither OUT nor its parts exist. It also removes temporary files that
+// killed processes of this host left. Cells of OUT whose parts were deleted get new parts, copied from OUT.
 Finished finished(const std::string& out_path);
 
 // Writes OUT from the parts of `ids`, in that order (temporary file, fsync, rename); the parts stay. Ids without a part
@@ -181,7 +181,7 @@ std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& ou
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);
 
-// Where OUT is a symbolic link, the parts lie beside the file that it leads to.
+// The parts of a symbolic link OUT lie beside the file that it leads to.
 std::string parts_folder(const std::string& out_path);                      // OUT.parts
 std::string part_path(const std::string& out_path, const std::string& id);  // OUT.parts/<id>.h5
 
