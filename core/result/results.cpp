@@ -1,6 +1,7 @@
 #include "result/results.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <kvlab/error.hpp>
@@ -33,6 +34,14 @@ std::vector<Part> list_parts(const std::string& out_path) {
   }
   std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.id < b.id; });
   return parts;
+}
+
+// Makes `path` newer than `time`. File systems stamp files with a clock that stands still for milliseconds, so that two
+// files written one after the other may bear one time.
+void make_newer(const std::string& path, fs::file_time_type time) {
+  std::error_code ignored;
+  const auto written = fs::last_write_time(path, ignored);
+  if (!ignored && written <= time) fs::last_write_time(path, time + std::chrono::nanoseconds(1), ignored);
 }
 
 // Checks that a part is usable and returns the one row of its summary.
@@ -141,6 +150,9 @@ std::string write_part(const std::string& out_path, const CellResult& cell, cons
     write_summary_rows(file, {cell.summary});
     write_cell_group(file, cell);
   });
+  std::error_code missing;
+  const auto out_written = fs::last_write_time(out_path, missing);
+  if (!missing) make_newer(path, out_written);
   return path;
 }
 
@@ -200,6 +212,7 @@ std::vector<std::string> rebuild(const std::string& out_path, const RunInfo& inf
     }
     write_summary_rows(out, rows);
   });
+  for (const Part& part : list_parts(out_path)) make_newer(out_path, part.written);
   return warnings;
 }
 

@@ -273,6 +273,18 @@ TEST_CASE("finished cells and results newer than OUT") {
   CHECK(finished(out).cells.at("c").policy == "snapkv");
 }
 
+TEST_CASE("OUT is newer than its parts, and a part newer than OUT, whatever the clock says") {
+  const TemporaryFolder dir;
+  const std::string out = dir / "o.h5";
+  write_part(out, sample_cell("a"), sample_info());
+  write_part(out, sample_cell("b"), sample_info());
+  fs::last_write_time(part_path(out, "b"), fs::file_time_type::clock::now() + std::chrono::hours(1));
+  rebuild(out, sample_info(), {"a"});  // an experiment without b
+  CHECK(ids_of(read_summary(out)) == Ids{"a"});
+  write_part(out, sample_cell("c"), sample_info());
+  CHECK(ids_of(read_summary(out)) == Ids{"a", "c"});
+}
+
 TEST_CASE("cells of OUT whose parts were deleted are finished and stay") {
   const TemporaryFolder dir;
   const std::string out = dir / "o.h5";
