@@ -69,6 +69,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   CodecSpec codec() const override { return parts_.codec ? parts_.codec->spec() : CodecSpec{}; }
   CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codec(); }
 
+  void load_profile(const Profile& profile) override {
+    if (parts_.scorer) parts_.scorer->load_profile(profile);
+    if (parts_.selector) parts_.selector->load_profile(profile);
+  }
+
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     shape_ = shape;
     amount_ = amount;

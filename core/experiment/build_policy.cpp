@@ -18,10 +18,7 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
   return create<Interface>(*info, use->params);
 }
 
-}  // namespace
-
-std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
-                                     std::optional<Injection> injection) {
+std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
   if (spec.policy) return make<Policy>(spec.policy, catalog);
   Composition parts;
   parts.scorer = make<Scorer>(spec.scorer, catalog);
@@ -36,6 +33,21 @@ std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog
   parts.injection = std::move(injection);
   parts.name = spec.name;
   return compose(std::move(parts));
+}
+
+}  // namespace
+
+std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog, const Profile* profile,
+                                     std::optional<Injection> injection) {
+  std::shared_ptr<Policy> policy = join(spec, catalog, std::move(injection));
+  const bool needed = policy->needs().profile();
+  if (needed && spec.profile.empty())
+    throw Error(Errc::config,
+                "got no profile for '" + spec.name + "', wanted profile: FILE, which `kvlab profile` writes");
+  if (!needed && !spec.profile.empty() && spec.ablated.empty())
+    throw Error(Errc::config, "got a profile for '" + spec.name + "', wanted none: nothing of it reads one");
+  if (needed && profile) policy->load_profile(*profile);
+  return policy;
 }
 
 }  // namespace kvlab

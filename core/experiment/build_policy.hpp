@@ -10,8 +10,10 @@
 
 namespace kvlab {
 
-// Throws as the plugins' constructors and compose() do. injection: replaces the selector's lists.
+// Throws as the plugins' constructors, compose() and load_profile do. Errc::config if the entry names a profile that no
+// plugin of it needs, or none although one does; an ablation may need none. profile: null = not loaded. injection:
+// replaces the selector's lists.
 std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
-                                     std::optional<Injection> injection = {});
+                                     const Profile* profile = nullptr, std::optional<Injection> injection = {});
 
 }  // namespace kvlab

@@ -51,10 +51,11 @@ Json params_of(const PolicySpec& policy, const Experiment& experiment) {
 Json describe(const PolicySpec& policy, const Experiment& experiment, const PluginCatalog& catalog,
               const Fingerprints& fingerprints) {
   Json json = {{"name", policy.name}, {"params", params_of(policy, experiment)}, {"depends", Json::array()}};
-  if (const std::string& trace = experiment.inject.trace; experiment.inject.used(policy) && !trace.empty()) {
+  for (const std::string& file : {experiment.inject.used(policy) ? experiment.inject.trace : "", policy.profile}) {
     std::error_code ec;
-    const fs::path path = experiment.resolve(trace);
-    if (fingerprints.file && fs::is_regular_file(path, ec)) json["depends"].push_back(fingerprints.file(path));
+    const fs::path path = experiment.resolve(file);
+    if (!file.empty() && fingerprints.file && fs::is_regular_file(path, ec))
+      json["depends"].push_back(fingerprints.file(path));
   }
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})

@@ -131,13 +131,30 @@ std::string experiment(const std::string& task, const std::string& policy) {
          (policy.empty() ? "" : "  - " + policy + "\n");
 }
 
+Needs needs_of(const PluginInfo& plugin) {
+  const Params defaults = resolve(plugin, {});
+  if (plugin.role == Role::scorer) return create<Scorer>(plugin, defaults)->needs();
+  if (plugin.role == Role::selector) return create<Selector>(plugin, defaults)->needs();
+  return create<Policy>(plugin, defaults)->needs();
+}
+
+// The keys of an example's entry, as far as they are known before the plugin has its parameters.
+std::string first_keys(const PluginInfo& plugin) {
+  const std::string budget = "budget: {tokens: 512}";
+  try {
+    return needs_of(plugin).profile() ? budget + ", profile: FILE" : budget;
+  } catch (const Error&) {
+    return budget;
+  }
+}
+
 // A whole experiment file.
 std::string example(Registry& registry, const PluginInfo& plugin) {
   switch (plugin.role) {
     case Role::scorer:
     case Role::selector:
     case Role::policy: {
-      const std::string text = experiment(any_task(registry), entry_text(plugin, "budget: {tokens: 512}"));
+      const std::string text = experiment(any_task(registry), entry_text(plugin, first_keys(plugin)));
       Row components;
       for (const ParamSpec& spec : plugin.params)
         if (spec.component) components.push_back(spec.name);
@@ -165,13 +182,6 @@ std::string words_of(const std::vector<T>& some) {
   return some.empty() ? "all" : join(words);
 }
 
-Needs needs_of(const PluginInfo& plugin) {
-  const Params defaults = resolve(plugin, {});
-  if (plugin.role == Role::scorer) return create<Scorer>(plugin, defaults)->needs();
-  if (plugin.role == Role::selector) return create<Selector>(plugin, defaults)->needs();
-  return create<Policy>(plugin, defaults)->needs();
-}
-
 // With default parameters.
 std::string needs_text(const PluginInfo& plugin) {
   try {
@@ -180,6 +190,7 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.uniform_heads()) rows.push_back({"heads", "all KV heads of a layer hold the same tokens"});
     if (!n.chunked_prompts()) rows.push_back({"prompts", "whole, not in chunks"});
     if (n.window_queries() > 0) rows.push_back({"queries", fmt::format("the prompt's last {}", n.window_queries())});
+    if (n.profile()) rows.push_back({"profile", "a file of `kvlab profile`"});
     if (n.mass() != Mass::none)
       rows.push_back({"attention mass", n.mass() == Mass::all ? "of prompts and steps" : "of steps"});
     return table(rows, "  ");

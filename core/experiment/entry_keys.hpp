@@ -22,6 +22,7 @@ inline const std::vector<EntryKey>& policy_keys() {
       {"placement", "{tier: device | host, resident: N, codec: NAME}",
        "where pages live; resident = tokens per KV head that stay on the device"},
       {"page_size", "N", "tokens per page"},
+      {"profile", "FILE", "what `kvlab profile` wrote about the model, for a method that reads it"},
   };
   return keys;
 }

@@ -122,6 +122,9 @@ std::optional<PolicySpec> read_policy(const Node& entry, int page_size, const Pl
   if (const Node* n = map.take("codec")) policy.codec = uses.use(*n, Role::codec);
   if (const Node* n = map.take("placement")) read_placement(*n, uses, policy.placement);
   policy.page_size = map.get<int>(make_param("page_size", page_size, 1, 1024, "tokens per page"));
+  policy.profile = map.get<std::string>(make_param("profile", std::string(), "a profile file"));
+  if (const Entry* e = body.find("profile"); e && e->value.is(Node::Kind::scalar) && e->value.text.empty())
+    problems.add(e->value.place, "got empty text for 'profile', wanted a path");
   if (name.text.empty()) {
     problems.add(entry.place, "got a policy without a name, wanted name, policy, scorer or selector");
     return std::nullopt;

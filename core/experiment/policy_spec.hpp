@@ -1,8 +1,8 @@
 // One entry of `policies:` or `tasks:`, resolved to plugins with all their parameters.
 //
 // A policy entry is a name (`full`), {NAME: {...}} or {name: LABEL, scorer: X, ...}. Its composition keys are policy,
-// scorer, selector, budget, schedule, codec, placement and page_size. Every other key is a parameter of its main
-// plugin: the one called NAME, else the only one of policy, scorer and selector.
+// scorer, selector, budget, schedule, codec, placement, page_size and profile. Every other key is a parameter of its
+// main plugin: the one called NAME, else the only one of policy, scorer and selector.
 #pragma once
 #include <kvlab/policy.hpp>
 
@@ -35,6 +35,7 @@ struct PolicySpec {
   std::optional<PluginUse> codec;
   Placement placement;
   int page_size = 16;
+  std::string profile;  // a profile file, relative as data paths are; empty: none
   std::string ablated;  // the component that `without` switched off; empty: none
   std::string where;    // the entry's place, for messages
 };

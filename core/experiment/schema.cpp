@@ -148,6 +148,7 @@ class Builder {
                              {"resident", axis(integer(0))},
                              {"codec", axis(ref("codec"))}}));
     set("page_size", integer(1, 1024));
+    set("profile", text());
     return keys;
   }
 

@@ -45,6 +45,7 @@ Json to_json(const PolicySpec& policy) {
     if (policy.placement.codec) json["placement"]["codec"] = use(*policy.placement.codec);
   }
   json["page_size"] = policy.page_size;
+  if (!policy.profile.empty()) json["profile"] = policy.profile;
   return json;
 }
 

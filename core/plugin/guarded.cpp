@@ -2,13 +2,18 @@
 // where it enters (Errc::plugin).
 
 #include <fmt/format.h>
+#include <kvlab/error.hpp>
 
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/stream_memory.hpp"
+#include "base/text.hpp"
 #include "ops/score/verify.hpp"
 #include "plugin/callback.hpp"
 #include "plugin/edits_author.hpp"
@@ -40,6 +45,22 @@ class Guard : public Interface {
                                       {"min_pages", n.min_pages()}})
       if (count < 0) who_.refuse("needs", fmt::format("got {} {}, wanted 0 or more", what, count));
     return n;
+  }
+
+  // Profile::at throws std::out_of_range, which names nothing.
+  void load(const Profile& profile) {
+    ask("load_profile", [&](Interface& object) {
+      try {
+        object.load_profile(profile);
+      } catch (const std::out_of_range&) {
+        std::vector<std::string> names;
+        for (const auto& [name, array] : profile) names.push_back(name);
+        throw Error(Errc::config,
+                    "got a profile without an array that the plugin reads, wanted another profiler's; this "
+                    "profile has " +
+                        (names.empty() ? "no array" : join(names)));
+      }
+    });
   }
 
   Pins checked(const char* callback, const Pins& p) const {
@@ -95,6 +116,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   Needs needs() const override {
     return checked(ask("needs", [](Scorer& s) { return s.needs(); }));
   }
+  void load_profile(const Profile& profile) override { load(profile); }
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     ask("attach", [&](Scorer& s) { s.attach(shape, amount, w); });
   }
@@ -176,6 +198,7 @@ class GuardedSelector final : public Guard<Selector>, public EditsAuthor {
   Needs needs() const override {
     return checked(ask("needs", [](Selector& s) { return s.needs(); }));
   }
+  void load_profile(const Profile& profile) override { load(profile); }
   void attach(const Shape& shape, const BudgetAmount& amount, Workspace& w) override {
     ask("attach", [&](Selector& s) { s.attach(shape, amount, w); });
   }
@@ -211,6 +234,7 @@ class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
   Needs needs() const override {
     return checked(ask("needs", [](Policy& p) { return p.needs(); }));
   }
+  void load_profile(const Profile& profile) override { load(profile); }
   Demand demand(int prompt, int most) const override {
     return ask("demand", [&](Policy& p) { return p.demand(prompt, most); });
   }

@@ -85,10 +85,11 @@ struct SampleRow {
   std::int64_t preemptions = -1;  // of a request
 };
 
-// A plugin that a cell or a profile used: one row of /cells/ID/plugins, or of /plugins in a profile file.
+// A plugin that a cell or a profile used: one row of /cells/ID/plugins, or of /plugins in a profile file. A profile
+// file that the cell's policy read has a row too: role "profile", its path, no version.
 struct PluginRow {
   std::string role, name, version;
-  std::string sha256;  // of its library; empty for a part of kvlab itself
+  std::string sha256;  // of its file; empty for a part of kvlab itself
   auto operator<=>(const PluginRow&) const = default;
 };
 
@@ -141,7 +142,7 @@ struct CellResult {
   std::vector<std::string> parts;           // names of the columns of step_parts
   std::vector<float> step_parts;            // ms [engine step, part]
   std::vector<LedgerRow> ledger;
-  std::vector<PluginRow> plugins;  // the task's, then the policy's; empty in files of earlier versions
+  std::vector<PluginRow> plugins;  // task, policy, profile file; empty in older files
   Fidelity fidelity;
   Trace trace;
 };

@@ -25,7 +25,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
 
 std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   const InjectSpec& inject = in.experiment->inject;
-  if (!inject.used(in.policy())) return build_policy(in.policy(), *in.catalog);
+  if (!inject.used(in.policy())) return build_policy(in.policy(), *in.catalog, in.profile.get());
   Injection injection;
   injection.overlap = static_cast<std::int32_t>(std::lround(inject.overlap.value_or(0) * 1e6));
   injection.seed = static_cast<std::uint64_t>(in.cell->seed);
@@ -33,7 +33,7 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in) {
     injection.recorded = in.recorded;
     injection.follows = follow(*in.recorded, in.items->items);
   }
-  return build_policy(in.policy(), *in.catalog, std::move(injection));
+  return build_policy(in.policy(), *in.catalog, in.profile.get(), std::move(injection));
 }
 
 Engine make_engine(const CellInput& in, int slots) {

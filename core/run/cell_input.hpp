@@ -20,6 +20,7 @@ struct CellInput {
   const TaskItems* items = nullptr;
   const PluginCatalog* catalog = nullptr;
   ReferenceCache* references = nullptr;
+  std::shared_ptr<const Profile> profile;                                      // null without `profile: FILE`
   std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
   std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
 

@@ -4,6 +4,7 @@
 #include <kvlab/error.hpp>
 
 #include <cstdio>
+#include <optional>
 
 #include "base/log.hpp"
 #include "engine/engine.hpp"
@@ -13,6 +14,7 @@
 #include "model/checkpoint.hpp"
 #include "run/device.hpp"
 #include "run/nonfinite.hpp"
+#include "run/policy_profile.hpp"
 #include "run/sampling.hpp"
 
 namespace kvlab {
@@ -69,7 +71,9 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   options.max_tokens = tokens;
   options.page_size = spec.page_size;
   options.budget = spec.budget;
-  const auto policy = [&] { return build_policy(spec, catalog); };
+  std::optional<Profile> profile;
+  if (!spec.profile.empty()) profile = read_policy_profile(resolve_data_path(spec.profile, "").string(), *model);
+  const auto policy = [&] { return build_policy(spec, catalog, profile ? &*profile : nullptr); };
   std::string error;
   try {
     Engine engine(model, policy(), options);

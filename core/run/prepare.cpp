@@ -14,6 +14,7 @@
 #include "result/output.hpp"
 #include "run/cell.hpp"
 #include "run/device.hpp"
+#include "run/policy_profile.hpp"
 #include "run/requests.hpp"
 
 namespace kvlab {
@@ -38,6 +39,7 @@ class Preparation {
   void open_models();
   void list_cells();
   void read_recorded_trace();
+  bool read_profile(const Cell& cell);
   void check(const Cell& cell);
   void check_output();
 
@@ -94,7 +96,18 @@ void Preparation::read_recorded_trace() {
   });
 }
 
-// Checks the cell's prompts, requests, recorded lists and policy; without prompts only its policy.
+// Whether the policy's profile is there, if its entry names one.
+bool Preparation::read_profile(const Cell& c) {
+  const PolicySpec& policy = e_.policies[c.policy];
+  const ProfileKey key{c.model, policy.profile};
+  return policy.profile.empty() || p_.profiles.count(key) != 0 || attempt(policy.where, [&] {
+           p_.profiles[key] =
+               std::make_shared<Profile>(read_policy_profile(e_.resolve(policy.profile).string(), *p_.models[c.model]));
+         });
+}
+
+// Checks the cell's prompts, requests, recorded lists, profile and policy; without prompts or profile only how the
+// policy is built.
 void Preparation::check(const Cell& c) {
   const ItemsKey key{c.model, c.task, c.seed};
   const Model& model = *p_.models[c.model];
@@ -110,7 +123,7 @@ void Preparation::check(const Cell& c) {
             [&] { make_requests(e_.workloads[c.workload], p_.items[key].items, c.seed, e_.folder); });
   const bool followed = !has_items || !p_.recorded || !e_.inject.used(policy) ||
                         attempt(e_.inject.where, [&] { follow(*p_.recorded, p_.items[key].items); });
-  if (has_items && followed)
+  if (read_profile(c) && has_items && followed)
     attempt(policy.where, [&] { check_cell(input(e_, catalog_, p_, c)); });
   else
     attempt(policy.where, [&] { build_policy(policy, catalog_); });
@@ -137,6 +150,8 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   in.model = p.models[cell.model];
   in.items = &p.items.at({cell.model, cell.task, cell.seed});
   in.catalog = &catalog;
+  if (const auto own = p.profiles.find({cell.model, in.policy().profile}); own != p.profiles.end())
+    in.profile = own->second;
   in.recorded = p.recorded;
   return in;
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "experiment/experiment.hpp"
@@ -19,12 +20,15 @@ namespace kvlab {
 
 using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, task, seed
 
+using ProfileKey = std::pair<std::size_t, std::string>;  // model, file as the entry names it
+
 // An experiment that has passed every check.
 struct Prepared {
   std::vector<std::unique_ptr<Checkpoint>> checkpoints;
   std::vector<std::shared_ptr<const Model>> models;  // only the one in use has its weights
   std::vector<Cell> cells;
   std::map<ItemsKey, TaskItems> items;
+  std::map<ProfileKey, std::shared_ptr<const Profile>> profiles;
   std::shared_ptr<const RecordedTrace> recorded;
 };
 

@@ -427,7 +427,7 @@ Checked check_experiment(const Experiment& given, const PluginCatalog& catalog) 
     for (const PolicySpec& policy : e.policies) placed(policy.where, [&] { build_policy(policy, catalog); });
     std::vector<Cell> all = cells(e, catalog, {});
     for (Cell& cell : all) cell.id = "-";  // an id depends on the model's contents
-    return {cell_table(e, all) + "not checked: prompts and budgets, because the model is not here\n", error};
+    return {cell_table(e, all) + "not checked: prompts, budgets and profiles, because the model is not here\n", error};
   }
 }
 

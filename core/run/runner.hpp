@@ -34,7 +34,7 @@ int run_isolated_cell(const Experiment& experiment, const PluginCatalog& catalog
 results::RunInfo run_info(const Experiment& experiment, const std::string& command);
 
 // Makes a run's checks before its first cell, without reading weights. table: the cells, as `kvlab check` prints them.
-// absent: why a bundled model is not on this machine; its prompts and budgets are then not checked.
+// absent: why a bundled model is not on this machine; its prompts, budgets and profiles are then not checked.
 struct Checked {
   std::string table;
   std::optional<Error> absent;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "base/content_hash.hpp"
 #include "experiment/variants.hpp"
 #include "run/device.hpp"
 #include "run/interval.hpp"
@@ -35,13 +36,16 @@ double perplexity(const std::vector<Scored>& texts) {
   return std::exp(nll / tokens);
 }
 
-std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpec& policy,
+// The plugins, and the profile file that the policy reads.
+std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpec& policy, const Experiment& e,
                                            const PluginCatalog& catalog) {
   std::vector<results::PluginRow> rows;
   add_plugin(rows, task.task, catalog);
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
     if (*use) add_plugin(rows, **use, catalog);
+  if (!policy.profile.empty())
+    rows.push_back({"profile", policy.profile, "", content_hashes().sha256_of(e.resolve(policy.profile))});
   return rows;
 }
 
@@ -59,7 +63,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   const PolicySpec& policy = in.policy();
   auto& s = out.summary;
   out.id = s.cell = in.cell->id;
-  out.plugins = plugins_of(e.tasks[in.cell->task], policy, *in.catalog);
+  out.plugins = plugins_of(e.tasks[in.cell->task], policy, e, *in.catalog);
   s.model = in.model->name;
   if (in.model->synthetic) add_label(s, "synthetic");
   if (e.inject.used(policy)) add_label(s, "injected");

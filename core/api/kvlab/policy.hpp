@@ -16,6 +16,7 @@
 
 #include "kvlab/edits.hpp"
 #include "kvlab/kv.hpp"
+#include "kvlab/profile.hpp"
 #include "kvlab/stream.hpp"
 #include "kvlab/workspace.hpp"
 
@@ -48,6 +49,8 @@ class Needs {
   Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
+  // The arrays of a profile file, which the experiment names. They come through load_profile.
+  Needs& profile(bool yes) { return profile_ = yes, *this; }
 
   int window_queries() const { return window_queries_; }
   Mass mass() const { return mass_; }
@@ -61,6 +64,7 @@ class Needs {
   const std::vector<Device>& devices() const { return devices_; }
   const std::vector<DType>& dtypes() const { return dtypes_; }
   bool uniform_heads() const { return uniform_heads_; }
+  bool profile() const { return profile_; }
 
  private:
   int window_queries_ = 0;
@@ -75,6 +79,7 @@ class Needs {
   std::vector<Device> devices_;
   std::vector<DType> dtypes_;
   bool uniform_heads_ = false;
+  bool profile_ = false;
 };
 
 // The cache of one layer during a callback.
@@ -201,6 +206,9 @@ class Policy {
   virtual Demand demand(int /*prompt_tokens*/, int /*max_new*/) const { return {}; }
   virtual CodecSpec codec() const { return {}; }            // of appended tokens
   virtual CodecSpec host_codec() const { return codec(); }  // of pages on the host tier
+  // Core calls it once before attach where needs() asks for a profile. Core has checked that the profile is of this
+  // model and that its arrays have the model's layers and heads. An array that is not there: std::out_of_range.
+  virtual void load_profile(const Profile&) {}
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
   virtual void prefill(const LayerPrefill&, Edits&, Stream) {}  // once per layer and chunk, after its attention
   virtual void select(const LayerStep&, Edits&, Stream) {}   // before attention; no attend edit = everything resident

@@ -1,21 +1,10 @@
 // A profiler watches runs with the full cache and gives named arrays. Core writes them to a profile file keyed by the
 // model's hash.
 #pragma once
-#include <cstdint>
-#include <map>
-#include <string>
-#include <vector>
-
 #include "kvlab/policy.hpp"
+#include "kvlab/profile.hpp"
 
 namespace kvlab {
-
-struct ProfileArray {
-  std::vector<std::int64_t> extent;
-  std::vector<float> values;
-  std::string unit;
-};
-using Profile = std::map<std::string, ProfileArray>;
 
 // All views of a profiler are host memory, unlike a policy's, and its stream is the CPU's. On a GPU they are copies, in
 // f32 if the cache is f16. chunk_queries stay empty: no profiler needs them, and the copies would be large.

@@ -11,6 +11,9 @@ class Scorer {
   virtual ~Scorer() = default;
   virtual Needs needs() const { return {}; }
 
+  // As Policy::load_profile.
+  virtual void load_profile(const Profile&) {}
+
   // Core calls it once, before any sequence. Take memory that outlasts a call here (Workspace::state).
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
 
@@ -74,6 +77,8 @@ class Selector {
  public:
   virtual ~Selector() = default;
   virtual Needs needs() const { return {}; }
+  // As Policy::load_profile.
+  virtual void load_profile(const Profile&) {}
   // As Scorer::attach.
   virtual void attach(const Shape&, const BudgetAmount&, Workspace&) {}
   // After the attention of each prompt chunk, in every layer.

@@ -21,6 +21,7 @@ class Deed {
   explicit Deed(const kvlab::Params& p) : in_(p.get<std::string>("in")), deed_(p.get<std::string>("deed")) {
     (*this)("constructor");
   }
+  bool in(const char* callback) const { return in_ == callback; }
   bool is(const char* callback, const char* deed) const { return in_ == callback && deed_ == deed; }
   void operator()(const char* callback) const {
     if (in_ != callback) return;
@@ -62,10 +63,19 @@ struct CutsPart {
   bool used = false;
 } cuts_part;
 
+void load(const kvlab::Profile& profile, const Deed& deed) {
+  deed("load_profile");
+  if (deed.is("load_profile", "absent")) profile.at("absent");
+}
+
 class BadScorer final : public kvlab::Scorer {
  public:
-  explicit BadScorer(const kvlab::Params& p) : deed_(p) {}
-  kvlab::Needs needs() const override { return deed_("needs"), kvlab::Needs{}; }
+  explicit BadScorer(const kvlab::Params& p) : deed_(p), reads_(p.get<bool>("reads")) {}
+  kvlab::Needs needs() const override {
+    deed_("needs");
+    return kvlab::Needs{}.profile(deed_.in("load_profile") && reads_);
+  }
+  void load_profile(const kvlab::Profile& p) override { load(p, deed_); }
   void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
   void release(int) override { deed_("release"); }
   kvlab::Pins pins(int) const override {
@@ -94,12 +104,14 @@ class BadScorer final : public kvlab::Scorer {
 
  private:
   Deed deed_;
+  bool reads_;
 };
 
 class BadSelector final : public kvlab::Selector {
  public:
   explicit BadSelector(const kvlab::Params& p) : deed_(p) {}
   kvlab::Needs needs() const override { return deed_("needs"), kvlab::Needs{}; }
+  void load_profile(const kvlab::Profile& p) override { load(p, deed_); }
   void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
   void prefill(const kvlab::LayerPrefill&, kvlab::Stream) override { deed_("prefill"); }
   void observe(const kvlab::LayerStep&, kvlab::Stream) override { deed_("observe"); }
@@ -145,6 +157,7 @@ class BadPolicy final : public kvlab::Policy {
     deed_("needs");
     return kvlab::Needs{}.dense_layers(deed_.is("needs", "negative") ? -2 : 0);
   }
+  void load_profile(const kvlab::Profile& p) override { load(p, deed_); }
   void attach(const kvlab::Shape&, const kvlab::BudgetAmount&, kvlab::Workspace&) override { deed_("attach"); }
   void prefill(const kvlab::LayerPrefill&, kvlab::Edits&, kvlab::Stream) override { deed_("prefill"); }
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
@@ -198,7 +211,7 @@ kvlab::Registration told(kvlab::Registration r) {
 
 }  // namespace
 
-KVLAB_PLUGIN(told(kvlab::scorer<BadScorer>("bad_scorer", "misbehaves")),
+KVLAB_PLUGIN(told(kvlab::scorer<BadScorer>("bad_scorer", "misbehaves")).component("reads", "its profile"),
              told(kvlab::selector<BadSelector>("bad_selector", "misbehaves")),
              told(kvlab::budget<BadBudget>("bad_budget", "misbehaves")),
              told(kvlab::policy<BadPolicy>("bad_policy", "misbehaves")),

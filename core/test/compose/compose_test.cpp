@@ -209,3 +209,30 @@ TEST_CASE("a budget in bytes pays for every KV head of the dense layers before i
   CHECK(amount_for_pages({BudgetAmount::tokens, 100}, 300).value == 100);
   CHECK(tokens(1, 4) == std::numeric_limits<int>::max());  // nothing is ever evicted
 }
+
+TEST_CASE("a profile reaches the scorer or the selector") {
+  struct Reads final : Recency {
+    explicit Reads(std::size_t& count) : Recency(0), arrays(count) {}
+    Needs needs() const override { return Needs{}.profile(true); }
+    void load_profile(const Profile& p) override { arrays = p.size(); }
+    std::size_t& arrays;
+  };
+  struct ReadsToo final : Selector {
+    explicit ReadsToo(std::size_t& count) : arrays(count) {}
+    Needs needs() const override { return Needs{}.profile(true); }
+    void load_profile(const Profile& p) override { arrays = p.size(); }
+    void select(const LayerStep&, PageList, Stream) override {}
+    std::size_t& arrays;
+  };
+  std::size_t of_scorer = 0, of_selector = 0;
+  Composition scores, selects;
+  scores.scorer = instance<Scorer>(new Reads(of_scorer));
+  selects.selector = instance<Selector>(new ReadsToo(of_selector));
+  for (Composition* parts : {&scores, &selects}) {
+    const auto policy = compose(std::move(*parts));
+    CHECK(policy->needs().profile());
+    policy->load_profile({{"votes", {}}, {"windows", {}}});
+  }
+  CHECK(of_scorer == 2);
+  CHECK(of_selector == 2);
+}

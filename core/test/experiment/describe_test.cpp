@@ -1,7 +1,6 @@
 #include "experiment/describe.hpp"
 
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -125,8 +124,8 @@ TEST_CASE("the pages under experiments name every key of an experiment file") {
   };
   const auto names = [](const std::string& text, const std::string& key) {
     CAPTURE(key);
-    const auto at = text.find("`" + key);
-    CHECK((at != std::string::npos && std::strchr("`:. ", text[at + key.size() + 1])));
+    const auto has = [&](const char* end) { return text.find("`" + key + end) != text.npos; };
+    CHECK((has("`") || has(":") || has(".") || has(" ")));
   };
   const std::string main = page("README.md"), serving = page("serving/README.md");
   for (const std::string& key : experiment_key_names()) names(main, key);

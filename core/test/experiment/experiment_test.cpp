@@ -67,7 +67,7 @@ tasks:
 policies:
   - full
   - snapkv: {budget: {tokens: 512, split: {pyramid: {beta: 7}}}, window: 16, schedule: {prefill: false, every: 8}}
-  - {name: mine, scorer: {snapkv: {kernel: 5}}, budget: {ratio: 0.25}, codec: int8, page_size: 32}
+  - {name: mine, scorer: {snapkv: {kernel: 5}}, budget: {ratio: 0.25}, codec: int8, page_size: 32, profile: p.h5}
   - quest: {budget: {bytes: 2MiB}, placement: {tier: host, resident: 64, codec: {int8: {axis: channel}}}}
 repeats: 2
 seed: [3, 4]
@@ -129,6 +129,7 @@ plugin_path: [mine, /opt/plugins]
   CHECK(mine.budget.kind == BudgetAmount::ratio);
   CHECK(mine.codec->name == "int8");
   CHECK(mine.page_size == 32);
+  CHECK(mine.profile == "p.h5");
   CHECK(!mine.schedule.every);
 
   const PolicySpec& quest = e.policies[3];
@@ -613,7 +614,9 @@ TEST_CASE("every key of a policy is a part of its cell's id and of its parameter
       "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, resident: 9}}",
       "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, codec: int8}}",
       "{name: p, scorer: snapkv, budget: {tokens: 64}, placement: {tier: host, codec: {int8: {axis: channel}}}}",
-      "{name: p, scorer: snapkv, budget: {tokens: 64}, page_size: 8}"};
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, page_size: 8}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, profile: a.h5}",
+      "{name: p, scorer: snapkv, budget: {tokens: 64}, profile: b.h5}"};
   std::map<std::string, std::string> ids, params;
   for (const std::string policy : policies) {
     CAPTURE(policy);
@@ -677,6 +680,36 @@ TEST_CASE("a data file counts with its contents") {
   CHECK(plugin_path_of((folder / "exp.yaml").string(), {}) ==
         std::vector<std::string>{(folder / "here").string(), "/"});
   fs::remove_all(folder);
+}
+
+TEST_CASE("a policy's profile counts with its contents, and is an axis as other keys are") {
+  namespace fs = std::filesystem;
+  const std::string text = head + "policies: [snapkv: {profile: p.h5}, knorm]\n";
+  std::string content = "one";
+  Fingerprints f;
+  f.file = [&](const fs::path& path) { return path.filename() == "p.h5" ? content : "other"; };
+  const fs::path folder = fs::temp_directory_path() / ("kvlab_profile_" + std::to_string(std::random_device{}()));
+  fs::create_directories(folder);
+  std::ofstream(folder / "p.h5") << "any";
+  std::ofstream(folder / "exp.yaml") << text;
+  const auto ids = [&] {
+    std::vector<std::string> out;
+    for (const Cell& c : cells(load_experiment((folder / "exp.yaml").string(), {}, catalog), catalog, f))
+      out.push_back(c.id);
+    return out;
+  };
+  const auto before = ids();
+  content = "two";
+  CHECK(ids()[0] != before[0]);
+  CHECK(ids()[1] == before[1]);
+  fs::remove_all(folder);
+
+  const Experiment swept = load(head + "policies: [snapkv: {profile: p.h5}]\nsweep: {snapkv.profile: [a.h5, b.h5]}\n");
+  REQUIRE(swept.policies.size() == 2);
+  CHECK(swept.policies[1].profile == "b.h5");
+  CHECK(load(text, {"snapkv.profile=c.h5"}).policies[0].profile == "c.h5");
+  refused(head + "policies:\n  - snapkv: {profile: ''}\n", "exp.yaml:4:23: ", {"empty text for 'profile'"});
+  refused(head + "policies:\n  - snapkv: {profile: {a: b}}\n", "exp.yaml:4:23: ", {"'profile'"});
 }
 
 TEST_CASE("order and table of cells") {

@@ -62,17 +62,20 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
       {"bad_scorer", "observe", [&](const char* d) { told<Scorer>("observe", d)->observe({}, cpu); }},
       {"bad_scorer", "score", [&](const char* d) { told<Scorer>("score", d)->score({}, {}, cpu); }},
       {"bad_scorer", "attach", [&](const char* d) { told<Scorer>("attach", d)->attach({}, {}, w); }},
+      {"bad_scorer", "load_profile", [](const char* d) { told<Scorer>("load_profile", d)->load_profile({}); }},
       {"bad_scorer", "release", [](const char* d) { told<Scorer>("release", d)->release(0); }},
       {"bad_selector", "needs", [](const char* d) { told<Selector>("needs", d)->needs(); }},
       {"bad_selector", "attach", [&](const char* d) { told<Selector>("attach", d)->attach({}, {}, w); }},
       {"bad_selector", "prefill", [&](const char* d) { told<Selector>("prefill", d)->prefill({}, cpu); }},
       {"bad_selector", "observe", [&](const char* d) { told<Selector>("observe", d)->observe({}, cpu); }},
+      {"bad_selector", "load_profile", [](const char* d) { told<Selector>("load_profile", d)->load_profile({}); }},
       {"bad_selector", "release", [](const char* d) { told<Selector>("release", d)->release(0); }},
       {"bad_selector", "select", [&](const char* d) { told<Selector>("select", d)->select({}, {}, cpu); }},
       {"bad_selector", "pins", [](const char* d) { told<Selector>("pins", d)->pins(); }},
       {"bad_budget", "allot", [&](const char* d) { told<Budget>("allot", d)->allot({}, cpu); }},
       {"bad_budget", "uniform_heads", [](const char* d) { told<Budget>("uniform_heads", d)->uniform_heads(); }},
       {"bad_policy", "needs", [](const char* d) { told<Policy>("needs", d)->needs(); }},
+      {"bad_policy", "load_profile", [](const char* d) { told<Policy>("load_profile", d)->load_profile({}); }},
       {"bad_policy", "release", [](const char* d) { told<Policy>("release", d)->release(0); }},
       {"bad_profiler", "observe", [&](const char* d) { told<Profiler>("observe", d)->observe({}, cpu); }},
       {"bad_profiler", "finish",
@@ -115,4 +118,15 @@ TEST_CASE("numbers that no contract allows are refused where they enter") {
   CHECK(every.where() == place("bad_scorer", "every"));
   CHECK_THAT(every.message(), Catch::Contains("got -1"));
   CHECK_NOTHROW(told<Scorer>("nowhere", "nothing")->pins(8));
+}
+
+TEST_CASE("an array that the profile does not have is told with those that it has") {
+  const Profile profile{{"votes", {}}, {"windows", {}}};
+  const Error scorer = error_of([&] { told<Scorer>("load_profile", "absent")->load_profile(profile); });
+  CHECK(scorer.code() == Errc::config);
+  CHECK(scorer.where() == place("bad_scorer", "load_profile"));
+  CHECK_THAT(scorer.message(), Catch::Contains("votes, windows"));
+  CHECK(error_of([&] { told<Selector>("load_profile", "absent")->load_profile(profile); }).code() == Errc::config);
+  CHECK_THAT(error_of([&] { told<Policy>("load_profile", "absent")->load_profile({}); }).message(),
+             Catch::Contains("no array"));
 }

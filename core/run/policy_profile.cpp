@@ -1,0 +1,48 @@
+#include "run/policy_profile.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <kvlab/error.hpp>
+
+#include <map>
+
+#include "result/profile_file.hpp"
+
+namespace kvlab {
+namespace {
+
+void check_shape(const std::string& file, const std::string& name, const ProfileArray& array, const ModelConfig& c) {
+  const auto& extent = array.extent;
+  if (extent.size() < 2) return;
+  if (extent[0] == c.layers && (extent[1] == c.kv_heads || extent[1] == c.heads)) return;
+  throw Error(Errc::result_file,
+              fmt::format("got array '{}' of {} numbers, wanted {} layers with {} KV heads or {} query heads", name,
+                          fmt::join(extent, " x "), c.layers, c.kv_heads, c.heads),
+              file);
+}
+
+}  // namespace
+
+Profile read_policy_profile(const std::string& file, const Model& model) {
+  const results::ProfileFile read = results::read_profile(file);
+  if (read.model_fingerprint != model.fingerprint)
+    throw Error(Errc::config,
+                fmt::format("got a profile of model '{}' (contents {}), wanted one of '{}' (contents {})", read.model,
+                            read.model_fingerprint, model.name, model.fingerprint),
+                file);
+  Profile all;
+  std::map<std::string, std::string> writers;
+  for (const results::ProfilerOutput& one : read.profilers)
+    for (const auto& [name, array] : one.profile) {
+      check_shape(file, name, array, model.config);
+      if (const auto [it, fresh] = writers.emplace(name, one.name); !fresh)
+        throw Error(Errc::config,
+                    fmt::format("got array '{}' of the profilers '{}' and '{}', wanted it once: profile them apart",
+                                name, it->second, one.name),
+                    file);
+      all[name] = array;
+    }
+  return all;
+}
+
+}  // namespace kvlab
