@@ -26,6 +26,7 @@
 #include "plugin/callback.hpp"
 #include "result/plugin_report.hpp"
 #include "result/profile_file.hpp"
+#include "result/profile_report.hpp"
 #include "result/report.hpp"
 #include "run/device.hpp"
 #include "run/generate.hpp"
@@ -115,6 +116,7 @@ class CommandLine {
   void add_profile();
   void add_generate();
   void add_rest();
+  std::string report_text() const;
   // The words that the user typed, also in the process of an isolated cell.
   std::vector<std::string> typed() const {
     std::vector<std::string> words(argv_, argv_ + argc_);
@@ -130,7 +132,8 @@ class CommandLine {
   CLI::App app_{top_help, "kvlab"};
   std::function<int()> action_;
   std::vector<std::string> names_;
-  std::string file_, output_, isolated_cell_, word_, format_ = "table", backend_ = "auto";
+  std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", backend_ = "auto";
+  std::vector<std::string> files_;
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
@@ -236,6 +239,20 @@ void CommandLine::add_generate() {
   add_plugin_path(command);
 }
 
+std::string CommandLine::report_text() const {
+  const results::Format format = results::parse_format(format_);
+  const std::string& file = files_.front();
+  if (files_.size() > 1) {
+    if (plugins_ || !array_.empty())
+      throw Error(Errc::config, "got several files, wanted one with --plugins or --array", "kvlab report");
+    return results::head_overlap(files_, format);
+  }
+  if (plugins_) return results::plugin_report(file, format);
+  if (!array_.empty()) return results::head_map(results::read_profile(file), array_, format);
+  return results::is_profile(file) ? results::profile_table(results::read_profile(file), format)
+                                   : results::report(file, format);
+}
+
 void CommandLine::add_rest() {
   CLI::App* list =
       add("list", "what there is: policies, budgets, codecs, profilers, tasks, models", "kvlab list policies", [this] {
@@ -293,13 +310,15 @@ void CommandLine::add_rest() {
 
   CLI::App* report =
       add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
-        const results::Format format = results::parse_format(format_);
-        fmt::print("{}", plugins_                     ? results::plugin_report(file_, format)
-                         : results::is_profile(file_) ? results::profile_table(results::read_profile(file_), format)
-                                                      : results::report(file_, format));
+        fmt::print("{}", report_text());
         return 0;
       });
-  report->add_option("FILE", file_, "result or profile file (HDF5), also of a run under way")->required();
+  report
+      ->add_option("FILE", files_,
+                   "result or profile file (HDF5), also of a run under way; several profile files: "
+                   "the heads that they have in common")
+      ->required();
+  report->add_option("--array", array_, "in place of a profile's table: this array as a map of layers and heads");
   report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
   report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
 

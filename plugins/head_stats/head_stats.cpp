@@ -10,23 +10,12 @@
 
 namespace {
 
-enum class By { mass, bound };
-
-}  // namespace
-
-template <>
-struct kvlab::Choices<By> {
-  static constexpr std::pair<By, const char*> all[] = {{By::mass, "mass"}, {By::bound, "bound"}};
-};
-
-namespace {
-
 using Pages = std::vector<std::int32_t>;  // page indices, ascending
 
 class HeadStats final : public kvlab::Profiler {
  public:
   explicit HeadStats(const kvlab::Params& p)
-      : by_(p.get<By>("by")),
+      : by_(p.get<kvlab::RankPages>("by")),
         group_rule_(p.get<kvlab::GroupRule>("group")),
         top_(p.get<int>("top_pages")),
         apart_(static_cast<std::size_t>(p.get<int>("apart"))),
@@ -48,18 +37,7 @@ class HeadStats final : public kvlab::Profiler {
   }
 
   void observe(const kvlab::LayerStep& step, kvlab::Stream s) override {
-    auto score = step.scratch<float>("page score", {step.rows(), step.kv_heads(), step.max_pages});
-    auto budget = step.scratch<std::int32_t>("budget", {step.rows(), step.kv_heads()});
-    std::fill_n(budget.data, step.rows() * step.kv_heads(), top_);
-    const auto best = step.list<kvlab::PageList>("best pages", step.max_pages);
-    if (by_ == By::bound)
-      kvlab::ops::page_score(step.queries, step.pages, step.summaries, group_rule_, 1.f, score, s);
-    else
-      for (int row = 0; row < step.rows(); ++row)
-        for (int head = 0; head < step.kv_heads(); ++head)
-          for (int page = 0; page < step.pages.pages(row, head); ++page)
-            score(row, head, page) = static_cast<float>(kvlab::page_mass(step, row, head, page));
-    kvlab::ops::top_pages(step.pages, score, budget, {}, best, s);
+    const kvlab::PageList best = kvlab::best_pages(step, by_, group_rule_, top_, s);
     for (int row = 0; row < step.rows(); ++row) {
       for (int head = 0; head < step.kv_heads(); ++head) pages(step, row, head, best);
       for (int head = 0; head < shape_.query_heads; ++head) attention(step, row, head);
@@ -139,7 +117,7 @@ class HeadStats final : public kvlab::Profiler {
     last.assign(query.begin(), query.end());
   }
 
-  By by_;
+  kvlab::RankPages by_;
   kvlab::GroupRule group_rule_;
   int top_;
   std::size_t apart_, sinks_;
@@ -156,7 +134,8 @@ class HeadStats final : public kvlab::Profiler {
 
 KVLAB_PLUGIN(kvlab::profiler<HeadStats>("head_stats", "stability, similarity, mass and query drift of every head")
                  .param("top_pages", 64, 1, kvlab::any, "pages of a head that count as selected")
-                 .param("by", By::mass, "what ranks pages: their attention mass (mean of the group) or Quest's bound")
+                 .param("by", kvlab::RankPages::mass,
+                        "what ranks pages: their attention mass (mean of the group) or Quest's bound")
                  .param("apart", 16, 2, kvlab::any, "decode steps between the selections that are compared")
                  .param("sinks", 4, 0, kvlab::any, "first tokens whose mass is told apart")
                  .param("group", kvlab::GroupRule::max, "how a GQA group's bounds become one")

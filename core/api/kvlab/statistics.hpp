@@ -1,4 +1,4 @@
-// Tools for profilers: means per layer and head, values per sequence, and common statistics.
+// Tools for profilers: means per layer and head, values per sequence, best pages, and common statistics.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvlab/ops.hpp"
+#include "kvlab/params.hpp"
 #include "kvlab/policy.hpp"
 #include "kvlab/profiler.hpp"
 
@@ -110,6 +112,32 @@ inline double page_mass(const LayerKv& kv, int row, int head, int page) {
   for (int q = head * group; q < (head + 1) * group; ++q)
     for (int t = begin; t < end; ++t) mass += kv.mass(row, q, t);
   return mass / group;
+}
+
+// What ranks the pages of a head: their attention mass (the mean of the group), or Quest's bound.
+enum class RankPages : std::uint8_t { mass, bound };
+
+template <>
+struct Choices<RankPages> {
+  static constexpr std::pair<RankPages, const char*> all[] = {{RankPages::mass, "mass"}, {RankPages::bound, "bound"}};
+};
+
+// The `top` best pages of every KV head, or all if there are fewer, ascending. mass takes Mass::decode; bound takes
+// min_max summaries, and `group` makes one bound of a group's. For profilers, like page_mass.
+inline PageList best_pages(const LayerStep& step, RankPages by, GroupRule group, int top, Stream s) {
+  auto score = step.scratch<float>("page score", {step.rows(), step.kv_heads(), step.max_pages});
+  auto budget = step.scratch<std::int32_t>("budget", {step.rows(), step.kv_heads()});
+  std::fill_n(budget.data, step.rows() * step.kv_heads(), top);
+  const auto best = step.list<PageList>("best pages", step.max_pages);
+  if (by == RankPages::bound)
+    ops::page_score(step.queries, step.pages, step.summaries, group, 1.f, score, s);
+  else
+    for (int row = 0; row < step.rows(); ++row)
+      for (int head = 0; head < step.kv_heads(); ++head)
+        for (int page = 0; page < step.pages.pages(row, head); ++page)
+          score(row, head, page) = static_cast<float>(page_mass(step, row, head, page));
+  ops::top_pages(step.pages, score, budget, {}, best, s);
+  return best;
 }
 
 }  // namespace kvlab
