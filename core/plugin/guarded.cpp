@@ -56,9 +56,8 @@ class Guard : public Interface {
         std::vector<std::string> names;
         for (const auto& [name, array] : profile) names.push_back(name);
         throw Error(Errc::config,
-                    "got a profile without an array that the plugin reads, wanted another profiler's; this "
-                    "profile has " +
-                        (names.empty() ? "no array" : join(names)));
+                    "got a profile without an array that the plugin reads, wanted one that has it; this one measured " +
+                        (names.empty() ? "nothing" : join(names)));
       }
     });
   }

@@ -4,6 +4,8 @@
 #include <fmt/ranges.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
+#include <cmath>
 #include <map>
 
 #include "result/profile_file.hpp"
@@ -35,6 +37,7 @@ Profile read_policy_profile(const std::string& file, const Model& model) {
   for (const results::ProfilerOutput& one : read.profilers)
     for (const auto& [name, array] : one.profile) {
       check_shape(file, name, array, model.config);
+      if (std::none_of(array.values.begin(), array.values.end(), [](float v) { return std::isfinite(v); })) continue;
       if (const auto [it, fresh] = writers.emplace(name, one.name); !fresh)
         throw Error(Errc::config,
                     fmt::format("got array '{}' of the profilers '{}' and '{}', wanted it once: profile them apart",

@@ -1,30 +1,12 @@
 // Promises of every profiler, whatever it measures.
 #include <catch2/catch.hpp>
-#include <fstream>
 
-#include "experiment/experiment.hpp"
-#include "result/profile_file.hpp"
-#include "run/profile.hpp"
 #include "support/contract.hpp"
-#include "test/model/tiny_files.hpp"
+#include "support/profiled.hpp"
 
 using namespace kvlab;
 
 namespace {
-
-Profile profile(const std::string& profiler, const std::string& model, const std::string& text) {
-  Registry registry(test::library_under_test());
-  const RegistryCatalog catalog(registry);
-  const test::TempDir folder;
-  const std::string out = (folder / "p.h5").string();
-  std::ofstream(folder / "e.yaml") << "model: {path: " << test::golden("tiny/" + model).string()
-                                   << (test::on_cuda() ? ", dtype: bf16}\nbackend: cuda" : ", dtype: f32}")
-                                   << "\ntasks: [text: {file: " << test::golden("text/english.txt").string() << ", "
-                                   << text << "}]\nprofilers: [" << profiler << "]\npage_size: 8\noutput: " << out
-                                   << "\n";
-  REQUIRE(run_profile(load_experiment(folder / "e.yaml", {}, catalog), catalog, {"test", false, true}) == 0);
-  return results::read_profile(out).profilers.at(0).profile;
-}
 
 bool same(const Profile& a, const Profile& b) {
   const auto bytes = [](const std::vector<float>& v) {
@@ -50,14 +32,19 @@ TEST_CASE("a profiler leaves the same arrays every time, whatever the GQA group 
             "usual cause: an array's extent counts samples or steps that did not come, or its values are scratch "
             "memory "
             "that nobody wrote. A text of one token leaves arrays too.");
-        const Profile once = profile(p->name, model, text);
+        const Profile once = test::profiled(p->name, model, text, test::contract_device());
         CHECK_FALSE(once.empty());
         for (const auto& [name, array] : once) {
           std::int64_t count = 1;
           for (const std::int64_t e : array.extent) count *= e;
           CHECK(count == static_cast<std::int64_t>(array.values.size()));
+          if (array.extent.size() < 2) continue;
+          const ModelConfig& config = test::tiny_model(model)->config;
+          CHECK_CAUSE("an array with two or more extents begins with [layer, KV head] or [layer, query head]",
+                      (array.extent[0] == config.layers &&
+                       (array.extent[1] == config.kv_heads || array.extent[1] == config.heads)));
         }
-        CHECK(same(profile(p->name, model, text), once));
+        CHECK(same(test::profiled(p->name, model, text, test::contract_device()), once));
       }
   }
 }

@@ -52,7 +52,7 @@ TEST_CASE("every token has a score, and none is NaN", "[cpu]") {
       CAPTURE(name, s.label);
       int calls = 0;
       Composition parts;
-      parts.scorer = Instance<Scorer>(new Watched(subjects().scorer(s.spec), calls),
+      parts.scorer = Instance<Scorer>(new Watched(subjects().scorer(s.spec, *model), calls),
                                       {nullptr, [](void* p) { delete static_cast<Watched*>(p); }});
       if (parts.scorer->needs().window_queries() == 0) parts.every = 1;
       parts.name = s.label;

@@ -45,7 +45,7 @@ EngineOptions options_of(const PolicySpec& spec, int slots, std::int64_t limit) 
 
 Outcome serve(const PolicySpec& spec, const std::vector<Request>& all, int slots, std::int64_t limit) {
   const auto model = tiny_model("llama-gqa3");
-  Engine engine(model, subjects().policy(spec), options_of(spec, slots, limit));
+  Engine engine(model, subjects().policy(spec, *model), options_of(spec, slots, limit));
   Scheduler scheduler(engine, all, {});
   Outcome out;
   for (int left = 5000; !scheduler.done(); --left) {
@@ -64,7 +64,8 @@ Outcome serve(const PolicySpec& spec, const std::vector<Request>& all, int slots
 }
 
 std::int64_t page_of_heads(const PolicySpec& spec) {
-  return Engine(tiny_model("llama-gqa3"), subjects().policy(spec), options_of(spec, 1, -1)).full_bytes(1);
+  const auto model = tiny_model("llama-gqa3");
+  return Engine(model, subjects().policy(spec, *model), options_of(spec, 1, -1)).full_bytes(1);
 }
 
 // Bytes of all pages of one sequence and one more page per KV head.

@@ -125,8 +125,8 @@ TEST_CASE("an array that the profile does not have is told with those that it ha
   const Error scorer = error_of([&] { told<Scorer>("load_profile", "absent")->load_profile(profile); });
   CHECK(scorer.code() == Errc::config);
   CHECK(scorer.where() == place("bad_scorer", "load_profile"));
-  CHECK_THAT(scorer.message(), Catch::Contains("votes, windows"));
+  CHECK_THAT(scorer.message(), Catch::Contains("measured votes, windows"));
   CHECK(error_of([&] { told<Selector>("load_profile", "absent")->load_profile(profile); }).code() == Errc::config);
   CHECK_THAT(error_of([&] { told<Policy>("load_profile", "absent")->load_profile({}); }).message(),
-             Catch::Contains("no array"));
+             Catch::Contains("measured nothing"));
 }

@@ -2,6 +2,7 @@
 #include "run/policy_profile.hpp"
 
 #include <catch2/catch.hpp>
+#include <cmath>
 #include <fstream>
 
 #include "base/content_hash.hpp"
@@ -115,11 +116,20 @@ TEST_CASE("arrays that do not fit the model are refused by name, query heads fit
   CHECK(refusal({5}) == "no error");
 }
 
-TEST_CASE("an array of two profilers, or one that is not there, is refused") {
+TEST_CASE("an array of two profilers, one that is not there and one without numbers are refused") {
   Files f;
   f.write();
   CHECK_THAT(f.refusal("  - " + reads + ", deed: absent, profile: p.h5}"),
-             Catch::Contains(":3:") && Catch::Contains("bad_scorer") && Catch::Contains("votes, windows"));
+             Catch::Contains(":3:") && Catch::Contains("bad_scorer") && Catch::Contains("measured votes, windows"));
+  const auto with = [&](float first) {
+    std::filesystem::remove(f.folder / "p.h5");
+    f.profile.profilers[0].profile["absent"] = {{3, 2}, std::vector<float>(6, NAN), ""};
+    f.profile.profilers[0].profile["absent"].values[0] = first;
+    f.write();
+    return f.refusal("  - " + reads + ", deed: absent, profile: p.h5}");
+  };
+  CHECK(with(0) == "no error");
+  CHECK_THAT(with(NAN), Catch::Contains("measured votes, windows"));
   f.profile.profilers.push_back({"again", "{}", {{"votes", {{3, 2}, {1, 2, 3, 4, 5, 6}, "votes"}}}});
   std::filesystem::remove(f.folder / "p.h5");
   f.write();

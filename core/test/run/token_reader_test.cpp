@@ -35,8 +35,8 @@ class OneNarrowHead final : public Policy {
 };
 
 // The shadow, and the mass of the tokens that each layer attends to. The reference computes it on the engine's cache.
-struct Checked final : EngineObserver {
-  Checked(Shadow& s, const ModelConfig& c, int narrow_head) : shadow(s), config(c), narrow(narrow_head) {}
+struct Compared final : EngineObserver {
+  Compared(Shadow& s, const ModelConfig& c, int narrow_head) : shadow(s), config(c), narrow(narrow_head) {}
   Prompt reads_of_prompt() const override { return shadow.reads_of_prompt(); }
   void prompt(const PromptLayer& l, const Store& store) override { shadow.prompt(l, store); }
   void attended(const DecodeLayer& l, const Store& store) override {
@@ -121,7 +121,7 @@ TEST_CASE("what a KV head misses is the mass of its own query heads") {
   for (int narrow = 0; narrow < c.kv_heads; ++narrow) {
     CAPTURE(narrow);
     Shadow shadow(*model, 8, 64);
-    Checked checked(shadow, c, narrow);
+    Compared checked(shadow, c, narrow);
     run(checked, std::make_shared<OneNarrowHead>(narrow));
     const Shadow::Rows rows = shadow.take();
     REQUIRE(rows.mass.size() == checked.wanted.size());

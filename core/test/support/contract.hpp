@@ -18,6 +18,7 @@
 #include "plugin/parameters.hpp"
 #include "support/golden.hpp"
 #include "support/library_under_test.hpp"
+#include "support/profiled.hpp"
 
 // CHECK of the conformance suite. A failure also names its usual cause.
 #define CHECK_CAUSE(cause, ...)  \
@@ -107,9 +108,18 @@ class Subjects {
   const std::vector<Subject>& list() const { return subjects_; }
   // A text for each subject that is left out because it needs another device, dtype or split.
   const std::vector<std::string>& skipped() const { return skipped_; }
+  // Not to run: without its profile.
   std::shared_ptr<Policy> policy(const PolicySpec& spec) const { return build_policy(spec, catalog_); }
+  std::shared_ptr<Policy> policy(const PolicySpec& spec, const Model& model) {
+    return build_policy(spec, catalog_, profile_of(spec, model));
+  }
   Instance<Scorer> scorer(const PolicySpec& spec) {
     return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
+  }
+  Instance<Scorer> scorer(const PolicySpec& spec, const Model& model) {
+    auto created = scorer(spec);
+    if (const Profile* profile = profile_of(spec, model)) created->load_profile(*profile);
+    return created;
   }
 
   // The spec with parameter `name` of its scorer set to `word`; nullopt if the scorer has no such choice.
@@ -136,6 +146,8 @@ class Subjects {
     s.role = p.role;
     s.spec.page_size = 8;
     fill(s.spec);
+    if (reads<Policy>(s.spec.policy) || reads<Scorer>(s.spec.scorer) || reads<Selector>(s.spec.selector))
+      s.spec.profile = "of all profilers";
     if (s.spec.scorer && s.spec.split && scorer(s.spec)->needs().uniform_heads() && !split(s.spec)->uniform_heads()) {
       skipped_.push_back(label + ": the scorer needs heads that hold the same tokens");
       return;
@@ -150,6 +162,21 @@ class Subjects {
     else
       subjects_.push_back(std::move(s));
   }
+  template <class Interface>
+  bool reads(const std::optional<PluginUse>& use) {
+    return use && create<Interface>(registry_.require(use->role, use->name), use->params)->needs().profile();
+  }
+  // The arrays of all profilers; null if the spec reads none. A tiny model has so few pages that 64 would be all of
+  // them.
+  const Profile* profile_of(const PolicySpec& spec, const Model& model) {
+    if (spec.profile.empty()) return nullptr;
+    const auto [it, fresh] = profiles_.try_emplace(model.name);
+    if (!fresh) return &it->second;
+    for (const PluginInfo* p : all(Role::profiler))
+      it->second.merge(profiled(find_param(*p, "top_pages") ? "{" + p->name + ": {top_pages: 4}}" : p->name, model.name,
+                                "prefix: 150, forced: 40", contract_device()));
+    return &it->second;
+  }
   Instance<Budget> split(const PolicySpec& spec) {
     return create<Budget>(registry_.require(Role::budget, spec.split->name), spec.split->params);
   }
@@ -157,6 +184,7 @@ class Subjects {
   mutable Registry registry_;
   RegistryCatalog catalog_;
   std::vector<Subject> subjects_;
+  std::map<std::string, Profile> profiles_;  // by the model's name
   std::vector<std::string> skipped_;
 };
 
@@ -235,7 +263,7 @@ class Play {
     options.budget = spec.budget;
     options.device = model->cuda ? Device::cuda : Device::cpu;
     if (options.max_tokens == 0) options.max_tokens = 192;
-    policy = subjects().policy(spec);
+    policy = subjects().policy(spec, *model);
     engine = std::make_unique<Engine>(model, policy, options);
     vocab = model->config.vocab;
   }
