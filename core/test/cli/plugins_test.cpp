@@ -100,6 +100,26 @@ TEST_CASE("--plugin-path finds plugins for check and run, before the file's plug
                                               content_hashes().sha256_of(library()) + ",1\n"));
 }
 
+TEST_CASE("several profiles are reported by the heads that they have in common, and one by an array") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml",
+                                        "model: {synthetic: tiny}\nbackend: cpu\nthreads: 1\npage_size: 4\n"
+                                        "tasks: [random_prompts: {prompt: 40, answer: 12, samples: 1}]\n"
+                                        "profilers: [flexicache_heads: {top_pages: 2, window: 4}]\n");
+  const std::string a = folder / "a.h5", b = folder / "b.h5";
+  REQUIRE(test::run_kvlab({"profile", file, "-o", a}).code == 0);
+  REQUIRE(test::run_kvlab({"profile", file, "-o", b, "--set", "seed=1"}).code == 0);
+  const Ended both = test::run_kvlab({"report", a, b, "--format", "md"});
+  CHECK(both.code == 0);
+  CHECK_THAT(both.said,
+             Catch::Contains("| heads of | a | b | mean of the others |") && Catch::Contains("| a | 1.00 |"));
+  const Ended map = test::run_kvlab({"report", a, "--array", "votes"});
+  CHECK(map.code == 0);
+  CHECK_THAT(map.said, Catch::Contains("flexicache_heads votes"));
+  for (const char* option : {"--plugins", "--array=votes"}) CHECK(test::run_kvlab({"report", a, b, option}).code == 2);
+  CHECK(test::run_kvlab({"report", a, file}).code == 2);
+}
+
 TEST_CASE("conform counts what it skips by the reason, and names it with --verbose") {
   const std::string profilers = (test::plugin_folder() / "libhead_stats.so").string();
   const Ended ended = test::run_kvlab({"conform", profilers, "--case", "generated", "--backend", "cpu"});
