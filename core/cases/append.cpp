@@ -73,10 +73,11 @@ void check_heads(Check& check, const AppendFixture& f, const Appended& got) {
 }
 
 // Tables, lengths and frames must equal, byte for byte, the result of write_token for the same keys and values.
+// Summaries must equal those that summarize_page then gives.
 void check_cache(Check& check, const AppendFixture& f, const Appended& got) {
   const AppendOptions& s = f.s;
   std::set<std::int32_t> pool(f.free.begin(), f.free.end());
-  std::vector<std::byte> arena = f.arena;
+  std::vector<std::byte> arena = f.arena, summaries = f.summaries;
   std::vector<PageEntry> table = f.table;
   Ints length = f.length;
   int taken = 0;
@@ -94,8 +95,9 @@ void check_cache(Check& check, const AppendFixture& f, const Appended& got) {
       check.that("the page counts its tokens and has codec 0", e.tokens == offset + 1 && e.codec == 0);
       table[at] = e;
       const float* k = got.qkv.data() + r * f.stride() + (s.heads + h) * s.dim;
-      ops::write_token(arena.data() + std::int64_t{e.frame} * granule_bytes, f.layout, offset, k,
-                       k + s.kv_heads * s.dim, f.position[static_cast<std::size_t>(r)]);
+      std::byte* frame = arena.data() + std::int64_t{e.frame} * granule_bytes;
+      ops::write_token(frame, f.layout, offset, k, k + s.kv_heads * s.dim, f.position[static_cast<std::size_t>(r)]);
+      f.summarize(at, frame, offset + 1, summaries);
     }
   check.equal("lengths", got.length, length);
   check.that("the pool lacks the frames that were taken", got.left == s.frames - taken);
@@ -108,6 +110,9 @@ void check_cache(Check& check, const AppendFixture& f, const Appended& got) {
                          in_frame, f.layout.k, f.layout.v, f.layout.k_meta, f.layout.v_meta, f.layout.positions,
                          f.layout.state),
              differs.first == arena.end());
+  check.that("the summaries of the longer pages are what summarize_page gives; no other changes",
+             got.summaries == summaries);
+  if (s.summary != Summary::none) check.that("the new pages are counted", got.pages == taken);
 }
 
 class AppendScene final : public Scene {
@@ -135,8 +140,9 @@ class AppendScene final : public Scene {
 
 void check_one(Place& place, Check& check, const AppendOptions& s, unsigned seed) {
   const auto scope = check.in(fmt::format(
-      "{} rows, {} + {} heads of {}, pages of {}, {} with {} and {} bits{}, seed {}", s.rows, s.heads, s.kv_heads,
-      s.dim, s.page_size, name_of(s.dtype), int{s.codec.k.bits}, int{s.codec.v.bits}, s.norm ? ", norm" : "", seed));
+      "{} rows, {} + {} heads of {}, pages of {}, {} with {} and {} bits{}, summary {}{}, seed {}", s.rows, s.heads,
+      s.kv_heads, s.dim, s.page_size, name_of(s.dtype), int{s.codec.k.bits}, int{s.codec.v.bits},
+      s.norm ? ", norm" : "", static_cast<int>(s.summary), s.bounds_hold ? "" : " that does not hold", seed));
   Place here(place.stream().device());
   AppendScene(here, s, 1, seed).check(check);
 }
@@ -164,6 +170,28 @@ void check_appends(Place& place, Check& check) {
   many.lengths = {16, 0, 32, 7};
   many.frames = 320;
   check_one(place, check, many, seed);
+}
+
+void check_summaries(Place& place, Check& check) {
+  unsigned seed = 500;
+  for (const int dim : {8, 64, 80, 128, 256})
+    for (const int page : {1, 8, 16})
+      for (const int kind : {0, 1, 2, 3, 4})
+        for (const int mode : {0, 1, 2}) {
+          AppendOptions s;
+          s.summary = mode == 2 ? Summary::mean : Summary::min_max;
+          s.bounds_hold = mode == 0;
+          s.dim = dim, s.page_size = page;
+          s.max_pages = 1 + 40 / page;
+          s.dtype = kind == 0 ? DType::f32 : kind == 4 ? DType::f16 : DType::bf16;
+          if (kind == 2) s.codec = int8;
+          if (kind == 3) s.codec = {{8}, {0}};
+          s.norm = seed % 2;
+          s.rows = 4;
+          s.heads = 6, s.kv_heads = 1 + static_cast<int>(seed % 3);
+          s.lengths = {0, 1, page - 1, page, 2 * page + 1, 2 * page - 1, 17};
+          check_one(place, check, s, seed++);
+        }
 }
 
 void check_turns(Place& place, Check& check) {
@@ -435,13 +463,17 @@ class WriteScene final : public Scene {
   std::vector<std::byte*> frames_;
 };
 
-// Queries and keys are read and written, values read, and keys and values stored in 16 bits.
+// Queries and keys are read and written, values read, and keys and values stored in 16 bits. Bounds are read and
+// written. For means, half of a page's keys are read on average.
 Case timed(const char* shape, const AppendOptions& s) {
   Case c{"append", fmt::format("{}, {} rows, {} + {} heads of {}", shape, s.rows, s.heads, s.kv_heads, s.dim)};
   c.make = [s](Place& place, int copies) { return std::make_unique<AppendScene>(place, s, copies, 1); };
   c.timed_cuda = true;
   const double turned = s.heads + s.kv_heads, stored_twice = s.append ? s.kv_heads * (4 + 2 * 2) : 0;
-  c.work.bytes = s.rows * double{1. * s.dim} * (turned * (4 + 4) + s.heads * 2 + stored_twice);
+  const double summaries = s.summary == Summary::min_max ? s.kv_heads * 2 * (2 + 2)
+                           : s.summary == Summary::mean  ? s.kv_heads * (s.page_size / 2. * 2 + 2)
+                                                         : 0;
+  c.work.bytes = s.rows * double{1. * s.dim} * (turned * (4 + 4) + s.heads * 2 + stored_twice + summaries);
   return c;
 }
 
@@ -452,6 +484,7 @@ std::vector<Case> list() {
     v.back().cpu = false;
   };
   only_cuda("rope_append: a decode step's tokens, in caches of every kind", check_appends);
+  only_cuda("rope_append with page summaries: a decode step's tokens, in caches of every kind", check_summaries);
   only_cuda("rope_append without appending: a prompt's queries and keys", check_turns);
   only_cuda("rope_rank", check_ranks);
   only_cuda("prompt_pages", check_prompt_pages);
@@ -468,8 +501,16 @@ std::vector<Case> list() {
   s.heads = 32, s.kv_heads = 8, s.dim = 128, s.state_columns = 0;
   s.rounded = DType::bf16;
   // Every run appends a token. There is room for 128.
-  s.rows = 40, s.page_size = 16, s.max_pages = 8, s.frames = s.rows * s.kv_heads * s.max_pages;
-  v.push_back(timed("rope_append", s));
+  s.page_size = 16, s.max_pages = 8;
+  for (const int rows : {1, 40})
+    for (const auto& [summary, shape] : {std::pair{Summary::none, "rope_append"},
+                                         {Summary::min_max, "rope_append with min_max summaries"},
+                                         {Summary::mean, "rope_append with mean summaries"}}) {
+      s.rows = rows, s.frames = s.rows * s.kv_heads * s.max_pages;
+      s.summary = summary;
+      v.push_back(timed(shape, s));
+    }
+  s.summary = Summary::none;
   // The case does not use its pages, so they are small.
   s.rows = 2048, s.page_size = 1, s.max_pages = 1, s.frames = 1, s.append = false;
   v.push_back(timed("rope_append without appending", s));

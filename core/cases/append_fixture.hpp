@@ -24,6 +24,12 @@ struct AppendOptions {
   bool append = true;
   int mark_step = 1;
   std::optional<DType> rounded;  // type of the queries' 16-bit copy
+  Summary summary = Summary::none;
+  bool bounds_hold = true;  // false: the fixture's summaries are not those of its pages
+
+  std::int64_t summary_bytes() const {
+    return summary == Summary::none ? 0 : (summary == Summary::min_max ? 2 : 1) * dim * std::int64_t(size_of(dtype));
+  }
 };
 
 // The inputs on the host. A test may change them before it puts them to a place.
@@ -32,7 +38,7 @@ struct AppendFixture {
   PageLayout layout;
   std::vector<float> qkv, cosine, sine, query_norm, key_norm;  // qkv [row, stride()], NaN between rows
   std::vector<std::int32_t> position, slots, free, length;     // free: the pool's frames
-  std::vector<std::byte> arena;
+  std::vector<std::byte> arena, summaries;                     // summaries [slot, kv_head, page]
   std::vector<PageEntry> table;
 
   static constexpr int angles = 300;
@@ -79,6 +85,24 @@ struct AppendFixture {
       }
     numbers.resize(static_cast<std::size_t>(s.frames));
     free = numbers;
+    summaries.assign(table.size() * static_cast<std::size_t>(s.summary_bytes()), std::byte{0xA5});
+    std::vector<float> k(static_cast<std::size_t>(s.dim)), v(k.size());
+    for (std::size_t page = 0; page < table.size(); ++page) {
+      const PageEntry& e = table[page];
+      if (e.frame < 0) continue;
+      std::byte* frame = arena.data() + std::int64_t{e.frame} * granule_bytes;
+      for (int t = 0; t < e.tokens; ++t) {
+        for (auto* side : {&k, &v})
+          for (float& x : *side) x = normal(rng);
+        ops::write_token(frame, layout, t, k.data(), v.data(), t);
+      }
+      if (s.bounds_hold) summarize(page, frame, e.tokens, summaries);
+    }
+  }
+  // Writes the summary of a page, an index of `table`, to `to`.
+  void summarize(std::size_t page, const std::byte* frame, int tokens, std::vector<std::byte>& to) const {
+    ops::summarize_page(frame, layout, tokens, s.summary, s.dtype,
+                        to.data() + page * static_cast<std::size_t>(s.summary_bytes()));
   }
   AppendFixture(const AppendFixture&) = delete;  // arguments point to the layout
 
@@ -104,6 +128,13 @@ struct AppendFixture {
     a.slots = place.put(slots);
     a.error = place.put(std::vector<std::int32_t>{0, static_cast<std::int32_t>(free.size())});
     a.pool = {place.put(free), a.error + 1};
+    a.summary = s.summary;
+    a.bounds_hold = s.bounds_hold;
+    if (s.summary != Summary::none) {
+      a.summaries =
+          View<std::byte, 4>::dense(place.put(summaries), {s.rows, s.kv_heads, s.max_pages, s.summary_bytes()});
+      a.pages = place.put(std::vector<std::int32_t>{0});
+    }
     return a;
   }
 };
@@ -112,10 +143,10 @@ struct AppendFixture {
 struct Appended {
   std::vector<float> qkv;
   std::vector<std::uint16_t> rounded;
-  std::vector<std::byte> arena;
+  std::vector<std::byte> arena, summaries;
   std::vector<PageEntry> table;
   std::vector<std::int32_t> length, marks;  // marks [row]: nonzero = not finite
-  int error = 0, left = 0;                  // left: frames in the pool
+  int error = 0, left = 0, pages = 0;       // left: frames in the pool; pages: new ones, counted with summaries
 
   Appended(const Place& place, const AppendFixture& f, const ops::RopeAppendArgs& a) {
     const auto get = [&](const auto* from, std::size_t count) {
@@ -132,11 +163,16 @@ struct Appended {
     marks = get(a.nonfinite, static_cast<std::size_t>(f.s.rows));
     const auto counts = get(a.error, 2);
     error = counts[0], left = counts[1];
+    if (a.pages) {
+      summaries = get(a.summaries.data, f.summaries.size());
+      pages = get(a.pages, 1)[0];
+    }
   }
 
   // True if the cache is as it was.
   bool cache_unchanged(const AppendFixture& f) const {
-    return length == f.length && arena == f.arena && left == static_cast<int>(f.free.size()) &&
+    return length == f.length && arena == f.arena && summaries == f.summaries && pages == 0 &&
+           left == static_cast<int>(f.free.size()) &&
            std::memcmp(f.table.data(), table.data(), table.size() * sizeof(PageEntry)) == 0;
   }
 };

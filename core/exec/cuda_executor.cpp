@@ -241,7 +241,6 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
   }
   if (store_.before_step(layer, slots, a, reserved_) != Fit::ok) return Fit::out_of_memory;
   ops::rope_append(a, stream_);
-  store_.after_step(layer, slots);
   if (relative()) turn(store_.view(layer, slots), false);
   return Fit::ok;
 }

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "base/cuda.cuh"
+#include "ops/page/summary.cuh"
 #include "store/cuda_kernels.hpp"
 
 namespace kvlab::device_store {
@@ -111,45 +112,27 @@ __device__ inline float element(const std::byte* frame, const PageLayout& l, boo
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
 }
 
-// narrow rounds x to the nearest 16-bit value and returns its bits. bound rounds to the nearest value that is not above
-// x, or with `upper` not below x, so a bound stays a bound.
-__device__ inline unsigned short narrow(float x, bool half) {
-  return half ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-__device__ inline unsigned short bound(float x, bool upper, bool half) {
-  const unsigned short bits = narrow(x, half);
-  const float y = half ? __half2float(__ushort_as_half(bits)) : __bfloat162float(__ushort_as_bfloat16(bits));
-  if (upper ? !(y < x) : !(y > x)) return bits;
-  return upper == (x > 0) ? bits + 1 : bits - 1;
-}
-
 // A warp writes the page's summary.
 __device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l, const Head& h, int page, int tokens,
                                     int lane) {
   const std::byte* frame = page_at(s, h, page);
   std::byte* out = h.summaries + page * s.summary_bytes;
   for (int d = lane; d < l.head_dim; d += 32) {
-    float lo = 0, hi = 0, total = 0;
-    for (int t = 0; t < tokens; ++t) {
-      const float x = element(frame, l, true, t, d);
-      lo = t ? (x < lo ? x : lo) : x;
-      hi = t ? (hi < x ? x : hi) : x;
-      total = t ? __fadd_rn(total, x) : x;
-    }
-    const float mean = __fdiv_rn(total, static_cast<float>(tokens));
+    ops::KeyElement keys;
+    for (int t = 0; t < tokens; ++t) keys.add(element(frame, l, true, t, d), t == 0);
     if (l.dtype == DType::f32) {
       float* to = reinterpret_cast<float*>(out);
       if (s.summary == Summary::mean)
-        to[d] = mean;
+        to[d] = keys.mean(tokens);
       else
-        to[d] = lo, to[l.head_dim + d] = hi;
+        to[d] = keys.least, to[l.head_dim + d] = keys.most;
     } else {
       const bool half = l.dtype == DType::f16;
       auto* to = reinterpret_cast<unsigned short*>(out);
       if (s.summary == Summary::mean)
-        to[d] = narrow(mean, half);
+        to[d] = ops::nearest_bits(keys.mean(tokens), half);
       else
-        to[d] = bound(lo, false, half), to[l.head_dim + d] = bound(hi, true, half);
+        to[d] = ops::bound_bits(keys.least, false, half), to[l.head_dim + d] = ops::bound_bits(keys.most, true, half);
     }
   }
 }

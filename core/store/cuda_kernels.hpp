@@ -93,9 +93,8 @@ namespace cuda_store {
 
 void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream stream);
 // before_step runs before ops::rope_append: it brings each head's partly filled last page to the device and frees its
-// host copy. after_step runs after it, with summaries: it counts new pages and updates summaries.
+// host copy.
 void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
-void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream);
 // keep keeps the listed tokens; evict removes them. Both leave the tokens in the order that CpuStore does.
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);

@@ -355,15 +355,17 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   a.slots = r.slots;
   a.pool = l.pool[0];
   a.error = &l.counters->error;
+  a.summary = l.summary;
+  if (l.summaries) {
+    a.summaries = View<std::byte, 4>::dense(
+        l.summaries, {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_), summary_bytes_});
+    a.bounds_hold = !l.mixed;  // a page that crosses to the other tier is encoded anew and keeps its summary
+    a.pages = &l.counters->pages;
+  }
   if (!reserved)
     for (int slot : slots) ++bound(index, slot);
   stale_ = true;
   return Fit::ok;
-}
-
-void CudaStore::after_step(int index, const std::vector<std::int32_t>& slots) {
-  const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
-  only_on_cuda<cuda_store::after_step>(layer(index), rows, stream_);
 }
 
 void CudaStore::close(int slot) {

@@ -316,17 +316,6 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
   if (lane == 0) give_back(s, 1, h.table[1][page]);
 }
 
-__global__ void after_step_kernel(const __grid_constant__ CudaStoreLayer s, const CudaStoreRows r) {
-  const int lane = threadIdx.x % 32, index = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (index >= r.rows * s.kv_heads) return;
-  const Head h = head_of(s, r.slots[index / s.kv_heads], index % s.kv_heads);
-  const int n = *h.length, p = s.layout.page_size;
-  if (n == 0) return;
-  const int page = (n - 1) / p;
-  if (lane == 0 && n - page * p == 1) atomicAdd(&s.counters->pages, 1);
-  summarize(s, h, page, n - page * p, lane);
-}
-
 // ---- evictions -----------------------------------------------------------------------------------------------------
 
 // A head's list: ascending places of the tokens that stay, or of those that leave.
@@ -670,12 +659,6 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
   check_launch("before_step");
 }
 KVLAB_ON_CUDA(before_step, before_step);
-void after_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream) {
-  if (s.summary == Summary::none) return;
-  after_step_kernel<<<blocks_of(std::int64_t{r.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, r);
-  check_launch("after_step");
-}
-KVLAB_ON_CUDA(after_step, after_step);
 
 // Returns whether rows of both sides of a token are multiples of 16 bytes.
 static bool wide(const PageLayout& l) {

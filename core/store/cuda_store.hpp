@@ -37,13 +37,12 @@ class CudaStore final : public Store {
   PagedKv causal_view(int layer, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const;
 
   // Prepares one more token for every row: reserves frames, unless reserve_step did (`reserved`), and fills the store's
-  // part of `a`. Then the caller runs ops::rope_append and after_step.
+  // part of `a`. Then the caller runs ops::rope_append.
   Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
   // A graph's edits have the same numbers at every launch. This call inside the graph makes them count each time.
   void count_edits_anew();
   // Reserves frames for one more token of every row in all layers, or reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
-  void after_step(int layer, const std::vector<std::int32_t>& slots);
 
   Fit recall_all(int layer, int slot) override;
   std::vector<std::byte> save(int slot) const override;

@@ -6,6 +6,7 @@
 #include "base/launch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/page/rope_append.hpp"
+#include "ops/page/summary.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
@@ -35,6 +36,24 @@ __device__ __forceinline__ void store4(float* to, const float* x) {
 template <class T>
 __device__ __forceinline__ void store4(T* to, const float* x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(Pair<T>::pack(x[0], x[1]), Pair<T>::pack(x[2], x[3]));
+}
+
+// Scale and zero point of one side of a token, and its codes, as write_token computes them.
+struct Codes {
+  __half half_scale, half_zero;
+  float scale, zero;
+
+  __device__ explicit Codes(float2 range) {
+    constexpr float most = 65504.f;  // keeps scale and zero finite in f16
+    half_scale = __float2half_rn(fminf((range.y - range.x) / 255.f, most));
+    half_zero = __float2half_rn(fminf(fmaxf(range.x, -most), most));
+    scale = __half2float(half_scale), zero = __half2float(half_zero);
+  }
+  __device__ float code(float x) const { return scale > 0 ? rintf(fminf(fmaxf((x - zero) / scale, 0.f), 255.f)) : 0.f; }
+};
+// The host uses no fused multiply-add here either.
+__device__ __forceinline__ float decode(float code, float scale, float zero) {
+  return __fadd_rn(__fmul_rn(code, scale), zero);
 }
 
 // A lane's elements of a head: [4 lane, 4 lane + 4) and the same range head_dim / 2 further. They are zero in lanes
@@ -100,21 +119,15 @@ struct Head {
     std::byte* side = frame + (key ? l.k : l.v);
     const std::int64_t row = std::int64_t{offset} * l.head_dim;
     if (bits) {
-      constexpr float most = 65504.f;  // keeps scale and zero finite in f16
-      const __half half_scale = __float2half_rn(fminf((range.y - range.x) / 255.f, most)),
-                   half_zero = __float2half_rn(fminf(fmaxf(range.x, -most), most));
+      const Codes codes(range);
       if (lane == 0) {
         __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-        meta[0] = half_scale, meta[1] = half_zero;
+        meta[0] = codes.half_scale, meta[1] = codes.half_zero;
       }
-      const float scale = __half2float(half_scale), zero = __half2float(half_zero);
       const auto put = [&](std::int64_t at, const float* x) {
         unsigned word = 0;
 #pragma unroll
-        for (int j = 0; j < each; ++j) {
-          const float code = scale > 0 ? rintf(fminf(fmaxf((x[j] - zero) / scale, 0.f), 255.f)) : 0.f;
-          word |= static_cast<unsigned>(code) << 8 * j;
-        }
+        for (int j = 0; j < each; ++j) word |= static_cast<unsigned>(codes.code(x[j])) << 8 * j;
         *reinterpret_cast<unsigned*>(side + at) = word;
       };
       put(row + each * lane, low);
@@ -125,6 +138,134 @@ struct Head {
       round(side, l.dtype, row, half, lane);
     }
   }
+  // Returns the key as read_row reads it after encode.
+  __device__ Head stored(const PageLayout& l, float2 range) const {
+    Head out = *this;
+    const Codes codes(range);
+    const auto pass = [&](float& x) {
+      if (l.codec.k.bits)
+        x = decode(codes.code(x), codes.scale, codes.zero);
+      else if (l.dtype == DType::f16)
+        x = __half2float(__float2half_rn(x));
+      else if (l.dtype == DType::bf16)
+        x = __bfloat162float(__float2bfloat16_rn(x));
+    };
+#pragma unroll
+    for (int j = 0; j < each; ++j) pass(out.low[j]), pass(out.high[j]);
+    return out;
+  }
+};
+
+// A lane's elements of a stored row. They are decoded later, so that many loads are in flight.
+class StoredRow {
+ public:
+  // bytes: of an element.
+  __device__ void load(const std::byte* row, int bytes, int half, int lane) {
+    low_ = four(row + each * lane * bytes, bytes);
+    high_ = four(row + (half + each * lane) * bytes, bytes);
+  }
+  __device__ void load_key(const std::byte* frame, const PageLayout& l, int offset, int half, int lane) {
+    const int bytes = l.codec.k.bits ? 1 : bytes_of(l.dtype);
+    load(frame + l.k + std::int64_t{offset} * l.head_dim * bytes, bytes, half, lane);
+    if (l.codec.k.bits) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
+  }
+  __device__ Head decoded(DType dtype, bool coded) const {
+    Head out;
+    decode_four(low_, dtype, coded, out.low);
+    decode_four(high_, dtype, coded, out.high);
+    return out;
+  }
+  static __device__ int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+ private:
+  static __device__ uint4 four(const std::byte* from, int bytes) {
+    if (bytes == 4) return *reinterpret_cast<const uint4*>(from);
+    if (bytes == 1) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    return make_uint4(x.x, x.y, 0, 0);
+  }
+  __device__ void decode_four(const uint4& x, DType dtype, bool coded, float* to) const {
+    if (coded) {
+      float scale, zero;
+      Pair<__half>::unpack(meta_, scale, zero);
+#pragma unroll
+      for (int j = 0; j < each; ++j) to[j] = decode(static_cast<float>(x.x >> 8 * j & 255), scale, zero);
+    } else if (dtype == DType::f32) {
+      to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
+      to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
+    } else if (dtype == DType::f16) {
+      Pair<__half>::unpack(x.x, to[0], to[1]);
+      Pair<__half>::unpack(x.y, to[2], to[3]);
+    } else {
+      Pair<__nv_bfloat16>::unpack(x.x, to[0], to[1]);
+      Pair<__nv_bfloat16>::unpack(x.y, to[2], to[3]);
+    }
+  }
+
+  uint4 low_ = {}, high_ = {};
+  unsigned meta_ = 0;  // scale and zero point of codes, f16
+};
+
+// A lane's elements of a page's keys.
+class PageKeys {
+ public:
+  __device__ void set_bounds(const Head& least, const Head& most) {
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      low_[j].least = least.low[j], high_[j].least = least.high[j];
+      low_[j].most = most.low[j], high_[j].most = most.high[j];
+    }
+  }
+  __device__ void add(const Head& key, bool first) {
+#pragma unroll
+    for (int j = 0; j < each; ++j) low_[j].add(key.low[j], first), high_[j].add(key.high[j], first);
+  }
+  // Adds the page's first `tokens` keys.
+  __device__ void read(const std::byte* frame, const PageLayout& l, int tokens, int half, int lane) {
+    constexpr int batch = 8;  // keys whose loads are in flight together
+    for (int begin = 0; begin < tokens; begin += batch) {
+      StoredRow key[batch];
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+        if (begin + j < tokens) key[j].load_key(frame, l, begin + j, half, lane);
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+        if (begin + j < tokens) add(key[j].decoded(l.dtype, l.codec.k.bits), begin + j == 0);
+    }
+  }
+  __device__ void write(std::byte* summary, Summary kind, DType dtype, int tokens, int half, int lane) const {
+    const std::int64_t row = std::int64_t{2} * half * StoredRow::bytes_of(dtype);
+    const bool f16 = dtype == DType::f16;
+    const auto mean = [=](const KeyElement& e) { return e.mean(tokens); };
+    const auto least = [](const KeyElement& e) { return e.least; };
+    const auto most = [](const KeyElement& e) { return e.most; };
+    const auto nearest = [=](float x) -> unsigned { return nearest_bits(x, f16); };
+    const auto down = [=](float x) -> unsigned { return bound_bits(x, false, f16); };
+    const auto up = [=](float x) -> unsigned { return bound_bits(x, true, f16); };
+    if (kind == Summary::mean) {
+      put(summary, dtype, half, lane, mean, nearest);
+    } else {
+      put(summary, dtype, half, lane, least, down);
+      put(summary + row, dtype, half, lane, most, up);
+    }
+  }
+
+ private:
+  template <class Of, class Bits>
+  __device__ void put(std::byte* row, DType dtype, int half, int lane, Of of, Bits bits) const {
+    const auto put_four = [&](int at, const KeyElement* e) {
+      const float x[each] = {of(e[0]), of(e[1]), of(e[2]), of(e[3])};
+      if (dtype == DType::f32)
+        store4(reinterpret_cast<float*>(row) + at, x);
+      else
+        *reinterpret_cast<uint2*>(row + 2 * at) =
+            make_uint2(bits(x[0]) | bits(x[1]) << 16, bits(x[2]) | bits(x[3]) << 16);
+    };
+    put_four(each * lane, low_);
+    put_four(half + each * lane, high_);
+  }
+
+  KeyElement low_[each], high_[each];
 };
 
 // A lane's cosines and sines of a position; ones and zeros without `turn`.
@@ -140,15 +281,22 @@ struct Angles {
 };
 
 struct Place {
-  int frame = null_frame, offset = 0, codec = 0;  // null_frame: no place; *error has the reason
+  int frame = null_frame, codec = 0;  // null_frame: no place; *error has the reason
 };
 
-// Returns the place of the head's next token and enters it in table and length.
-__device__ Place take_place(const RopeAppendArgs& a, int slot, int head) {
-  std::int32_t* length = a.length.data + slot * a.length.stride[0] + head * a.length.stride[1];
-  const int page_size = a.layouts->page_size, n = *length, page = n / page_size;
+__device__ __forceinline__ std::int32_t* length_of(const RopeAppendArgs& a, int slot, int head) {
+  return a.length.data + slot * a.length.stride[0] + head * a.length.stride[1];
+}
+
+__device__ __forceinline__ std::byte* summary_of(const RopeAppendArgs& a, int slot, int head, int page) {
+  const auto& stride = a.summaries.stride;
+  return a.summaries.data + slot * stride[0] + head * stride[1] + page * stride[2];
+}
+
+// Returns the place of token n, the head's next one, and enters it in table and length.
+__device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) {
+  const int page_size = a.layouts->page_size, page = n / page_size, offset = n % page_size;
   Place p;
-  p.offset = n % page_size;
   const auto fail = [&](int why) {
     atomicOr(a.error, why);
     p.frame = null_frame;
@@ -156,7 +304,7 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head) {
   };
   if (page >= a.table.extent[2]) return fail(append_no_page);
   PageEntry& e = a.table.data[slot * a.table.stride[0] + head * a.table.stride[1] + page * a.table.stride[2]];
-  if (p.offset == 0) {
+  if (offset == 0) {
     const int left = atomicSub(a.pool.free_count, 1);
     if (left <= 0) {
       atomicAdd(a.pool.free_count, 1);
@@ -173,12 +321,16 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head) {
     if (e.frame < 0) return fail(append_page_absent);
     p.frame = e.frame;
     p.codec = e.codec;
-    e.tokens = static_cast<std::uint16_t>(p.offset + 1);
+    e.tokens = static_cast<std::uint16_t>(offset + 1);
   }
-  *length = n + 1;
+  *length_of(a, slot, head) = n + 1;
   return p;
 }
 
+// What the kernel computes a page's summary from.
+enum class From { nothing, bounds, keys };  // bounds: the stored ones and the new key; keys: all keys of the page
+
+template <From Source>
 __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_constant__ Args all) {
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
@@ -197,12 +349,23 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   Head h, value;
   if (mine) h.load(x, half, lane);
   if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
+  const int kv_head = head - a.heads, n = there && !query ? *length_of(a, slot, kv_head) : 0,
+            page = n / a.layouts->page_size, offset = n % a.layouts->page_size;
+  StoredRow least, most;
+  if constexpr (Source == From::bounds)
+    if (mine && !query && offset > 0 && page < a.table.extent[2]) {
+      const std::byte* summary = summary_of(a, slot, kv_head, page);
+      const int bytes = StoredRow::bytes_of(a.layouts->dtype);
+      least.load(summary, bytes, half, lane);
+      most.load(summary + std::int64_t{dim} * bytes, bytes, half, lane);
+    }
+  __syncwarp();  // take_place changes the length that all lanes of the head read
   Place p;
   if (there && lane == 0) {
     if (!known)
       atomicOr(a.error, append_no_angle);
     else if (!query)
-      p = take_place(a, slot, head - a.heads);
+      p = take_place(a, slot, kv_head, n);
   }
   if (a.query_norm || a.key_norm) h.norm(query ? a.query_norm : a.key_norm, a.eps, half, lane, width, mine);
   if (a.turn) h.rotate(angles.cosine, angles.sine);
@@ -214,20 +377,31 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
 
   const int first = threadIdx.x % 32 / width * width;
   p.frame = __shfl_sync(~0u, p.frame, first);
-  p.offset = __shfl_sync(~0u, p.offset, first);
   p.codec = __shfl_sync(~0u, p.codec, first);
   float2 key_range = make_float2(0, 0), value_range = key_range;
   if (all.coded) key_range = h.range(width, mine), value_range = value.range(width, mine);
   if (p.frame < 0) return;
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
-  if (mine) {
-    h.encode(frame, l, true, p.offset, lane, key_range);
-    value.encode(frame, l, false, p.offset, lane, value_range);
+  if constexpr (Source != From::nothing) {
+    if (lane == 0 && offset == 0) atomicAdd(a.pages, 1);
+    if (mine) {
+      PageKeys keys;
+      if (Source == From::keys)
+        keys.read(frame, l, offset, half, lane);
+      else
+        keys.set_bounds(least.decoded(l.dtype, false), most.decoded(l.dtype, false));
+      keys.add(h.stored(l, key_range), offset == 0);
+      keys.write(summary_of(a, slot, kv_head, page), a.summary, l.dtype, offset + 1, half, lane);
+    }
   }
-  if (lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[p.offset] = at;
+  if (mine) {
+    h.encode(frame, l, true, offset, lane, key_range);
+    value.encode(frame, l, false, offset, lane, value_range);
+  }
+  if (lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
   for (int c = lane; c < l.state_columns; c += width)
-    reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + p.offset] = 0;
+    reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
 }
 
 // Norms and rotates without appending.
@@ -299,7 +473,10 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
     a.layouts[c] = in.layouts[c];
     a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
-  launch("rope_append", rope_append_kernel, blocks(heads), threads, 0, stream_of(s), true, a);
+  const auto kernel = in.summary == Summary::none                        ? rope_append_kernel<From::nothing>
+                      : in.summary == Summary::min_max && in.bounds_hold ? rope_append_kernel<From::bounds>
+                                                                         : rope_append_kernel<From::keys>;
+  launch("rope_append", kernel, blocks(heads), threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);
 

@@ -58,6 +58,13 @@ struct RopeAppendArgs {
   const std::int32_t* slots = nullptr;  // [row]; no slot twice
   FramePool pool;                       // frames of `codec`
   std::int32_t* error = nullptr;        // the kernel ors AppendError bits into it
+
+  // Optional summaries of pages, in the cache's dtype. The kernel writes those of the pages that it extends, with the
+  // bits of ops::summarize_page.
+  Summary summary = Summary::none;
+  View<std::byte, 4> summaries;  // [slot, kv_head, page, byte], 16-byte aligned
+  bool bounds_hold = true;  // min_max: the stored bounds are those of the page's keys; else the kernel reads the keys
+  std::int32_t* pages = nullptr;  // with summaries: the kernel adds the number of new pages
 };
 void rope_append(const RopeAppendArgs& a, Stream s);  // Errc::unsupported for a CPU stream
 

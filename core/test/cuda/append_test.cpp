@@ -69,6 +69,7 @@ TEST_CASE("cuda rope_append marks the rows with numbers that are not finite") {
 TEST_CASE("cuda rope_append says why a token does not fit and leaves the cache as it was") {
   AppendOptions s;
   s.rows = 1, s.kv_heads = 1, s.heads = 1;
+  s.summary = Summary::min_max;
   SECTION("no frame") {
     s.frames = 0;
     AppendFixture f(s, 1);

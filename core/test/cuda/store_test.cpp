@@ -121,7 +121,6 @@ class Both {
       REQUIRE(cuda.before_step(layer, rows, a) == fit);
       if (fit != Fit::ok) return fit;
       ops::rope_append(a, memory.stream());
-      cuda.after_step(layer, rows);
       memory.synchronize();
     }
     for (const int slot : rows) {
