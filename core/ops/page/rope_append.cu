@@ -38,20 +38,7 @@ __device__ __forceinline__ void store4(T* to, const float* x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(Pair<T>::pack(x[0], x[1]), Pair<T>::pack(x[2], x[3]));
 }
 
-// Scale and zero point of one side of a token, and its codes, as write_token computes them.
-struct Codes {
-  __half half_scale, half_zero;
-  float scale, zero;
-
-  __device__ explicit Codes(float2 range) {
-    constexpr float most = 65504.f;  // keeps scale and zero finite in f16
-    half_scale = __float2half_rn(fminf((range.y - range.x) / 255.f, most));
-    half_zero = __float2half_rn(fminf(fmaxf(range.x, -most), most));
-    scale = __half2float(half_scale), zero = __half2float(half_zero);
-  }
-  __device__ float code(float x) const { return scale > 0 ? rintf(fminf(fmaxf((x - zero) / scale, 0.f), 255.f)) : 0.f; }
-};
-// The host uses no fused multiply-add here either.
+// What read_row makes of a code. The host uses no fused multiply-add here either.
 __device__ __forceinline__ float decode(float code, float scale, float zero) {
   return __fadd_rn(__fmul_rn(code, scale), zero);
 }
@@ -113,87 +100,90 @@ struct Head {
       lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
     return make_float2(lo, hi);
   }
-  // Stores one side of a token as write_token does.
-  __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
+  // Stores one side of a token as write_token does. Returns what read_row reads there.
+  __device__ Head encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
     const int half = l.head_dim / 2, bits = key ? l.codec.k.bits : l.codec.v.bits;
     std::byte* side = frame + (key ? l.k : l.v);
     const std::int64_t row = std::int64_t{offset} * l.head_dim;
+    Head out = *this;
     if (bits) {
-      const Codes codes(range);
+      constexpr float most = 65504.f;  // keeps scale and zero finite in f16
+      const __half half_scale = __float2half_rn(fminf((range.y - range.x) / 255.f, most)),
+                   half_zero = __float2half_rn(fminf(fmaxf(range.x, -most), most));
       if (lane == 0) {
         __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-        meta[0] = codes.half_scale, meta[1] = codes.half_zero;
+        meta[0] = half_scale, meta[1] = half_zero;
       }
-      const auto put = [&](std::int64_t at, const float* x) {
+      const float scale = __half2float(half_scale), zero = __half2float(half_zero);
+      const auto put = [&](std::int64_t at, float* x) {
         unsigned word = 0;
 #pragma unroll
-        for (int j = 0; j < each; ++j) word |= static_cast<unsigned>(codes.code(x[j])) << 8 * j;
+        for (int j = 0; j < each; ++j) {
+          const float code = scale > 0 ? rintf(fminf(fmaxf((x[j] - zero) / scale, 0.f), 255.f)) : 0.f;
+          word |= static_cast<unsigned>(code) << 8 * j;
+          x[j] = decode(code, scale, zero);
+        }
         *reinterpret_cast<unsigned*>(side + at) = word;
       };
-      put(row + each * lane, low);
-      put(row + half + each * lane, high);
+      put(row + each * lane, out.low);
+      put(row + half + each * lane, out.high);
     } else if (l.dtype == DType::f32) {
       store(reinterpret_cast<float*>(side) + row, half, lane);
     } else {
       round(side, l.dtype, row, half, lane);
-    }
-  }
-  // Returns the key as read_row reads it after encode.
-  __device__ Head stored(const PageLayout& l, float2 range) const {
-    Head out = *this;
-    const Codes codes(range);
-    const auto pass = [&](float& x) {
-      if (l.codec.k.bits)
-        x = decode(codes.code(x), codes.scale, codes.zero);
-      else if (l.dtype == DType::f16)
-        x = __half2float(__float2half_rn(x));
-      else if (l.dtype == DType::bf16)
-        x = __bfloat162float(__float2bfloat16_rn(x));
-    };
+      const bool f16 = l.dtype == DType::f16;
+      const auto rounded = [=](float x) {
+        return f16 ? __half2float(__float2half_rn(x)) : __bfloat162float(__float2bfloat16_rn(x));
+      };
 #pragma unroll
-    for (int j = 0; j < each; ++j) pass(out.low[j]), pass(out.high[j]);
+      for (int j = 0; j < each; ++j) out.low[j] = rounded(low[j]), out.high[j] = rounded(high[j]);
+    }
     return out;
   }
 };
 
+enum class Element { f32, f16, bf16, code };  // of a stored row
+__device__ __forceinline__ Element element_of(DType dtype) {
+  return dtype == DType::f32 ? Element::f32 : dtype == DType::f16 ? Element::f16 : Element::bf16;
+}
+__device__ __forceinline__ int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::code ? 1 : 2; }
+
 // A lane's elements of a stored row. They are decoded later, so that many loads are in flight.
 class StoredRow {
  public:
-  // bytes: of an element.
-  __device__ void load(const std::byte* row, int bytes, int half, int lane) {
-    low_ = four(row + each * lane * bytes, bytes);
-    high_ = four(row + (half + each * lane) * bytes, bytes);
+  __device__ void load(const std::byte* row, Element e, int half, int lane) {
+    low_ = four(row, e, each * lane);
+    high_ = four(row, e, half + each * lane);
   }
-  __device__ void load_key(const std::byte* frame, const PageLayout& l, int offset, int half, int lane) {
-    const int bytes = l.codec.k.bits ? 1 : bytes_of(l.dtype);
-    load(frame + l.k + std::int64_t{offset} * l.head_dim * bytes, bytes, half, lane);
-    if (l.codec.k.bits) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
+  __device__ void load_key(const std::byte* frame, const PageLayout& l, Element e, int offset, int lane) {
+    load(frame + l.k + std::int64_t{offset} * l.head_dim * bytes_of(e), e, l.head_dim / 2, lane);
+    if (e == Element::code) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
   }
-  __device__ Head decoded(DType dtype, bool coded) const {
+  __device__ Head decoded(Element e) const {
     Head out;
-    decode_four(low_, dtype, coded, out.low);
-    decode_four(high_, dtype, coded, out.high);
+    decode_four(low_, e, out.low);
+    decode_four(high_, e, out.high);
     return out;
   }
-  static __device__ int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
  private:
-  static __device__ uint4 four(const std::byte* from, int bytes) {
-    if (bytes == 4) return *reinterpret_cast<const uint4*>(from);
-    if (bytes == 1) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
+  static __device__ uint4 four(const std::byte* row, Element e, int at) {
+    const std::byte* from = row + at * bytes_of(e);
+    if (e == Element::f32) return *reinterpret_cast<const uint4*>(from);
+    if (e == Element::code) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
     const uint2 x = *reinterpret_cast<const uint2*>(from);
     return make_uint4(x.x, x.y, 0, 0);
   }
-  __device__ void decode_four(const uint4& x, DType dtype, bool coded, float* to) const {
-    if (coded) {
+  __device__ void decode_four(const uint4& x, Element e, float* to) const {
+    if (e == Element::code) {
       float scale, zero;
       Pair<__half>::unpack(meta_, scale, zero);
 #pragma unroll
       for (int j = 0; j < each; ++j) to[j] = decode(static_cast<float>(x.x >> 8 * j & 255), scale, zero);
-    } else if (dtype == DType::f32) {
+    } else if (e == Element::f32) {
       to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
       to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
-    } else if (dtype == DType::f16) {
+    } else if (e == Element::f16) {
       Pair<__half>::unpack(x.x, to[0], to[1]);
       Pair<__half>::unpack(x.y, to[2], to[3]);
     } else {
@@ -206,8 +196,12 @@ class StoredRow {
   unsigned meta_ = 0;  // scale and zero point of codes, f16
 };
 
-// A lane's elements of a page's keys.
-class PageKeys {
+// stored_bounds: the kernel widens the stored bounds by the new key. bounds, mean: it reads all keys of the page.
+enum class Summed { nothing, stored_bounds, bounds, mean };
+
+// A lane's elements of a page's summary.
+template <Summed How>
+class PageSummary {
  public:
   __device__ void set_bounds(const Head& least, const Head& most) {
 #pragma unroll
@@ -221,45 +215,54 @@ class PageKeys {
     for (int j = 0; j < each; ++j) low_[j].add(key.low[j], first), high_[j].add(key.high[j], first);
   }
   // Adds the page's first `tokens` keys.
-  __device__ void read(const std::byte* frame, const PageLayout& l, int tokens, int half, int lane) {
-    constexpr int batch = 8;  // keys whose loads are in flight together
-    for (int begin = 0; begin < tokens; begin += batch) {
-      StoredRow key[batch];
-#pragma unroll
-      for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) key[j].load_key(frame, l, begin + j, half, lane);
-#pragma unroll
-      for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) add(key[j].decoded(l.dtype, l.codec.k.bits), begin + j == 0);
-    }
+  __device__ void add_stored(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
+    if (l.codec.k.bits) return add_rows<Element::code>(frame, l, tokens, lane);
+    if (l.dtype == DType::f32) return add_rows<Element::f32>(frame, l, tokens, lane);
+    if (l.dtype == DType::f16) return add_rows<Element::f16>(frame, l, tokens, lane);
+    add_rows<Element::bf16>(frame, l, tokens, lane);
   }
-  __device__ void write(std::byte* summary, Summary kind, DType dtype, int tokens, int half, int lane) const {
-    const std::int64_t row = std::int64_t{2} * half * StoredRow::bytes_of(dtype);
-    const bool f16 = dtype == DType::f16;
-    const auto mean = [=](const KeyElement& e) { return e.mean(tokens); };
-    const auto least = [](const KeyElement& e) { return e.least; };
-    const auto most = [](const KeyElement& e) { return e.most; };
-    const auto nearest = [=](float x) -> unsigned { return nearest_bits(x, f16); };
-    const auto down = [=](float x) -> unsigned { return bound_bits(x, false, f16); };
-    const auto up = [=](float x) -> unsigned { return bound_bits(x, true, f16); };
-    if (kind == Summary::mean) {
-      put(summary, dtype, half, lane, mean, nearest);
+  __device__ void write(std::byte* summary, const PageLayout& l, int tokens, int lane) const {
+    const Element e = element_of(l.dtype);
+    const int half = l.head_dim / 2;
+    const bool f16 = e == Element::f16;
+    if constexpr (How == Summed::mean) {
+      put(
+          summary, e, half, lane, [=](const KeyElement& x) { return x.mean(tokens); },
+          [=](float x) { return nearest_bits(x, f16); });
     } else {
-      put(summary, dtype, half, lane, least, down);
-      put(summary + row, dtype, half, lane, most, up);
+      put(
+          summary, e, half, lane, [](const KeyElement& x) { return x.least; },
+          [=](float x) { return bound_bits(x, false, f16); });
+      put(
+          summary + l.head_dim * bytes_of(e), e, half, lane, [](const KeyElement& x) { return x.most; },
+          [=](float x) { return bound_bits(x, true, f16); });
     }
   }
 
  private:
+  template <Element E>
+  __device__ void add_rows(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
+    constexpr int batch = 8;  // rows whose loads are in flight together
+#pragma unroll 1
+    for (int begin = 0; begin < tokens; begin += batch) {
+      StoredRow row[batch];
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+        if (begin + j < tokens) row[j].load_key(frame, l, E, begin + j, lane);
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+        if (begin + j < tokens) add(row[j].decoded(E), begin + j == 0);
+    }
+  }
   template <class Of, class Bits>
-  __device__ void put(std::byte* row, DType dtype, int half, int lane, Of of, Bits bits) const {
-    const auto put_four = [&](int at, const KeyElement* e) {
-      const float x[each] = {of(e[0]), of(e[1]), of(e[2]), of(e[3])};
-      if (dtype == DType::f32)
+  __device__ void put(std::byte* row, Element e, int half, int lane, Of of, Bits bits) const {
+    const auto put_four = [&](int at, const KeyElement* k) {
+      const float x[each] = {of(k[0]), of(k[1]), of(k[2]), of(k[3])};
+      const auto two = [&](int j) { return bits(x[j]) | static_cast<unsigned>(bits(x[j + 1])) << 16; };
+      if (e == Element::f32)
         store4(reinterpret_cast<float*>(row) + at, x);
       else
-        *reinterpret_cast<uint2*>(row + 2 * at) =
-            make_uint2(bits(x[0]) | bits(x[1]) << 16, bits(x[2]) | bits(x[3]) << 16);
+        *reinterpret_cast<uint2*>(row + 2 * at) = make_uint2(two(0), two(2));
     };
     put_four(each * lane, low_);
     put_four(half + each * lane, high_);
@@ -327,10 +330,7 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) 
   return p;
 }
 
-// What the kernel computes a page's summary from.
-enum class From { nothing, bounds, keys };  // bounds: the stored ones and the new key; keys: all keys of the page
-
-template <From Source>
+template <Summed How>
 __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_constant__ Args all) {
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
@@ -352,12 +352,12 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const int kv_head = head - a.heads, n = there && !query ? *length_of(a, slot, kv_head) : 0,
             page = n / a.layouts->page_size, offset = n % a.layouts->page_size;
   StoredRow least, most;
-  if constexpr (Source == From::bounds)
+  if constexpr (How == Summed::stored_bounds)
     if (mine && !query && offset > 0 && page < a.table.extent[2]) {
       const std::byte* summary = summary_of(a, slot, kv_head, page);
-      const int bytes = StoredRow::bytes_of(a.layouts->dtype);
-      least.load(summary, bytes, half, lane);
-      most.load(summary + std::int64_t{dim} * bytes, bytes, half, lane);
+      const Element e = element_of(a.layouts->dtype);
+      least.load(summary, e, half, lane);
+      most.load(summary + dim * bytes_of(e), e, half, lane);
     }
   __syncwarp();  // take_place changes the length that all lanes of the head read
   Place p;
@@ -383,22 +383,19 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   if (p.frame < 0) return;
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
-  if constexpr (Source != From::nothing) {
-    if (lane == 0 && offset == 0) atomicAdd(a.pages, 1);
-    if (mine) {
-      PageKeys keys;
-      if (Source == From::keys)
-        keys.read(frame, l, offset, half, lane);
-      else
-        keys.set_bounds(least.decoded(l.dtype, false), most.decoded(l.dtype, false));
-      keys.add(h.stored(l, key_range), offset == 0);
-      keys.write(summary_of(a, slot, kv_head, page), a.summary, l.dtype, offset + 1, half, lane);
+  if (mine) {
+    PageSummary<How> summary;
+    if constexpr (How == Summed::bounds || How == Summed::mean) summary.add_stored(frame, l, offset, lane);
+    const Head key = h.encode(frame, l, true, offset, lane, key_range);
+    value.encode(frame, l, false, offset, lane, value_range);
+    if constexpr (How != Summed::nothing) {
+      const Element e = element_of(l.dtype);
+      if (How == Summed::stored_bounds) summary.set_bounds(least.decoded(e), most.decoded(e));
+      summary.add(key, offset == 0);
+      summary.write(summary_of(a, slot, kv_head, page), l, offset + 1, lane);
     }
   }
-  if (mine) {
-    h.encode(frame, l, true, offset, lane, key_range);
-    value.encode(frame, l, false, offset, lane, value_range);
-  }
+  if (How != Summed::nothing && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
   if (lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
   for (int c = lane; c < l.state_columns; c += width)
     reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
@@ -473,9 +470,10 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
     a.layouts[c] = in.layouts[c];
     a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
-  const auto kernel = in.summary == Summary::none                        ? rope_append_kernel<From::nothing>
-                      : in.summary == Summary::min_max && in.bounds_hold ? rope_append_kernel<From::bounds>
-                                                                         : rope_append_kernel<From::keys>;
+  const auto kernel = in.summary == Summary::none   ? rope_append_kernel<Summed::nothing>
+                      : in.summary == Summary::mean ? rope_append_kernel<Summed::mean>
+                      : in.bounds_hold              ? rope_append_kernel<Summed::stored_bounds>
+                                                    : rope_append_kernel<Summed::bounds>;
   launch("rope_append", kernel, blocks(heads), threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);

@@ -474,6 +474,22 @@ TEST_CASE("cuda store: keys turn in the codec of the tier that they are on") {
   }
 }
 
+TEST_CASE("cuda store: a step's token joins a page that crossed to another codec") {
+  StoreFixture f = fixture(5);
+  REQUIRE(f.options.summary == Summary::min_max);
+  Both both(f, 1);
+  both.open();
+  const int slot = both.slots[0], p = f.options.shape.page_size;
+  REQUIRE(both.append(slot, p + p / 2) == Fit::ok);
+  const std::vector<test::PerHead> last{test::PerHead(3, {1})};
+  both.apply({slot}, 0, last, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
+  both.apply({slot}, 0, last, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
+  if (GENERATE(true, false)) both.apply({slot}, 0, last, [](Edits& e, const IndexList& l) { e.recall(PageList{l}); });
+  both.check();
+  REQUIRE(both.step({slot}) == Fit::ok);
+  both.check();
+}
+
 TEST_CASE("cuda store: page edits whose lists several blocks share") {
   StoreFixture f = fixture(4);
   f.options.shape.max_tokens = 1400;
