@@ -466,7 +466,8 @@ class WriteScene final : public Scene {
 // Queries and keys are read and written, values read, and keys and values stored in 16 bits. Bounds are read and
 // written. For means, half of a page's keys are read on average.
 Case timed(const char* shape, const AppendOptions& s) {
-  Case c{"append", fmt::format("{}, {} rows, {} + {} heads of {}", shape, s.rows, s.heads, s.kv_heads, s.dim)};
+  Case c{"append", fmt::format("{}, {} row{}, {} + {} heads of {}", shape, s.rows, s.rows == 1 ? "" : "s", s.heads,
+                               s.kv_heads, s.dim)};
   c.make = [s](Place& place, int copies) { return std::make_unique<AppendScene>(place, s, copies, 1); };
   c.timed_cuda = true;
   const double turned = s.heads + s.kv_heads, stored_twice = s.append ? s.kv_heads * (4 + 2 * 2) : 0;
@@ -504,8 +505,8 @@ std::vector<Case> list() {
   s.page_size = 16, s.max_pages = 8;
   for (const int rows : {1, 40})
     for (const auto& [summary, shape] : {std::pair{Summary::none, "rope_append"},
-                                         {Summary::min_max, "rope_append with min_max summaries"},
-                                         {Summary::mean, "rope_append with mean summaries"}}) {
+                                         {Summary::min_max, "rope_append, min_max summaries"},
+                                         {Summary::mean, "rope_append, mean summaries"}}) {
       s.rows = rows, s.frames = s.rows * s.kv_heads * s.max_pages;
       s.summary = summary;
       v.push_back(timed(shape, s));
