@@ -20,6 +20,7 @@ struct Scratch {
   std::vector<std::uint64_t> keys;
   std::vector<char> chosen;
   std::vector<std::int32_t> position, order;
+  std::vector<float> age;
 };
 
 thread_local Scratch scratch;
@@ -45,6 +46,47 @@ int choose(const float* score, int n, int keep, int already, std::vector<char>& 
   select_greatest(keys.data(), keys.size(), wanted);
   for (int i = 0; i < wanted; ++i) chosen[selection_index(keys[i])] = 1;
   return already + wanted;
+}
+
+// Returns whether pins name some of n tokens, but not all. Only then do text positions matter.
+bool some(const Pins& pins, int n) {
+  const std::int64_t named = std::int64_t{std::max(pins.first, 0)} + std::max(pins.last, 0);
+  return named > 0 && named < n;
+}
+
+// Returns the text positions of a head, until the next call of this thread.
+const std::int32_t* positions_of(const PagedKv& kv, int row, int head) {
+  const int n = kv.tokens(row, head);
+  scratch.position.resize(static_cast<std::size_t>(n));
+  token_positions(kv, row, head, n, scratch.position.data());
+  return scratch.position.data();
+}
+
+int mark_pins(const std::int32_t* position, int n, const Pins& pins, char* pinned) {
+  const std::int64_t first = std::max(pins.first, 0), last = std::max(pins.last, 0);
+  if (!some(pins, n)) {
+    const bool all = first + last > 0;
+    std::fill_n(pinned, n, all);
+    return all ? n : 0;
+  }
+  // Positions need not ascend, and equal ones are pinned together.
+  auto& order = scratch.order;
+  order.assign(position, position + n);
+  std::int32_t newest_first = 0, oldest_last = 0;
+  const bool ascending = std::is_sorted(order.begin(), order.end());
+  const auto at = [&](std::int64_t i) {
+    if (!ascending) std::nth_element(order.begin(), order.begin() + i, order.end());
+    return order[i];
+  };
+  if (first > 0) newest_first = at(first - 1);
+  if (last > 0) oldest_last = at(n - last);
+  const int any_first = first > 0, any_last = last > 0;
+  int count = 0;
+  for (int t = 0; t < n; ++t) {
+    pinned[t] = (any_first & int{position[t] <= newest_first}) | (any_last & int{position[t] >= oldest_last});
+    count += pinned[t];
+  }
+  return count;
 }
 
 void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int count) {
@@ -77,33 +119,22 @@ void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count) {
 
 int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned) {
   const int n = kv.tokens(row, head);
-  std::fill_n(pinned, n, 0);
-  const std::int64_t first = std::max(pins.first, 0), last = std::max(pins.last, 0);
-  if (first + last == 0) return 0;
-  if (first + last >= n) {
-    std::fill_n(pinned, n, 1);
-    return n;
+  return mark_pins(some(pins, n) ? positions_of(kv, row, head) : nullptr, n, pins, pinned);
+}
+
+int mark_surplus(const float* score, const std::int32_t* position, int n, int keep, const Pins& pins,
+                 std::vector<char>& leaves) {
+  leaves.assign(static_cast<std::size_t>(n), 0);
+  if (keep >= n) return 0;
+  auto& age = scratch.age;
+  if (!score) {
+    age.assign(position, position + n);
+    score = age.data();
   }
-  auto &position = scratch.position, &order = scratch.order;
-  position.resize(n);
-  token_positions(kv, row, head, n, position.data());
-  // Positions need not ascend, and equal ones are pinned together.
-  order.assign(position.begin(), position.end());
-  std::int32_t newest_first = 0, oldest_last = 0;
-  const bool ascending = std::is_sorted(order.begin(), order.end());
-  const auto at = [&](std::int64_t i) {
-    if (!ascending) std::nth_element(order.begin(), order.begin() + i, order.end());
-    return order[i];
-  };
-  if (first > 0) newest_first = at(first - 1);
-  if (last > 0) oldest_last = at(n - last);
-  const int any_first = first > 0, any_last = last > 0;
-  int count = 0;
-  for (int t = 0; t < n; ++t) {
-    pinned[t] = (any_first & int{position[t] <= newest_first}) | (any_last & int{position[t] >= oldest_last});
-    count += pinned[t];
-  }
-  return count;
+  const int pinned = mark_pins(position, n, pins, leaves.data());
+  const int stay = choose(score, n, keep, pinned, leaves);
+  for (char& c : leaves) c = !c;
+  return n - stay;
 }
 
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
@@ -140,28 +171,18 @@ void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const s
   check_list(kv, list, op);
   if (s.device() == Device::cuda) return on_cuda<surplus_tokens>(kv, scores, keep, pins, list, s);
   int short_by = 0;
-  std::vector<float> age;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int n = kv.tokens(r, h);
       list.count(r, h) = 0;
       if (keep(r, h) >= n) continue;
-      const float* of = scores ? &scores(r, h, 0) : nullptr;
-      auto& chosen = scratch.chosen;
-      chosen.assign(static_cast<std::size_t>(n), 0);
-      const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
-      if (!of) {
-        scratch.position.resize(static_cast<std::size_t>(n));
-        token_positions(kv, r, h, n, scratch.position.data());
-        age.assign(scratch.position.begin(), scratch.position.end());
-        of = age.data();
-      }
-      const int stay = choose(of, n, keep(r, h), pinned, chosen);
-      for (char& c : chosen) c = !c;
-      if (list.index.extent[2] < n - stay)
-        short_by = std::max(short_by, n - stay);
+      const Pins pin = pins ? pins[r] : Pins{};
+      const std::int32_t* position = !scores || some(pin, n) ? positions_of(kv, r, h) : nullptr;
+      const int lost = mark_surplus(scores ? &scores(r, h, 0) : nullptr, position, n, keep(r, h), pin, scratch.chosen);
+      if (list.index.extent[2] < lost)
+        short_by = std::max(short_by, lost);
       else
-        write_list(list, r, h, chosen, n - stay);
+        write_list(list, r, h, scratch.chosen, lost);
     }
   check_room(list, short_by, op);
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace kvlab::ops {
 
@@ -25,5 +26,10 @@ void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count);
 // Sets pinned[t] for the first `pins.first` and the last `pins.last` resident tokens of a head in text order. Returns
 // their number.
 int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned);
+
+// leaves[t] = whether surplus_tokens lists token t of a head of n tokens; null scores rank by position. Returns their
+// number.
+int mark_surplus(const float* score, const std::int32_t* position, int n, int keep, const Pins& pins,
+                 std::vector<char>& leaves);
 
 }  // namespace kvlab::ops

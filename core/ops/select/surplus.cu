@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "ops/select/pins.cuh"
+#include "ops/select/surplus.cuh"
 
 namespace kvlab::ops {
 namespace {
@@ -25,21 +25,10 @@ struct Args {
   bool staged;  // shared memory has room for their positions
 };
 
-__device__ unsigned long long block_min(unsigned long long value, unsigned long long* scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) value = min(value, __shfl_xor_sync(all_lanes, value, d));
-  if (lane == 0) scratch[warp] = value;
-  __syncthreads();
-  for (int w = 0; w < threads / 32; ++w) value = min(value, scratch[w]);
-  __syncthreads();
-  return value;
-}
-
 __global__ void __launch_bounds__(threads) surplus_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
-  const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x % 32;
+  const int head = blockIdx.x, row = blockIdx.y;
   const int n = min(a.kv.tokens(row, head), a.most), wanted = a.keep(row, head), keep = max(0, wanted);
   std::int32_t* list = a.list.data + row * a.list.stride[0] + head * a.list.stride[1];
   // (ptxas 13.0 takes `max(0, min(wanted, n)) == n` for true on sm_90a.)
@@ -57,44 +46,16 @@ __global__ void __launch_bounds__(threads) surplus_kernel(const __grid_constant_
     __syncthreads();
   }
   const auto at = [&](int t) { return a.staged ? stage[t] : a.kv.position(row, head, t); };
-  const PinLimits limits = pin ? pin_limits(at, n, pins, select) : PinLimits{-1, 0x7fffffff};
   const float* scores = by_age ? nullptr : a.scores.data + row * a.scores.stride[0] + head * a.scores.stride[1];
-  // The key of a token that is not pinned.
-  const auto key = [&](int, int t, unsigned i, unsigned long long& k) {
-    if (pin && limits.pinned(at(t))) return false;
-    k = by_age ? static_cast<unsigned long long>(at(t)) << 32 | (0xffffffffu - i) : selection_key(scores[t], i);
-    return true;
-  };
-  unsigned long long worst = ~0ull;
-  unsigned own = 0, free;
-#pragma unroll 4
-  for (int t = threadIdx.x; t < n; t += threads)
-    if (unsigned long long k; key(0, t, static_cast<unsigned>(t), k)) worst = min(worst, k), ++own;
-  block_scan(own, select.scan, free);
-  const int stay = keep - (n - static_cast<int>(free)), lost = static_cast<int>(free) - max(0, stay);
-  if (lost <= 0) {
-    if (threadIdx.x == 0) a.count(row, head) = 0;
-    return;
-  }
-  if (lost == 1) {
-    worst = block_min(worst, select.candidate);
+  const Leaving lost = find_surplus(
+      at, [&](int t) { return scores[t]; }, by_age, n, keep, pins, chosen, select);
+  if (lost.count < 2) {
     if (threadIdx.x == 0) {
-      a.count(row, head) = min(1, static_cast<int>(a.list.extent[2]));
-      if (a.list.extent[2] > 0) list[0] = static_cast<std::int32_t>(0xffffffffu - static_cast<unsigned>(worst));
+      a.count(row, head) = min(lost.count, static_cast<int>(a.list.extent[2]));
+      if (lost.count == 1 && a.list.extent[2] > 0) list[0] = lost.place;
     }
     return;
   }
-  const int first[] = {0, n};
-  const unsigned long long threshold =
-      stay > 0 ? radix_threshold(key, first, 1, static_cast<unsigned>(stay), 0, select) : ~0ull;
-  for (int base = threadIdx.x - lane; base < n; base += threads) {
-    const int t = base + lane;
-    unsigned long long k = 0;
-    const bool leaves = t < n && key(0, t, static_cast<unsigned>(t), k) && k < threshold;
-    const unsigned bits = __ballot_sync(all_lanes, leaves);
-    if (lane == 0) chosen[base >> 5] = bits;
-  }
-  __syncthreads();
   const int count = write_list(chosen, n, list, a.list.stride[2], static_cast<int>(a.list.extent[2]), select);
   if (threadIdx.x == 0) a.count(row, head) = count;
 }
