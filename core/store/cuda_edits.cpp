@@ -35,6 +35,19 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
+Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {Fit::ok, -1};
+  stale_ = true;
+  CudaStoreSurplus a;
+  a.slots = rows_of(slots);
+  a.rows = static_cast<int>(slots.size());
+  a.of = e.surplus;
+  a.layer = e.layer;
+  a.edit = ++edit_;
+  only_on_cuda<cuda_store::evict_surplus>(layer(e.layer), a, stream_);
+  return {Fit::ok, -1};
+}
+
 Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   stale_ = true;

@@ -74,6 +74,12 @@ struct CudaStoreList : CudaStoreRows {
   unsigned long long edit = 0;
 };
 
+struct CudaStoreSurplus : CudaStoreRows {
+  Surplus of;
+  int layer = 0;  // for of.nan
+  unsigned long long edit = 0;
+};
+
 struct CudaStorePageEdit : CudaStoreList {
   enum Verb : std::uint8_t { offload, recall, recall_all, drop } verb = offload;  // recall_all has no list
   Tier tier = Tier::device;                                                       // a drop frees frames of this tier
@@ -98,6 +104,8 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
 // keep keeps the listed tokens; evict removes them. Both leave the tokens in the order that CpuStore does.
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
+// Evicts the tokens beyond a number, as ops::surplus_tokens and evict would.
+void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);

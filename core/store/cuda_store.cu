@@ -6,99 +6,13 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
-#include "store/cuda_head.cuh"
+#include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
 namespace kvlab {
 using namespace cuda;
 using namespace device_store;
 namespace {
-
-constexpr int most_fields = 8;  // 4-byte values that travel with a token: metadata, position, token state
-constexpr int few = 8;          // evictions up to this size move the last tokens into the holes (CpuStore::keep_only)
-
-// ---- tokens --------------------------------------------------------------------------------------------------------
-
-__device__ int side_bytes(const PageLayout& l, bool key) {
-  return l.head_dim * (bits_of(l, key) ? 1 : l.dtype == DType::f32 ? 4 : 2);
-}
-
-// A token's bytes: units of 16 or 8 bytes of K, then of V. Its fields of 4 bytes come from field().
-template <class Unit>
-struct Token {
-  static __device__ int units(const PageLayout& l) { return key_units(l) + side_bytes(l, false) / int{sizeof(Unit)}; }
-  static __device__ Unit* unit(std::byte* frame, const PageLayout& l, int offset, int i) {
-    const int keys = key_units(l);
-    std::byte* side = i < keys ? frame + l.k + std::int64_t{offset} * side_bytes(l, true)
-                               : frame + l.v + std::int64_t{offset} * side_bytes(l, false);
-    return reinterpret_cast<Unit*>(side) + (i < keys ? i : i - keys);
-  }
-
- private:
-  static __device__ int key_units(const PageLayout& l) { return side_bytes(l, true) / int{sizeof(Unit)}; }
-};
-
-__device__ int fields_of(const PageLayout& l) {
-  return 1 + l.state_columns + (l.codec.k.bits > 0) + (l.codec.v.bits > 0);
-}
-__device__ unsigned* field(std::byte* frame, const PageLayout& l, int offset, int i) {
-  std::int64_t at;
-  if (i == 0)
-    at = l.positions;
-  else if (i <= l.state_columns)
-    at = l.state + std::int64_t{i - 1} * l.page_size * 4;
-  else
-    at = l.codec.k.bits && i == l.state_columns + 1 ? l.k_meta : l.v_meta;
-  return reinterpret_cast<unsigned*>(frame + at) + offset;
-}
-
-// A token between layouts in a warp's registers, converted as ops::copy_token does.
-class Carried {
- public:
-  __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const bool key = side == 0;
-      same_[side] = bits_of(l, key) == bits_of(to, key);  // the tiers have one dtype
-      if (same_[side]) {
-        const auto* row =
-            reinterpret_cast<const unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
-#pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
-        if (bits_of(l, key))
-          meta_[side] = reinterpret_cast<const unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset];
-      } else {
-#pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          x_[side][j] = lane + 32 * j < l.head_dim ? element(frame, l, key, offset, lane + 32 * j) : 0.f;
-      }
-    }
-    if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
-  }
-  __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const bool key = side == 0;
-      if (same_[side]) {
-        auto* row = reinterpret_cast<unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
-#pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
-        if (bits_of(l, key) && lane == 0)
-          reinterpret_cast<unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset] = meta_[side];
-      } else {
-        encode(frame, l, key, offset, x_[side], lane);
-      }
-    }
-    if (lane <= l.state_columns) *field(frame, l, offset, lane) = field_;
-  }
-
- private:
-  float x_[2][most_elements];  // elements of a side, or its words where both layouts store it alike
-  unsigned meta_[2], field_;
-  bool same_[2];
-};
 
 // A warp copies a page to the other tier, token by token. A call spares registers of kernels that seldom need it.
 __device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
@@ -109,74 +23,6 @@ __device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::in
     Carried x;
     x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
     x.write(b, layout_of(s, to), t, lane);
-  }
-}
-
-// Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
-template <class From, class To>
-__device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
-                             To to) {
-  const int p = s.layout.page_size, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
-  for (int first = begin; first < end; first += warps) {
-    const bool mine = first + warp < end;
-    const int a = mine ? from(first + warp) : 0, b = mine ? to(first + warp) : 0;
-    const PageLayout& target = layout_of(s, tier_of(h, b / p));
-    Carried x;
-    const std::int32_t r = mine && rank ? rank[a] : 0;
-    if (mine) x.read(page_at(s, h, a / p), layout_of(s, tier_of(h, a / p)), a % p, target, lane);
-    __syncthreads();
-    if (mine) x.write(page_at(s, h, b / p), target, b % p, lane);
-    if (mine && rank && lane == 0) rank[b] = r;
-    __syncthreads();
-  }
-}
-
-// Moves tokens of one head from place from(i) to to(i), i in [begin, end), tile by tile. No tile may write a place that
-// a later one reads. rank [place] moves too, unless it is null.
-template <class Unit, class From, class To>
-__device__ void move_tokens(const CudaStoreLayer& s, const Head& h, std::int32_t* rank, int begin, int end, From from,
-                            To to) {
-  constexpr int each = 4;  // units that a thread holds
-  const PageLayout& l = s.layout;
-  const int p = l.page_size, units = Token<Unit>::units(l), fields = fields_of(l);
-  const int threads = static_cast<int>(blockDim.x), tile = max(1, min(threads, threads * each / units));
-  for (int first = begin; first < end; first += tile) {
-    const int count = min(tile, end - first), all = count * units;
-    Unit x[each];
-    unsigned f[most_fields];
-    std::int32_t r = 0;
-    const int mine = static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int j = 0; j < each; ++j)
-      if (const int u = mine + j * threads; u < all) {
-        const int t = from(first + u / units);
-        x[j] = *Token<Unit>::unit(page_at(s, h, t / p), l, t % p, u % units);
-      }
-    if (mine < count) {
-      const int t = from(first + mine);
-      std::byte* frame = page_at(s, h, t / p);
-#pragma unroll
-      for (int i = 0; i < most_fields; ++i)
-        if (i < fields) f[i] = *field(frame, l, t % p, i);
-      if (rank) r = rank[t];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < each; ++j)
-      if (const int u = mine + j * threads; u < all) {
-        const int t = to(first + u / units);
-        *Token<Unit>::unit(page_at(s, h, t / p), l, t % p, u % units) = x[j];
-      }
-    if (mine < count) {
-      const int t = to(first + mine);
-      std::byte* frame = page_at(s, h, t / p);
-#pragma unroll
-      for (int i = 0; i < most_fields; ++i)
-        if (i < fields) *field(frame, l, t % p, i) = f[i];
-      if (rank) rank[t] = r;
-    }
-    __syncthreads();
   }
 }
 
@@ -322,7 +168,7 @@ __global__ void before_step_kernel(const __grid_constant__ CudaStoreLayer s, con
 struct Places {
   const std::int32_t* list;
   std::int64_t stride;
-  int count, kept;
+  int count;
   bool rest;  // the list names the tokens that stay
 
   __device__ int at(int i) const { return list[i * stride]; }
@@ -348,7 +194,7 @@ template <class Unit, bool Mixed>
 __global__ void __launch_bounds__(512)
     keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest,
                 std::int32_t* ranks) {
-  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const Head h = head_of(s, a.slots[row], head);
   const int before = *h.length;
@@ -364,59 +210,8 @@ __global__ void __launch_bounds__(512)
     if (mine == 0) fail(s, store_bad_list);
     return;
   }
-  const int lost = rest ? before - x.count : x.count, count = before - lost;
-  if (lost <= 0) return;
-  x.kept = count;
-  const int pages_before = (before + p - 1) / p, pages_after = (count + p - 1) / p;
-
-  std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * p : nullptr;
-  const auto move = [&](int begin, int end, auto from, auto to) {
-    if constexpr (Mixed)
-      carry_tokens(s, h, rank, begin, end, from, to);
-    else
-      move_tokens<Unit>(s, h, rank, begin, end, from, to);
-  };
-  int moves = 0;      // few losses: tokens that move
-  int moved = count;  // many losses: the first place that gets another token
-  if (lost <= few) {
-    while (moves < lost && x.hole(moves) < count) ++moves;
-    move(
-        0, moves, [&](int i) { return x.stays(count - 1 - i); }, [&](int i) { return x.hole(i); });
-  } else {
-    moved = min(count, x.hole(0));
-    move(
-        moved, count, [&](int i) { return x.stays(i); }, [](int i) { return i; });
-  }
-  __syncthreads();
-
-  for (int page = pages_after + mine; page < pages_before; page += threads)
-    for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
-  const int last = pages_after - 1;
-  const bool shorter = last >= 0 && min(before, pages_after * p) != count;
-  if (mine == 0) {
-    *h.length = count;
-    fewer_pages(s, pages_before - pages_after);
-    if (shorter) {
-      PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];
-      upper.tokens = static_cast<std::uint16_t>(count - last * p);
-    }
-    count_fired(s, a.edit);
-  }
-  __syncthreads();
-
-  // Where a page's tokens have changed, the lower copy of a device page is stale, and so is the summary.
-  const int warp = mine / 32, lane = mine % 32, all = threads / 32;
-  const auto outdated = [&](int page) {
-    if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
-    summarize(s, h, page, min(p, count - page * p), lane);
-  };
-  for (int i = warp; i < moves; i += all)
-    if (const int page = x.hole(i) / p; i == 0 || x.hole(i - 1) / p != page) outdated(page);
-  if (moved < count) {
-    for (int page = moved / p + warp; page <= last; page += all) outdated(page);
-  } else if (shorter && warp == 0 && (moves == 0 || x.hole(moves - 1) / p != last)) {
-    outdated(last);
-  }
+  std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * s.layout.page_size : nullptr;
+  close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit);
 }
 
 // One warp swaps a head's pairs in order.
@@ -659,12 +454,6 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
   check_launch("before_step");
 }
 KVLAB_ON_CUDA(before_step, before_step);
-
-// Returns whether rows of both sides of a token are multiples of 16 bytes.
-static bool wide(const PageLayout& l) {
-  const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };
-  return bytes(l.codec.k.bits) % 16 == 0 && bytes(l.codec.v.bits) % 16 == 0;
-}
 
 static void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, Stream stream) {
   const auto kernel = s.mixed          ? keep_kernel<uint2, true>

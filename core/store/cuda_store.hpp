@@ -88,6 +88,7 @@ class CudaStore final : public Store {
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;

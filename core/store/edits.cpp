@@ -6,6 +6,8 @@
 #include <span>
 
 #include "ops/page/paged.hpp"
+#include "ops/score/verify.hpp"
+#include "ops/select/select.hpp"
 #include "store/cpu_store.hpp"
 
 namespace kvlab {
@@ -185,6 +187,46 @@ Applied CpuStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& sl
     }
     return {Fit::ok, keep_only(e.layer, slot, head, list.data(), static_cast<int>(list.size()))};
   });
+}
+
+Applied CpuStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const Surplus& x = e.surplus;
+  const int p = options_.shape.page_size;
+  const bool by_column = !x.scores && x.column >= 0;
+  std::vector<std::int32_t> position, kept;
+  std::vector<float> state;
+  std::vector<char> leaves;
+  Applied total;
+  for (std::size_t row = 0; row < slots.size(); ++row)
+    for (int head = 0; head < options_.shape.kv_heads; ++head) {
+      const auto r = static_cast<std::int64_t>(row);
+      const int n = length(e.layer, slots[row], head), keep = x.keep(r, head);
+      if (keep >= n) continue;
+      if (x.scores && x.scores.extent[2] < n)
+        bad(e, "got scores of " + std::to_string(x.scores.extent[2]) + " tokens, wanted " + std::to_string(n));
+      position.resize(static_cast<std::size_t>(n));
+      state.resize(by_column ? position.size() : 0);
+      for (int t = 0; t < n; t += p) {
+        const Place page = place(e.layer, slots[row], head, t);
+        const auto bytes = static_cast<std::size_t>(std::min(p, n - t)) * 4;
+        std::memcpy(position.data() + t, page.frame + page.layout->positions, bytes);
+        if (by_column)
+          std::memcpy(state.data() + t, page.frame + page.layout->state + std::int64_t{x.column} * p * 4, bytes);
+      }
+      const float* score = x.scores ? &x.scores(r, head, 0) : by_column ? state.data() : nullptr;
+      for (int t = 0; score && x.nan && t < n; ++t)
+        if (score[t] != score[t]) {
+          ++x.nan->count;
+          x.nan->first =
+              std::max(x.nan->first, ops::Finding::key(e.layer, head, position[static_cast<std::size_t>(t)]));
+        }
+      ops::mark_surplus(score, position.data(), n, keep, x.pins ? x.pins[r] : Pins{}, leaves);
+      kept.clear();
+      for (int t = 0; t < n; ++t)
+        if (!leaves[static_cast<std::size_t>(t)]) kept.push_back(t);
+      total += {Fit::ok, keep_only(e.layer, slots[row], head, kept.data(), static_cast<int>(kept.size()))};
+    }
+  return total;
 }
 
 Applied CpuStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {

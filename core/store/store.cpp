@@ -46,9 +46,10 @@ void Store::forget(int slot) {
 void Store::check_edit(const Edit& e, std::size_t rows) const {
   const Shape& s = options_.shape;
   if (e.layer < 0 || e.layer >= s.layers) bad(e, "got that layer, wanted 0 to " + std::to_string(s.layers - 1));
+  const std::int64_t wanted = static_cast<std::int64_t>(rows);
+  if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
   const auto& index = e.list.index.extent;
   const auto& count = e.list.count.extent;
-  const std::int64_t wanted = static_cast<std::int64_t>(rows);
   if (index[0] < wanted || count[0] < wanted || index[1] < s.kv_heads || count[1] < s.kv_heads)
     bad(e, "got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
   if (e.verb == Edit::drop && e.tier == Tier::disk) bad(e, "got a drop on the disk tier, wanted device or host");
@@ -60,6 +61,17 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
       if (e.list.count(row, head) < 0 || e.list.count(row, head) > index[2])
         bad(e, "got a count of " + std::to_string(e.list.count(row, head)) + ", wanted 0 to " +
                    std::to_string(index[2]) + ", the list's room");
+}
+
+void Store::check_surplus(const Edit& e, std::int64_t rows) const {
+  const Surplus& s = e.surplus;
+  const int heads = options_.shape.kv_heads, columns = static_cast<int>(options_.token_state.size());
+  if (s.keep.extent[0] < rows || s.keep.extent[1] < heads)
+    bad(e, "got numbers to keep of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  if (s.scores && (s.scores.extent[0] < rows || s.scores.extent[1] < heads || s.scores.stride[2] != 1))
+    bad(e, "got scores of another shape, wanted [row, kv_head, token] contiguous");
+  if (s.column >= columns)
+    bad(e, "got column " + std::to_string(s.column) + " of token state, wanted less than " + std::to_string(columns));
 }
 
 Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
@@ -96,6 +108,7 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) 
   switch (e.verb) {
     case Edit::evict:
     case Edit::evict_rest: one = keep_tokens(e, slots); break;
+    case Edit::evict_surplus: one = evict_surplus(e, slots); break;
     case Edit::move: one = swap_tokens(e, slots); break;
     case Edit::offload:
     case Edit::drop:

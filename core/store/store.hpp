@@ -130,6 +130,7 @@ class Store {
 
   // The verbs. apply() has checked the edit and the shape of its list.
   virtual Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // evict, evict_rest
+  virtual Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) = 0;
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
@@ -170,6 +171,7 @@ class Store {
 
  private:
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
+  void check_surplus(const Edit& e, std::int64_t rows) const;
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots);
 };

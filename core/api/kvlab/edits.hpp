@@ -9,6 +9,10 @@
 
 namespace kvlab {
 
+namespace ops {
+struct Finding;  // core's own
+}
+
 // When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
 // needs a dense list, else Errc::unsupported.
 //   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
@@ -23,6 +27,15 @@ struct Deadline {
   static Deadline in_steps(int n) { return {steps_from_now, n}; }
 };
 
+// Which tokens ops::top_tokens would leave out, without a list. All is memory of the stream's device.
+struct Surplus {
+  View<const std::int32_t, 2> keep;  // [row, kv_head]; a head of at most so many tokens keeps them all
+  const Pins* pins = nullptr;        // [row], or null
+  View<const float, 3> scores;       // [row, kv_head, token], higher stays; or empty
+  int column = -1;                   // without scores: the column of token state that ranks; -1 = newer stays
+  ops::Finding* nan = nullptr;       // core's own: where NaN among the ranks is noted; null = NaN ranks below all
+};
+
 struct Edit {
   enum Verb : std::uint8_t {
     attend,         // this step's attention reads only these pages (plus pins)
@@ -34,6 +47,7 @@ struct Edit {
     encode,         // re-encode pages on the device as `codec`; no policy can ask for it, since it has one codec
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
+    evict_surplus,  // the tokens beyond a number leave every tier, the lowest first
   };
   Verb verb = attend;
   IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move and attend_tokens,
@@ -42,6 +56,7 @@ struct Edit {
   Tier tier = Tier::device;
   int codec = 0;
   Pins pins;
+  Surplus surplus;  // evict_surplus, which has no list
   Deadline when;
 };
 
@@ -59,6 +74,8 @@ class Edits {
   }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
+  // Finds the tokens and evicts them at once: one launch on the GPU.
+  void evict_surplus(const Surplus& surplus) { push(Edit::evict_surplus, {}, {}).surplus = surplus; }
   void offload(const PageList& pages, Deadline when = {}) { push(Edit::offload, pages, when); }
   void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }

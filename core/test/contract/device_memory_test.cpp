@@ -108,6 +108,24 @@ class OnGuardedDevice final : public Policy {
     });
   }
 
+  static Surplus copy_of(Surplus s, Workspace& w) {
+    const auto keep = take_scratch<std::int32_t>(w, "keep", {s.keep.extent[0], s.keep.extent[1]});
+    std::copy_n(s.keep.data, s.keep.extent[0] * s.keep.extent[1], keep.data);
+    s.keep = keep;
+    if (s.pins) {
+      const auto pins = take_scratch<Pins>(w, "pins", {s.keep.extent[0]});
+      std::copy_n(s.pins, s.keep.extent[0], pins.data);
+      s.pins = pins.data;
+    }
+    if (s.scores) {
+      const auto scores =
+          take_scratch<float>(w, "scores", {s.scores.extent[0], s.scores.extent[1], s.scores.extent[2]});
+      std::copy_n(s.scores.data, s.scores.extent[0] * s.scores.extent[1] * s.scores.extent[2], scores.data);
+      s.scores = scores;
+    }
+    return s;
+  }
+
   static void hand_over(const Edits& made, Edits& edits, Workspace& w) {
     const GuardedDevice::Open open;
     for (const Edit& e : made.all()) {
@@ -127,6 +145,7 @@ class OnGuardedDevice final : public Policy {
         case Edit::offload: edits.offload(PageList{list}, e.when); break;
         case Edit::drop: edits.drop(e.tier, PageList{list}, e.when); break;
         case Edit::recall: edits.recall(PageList{list}, e.when); break;
+        case Edit::evict_surplus: edits.evict_surplus(copy_of(e.surplus, w)); break;
         case Edit::encode: FAIL("no policy can ask for it"); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
       }

@@ -3,11 +3,14 @@
 
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
+#include <limits>
 #include <random>
 
 #include "base/backend.hpp"
 #include "cases/place.hpp"
 #include "cases/quick.hpp"
+#include "ops/score/verify.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -157,6 +160,70 @@ class Both {
     memory.synchronize();
   }
 
+  bool resident(const std::vector<std::int32_t>& rows, int layer) const {
+    for (const int slot : rows)
+      for (int h = 0; h < heads; ++h)
+        for (int t = 0; t < cpu.length(layer, slot, h); t += f.options.shape.page_size)
+          if (!test::on(cpu, Tier::device, layer, slot, h, t / f.options.shape.page_size)) return false;
+    return true;
+  }
+
+  // Ranks [row, kv_head, token] of few values, so that some are equal.
+  std::vector<float> ranks(std::size_t rows, std::int64_t room) {
+    std::vector<float> out(rows * static_cast<std::size_t>(heads * room));
+    for (float& x : out) x = static_cast<float>(pick(40)) - 20.f;
+    return out;
+  }
+
+  enum By { age, score, column };
+  // Evicts all but keep(row, head) tokens of each head from both stores. pins: [row], or empty.
+  template <class Keep>
+  void evict_surplus(const std::vector<std::int32_t>& rows, int layer, By by, const std::vector<Pins>& pins,
+                     const Keep& keep) {
+    std::int64_t room = 1;
+    std::vector<std::int32_t> amounts;
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      for (int h = 0; h < heads; ++h) {
+        room = std::max<std::int64_t>(room, cpu.length(layer, rows[r], h));
+        amounts.push_back(keep(r, h));
+      }
+    OnDevice there;
+    const auto n = static_cast<std::int64_t>(rows.size());
+    Surplus a, b;
+    a.keep = View<const std::int32_t, 2>::dense(amounts.data(), {n, heads});
+    b.keep = there.put(a.keep);
+    if (!pins.empty()) a.pins = pins.data(), b.pins = there.put(pins);
+    const auto values = ranks(rows.size(), room);
+    const auto view = View<const float, 3>::dense(values.data(), {n, heads, room});
+    if (by == score) {
+      a.scores = view;
+      b.scores = there.put(view);
+    } else if (by == column) {
+      a.column = b.column = pick(static_cast<int>(f.options.token_state.size()));
+      if (resident(rows, layer)) {  // ops write token state on the device alone
+        const PagedKv here = cpu.view(layer, rows), kv = cuda.view(layer, rows);
+        ops::blend_state({&here, a.column}, 0, view, 1, Stream::cpu());
+        ops::blend_state({&kv, b.column}, 0, there.put(view), 1, memory.stream());
+      }
+    }
+    there.synchronize();
+    Edits of_cpu(layer), of_cuda(layer);
+    of_cpu.evict_surplus(a);
+    of_cuda.evict_surplus(b);
+    REQUIRE(cpu.apply(of_cpu.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(of_cuda.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+  }
+
+  void random_surplus(const std::vector<std::int32_t>& rows, int layer) {
+    std::vector<Pins> pins;
+    for (std::size_t r = 0; r < rows.size(); ++r) pins.push_back({pick(6), pick(30)});
+    if (pick(4) == 0) pins.clear();
+    const int most = pick(3) == 0 ? 40 : 2;
+    evict_surplus(rows, layer, static_cast<By>(pick(f.options.token_state.empty() ? 2 : 3)), pins,
+                  [&](std::size_t r, int h) { return cpu.length(layer, rows[r], h) + 1 - pick(most + 1); });
+  }
+
   void attend(const std::vector<std::int32_t>& rows, int layer) {
     const bool pages = pick(2) == 1;
     const BothLists both(some(rows, layer, 4, pages), memory);
@@ -215,7 +282,7 @@ class Both {
   }
 
   void random_edit() {
-    const int what = pick(20);
+    const int what = pick(23);
     if (slots.empty() || what == 0) return open();
     const int slot = slots[static_cast<std::size_t>(pick(static_cast<int>(slots.size())))], layer = pick(2);
     std::vector<std::int32_t> rows;
@@ -265,6 +332,9 @@ class Both {
       apply(rows, layer, some(rows, layer, 6, true),
             [&](Edits& e, const IndexList& l) { e.recall(PageList{l}, when); });
       REQUIRE(step(rows) == Fit::ok);
+    } else if (what <= 19) {
+      recall_for_ranks(rows, layer);
+      random_surplus(rows, layer);
     } else {
       page_edit(rows, layer);
     }
@@ -488,6 +558,86 @@ TEST_CASE("cuda store: a step's token joins a page that crossed to another codec
   both.check();
   REQUIRE(both.step({slot}) == Fit::ok);
   both.check();
+}
+
+// A head loses in every step what it got. Text positions have gaps and lie out of order, and heads differ in length.
+TEST_CASE("cuda store: the surplus that leaves a step is the CPU's, place by place") {
+  struct Head {
+    int tokens, page_size, kind;
+  };
+  const Head head = GENERATE(Head{300, 4, 0}, Head{90, 16, 7}, Head{70, 2, 1}, Head{4300, 16, 5}, Head{40, 16, 2});
+  if (cases::quick() && head.tokens > 1000) return;
+  StoreFixture f = fixture(head.kind);
+  f.options.shape.page_size = head.page_size;
+  f.options.shape.max_tokens = head.tokens + 40;
+  const int columns = static_cast<int>(f.options.token_state.size());
+  for (const auto by : {Both::age, Both::score, Both::column})
+    for (const Pins pins : {Pins{}, Pins{4, 0}, Pins{0, 9}, Pins{3, head.tokens / 2}, Pins{2, head.tokens - 22}}) {
+      if (by == Both::column && columns == 0) continue;
+      CAPTURE(head.tokens, head.page_size, head.kind, static_cast<int>(by), pins.first, pins.last);
+      Both both(f, 3);
+      both.open();
+      both.open();
+      const std::vector<std::int32_t> rows{both.slots[1], both.slots[0]};
+      for (const int slot : rows) REQUIRE(both.append(slot, head.tokens - 9 * slot) == Fit::ok);
+      const std::vector<Pins> of_rows(2, pins);
+      // First many leave, then one in each step. Later steps without pins leave gaps among the newest tokens.
+      const auto keep = [&](std::size_t, int h) { return head.tokens - 20 - 5 * h; };
+      for (int i = 0; i < 11; ++i) {
+        CAPTURE(i);
+        const bool pinned = i < 5 || i % 2 == 0;
+        for (int layer = 0; layer < 2; ++layer)
+          both.evict_surplus(rows, layer, by, pinned ? of_rows : std::vector<Pins>(), keep);
+        if (i % 4 == 0) both.check();
+        REQUIRE(both.step(rows) == Fit::ok);
+      }
+      both.check();
+    }
+}
+
+TEST_CASE("cuda store: NaN among the ranks of a surplus is noted with its place, on both devices") {
+  const StoreFixture f = fixture(0);
+  Both both(f, 1);
+  both.open();
+  const std::vector<std::int32_t> rows{both.slots[0]};
+  REQUIRE(both.append(rows[0], 21) == Fit::ok);
+  for (const int keep : {20, 12, 8, 12})  // one leaves, many leave, nothing leaves
+    for (const bool by_column : {true, false}) {
+      CAPTURE(keep, by_column);
+      const int n = both.cpu.length(1, rows[0], 1);
+      std::vector<float> values(static_cast<std::size_t>(2 * n), 1.f);
+      for (const int t : {3, 7}) values[static_cast<std::size_t>(n + t)] = std::numeric_limits<float>::quiet_NaN();
+      const auto view = View<const float, 3>::dense(values.data(), {1, 2, n});
+      const std::vector<std::int32_t> amount(2, keep);
+      OnDevice there;
+      ops::Finding found[2];
+      for (Store* store : {static_cast<Store*>(&both.cpu), static_cast<Store*>(&both.cuda)}) {
+        const bool device = store->stream().device() == Device::cuda;
+        Surplus s;
+        s.keep = View<const std::int32_t, 2>::dense(amount.data(), {1, 2});
+        if (device) s.keep = there.put(s.keep);
+        const auto put = device ? there.put(view) : view;
+        ops::Finding& of_store = found[device];
+        s.nan = device ? there.put(&of_store, 1) : &of_store;
+        there.synchronize();
+        const PagedKv kv = store->view(1, rows);
+        s.column = by_column ? 0 : -1;
+        if (by_column)
+          ops::blend_state({&kv, 0}, 0, put, 1, store->stream());
+        else
+          s.scores = put;
+        Edits e(1);
+        e.evict_surplus(s);
+        REQUIRE(store->apply(e.all(), rows).fit == Fit::ok);
+        synchronize(store->stream());
+        if (device) of_store = there.get(View<const ops::Finding, 1>::dense(s.nan, {1}))[0];
+      }
+      CHECK(found[0].count == (keep < n ? 2u : 0u));
+      CHECK(found[1].count == found[0].count);
+      CHECK(found[1].first == found[0].first);
+      for (int h = 0; h < 2; ++h)
+        CHECK(both.cuda.positions_by_place(1, rows[0], h) == both.cpu.positions_by_place(1, rows[0], h));
+    }
 }
 
 TEST_CASE("cuda store: page edits whose lists several blocks share") {

@@ -1,6 +1,8 @@
 // Append and every edit verb of the store, on tokens whose bytes are known.
 #include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 
 #include "support/store_fixture.hpp"
@@ -143,6 +145,95 @@ TEST_CASE("evict: few tokens leave by filling holes, many by moving up; other he
   check_summaries(store, 1, slot, 0);
   check_tokens(f, store, 1, slot, 1, range(0, 35));
   CHECK(store.positions(1, slot, 0).back() == 34);
+}
+
+TEST_CASE("evict_surplus: the lowest tokens leave by score, by a column of token state or by age; pins stay") {
+  StoreFixture f;
+  f.options.summary = Summary::min_max;
+  f.options.token_state = {"other", "rank"};
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 30);
+  const std::vector<std::int32_t> slots{slot};
+  std::vector<std::int32_t> keep{29, 30};
+  Surplus s;
+  s.keep = View<const std::int32_t, 2>::dense(keep.data(), {1, 2});
+  // Place 11 has the lowest rank, then places 4 and 20 with equal ones.
+  std::vector<float> rank(60, 5.f);
+  rank[11] = -1.f, rank[4] = rank[20] = 0.f;
+  const auto scores = View<const float, 3>::dense(rank.data(), {1, 2, 30});
+  const auto evicted = [&] {
+    Edits e(1);
+    e.evict_surplus(s);
+    return one(store, slot, e).changed;
+  };
+  const auto without = [](std::vector<std::int32_t> from, const std::vector<std::int32_t>& lost) {
+    for (const int t : lost) from.erase(std::find(from.begin(), from.end(), t));
+    return from;
+  };
+  SECTION("by age") {
+    CHECK(evicted() == 1);
+    check_tokens(f, store, 1, slot, 0, range(1, 30));
+    CHECK(test::stored_tokens(store, 1, slot, 0)[0].position == 29);
+    keep[0] = 27;
+    CHECK(evicted() == 2);
+    check_tokens(f, store, 1, slot, 0, range(3, 30));
+  }
+  SECTION("by age, after the first tokens") {
+    const Pins pins{4, 25};
+    s.pins = &pins;
+    CHECK(evicted() == 1);
+    check_tokens(f, store, 1, slot, 0, without(range(0, 30), {4}));
+  }
+  SECTION("by score") {
+    s.scores = scores;
+    CHECK(evicted() == 1);
+    check_tokens(f, store, 1, slot, 0, without(range(0, 30), {11}));
+    CHECK(test::stored_tokens(store, 1, slot, 0)[11].position == 29);
+  }
+  SECTION("by score, the later of two equal tokens first") {
+    s.scores = scores;
+    keep[0] = 28;
+    CHECK(evicted() == 2);
+    check_tokens(f, store, 1, slot, 0, without(range(0, 30), {11, 20}));
+  }
+  SECTION("by score, beside pins that exceed what is kept") {
+    const Pins pins{12, 17};
+    s.pins = &pins;
+    s.scores = scores;
+    keep[0] = 3;
+    CHECK(evicted() == 1);
+    check_tokens(f, store, 1, slot, 0, without(range(0, 30), {12}));
+  }
+  SECTION("by the second column, from pages on either tier") {
+    const PagedKv kv = store.view(1, slots);
+    ops::blend_state({&kv, 1}, 0, scores, 1, Stream::cpu());
+    Lists l(PerHead{{1, 2}, {}});
+    Edits e(1);
+    e.offload(l.pages());
+    e.drop(Tier::device, l.pages());
+    one(store, slot, e);
+    s.column = 1;
+    CHECK(evicted() == 1);
+    check_tokens(f, store, 1, slot, 0, without(range(0, 30), {11}));
+  }
+  SECTION("wrong arguments are refused") {
+    s.column = 2;
+    CHECK_THROWS_WITH(evicted(), Catch::Contains("got column 2 of token state, wanted less than 2"));
+    s.column = -1;
+    s.scores = View<const float, 3>::dense(rank.data(), {1, 2, 29});
+    keep[0] = 20;
+    CHECK_THROWS_WITH(evicted(), Catch::Contains("got scores of 29 tokens, wanted 30"));
+    s.scores = View<const float, 3>::dense(rank.data(), {1, 1, 30});
+    CHECK_THROWS_WITH(evicted(), Catch::Contains("got scores of another shape"));
+    s.scores = {};
+    s.keep = View<const std::int32_t, 2>::dense(keep.data(), {1, 1});
+    CHECK_THROWS_WITH(evicted(), Catch::Contains("got numbers to keep of fewer rows or heads"));
+    check_tokens(f, store, 1, slot, 0, range(0, 30));
+  }
+  check_summaries(store, 1, slot, 0);
+  check_tokens(f, store, 1, slot, 1, range(0, 30));
+  check_tokens(f, store, 0, slot, 0, range(0, 30));
 }
 
 TEST_CASE("offload, drop and recall keep the bytes and count what moved") {
