@@ -89,7 +89,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     // none.
     // A split may look at the host's numbers of a step.
     steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host && !parts_.split && parts_.scorer &&
-              (parts_.scorer->by_age() || parts_.scorer->steady_score());
+              (parts_.scorer->by_age() || parts_.scorer->column() || parts_.scorer->steady_score());
     scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
     selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
   }
@@ -236,16 +236,18 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (s.device() == Device::cpu && std::all_of(kv.position, kv.position + rows, fits)) return;
     const PartTimer timer(Part::score);
     const Constants& same = constants(s);
-    Scores scores;
-    if (!parts_.scorer->by_age()) {
-      scores = kv.kv_head_scores("scores");
+    Surplus surplus;
+    surplus.keep = View<const std::int32_t, 2>::dense(same.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
+    surplus.pins = same.pins.as<Pins>();
+    if (const char* column = parts_.scorer->column()) {
+      surplus.column = kv.state(column).column;
+      if (Verified* guard = verified(parts_.scorer.get())) surplus.nan = guard->finding(kv, s);
+    } else if (!parts_.scorer->by_age()) {
+      const Scores scores = kv.kv_head_scores("scores");
       parts_.scorer->score(kv, scores, s);
+      surplus.scores = scores;
     }
-    const auto keep = View<const std::int32_t, 2>::dense(same.keep.as<std::int32_t>(), {kv.rows(), kv.kv_heads()});
-    const PartTimer select_timer(Part::select);
-    TokenList lost = kv.list<TokenList>("surplus", kv.max_length);
-    ops::surplus_tokens(kv.pages, scores, keep, same.pins.as<Pins>(), lost, s);
-    edits.evict(lost);
+    edits.evict_surplus(surplus);
   }
 
   // What compress uploads, where all rows and steps have the same.

@@ -138,6 +138,9 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   bool by_age() const override {
     return ask("by_age", [](Scorer& s) { return s.by_age(); });
   }
+  const char* column() const override {
+    return ask("column", [](Scorer& s) { return s.column(); });
+  }
   int every() const override {
     const int steps = ask("every", [](Scorer& s) { return s.every(); });
     if (steps < 0)
@@ -155,6 +158,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
                               found.count > 1 ? fmt::format(" and of {} others", found.count - 1) : ""));
   }
   void forget() override { note_.take(); }
+  ops::Finding* finding(const LayerKv& kv, Stream s) override { return note_.on(s, kv); }
 
  private:
   Note note_;

@@ -2,7 +2,15 @@
 // the model's own non-finite numbers have been reported.
 #pragma once
 
+#include <kvlab/kv.hpp>
+#include <kvlab/policy.hpp>
+#include <kvlab/stream.hpp>
+
 namespace kvlab {
+
+namespace ops {
+struct Finding;
+}
 
 class Verified {
  public:
@@ -11,6 +19,8 @@ class Verified {
   virtual void verify() = 0;
   // Drops the findings of an executor's call that did not fit into memory.
   virtual void forget() = 0;
+  // Memory of the stream's device in which core notes NaN among ranks that no callback wrote; null = nobody reads it.
+  virtual ops::Finding* finding(const LayerKv&, Stream) { return nullptr; }
 };
 
 // The Verified of a policy or of one of its roles; null = its numbers need no check.

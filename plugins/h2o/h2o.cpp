@@ -14,7 +14,7 @@ class H2o final : public kvlab::Scorer {
     return kvlab::Needs{}.mass(kvlab::Mass::all).token_state("score").capturable(true);
   }
   kvlab::Pins pins(int tokens) const override { return {.last = tokens - static_cast<int>(tokens * heavy_)}; }
-  bool steady_score() const override { return true; }
+  const char* column() const override { return "score"; }
   int every() const override { return every_; }
 
   void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {

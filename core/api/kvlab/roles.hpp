@@ -33,6 +33,9 @@ class Scorer {
   // True: the newest token is the best. A decode step then ranks by text position and does not call score().
   virtual bool by_age() const { return false; }
 
+  // The column of token state that score() copies, or null. A decode step then ranks by it and does not call score().
+  virtual const char* column() const { return nullptr; }
+
   // After every attention (each prompt chunk, each decode step). A method accumulates kv.mass into token state here.
   // Under Mass::decode, kv.mass is empty after a prompt chunk.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}
