@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "base/buffer.hpp"
+#include "base/cuda_graph.hpp"
 #include "bench/cases.hpp"
 #include "bench/cuda_timing.hpp"
 #include "cases/case.hpp"
@@ -22,16 +23,18 @@ namespace kvlab::bench {
 namespace {
 
 // Times a case whose runs need other work before them. One run is not counted.
-Times time_prepared(cases::Scene& scene, Stream s, const std::function<void()>& run, int runs) {
+Times time_prepared(const cases::Case& c, cases::Scene& scene, Stream s, const std::function<void()>& run) {
   using Clock = std::chrono::steady_clock;
   std::vector<double> t;
-  for (int i = -1; i < runs; ++i) {
+  CudaGraph graph;
+  for (int i = -1; i < c.runs; ++i) {
     stop::check();
     scene.prepare();
     const auto begin = Clock::now();
     double seconds = 0;
     if (s.device() == Device::cuda) {
-      seconds = cuda_seconds(s, run);
+      if (c.in_graph && i == 0) graph = CudaGraph(s, run);
+      seconds = cuda_seconds(s, [&] { graph ? graph.launch(s) : run(); });
     } else {
       run();
       seconds = std::chrono::duration<double>(Clock::now() - begin).count();
@@ -52,7 +55,7 @@ std::optional<Line> timed(const cases::Case& c, Device device) {
   const auto run = [&] {
     for (int i = 0; i < c.copies; ++i) scene->run(i);
   };
-  const Times t = c.prepared               ? time_prepared(*scene, place.stream(), run, c.runs)
+  const Times t = c.prepared               ? time_prepared(c, *scene, place.stream(), run)
                   : device == Device::cuda ? time_graph(place.stream(), run, c.runs)
                                            : time_runs(c.cpu_runs, run);
   Line l{c.op, c.shape, c.kernel.empty() ? scene->kernel() : c.kernel, t.median / c.copies, t.best / c.copies};

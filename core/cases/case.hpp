@@ -83,7 +83,8 @@ struct Case {
   int copies = 1;         // that one timed run goes over, so that no cache holds the input
   int runs = 30;          // on a GPU, and of a prepared case
   int cpu_runs = 10;      // at least, on the CPU
-  bool prepared = false;  // Scene::prepare comes before each run; events time it, since a graph cannot hold it
+  bool prepared = false;  // Scene::prepare comes before each run, which is timed alone
+  bool in_graph = false;  // of a prepared case: on a GPU a graph holds the run, in place of events around it
 
   bool timed() const { return timed_cpu || timed_cuda; }
   bool tested(Device d) const { return !timed() && (d == Device::cpu ? cpu : cuda); }
