@@ -285,6 +285,9 @@ class HeapWorkspace final : public Workspace {
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override {
     return take(std::string("state ") + tag, bytes_per_slot * static_cast<std::size_t>(slots), 0);
   }
+  const void* constant(const char* tag, const void* from, std::size_t bytes) override {
+    return std::memcpy(take(std::string("constant ") + tag, bytes, 0), from, bytes);
+  }
 
  private:
   void* take(const std::string& key, std::size_t bytes, int fill) {

@@ -29,6 +29,7 @@ class PoisonedScratch final : public Workspace {
     return blocks_.back().as<>();
   }
   void* state(const char*, std::size_t, int) override { return nullptr; }
+  const void* constant(const char*, const void*, std::size_t) override { return nullptr; }
 
  private:
   std::vector<Buffer> blocks_;

@@ -377,6 +377,40 @@ class Mass final : public Scene {
   Scores out_;
 };
 
+// Queries near those of the step before, some of them zeros. The threshold lies between two cosines.
+void check_turned(OnCache& x) {
+  const std::int64_t rows = x.c.rows(), heads = x.c.heads(), dim = x.kv.head_dim;
+  std::int64_t slots = 0;
+  for (int r = 0; r < rows; ++r) slots = std::max<std::int64_t>(slots, x.kv.slots[r] + 1);
+  Numbers<3> queries(x, {rows, heads, dim}), last(x, {slots, heads, dim});
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t h = 0; h < heads; ++h)
+      for (std::int64_t d = 0; d < dim; ++d) {
+        float& then = last.own()(x.kv.slots[r], h, d);
+        then = x.n % 4 == 3 && h % 3 == 0 ? 0 : then * .7f + queries.own()(r, h, d);
+      }
+  const auto cosine = ops::query_cosines_reference(queries.view(), x.kv, last.view());
+  std::vector<double> sorted = cosine;
+  std::sort(sorted.begin(), sorted.end());
+  double threshold = sorted.front() - 1;
+  for (std::size_t i = 1; i < sorted.size(); ++i)
+    if (sorted[i] - sorted[i - 1] > 1e-4 && i >= sorted.size() / 2) threshold = (sorted[i] + sorted[i - 1]) / 2;
+  const auto count = static_cast<std::size_t>(slots * x.kv.kv_heads);
+  std::vector<std::uint8_t> flags(count, 7), wanted(count, 7);
+  const HeadFlags turned = x.place.put(View<std::uint8_t, 2>::dense(flags.data(), {slots, x.kv.kv_heads}));
+  const View<float, 3> there = x.place.put(last.own());
+  ops::turned_heads(Tensor<3>(queries.put()), x.there, there, static_cast<float>(threshold), turned, x.stream());
+  for (int r = 0; r < x.kv.rows; ++r)
+    for (int h = 0; h < x.kv.kv_heads; ++h) {
+      const auto head = static_cast<std::size_t>(r * x.kv.kv_heads + h);
+      wanted[static_cast<std::size_t>(x.kv.slots[r] * x.kv.kv_heads + h)] = cosine[head] < threshold;
+      for (std::int64_t q = 0; q < heads; ++q)
+        for (std::int64_t d = 0; d < dim; ++d) last.own()(x.kv.slots[r], q, d) = queries.own()(r, q, d);
+    }
+  x.check.that("turned heads are marked", x.place.get(turned) == wanted);
+  x.check.equal("the queries are kept", x.place.get(there), Guarded<3>::copy(last.view()), 0);
+}
+
 std::vector<Case> list() {
   std::vector<Case> v;
   const auto add = [&](const char* shape, void (*check)(OnCache&)) {
@@ -389,6 +423,7 @@ std::vector<Case> list() {
   add("blended state", check_state);
   add("rows", check_rows);
   add("moments of queries", check_moments_of);
+  add("turned heads", check_turned);
   v.push_back(checked("score", "heads longer than a block", check_long_heads));
   const int tokens = Layer::tokens;
   v.push_back(on_layer<RowNorm>(fmt::format("row_norm of keys, {} tokens", tokens),

@@ -12,6 +12,7 @@
 #include "cases/on_caches.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/score/reference.hpp"
+#include "ops/select/candidates.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -228,6 +229,66 @@ void check_pages(const PageCase& c, Device device, Check& check) {
     check.equal("counts", place.get(out.count), list.count);
     check.equal("entries", place.get(out.index), list.index);
   }
+
+  // Some heads choose among some pages, into lists that last. The reference sees the candidates as a cache of their
+  // own.
+  const auto of_choice = check.in("a choice");
+  PageChoice choice;
+  choice.rule = c.rule;
+  choice.scale = 0.125f;
+  choice.newest_page = c.newest;
+  choice.leave_out = {static_cast<int>(rng() % 3 ? rng() % 50 : 0), static_cast<int>(rng() % 3 ? rng() % 70 : 0)};
+  if (c.budget < 0)
+    choice.budget = 7;
+  else
+    choice.budgets = budgets;
+  std::vector<std::uint8_t> flags(static_cast<std::size_t>(c.rows * c.kv_heads));
+  for (auto& f : flags) f = rng() % 3 > 0;
+  const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {c.rows, c.kv_heads});
+  choice.heads = Heads::flagged(marks);
+  const int first = ops::first_candidate(choice.leave_out, c.page_size);
+  Ints candidates_only, amount(static_cast<std::size_t>(c.rows * c.kv_heads), 7);
+  for (const int n : length)
+    candidates_only.push_back(ops::candidates(n, c.page_size, choice.leave_out).count() * c.page_size);
+  PagedKv shifted = kv;
+  shifted.length = View<const std::int32_t, 2>::dense(candidates_only.data(), {c.rows, c.kv_heads});
+  const Guarded<3> wanted_part(extent);
+  auto part = [&](View<float, 3> v) {
+    v.data += first;
+    return v;
+  };
+  ops::page_score_reference(
+      narrow(wide_queries), shifted,
+      summaries(DType::f32, reinterpret_cast<const std::byte*>(wide.data()) + first * width * 4, width * 4), c.rule,
+      0.125f, part(wanted_part.view()));
+  const auto chosen_scores = place.put(fresh.view());
+  PageList kept{place.put(poison)};
+  kept.slots = there.slots;
+  PageChoice choice_there = choice;
+  choice_there.heads = Heads::flagged(place.put(marks));
+  if (choice.budgets) choice_there.budgets = budgets_there;
+  ops::score_pages(queries, there, on_place, choice_there, chosen_scores, kept, s);
+  std::vector<float> own = place.get(chosen_scores), all = wanted_part.values();
+  const auto own_view = View<float, 3>::dense(own.data(), extent), all_view = View<float, 3>::dense(all.data(), extent);
+  ListMemory best, none;
+  const IndexList picked = best.empty({c.rows, c.kv_heads, most}), by_slot = none.empty({c.rows, c.kv_heads, most});
+  ops::top_pages_reference(
+      shifted, part(own_view),
+      choice.budgets ? budgets : View<const std::int32_t, 2>::dense(amount.data(), {c.rows, c.kv_heads}),
+      {0, 0, c.newest && choice.leave_out.last == 0}, PageList{picked});
+  for (int r = 0; r < c.rows; ++r)
+    for (int h = 0; h < c.kv_heads; ++h) {
+      const int slot = slots[static_cast<std::size_t>(r)];
+      if (!choice.heads.on(slot, h)) {
+        for (std::int64_t i = 0; i < extent[2]; ++i) all_view(r, h, i) = Guarded<3>::poison;
+        continue;
+      }
+      by_slot.count(slot, h) = picked.count(r, h);
+      for (int i = 0; i < picked.count(r, h); ++i) by_slot.index(slot, h, i) = picked.index(r, h, i) + first;
+    }
+  check.equal("scores", own, all, page_margin(device, c.rule));
+  check.equal("counts", place.get(kept.count), none.count);
+  check.equal("entries", place.get(kept.index), none.index);
   check.that("memory around inputs and outputs is as it was", place.margins_intact());
 }
 

@@ -32,6 +32,9 @@ class CountedWorkspace final : public Workspace {
   const void* upload(const char* tag, const void* from, std::size_t bytes) override {
     return w_.upload(tag, from, bytes);
   }
+  const void* constant(const char* tag, const void* from, std::size_t bytes) override {
+    return w_.constant(tag, from, bytes);
+  }
   std::size_t bytes_per_slot() const { return bytes_per_slot_; }
 
  private:

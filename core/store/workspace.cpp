@@ -30,6 +30,14 @@ const void* StoreWorkspace::upload(const char* tag, const void* from, std::size_
   return to;
 }
 
+const void* StoreWorkspace::constant(const char*, const void* from, std::size_t bytes) {
+  StreamMemory to(stream_, std::max<std::size_t>(bytes, 1));
+  copy_memory(to.as<>(), from, bytes, stream_);
+  ledger_->hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(bytes));
+  constants_.push_back(std::move(to));
+  return constants_.back().as<>();
+}
+
 void StoreWorkspace::reset() {
   if (blocks_.size() > 1) {
     // One block of the whole size serves the next callback without growing again.

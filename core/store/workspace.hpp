@@ -20,6 +20,7 @@ class StoreWorkspace final : public Workspace {
   void* scratch(const char* tag, std::size_t bytes) override;
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
   const void* upload(const char* tag, const void* from, std::size_t bytes) override;
+  const void* constant(const char* tag, const void* from, std::size_t bytes) override;
 
   void reset();                                  // frees all scratch; keeps the memory of the largest use
   void clear_slot(int slot);                     // zeroes the slot's state
@@ -48,6 +49,7 @@ class StoreWorkspace final : public Workspace {
   std::int64_t moves_ = 0;
   std::vector<Block> blocks_;
   std::vector<State> states_;
+  std::vector<StreamMemory> constants_;
 };
 
 }  // namespace kvlab

@@ -124,13 +124,53 @@ struct Summaries {
 // ops::layer_reduce joins heads by them.
 using Scores = View<float, 3>;
 
-// Lists in scratch memory: index(row, kv_head, i) for i < count(row, kv_head), ascending and without repeats.
+// Lists: index(at(row), kv_head, i) for i < count(at(row), kv_head), ascending and without repeats. A list in scratch
+// memory has the callback's rows. A list that lasts has all slots (KeptPages), and `slots` names those of the rows.
 struct IndexList {
   View<std::int32_t, 3> index;
   View<std::int32_t, 2> count;
+  const std::int32_t* slots = nullptr;  // [row] memory of the stream's device; null = entry `row` is the row's
+
+  constexpr std::int64_t at(std::int64_t row) const { return slots ? slots[row] : row; }
 };
 struct PageList : IndexList {};   // logical pages
 struct TokenList : IndexList {};  // tokens by their place in the cache (page * page_size + offset)
+
+// Marks of KV heads that last (KeptFlags): [slot, kv_head], 0 or 1.
+using HeadFlags = View<std::uint8_t, 2>;
+
+// The KV heads that an op or an edit works on. The device decides, so a graph may hold the call while the heads change
+// from step to step. All conditions must hold; without one all heads are meant. A head that is left out costs no bytes.
+struct Heads {
+  View<const std::uint8_t, 2> flags;      // HeadFlags; empty = no condition
+  bool unflagged = false;                 // the heads whose flag is 0 instead
+  const std::int32_t* steps = nullptr;    // [slot] LayerKv::steps; null = no condition
+  int period = 1;                         // steps % period == 0, by each sequence's own count; 0 = no step
+  const std::uint8_t* classes = nullptr;  // [kv_head] HeadClasses of the layer; null = no condition
+  enum Join : std::uint8_t { or_in, unless_in } join = or_in;  // `or_in` adds these heads, `unless_in` takes them away
+
+  static Heads flagged(View<const std::uint8_t, 2> flags, bool yes = true) {
+    return {.flags = flags, .unflagged = !yes};
+  }
+  static Heads every(const std::int32_t* steps, int period) { return {.steps = steps, .period = period}; }
+  Heads or_of(const std::uint8_t* heads) const { return joined(heads, or_in); }
+  Heads except(const std::uint8_t* heads) const { return joined(heads, unless_in); }
+
+  constexpr bool on(int slot, int head) const {
+    bool yes = true;
+    if (flags.data) yes = (flags(slot, head) != 0) != unflagged;
+    if (steps) yes = yes && period > 0 && steps[slot] % period == 0;
+    if (classes) yes = join == or_in ? yes || classes[head] != 0 : yes && classes[head] == 0;
+    return yes;
+  }
+
+  Heads joined(const std::uint8_t* heads, Join how) const {
+    Heads h = *this;
+    h.classes = heads;
+    h.join = how;
+    return h;
+  }
+};
 
 // Tokens (or the page) that are kept or attended to whatever their score.
 struct Pins {
@@ -147,6 +187,18 @@ struct Choices<GroupRule> {
                                                               {GroupRule::max, "max"},
                                                               {GroupRule::sum, "sum"},
                                                               {GroupRule::softmax_mean, "softmax_mean"}};
+};
+
+// How ops::score_pages chooses.
+struct PageChoice {
+  GroupRule rule = GroupRule::max;
+  float scale = 1;                      // of softmax_mean
+  int budget = 0;                       // pages of a KV head, where `budgets` is empty
+  View<const std::int32_t, 2> budgets;  // [row, kv_head] pages
+  bool newest_page = false;             // the last page takes one of these places
+  // Pages that hold one of these tokens are no candidates: neither in the softmax nor in the list.
+  Pins leave_out;
+  Heads heads;  // lists of the others stay as they are
 };
 
 enum class Pooling : std::uint8_t { none, average, max };

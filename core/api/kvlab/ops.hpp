@@ -7,6 +7,7 @@
 // that the op must read and that is not on the device. With a CUDA stream every array is device memory, pins, totals
 // and text lengths too (LayerKv::upload). A kernel cannot report wrong numbers in them, but writes only inside arrays.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "kvlab/kv.hpp"
@@ -158,6 +159,30 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
 // page_score into `scores`, then top_pages of them: one launch on the GPU. Bytes: the layer's summaries.
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                  View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s);
+
+// Gives a choice the row's budget in whole pages, less `tokens` that are attended to in any case, at least one page. If
+// the rows' budgets differ, it uploads them; so a graph needs a budget in tokens.
+inline void budget_pages(const LayerKv& kv, int tokens, PageChoice& choice) {
+  const auto pages = [&](int row) { return std::max(1, (kv.budget_tokens(row) - tokens) / kv.pages.page_size); };
+  choice.budget = kv.rows() > 0 ? pages(0) : 1;
+  bool same = true;
+  for (int row = 1; row < kv.rows(); ++row) same = same && pages(row) == choice.budget;
+  if (same) return;
+  std::vector<std::int32_t> all;
+  for (int row = 0; row < kv.rows(); ++row) all.insert(all.end(), static_cast<std::size_t>(kv.kv_heads()), pages(row));
+  choice.budgets = kv.upload_heads("page budgets", all.data());
+}
+
+// The same with a PageChoice. `out` may be a list that lasts. No scores are written for pages that are left out.
+// Bytes: the summaries of the chosen heads.
+void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& choice,
+                 Scores scores, PageList out, Stream s);
+
+// turned[slot, kv_head] = 1 where the mean over the group of cos(query, last) is below `threshold`, else 0, for the
+// slots of kv's rows. A cosine divides by the product of both norms plus 1e-12, so a `last` of zeros gives 0. Then
+// last[slot, query head, :] = query. FreeKV, decode step 2. Bytes: queries, and last twice.
+void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> last, float threshold, HeadFlags turned,
+                  Stream s);
 
 // out[row, kv_head] = tokens in the cache.
 void lengths(const PagedKv& kv, View<std::int32_t, 2> out, Stream s);

@@ -47,6 +47,9 @@ class Needs {
   // The only devices that it runs on, and the only element types of the cache that it reads. The default is all.
   Needs& devices(std::vector<Device> only) { return devices_ = std::move(only), *this; }
   Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
+  // The policy places pages on the host (Edits::place). Core then takes the host tier at the start of the run.
+  Needs& host_pages(bool yes) { return host_pages_ = yes, *this; }
+  Needs& steps(bool yes) { return steps_ = yes, *this; }  // LayerKv::steps
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
@@ -65,6 +68,8 @@ class Needs {
   const std::vector<DType>& dtypes() const { return dtypes_; }
   bool uniform_heads() const { return uniform_heads_; }
   bool profile() const { return profile_; }
+  bool host_pages() const { return host_pages_; }
+  bool steps() const { return steps_; }
 
  private:
   int window_queries_ = 0;
@@ -80,6 +85,8 @@ class Needs {
   std::vector<DType> dtypes_;
   bool uniform_heads_ = false;
   bool profile_ = false;
+  bool host_pages_ = false;
+  bool steps_ = false;
 };
 
 // The cache of one layer during a callback.
@@ -112,6 +119,8 @@ struct LayerKv {
   // [slot] number of the question that the slot's decode steps belong to; memory of the stream's device, always at the
   // same address. Ops read it there, because it may change while a graph replays steps and the host runs no callback.
   const std::uint32_t* question = nullptr;
+  // [slot] the numbers of `step` for ops, if needs() asks for them; memory of the stream's device, at one address.
+  const std::int32_t* steps = nullptr;
   int max_length = 0;  // no head of this layer and batch holds more tokens
 
   int rows() const { return pages.rows; }
@@ -163,6 +172,14 @@ struct LayerKv {
 // row, so no chunk and no window of queries is ragged.
 struct LayerPrefill : LayerKv {
   const bool* last = nullptr;  // [row] this chunk ends the prompt; host memory
+
+  // The queries of the chunk's last token, like LayerStep::queries.
+  Tensor<3> last_queries() const {
+    const View<const float, 4> q = chunk_queries.f32();
+    return View<const float, 3>{q.data + (q.extent[2] - 1) * q.stride[2],
+                                {q.extent[0], q.extent[1], q.extent[3]},
+                                {q.stride[0], q.stride[1], q.stride[3]}};
+  }
 };
 
 // One decode step of one layer. select runs before attention, with this step's token already appended. observe runs
@@ -174,6 +191,80 @@ struct LayerStep : LayerKv {
   View<const std::int32_t, 2> page_budgets;
   int max_pages = 0;  // of max_length tokens
   Tensor<3> output;   // [row, query head, head_dim] attention output; observe only
+};
+
+// Numbers that last: a policy takes them in attach, and core saves, restores and clears them with the sequence. Lists
+// start empty, numbers at 0. `of` gives those of a callback's layer.
+class KeptPages {
+ public:
+  KeptPages() = default;
+  // Room for `capacity` pages of a KV head.
+  KeptPages(const char* tag, const Shape& s, std::int64_t capacity, Workspace& w) {
+    const std::int64_t heads = std::int64_t{s.layers} * s.kv_heads, slot = heads * (capacity + 1);
+    auto* data = static_cast<std::int32_t*>(w.state(tag, static_cast<std::size_t>(slot) * 4, s.max_slots));
+    for (int l = 0; l < s.layers; ++l) {
+      const std::int64_t first = std::int64_t{l} * s.kv_heads;
+      PageList list;
+      list.index = {data + heads + first * capacity, {s.max_slots, s.kv_heads, capacity}, {slot, capacity, 1}};
+      list.count = {data + first, {s.max_slots, s.kv_heads}, {slot, 1}};
+      layers_.push_back(list);
+    }
+  }
+  PageList of(const LayerKv& kv) const {
+    PageList list = layers_[static_cast<std::size_t>(kv.layer)];
+    list.slots = kv.pages.slots;
+    return list;
+  }
+
+ private:
+  std::vector<PageList> layers_;
+};
+
+// A vector of head_dim for each query head: [slot, query head, head_dim] of a layer.
+class KeptQueries {
+ public:
+  KeptQueries() = default;
+  KeptQueries(const char* tag, const Shape& s, Workspace& w) {
+    const std::int64_t layer = std::int64_t{s.query_heads} * s.head_dim, slot = layer * s.layers;
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    for (int l = 0; l < s.layers; ++l)
+      layers_.push_back({data + l * layer, {s.max_slots, s.query_heads, s.head_dim}, {slot, s.head_dim, 1}});
+  }
+  View<float, 3> of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+
+ private:
+  std::vector<View<float, 3>> layers_;
+};
+
+// A mark for each KV head: [slot, kv_head] of a layer.
+class KeptFlags {
+ public:
+  KeptFlags() = default;
+  KeptFlags(const char* tag, const Shape& s, Workspace& w) {
+    const std::int64_t slot = std::int64_t{s.layers} * s.kv_heads;
+    auto* data = static_cast<std::uint8_t*>(w.state(tag, static_cast<std::size_t>(slot), s.max_slots));
+    for (int l = 0; l < s.layers; ++l)
+      layers_.push_back({data + std::int64_t{l} * s.kv_heads, {s.max_slots, s.kv_heads}, {slot, 1}});
+  }
+  HeadFlags of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+
+ private:
+  std::vector<HeadFlags> layers_;
+};
+
+// A class of KV heads, a constant of the run. Takes marks [layer][kv_head], 0 or 1, in attach.
+class HeadClass {
+ public:
+  HeadClass() = default;
+  HeadClass(const char* tag, const Shape& s, const std::vector<std::uint8_t>& marks, Workspace& w)
+      : data_(static_cast<const std::uint8_t*>(w.constant(tag, marks.data(), marks.size()))), kv_heads_(s.kv_heads) {}
+  const std::uint8_t* of(const LayerKv& kv) const {
+    return data_ ? data_ + std::int64_t{kv.layer} * kv_heads_ : nullptr;
+  }
+
+ private:
+  const std::uint8_t* data_ = nullptr;
+  int kv_heads_ = 0;
 };
 
 // After the last layer of a decode step. The arrays are host memory, [row].

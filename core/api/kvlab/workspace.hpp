@@ -16,6 +16,8 @@ class Workspace {
   virtual ~Workspace() = default;
   virtual void* scratch(const char* tag, std::size_t bytes) = 0;                    // uninitialised, 64-byte aligned
   virtual void* state(const char* tag, std::size_t bytes_per_slot, int slots) = 0;  // [slot, bytes_per_slot]
+  // For attach: returns a copy of host memory, for ops, that lives as long as the run.
+  virtual const void* constant(const char* tag, const void* from, std::size_t bytes) = 0;
   // Returns scratch with a copy of host memory, for later ops on the stream. When it returns, `from` may be changed.
   virtual const void* upload(const char* tag, const void* from, std::size_t bytes) {
     void* to = scratch(tag, bytes);

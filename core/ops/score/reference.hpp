@@ -4,6 +4,7 @@
 #include <kvlab/roles.hpp>
 
 #include <cstdint>
+#include <vector>
 
 #include "ops/score/combine.hpp"
 
@@ -24,6 +25,9 @@ void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, 
 void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
 void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
 void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out);
+// The mean cosines that turned_heads compares with its threshold: [row * kv_heads + kv_head].
+std::vector<double> query_cosines_reference(const View<const float, 3>& queries, const PagedKv& kv,
+                                            const View<const float, 3>& last);
 void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor);
 void add_moments_reference(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv, int first,
                            const View<float, 3>& moments);

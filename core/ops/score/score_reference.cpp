@@ -231,4 +231,23 @@ void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv
   });
 }
 
+std::vector<double> query_cosines_reference(const View<const float, 3>& queries, const PagedKv& kv,
+                                            const View<const float, 3>& last) {
+  const int group = static_cast<int>(queries.extent[1]) / kv.kv_heads;
+  std::vector<double> out;
+  for_heads(kv, [&](int r, int h) {
+    double sum = 0;
+    for (int g = h * group; g < (h + 1) * group; ++g) {
+      double dot = 0, a = 0, b = 0;
+      for (int d = 0; d < kv.head_dim; ++d) {
+        const double x = queries(r, g, d), y = last(kv.slots[r], g, d);
+        dot += x * y, a += x * x, b += y * y;
+      }
+      sum += dot / (std::sqrt(a) * std::sqrt(b) + 1e-12);
+    }
+    out.push_back(sum / group);
+  });
+  return out;
+}
+
 }  // namespace kvlab::ops

@@ -8,6 +8,9 @@
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
 #include "ops/score/group.hpp"
+#include "ops/select/candidates.hpp"
+#include "ops/select/chosen_pages.hpp"
+#include "ops/select/select.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -25,10 +28,11 @@ void split_query(const float* q, int dim, float* out) {
   }
 }
 
+// Scores `pages` pages from `first` on.
 void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Summaries& summaries, int row, int head,
-                int group, GroupRule rule, float scale, float* out) {
+                int group, GroupRule rule, float scale, int first, int pages, float* out) {
   thread_local Scratch x;
-  const int pages = kv.pages(row, head), stride = padded(pages), dim = kv.head_dim;
+  const int stride = padded(pages), dim = kv.head_dim;
   const bool box = summaries.kind == Summary::min_max;
   const int width = box ? 2 * dim : dim;
   x.queries.resize(std::size_t(group) * width);
@@ -41,7 +45,7 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
   }
   x.scores.resize(std::size_t(group) * stride);
   RowRun runs[1 + run_ahead];
-  runs[0].data = summaries.at(kv.slots[row], head, 0);
+  runs[0].data = summaries.at(kv.slots[row], head, first);
   runs[0].stride = summaries.page_stride;
   runs[0].count = pages;
   runs[0].kind = summaries.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
@@ -84,19 +88,72 @@ void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& su
     schedule(dynamic) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      if (kv.pages(r, h) > 0) score_head(q[r], kv, summaries, r, h, group, rule, scale, &out(r, h, 0));
+      if (kv.pages(r, h) > 0)
+        score_head(q[r], kv, summaries, r, h, group, rule, scale, 0, kv.pages(r, h), &out(r, h, 0));
 }
 
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                  View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s) {
-  if (s.device() == Device::cpu) {
-    page_score(queries, kv, summaries, rule, scale, scores, s);
-    return top_pages(kv, scores, page_budgets, pins, out, s);
-  }
+  PageChoice choice;
+  choice.rule = rule;
+  choice.scale = scale;
+  choice.budgets = page_budgets;
+  choice.newest_page = pins.newest_page;
+  score_pages(queries, kv, summaries, choice, scores, out, s);
+}
+
+void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,
+                 Scores scores, PageList out, Stream s) {
+  const PartTimer timer(Part::score);
   const char* op = "score_pages";
   check(queries, kv, summaries, scores, op, s);
   check_list(kv, out, op);
-  on_cuda<score_pages>(queries, kv, summaries, rule, scale, page_budgets, pins, scores, out, s);
+  if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
+    fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
+  if (s.device() == Device::cuda) return on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
+  chosen_pages(queries, kv, summaries, c, scores, out, s);
+}
+
+// The two overloads of score_pages have one CUDA version under this name.
+void chosen_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,
+                  Scores scores, PageList out, Stream) {
+  const View<const float, 3> q = queries.f32();
+  const int most = (longest(kv) + kv.page_size - 1) / kv.page_size;
+  const int group = static_cast<int>(q.extent[1]) / kv.kv_heads;
+  int short_by = 0;  // entries of the longest list that has no room; a thread must not throw
+#pragma omp parallel for collapse(2) schedule(dynamic) \
+    reduction(max                                      \
+              : short_by) if (worth_threads(std::int64_t{kv.rows} * kv.kv_heads * most * 16))
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      if (!c.heads.on(kv.slots[r], h)) continue;
+      const Candidates pages = candidates(kv.tokens(r, h), kv.page_size, c.leave_out);
+      const int n = pages.count(), budget = c.budgets ? c.budgets(r, h) : c.budget;
+      const bool newest = c.newest_page && n > 0 && pages.last == kv.pages(r, h);
+      const int wanted = std::max<int>(newest, std::min(n, std::max(0, budget)));
+      if (n > 0)
+        score_head(q[r], kv, summaries, r, h, group, c.rule, c.scale, pages.first, n, &scores(r, h, pages.first));
+      if (out.index.extent[2] < wanted) {
+        short_by = std::max(short_by, wanted);
+        continue;
+      }
+      thread_local std::vector<std::uint64_t> keys;
+      keys.clear();
+      for (int p = pages.first; p < pages.last - newest; ++p)
+        keys.push_back(selection_key(scores(r, h, p), static_cast<std::uint32_t>(p)));
+      const int best = wanted - newest;
+      select_greatest(keys.data(), keys.size(), static_cast<std::size_t>(best));
+      std::sort(keys.begin(), keys.begin() + best,
+                [](std::uint64_t a, std::uint64_t b) { return selection_index(a) < selection_index(b); });
+      const std::int64_t at = out.at(r);
+      for (int i = 0; i < best; ++i)
+        out.index(at, h, i) = static_cast<std::int32_t>(selection_index(keys[static_cast<std::size_t>(i)]));
+      if (newest) out.index(at, h, best) = pages.last - 1;
+      out.count(at, h) = wanted;
+    }
+  if (short_by > 0)
+    fail(Errc::internal, "score_pages",
+         "got a list with room for " + std::to_string(out.index.extent[2]) + ", wanted " + std::to_string(short_by));
 }
 
 }  // namespace kvlab::ops

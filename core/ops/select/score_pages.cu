@@ -3,9 +3,11 @@
 // that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
 // that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
+#include <optional>
 
 #include "base/scratch.cuh"
 #include "ops/score/reduce_pages.cuh"
+#include "ops/select/chosen_pages.hpp"
 #include "ops/select/score_pages_ring.cuh"
 
 namespace kvlab::ops {
@@ -72,8 +74,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
     const unsigned before = block_scan(tiles_of(pages), select.scan, sum);
     if (pair < pairs) {
       first[pair] = static_cast<int>(total + before);
-      if (pages == 0 && a.list && blockIdx.x == 0)
-        a.count[pair / a.kv_heads * a.count_row + pair % a.kv_heads * a.count_head] = 0;
+      if (pages == 0 && a.list && blockIdx.x == 0) no_pages(a, pair / a.kv_heads, pair % a.kv_heads);
     }
     total += sum;
   }
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
       write_tile(a, sum, row, kv_head, page, pages, scores, nullptr);
       tile = next;
     }
-    const int budget = a.list ? a.budgets[row * a.budget_row + kv_head * a.budget_head] : 0;
+    const int budget = a.list ? a.budget_of(row, kv_head) : 0;
     end_head(a, pair, parts_of(begin, end, total, blocks), pages, budget, false, stage, chosen, merges, select);
   }
 }
@@ -162,6 +163,34 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
     if (a.rule == GroupRule::mean) best *= 1.f / static_cast<float>(a.group);
     if (!raw && lane == 0) a.scores[row * a.score_row + kv_head * a.score_head + page] = best;
   }
+}
+
+// length[slot, head] = tokens of as many whole pages as the head has candidates.
+__global__ void __launch_bounds__(threads)
+    candidate_kernel(const std::int32_t* slots, int rows, int kv_heads, int page_size,
+                     View<const std::int32_t, 2> tokens, const __grid_constant__ Heads heads, Pins leave_out,
+                     std::int32_t* length) {
+  const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+  if (i >= rows * kv_heads) return;
+  const int row = i / kv_heads, head = i % kv_heads, slot = slots[row];
+  const int n = heads.on(slot, head) ? candidates(tokens(slot, head), page_size, leave_out).count() : 0;
+  length[std::int64_t{slot} * kv_heads + head] = n * page_size;
+}
+
+__global__ void __launch_bounds__(threads)
+    move_lists_kernel(const __grid_constant__ PageList from, const __grid_constant__ PageList to,
+                      const std::int32_t* slots, const __grid_constant__ Heads heads, int first) {
+  const int head = blockIdx.x, row = blockIdx.y;
+  if (!heads.on(slots[row], head)) return;
+  const std::int64_t at = to.at(row);
+  const int count = from.count(row, head);
+  for (int i = threadIdx.x; i < count; i += threads) to.index(at, head, i) = from.index(row, head, i) + first;
+  if (threadIdx.x == 0) to.count(at, head) = count;
+}
+
+__global__ void __launch_bounds__(threads) fill_kernel(std::int32_t* to, int n, std::int32_t value) {
+  const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
+  if (i < n) to[i] = value;
 }
 
 template <class T, int Chunks>
@@ -199,43 +228,93 @@ bool fits_tiles(const PagedKv& kv, const Summaries& s, int group) {
 
 }  // namespace
 
+// Selects with kernels of their own, where the scores of a head do not fit the fused one. They see each head's
+// candidates as its pages and write a list of the rows; `finish` moves it to `out`.
+struct Apart {
+  PagedKv kv;
+  PageList list;
+
+  Apart(const PagedKv& of, const PageChoice& c, std::int64_t room, Stream s) : kv(of) {
+    const std::int64_t slots = of.length.extent[0], heads = of.kv_heads;
+    auto* length = static_cast<std::int32_t*>(
+        fixed_scratch(s.handle(), "candidates", static_cast<std::size_t>(slots * heads) * sizeof(std::int32_t)));
+    auto* lists = static_cast<std::int32_t*>(fixed_scratch(
+        s.handle(), "candidate lists", static_cast<std::size_t>(of.rows * heads * (room + 1)) * sizeof(std::int32_t)));
+    candidate_kernel<<<(of.rows * of.kv_heads + threads - 1) / threads, threads, 0, stream_of(s)>>>(
+        of.slots, of.rows, of.kv_heads, of.page_size, of.length, c.heads, c.leave_out, length);
+    check_launch("candidates");
+    kv.length = View<const std::int32_t, 2>::dense(length, {slots, heads});
+    list.index = View<std::int32_t, 3>::dense(lists, {of.rows, heads, room});
+    list.count = View<std::int32_t, 2>::dense(lists + of.rows * heads * room, {of.rows, heads});
+  }
+  void finish(const PageChoice& c, const PageList& out, int first, Stream s) const {
+    move_lists_kernel<<<dim3(kv.kv_heads, kv.rows), threads, 0, stream_of(s)>>>(list, out, kv.slots, c.heads, first);
+    check_launch("candidate lists");
+  }
+};
+
 // Where out is null, it only scores.
-static void run(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
-                float scale, const View<const std::int32_t, 2>& page_budgets, const Pins& pins, const Scores& scores,
-                const PageList* out, Stream s) {
-  if (kv.rows == 0) return;
+static void run(const View<const float, 3>& queries, const PagedKv& of, const Summaries& summaries, const PageChoice& c,
+                const Scores& of_scores, const PageList* out, Stream s) {
+  if (of.rows == 0) return;
+  PagedKv kv = of;
+  const GroupRule rule = c.rule;
+  const float scale = c.scale;
+  const int first = first_candidate(c.leave_out, kv.page_size);
+  Scores scores = of_scores;
+  scores.data += first;
+  scores.extent[2] = std::max<std::int64_t>(0, scores.extent[2] - first);
   const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(queries.extent[1]);
   Args a = {};
   a.length = kv.length.data;
   a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
   a.query_row = queries.stride[0], a.query_head = queries.stride[1];
-  a.data = summaries.data;
+  a.data = summaries.data + first * summaries.page_stride;
   a.slot_stride = summaries.slot_stride, a.head_stride = summaries.head_stride, a.page_stride = summaries.page_stride;
   a.score_row = scores.stride[0], a.score_head = scores.stride[1];
   a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.group = heads / kv.kv_heads, a.dim = kv.head_dim;
   a.page_size = kv.page_size;
-  a.most_pages = static_cast<int>(std::min(kv.table.extent[2], scores.extent[2]));
+  a.most_pages = static_cast<int>(std::min(std::max<std::int64_t>(0, kv.table.extent[2] - first), scores.extent[2]));
   a.rule = rule, a.scale = scale;
   a.box = summaries.kind == Summary::min_max;
-  a.newest = pins.newest_page;
+  a.newest = c.newest_page && c.leave_out.last <= 0;
+  a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
+  View<const std::int32_t, 2> budgets = c.budgets;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
   if (rule == GroupRule::softmax_mean)
     a.raw =
         static_cast<float*>(fixed_scratch(s.handle(), "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
-  if (!fits_tiles(kv, summaries, a.group)) {
+  const bool tiles = fits_tiles(kv, summaries, a.group), fused = tiles && out && a.most_pages <= most_fused_pages;
+  std::optional<Apart> apart;
+  if (out && !fused) {
+    apart.emplace(kv, c, out->index.extent[2], s);
+    kv = apart->kv;
+    if (!budgets) {
+      auto* same = static_cast<std::int32_t*>(fixed_scratch(
+          s.handle(), "page budgets", static_cast<std::size_t>(kv.rows * kv.kv_heads) * sizeof(std::int32_t)));
+      fill_kernel<<<(kv.rows * kv.kv_heads + threads - 1) / threads, threads, 0, stream>>>(same, kv.rows * kv.kv_heads,
+                                                                                           c.budget);
+      check_launch("page budgets");
+      budgets = View<const std::int32_t, 2>::dense(same, {kv.rows, kv.kv_heads});
+    }
+  }
+  const auto select = [&] {
+    if (!apart) return;
+    top_pages_cuda(kv, scores, budgets, {0, 0, a.newest}, apart->list, s);
+    apart->finish(c, *out, first, s);
+  };
+  if (!tiles) {
     const int chunks = std::max(1, std::min((a.most_pages + warps - 1) / warps, 2048 / (kv.rows * kv.kv_heads) + 1));
     score_any_kernel<<<dim3(chunks, kv.kv_heads, kv.rows), threads, 0, stream>>>(a, summaries.dtype);
     check_launch("page_score");
     if (a.raw)
       reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores, s);
-    if (out) top_pages_cuda(kv, scores, page_budgets, pins, *out, s);
-    return;
+    return select();
   }
-  const bool fused = out && a.most_pages <= most_fused_pages;
   a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
   if (fused) {
-    a.budget_row = page_budgets.stride[0], a.budget_head = page_budgets.stride[1];
+    a.budget_row = budgets.stride[0], a.budget_head = budgets.stride[1];
     a.list_row = out->index.stride[0], a.list_head = out->index.stride[1], a.list_step = out->index.stride[2];
     a.count_row = out->count.stride[0], a.count_head = out->count.stride[1];
     a.room = static_cast<int>(out->index.extent[2]);
@@ -251,29 +330,35 @@ static void run(const View<const float, 3>& queries, const PagedKv& kv, const Su
     b.scores += begin * a.score_row;
     if (a.raw) b.raw += std::int64_t{begin} * heads * a.most_pages;
     if (fused) {
-      b.budgets = page_budgets.data + begin * a.budget_row;
-      b.list = out->index.data + begin * a.list_row;
-      b.count = out->count.data + begin * a.count_row;
+      if (budgets) b.budgets = budgets.data + begin * a.budget_row;
+      b.list = out->index.data;
+      b.count = out->count.data;
+      if (out->slots)
+        b.list_slots = out->slots + begin;
+      else
+        b.list += begin * a.list_row, b.count += begin * a.count_row;
     }
     if (ring)
       f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
     else
       f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
   }
-  if (out && !fused) top_pages_cuda(kv, scores, page_budgets, pins, *out, s);
+  select();
 }
 
 static void page_score_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
                             float scale, Scores out, Stream s) {
-  run(queries.f32(), kv, summaries, rule, scale, {}, {}, out, nullptr, s);
+  PageChoice choice;
+  choice.rule = rule;
+  choice.scale = scale;
+  run(queries.f32(), kv, summaries, choice, out, nullptr, s);
 }
 KVLAB_ON_CUDA(page_score, page_score_cuda);
 
-static void score_pages_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
-                             float scale, View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores,
-                             PageList out, Stream s) {
-  run(queries.f32(), kv, summaries, rule, scale, page_budgets, pins, scores, &out, s);
+static void chosen_pages_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries,
+                              const PageChoice& choice, Scores scores, PageList out, Stream s) {
+  run(queries.f32(), kv, summaries, choice, scores, &out, s);
 }
-KVLAB_ON_CUDA(score_pages, score_pages_cuda);
+KVLAB_ON_CUDA(chosen_pages, chosen_pages_cuda);
 
 }  // namespace kvlab::ops

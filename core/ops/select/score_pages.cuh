@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/roles.hpp>
 
+#include "ops/select/candidates.hpp"
 #include "ops/select/select_held.cuh"
 
 namespace kvlab::ops::page_scores {
@@ -26,13 +27,23 @@ struct Args {
   float* raw;  // softmax_mean: [row, query head, most_pages] scores of each query head
   const std::int32_t* budgets;
   std::int64_t budget_row, budget_head;
-  std::int32_t *list, *count;  // null = no selection
+  std::int32_t *list, *count;      // null = no selection
+  const std::int32_t* list_slots;  // [row] IndexList::slots
   std::int64_t list_row, list_head, list_step, count_row, count_head;
   int* arrived;  // [pair] blocks that have finished their part; zero between launches
   int rows, kv_heads, group, dim, page_size, most_pages, room;
   float scale;
   GroupRule rule;
   bool box, newest;
+  Heads heads;
+  Pins leave_out;
+  int budget;  // where `budgets` is null
+  int first;   // candidates begin with this page; data and scores begin there too
+
+  __device__ __forceinline__ std::int64_t list_at(int row) const { return list_slots ? list_slots[row] : row; }
+  __device__ __forceinline__ int budget_of(int row, int head) const {
+    return budgets ? budgets[row * budget_row + head * budget_head] : budget;
+  }
 };
 
 // Bytes that hold a bit for each page, a multiple of 16.
@@ -41,9 +52,15 @@ __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 
 __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
 
 __device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
+// Candidates of a head; none in a head that is left out.
 __device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head) {
   const int tokens = a.length[slot * a.length_slot + head * a.length_head];
-  return min((tokens + a.page_size - 1) / a.page_size, a.most_pages);
+  if (!a.heads.on(static_cast<int>(slot), head)) return 0;
+  return min(candidates(tokens, a.page_size, a.leave_out).count(), a.most_pages);
+}
+// Writes the empty list of a head without candidates. The list of a head that is left out stays.
+__device__ __forceinline__ void no_pages(const Args& a, int row, int head) {
+  if (a.heads.on(a.slots[row], head)) a.count[a.list_at(row) * a.count_row + head * a.count_head] = 0;
 }
 
 // A block's tiles [lo, hi) on the line of all pairs' tiles, and the last pair that begins at or before lo. That pair
@@ -184,9 +201,14 @@ __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int
     __syncthreads();
   }
   if (!a.list) return;
-  const int count = choose(scores, own && !shared && !raw ? stage : nullptr, pages, budget, a.newest,
-                           a.list + row * a.list_row + kv_head * a.list_head, a.list_step, a.room, stage, chosen, s);
-  if (threadIdx.x == 0) a.count[row * a.count_row + kv_head * a.count_head] = count;
+  const std::int64_t at = a.list_at(row);
+  std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
+  const int count = choose(scores, own && !shared && !raw ? stage : nullptr, pages, budget, a.newest, list, a.list_step,
+                           a.room, stage, chosen, s);
+  if (threadIdx.x == 0) a.count[at * a.count_row + kv_head * a.count_head] = count;
+  if (a.first == 0) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += threads) list[i * a.list_step] += a.first;
 }
 
 }  // namespace kvlab::ops::page_scores

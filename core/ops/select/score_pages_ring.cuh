@@ -126,7 +126,7 @@ __device__ __forceinline__ unsigned lay_out(const Args& a, Place* line, SelectSh
       const std::int64_t slot = a.slots[row];
       of[i].pages = pages_of(a, slot, head);
       of[i].y = static_cast<int>((slot * a.slot_stride + head * a.head_stride) / 128);
-      if (a.list) of[i].budget = a.budgets[row * a.budget_row + head * a.budget_head];
+      if (a.list) of[i].budget = a.budget_of(row, head);
     }
   }
   unsigned own = 0, total;
@@ -140,7 +140,7 @@ __device__ __forceinline__ unsigned lay_out(const Args& a, Place* line, SelectSh
       line[begin + i] = of[i];
       before += tiles_of(of[i].pages);
       if (of[i].pages == 0 && a.list && blockIdx.x == 0)
-        a.count[(begin + i) / a.kv_heads * a.count_row + (begin + i) % a.kv_heads * a.count_head] = 0;
+        no_pages(a, (begin + i) / a.kv_heads, (begin + i) % a.kv_heads);
     }
   if (threadIdx.x == 0) line[pairs] = {static_cast<int>(total), 0, 0, 0};
   __syncthreads();

@@ -72,6 +72,12 @@ class GuardedDevice final : public Workspace {
     if (bytes) std::memcpy(to, from, bytes);
     return to;
   }
+  const void* constant(const char* tag, const void* from, std::size_t bytes) override {
+    void* to = state(tag, bytes, 1);
+    const Open open;
+    std::memcpy(to, from, bytes);
+    return to;
+  }
   void reset() { used_ = 0; }  // scratch is free again
 
   // A dense copy of a view with any strides.

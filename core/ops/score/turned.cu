@@ -1,0 +1,59 @@
+// Finds heads whose query turned. One block takes a row, one warp a query head at a time.
+#include <kvlab/ops.hpp>
+
+#include "base/cuda.cuh"
+
+namespace kvlab::ops {
+using namespace cuda;
+namespace {
+
+constexpr int threads = 512, warps = threads / 32, most_heads = 1024;
+
+__global__ void __launch_bounds__(threads)
+    turned_kernel(const __grid_constant__ View<const float, 3> queries, const std::int32_t* slots, int kv_heads,
+                  const __grid_constant__ View<float, 3> last, float threshold,
+                  const __grid_constant__ HeadFlags turned) {
+  __shared__ float cosine[most_heads];
+  const int row = blockIdx.x, lane = threadIdx.x % 32, heads = static_cast<int>(queries.extent[1]),
+            dim = static_cast<int>(queries.extent[2]), group = heads / kv_heads;
+  const std::int64_t slot = slots[row];
+  for (int h = threadIdx.x / 32; h < heads; h += warps) {
+    const float* now = queries.data + row * queries.stride[0] + h * queries.stride[1];
+    float* then = last.data + slot * last.stride[0] + h * last.stride[1];
+    float dot = 0, a = 0, b = 0;
+    for (int d = lane; d < dim; d += 32) {
+      const float x = now[d], y = then[d];
+      dot += x * y, a += x * x, b += y * y;
+      then[d] = x;
+    }
+    for (int m = 16; m > 0; m /= 2) {
+      dot += __shfl_xor_sync(~0u, dot, m);
+      a += __shfl_xor_sync(~0u, a, m);
+      b += __shfl_xor_sync(~0u, b, m);
+    }
+    if (lane == 0) cosine[h] = dot / (sqrtf(a) * sqrtf(b) + 1e-12f);
+  }
+  __syncthreads();
+  for (int h = threadIdx.x; h < kv_heads; h += threads) {
+    float sum = 0;
+    for (int g = h * group; g < (h + 1) * group; ++g) sum += cosine[g];
+    turned(slot, h) = sum / static_cast<float>(group) < threshold;
+  }
+}
+
+}  // namespace
+
+static void turned_heads_cuda(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> last, float threshold,
+                              HeadFlags turned, Stream s) {
+  if (kv.rows == 0) return;
+  if (queries.extent[1] > most_heads)
+    throw Error(
+        Errc::unsupported,
+        "got " + std::to_string(queries.extent[1]) + " query heads, wanted at most " + std::to_string(most_heads),
+        "op turned_heads (CUDA)");
+  turned_kernel<<<kv.rows, threads, 0, stream_of(s)>>>(queries.f32(), kv.slots, kv.kv_heads, last, threshold, turned);
+  check_launch("turned_heads");
+}
+KVLAB_ON_CUDA(turned_heads, turned_heads_cuda);
+
+}  // namespace kvlab::ops
