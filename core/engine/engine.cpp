@@ -34,6 +34,8 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.summary = needs.page_summary();
   s.token_state = needs.token_state();
   s.device_limit = o.device_limit;
+  s.host_limit = o.host_limit;
+  s.host_pages = needs.host_pages();
   return s;
 }
 
@@ -114,6 +116,11 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   given_.resize(tail_.size());
   questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
   zero_memory(questions_.as<>(), questions_.bytes(), stream_);
+  if (needs_.steps()) {
+    host_steps_.resize(tail_.size());
+    device_steps_ = StreamMemory(stream_, tail_.size() * sizeof(std::int32_t));
+    zero_memory(device_steps_.as<>(), device_steps_.bytes(), stream_);
+  }
 }
 
 int Engine::open(std::uint32_t sequence) {
@@ -213,6 +220,10 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
     step_.push_back(store_->steps(slot));
   }
   count_budgets(position_);
+  if (needs_.steps()) {
+    for (const int slot : slots) host_steps_[static_cast<std::size_t>(slot)] = store_->steps(slot);
+    copy_memory(device_steps_.as<>(), host_steps_.data(), device_steps_.bytes(), stream_);
+  }
   const Fit fit = authored(*policy_, [&] { return executor_->decode(slots, tokens, *this, out); });
   store_->workspace().reset();
   for (std::size_t r = 0; r < slots.size(); ++r) {
@@ -252,6 +263,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.position = position.data();
   kv.sequence = sequence_.data();
   kv.question = questions_.as<std::uint32_t>();
+  kv.steps = device_steps_.as<std::int32_t>();
   kv.max_length = store_->max_length(layer, slots);
   kv.budget = layer < needs_.dense_layers() ? unlimited_.data() : budget_.data();
   return kv;

@@ -24,10 +24,10 @@ struct EngineOptions {
   int page_size = 16;
   int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   BudgetAmount budget;
-  std::int64_t device_limit = -1;
-  bool batch_invariant = false;  // see make_executor
-  bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
-  bool protect_host = false;     // tests: the host tier is unreadable while attention runs
+  std::int64_t device_limit = -1, host_limit = -1;  // bytes of pages; -1 = none
+  bool batch_invariant = false;                     // see make_executor
+  bool graphs = true;         // on a GPU decode steps may run as graphs, whose parts cannot be timed
+  bool protect_host = false;  // tests: the host tier is unreadable while attention runs
 };
 
 // Measures what passes through the engine. All arguments are host memory, borrowed for the call. An observer asks the
@@ -156,6 +156,8 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
+  StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
+  std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]
   std::vector<Edit> waiting_;                        // edits of this layer's select that are due after its attention
   PagedKv pages_;                                    // KvRows and StateColumn of the callback point to it

@@ -558,7 +558,8 @@ void CudaExecutor::read(std::int64_t rows, const StepResult& out) {
 }
 
 CudaExecutor::State CudaExecutor::state() const {
-  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves()};
+  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves(),
+          store_.tails_below()};
 }
 
 int CudaExecutor::room(int layer, const std::vector<std::int32_t>& slots) const {

@@ -47,6 +47,7 @@ class CudaExecutor final : public Executor {
   // Counts of buffer moves. A graph is stale when they differ from those at its capture.
   struct State {
     std::int64_t moves = -1, grown = -1, scratch = -1;
+    bool tails_below = false;  // before_step has work
     bool operator==(const State&) const = default;
   };
   struct Replay {

@@ -111,6 +111,7 @@ Json common(const Experiment& experiment) {
   for (const ExperimentKey& key : experiment_keys())
     if (key.in_id && key.get(experiment) != key.plain->value)
       plain[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
+  if (experiment.host_memory > 0) plain["host_memory"] = experiment.host_memory;
   for (const auto& [name, value] : plain) json[name] = value;
   return json;
 }

@@ -66,6 +66,7 @@ class CpuStore final : public Store {
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   template <class Body>
   Applied each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body);

@@ -10,6 +10,11 @@ namespace {
 template <class Args>
 Args list_of(const Edit& e, const std::int32_t* slots, std::size_t rows, unsigned long long number) {
   Args a;
+  if constexpr (requires { a.list_slots; })
+    a.list_slots = e.list.slots;
+  else if (e.list.slots)
+    throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend or to place",
+                "the cache on CUDA");
   a.slots = slots;
   a.rows = static_cast<int>(rows);
   a.index = e.list.index;
@@ -23,6 +28,7 @@ Args list_of(const Edit& e, const std::int32_t* slots, std::size_t rows, unsigne
 Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   stale_ = true;
+  tails_stay_ = false;  // the last page that stays may be one of the host
   const auto list = list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_);
   if (e.verb == Edit::evict) {
     only_on_cuda<cuda_store::evict>(layer(e.layer), list, stream_);
@@ -38,6 +44,7 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
 Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   stale_ = true;
+  tails_stay_ = false;
   CudaStoreSurplus a;
   a.slots = rows_of(slots);
   a.rows = static_cast<int>(slots.size());
@@ -64,8 +71,48 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
            : e.verb == Edit::recall ? CudaStorePageEdit::recall
                                     : CudaStorePageEdit::drop;
   a.tier = e.tier;
+  tails_stay_ = false;
   if (e.verb == Edit::offload && !open_host_tier()) return {Fit::out_of_memory, 0};
   return {launch_page_edit(a, e.layer, slots), -1};
+}
+
+Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {Fit::ok, -1};
+  const Shape& s = options_.shape;
+  auto a = list_of<CudaStorePlace>(e, rows_of(slots), slots.size(), ++edit_);
+  a.heads = e.heads;
+  a.pins = e.pins;
+  a.room = e.room;
+  a.reuse = e.reuse;
+  a.counts = place_counts_.as<std::int32_t>();
+  const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
+  // In a graph the sizes must not depend on lengths, and reserve_step has reserved the frames.
+  a.most = in_graph_ ? static_cast<int>(pages_per_head_) : (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
+  if (a.most == 0) return {Fit::ok, -1};
+  if (!in_graph_ && !reserve(Tier::host, heads * a.most) && !reserve(Tier::host, uncopied(e.layer, slots)))
+    return {Fit::out_of_memory, 0};
+  const std::int64_t entries = heads * a.most;
+  a.lists = take_scratch<std::int32_t>(workspace_, "place", {2 * entries}).data;
+  a.jobs = take_scratch<std::int32_t>(workspace_, "place", {4 * entries}).data;
+  only_on_cuda<cuda_store::place>(layer(e.layer), a, stream_);
+  stale_ = true;
+  return {Fit::ok, -1};
+}
+
+// Returns the pages of the slots' layer without a copy on the host. Waits for the device.
+std::int64_t CudaStore::uncopied(int index, const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  std::int64_t missing = 0;
+  refresh();
+  for (const std::int32_t slot : slots) {
+    const auto host = entries(1, slot);
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int n = lengths_[head_index(index, slot, head)], pages = (n + s.page_size - 1) / s.page_size;
+      const auto* of = host.data() + static_cast<std::size_t>(index * s.kv_heads + head) * pages_per_head_;
+      missing += std::count_if(of, of + pages, [](const PageEntry& x) { return x.frame == null_frame; });
+    }
+  }
+  return missing;
 }
 
 // Returns the frames that an offload or a recall would take. Waits for the device's tables and the list.

@@ -75,6 +75,15 @@ __device__ inline void count_fired(const CudaStoreLayer& s, unsigned long long e
   if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
 }
 
+// Policies write token state in device pages, so the state of a copy on the host is stale.
+__device__ inline void copy_state_down(const CudaStoreLayer& s, std::int32_t upper, std::int32_t lower) {
+  const std::byte* above = frame_at(s, 0, upper) + s.layout.state;
+  std::byte* below = frame_at(s, 1, lower) + s.host_layout.state;
+  for (int at = 0; at < s.layout.state_columns * s.layout.page_size * 4; at += 4)
+    *reinterpret_cast<unsigned*>(below + at) = *reinterpret_cast<const unsigned*>(above + at);
+  atomicAdd(&s.counters->states, 1ull);
+}
+
 // Copies a frame with `threads` threads, in units of 16 bytes.
 __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::byte* to, int thread,
                                   int threads) {

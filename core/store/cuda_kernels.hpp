@@ -87,7 +87,22 @@ struct CudaStorePageEdit : CudaStoreList {
   std::int32_t* jobs = nullptr;  // [3 * entries of the list, or of the rows' tables]: frames from and to, tokens
 };
 
+// Jobs of four words: the kind, the frame to read, the frame to write, tokens.
+struct CudaStorePlace : CudaStoreList {
+  enum Job : std::int32_t { up, down, down_and_leave, leave };
+  const std::int32_t* list_slots = nullptr;  // IndexList::slots
+  Heads heads;
+  Pins pins;
+  int room = 0;
+  bool reuse = true;
+  int most = 0;                    // pages of the longest head
+  std::int32_t* lists = nullptr;   // scratch [row, kv_head, 2, most]
+  std::int32_t* jobs = nullptr;    // [4 * rows * kv_heads * most]
+  std::int32_t* counts = nullptr;  // {jobs, blocks that are done}; zero before and after
+};
+
 struct CudaStoreAttend : CudaStoreList {
+  const std::int32_t* list_slots = nullptr;  // IndexList::slots
   Pins pins;
   int unit = 1;               // tokens of an entry: the page size for lists of pages, 1 for lists of tokens
   int most = 0;               // most entries of a head
@@ -108,6 +123,9 @@ void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
 void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
+// Carries out a place edit: a plan, then the copies. The plan takes frames of the pools and changes the tables. The
+// copies give back frames of the device. The host has reserved a host frame for every new full page.
+void place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.

@@ -89,6 +89,12 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
+  place_counts_ = StreamMemory(stream_, 2 * sizeof(std::int32_t));
+  zero_memory(place_counts_.as<>(), place_counts_.bytes(), stream_);
+  if (options_.host_pages && !open_host_tier())
+    throw Error(Errc::config, "got no pinned memory for the pages on the host, wanted " +
+                                  std::to_string(host_frames() * host_layout_.bytes) +
+                                  " bytes; give host_memory or fewer tokens and sequences");
   synchronize(stream_);
 }
 
@@ -115,12 +121,18 @@ void CudaStore::make_pool(Tier tier, std::int64_t frames) {
   free_bound_[t] = frames;
 }
 
-// Pinning memory takes half a second per GiB, so the store pins none before the first offload.
+std::int64_t CudaStore::host_frames() const {
+  const std::int64_t frames = heads_ * options_.shape.max_pages();
+  return options_.host_limit >= 0 ? std::min(frames, options_.host_limit / host_layout_.bytes) : frames;
+}
+
+// Pinning memory takes half a second per GiB. Without StoreOptions::host_pages the first offload does it.
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
-  std::int64_t frames = heads_ * options_.shape.max_pages();
-  if (options_.host_limit >= 0) frames = std::min(frames, options_.host_limit / host_layout_.bytes);
-  for (int attempt = 0; attempt < 6 && frames > 0; ++attempt, frames /= 2)
+  std::int64_t frames = host_frames();
+  // A run that asked for the tier at its start gets all of it or an error.
+  const int attempts = options_.host_pages ? 1 : 6;
+  for (int attempt = 0; attempt < attempts && frames > 0; ++attempt, frames /= 2)
     if (host_arena_.reserve(static_cast<std::size_t>(frames * host_layout_.bytes))) {
       if (poison_frames())
         std::memset(host_arena_.data(), poison_byte, static_cast<std::size_t>(frames * host_layout_.bytes));
@@ -282,7 +294,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
   if (bound(index, slot) + tokens > room)
     throw Error(Errc::internal, "appended beyond max_tokens " + std::to_string(s.max_tokens));
   // Each head's partly filled last page may have to come from the host first.
-  const std::int64_t lower = host_arena_.data() ? s.kv_heads : 0;
+  const std::int64_t lower = tails_below() ? s.kv_heads : 0;
   if (!reserve(Tier::device, std::int64_t{s.kv_heads} * ((tokens + p - 1) / p + 1))) {
     std::int64_t fresh = lower;
     for (int head = 0; head < s.kv_heads; ++head) {
@@ -319,9 +331,11 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
     for (int l = 0; l < s.layers; ++l)
       for (int slot : slots)
         for (int head = 0; head < s.kv_heads; ++head)
-          fresh += host_arena_.data() || lengths_[head_index(l, slot, head)] % s.page_size == 0;
+          fresh += tails_below() || lengths_[head_index(l, slot, head)] % s.page_size == 0;
     if (!reserve(Tier::device, fresh)) return false;
   }
+  // A place edit of the step may write down the page that the step before filled.
+  if (options_.host_pages && !reserve(Tier::host, most)) return false;
   for (int l = 0; l < s.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
   // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.
@@ -338,12 +352,12 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
     std::int64_t fresh = 0;
     for (int slot : slots)
       for (int head = 0; head < s.kv_heads; ++head)
-        fresh += host_arena_.data() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
+        fresh += tails_below() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
     if (!reserve(Tier::device, fresh)) return Fit::out_of_memory;
   }
   const CudaStoreLayer l = layer(index);
   const CudaStoreRows r{rows_of(slots), static_cast<int>(rows)};
-  if (host_arena_.data()) only_on_cuda<cuda_store::before_step>(l, r, stream_);
+  if (tails_below()) only_on_cuda<cuda_store::before_step>(l, r, stream_);
   a.rows = r.rows;
   a.base = l.base[0];
   a.layouts = &layout_;

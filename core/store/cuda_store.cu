@@ -6,6 +6,7 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
+#include "store/cuda_place.hpp"
 #include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
@@ -316,14 +317,7 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
         fail(s, store_only_copy);
         continue;
       }
-      if (a.tier == Tier::device && s.layout.state_columns > 0) {
-        // Policies write token state in device pages, so the host copy's state is stale.
-        const std::byte* above = frame_at(s, 0, d.frame) + s.layout.state;
-        std::byte* below = frame_at(s, 1, low.frame) + s.host_layout.state;
-        for (int at = 0; at < s.layout.state_columns * p * 4; at += 4)
-          *reinterpret_cast<unsigned*>(below + at) = *reinterpret_cast<const unsigned*>(above + at);
-        atomicAdd(&s.counters->states, 1ull);
-      }
+      if (a.tier == Tier::device && s.layout.state_columns > 0) copy_state_down(s, d.frame, low.frame);
       give_back(s, a.tier == Tier::host ? 1 : 0, from);
       changed = true;
       continue;
@@ -359,6 +353,35 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
 
+// Each warp does one job of a place edit at a time.
+template <bool Mixed>
+__global__ void __launch_bounds__(256)
+    place_copy_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
+  const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, count = counts[0];
+  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < count;
+       job += static_cast<int>(gridDim.x) * warps) {
+    const std::int32_t* j = jobs + std::int64_t{4} * job;
+    const int kind = j[0], from = j[1];
+    if (kind != CudaStorePlace::leave) {
+      const int to = kind == CudaStorePlace::up ? 0 : 1;
+      if constexpr (Mixed)
+        carry_page(s, to, from, j[2], j[3], lane);
+      else
+        copy_frame(s, frame_at(s, 1 - to, from), frame_at(s, to, j[2]), lane, 32);
+    }
+    __syncwarp();
+    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave)) {
+      PageEntry gone;
+      gone.frame = from;
+      give_back(s, 0, gone);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
+}
+
 __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
                                  std::int32_t* out) {
   const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
@@ -378,13 +401,14 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   for (int i = mine; i < words; i += threads) chosen[i] = 0;
   __syncthreads();
   const auto choose = [&](int entry) { atomicOr(&chosen[entry / 32], 1u << (entry % 32)); };
-  int count = a.count(row, head);
+  const std::int64_t at = a.list_slots ? a.list_slots[row] : row;
+  int count = a.count(at, head);
   if (count < 0 || count > a.index.extent[2]) {
     if (mine == 0) fail(s, store_bad_list);
     count = 0;
   }
   for (int i = mine; i < count; i += threads) {
-    const int entry = a.index(row, head, i);
+    const int entry = a.index(at, head, i);
     if (entry < 0 || entry >= all)
       fail(s, store_bad_attend);
     else
@@ -404,8 +428,8 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
     int sum = here;
     for (int d = 1; d < 32; d *= 2)
       if (const int before = __shfl_up_sync(~0u, sum, d); mine >= d) sum += before;
-    for (int at = out + sum - here; word; word &= word - 1)
-      a.out(row, head, at++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
+    for (int next = out + sum - here; word; word &= word - 1)
+      a.out(row, head, next++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
     out += __shfl_sync(~0u, sum, 31);
   }
   if (mine == 0) {
@@ -489,6 +513,14 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
   check_launch("page_copy");
 }
 KVLAB_ON_CUDA(page_edit, page_edit);
+
+void place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
+  plan_place(s, a, stream.handle());
+  const auto copy = s.mixed ? place_copy_kernel<true> : place_copy_kernel<false>;
+  copy<<<64, 256, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
+  check_launch("place_copy");
+}
+KVLAB_ON_CUDA(place, place);
 
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4;

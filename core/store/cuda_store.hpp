@@ -41,6 +41,8 @@ class CudaStore final : public Store {
   Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
   // A graph's edits have the same numbers at every launch. This call inside the graph makes them count each time.
   void count_edits_anew();
+  // Whether a partly filled last page may be on the host alone, so that before_step has work.
+  bool tails_below() const { return host_arena_.data() && !tails_stay_; }
   // Reserves frames for one more token of every row in all layers, or reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
 
@@ -80,17 +82,20 @@ class CudaStore final : public Store {
   }
   std::int32_t& bound(int layer, int slot) { return bound_[bound_index(layer, slot)]; }
   void make_pool(Tier tier, std::int64_t frames);
+  std::int64_t host_frames() const;  // that the host tier shall have
   bool open_host_tier();
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
   void count_ledger();
   bool reserve(Tier tier, std::int64_t frames);  // lowers the bound by `frames`, or returns false if there are fewer
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
+  std::int64_t uncopied(int layer, const std::vector<std::int32_t>& slots) const;
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   void advanced(bool decode) override;
   Fit launch_page_edit(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
@@ -108,7 +113,9 @@ class CudaStore final : public Store {
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
   mutable StreamMemory positions_;                             // result of the latest positions_by_place
-  StreamMemory jobs_;                                          // one page edit: count, then (from, to, tokens) per page
+  StreamMemory place_counts_;                                  // CudaStorePlace::counts
+  bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
+  StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page
   unsigned long long edit_ = 0;
   int since_refresh_ = 0;  // decode steps since update(), counted per slot
 

@@ -13,6 +13,26 @@
 namespace kvlab {
 namespace {
 
+// Marks the entries of a head that a list or pins name. A head has n tokens, an entry `unit` of them, a page p.
+void choose_listed(const Edit& e, int row, int head, int n, int unit, int p, const char* got,
+                   std::vector<bool>& chosen) {
+  const int entries = (n + unit - 1) / unit;
+  chosen.assign(static_cast<std::size_t>(entries), false);
+  const auto choose = [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) chosen[static_cast<std::size_t>(i)] = true;
+  };
+  const std::int64_t at = e.list.at(row);
+  for (int i = 0; i < e.list.count(at, head); ++i) {
+    const int entry = e.list.index(at, head, i);
+    if (entry < 0 || entry >= entries)
+      throw Error(Errc::plugin, got + std::to_string(entry) + ", wanted 0 to " + std::to_string(entries - 1));
+    choose(entry, entry + 1);
+  }
+  choose(0, (std::clamp(e.pins.first, 0, n) + unit - 1) / unit);
+  choose((n - std::clamp(e.pins.last, 0, n)) / unit, e.pins.last > 0 ? entries : 0);
+  if (e.pins.newest_page) choose(std::max(0, n - 1) / p * p / unit, entries);
+}
+
 // Returns whether all places are in [0, limit) and, unless they are the pairs of a move, ascend.
 bool valid(const Edit& e, std::span<const std::int32_t> list, int limit) {
   if (list.empty()) return true;
@@ -153,7 +173,7 @@ Applied CpuStore::each_list(const Edit& e, const std::vector<std::int32_t>& slot
     for (int head = 0; head < s.kv_heads; ++head) {
       const int n = length(e.layer, slots[row], head);
       const int limit = tokens ? n : (n + s.page_size - 1) / s.page_size;
-      const auto r = static_cast<std::int64_t>(row);
+      const auto r = e.list.at(static_cast<std::int64_t>(row));
       std::span<const std::int32_t> list(&e.list.index(r, head, 0), static_cast<std::size_t>(e.list.count(r, head)));
       if (e.list.index.stride[2] != 1) {
         dense.clear();
@@ -312,6 +332,47 @@ Fit CpuStore::recall_all(int layer, int slot) {
   return apply(edits.all(), slots).fit;
 }
 
+// The device keeps the chosen pages and as many others as there is room for, the newest of them. Every full page has a
+// copy below before it may leave. `changed` counts the pages that come and leave.
+Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  const int p = s.page_size;
+  Applied done;
+  std::vector<bool> chosen;
+  Edit part = e;
+  for (std::size_t row = 0; row < slots.size(); ++row)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const int slot = slots[row], n = length(e.layer, slot, head), pages = (n + p - 1) / p;
+      if (pages == 0 || !e.heads.on(slot, head)) continue;
+      choose_listed(e, static_cast<int>(row), head, n, p, p, "place edit: got page ", chosen);
+      chosen[static_cast<std::size_t>(pages - 1)] = true;
+      const PageEntry* device = entries(Tier::device, e.layer, slot, head);
+      const auto edit = [&](Edit::Verb verb, int page) {
+        part.verb = verb;
+        const Applied one = edit_page(part, slot, head, page);
+        done.fit = one.fit;
+        if (verb != Edit::offload) done.changed += one.changed;
+        return one.fit == Fit::ok;
+      };
+      int others = 0, stays = e.room;
+      for (int page = 0; page < pages; ++page) {
+        const bool there = device[page].frame != null_frame, here = chosen[static_cast<std::size_t>(page)];
+        if (there && device[page].tokens == p && !edit(Edit::offload, page)) return done;
+        others += there && !here;
+        stays -= here;
+      }
+      int leave = others - std::max(0, stays);
+      for (int page = 0; page < pages && leave > 0; ++page)
+        if (device[page].frame != null_frame && !chosen[static_cast<std::size_t>(page)]) {
+          edit(Edit::drop, page);
+          --leave;
+        }
+      for (int page = 0; page < pages; ++page)
+        if (chosen[static_cast<std::size_t>(page)] && !edit(Edit::recall, page)) return done;
+    }
+  return done;
+}
+
 IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
   const int rows = static_cast<int>(slots.size());
@@ -326,20 +387,7 @@ IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& 
   for (int row = 0; row < rows; ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
       const int n = length(e.layer, slots[static_cast<std::size_t>(row)], head), entries = (n + unit - 1) / unit;
-      chosen.assign(static_cast<std::size_t>(entries), false);
-      const auto choose = [&](int begin, int end) {
-        for (int i = begin; i < end; ++i) chosen[static_cast<std::size_t>(i)] = true;
-      };
-      for (int i = 0; i < e.list.count(row, head); ++i) {
-        const int entry = e.list.index(row, head, i);
-        if (entry < 0 || entry >= entries)
-          throw Error(Errc::plugin, std::string("attend list: got ") + (of_pages ? "page " : "token ") +
-                                        std::to_string(entry) + ", wanted 0 to " + std::to_string(entries - 1));
-        choose(entry, entry + 1);
-      }
-      choose(0, (std::clamp(e.pins.first, 0, n) + unit - 1) / unit);
-      choose((n - std::clamp(e.pins.last, 0, n)) / unit, e.pins.last > 0 ? entries : 0);
-      if (e.pins.newest_page) choose(std::max(0, n - 1) / p * p / unit, entries);
+      choose_listed(e, row, head, n, unit, p, of_pages ? "attend list: got page " : "attend list: got token ", chosen);
       int count = 0;
       for (int i = 0; i < entries; ++i)
         if (chosen[static_cast<std::size_t>(i)]) out.index(row, head, count++) = i;

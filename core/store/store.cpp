@@ -12,6 +12,7 @@ namespace kvlab {
 namespace {
 
 bool of_pages(Edit::Verb verb) { return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop; }
+bool moves_pages(Edit::Verb verb) { return of_pages(verb) || verb == Edit::place; }
 
 }  // namespace
 
@@ -50,17 +51,20 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
   if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
   const auto& index = e.list.index.extent;
   const auto& count = e.list.count.extent;
-  if (index[0] < wanted || count[0] < wanted || index[1] < s.kv_heads || count[1] < s.kv_heads)
+  const std::int64_t listed = e.list.slots ? s.max_slots : wanted;
+  if (index[0] < listed || count[0] < listed || index[1] < s.kv_heads || count[1] < s.kv_heads)
     bad(e, "got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  if (e.verb == Edit::place && !options_.host_pages)
+    bad(e, "got a place edit without Needs::host_pages, wanted the policy to ask for it");
   if (e.verb == Edit::drop && e.tier == Tier::disk) bad(e, "got a drop on the disk tier, wanted device or host");
   if (e.verb == Edit::encode && (e.codec < 0 || e.codec >= static_cast<int>(options_.codecs.size())))
     bad(e, "got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");
   if (stream_.device() != Device::cpu) return;
-  for (std::int64_t row = 0; row < wanted; ++row)
+  for (std::size_t row = 0; row < rows; ++row)
     for (int head = 0; head < s.kv_heads; ++head)
-      if (e.list.count(row, head) < 0 || e.list.count(row, head) > index[2])
-        bad(e, "got a count of " + std::to_string(e.list.count(row, head)) + ", wanted 0 to " +
-                   std::to_string(index[2]) + ", the list's room");
+      if (const std::int32_t n = e.list.count(e.list.at(static_cast<std::int64_t>(row)), head); n < 0 || n > index[2])
+        bad(e,
+            "got a count of " + std::to_string(n) + ", wanted 0 to " + std::to_string(index[2]) + ", the list's room");
 }
 
 void Store::check_surplus(const Edit& e, std::int64_t rows) const {
@@ -91,11 +95,14 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
   const IndexList& list = e.list;
   if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
     throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
+  if (e.verb == Edit::place)
+    throw Error(Errc::unsupported, "got a place edit of a later step, wanted one of this step", "the cache");
   Edit of_row = e;
+  of_row.list.slots = nullptr;
   of_row.list.index.extent[1] = of_row.list.count.extent[1] = options_.shape.kv_heads;
   const int steps_to_go = e.when.kind == Deadline::steps_from_now ? e.when.steps : 0;
   for (std::size_t row = 0; row < slots.size(); ++row) {
-    const auto r = static_cast<std::int64_t>(row);
+    const auto r = list.slots ? slots[row] : static_cast<std::int64_t>(row);
     pending_.push_back(pending(of_row, slots[row], steps(slots[row]) + steps_to_go,
                                list.index.data + r * list.index.stride[0], list.count.data + r * list.count.stride[0],
                                stream_, stream_));
@@ -103,7 +110,7 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
 }
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) {
-  const PartTimer timer(of_pages(e.verb) ? Part::recall : Part::compact);
+  const PartTimer timer(moves_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {
     case Edit::evict:
@@ -114,6 +121,7 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) 
     case Edit::drop:
     case Edit::recall:
     case Edit::encode: one = edit_pages(e, slots); break;
+    case Edit::place: one = place_pages(e, slots); break;
     default: bad(e, "got an unknown verb");
   }
   fired_ += one.changed > 0;
@@ -129,7 +137,8 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
         e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0);
     if (in_graph_ && (later || of_pages(e.verb)))
       bad(e, std::string("got an edit of ") + (later ? "a later step" : "pages") +
-                 " from a policy that promises capturable(true), wanted edits of tokens for this step alone");
+                 " from a policy that promises capturable(true), wanted edits of tokens or place edits for this step "
+                 "alone");
     if (later) {
       defer(e, slots);
       continue;

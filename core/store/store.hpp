@@ -30,6 +30,7 @@ struct StoreOptions {
   Summary summary = Summary::none;
   std::vector<std::string> token_state;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
+  bool host_pages = false;                          // take the host tier at the start; place edits need it
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it
@@ -134,6 +135,7 @@ class Store {
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
+  virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // place
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 

@@ -48,6 +48,7 @@ struct Edit {
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
     evict_surplus,  // the tokens beyond a number leave every tier, the lowest first
+    place,          // exactly these pages (plus pins) are on the device, and all full pages on the host
   };
   Verb verb = attend;
   IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move and attend_tokens,
@@ -57,6 +58,18 @@ struct Edit {
   int codec = 0;
   Pins pins;
   Surplus surplus;  // evict_surplus, which has no list
+  Deadline when;
+  Heads heads;        // place only
+  int room = 0;       // place only
+  bool reuse = true;  // place only
+};
+
+// How Edits::place works.
+struct Placing {
+  Heads heads;   // the others stay as they are
+  Pins pins;     // pages of these tokens stay on the device too; the newest page always does
+  int room = 0;  // pages of a head that may be on the device; while there is room, others stay, the oldest leave first
+  bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's
   Deadline when;
 };
 
@@ -79,6 +92,18 @@ class Edits {
   void offload(const PageList& pages, Deadline when = {}) { push(Edit::offload, pages, when); }
   void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
+  // Says where a set of pages shall be. Afterwards the listed and pinned pages of the heads are on the device. Their
+  // full pages have a copy on the host, which is written once, and no other page is on the device. The store finds what
+  // is missing and moves nothing else. A page that comes needs a free frame, unless a page that has a copy leaves for
+  // it. An edit that only writes copies does not count as fired. Needs::host_pages is needed. A deadline of a later
+  // step is Errc::unsupported.
+  void place(const PageList& pages, const Placing& how) {
+    Edit& e = push(Edit::place, pages, how.when);
+    e.pins = how.pins;
+    e.heads = how.heads;
+    e.room = how.room;
+    e.reuse = how.reuse;
+  }
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
 
   // Sets the layer of the next edits, for Policy::finish_step, which works on all layers.

@@ -41,7 +41,7 @@ class OnGuardedDevice final : public Policy {
     step.workspace = &device_;
     Edits made;
     device_.call([&] { inner_->finish_step(step, made, device_.stream()); });
-    hand_over(made, edits, *from.workspace);
+    hand_over(made, edits, *from.workspace, from.slots);
     device_.reset();
   }
   void release(int slot) override { inner_->release(slot); }
@@ -63,10 +63,12 @@ class OnGuardedDevice final : public Policy {
     kv.mass = device_.put(from.mass);
     if (from.chunk_queries) kv.chunk_queries = device_.put(from.chunk_queries.f32());
     if (from.window_queries) kv.window_queries = device_.put(from.window_queries.f32());
+    if (from.steps)
+      kv.steps = device_.put(View<const std::int32_t, 1>::dense(from.steps, {from.shape->max_slots})).data;
     Edits made(from.layer);
     device_.call([&] { callback(kv, made, device_.stream()); });
     take_back(from.pages, kv.pages);
-    hand_over(made, edits, *from.workspace);
+    hand_over(made, edits, *from.workspace, from.slots);
     device_.reset();
   }
 
@@ -126,16 +128,23 @@ class OnGuardedDevice final : public Policy {
     return s;
   }
 
-  static void hand_over(const Edits& made, Edits& edits, Workspace& w) {
+  // slots: of the callback's rows, in memory of the host.
+  static void hand_over(const Edits& made, Edits& edits, Workspace& w, const std::int32_t* slots) {
     const GuardedDevice::Open open;
     for (const Edit& e : made.all()) {
-      const auto index = e.list.index.extent;
-      const auto count = e.list.count.extent;
+      // A list that lasts has all slots.
+      const std::int64_t rows = e.list.count.extent[0], heads = e.list.count.extent[1], room = e.list.index.extent[2];
       IndexList list;
-      list.index = take_scratch<std::int32_t>(w, "list", {index[0], index[1], index[2]});
-      list.count = take_scratch<std::int32_t>(w, "list", {count[0], count[1]});
-      std::copy_n(e.list.index.data, index[0] * index[1] * index[2], list.index.data);
-      std::copy_n(e.list.count.data, count[0] * count[1], list.count.data);
+      list.index = take_scratch<std::int32_t>(w, "list", {rows, heads, room});
+      list.count = take_scratch<std::int32_t>(w, "list", {rows, heads});
+      const auto flags = take_scratch<std::uint8_t>(w, "heads", {rows, heads});
+      for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t h = 0; h < heads; ++h) {
+          list.count(r, h) = e.list.count(r, h);
+          std::copy_n(&e.list.index(r, h, 0), room, &list.index(r, h, 0));
+          if (e.list.slots) flags(r, h) = e.heads.on(static_cast<int>(r), static_cast<int>(h));
+        }
+      if (e.list.slots) list.slots = slots;
       edits.for_layer(e.layer);
       switch (e.verb) {
         case Edit::attend: edits.attend(PageList{list}, e.pins); break;
@@ -148,6 +157,7 @@ class OnGuardedDevice final : public Policy {
         case Edit::evict_surplus: edits.evict_surplus(copy_of(e.surplus, w)); break;
         case Edit::encode: FAIL("no policy can ask for it"); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
+        case Edit::place: edits.place(PageList{list}, {Heads::flagged(flags), e.pins, e.room, e.reuse, e.when}); break;
       }
     }
   }

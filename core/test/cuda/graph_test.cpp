@@ -35,7 +35,11 @@ struct Pair {
     eager.observe(&nobody);
   }
   explicit Pair(const PolicySpec& spec = test::full_spec())
-      : Pair(spec, [&] { return test::subjects().policy(spec); }) {}
+      : Pair(spec, [&] {
+          auto policy = test::subjects().policy(spec);
+          if (policy->needs().profile()) policy->load_profile(every_other_head());
+          return policy;
+        }) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -53,6 +57,13 @@ struct Pair {
   }
 
  private:
+  Profile every_other_head() const {
+    ProfileArray marks;
+    marks.extent = {model->config.layers, model->config.kv_heads};
+    for (int i = 0; i < model->config.layers * model->config.kv_heads; ++i)
+      marks.values.push_back(static_cast<float>(i % 2));
+    return {{"unstable", marks}};
+  }
   template <class Call>
   void run(const Call& call, std::size_t rows) {
     std::vector<float> logits[2];
@@ -198,6 +209,29 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
     p.graphs.store().check_invariants();
   }
   CHECK(known == 4);
+}
+
+TEST_CASE("cuda engine: steps that place pages are replayed") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
+    const int a = p.open(30, 1), b = p.open(70, 2);  // a outgrows the budget in its steps
+    for (int i = 0; i < 18; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 17 + 2);
+    CHECK(p.graphs.fired() == p.eager.fired());
+    CHECK(p.graphs.fired() > 0);
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+      CHECK(p.graphs.ledger().moved_total(tier) == p.eager.ledger().moved_total(tier));
+    }
+    CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 2);
 }
 
 TEST_CASE("cuda engine: a graph is captured anew for sequences that it has no room for") {

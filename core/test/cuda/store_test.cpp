@@ -271,6 +271,27 @@ class Both {
     });
   }
 
+  void place(const std::vector<std::int32_t>& rows, int layer) {
+    Placing how;
+    how.pins = {pick(9), pick(9), pick(2) == 1};
+    how.room = pick(2) * pick(12);
+    how.reuse = pick(4) > 0;
+    std::vector<std::uint8_t> flags, classes;
+    for (int i = 0; i < f.options.shape.max_slots * heads; ++i) flags.push_back(pick(4) > 0);
+    for (int h = 0; h < heads; ++h) classes.push_back(pick(3) == 0);
+    const auto of = View<const std::uint8_t, 2>::dense(flags.data(), {f.options.shape.max_slots, heads});
+    const BothLists both(some(rows, layer, pick(8), true), memory);
+    Edits a(layer), b(layer);
+    how.heads = Heads::flagged(of).except(classes.data());
+    a.place(PageList{both.host}, how);
+    how.heads = Heads::flagged(memory.put(of)).except(memory.put(classes.data(), classes.size()));
+    b.place(PageList{both.device}, how);
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+    cuda.workspace().reset();
+  }
+
   // The CPU turns keys on the device only, so every page goes there first.
   void recall_for_ranks(const std::vector<std::int32_t>& rows, int layer) {
     if (f.options.rope != RopeRegime::re_rotate) return;
@@ -282,7 +303,7 @@ class Both {
   }
 
   void random_edit() {
-    const int what = pick(23);
+    const int what = pick(25);
     if (slots.empty() || what == 0) return open();
     const int slot = slots[static_cast<std::size_t>(pick(static_cast<int>(slots.size())))], layer = pick(2);
     std::vector<std::int32_t> rows;
@@ -335,6 +356,8 @@ class Both {
     } else if (what <= 19) {
       recall_for_ranks(rows, layer);
       random_surplus(rows, layer);
+    } else if (what <= 21 && f.options.host_pages) {
+      place(rows, layer);
     } else {
       page_edit(rows, layer);
     }
@@ -390,6 +413,7 @@ StoreFixture fixture(int kind) {
   StoreFixture f;
   Shape& s = f.options.shape;
   s.max_tokens = 128;
+  f.options.host_pages = kind != 4;
   if (kind == 0) {
     f.options.summary = Summary::mean;
     f.options.token_state = {"score"};

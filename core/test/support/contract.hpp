@@ -134,10 +134,14 @@ class Subjects {
 
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
-  // The defaults, but without dense layers, which could be all layers of a tiny model.
+  // The defaults, but without dense layers, which could be all layers of a tiny model. A policy's sinks and window must
+  // leave room in the suite's budgets.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
+    if (p.role == Role::policy)
+      for (const char* name : {"sinks", "window"})
+        if (find_param(p, name)) given[name] = std::int64_t{6};
     return {p.role, p.name, resolve(p, given)};
   }
   void add(const PluginInfo& p, const std::string& label, const std::function<void(PolicySpec&)>& fill) {

@@ -4,6 +4,8 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <fstream>
+#include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -93,23 +95,60 @@ class Scored {
   std::int32_t position_ = 0;
 };
 
+// Quest's bound of page scores, from the keys that lie in it: [query head of the KV head][page].
+inline std::vector<std::vector<double>> page_bounds(const SeenRows& queries, const SeenRows& keys, std::size_t position,
+                                                    int head, int group, int page_size) {
+  const std::size_t dim = keys.at[0][0].size(), p = static_cast<std::size_t>(page_size), n = position + 1;
+  std::vector<std::vector<double>> out(static_cast<std::size_t>(group));
+  for (std::size_t page = 0; page * p < n; ++page) {
+    std::vector<double> low(dim, INFINITY), high(dim, -INFINITY);
+    for (std::size_t t = page * p; t < std::min(n, (page + 1) * p); ++t)
+      for (std::size_t d = 0; d < dim; ++d) {
+        const double x = keys.at[t][static_cast<std::size_t>(head)][d];
+        low[d] = std::min(low[d], x), high[d] = std::max(high[d], x);
+      }
+    for (int g = 0; g < group; ++g) {
+      const auto& q = queries.at[position][static_cast<std::size_t>(head * group + g)];
+      double sum = 0;
+      for (std::size_t d = 0; d < dim; ++d) sum += std::max(q[d] * low[d], q[d] * high[d]);
+      out[static_cast<std::size_t>(g)].push_back(sum);
+    }
+  }
+  return out;
+}
+
 class OnText final : public EngineObserver {
  public:
   struct Layer {
     SeenRows queries, keys, values;
+    std::vector<std::vector<std::vector<int>>> read;  // [decode step][KV head] pages
   };
 
   OnText(const std::string& scorer, const std::map<std::string, ParamValue>& params, int budget, int tokens)
+      : OnText(Role::scorer, scorer, params, budget, tokens, 16) {}
+  // marks(layer, KV head): the array `unstable` of a profile, for a policy that reads one.
+  OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
+         int page_size, const std::function<bool(int, int)>& marks = {})
       : model_(load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall")) {
     static Registry registry;
     const RegistryCatalog catalog(registry);
     PolicySpec spec;
-    spec.name = scorer;
-    spec.scorer = {Role::scorer, scorer, resolve(registry.require(Role::scorer, scorer), params)};
+    spec.name = name;
+    const PluginUse use{role, name, resolve(registry.require(role, name), params)};
+    (role == Role::scorer ? spec.scorer : spec.policy) = use;
     EngineOptions o;
     o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};
     o.max_tokens = tokens;
-    engine_ = std::make_unique<Engine>(model_, build_policy(spec, catalog), o);
+    o.page_size = page_size;
+    Profile profile;
+    if (marks) {
+      ProfileArray& unstable = profile["unstable"];
+      unstable.extent = {config().layers, config().kv_heads};
+      for (int l = 0; l < config().layers; ++l)
+        for (int h = 0; h < config().kv_heads; ++h) unstable.values.push_back(marks(l, h));
+      spec.profile = "marks";
+    }
+    engine_ = std::make_unique<Engine>(model_, build_policy(spec, catalog, &profile), o);
     engine_->observe(this);
     std::ifstream in(golden("text/english.txt"), std::ios::binary);
     const std::string text{std::istreambuf_iterator<char>(in), {}};
@@ -120,7 +159,14 @@ class OnText final : public EngineObserver {
   }
 
   void prompt(const PromptLayer& l, const Store&) override { add(l.layer, l.queries, l.keys, l.values); }
-  void attended(const DecodeLayer& l, const Store&) override { add(l.layer, l.queries, l.keys, l.values); }
+  void attended(const DecodeLayer& l, const Store&) override {
+    add(l.layer, l.queries, l.keys, l.values);
+    auto& read = layers_[static_cast<std::size_t>(l.layer)].read.emplace_back();
+    for (int h = 0; l.read.pages && h < config().kv_heads; ++h) {
+      read.emplace_back();
+      for (int i = 0; i < l.read.pages->count(0, h); ++i) read.back().push_back(l.read.pages->index(0, h, i));
+    }
+  }
 
   void prefill(int tokens) {
     REQUIRE(engine_->prefill(slot_, std::span(text_).first(static_cast<std::size_t>(tokens)), true, {}) == Fit::ok);
@@ -130,6 +176,14 @@ class OnText final : public EngineObserver {
     REQUIRE(engine_->step({slot_}, {&text_[static_cast<std::size_t>(fed_++)], 1}, {}) == Fit::ok);
   }
   std::vector<int> kept(int layer, int head) const { return engine_->store().positions(layer, slot_, head); }
+  std::vector<int> pages_on(Tier tier, int layer, int head) const {
+    const std::vector<std::int32_t> slots{slot_};
+    const PagedKv kv = engine_->store().view(layer, slots, tier);
+    std::vector<int> out;
+    for (int page = 0; page < kv.pages(0, head); ++page)
+      if (kv.entry(0, head, page).frame != null_frame) out.push_back(page);
+    return out;
+  }
   const Layer& layer(int l) const { return layers_[static_cast<std::size_t>(l)]; }
   const ModelConfig& config() const { return model_->config; }
   int group() const { return config().heads / config().kv_heads; }

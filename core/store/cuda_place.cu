@@ -1,0 +1,168 @@
+// Plans place edits. One block takes a head: it finds the pages that come and those that leave, lets the ones take the
+// frames of the others, changes the tables and writes jobs for the copies that follow.
+//
+// The plan only takes frames of the pools, and the copies only give back frames. A frame whose page must be written
+// down first can so be given back, but no page takes it before the next edit.
+#include "store/cuda_place.hpp"
+
+#include "base/cuda.cuh"
+#include "store/cuda_head.cuh"
+
+namespace kvlab {
+using namespace cuda;
+using namespace device_store;
+namespace {
+
+constexpr int threads = 256;
+
+// Sums `mine` over the lanes before this one; `all` gets the warp's sum.
+__device__ int before_in_warp(int mine, int& all) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int sum = mine;
+  for (int d = 1; d < 32; d *= 2)
+    if (const int below = __shfl_up_sync(~0u, sum, d); lane >= d) sum += below;
+  all = __shfl_sync(~0u, sum, 31);
+  return sum - mine;
+}
+
+// Returns the lowest `count` set bits of a word.
+__device__ unsigned lowest(unsigned word, int count) {
+  unsigned rest = word;
+  for (int i = 0; i < count && rest; ++i) rest &= rest - 1;
+  return word & ~rest;
+}
+
+__global__ void __launch_bounds__(threads)
+    plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStorePlace a) {
+  extern __shared__ unsigned bits[];
+  __shared__ int ups, reusable;
+  const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
+            slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
+  if (!a.heads.on(slot, head)) return;
+  const Head h = head_of(s, slot, head);
+  const int n = *h.length, pages = min((n + p - 1) / p, a.most), words = (pages + 31) / 32;
+  if (pages == 0) return;
+  unsigned *chosen = bits, *come = bits + words, *leave = bits + 2 * words, *copy = bits + 3 * words;
+  for (int w = mine; w < words; w += threads) chosen[w] = 0;
+  const std::int64_t at = a.list_slots ? a.list_slots[row] : row;
+  const int listed = a.count(at, head);
+  bool bad = listed < 0 || listed > a.index.extent[2];
+  for (int i = mine; !bad && i < listed; i += threads) {
+    const int page = a.index(at, head, i);
+    bad = page < 0 || page >= pages;
+  }
+  if (__syncthreads_or(bad)) {
+    if (mine == 0) fail(s, store_bad_list);
+    return;
+  }
+  const auto choose = [&](int page) { atomicOr(&chosen[page / 32], 1u << (page % 32)); };
+  for (int i = mine; i < listed; i += threads) choose(a.index(at, head, i));
+  const int first = a.pins.first > 0 ? min(pages, (min(a.pins.first, n) + p - 1) / p) : 0,
+            last = a.pins.last > 0 ? min(pages - 1, (n > a.pins.last ? n - a.pins.last : 0) / p) : pages - 1;
+  for (int page = mine; page < first; page += threads) choose(page);
+  for (int page = last + mine; page < pages; page += threads) choose(page);
+  __syncthreads();
+
+  bool any = false;
+  for (int page = mine; page < words * 32; page += threads) {
+    const bool there = page < pages;
+    const PageEntry d = there ? h.table[0][page] : PageEntry{}, low = there ? h.table[1][page] : PageEntry{};
+    const bool wanted = chosen[page / 32] >> lane & 1u, here = d.frame >= 0;
+    const unsigned up = __ballot_sync(~0u, there && wanted && !here), other = __ballot_sync(~0u, here && !wanted),
+                   down = __ballot_sync(~0u, here && d.tokens == p && low.frame < 0);
+    if (lane == 0) come[page / 32] = up, leave[page / 32] = other, copy[page / 32] = down;
+    any = any || up || other || down;
+  }
+  if (!__syncthreads_or(any)) return;
+
+  // One warp turns bits into lists.
+  std::int32_t *coming = a.lists + std::int64_t{blockIdx.x} * 2 * a.most, *frames = coming + a.most;
+  if (mine < 32) {
+    int taken = 0, others = 0;
+    for (int w = lane; w < words; w += 32) taken += __popc(chosen[w]), others += __popc(leave[w]);
+    for (int d = 16; d; d /= 2) {
+      taken += __shfl_xor_sync(~0u, taken, d);
+      others += __shfl_xor_sync(~0u, others, d);
+    }
+    int left = others - max(0, a.room - taken), come_before = 0, reuse_before = 0;  // left: pages that still leave
+    for (int begin = 0; begin < words; begin += 32) {
+      const int w = begin + lane;
+      const bool there = w < words;
+      int all;
+      const unsigned other = there ? leave[w] : 0;
+      const int others_before = before_in_warp(__popc(other), all), quota = left - others_before;
+      const unsigned leaves = lowest(other, quota > 0 ? quota : 0);
+      left -= all;
+      if (there) leave[w] = leaves;
+      unsigned up = there ? come[w] : 0;
+      int next = come_before + before_in_warp(__popc(up), all);
+      come_before += all;
+      for (; up; up &= up - 1) coming[next++] = w * 32 + __ffs(static_cast<int>(up)) - 1;
+      unsigned free = there ? leaves & ~copy[w] : 0;
+      next = reuse_before + before_in_warp(__popc(free), all);
+      reuse_before += all;
+      for (; free; free &= free - 1) frames[next++] = w * 32 + __ffs(static_cast<int>(free)) - 1;
+    }
+    if (lane == 0) ups = come_before, reusable = reuse_before;
+  }
+  __syncthreads();
+
+  const auto job = [&](int kind, int from, int to, int tokens) {
+    const int i = atomicAdd(a.counts, 1);
+    a.jobs[4 * i] = kind, a.jobs[4 * i + 1] = from, a.jobs[4 * i + 2] = to, a.jobs[4 * i + 3] = tokens;
+  };
+  bool changed = false;
+  int arrived = 0, written = 0;
+  for (int i = mine; i < ups || i < reusable; i += threads) {
+    PageEntry* gone = i < reusable ? &h.table[0][frames[i]] : nullptr;
+    changed = true;
+    if (gone && s.layout.state_columns > 0) copy_state_down(s, gone->frame, h.table[1][frames[i]].frame);
+    if (gone && (i >= ups || !a.reuse)) {
+      job(CudaStorePlace::leave, gone->frame, null_frame, 0);
+      *gone = PageEntry{};
+      gone = nullptr;
+    }
+    if (i >= ups) continue;
+    PageEntry& to = h.table[0][coming[i]];
+    const PageEntry low = h.table[1][coming[i]];
+    if (gone) {
+      PageEntry fresh;
+      fresh.frame = gone->frame;
+      fresh.tokens = low.tokens;
+      *gone = PageEntry{};
+      to = fresh;
+    } else if (!take(s, 0, to, low.tokens)) {
+      continue;
+    }
+    job(CudaStorePlace::up, low.frame, to.frame, low.tokens);
+    ++arrived;
+  }
+  for (int page = mine; page < pages; page += threads) {
+    const bool leaves = leave[page / 32] >> (page % 32) & 1u, copies = copy[page / 32] >> (page % 32) & 1u;
+    if (!copies) continue;
+    PageEntry &d = h.table[0][page], &low = h.table[1][page];
+    if (!take(s, 1, low, d.tokens)) continue;
+    job(leaves ? CudaStorePlace::down_and_leave : CudaStorePlace::down, d.frame, low.frame, d.tokens);
+    ++written;
+    if (!leaves) continue;
+    changed = true;
+    if (s.layout.state_columns > 0) atomicAdd(&s.counters->states, 1ull);
+    d = PageEntry{};
+  }
+  if (arrived) atomicAdd(&s.counters->moved[0], static_cast<unsigned long long>(arrived));
+  if (written) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(written));
+  if (changed) count_fired(s, a.edit);
+}
+
+}  // namespace
+
+void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, void* stream) {
+  const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4 * sizeof(unsigned);
+  if (shared > 47 * 1024)
+    throw Error(Errc::unsupported, "got " + std::to_string(a.most) + " pages of a head, wanted at most 96256",
+                "store place (CUDA)");
+  plan_kernel<<<a.rows * s.kv_heads, threads, shared, static_cast<cudaStream_t>(stream)>>>(s, a);
+  check_launch("place");
+}
+
+}  // namespace kvlab

@@ -1,0 +1,167 @@
+// Edits::place says where pages shall be; the store finds what is missing.
+#include <kvlab/error.hpp>
+#include <kvlab/policy.hpp>
+
+#include <catch2/catch.hpp>
+
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using test::Lists;
+using test::on;
+using test::StoreFixture;
+
+namespace {
+
+using Pages = std::vector<std::int32_t>;
+
+struct Placed : StoreFixture {
+  Placed() { options.host_pages = true; }
+};
+
+Applied place(Store& store, int slot, const PageList& pages, const Placing& how) {
+  Edits edits;
+  edits.place(pages, how);
+  return store.apply(edits.all(), {slot});
+}
+
+Pages pages_on(const Store& store, Tier tier, int slot, int head, int layer = 0) {
+  Pages out;
+  const int p = store.shape().page_size;
+  for (int page = 0; page * p < store.length(layer, slot, head); ++page)
+    if (on(store, tier, layer, slot, head, page)) out.push_back(page);
+  return out;
+}
+
+}  // namespace
+
+// FlexiCache's card, hand test 3: the set {2, 5} becomes {5, 9}; page 9 comes, page 2 leaves and 5 stays where it is.
+TEST_CASE("place moves what differs from the set before, and nothing else") {
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 46);  // 11 full pages and one with 2 tokens
+  const auto before = test::stored_tokens(store, 0, slot, 0);
+  CHECK(place(store, slot, Lists(2, {2, 5}).pages(), {}).changed == 2 * 9);  // pages that left
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{2, 5, 11});
+  CHECK(pages_on(store, Tier::host, slot, 1) == Pages{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
+  const std::int32_t frame = store.view(0, {slot}).entry(0, 0, 5).frame;
+  const std::int64_t written = store.ledger().moved_total(Tier::host), read = store.ledger().moved_total(Tier::device);
+  CHECK(place(store, slot, Lists(2, {5, 9}).pages(), {}).changed == 2 * 2);
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{5, 9, 11});
+  CHECK(store.view(0, {slot}).entry(0, 0, 5).frame == frame);
+  CHECK(store.ledger().moved_total(Tier::host) == written);  // every page is written down once
+  CHECK(store.ledger().moved_total(Tier::device) - read == 2 * store.page_bytes(Tier::host) / (2 * 11));
+  CHECK(place(store, slot, Lists(2, {5, 9}).pages(), {}).changed == 0);
+  CHECK(test::stored_tokens(store, 0, slot, 0) == before);
+  CHECK(pages_on(store, Tier::device, slot, 0, 1).size() == 12);  // the other layer stays
+  store.check_invariants();
+}
+
+TEST_CASE("place keeps pins and the newest page, and as many others as there is room for") {
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 46);
+  place(store, slot, Lists(2, {}).pages(), {.pins = {.first = 5, .last = 4}});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 1, 10, 11});
+  place(store, slot, Lists(2, {4, 6}).pages(), {.room = 5});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 4, 6, 10, 11});  // page 0 is the oldest
+  place(store, slot, Lists(2, {}).pages(), {.room = 100});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 4, 6, 10, 11});
+  store.check_invariants();
+}
+
+TEST_CASE("place works on the heads that are on") {
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 20);
+  const std::uint8_t classes[] = {1, 0};
+  place(store, slot, Lists(2, {1}).pages(), {.heads = Heads{}.except(classes)});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 1, 2, 3, 4});
+  CHECK(pages_on(store, Tier::host, slot, 0).empty());
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{1, 4});
+  std::int32_t steps[] = {3, 3, 3};
+  place(store, slot, Lists(2, {2}).pages(), {.heads = Heads::every(steps, 4).except(classes)});
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{1, 4});
+  steps[slot] = 4;
+  place(store, slot, Lists(2, {2}).pages(), {.heads = Heads::every(steps, 4).or_of(classes)});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{2, 4});
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{2, 4});
+  std::uint8_t flags[] = {0, 1, 0, 1, 0, 1};
+  const auto flagged = View<const std::uint8_t, 2>::dense(flags, {3, 2});
+  place(store, slot, Lists(2, {0}).pages(), {.heads = Heads::flagged(flagged, false)});
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 4});
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{2, 4});
+}
+
+TEST_CASE("which heads are on: flags, steps and classes") {
+  const std::int32_t steps[] = {0, 5, 8};
+  const std::uint8_t classes[] = {0, 1};
+  CHECK(Heads{}.on(1, 0));
+  CHECK(Heads::every(steps, 4).on(0, 0));
+  CHECK_FALSE(Heads::every(steps, 4).on(1, 0));
+  CHECK(Heads::every(steps, 4).on(2, 1));
+  CHECK_FALSE(Heads::every(steps, 0).on(0, 0));
+  CHECK(Heads::every(steps, 0).or_of(classes).on(0, 1));
+  CHECK_FALSE(Heads::every(steps, 0).or_of(classes).on(0, 0));
+  CHECK(Heads::every(steps, 4).except(classes).on(0, 0));
+  CHECK_FALSE(Heads::every(steps, 4).except(classes).on(0, 1));
+  CHECK(Heads{}.or_of(nullptr).on(0, 0));
+  CHECK(Heads{}.except(nullptr).on(0, 0));
+}
+
+TEST_CASE("place takes lists that last, by slot") {
+  Placed f;
+  CpuStore store(f.options);
+  const int first = store.open(), second = store.open();
+  f.fill(store, first, 20);
+  f.fill(store, second, 20);
+  const KeptPages kept("kept", f.options.shape, 4, store.workspace());
+  const std::vector<std::int32_t> rows{second, first};
+  LayerKv kv;
+  kv.pages = store.view(0, rows);
+  const PageList list = kept.of(kv);
+  for (const int slot : rows)
+    for (int h = 0; h < 2; ++h) list.index(slot, h, 0) = slot == second ? 3 : 1, list.count(slot, h) = 1;
+  Edits edits;
+  edits.place(list, {});
+  edits.attend(list);
+  REQUIRE(store.apply(edits.all(), rows).fit == Fit::ok);
+  CHECK(pages_on(store, Tier::device, first, 0) == Pages{1, 4});
+  CHECK(pages_on(store, Tier::device, second, 1) == Pages{3, 4});
+  const IndexList attended = store.resolve_attend(edits.all()[1], rows, store.workspace());
+  CHECK(attended.index(0, 0, 0) == 3);
+  CHECK(attended.index(1, 0, 0) == 1);
+  const auto saved = store.save(second);
+  store.close(second);
+  REQUIRE(store.open() == second);
+  CHECK(list.count(second, 0) == 0);  // the next sequence finds an empty list
+  REQUIRE(store.restore(second, saved) == Fit::ok);
+  CHECK(list.index(second, 1, 0) == 3);
+}
+
+TEST_CASE("what place cannot do is refused or reported") {
+  StoreFixture plain;
+  CpuStore without(plain.options);
+  const int slot = without.open();
+  plain.fill(without, slot, 20);
+  CHECK_THROWS_WITH(place(without, slot, Lists(2, {1}).pages(), {}), Catch::Contains("host_pages"));
+  Placed f;
+  CpuStore store(f.options);
+  REQUIRE(store.open() == slot);
+  f.fill(store, slot, 20);
+  CHECK_THROWS_WITH(place(store, slot, Lists(2, {5}).pages(), {}), Catch::Contains("wanted 0 to 4"));
+  CHECK_THROWS_WITH(place(store, slot, Lists(2, {1}).pages(), {.when = Deadline::in_steps(2)}),
+                    Catch::Contains("of a later step"));
+  const std::int64_t frame = store.page_bytes(Tier::device) / (2 * 2 * 5);
+  f.options.host_limit = 3 * frame;
+  CpuStore small(f.options);
+  REQUIRE(small.open() == slot);
+  f.fill(small, slot, 20);
+  const auto before = test::stored_tokens(small, 0, slot, 0);
+  CHECK(place(small, slot, Lists(2, {1}).pages(), {}).fit == Fit::out_of_memory);
+  CHECK(test::stored_tokens(small, 0, slot, 0) == before);
+  small.check_invariants();
+}
