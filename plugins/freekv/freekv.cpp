@@ -1,0 +1,98 @@
+// FreeKV: attention reads pages that the previous step's query chose and fetched while the model went on. Heads whose
+// query turned too far choose again first. Liu et al. 2025.
+#include <kvlab/plugin.hpp>
+
+#include <limits>
+#include <string>
+
+namespace {
+
+using kvlab::Heads;
+
+class FreeKv final : public kvlab::Policy {
+ public:
+  explicit FreeKv(const kvlab::Params& p)
+      : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
+        threshold_(p.get<bool>("correction") ? p.get<float>("threshold") : -std::numeric_limits<float>::infinity()),
+        dense_(p.get<int>("dense_layers")),
+        speculation_(p.get<bool>("speculation")) {
+    choice_.rule = p.get<kvlab::GroupRule>("group");
+    choice_.scale = p.get<float>("scale");
+    choice_.leave_out = pins_;
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}
+        .page_summary(kvlab::Summary::min_max)
+        .dense_layers(dense_)
+        .host_pages(true)
+        .capturable(capturable_);
+  }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
+    const int least = pins_.first + pins_.last + shape.page_size;
+    if (budget.kind == kvlab::BudgetAmount::tokens && budget.value < least)
+      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(static_cast<int>(budget.value)) +
+                                                  " tokens, wanted at least " + std::to_string(least) +
+                                                  ": sinks, window and a page");
+    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+    chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
+    last_ = kvlab::KeptQueries("last query", shape, w);
+    turned_ = kvlab::KeptFlags("turned", shape, w);
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (kv.layer < dense_ || !kv.last[0]) return;
+    choose(kv, kv.last_queries(), {}, {}, edits, s);
+  }
+
+  // The authors choose for all heads once one has turned, and fetch for the others later. The result is the same.
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_) return;
+    Heads now;
+    if (speculation_) {
+      kvlab::ops::turned_heads(step.queries, step.pages, last_.of(step), threshold_, turned_.of(step), s);
+      now = Heads::flagged(turned_.of(step));
+    }
+    choose(step, step.queries, now, {kvlab::Deadline::this_attention}, edits, s);
+    edits.attend(chosen_.of(step), pins_);
+  }
+
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_ || !speculation_) return;
+    choose(step, step.queries, Heads::flagged(turned_.of(step), false), {}, edits, s);
+  }
+
+ private:
+  void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Deadline when,
+              kvlab::Edits& edits, kvlab::Stream s) {
+    kvlab::PageChoice choice = choice_;
+    choice.heads = heads;
+    kvlab::ops::budget_pages(kv, pins_.first + pins_.last, choice);
+    const int pages = (kv.max_length + kv.pages.page_size - 1) / kv.pages.page_size;
+    auto scores = kv.scratch<float>("page score", {kv.rows(), kv.kv_heads(), pages});
+    kvlab::ops::score_pages(queries, kv.pages, kv.summaries, choice, scores, chosen_.of(kv), s);
+    edits.place(chosen_.of(kv), {.heads = heads, .pins = pins_, .when = when});
+  }
+
+  kvlab::Pins pins_;
+  float threshold_;
+  int dense_;
+  bool speculation_, capturable_ = true;
+  kvlab::PageChoice choice_;
+  kvlab::KeptPages chosen_;
+  kvlab::KeptQueries last_;
+  kvlab::KeptFlags turned_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<FreeKv>("freekv", "speculative retrieval from the host (Liu et al. 2025)")
+                 .param("sinks", 512, 0, kvlab::any, "first tokens that are always attended to")
+                 .param("window", 512, 1, kvlab::any, "newest tokens that are always attended to, in whole pages")
+                 .param("threshold", 0.9, -1, 1, "cosine of consecutive queries below which a head chooses again first")
+                 .param("group", kvlab::GroupRule::softmax_mean, "how a GQA group's page scores become one")
+                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+                 .param("dense_layers", 1, 0, kvlab::any, "first layers that attend to everything")
+                 .component("speculation", "pages of the previous step's query; off = each step waits for its own")
+                 .component("correction", "heads whose query turned choose again before attention"))
