@@ -1,0 +1,102 @@
+// FlexiCache: KV heads whose best pages change fast keep all their pages on the device and choose in every step. The
+// others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
+#include <kvlab/plugin.hpp>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+namespace {
+
+using kvlab::Heads;
+
+class FlexiCache final : public kvlab::Policy {
+ public:
+  explicit FlexiCache(const kvlab::Params& p)
+      : dense_(p.get<int>("dense_layers")),
+        period_(p.get<bool>("stability_aware") ? p.get<int>("rerank_every") : 1),
+        reranks_(p.get<bool>("reranking")),
+        unstable_heads_(p.get<bool>("unstable_heads")),
+        reuses_(p.get<bool>("frame_reuse")),
+        pins_{.last = p.get<bool>("keep_new") ? p.get<int>("rerank_every") : 0, .newest_page = true} {
+    choice_.rule = p.get<kvlab::GroupRule>("group");
+    choice_.scale = p.get<float>("scale");
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}
+        .page_summary(kvlab::Summary::min_max)
+        .dense_layers(dense_)
+        .host_pages(true)
+        .steps(true)
+        .profile(unstable_heads_)
+        .capturable(capturable_);
+  }
+
+  void load_profile(const kvlab::Profile& profile) override {
+    for (const float x : profile.at("unstable").values) marks_.push_back(x != 0);
+  }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
+    const int least = pins_.last + shape.page_size;
+    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+    if (capturable_ && budget.value < least)
+      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(static_cast<int>(budget.value)) +
+                                                  " tokens, wanted at least " + std::to_string(least) +
+                                                  ": the newest ones and a page");
+    chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
+    if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
+  }
+
+  // Stable heads take their first pages by the prompt's last query. All their full pages are written down here.
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (kv.layer < dense_ || !kv.last[0]) return;
+    choose(kv, kv.last_queries(), {}, s);
+    place(kv, Heads{}, {}, edits);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_) return;
+    const Heads due = Heads::every(step.steps, reranks_ ? period_ : 0);
+    choose(step, step.queries, due.or_of(unstable_.of(step)), s);
+    place(step, due, {kvlab::Deadline::this_attention}, edits);
+    edits.attend(chosen_.of(step), pins_);
+  }
+
+ private:
+  void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
+    kvlab::PageChoice choice = choice_;
+    choice.heads = heads;
+    kvlab::ops::budget_pages(kv, pins_.last, choice);
+    const int pages = (kv.max_length + kv.pages.page_size - 1) / kv.pages.page_size;
+    auto scores = kv.scratch<float>("page score", {kv.rows(), kv.kv_heads(), pages});
+    kvlab::ops::score_pages(queries, kv.pages, kv.summaries, choice, scores, chosen_.of(kv), s);
+  }
+
+  void place(const kvlab::LayerKv& kv, const Heads& heads, kvlab::Deadline when, kvlab::Edits& edits) {
+    edits.place(chosen_.of(kv),
+                {.heads = heads.except(unstable_.of(kv)), .pins = pins_, .reuse = reuses_, .when = when});
+  }
+
+  int dense_, period_;
+  bool reranks_, unstable_heads_, reuses_, capturable_ = true;
+  kvlab::Pins pins_;
+  kvlab::PageChoice choice_;
+  std::vector<std::uint8_t> marks_;  // [layer, kv_head]
+  kvlab::KeptPages chosen_;
+  kvlab::HeadClass unstable_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(
+    kvlab::policy<FlexiCache>("flexicache", "stable heads on the host but for their best pages (preprint 2025)")
+        .param("rerank_every", 16, 1, kvlab::any, "decode steps after which a stable head chooses anew")
+        .param("keep_new", true, "pages of the last rerank_every tokens are attended to; false: the newest page alone")
+        .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
+        .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+        .param("dense_layers", 0, 0, kvlab::any, "first layers that attend to everything")
+        .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")
+        .component("unstable_heads", "the profile's unstable heads stay on the device; off = all heads are stable")
+        .component("frame_reuse", "pages that come take the frames of pages that leave; off = frames of the pool")
+        .component("stability_aware", "stable heads choose every rerank_every steps; off = in every step"))

@@ -1,0 +1,93 @@
+#include "support/on_text.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+constexpr int page = 8, prompt = 200, steps = 20, most_tokens = 64, period = 4;
+
+bool unstable(int layer, int head) { return (layer + head) % 3 == 0; }
+
+std::vector<int> best_pages(const OnText& run, int layer, int head, int position, std::size_t count) {
+  const auto& seen = run.layer(layer);
+  const auto bounds = page_bounds(seen.queries, seen.keys, static_cast<std::size_t>(position), head, run.group(), page);
+  std::vector<double> score = bounds[0];
+  for (const auto& of_query : bounds)
+    for (std::size_t i = 0; i < score.size(); ++i) score[i] = std::max(score[i], of_query[i]);
+  return best(score, positions_to(static_cast<int>(score.size())), std::min(count, score.size()));
+}
+
+// Pages of the newest `tokens` of position + 1 tokens, and the newest page.
+std::set<int> with_new(std::vector<int> pages, int position, int tokens) {
+  std::set<int> all(pages.begin(), pages.end());
+  for (int p = std::max(0, position + 1 - tokens) / page; p <= position / page; ++p) all.insert(p);
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("flexicache reads on real text what a plain implementation reads, and holds no more") {
+  OnText run(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}}, most_tokens, prompt + steps, page,
+             unstable);
+  run.prefill(prompt);
+  const auto k = static_cast<std::size_t>((most_tokens - period) / page);
+  std::map<std::pair<int, int>, std::vector<int>> chosen;
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head)
+      chosen[{layer, head}] = best_pages(run, layer, head, prompt - 1, k);
+  for (int step = 0; step < steps; ++step) {
+    run.step();
+    const int position = prompt + step;
+    for (int layer = 0; layer < run.config().layers; ++layer)
+      for (int head = 0; head < run.config().kv_heads; ++head) {
+        CAPTURE(step, layer, head);
+        const bool due = step % period == 0;
+        auto& pages = chosen[{layer, head}];
+        if (due || unstable(layer, head)) pages = best_pages(run, layer, head, position, k);
+        const std::set<int> wanted = with_new(pages, position, period);
+        const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
+        CHECK(std::set<int>(read.begin(), read.end()) == wanted);
+        const auto device = run.pages_on(Tier::device, layer, head), host = run.pages_on(Tier::host, layer, head);
+        if (unstable(layer, head)) {
+          CHECK(static_cast<int>(device.size()) == position / page + 1);
+          CHECK(host.empty());
+          continue;
+        }
+        if (due) CHECK(std::set<int>(device.begin(), device.end()) == wanted);
+        CHECK(device.size() <= wanted.size() + 1);
+        CHECK(static_cast<int>(host.size()) >= (position + 1 - period) / page);
+      }
+  }
+}
+
+TEST_CASE("flexicache: components") {
+  const auto reads = [](const std::map<std::string, ParamValue>& params) {
+    OnText run(Role::policy, "flexicache", params, most_tokens, prompt + steps, page, unstable);
+    run.prefill(prompt);
+    for (int step = 0; step < steps; ++step) run.step();
+    std::vector<std::vector<std::vector<std::vector<int>>>> all;
+    for (int layer = 0; layer < run.config().layers; ++layer) all.push_back(run.layer(layer).read);
+    return all;
+  };
+  const ParamValue every{std::int64_t{period}};
+  const auto normal = reads({{"rerank_every", every}});
+  CHECK(reads({{"rerank_every", every}, {"frame_reuse", false}}) == normal);  // frames differ, pages do not
+  // Off: every head chooses in each step, though new pages stay as before.
+  const auto unaware = reads({{"rerank_every", every}, {"stability_aware", false}});
+  CHECK(unaware != normal);
+  const auto fixed = reads({{"rerank_every", every}, {"reranking", false}});
+  CHECK(fixed != normal);
+  for (std::size_t layer = 0; layer < normal.size(); ++layer)
+    for (std::size_t head = 0; head < normal[layer][0].size(); ++head) {
+      const bool free = unstable(static_cast<int>(layer), static_cast<int>(head));
+      for (std::size_t step = 0; step < steps; ++step) {
+        CAPTURE(layer, head, step);
+        if (layer == 0 && free) CHECK(unaware[layer][step][head] == normal[layer][step][head]);
+        // A stable head goes on reading what the prompt chose. New pages come.
+        for (const int p : fixed[layer][0][head])
+          if (!free && p < (prompt - period) / page)
+            CHECK(std::count(fixed[layer][step][head].begin(), fixed[layer][step][head].end(), p) == 1);
+      }
+    }
+}
