@@ -590,8 +590,10 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
     r.graph = CudaGraph(stream_, [&] {
       store_.count_edits_anew();
       reserved_ = true;
+      store_.reserved(true);
       run_layers(slots, hooks, out);
     });
+    store_.reserved(false);
     r.captured = now;
   }
   watch_.begin(stream_);

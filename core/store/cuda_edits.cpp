@@ -1,5 +1,6 @@
 // CudaStore passes edits to the device.
 #include <algorithm>
+#include <type_traits>
 
 #include "base/device_op.hpp"
 #include "store/cuda_store.hpp"
@@ -86,11 +87,15 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   a.reuse = e.reuse;
   a.counts = place_counts_.as<std::int32_t>();
   const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
-  // In a graph the sizes must not depend on lengths, and reserve_step has reserved the frames.
-  a.most = in_graph_ ? static_cast<int>(pages_per_head_) : (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
+  // In a graph the sizes must not depend on lengths.
+  const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
+  a.most = in_graph_ ? static_cast<int>(pages_per_head_) : static_cast<int>(pages);
   if (a.most == 0) return {Fit::ok, -1};
-  if (!in_graph_ && !reserve(Tier::host, heads * a.most) && !reserve(Tier::host, uncopied(e.layer, slots)))
-    return {Fit::out_of_memory, 0};
+  if (!reserved_) {
+    if (host_capped() && !reserve(Tier::host, heads * pages) && !reserve(Tier::host, uncopied(e, slots)))
+      return {Fit::out_of_memory, 0};
+    reserve(Tier::device, heads);  // a head's set may grow by a page; if no frame is free, pages that leave give theirs
+  }
   const std::int64_t entries = heads * a.most;
   a.lists = take_scratch<std::int32_t>(workspace_, "place", {2 * entries}).data;
   a.jobs = take_scratch<std::int32_t>(workspace_, "place", {4 * entries}).data;
@@ -99,18 +104,51 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
-// Returns the pages of the slots' layer without a copy on the host. Waits for the device.
-std::int64_t CudaStore::uncopied(int index, const std::vector<std::int32_t>& slots) const {
+// Returns the frames of the host that a place edit takes. Waits for the device.
+std::int64_t CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const {
   const Shape& s = options_.shape;
-  std::int64_t missing = 0;
   refresh();
+  const auto to_host = [&]<class T>(const T* from, std::int64_t n,
+                                    std::vector<std::remove_const_t<T>>& to) -> const T* {
+    if (!from) return nullptr;
+    to.resize(static_cast<std::size_t>(n));
+    copy_memory(to.data(), from, to.size() * sizeof(T), stream_);
+    synchronize(stream_);
+    return to.data();
+  };
+  Heads heads = e.heads;
+  std::vector<std::uint8_t> flags, classes;
+  std::vector<std::int32_t> steps;
+  if (heads.flags.data)
+    heads.flags.data = to_host(heads.flags.data, heads.flags.stride[0] * (s.max_slots - 1) + s.kv_heads, flags);
+  heads.classes = to_host(heads.classes, s.kv_heads, classes);
+  heads.steps = to_host(heads.steps, s.max_slots, steps);
+  std::int64_t missing = 0;
   for (const std::int32_t slot : slots) {
     const auto host = entries(1, slot);
     for (int head = 0; head < s.kv_heads; ++head) {
-      const int n = lengths_[head_index(index, slot, head)], pages = (n + s.page_size - 1) / s.page_size;
-      const auto* of = host.data() + static_cast<std::size_t>(index * s.kv_heads + head) * pages_per_head_;
-      missing += std::count_if(of, of + pages, [](const PageEntry& x) { return x.frame == null_frame; });
+      const int full = heads.on(slot, head) ? lengths_[head_index(e.layer, slot, head)] / s.page_size : 0;
+      const auto* of = host.data() + static_cast<std::size_t>(e.layer * s.kv_heads + head) * pages_per_head_;
+      missing += std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
     }
+  }
+  return missing;
+}
+
+// Returns the frames of the host that heads with pages there will take for the pages that they have filled since.
+std::int64_t CudaStore::owed() const {
+  const Shape& s = options_.shape;
+  std::int64_t missing = 0;
+  for (int slot = 0; slot < s.max_slots; ++slot) {
+    if (!used_[static_cast<std::size_t>(slot)]) continue;
+    const auto host = entries(1, slot);
+    for (int l = 0; l < s.layers; ++l)
+      for (int head = 0; head < s.kv_heads; ++head) {
+        const int full = lengths_[head_index(l, slot, head)] / s.page_size;
+        const auto* of = host.data() + static_cast<std::size_t>(l * s.kv_heads + head) * pages_per_head_;
+        const auto gone = std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
+        if (gone < full) missing += gone;
+      }
   }
   return missing;
 }

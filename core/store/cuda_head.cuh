@@ -53,11 +53,12 @@ __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e
   e = PageEntry{};
 }
 
-__device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens) {
+__device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens,
+                            int otherwise = store_no_frame) {
   const int left = atomicSub(s.pool[tier].free_count, 1);
   if (left <= 0) {
     atomicAdd(s.pool[tier].free_count, 1);
-    fail(s, store_no_frame);
+    if (otherwise) fail(s, otherwise);
     return false;
   }
   PageEntry fresh;

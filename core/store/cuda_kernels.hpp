@@ -18,6 +18,7 @@ enum StoreError : int {
   store_bad_list = 512,     // a count beyond the list's room, a place beyond the head's, or a list that does not ascend
   store_only_copy = 1024,   // a drop of a page's only copy
   store_bad_attend = 2048,  // an attend list with a page or token that the head does not have
+  store_no_room = 4096,     // a place edit found no frame
 };
 
 struct CudaStoreCounters {
@@ -124,7 +125,7 @@ void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream st
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
 // Carries out a place edit: a plan, then the copies. The plan takes frames of the pools and changes the tables. The
-// copies give back frames of the device. The host has reserved a host frame for every new full page.
+// copies give back frames of the device.
 void place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer

@@ -117,21 +117,23 @@ __global__ void __launch_bounds__(threads)
     PageEntry* gone = i < reusable ? &h.table[0][frames[i]] : nullptr;
     changed = true;
     if (gone && s.layout.state_columns > 0) copy_state_down(s, gone->frame, h.table[1][frames[i]].frame);
-    if (gone && (i >= ups || !a.reuse)) {
+    if (i >= ups) {
       job(CudaStorePlace::leave, gone->frame, null_frame, 0);
       *gone = PageEntry{};
-      gone = nullptr;
+      continue;
     }
-    if (i >= ups) continue;
     PageEntry& to = h.table[0][coming[i]];
     const PageEntry low = h.table[1][coming[i]];
-    if (gone) {
+    if (gone && !a.reuse && take(s, 0, to, low.tokens, 0)) {
+      job(CudaStorePlace::leave, gone->frame, null_frame, 0);
+      *gone = PageEntry{};
+    } else if (gone) {
       PageEntry fresh;
       fresh.frame = gone->frame;
       fresh.tokens = low.tokens;
       *gone = PageEntry{};
       to = fresh;
-    } else if (!take(s, 0, to, low.tokens)) {
+    } else if (!take(s, 0, to, low.tokens, store_no_room)) {
       continue;
     }
     job(CudaStorePlace::up, low.frame, to.frame, low.tokens);
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(threads)
     const bool leaves = leave[page / 32] >> (page % 32) & 1u, copies = copy[page / 32] >> (page % 32) & 1u;
     if (!copies) continue;
     PageEntry &d = h.table[0][page], &low = h.table[1][page];
-    if (!take(s, 1, low, d.tokens)) continue;
+    if (!take(s, 1, low, d.tokens, store_no_room)) continue;
     job(leaves ? CudaStorePlace::down_and_leave : CudaStorePlace::down, d.frame, low.frame, d.tokens);
     ++written;
     if (!leaves) continue;

@@ -231,6 +231,7 @@ void CudaStore::update() {
       bound(l, slot) = *std::max_element(first, first + s.kv_heads);
     }
   for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
+  if (options_.host_pages && host_capped()) free_bound_[1] -= owed();
   count_ledger();
   // The device's peaks start again from the frames and pages now in use.
   const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
@@ -242,6 +243,8 @@ void CudaStore::update() {
   known_.error = 0;
   if (error & store_only_copy)
     throw Error(Errc::plugin, "got a drop of a page's only copy, wanted an evict or an offload first");
+  if (error & store_no_room)
+    throw NoRoom("got no free frame for a page that a place edit brings, wanted more device or host memory");
   if (error & store_bad_attend)
     throw Error(Errc::plugin, "attend list: got a page or token that the head does not have");
   if (error & store_bad_list)
@@ -326,6 +329,12 @@ void CudaStore::count_edits_anew() {
 bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
+  // A place edit of the step may write down the page that the step before filled. Its frame is asked for first, since
+  // an exact answer forgets what was reserved.
+  if (options_.host_pages && host_capped() && free_bound_[1] < most) {
+    update();
+    if (free_bound_[1] < most) return false;
+  }
   if (!reserve(Tier::device, most)) {
     std::int64_t fresh = 0;
     for (int l = 0; l < s.layers; ++l)
@@ -334,8 +343,7 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
           fresh += tails_below() || lengths_[head_index(l, slot, head)] % s.page_size == 0;
     if (!reserve(Tier::device, fresh)) return false;
   }
-  // A place edit of the step may write down the page that the step before filled.
-  if (options_.host_pages && !reserve(Tier::host, most)) return false;
+  if (options_.host_pages && host_capped() && !reserve(Tier::host, most)) return false;
   for (int l = 0; l < s.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
   // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.

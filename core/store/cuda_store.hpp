@@ -43,8 +43,11 @@ class CudaStore final : public Store {
   void count_edits_anew();
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return host_arena_.data() && !tails_stay_; }
-  // Reserves frames for one more token of every row in all layers, or reserves none and returns false.
+  // Reserves frames for one more token of every row in all layers, and for the copies of the pages that it fills, or
+  // reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
+  // Says that reserve_step has reserved what the edits to come take.
+  void reserved(bool yes) { reserved_ = yes; }
 
   Fit recall_all(int layer, int slot) override;
   std::vector<std::byte> save(int slot) const override;
@@ -89,7 +92,10 @@ class CudaStore final : public Store {
   void count_ledger();
   bool reserve(Tier tier, std::int64_t frames);  // lowers the bound by `frames`, or returns false if there are fewer
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
-  std::int64_t uncopied(int layer, const std::vector<std::int32_t>& slots) const;
+  // Whether the host tier may be too small for a copy of every page.
+  bool host_capped() const { return capacity_[1] < heads_ * options_.shape.max_pages(); }
+  std::int64_t uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
+  std::int64_t owed() const;
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
@@ -114,6 +120,7 @@ class CudaStore final : public Store {
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
   mutable StreamMemory positions_;                             // result of the latest positions_by_place
   StreamMemory place_counts_;                                  // CudaStorePlace::counts
+  bool reserved_ = false;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
   StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page
   unsigned long long edit_ = 0;

@@ -44,6 +44,11 @@ class FreeKv final : public kvlab::Policy {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.layer < dense_ || !kv.last[0]) return;
     choose(kv, kv.last_queries(), {}, {}, edits, s);
+    // No query counts as the one before the first step, so that it chooses again.
+    kvlab::View<float, 3> last = last_.of(kv);
+    last.data += kv.slots[0] * last.stride[0];
+    last.extent[0] = 1;
+    kvlab::ops::scale(last, 0, s);
   }
 
   // The authors choose for all heads once one has turned, and fetch for the others later. The result is the same.

@@ -48,7 +48,7 @@ struct Edit {
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
     evict_surplus,  // the tokens beyond a number leave every tier, the lowest first
-    place,          // exactly these pages (plus pins) are on the device, and all full pages on the host
+    place,          // these pages (plus pins) are on the device, and all full pages on the host
   };
   Verb verb = attend;
   IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move and attend_tokens,
@@ -69,7 +69,7 @@ struct Placing {
   Heads heads;   // the others stay as they are
   Pins pins;     // pages of these tokens stay on the device too; the newest page always does
   int room = 0;  // pages of a head that may be on the device; while there is room, others stay, the oldest leave first
-  bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's
+  bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's, where it has some
   Deadline when;
 };
 
@@ -93,10 +93,10 @@ class Edits {
   void drop(Tier tier, const PageList& pages, Deadline when = {}) { push(Edit::drop, pages, when).tier = tier; }
   void recall(const PageList& pages, Deadline when = {}) { push(Edit::recall, pages, when); }
   // Says where a set of pages shall be. Afterwards the listed and pinned pages of the heads are on the device. Their
-  // full pages have a copy on the host, which is written once, and no other page is on the device. The store finds what
-  // is missing and moves nothing else. A page that comes needs a free frame, unless a page that has a copy leaves for
-  // it. An edit that only writes copies does not count as fired. Needs::host_pages is needed. A deadline of a later
-  // step is Errc::unsupported.
+  // full pages have a copy on the host, which is written once. No other page is on the device, unless there is room.
+  // The store finds what is missing and moves nothing else. A page that comes needs a free frame, unless a page that
+  // has a copy leaves for it. An edit that only writes copies does not count as fired. Needs::host_pages is needed. A
+  // deadline of a later step is Errc::unsupported.
   void place(const PageList& pages, const Placing& how) {
     Edit& e = push(Edit::place, pages, how.when);
     e.pins = how.pins;

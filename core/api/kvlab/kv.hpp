@@ -150,9 +150,17 @@ struct Heads {
   enum Join : std::uint8_t { or_in, unless_in } join = or_in;  // `or_in` adds these heads, `unless_in` takes them away
 
   static Heads flagged(View<const std::uint8_t, 2> flags, bool yes = true) {
-    return {.flags = flags, .unflagged = !yes};
+    Heads h;
+    h.flags = flags;
+    h.unflagged = !yes;
+    return h;
   }
-  static Heads every(const std::int32_t* steps, int period) { return {.steps = steps, .period = period}; }
+  static Heads every(const std::int32_t* steps, int period) {
+    Heads h;
+    h.steps = steps;
+    h.period = period;
+    return h;
+  }
   Heads or_of(const std::uint8_t* heads) const { return joined(heads, or_in); }
   Heads except(const std::uint8_t* heads) const { return joined(heads, unless_in); }
 

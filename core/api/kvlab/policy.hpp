@@ -119,7 +119,8 @@ struct LayerKv {
   // [slot] number of the question that the slot's decode steps belong to; memory of the stream's device, always at the
   // same address. Ops read it there, because it may change while a graph replays steps and the host runs no callback.
   const std::uint32_t* question = nullptr;
-  // [slot] the numbers of `step` for ops, if needs() asks for them; memory of the stream's device, at one address.
+  // [slot] the numbers of `step` for ops, if needs() asks for them; memory of the stream's device, at one address. Only
+  // decode steps write it.
   const std::int32_t* steps = nullptr;
   int max_length = 0;  // no head of this layer and batch holds more tokens
 

@@ -234,6 +234,36 @@ TEST_CASE("cuda engine: steps that place pages are replayed") {
   CHECK(known == 2);
 }
 
+TEST_CASE(
+    "cuda engine: a host tier that fills up is out of memory, in a graph or not, and frames of the pool will do") {
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "freekv") continue;
+    const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
+    for (const bool graphs : {true, false}) {
+      CAPTURE(graphs);
+      Pair p(spec);
+      EngineOptions o = Pair::options(spec, 200);
+      o.graphs = graphs;
+      // The frames of a prompt of 64 tokens and three pages more of every head.
+      const Shape& shape = p.graphs.store().shape();
+      const std::int64_t heads = std::int64_t{shape.layers} * shape.kv_heads;
+      o.host_limit = heads * (64 / shape.page_size + 3) * p.graphs.full_bytes(shape.page_size) / heads;
+      Engine engine(p.model, test::subjects().policy(spec), o);
+      const int slot = engine.open();
+      std::vector<float> logits(static_cast<std::size_t>(p.vocab));
+      const auto out = View<float, 2>::dense(logits.data(), {1, p.vocab});
+      const std::vector<int> prompt = test::test_text(64, p.vocab, 3);
+      REQUIRE(engine.prefill(slot, prompt, true, out) == Fit::ok);
+      int steps = 0;
+      const std::vector<int> token{5};
+      while (steps < 120 && engine.step({slot}, token, out) == Fit::ok) ++steps;
+      CHECK(steps >= 3 * shape.page_size - 1);
+      CHECK(steps <= 3 * shape.page_size + 2);
+      CHECK((engine.replays() > 0) == graphs);
+    }
+  }
+}
+
 TEST_CASE("cuda engine: a graph is captured anew for sequences that it has no room for") {
   Pair p(
       test::full_spec(), [] { return test::subjects().policy(test::full_spec()); }, 2100);
