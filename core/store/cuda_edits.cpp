@@ -92,8 +92,12 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   a.most = in_graph_ ? static_cast<int>(pages_per_head_) : static_cast<int>(pages);
   if (a.most == 0) return {Fit::ok, -1};
   if (!reserved_) {
-    if (host_capped() && !reserve(Tier::host, heads * pages) && !reserve(Tier::host, uncopied(e, slots)))
-      return {Fit::out_of_memory, 0};
+    if (host_capped() && !reserve(Tier::host, heads * pages)) {
+      const std::int64_t frames =
+          uncopied(e, slots);  // the exact free frames are known now, those owed to e among them
+      if (frames > known_.free[1]) return {Fit::out_of_memory, 0};
+      free_bound_[1] = std::max<std::int64_t>(0, free_bound_[1] - frames);
+    }
     reserve(Tier::device, heads);  // a head's set may grow by a page; if no frame is free, pages that leave give theirs
   }
   const std::int64_t entries = heads * a.most;
