@@ -239,7 +239,7 @@ Fit CudaExecutor::append(int layer, const std::vector<std::int32_t>& slots) {
     a.qkv = turned_.as<float>(), a.qkv_stride = turned_width();
     a.query_norm = a.key_norm = nullptr;
   }
-  if (store_.before_step(layer, slots, a, reserved_) != Fit::ok) return Fit::out_of_memory;
+  if (store_.before_step(layer, slots, a) != Fit::ok) return Fit::out_of_memory;
   ops::rope_append(a, stream_);
   if (relative()) turn(store_.view(layer, slots), false);
   return Fit::ok;
@@ -589,11 +589,9 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   if (!known) {
     r.graph = CudaGraph(stream_, [&] {
       store_.count_edits_anew();
-      reserved_ = true;
       store_.reserved(true);
       run_layers(slots, hooks, out);
     });
-    store_.reserved(false);
     r.captured = now;
   }
   watch_.begin(stream_);
@@ -608,7 +606,10 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
   const bool replayable = hooks.replayable() && n <= row_block;
   struct InGraph {
     CudaStore& store;
-    ~InGraph() { store.in_graph(false); }
+    ~InGraph() {
+      store.in_graph(false);
+      store.reserved(false);
+    }
   } const until_the_end{store_};
   store_.in_graph(replayable);
   room_ = 0;
@@ -617,7 +618,6 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     room_ = replays_[n].room;
   }
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
-  reserved_ = false;
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;
   watch_.end(stream_);

@@ -105,7 +105,6 @@ class CudaExecutor final : public Executor {
   bool batch_invariant_;
   Phase phase_ = Phase::prompt;
   int room_ = 0;                            // of a step that a graph may hold; 0 = this step's own lengths
-  bool reserved_ = false;                   // the store has reserved frames for all layers of the step
   void* rounded_queries_ = nullptr;         // the chunk's rounded queries for cuDNN; null = none
   const StreamMemory* attended_ = nullptr;  // the buffer of attention's output that the output projection reads
   DType attended_type_ = DType::f32;        // its type

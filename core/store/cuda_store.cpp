@@ -352,11 +352,10 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   return true;
 }
 
-Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a,
-                           bool reserved) {
+Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a) {
   const Shape& s = options_.shape;
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  if (!reserved && !reserve(Tier::device, rows * s.kv_heads)) {
+  if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads)) {
     std::int64_t fresh = 0;
     for (int slot : slots)
       for (int head = 0; head < s.kv_heads; ++head)
@@ -384,7 +383,7 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
     a.bounds_hold = !l.mixed;  // a page that crosses to the other tier is encoded anew and keeps its summary
     a.pages = &l.counters->pages;
   }
-  if (!reserved)
+  if (!reserved_)
     for (int slot : slots) ++bound(index, slot);
   stale_ = true;
   return Fit::ok;

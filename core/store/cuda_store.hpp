@@ -36,9 +36,9 @@ class CudaStore final : public Store {
   // length[t, kv_head]. length [tokens, kv_heads] and rows [tokens] are device memory of the caller.
   PagedKv causal_view(int layer, int slot, int tokens, std::int32_t* length, std::int32_t* rows) const;
 
-  // Prepares one more token for every row: reserves frames, unless reserve_step did (`reserved`), and fills the store's
+  // Prepares one more token for every row: reserves frames, unless reserve_step did, and fills the store's
   // part of `a`. Then the caller runs ops::rope_append.
-  Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a, bool reserved = false);
+  Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a);
   // A graph's edits have the same numbers at every launch. This call inside the graph makes them count each time.
   void count_edits_anew();
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
@@ -46,7 +46,7 @@ class CudaStore final : public Store {
   // Reserves frames for one more token of every row in all layers, and for the copies of the pages that it fills, or
   // reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
-  // Says that reserve_step has reserved what the edits to come take.
+  // Says that reserve_step has reserved what the steps and edits to come take, until the next call.
   void reserved(bool yes) { reserved_ = yes; }
 
   Fit recall_all(int layer, int slot) override;

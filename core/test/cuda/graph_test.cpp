@@ -234,8 +234,7 @@ TEST_CASE("cuda engine: steps that place pages are replayed") {
   CHECK(known == 2);
 }
 
-TEST_CASE(
-    "cuda engine: a host tier that fills up is out of memory, in a graph or not, and frames of the pool will do") {
+TEST_CASE("cuda engine: a host tier that fills up is out of memory, with graphs or without") {
   for (const test::Subject& s : test::subjects().list()) {
     if (s.label != "freekv") continue;
     const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
