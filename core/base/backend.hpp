@@ -20,7 +20,8 @@ struct CudaRuntime {
   std::size_t (*free_bytes)() = nullptr;  // device memory that is not in use
   void (*copy)(void* to, const void* from, std::size_t bytes, void* stream) = nullptr;  // either direction
   void (*fill)(void* to, int byte, std::size_t bytes, void* stream) = nullptr;
-  void* (*new_stream)() = nullptr;
+  // background: its kernels get multiprocessors that other streams' kernels leave free.
+  void* (*new_stream)(bool background) = nullptr;
   // Waits for the stream and frees the memory that kernels keep for it. Graphs captured from it must not run again.
   void (*delete_stream)(void* stream) = nullptr;
   void (*synchronize)(void* stream) = nullptr;  // throws the errors of the stream's kernels
@@ -40,6 +41,9 @@ struct CudaRuntime {
   void* (*new_event)() = nullptr;
   void (*delete_event)(void* event) = nullptr;
   void (*record)(void* event, void* stream) = nullptr;
+  // The stream's later work runs after the work that `event` was recorded behind. A stream that waits so for one that
+  // is captured is captured with it, and must be waited for before the capture ends.
+  void (*wait)(void* event, void* stream) = nullptr;
   float (*elapsed)(void* begin, void* end) = nullptr;
   // Bytes per second at which all multiprocessors read `bytes` of fresh device memory; the best of several grids.
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;

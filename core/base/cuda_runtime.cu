@@ -170,7 +170,7 @@ void* capture(void* handle, void (*work)(void*), void* context) {
     throw;
   }
   check(cudaStreamEndCapture(stream, &graph), "capture");
-  check(cudaGraphInstantiate(&out->exec, graph, 0), "capture");
+  check(cudaGraphInstantiate(&out->exec, graph, cudaGraphInstantiateFlagUseNodePriority), "capture");
   check(cudaGraphDestroy(graph), "capture");
   return out.release();
 }
@@ -273,9 +273,11 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
     check(cudaMemsetAsync(to, byte, bytes, stream_of(stream)), "cudaMemsetAsync");
   };
-  r.new_stream = []() -> void* {
+  r.new_stream = [](bool background) -> void* {
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaStreamCreate");
     cudaStream_t s;
-    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate");
+    check(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, background ? least : greatest), "cudaStreamCreate");
     return s;
   };
   r.delete_stream = delete_stream;
@@ -293,6 +295,9 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.delete_event = [](void* e) { delete static_cast<Event*>(e); };
   r.record = [](void* e, void* s) {
     check(cudaEventRecord(static_cast<Event*>(e)->event, stream_of(s)), "cudaEventRecord");
+  };
+  r.wait = [](void* e, void* s) {
+    check(cudaStreamWaitEvent(stream_of(s), static_cast<Event*>(e)->event), "cudaStreamWaitEvent");
   };
   r.elapsed = [](void* begin, void* end) { return elapsed(*static_cast<Event*>(begin), *static_cast<Event*>(end)); };
   r.read_rate = read_rate;

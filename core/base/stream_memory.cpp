@@ -16,8 +16,8 @@ const CudaRuntime& runtime() { return require_cuda("device memory").runtime; }
 
 }  // namespace
 
-OwnedStream::OwnedStream(Device device)
-    : stream_(device == Device::cuda ? Stream::cuda(runtime().new_stream()) : Stream::cpu()) {}
+OwnedStream::OwnedStream(Device device, bool background)
+    : stream_(device == Device::cuda ? Stream::cuda(runtime().new_stream(background)) : Stream::cpu()) {}
 
 OwnedStream::~OwnedStream() {
   if (stream_.device() == Device::cuda) runtime().delete_stream(stream_.handle());

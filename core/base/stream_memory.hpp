@@ -12,7 +12,8 @@ namespace kvlab {
 // Owner of a stream of one device. The CPU's is Stream::cpu().
 class OwnedStream {
  public:
-  explicit OwnedStream(Device device);  // Errc::device without a usable GPU
+  // background: see CudaRuntime::new_stream. Errc::device without a usable GPU.
+  explicit OwnedStream(Device device, bool background = false);
   ~OwnedStream();
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;

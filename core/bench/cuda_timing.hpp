@@ -51,7 +51,7 @@ class DeviceBuffer {
 // Owns a stream.
 class CudaTimer {
  public:
-  CudaTimer() : stream_(require_cuda("kvlab bench").runtime.new_stream()) {}
+  CudaTimer() : stream_(require_cuda("kvlab bench").runtime.new_stream(false)) {}
   ~CudaTimer() { cuda_backend()->runtime.delete_stream(stream_); }
   CudaTimer(const CudaTimer&) = delete;
   CudaTimer& operator=(const CudaTimer&) = delete;

@@ -1,6 +1,4 @@
 // Which pages lie on the device, page lists of whole heads, and lists that follow a made-up or recorded pattern.
-#include "ops/select/placement.hpp"
-
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
@@ -59,33 +57,6 @@ struct Lists {
   }
 };
 
-void check_place(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {
-  Lists read(place, t), recall(place, t), offload(place, t), drop(place, t);
-  for (int r = 0; r < t.rows; ++r)
-    for (int h = 0; h < t.heads; ++h) {
-      read.list.count(r, h) = 0;
-      for (int page = 0; page < t.kv[0].pages(r, h); ++page)
-        if (rng() % 4 == 0) read.list.index(r, h, read.list.count(r, h)++) = page;
-    }
-  read.there = place.put(read.list);
-  ops::PlacementArgs a, b;
-  a.device = t.kv[0], a.host = t.kv[1];
-  b.device = place.put(t.kv[0], t.frame.size()), b.host = place.put(t.kv[1], t.frame.size());
-  if (n % 4) a.attended = &read.list, b.attended = &read.there;
-  const auto most = static_cast<unsigned>(t.most * t.page_size);
-  a.pins = {static_cast<int>(rng() % 40), static_cast<int>(rng() % (n % 3 ? 40 : most)), n % 2 == 0};
-  a.resident_tokens = static_cast<int>(rng() % (most + 20));
-  if (n % 4 == 1) a.pins = {}, a.resident_tokens = 0;  // the page being filled stays even so
-  b.pins = a.pins, b.resident_tokens = a.resident_tokens;
-  a.recall = recall.list, a.offload = offload.list, a.drop = drop.list;
-  b.recall = recall.there, b.offload = offload.there, b.drop = drop.there;
-  ops::place_pages_reference(a);
-  ops::place_pages(b, place.stream());
-  recall.compare(place, check, "recall");
-  offload.compare(place, check, "offload");
-  drop.compare(place, check, "drop");
-}
-
 void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {
   const Stream s = place.stream();
   Ints length(t.length.size(), -7);
@@ -116,7 +87,6 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
 void check_tiers(Place& place, Check& check, const Tiers& t, unsigned n, std::mt19937& rng) {
   const auto scope = check.in(fmt::format("tables of {} rows, {} KV heads, {} pages of {}, number {}", t.rows, t.heads,
                                           t.most, t.page_size, n));
-  check_place(place, check, t, n, rng);
   check_lists(place, check, t, n, rng);
 }
 

@@ -10,7 +10,6 @@
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "ops/select/allot.hpp"
-#include "ops/select/placement.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
@@ -50,6 +49,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       every_ = parts_.every.value_or(parts_.scorer->every());
     }
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
+    if (parts_.selector && parts_.host) selector_needs_.host_pages(true);
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
     dense_layers_ = n.dense_layers();
   }
@@ -94,7 +94,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     steady_ = every_ == 1 && amount_.kind == BudgetAmount::tokens && !parts_.host && !parts_.split && parts_.scorer &&
               (parts_.scorer->by_age() || parts_.scorer->column() || parts_.scorer->steady_score());
     scorer_needs_.capturable(scorer_needs_.capturable() && (every_ == 0 || steady_) && !parts_.host);
-    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() && !parts_.host);
+    selector_needs_.capturable((!parts_.selector || selector_needs_.capturable()) && constant() &&
+                               (parts_.selector || !parts_.host));
   }
 
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
@@ -109,7 +110,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       parts_.scorer->observe(kv, s);
       left = compress(kv, edits, s);
     }
-    if (parts_.host && any(last_) && kv.layer >= dense_layers_)
+    if (!parts_.host || !any(last_) || kv.layer < dense_layers_) return;
+    if (parts_.selector)
+      edits.place(no_pages(kv, s), {.room = resident_pages()});
+    else
       place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
   }
 
@@ -129,8 +133,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       }
       if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
+      if (parts_.host)
+        edits.place(list, {.pins = pins, .room = resident_pages(), .when = {Deadline::this_attention}});
+    } else {
+      recall_all(step, edits, s);
     }
-    if (parts_.host) place_step(step, parts_.selector ? &list : nullptr, pins, edits, s);
   }
 
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
@@ -306,28 +313,24 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (!left) left = head_lengths(kv, s);
     PageList down = kv.list<PageList>("offload", room), out = kv.list<PageList>("drop", room);
     ops::older_pages(left, rows, p, 1, down, s);
-    ops::older_pages(left, rows, p, std::max(1, parts_.resident_tokens / p), out, s);
+    ops::older_pages(left, rows, p, resident_pages(), out, s);
     edits.offload(down);
     edits.drop(Tier::device, out);
   }
 
-  // Before attention: recalls the pages that it reads (null = all) and drops those that do not fit beside them. A page
-  // without a copy on the host is offloaded first.
-  void place_step(const LayerStep& step, const PageList* attended, const Pins& pins, Edits& edits, Stream s) {
-    ops::PlacementArgs a;
-    a.device = step.pages;
-    a.host = step.host_pages;
-    a.attended = attended;
-    a.pins = pins;
-    a.resident_tokens = parts_.resident_tokens;
-    a.recall = step.list<PageList>("recall", step.max_pages);
-    a.offload = step.list<PageList>("offload", step.max_pages);
-    a.drop = step.list<PageList>("drop", step.max_pages);
-    ops::place_pages(a, s);
-    const Deadline now{Deadline::this_attention};
-    edits.offload(a.offload, now);
-    edits.drop(Tier::device, a.drop, now);
-    edits.recall(a.recall, now);
+  int resident_pages() const { return std::max(1, parts_.resident_tokens / shape_.page_size); }
+
+  static PageList no_pages(const LayerKv& kv, Stream s) {
+    PageList list = kv.list<PageList>("no pages", 1);
+    ops::fill_heads(list.count, 0, s);
+    return list;
+  }
+
+  // Before attention over all pages.
+  void recall_all(const LayerStep& step, Edits& edits, Stream s) {
+    PageList all = step.list<PageList>("recall", step.max_pages);
+    ops::older_pages(head_lengths(step, s), nullptr, shape_.page_size, 0, all, s);
+    edits.recall(all, {Deadline::this_attention});
   }
 
   Composition parts_;

@@ -36,6 +36,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.device_limit = o.device_limit;
   s.host_limit = o.host_limit;
   s.host_pages = needs.host_pages();
+  s.spill = o.spill;
   return s;
 }
 
@@ -181,7 +182,8 @@ std::int64_t Engine::prompt_bytes(int tokens) const {
 
 std::int64_t Engine::free_bytes() const {
   const std::int64_t limit = store_->page_limit();
-  return limit < 0 ? no_limit : std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device));
+  if (limit < 0) return no_limit;
+  return std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device) + store_->spare_bytes());
 }
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {

@@ -25,9 +25,10 @@ struct EngineOptions {
   int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   BudgetAmount budget;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of pages; -1 = none
-  bool batch_invariant = false;                     // see make_executor
-  bool graphs = true;         // on a GPU decode steps may run as graphs, whose parts cannot be timed
-  bool protect_host = false;  // tests: the host tier is unreadable while attention runs
+  Spill spill = Spill::always;
+  bool batch_invariant = false;  // see make_executor
+  bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
+  bool protect_host = false;     // tests: the host tier is unreadable while attention runs
 };
 
 // Measures what passes through the engine. All arguments are host memory, borrowed for the call. An observer asks the
@@ -99,7 +100,7 @@ class Engine final : private LayerHooks {
 
   // For admission, in bytes of device frames. full_bytes: a sequence of so many tokens without eviction, in whole pages
   // of each KV head. prompt_bytes: the same sequence after its prompt, by the policy's demand(). free_bytes: the part
-  // of Store::page_limit() that no page takes yet.
+  // of Store::page_limit() that no page takes yet, or one that leaves when frames run short.
   std::int64_t full_bytes(int tokens) const;
   std::int64_t prompt_bytes(int tokens) const;
   std::int64_t free_bytes() const;

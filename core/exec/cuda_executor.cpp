@@ -580,7 +580,7 @@ void CudaExecutor::make_room(Replay& r, const std::vector<std::int32_t>& slots) 
 
 // Runs the step as one launch of its graph. Returns false if the step must run without one to allocate its buffers.
 bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
-  Replay& r = replays_[static_cast<std::int64_t>(slots.size())];
+  Replay& r = replay_of(slots);
   const State now = state();
   const bool known = r.graph && r.captured == now;
   if (!known && r.warm != now) return false;
@@ -614,14 +614,15 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
   store_.in_graph(replayable);
   room_ = 0;
   if (replayable) {
-    make_room(replays_[n], slots);
-    room_ = replays_[n].room;
+    store_.make_way(slots);
+    make_room(replay_of(slots), slots);
+    room_ = replay_of(slots).room;
   }
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;
   watch_.end(stream_);
-  if (replayable) replays_[n].warm = state();
+  if (replayable) replay_of(slots).warm = state();
   return Fit::ok;
 }
 

@@ -60,6 +60,9 @@ class CudaExecutor final : public Executor {
   T* room(StreamMemory& m, std::int64_t count);
   State state() const;
   void note_prompt(const View<float, 2>& logits);  // for nonfinite_rows, after the last layer
+  Replay& replay_of(const std::vector<std::int32_t>& slots) {
+    return replays_[{slots.size(), store_.any_spills(slots)}];
+  }
   bool replay(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out);
   void make_room(Replay& r, const std::vector<std::int32_t>& slots) const;
   ops::LinearArgs product(const CudaMatrix& w, const void* x, DType x_dtype, std::int64_t rows,
@@ -125,8 +128,8 @@ class CudaExecutor final : public Executor {
   StreamMemory mass_, sums_, logits_;  // f32
   StreamMemory copy_, copy_table_;     // pages and table of one layer's copy, for prompts
   PageLayout copy_layout_;
-  std::int64_t grown_ = 0;                  // times that room() moved one of these buffers
-  std::map<std::int64_t, Replay> replays_;  // by number of rows
+  std::int64_t grown_ = 0;                                  // times that room() moved one of these buffers
+  std::map<std::pair<std::size_t, bool>, Replay> replays_;  // by number of rows, and whether one of them spills
   std::int64_t replayed_ = 0;
   CudaStopwatch watch_;
 };

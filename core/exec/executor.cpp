@@ -61,6 +61,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
   head(n, out);
+  cache_.settle();
   return Fit::ok;
 }
 

@@ -112,6 +112,7 @@ Json common(const Experiment& experiment) {
     if (key.in_id && key.get(experiment) != key.plain->value)
       plain[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
   if (experiment.host_memory > 0) plain["host_memory"] = experiment.host_memory;
+  if (experiment.spill != "pressure") plain["spill"] = experiment.spill;
   for (const auto& [name, value] : plain) json[name] = value;
   return json;
 }

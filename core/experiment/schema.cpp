@@ -217,6 +217,7 @@ class Builder {
     if (key == "fidelity") return closed({{"tokens", integer(1)}});
     if (key == "inject") return closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}});
     if (key == "device_memory" || key == "host_memory") return ref("bytes");
+    if (key == "spill") return words({"pressure", "always"});
     if (key == "plugin_path") return axis(text());
     if (key == "workload") return closed(params(workload_keys()));
     if (key == "experiment" || key == "output") return text();

@@ -20,6 +20,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.graphs = !in.wants(Metric::parts);
   o.budget = in.policy().budget;
   o.device_limit = in.experiment->device_memory > 0 ? in.experiment->device_memory : -1;
+  o.spill = in.experiment->spill == "always" ? Spill::always : Spill::pressure;
   o.host_limit = in.experiment->host_memory > 0 ? in.experiment->host_memory : -1;
   return o;
 }

@@ -31,6 +31,7 @@ class Arena {
   std::byte* base() const { return base_; }
   std::byte* at(std::int32_t frame) const { return base_ + std::int64_t{frame} * granule_bytes; }
   std::int64_t held() const { return held_; }
+  std::int64_t left() const { return (limit_ < 0 ? reserve_ : limit_) - held_; }
 
   // While protected, any access faults. Tests prove with it that attention never reads this tier.
   void protect(bool on);

@@ -138,9 +138,9 @@ CpuStore::Place CpuStore::place(int layer, int slot, int head, int token) {
   throw Error(Errc::internal, "page " + std::to_string(page) + " is in no tier");
 }
 
-Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+// Takes the frames of an append, all or none.
+Fit CpuStore::take_pages(int layer, int slot, int tokens) {
   const Shape& s = options_.shape;
-  if (tokens <= 0) return Fit::ok;
   std::vector<PageEntry*> taken;
   for (int head = 0; head < s.kv_heads; ++head) {
     const int begin = length(layer, slot, head), end = begin + tokens;
@@ -158,6 +158,14 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
       taken.push_back(&device[page]);
     }
   }
+  return Fit::ok;
+}
+
+Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int tokens, int first) {
+  const Shape& s = options_.shape;
+  if (tokens <= 0) return Fit::ok;
+  while (take_pages(layer, slot, tokens) != Fit::ok)
+    if (!spill_one()) return Fit::out_of_memory;
   for (int head = 0; head < s.kv_heads; ++head) {
     const int begin = length(layer, slot, head), end = begin + tokens;
     PageEntry* device = entries(Tier::device, layer, slot, head);
@@ -187,6 +195,17 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
       }
     }
   return Fit::ok;
+}
+
+std::int64_t CpuStore::spare_bytes() const {
+  std::int64_t pages = 0;
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) pages += spare_pages(slot);
+  return pages * layouts_[0].bytes;
+}
+
+std::int64_t CpuStore::free_frames(Tier tier) const {
+  const std::int64_t bytes = tier == Tier::host ? host_layout_.bytes : layouts_[0].bytes;
+  return arena(tier).left() / bytes;
 }
 
 std::vector<std::int32_t> CpuStore::positions_by_place(int layer, int slot, int head) const {

@@ -22,13 +22,13 @@ class CpuStore final : public Store {
   // the regime stores them so. Changes nothing if it does not fit.
   Fit append(int layer, int slot, const float* k, const float* v, int tokens, int first);
 
-  Fit recall_all(int layer, int slot) override;
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override { return ledger_; }
   const Ledger& ledger() const override { return ledger_; }
   std::int64_t page_bytes(Tier tier) const override { return arena(tier).held(); }
+  std::int64_t spare_bytes() const override;
   void protect_host(bool on) override { host_.protect(on); }
   void check_invariants() const override;
 
@@ -67,6 +67,10 @@ class CpuStore final : public Store {
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  void count_spare(const Edit& e, int slot) override;
+  Fit recall_layer(int layer, int slot) override;
+  std::int64_t free_frames(Tier tier) const override;
+  Fit take_pages(int layer, int slot, int tokens);
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   template <class Body>
   Applied each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body);

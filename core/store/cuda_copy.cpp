@@ -96,6 +96,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     for (const PageEntry& e : from.table_[t]) needed[t] += e.frame != null_frame;
   if (needed[1] > 0 && !open_host_tier()) return Fit::out_of_memory;
   if (needed[1] > 0) tails_stay_ = false;
+  spill(slot);  // some of its pages may be on the host alone
   stale_ = true;
   update();
   if (needed[0] > known_.free[0] || needed[1] > known_.free[1]) return Fit::out_of_memory;

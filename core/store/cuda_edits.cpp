@@ -28,6 +28,7 @@ Args list_of(const Edit& e, const std::int32_t* slots, std::size_t rows, unsigne
 
 Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
+  settle();
   stale_ = true;
   tails_stay_ = false;  // the last page that stays may be one of the host
   const auto list = list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_);
@@ -44,6 +45,7 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
 
 Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
+  settle();
   stale_ = true;
   tails_stay_ = false;
   CudaStoreSurplus a;
@@ -58,6 +60,7 @@ Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>&
 
 Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
+  settle();
   stale_ = true;
   const auto pairs = list_of<CudaStoreList>(e, rows_of(slots), slots.size(), ++edit_);
   only_on_cuda<cuda_store::swap_places>(layer(e.layer), pairs, stream_);
@@ -77,33 +80,56 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
   return {launch_page_edit(a, e.layer, slots), -1};
 }
 
-Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
-  if (slots.empty()) return {Fit::ok, -1};
-  const Shape& s = options_.shape;
+CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t>& slots) {
   auto a = list_of<CudaStorePlace>(e, rows_of(slots), slots.size(), ++edit_);
   a.heads = e.heads;
   a.pins = e.pins;
   a.room = e.room;
   a.reuse = e.reuse;
-  a.counts = place_counts_.as<std::int32_t>();
-  const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
   // In a graph the sizes must not depend on lengths.
-  const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
-  a.most = in_graph_ ? static_cast<int>(pages_per_head_) : static_cast<int>(pages);
+  const int p = options_.shape.page_size;
+  a.most = in_graph_ ? static_cast<int>(pages_per_head_) : (max_length(e.layer, slots) + p - 1) / p;
+  return a;
+}
+
+void CudaStore::count_spare(const Edit& e, int slot) {
+  CudaStorePlace a = place_of(e, {slot});
+  if (a.most == 0) return;
+  a.spare = spare_counts_.as<std::int32_t>() + layer_slot(e.layer, 0);
+  zero_memory(a.spare + slot, sizeof *a.spare, stream_);
+  only_on_cuda<cuda_store::plan_place>(layer(e.layer), a, stream_);
+  stale_ = true;
+}
+
+// The copies of an edit for this attention run in the stream, those of others beside it.
+Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {Fit::ok, -1};
+  const Shape& s = options_.shape;
+  CudaStorePlace a = place_of(e, slots);
   if (a.most == 0) return {Fit::ok, -1};
+  a.spilled = spills_at_once() ? nullptr : spilled_flags_.as<std::uint8_t>();
+  const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
   if (!reserved_) {
+    const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
     if (host_capped() && !reserve(Tier::host, heads * pages)) {
       const std::int64_t frames =
           uncopied(e, slots);  // the exact free frames are known now, those owed to e among them
       if (frames > known_.free[1]) return {Fit::out_of_memory, 0};
       free_bound_[1] = std::max<std::int64_t>(0, free_bound_[1] - frames);
     }
-    reserve(Tier::device, heads);  // a head's set may grow by a page; if no frame is free, pages that leave give theirs
+    // A head's set may grow by a page. If no frame is free, pages that leave give theirs.
+    if (!reserve(Tier::device, heads)) reserve_by_spilling(heads);
   }
-  const std::int64_t entries = heads * a.most;
-  a.lists = take_scratch<std::int32_t>(workspace_, "place", {2 * entries}).data;
-  a.jobs = take_scratch<std::int32_t>(workspace_, "place", {4 * entries}).data;
-  only_on_cuda<cuda_store::place>(layer(e.layer), a, stream_);
+  a.lists = take_scratch<std::int32_t>(workspace_, "place", {2 * heads * a.most}).data;
+  const bool beside = e.when.kind != Deadline::this_attention;
+  const int lane = beside ? side_->next() : SideStream::lanes;
+  a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer();
+  a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
+  const CudaStoreLayer l = layer(e.layer);
+  only_on_cuda<cuda_store::plan_place>(l, a, stream_);
+  only_on_cuda<cuda_store::copy_placed>(l, a, beside ? side_->begin() : stream_);
+  if (beside) side_->end(lane);
+  placing_[static_cast<std::size_t>(e.layer)] = true;
   stale_ = true;
   return {Fit::ok, -1};
 }
@@ -190,6 +216,7 @@ std::int64_t CudaStore::frames_missing(const CudaStorePageEdit& e, int index,
 }
 
 Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vector<std::int32_t>& slots) {
+  settle();
   const Shape& s = options_.shape;
   if (!host_arena_.data()) return Fit::ok;  // no page ever left the device
   if (e.verb != CudaStorePageEdit::drop) {
@@ -210,7 +237,7 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
   return Fit::ok;
 }
 
-Fit CudaStore::recall_all(int index, int slot) {
+Fit CudaStore::recall_layer(int index, int slot) {
   CudaStorePageEdit e;
   const std::vector<std::int32_t> slots{slot};
   e.slots = rows_of(slots);

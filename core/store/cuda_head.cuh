@@ -39,14 +39,17 @@ __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int
 
 __device__ inline void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.counters->error, why); }
 
+__device__ inline void poison_frame(const CudaStoreLayer& s, int tier, std::int32_t frame) {
+  if (!s.poison) return;
+  auto* words = reinterpret_cast<uint4*>(frame_at(s, tier, frame));
+  for (std::int64_t i = 0; i < layout_of(s, tier).bytes / std::int64_t{sizeof(uint4)}; ++i)
+    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+}
+
 // The peak is noted here: the pool's count is least just before a kernel gives back its first frame.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;
-  if (s.poison) {
-    auto* words = reinterpret_cast<uint4*>(frame_at(s, tier, e.frame));
-    for (std::int64_t i = 0; i < layout_of(s, tier).bytes / std::int64_t{sizeof(uint4)}; ++i)
-      words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-  }
+  poison_frame(s, tier, e.frame);
   const int at = atomicAdd(s.pool[tier].free_count, 1);
   s.pool[tier].free[at] = e.frame;
   atomicMax(&s.counters->peak_frames[tier], s.capacity[tier] - at);

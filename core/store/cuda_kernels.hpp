@@ -49,7 +49,9 @@ struct CudaStoreLayer {
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[2];
   std::int32_t capacity[2] = {};  // frames of a tier
-  bool poison = false;            // tests: a freed frame is filled with poison_byte (store/arena.hpp)
+  // [capacity] device frames that copies give back, and their count. take_back moves them to the pool.
+  std::int32_t *returned = nullptr, *returned_count = nullptr;
+  bool poison = false;  // tests: a freed frame is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 
@@ -96,9 +98,11 @@ struct CudaStorePlace : CudaStoreList {
   Pins pins;
   int room = 0;
   bool reuse = true;
-  int most = 0;                    // pages of the longest head
-  std::int32_t* lists = nullptr;   // scratch [row, kv_head, 2, most]
-  std::int32_t* jobs = nullptr;    // [4 * rows * kv_heads * most]
+  int most = 0;                           // no head has more pages
+  std::int32_t* lists = nullptr;          // scratch [row, kv_head, 2, most]
+  std::int32_t* jobs = nullptr;           // [4 * rows * kv_heads * most]
+  const std::uint8_t* spilled = nullptr;  // [slot] heads of the others stay as they are; null = all are
+  std::int32_t* spare = nullptr;   // [slot] gets the number of pages that may leave, and nothing else is done; or null
   std::int32_t* counts = nullptr;  // {jobs, blocks that are done}; zero before and after
 };
 
@@ -124,9 +128,11 @@ void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
 void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
-// Carries out a place edit: a plan, then the copies. The plan takes frames of the pools and changes the tables. The
-// copies give back frames of the device.
-void place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+// A place edit is a plan and its copies. The plan takes frames of the pools, changes the tables and writes jobs. The
+// copies may run in another stream, beside kernels that take frames: the frames that they give back are `returned`.
+void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+void take_back(const CudaStoreLayer& s, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.

@@ -1,12 +1,13 @@
 // Plans place edits. One block takes a head: it finds the pages that come and those that leave, lets the ones take the
 // frames of the others, changes the tables and writes jobs for the copies that follow.
 //
-// The plan only takes frames of the pools, and the copies only give back frames. A frame whose page must be written
-// down first can so be given back, but no page takes it before the next edit.
-#include "store/cuda_place.hpp"
+// The plan takes frames of the pools. Copies may run beside plans and appends of later layers, so the frames that they
+// give back wait in a list of their own until take_back.
+#include <string>
 
 #include "base/cuda.cuh"
-#include "store/cuda_head.cuh"
+#include "store/cuda_kernels.hpp"
+#include "store/cuda_tokens.cuh"
 
 namespace kvlab {
 using namespace cuda;
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(threads)
   __shared__ int ups, reusable;
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
+  if (a.spilled && !a.spilled[slot] && !a.spare) return;
   if (!a.heads.on(slot, head)) return;
   const Head h = head_of(s, slot, head);
   const int n = *h.length, pages = min((n + p - 1) / p, a.most), words = (pages + 31) / 32;
@@ -62,6 +64,20 @@ __global__ void __launch_bounds__(threads)
   for (int page = mine; page < first; page += threads) choose(page);
   for (int page = last + mine; page < pages; page += threads) choose(page);
   __syncthreads();
+
+  if (a.spare) {
+    int others = 0, taken = 0;
+    for (int page = mine; page < pages; page += threads) {
+      const bool wanted = chosen[page / 32] >> (page % 32) & 1u;
+      taken += wanted, others += !wanted && h.table[0][page].frame >= 0;
+    }
+    if (mine == 0) ups = reusable = 0;
+    __syncthreads();
+    atomicAdd(&ups, others), atomicAdd(&reusable, taken);
+    __syncthreads();
+    if (const int leave = ups - max(0, a.room - reusable); mine == 0 && leave > 0) atomicAdd(&a.spare[slot], leave);
+    return;
+  }
 
   bool any = false;
   for (int page = mine; page < words * 32; page += threads) {
@@ -156,15 +172,72 @@ __global__ void __launch_bounds__(threads)
   if (changed) count_fired(s, a.edit);
 }
 
+// Each warp does one job at a time.
+template <bool Mixed>
+__global__ void __launch_bounds__(threads)
+    copy_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
+  const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, count = counts[0];
+  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < count;
+       job += static_cast<int>(gridDim.x) * warps) {
+    const std::int32_t* j = jobs + std::int64_t{4} * job;
+    const int kind = j[0], from = j[1];
+    if (kind != CudaStorePlace::leave) {
+      const int to = kind == CudaStorePlace::up ? 0 : 1;
+      if constexpr (Mixed)
+        carry_page(s, to, from, j[2], j[3], lane);
+      else
+        copy_frame(s, frame_at(s, 1 - to, from), frame_at(s, to, j[2]), lane, 32);
+    }
+    __syncwarp();
+    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave)) {
+      poison_frame(s, 0, from);
+      s.returned[atomicAdd(s.returned_count, 1)] = from;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
+}
+
+__global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__ CudaStoreLayer s) {
+  const int count = *s.returned_count, left = *s.pool[0].free_count;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    s.pool[0].free[left + i] = s.returned[i];
+  __syncthreads();
+  if (threadIdx.x != 0 || count == 0) return;
+  *s.pool[0].free_count = left + count;
+  *s.returned_count = 0;
+  s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.capacity[0] - left);
+}
+
 }  // namespace
 
-void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, void* stream) {
+namespace cuda_store {
+
+void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4 * sizeof(unsigned);
   if (shared > 47 * 1024)
     throw Error(Errc::unsupported, "got " + std::to_string(a.most) + " pages of a head, wanted at most 96256",
                 "store place (CUDA)");
-  plan_kernel<<<a.rows * s.kv_heads, threads, shared, static_cast<cudaStream_t>(stream)>>>(s, a);
-  check_launch("place");
+  plan_kernel<<<a.rows * s.kv_heads, threads, shared, stream_of(stream)>>>(s, a);
+  check_launch("plan_place");
 }
+KVLAB_ON_CUDA(plan_place, plan_place);
+
+void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
+  const auto kernel = s.mixed ? copy_kernel<true> : copy_kernel<false>;
+  kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
+  check_launch("copy_placed");
+}
+KVLAB_ON_CUDA(copy_placed, copy_placed);
+
+void take_back(const CudaStoreLayer& s, Stream stream) {
+  take_back_kernel<<<1, 1024, 0, stream_of(stream)>>>(s);
+  check_launch("take_back");
+}
+KVLAB_ON_CUDA(take_back, take_back);
+
+}  // namespace cuda_store
 
 }  // namespace kvlab

@@ -89,8 +89,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
-  place_counts_ = StreamMemory(stream_, 2 * sizeof(std::int32_t));
-  zero_memory(place_counts_.as<>(), place_counts_.bytes(), stream_);
+  if (options_.host_pages) prepare_places();
   if (options_.host_pages && !open_host_tier())
     throw Error(Errc::config, "got no pinned memory for the pages on the host, wanted " +
                                   std::to_string(host_frames() * host_layout_.bytes) +
@@ -103,6 +102,23 @@ CudaStore::~CudaStore() {
     synchronize(stream_);  // kernels may still use the memory that is freed next
   } catch (...) {          // the next call that waits for the device throws the error
   }
+}
+
+void CudaStore::prepare_places() {
+  const auto bytes = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(std::int32_t); };
+  const auto zeros = [&](std::size_t n) {
+    StreamMemory m(stream_, n);
+    zero_memory(m.as<>(), n, stream_);
+    return m;
+  };
+  side_ = std::make_unique<SideStream>(stream_);
+  place_jobs_ = StreamMemory(stream_, bytes(4 * (SideStream::lanes + 1) * most_pages_of_layer()));
+  place_counts_ = zeros(bytes(2 * (SideStream::lanes + 1)));
+  returned_ = zeros(bytes(1 + capacity_[0]));
+  spilled_flags_ = zeros(static_cast<std::size_t>(options_.shape.max_slots));
+  spare_counts_ = zeros(spare_.size() * sizeof(std::int32_t));
+  placing_.resize(static_cast<std::size_t>(options_.shape.layers));
+  ledger_.hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes()));
 }
 
 void CudaStore::make_pool(Tier tier, std::int64_t frames) {
@@ -165,6 +181,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
   l.counters = counters;
+  if (returned_) l.returned_count = returned_.as<std::int32_t>(), l.returned = l.returned_count + 1;
   l.poison = poison_frames();
   return l;
 }
@@ -212,16 +229,31 @@ int CudaStore::length(int index, int slot, int head) const {
 
 int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) const {
   int longest = 0;
-  for (int slot : slots) longest = std::max(longest, bound_[bound_index(index, slot)]);
+  for (int slot : slots) longest = std::max(longest, bound_[layer_slot(index, slot)]);
   return longest;
+}
+
+void CudaStore::settle() {
+  if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
+  side_->join();
+  only_on_cuda<cuda_store::take_back>(layer(0), stream_);
+  placing_.assign(placing_.size(), false);
+}
+
+void CudaStore::reserved(bool yes) {
+  // Work beside a step that could not be captured belongs to no graph.
+  if (reserved_ && !yes && side_ && side_->busy()) side_->forget();
+  reserved_ = yes;
 }
 
 void CudaStore::update() {
   if (!stale_) return;
+  settle();
   const Shape& s = options_.shape;
   auto* counters = counters_.as<CudaStoreCounters>();
   copy_memory(&known_, counters, sizeof known_, stream_);
   copy_memory(lengths_.data(), length_.as<>(), length_.bytes(), stream_);
+  if (spare_counts_) copy_memory(spare_.data(), spare_counts_.as<>(), spare_counts_.bytes(), stream_);
   synchronize(stream_);
   stale_ = false;
   since_refresh_ = 0;
@@ -288,6 +320,12 @@ bool CudaStore::reserve(Tier tier, std::int64_t frames) {
   return true;
 }
 
+bool CudaStore::reserve_by_spilling(std::int64_t frames) {
+  while (!reserve(Tier::device, frames))
+    if (!spill_one()) return false;
+  return true;
+}
+
 Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType dtype, std::int64_t stride, int tokens,
                       int first, std::int32_t* nonfinite) {
   const Shape& s = options_.shape;
@@ -304,7 +342,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
       const int n = lengths_[head_index(index, slot, head)];
       fresh += (n + tokens + p - 1) / p - (n + p - 1) / p;
     }
-    if (!reserve(Tier::device, fresh)) return Fit::out_of_memory;
+    if (!reserve_by_spilling(fresh)) return Fit::out_of_memory;
   }
   CudaStoreAppend a;
   a.slot = slot;
@@ -326,6 +364,25 @@ void CudaStore::count_edits_anew() {
   zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
 }
 
+// The pages by which the sets of heads may grow in a step.
+std::int64_t CudaStore::placed_pages(const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  const auto spilled = std::count_if(slots.begin(), slots.end(), [&](int slot) { return spills(slot); });
+  return options_.host_pages ? std::int64_t{s.layers} * spilled * s.kv_heads : 0;
+}
+
+void CudaStore::make_way(const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
+  if (!options_.host_pages || free_bound_[0] >= most + placed_pages(slots)) return;
+  do {
+    update();
+    std::int64_t needed = placed_pages(slots);
+    for (int l = 0; l < s.layers; ++l) needed += fresh_pages(l, slots);
+    if (free_bound_[0] >= needed) return;
+  } while (spill_one());
+}
+
 bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
@@ -335,13 +392,12 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
     update();
     if (free_bound_[1] < most) return false;
   }
-  if (!reserve(Tier::device, most)) {
+  settle();
+  const std::int64_t places = placed_pages(slots);
+  if (!reserve(Tier::device, most + places)) {
     std::int64_t fresh = 0;
-    for (int l = 0; l < s.layers; ++l)
-      for (int slot : slots)
-        for (int head = 0; head < s.kv_heads; ++head)
-          fresh += tails_below() || lengths_[head_index(l, slot, head)] % s.page_size == 0;
-    if (!reserve(Tier::device, fresh)) return false;
+    for (int l = 0; l < s.layers; ++l) fresh += fresh_pages(l, slots);
+    if (!reserve(Tier::device, fresh + places) && !reserve(Tier::device, fresh)) return false;
   }
   if (options_.host_pages && host_capped() && !reserve(Tier::host, most)) return false;
   for (int l = 0; l < s.layers; ++l)
@@ -355,13 +411,9 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
 Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a) {
   const Shape& s = options_.shape;
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads)) {
-    std::int64_t fresh = 0;
-    for (int slot : slots)
-      for (int head = 0; head < s.kv_heads; ++head)
-        fresh += tails_below() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
-    if (!reserve(Tier::device, fresh)) return Fit::out_of_memory;
-  }
+  if (options_.host_pages && placing_[static_cast<std::size_t>(index)]) settle();
+  if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads) && !reserve_by_spilling(fresh_pages(index, slots)))
+    return Fit::out_of_memory;
   const CudaStoreLayer l = layer(index);
   const CudaStoreRows r{rows_of(slots), static_cast<int>(rows)};
   if (tails_below()) only_on_cuda<cuda_store::before_step>(l, r, stream_);
@@ -389,13 +441,38 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   return Fit::ok;
 }
 
+std::int64_t CudaStore::fresh_pages(int index, const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  std::int64_t fresh = 0;
+  for (int slot : slots)
+    for (int head = 0; head < s.kv_heads; ++head)
+      fresh += tails_below() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
+  return fresh;
+}
+
 void CudaStore::close(int slot) {
+  settle();
   only_on_cuda<cuda_store::clear>(layer(0), options_.shape.layers, slot, stream_);
   workspace_.clear_slot(slot);
   forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
+  if (spilled_flags_) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);
   stale_ = true;
 }
+
+void CudaStore::mark_spilled(int slot) {
+  constexpr std::uint8_t yes = 1;
+  if (spilled_flags_) copy_memory(spilled_flags_.as<std::uint8_t>() + slot, &yes, 1, stream_);
+}
+
+std::int64_t CudaStore::spare_bytes() const {
+  refresh();
+  std::int64_t pages = 0;
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) pages += spare_pages(slot);
+  return pages * layout_.bytes;
+}
+
+std::int64_t CudaStore::free_frames(Tier tier) const { return free_bound_[static_cast<int>(tier)]; }
 
 void CudaStore::advanced(bool decode) {
   // Bounds on lengths grow with each token even if evictions keep the heads as short, so the host reads the lengths.

@@ -6,7 +6,6 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
-#include "store/cuda_place.hpp"
 #include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
@@ -14,18 +13,6 @@ namespace kvlab {
 using namespace cuda;
 using namespace device_store;
 namespace {
-
-// A warp copies a page to the other tier, token by token. A call spares registers of kernels that seldom need it.
-__device__ __noinline__ void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from, std::int32_t frame_to,
-                                        int tokens, int lane) {
-  const std::byte* a = frame_at(s, 1 - to, frame_from);
-  std::byte* b = frame_at(s, to, frame_to);
-  for (int t = 0; t < tokens; ++t) {
-    Carried x;
-    x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
-    x.write(b, layout_of(s, to), t, lane);
-  }
-}
 
 // ---- append --------------------------------------------------------------------------------------------------------
 
@@ -353,35 +340,6 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
 
-// Each warp does one job of a place edit at a time.
-template <bool Mixed>
-__global__ void __launch_bounds__(256)
-    place_copy_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
-  const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, count = counts[0];
-  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < count;
-       job += static_cast<int>(gridDim.x) * warps) {
-    const std::int32_t* j = jobs + std::int64_t{4} * job;
-    const int kind = j[0], from = j[1];
-    if (kind != CudaStorePlace::leave) {
-      const int to = kind == CudaStorePlace::up ? 0 : 1;
-      if constexpr (Mixed)
-        carry_page(s, to, from, j[2], j[3], lane);
-      else
-        copy_frame(s, frame_at(s, 1 - to, from), frame_at(s, to, j[2]), lane, 32);
-    }
-    __syncwarp();
-    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave)) {
-      PageEntry gone;
-      gone.frame = from;
-      give_back(s, 0, gone);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
-}
-
 __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
                                  std::int32_t* out) {
   const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
@@ -513,14 +471,6 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
   check_launch("page_copy");
 }
 KVLAB_ON_CUDA(page_edit, page_edit);
-
-void place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
-  plan_place(s, a, stream.handle());
-  const auto copy = s.mixed ? place_copy_kernel<true> : place_copy_kernel<false>;
-  copy<<<64, 256, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
-  check_launch("place_copy");
-}
-KVLAB_ON_CUDA(place, place);
 
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4;

@@ -5,6 +5,7 @@
 // for the device's exact numbers after a prompt's chunk, every 32 decode steps, and where an answer is "exact". It also
 // waits where a bound does not suffice: a pool may be near its end.
 #pragma once
+#include "base/side_stream.hpp"
 #include "base/stream_memory.hpp"
 #include "store/cuda_kernels.hpp"
 #include "store/store.hpp"
@@ -43,13 +44,14 @@ class CudaStore final : public Store {
   void count_edits_anew();
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return host_arena_.data() && !tails_stay_; }
+  // Makes sequences spill, if one more token of every row does not fit otherwise.
+  void make_way(const std::vector<std::int32_t>& slots);
   // Reserves frames for one more token of every row in all layers, and for the copies of the pages that it fills, or
   // reserves none and returns false.
   bool reserve_step(const std::vector<std::int32_t>& slots);
   // Says that reserve_step has reserved what the steps and edits to come take, until the next call.
-  void reserved(bool yes) { reserved_ = yes; }
+  void reserved(bool yes);
 
-  Fit recall_all(int layer, int slot) override;
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
   std::int64_t fired() const override;
@@ -58,6 +60,8 @@ class CudaStore final : public Store {
   const Ledger& ledger() const override { return const_cast<CudaStore*>(this)->ledger(); }
   std::int64_t page_bytes(Tier tier) const override;
   std::int64_t page_limit() const override;
+  std::int64_t spare_bytes() const override;
+  void settle() override;
   void protect_host(bool on) override;
   void check_invariants() const override;
 
@@ -80,10 +84,8 @@ class CudaStore final : public Store {
 
   CudaStoreLayer layer(int layer) const;
   const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;
-  std::size_t bound_index(int layer, int slot) const {
-    return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
-  }
-  std::int32_t& bound(int layer, int slot) { return bound_[bound_index(layer, slot)]; }
+  std::int32_t& bound(int layer, int slot) { return bound_[layer_slot(layer, slot)]; }
+  void prepare_places();
   void make_pool(Tier tier, std::int64_t frames);
   std::int64_t host_frames() const;  // that the host tier shall have
   bool open_host_tier();
@@ -102,6 +104,18 @@ class CudaStore final : public Store {
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  void count_spare(const Edit& e, int slot) override;
+  Fit recall_layer(int layer, int slot) override;
+  void mark_spilled(int slot) override;
+  std::int64_t free_frames(Tier tier) const override;
+  // Reserves exactly known frames of the device. Makes sequences spill where it must.
+  bool reserve_by_spilling(std::int64_t frames);
+  std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
+  std::int64_t fresh_pages(int layer, const std::vector<std::int32_t>& slots) const;  // of the next token; exact
+  CudaStorePlace place_of(const Edit& e, const std::vector<std::int32_t>& slots);
+  std::int64_t most_pages_of_layer() const {
+    return heads_ / options_.shape.layers * static_cast<std::int64_t>(pages_per_head_);
+  }
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   void advanced(bool decode) override;
   Fit launch_page_edit(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
@@ -119,7 +133,13 @@ class CudaStore final : public Store {
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
   mutable StreamMemory positions_;                             // result of the latest positions_by_place
-  StreamMemory place_counts_;                                  // CudaStorePlace::counts
+  // Place edits: one set of jobs for each lane of side_, and one for the copies in the stream itself.
+  std::unique_ptr<SideStream> side_;
+  StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
+  StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
+  StreamMemory spilled_flags_;              // [slot] u8
+  StreamMemory spare_counts_;               // [layer, slot] i32
+  std::vector<bool> placing_;               // [layer] place edits since settle()
   bool reserved_ = false;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
   StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page

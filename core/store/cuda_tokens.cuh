@@ -214,6 +214,18 @@ __device__ void close_holes(const CudaStoreLayer& s, const Head& h, int before, 
   }
 }
 
+// A warp copies a page to the other tier, token by token. A call spares registers of kernels that seldom need it.
+__device__ __noinline__ inline void carry_page(const CudaStoreLayer& s, int to, std::int32_t frame_from,
+                                               std::int32_t frame_to, int tokens, int lane) {
+  const std::byte* a = frame_at(s, 1 - to, frame_from);
+  std::byte* b = frame_at(s, to, frame_to);
+  for (int t = 0; t < tokens; ++t) {
+    Carried x;
+    x.read(a, layout_of(s, 1 - to), t, layout_of(s, to), lane);
+    x.write(b, layout_of(s, to), t, lane);
+  }
+}
+
 // Returns whether rows of both sides of a token are multiples of 16 bytes.
 inline bool wide(const PageLayout& l) {
   const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };

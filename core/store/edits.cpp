@@ -313,7 +313,7 @@ Applied CpuStore::encode_page(const Edit& e, int slot, int head, int page) {
   return {Fit::ok, 1};
 }
 
-Fit CpuStore::recall_all(int layer, int slot) {
+Fit CpuStore::recall_layer(int layer, int slot) {
   const std::vector<std::int32_t> slots{slot};
   const Shape& s = options_.shape;
   PageList up;
@@ -343,13 +343,14 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
   for (std::size_t row = 0; row < slots.size(); ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
       const int slot = slots[row], n = length(e.layer, slot, head), pages = (n + p - 1) / p;
-      if (pages == 0 || !e.heads.on(slot, head)) continue;
+      if (!spills(slot) || pages == 0 || !e.heads.on(slot, head)) continue;
       choose_listed(e, static_cast<int>(row), head, n, p, p, "place edit: got page ", chosen);
       chosen[static_cast<std::size_t>(pages - 1)] = true;
       const PageEntry* device = entries(Tier::device, e.layer, slot, head);
       const auto edit = [&](Edit::Verb verb, int page) {
         part.verb = verb;
-        const Applied one = edit_page(part, slot, head, page);
+        Applied one = edit_page(part, slot, head, page);
+        while (one.fit != Fit::ok && verb == Edit::recall && spill_one()) one = edit_page(part, slot, head, page);
         done.fit = one.fit;
         if (verb != Edit::offload) done.changed += one.changed;
         return one.fit == Fit::ok;
@@ -371,6 +372,22 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
         if (chosen[static_cast<std::size_t>(page)] && !edit(Edit::recall, page)) return done;
     }
   return done;
+}
+
+void CpuStore::count_spare(const Edit& e, int slot) {
+  const Shape& s = options_.shape;
+  const int p = s.page_size;
+  std::vector<bool> chosen;
+  int spare = 0;
+  for (int head = 0; head < s.kv_heads; ++head) {
+    const int n = length(e.layer, slot, head), pages = (n + p - 1) / p;
+    if (pages == 0 || !e.heads.on(slot, head)) continue;
+    choose_listed(e, 0, head, n, p, p, "place edit: got page ", chosen);
+    chosen[static_cast<std::size_t>(pages - 1)] = true;
+    const int stay = static_cast<int>(std::count(chosen.begin(), chosen.end(), true));
+    spare += pages - std::max(stay, std::min(pages, e.room));
+  }
+  spare_[layer_slot(e.layer, slot)] = spare;
 }
 
 IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {

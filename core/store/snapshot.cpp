@@ -164,6 +164,7 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
     throw;
   }
   if (fit != Fit::ok) empty();
+  spill(slot);  // some of its pages may be on the host alone
   return fit;
 }
 

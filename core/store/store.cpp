@@ -27,7 +27,12 @@ Store::Store(const StoreOptions& options, Stream stream)
       position_(static_cast<std::size_t>(options.shape.max_slots)),
       step_(static_cast<std::size_t>(options.shape.max_slots)),
       used_(static_cast<std::size_t>(options.shape.max_slots)),
-      workspace_(ledger_, stream) {}
+      workspace_(ledger_, stream),
+      spare_(static_cast<std::size_t>(options.shape.layers * options.shape.max_slots)),
+      spilled_(used_.size()),
+      spills_at_once_(options.spill == Spill::always),
+      places_(static_cast<std::size_t>(options.shape.layers)),
+      placed_(spare_.size()) {}
 
 int Store::open() {
   for (std::size_t i = 0; i < used_.size(); ++i)
@@ -41,7 +46,83 @@ int Store::open() {
 void Store::forget(int slot) {
   std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
   position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
-  used_[static_cast<std::size_t>(slot)] = false;
+  used_[static_cast<std::size_t>(slot)] = spilled_[static_cast<std::size_t>(slot)] = false;
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    spare_[layer_slot(layer, slot)] = placed_[layer_slot(layer, slot)] = 0;
+}
+
+bool Store::any_spills(const std::vector<std::int32_t>& slots) const {
+  return std::any_of(slots.begin(), slots.end(), [&](int slot) { return spills(slot); });
+}
+
+void Store::spill_at_once() {
+  if (spills_at_once_) return;
+  spills_at_once_ = true;
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot) spill(slot);
+}
+
+void Store::spill(int slot) {
+  spilled_[static_cast<std::size_t>(slot)] = true;
+  mark_spilled(slot);
+}
+
+std::int64_t Store::spare_pages(int slot) const {
+  std::int64_t sum = 0;
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    if (placed_[layer_slot(layer, slot)]) sum += spare_[layer_slot(layer, slot)];
+  return used_[static_cast<std::size_t>(slot)] && !spills(slot) ? sum : 0;
+}
+
+bool Store::spill_one() {
+  if (spilling_) return false;
+  const Shape& s = options_.shape;
+  int chosen = -1;
+  std::int64_t most = 0;
+  for (int slot = 0; slot < s.max_slots; ++slot) {
+    std::int64_t pages = 0;
+    for (int layer = 0; layer < s.layers; ++layer)
+      pages += std::int64_t{s.kv_heads} * (max_length(layer, {slot}) / s.page_size);
+    if (const std::int64_t spare = spare_pages(slot); spare > most && pages <= free_frames(Tier::host))
+      most = spare, chosen = slot;
+  }
+  if (chosen < 0) return false;
+  spill(chosen);
+  struct Spilling {
+    bool& on;
+    explicit Spilling(bool& flag) : on(flag) { on = true; }
+    ~Spilling() { on = false; }
+  } const until_the_end(spilling_);
+  const std::vector<std::int32_t> one{chosen};
+  for (int layer = 0; layer < s.layers; ++layer) {
+    if (!placed_[layer_slot(layer, chosen)]) continue;
+    Edit e = places_[static_cast<std::size_t>(layer)];
+    e.list.slots = view(layer, one).slots;
+    if (place_pages(e, one).fit != Fit::ok) return false;
+  }
+  return true;
+}
+
+Applied Store::place(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (!e.list.slots) spill_at_once();  // such an edit cannot be carried out later
+  if (!spills_at_once_ && !in_graph_) {
+    Edit& kept = places_[static_cast<std::size_t>(e.layer)];
+    if (!kept.list.slots) kept = e;
+    kept.when = {};
+    for (const int slot : slots)
+      if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
+        placed_[layer_slot(e.layer, slot)] = true;
+        Edit of_slot = e;
+        const std::vector<std::int32_t> one{slot};
+        of_slot.list.slots = view(e.layer, one).slots;
+        count_spare(of_slot, slot);
+      }
+  }
+  return any_spills(slots) ? place_pages(e, slots) : Applied{};
+}
+
+Fit Store::recall_all(int layer, int slot) {
+  placed_[layer_slot(layer, slot)] = false;
+  return recall_layer(layer, slot);
 }
 
 void Store::check_edit(const Edit& e, std::size_t rows) const {
@@ -117,11 +198,13 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) 
     case Edit::evict_rest: one = keep_tokens(e, slots); break;
     case Edit::evict_surplus: one = evict_surplus(e, slots); break;
     case Edit::move: one = swap_tokens(e, slots); break;
-    case Edit::offload:
     case Edit::drop:
+      if (e.tier == Tier::device) spill_at_once();
+      [[fallthrough]];
+    case Edit::offload:
     case Edit::recall:
     case Edit::encode: one = edit_pages(e, slots); break;
-    case Edit::place: one = place_pages(e, slots); break;
+    case Edit::place: one = place(e, slots); break;
     default: bad(e, "got an unknown verb");
   }
   fired_ += one.changed > 0;

@@ -21,6 +21,10 @@
 
 namespace kvlab {
 
+// When the place edits of a sequence take effect. Under `pressure` all its pages stay on the device until frames run
+// short. Then it spills: its place edits are carried out, from the latest on.
+enum class Spill : std::uint8_t { always, pressure };
+
 struct StoreOptions {
   Shape shape;
   std::vector<CodecSpec> codecs = {CodecSpec{}};  // [0] is for appended tokens; encode edits may name the others
@@ -31,6 +35,7 @@ struct StoreOptions {
   std::vector<std::string> token_state;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
   bool host_pages = false;                          // take the host tier at the start; place edits need it
+  Spill spill = Spill::always;
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it
@@ -90,8 +95,12 @@ class Store {
   // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that need the host then
   // throw Errc::plugin: those of pages, and those that wait for a later step.
   void in_graph(bool yes) { in_graph_ = yes; }
-  // Brings every page of the slot's layer back to the device.
-  virtual Fit recall_all(int layer, int slot) = 0;
+  // Brings every page of the slot's layer back to the device, for the next part of its prompt.
+  Fit recall_all(int layer, int slot);
+  // Whether place edits of one of the slots take effect.
+  bool any_spills(const std::vector<std::int32_t>& slots) const;
+  // Ends a step: later work runs after the copies that place edits started beside the step.
+  virtual void settle() {}
 
   // Returns the pages (attend) or tokens (attend_tokens) that attention reads: the edit's list, in any order, plus the
   // pins. The result is scratch; it ascends and has no repeats.
@@ -113,6 +122,8 @@ class Store {
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
   virtual std::int64_t page_bytes(Tier tier) const = 0;  // bytes of frames in use, which the limits bound; exact
+  // Bytes of device pages that leave as soon as frames run short, as counted at the end of each prompt; exact.
+  virtual std::int64_t spare_bytes() const = 0;
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
   // start. -1 = no limit, or enough for all slots.
   virtual std::int64_t page_limit() const { return options_.device_limit; }
@@ -136,12 +147,28 @@ class Store {
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
   virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // place
+  // The same edit for one slot: counts the pages that may leave to spare_ of its layer and slot.
+  virtual void count_spare(const Edit& e, int slot) = 0;
+  virtual Fit recall_layer(int layer, int slot) = 0;
+  virtual void mark_spilled(int /*slot*/) {}
+  virtual std::int64_t free_frames(Tier tier) const = 0;
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 
   // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index and count.
   static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
                          Stream device, Stream through);
+  bool spills_at_once() const { return spills_at_once_; }
+  // Whether place edits of the slot take effect.
+  bool spills(int slot) const { return spills_at_once_ || spilled_[static_cast<std::size_t>(slot)]; }
+  // Spills the sequence with the most spare pages. Returns false if no page may leave.
+  bool spill_one();
+  void spill(int slot);  // place edits of the slot take effect from now on
+  void spill_at_once();  // and those of all slots
+  std::int64_t spare_pages(int slot) const;
+  std::size_t layer_slot(int layer, int slot) const {
+    return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
+  }
   [[noreturn]] static void bad(const Edit& e, const std::string& what);  // throws Errc::plugin
   void forget(int slot);  // clears the slot's counters and waiting edits, and frees the slot
 
@@ -170,8 +197,16 @@ class Store {
   Ledger ledger_;
   StoreWorkspace workspace_;
   bool in_graph_ = false;
+  std::vector<std::int32_t> spare_;  // [layer, slot]
+  std::vector<bool> spilled_;        // [slot]
 
  private:
+  Applied place(const Edit& e, const std::vector<std::int32_t>& slots);
+
+  bool spills_at_once_;
+  bool spilling_ = false;     // spill_one runs
+  std::vector<Edit> places_;  // [layer] the first place edit with a list that lasts: which pages stay at a spill
+  std::vector<bool> placed_;  // [layer, slot] such an edit came since the last part of the prompt
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);

@@ -18,6 +18,7 @@ class FlexiCache final : public kvlab::Policy {
         reranks_(p.get<bool>("reranking")),
         unstable_heads_(p.get<bool>("unstable_heads")),
         reuses_(p.get<bool>("frame_reuse")),
+        overlaps_(p.get<bool>("overlap")),
         pins_{.last = p.get<bool>("keep_new") ? p.get<int>("rerank_every") : 0, .newest_page = true} {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
@@ -57,13 +58,23 @@ class FlexiCache final : public kvlab::Policy {
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_) return;
-    const Heads due = Heads::every(step.steps, reranks_ ? period_ : 0);
-    choose(step, step.queries, due.or_of(unstable_.of(step)), s);
-    place(step, due, {kvlab::Deadline::this_attention}, edits);
+    const Heads now = overlaps_ ? Heads::every(step.steps, 0) : due(step);
+    if (!overlaps_ || unstable_heads_) choose(step, step.queries, now.or_of(unstable_.of(step)), s);
+    if (!overlaps_) place(step, now, {kvlab::Deadline::this_attention}, edits);
     edits.attend(chosen_.of(step), pins_);
   }
 
+  // The authors pause a sequence until its pages are there. Here they travel beside the rest of the step, and attention
+  // reads them from the next step on.
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_ || !overlaps_) return;
+    choose(step, step.queries, due(step).except(unstable_.of(step)), s);
+    place(step, due(step), {}, edits);
+  }
+
  private:
+  Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
+
   void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
     kvlab::PageChoice choice = choice_;
     choice.heads = heads;
@@ -79,7 +90,7 @@ class FlexiCache final : public kvlab::Policy {
   }
 
   int dense_, period_;
-  bool reranks_, unstable_heads_, reuses_, capturable_ = true;
+  bool reranks_, unstable_heads_, reuses_, overlaps_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
@@ -99,4 +110,5 @@ KVLAB_PLUGIN(
         .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")
         .component("unstable_heads", "the profile's unstable heads stay on the device; off = all heads are stable")
         .component("frame_reuse", "pages that come take the frames of pages that leave; off = frames of the pool")
+        .component("overlap", "new pages come beside the step and are read by the next one; off = the step waits")
         .component("stability_aware", "stable heads choose every rerank_every steps; off = in every step"))

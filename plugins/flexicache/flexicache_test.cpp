@@ -28,8 +28,10 @@ std::set<int> with_new(std::vector<int> pages, int position, int tokens) {
 }  // namespace
 
 TEST_CASE("flexicache reads on real text what a plain implementation reads, and holds no more") {
-  OnText run(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}}, most_tokens, prompt + steps, page,
-             unstable);
+  const bool overlap = GENERATE(true, false);
+  CAPTURE(overlap);
+  OnText run(Role::policy, "flexicache", {{"rerank_every", std::int64_t{period}}, {"overlap", overlap}}, most_tokens,
+             prompt + steps, page, unstable);
   run.prefill(prompt);
   const auto k = static_cast<std::size_t>((most_tokens - period) / page);
   std::map<std::pair<int, int>, std::vector<int>> chosen;
@@ -44,10 +46,15 @@ TEST_CASE("flexicache reads on real text what a plain implementation reads, and 
         CAPTURE(step, layer, head);
         const bool due = step % period == 0;
         auto& pages = chosen[{layer, head}];
-        if (due || unstable(layer, head)) pages = best_pages(run, layer, head, position, k);
-        const std::set<int> wanted = with_new(pages, position, period);
+        const auto choose = [&] { pages = best_pages(run, layer, head, position, k); };
+        if (unstable(layer, head) || (due && !overlap)) choose();
+        std::set<int> wanted = with_new(pages, position, period);
         const auto& read = run.layer(layer).read[static_cast<std::size_t>(step)][static_cast<std::size_t>(head)];
         CHECK(std::set<int>(read.begin(), read.end()) == wanted);
+        if (due && overlap && !unstable(layer, head)) {  // the next step reads them
+          choose();
+          wanted = with_new(pages, position, period);
+        }
         const auto device = run.pages_on(Tier::device, layer, head), host = run.pages_on(Tier::host, layer, head);
         if (unstable(layer, head)) {
           CHECK(static_cast<int>(device.size()) == position / page + 1);

@@ -17,7 +17,8 @@ struct Finding;  // core's own
 // needs a dense list, else Errc::unsupported.
 //   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
 //                    evict_rest and move beside a list to attend to: they would change the places that it names
-//   next_attention   at once; an edit of select() waits for the end of this layer's attention
+//   next_attention   at once; an edit of select() waits for the end of this layer's attention. Pages that a place edit
+//                    brings travel beside the rest of the step
 //   next_step        at the end of this step, or of this chunk of the prompt
 //   steps_from_now   at the end of that many decode steps of the row, this one included; 0 = next_attention
 struct Deadline {

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "ops/select/placement.hpp"
 
 namespace kvlab::ops {
 
@@ -25,6 +24,5 @@ void round_allotment_reference(View<const std::int32_t, 2> length, const std::ui
 void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
 void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
                            PageList out);
-void place_pages_reference(const PlacementArgs& a);
 
 }  // namespace kvlab::ops

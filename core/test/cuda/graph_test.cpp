@@ -4,6 +4,7 @@
 #include "base/backend.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
+#include "ops/page/paged.hpp"
 #include "ops/select/allot.hpp"
 #include "support/contract.hpp"
 #include "support/token_reader.hpp"
@@ -20,26 +21,34 @@ struct Pair {
   Engine graphs, eager;
   int vocab = model->config.vocab;
 
-  static EngineOptions options(const PolicySpec& spec, int max_tokens) {
+  // frames: of the device, for sequences that spill under pressure; 0 = enough for all, and they spill at once.
+  static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0) {
     EngineOptions o;
     o.device = Device::cuda;
     o.slots = 3;
     o.max_tokens = max_tokens;
     o.page_size = spec.page_size;
     o.budget = spec.budget;
+    if (frames == 0) return o;
+    o.spill = Spill::pressure;
+    o.device_limit =
+        frames * ops::make_layout(DType::bf16, CodecSpec{}, spec.page_size, 16, 0).bytes;  // head_dim of the model
     return o;
   }
   template <class Make>
-  Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96)
-      : graphs(model, policy(), options(spec, max_tokens)), eager(model, policy(), options(spec, max_tokens)) {
+  Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0)
+      : graphs(model, policy(), options(spec, max_tokens, frames)), eager(model, policy(), options(spec, max_tokens)) {
     eager.observe(&nobody);
   }
-  explicit Pair(const PolicySpec& spec = test::full_spec())
-      : Pair(spec, [&] {
-          auto policy = test::subjects().policy(spec);
-          if (policy->needs().profile()) policy->load_profile(every_other_head());
-          return policy;
-        }) {}
+  explicit Pair(const PolicySpec& spec = test::full_spec(), std::int64_t frames = 0)
+      : Pair(
+            spec,
+            [&] {
+              auto policy = test::subjects().policy(spec);
+              if (policy->needs().profile()) policy->load_profile(every_other_head());
+              return policy;
+            },
+            96, frames) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -186,6 +195,29 @@ TEST_CASE("cuda engine: policies that act on the host at decode steps are not re
     for (int i = 0; i < 3; ++i) p.step({a});
     CHECK(p.graphs.replays() == 0);
   }
+}
+
+TEST_CASE("cuda engine: a sequence that spills in its steps gives what one gives that spilled at once") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
+    const std::int64_t heads = 2 * 2, pages = (70 + spec.page_size - 1) / spec.page_size;
+    Pair p(spec, heads * (2 * pages + 1));  // a graph's engine has a page left for each head
+    const int a = p.open(70, 1), b = p.open(70, 2);
+    p.step({a, b});
+    p.step({a, b});
+    CHECK(p.graphs.store().page_bytes(Tier::host) == 0);
+    CHECK(p.graphs.store().spare_bytes() > 0);
+    for (int i = 0; i < 16; ++i) p.step({a, b});
+    CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
+    CHECK(p.graphs.replays() == 18 - 2);  // each kind of step runs once without a graph
+    for (int i = 0; i < 3; ++i) p.step({b});
+    p.graphs.store().check_invariants();
+  }
+  CHECK(known == 2);
 }
 
 TEST_CASE("cuda engine: steps that evict are replayed") {

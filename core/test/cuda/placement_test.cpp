@@ -1,5 +1,3 @@
-#include "ops/select/placement.hpp"
-
 #include <kvlab/ops.hpp>
 
 #include <catch2/catch.hpp>

@@ -92,7 +92,9 @@ void check_slack() {
 void finish(Stream* s) {
   const std::lock_guard lock(mutex);
   if (s->capturing) throw_device("got a wait for a stream while a graph is captured from it");
+  if (s->after) finish(s->after);
   std::vector<Work> work = std::exchange(s->waiting, {});
+  s->begun += work.size();
   for (const Work& w : work) w();
   check_slack();
 }
@@ -130,29 +132,61 @@ void copy(void* to, const void* from, std::size_t bytes, void* handle) {
   submit(s, [to, kept = std::vector<std::byte>(begin, begin + bytes)] { std::memcpy(to, kept.data(), kept.size()); });
 }
 
+struct Event {
+  Stream* stream = nullptr;
+  std::size_t behind = 0;  // work given to the stream until then
+  std::chrono::steady_clock::time_point at;
+};
+
+// Work of a stream that waited for another runs as late as it may: when that one waits for it.
+void wait(Event* event, Stream* s) {
+  const std::lock_guard lock(mutex);
+  Stream* other = event->stream;
+  if (other == nullptr || other == s) return;
+  if (other->after != s) {
+    s->after = other;
+    s->capturing = s->capturing || other->capturing;
+    return;
+  }
+  if (event->behind <= other->begun) return;
+  const auto end = other->waiting.begin() + static_cast<std::ptrdiff_t>(event->behind - other->begun);
+  s->waiting.insert(s->waiting.end(), other->waiting.begin(), end);
+  other->waiting.erase(other->waiting.begin(), end);
+  other->begun = event->behind;
+}
+
 struct Graph {
   std::vector<Work> work;
 };
 
+// Ends the capture of the streams that wait for `s`, too. Work of theirs that `s` did not wait for is an error.
+void end_capture(Stream* s) {
+  s->capturing = false;
+  for (Stream* other : streams) {
+    if (other->after != s || !other->capturing) continue;
+    other->capturing = false;
+    if (const std::size_t left = std::exchange(other->waiting, {}).size())
+      throw_device("got " + std::to_string(left) + " pieces of work that a captured stream did not wait for");
+  }
+}
+
 void* capture(void* handle, void (*work)(void*), void* context) {
   Stream* s = stream_of(handle);
+  for (Stream* other : streams)
+    if (other->after == s) finish(other);
   finish(s);
   s->capturing = true;
   try {
     work(context);
   } catch (...) {
-    s->capturing = false;
     s->waiting.clear();
+    end_capture(s);
     throw;
   }
-  s->capturing = false;
+  end_capture(s);
+  s->begun += s->waiting.size();
   return new Graph{std::exchange(s->waiting, {})};
 }
-
-struct Event {
-  Stream* stream = nullptr;
-  std::chrono::steady_clock::time_point at;
-};
 
 kvlab::KeptMemory& kept_memory() {
   kvlab::KeptMemory::Device device;
@@ -234,12 +268,14 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {
     submit(stream_of(stream), [=] { std::memset(to, byte, bytes); });
   };
-  r.new_stream = []() -> void* { return *streams.insert(new Stream).first; };
+  r.new_stream = [](bool) -> void* { return *streams.insert(new Stream).first; };
   r.delete_stream = [](void* stream) {
     Stream* s = stream_of(stream);
     finish_quietly(s);
     kept_memory().drop(s);
     streams.erase(s);
+    for (Stream* other : streams)
+      if (other->after == s) other->after = nullptr;
     delete s;
   };
   r.synchronize = [](void* stream) {
@@ -269,7 +305,9 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     auto* event = static_cast<Event*>(e);
     event->stream = stream_of(stream);
     submit(event->stream, [event] { event->at = std::chrono::steady_clock::now(); });
+    event->behind = event->stream->begun + event->stream->waiting.size();
   };
+  r.wait = [](void* event, void* stream) { wait(static_cast<Event*>(event), stream_of(stream)); };
   r.elapsed = [](void* begin, void* end) {
     auto *from = static_cast<Event*>(begin), *to = static_cast<Event*>(end);
     finish(to->stream);

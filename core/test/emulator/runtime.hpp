@@ -13,7 +13,9 @@ using Work = std::function<void()>;
 
 struct Stream {
   std::vector<Work> waiting;
+  std::size_t begun = 0;  // work that left `waiting`
   bool capturing = false;
+  Stream* after = nullptr;  // its work runs after all of this stream's
 };
 
 void submit(Stream* stream, Work work);

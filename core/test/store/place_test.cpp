@@ -142,6 +142,108 @@ TEST_CASE("place takes lists that last, by slot") {
   CHECK(list.index(second, 1, 0) == 3);
 }
 
+namespace {
+
+// Sequences of 20 tokens in a store for 44 device frames, of which each takes 20. Place edits come with lists that
+// last.
+struct Pressed : Placed {
+  static constexpr int frames = 44;
+  std::unique_ptr<CpuStore> store;
+  KeptPages kept;
+
+  explicit Pressed(std::int64_t host_frames = -1) {
+    const std::int64_t frame = [&] {
+      CpuStore one(options);
+      fill(one, one.open(), 1);
+      return one.page_bytes(Tier::device) / 4;
+    }();
+    options.spill = Spill::pressure;
+    options.device_limit = frames * frame;
+    if (host_frames >= 0) options.host_limit = host_frames * frame;
+    store = std::make_unique<CpuStore>(options);
+    kept = KeptPages("kept", options.shape, 4, store->workspace());
+  }
+  // Opens a slot, whose heads shall keep `page` and the newest one.
+  int open(int page) {
+    const int slot = store->open();
+    REQUIRE(fill(*store, slot, 20) == Fit::ok);
+    for (int layer = 0; layer < 2; ++layer) place(slot, layer, page);
+    return slot;
+  }
+  Applied place(int slot, int layer, int page) {
+    const std::vector<std::int32_t> rows{slot};
+    LayerKv kv;
+    kv.layer = layer;
+    kv.pages = store->view(layer, rows);
+    const PageList list = kept.of(kv);
+    for (int h = 0; h < 2; ++h) list.index(slot, h, 0) = page, list.count(slot, h) = 1;
+    Edits edits(layer);
+    edits.place(list, {});
+    return store->apply(edits.all(), rows);
+  }
+  Pages device(int slot) const { return pages_on(*store, Tier::device, slot, 1, 1); }
+  Pages host(int slot) const { return pages_on(*store, Tier::host, slot, 0, 0); }
+};
+
+const Pages all{0, 1, 2, 3, 4};
+
+}  // namespace
+
+TEST_CASE("under pressure pages stay on the device until frames run short, and then one sequence spills") {
+  Pressed f;
+  const int a = f.open(1), b = f.open(2);
+  const auto tokens = test::stored_tokens(*f.store, 1, a, 1);
+  CHECK(f.store->fired() == 0);
+  CHECK(f.device(a) == all);
+  CHECK(f.device(b) == all);
+  CHECK(f.host(a).empty());
+  CHECK(f.store->spare_bytes() * 20 == f.store->page_bytes(Tier::device) / 2 * 2 * 3 * 4);  // 3 of 5 pages of each head
+  CHECK(f.place(a, 0, 3).changed == 0);                                                     // the list may change
+  f.place(a, 0, 1);
+  const int c = f.open(0);  // 20 frames more: a spill gives 12, so both others spill
+  CHECK(f.device(c) == all);
+  CHECK(f.device(a) == Pages{1, 4});
+  CHECK(f.device(b) == Pages{2, 4});
+  CHECK(f.host(a) == all);
+  CHECK(test::stored_tokens(*f.store, 1, a, 1) == tokens);
+  CHECK(f.place(a, 1, 0).changed == 4);  // from now on the edits of a are carried out
+  CHECK(f.device(a) == Pages{0, 4});
+  CHECK(f.place(c, 1, 3).changed == 0);
+  CHECK(f.device(c) == all);
+  f.store->close(a);
+  f.store->close(b);
+  CHECK(f.open(2) == a);  // there are frames again, and nobody spills
+  CHECK(f.device(c) == all);
+  CHECK(f.device(a) == all);
+  f.store->check_invariants();
+}
+
+TEST_CASE("a sequence does not spill while its prompt goes on, nor where the host has no room for it") {
+  Pressed small(8);
+  const int a = small.open(1), b = small.open(1);
+  (void)b;
+  CHECK(small.fill(*small.store, small.store->open(), 20) == Fit::out_of_memory);
+  CHECK(small.device(a) == all);
+  small.store->check_invariants();
+
+  Pressed f;
+  const int first = f.open(1), second = f.open(1);
+  for (int layer = 0; layer < 2; ++layer) REQUIRE(f.store->recall_all(layer, first) == Fit::ok);
+  CHECK(f.store->spare_bytes() * 20 == f.store->page_bytes(Tier::device) / 2 * 3 * 4);
+  CHECK(f.fill(*f.store, f.store->open(), 12) == Fit::ok);
+  CHECK(f.device(first) == all);
+  CHECK(f.device(second) == Pages{1, 4});
+  f.store->check_invariants();
+}
+
+TEST_CASE("under pressure an edit whose list does not last is carried out at once") {
+  Pressed f;
+  const int a = f.open(1);
+  CHECK(place(*f.store, a, Lists(2, {2}).pages(), {}).changed == 2 * 3);
+  CHECK(pages_on(*f.store, Tier::device, a, 0) == Pages{2, 4});
+  CHECK(f.device(f.open(3)) == Pages{3, 4});
+}
+
 TEST_CASE("what place cannot do is refused or reported") {
   StoreFixture plain;
   CpuStore without(plain.options);
