@@ -397,10 +397,27 @@ Fit Engine::attended(const DecodeLayer& l) {
   if (observer_) observer_->attended(stream_.device() == Device::cpu ? l : seen_.of(l, stream_), *store_);
   Fit fit = apply(waiting_, *l.slots);
   waiting_.clear();
-  if (fit != Fit::ok) return fit;
+  return fit == Fit::ok ? observe(l) : fit;
+}
+
+Fit Engine::observe(const DecodeLayer& l) {
   Edits edits(l.layer);
-  policy_->observe(layer_step(l), edits, stream_);
-  return apply_after("observe", edits.all(), *l.slots);
+  if (!needs_.observe_beside()) {
+    policy_->observe(layer_step(l), edits, stream_);
+    return apply_after("observe", edits.all(), *l.slots);
+  }
+  const bool beside = keeps_rows() && store_->in_graph();
+  const Stream s = beside ? store_->begin_beside() : stream_;
+  struct Beside {
+    Store& store;
+    ~Beside() { store.leave_beside(); }
+  } const until_the_end{*store_};
+  LayerStep step = layer_step(l);
+  step.mass = {}, step.output = {};
+  policy_->observe(step, edits, s);
+  const Fit fit = apply_after("observe", edits.all(), *l.slots);
+  if (beside) store_->end_beside();
+  return fit;
 }
 
 Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {

@@ -117,6 +117,8 @@ class Engine final : private LayerHooks {
 
  private:
   bool replayable() const override { return capturable_ && options_.graphs && !observer_; }
+  // Queries of other regimes lie in a buffer that the next layer takes.
+  bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
   bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
   bool wants_prompt_output() const override {
     return observer_ && observer_->reads_of_prompt() == EngineObserver::Prompt::everything;
@@ -131,6 +133,7 @@ class Engine final : private LayerHooks {
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
+  Fit observe(const DecodeLayer& l);
   void keep_window(const PromptLayer& l);
   // Of a callback that is not select().
   Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);

@@ -83,6 +83,7 @@ void CudaExecutor::begin(std::span<const int> tokens, const std::vector<std::int
   const ModelConfig& c = model_->config;
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   phase_ = phase;
+  keeps_rows_ = false;
   static_assert(sizeof(int) == sizeof(std::int32_t));
   copy_memory(room<std::int32_t>(tokens_, n), tokens.data(), tokens.size_bytes(), stream_);
   copy_memory(room<std::int32_t>(position_, n), position.data(), position.size() * sizeof(std::int32_t), stream_);
@@ -197,12 +198,12 @@ void CudaExecutor::project(int layer, std::int64_t rows) {
   const CudaLayer& l = weights_.layers[static_cast<std::size_t>(layer)];
   const std::int64_t block = rows_together();
   const bool left = layer > 0 && fuses_norms(rows);
+  qkv_at_ = keeps_rows_ ? layer * rows * qkv_width() : 0;
   for (std::int64_t at = 0; at < rows; at += block) {
     const std::int64_t count = std::min(block, rows - at);
     ops::NormTaken taken;
     const void* x = normed(at, count, l.input_norm, left, taken);
-    ops::LinearArgs a =
-        product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv_.as<float>() + at * qkv_width(), qkv_width());
+    ops::LinearArgs a = product(l.qkv, x, weights_.dtype, count, l.qkv_bias, qkv() + at * qkv_width(), qkv_width());
     a.taken = taken;
     ops::linear(a, stream_);
   }
@@ -214,7 +215,7 @@ ops::RopeAppendArgs CudaExecutor::rope(int layer, std::int64_t rows) {
   ops::RopeAppendArgs a;
   a.rows = static_cast<int>(rows);
   a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
-  a.qkv = qkv_.as<float>();
+  a.qkv = qkv();
   a.qkv_stride = qkv_width();
   a.query_norm = l.query_norm.as<float>(), a.key_norm = l.key_norm.as<float>();
   a.eps = c.rms_eps;
@@ -271,7 +272,7 @@ void CudaExecutor::turn(const PagedKv& kv, bool ahead) {
   ops::RopeRankArgs a;
   a.rows = kv.rows;
   a.heads = c.heads, a.kv_heads = c.kv_heads, a.head_dim = c.head_dim;
-  a.x = qkv_.as<float>();
+  a.x = qkv();
   a.x_stride = qkv_width();
   a.out_stride = turned_width();
   a.values = re_rotated() ? c.kv_heads : 0;
@@ -464,7 +465,7 @@ void CudaExecutor::logits_of(std::int64_t rows, View<float, 2> out) {
 
 View<const float, 3> CudaExecutor::part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
   const std::int64_t dim = model_->config.head_dim;
-  return {qkv_.as<float>() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
+  return {qkv() + first_head * dim, {rows, heads, dim}, {qkv_width(), dim, 1}};
 }
 
 View<const float, 3> CudaExecutor::turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const {
@@ -558,7 +559,7 @@ void CudaExecutor::read(std::int64_t rows, const StepResult& out) {
 }
 
 CudaExecutor::State CudaExecutor::state() const {
-  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace().moves(),
+  return {require_cuda("the executor on CUDA").runtime.scratch_moves(), grown_, store_.workspace_moves(),
           store_.tails_below()};
 }
 
@@ -612,6 +613,8 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     }
   } const until_the_end{store_};
   store_.in_graph(replayable);
+  keeps_rows_ = replayable && hooks.keeps_rows();
+  if (keeps_rows_) room<float>(qkv_, model_->config.layers * n * qkv_width());
   room_ = 0;
   if (replayable) {
     store_.make_way(slots);

@@ -113,8 +113,12 @@ class CudaExecutor final : public Executor {
   DType attended_type_ = DType::f32;        // its type
   const CudaModel& weights_;
   Stream stream_;
-  StreamMemory cosine_, sine_;        // f32 [max_tokens, head_dim / 2]
-  StreamMemory tokens_, position_;    // i32 [row]
+  StreamMemory cosine_, sine_;      // f32 [max_tokens, head_dim / 2]
+  StreamMemory tokens_, position_;  // i32 [row]
+  // qkv_: of a decode step whose hooks keep rows, one after the other for all layers.
+  float* qkv() const { return qkv_.as<float>() + qkv_at_; }
+  std::int64_t qkv_at_ = 0;
+  bool keeps_rows_ = false;
   StreamMemory x_, qkv_, attention_;  // f32 [row, hidden], [row, heads + 2 kv_heads, head_dim], [row, heads, head_dim];
                                       // attention_ of a prompt may have the weights' dtype if no hook reads it, and
                                       // rounded queries may follow it

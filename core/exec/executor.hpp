@@ -61,6 +61,8 @@ class LayerHooks {
   // Returns whether decode steps do without the host. Then the stream's work of one step serves all later steps of as
   // many rows, and an executor may leave the calls below out.
   virtual bool replayable() const { return false; }
+  // Returns whether attended() leaves work in another stream that reads this layer's rows until the step ends.
+  virtual bool keeps_rows() const { return false; }
   // Called after the last layer of a decode step, before the rows' counters advance.
   virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
 };

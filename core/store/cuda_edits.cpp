@@ -120,17 +120,26 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     // A head's set may grow by a page. If no frame is free, pages that leave give theirs.
     if (!reserve(Tier::device, heads)) reserve_by_spilling(heads);
   }
-  a.lists = take_scratch<std::int32_t>(workspace_, "place", {2 * heads * a.most}).data;
-  const bool beside = e.when.kind != Deadline::this_attention;
-  const int lane = beside ? side_->next() : SideStream::lanes;
-  a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer();
-  a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
-  const CudaStoreLayer l = layer(e.layer);
-  only_on_cuda<cuda_store::plan_place>(l, a, stream_);
-  only_on_cuda<cuda_store::copy_placed>(l, a, beside ? side_->begin() : stream_);
-  if (beside) side_->end(lane);
+  a.lists = take_scratch<std::int32_t>(workspace(), "place", {2 * heads * a.most}).data;
   placing_[static_cast<std::size_t>(e.layer)] = true;
   stale_ = true;
+  const CudaStoreLayer l = layer(e.layer);
+  const auto jobs_of = [&](int lane) {
+    a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer();
+    a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
+  };
+  if (beside_ || e.when.kind == Deadline::this_attention) {
+    const Stream both = beside_ ? side_->stream() : stream_;
+    jobs_of(beside_ ? SideStream::lanes : SideStream::lanes + 1);
+    only_on_cuda<cuda_store::plan_place>(l, a, both);
+    only_on_cuda<cuda_store::copy_placed>(l, a, both);
+    return {Fit::ok, -1};
+  }
+  const int lane = side_->next();
+  jobs_of(lane);
+  only_on_cuda<cuda_store::plan_place>(l, a, stream_);
+  only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
+  side_->end(lane);
   return {Fit::ok, -1};
 }
 

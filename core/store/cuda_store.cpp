@@ -89,6 +89,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
+  side_ = std::make_unique<SideStream>(stream_);
   if (options_.host_pages) prepare_places();
   if (options_.host_pages && !open_host_tier())
     throw Error(Errc::config, "got no pinned memory for the pages on the host, wanted " +
@@ -111,9 +112,8 @@ void CudaStore::prepare_places() {
     zero_memory(m.as<>(), n, stream_);
     return m;
   };
-  side_ = std::make_unique<SideStream>(stream_);
-  place_jobs_ = StreamMemory(stream_, bytes(4 * (SideStream::lanes + 1) * most_pages_of_layer()));
-  place_counts_ = zeros(bytes(2 * (SideStream::lanes + 1)));
+  place_jobs_ = StreamMemory(stream_, bytes(4 * (SideStream::lanes + 2) * most_pages_of_layer()));
+  place_counts_ = zeros(bytes(2 * (SideStream::lanes + 2)));
   returned_ = zeros(bytes(1 + capacity_[0]));
   spilled_flags_ = zeros(static_cast<std::size_t>(options_.shape.max_slots));
   spare_counts_ = zeros(spare_.size() * sizeof(std::int32_t));
@@ -234,15 +234,17 @@ int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) con
 }
 
 void CudaStore::settle() {
-  if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
+  if (beside_) synchronize(side_->stream());
   side_->join();
+  if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
   only_on_cuda<cuda_store::take_back>(layer(0), stream_);
   placing_.assign(placing_.size(), false);
 }
 
 void CudaStore::reserved(bool yes) {
   // Work beside a step that could not be captured belongs to no graph.
-  if (reserved_ && !yes && side_ && side_->busy()) side_->forget();
+  if (reserved_ && !yes && side_->busy()) side_->forget();
+  beside_ = beside_ && yes;
   reserved_ = yes;
 }
 

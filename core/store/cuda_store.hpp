@@ -108,6 +108,8 @@ class CudaStore final : public Store {
   Fit recall_layer(int layer, int slot) override;
   void mark_spilled(int slot) override;
   std::int64_t free_frames(Tier tier) const override;
+  Stream fork() override { return side_->begin(); }
+  void forked() override { side_->end(SideStream::no_lane); }
   // Reserves exactly known frames of the device. Makes sequences spill where it must.
   bool reserve_by_spilling(std::int64_t frames);
   std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
@@ -133,7 +135,8 @@ class CudaStore final : public Store {
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
   mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
   mutable StreamMemory positions_;                             // result of the latest positions_by_place
-  // Place edits: one set of jobs for each lane of side_, and one for the copies in the stream itself.
+  // Place edits: one set of jobs for each lane of side_, one for plans in side_ itself, and one for copies in the
+  // stream.
   std::unique_ptr<SideStream> side_;
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count

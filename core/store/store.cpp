@@ -3,6 +3,7 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/part_timer.hpp"
 #include "store/cpu_store.hpp"
@@ -88,10 +89,11 @@ bool Store::spill_one() {
   if (chosen < 0) return false;
   spill(chosen);
   struct Spilling {
-    bool& on;
-    explicit Spilling(bool& flag) : on(flag) { on = true; }
-    ~Spilling() { on = false; }
-  } const until_the_end(spilling_);
+    Store& store;
+    const bool beside;
+    explicit Spilling(Store& of) : store(of), beside(std::exchange(of.beside_, false)) { store.spilling_ = true; }
+    ~Spilling() { store.spilling_ = false, store.beside_ = beside; }
+  } const until_the_end(*this);
   const std::vector<std::int32_t> one{chosen};
   for (int layer = 0; layer < s.layers; ++layer) {
     if (!placed_[layer_slot(layer, chosen)]) continue;
@@ -211,11 +213,26 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) 
   return one;
 }
 
+Stream Store::begin_beside() {
+  const Stream s = fork();
+  if (!beside_workspace_) beside_workspace_ = std::make_unique<StoreWorkspace>(ledger_, s);
+  beside_ = true;
+  return s;
+}
+
+void Store::end_beside() {
+  beside_workspace_->reset();
+  forked();
+  beside_ = false;
+}
+
 Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   Applied total;
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     check_edit(e, slots.size());
+    if (beside_ && e.verb != Edit::place)
+      bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone");
     const bool later =
         e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0);
     if (in_graph_ && (later || of_pages(e.verb)))

@@ -95,6 +95,7 @@ class Store {
   // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that need the host then
   // throw Errc::plugin: those of pages, and those that wait for a later step.
   void in_graph(bool yes) { in_graph_ = yes; }
+  bool in_graph() const { return in_graph_; }
   // Brings every page of the slot's layer back to the device, for the next part of its prompt.
   Fit recall_all(int layer, int slot);
   // Whether place edits of one of the slots take effect.
@@ -127,7 +128,17 @@ class Store {
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
   // start. -1 = no limit, or enough for all slots.
   virtual std::int64_t page_limit() const { return options_.device_limit; }
-  StoreWorkspace& workspace() { return workspace_; }
+  // The workspace of the stream that work goes to.
+  StoreWorkspace& workspace() { return beside_ ? *beside_workspace_ : workspace_; }
+  // Blocks that workspaces allocated. Each voids addresses of earlier callbacks.
+  std::int64_t workspace_moves() const {
+    return workspace_.moves() + (beside_workspace_ ? beside_workspace_->moves() : 0);
+  }
+  // Of a step that a graph holds or is to hold: work that edits give, until end_beside, runs beside the step's later
+  // work, and settle() joins it. Of edits it takes place edits alone. Returns its stream: on the CPU the store's own.
+  Stream begin_beside();
+  void end_beside();
+  void leave_beside() { beside_ = false; }    // where an error ends it
   virtual void protect_host(bool on) = 0;     // makes any access of the host tier fault; Errc::unsupported on CUDA
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
@@ -152,6 +163,8 @@ class Store {
   virtual Fit recall_layer(int layer, int slot) = 0;
   virtual void mark_spilled(int /*slot*/) {}
   virtual std::int64_t free_frames(Tier tier) const = 0;
+  virtual Stream fork() { return stream_; }
+  virtual void forked() {}
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 
@@ -197,6 +210,8 @@ class Store {
   Ledger ledger_;
   StoreWorkspace workspace_;
   bool in_graph_ = false;
+  bool beside_ = false;  // between begin_beside and end_beside
+  std::unique_ptr<StoreWorkspace> beside_workspace_;
   std::vector<std::int32_t> spare_;  // [layer, slot]
   std::vector<bool> spilled_;        // [slot]
 

@@ -29,6 +29,7 @@ class FlexiCache final : public kvlab::Policy {
         .page_summary(kvlab::Summary::min_max)
         .dense_layers(dense_)
         .host_pages(true)
+        .observe_beside(true)
         .steps(true)
         .profile(unstable_heads_)
         .capturable(capturable_);

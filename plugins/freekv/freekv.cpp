@@ -26,6 +26,7 @@ class FreeKv final : public kvlab::Policy {
         .page_summary(kvlab::Summary::min_max)
         .dense_layers(dense_)
         .host_pages(true)
+        .observe_beside(true)
         .capturable(capturable_);
   }
 

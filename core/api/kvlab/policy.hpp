@@ -50,6 +50,9 @@ class Needs {
   // The policy places pages on the host (Edits::place). Core then takes the host tier at the start of the run.
   Needs& host_pages(bool yes) { return host_pages_ = yes, *this; }
   Needs& steps(bool yes) { return steps_ = yes, *this; }  // LayerKv::steps
+  // observe reads neither mass nor output and gives no edits but `place`. A GPU then runs it beside the rest of the
+  // step. The next step's callbacks see all that it wrote; this step's see nothing.
+  Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
@@ -66,6 +69,7 @@ class Needs {
   bool capturable() const { return capturable_; }
   const std::vector<Device>& devices() const { return devices_; }
   const std::vector<DType>& dtypes() const { return dtypes_; }
+  bool observe_beside() const { return observe_beside_; }
   bool uniform_heads() const { return uniform_heads_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
@@ -83,6 +87,7 @@ class Needs {
   bool capturable_ = false;
   std::vector<Device> devices_;
   std::vector<DType> dtypes_;
+  bool observe_beside_ = false;
   bool uniform_heads_ = false;
   bool profile_ = false;
   bool host_pages_ = false;
