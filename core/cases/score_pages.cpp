@@ -128,12 +128,14 @@ struct PageCase {
   int summary_gap = 0;  // bytes after each summary
   int query_gap = 0;    // elements after each query
   bool ties = false;    // few scores are distinct
+  bool nans = false;    // some scores are NaN
 
   std::string text() const {
     return fmt::format(
-        "{} rows of {} KV heads in groups of {}, dim {}, pages {}, {} of {}, rule {}, budget {}, gaps {} and {}{}{}",
+        "{} rows of {} KV heads in groups of {}, dim {}, pages {}, {} of {}, rule {}, budget {}, gaps {} and {}{}{}{}",
         rows, kv_heads, group, dim, fmt::join(pages, " "), kind == Summary::mean ? "means" : "boxes", name_of(dtype),
-        static_cast<int>(rule), budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "");
+        static_cast<int>(rule), budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "",
+        nans ? ", NaN" : "");
   }
 };
 
@@ -185,6 +187,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
     float x = normal(rng);
     if (c.ties) x = i % width ? 0 : std::round(x);
     if (c.kind == Summary::min_max) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
+    if (c.nans && i / width % 3 == 0) x = NAN;
     wide[static_cast<std::size_t>(i)] =
         write_number(x, dtype, stored.data() + i / width * page_bytes + i % width * size);
   }
@@ -340,6 +343,13 @@ std::vector<PageCase> shared_blocks() {
   v.push_back(c);
   c.pages = {16001, 14337};
   v.push_back(c);
+  c.rows = 1, c.kv_heads = 1;
+  c.pages = {14336};
+  for (const bool ties : {false, true}) {
+    c.ties = ties, c.budget = ties ? 700 : -1;
+    v.push_back(c);
+  }
+  c.ties = false, c.budget = -1;
   c.rows = 700, c.kv_heads = 4;  // more pairs of row and KV head than one launch takes
   c.pages = {3, 0, 20, 1, 16, 33, 0};
   v.push_back(c);
@@ -349,17 +359,31 @@ std::vector<PageCase> shared_blocks() {
   return v;
 }
 
+// Few pairs of row and KV head have clusters of blocks of their own. Empty rows make them too many, so that blocks
+// share all pairs' tiles.
+constexpr int many_pairs = 70;
+Ints among_empty(Ints pages) {
+  pages.resize(many_pairs, 0);
+  return pages;
+}
+
 std::vector<PageCase> cuts() {
   std::vector<PageCase> v;
   PageCase c;
-  c.rows = 1, c.kv_heads = 5;
+  c.rows = many_pairs / 5, c.kv_heads = 5;
   for (int tiles = 1; tiles <= 40; tiles += tiles < 20 ? 1 : 5) {  // the cuts move through the heads behind
-    c.pages = {16 * tiles, 321, 0, 150, 16};
+    c.pages = among_empty({16 * tiles, 321, 0, 150, 16});
     c.rule = tiles % 4 ? GroupRule::max : GroupRule::softmax_mean;
     c.newest = ++c.seed % 2;
     v.push_back(c);
   }
-  c.rows = 60, c.kv_heads = 4, c.rule = GroupRule::max;
+  c.rows = 1, c.rule = GroupRule::max;
+  for (const int tiles : {1, 2, 7, 8, 9, 16, 31, 33}) {
+    c.pages = {16 * tiles, 321, 0, 150, 16 * tiles - 15};
+    c.newest = ++c.seed % 2;
+    v.push_back(c);
+  }
+  c.rows = 60, c.kv_heads = 4;
   for (const auto& pages : {Ints{1}, {0, 0, 1, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 700}, {1, 15, 16, 0, 17}, {0}}) {
     c.pages = pages, c.newest = ++c.seed % 2;
     v.push_back(c);
@@ -370,13 +394,29 @@ std::vector<PageCase> cuts() {
 std::vector<PageCase> budgets_and_ties() {
   std::vector<PageCase> v;
   PageCase c;
-  c.rows = 1, c.kv_heads = 4;
+  c.kv_heads = 4;
   for (const auto& pages : {Ints{1, 3, 40, 16}, {1023, 1024, 1025, 2048}, {2049, 4096, 4097, 700}})
     for (const int budget : {0, 1, 130, 5000})
       for (const bool ties : {false, true}) {
-        c.pages = pages, c.budget = budget, c.ties = ties, c.newest = ++c.seed % 2;
+        const bool shared = ++c.seed / 2 % 2;
+        c.rows = shared ? many_pairs / 4 : 1;
+        c.pages = shared ? among_empty(pages) : pages;
+        c.budget = budget, c.ties = ties, c.newest = c.seed % 2;
         v.push_back(c);
       }
+  return v;
+}
+
+std::vector<PageCase> not_numbers() {
+  std::vector<PageCase> v;
+  PageCase c;
+  c.nans = true, c.dim = 64, c.kind = Summary::mean, c.rule = GroupRule::mean, c.kv_heads = 2;
+  for (const int budget : {20, 250, 400})
+    for (const int rows : {1, many_pairs / 2}) {
+      c.rows = rows, c.budget = budget, c.newest = ++c.seed % 2;
+      c.pages = rows > 1 ? among_empty({300, 399}) : Ints{300, 399};
+      v.push_back(c);
+    }
   return v;
 }
 
@@ -547,6 +587,7 @@ std::vector<Case> list() {
   pages("pages: heads shared by many blocks, blocks shared by many heads, too long for one launch", shared_blocks);
   pages("pages: cuts at every place of a head, and in heads of a page", cuts);
   pages("pages: budgets of none, of one and of more than there is, ties", budgets_and_ties);
+  pages("pages: scores that are NaN", not_numbers);
   pages("pages: summaries and queries with gaps, heads of 64, groups of 8", gaps);
 
   const int tokens = Layer::tokens;
@@ -558,7 +599,7 @@ std::vector<Case> list() {
   v.push_back(boxes(layer, false, fmt::format("page_score, boxes of {} pages", layer.pages())));
   // Llama-3.1-8B's heads.
   for (const auto& [rows, context, page_size] :
-       {std::tuple{40, 10240, 16}, {40, 10240, 32}, {8, 32768, 16}, {1, 131072, 16}}) {
+       {std::tuple{40, 10240, 16}, {40, 10240, 32}, {8, 32768, 16}, {1, 32768, 16}, {1, 131072, 16}, {1, 229376, 16}}) {
     const Boxes b{rows, 32, 8, 128, context, page_size, 1024 / page_size};
     Case c = boxes(b, true, "");
     c.shape = fmt::format("boxes, top {} of {} pages of {}, {} x {}, one of {}", b.selected, b.pages(), page_size, rows,

@@ -9,6 +9,7 @@
 
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
+#include "ops/page/final_list.hpp"
 #include "ops/select/allot.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
@@ -81,6 +82,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     shape_ = shape;
     amount_ = amount;
     constants_ = {};
+    same_budgets_ = {};
     page_bytes_ = page_bytes(shape, codec(), needs());
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
@@ -126,10 +128,14 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       {
         const PartTimer timer(Part::select);
         list = step.list<PageList>("selected pages", step.max_pages);
+        pins = parts_.selector->pins();
+        if (step.final_list && !injector_) {
+          list.final = step.final_list;
+          list.final->pins = pins;
+        }
         LayerStep with = step;
         with.page_budgets = page_budgets(step, s);
         parts_.selector->select(with, list, s);
-        pins = parts_.selector->pins();
       }
       if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
@@ -287,17 +293,20 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   bool constant() const { return amount_.kind == BudgetAmount::unlimited || amount_.kind == BudgetAmount::tokens; }
 
   int pages_of_budget(const LayerStep& step, int row) const {
-    const int tokens = total(step.position[row]);
-    const int pages =
-        tokens == unlimited ? step.max_pages : std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size});
-    return std::min(pages, step.max_pages);
+    const int tokens = total(step.position[row]), all = shape_.max_pages();
+    return tokens == unlimited ? all
+                               : std::min(all, std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size}));
   }
 
   View<const std::int32_t, 2> page_budgets(const LayerStep& step, Stream s) {
     if (constant() && step.rows() > 0) {
-      const auto same = step.scratch<std::int32_t>("page budgets", {step.rows(), step.kv_heads()});
-      ops::fill_heads(same, pages_of_budget(step, 0), s);
-      return same;
+      const std::int64_t slots = shape_.max_slots, heads = step.kv_heads();
+      if (!same_budgets_) {
+        same_budgets_ = StreamMemory(s, static_cast<std::size_t>(slots * heads) * sizeof(std::int32_t));
+        const auto all = View<std::int32_t, 2>::dense(same_budgets_.as<std::int32_t>(), {slots, heads});
+        ops::fill_heads(all, pages_of_budget(step, 0), s);
+      }
+      return View<const std::int32_t, 2>::dense(same_budgets_.as<std::int32_t>(), {step.rows(), heads});
     }
     budgets_.clear();
     for (int row = 0; row < step.rows(); ++row)
@@ -338,6 +347,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   int every_ = 0, dense_layers_ = 0;
   bool steady_ = false;  // each decode step evicts down to the same number of tokens
   Constants constants_;
+  StreamMemory same_budgets_;  // [row, kv_head] pages, where every row and step has the same
   Shape shape_;
   BudgetAmount amount_, for_pages_;  // the experiment's; the same less the state of scorer and selector
   std::int64_t page_bytes_ = 0;

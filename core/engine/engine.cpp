@@ -362,7 +362,9 @@ LayerStep Engine::layer_step(const DecodeLayer& l) {
 
 Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   Edits edits(l.layer);
-  policy_->select(layer_step(l), edits, stream_);
+  LayerStep step = layer_step(l);
+  step.final_list = store_->final_list();
+  policy_->select(step, edits, stream_);
   Selection read;
   std::vector<Edit> before, after;
   for (const Edit& e : edits.all()) {

@@ -256,10 +256,24 @@ Fit CudaStore::recall_layer(int index, int slot) {
   return launch_page_edit(e, index, slots);
 }
 
+ops::FinalList* CudaStore::final_list() {
+  auto* counters = counters_.as<CudaStoreCounters>();
+  final_ = {};
+  final_.count = {&counters->fired, &counters->last_edit, ++edit_};
+  return &final_;
+}
+
 IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {
   const Shape& s = options_.shape;
+  // Where an op has chosen by final_list(), the edit has its number: it counts once.
+  const bool noted = e.list.final == &final_;
+  if (noted && e.verb == Edit::attend && e.pins == final_.pins &&
+      final_.is(e.list, layer(e.layer).length, rows_of(slots), static_cast<int>(slots.size()))) {
+    stale_ = true;
+    return e.list;
+  }
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  auto a = list_of<CudaStoreAttend>(e, rows_of(slots), slots.size(), ++edit_);
+  auto a = list_of<CudaStoreAttend>(e, rows_of(slots), slots.size(), noted ? final_.count.edit : ++edit_);
   a.pins = e.pins;
   a.unit = e.verb == Edit::attend ? s.page_size : 1;
   a.most = static_cast<int>(pages_per_head_) * (s.page_size / a.unit);

@@ -7,6 +7,7 @@
 #pragma once
 #include "base/side_stream.hpp"
 #include "base/stream_memory.hpp"
+#include "ops/page/final_list.hpp"
 #include "store/cuda_kernels.hpp"
 #include "store/store.hpp"
 
@@ -63,6 +64,7 @@ class CudaStore final : public Store {
   std::int64_t spare_bytes() const override;
   void settle() override;
   void protect_host(bool on) override;
+  ops::FinalList* final_list() override;
   void check_invariants() const override;
 
   // Returns a store on the CPU whose slot 0 is a copy of this slot, with the same bytes in the same order.
@@ -147,6 +149,7 @@ class CudaStore final : public Store {
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
   StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page
   unsigned long long edit_ = 0;
+  ops::FinalList final_;
   int since_refresh_ = 0;  // decode steps since update(), counted per slot
 
   // The host's state at the last update, and its bounds since.

@@ -103,8 +103,10 @@ class Store {
   // Ends a step: later work runs after the copies that place edits started beside the step.
   virtual void settle() {}
 
+  // Returns where an op may note, until the next call, that a list to attend to is final; null = nobody looks.
+  virtual ops::FinalList* final_list() { return nullptr; }
   // Returns the pages (attend) or tokens (attend_tokens) that attention reads: the edit's list, in any order, plus the
-  // pins. The result is scratch; it ascends and has no repeats.
+  // pins. The result is scratch or the edit's own list; it ascends and has no repeats.
   IndexList resolve_attend(const Edit& edit, const std::vector<std::int32_t>& slots, Workspace& w);
 
   // save returns a sequence's whole cache, with token state, tiers, counters and waiting edits. restore replaces the

@@ -124,12 +124,17 @@ struct Summaries {
 // ops::layer_reduce joins heads by them.
 using Scores = View<float, 3>;
 
+namespace ops {
+struct FinalList;  // core's own
+}
+
 // Lists: index(at(row), kv_head, i) for i < count(at(row), kv_head), ascending and without repeats. A list in scratch
 // memory has the callback's rows. A list that lasts has all slots (KeptPages), and `slots` names those of the rows.
 struct IndexList {
   View<std::int32_t, 3> index;
   View<std::int32_t, 2> count;
   const std::int32_t* slots = nullptr;  // [row] memory of the stream's device; null = entry `row` is the row's
+  ops::FinalList* final = nullptr;      // core's own: where an op notes that attention can read the list as it is
 
   constexpr std::int64_t at(std::int64_t row) const { return slots ? slots[row] : row; }
 };
@@ -184,6 +189,8 @@ struct Heads {
 struct Pins {
   int first = 0, last = 0;   // tokens by text position: sinks and the recent window
   bool newest_page = false;  // selection only: the page that is being filled
+
+  bool operator==(const Pins&) const = default;
 };
 
 // How the scores of a GQA group's query heads become one per KV head. softmax_mean: softmax over the candidates of each

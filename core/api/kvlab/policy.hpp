@@ -195,8 +195,9 @@ struct LayerStep : LayerKv {
   // [row, kv_head] pages to attend to. Core fills it for Selector::select alone; it is empty in every other callback.
   // A Policy computes its own: budget_tokens(row) / page_size.
   View<const std::int32_t, 2> page_budgets;
-  int max_pages = 0;  // of max_length tokens
-  Tensor<3> output;   // [row, query head, head_dim] attention output; observe only
+  int max_pages = 0;                     // of max_length tokens
+  Tensor<3> output;                      // [row, query head, head_dim] attention output; observe only
+  ops::FinalList* final_list = nullptr;  // core's own: for the list that select attends to
 };
 
 // Numbers that last: a policy takes them in attach, and core saves, restores and clears them with the sequence. Lists

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ops/page/final_list.hpp"
+
 namespace kvlab::ops {
 namespace {
 
@@ -95,6 +97,7 @@ void check_list(const PagedKv& kv, const IndexList& list, const char* op) {
   if (list.index.extent[0] < kv.rows || list.index.extent[1] < kv.kv_heads || list.count.extent[0] < kv.rows ||
       list.count.extent[1] < kv.kv_heads)
     fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
+  if (list.final) list.final->clear();
 }
 
 int longest(const PagedKv& kv) {

@@ -38,7 +38,8 @@ void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const c
 // Calls check_scores and wants exactly kv_heads heads.
 void check_kv_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s);
 
-// Checks that index and count have every row and KV head. The ops check the room of each row.
+// Checks that index and count have every row and KV head, and clears what is noted of the list. The ops check the room
+// of each row.
 void check_list(const PagedKv& kv, const IndexList& list, const char* op);
 
 // Tokens of the longest head in the rows of the call.

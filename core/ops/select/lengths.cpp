@@ -5,6 +5,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/final_list.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -37,6 +38,7 @@ void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, i
   if (out.count.extent[0] < tokens.extent[0] || out.count.extent[1] < heads || out.index.extent[0] < tokens.extent[0] ||
       out.index.extent[1] < heads)
     fail(Errc::internal, op, "got too small a list, wanted [row, kv_head]");
+  if (out.final) out.final->clear();
   if (s.device() == Device::cuda) return on_cuda<older_pages>(tokens, rows, page_size, newest, out, s);
   for (std::int64_t r = 0; r < tokens.extent[0]; ++r)
     for (std::int64_t h = 0; h < heads; ++h) {

@@ -1,7 +1,8 @@
 // Page scores; with a list, the same launch also selects. Tiles of 16 pages of all heads lie on one line, which the
 // resident blocks share evenly. A warp multiplies a tile with the queries of its KV head on the tensor cores. The block
 // that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
-// that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
+// that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape. Few heads that select have clusters
+// of their own (score_pages_cluster.cu).
 #include <algorithm>
 #include <optional>
 
@@ -22,37 +23,6 @@ constexpr int max_pairs = 2048;       // pairs (row, KV head) of one launch
 
 __device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
   return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
-}
-
-// Element e of the query for a row of the summary. For boxes max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
-__device__ __forceinline__ float wide_query(const Args& a, const float* q, int e) {
-  if (!a.box) return q[e];
-  return e < a.dim ? fminf(q[e], 0.f) : fmaxf(q[e - a.dim], 0.f);
-}
-
-// Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
-// neighbouring elements each. So A and B share an order of the sum over k that is not the order in memory.
-template <class T, int Chunks>
-__device__ void stage_queries(const Args& a, int row, int kv_head, int column_tiles, uint4* fragments) {
-  for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
-    const int lane = i % 32, chunk = i / 32 % Chunks, column = i / 32 / Chunks * 8 + lane / 4;
-    const int head = column / 2, element = chunk * 32 + lane % 4 * 8;
-    unsigned out[4] = {};
-    if (head < a.group) {
-      const float* q = a.queries + row * a.query_row + (kv_head * a.group + head) * a.query_head;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float x = wide_query(a, q, element + 2 * k), y = wide_query(a, q, element + 2 * k + 1);
-        out[k] = Pair<T>::pack(x, y);
-        if (column % 2) {
-          float rounded_x, rounded_y;
-          Pair<T>::unpack(out[k], rounded_x, rounded_y);
-          out[k] = Pair<T>::pack(x - rounded_x, y - rounded_y);
-        }
-      }
-    }
-    fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
-  }
 }
 
 template <class T, int Chunks>
@@ -106,7 +76,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
         high[c] = load_once16(r1 + c * chunk_bytes);
       }
     }
-    stage_queries<T, Chunks>(a, row, kv_head, column_tiles, fragments);
+    stage_queries<T>(a, row, kv_head, column_tiles, Chunks, fragments);
     __syncthreads();
     const unsigned fragment = shared_address(fragments + lane);
     while (tile < to) {
@@ -155,7 +125,10 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
       const int head = kv_head * a.group + g;
       const float* q = a.queries + row * a.query_row + head * a.query_head;
       float x = 0;
-      for (int e = lane; e < width; e += 32) x += wide_query(a, q, e) * summary_element(summary, dtype, e);
+      for (int e = lane; e < width; e += 32) {
+        const bool upper = a.box && e >= a.dim;
+        x += box_query(a, q[upper ? e - a.dim : e], upper) * summary_element(summary, dtype, e);
+      }
       for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
       if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.most_pages + page] = x;
       best = g == 0 ? x : a.rule == GroupRule::max ? fmaxf(best, x) : best + x;
@@ -253,6 +226,15 @@ struct Apart {
   }
 };
 
+// Whether attention will read just the list that `c` gives. It has room for every page.
+static bool is_final(const PagedKv& kv, const PageChoice& c, const Scores& scores, const PageList& out) {
+  if (!out.final || out.slots || c.heads.flags.data || c.heads.steps || c.heads.classes) return false;
+  const Pins &left_out = c.leave_out, &pins = out.final->pins;
+  return left_out.first <= 0 && left_out.last <= 0 && pins.first <= 0 && pins.last <= 0 &&
+         (!pins.newest_page || c.newest_page) && out.index.extent[2] >= kv.table.extent[2] &&
+         scores.extent[2] >= kv.table.extent[2];
+}
+
 // Where out is null, it only scores.
 static void run(const View<const float, 3>& queries, const PagedKv& of, const Summaries& summaries, const PageChoice& c,
                 const Scores& of_scores, const PageList* out, Stream s) {
@@ -319,6 +301,8 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     a.count_row = out->count.stride[0], a.count_head = out->count.stride[1];
     a.room = static_cast<int>(out->index.extent[2]);
   }
+  FinalList* final = fused && is_final(kv, c, of_scores, *out) ? out->final : nullptr;
+  if (final) a.fired = final->count;
   const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
   const bool ring = fits_ring(a, row_bytes), f16 = summaries.dtype == DType::f16;
   const int at_once = (ring ? most_ring_pairs : max_pairs) / kv.kv_heads;
@@ -338,11 +322,13 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
       else
         b.list += begin * a.list_row, b.count += begin * a.count_row;
     }
+    if (ring && fused && launch_clusters(b, row_bytes, f16, stream)) continue;
     if (ring)
       f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
     else
       f16 ? launch_width<__half>(b, row_bytes, stream) : launch_width<__nv_bfloat16>(b, row_bytes, stream);
   }
+  if (final) final->set(*out, kv);
   select();
 }
 

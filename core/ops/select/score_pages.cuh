@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/roles.hpp>
 
+#include "ops/page/final_list.hpp"
 #include "ops/select/candidates.hpp"
 #include "ops/select/select_held.cuh"
 
@@ -37,8 +38,9 @@ struct Args {
   bool box, newest;
   Heads heads;
   Pins leave_out;
-  int budget;  // where `budgets` is null
-  int first;   // candidates begin with this page; data and scores begin there too
+  int budget;        // where `budgets` is null
+  FiredCount fired;  // null members = not to be counted
+  int first;         // candidates begin with this page; data and scores begin there too
 
   __device__ __forceinline__ std::int64_t list_at(int row) const { return list_slots ? list_slots[row] : row; }
   __device__ __forceinline__ int budget_of(int row, int head) const {
@@ -51,7 +53,7 @@ __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 
 // Bytes that hold a score for each page, a multiple of 16.
 __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
 
-__device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
+__host__ __device__ constexpr int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
 // Candidates of a head; none in a head that is left out.
 __device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head) {
   const int tokens = a.length[slot * a.length_slot + head * a.length_head];
@@ -88,16 +90,54 @@ __device__ __forceinline__ int parts_of(int begin, int end, unsigned total, std:
   return static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
 }
 
-// Writes the lane's sums of a tile, which lie as in C: column 2 h is query head h with the rounded query, and column
-// 2 h + 1 with the rest. Rows are page and page + 8. Scores go to `scores` and, unless it is null, to `own`. Where the
-// rule is softmax_mean, scores of the query heads go to Args::raw.
+// An element of the query for a row of the summary. For boxes max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
+__device__ __forceinline__ float box_query(const Args& a, float q, bool upper) {
+  if (!a.box) return q;
+  return upper ? fmaxf(q, 0.f) : fminf(q, 0.f);
+}
+
+// Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
+// neighbouring elements each. So A and B share an order of the sum over k that is not the order in memory.
+template <class T>
+__device__ __forceinline__ void stage_queries(const Args& a, int row, int kv_head, int column_tiles, int chunks,
+                                              uint4* fragments) {
+  for (int i = threadIdx.x; i < column_tiles * chunks * 32; i += blockDim.x) {
+    const int lane = i % 32, chunk = i / 32 % chunks, column = i / 32 / chunks * 8 + lane / 4;
+    const int head = column / 2, element = chunk * 32 + lane % 4 * 8;
+    unsigned out[4] = {};
+    if (head < a.group) {
+      const bool upper = a.box && element >= a.dim;
+      const float* q = a.queries + row * a.query_row + (kv_head * a.group + head) * a.query_head + element;
+      if (upper) q -= a.dim;
+      float x[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = q[e];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = box_query(a, x[e], upper);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        out[k] = cuda::Pair<T>::pack(x[2 * k], x[2 * k + 1]);
+        if (column % 2) {
+          float rounded_x, rounded_y;
+          cuda::Pair<T>::unpack(out[k], rounded_x, rounded_y);
+          out[k] = cuda::Pair<T>::pack(x[2 * k] - rounded_x, x[2 * k + 1] - rounded_y);
+        }
+      }
+    }
+    fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
+// Makes the scores of pages `page` and page + 8 from the lane's sums of a tile, which lie as in C: column 2 h is query
+// head h with the rounded query, and column 2 h + 1 with the rest. All four lanes of a row get them. Where the rule is
+// softmax_mean, scores of the query heads go to Args::raw instead.
 template <int Tiles>
-__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
-                                           int pages, float* scores, float* own) {
+__device__ __forceinline__ void reduce_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
+                                            int pages, float (&best)[2]) {
   const int quarter = threadIdx.x % 4;
   const bool raw = a.rule == GroupRule::softmax_mean;
   const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
-  float best[2] = {none, none};
+  best[0] = best[1] = none;
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
     const int head = t * 4 + quarter;
@@ -122,15 +162,27 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
       best[half] = a.rule == GroupRule::max ? fmaxf(best[half], other) : best[half] + other;
     }
     if (a.rule == GroupRule::mean) best[half] *= 1.f / static_cast<float>(a.group);
-    if (!raw && quarter == 0 && page + 8 * half < pages) {
-      scores[page + 8 * half] = best[half];
-      if (own) own[page + 8 * half] = best[half];
-    }
   }
 }
 
+// The same, and writes the scores to `scores` and, unless it is null, to `own`.
+template <int Tiles>
+__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
+                                           int pages, float* scores, float* own) {
+  float best[2];
+  reduce_tile(a, sum, row, kv_head, page, pages, best);
+  if (a.rule == GroupRule::softmax_mean || threadIdx.x % 4 != 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (page + 8 * half < pages) {
+      scores[page + 8 * half] = best[half];
+      if (own) own[page + 8 * half] = best[half];
+    }
+}
+
 // Reduces the scores of a head's query heads in Args::raw to the head's scores.
-__device__ __noinline__ void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out, SelectShared& s) {
+__device__ __noinline__ inline void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out,
+                                                 SelectShared& s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int p = threadIdx.x; p < pages; p += threads) out[p] = 0;
   for (int g = 0; g < a.group; ++g) {
@@ -157,20 +209,39 @@ __device__ __noinline__ void softmax_mean(const Args& a, int row, int kv_head, i
   }
 }
 
-// Runs device::choose_pages. Unless it is null, `own` is shared memory that holds the scores too. stage is shared
-// memory for a row and may be `own`.
+// Runs device::choose_pages in a block of `Threads`. Unless it is null, `own` is shared memory that holds the scores
+// too. stage is shared memory for a row and may be `own`.
+template <int Threads>
 __device__ __noinline__ int choose(const float* scores, const float* own, int n, int budget, bool newest,
                                    std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
                                    SelectShared& s) {
   const auto held = [&](auto vectors) {
-    device::Held<threads, decltype(vectors)::value> row;
+    device::Held<Threads, decltype(vectors)::value> row;
     own ? row.load_own(own, n) : row.load(scores, n);
     return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s);
   };
-  if (n <= 4 * threads) return held(std::integral_constant<int, 1>());
-  if (n <= 8 * threads) return held(std::integral_constant<int, 2>());
-  if (n <= 16 * threads) return held(std::integral_constant<int, 4>());
+  if (n <= 4 * Threads) return held(std::integral_constant<int, 1>());
+  if (n <= 8 * Threads) return held(std::integral_constant<int, 2>());
+  if (n <= 16 * Threads) return held(std::integral_constant<int, 4>());
   return device::choose_pages(scores, n, budget, newest, to, step, room, stage, chosen, s);
+}
+
+// Selects a head's pages by its scores and writes the list. own, stage and chosen: see `choose`.
+template <int Threads>
+__device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head, const float* own, int pages,
+                                             int budget, float* stage, unsigned* chosen, SelectShared& s) {
+  const std::int64_t at = a.list_at(row);
+  std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
+  const float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
+  const int count = choose<Threads>(scores, own, pages, budget, a.newest, list, a.list_step, a.room, stage, chosen, s);
+  if (threadIdx.x == 0) {
+    a.count[at * a.count_row + kv_head * a.count_head] = count;
+    if (a.fired.fired && count != pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
+      atomicAdd(a.fired.fired, 1ull);
+  }
+  if (a.first == 0) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += Threads) list[i * a.list_step] += a.first;
 }
 
 // A block calls this after its tiles of a head, which `parts` blocks share. The last of them sees all scores: it
@@ -194,21 +265,18 @@ __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int
     if (!merges) return;
     __threadfence();
   }
-  float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
   if (raw) {
-    softmax_mean(a, row, kv_head, pages, scores, s);
+    softmax_mean(a, row, kv_head, pages, a.scores + row * a.score_row + kv_head * a.score_head, s);
     __threadfence_block();
     __syncthreads();
   }
-  if (!a.list) return;
-  const std::int64_t at = a.list_at(row);
-  std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
-  const int count = choose(scores, own && !shared && !raw ? stage : nullptr, pages, budget, a.newest, list, a.list_step,
-                           a.room, stage, chosen, s);
-  if (threadIdx.x == 0) a.count[at * a.count_row + kv_head * a.count_head] = count;
-  if (a.first == 0) return;
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += threads) list[i * a.list_step] += a.first;
+  if (a.list)
+    write_choice<threads>(a, row, kv_head, own && !shared && !raw ? stage : nullptr, pages, budget, stage, chosen, s);
 }
+
+// Scores and selects with a cluster of blocks for each head (score_pages_cluster.cu). Returns false, and launches
+// nothing, for arguments that it does not take or for so many heads that the rings are faster. Needs what
+// launch_ring_width needs, and a list.
+bool launch_clusters(const Args& a, int row_bytes, bool half, cudaStream_t stream);
 
 }  // namespace kvlab::ops::page_scores

@@ -511,6 +511,93 @@ TEST_CASE("cuda store: keys of tokens that stay turn by the places that they go 
   }
 }
 
+TEST_CASE("cuda store: a list that score_pages chose for an attention is attended to as it is, and counts once") {
+  const StoreFixture f = fixture(1);
+  const Shape& s = f.options.shape;
+  Both both(f, 1);
+  std::vector<std::int32_t> rows;
+  for (const int tokens : {100, 9, 40}) {
+    both.open();
+    rows.push_back(both.slots.back());
+    REQUIRE(both.append(rows.back(), tokens) == Fit::ok);
+  }
+  const std::int64_t n = std::ssize(rows), heads = s.kv_heads, pages = s.max_pages();
+  std::vector<float> query(static_cast<std::size_t>(n * s.query_heads * s.head_dim));
+  for (float& x : query) x = static_cast<float>(both.pick(9) - 4);
+  const auto queries = both.memory.put(View<const float, 3>::dense(query.data(), {n, s.query_heads, s.head_dim}));
+  const auto scores = View<float, 3>::dense(both.memory.take<float>(n * heads * pages), {n, heads, pages});
+  const PagedKv kv = both.cuda.view(0, rows);
+  const Summaries summaries = both.cuda.summaries(0);
+  std::vector<std::int32_t> unwritten(static_cast<std::size_t>(n * heads * pages), 0);
+
+  struct Wanted {
+    PageChoice choice;
+    Pins pins;
+    bool as_it_is, fires;
+  };
+  PageChoice few, all, newest, some_pages;
+  few.budget = newest.budget = some_pages.budget = 3;
+  all.budget = static_cast<int>(pages);
+  newest.newest_page = true;
+  some_pages.leave_out = {9, 0};
+  for (const auto& [choice, pins, as_it_is, fires] : {Wanted{few, {}, true, true},
+                                                      {all, {}, true, false},
+                                                      {newest, {0, 0, true}, true, true},
+                                                      {few, {0, 0, true}, false, true},
+                                                      {few, {3, 0}, false, true},
+                                                      {few, {100, 0}, false, false},
+                                                      {some_pages, {9, 0}, false, true}}) {
+    CAPTURE(choice.budget, choice.newest_page, choice.leave_out.first, pins.first, pins.newest_page);
+    ops::FinalList* note = both.cuda.final_list();
+    REQUIRE(note);
+    note->pins = pins;
+    PageList list;
+    list.index = View<std::int32_t, 3>::dense(both.memory.put(unwritten), {n, heads, pages});
+    list.count = View<std::int32_t, 2>::dense(both.memory.put(unwritten), {n, heads});
+    list.final = note;
+    const auto before = both.cuda.fired();
+    ops::score_pages(queries, kv, summaries, choice, scores, list, both.memory.stream());
+    Edits edits(0), plain(0);
+    edits.attend(list, pins);
+    const IndexList got = both.cuda.resolve_attend(edits.all()[0], rows, both.cuda.workspace());
+    CHECK((got.index.data == list.index.data) == as_it_is);
+    CHECK(both.cuda.fired() == before + fires);
+    list.final = nullptr;
+    plain.attend(list, pins);
+    const IndexList wanted = both.cuda.resolve_attend(plain.all()[0], rows, both.cuda.workspace());
+    CHECK(wanted.index.data != list.index.data);
+    const auto count = both.memory.get(got.count), index = both.memory.get(got.index),
+               wanted_index = both.memory.get(wanted.index);
+    REQUIRE(count == both.memory.get(wanted.count));
+    for (std::size_t h = 0; h < count.size(); ++h)
+      for (std::size_t i = 0; i < static_cast<std::size_t>(count[h]); ++i)
+        REQUIRE(index[h * static_cast<std::size_t>(got.index.extent[2]) + i] ==
+                wanted_index[h * static_cast<std::size_t>(wanted.index.extent[2]) + i]);
+    both.cuda.workspace().reset();
+  }
+
+  // Another op writes the list, the store is asked anew, or the edit is of another layer or other rows.
+  for (const char* change : {"overwritten", "asked anew", "another layer", "other rows", "other pins"}) {
+    CAPTURE(change);
+    const auto is = [&](const char* what) { return std::string_view(change) == what; };
+    PageList list;
+    list.index = View<std::int32_t, 3>::dense(both.memory.put(unwritten), {n, heads, pages});
+    list.count = View<std::int32_t, 2>::dense(both.memory.put(unwritten), {n, heads});
+    list.final = both.cuda.final_list();
+    const auto before = both.cuda.fired();
+    ops::score_pages(queries, kv, summaries, few, scores, list, both.memory.stream());
+    if (is("overwritten")) ops::older_pages(kv.length, nullptr, s.page_size, 1, list, both.memory.stream());
+    if (is("asked anew")) both.cuda.final_list();
+    Edits edits(is("another layer"));
+    edits.attend(list, {0, is("other pins"), false});
+    const std::vector<std::int32_t> of = is("other rows") ? std::vector{rows[0], rows[1]} : rows;
+    const IndexList got = both.cuda.resolve_attend(edits.all()[0], of, both.cuda.workspace());
+    CHECK(got.index.data != list.index.data);
+    CHECK(both.cuda.fired() == before + 1 + is("asked anew"));
+    both.cuda.workspace().reset();
+  }
+}
+
 TEST_CASE("cuda store: keys turn in the codec of the tier that they are on") {
   StoreFixture f = fixture(1);
   f.options.rope = RopeRegime::re_rotate;
