@@ -125,8 +125,9 @@ void check_fill(Place& place, Check& check) {
 struct RandomInjection {
   std::mt19937 rng;
   InjectFixture f;
-  Ints first, steps, page;
+  Ints first, steps, page, taken;  // taken: [slot] decode steps
   std::vector<std::int64_t> begin;
+  std::vector<std::uint8_t> flags;
 
   explicit RandomInjection(unsigned n)
       : rng(n), f(1 + static_cast<int>(n % 3), 1 + static_cast<int>(n / 3 % 4), n % 2 ? 16 : 5, n % 7 ? 70 : 700) {
@@ -137,19 +138,30 @@ struct RandomInjection {
     for (auto& x : f.sequence) x = below(1000);
     a.overlap = static_cast<std::int32_t>(below(1'000'001));
     if (n % 4 == 3) record();
+    taken.resize(static_cast<std::size_t>(f.rows));
+    if (n % 8 == 7) a.steps = taken.data();
+    if (n % 5 > 2) a.list.slots = f.slots.data();
+    flags.resize(static_cast<std::size_t>(f.rows * f.heads));
+    if (n % 3 == 1) a.heads = Heads::flagged(marks());
+  }
+  View<const std::uint8_t, 2> marks() const {
+    return View<const std::uint8_t, 2>::dense(flags.data(), {f.rows, f.heads});
   }
 
   void next() {
     for (auto& x : f.length) x += static_cast<int>(below(3));
+    for (auto& x : taken) x += static_cast<int>(1 + below(2));
+    for (auto& x : flags) x = below(3) > 0;
     if (below(3) == 0) f.question[0] = below(3);
     for (int r = 0; r < f.rows; ++r)
       for (int h = 0; h < f.heads; ++h) {
         const int pages = f.args.pages.pages(r, h);
         const unsigned share = 1 + below(8);
-        int& count = f.args.list.count(r, h);
+        const std::int64_t at = f.args.list.at(r);
+        int& count = f.args.list.count(at, h);
         count = 0;
         for (int p = 0; p < pages; ++p)
-          if (below(8) < share || p == pages - 1) f.args.list.index(r, h, count++) = p;
+          if (below(8) < share || p == pages - 1) f.args.list.index(at, h, count++) = p;
       }
   }
 
@@ -189,6 +201,9 @@ void check_injection(Place& place, Check& check) {
       const auto scope = check.in(fmt::format("sequence {}, step {}", n, step));
       x.next();
       a.list = place.put(x.f.args.list);
+      if (a.list.slots) a.list.slots = a.pages.slots;
+      if (a.steps) a.steps = place.put(x.taken);
+      if (a.heads.flags) a.heads = Heads::flagged(place.put(x.marks()));
       a.question = place.put(x.f.question);
       a.pages.length = place.put(x.f.args.pages.length);
       ops::inject_pages(a, place.stream());

@@ -10,6 +10,7 @@
 #include "ops/page/reference.hpp"
 #include "ops/score/combine.hpp"
 #include "ops/score/reference.hpp"
+#include "ops/score/turned.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -398,8 +399,41 @@ void check_turned(OnCache& x) {
   const auto count = static_cast<std::size_t>(slots * x.kv.kv_heads);
   std::vector<std::uint8_t> flags(count, 7), wanted(count, 7);
   const HeadFlags turned = x.place.put(View<std::uint8_t, 2>::dense(flags.data(), {slots, x.kv.kv_heads}));
-  const View<float, 3> there = x.place.put(last.own());
+  const View<float, 3> there = x.place.put(last.own()), injected_there = x.place.put(last.own());
   ops::turned_heads(Tensor<3>(queries.put()), x.there, there, static_cast<float>(threshold), turned, x.stream());
+
+  // Injected cosines stand in for those of query heads that have a last query.
+  std::vector<std::uint32_t> sequence(static_cast<std::size_t>(slots)), calls(sequence), later;
+  std::mt19937 rng(x.n);
+  for (auto& s : sequence) s = rng() % 1000;
+  for (auto& c : calls) c = rng() % 50;
+  ops::InjectedTurns turns{400'000, sequence.data(), {}, static_cast<int>(x.n % 5), x.n};
+  std::vector<std::uint8_t> drawn(count, 7);
+  later = calls;
+  for (int r = 0; r < x.kv.rows; ++r) {
+    const int slot = x.kv.slots[r], group = static_cast<int>(heads) / x.kv.kv_heads;
+    for (int h = 0; h < x.kv.kv_heads; ++h) {
+      float sum = 0;
+      for (int q = h * group; q < (h + 1) * group; ++q)
+        if (last.own()(slot, q, 0) != 0) sum += turns.cosine(slot, h, calls[static_cast<std::size_t>(slot)]);
+      drawn[static_cast<std::size_t>(slot * x.kv.kv_heads + h)] = sum / static_cast<float>(group) < threshold;
+    }
+    ++later[static_cast<std::size_t>(slot)];
+  }
+  turns.sequence = x.place.put(sequence);
+  turns.calls = x.place.put(View<std::uint32_t, 1>::dense(calls.data(), {slots}));
+  bool used = false;
+  const ops::Injected injected{nullptr, &turns, &used};
+  PagedKv with = x.there;
+  with.injected = &injected;
+  const HeadFlags drawn_there = x.place.put(View<std::uint8_t, 2>::dense(flags.data(), {slots, x.kv.kv_heads}));
+  ops::turned_heads(Tensor<3>(queries.put()), with, injected_there, static_cast<float>(threshold), drawn_there,
+                    x.stream());
+  x.check.that("injected turns are marked", x.place.get(drawn_there) == drawn);
+  x.check.that("calls are counted", x.place.get(turns.calls) == later);
+  x.check.equal("the queries are kept", x.place.get(injected_there), x.place.get(there), 0);
+  x.check.that("the injection is noted", used);
+
   for (int r = 0; r < x.kv.rows; ++r)
     for (int h = 0; h < x.kv.kv_heads; ++h) {
       const auto head = static_cast<std::size_t>(r * x.kv.kv_heads + h);

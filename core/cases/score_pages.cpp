@@ -13,6 +13,7 @@
 #include "ops/page/reference.hpp"
 #include "ops/score/reference.hpp"
 #include "ops/select/candidates.hpp"
+#include "ops/select/inject.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -292,6 +293,46 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   check.equal("scores", own, all, page_margin(device, c.rule));
   check.equal("counts", place.get(kept.count), none.count);
   check.equal("entries", place.get(kept.index), none.index);
+
+  // The same choice, and lists that are injected in its place.
+  const auto of_injection = check.in("injected");
+  std::vector<std::uint32_t> kept_bits(
+      static_cast<std::size_t>(c.rows * c.kv_heads * ops::inject_words(kv.table.extent[2])));
+  std::vector<std::uint32_t> sequence(static_cast<std::size_t>(c.rows));
+  for (auto& x : sequence) x = rng() % 1000;
+  ops::InjectArgs wanted_lists;
+  wanted_lists.pages = kv;
+  wanted_lists.list = PageList{by_slot};
+  wanted_lists.list.slots = kv.slots;
+  wanted_lists.pins = choice.leave_out;
+  wanted_lists.pins.newest_page = c.newest;
+  wanted_lists.heads = choice.heads;
+  wanted_lists.state =
+      View<std::uint32_t, 3>::dense(kept_bits.data(), {c.rows, c.kv_heads, ops::inject_words(kv.table.extent[2])});
+  wanted_lists.sequence = sequence.data();
+  wanted_lists.overlap = 300'000;
+  ops::InjectArgs lists;
+  lists.state = place.put(wanted_lists.state);
+  lists.sequence = place.put(sequence);
+  lists.overlap = wanted_lists.overlap;
+  bool used = false;
+  const ops::Injected injected{&lists, nullptr, &used};
+  PagedKv with = there;
+  with.injected = &injected;
+  for (int i = 0; i < 3; ++i) {
+    ops::score_pages(queries, with, on_place, choice_there, chosen_scores, kept, s);
+    for (int r = 0; r < c.rows; ++r)
+      for (int h = 0; h < c.kv_heads; ++h) {
+        const int slot = slots[static_cast<std::size_t>(r)];
+        if (!choice.heads.on(slot, h)) continue;
+        by_slot.count(slot, h) = picked.count(r, h);
+        for (int p = 0; p < picked.count(r, h); ++p) by_slot.index(slot, h, p) = picked.index(r, h, p) + first;
+      }
+    ops::inject_pages_reference(wanted_lists);
+    check.equal("counts", place.get(kept.count), none.count);
+    check.equal("entries", place.get(kept.index), none.index);
+  }
+  check.that("the injection is noted", used);
   check.that("memory around inputs and outputs is as it was", place.margins_intact());
 }
 

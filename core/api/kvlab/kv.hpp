@@ -14,6 +14,10 @@
 
 namespace kvlab {
 
+namespace ops {
+struct Injected;  // core's own
+}
+
 inline constexpr std::int32_t null_frame = -1;
 inline constexpr std::int64_t granule_bytes = 128;  // a GPU's cache line, and the row of its bulk copies
 inline constexpr std::int64_t segment_bytes = 64;   // alignment of the parts of a frame
@@ -83,6 +87,7 @@ struct PagedKv {
   int rows = 0, kv_heads = 0, head_dim = 0, page_size = 0;
   RopeRegime rope = RopeRegime::original;
   RopeTable rope_table;
+  const ops::Injected* injected = nullptr;  // core's own: replaces what score_pages and turned_heads find
 
   int tokens(int row, int head) const { return length(slots[row], head); }
   int pages(int row, int head) const { return (tokens(row, head) + page_size - 1) / page_size; }

@@ -6,6 +6,7 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/score/turned.hpp"
 
 namespace kvlab::ops {
 
@@ -21,9 +22,12 @@ void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> la
     fail(Errc::internal, op, "got kept queries of another shape, wanted [slot, query head, head_dim]");
   if (turned.extent[0] != last.extent[0] || turned.extent[1] < kv.kv_heads)
     fail(Errc::internal, op, "got too few flags, wanted [slot, kv_head]");
+  const InjectedTurns* injected = kv.injected ? kv.injected->turns : nullptr;
+  if (injected) *kv.injected->used = true;
   if (s.device() == Device::cuda) return on_cuda<turned_heads>(queries, kv, last, threshold, turned, s);
   const int heads = static_cast<int>(q.extent[1]), group = heads / kv.kv_heads, dim = kv.head_dim;
-  for (int r = 0; r < kv.rows; ++r)
+  for (int r = 0; r < kv.rows; ++r) {
+    const std::uint32_t call = injected ? injected->calls(kv.slots[r])++ : 0;
     for (int h = 0; h < kv.kv_heads; ++h) {
       float sum = 0;
       for (int g = h * group; g < (h + 1) * group; ++g) {
@@ -31,11 +35,13 @@ void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> la
         float* then = &last(kv.slots[r], g, 0);
         float dot = 0, a = 0, b = 0;
         for (int d = 0; d < dim; ++d) dot += now[d] * then[d], a += now[d] * now[d], b += then[d] * then[d];
-        sum += dot / (std::sqrt(a) * std::sqrt(b) + 1e-12f);
+        sum +=
+            injected && b > 0 ? injected->cosine(kv.slots[r], h, call) : dot / (std::sqrt(a) * std::sqrt(b) + 1e-12f);
         std::copy_n(now, dim, then);
       }
       turned(kv.slots[r], h) = sum / static_cast<float>(group) < threshold;
     }
+  }
 }
 
 }  // namespace kvlab::ops

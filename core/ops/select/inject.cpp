@@ -13,29 +13,33 @@ constexpr const char* op = "inject_pages";
 
 class Head {
  public:
-  Head(const InjectArgs& a, int row, int head) : a_(a), row_(row), head_(head), slot_(a.pages.slots[row]) {
+  Head(const InjectArgs& a, int row, int head)
+      : a_(a), row_(row), head_(head), slot_(a.pages.slots[row]), at_row_(a.list.at(row)) {
     pages_ = a.pages.pages(row, head);
     state_ = &a.state(slot_, head, 0);
     pinned_.resize(static_cast<std::size_t>(pages_)), was_.resize(pinned_.size()), now_.resize(pinned_.size());
   }
 
   void run() {
+    const std::uint32_t question = a_.asked(slot_), kept = state_[1] == question ? state_[0] : 0;
+    const InjectTurn turn = inject_turn(kept, a_.steps, slot_);
+    if (a_.steps || a_.heads.on(slot_, head_)) state_[0] = turn.keep, state_[1] = question;
+    if (!a_.heads.on(slot_, head_)) return;
     for (int page = 0; page < pages_; ++page) was_[at(page)] = state_[inject_header + page / 32] >> (page % 32) & 1;
     mark_pinned();
-    const std::uint32_t question = a_.asked(slot_), step = state_[1] == question ? state_[0] : 0;
-    const int n = a_.list.count(row_, head_);
-    for (int i = 0; i < n; ++i) now_[at(checked(a_.list.index(row_, head_, i)))] = 1;
+    const int n = a_.list.count(at_row_, head_);
+    for (int i = 0; i < n; ++i) now_[at(checked(a_.list.index(at_row_, head_, i)))] = 1;
     if (a_.recorded.first) {
       was_.assign(was_.size(), 0);
-      if (const std::int64_t list = a_.recorded.list(question, step, head_); list >= 0) {
+      if (const std::int64_t list = a_.recorded.list(question, turn.list, head_); list >= 0) {
         for (std::int64_t i = a_.recorded.begin[list]; i < a_.recorded.begin[list + 1]; ++i)
           if (const int page = a_.recorded.page[i]; page >= 0 && page < pages_) was_[at(page)] = 1;
         draw(n, n, 0);
       }
-    } else if (step > 0) {
-      draw(n, inject_kept(a_.overlap, n), step);
+    } else if (turn.list > 0) {
+      draw(n, inject_kept(a_.overlap, n), turn.list);
     }
-    write(step, question);
+    write();
   }
 
  private:
@@ -57,8 +61,8 @@ class Head {
   }
 
   // Draws `now_` anew with n pages. Chosen pinned pages stay, `kept` pages come from `was_`, the others do not.
-  void draw(int n, int kept, std::uint32_t step) {
-    const std::uint64_t stream = inject_stream(a_.seed, a_.layer, a_.sequence[slot_], head_, step);
+  void draw(int n, int kept, std::uint32_t number) {
+    const std::uint64_t stream = inject_stream(a_.seed, a_.layer, a_.sequence[slot_], head_, number);
     old_.clear(), other_.clear();
     int wanted = n;
     for (int page = 0; page < pages_; ++page) {
@@ -83,20 +87,20 @@ class Head {
       now_[at(static_cast<int>(0xffffffffu - static_cast<std::uint32_t>(keys[static_cast<std::size_t>(i)])))] = 1;
   }
 
-  void write(std::uint32_t step, std::uint32_t question) {
-    state_[0] = step + 1, state_[1] = question;
+  void write() {
     std::fill(state_ + inject_header, state_ + a_.state.extent[2], 0u);
     int count = 0;
     for (int page = 0; page < pages_; ++page) {
       if (!now_[at(page)]) continue;
-      a_.list.index(row_, head_, count++) = page;
+      a_.list.index(at_row_, head_, count++) = page;
       state_[inject_header + page / 32] |= 1u << (page % 32);
     }
-    a_.list.count(row_, head_) = count;
+    a_.list.count(at_row_, head_) = count;
   }
 
   const InjectArgs& a_;
   int row_, head_, slot_, pages_;
+  std::int64_t at_row_;
   std::uint32_t* state_;
   std::vector<char> pinned_, was_, now_;
   std::vector<std::uint64_t> old_, other_;

@@ -14,11 +14,12 @@ constexpr int threads = 256;
 
 struct Args {
   DeviceKv kv;
-  View<std::int32_t, 3> index;
-  View<std::int32_t, 2> count;
+  PageList list;
   Pins pins;
+  Heads heads;
   View<std::uint32_t, 3> state;
   const std::uint32_t *sequence, *question;
+  const std::int32_t* steps;
   int layer, most;  // pages of a head
   std::uint64_t seed;
   std::int32_t overlap;
@@ -60,20 +61,26 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
   __shared__ SelectShared s;
   const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x % 32, p = a.kv.page_size;
   const int tokens = a.kv.tokens(row, head), pages = min(a.kv.pages(row, head), a.most), words = (pages + 31) / 32;
-  const int slot = a.kv.kv.slots[row], room_words = (a.most + 31) / 32;
-  unsigned *now = bits, *was = now + room_words, *free = was + room_words;
+  const int slot = a.kv.kv.slots[row];
   std::uint32_t* state = a.state.data + slot * a.state.stride[0] + head * a.state.stride[1];
-  const bool recorded = a.recorded.first;
-  const std::uint32_t question = recorded ? a.question[slot] : 0, step = state[1] == question ? state[0] : 0;
-  const std::int64_t list = recorded ? a.recorded.list(question, step, head) : -1;
-  const bool drawn = recorded ? list >= 0 : step > 0;
+  const bool recorded = a.recorded.first, on = a.heads.on(slot, head);
+  const std::uint32_t question = recorded ? a.question[slot] : 0, kept = state[1] == question ? state[0] : 0;
+  const InjectTurn turn = inject_turn(kept, a.steps, slot);
+  __syncthreads();
+  if (threadIdx.x == 0 && (on || a.steps)) state[0] = turn.keep, state[1] = question;
+  if (!on) return;
+  const std::int64_t at = a.list.at(row);
+  const int room_words = (a.most + 31) / 32;
+  unsigned *now = bits, *was = now + room_words, *free = was + room_words;
+  const std::int64_t list = recorded ? a.recorded.list(question, turn.list, head) : -1;
+  const bool drawn = recorded ? list >= 0 : turn.list > 0;
   fill_bits(now, pages, false);
   for (int w = threadIdx.x; w < words; w += threads) was[w] = recorded ? 0 : state[inject_header + w];
   __syncthreads();
   const auto set = [&](unsigned* to, int page) {
     if (page >= 0 && page < pages) atomicOr(&to[page >> 5], 1u << (page & 31));
   };
-  for (int i = threadIdx.x; i < a.count(row, head); i += threads) set(now, a.index(row, head, i));
+  for (int i = threadIdx.x; i < a.list.count(at, head); i += threads) set(now, a.list.index(at, head, i));
   if (list >= 0) {
     const std::int64_t end = a.recorded.begin[list + 1];
     for (std::int64_t i = a.recorded.begin[list] + threadIdx.x; i < end; i += threads) set(was, a.recorded.page[i]);
@@ -106,17 +113,18 @@ __global__ void __launch_bounds__(threads) inject_kernel(const __grid_constant__
       free[w] = may & ~before;
     }
     __syncthreads();
-    const int kept = max(0, (recorded ? n : inject_kept(a.overlap, n)) - fixed_old), wanted = n - fixed;
-    const int rest = min(wanted - min(min(kept, wanted), old), others);
-    const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], head, recorded ? 0 : step);
+    const int stay = max(0, (recorded ? n : inject_kept(a.overlap, n)) - fixed_old), wanted = n - fixed;
+    const int rest = min(wanted - min(min(stay, wanted), old), others);
+    const auto stream = inject_stream(a.seed, a.layer, a.sequence[slot], head, recorded ? 0 : turn.list);
     draw(was, old, wanted - rest, pages, stream, now, s);
     draw(free, others, rest, pages, stream, now, s);
   }
-  const int count = write_list(now, pages, a.index.data + row * a.index.stride[0] + head * a.index.stride[1],
-                               a.index.stride[2], static_cast<int>(a.index.extent[2]), s);
+  const View<std::int32_t, 3>& to = a.list.index;
+  const int count = write_list(now, pages, to.data + at * to.stride[0] + head * to.stride[1], to.stride[2],
+                               static_cast<int>(to.extent[2]), s);
   for (int w = threadIdx.x; w + inject_header < a.state.extent[2]; w += threads)
     state[inject_header + w] = w < words ? now[w] : 0;
-  if (threadIdx.x == 0) a.count(row, head) = count, state[0] = step + 1, state[1] = question;
+  if (threadIdx.x == 0) a.list.count(at, head) = count;
 }
 
 }  // namespace
@@ -125,10 +133,10 @@ static void inject_pages_cuda(const InjectArgs& in, Stream s) {
   if (in.pages.rows <= 0) return;
   Args a = {};
   a.kv = DeviceKv(in.pages);
-  a.index = in.list.index, a.count = in.list.count;
-  a.pins = in.pins;
+  a.list = in.list;
+  a.pins = in.pins, a.heads = in.heads;
   a.state = in.state;
-  a.sequence = in.sequence, a.question = in.question;
+  a.sequence = in.sequence, a.question = in.question, a.steps = in.steps;
   a.layer = in.layer, a.seed = in.seed, a.overlap = in.overlap, a.recorded = in.recorded;
   a.most = static_cast<int>(in.pages.table.extent[2]);
   const std::int64_t bytes = std::int64_t{(a.most + 31) / 32} * 4 * 3, room = 32 * 1024;

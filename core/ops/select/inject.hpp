@@ -1,9 +1,11 @@
-// Replaces a selector's choice of pages by a recorded or drawn pattern (`inject` of an experiment).
+// Replaces the pages that a selector or a policy chose by a recorded or drawn pattern (`inject` of an experiment).
 #pragma once
 #include <kvlab/kv.hpp>
 #include <kvlab/stream.hpp>
 
 #include <cstdint>
+
+#include "ops/page/injected.hpp"
 
 namespace kvlab::ops {
 
@@ -27,16 +29,18 @@ struct RecordedPages {
 
 struct InjectArgs {
   PagedKv pages;
-  PageList list;  // in: the selector's pages; out: as many pages
-  Pins pins;      // the selector's; pages of its list that they pin stay
-  // [slot, kv_head, inject_words(...)]: steps so far, the question, then a bit for each page that the last step read.
-  // With a record the steps are the question's. Zero = a new sequence.
+  PageList list;  // in: the chosen pages; out: as many pages
+  Pins pins;      // chosen pages that they pin stay, other pages that they pin are not drawn
+  Heads heads;    // lists of the others stay as they are
+  // [slot, kv_head, inject_words(...)]: inject_turn's number, the question, then a bit for each page of the last list.
+  // Zero = a new sequence.
   View<std::uint32_t, 3> state;
   const std::uint32_t* sequence = nullptr;  // [slot] number of the sequence
   const std::uint32_t* question = nullptr;  // [slot] question of this step; needed with a record
+  const std::int32_t* steps = nullptr;      // [slot] decode steps of the sequence; see inject_turn
   int layer = 0;
   std::uint64_t seed = 0;
-  std::int32_t overlap = 0;  // millionths of a list that come from the last step's list
+  std::int32_t overlap = 0;  // millionths of a list that come from the head's last list
   RecordedPages recorded;    // replaces `overlap`
 
   constexpr std::uint32_t asked(int slot) const { return recorded.first ? question[slot] : 0; }
@@ -45,33 +49,31 @@ struct InjectArgs {
 constexpr int inject_header = 2;  // words before the bits
 constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header + (pages + 31) / 32; }
 
-// Overlap: of a list's n pages, round(overlap * n) come from the last step's list, pinned ones among them. If there are
+// Overlap: of a list's n pages, round(overlap * n) come from the head's last list, pinned ones among them. If there are
 // too few other pages, more come from it. A sequence's first list stays. Recorded: the list takes the recorded pages
 // that exist, then others up to n; a list stays where the question has no record. A hash of seed, sequence, layer,
-// head, step (overlap only) and page draws the pages. Throws Errc::plugin if the selector chose a page that does not
-// exist; on CUDA the op skips it. Bytes: lists and state.
+// head, the list's number (overlap only) and page draws the pages. Throws Errc::plugin if a chosen page does not exist;
+// on CUDA the op skips it. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
+
+// Which list is a head's next one, and the number to keep for the one after it. kept = that number; 0 = none of this
+// question. Without `steps` lists are counted: the number is that of the lists so far. With `steps` the list is that of
+// the decode step in the question, and the number is 1 + the steps before the question.
+struct InjectTurn {
+  std::uint32_t list, keep;
+};
+constexpr InjectTurn inject_turn(std::uint32_t kept, const std::int32_t* steps, int slot) {
+  if (!steps) return {kept, kept + 1};
+  const std::uint32_t now = static_cast<std::uint32_t>(steps[slot]) + 1, first = kept ? kept : now;
+  return {now - first, first};
+}
 
 // Returns how many pages of a list of n come from the last step's list.
 constexpr int inject_kept(std::int32_t overlap, int n) {
   return static_cast<int>((std::int64_t{overlap} * n + 500'000) / 1'000'000);
 }
 
-constexpr std::uint64_t inject_mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-constexpr std::uint64_t inject_stream(std::uint64_t seed, int layer, std::uint32_t sequence, int head,
-                                      std::uint32_t step) {
-  std::uint64_t x = inject_mix(seed);
-  x = inject_mix(x ^ static_cast<std::uint32_t>(layer));
-  x = inject_mix(x ^ sequence);
-  x = inject_mix(x ^ static_cast<std::uint32_t>(head));
-  return inject_mix(x ^ step);
-}
 // Pages of greater keys are drawn first. Keys of different pages differ.
 constexpr std::uint64_t inject_key(std::uint64_t stream, std::uint32_t page) {
   return (inject_mix(stream ^ page) >> 32 << 32) | (0xffffffffu - page);

@@ -19,11 +19,15 @@ void inject_pages_reference(const InjectArgs& a) {
   for (int r = 0; r < a.pages.rows; ++r)
     for (int h = 0; h < a.pages.kv_heads; ++h) {
       const int slot = a.pages.slots[r], tokens = a.pages.tokens(r, h), pages = a.pages.pages(r, h),
-                n = a.list.count(r, h);
+                n = a.list.count(a.list.at(r), h);
       std::uint32_t* state = &a.state(slot, h, 0);
-      const std::uint32_t question = a.asked(slot), step = state[1] == question ? state[0] : 0;
+      const std::uint32_t question = a.asked(slot);
+      if (state[1] != question && (a.steps || a.heads.on(slot, h))) state[0] = 0, state[1] = question;
+      if (a.steps && state[0] == 0) state[0] = static_cast<std::uint32_t>(a.steps[slot]) + 1;
+      if (!a.heads.on(slot, h)) continue;
+      const std::uint32_t step = a.steps ? static_cast<std::uint32_t>(a.steps[slot]) + 1 - state[0] : state[0]++;
       std::set<int> chosen, old, drawn;
-      for (int i = 0; i < n; ++i) chosen.insert(a.list.index(r, h, i));
+      for (int i = 0; i < n; ++i) chosen.insert(a.list.index(a.list.at(r), h, i));
       const std::int64_t list = a.recorded.first ? a.recorded.list(question, step, h) : -1;
       if (a.recorded.first) {
         for (std::int64_t i = list < 0 ? 0 : a.recorded.begin[list]; list >= 0 && i < a.recorded.begin[list + 1]; ++i)
@@ -57,14 +61,13 @@ void inject_pages_reference(const InjectArgs& a) {
         while (size(drawn) < n && next(false) >= 0) drawn.insert(next(false));
         while (size(drawn) < n && next(true) >= 0) drawn.insert(next(true));
       }
-      state[0] = step + 1, state[1] = question;
       std::fill(state + inject_header, state + a.state.extent[2], 0u);
       int i = 0;
       for (const int page : drawn) {
-        a.list.index(r, h, i++) = page;
+        a.list.index(a.list.at(r), h, i++) = page;
         state[inject_header + page / 32] |= 1u << (page % 32);
       }
-      a.list.count(r, h) = i;
+      a.list.count(a.list.at(r), h) = i;
     }
 }
 

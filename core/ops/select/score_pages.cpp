@@ -10,6 +10,7 @@
 #include "ops/score/group.hpp"
 #include "ops/select/candidates.hpp"
 #include "ops/select/chosen_pages.hpp"
+#include "ops/select/inject.hpp"
 #include "ops/select/select.hpp"
 
 namespace kvlab::ops {
@@ -102,6 +103,23 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   score_pages(queries, kv, summaries, choice, scores, out, s);
 }
 
+namespace {
+
+// Replaces the lists of score_pages where an experiment injects others.
+void inject_choice(const PagedKv& kv, const PageChoice& c, const PageList& out, Stream s) {
+  const PartTimer timer(Part::other);
+  InjectArgs a = *kv.injected->lists;
+  a.pages = kv;
+  a.list = out;
+  a.pins = c.leave_out;
+  a.pins.newest_page = c.newest_page;
+  a.heads = c.heads;
+  inject_pages(a, s);
+  *kv.injected->used = true;
+}
+
+}  // namespace
+
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,
                  Scores scores, PageList out, Stream s) {
   const PartTimer timer(Part::score);
@@ -110,8 +128,11 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   check_list(kv, out, op);
   if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
-  if (s.device() == Device::cuda) return on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
-  chosen_pages(queries, kv, summaries, c, scores, out, s);
+  if (s.device() == Device::cuda)
+    on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
+  else
+    chosen_pages(queries, kv, summaries, c, scores, out, s);
+  if (kv.injected && kv.injected->lists) inject_choice(kv, c, out, s);
 }
 
 // The two overloads of score_pages have one CUDA version under this name.

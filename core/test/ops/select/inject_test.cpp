@@ -163,6 +163,72 @@ TEST_CASE("what is drawn follows the sequence, not the slot") {
   CHECK(one[0] != one[2]);
 }
 
+TEST_CASE("a head that does not choose keeps its list, and its next list follows that one") {
+  InjectFixture f(1, 2, 4, 64);
+  f.lengths(60 * 4);
+  f.args.overlap = 700'000;
+  f.args.pins = {9, 14, false};  // pages 0 to 2 and 56 to 59 are no candidates
+  const Ints chosen{5, 6, 7, 8, 20, 21, 30, 33, 38, 39};
+  std::vector<std::uint8_t> flags(2, 1);
+  const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {1, 2});
+  f.args.heads = Heads::flagged(marks);
+  std::vector<Ints> before(2);
+  std::vector<int> lists(2);
+  for (int step = 0; step < 30; ++step) {
+    CAPTURE(step);
+    flags[0] = step % 3 == 0;
+    for (int head = 0; head < 2; ++head)
+      if (flags[static_cast<std::size_t>(head)]) {
+        for (std::size_t i = 0; i < chosen.size(); ++i) f.args.list.index(0, head, static_cast<int>(i)) = chosen[i];
+        f.args.list.count(0, head) = static_cast<int>(chosen.size());
+      }
+    ops::inject_pages(f.args, Stream::cpu());
+    for (int head = 0; head < 2; ++head) {
+      CAPTURE(head);
+      const auto h = static_cast<std::size_t>(head);
+      const Ints now = f.of(0, head);
+      REQUIRE(now.size() == 10);
+      CHECK(ascending(now, 56));
+      CHECK(now.front() > 2);
+      if (!flags[h])
+        CHECK(now == before[h]);
+      else if (lists[h]++ > 0)
+        CHECK(shared(now, before[h]) == 7);
+      else
+        CHECK(now == chosen);
+      before[h] = now;
+    }
+  }
+  CHECK(lists == std::vector<int>{10, 30});
+}
+
+TEST_CASE("with the steps of the sequence, a head that chooses now and then takes the list of its step") {
+  const Ints first = {0, 4}, steps = {4, 2}, pages = {10, 11, 12, 13, 20, 21};
+  const std::vector<std::int64_t> begin = {0, 1, 2, 3, 4, 5, 6};
+  InjectFixture f(1, 1, 4, 64);
+  f.lengths(60 * 4);
+  f.args.recorded = {first.data(), steps.data(), begin.data(), pages.data(), 2, 1, 1, 0};
+  std::int32_t taken = 17;  // of earlier questions
+  f.args.steps = &taken;
+  std::uint8_t flag = 1;
+  const auto marks = View<const std::uint8_t, 2>::dense(&flag, {1, 1});
+  f.args.heads = Heads::flagged(marks);
+  const auto next = [&](std::uint32_t question, bool chooses) {
+    f.question[0] = question;
+    flag = chooses;
+    f.choose({5});
+    ops::inject_pages(f.args, Stream::cpu());
+    ++taken;
+    return f.of(0, 0)[0];
+  };
+  CHECK(next(0, true) == 10);
+  CHECK(next(0, false) == 5);
+  CHECK(next(0, true) == 12);
+  CHECK(next(1, false) == 5);  // the question's first step counts, though the head does not choose
+  CHECK(next(1, true) == 21);
+  CHECK(next(1, true) == 20);
+}
+
 TEST_CASE("inject_pages refuses what does not fit") {
   InjectFixture f(1, 1, 4, 8);
   f.lengths(20);
