@@ -1,7 +1,11 @@
 #include "compose/injection.hpp"
 
+#include <kvlab/error.hpp>
+
 #include <algorithm>
 #include <utility>
+
+#include "plugin/edits_author.hpp"
 
 namespace kvlab {
 
@@ -9,7 +13,10 @@ Injector::Injector(Injection injection, const Shape& shape, Workspace& w)
     : injection_(std::move(injection)), shape_(shape), words_(ops::inject_words(shape.max_pages())) {
   const auto bytes = static_cast<std::size_t>(words_) * sizeof(std::uint32_t) * static_cast<std::size_t>(shape.layers) *
                      static_cast<std::size_t>(shape.kv_heads);
-  state_ = static_cast<std::uint32_t*>(w.state("injected pages", bytes, shape.max_slots));
+  if (injection_.lists()) state_ = static_cast<std::uint32_t*>(w.state("injected pages", bytes, shape.max_slots));
+  if (injection_.correction)
+    calls_ = static_cast<std::uint32_t*>(
+        w.state("injected turns", static_cast<std::size_t>(shape.layers) * sizeof(std::uint32_t), shape.max_slots));
   sequence_ = static_cast<std::uint32_t*>(w.state("injected sequence", sizeof(std::uint32_t), shape.max_slots));
 }
 
@@ -26,27 +33,42 @@ int layer_of(const std::vector<int>& recorded, int layer) {
 
 void Injector::begin(const LayerPrefill& kv, Stream s) {
   if (kv.layer > 0) return;
+  if (injection_.recorded && !recorded_.first) upload(s);
   for (int row = 0; row < kv.rows(); ++row)
     copy_memory(sequence_ + kv.slots[row], kv.sequence + row, sizeof *sequence_, s);
 }
 
 void Injector::replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s) {
-  if (injection_.recorded && !recorded_.first) upload(s);
-  const std::int64_t layer = shape_.kv_heads * words_;
-  ops::InjectArgs a;
+  ops::InjectArgs a = lists(step);
   a.pages = step.pages;
   a.list = list;
   a.pins = pins;
-  a.state = {
-      state_ + layer * step.layer, {shape_.max_slots, shape_.kv_heads, words_}, {layer * shape_.layers, words_, 1}};
-  a.sequence = sequence_;
-  a.question = step.question;
-  a.layer = step.layer;
-  a.seed = injection_.seed;
-  a.overlap = injection_.overlap;
-  a.recorded = recorded_;
-  if (injection_.recorded) a.recorded.layer = layer_of(injection_.recorded->layers, step.layer);
   ops::inject_pages(a, s);
+}
+
+ops::InjectArgs Injector::lists(const LayerKv& kv) const {
+  const std::int64_t layer = shape_.kv_heads * words_;
+  ops::InjectArgs a;
+  a.state = {
+      state_ + layer * kv.layer, {shape_.max_slots, shape_.kv_heads, words_}, {layer * shape_.layers, words_, 1}};
+  a.sequence = sequence_;
+  a.question = kv.question;
+  a.layer = kv.layer;
+  a.seed = injection_.seed;
+  a.overlap = injection_.overlap.value_or(0);
+  a.recorded = recorded_;
+  if (injection_.recorded) a.recorded.layer = layer_of(injection_.recorded->layers, kv.layer);
+  return a;
+}
+
+ops::InjectedTurns Injector::turns(const LayerKv& kv) const {
+  ops::InjectedTurns t;
+  t.share = injection_.correction.value_or(0);
+  t.sequence = sequence_;
+  t.calls = {calls_ + kv.layer, {shape_.max_slots}, {shape_.layers}};
+  t.layer = kv.layer;
+  t.seed = injection_.seed;
+  return t;
 }
 
 // Scales recorded page numbers to a sequence's room. The whole run has one factor, so shared pages of two lists stay
@@ -72,6 +94,88 @@ void Injector::upload(Stream s) {
   recorded_.begin = begin_.as<std::int64_t>(), recorded_.page = page_.as<std::int32_t>();
   recorded_.questions = static_cast<int>(first.size());
   recorded_.layers = static_cast<int>(r.layers.size()), recorded_.heads = r.heads;
+}
+
+namespace {
+
+// Points PagedKv::injected of every callback to what replaces the policy's choices.
+class InjectedPolicy final : public Policy, public EditsAuthor {
+ public:
+  InjectedPolicy(Instance<Policy> policy, std::string name, Injection injection)
+      : policy_(std::move(policy)), name_(std::move(name)), injection_(std::move(injection)) {}
+
+  std::string author() const override { return author_of(*policy_); }
+  Needs needs() const override {
+    Needs n = policy_->needs();
+    return injection_.recorded ? n.steps(true) : n;
+  }
+  Demand demand(int prompt_tokens, int max_new) const override { return policy_->demand(prompt_tokens, max_new); }
+  CodecSpec codec() const override { return policy_->codec(); }
+  CodecSpec host_codec() const override { return policy_->host_codec(); }
+  void load_profile(const Profile& profile) override { policy_->load_profile(profile); }
+  void attach(const Shape& shape, const BudgetAmount& budget, Workspace& w) override {
+    policy_->attach(shape, budget, w);
+    injector_.emplace(injection_, shape, w);
+  }
+  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+    injector_->begin(kv, s);
+    policy_->prefill(with_injection(kv, nullptr), edits, s);
+  }
+  void select(const LayerStep& step, Edits& edits, Stream s) override {
+    policy_->select(with_injection(step, step.steps), edits, s);
+  }
+  void observe(const LayerStep& step, Edits& edits, Stream s) override {
+    policy_->observe(with_injection(step, step.steps), edits, s);
+  }
+  void finish_step(const Step& step, Edits& edits, Stream s) override {
+    if (!used_) refuse();
+    policy_->finish_step(step, edits, s);
+  }
+  void release(int slot) override { policy_->release(slot); }
+
+ private:
+  // steps: of the device; null = a prompt.
+  template <class Kv>
+  Kv with_injection(const Kv& kv, const std::int32_t* steps) {
+    injected_ = {nullptr, nullptr, &used_};
+    if (injection_.overlap || (injection_.recorded && steps)) {
+      lists_ = injector_->lists(kv);
+      if (injection_.recorded) lists_.steps = steps;
+      injected_.lists = &lists_;
+    }
+    if (injection_.correction) {
+      turns_ = injector_->turns(kv);
+      injected_.turns = &turns_;
+    }
+    Kv with = kv;
+    with.pages.injected = &injected_;
+    return with;
+  }
+
+  [[noreturn]] void refuse() const {
+    const char* called = !injection_.correction ? "no ops::score_pages"
+                         : !injection_.lists()  ? "no ops::turned_heads"
+                                                : "neither ops::score_pages nor ops::turned_heads";
+    throw Error(Errc::config,
+                "got inject with policy '" + name_ + "', whose decode step called " + called +
+                    ", wanted one that does: inject replaces what these ops find",
+                injection_.where);
+  }
+
+  Instance<Policy> policy_;
+  std::string name_;
+  Injection injection_;
+  std::optional<Injector> injector_;
+  ops::InjectArgs lists_;
+  ops::InjectedTurns turns_;
+  ops::Injected injected_;
+  bool used_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> injected(Instance<Policy> policy, const std::string& name, Injection injection) {
+  return std::make_unique<InjectedPolicy>(std::move(policy), name, std::move(injection));
 }
 
 }  // namespace kvlab

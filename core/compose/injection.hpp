@@ -1,12 +1,16 @@
-// Replaces a selector's page lists: `inject` of an experiment, for models whose attention means nothing.
+// Replaces what selectors and policies choose: `inject` of an experiment, for models whose attention means nothing.
 #pragma once
 #include <kvlab/policy.hpp>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "base/stream_memory.hpp"
+#include "ops/score/turned.hpp"
 #include "ops/select/inject.hpp"
+#include "plugin/loader.hpp"
 
 namespace kvlab {
 
@@ -25,29 +29,43 @@ struct RecordedTrace {
 };
 
 struct Injection {
-  std::int32_t overlap = 0;  // millionths
-  std::uint64_t seed = 0;
-  std::shared_ptr<const RecordedTrace> recorded;  // null = by overlap
+  std::optional<std::int32_t> overlap;            // millionths
+  std::shared_ptr<const RecordedTrace> recorded;  // in place of an overlap
   std::vector<std::int32_t> follows;              // [LayerKv::question] the recorded question that it follows
+  std::optional<std::int32_t> correction;         // millionths of the heads; of policies only
+  std::uint64_t seed = 0;
+  std::string where;  // in the experiment
+
+  bool lists() const { return overlap || recorded; }
 };
 
 class Injector {
  public:
   // Takes state from the workspace.
   Injector(Injection injection, const Shape& shape, Workspace& w);
-  void begin(const LayerPrefill& kv, Stream s);  // stores the numbers of the rows' sequences
+  // Stores the numbers of the rows' sequences, and the record on the device.
+  void begin(const LayerPrefill& kv, Stream s);
   void replace(const LayerStep& step, const PageList& list, const Pins& pins, Stream s);
+
+  // For a layer's ops, but for the cache, list, pins and heads.
+  ops::InjectArgs lists(const LayerKv& kv) const;
+  ops::InjectedTurns turns(const LayerKv& kv) const;
 
  private:
   void upload(Stream s);
 
   Injection injection_;
   Shape shape_;
-  std::uint32_t* state_;  // [slot, layer, kv_head, words]
+  std::uint32_t* state_ = nullptr;  // [slot, layer, kv_head, words]
   std::int64_t words_;
+  std::uint32_t* calls_ = nullptr;             // [slot, layer]
   std::uint32_t* sequence_;                    // [slot]
   StreamMemory first_, steps_, begin_, page_;  // the arrays of recorded_
   ops::RecordedPages recorded_;
 };
+
+// The policy with an injection into ops::score_pages and ops::turned_heads. A recorded list replaces a decode step's
+// choice, not that of a prompt. A decode step throws Errc::config if the policy has called none of the ops by then.
+std::unique_ptr<Policy> injected(Instance<Policy> policy, const std::string& name, Injection injection);
 
 }  // namespace kvlab

@@ -19,7 +19,11 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
 }
 
 std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
-  if (spec.policy) return make<Policy>(spec.policy, catalog);
+  if (spec.policy) {
+    Instance<Policy> policy = make<Policy>(spec.policy, catalog);
+    if (!injection) return policy;
+    return injected(std::move(policy), spec.name, std::move(*injection));
+  }
   Composition parts;
   parts.scorer = make<Scorer>(spec.scorer, catalog);
   parts.split = make<Budget>(spec.split, catalog);

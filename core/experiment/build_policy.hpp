@@ -12,7 +12,7 @@ namespace kvlab {
 
 // Throws as the plugins' constructors, compose() and load_profile do. Errc::config if the entry names a profile that no
 // plugin of it needs, or none although one does; an ablation may need none. profile: null = not loaded. injection:
-// replaces the selector's lists.
+// replaces what the selector or the policy chooses.
 std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
                                      const Profile* profile = nullptr, std::optional<Injection> injection = {});
 

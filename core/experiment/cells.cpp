@@ -35,15 +35,14 @@ Json dependencies(const PluginUse& use, const Experiment& experiment, const Plug
   return json;
 }
 
-// The policy's parameters, and the injection that replaces its selector's lists.
+// The policy's parameters, and the injection that replaces what it chooses.
 Json params_of(const PolicySpec& policy, const Experiment& experiment) {
   Json json = to_json(policy);
   const InjectSpec& inject = experiment.inject;
   if (!inject.used(policy)) return json;
-  if (inject.overlap)
-    json["inject"] = {{"overlap", *inject.overlap}};
-  else
-    json["inject"] = {{"trace", inject.trace}};
+  if (inject.overlap) json["inject"]["overlap"] = *inject.overlap;
+  if (!inject.trace.empty()) json["inject"]["trace"] = inject.trace;
+  if (inject.correction && policy.policy) json["inject"]["correction"] = *inject.correction;
   if (!inject.cell.empty()) json["inject"]["cell"] = inject.cell;
   return json;
 }

@@ -304,27 +304,33 @@ class ExperimentReader {
     InjectSpec& inject = out_.inject;
     inject.where = document_.where(node->place);
     MapReader keys(*node, "inject", problems_);
-    const Node *overlap = keys.take("overlap"), *trace = keys.take("trace"), *cell = keys.take("cell");
+    const Node *overlap = keys.take("overlap"), *trace = keys.take("trace"), *cell = keys.take("cell"),
+               *correction = keys.take("correction");
     keys.finish();
+    const std::string wanted = " 'inject', wanted {overlap: X}, {trace: FILE} or {correction: X}";
     if (!node->is(Node::Kind::map)) {
-      if (node->is(Node::Kind::null))
-        problems_.add(node->place, "got an empty 'inject', wanted {overlap: X} or {trace: FILE}");
+      if (node->is(Node::Kind::null)) problems_.add(node->place, "got an empty" + wanted);
       return;
     }
-    if (!overlap == !trace)
-      problems_.add(node->place, std::string("got ") + (trace ? "overlap and trace" : "neither overlap nor trace") +
-                                     " for 'inject', wanted {overlap: X} or {trace: FILE}");
-    if (overlap)
-      if (const auto value =
-              read_value(*overlap, make_param("overlap", 0., 0, 1, "pages that the step before had"), problems_))
-        inject.overlap = std::get<double>(*value);
+    if (overlap && trace)
+      problems_.add(node->place, "got overlap and trace for 'inject', wanted one of them: both give the page lists");
+    if (!overlap && !trace && !correction)
+      problems_.add(node->place, "got neither overlap, trace nor correction for" + wanted);
+    const auto share = [&](const Node* of, const char* key, const char* help, std::optional<double>& to) {
+      if (!of) return;
+      if (const auto value = read_value(*of, make_param(key, 0., 0, 1, help), problems_)) to = std::get<double>(*value);
+    };
+    share(overlap, "overlap", "pages that the list before had", inject.overlap);
+    share(correction, "correction", "heads that choose again before attention", inject.correction);
     if (trace) inject.trace = read_text(*trace, "trace");
     if (cell) inject.cell = read_text(*cell, "cell");
     if (cell && !trace) problems_.add(cell->place, "got a cell without a trace, wanted trace: FILE beside it");
     if (problems_.empty() &&
-        std::none_of(out_.policies.begin(), out_.policies.end(), [](const PolicySpec& p) { return p.selector; }))
-      problems_.add(node->place,
-                    "got inject without a policy that selects pages, wanted a selector whose lists it replaces");
+        std::none_of(out_.policies.begin(), out_.policies.end(), [&](const PolicySpec& p) { return inject.used(p); }))
+      problems_.add(node->place, inject.lists() ? "got inject without a policy that selects pages, wanted one whose "
+                                                  "lists it replaces"
+                                                : "got a correction in inject without a policy that corrects, wanted "
+                                                  "one whose heads can turn");
   }
 
   std::string read_text(const Node& node, const char* key) {

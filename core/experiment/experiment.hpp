@@ -26,13 +26,17 @@ struct ModelSpec {
 // parts: latency, and the time of each step's parts, for which a GPU runs steps eagerly. The CPU's latency has them.
 enum class Metric : std::uint8_t { score, fidelity, memory, latency, trace, parts };
 
-// Page lists that replace those of selectors, by `overlap` or by `trace`.
+// What replaces the choices of selectors and policies: page lists by `overlap` or by `trace`, and heads that turned.
 struct InjectSpec {
-  std::optional<double> overlap;  // share of a list that the previous step had
-  std::string trace, cell;        // a result file, relative as data paths are, and the cell in it; "" = the only one
+  std::optional<double> overlap;     // share of a list that the head's list before had
+  std::optional<double> correction;  // share of the heads that choose again before attention; of policies only
+  std::string trace, cell;           // a result file, relative as data paths are, and the cell in it; "" = the only one
   std::string where;
 
-  bool used(const PolicySpec& policy) const { return (overlap || !trace.empty()) && policy.selector; }
+  bool lists() const { return overlap || !trace.empty(); }
+  bool used(const PolicySpec& policy) const {
+    return (lists() && (policy.selector || policy.policy)) || (correction && policy.policy);
+  }
 };
 
 struct Experiment {
@@ -59,7 +63,7 @@ struct Experiment {
   bool batch_invariant = false;          // on CUDA: other rows of a batch change no bit of a row
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   int fidelity_tokens = 32;              // forced tokens per sample
-  InjectSpec inject;                     // of page lists; empty = none
+  InjectSpec inject;                     // empty = none
   std::vector<std::string> plugin_path;  // absolute, or relative to the current folder
 
   std::filesystem::path resolve(const std::string& path) const;  // of a data path in the file

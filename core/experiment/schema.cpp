@@ -215,7 +215,11 @@ class Builder {
     if (key == "seed") return axis(integer(0));
     if (key == "metrics") return axis(words({"score", "fidelity", "memory", "latency", "trace", "parts"}));
     if (key == "fidelity") return closed({{"tokens", integer(1)}});
-    if (key == "inject") return closed({{"overlap", number("number", 0, 1)}, {"trace", text()}, {"cell", text()}});
+    if (key == "inject")
+      return closed({{"overlap", number("number", 0, 1)},
+                     {"correction", number("number", 0, 1)},
+                     {"trace", text()},
+                     {"cell", text()}});
     if (key == "device_memory" || key == "host_memory") return ref("bytes");
     if (key == "spill") return words({"pressure", "always"});
     if (key == "plugin_path") return axis(text());

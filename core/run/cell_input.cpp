@@ -29,7 +29,10 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   const InjectSpec& inject = in.experiment->inject;
   if (!inject.used(in.policy())) return build_policy(in.policy(), *in.catalog, in.profile.get());
   Injection injection;
-  injection.overlap = static_cast<std::int32_t>(std::lround(inject.overlap.value_or(0) * 1e6));
+  const auto millionths = [](double share) { return static_cast<std::int32_t>(std::lround(share * 1e6)); };
+  if (inject.overlap) injection.overlap = millionths(*inject.overlap);
+  if (inject.correction) injection.correction = millionths(*inject.correction);
+  injection.where = inject.where;
   injection.seed = static_cast<std::uint64_t>(in.cell->seed);
   if (in.recorded) {
     injection.recorded = in.recorded;

@@ -33,7 +33,7 @@ struct CellInput {
 
 // Options for the cell's policy, with room for the cell's longest item in each slot.
 EngineOptions engine_options(const CellInput& in, int slots);
-// The cell's policy, with injected page lists where the experiment wants them.
+// The cell's policy, with injected lists and corrections where the experiment wants them.
 std::shared_ptr<Policy> cell_policy(const CellInput& in);
 // An engine with these options and the cell's policy. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);

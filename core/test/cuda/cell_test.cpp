@@ -206,3 +206,38 @@ TEST_CASE("cuda cell: the lists of a traced cell are injected as on the CPU") {
   cells.experiment.inject.trace.clear();
   CHECK(cells.run("cuda").trace.selected != own.trace.selected);
 }
+
+TEST_CASE("cuda cell: what is injected into a policy, eagerly, in graphs and as on the CPU") {
+  Cells cells("{quest: {dense_layers: 0, budget: {tokens: 88}}}");
+  cells.items.items.clear();
+  for (unsigned i = 0; i < 2; ++i) cells.add(test::test_text(120, 512, i), {}, 8);
+  cells.experiment.metrics = {Metric::trace};
+  const auto quest = cells.run("cuda");
+  const std::string file =
+      (std::filesystem::temp_directory_path() / ("kvlab-cuda-policy" + std::to_string(getpid()) + ".h5")).string();
+  results::write_part(file, quest, {});
+  results::rebuild(file, {}, {cells.cell.id});
+  const auto recorded = std::make_shared<RecordedTrace>(read_recorded(file, ""));
+  std::filesystem::remove(file);
+  std::filesystem::remove_all(results::parts_folder(file));
+
+  cells.experiment.policies = {
+      test::policy_of("{freekv: {sinks: 8, window: 8, dense_layers: 0, budget: {tokens: 48}}}", 8)};
+  cells.experiment.inject.correction = .3;
+  for (const bool by_trace : {true, false}) {
+    CAPTURE(by_trace);
+    cells.recorded = by_trace ? recorded : nullptr;
+    cells.experiment.inject.trace = by_trace ? file : "";
+    cells.experiment.inject.overlap = by_trace ? std::nullopt : std::optional(.5);
+    cells.experiment.metrics = {Metric::trace};
+    const auto gpu = cells.run("cuda");
+    REQUIRE(gpu.summary.error == "");
+    CHECK(test::lasting_labels(gpu.summary) == "synthetic, injected");
+    CHECK(gpu.trace.selected.size() > 200);
+    if (by_trace) CHECK(gpu.trace.selected == cells.run("cpu").trace.selected);
+    cells.experiment.metrics = {Metric::score, Metric::latency};
+    const auto graphs = cells.run("cuda");
+    CHECK(test::lasting_labels(graphs.summary) == "synthetic, injected, graph");
+    for (std::size_t i = 0; i < 2; ++i) CHECK(graphs.samples[i].output == gpu.samples[i].output);
+  }
+}

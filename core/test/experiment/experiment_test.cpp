@@ -230,12 +230,15 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(q + "inject: {overlap: -0.1}\n", "exp.yaml:5:19: got -0.1", {"0 to 1"});
   refused(q + "inject: {overlap: much}\n", "exp.yaml:5:19: got 'much'");
   refused(q + "inject: 0.5\n", "exp.yaml:5:9: got '0.5' for 'inject', wanted a map");
-  refused(q + "inject: ~\n", "exp.yaml:5:9: got an empty 'inject'", {"{overlap: X} or {trace: FILE}"});
-  refused(q + "inject: {}\n", "exp.yaml:5:9: got neither overlap nor trace", {"{overlap: X} or {trace: FILE}"});
+  refused(q + "inject: ~\n", "exp.yaml:5:9: got an empty 'inject'", {"{overlap: X}, {trace: FILE} or {correction: X}"});
+  refused(q + "inject: {}\n", "exp.yaml:5:9: got neither overlap, trace nor correction",
+          {"{overlap: X}, {trace: FILE}"});
   refused(q + "inject: {overlap: 1, trace: a.h5}\n", "exp.yaml:5:9: got overlap and trace");
   refused(q + "inject: {overlap: 1, cell: a}\n", "exp.yaml:5:28: got a cell without a trace");
   refused(q + "inject: {overlp: 1}\n", "exp.yaml:5:10: got unknown key 'overlp'", {"did you mean 'overlap'?"});
   refused(p + "  - full\ninject: {overlap: 1}\n", "exp.yaml:5:9: got inject without a policy that selects");
+  refused(q + "inject: {correction: 2}\n", "exp.yaml:5:22: got 2", {"0 to 1", "'correction'"});
+  refused(q + "inject: {correction: 0.5}\n", "exp.yaml:5:9: got a correction in inject without a policy that corrects");
   refused(p + "  - full\nexperiment: a/b\n", "exp.yaml:5:13: got 'a/b'");
   refused(p + "  - full\noutput: ''\n", "exp.yaml:5:9: got empty text");
   refused(p + "  - full\nfidelity: {token: 3}\n", "exp.yaml:5:12: got unknown key 'token'", {"did you mean 'tokens'?"});
@@ -566,7 +569,7 @@ TEST_CASE("a cell's id follows what its result depends on") {
            "5}]\n") != base);
   CHECK(id("model: m\ntasks: [niah: {context: 64, depth: 2}]\npolicies: [snapkv: {window: 9, kernel: 5}]\n") != base);
 
-  // Injected lists count only where there is a selector.
+  // Injected lists count only where pages are chosen, corrections only for policies.
   CHECK(id("inject: {overlap: 1}\nmodel: m\ntasks: [niah: {context: 64, depth: 2}]\n"
            "policies: [snapkv: {window: 8, kernel: 5}, quest]\n") == base);
   const std::string selects = "model: m\ntasks: [niah]\npolicies: [quest]\n";
@@ -578,6 +581,13 @@ TEST_CASE("a cell's id follows what its result depends on") {
   CHECK(
       cells(load(selects + "inject: {overlap: 0.5}\n"), catalog, {}).at(0).params.find(R"("inject":{"overlap":0.5})") !=
       std::string::npos);
+  CHECK(some == id(selects + "inject: {overlap: 0.5, correction: 0.1}\n"));
+  const std::string corrects = "model: m\ntasks: [niah]\npolicies: [streaming_llm]\n";
+  const std::string corrected = id(corrects + "inject: {overlap: 0.5, correction: 0.1}\n");
+  CHECK(corrected != id(corrects));
+  CHECK(corrected != id(corrects + "inject: {overlap: 0.5}\n"));
+  CHECK(corrected != id(corrects + "inject: {correction: 0.1}\n"));
+  CHECK(corrected != id(corrects + "inject: {overlap: 0.5, correction: 0.2}\n"));
 
   Fingerprints one, two;
   one.model = [](const ModelSpec&) { return "1"; };

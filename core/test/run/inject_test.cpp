@@ -195,6 +195,175 @@ TEST_CASE("a cell without injection, or without a selector, has no such label") 
   CHECK(test::lasting_labels(cells.run().summary).empty());
 }
 
+namespace {
+
+constexpr int pinned = 8;  // tokens: sinks, and as many of the window
+
+// Prompts of the same length under FreeKV, with ten chosen pages beside two of sinks and those of the window.
+struct Speculation : Cells {
+  static constexpr int prompt = 120, answer = 24;
+
+  explicit Speculation(const std::string& more = "dense_layers: 0") {
+    experiment.policies = {
+        test::policy_of("{freekv: {sinks: 8, window: 8, budget: {tokens: 56}, " + more + "}}", page_size)};
+    items.items.clear();
+    for (unsigned i = 0; i < 4; ++i) add(test::test_text(prompt, model->config.vocab, i), {}, answer);
+  }
+};
+
+// The pages of each traced list that hold neither sinks nor the window.
+std::map<std::array<int, 3>, std::vector<Pages>> chosen_of(const results::Trace& t) {
+  auto out = lists_of(t);
+  for (auto& [place, lists] : out)
+    for (std::size_t step = 0; step < lists.size(); ++step) {
+      const int tokens = Speculation::prompt + static_cast<int>(step) + 1;
+      std::erase_if(lists[step],
+                    [&](int page) { return page < pinned / page_size || page >= (tokens - pinned) / page_size; });
+    }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a policy's lists have the injected overlap each time that a head chooses") {
+  for (const double overlap : {0., .5, .7, 1.}) {
+    CAPTURE(overlap);
+    for (const double correction : {0., 1.}) {
+      CAPTURE(correction);
+      Speculation cells;
+      cells.experiment.inject.overlap = overlap;
+      cells.experiment.inject.correction = correction;
+      const auto result = cells.run();
+      CHECK(test::lasting_labels(result.summary) == "injected");
+      int compared = 0;
+      for (const auto& [place, lists] : chosen_of(result.trace))
+        for (std::size_t i = 1; i < lists.size(); ++i, ++compared) {
+          CAPTURE(i);
+          REQUIRE(lists[i].size() == most);
+          // Without corrections the second step still reads what the first one, which has no last query, chose.
+          if (i == 1 && correction == 0)
+            CHECK(lists[i] == lists[i - 1]);
+          else
+            CHECK(shared(lists[i], lists[i - 1]) == static_cast<std::size_t>(std::lround(overlap * most)));
+        }
+      CHECK(compared > 300);
+    }
+  }
+}
+
+TEST_CASE("the injected share of heads is corrected") {
+  // Lists that follow each other share no page; lists with one between them share some. So lists tell which heads
+  // chose before attention: in each step a head reads list t, and list t + 1 if it was corrected.
+  const double correction = .3;
+  Speculation cells;
+  cells.experiment.inject.overlap = 0;
+  cells.experiment.inject.correction = correction;
+  int corrected = 0, all = 0;
+  for (const auto& [place, lists] : chosen_of(cells.run().trace)) {
+    bool before = true;  // in the first step
+    for (std::size_t i = 1; i < lists.size(); ++i, ++all) {
+      const std::size_t same = shared(lists[i], lists[i - 1]);
+      const bool now = before ? same == 0 : same > 0;
+      if (before && !now) CHECK(same == most);
+      corrected += now;
+      before = now;
+    }
+  }
+  REQUIRE(all > 300);
+  CHECK(static_cast<double>(corrected) / all ==
+        Approx(correction).margin(4 * std::sqrt(correction * (1 - correction) / all)));
+  Speculation uncorrected("dense_layers: 0, correction: false");  // the ablation stays without corrections
+  uncorrected.experiment.inject.overlap = 0;
+  uncorrected.experiment.inject.correction = 1;
+  for (const auto& [place, lists] : chosen_of(uncorrected.run().trace))
+    for (std::size_t i = 1; i < lists.size(); ++i) CHECK(shared(lists[i], lists[i - 1]) == 0);
+}
+
+TEST_CASE("a policy's injected lists are those of any other slot and batch") {
+  Speculation cells;
+  cells.experiment.inject.overlap = .5;
+  cells.experiment.inject.correction = .3;
+  cells.experiment.batch = 1;
+  const auto alone = cells.run();
+  for (const int batch : {2, 4}) {
+    cells.experiment.batch = batch;
+    const auto other = cells.run();
+    CHECK(lists_of(other.trace) == lists_of(alone.trace));
+    for (std::size_t i = 0; i < alone.samples.size(); ++i) CHECK(other.samples[i].output == alone.samples[i].output);
+  }
+  cells.cell.seed = 1;
+  CHECK(lists_of(cells.run().trace) != lists_of(alone.trace));
+}
+
+TEST_CASE("the overlap of a head that chooses every few steps is that of its choices") {
+  constexpr std::size_t period = 4;
+  Speculation cells;
+  cells.experiment.policies = {test::policy_of(
+      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, budget: {tokens: 40}}}", page_size)};
+  cells.experiment.inject.overlap = .7;
+  const auto result = cells.run();
+  CHECK(test::lasting_labels(result.summary) == "injected");
+  int compared = 0;
+  for (auto& [place, lists] : lists_of(result.trace)) {
+    std::vector<Pages> chosen = lists;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+      // Attention reads the newest page too, which may or may not be a chosen one.
+      CHECK(lists[i].back() == (Speculation::prompt + static_cast<int>(i)) / page_size);
+      REQUIRE((lists[i].size() == most || lists[i].size() == most + 1));
+      if (lists[i].size() > most) chosen[i].pop_back();
+      if (i % period != 0)
+        CHECK(chosen[i] == chosen[i - 1]);
+      else if (i > 0)
+        CHECK((++compared, shared(chosen[i], chosen[i - 1])) == 7);
+    }
+  }
+  CHECK(compared > 50);
+}
+
+TEST_CASE("a policy follows the lists of a trace, step by step") {
+  Speculation quest;
+  quest.experiment.policies = {test::policy_of("{quest: {dense_layers: 0, budget: {tokens: 88}}}", page_size)};
+  const auto traced = quest.run();
+  const auto recorded = lists_of(traced.trace);
+  // Each head chooses before attention, so it reads the list of the same step.
+  Speculation cells("dense_layers: 0, speculation: false");
+  cells.follow(traced);
+  const auto result = cells.run();
+  CHECK(test::lasting_labels(result.summary) == "injected");
+  int compared = 0;
+  for (const auto& [place, lists] : chosen_of(result.trace))
+    for (std::size_t i = 0; i < lists.size(); ++i, ++compared) {
+      Pages candidates = recorded.at(place)[i];
+      const int tokens = Speculation::prompt + static_cast<int>(i) + 1;
+      std::erase_if(candidates,
+                    [&](int page) { return page < pinned / page_size || page >= (tokens - pinned) / page_size; });
+      REQUIRE(lists[i].size() == most);
+      CHECK(shared(lists[i], candidates) == std::min<std::size_t>(most, candidates.size()));
+    }
+  CHECK(compared > 300);
+  // A head that chooses every 4 steps takes the lists of these steps.
+  cells.experiment.policies = {test::policy_of(
+      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, budget: {tokens: 40}}}", page_size)};
+  for (const auto& [place, lists] : lists_of(cells.run().trace))
+    for (std::size_t i = 0; i < lists.size(); ++i)
+      CHECK(shared(lists[i], recorded.at(place)[i / 4 * 4]) >= static_cast<std::size_t>(most));
+}
+
+TEST_CASE("a policy that asks for nothing that is injected fails, with the place in the experiment") {
+  Speculation cells("dense_layers: 99");
+  cells.experiment.inject.where = "exp.yaml:7:9";
+  const auto error = [&](std::optional<double> overlap, std::optional<double> correction) {
+    cells.experiment.inject.overlap = overlap, cells.experiment.inject.correction = correction;
+    const auto out = static_cast<test::CellFixture&>(cells).run();
+    CHECK(out.summary.status == "failed");
+    return out.summary.error;
+  };
+  CHECK_THAT(error(.5, {}),
+             Catch::StartsWith("exp.yaml:7:9: got inject with policy 'freekv'") && Catch::Contains("ops::score_pages"));
+  CHECK_THAT(error({}, .5), Catch::Contains("ops::turned_heads"));
+  CHECK_THAT(error(.5, .5), Catch::Contains("neither"));
+}
+
 TEST_CASE("lists of a traced cell are injected again, the same ones") {
   for (const int dense : {0, 1}) {
     CAPTURE(dense);
