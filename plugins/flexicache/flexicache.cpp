@@ -2,8 +2,6 @@
 // others keep their best pages alone, and choose anew every R steps. FlexiCache, anonymous preprint 2025.
 #include <kvlab/plugin.hpp>
 
-#include <cmath>
-#include <string>
 #include <vector>
 
 namespace {
@@ -40,12 +38,8 @@ class FlexiCache final : public kvlab::Policy {
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
-    const int least = pins_.last + shape.page_size;
+    budget.require(pins_.last + shape.page_size, "the newest ones and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
-    if (capturable_ && budget.value < least)
-      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(static_cast<int>(budget.value)) +
-                                                  " tokens, wanted at least " + std::to_string(least) +
-                                                  ": the newest ones and a page");
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     if (unstable_heads_) unstable_ = kvlab::HeadClass("unstable heads", shape, marks_, w);
   }
@@ -77,12 +71,7 @@ class FlexiCache final : public kvlab::Policy {
   Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
 
   void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
-    kvlab::PageChoice choice = choice_;
-    choice.heads = heads;
-    kvlab::ops::budget_pages(kv, pins_.last, choice);
-    const int pages = (kv.max_length + kv.pages.page_size - 1) / kv.pages.page_size;
-    auto scores = kv.scratch<float>("page score", {kv.rows(), kv.kv_heads(), pages});
-    kvlab::ops::score_pages(queries, kv.pages, kv.summaries, choice, scores, chosen_.of(kv), s);
+    kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.last, chosen_.of(kv), s);
   }
 
   void place(const kvlab::LayerKv& kv, const Heads& heads, kvlab::Deadline when, kvlab::Edits& edits) {

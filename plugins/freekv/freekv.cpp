@@ -3,7 +3,6 @@
 #include <kvlab/plugin.hpp>
 
 #include <limits>
-#include <string>
 
 namespace {
 
@@ -31,11 +30,7 @@ class FreeKv final : public kvlab::Policy {
   }
 
   void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
-    const int least = pins_.first + pins_.last + shape.page_size;
-    if (budget.kind == kvlab::BudgetAmount::tokens && budget.value < least)
-      throw kvlab::Error(kvlab::Errc::config, "got a budget of " + std::to_string(static_cast<int>(budget.value)) +
-                                                  " tokens, wanted at least " + std::to_string(least) +
-                                                  ": sinks, window and a page");
+    budget.require(pins_.first + pins_.last + shape.page_size, "sinks, window and a page");
     capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
     chosen_ = kvlab::KeptPages("chosen", shape, shape.max_pages(), w);
     last_ = kvlab::KeptQueries("last query", shape, w);
@@ -72,12 +67,7 @@ class FreeKv final : public kvlab::Policy {
  private:
   void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Deadline when,
               kvlab::Edits& edits, kvlab::Stream s) {
-    kvlab::PageChoice choice = choice_;
-    choice.heads = heads;
-    kvlab::ops::budget_pages(kv, pins_.first + pins_.last, choice);
-    const int pages = (kv.max_length + kv.pages.page_size - 1) / kv.pages.page_size;
-    auto scores = kv.scratch<float>("page score", {kv.rows(), kv.kv_heads(), pages});
-    kvlab::ops::score_pages(queries, kv.pages, kv.summaries, choice, scores, chosen_.of(kv), s);
+    kvlab::ops::choose_pages(kv, queries, choice_.among(heads), pins_.first + pins_.last, chosen_.of(kv), s);
     edits.place(chosen_.of(kv), {.heads = heads, .pins = pins_, .when = when});
   }
 

@@ -94,8 +94,7 @@ TEST_CASE("freekv: a budget pays for sinks, window and selected pages") {
   const std::int32_t budgets[] = {2048, 2048}, slots[] = {0, 1};
   kv.pages.rows = 2, kv.pages.kv_heads = 1, kv.pages.page_size = 32, kv.pages.slots = slots;
   kv.budget = budgets;
-  PageChoice choice;
-  ops::budget_pages(kv, 512 + 512, choice);
-  CHECK(choice.budget == 32);
-  CHECK_FALSE(choice.budgets);
+  const ops::PageCounts pages = ops::budget_pages(kv, [](int tokens) { return tokens - 512 - 512; });
+  CHECK(pages.same == 32);
+  CHECK_FALSE(pages.each);
 }

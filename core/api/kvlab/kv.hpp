@@ -219,6 +219,12 @@ struct PageChoice {
   // Pages that hold one of these tokens are no candidates: neither in the softmax nor in the list.
   Pins leave_out;
   Heads heads;  // lists of the others stay as they are
+
+  PageChoice among(const Heads& these) const {
+    PageChoice c = *this;
+    c.heads = these;
+    return c;
+  }
 };
 
 enum class Pooling : std::uint8_t { none, average, max };

@@ -160,23 +160,49 @@ void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const s
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                  View<const std::int32_t, 2> page_budgets, Pins pins, Scores scores, PageList out, Stream s);
 
-// Gives a choice the row's budget in whole pages, less `tokens` that are attended to in any case, at least one page. If
-// the rows' budgets differ, it uploads them; so a graph needs a budget in tokens.
-inline void budget_pages(const LayerKv& kv, int tokens, PageChoice& choice) {
-  const auto pages = [&](int row) { return std::max(1, (kv.budget_tokens(row) - tokens) / kv.pages.page_size); };
-  choice.budget = kv.rows() > 0 ? pages(0) : 1;
+// Numbers of pages: `each` [row, kv_head] if it has any, else `same` for all.
+struct PageCounts {
+  int same = 1;
+  View<const std::int32_t, 2> each;
+};
+
+// Turns budgets into whole pages, at least one: of(tokens) / page_size for a row that has so many tokens. It uploads
+// the numbers if they differ from row to row; so a graph needs a budget in tokens.
+template <class Of>
+PageCounts budget_pages(const LayerKv& kv, Of of) {
+  const auto pages = [&](int row) { return std::max(1, of(kv.budget_tokens(row)) / kv.pages.page_size); };
+  PageCounts counts;
+  if (kv.rows() > 0) counts.same = pages(0);
   bool same = true;
-  for (int row = 1; row < kv.rows(); ++row) same = same && pages(row) == choice.budget;
-  if (same) return;
+  for (int row = 1; row < kv.rows(); ++row) same = same && pages(row) == counts.same;
+  if (same) return counts;
   std::vector<std::int32_t> all;
   for (int row = 0; row < kv.rows(); ++row) all.insert(all.end(), static_cast<std::size_t>(kv.kv_heads()), pages(row));
-  choice.budgets = kv.upload_heads("page budgets", all.data());
+  counts.each = kv.upload_heads("page budgets", all.data());
+  return counts;
 }
 
 // The same with a PageChoice. `out` may be a list that lasts. No scores are written for pages that are left out.
 // Bytes: the summaries of the chosen heads.
 void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& choice,
                  Scores scores, PageList out, Stream s);
+
+// score_pages of a callback's layer for so many pages. Returns the scores, which are scratch.
+inline Scores choose_pages(const LayerKv& kv, const Tensor<3>& queries, PageChoice choice, const PageCounts& counts,
+                           PageList out, Stream s) {
+  choice.budget = counts.same;
+  choice.budgets = counts.each;
+  const int pages = (kv.max_length + kv.pages.page_size - 1) / kv.pages.page_size;
+  const auto scores = kv.scratch<float>("page score", {kv.rows(), kv.kv_heads(), pages});
+  score_pages(queries, kv.pages, kv.summaries, choice, scores, out, s);
+  return scores;
+}
+
+// The same for the row's budget less `paid` tokens, which are attended to in any case.
+inline Scores choose_pages(const LayerKv& kv, const Tensor<3>& queries, const PageChoice& choice, int paid,
+                           PageList out, Stream s) {
+  return choose_pages(kv, queries, choice, budget_pages(kv, [&](int tokens) { return tokens - paid; }), out, s);
+}
 
 // turned[slot, kv_head] = 1 where the mean over the group of cos(query, last) is below `threshold`, else 0, for the
 // slots of kv's rows. A cosine divides by the product of both norms plus 1e-12, so a `last` of zeros gives 0. Then

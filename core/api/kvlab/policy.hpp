@@ -289,6 +289,13 @@ struct BudgetAmount {
   enum Kind : std::uint8_t { unlimited, tokens, ratio, bytes } kind = unlimited;
   double value =
       0;  // tokens per KV head | share of the tokens seen so far | device bytes per sequence, metadata included
+
+  // Refuses a number of tokens below `least`, the tokens of `what`.
+  void require(int least, const char* what) const {
+    if (kind == tokens && value < least)
+      throw Error(Errc::config, "got a budget of " + std::to_string(static_cast<int>(value)) +
+                                    " tokens, wanted at least " + std::to_string(least) + ": " + what);
+  }
 };
 
 // Most tokens per KV head that a sequence holds on each tier: at the end of its prompt and afterwards. -1 = all of
