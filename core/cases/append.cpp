@@ -177,9 +177,9 @@ void check_summaries(Place& place, Check& check) {
   for (const int dim : {8, 64, 80, 128, 256})
     for (const int page : {1, 8, 16})
       for (const int kind : {0, 1, 2, 3, 4})
-        for (const int mode : {0, 1, 2}) {
+        for (const int mode : {0, 1, 2, 3}) {
           AppendOptions s;
-          s.summary = mode == 2 ? Summary::mean : Summary::min_max;
+          s.summary = mode == 3 ? Summary::centre_radius : mode == 2 ? Summary::mean : Summary::min_max;
           s.bounds_hold = mode == 0;
           s.dim = dim, s.page_size = page;
           s.max_pages = 1 + 40 / page;
@@ -464,16 +464,17 @@ class WriteScene final : public Scene {
 };
 
 // Queries and keys are read and written, values read, and keys and values stored in 16 bits. Bounds are read and
-// written. For means, half of a page's keys are read on average.
+// written. For means and centres, half of a page's keys are read on average.
 Case timed(const char* shape, const AppendOptions& s) {
   Case c{"append", fmt::format("{}, {} row{}, {} + {} heads of {}", shape, s.rows, s.rows == 1 ? "" : "s", s.heads,
                                s.kv_heads, s.dim)};
   c.make = [s](Place& place, int copies) { return std::make_unique<AppendScene>(place, s, copies, 1); };
   c.timed_cuda = true;
   const double turned = s.heads + s.kv_heads, stored_twice = s.append ? s.kv_heads * (4 + 2 * 2) : 0;
-  const double summaries = s.summary == Summary::min_max ? s.kv_heads * 2 * (2 + 2)
-                           : s.summary == Summary::mean  ? s.kv_heads * (s.page_size / 2. * 2 + 2)
-                                                         : 0;
+  const double vectors = summary_vectors(s.summary);
+  const double summaries = s.summary == Summary::none      ? 0
+                           : s.summary == Summary::min_max ? s.kv_heads * vectors * (2 + 2)
+                                                           : s.kv_heads * (s.page_size / 2. * 2 + vectors * 2);
   c.work.bytes = s.rows * double{1. * s.dim} * (turned * (4 + 4) + s.heads * 2 + stored_twice + summaries);
   return c;
 }
@@ -506,7 +507,8 @@ std::vector<Case> list() {
   for (const int rows : {1, 40})
     for (const auto& [summary, shape] : {std::pair{Summary::none, "rope_append"},
                                          {Summary::min_max, "rope_append, min_max summaries"},
-                                         {Summary::mean, "rope_append, mean summaries"}}) {
+                                         {Summary::mean, "rope_append, mean summaries"},
+                                         {Summary::centre_radius, "rope_append, centre_radius summaries"}}) {
       s.rows = rows, s.frames = s.rows * s.kv_heads * s.max_pages;
       s.summary = summary;
       v.push_back(timed(shape, s));

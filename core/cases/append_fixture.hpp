@@ -27,9 +27,7 @@ struct AppendOptions {
   Summary summary = Summary::none;
   bool bounds_hold = true;  // false: the fixture's summaries are not those of its pages
 
-  std::int64_t summary_bytes() const {
-    return summary == Summary::none ? 0 : (summary == Summary::min_max ? 2 : 1) * dim * std::int64_t(size_of(dtype));
-  }
+  std::int64_t summary_bytes() const { return summary_vectors(summary) * dim * std::int64_t(size_of(dtype)); }
 };
 
 // The inputs on the host. A test may change them before it puts them to a place.

@@ -72,6 +72,11 @@ void check_wide_votes(Place& place, Check& check) {
     }
 }
 
+constexpr Summary summary_kinds[] = {Summary::min_max, Summary::mean, Summary::centre_radius};
+const char* word_of(Summary kind) {
+  return kind == Summary::mean ? "means" : kind == Summary::min_max ? "boxes" : "boxes around centres";
+}
+
 // The summaries of a cache's pages equal their references, and so do the scores by them.
 void check_summaries(OnCache& x) {
   const auto& o = x.c.cache.options();
@@ -83,10 +88,9 @@ void check_summaries(OnCache& x) {
                     : static_cast<float>(reinterpret_cast<const bf16*>(of.data())[i]);
     return out;
   };
-  for (const Summary kind : {Summary::min_max, Summary::mean}) {
-    const auto of_kind = x.check.in(kind == Summary::mean ? "means" : "boxes");
-    const std::int64_t page_bytes =
-        (kind == Summary::min_max ? 2 : 1) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
+  for (const Summary kind : summary_kinds) {
+    const auto of_kind = x.check.in(word_of(kind));
+    const std::int64_t page_bytes = summary_vectors(kind) * o.head_dim * static_cast<std::int64_t>(size_of(o.dtype));
     std::vector<std::byte> data(static_cast<std::size_t>(o.rows * o.kv_heads * o.max_pages * page_bytes)), plain(data);
     const Summaries s{kind,      o.dtype, data.data(), o.kv_heads * o.max_pages * page_bytes, o.max_pages * page_bytes,
                       page_bytes};
@@ -134,9 +138,8 @@ struct PageCase {
   std::string text() const {
     return fmt::format(
         "{} rows of {} KV heads in groups of {}, dim {}, pages {}, {} of {}, rule {}, budget {}, gaps {} and {}{}{}{}",
-        rows, kv_heads, group, dim, fmt::join(pages, " "), kind == Summary::mean ? "means" : "boxes", name_of(dtype),
-        static_cast<int>(rule), budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "",
-        nans ? ", NaN" : "");
+        rows, kv_heads, group, dim, fmt::join(pages, " "), word_of(kind), name_of(dtype), static_cast<int>(rule),
+        budget, summary_gap, query_gap, newest ? ", newest page" : "", ties ? ", ties" : "", nans ? ", NaN" : "");
   }
 };
 
@@ -178,7 +181,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   kv.head_dim = c.dim;
 
   // Summaries in f32, as the reference reads them, and as they are stored.
-  const std::int64_t width = c.kind == Summary::min_max ? 2 * c.dim : c.dim;
+  const std::int64_t width = std::int64_t{summary_vectors(c.kind)} * c.dim;
   const std::int64_t count = std::int64_t{c.rows} * c.kv_heads * most * width;
   const auto size = static_cast<std::int64_t>(size_of(dtype));
   std::vector<float> wide(static_cast<std::size_t>(count));
@@ -187,7 +190,7 @@ void check_pages(const PageCase& c, Device device, Check& check) {
   for (std::int64_t i = 0; i < count; ++i) {
     float x = normal(rng);
     if (c.ties) x = i % width ? 0 : std::round(x);
-    if (c.kind == Summary::min_max) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
+    if (c.kind != Summary::mean) x = i % width < c.dim ? -std::abs(x) : std::abs(x);
     if (c.nans && i / width % 3 == 0) x = NAN;
     wide[static_cast<std::size_t>(i)] =
         write_number(x, dtype, stored.data() + i / width * page_bytes + i % width * size);
@@ -342,7 +345,7 @@ std::vector<PageCase> every_head_size() {
   c.pages = {97, 0, 1, 16, 17, 300};
   for (const int dim : {64, 96, 128, 256})
     for (const int group : {1, 3, 4, 5, 8, 16})
-      for (const Summary kind : {Summary::min_max, Summary::mean})
+      for (const Summary kind : summary_kinds)
         for (const GroupRule rule : {GroupRule::max, GroupRule::mean, GroupRule::sum, GroupRule::softmax_mean}) {
           c.dim = dim, c.group = group, c.kind = kind, c.rule = rule;
           c.dtype = (group + dim / 32) % 3 ? DType::bf16 : DType::f16;

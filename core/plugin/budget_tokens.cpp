@@ -13,13 +13,11 @@ constexpr int unlimited = std::numeric_limits<int>::max();
 }  // namespace
 
 std::int64_t page_bytes(const Shape& shape, const CodecSpec& codec, const Needs& needs) {
-  const std::int64_t vectors = needs.page_summary() == Summary::none      ? 0
-                               : needs.page_summary() == Summary::min_max ? 2
-                                                                          : 1;
   return ops::make_layout(shape.dtype, codec, shape.page_size, shape.head_dim,
                           static_cast<int>(needs.token_state().size()))
              .bytes +
-         vectors * shape.head_dim * static_cast<std::int64_t>(size_of(shape.dtype));
+         std::int64_t{summary_vectors(needs.page_summary())} * shape.head_dim *
+             static_cast<std::int64_t>(size_of(shape.dtype));
 }
 
 BudgetAmount amount_for_pages(BudgetAmount amount, std::size_t state_bytes) {

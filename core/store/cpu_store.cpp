@@ -48,8 +48,7 @@ CpuStore::CpuStore(const StoreOptions& options)
   ledger_.hold(Tier::device, Tag::tables,
                static_cast<std::int64_t>(heads * (2 * pages_per_head_ * sizeof(PageEntry) + sizeof(std::int32_t))));
   if (options_.summary != Summary::none) {
-    const std::int64_t vectors = options_.summary == Summary::min_max ? 2 : 1;
-    summary_bytes_ = vectors * s.head_dim * static_cast<std::int64_t>(size_of(s.dtype));
+    summary_bytes_ = std::int64_t{summary_vectors(options_.summary)} * s.head_dim * std::int64_t(size_of(s.dtype));
     summary_pool_ = MappedArray(static_cast<std::int64_t>(heads * pages_per_head_) * summary_bytes_);
   }
 }

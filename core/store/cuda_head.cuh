@@ -133,19 +133,24 @@ __device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l
   for (int d = lane; d < l.head_dim; d += 32) {
     ops::KeyElement keys;
     for (int t = 0; t < tokens; ++t) keys.add(element(frame, l, true, t, d), t == 0);
+    float low = keys.least, high = keys.most;
+    if (s.summary == Summary::centre_radius) {
+      for (int t = 0; t < tokens; ++t) keys.add_distance(element(frame, l, true, t, d), t == 0);
+      low = keys.low(tokens), high = keys.high(tokens);
+    }
     if (l.dtype == DType::f32) {
       float* to = reinterpret_cast<float*>(out);
       if (s.summary == Summary::mean)
         to[d] = keys.mean(tokens);
       else
-        to[d] = keys.least, to[l.head_dim + d] = keys.most;
+        to[d] = low, to[l.head_dim + d] = high;
     } else {
       const bool half = l.dtype == DType::f16;
       auto* to = reinterpret_cast<unsigned short*>(out);
       if (s.summary == Summary::mean)
         to[d] = ops::nearest_bits(keys.mean(tokens), half);
       else
-        to[d] = ops::bound_bits(keys.least, false, half), to[l.head_dim + d] = ops::bound_bits(keys.most, true, half);
+        to[d] = ops::bound_bits(low, false, half), to[l.head_dim + d] = ops::bound_bits(high, true, half);
     }
   }
 }

@@ -68,8 +68,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   rows_ = StreamMemory(stream_, slots * (slots + 1) / 2 * sizeof(std::int32_t));
   rows_known_.resize(slots + 1);
   if (options_.summary != Summary::none) {
-    summary_bytes_ =
-        (options_.summary == Summary::min_max ? 2 : 1) * s.head_dim * static_cast<std::int64_t>(size_of(s.dtype));
+    summary_bytes_ = std::int64_t{summary_vectors(options_.summary)} * s.head_dim * std::int64_t(size_of(s.dtype));
     summary_pool_ = StreamMemory(stream_, heads * pages_per_head_ * static_cast<std::size_t>(summary_bytes_));
   }
   if (options_.rope_table.inv_freq) {

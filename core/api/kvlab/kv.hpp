@@ -110,9 +110,15 @@ struct StateColumn {
   int column = 0;
 };
 
-// Per-page summaries of the keys. min_max: [2, head_dim] = minimum, maximum; mean: [1, head_dim]. Element type: the
-// run's dtype.
-enum class Summary : std::uint8_t { none, min_max, mean };
+// Per-page summaries of the keys, in the run's dtype. min_max: [2, head_dim] = minimum, maximum. mean: [1, head_dim].
+// centre_radius: [2, head_dim] = centre - radius, centre + radius. The centre is (minimum + maximum) / 2, the radius
+// the mean of the keys' distances from it, both element by element. The box lies inside that of min_max, and keys may
+// lie outside of it. Both boxes are rounded outwards in 16 bits.
+enum class Summary : std::uint8_t { none, min_max, mean, centre_radius };
+
+// Vectors of head_dim that the summary of a page has. A summary of two is a box.
+constexpr int summary_vectors(Summary kind) { return kind == Summary::none ? 0 : kind == Summary::mean ? 1 : 2; }
+
 struct Summaries {
   Summary kind = Summary::none;
   DType dtype = DType::bf16;

@@ -144,9 +144,10 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
 void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                     TokenList list, Stream s);
 
-// out[row, kv_head, page] = the page's score, reduced over the group. min_max summaries give the upper bound
-// sum_d max(q_d lo_d, q_d hi_d), mean ones q . mean. softmax_mean multiplies scores by `scale` before its softmax over
-// pages. The other rules ignore `scale`, because ranks do not depend on it. Quest step 2. Bytes: the layer's summaries.
+// out[row, kv_head, page] = the page's score, reduced over the group. A box [lo, hi] gives sum_d max(q_d lo_d, q_d
+// hi_d), the greatest product of its points with q. A mean gives q . mean. The box of min_max gives a bound of the
+// page's keys. softmax_mean multiplies scores by `scale` before its softmax over pages. The other rules ignore `scale`,
+// because ranks do not depend on it. Quest step 2. Bytes: the layer's summaries.
 void page_score(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule, float scale,
                 Scores out, Stream s);
 

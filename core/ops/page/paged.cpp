@@ -87,6 +87,21 @@ std::uint16_t toward(float x, float limit, DType dtype) {
   return bits;
 }
 
+// Draws a page's bounds in to the box of Summary::centre_radius.
+void draw_in(const std::byte* frame, const PageLayout& l, int tokens, float* lo, float* hi) {
+  float key[256], centre[256], radius[256] = {};
+  for (int d = 0; d < l.head_dim; ++d) centre[d] = 0.5f * lo[d] + 0.5f * hi[d];
+  for (int t = 0; t < tokens; ++t) {
+    read_row(frame, l, KvSide::key, t, key);
+    for (int d = 0; d < l.head_dim; ++d) radius[d] += std::abs(key[d] - centre[d]);
+  }
+  for (int d = 0; d < l.head_dim; ++d) {
+    radius[d] /= static_cast<float>(tokens);
+    lo[d] = std::max(lo[d], centre[d] - radius[d]);
+    hi[d] = std::min(hi[d], centre[d] + radius[d]);
+  }
+}
+
 }  // namespace
 
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns) {
@@ -194,6 +209,7 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
       total[d] = t ? total[d] + key[d] : key[d];
     }
   }
+  if (kind == Summary::centre_radius) draw_in(frame, l, tokens, lo, hi);
   if (kind == Summary::mean) {
     for (int d = 0; d < dim; ++d) total[d] /= static_cast<float>(tokens);
     encode(total, dim, 0, dtype, out, nullptr);

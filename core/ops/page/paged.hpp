@@ -24,8 +24,7 @@ void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offs
 void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
                 int offset_to);
 
-// Writes the summary of one page's first `tokens` >= 1 keys, as stored, to out (Summaries' element layout). bf16 bounds
-// are rounded outwards, so that they stay bounds.
+// Writes the summary of one page's first `tokens` >= 1 keys, as stored, to out (Summaries' element layout).
 void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype, std::byte* out);
 
 // Decodes one head's tokens [0, tokens) to out, f32 [tokens, head_dim]. In the cache_relative regime it rotates keys by

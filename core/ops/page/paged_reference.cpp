@@ -137,6 +137,13 @@ void summarize_page_reference(const std::byte* frame, const PageLayout& l, int t
       hi = std::max<double>(hi, keys[t][d]);
       sum += keys[t][d];
     }
+    if (kind == Summary::centre_radius) {
+      const double centre = (lo + hi) / 2;
+      double distances = 0;
+      for (int t = 0; t < tokens; ++t) distances += std::abs(keys[t][d] - centre);
+      lo = centre - distances / tokens;
+      hi = centre + distances / tokens;
+    }
     if (kind == Summary::mean) {
       put_element(out, dtype, d, sum / tokens);
     } else if (dtype == DType::f32) {

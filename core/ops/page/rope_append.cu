@@ -197,7 +197,8 @@ class StoredRow {
 };
 
 // stored_bounds: the kernel widens the stored bounds by the new key. bounds, mean: it reads all keys of the page.
-enum class Summed { nothing, stored_bounds, bounds, mean };
+// centre: it reads them twice.
+enum class Summed { nothing, stored_bounds, bounds, mean, centre };
 
 // A lane's elements of a page's summary.
 template <Summed How>
@@ -214,12 +215,17 @@ class PageSummary {
 #pragma unroll
     for (int j = 0; j < each; ++j) low_[j].add(key.low[j], first), high_[j].add(key.high[j], first);
   }
-  // Adds the page's first `tokens` keys.
+  __device__ void add_distance(const Head& key, bool first) {
+#pragma unroll
+    for (int j = 0; j < each; ++j) low_[j].add_distance(key.low[j], first), high_[j].add_distance(key.high[j], first);
+  }
+  // Calls add or add_distance with the page's first `tokens` keys.
+  template <bool Distance>
   __device__ void add_stored(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
-    if (l.codec.k.bits) return add_rows<Element::code>(frame, l, tokens, lane);
-    if (l.dtype == DType::f32) return add_rows<Element::f32>(frame, l, tokens, lane);
-    if (l.dtype == DType::f16) return add_rows<Element::f16>(frame, l, tokens, lane);
-    add_rows<Element::bf16>(frame, l, tokens, lane);
+    if (l.codec.k.bits) return add_rows<Element::code, Distance>(frame, l, tokens, lane);
+    if (l.dtype == DType::f32) return add_rows<Element::f32, Distance>(frame, l, tokens, lane);
+    if (l.dtype == DType::f16) return add_rows<Element::f16, Distance>(frame, l, tokens, lane);
+    add_rows<Element::bf16, Distance>(frame, l, tokens, lane);
   }
   __device__ void write(std::byte* summary, const PageLayout& l, int tokens, int lane) const {
     const Element e = element_of(l.dtype);
@@ -231,16 +237,17 @@ class PageSummary {
           [=](float x) { return nearest_bits(x, f16); });
     } else {
       put(
-          summary, e, half, lane, [](const KeyElement& x) { return x.least; },
+          summary, e, half, lane, [=](const KeyElement& x) { return How == Summed::centre ? x.low(tokens) : x.least; },
           [=](float x) { return bound_bits(x, false, f16); });
       put(
-          summary + l.head_dim * bytes_of(e), e, half, lane, [](const KeyElement& x) { return x.most; },
+          summary + l.head_dim * bytes_of(e), e, half, lane,
+          [=](const KeyElement& x) { return How == Summed::centre ? x.high(tokens) : x.most; },
           [=](float x) { return bound_bits(x, true, f16); });
     }
   }
 
  private:
-  template <Element E>
+  template <Element E, bool Distance>
   __device__ void add_rows(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
     constexpr int batch = 8;  // rows whose loads are in flight together
 #pragma unroll 1
@@ -251,7 +258,12 @@ class PageSummary {
         if (begin + j < tokens) row[j].load_key(frame, l, E, begin + j, lane);
 #pragma unroll
       for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) add(row[j].decoded(E), begin + j == 0);
+        if (begin + j < tokens) {
+          if constexpr (Distance)
+            add_distance(row[j].decoded(E), begin + j == 0);
+          else
+            add(row[j].decoded(E), begin + j == 0);
+        }
     }
   }
   template <class Of, class Bits>
@@ -385,13 +397,18 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
   if (mine) {
     PageSummary<How> summary;
-    if constexpr (How == Summed::bounds || How == Summed::mean) summary.add_stored(frame, l, offset, lane);
+    if constexpr (How != Summed::nothing && How != Summed::stored_bounds)
+      summary.template add_stored<false>(frame, l, offset, lane);
     const Head key = h.encode(frame, l, true, offset, lane, key_range);
     value.encode(frame, l, false, offset, lane, value_range);
     if constexpr (How != Summed::nothing) {
       const Element e = element_of(l.dtype);
       if (How == Summed::stored_bounds) summary.set_bounds(least.decoded(e), most.decoded(e));
       summary.add(key, offset == 0);
+      if constexpr (How == Summed::centre) {
+        summary.template add_stored<true>(frame, l, offset, lane);
+        summary.add_distance(key, offset == 0);
+      }
       summary.write(summary_of(a, slot, kv_head, page), l, offset + 1, lane);
     }
   }
@@ -470,10 +487,11 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
     a.layouts[c] = in.layouts[c];
     a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
-  const auto kernel = in.summary == Summary::none   ? rope_append_kernel<Summed::nothing>
-                      : in.summary == Summary::mean ? rope_append_kernel<Summed::mean>
-                      : in.bounds_hold              ? rope_append_kernel<Summed::stored_bounds>
-                                                    : rope_append_kernel<Summed::bounds>;
+  const auto kernel = in.summary == Summary::none            ? rope_append_kernel<Summed::nothing>
+                      : in.summary == Summary::mean          ? rope_append_kernel<Summed::mean>
+                      : in.summary == Summary::centre_radius ? rope_append_kernel<Summed::centre>
+                      : in.bounds_hold                       ? rope_append_kernel<Summed::stored_bounds>
+                                                             : rope_append_kernel<Summed::bounds>;
   launch("rope_append", kernel, blocks(heads), threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);

@@ -15,6 +15,21 @@ struct KeyElement {
     total = first ? x : __fadd_rn(total, x);
   }
   __device__ float mean(int tokens) const { return __fdiv_rn(total, static_cast<float>(tokens)); }
+
+  // Once all tokens are added, a second pass over them makes `total` the sum of their distances from the centre. Then
+  // low and high are the ends of Summary::centre_radius.
+  __device__ float centre() const { return __fadd_rn(__fmul_rn(.5f, least), __fmul_rn(.5f, most)); }
+  __device__ void add_distance(float x, bool first) {
+    total = __fadd_rn(first ? 0 : total, fabsf(__fsub_rn(x, centre())));
+  }
+  __device__ float low(int tokens) const {
+    const float end = __fsub_rn(centre(), mean(tokens));
+    return least < end ? end : least;
+  }
+  __device__ float high(int tokens) const {
+    const float end = __fadd_rn(centre(), mean(tokens));
+    return end < most ? end : most;
+  }
 };
 
 // nearest_bits rounds x to the nearest 16-bit value and returns its bits. bound_bits rounds to the nearest value that

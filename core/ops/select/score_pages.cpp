@@ -34,7 +34,7 @@ void score_head(const View<const float, 2>& queries, const PagedKv& kv, const Su
                 int group, GroupRule rule, float scale, int first, int pages, float* out) {
   thread_local Scratch x;
   const int stride = padded(pages), dim = kv.head_dim;
-  const bool box = summaries.kind == Summary::min_max;
+  const bool box = summary_vectors(summaries.kind) == 2;
   const int width = box ? 2 * dim : dim;
   x.queries.resize(std::size_t(group) * width);
   for (int g = 0; g < group; ++g) {
@@ -63,7 +63,7 @@ void check(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summari
       (summaries.dtype != DType::f16 || s.device() == Device::cpu))
     fail(Errc::unsupported, op, std::string("got summaries of ") + name_of(summaries.dtype) + ", wanted f32 or bf16");
   if (summaries.kind == Summary::none || !summaries.data)
-    fail(Errc::internal, op, "got no page summaries, wanted min_max or mean (Needs::page_summary)");
+    fail(Errc::internal, op, "got no page summaries, wanted some (Needs::page_summary)");
   const View<const float, 3> q = queries.f32();
   if (q.extent[0] < kv.rows || q.extent[1] < kv.kv_heads || q.extent[1] % kv.kv_heads || q.extent[2] != kv.head_dim)
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, head_dim]");

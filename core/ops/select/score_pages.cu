@@ -259,7 +259,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   a.page_size = kv.page_size;
   a.most_pages = static_cast<int>(std::min(std::max<std::int64_t>(0, kv.table.extent[2] - first), scores.extent[2]));
   a.rule = rule, a.scale = scale;
-  a.box = summaries.kind == Summary::min_max;
+  a.box = summary_vectors(summaries.kind) == 2;
   a.newest = c.newest_page && c.leave_out.last <= 0;
   a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
   View<const std::int32_t, 2> budgets = c.budgets;

@@ -209,6 +209,53 @@ TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that 
   CHECK(half_to_float(halves[8]) - half_to_float(halves[0]) < 10);
 }
 
+TEST_CASE("page summaries: ArkVale's box of the card, which rounds outwards and stays inside the bounds") {
+  Page page(DType::f32, {}, 4, 8, 0);
+  const float keys[4][2] = {{1, -2}, {3, 0}, {5, 4}, {-1, 2}};
+  for (int t = 0; t < 4; ++t) {
+    std::vector<float> k(8, 0.f);
+    k[0] = keys[t][0];
+    k[1] = keys[t][1];
+    ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
+  }
+  const auto summary = [&](int tokens, Summary kind, DType dtype, auto* to) {
+    ops::summarize_page(page.frame.data(), page.layout, tokens, kind, dtype, reinterpret_cast<std::byte*>(to));
+  };
+  float box[16];
+  summary(4, Summary::centre_radius, DType::f32, box);
+  CHECK(std::vector<float>{box[0], box[1], box[8], box[9]} == std::vector<float>{0, -1, 4, 3});
+  summary(1, Summary::centre_radius, DType::f32, box);
+  CHECK(std::vector<float>{box[0], box[1], box[8], box[9]} == std::vector<float>{1, -2, 1, -2});
+
+  std::mt19937 rng(6);
+  std::normal_distribution<float> normal;
+  for (int round = 0; round < 50; ++round) {
+    for (int t = 0; t < 4; ++t) {
+      std::vector<float> k(8);
+      for (float& x : k) x = normal(rng) + 3;
+      ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
+    }
+    std::uint16_t half[16], outer_half[16];
+    bf16 brief[16], outer_brief[16];
+    summary(4, Summary::centre_radius, DType::f32, box);
+    summary(4, Summary::centre_radius, DType::f16, half);
+    summary(4, Summary::centre_radius, DType::bf16, brief);
+    summary(4, Summary::min_max, DType::f16, outer_half);
+    summary(4, Summary::min_max, DType::bf16, outer_brief);
+    for (int d = 0; d < 8; ++d) {
+      for (const auto& [low, high] : {std::pair{half_to_float(half[d]), half_to_float(half[8 + d])},
+                                      std::pair{float(brief[d]), float(brief[8 + d])}}) {
+        CHECK(low <= box[d]);
+        CHECK(high >= box[8 + d]);
+      }
+      CHECK(half_to_float(outer_half[d]) <= half_to_float(half[d]));
+      CHECK(half_to_float(outer_half[8 + d]) >= half_to_float(half[8 + d]));
+      CHECK(float(outer_brief[d]) <= float(brief[d]));
+      CHECK(float(outer_brief[8 + d]) >= float(brief[8 + d]));
+    }
+  }
+}
+
 TEST_CASE("ranks follow text positions") {
   PagedFixture cache({});
   const std::vector<float> x(16, 0.f);

@@ -155,6 +155,10 @@ TEST_CASE("page_score: Quest's boxes by hand, every group rule, means") {
   CHECK(score(two, 2, GroupRule::mean) == 5);
   CHECK(score(two, 2, GroupRule::sum) == 10);
   CHECK(score(two, 2, GroupRule::softmax_mean) == Approx(1));  // a single page takes all
+  box[0] = 0, box[1] = -1, box[8] = 4, box[9] = 3;             // ArkVale's box of the same keys
+  s.kind = Summary::centre_radius;
+  CHECK(score({1, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 5);
+  box[0] = -1, box[1] = -2;
   s.kind = Summary::mean;
   CHECK(score({2, -1, 0, 0, 0, 0, 0, 0}, 1, GroupRule::max) == 0);  // 2 * -1 - 1 * -2
 }
