@@ -367,22 +367,18 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
   policy_->select(step, edits, stream_);
   Selection read;
   std::vector<Edit> before, after;
+  const Edit* list = nullptr;
   for (const Edit& e : edits.all()) {
-    if ((e.verb == Edit::attend && read.pages) || (e.verb == Edit::attend_tokens && read.tokens))
-      throw Error(Errc::plugin, "select: got a second list to attend to, wanted one");
-    if (e.verb == Edit::attend) {
-      attended_pages_ = {store_->resolve_attend(e, *l.slots, store_->workspace())};
-      read.pages = &attended_pages_;
-    } else if (e.verb == Edit::attend_tokens) {
-      attended_tokens_ = {store_->resolve_attend(e, *l.slots, store_->workspace())};
-      read.tokens = &attended_tokens_;
-    } else {
+    if (e.verb != Edit::attend && e.verb != Edit::attend_tokens) {
       (e.when.kind == Deadline::this_attention ? before : after).push_back(e);
+      continue;
     }
+    if (list && list->verb == e.verb) throw Error(Errc::plugin, "select: got a second list to attend to, wanted one");
+    if (list)
+      throw Error(Errc::plugin, "select: got a list of pages and a list of tokens to attend to, wanted one of the two");
+    list = &e;
   }
-  if (read.pages && read.tokens)
-    throw Error(Errc::plugin, "select: got a list of pages and a list of tokens to attend to, wanted one of the two");
-  if (read.pages || read.tokens)
+  if (list)
     for (const Edit& e : before)
       if (e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::move)
         throw Error(Errc::plugin,
@@ -390,6 +386,13 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                     "them after it: next_attention");
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
+  if (fit == Fit::ok && list) {
+    const IndexList resolved = store_->resolve_attend(*list, *l.slots, store_->workspace());
+    if (list->verb == Edit::attend)
+      attended_pages_ = {resolved}, read.pages = &attended_pages_;
+    else
+      attended_tokens_ = {resolved}, read.tokens = &attended_tokens_;
+  }
   if (fit == Fit::ok && options_.protect_host) store_->protect_host(true);
   return read;
 }

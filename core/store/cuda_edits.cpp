@@ -85,7 +85,9 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
   a.heads = e.heads;
   a.pins = e.pins;
   a.room = e.room;
+  a.rooms = e.rooms;
   a.reuse = e.reuse;
+  a.order = e.order;
   // In a graph the sizes must not depend on lengths.
   const int p = options_.shape.page_size;
   a.most = in_graph_ ? static_cast<int>(pages_per_head_) : (max_length(e.layer, slots) + p - 1) / p;
@@ -275,6 +277,7 @@ IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>&
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
   auto a = list_of<CudaStoreAttend>(e, rows_of(slots), slots.size(), noted ? final_.count.edit : ++edit_);
   a.pins = e.pins;
+  a.resident = e.resident;
   a.unit = e.verb == Edit::attend ? s.page_size : 1;
   a.most = static_cast<int>(pages_per_head_) * (s.page_size / a.unit);
   // The room does not depend on lengths, so that a graph can capture it.

@@ -97,7 +97,9 @@ struct CudaStorePlace : CudaStoreList {
   Heads heads;
   Pins pins;
   int room = 0;
+  View<const std::int32_t, 2> rooms;
   bool reuse = true;
+  View<const float, 3> order;
   int most = 0;                           // no head has more pages
   std::int32_t* lists = nullptr;          // scratch [row, kv_head, 2, most]
   std::int32_t* jobs = nullptr;           // [4 * rows * kv_heads * most]
@@ -111,6 +113,7 @@ struct CudaStoreAttend : CudaStoreList {
   Pins pins;
   int unit = 1;               // tokens of an entry: the page size for lists of pages, 1 for lists of tokens
   int most = 0;               // most entries of a head
+  bool resident = false;      // pages on the device count as listed
   View<std::int32_t, 3> out;  // [row, kv_head, i], with room for the entries of list and pins together
   View<std::int32_t, 2> out_count;
 };

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/cuda.cuh"
+#include "ops/select/select.cuh"
 #include "store/cuda_kernels.hpp"
 #include "store/cuda_tokens.cuh"
 
@@ -33,10 +34,36 @@ __device__ unsigned lowest(unsigned word, int count) {
   return word & ~rest;
 }
 
+// What radix_threshold needs.
+struct RadixShared {
+  unsigned bins[256], scan[32];
+  unsigned bin, above, inside;
+};
+
+// Leaves the `count` lowest pages of the head in `bits`, which has more.
+__device__ void keep_lowest(const float* order, int pages, int all, int count, unsigned* bits, RadixShared& s) {
+  const int mine = static_cast<int>(threadIdx.x);
+  const auto key = [&](int, int page, unsigned i, unsigned long long& k) {
+    k = ops::device::selection_key(order[page], i);
+    return ops::device::has_bit(bits, page);
+  };
+  const int first[] = {0, pages};
+  const auto threshold = ops::device::radix_threshold(key, first, 1, static_cast<unsigned>(all - count), 0, s);
+  for (int begin = mine / 32 * 32; begin < pages; begin += threads) {
+    const int page = begin + mine % 32;
+    unsigned long long k = 0;
+    const bool leaves = page < pages && key(0, page, static_cast<unsigned>(page), k) && k < threshold;
+    const unsigned low = __ballot_sync(~0u, leaves);
+    if (mine % 32 == 0) bits[begin / 32] = low;
+  }
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(threads)
     plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStorePlace a) {
   extern __shared__ unsigned bits[];
   __shared__ int ups, reusable;
+  __shared__ RadixShared radix;
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
   if (a.spilled && !a.spilled[slot] && !a.spare) return;
@@ -48,7 +75,7 @@ __global__ void __launch_bounds__(threads)
   for (int w = mine; w < words; w += threads) chosen[w] = 0;
   const std::int64_t at = a.list_slots ? a.list_slots[row] : row;
   const int listed = a.count(at, head);
-  bool bad = listed < 0 || listed > a.index.extent[2];
+  bool bad = listed < 0 || listed > a.index.extent[2] || (a.order.data && a.order.extent[2] < pages);
   for (int i = mine; !bad && i < listed; i += threads) {
     const int page = a.index(at, head, i);
     bad = page < 0 || page >= pages;
@@ -91,16 +118,21 @@ __global__ void __launch_bounds__(threads)
   }
   if (!__syncthreads_or(any)) return;
 
+  int taken = 0, others = 0;
+  for (int w = lane; w < words; w += 32) taken += __popc(chosen[w]), others += __popc(leave[w]);
+  for (int d = 16; d; d /= 2) {
+    taken += __shfl_xor_sync(~0u, taken, d);
+    others += __shfl_xor_sync(~0u, others, d);
+  }
+  const int room = a.rooms.data ? a.rooms(row, head) : a.room;
+  int left = others - max(0, room - taken);  // pages that still leave
+  __syncthreads();                           // every warp has counted before the bits change
+  if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(row, head, 0), pages, others, left, leave, radix);
+
   // One warp turns bits into lists.
   std::int32_t *coming = a.lists + std::int64_t{blockIdx.x} * 2 * a.most, *frames = coming + a.most;
   if (mine < 32) {
-    int taken = 0, others = 0;
-    for (int w = lane; w < words; w += 32) taken += __popc(chosen[w]), others += __popc(leave[w]);
-    for (int d = 16; d; d /= 2) {
-      taken += __shfl_xor_sync(~0u, taken, d);
-      others += __shfl_xor_sync(~0u, others, d);
-    }
-    int left = others - max(0, a.room - taken), come_before = 0, reuse_before = 0;  // left: pages that still leave
+    int come_before = 0, reuse_before = 0;
     for (int begin = 0; begin < words; begin += 32) {
       const int w = begin + lane;
       const bool there = w < words;
@@ -217,8 +249,8 @@ namespace cuda_store {
 
 void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
   const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4 * sizeof(unsigned);
-  if (shared > 47 * 1024)
-    throw Error(Errc::unsupported, "got " + std::to_string(a.most) + " pages of a head, wanted at most 96256",
+  if (shared > 46 * 1024)
+    throw Error(Errc::unsupported, "got " + std::to_string(a.most) + " pages of a head, wanted at most 94208",
                 "store place (CUDA)");
   plan_kernel<<<a.rows * s.kv_heads, threads, shared, stream_of(stream)>>>(s, a);
   check_launch("plan_place");

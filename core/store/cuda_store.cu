@@ -354,7 +354,8 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   extern __shared__ unsigned chosen[];
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int n = *head_of(s, a.slots[row], head).length;
+  const Head h = head_of(s, a.slots[row], head);
+  const int n = *h.length;
   const int unit = a.unit, all = min((n + unit - 1) / unit, a.most), words = (all + 31) / 32;
   for (int i = mine; i < words; i += threads) chosen[i] = 0;
   __syncthreads();
@@ -377,6 +378,8 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   if (a.pins.newest_page) last = min(last, max(0, n - 1) / p * p / unit);
   for (int entry = mine; entry < first; entry += threads) choose(entry);
   for (int entry = last + mine; entry < all; entry += threads) choose(entry);
+  for (int page = mine; a.resident && page < all; page += threads)
+    if (h.table[0][page].frame >= 0) choose(page);
   __syncthreads();
   if (mine >= 32) return;
   int out = 0;

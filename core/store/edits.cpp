@@ -332,13 +332,15 @@ Fit CpuStore::recall_layer(int layer, int slot) {
   return apply(edits.all(), slots).fit;
 }
 
-// The device keeps the chosen pages and as many others as there is room for, the newest of them. Every full page has a
-// copy below before it may leave. `changed` counts the pages that come and leave.
+// The device keeps the chosen pages and as many others as there is room for, the newest of them or those that
+// Edit::order ranks highest. Every full page has a copy below before it may leave. `changed` counts the pages that come
+// and leave.
 Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   const int p = s.page_size;
   Applied done;
   std::vector<bool> chosen;
+  std::vector<int> others;  // pages that may leave, the first to leave first
   Edit part = e;
   for (std::size_t row = 0; row < slots.size(); ++row)
     for (int head = 0; head < s.kv_heads; ++head) {
@@ -355,19 +357,23 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
         if (verb != Edit::offload) done.changed += one.changed;
         return one.fit == Fit::ok;
       };
-      int others = 0, stays = e.room;
+      if (e.order && e.order.extent[2] < pages)
+        bad(e, "got an order of " + std::to_string(e.order.extent[2]) + " pages, wanted " + std::to_string(pages));
+      others.clear();
+      int stays = e.rooms ? e.rooms(static_cast<std::int64_t>(row), head) : e.room;
       for (int page = 0; page < pages; ++page) {
         const bool there = device[page].frame != null_frame, here = chosen[static_cast<std::size_t>(page)];
         if (there && device[page].tokens == p && !edit(Edit::offload, page)) return done;
-        others += there && !here;
+        if (there && !here) others.push_back(page);
         stays -= here;
       }
-      int leave = others - std::max(0, stays);
-      for (int page = 0; page < pages && leave > 0; ++page)
-        if (device[page].frame != null_frame && !chosen[static_cast<std::size_t>(page)]) {
-          edit(Edit::drop, page);
-          --leave;
-        }
+      const auto key = [&](int page) {
+        return ops::selection_key(e.order(static_cast<std::int64_t>(row), head, page),
+                                  static_cast<std::uint32_t>(page));
+      };
+      if (e.order) std::sort(others.begin(), others.end(), [&](int a, int b) { return key(a) < key(b); });
+      const int leave = static_cast<int>(others.size()) - std::max(0, stays);
+      for (int i = 0; i < leave; ++i) edit(Edit::drop, others[static_cast<std::size_t>(i)]);
       for (int page = 0; page < pages; ++page)
         if (chosen[static_cast<std::size_t>(page)] && !edit(Edit::recall, page)) return done;
     }
@@ -405,6 +411,11 @@ IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& 
     for (int head = 0; head < s.kv_heads; ++head) {
       const int n = length(e.layer, slots[static_cast<std::size_t>(row)], head), entries = (n + unit - 1) / unit;
       choose_listed(e, row, head, n, unit, p, of_pages ? "attend list: got page " : "attend list: got token ", chosen);
+      if (e.resident) {
+        const PageEntry* device = this->entries(Tier::device, e.layer, slots[static_cast<std::size_t>(row)], head);
+        for (int i = 0; i < entries; ++i)
+          if (device[i].frame != null_frame) chosen[static_cast<std::size_t>(i)] = true;
+      }
       int count = 0;
       for (int i = 0; i < entries; ++i)
         if (chosen[static_cast<std::size_t>(i)]) out.index(row, head, count++) = i;

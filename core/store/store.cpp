@@ -139,6 +139,10 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
     bad(e, "got a list of fewer rows or heads than the callback has, wanted [row, kv_head]");
   if (e.verb == Edit::place && !options_.host_pages)
     bad(e, "got a place edit without Needs::host_pages, wanted the policy to ask for it");
+  if (e.rooms && (e.rooms.extent[0] < wanted || e.rooms.extent[1] < s.kv_heads))
+    bad(e, "got rooms of fewer rows or heads than the callback has, wanted [row, kv_head]");
+  if (e.order && (e.order.extent[0] < wanted || e.order.extent[1] < s.kv_heads || e.order.stride[2] != 1))
+    bad(e, "got an order of another shape, wanted [row, kv_head, page] contiguous");
   if (e.verb == Edit::drop && e.tier == Tier::disk) bad(e, "got a drop on the disk tier, wanted device or host");
   if (e.verb == Edit::encode && (e.codec < 0 || e.codec >= static_cast<int>(options_.codecs.size())))
     bad(e, "got codec " + std::to_string(e.codec) + ", wanted one that the policy declares");

@@ -60,9 +60,12 @@ struct Edit {
   Pins pins;
   Surplus surplus;  // evict_surplus, which has no list
   Deadline when;
-  Heads heads;        // place only
-  int room = 0;       // place only
-  bool reuse = true;  // place only
+  bool resident = false;  // attend only
+  Heads heads;            // place only, like the members below
+  int room = 0;
+  View<const std::int32_t, 2> rooms;
+  bool reuse = true;
+  View<const float, 3> order;
 };
 
 // How Edits::place works.
@@ -72,6 +75,8 @@ struct Placing {
   int room = 0;  // pages of a head that may be on the device; while there is room, others stay, the oldest leave first
   bool reuse = true;  // pages that come take the frames of pages that leave; false: the pool's, where it has some
   Deadline when;
+  View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
+  View<const float, 3> order;         // [row, kv_head, page] where not the oldest but the lowest leave first; or empty
 };
 
 class Edits {
@@ -82,6 +87,11 @@ class Edits {
   // pages, a pin adds every page that holds one of its tokens.
   void attend(const PageList& pages, Pins pins = {}) {
     push(Edit::attend, pages, {Deadline::this_attention}).pins = pins;
+  }
+  // As attend. Attention also reads all other pages that are on the device once the edits for it are carried out.
+  void attend_resident(const PageList& pages, Pins pins = {}) {
+    attend(pages, pins);
+    edits_.back().resident = true;
   }
   void attend(const TokenList& tokens, Pins pins = {}) {
     push(Edit::attend_tokens, tokens, {Deadline::this_attention}).pins = pins;
@@ -103,7 +113,9 @@ class Edits {
     e.pins = how.pins;
     e.heads = how.heads;
     e.room = how.room;
+    e.rooms = how.rooms;
     e.reuse = how.reuse;
+    e.order = how.order;
   }
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
 

@@ -75,10 +75,10 @@ __device__ __forceinline__ int block_max(int value, unsigned* scratch) {
 // Returns a threshold that exactly `wanted` entries reach, if the bits from `lowest` up tell all keys apart. Entries
 // with the same bits there stay together. key(s, t, i, k) sets k, the key of entry t of segment s, or returns false if
 // the entry does not take part; i = first[s] + t. Needs 1 <= wanted <= entries and at least 256 threads. If lowest is
-// 0, keys must end in ~i.
-template <class Key>
+// 0, keys must end in ~i. Of Shared it uses 256 bins, scan, bin, above and inside.
+template <class Key, class Shared>
 __device__ unsigned long long radix_threshold(const Key& key, const int* first, int segments, unsigned wanted,
-                                              int lowest, SelectShared& s) {
+                                              int lowest, Shared& s) {
   const int lane = threadIdx.x % 32;
   const unsigned last = static_cast<unsigned>(max(first[segments] - 1, 0));
   unsigned long long prefix = 0;

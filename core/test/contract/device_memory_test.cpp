@@ -128,6 +128,16 @@ class OnGuardedDevice final : public Policy {
     return s;
   }
 
+  template <class T, int Rank>
+  static View<const T, Rank> copy_of(const View<const T, Rank>& from, Workspace& w) {
+    std::int64_t count = 1;
+    for (const std::int64_t e : from.extent) count *= e;
+    if (!from) return {};
+    auto* to = take_scratch<T>(w, "copy", {count}).data;
+    std::copy_n(from.data, count, to);
+    return View<const T, Rank>::dense(to, from.extent);
+  }
+
   // slots: of the callback's rows, in memory of the host.
   static void hand_over(const Edits& made, Edits& edits, Workspace& w, const std::int32_t* slots) {
     const GuardedDevice::Open open;
@@ -147,7 +157,9 @@ class OnGuardedDevice final : public Policy {
       if (e.list.slots) list.slots = slots;
       edits.for_layer(e.layer);
       switch (e.verb) {
-        case Edit::attend: edits.attend(PageList{list}, e.pins); break;
+        case Edit::attend:
+          e.resident ? edits.attend_resident(PageList{list}, e.pins) : edits.attend(PageList{list}, e.pins);
+          break;
         case Edit::attend_tokens: edits.attend(TokenList{list}, e.pins); break;
         case Edit::evict: edits.evict(TokenList{list}, e.when); break;
         case Edit::evict_rest: edits.evict_rest(TokenList{list}, e.when); break;
@@ -157,7 +169,15 @@ class OnGuardedDevice final : public Policy {
         case Edit::evict_surplus: edits.evict_surplus(copy_of(e.surplus, w)); break;
         case Edit::encode: FAIL("no policy can ask for it"); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
-        case Edit::place: edits.place(PageList{list}, {Heads::flagged(flags), e.pins, e.room, e.reuse, e.when}); break;
+        case Edit::place:
+          edits.place(PageList{list}, {.heads = e.list.slots ? Heads::flagged(flags) : e.heads,
+                                       .pins = e.pins,
+                                       .room = e.room,
+                                       .reuse = e.reuse,
+                                       .when = e.when,
+                                       .rooms = copy_of(e.rooms, w),
+                                       .order = copy_of(e.order, w)});
+          break;
       }
     }
   }

@@ -229,9 +229,12 @@ class Both {
     const BothLists both(some(rows, layer, 4, pages), memory);
     const Pins pins{pick(9), pick(9), pick(2) == 1};
     Edits a(layer), b(layer);
-    if (pages) {
+    if (pages && pick(2)) {
       a.attend(PageList{both.host}, pins);
       b.attend(PageList{both.device}, pins);
+    } else if (pages) {
+      a.attend_resident(PageList{both.host}, pins);
+      b.attend_resident(PageList{both.device}, pins);
     } else {
       a.attend(TokenList{both.host}, pins);
       b.attend(TokenList{both.device}, pins);
@@ -275,6 +278,16 @@ class Both {
     Placing how;
     how.pins = {pick(9), pick(9), pick(2) == 1};
     how.room = pick(2) * pick(12);
+    std::vector<float> scores;
+    std::vector<std::int32_t> rooms;
+    const std::int64_t entries = f.options.shape.max_pages();
+    for (std::size_t i = 0; i < rows.size() * static_cast<std::size_t>(heads); ++i) rooms.push_back(pick(12));
+    for (std::size_t i = 0; i < rooms.size() * static_cast<std::size_t>(entries); ++i)
+      scores.push_back(pick(20) ? static_cast<float>(pick(9) - 4) : std::numeric_limits<float>::quiet_NaN());
+    const auto rows_there = static_cast<std::int64_t>(rows.size());
+    const auto order = View<const float, 3>::dense(scores.data(), {rows_there, heads, entries});
+    const auto room_of = View<const std::int32_t, 2>::dense(rooms.data(), {rows_there, heads});
+    const bool ordered = pick(2) == 1, varied = pick(3) == 0;
     how.reuse = pick(4) > 0;
     std::vector<std::uint8_t> flags, classes;
     for (int i = 0; i < f.options.shape.max_slots * heads; ++i) flags.push_back(pick(4) > 0);
@@ -283,8 +296,12 @@ class Both {
     const BothLists both(some(rows, layer, pick(8), true), memory);
     Edits a(layer), b(layer);
     how.heads = Heads::flagged(of).except(classes.data());
+    if (ordered) how.order = order;
+    if (varied) how.rooms = room_of;
     a.place(PageList{both.host}, how);
     how.heads = Heads::flagged(memory.put(of)).except(memory.put(classes.data(), classes.size()));
+    if (ordered) how.order = memory.put(order);
+    if (varied) how.rooms = memory.put(room_of);
     b.place(PageList{both.device}, how);
     REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
     REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);

@@ -3,6 +3,7 @@
 #include <kvlab/policy.hpp>
 
 #include <catch2/catch.hpp>
+#include <limits>
 
 #include "support/store_fixture.hpp"
 
@@ -69,6 +70,50 @@ TEST_CASE("place keeps pins and the newest page, and as many others as there is 
   CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 4, 6, 10, 11});  // page 0 is the oldest
   place(store, slot, Lists(2, {}).pages(), {.room = 100});
   CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 4, 6, 10, 11});
+  store.check_invariants();
+}
+
+// ArkVale's card: a budget of 6 pages, one of sinks and two of the window. The best pages are 1 and 6. They take the
+// frames of the pages with the lowest scores, 3 and 5.
+TEST_CASE("place lets the pages leave that the order ranks lowest") {
+  Placed f;
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 38);
+  const Pins pins{.first = 4, .last = 5};
+  place(store, slot, Lists(2, {3, 4, 5}).pages(), {.pins = pins});
+  REQUIRE(pages_on(store, Tier::device, slot, 0) == Pages{0, 3, 4, 5, 8, 9});
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> scores = {nan, 9, 1, 2, 7, 3,   8, 0, nan, nan,   // KV head 0
+                               nan, 9, 1, 2, 1, nan, 8, 0, nan, nan};  // KV head 1: NaN leaves first
+  Placing how{.pins = pins, .room = 6};
+  how.order = View<const float, 3>::dense(scores.data(), {1, 2, 10});
+  const Lists best(2, {1, 6});
+  Edits edits;
+  edits.place(best.pages(), how);
+  edits.attend_resident(best.pages(), pins);
+  edits.attend(best.pages(), pins);
+  REQUIRE(store.apply(edits.all(), {slot}).changed == 2 * 4);
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 1, 4, 6, 8, 9});
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{0, 1, 3, 6, 8, 9});
+  const auto read = [&](std::size_t edit, int head) {
+    const IndexList all = store.resolve_attend(edits.all()[edit], {slot}, store.workspace());
+    return Pages(&all.index(0, head, 0), &all.index(0, head, 0) + all.count(0, head));
+  };
+  CHECK(read(1, 0) == Pages{0, 1, 4, 6, 8, 9});
+  CHECK(read(1, 1) == Pages{0, 1, 3, 6, 8, 9});
+  CHECK(read(2, 1) == Pages{0, 1, 6, 8, 9});
+  const std::int32_t rooms[] = {5, 100};
+  how.rooms = View<const std::int32_t, 2>::dense(rooms, {1, 2});
+  CHECK(place(store, slot, best.pages(), how).changed == 1);
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{0, 1, 6, 8, 9});
+  CHECK(pages_on(store, Tier::device, slot, 1) == Pages{0, 1, 3, 6, 8, 9});
+  how.order.extent[2] = 9;
+  CHECK_THROWS_WITH(place(store, slot, best.pages(), how), Catch::Contains("an order of 9 pages, wanted 10"));
+  how.order.extent[1] = 1;
+  CHECK_THROWS_WITH(place(store, slot, best.pages(), how), Catch::Contains("an order of another shape"));
+  how.rooms.extent[1] = 1;
+  CHECK_THROWS_WITH(place(store, slot, best.pages(), how), Catch::Contains("rooms of fewer rows or heads"));
   store.check_invariants();
 }
 
