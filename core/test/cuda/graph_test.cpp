@@ -246,7 +246,7 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
 TEST_CASE("cuda engine: steps that place pages are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-    if (s.label != "freekv" && s.label != "flexicache") continue;
+    if (s.label != "freekv" && s.label != "flexicache" && s.label != "arkvale") continue;
     CAPTURE(s.label);
     ++known;
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
@@ -263,7 +263,7 @@ TEST_CASE("cuda engine: steps that place pages are replayed") {
     CHECK(p.graphs.store().page_bytes(Tier::host) > 0);
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 2);
+  CHECK(known == 3);
 }
 
 TEST_CASE("cuda engine: a host tier that fills up is out of memory, with graphs or without") {

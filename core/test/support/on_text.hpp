@@ -95,18 +95,26 @@ class Scored {
   std::int32_t position_ = 0;
 };
 
-// Quest's bound of page scores, from the keys that lie in it: [query head of the KV head][page].
+// Quest's bound of page scores, from the keys that lie in it: [query head of the KV head][page]. With mean_radius, the
+// box is ArkVale's.
 inline std::vector<std::vector<double>> page_bounds(const SeenRows& queries, const SeenRows& keys, std::size_t position,
-                                                    int head, int group, int page_size) {
+                                                    int head, int group, int page_size, bool mean_radius = false) {
   const std::size_t dim = keys.at[0][0].size(), p = static_cast<std::size_t>(page_size), n = position + 1;
   std::vector<std::vector<double>> out(static_cast<std::size_t>(group));
   for (std::size_t page = 0; page * p < n; ++page) {
+    const std::size_t end = std::min(n, (page + 1) * p);
+    const auto key = [&](std::size_t t, std::size_t d) { return keys.at[t][static_cast<std::size_t>(head)][d]; };
     std::vector<double> low(dim, INFINITY), high(dim, -INFINITY);
-    for (std::size_t t = page * p; t < std::min(n, (page + 1) * p); ++t)
-      for (std::size_t d = 0; d < dim; ++d) {
-        const double x = keys.at[t][static_cast<std::size_t>(head)][d];
-        low[d] = std::min(low[d], x), high[d] = std::max(high[d], x);
-      }
+    for (std::size_t t = page * p; t < end; ++t)
+      for (std::size_t d = 0; d < dim; ++d)
+        low[d] = std::min(low[d], key(t, d)), high[d] = std::max(high[d], key(t, d));
+    for (std::size_t d = 0; mean_radius && d < dim; ++d) {
+      const double centre = (low[d] + high[d]) / 2;
+      double radius = 0;
+      for (std::size_t t = page * p; t < end; ++t)
+        radius += std::abs(key(t, d) - centre) / static_cast<double>(end - page * p);
+      low[d] = centre - radius, high[d] = centre + radius;
+    }
     for (int g = 0; g < group; ++g) {
       const auto& q = queries.at[position][static_cast<std::size_t>(head * group + g)];
       double sum = 0;

@@ -1,0 +1,84 @@
+// ArkVale: a step fetches the best pages that are not on the device and attends to all that are there. The lowest of
+// these leave. Chen et al., NeurIPS 2024.
+#include <kvlab/plugin.hpp>
+
+#include <algorithm>
+
+namespace {
+
+class ArkVale final : public kvlab::Policy {
+ public:
+  explicit ArkVale(const kvlab::Params& p)
+      : pins_{.first = p.get<int>("sinks"), .last = p.get<int>("window")},
+        top_(p.get<int>("top")),
+        dense_(p.get<int>("dense_layers")),
+        keeps_best_(p.get<bool>("keep_best")),
+        reads_resident_(p.get<bool>("resident")),
+        summary_(p.get<bool>("mean_radius") ? kvlab::Summary::centre_radius : kvlab::Summary::min_max) {
+    choice_.rule = p.get<kvlab::GroupRule>("group");
+    choice_.scale = p.get<float>("scale");
+    choice_.leave_out = pins_;
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}.page_summary(summary_).dense_layers(dense_).host_pages(true).capturable(capturable_);
+  }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace&) override {
+    const int p = shape.page_size, window = (pins_.last + p - 2) / p + 1;  // most pages that the newest tokens lie in
+    pinned_ = ((pins_.first + p - 1) / p + window) * p;
+    budget.require(pinned_ + p, "the pages of sinks and window, and one more");
+    capturable_ = budget.kind == kvlab::BudgetAmount::tokens;
+  }
+
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (kv.layer < dense_ || !kv.last[0]) return;
+    fetch(
+        kv, kv.last_queries(), [this](int tokens) { return tokens - pinned_; }, {}, edits, s);
+  }
+
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (step.layer < dense_) return;
+    const auto top = [this](int tokens) { return std::min({top_, tokens / 2, tokens - pinned_}); };
+    const kvlab::PageList best = fetch(step, step.queries, top, {kvlab::Deadline::this_attention}, edits, s);
+    if (reads_resident_)
+      edits.attend_resident(best, pins_);
+    else
+      edits.attend(best, pins_);
+  }
+
+ private:
+  // of(tokens): tokens of the best pages, for a budget of so many.
+  template <class Of>
+  kvlab::PageList fetch(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, Of of, kvlab::Deadline when,
+                        kvlab::Edits& edits, kvlab::Stream s) {
+    const auto best = kv.list<kvlab::PageList>("best", kv.shape->max_pages());
+    const auto scores = kvlab::ops::choose_pages(kv, queries, choice_, kvlab::ops::budget_pages(kv, of), best, s);
+    const auto room = kvlab::ops::budget_pages(kv, [](int tokens) { return tokens; });
+    kvlab::Placing how{.pins = pins_, .room = room.same, .when = when, .rooms = room.each};
+    if (keeps_best_) how.order = scores;
+    edits.place(best, how);
+    return best;
+  }
+
+  kvlab::Pins pins_;
+  int top_, dense_, pinned_ = 0;
+  bool keeps_best_, reads_resident_, capturable_ = true;
+  kvlab::Summary summary_;
+  kvlab::PageChoice choice_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(kvlab::policy<ArkVale>("arkvale",
+                                    "pages come back from the host when a step ranks them high (Chen et al. 2024)")
+                 .param("sinks", 64, 0, kvlab::any, "first tokens that stay on the device, in whole pages")
+                 .param("window", 33, 1, kvlab::any, "newest tokens that stay on the device, in whole pages")
+                 .param("top", 1280, 1, kvlab::any,
+                        "most tokens of a step's best pages; they take half of the budget at most")
+                 .param("group", kvlab::GroupRule::mean, "how a GQA group's page scores become one")
+                 .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+                 .param("dense_layers", 2, 0, kvlab::any, "first layers that attend to everything")
+                 .component("mean_radius", "boxes of the keys' mean distance from the centre; off = of their extremes")
+                 .component("keep_best", "the pages with the lowest scores leave; off = the oldest")
+                 .component("resident", "attention reads all pages on the device; off = the best, sinks and window"))
