@@ -92,20 +92,6 @@ __global__ void __launch_bounds__(threads)
   for (int page = last + mine; page < pages; page += threads) choose(page);
   __syncthreads();
 
-  if (a.spare) {
-    int others = 0, taken = 0;
-    for (int page = mine; page < pages; page += threads) {
-      const bool wanted = chosen[page / 32] >> (page % 32) & 1u;
-      taken += wanted, others += !wanted && h.table[0][page].frame >= 0;
-    }
-    if (mine == 0) ups = reusable = 0;
-    __syncthreads();
-    atomicAdd(&ups, others), atomicAdd(&reusable, taken);
-    __syncthreads();
-    if (const int leave = ups - max(0, a.room - reusable); mine == 0 && leave > 0) atomicAdd(&a.spare[slot], leave);
-    return;
-  }
-
   bool any = false;
   for (int page = mine; page < words * 32; page += threads) {
     const bool there = page < pages;
@@ -126,6 +112,10 @@ __global__ void __launch_bounds__(threads)
   }
   const int room = a.rooms.data ? a.rooms(row, head) : a.room;
   int left = others - max(0, room - taken);  // pages that still leave
+  if (a.spare) {
+    if (mine == 0 && left > 0) atomicAdd(&a.spare[slot], left);
+    return;
+  }
   __syncthreads();                           // every warp has counted before the bits change
   if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(row, head, 0), pages, others, left, leave, radix);
 

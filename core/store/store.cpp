@@ -105,7 +105,7 @@ bool Store::spill_one() {
 }
 
 Applied Store::place(const Edit& e, const std::vector<std::int32_t>& slots) {
-  if (!e.list.slots) spill_at_once();  // such an edit cannot be carried out later
+  if (!e.list.slots || e.rooms || e.order) spill_at_once();  // such an edit cannot be carried out later
   if (!spills_at_once_ && !in_graph_) {
     Edit& kept = places_[static_cast<std::size_t>(e.layer)];
     if (!kept.list.slots) kept = e;
