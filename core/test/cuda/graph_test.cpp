@@ -15,8 +15,7 @@ namespace {
 
 // Two engines over one model. The observer of the second one prevents graphs.
 struct Pair {
-  std::shared_ptr<const Model> model =
-      load_model(*open_model("synthetic/tiny", "", "."), DType::bf16, "synthetic/tiny", Device::cuda);
+  std::shared_ptr<const Model> model;
   EngineObserver nobody;
   Engine graphs, eager;
   int vocab = model->config.vocab;
@@ -36,11 +35,15 @@ struct Pair {
     return o;
   }
   template <class Make>
-  Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0)
-      : graphs(model, policy(), options(spec, max_tokens, frames)), eager(model, policy(), options(spec, max_tokens)) {
+  Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0,
+       const char* name = "synthetic/tiny")
+      : model(load_model(*open_model(name, "", "."), DType::bf16, name, Device::cuda)),
+        graphs(model, policy(), options(spec, max_tokens, frames)),
+        eager(model, policy(), options(spec, max_tokens)) {
     eager.observe(&nobody);
   }
-  explicit Pair(const PolicySpec& spec = test::full_spec(), std::int64_t frames = 0)
+  explicit Pair(const PolicySpec& spec = test::full_spec(), std::int64_t frames = 0,
+                const char* name = "synthetic/tiny")
       : Pair(
             spec,
             [&] {
@@ -48,7 +51,7 @@ struct Pair {
               if (policy->needs().profile()) policy->load_profile(every_other_head());
               return policy;
             },
-            96, frames) {}
+            96, frames, name) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -171,6 +174,8 @@ TEST_CASE("cuda engine: steps of a selecting policy and of one that is done with
 }
 
 TEST_CASE("cuda engine: every launch of a graph counts what its edits change") {
+  const char* name = GENERATE("synthetic/tiny", "synthetic/tiny-wide");  // kernels that choose take the wide heads
+  CAPTURE(name);
   test::Subject quest;
   for (const test::Subject& s : test::subjects().list())
     if (s.label == "quest") quest = s;
@@ -178,7 +183,7 @@ TEST_CASE("cuda engine: every launch of a graph counts what its edits change") {
   auto values = quest.spec.selector->params.values();
   values["dense_layers"] = std::int64_t{1};  // one layer is left
   quest.spec.selector->params = Params(values);
-  Pair p(test::with_budget(quest.spec, BudgetAmount::tokens, 40));
+  Pair p(test::with_budget(quest.spec, BudgetAmount::tokens, 40), 0, name);
   const int a = p.open(70, 1);
   for (int i = 0; i < 6; ++i) p.step({a});
   CHECK(p.graphs.replays() == 5);
