@@ -64,9 +64,6 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
   return v;
 }
 
-// Asks for a line of global memory in the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Copies 16 bytes to shared memory. The calling thread sees them after wait_copies.
 __device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -161,34 +158,6 @@ __device__ __forceinline__ void bulk_copy_2d(unsigned to, const void* map, int x
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
           to),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
-      : "memory");
-}
-
-// ---- clusters (base/launch.cuh) ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-// All threads of the cluster arrive, then wait. After it all blocks have started and their barriers before a
-// barrier_init_fence are there; it orders no other memory. A thread that has arrived may end without a wait.
-__device__ __forceinline__ void arrive_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Returns the address that store_async takes for `address` of another block's shared memory.
-__device__ __forceinline__ unsigned shared_of_block(unsigned address, unsigned rank) {
-  unsigned there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-// Stores 16 bytes to a block that has started and has not ended. They count for `barrier` of the same block, and
-// threads that have waited for it see them.
-__device__ __forceinline__ void store_async(unsigned to, float x, float y, float z, float w, unsigned barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(x), "f"(y), "f"(z), "f"(w), "r"(barrier)
       : "memory");
 }
 

@@ -403,8 +403,7 @@ std::vector<PageCase> shared_blocks() {
   return v;
 }
 
-// Few pairs of row and KV head have clusters of blocks of their own. Empty rows make them too many, so that blocks
-// share all pairs' tiles.
+// Adds rows without pages: many pairs share the blocks.
 constexpr int many_pairs = 70;
 Ints among_empty(Ints pages) {
   pages.resize(many_pairs, 0);

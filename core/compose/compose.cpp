@@ -139,8 +139,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       }
       if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
-      if (parts_.host)
-        edits.place(list, {.pins = pins, .room = resident_pages(), .when = {Deadline::this_attention}});
+      if (parts_.host) edits.place(list, {.pins = pins, .room = resident_pages(), .when = {Deadline::this_attention}});
     } else {
       recall_all(step, edits, s);
     }

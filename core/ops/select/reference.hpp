@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-
 namespace kvlab::ops {
 
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,

@@ -1,8 +1,7 @@
 // Page scores; with a list, the same launch also selects. Tiles of 16 pages of all heads lie on one line, which the
 // resident blocks share evenly. A warp multiplies a tile with the queries of its KV head on the tensor cores. The block
 // that writes the last scores of a head selects its pages. This file chooses the kernel. It has the kernel for shapes
-// that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape. Few heads that select have clusters
-// of their own (score_pages_cluster.cu).
+// that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
 #include <optional>
 
@@ -322,7 +321,6 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
       else
         b.list += begin * a.list_row, b.count += begin * a.count_row;
     }
-    if (ring && fused && launch_clusters(b, row_bytes, f16, stream)) continue;
     if (ring)
       f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
     else

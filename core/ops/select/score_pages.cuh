@@ -274,9 +274,4 @@ __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int
     write_choice<threads>(a, row, kv_head, own && !shared && !raw ? stage : nullptr, pages, budget, stage, chosen, s);
 }
 
-// Scores and selects with a cluster of blocks for each head (score_pages_cluster.cu). Returns false, and launches
-// nothing, for arguments that it does not take or for so many heads that the rings are faster. Needs what
-// launch_ring_width needs, and a list.
-bool launch_clusters(const Args& a, int row_bytes, bool half, cudaStream_t stream);
-
 }  // namespace kvlab::ops::page_scores

@@ -11,7 +11,6 @@
 namespace emulator {
 
 struct Block;
-struct Cluster;
 struct Warp;
 
 struct Fiber {
@@ -19,8 +18,7 @@ struct Fiber {
   unsigned thread = 0;
   std::jmp_buf context;
   std::unique_ptr<std::byte[]> stack;
-  bool usable = false;               // waits at the end of a kernel for the next one
-  unsigned arrivals = 0, waits = 0;  // at the barrier of its cluster
+  bool usable = false;  // waits at the end of a kernel for the next one
 };
 
 struct Warp {
@@ -54,16 +52,9 @@ struct Waiter {
   unsigned barrier;
 };
 
-struct Cluster {
-  std::vector<Block*> blocks;
-  unsigned phase = 0, live = 0, missing = 0;  // phases that ended; threads that have not ended, or not arrived
-  std::vector<Fiber*> waiters;
-};
-
 struct Block {
   bool active = false, any = false, any_before = false, waited = false;
   dim3 index;
-  Cluster* cluster = nullptr;
   unsigned threads = 0, done = 0, at_barrier = 0;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::unique_ptr<Warp>> warps;
@@ -82,9 +73,8 @@ struct Block {
 
 constexpr std::size_t static_place = 256 * 1024, room_of_block = static_place + static_shared_of_block + 8192;
 
-Block& block();                          // of the thread that runs
-Block& block_of_cluster(unsigned rank);  // another block, which has started and has not ended
-Fiber& fiber();                          // that of the same thread
+Block& block();  // of the thread that runs
+Fiber& fiber();  // that of the same thread
 std::mt19937& random();
 void make_ready(Warp& warp, std::uint32_t lanes);
 void leave();                           // until make_ready() names this thread

@@ -25,7 +25,6 @@ struct Launch {
   dim3 grid, block;
   std::size_t shared = 0;  // dynamic, bytes
   bool early = false;      // may start before the kernel in front of it ends, so every block must wait for that end
-  unsigned cluster = 1;    // neighbouring blocks along x that run together and reach each other's shared memory
 };
 
 // Runs all blocks; body is one thread's call of the kernel. Throws kvlab::Error (Errc::device) with what went wrong.
@@ -61,15 +60,6 @@ Out together(const char* what, unsigned mask, const In& in, F) {
 
 bool meet_block(bool value);  // all threads of the block meet; true if any of them brought true
 void pause();                 // others may run first
-
-// Blocks of a cluster. A thread arrives and waits by turns. Each phase ends when all threads that have not ended have
-// arrived.
-unsigned cluster_rank();
-unsigned cluster_blocks();
-void arrive_cluster();
-void wait_cluster();
-unsigned address_of_block(unsigned address, unsigned rank);  // the same address of another block
-
 void waited_for_predecessor();
 
 // Shared memory of the block. Addresses are 32-bit, as in PTX.
@@ -93,9 +83,6 @@ void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_expect(unsigned barrier, unsigned bytes);  // also arrives
 void barrier_arrive(unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);  // until the phase of this parity has ended
-
-// Stores 16 bytes of another block, which count for that block's barrier.
-void store_async(unsigned to, const float* four, unsigned barrier);
 
 // A box of a matrix of 16-bit elements. In shared memory its rows are 128 bytes wide and swizzled by 128 bytes.
 struct Box {

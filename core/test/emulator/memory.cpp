@@ -104,35 +104,13 @@ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(at);
 }
 
-void* shared_memory(Block& b, unsigned address, std::size_t bytes, std::size_t alignment) {
+void* shared_memory(unsigned address, std::size_t bytes, std::size_t alignment) {
+  Block& b = block();
   const bool dynamic = address >= b.dynamic && address + bytes <= b.dynamic + b.dynamic_bytes,
              fixed = address >= static_place && address + bytes <= static_place + b.static_bytes;
   if (!dynamic && !fixed) fail("got an access past the end of shared memory");
   if (address % alignment) fail("got an access of " + std::to_string(bytes) + " misaligned bytes of shared memory");
   return b.memory + address;
-}
-
-void* shared_memory(unsigned address, std::size_t bytes, std::size_t alignment) {
-  return shared_memory(block(), address, bytes, alignment);
-}
-
-// The rank of another block takes the bits above an address.
-constexpr unsigned rank_shift = 24;
-static_assert(room_of_block < 1u << rank_shift);
-
-unsigned address_of_block(unsigned address, unsigned rank) {
-  if (rank >= cluster_blocks()) fail("got a rank past the end of the cluster");
-  return address | rank << rank_shift;
-}
-
-void store_async(unsigned to, const float* four, unsigned barrier) {
-  if (to >> rank_shift != barrier >> rank_shift) fail("got a store and a barrier of two blocks");
-  Block& b = block_of_cluster(to >> rank_shift);
-  constexpr unsigned mask = (1u << rank_shift) - 1;
-  std::memcpy(shared_memory(b, to & mask, 16, 16), four, 16);
-  Barrier& of = find(b, barrier & mask, "a store of another block");
-  of.bytes -= 16;
-  advance(b, barrier & mask, of);
 }
 
 void barrier_init(unsigned address, unsigned arrivals) {

@@ -211,7 +211,7 @@ void submit(Stream* stream, Launch l, const void* kernel, Work body) {
   const auto limit = allowed.contains(kernel) ? allowed[kernel] : static_shared_of_block;
   if (l.grid.x < 1 || l.grid.y < 1 || l.grid.z < 1 || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535 ||
       l.block.x < 1 || l.block.y != 1 || l.block.z != 1 || l.block.x > 1024 ||
-      static_cast<std::int64_t>(l.shared) > limit || l.cluster < 1 || l.cluster > 16 || l.grid.x % l.cluster) {
+      static_cast<std::int64_t>(l.shared) > limit) {
     error = cudaErrorInvalidConfiguration;
     return;
   }

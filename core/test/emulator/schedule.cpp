@@ -15,7 +15,7 @@ Now now;
 namespace {
 
 constexpr std::size_t stack_bytes = 65536 + 832;  // not a power of two: stacks spread over the sets of a cache
-constexpr int most_at_once = 4;                   // blocks, or one cluster
+constexpr int most_at_once = 4;                   // blocks
 constexpr unsigned char stack_mark = 0x5a;
 
 struct Failure {
@@ -42,22 +42,9 @@ void resume(Fiber& f, std::jmp_buf& from) {
   jump(from, f.context);
 }
 
-void end_phase(Cluster& c) {
-  if (c.missing > 0) return;
-  ++c.phase;
-  c.missing = c.live;
-  for (const Fiber* f : std::exchange(c.waiters, {})) make_ready(*f->warp, 1u << (f->thread % 32));
-}
-
 void finish(Fiber& f) {
   Block& b = *f.warp->block;
   ++b.done;
-  Cluster& c = *b.cluster;
-  --c.live;
-  if (f.arrivals == c.phase) {
-    --c.missing;
-    end_phase(c);
-  }
   f.usable = true;
   leave();
 }
@@ -86,16 +73,13 @@ void create(Fiber& f) {
   f.usable = true;
 }
 
-void start(Block& b, dim3 index, Cluster& cluster) {
+void start(Block& b, dim3 index) {
   b.active = true;
   b.index = index;
-  b.cluster = &cluster;
   b.threads = launch->block.x;
   b.done = b.at_barrier = 0;
   b.any = b.waited = false;
   start_memory(b, launch->shared);
-  cluster.live += b.threads;
-  cluster.missing += b.threads;
   const std::size_t warps = (b.threads + 31) / 32;
   while (b.fibers.size() < b.threads) b.fibers.push_back(std::make_unique<Fiber>());
   while (b.warps.size() < warps) b.warps.push_back(std::make_unique<Warp>());
@@ -104,7 +88,6 @@ void start(Block& b, dim3 index, Cluster& cluster) {
     Fiber& f = *b.fibers[t];
     f.warp = b.warps[t / 32].get();
     f.thread = t;
-    f.arrivals = f.waits = 0;
     if (!f.usable) create(f);
     f.usable = false;
   }
@@ -140,8 +123,7 @@ std::string stuck(const std::vector<Block>& blocks) {
     if (!b.active) continue;
     std::string text = "nothing can go on in " + place(b) + ": of " + std::to_string(b.threads) + " threads " +
                        std::to_string(b.done) + " have ended, " + std::to_string(b.at_barrier) +
-                       " are at __syncthreads, " + std::to_string(b.waiters.size()) + " wait for an mbarrier, " +
-                       std::to_string(b.cluster->waiters.size()) + " of its cluster wait for it";
+                       " are at __syncthreads, " + std::to_string(b.waiters.size()) + " wait for an mbarrier";
     for (std::size_t w = 0; w < b.waiting_at_barrier.size(); ++w)
       if (const Warp& warp = *b.warps[w]; warp.met > 0)
         text += "; " + std::to_string(warp.met) + " lanes of warp " + std::to_string(w) + " are at " + warp.what;
@@ -245,61 +227,23 @@ bool meet_block(bool value) {
 
 void waited_for_predecessor() { block().waited = true; }
 
-unsigned cluster_rank() { return now.block.x % launch->cluster; }
-unsigned cluster_blocks() { return launch->cluster; }
-
-void arrive_cluster() {
-  Cluster& c = *block().cluster;
-  if (current->arrivals != current->waits) fail("got a second arrival of a thread at its cluster's barrier");
-  ++current->arrivals;
-  --c.missing;
-  end_phase(c);
-}
-
-void wait_cluster() {
-  Cluster& c = *block().cluster;
-  if (current->arrivals != ++current->waits) fail("got a wait for a cluster without an arrival");
-  if (c.phase >= current->waits) return pause();
-  c.waiters.push_back(current);
-  leave();
-}
-
-Block& block_of_cluster(unsigned rank) {
-  Block& other = *block().cluster->blocks[rank];
-  if (current->waits == 0 || other.done == other.threads)
-    fail("got an access of another block's shared memory before it has started or after its end");
-  return other;
-}
-
 void run(const Launch& l, const std::function<void()>& thread) {
-  static std::vector<Block> blocks;
+  static std::vector<Block> blocks(most_at_once);
   launch = &l;
   body = &thread;
   now.block_dim = l.block, now.grid_dim = l.grid;
-  std::vector<std::uint64_t> order(std::uint64_t{l.grid.x} * l.grid.y * l.grid.z / l.cluster);
+  std::vector<std::uint64_t> order(std::uint64_t{l.grid.x} * l.grid.y * l.grid.z);
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), random());
-  const std::size_t at_once = std::max<std::size_t>(1, (1 + random()() % most_at_once) / l.cluster);
-  if (blocks.size() < at_once * l.cluster) blocks.resize(at_once * l.cluster);
-  std::vector<Cluster> clusters(at_once);
+  const std::size_t at_once = 1 + random()() % most_at_once;
   std::size_t next = 0;
-  const auto refill = [&](Cluster& c) {
-    if (std::any_of(c.blocks.begin(), c.blocks.end(), [](const Block* b) { return b->active; })) return;
+  const auto refill = [&](Block& b) {
     if (next == order.size()) return;
-    const std::uint64_t cluster = order[next++];
-    c.phase = c.live = c.missing = 0;
-    for (unsigned rank = 0; rank < l.cluster; ++rank) {
-      const std::uint64_t i = cluster * l.cluster + rank;
-      start(*c.blocks[rank],
-            dim3(static_cast<unsigned>(i % l.grid.x), static_cast<unsigned>(i / l.grid.x % l.grid.y),
-                 static_cast<unsigned>(i / l.grid.x / l.grid.y)),
-            c);
-    }
+    const std::uint64_t i = order[next++];
+    start(b, dim3(static_cast<unsigned>(i % l.grid.x), static_cast<unsigned>(i / l.grid.x % l.grid.y),
+                  static_cast<unsigned>(i / l.grid.x / l.grid.y)));
   };
-  for (std::size_t i = 0; i < at_once; ++i) {
-    for (unsigned rank = 0; rank < l.cluster; ++rank) clusters[i].blocks.push_back(&blocks[i * l.cluster + rank]);
-    refill(clusters[i]);
-  }
+  for (std::size_t i = 0; i < at_once; ++i) refill(blocks[i]);
   for (;;) try {
       if (runnable.empty() || random()() % 16 == 0) {
         std::vector<Block*> with_copies;
@@ -332,7 +276,7 @@ void run(const Launch& l, const std::function<void()>& thread) {
       }
       if (b.done == b.threads) {
         end(b);
-        refill(*b.cluster);
+        refill(b);
       }
     } catch (const Failure& f) {
       stop(f.what, blocks);

@@ -17,10 +17,6 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-namespace kvlab::cuda {
-int multiprocessors();
-}
-
 inline const dim3 &threadIdx = emulator::now.thread, &blockIdx = emulator::now.block,
                   &blockDim = emulator::now.block_dim, &gridDim = emulator::now.grid_dim;
 
@@ -41,13 +37,9 @@ inline cudaError_t cudaGetLastError() { return static_cast<cudaError_t>(emulator
 
 using cudaStream_t = emulator::Stream*;
 
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-  cudaFuncAttributeNonPortableClusterSizeAllowed = 14
-};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 template <class... P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute what, int bytes) {
-  if (what == cudaFuncAttributeNonPortableClusterSizeAllowed) return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int bytes) {
   return emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -56,25 +48,19 @@ namespace emulator {
 // kernel<<<grid, block, shared, stream>>>(arguments) becomes start("kernel", kernel, grid, ...)(arguments).
 template <class... P>
 auto start(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared = 0,
-           cudaStream_t stream = nullptr, bool early = false, unsigned cluster = 1) {
+           cudaStream_t stream = nullptr, bool early = false) {
   return [=](auto&&... arguments) {
-    submit(stream, Launch{name, grid, block, shared, early, cluster}, reinterpret_cast<const void*>(kernel),
+    submit(stream, Launch{name, grid, block, shared, early}, reinterpret_cast<const void*>(kernel),
            [kernel, all = std::tuple<P...>(arguments...)] { std::apply(kernel, all); });
   };
 }
 
 }  // namespace emulator
 
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeClusterDimension = 4,
-  cudaLaunchAttributeProgrammaticStreamSerialization = 6
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
-    struct {
-      unsigned x, y, z;
-    } clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;
 };
@@ -87,22 +73,9 @@ struct cudaLaunchConfig_t {
 };
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...), A&&... arguments) {
-  bool early = false;
-  unsigned cluster = 1;
-  for (unsigned i = 0; i < c->numAttrs; ++i)
-    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension)
-      cluster = c->attrs[i].val.clusterDim.x;
-    else
-      early = true;
-  emulator::start("a kernel", kernel, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream, early,
-                  cluster)(arguments...);
+  emulator::start("a kernel", kernel, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream,
+                  c->numAttrs > 0)(arguments...);
   return cudaGetLastError();
-}
-// A block takes a whole multiprocessor.
-template <class... P>
-cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(P...), const cudaLaunchConfig_t* c) {
-  *count = kvlab::cuda::multiprocessors() / static_cast<int>(c->attrs[0].val.clusterDim.x);
-  return cudaSuccess;
 }
 
 // ---- vectors -------------------------------------------------------------------------------------------------------

@@ -89,16 +89,6 @@ inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned ba
   bulk_copy_2d(to, map, x, y, barrier);
 }
 
-inline unsigned cluster_rank() { return emulator::cluster_rank(); }
-inline void arrive_cluster() { emulator::arrive_cluster(); }
-inline void wait_cluster() { emulator::wait_cluster(); }
-inline unsigned shared_of_block(unsigned address, unsigned rank) { return emulator::address_of_block(address, rank); }
-inline void store_async(unsigned to, float x, float y, float z, float w, unsigned barrier) {
-  const float four[] = {x, y, z, w};
-  emulator::store_async(to, four, barrier);
-}
-inline void prefetch(const void*) {}
-
 inline void wait_for_predecessor() { emulator::waited_for_predecessor(); }
 inline void let_successor_start() {}
 
