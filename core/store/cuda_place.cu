@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads)
     if (mine == 0 && left > 0) atomicAdd(&a.spare[slot], left);
     return;
   }
-  __syncthreads();                           // every warp has counted before the bits change
+  __syncthreads();  // every warp has counted before the bits change
   if (a.order.data && left > 0 && left < others) keep_lowest(&a.order(row, head, 0), pages, others, left, leave, radix);
 
   // One warp turns bits into lists.

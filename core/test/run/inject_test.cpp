@@ -299,7 +299,8 @@ TEST_CASE("the overlap of a head that chooses every few steps is that of its cho
   constexpr std::size_t period = 4;
   Speculation cells;
   cells.experiment.policies = {test::policy_of(
-      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, budget: {tokens: 40}}}", page_size)};
+      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, overlap: false, budget: {tokens: 40}}}",
+      page_size)};
   cells.experiment.inject.overlap = .7;
   const auto result = cells.run();
   CHECK(test::lasting_labels(result.summary) == "injected");
@@ -343,7 +344,8 @@ TEST_CASE("a policy follows the lists of a trace, step by step") {
   CHECK(compared > 300);
   // A head that chooses every 4 steps takes the lists of these steps.
   cells.experiment.policies = {test::policy_of(
-      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, budget: {tokens: 40}}}", page_size)};
+      "{flexicache: {rerank_every: 4, keep_new: false, unstable_heads: false, overlap: false, budget: {tokens: 40}}}",
+      page_size)};
   for (const auto& [place, lists] : lists_of(cells.run().trace))
     for (std::size_t i = 0; i < lists.size(); ++i)
       CHECK(shared(lists[i], recorded.at(place)[i / 4 * 4]) >= static_cast<std::size_t>(most));
