@@ -196,11 +196,7 @@ Fit CpuStore::append(int layer, int slot, const float* k, const float* v, int to
   return Fit::ok;
 }
 
-std::int64_t CpuStore::spare_bytes() const {
-  std::int64_t pages = 0;
-  for (int slot = 0; slot < options_.shape.max_slots; ++slot) pages += spare_pages(slot);
-  return pages * layouts_[0].bytes;
-}
+std::int64_t CpuStore::spare_bytes() const { return spare_pages() * layouts_[0].bytes; }
 
 std::int64_t CpuStore::free_frames(Tier tier) const {
   const std::int64_t bytes = tier == Tier::host ? host_layout_.bytes : layouts_[0].bytes;

@@ -468,9 +468,7 @@ void CudaStore::mark_spilled(int slot) {
 
 std::int64_t CudaStore::spare_bytes() const {
   refresh();
-  std::int64_t pages = 0;
-  for (int slot = 0; slot < options_.shape.max_slots; ++slot) pages += spare_pages(slot);
-  return pages * layout_.bytes;
+  return spare_pages() * layout_.bytes;
 }
 
 std::int64_t CudaStore::free_frames(Tier tier) const { return free_bound_[static_cast<int>(tier)]; }

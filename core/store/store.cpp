@@ -74,17 +74,33 @@ std::int64_t Store::spare_pages(int slot) const {
   return used_[static_cast<std::size_t>(slot)] && !spills(slot) ? sum : 0;
 }
 
+std::int64_t Store::full_pages(int slot) const {
+  const Shape& s = options_.shape;
+  std::int64_t pages = 0;
+  for (int layer = 0; layer < s.layers; ++layer)
+    pages += std::int64_t{s.kv_heads} * (max_length(layer, {slot}) / s.page_size);
+  return pages;
+}
+
+std::int64_t Store::spare_pages() const {
+  std::vector<std::pair<std::int64_t, int>> slots;  // in the order in which they spill
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot)
+    if (const std::int64_t spare = spare_pages(slot); spare > 0) slots.emplace_back(-spare, slot);
+  std::sort(slots.begin(), slots.end());
+  std::int64_t room = free_frames(Tier::host), sum = 0;
+  for (const auto& [spare, slot] : slots)
+    if (const std::int64_t pages = full_pages(slot); pages <= room) room -= pages, sum -= spare;
+  return sum;
+}
+
 bool Store::spill_one() {
   if (spilling_) return false;
   const Shape& s = options_.shape;
   int chosen = -1;
   std::int64_t most = 0;
   for (int slot = 0; slot < s.max_slots; ++slot) {
-    std::int64_t pages = 0;
-    for (int layer = 0; layer < s.layers; ++layer)
-      pages += std::int64_t{s.kv_heads} * (max_length(layer, {slot}) / s.page_size);
-    if (const std::int64_t spare = spare_pages(slot); spare > most && pages <= free_frames(Tier::host))
-      most = spare, chosen = slot;
+    const std::int64_t spare = spare_pages(slot);
+    if (spare > most && full_pages(slot) <= free_frames(Tier::host)) most = spare, chosen = slot;
   }
   if (chosen < 0) return false;
   spill(chosen);

@@ -125,7 +125,8 @@ class Store {
   virtual Ledger& ledger() = 0;  // exact
   virtual const Ledger& ledger() const = 0;
   virtual std::int64_t page_bytes(Tier tier) const = 0;  // bytes of frames in use, which the limits bound; exact
-  // Bytes of device pages that leave as soon as frames run short, as counted at the end of each prompt; exact.
+  // Bytes of device pages that leave as soon as frames run short, as counted at the end of each prompt; exact. Pages of
+  // a sequence for which the host has no room do not count.
   virtual std::int64_t spare_bytes() const = 0;
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
   // start. -1 = no limit, or enough for all slots.
@@ -181,6 +182,8 @@ class Store {
   void spill(int slot);  // place edits of the slot take effect from now on
   void spill_at_once();  // and those of all slots
   std::int64_t spare_pages(int slot) const;
+  std::int64_t spare_pages() const;  // of all slots that the host has room for
+  std::int64_t full_pages(int slot) const;
   std::size_t layer_slot(int layer, int slot) const {
     return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
   }

@@ -269,7 +269,12 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   (void)b;
   CHECK(small.fill(*small.store, small.store->open(), 20) == Fit::out_of_memory);
   CHECK(small.device(a) == all);
+  CHECK(small.store->spare_bytes() == 0);
   small.store->check_invariants();
+
+  Pressed one(20 + 8);  // frames of the host for one of them
+  one.open(1), one.open(1);
+  CHECK(one.store->spare_bytes() * 40 == one.store->page_bytes(Tier::device) * 3 * 4);
 
   Pressed f;
   const int first = f.open(1), second = f.open(1);
