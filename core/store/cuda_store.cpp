@@ -457,7 +457,7 @@ void CudaStore::close(int slot) {
   workspace_.clear_slot(slot);
   forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
-  if (spilled_flags_) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);
+  if (spilled_flags_ && !spills_at_once()) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);
   stale_ = true;
 }
 

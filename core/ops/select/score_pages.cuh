@@ -53,7 +53,7 @@ __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 
 // Bytes that hold a score for each page, a multiple of 16.
 __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
 
-__host__ __device__ constexpr int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
+__device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
 // Candidates of a head; none in a head that is left out.
 __device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head) {
   const int tokens = a.length[slot * a.length_slot + head * a.length_head];
@@ -209,31 +209,29 @@ __device__ __noinline__ inline void softmax_mean(const Args& a, int row, int kv_
   }
 }
 
-// Runs device::choose_pages in a block of `Threads`. Unless it is null, `own` is shared memory that holds the scores
-// too. stage is shared memory for a row and may be `own`.
-template <int Threads>
-__device__ __noinline__ int choose(const float* scores, const float* own, int n, int budget, bool newest,
-                                   std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
-                                   SelectShared& s) {
+// Runs device::choose_pages. Unless it is null, `own` is shared memory that holds the scores too. stage is shared
+// memory for a row and may be `own`.
+__device__ __noinline__ inline int choose(const float* scores, const float* own, int n, int budget, bool newest,
+                                          std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
+                                          SelectShared& s) {
   const auto held = [&](auto vectors) {
-    device::Held<Threads, decltype(vectors)::value> row;
+    device::Held<threads, decltype(vectors)::value> row;
     own ? row.load_own(own, n) : row.load(scores, n);
     return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s);
   };
-  if (n <= 4 * Threads) return held(std::integral_constant<int, 1>());
-  if (n <= 8 * Threads) return held(std::integral_constant<int, 2>());
-  if (n <= 16 * Threads) return held(std::integral_constant<int, 4>());
+  if (n <= 4 * threads) return held(std::integral_constant<int, 1>());
+  if (n <= 8 * threads) return held(std::integral_constant<int, 2>());
+  if (n <= 16 * threads) return held(std::integral_constant<int, 4>());
   return device::choose_pages(scores, n, budget, newest, to, step, room, stage, chosen, s);
 }
 
 // Selects a head's pages by its scores and writes the list. own, stage and chosen: see `choose`.
-template <int Threads>
 __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head, const float* own, int pages,
                                              int budget, float* stage, unsigned* chosen, SelectShared& s) {
   const std::int64_t at = a.list_at(row);
   std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
   const float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
-  const int count = choose<Threads>(scores, own, pages, budget, a.newest, list, a.list_step, a.room, stage, chosen, s);
+  const int count = choose(scores, own, pages, budget, a.newest, list, a.list_step, a.room, stage, chosen, s);
   if (threadIdx.x == 0) {
     a.count[at * a.count_row + kv_head * a.count_head] = count;
     if (a.fired.fired && count != pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
@@ -241,7 +239,7 @@ __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head
   }
   if (a.first == 0) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < count; i += Threads) list[i * a.list_step] += a.first;
+  for (int i = threadIdx.x; i < count; i += threads) list[i * a.list_step] += a.first;
 }
 
 // A block calls this after its tiles of a head, which `parts` blocks share. The last of them sees all scores: it
@@ -270,8 +268,7 @@ __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int
     __threadfence_block();
     __syncthreads();
   }
-  if (a.list)
-    write_choice<threads>(a, row, kv_head, own && !shared && !raw ? stage : nullptr, pages, budget, stage, chosen, s);
+  if (a.list) write_choice(a, row, kv_head, own && !shared && !raw ? stage : nullptr, pages, budget, stage, chosen, s);
 }
 
 }  // namespace kvlab::ops::page_scores
