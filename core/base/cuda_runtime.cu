@@ -1,7 +1,15 @@
 // Memory, streams, memory that kernels keep between calls, and the entry of libkvlab_cuda.so.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "base/backend.hpp"
@@ -59,7 +67,58 @@ int attribute(cudaDeviceAttr what) {
   return value;
 }
 
+// Sizes of the blocks that pin_in_parallel made.
+struct Registered {
+  std::mutex mutex;
+  std::map<void*, std::size_t> bytes;
+};
+Registered& registered() {
+  static auto* all = new Registered;  // destructors of static objects may still free such memory
+  return *all;
+}
+
+// Pins large blocks several times faster than cudaHostAlloc: threads take the pages, and huge ones where the system has
+// them. Returns null where a step fails.
+void* pin_in_parallel(std::size_t bytes) {
+  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (block == MAP_FAILED) return nullptr;
+  madvise(block, bytes, MADV_HUGEPAGE);
+  constexpr std::size_t piece = std::size_t{64} << 20;
+  std::atomic<std::size_t> next = 0;
+  std::atomic<bool> failed = false;
+  const auto take = [&] {
+    for (std::size_t at; !failed && (at = next.fetch_add(piece)) < bytes;)
+      if (madvise(static_cast<std::byte*>(block) + at, std::min(piece, bytes - at), MADV_POPULATE_WRITE) != 0)
+        failed = true;
+  };
+  std::vector<std::thread> threads;
+  try {
+    for (unsigned i = 1; i < std::min(16u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(take);
+  } catch (const std::system_error&) {  // the threads that the system gave suffice
+  }
+  take();
+  for (std::thread& t : threads) t.join();
+  void* seen = nullptr;
+  bool pinned =
+      !failed && cudaHostRegister(block, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped) == cudaSuccess;
+  if (pinned && (cudaHostGetDevicePointer(&seen, block, 0) != cudaSuccess || seen != block)) {
+    cudaHostUnregister(block);
+    pinned = false;
+  }
+  if (!pinned) {
+    cudaGetLastError();
+    munmap(block, bytes);
+    return nullptr;
+  }
+  const std::lock_guard lock(registered().mutex);
+  registered().bytes[block] = bytes;
+  return block;
+}
+
 void* allocate_pinned(std::size_t bytes) {
+  constexpr std::size_t large = std::size_t{256} << 20;
+  if (bytes >= large)
+    if (void* block = pin_in_parallel(bytes)) return block;
   void* p = nullptr;
   const cudaError_t status = cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
   if (status == cudaErrorMemoryAllocation) {
@@ -68,6 +127,17 @@ void* allocate_pinned(std::size_t bytes) {
   }
   check(status, "cudaHostAlloc");
   return p;
+}
+
+void free_pinned(void* block) {
+  std::size_t bytes = 0;
+  {
+    const std::lock_guard lock(registered().mutex);
+    if (const auto found = registered().bytes.extract(block)) bytes = found.mapped();
+  }
+  if (bytes == 0) return check(cudaFreeHost(block), "cudaFreeHost");
+  check(cudaHostUnregister(block), "cudaHostUnregister");
+  munmap(block, bytes);
 }
 
 }  // namespace
@@ -267,7 +337,7 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
   r.allocate = allocate;
   r.free = [](void* x) { check(cudaFree(x), "cudaFree"); };
   r.allocate_pinned = allocate_pinned;
-  r.free_pinned = [](void* x) { check(cudaFreeHost(x), "cudaFreeHost"); };
+  r.free_pinned = free_pinned;
   r.free_bytes = free_bytes;
   r.copy = copy;
   r.fill = [](void* to, int byte, std::size_t bytes, void* stream) {

@@ -381,6 +381,12 @@ std::vector<PageCase> shared_blocks() {
   v.push_back(c);
   c.rule = GroupRule::softmax_mean;
   v.push_back(c);
+  c.pages = {2048, 1024};
+  for (const bool ties : {false, true}) {
+    c.ties = ties, c.newest = !ties, c.budget = ties ? -1 : 128;
+    v.push_back(c);
+  }
+  c.ties = c.newest = false, c.budget = -1;
   c.rule = GroupRule::max;
   c.dim = 64, c.kind = Summary::mean;
   c.pages = {14335, 3};
@@ -518,10 +524,12 @@ class Votes final : public Scene {
 struct Boxes {
   int rows, query_heads, kv_heads, head_dim, tokens, page_size;
   int selected;  // pages; 0: only scores
+  GroupRule rule = GroupRule::max;
 
   int pages() const { return (tokens + page_size - 1) / page_size; }
   std::int64_t page_bytes() const { return 2 * 2 * head_dim; }
   double bytes() const { return static_cast<double>(page_bytes()) * rows * kv_heads * pages(); }
+  float scale() const { return rule == GroupRule::softmax_mean ? 0.125f : 1.f; }
 };
 
 class BoxScene final : public Scene {
@@ -554,17 +562,17 @@ class BoxScene final : public Scene {
   void run(int copy) override {
     const Summaries s = summaries(copies_[static_cast<std::size_t>(copy)]);
     if (b_.selected)
-      ops::score_pages(queries_, kv_, s, GroupRule::max, 1.f, budget_there_, {}, scores_, PageList{out_},
+      ops::score_pages(queries_, kv_, s, b_.rule, b_.scale(), budget_there_, {}, scores_, PageList{out_},
                        place_.stream());
     else
-      ops::page_score(queries_, kv_, s, GroupRule::max, 1.f, scores_, place_.stream());
+      ops::page_score(queries_, kv_, s, b_.rule, b_.scale(), scores_, place_.stream());
   }
   void check(Check& check) override {
     const Guarded<3> wanted(scores_.extent);
-    ops::page_score_reference(of(q_.data()), plain_, summaries(boxes_.data()), GroupRule::max, 1.f, wanted.view());
+    ops::page_score_reference(of(q_.data()), plain_, summaries(boxes_.data()), b_.rule, b_.scale(), wanted.view());
     run(0);
     const std::vector<float> scores = place_.get(scores_);
-    check.equal("scores", scores, wanted.values(), page_margin(place_.stream().device(), GroupRule::max));
+    check.equal("scores", scores, wanted.values(), page_margin(place_.stream().device(), b_.rule));
     if (b_.selected == 0) return;
     // The selection must be exact for the place's own scores.
     ListMemory list;
@@ -641,15 +649,22 @@ std::vector<Case> list() {
   const Boxes layer{1, Layer::query_heads, Layer::kv_heads, Layer::head_dim, tokens, Layer::page_size, 0};
   v.push_back(boxes(layer, false, fmt::format("page_score, boxes of {} pages", layer.pages())));
   // Llama-3.1-8B's heads.
-  for (const auto& [rows, context, page_size] :
-       {std::tuple{40, 10240, 16}, {40, 10240, 32}, {8, 32768, 16}, {1, 32768, 16}, {1, 131072, 16}, {1, 229376, 16}}) {
-    const Boxes b{rows, 32, 8, 128, context, page_size, 1024 / page_size};
-    Case c = boxes(b, true, "");
-    c.shape = fmt::format("boxes, top {} of {} pages of {}, {} x {}, one of {}", b.selected, b.pages(), page_size, rows,
-                          context, c.copies);
-    c.kernel = "mma, fused top-k";
-    v.push_back(c);
-  }
+  for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean})
+    for (const auto& [rows, context, page_size] : {std::tuple{40, 10240, 16},
+                                                   {40, 10240, 32},
+                                                   {8, 32768, 16},
+                                                   {1, 32768, 16},
+                                                   {1, 131072, 16},
+                                                   {1, 229376, 16}}) {
+      const bool softmax = rule == GroupRule::softmax_mean;
+      if (softmax && context > 32768) continue;
+      const Boxes b{rows, 32, 8, 128, context, page_size, 1024 / page_size, rule};
+      Case c = boxes(b, true, "");
+      c.shape = fmt::format("boxes{}, top {} of {} pages of {}, {} x {}, one of {}", softmax ? " softmax_mean" : "",
+                            b.selected, b.pages(), page_size, rows, context, c.copies);
+      c.kernel = "mma, fused top-k";
+      v.push_back(c);
+    }
   return v;
 }
 

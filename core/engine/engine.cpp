@@ -186,6 +186,12 @@ std::int64_t Engine::free_bytes() const {
   return std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device) + store_->spare_bytes());
 }
 
+std::int64_t Engine::host_room_bytes() const {
+  if (!needs_.host_pages()) return no_limit;
+  const Shape& s = store_->shape();
+  return store_->host_room() * (full_bytes(1) / (std::int64_t{s.layers} * s.kv_heads));
+}
+
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {
   if (tokens.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token");
   given_[static_cast<std::size_t>(slot)].push_back({{tokens.begin(), tokens.end()}, true, end});

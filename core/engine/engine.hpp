@@ -104,6 +104,15 @@ class Engine final : private LayerHooks {
   std::int64_t full_bytes(int tokens) const;
   std::int64_t prompt_bytes(int tokens) const;
   std::int64_t free_bytes() const;
+  // host_room_bytes: the part of a sequence's device pages that may still leave for the host. step_bytes: what a row's
+  // step may take by appends and place edits.
+  std::int64_t host_room_bytes() const;
+  std::int64_t step_bytes() const { return full_bytes(1) * (needs_.host_pages() ? 2 : 1); }
+  std::int64_t used_bytes() const { return store_->page_bytes(Tier::device); }
+  // Whether another step of these slots fits, by the pages that appends and place edits may take. The device is asked
+  // only where its memory may be short. Unless growth_known(), other edits may take more.
+  bool room_for_step(const std::vector<std::int32_t>& slots) const { return store_->room_for_step(slots); }
+  bool growth_known() const { return capturable_; }
   static constexpr std::int64_t no_limit = std::numeric_limits<std::int64_t>::max();
 
   void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody

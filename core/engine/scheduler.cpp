@@ -22,7 +22,7 @@ Scheduler::Scheduler(Engine& engine, std::vector<Request> requests, SchedulerOpt
       served_(requests_.size()),
       order_(requests_.size()),
       most_active_(static_cast<std::size_t>(engine.store().shape().max_slots)),
-      growth_(engine.full_bytes(1)),
+      growth_(engine.step_bytes()),
       logits_(static_cast<std::size_t>(engine.model().config.vocab)) {
   const int room = engine.store().shape().max_tokens;
   for (std::size_t i = 0; i < requests_.size(); ++i) {
@@ -87,7 +87,8 @@ bool Scheduler::fits(std::size_t index) const {
   const std::int64_t free = engine_.free_bytes();
   if (free == Engine::no_limit) return true;
   const std::size_t prompt = requests_[index].prompt.size(), more = known(index);
-  const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt)), kept = bytes_left(prompt);
+  const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt)), least = bytes_left(prompt);
+  const std::int64_t kept = all - least > engine_.host_room_bytes() ? all : least;
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
   const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
   const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
@@ -149,24 +150,30 @@ Fit Scheduler::prompts() {
 // the token.
 void Scheduler::make_room() {
   const auto missing = [&] {
-    const auto rows = std::count_if(active_.begin(), active_.end(), [&](const Active& a) { return !prompting(a); });
-    return engine_.free_bytes() < growth_ * rows;
+    const std::vector<std::int32_t> slots = decoding();
+    if (!engine_.room_for_step(slots)) return true;
+    return !engine_.growth_known() && engine_.free_bytes() < growth_ * static_cast<std::int64_t>(slots.size());
   };
   while (active_.size() > 1 && missing()) put_back(active_.size() - 1);
 }
 
+std::vector<std::int32_t> Scheduler::decoding() const {
+  std::vector<std::int32_t> out;
+  for (const Active& a : active_)
+    if (!prompting(a)) out.push_back(a.slot);
+  return out;
+}
+
 Fit Scheduler::decode() {
   make_room();
-  std::vector<std::int32_t> slots, likeliest;
-  std::vector<int> tokens;
-  for (const Active& a : active_) {
-    if (prompting(a)) continue;
-    slots.push_back(a.slot);
-    tokens.push_back(next_token(a));
-  }
+  const std::vector<std::int32_t> slots = decoding();
   if (slots.empty()) return Fit::ok;
-  likeliest.resize(slots.size());
-  const std::int64_t free = engine_.free_bytes();
+  std::vector<int> tokens;
+  for (const Active& a : active_)
+    if (!prompting(a)) tokens.push_back(next_token(a));
+  std::vector<std::int32_t> likeliest(slots.size());
+  const bool learns = !engine_.growth_known();
+  const std::int64_t used = learns ? engine_.used_bytes() : 0;
   const double begin = now();
   if (engine_.step(slots, tokens, StepResult(likeliest)) != Fit::ok) {
     // The rows' caches are of no use after a step that did not fit. Fewer rows try again.
@@ -177,8 +184,7 @@ Fit Scheduler::decode() {
   }
   const double end = now();
   if (options_.stepped) options_.stepped(end - begin, slots);
-  if (free != Engine::no_limit)
-    growth_ = std::max(growth_, (free - engine_.free_bytes()) / static_cast<std::int64_t>(slots.size()));
+  if (learns) growth_ = std::max(growth_, (engine_.used_bytes() - used) / static_cast<std::int64_t>(slots.size()));
   std::vector<std::size_t> ended;
   for (std::size_t i = 0, row = 0; i < active_.size(); ++i) {
     if (prompting(active_[i])) continue;

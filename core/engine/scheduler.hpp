@@ -89,6 +89,7 @@ class Scheduler {
   Fit prompts();
   Fit decode();
   void make_room();
+  std::vector<std::int32_t> decoding() const;  // the slots of the next decode step
   bool take(Active& a, int token, double at);
   void put_back(std::size_t active);
   void finish(std::size_t active);
@@ -103,7 +104,7 @@ class Scheduler {
   std::vector<Active> active_;     // ascending ranks; at most the last one is still prompting
   bool full_ = false;              // a prompt did not fit: nothing is admitted before something ends
   double start_ = 0, skipped_ = 0;
-  std::int64_t growth_;        // bytes that a row's decode step may add
+  std::int64_t growth_;        // bytes that a row's decode step added at most; used unless Engine::growth_known()
   std::vector<Left> left_;     // one per prompt so far
   std::vector<float> logits_;  // [vocab]
 };

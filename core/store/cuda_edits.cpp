@@ -97,7 +97,7 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
 void CudaStore::count_spare(const Edit& e, int slot) {
   CudaStorePlace a = place_of(e, {slot});
   if (a.most == 0) return;
-  a.spare = spare_counts_.as<std::int32_t>() + layer_slot(e.layer, 0);
+  a.spare = spare_counts_.as<Spare>() + layer_slot(e.layer, 0);
   zero_memory(a.spare + slot, sizeof *a.spare, stream_);
   only_on_cuda<cuda_store::plan_place>(layer(e.layer), a, stream_);
   stale_ = true;
@@ -172,24 +172,6 @@ std::int64_t CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>&
       const auto* of = host.data() + static_cast<std::size_t>(e.layer * s.kv_heads + head) * pages_per_head_;
       missing += std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
     }
-  }
-  return missing;
-}
-
-// Returns the frames of the host that heads with pages there will take for the pages that they have filled since.
-std::int64_t CudaStore::owed() const {
-  const Shape& s = options_.shape;
-  std::int64_t missing = 0;
-  for (int slot = 0; slot < s.max_slots; ++slot) {
-    if (!used_[static_cast<std::size_t>(slot)]) continue;
-    const auto host = entries(1, slot);
-    for (int l = 0; l < s.layers; ++l)
-      for (int head = 0; head < s.kv_heads; ++head) {
-        const int full = lengths_[head_index(l, slot, head)] / s.page_size;
-        const auto* of = host.data() + static_cast<std::size_t>(l * s.kv_heads + head) * pages_per_head_;
-        const auto gone = std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
-        if (gone < full) missing += gone;
-      }
   }
   return missing;
 }

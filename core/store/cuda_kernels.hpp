@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "ops/page/rope_append.hpp"
+#include "store/spare.hpp"
 
 namespace kvlab {
 
@@ -27,7 +28,8 @@ struct CudaStoreCounters {
   std::int32_t pages = 0;            // pages of all heads, whatever their tier; counted only with summaries
   std::int32_t peak_pages = 0;
   std::int32_t error = 0;
-  std::int32_t reserved = 0;
+  // Frames of the host that heads with pages there will take for the pages that they have filled since.
+  std::int32_t owed = 0;
   unsigned long long moved[2] = {};  // pages that arrived on a tier
   unsigned long long states = 0;     // pages whose token state a drop copied to the host
   unsigned long long fired = 0;      // edits that changed something
@@ -104,8 +106,8 @@ struct CudaStorePlace : CudaStoreList {
   std::int32_t* lists = nullptr;          // scratch [row, kv_head, 2, most]
   std::int32_t* jobs = nullptr;           // [4 * rows * kv_heads * most]
   const std::uint8_t* spilled = nullptr;  // [slot] heads of the others stay as they are; null = all are
-  std::int32_t* spare = nullptr;   // [slot] gets the number of pages that may leave, and nothing else is done; or null
-  std::int32_t* counts = nullptr;  // {jobs, blocks that are done}; zero before and after
+  Spare* spare = nullptr;                 // [slot] the numbers of pages are added, and nothing else is done; or null
+  std::int32_t* counts = nullptr;         // {jobs, blocks that are done}; zero before and after
 };
 
 struct CudaStoreAttend : CudaStoreList {
@@ -136,6 +138,8 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
 void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void take_back(const CudaStoreLayer& s, Stream stream);
+// Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
+void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.

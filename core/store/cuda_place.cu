@@ -104,16 +104,16 @@ __global__ void __launch_bounds__(threads)
   }
   if (!__syncthreads_or(any)) return;
 
-  int taken = 0, others = 0;
-  for (int w = lane; w < words; w += 32) taken += __popc(chosen[w]), others += __popc(leave[w]);
-  for (int d = 16; d; d /= 2) {
-    taken += __shfl_xor_sync(~0u, taken, d);
-    others += __shfl_xor_sync(~0u, others, d);
-  }
+  int taken = 0, others = 0, copies = 0;
+  for (int w = lane; w < words; w += 32)
+    taken += __popc(chosen[w]), others += __popc(leave[w]), copies += __popc(copy[w]);
+  taken = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(taken)));
+  others = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(others)));
   const int room = a.rooms.data ? a.rooms(row, head) : a.room;
   int left = others - max(0, room - taken);  // pages that still leave
   if (a.spare) {
-    if (mine == 0 && left > 0) atomicAdd(&a.spare[slot], left);
+    copies = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(copies)));
+    if (mine == 0) atomicAdd(&a.spare[slot].leave, max(0, left)), atomicAdd(&a.spare[slot].write, copies);
     return;
   }
   __syncthreads();  // every warp has counted before the bits change
@@ -233,6 +233,18 @@ __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__
   s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.capacity[0] - left);
 }
 
+// Grid [slot and kv_head, layer].
+__global__ void __launch_bounds__(32) owed_kernel(const __grid_constant__ CudaStoreLayer first) {
+  const std::int64_t head = first.heads_per_layer * blockIdx.y + blockIdx.x;
+  const int full = first.length[head] / first.layout.page_size;
+  const PageEntry* below = first.table[1] + head * first.pages;
+  int kept = 0;
+#pragma unroll 4
+  for (int page = static_cast<int>(threadIdx.x); page < full; page += 32) kept += below[page].frame >= 0;
+  kept = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(kept)));
+  if (threadIdx.x == 0 && kept > 0 && kept < full) atomicAdd(&first.counters->owed, full - kept);
+}
+
 }  // namespace
 
 namespace cuda_store {
@@ -259,6 +271,13 @@ void take_back(const CudaStoreLayer& s, Stream stream) {
   check_launch("take_back");
 }
 KVLAB_ON_CUDA(take_back, take_back);
+
+void count_owed(const CudaStoreLayer& first, int layers, Stream stream) {
+  owed_kernel<<<dim3(static_cast<unsigned>(first.heads_per_layer), static_cast<unsigned>(layers)), 32, 0,
+                stream_of(stream)>>>(first);
+  check_launch("count_owed");
+}
+KVLAB_ON_CUDA(count_owed, count_owed);
 
 }  // namespace cuda_store
 

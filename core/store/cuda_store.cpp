@@ -8,6 +8,7 @@
 
 #include "base/backend.hpp"
 #include "base/device_op.hpp"
+#include "base/host_memory.hpp"
 #include "ops/page/causal.hpp"
 #include "ops/page/paged.hpp"
 #include "store/arena.hpp"
@@ -115,7 +116,7 @@ void CudaStore::prepare_places() {
   place_counts_ = zeros(bytes(2 * (SideStream::lanes + 2)));
   returned_ = zeros(bytes(1 + capacity_[0]));
   spilled_flags_ = zeros(static_cast<std::size_t>(options_.shape.max_slots));
-  spare_counts_ = zeros(spare_.size() * sizeof(std::int32_t));
+  spare_counts_ = zeros(spare_.size() * sizeof(Spare));
   placing_.resize(static_cast<std::size_t>(options_.shape.layers));
   ledger_.hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes()));
 }
@@ -138,13 +139,19 @@ void CudaStore::make_pool(Tier tier, std::int64_t frames) {
 
 std::int64_t CudaStore::host_frames() const {
   const std::int64_t frames = heads_ * options_.shape.max_pages();
-  return options_.host_limit >= 0 ? std::min(frames, options_.host_limit / host_layout_.bytes) : frames;
+  if (options_.host_limit >= 0) return std::min(frames, options_.host_limit / host_layout_.bytes);
+  constexpr double share = 0.8;  // the rest is for the process and for others
+  return std::min(frames,
+                  static_cast<std::int64_t>(share * static_cast<double>(free_host_bytes())) / host_layout_.bytes);
 }
 
 // Pinning memory takes half a second per GiB. Without StoreOptions::host_pages the first offload does it.
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
   std::int64_t frames = host_frames();
+  if (const std::int64_t bytes = frames * host_layout_.bytes, free = free_host_bytes(); bytes > free)
+    throw Error(Errc::config, "got host_memory for " + std::to_string(bytes) + " bytes of pages, wanted at most " +
+                                  std::to_string(free) + ", the free memory of this machine");
   // A run that asked for the tier at its start gets all of it or an error.
   const int attempts = options_.host_pages ? 1 : 6;
   for (int attempt = 0; attempt < attempts && frames > 0; ++attempt, frames /= 2)
@@ -252,6 +259,10 @@ void CudaStore::update() {
   settle();
   const Shape& s = options_.shape;
   auto* counters = counters_.as<CudaStoreCounters>();
+  if (options_.host_pages && host_capped()) {
+    zero_memory(&counters->owed, sizeof counters->owed, stream_);
+    only_on_cuda<cuda_store::count_owed>(layer(0), s.layers, stream_);
+  }
   copy_memory(&known_, counters, sizeof known_, stream_);
   copy_memory(lengths_.data(), length_.as<>(), length_.bytes(), stream_);
   if (spare_counts_) copy_memory(spare_.data(), spare_counts_.as<>(), spare_counts_.bytes(), stream_);
@@ -264,7 +275,7 @@ void CudaStore::update() {
       bound(l, slot) = *std::max_element(first, first + s.kv_heads);
     }
   for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
-  if (options_.host_pages && host_capped()) free_bound_[1] -= owed();
+  if (options_.host_pages && host_capped()) free_bound_[1] -= known_.owed;
   count_ledger();
   // The device's peaks start again from the frames and pages now in use.
   const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
@@ -365,43 +376,31 @@ void CudaStore::count_edits_anew() {
   zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
 }
 
-// The pages by which the sets of heads may grow in a step.
-std::int64_t CudaStore::placed_pages(const std::vector<std::int32_t>& slots) const {
-  const Shape& s = options_.shape;
-  const auto spilled = std::count_if(slots.begin(), slots.end(), [&](int slot) { return spills(slot); });
-  return options_.host_pages ? std::int64_t{s.layers} * spilled * s.kv_heads : 0;
-}
-
 void CudaStore::make_way(const std::vector<std::int32_t>& slots) {
-  const Shape& s = options_.shape;
-  const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
-  if (!options_.host_pages || free_bound_[0] >= most + placed_pages(slots)) return;
+  if (!options_.host_pages || free_bound_[0] >= fresh_pages(slots) + placed_pages(slots)) return;
   do {
     update();
-    std::int64_t needed = placed_pages(slots);
-    for (int l = 0; l < s.layers; ++l) needed += fresh_pages(l, slots);
-    if (free_bound_[0] >= needed) return;
+    if (free_bound_[0] >= fresh_pages_of(slots) + placed_pages(slots)) return;
   } while (spill_one());
 }
 
 bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
-  const Shape& s = options_.shape;
-  const std::int64_t most = std::int64_t{s.layers} * static_cast<std::int64_t>(slots.size()) * s.kv_heads;
-  // A place edit of the step may write down the page that the step before filled. Its frame is asked for first, since
-  // an exact answer forgets what was reserved.
-  if (options_.host_pages && host_capped() && free_bound_[1] < most) {
+  // Place edits of the step may write down the pages that this step and the one before fill. Their frames are asked for
+  // first, since an exact answer forgets what was reserved.
+  std::int64_t down = host_capped() ? placed_pages(slots) : 0;
+  if (down > 0 && free_bound_[1] < down) {
     update();
-    if (free_bound_[1] < most) return false;
+    down = filled_pages_of(slots);
+    if (free_bound_[1] < down) return false;
   }
   settle();
   const std::int64_t places = placed_pages(slots);
-  if (!reserve(Tier::device, most + places)) {
-    std::int64_t fresh = 0;
-    for (int l = 0; l < s.layers; ++l) fresh += fresh_pages(l, slots);
+  if (!reserve(Tier::device, fresh_pages(slots) + places)) {
+    const std::int64_t fresh = fresh_pages_of(slots);
     if (!reserve(Tier::device, fresh + places) && !reserve(Tier::device, fresh)) return false;
   }
-  if (options_.host_pages && host_capped() && !reserve(Tier::host, most)) return false;
-  for (int l = 0; l < s.layers; ++l)
+  if (down > 0 && !reserve(Tier::host, down)) return false;
+  for (int l = 0; l < options_.shape.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
   // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.
   zero_memory(&counters_.as<CudaStoreCounters>()->last_edit, sizeof(CudaStoreCounters::last_edit), stream_);
@@ -413,7 +412,7 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   const Shape& s = options_.shape;
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
   if (options_.host_pages && placing_[static_cast<std::size_t>(index)]) settle();
-  if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads) && !reserve_by_spilling(fresh_pages(index, slots)))
+  if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads) && !reserve_by_spilling(fresh_pages_of(index, slots)))
     return Fit::out_of_memory;
   const CudaStoreLayer l = layer(index);
   const CudaStoreRows r{rows_of(slots), static_cast<int>(rows)};
@@ -442,13 +441,29 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   return Fit::ok;
 }
 
-std::int64_t CudaStore::fresh_pages(int index, const std::vector<std::int32_t>& slots) const {
+std::int64_t CudaStore::fresh_pages_of(int index, const std::vector<std::int32_t>& slots) const {
   const Shape& s = options_.shape;
   std::int64_t fresh = 0;
   for (int slot : slots)
     for (int head = 0; head < s.kv_heads; ++head)
       fresh += tails_below() || lengths_[head_index(index, slot, head)] % s.page_size == 0;
   return fresh;
+}
+
+std::int64_t CudaStore::fresh_pages_of(const std::vector<std::int32_t>& slots) const {
+  std::int64_t fresh = 0;
+  for (int l = 0; l < options_.shape.layers; ++l) fresh += fresh_pages_of(l, slots);
+  return fresh;
+}
+
+std::int64_t CudaStore::filled_pages_of(const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  std::int64_t filled = 0;
+  for (int l = 0; l < s.layers; ++l)
+    for (int slot : slots)
+      for (int head = 0; spills(slot) && head < s.kv_heads; ++head)
+        filled += (lengths_[head_index(l, slot, head)] + 1) % s.page_size == 0;
+  return filled;
 }
 
 void CudaStore::close(int slot) {

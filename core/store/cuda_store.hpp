@@ -99,7 +99,6 @@ class CudaStore final : public Store {
   // Whether the host tier may be too small for a copy of every page.
   bool host_capped() const { return capacity_[1] < heads_ * options_.shape.max_pages(); }
   std::int64_t uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
-  std::int64_t owed() const;
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
@@ -110,12 +109,15 @@ class CudaStore final : public Store {
   Fit recall_layer(int layer, int slot) override;
   void mark_spilled(int slot) override;
   std::int64_t free_frames(Tier tier) const override;
+  void exact() const override { refresh(); }
   Stream fork() override { return side_->begin(); }
   void forked() override { side_->end(SideStream::no_lane); }
   // Reserves exactly known frames of the device. Makes sequences spill where it must.
   bool reserve_by_spilling(std::int64_t frames);
-  std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
-  std::int64_t fresh_pages(int layer, const std::vector<std::int32_t>& slots) const;  // of the next token; exact
+  // Of the next token; exact after exact().
+  std::int64_t fresh_pages_of(int layer, const std::vector<std::int32_t>& slots) const;
+  std::int64_t fresh_pages_of(const std::vector<std::int32_t>& slots) const override;
+  std::int64_t filled_pages_of(const std::vector<std::int32_t>& slots) const;  // that may go to the host
   CudaStorePlace place_of(const Edit& e, const std::vector<std::int32_t>& slots);
   std::int64_t most_pages_of_layer() const {
     return heads_ / options_.shape.layers * static_cast<std::int64_t>(pages_per_head_);
@@ -143,7 +145,7 @@ class CudaStore final : public Store {
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory spilled_flags_;              // [slot] u8
-  StreamMemory spare_counts_;               // [layer, slot] i32
+  StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<bool> placing_;               // [layer] place edits since settle()
   bool reserved_ = false;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host

@@ -384,16 +384,17 @@ void CpuStore::count_spare(const Edit& e, int slot) {
   const Shape& s = options_.shape;
   const int p = s.page_size;
   std::vector<bool> chosen;
-  int spare = 0;
+  Spare& spare = spare_[layer_slot(e.layer, slot)];
   for (int head = 0; head < s.kv_heads; ++head) {
     const int n = length(e.layer, slot, head), pages = (n + p - 1) / p;
     if (pages == 0 || !e.heads.on(slot, head)) continue;
+    const auto& low = entries(Tier::host, e.layer, slot, head);
+    for (int page = 0; page < n / p; ++page) spare.write += low[page].frame == null_frame;
     choose_listed(e, 0, head, n, p, p, "place edit: got page ", chosen);
     chosen[static_cast<std::size_t>(pages - 1)] = true;
     const int stay = static_cast<int>(std::count(chosen.begin(), chosen.end(), true));
-    spare += pages - std::max(stay, std::min(pages, e.room));
+    spare.leave += pages - std::max(stay, std::min(pages, e.room));
   }
-  spare_[layer_slot(e.layer, slot)] = spare;
 }
 
 IndexList CpuStore::attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) {

@@ -33,7 +33,8 @@ Store::Store(const StoreOptions& options, Stream stream)
       spilled_(used_.size()),
       spills_at_once_(options.spill == Spill::always),
       places_(static_cast<std::size_t>(options.shape.layers)),
-      placed_(spare_.size()) {}
+      placed_(spare_.size()),
+      placed_step_(spare_.size()) {}
 
 int Store::open() {
   for (std::size_t i = 0; i < used_.size(); ++i)
@@ -48,8 +49,7 @@ void Store::forget(int slot) {
   std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
   position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
   used_[static_cast<std::size_t>(slot)] = spilled_[static_cast<std::size_t>(slot)] = false;
-  for (int layer = 0; layer < options_.shape.layers; ++layer)
-    spare_[layer_slot(layer, slot)] = placed_[layer_slot(layer, slot)] = 0;
+  for (int layer = 0; layer < options_.shape.layers; ++layer) placed_[layer_slot(layer, slot)] = false;
 }
 
 bool Store::any_spills(const std::vector<std::int32_t>& slots) const {
@@ -70,16 +70,48 @@ void Store::spill(int slot) {
 std::int64_t Store::spare_pages(int slot) const {
   std::int64_t sum = 0;
   for (int layer = 0; layer < options_.shape.layers; ++layer)
-    if (placed_[layer_slot(layer, slot)]) sum += spare_[layer_slot(layer, slot)];
+    if (placed_[layer_slot(layer, slot)]) sum += spare_[layer_slot(layer, slot)].leave;
   return used_[static_cast<std::size_t>(slot)] && !spills(slot) ? sum : 0;
 }
 
-std::int64_t Store::full_pages(int slot) const {
+std::int64_t Store::pages_to_write(int slot) const {
   const Shape& s = options_.shape;
   std::int64_t pages = 0;
-  for (int layer = 0; layer < s.layers; ++layer)
-    pages += std::int64_t{s.kv_heads} * (max_length(layer, {slot}) / s.page_size);
+  for (int layer = 0; layer < s.layers; ++layer) {
+    const std::size_t at = layer_slot(layer, slot);
+    if (placed_[at]) pages += spare_[at].write + s.kv_heads * ((steps(slot) - placed_step_[at]) / s.page_size + 1);
+  }
   return pages;
+}
+
+std::int64_t Store::fresh_pages(const std::vector<std::int32_t>& slots) const {
+  return std::int64_t{options_.shape.layers} * static_cast<std::int64_t>(slots.size()) * options_.shape.kv_heads;
+}
+
+std::int64_t Store::placed_pages(const std::vector<std::int32_t>& slots) const {
+  if (!options_.host_pages) return 0;
+  const auto spilled = std::count_if(slots.begin(), slots.end(), [&](int slot) { return spills(slot); });
+  return std::int64_t{options_.shape.layers} * spilled * options_.shape.kv_heads;
+}
+
+bool Store::room_for_step(const std::vector<std::int32_t>& slots) const {
+  const std::int64_t placed = placed_pages(slots);
+  const auto fits = [&](std::int64_t fresh, std::int64_t spare) {
+    const bool device = page_limit() < 0 || free_frames(Tier::device) + spare >= fresh + placed;
+    return device && (placed == 0 || free_frames(Tier::host) >= placed);
+  };
+  if (fits(fresh_pages(slots), 0)) return true;
+  exact();
+  return fits(fresh_pages_of(slots), spare_pages());
+}
+
+std::int64_t Store::fresh_pages_of(const std::vector<std::int32_t>& slots) const {
+  const Shape& s = options_.shape;
+  std::int64_t fresh = 0;
+  for (int layer = 0; layer < s.layers; ++layer)
+    for (const int slot : slots)
+      for (int head = 0; head < s.kv_heads; ++head) fresh += length(layer, slot, head) % s.page_size == 0;
+  return fresh;
 }
 
 std::int64_t Store::spare_pages() const {
@@ -89,8 +121,16 @@ std::int64_t Store::spare_pages() const {
   std::sort(slots.begin(), slots.end());
   std::int64_t room = free_frames(Tier::host), sum = 0;
   for (const auto& [spare, slot] : slots)
-    if (const std::int64_t pages = full_pages(slot); pages <= room) room -= pages, sum -= spare;
+    if (const std::int64_t pages = pages_to_write(slot); pages <= room) room -= pages, sum -= spare;
   return sum;
+}
+
+std::int64_t Store::host_room() const {
+  exact();
+  std::int64_t room = free_frames(Tier::host);
+  for (int slot = 0; slot < options_.shape.max_slots; ++slot)
+    if (spare_pages(slot) > 0) room -= pages_to_write(slot);
+  return std::max<std::int64_t>(0, room);
 }
 
 bool Store::spill_one() {
@@ -100,7 +140,7 @@ bool Store::spill_one() {
   std::int64_t most = 0;
   for (int slot = 0; slot < s.max_slots; ++slot) {
     const std::int64_t spare = spare_pages(slot);
-    if (spare > most && full_pages(slot) <= free_frames(Tier::host)) most = spare, chosen = slot;
+    if (spare > most && pages_to_write(slot) <= free_frames(Tier::host)) most = spare, chosen = slot;
   }
   if (chosen < 0) return false;
   spill(chosen);
@@ -129,6 +169,8 @@ Applied Store::place(const Edit& e, const std::vector<std::int32_t>& slots) {
     for (const int slot : slots)
       if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
         placed_[layer_slot(e.layer, slot)] = true;
+        placed_step_[layer_slot(e.layer, slot)] = steps(slot);
+        spare_[layer_slot(e.layer, slot)] = {};
         Edit of_slot = e;
         const std::vector<std::int32_t> one{slot};
         of_slot.list.slots = view(e.layer, one).slots;

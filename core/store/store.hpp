@@ -17,6 +17,7 @@
 
 #include "base/stream_memory.hpp"
 #include "store/ledger.hpp"
+#include "store/spare.hpp"
 #include "store/workspace.hpp"
 
 namespace kvlab {
@@ -128,6 +129,11 @@ class Store {
   // Bytes of device pages that leave as soon as frames run short, as counted at the end of each prompt; exact. Pages of
   // a sequence for which the host has no room do not count.
   virtual std::int64_t spare_bytes() const = 0;
+  // Returns whether the frames suffice for one more token of every row, if spare pages leave. Waits for the device only
+  // where its bounds do not tell.
+  bool room_for_step(const std::vector<std::int32_t>& slots) const;
+  // Host frames that no page takes yet, less those that sequences with spare pages will take; exact.
+  std::int64_t host_room() const;
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
   // start. -1 = no limit, or enough for all slots.
   virtual std::int64_t page_limit() const { return options_.device_limit; }
@@ -161,11 +167,12 @@ class Store {
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
   virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // place
-  // The same edit for one slot: counts the pages that may leave to spare_ of its layer and slot.
+  // The same edit for one slot: sets spare_ of its layer and slot.
   virtual void count_spare(const Edit& e, int slot) = 0;
   virtual Fit recall_layer(int layer, int slot) = 0;
   virtual void mark_spilled(int /*slot*/) {}
-  virtual std::int64_t free_frames(Tier tier) const = 0;
+  virtual std::int64_t free_frames(Tier tier) const = 0;  // a lower bound; exact after exact()
+  virtual void exact() const {}
   virtual Stream fork() { return stream_; }
   virtual void forked() {}
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
@@ -182,8 +189,8 @@ class Store {
   void spill(int slot);  // place edits of the slot take effect from now on
   void spill_at_once();  // and those of all slots
   std::int64_t spare_pages(int slot) const;
-  std::int64_t spare_pages() const;  // of all slots that the host has room for
-  std::int64_t full_pages(int slot) const;
+  std::int64_t spare_pages() const;             // of all slots that the host has room for
+  std::int64_t pages_to_write(int slot) const;  // before the slot's spare pages may leave; an upper bound
   std::size_t layer_slot(int layer, int slot) const {
     return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
   }
@@ -217,8 +224,13 @@ class Store {
   bool in_graph_ = false;
   bool beside_ = false;  // between begin_beside and end_beside
   std::unique_ptr<StoreWorkspace> beside_workspace_;
-  std::vector<std::int32_t> spare_;  // [layer, slot]
-  std::vector<bool> spilled_;        // [slot]
+  // The pages by which a step of these rows may grow: of appends, at most and exactly, and of place edits.
+  std::int64_t fresh_pages(const std::vector<std::int32_t>& slots) const;
+  virtual std::int64_t fresh_pages_of(const std::vector<std::int32_t>& slots) const;
+  std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
+
+  std::vector<Spare> spare_;   // [layer, slot]
+  std::vector<bool> spilled_;  // [slot]
 
  private:
   Applied place(const Edit& e, const std::vector<std::int32_t>& slots);
@@ -227,6 +239,7 @@ class Store {
   bool spilling_ = false;     // spill_one runs
   std::vector<Edit> places_;  // [layer] the first place edit with a list that lasts: which pages stay at a spill
   std::vector<bool> placed_;  // [layer, slot] such an edit came since the last part of the prompt
+  std::vector<std::int32_t> placed_step_;                  // [layer, slot] steps that the slot had seen then
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);

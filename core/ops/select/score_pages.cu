@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
     const auto row_of = [&](int tile, int half) {
       return summaries + min((tile - begin) * tile_pages + lane / 4 + 8 * half, pages - 1) * a.page_stride;
     };
+    Softmax softmax[most_column_tiles];
     int tile = from + warp;
     uint4 low[Chunks], high[Chunks];
     if (tile < to) {
@@ -98,11 +99,11 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
         }
       }
       const int page = (tile - begin) * tile_pages + lane / 4;
-      write_tile(a, sum, row, kv_head, page, pages, scores, nullptr);
+      write_tile(a, sum, row, kv_head, page, pages, scores, nullptr, softmax);
       tile = next;
     }
     const int budget = a.list ? a.budget_of(row, kv_head) : 0;
-    end_head(a, pair, parts_of(begin, end, total, blocks), pages, budget, false, stage, chosen, merges, select);
+    end_head(a, pair, {begin, end, total, blocks}, pages, budget, false, softmax, stage, chosen, merges, select);
   }
 }
 
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
         x += box_query(a, q[upper ? e - a.dim : e], upper) * summary_element(summary, dtype, e);
       }
       for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
-      if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.most_pages + page] = x;
+      if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.raw_step + page] = x;
       best = g == 0 ? x : a.rule == GroupRule::max ? fmaxf(best, x) : best + x;
     }
     if (a.rule == GroupRule::mean) best *= 1.f / static_cast<float>(a.group);
@@ -164,6 +165,8 @@ __global__ void __launch_bounds__(threads) fill_kernel(std::int32_t* to, int n, 
   const int i = static_cast<int>(blockIdx.x) * threads + static_cast<int>(threadIdx.x);
   if (i < n) to[i] = value;
 }
+
+std::size_t most_blocks() { return 2 * static_cast<std::size_t>(multiprocessors()); }
 
 template <class T, int Chunks>
 void launch(const Args& a, cudaStream_t stream) {
@@ -263,10 +266,15 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
   View<const std::int32_t, 2> budgets = c.budgets;
   a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
-  if (rule == GroupRule::softmax_mean)
-    a.raw =
-        static_cast<float*>(fixed_scratch(s.handle(), "page scores", std::size_t(kv.rows) * heads * a.most_pages * 4));
   const bool tiles = fits_tiles(kv, summaries, a.group), fused = tiles && out && a.most_pages <= most_fused_pages;
+  if (rule == GroupRule::softmax_mean) {
+    a.raw_step = (a.most_pages + 3) / 4 * 4;
+    a.raw =
+        static_cast<float*>(fixed_scratch(s.handle(), "page scores", std::size_t(kv.rows) * heads * a.raw_step * 4));
+    a.shares = static_cast<Softmax*>(
+        fixed_scratch(s.handle(), "page softmax",
+                      most_blocks() * std::size_t{2} * static_cast<std::size_t>(a.group) * sizeof(Softmax)));
+  }
   std::optional<Apart> apart;
   if (out && !fused) {
     apart.emplace(kv, c, out->index.extent[2], s);
@@ -290,7 +298,10 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     score_any_kernel<<<dim3(chunks, kv.kv_heads, kv.rows), threads, 0, stream>>>(a, summaries.dtype);
     check_launch("page_score");
     if (a.raw)
-      reduce_pages_cuda(kv, View<const float, 3>::dense(a.raw, {kv.rows, heads, a.most_pages}), rule, scale, scores, s);
+      reduce_pages_cuda(kv,
+                        View<const float, 3>{
+                            a.raw, {kv.rows, heads, a.most_pages}, {std::int64_t{heads} * a.raw_step, a.raw_step, 1}},
+                        rule, scale, scores, s);
     return select();
   }
   a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
@@ -311,7 +322,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     b.slots += begin;
     b.queries += begin * a.query_row;
     b.scores += begin * a.score_row;
-    if (a.raw) b.raw += std::int64_t{begin} * heads * a.most_pages;
+    if (a.raw) b.raw += std::int64_t{begin} * heads * a.raw_step;
     if (fused) {
       if (budgets) b.budgets = budgets.data + begin * a.budget_row;
       b.list = out->index.data;

@@ -15,6 +15,21 @@ constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
 constexpr int chunk_bytes = 64;          // bytes of a summary that the four lanes of a row take at once
 constexpr int most_fused_pages = 14336;  // pages of a head whose scores fit shared memory
 
+// What a softmax over scores needs: the highest, and the sum of exp(score - high).
+struct alignas(8) Softmax {
+  float high = -INFINITY, sum = 0;
+};
+__device__ __forceinline__ Softmax joined(Softmax a, Softmax b) {
+  const float high = fmaxf(a.high, b.high);
+  const auto rest = [&](Softmax x) { return x.high == high ? x.sum : x.sum * expf(x.high - high); };
+  return {high, rest(a) + rest(b)};
+}
+__device__ __forceinline__ Softmax joined_lanes(Softmax x, int step) {
+  for (int m = step; m < 32; m *= 2)
+    x = joined(x, {__shfl_xor_sync(all_lanes, x.high, m), __shfl_xor_sync(all_lanes, x.sum, m)});
+  return x;
+}
+
 struct Args {
   const std::int32_t* length;
   std::int64_t length_slot, length_head;
@@ -25,7 +40,9 @@ struct Args {
   std::int64_t slot_stride, head_stride, page_stride;
   float* scores;
   std::int64_t score_row, score_head;
-  float* raw;  // softmax_mean: [row, query head, most_pages] scores of each query head
+  float* raw;  // softmax_mean: [row, query head, raw_step] scores of each query head
+  int raw_step;
+  Softmax* shares;  // softmax_mean: [block, 2, group] of the heads that a block shares with the one before and after it
   const std::int32_t* budgets;
   std::int64_t budget_row, budget_head;
   std::int32_t *list, *count;      // null = no selection
@@ -85,10 +102,23 @@ __device__ __forceinline__ Share share_of(int block, std::int64_t blocks, unsign
   return s;
 }
 
-// Counts the blocks that share tiles [begin, end), where block b has [total b / blocks, total (b + 1) / blocks).
-__device__ __forceinline__ int parts_of(int begin, int end, unsigned total, std::int64_t blocks) {
-  return static_cast<int>((end * blocks - 1) / total - ((begin + 1) * blocks - 1) / total) + 1;
-}
+// Tiles [begin, end) of a head on the line, where block b has [total b / blocks, total (b + 1) / blocks).
+struct Span {
+  int begin, end;
+  unsigned total;
+  std::int64_t blocks;
+
+  __device__ __forceinline__ int first_block() const { return static_cast<int>(((begin + 1) * blocks - 1) / total); }
+  // Blocks that share the head.
+  __device__ __forceinline__ int parts() const {
+    return static_cast<int>((end * blocks - 1) / total) - first_block() + 1;
+  }
+  // Where the block of a part keeps its Softmax of the head, in Args::shares.
+  __device__ __forceinline__ std::int64_t share(int part, int group) const {
+    const std::int64_t block = first_block() + part;
+    return (2 * block + (begin > static_cast<int>(total * block / blocks))) * group;
+  }
+};
 
 // An element of the query for a row of the summary. For boxes max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
 __device__ __forceinline__ float box_query(const Args& a, float q, bool upper) {
@@ -128,16 +158,17 @@ __device__ __forceinline__ void stage_queries(const Args& a, int row, int kv_hea
   }
 }
 
-// Makes the scores of pages `page` and page + 8 from the lane's sums of a tile, which lie as in C: column 2 h is query
-// head h with the rounded query, and column 2 h + 1 with the rest. All four lanes of a row get them. Where the rule is
-// softmax_mean, scores of the query heads go to Args::raw instead.
+// Writes the scores of pages `page` and page + 8 to `scores` and, unless it is null, to `own`. The lane's sums of a
+// tile lie as in C: column 2 h is query head h with the rounded query, and column 2 h + 1 with the rest. Where the rule
+// is softmax_mean, scores of the query heads go to Args::raw instead, and softmax[t] covers those of head 4 t + lane
+// % 4.
 template <int Tiles>
-__device__ __forceinline__ void reduce_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
-                                            int pages, float (&best)[2]) {
+__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
+                                           int pages, float* scores, float* own, Softmax (&softmax)[Tiles]) {
   const int quarter = threadIdx.x % 4;
   const bool raw = a.rule == GroupRule::softmax_mean;
   const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
-  best[0] = best[1] = none;
+  float best[2] = {none, none};
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
     const int head = t * 4 + quarter;
@@ -149,11 +180,14 @@ __device__ __forceinline__ void reduce_tile(const Args& a, const float (&sum)[Ti
         best[half] = fmaxf(best[half], x);
       else
         best[half] += x;
-      if (raw && page + 8 * half < pages)
-        a.raw[(std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + head) * a.most_pages + page + 8 * half] =
-            x * a.scale;
+      if (raw && page + 8 * half < pages) {
+        const float scaled = x * a.scale;
+        a.raw[((std::int64_t{row} * a.kv_heads + kv_head) * a.group + head) * a.raw_step + page + 8 * half] = scaled;
+        softmax[t] = joined(softmax[t], {scaled, 1});
+      }
     }
   }
+  if (raw) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -163,15 +197,7 @@ __device__ __forceinline__ void reduce_tile(const Args& a, const float (&sum)[Ti
     }
     if (a.rule == GroupRule::mean) best[half] *= 1.f / static_cast<float>(a.group);
   }
-}
-
-// The same, and writes the scores to `scores` and, unless it is null, to `own`.
-template <int Tiles>
-__device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
-                                           int pages, float* scores, float* own) {
-  float best[2];
-  reduce_tile(a, sum, row, kv_head, page, pages, best);
-  if (a.rule == GroupRule::softmax_mean || threadIdx.x % 4 != 0) return;
+  if (quarter != 0) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (page + 8 * half < pages) {
@@ -180,49 +206,83 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
     }
 }
 
-// Reduces the scores of a head's query heads in Args::raw to the head's scores.
-__device__ __noinline__ inline void softmax_mean(const Args& a, int row, int kv_head, int pages, float* out,
-                                                 SelectShared& s) {
+// Joins the block's Softmax of each query head and writes them to `out`.
+template <int Tiles>
+__device__ __forceinline__ void join_block(const Args& a, const Softmax (&of_lane)[Tiles], Softmax* out,
+                                           SelectShared& s) {
+  constexpr int heads = 4 * Tiles;
+  static_assert(warps * heads + heads <= device::most_candidates);
+  Softmax* of_warp = reinterpret_cast<Softmax*>(s.candidate);  // [head, warp]; no selection runs
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int p = threadIdx.x; p < pages; p += threads) out[p] = 0;
-  for (int g = 0; g < a.group; ++g) {
-    const float* raw = a.raw + (std::int64_t(row) * a.kv_heads * a.group + kv_head * a.group + g) * a.most_pages;
-    float high = -INFINITY, sum = 0;
-    for (int p = threadIdx.x; p < pages; p += threads) high = fmaxf(high, __ldcg(raw + p));
-    for (int m = 16; m > 0; m /= 2) high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
-    if (lane == 0) s.high[warp] = high;
-    __syncthreads();
-    for (int w = 0; w < warps; ++w) high = fmaxf(high, s.high[w]);
-    if (high == -INFINITY || high == INFINITY) {
-      __syncthreads();
-      continue;
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t) {
+    const Softmax x = joined_lanes(of_lane[t], 4);
+    if (lane < 4) of_warp[(4 * t + lane) * warps + warp] = x;
+  }
+  __syncthreads();
+  const int head = threadIdx.x;
+  if (head >= a.group) return;
+  Softmax x;
+  for (int w = 0; w < warps; ++w) x = joined(x, of_warp[head * warps + w]);
+  out[head] = x;
+}
+
+// Makes the head's scores, the mean of its query heads' softmaxes, of their scores in Args::raw. `own` is null or
+// shared memory that gets them too. of_block: the query heads' Softmax, where the block has the whole head.
+__device__ __noinline__ inline void softmax_mean(const Args& a, int row, int kv_head, const Span& span, int pages,
+                                                 float* out, float* own, Softmax* of_block) {
+  const int lane = threadIdx.x % 32, parts = span.parts();
+  for (int g = threadIdx.x / 32; g < a.group; g += warps) {
+    Softmax x;
+    if (parts == 1)
+      x = of_block[g];
+    else
+      for (int part = lane; part < parts; part += 32) {
+        const float2 of = __ldcg(reinterpret_cast<const float2*>(a.shares + span.share(part, a.group) + g));
+        x = joined(x, {of.x, of.y});
+      }
+    if (parts > 1) x = joined_lanes(x, 1);
+    __syncwarp();
+    // A head whose softmax does not exist adds nothing.
+    const bool none = x.high == -INFINITY || x.high == INFINITY;
+    if (lane == 0) of_block[g] = {x.high, none ? 0.f : 1.f / (x.sum * static_cast<float>(a.group))};
+  }
+  __syncthreads();
+  const float* raw = a.raw + (std::int64_t{row} * a.kv_heads + kv_head) * a.group * a.raw_step;
+  for (int p = 4 * static_cast<int>(threadIdx.x); p < pages; p += 4 * threads) {
+    float sum[4] = {};
+#pragma unroll 4
+    for (int g = 0; g < a.group; ++g) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(raw + g * a.raw_step + p));
+      const auto [high, factor] = of_block[g];
+      if (factor == 0) continue;
+      sum[0] += expf(v.x - high) * factor, sum[1] += expf(v.y - high) * factor;
+      sum[2] += expf(v.z - high) * factor, sum[3] += expf(v.w - high) * factor;
     }
-    for (int p = threadIdx.x; p < pages; p += threads) sum += expf(__ldcg(raw + p) - high);
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
-    if (lane == 0) s.low[warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < warps; ++w) sum += s.low[w];
-    const float factor = 1.f / (sum * static_cast<float>(a.group));
-    for (int p = threadIdx.x; p < pages; p += threads) out[p] += expf(__ldcg(raw + p) - high) * factor;
-    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (p + e < pages) {
+        out[p + e] = sum[e];
+        if (own) own[p + e] = sum[e];
+      }
   }
 }
 
-// Runs device::choose_pages. Unless it is null, `own` is shared memory that holds the scores too. stage is shared
-// memory for a row and may be `own`.
+// Runs device::choose_pages; shares: see device::level. Unless it is null, `own` is shared memory that holds the scores
+// too. stage is shared memory for a row and may be `own`.
 __device__ __noinline__ inline int choose(const float* scores, const float* own, int n, int budget, bool newest,
-                                          std::int32_t* to, std::int64_t step, int room, float* stage, unsigned* chosen,
-                                          SelectShared& s) {
+                                          bool shares, std::int32_t* to, std::int64_t step, int room, float* stage,
+                                          unsigned* chosen, SelectShared& s) {
   const auto held = [&](auto vectors) {
     device::Held<threads, decltype(vectors)::value> row;
+    row.shares = shares;
     own ? row.load_own(own, n) : row.load(scores, n);
     return device::choose_pages_held(row, scores, n, budget, newest, to, step, room, chosen, s);
   };
   if (n <= 4 * threads) return held(std::integral_constant<int, 1>());
   if (n <= 8 * threads) return held(std::integral_constant<int, 2>());
   if (n <= 16 * threads) return held(std::integral_constant<int, 4>());
-  return device::choose_pages(scores, n, budget, newest, to, step, room, stage, chosen, s);
+  return device::choose_pages(scores, n, budget, newest, shares, to, step, room, stage, chosen, s);
 }
 
 // Selects a head's pages by its scores and writes the list. own, stage and chosen: see `choose`.
@@ -231,7 +291,8 @@ __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head
   const std::int64_t at = a.list_at(row);
   std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
   const float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
-  const int count = choose(scores, own, pages, budget, a.newest, list, a.list_step, a.room, stage, chosen, s);
+  const bool shares = a.rule == GroupRule::softmax_mean;
+  const int count = choose(scores, own, pages, budget, a.newest, shares, list, a.list_step, a.room, stage, chosen, s);
   if (threadIdx.x == 0) {
     a.count[at * a.count_row + kv_head * a.count_head] = count;
     if (a.fired.fired && count != pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
@@ -242,15 +303,22 @@ __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head
   for (int i = threadIdx.x; i < count; i += threads) list[i * a.list_step] += a.first;
 }
 
-// A block calls this after its tiles of a head, which `parts` blocks share. The last of them sees all scores: it
+// A block calls this after its tiles of a head. Of the blocks that share the head, the last one sees all scores: it
 // reduces those of the query heads where the rule wants it, and selects where there is a list. All threads meet before
 // it ends. stage is shared memory; it holds the scores if own is true and the block has the whole head. merges is a
 // word of shared memory.
-__device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int pages, int budget, bool own,
-                                         float* stage, unsigned* chosen, int& merges, SelectShared& s) {
+template <int Tiles>
+__device__ __forceinline__ void end_head(const Args& a, int pair, const Span& span, int pages, int budget, bool own,
+                                         const Softmax (&softmax)[Tiles], float* stage, unsigned* chosen, int& merges,
+                                         SelectShared& s) {
   const bool raw = a.rule == GroupRule::softmax_mean;
-  const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
+  const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, parts = span.parts();
   const bool shared = parts > 1 && (a.list || raw);
+  Softmax* of_block = reinterpret_cast<Softmax*>(s.candidate) + warps * 4 * Tiles;
+  if (raw)
+    join_block(a, softmax,
+               shared ? a.shares + span.share(static_cast<int>(blockIdx.x) - span.first_block(), a.group) : of_block,
+               s);
   if (shared) __threadfence();
   __syncthreads();
   if (!a.list && !raw) return;
@@ -264,11 +332,12 @@ __device__ __forceinline__ void end_head(const Args& a, int pair, int parts, int
     __threadfence();
   }
   if (raw) {
-    softmax_mean(a, row, kv_head, pages, a.scores + row * a.score_row + kv_head * a.score_head, s);
+    softmax_mean(a, row, kv_head, span, pages, a.scores + row * a.score_row + kv_head * a.score_head,
+                 a.list ? stage : nullptr, of_block);
     __threadfence_block();
     __syncthreads();
   }
-  if (a.list) write_choice(a, row, kv_head, own && !shared && !raw ? stage : nullptr, pages, budget, stage, chosen, s);
+  if (a.list) write_choice(a, row, kv_head, raw || (own && !shared) ? stage : nullptr, pages, budget, stage, chosen, s);
 }
 
 }  // namespace kvlab::ops::page_scores

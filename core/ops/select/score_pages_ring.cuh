@@ -223,6 +223,7 @@ __global__ void __launch_bounds__(threads, 1)
     while (next < stop && line[next].tiles == line[next + 1].tiles) ++next;
     const int until = is_cut ? cut : cut + min(hi, end) - lo;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
+    Softmax softmax[Tiles];
     uint4 b[Tiles][Chunks];
     load_queries<T, Chunks, Tiles>(a, queries + turn * a.group * a.dim, b);
     if (next < stop) copy_queries(r, next, queries + (turn ^ 1) * a.group * a.dim);
@@ -250,10 +251,10 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[t][i] = sums[t][0][i] + sums[t][1][i];
       const int page = (tile_of(item) - begin) * tile_pages + lane / 4;
-      write_tile(a, sum, row, kv_head, page, pages, scores, a.list ? own_scores : nullptr);
+      write_tile(a, sum, row, kv_head, page, pages, scores, a.list ? own_scores : nullptr, softmax);
     }
     cuda::wait_copies();
-    end_head(a, pair, parts_of(begin, end, total, blocks), pages, line[pair].budget, true, own_scores, chosen, merges,
+    end_head(a, pair, {begin, end, total, blocks}, pages, line[pair].budget, true, softmax, own_scores, chosen, merges,
              select);
     if (next >= stop) break;
     pair = next;

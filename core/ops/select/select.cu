@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(Threads, Blocks) top_pages_kernel(const __grid
     count =
         choose_pages_held<Threads, Vectors>(scores, n, budget, a.newest, list, a.list.stride[2], room, chosen, select);
   else
-    count =
-        choose_pages(scores, n, budget, a.newest, list, a.list.stride[2], room, stage_of(a, chosen), chosen, select);
+    count = choose_pages(scores, n, budget, a.newest, false, list, a.list.stride[2], room, stage_of(a, chosen), chosen,
+                         select);
   if (threadIdx.x == 0) a.count(row, head) = count;
 }
 
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
     if (keep >= n)
       fill_bits(chosen, n, true);
     else if (wanted > 0)
-      select_best(load_row(scores, n, stage_of(a, chosen)), n, wanted, chosen, select);
+      select_best(load_row(scores, n, stage_of(a, chosen), false), n, wanted, chosen, select);
     count = write_list(chosen, n, list, a.list.stride[2], room, select);
   }
   if (threadIdx.x == 0) a.count(row, head) = count;

@@ -116,17 +116,25 @@ __device__ unsigned long long radix_threshold(const Key& key, const int* first, 
   return prefix;
 }
 
-// A row in its own memory or in its copy `stage`, and the range of the finite values that this thread has read.
+// Bins are even in the level of a score, which never falls while the score grows. Shares of a softmax, which are not
+// negative, differ by orders of magnitude: their level is their logarithm, roughly.
+__device__ __forceinline__ float level(float x, bool shares) {
+  return shares && x == x ? __int2float_rn(__float_as_int(x)) : x;
+}
+
+// A row in its own memory or in its copy `stage`, and the range of the finite levels that this thread has read.
 struct Row {
   const float* x;
   float low, high;
+  bool shares;
 };
 __device__ __forceinline__ void widen(float x, float& low, float& high) {
   if (fabsf(x) < INFINITY) low = fminf(low, x), high = fmaxf(high, x);
 }
 // Bypasses the L1 cache, since other blocks may have written x in this launch.
-__device__ __forceinline__ Row load_row(const float* x, int n, float* stage) {
-  Row r{stage ? stage : x, INFINITY, -INFINITY};
+__device__ __forceinline__ Row load_row(const float* x, int n, float* stage, bool shares) {
+  Row r{stage ? stage : x, INFINITY, -INFINITY, shares};
+  const auto widen_by = [&](float v) { widen(level(v, shares), r.low, r.high); };
   int begin = 0;
   if (stage && reinterpret_cast<unsigned long long>(x) % 16 == 0) {
     begin = n / 4 * 4;
@@ -134,20 +142,20 @@ __device__ __forceinline__ Row load_row(const float* x, int n, float* stage) {
     for (int i = threadIdx.x; i < n / 4; i += blockDim.x) {
       const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i);
       reinterpret_cast<float4*>(stage)[i] = v;
-      widen(v.x, r.low, r.high), widen(v.y, r.low, r.high), widen(v.z, r.low, r.high), widen(v.w, r.low, r.high);
+      widen_by(v.x), widen_by(v.y), widen_by(v.z), widen_by(v.w);
     }
   }
 #pragma unroll 4
   for (int i = begin + threadIdx.x; i < n; i += blockDim.x) {
     const float v = __ldcg(x + i);
     if (stage) stage[i] = v;
-    widen(v, r.low, r.high);
+    widen_by(v);
   }
   __syncthreads();
   return r;
 }
 
-// Bin 0 has the greatest values; NaN falls in the bin of the least. A lower score never has a lower bin, whatever low
+// Bin 0 has the greatest levels; NaN falls in the bin of the least. A lower level never has a lower bin, whatever low
 // and scale are.
 __device__ __forceinline__ int bin_of(float x, float low, float scale) {
   const float up = fminf(fmaxf((x - low) * scale, 0.f), static_cast<float>(select_bins - 1));
@@ -173,7 +181,7 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
 
 #pragma unroll 4
   for (int i = threadIdx.x; i < n; i += blockDim.x)
-    if (!has_bit(chosen, i)) atomicAdd(&s.bins[bin_of(row.x[i], low, scale)], 1u);
+    if (!has_bit(chosen, i)) atomicAdd(&s.bins[bin_of(level(row.x[i], row.shares), low, scale)], 1u);
   __syncthreads();
   const int each = select_bins / blockDim.x;
   unsigned own = 0, total;
@@ -198,7 +206,7 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
     const int i = base + lane;
     const bool free = i < n && !has_bit(chosen, i);
     const float x = i < n ? row.x[i] : 0.f;
-    const int b = bin_of(x, low, scale);
+    const int b = bin_of(level(x, row.shares), low, scale);
     const bool sure = free && (b < bin || (whole && b == bin));
     if (free && !sure && b == bin) {
       const unsigned at = atomicAdd(&s.candidates, 1u);
@@ -223,7 +231,7 @@ __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* 
   const auto key = [&](int, int t, unsigned i, unsigned long long& k) {
     const float x = row.x[t];
     k = selection_key(x, i);
-    return !has_bit(chosen, t) && bin_of(x, low, scale) == bin;
+    return !has_bit(chosen, t) && bin_of(level(x, row.shares), low, scale) == bin;
   };
   const int first[] = {0, n};
   const unsigned long long threshold = radix_threshold(key, first, 1, left, 0, s);
@@ -265,8 +273,9 @@ __device__ __forceinline__ void fill_bits(unsigned* bits, int n, bool value) {
   __syncthreads();
 }
 
-// Writes the list of the `budget` best of n pages and returns its length. newest: the last page is pinned.
-__device__ inline int choose_pages(const float* scores, int n, int budget, bool newest, std::int32_t* to,
+// Writes the list of the `budget` best of n pages and returns its length. newest: the last page is pinned. shares: see
+// level().
+__device__ inline int choose_pages(const float* scores, int n, int budget, bool newest, bool shares, std::int32_t* to,
                                    std::int64_t step, int room, float* stage, unsigned* chosen, SelectShared& s) {
   const int pinned = newest && n > 0, wanted = min(budget, n) - pinned;
   const bool every = pinned + wanted >= n;
@@ -274,7 +283,7 @@ __device__ inline int choose_pages(const float* scores, int n, int budget, bool 
   if (!every) {
     if (pinned && threadIdx.x == 0) chosen[(n - 1) >> 5] |= 1u << ((n - 1) & 31);
     __syncthreads();
-    if (wanted > 0) select_best(load_row(scores, n, stage), n, wanted, chosen, s);
+    if (wanted > 0) select_best(load_row(scores, n, stage, shares), n, wanted, chosen, s);
   }
   return write_list(chosen, n, to, step, room, s);
 }

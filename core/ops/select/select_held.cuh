@@ -54,6 +54,7 @@ struct Held {
   static_assert(Vectors <= 4, "four counts of a warp's entries share a register");
   float x[each];  // NaN past the end of the row and for entries chosen before the selection
   unsigned chosen = 0;
+  bool shares = false;  // see level()
 
   static __device__ __forceinline__ int index(int i) { return (i / 4 * Threads + threadIdx.x) * 4 + i % 4; }
 
@@ -107,12 +108,12 @@ struct Held {
     float best[Vectors], low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) {
-      best[j] = fmaxf(fmaxf(x[4 * j], x[4 * j + 1]), fmaxf(x[4 * j + 2], x[4 * j + 3]));
+      best[j] = level(fmaxf(fmaxf(x[4 * j], x[4 * j + 1]), fmaxf(x[4 * j + 2], x[4 * j + 3])), shares);
       widen(best[j], low, high);
     }
     if (!groups) {
 #pragma unroll
-      for (int i = 0; i < each; ++i) widen(x[i], low, high);
+      for (int i = 0; i < each; ++i) widen(level(x[i], shares), low, high);
     }
 #pragma unroll
     for (int m = 16; m > 0; m /= 2) {
@@ -146,7 +147,7 @@ struct Held {
     const float scale = static_cast<float>(select_bins) / (high - low);
 #pragma unroll
     for (int i = 0; i < each; ++i)
-      if (x[i] >= edge) atomicAdd(&s.bins[bin_of(x[i], low, scale)], 1u);
+      if (const float at = level(x[i], shares); at >= edge) atomicAdd(&s.bins[bin_of(at, low, scale)], 1u);
     __syncthreads();
     if (!find_bin<Threads>(need, s)) return false;
     const int bin = static_cast<int>(s.bin);
@@ -157,8 +158,8 @@ struct Held {
     unsigned sure = 0, border = 0;
 #pragma unroll
     for (int i = 0; i < each; ++i)
-      if (x[i] >= edge) {
-        const int b = bin_of(x[i], low, scale);
+      if (const float at = level(x[i], shares); at >= edge) {
+        const int b = bin_of(at, low, scale);
         if (b < bin || (whole && b == bin)) {
           sure |= 1u << i;
         } else if (b == bin) {
@@ -232,8 +233,9 @@ struct Held {
 // Selects with select_best where Held::select returned false. own is the thread's Held::chosen, and `chosen` is shared
 // memory for the row's bits.
 template <int Threads>
-__device__ __noinline__ int choose_slowly(unsigned own, const float* scores, int n, int wanted, std::int32_t* to,
-                                          std::int64_t step, int room, unsigned* chosen, SelectShared& s) {
+__device__ __noinline__ int choose_slowly(unsigned own, bool shares, const float* scores, int n, int wanted,
+                                          std::int32_t* to, std::int64_t step, int room, unsigned* chosen,
+                                          SelectShared& s) {
   __syncthreads();
   fill_bits(chosen, n, false);
   for (; own; own &= own - 1) {
@@ -241,7 +243,7 @@ __device__ __noinline__ int choose_slowly(unsigned own, const float* scores, int
     atomicOr(&chosen[at >> 5], 1u << (at & 31));
   }
   __syncthreads();
-  select_best(load_row(scores, n, nullptr), n, wanted, chosen, s);
+  select_best(load_row(scores, n, nullptr, shares), n, wanted, chosen, s);
   return write_list(chosen, n, to, step, room, s);
 }
 
@@ -253,7 +255,7 @@ __device__ __forceinline__ int choose_held(Held<Threads, Vectors>& held, const f
   if (pinned + wanted >= n)
     held.choose_all(n);
   else if (wanted > 0 && !held.select(wanted, s))
-    return choose_slowly<Threads>(held.chosen, scores, n, wanted, to, step, room, chosen, s);
+    return choose_slowly<Threads>(held.chosen, held.shares, scores, n, wanted, to, step, room, chosen, s);
   return held.write(to, step, room, s);
 }
 

@@ -56,10 +56,11 @@ struct Outcome {
   std::int64_t replays = 0;
 };
 
-Outcome serve(const std::shared_ptr<const Model>& m, const std::vector<Request>& requests, int slots, int chunk) {
-  Engine engine(m, subjects().policy(full_spec()), options(slots, chunk));
+Outcome serve(const std::shared_ptr<const Model>& m, const PolicySpec& spec, const std::vector<Request>& requests,
+              const EngineOptions& o) {
+  Engine engine(m, subjects().policy(spec, *m), o);
   SchedulerOptions how;
-  how.prefill_chunk = chunk;
+  how.prefill_chunk = o.prefill_chunk;
   Outcome out;
   how.stepped = [&](double, const std::vector<std::int32_t>& rows) {
     out.together = std::max(out.together, static_cast<int>(rows.size()));
@@ -74,6 +75,10 @@ Outcome serve(const std::shared_ptr<const Model>& m, const std::vector<Request>&
   }
   out.replays = engine.replays();
   return out;
+}
+
+Outcome serve(const std::shared_ptr<const Model>& m, const std::vector<Request>& requests, int slots, int chunk) {
+  return serve(m, full_spec(), requests, options(slots, chunk));
 }
 
 std::size_t free_memory = 0;
@@ -130,6 +135,45 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
     }
     CHECK(preemptions > 0);
   }
+}
+
+TEST_CASE("cuda serving: sequences spill to make room for others, as far as the host has room") {
+  int known = 0;
+  for (const Subject& s : subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 40);
+    const int vocab = model()->config.vocab;
+    std::vector<Request> requests(4);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      requests[i].prompt = test_text(116, vocab, static_cast<unsigned>(i) + 1);
+      requests[i].max_new = 12;
+    }
+    EngineOptions o = options(4, 0);
+    o.page_size = 8;
+    o.max_tokens = 128;
+    o.budget = spec.budget;
+    o.spill = Spill::pressure;
+    const auto [alone, sequence] = [&] {
+      EngineOptions one = o;
+      one.slots = 1;
+      return std::pair(serve(model(), spec, requests, one).texts,
+                       Engine(model(), subjects().policy(full_spec()), one).full_bytes(128));
+    }();
+    o.device_limit = sequence * 5 / 2;
+    o.host_limit = sequence * 4;
+    const Outcome roomy = serve(model(), spec, requests, o);
+    CHECK(roomy.texts == alone);
+    CHECK(roomy.together > 2);
+    CHECK(roomy.preemptions == 0);
+    CHECK(roomy.replays > 0);
+    o.host_limit = sequence;
+    const Outcome narrow = serve(model(), spec, requests, o);
+    CHECK(narrow.texts == alone);
+    CHECK(narrow.together <= roomy.together);
+  }
+  CHECK(known == 2);
 }
 
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {

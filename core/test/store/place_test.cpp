@@ -272,9 +272,21 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   CHECK(small.store->spare_bytes() == 0);
   small.store->check_invariants();
 
+  CHECK(small.store->host_room() == 0);
+
   Pressed one(20 + 8);  // frames of the host for one of them
-  one.open(1), one.open(1);
+  const int x = one.open(1), y = one.open(1);
   CHECK(one.store->spare_bytes() * 40 == one.store->page_bytes(Tier::device) * 3 * 4);
+  CHECK(one.store->room_for_step({x, y}));  // 4 frames are free, and 12 are spare
+  CHECK(one.store->host_room() == 0);
+  Pressed both(60);
+  both.open(1), both.open(1);
+  CHECK(both.store->host_room() == 60 - 2 * (20 + 4));  // their pages, and one more of each head
+
+  Pressed narrow(8);
+  const int v = narrow.open(1), w = narrow.open(1);
+  CHECK_FALSE(narrow.store->room_for_step({v, w}));
+  CHECK(narrow.store->room_for_step({v}));
 
   Pressed f;
   const int first = f.open(1), second = f.open(1);

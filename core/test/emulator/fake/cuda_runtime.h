@@ -114,6 +114,8 @@ inline unsigned __float_as_uint(float x) {
   std::memcpy(&u, &x, 4);
   return u;
 }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __uint_as_float(unsigned u) {
   float x;
   std::memcpy(&x, &u, 4);
