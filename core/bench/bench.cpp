@@ -83,14 +83,16 @@ double sgemm_rate(const ops::gemm::OneDnn& onednn) {
   return 2. * gemm_m * gemm_n * gemm_k / t.best;
 }
 
-ModelSetup setup_of(const ModelChoice& choice, bool decode, bool cuda) {
+ModelSetup setup_of(const ModelChoice& choice, const std::string& op, bool cuda) {
   ModelSetup s{choice.model, {}};
   if (s.model.empty()) s.model = cuda ? usual_synthetic : small_synthetic;
   if (choice.batch > 0 || choice.context > 0)
     s.shapes = {{std::max(1, choice.batch), choice.context > 0 ? choice.context : 2048}};
   else if (!cuda)
     s.shapes = {{1, 2048}};
-  else if (decode)
+  else if (op == "copy")
+    s.shapes = {{8, 10240}};
+  else if (op == "decode")
     s.shapes = {{1, 10240}, {8, 32768}};
   else
     s.shapes = {{1, 8192}, {1, 32768}};
@@ -101,6 +103,12 @@ void require_known(const std::vector<std::string>& names) {
   for (const auto& name : names)
     if (std::find(op_names().begin(), op_names().end(), name) == op_names().end())
       throw Error(Errc::config, fmt::format("got bench '{}', wanted {}", name, fmt::join(op_names(), ", ")));
+}
+
+std::string text_of(const Line::Beside& b) {
+  if (b.step.empty()) return {};
+  return fmt::format("  beside {}: {:.3f} ms, alone {:.3f} ms, slowdown {:.1f}%", b.step, b.beside * 1e3, b.alone * 1e3,
+                     100 * b.slowdown());
 }
 
 std::string amount(double perSecond, const char* unit) { return fmt::format("{:.1f} G{}/s", perSecond / 1e9, unit); }
@@ -184,10 +192,13 @@ Report run(std::vector<std::string> names, bool cuda, const ModelChoice& choice)
       for (const cases::Case& c : cases::all())
         if (c.op == name && c.timed(device))
           if (auto line = timed(c, device)) r.lines.push_back(std::move(*line));
-      const bool decode = name == "decode";
-      if (!decode && name != "prefill") continue;
-      const auto model = decode ? (cuda ? cuda_decode_cases : decode_cases) : cuda ? cuda_prefill_cases : prefill_cases;
-      for (Line& line : model(setup_of(choice, decode, cuda))) r.lines.push_back(std::move(line));
+      const auto add = [&](std::vector<Line> of_model) {
+        for (Line& line : of_model) r.lines.push_back(std::move(line));
+      };
+      const ModelSetup setup = setup_of(choice, name, cuda);
+      if (name == "decode") add((cuda ? cuda_decode_cases : decode_cases)(setup));
+      if (name == "prefill") add((cuda ? cuda_prefill_cases : prefill_cases)(setup));
+      if (name == "copy" && cuda) add(cuda_recall_cases(setup, recalls_beside_steps()));
     }
   };
   if (cuda) {
@@ -222,12 +233,12 @@ std::string table(const Report& r) {
     s += fmt::format("bf16 GEMM   {} ({})\n", amount(c.gemm.flop_per_s, "FLOP"), c.gemm.kernel);
   if (std::min(c.read_before, c.read_after) < 0.9 * c.read_bytes_per_s)
     s += "The read rate moved by more than 10% during this run: something else was using the machine.\n";
-  s += fmt::format("\n{:<18} {:<44} {:<16} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
+  s += fmt::format("\n{:<18} {:<44} {:<18} {:>12} {:>15} {:>9}\n", "op", "shape", "kernel", "median", "achieved",
                    "ceiling");
   for (const Line& l : r.lines)
-    s += fmt::format("{:<18} {:<44} {:<16} {:>9.3f} ms {:>15} {:>8.1f}%{}\n", l.op, l.shape, l.kernel, l.seconds * 1e3,
-                     amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c),
-                     l.overhead < 0 ? "" : fmt::format("  overhead {:.1f}%", 100 * l.overhead));
+    s += fmt::format("{:<18} {:<44} {:<18} {:>9.3f} ms {:>15} {:>8.1f}%{}{}\n", l.op, l.shape, l.kernel,
+                     l.seconds * 1e3, amount(l.rate(), l.reads ? "B" : "FLOP"), l.percent(c),
+                     l.overhead < 0 ? "" : fmt::format("  overhead {:.1f}%", 100 * l.overhead), text_of(l.beside));
   return s;
 }
 
@@ -255,8 +266,15 @@ nlohmann::json to_json(const Report& r) {
                                                     : "gemm"},
                         {"rate", l.rate()},
                         {"percent", l.percent(c)}});
-  for (std::size_t i = 0; i < r.lines.size(); ++i)
-    if (r.lines[i].overhead >= 0) j["ops"][i]["overhead_percent"] = 100 * r.lines[i].overhead;
+  for (std::size_t i = 0; i < r.lines.size(); ++i) {
+    const Line& l = r.lines[i];
+    if (l.overhead >= 0) j["ops"][i]["overhead_percent"] = 100 * l.overhead;
+    if (!l.beside.step.empty())
+      j["ops"][i]["beside"] = {{"step", l.beside.step},
+                               {"seconds_alone", l.beside.alone},
+                               {"seconds_beside", l.beside.beside},
+                               {"slowdown_percent", 100 * l.beside.slowdown()}};
+  }
   return j;
 }
 

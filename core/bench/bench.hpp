@@ -34,6 +34,12 @@ struct Line {
   bool reads = false;
   double overhead = -1;  // share of a decode step's time in which no kernel ran; -1 = not measured
   double copy_rate = 0;  // bytes per second of a plain copy in the same direction; > 0: the case is held against it
+  // The decode step that ran while the line's work ran again and again; `seconds` is then the mean. Empty = none did.
+  struct Beside {
+    std::string step;
+    double alone = 0, beside = 0;  // median seconds of a step
+    double slowdown() const { return beside / alone - 1; }
+  } beside;
 
   double rate() const { return (reads ? bytes : flops) / seconds; }
   double percent(const Ceilings& c) const {
@@ -50,8 +56,9 @@ struct Report {
 // The ops that have timed cases; then decode and prefill, which are whole models.
 const std::vector<std::string>& op_names();
 
-// The model and shape of decode and prefill. Empty and 0 mean random weights. They have the shape of SmolLM2-135M at
-// 2048 tokens on the CPU, and that of Llama-3.1-8B at the contexts of the design's targets on the GPU.
+// The model and shape of decode, prefill and the steps beside copies. Empty and 0 mean random weights. They have the
+// shape of SmolLM2-135M at 2048 tokens on the CPU, and that of Llama-3.1-8B at the contexts of the design's targets on
+// the GPU. The steps beside copies have 8 sequences of 10240 tokens.
 struct ModelChoice {
   std::string model;  // as an experiment names it
   int batch = 0, context = 0;

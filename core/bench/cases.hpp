@@ -8,6 +8,7 @@
 #include "base/stop.hpp"
 #include "bench/bench.hpp"
 #include "cases/paged_fixture.hpp"
+#include "cases/recall.hpp"
 
 namespace kvlab::bench {
 
@@ -49,6 +50,13 @@ std::vector<Line> prefill_cases(const ModelSetup& s);
 // Cases on the GPU. Ops have the shapes of Llama-3.1-8B.
 std::vector<Line> cuda_decode_cases(const ModelSetup& s);
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s);
+// Ways to recall 64 MiB of pages; each runs again and again while decode steps of the first shape run.
+std::vector<cases::Recall::Of> recalls_beside_steps();
+std::vector<Line> cuda_recall_cases(const ModelSetup& s, const std::vector<cases::Recall::Of>& ways);
+// Loads the model and calls `use` for i from 0 to times - 1, each time with a cache of its own. `steps` runs decode
+// steps as graphs and returns the median of their seconds. It may be called three times.
+void cuda_steps(const ModelSetup& s, int times,
+                const std::function<void(int i, const std::function<double()>& steps)>& use);
 // The rate of cuBLASLt for a large product of bf16 matrices.
 GemmRate cuda_gemm_rate();
 // Seconds that the device takes for the work, by events.

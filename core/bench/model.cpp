@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <kvlab/error.hpp>
+#include <numeric>
 
 #include "bench/cuda_timing.hpp"
 #include "compose/compose.hpp"
@@ -129,6 +130,36 @@ class FilledStore {
   CudaStore store_;
 };
 
+// Decode steps of a filled store.
+class Decoding {
+ public:
+  Decoding(const std::shared_ptr<const Model>& model, const ModelShape& shape, Stream s)
+      : filled_(*model, shape, s),
+        executor_(make_executor(model, filled_.store())),
+        tokens_(filled_.slots.size(), 1),
+        likeliest_(filled_.slots.size()) {}
+
+  // Seconds of steps by the host's clock. A few steps before them are not counted.
+  std::vector<double> run(bool graph, double* kernels = nullptr) {
+    FullCache hooks(graph);
+    std::vector<double> t;
+    for (int i = -3; i < decode_steps; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      executor_->decode(filled_.slots, tokens_, hooks, {likeliest_});
+      if (i < 0) continue;
+      t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+      if (kernels) *kernels += 1e-3 * executor_->device_ms();
+    }
+    return t;
+  }
+
+ private:
+  FilledStore filled_;
+  std::unique_ptr<Executor> executor_;
+  std::vector<int> tokens_;
+  std::vector<std::int32_t> likeliest_;
+};
+
 template <class Work>
 double seconds_on(Stream s, Work work) {
   return 1e-3 * static_cast<double>(cuda_backend()->runtime.time(
@@ -195,28 +226,27 @@ std::vector<Line> cuda_decode_cases(const ModelSetup& s) {
   std::vector<Line> lines;
   for (const ModelShape& shape : s.shapes) {
     check_context(*model, shape.context + 4 * decode_steps);
-    FilledStore filled(*model, shape, timer.stream());
-    const auto executor = make_executor(model, filled.store());
-    const std::vector<int> tokens(filled.slots.size(), 1);
-    std::vector<std::int32_t> likeliest(filled.slots.size());
+    Decoding decoding(model, shape, timer.stream());
     for (const bool graph : {false, true}) {
-      FullCache hooks(graph);
-      const auto step = [&] { executor->decode(filled.slots, tokens, hooks, {likeliest}); };
-      for (int i = 0; i < 3; ++i) step();
-      std::vector<double> t;
-      double all = 0, kernels = 0;
-      for (int i = 0; i < decode_steps; ++i) {
-        const auto begin = std::chrono::steady_clock::now();
-        step();
-        t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-        all += t.back();
-        kernels += 1e-3 * executor->device_ms();
-      }
+      double kernels = 0;
+      std::vector<double> t = decoding.run(graph, &kernels);
+      const double all = std::accumulate(t.begin(), t.end(), 0.);
       lines.push_back(decode_line(s, *model, shape, graph ? "graph" : "eager", times_of(std::move(t))));
       lines.back().overhead = 1 - kernels / all;
     }
   }
   return lines;
+}
+
+void cuda_steps(const ModelSetup& s, int times,
+                const std::function<void(int i, const std::function<double()>& steps)>& use) {
+  const auto model = load(s, Device::cuda);
+  const CudaTimer timer;
+  check_context(*model, s.shapes[0].context + 4 * decode_steps);
+  for (int i = 0; i < times; ++i) {
+    Decoding decoding(model, s.shapes[0], timer.stream());
+    use(i, [&] { return times_of(decoding.run(true)).median; });
+  }
 }
 
 std::vector<Line> cuda_prefill_cases(const ModelSetup& s) {

@@ -343,8 +343,9 @@ void CommandLine::add_rest() {
   bench->add_option("--backend", backend_, "auto: the GPU where there is one")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
-  bench->add_option("--model", choice_.model, "of decode and prefill: as an experiment names it, or synthetic/NAME");
-  bench->add_option("--batch", choice_.batch, "sequences of decode")->check(CLI::Range(1, 4096));
+  bench->add_option("--model", choice_.model,
+                    "of decode, prefill and the steps beside copies: as an experiment names it, or synthetic/NAME");
+  bench->add_option("--batch", choice_.batch, "sequences of decode steps")->check(CLI::Range(1, 4096));
   bench->add_option("--context", choice_.context, "tokens of decode's cache or of the prompt")
       ->check(CLI::Range(1, 1 << 24));
   bench->add_flag("--check", check_, "compare each case with the op's reference, do not time it (takes minutes)");

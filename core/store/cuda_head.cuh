@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "base/cuda.cuh"
+#include "base/copy_units.cuh"
 #include "ops/page/summary.cuh"
 #include "store/cuda_kernels.hpp"
 
@@ -91,19 +91,9 @@ __device__ inline void copy_state_down(const CudaStoreLayer& s, std::int32_t upp
 // Copies a frame with `threads` threads, in units of 16 bytes.
 __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from, std::byte* to, int thread,
                                   int threads) {
-  const uint4* a = reinterpret_cast<const uint4*>(from);
-  uint4* b = reinterpret_cast<uint4*>(to);
-  const int units = static_cast<int>(s.layout.bytes / 16);
-  constexpr int batch = 8;
-  int i = thread;
-  for (; i + (batch - 1) * threads < units; i += batch * threads) {
-    uint4 x[batch];
-#pragma unroll
-    for (int j = 0; j < batch; ++j) x[j] = a[i + j * threads];
-#pragma unroll
-    for (int j = 0; j < batch; ++j) b[i + j * threads] = x[j];
-  }
-  for (; i < units; i += threads) b[i] = a[i];
+  const uint4* units = reinterpret_cast<const uint4*>(from);
+  cuda::copy_units([&](int i) { return units + i; }, reinterpret_cast<uint4*>(to),
+                   static_cast<int>(s.layout.bytes / 16), thread, threads);
 }
 
 // ---- elements ------------------------------------------------------------------------------------------------------

@@ -32,6 +32,10 @@ TEST_CASE("bench holds a reading case against the read rate and a computing one 
   const std::string text = bench::table(r);
   CHECK_THAT(text, Catch::Contains("7.5 GB/s") && Catch::Contains("75.0%") && Catch::Contains("some kernel"));
   CHECK_THAT(text, !Catch::Contains("something else"));
+  r.lines[0].beside = {"decode", 0.004, 0.005};
+  CHECK_THAT(bench::table(r), Catch::Contains("beside decode: 5.000 ms, alone 4.000 ms, slowdown 25.0%"));
+  CHECK(bench::to_json(r)["ops"][0]["beside"]["slowdown_percent"] == Approx(25));
+  CHECK(!bench::to_json(r)["ops"][1].contains("beside"));
   r.ceilings.read_after = 5e9;
   CHECK_THAT(bench::table(r), Catch::Contains("something else"));
 }

@@ -22,3 +22,19 @@ TEST_CASE("cuda bench: decode and prefill of a synthetic model") {
   CHECK(prefill[0].kernel == "cublaslt, own");  // too short for cuDNN
   CHECK(prefill[0].flops == (weights - 2. * 64 * 512) * 40 + 2. * 64 * 512 + 2. * 40 * 40 * 4 * 16 * 2);
 }
+
+TEST_CASE("cuda bench: pages come while decode steps run") {
+  using cases::Recall;
+  const auto lines = bench::cuda_recall_cases(
+      {"synthetic/tiny", {{2, 40}}}, {{Recall::Way::memcpy_page, 8, 16}, {Recall::Way::double_buffers, 8, 16}});
+  REQUIRE(lines.size() == 2);
+  CHECK(lines[0].kernel == "memcpy a page");
+  CHECK(lines[1].kernel == "double buffers");
+  for (const auto& line : lines) {
+    CHECK(line.bytes == 8 * 8192);
+    CHECK(line.seconds > 0);
+    CHECK(line.beside.step == "decode, synthetic/tiny, batch 2 at 40");
+    CHECK(line.beside.alone > 0);
+    CHECK(line.beside.beside > 0);
+  }
+}

@@ -37,6 +37,31 @@ inline cudaError_t cudaGetLastError() { return static_cast<cudaError_t>(emulator
 
 using cudaStream_t = emulator::Stream*;
 
+#define CUDART_VERSION 13000
+enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
+enum cudaMemcpySrcAccessOrder { cudaMemcpySrcAccessOrderStream = 1 };
+struct cudaMemcpyAttributes {
+  cudaMemcpySrcAccessOrder srcAccessOrder;
+};
+// Copies between emulated device and pinned memory alone.
+inline cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::size_t pitch,
+                                     std::size_t width, std::size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  if (width > to_pitch || width > pitch) return cudaErrorInvalidValue;
+  emulator::submit(stream, [=] {
+    for (std::size_t i = 0; i < height; ++i)
+      std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * pitch, width);
+  });
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const std::size_t* bytes,
+                                        std::size_t count, cudaMemcpyAttributes*, std::size_t* attributes_from,
+                                        std::size_t attributes, cudaStream_t stream) {
+  if (count == 0 || attributes != 1 || *attributes_from != 0) return cudaErrorInvalidValue;
+  for (std::size_t i = 0; i < count; ++i)
+    emulator::submit(stream, [to = to[i], from = from[i], size = bytes[i]] { std::memcpy(to, from, size); });
+  return cudaSuccess;
+}
+
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int bytes) {
