@@ -24,7 +24,20 @@ inline void check_launch(const char* kernel) { check(cudaGetLastError(), kernel)
 inline cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
 inline cudaStream_t stream_of(Stream s) { return stream_of(s.handle()); }
 
-int multiprocessors();        // of the current device
+int multiprocessors();  // of the current device
+// Copies beside a decode step have some multiprocessors to themselves: a kernel of the step whose block waits for one
+// of these would take twice as long. copies_beside: whether the step that is launched next may have such copies, of its
+// own cache and of others.
+constexpr int copying_multiprocessors = 4;
+struct CopiesBeside {
+  bool of_cache = false, of_others = false;
+};
+extern CopiesBeside copies_beside;
+inline int step_multiprocessors() {
+  const int all = multiprocessors();
+  const bool copies = copies_beside.of_cache || copies_beside.of_others;
+  return copies && all >= 16 * copying_multiprocessors ? all - copying_multiprocessors : all;
+}
 std::int64_t shared_bytes();  // shared memory that one block may have
 // Device memory that is kept for the stream and the tag. zeroed(): zero at first, and every user leaves it zero.
 // kept(): uninitialised.

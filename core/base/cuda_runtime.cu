@@ -142,6 +142,7 @@ void free_pinned(void* block) {
 
 }  // namespace
 
+CopiesBeside copies_beside;
 int multiprocessors() {
   static const int count = attribute(cudaDevAttrMultiProcessorCount);
   return count;

@@ -36,10 +36,10 @@ std::int64_t left_of_container(const std::string& limit, const std::string& used
 
 std::int64_t free_host_bytes() {
   const auto system = number_of("/proc/meminfo", "MemAvailable:");
-  return std::min({system ? *system * 1024 : no_limit,
-                   left_of_container("memory.max", "memory.current", "/sys/fs/cgroup/", "file "),
-                   left_of_container("memory.limit_in_bytes", "memory.usage_in_bytes", "/sys/fs/cgroup/memory/",
-                                     "total_cache ")});
+  return std::min(
+      {system ? *system * 1024 : no_limit,
+       left_of_container("memory.max", "memory.current", "/sys/fs/cgroup/", "file "),
+       left_of_container("memory.limit_in_bytes", "memory.usage_in_bytes", "/sys/fs/cgroup/memory/", "total_cache ")});
 }
 
 }  // namespace kvlab

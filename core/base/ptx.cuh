@@ -161,6 +161,26 @@ __device__ __forceinline__ void bulk_copy_2d(unsigned to, const void* map, int x
       : "memory");
 }
 
+// Copies of `bytes` bytes, which 16 divides, between 16-byte aligned addresses. A load counts at the barrier. The
+// thread's stores since its last commit_stores are a group.
+__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all but the last `Left` groups have read their shared memory.
+template <int Left>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Left) : "memory");
+}
+// Waits until all groups are done.
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // ---- programmatic dependent launch (base/launch.cuh) --------------------------------------------------------------
 
 // After it, the calling thread sees all writes of earlier work of the stream. Every block of every kernel that is

@@ -1,6 +1,7 @@
 #include "base/scattered_copy.hpp"
 
 #include "base/copy_units.cuh"
+#include "base/relay.cuh"
 
 namespace kvlab {
 namespace {
@@ -21,6 +22,24 @@ __global__ void __launch_bounds__(256) gather_kernel(const __grid_constant__ Sca
   }
 }
 
+__global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ ScatteredCopy c) {
+  cuda::Relay relay(cuda::relay_shared());
+  const int lane = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x);
+  if (lane == 0) relay.start();
+  for (int first = static_cast<int>(blockIdx.x); first < c.pages; first += 32 * blocks) {
+    const int page = first + lane * blocks;
+    const bool has = page < c.pages;
+    const long long from = has ? c.from_at[page] : 0, to = has ? c.to_at[page] : 0;
+    for (unsigned left = __ballot_sync(~0u, has); left; left &= left - 1) {
+      const int of = __ffs(static_cast<int>(left)) - 1;
+      const std::byte* source = c.from + __shfl_sync(~0u, from, of);
+      std::byte* target = c.to + __shfl_sync(~0u, to, of);
+      if (lane == 0) relay.copy(source, target, static_cast<unsigned>(c.piece_bytes));
+    }
+  }
+  if (lane == 0) relay.finish();
+}
+
 }  // namespace
 
 namespace scattered_copy {
@@ -30,6 +49,12 @@ void gather(const ScatteredCopy& c, int blocks, Stream s) {
   cuda::check_launch("gather");
 }
 KVLAB_ON_CUDA(gather, gather);
+
+void relay(const ScatteredCopy& c, int blocks, Stream s) { cuda::launch_relay("relay", relay_kernel, blocks, s, c); }
+KVLAB_ON_CUDA(relay, relay);
+
+void relays_beside(bool yes) { cuda::copies_beside.of_others = yes; }
+KVLAB_ON_CUDA(relays_beside, relays_beside);
 
 void page_2d(const std::byte* from, std::byte* to, int pieces, int piece_bytes, std::int64_t stride, Stream s) {
   const auto width = static_cast<std::size_t>(piece_bytes);

@@ -23,6 +23,13 @@ namespace scattered_copy {
 // A kernel of `blocks` blocks of 256 threads, 8 of which fill a multiprocessor. A warp copies one page at a time.
 void gather(const ScatteredCopy& c, int blocks, Stream s);
 
+// A kernel of `blocks` blocks of one warp, which relay pages of one piece through shared memory (base/relay.cuh). A
+// block fills a multiprocessor.
+void relay(const ScatteredCopy& c, int blocks, Stream s);
+
+// Says whether relays run beside decode steps to come, whose kernels then leave them room.
+void relays_beside(bool yes);
+
 // One cudaMemcpy2DAsync, which copies one page.
 void page_2d(const std::byte* from, std::byte* to, int pieces, int piece_bytes, std::int64_t stride, Stream s);
 

@@ -8,6 +8,8 @@
 #include <numeric>
 
 #include "base/cuda_stopwatch.hpp"
+#include "base/device_op.hpp"
+#include "base/scattered_copy.hpp"
 #include "bench/cuda_timing.hpp"
 
 namespace kvlab::bench {
@@ -69,6 +71,13 @@ class Recalling {
   std::future<std::vector<double>> work_;
 };
 
+// While it lives, kernels of decode steps leave relays the multiprocessors that they leave to a cache's own copies.
+struct RoomForRelays {
+  explicit RoomForRelays(bool yes) { only_on_cuda<scattered_copy::relays_beside>(yes); }
+  ~RoomForRelays() { only_on_cuda<scattered_copy::relays_beside>(false); }
+  RoomForRelays(const RoomForRelays&) = delete;
+};
+
 // Pages, a power of two, that take about two milliseconds.
 int slice_of(Recall& recall) {
   const int pages = recall.of().pages;
@@ -85,9 +94,11 @@ std::vector<Recall::Of> recalls_beside_steps() {
       if (!Recall::available(way)) continue;
       Recall::Of of{way, 0, page_size};
       of.pages = static_cast<int>((std::int64_t{64} << 20) / of.page_bytes());
-      for (const int blocks : {32, 64, 128}) {
+      const int usual = of.blocks;
+      const bool more = way == Recall::Way::relay || way == Recall::Way::gather;
+      for (const int blocks : {usual / 2, usual, usual * 2}) {
         of.blocks = blocks;
-        if (blocks == 64 || way == Recall::Way::gather) ways.push_back(of);
+        if (more || blocks == usual) ways.push_back(of);
       }
     }
   return ways;
@@ -96,6 +107,7 @@ std::vector<Recall::Of> recalls_beside_steps() {
 std::vector<Line> cuda_recall_cases(const ModelSetup& s, const std::vector<Recall::Of>& ways) {
   std::vector<Line> lines;
   cuda_steps(s, static_cast<int>(ways.size()), [&](int i, const std::function<double()>& steps) {
+    const RoomForRelays room(ways[static_cast<std::size_t>(i)].way == Recall::Way::relay);
     const OwnedStream background(Device::cuda, true);
     Recall recall(ways[static_cast<std::size_t>(i)], background.get());
     recall.require_right();

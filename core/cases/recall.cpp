@@ -38,6 +38,7 @@ std::vector<std::int64_t> some_of(int count, int of, unsigned seed) {
 
 std::string Recall::Of::name() const {
   switch (way) {
+    case Way::relay: return fmt::format("relay, {} warps", blocks);
     case Way::gather: return fmt::format("gather, {} blocks", blocks);
     case Way::memcpy_page: return "memcpy a page";
     case Way::memcpy_batch: return "batched memcpy";
@@ -115,6 +116,12 @@ void Recall::stage(int first, int count, std::int64_t at, Stream s) {
 void Recall::run(int first, int count) {
   const auto begin = static_cast<std::size_t>(first), end = begin + static_cast<std::size_t>(count);
   switch (of_.way) {
+    case Way::relay:
+      only_on_cuda<scattered_copy::relay>(
+          ScatteredCopy{host_.get(), frames_.as<>(), from_list_.as<std::int64_t>() + first,
+                        to_list_.as<std::int64_t>() + first, count, 1, piece_bytes_, 0},
+          of_.blocks, stream_);
+      break;
     case Way::gather:
     case Way::nhd_gather:
       only_on_cuda<scattered_copy::gather>(

@@ -14,6 +14,7 @@ namespace kvlab::cases {
 class Recall {
  public:
   enum class Way : std::uint8_t {
+    relay,         // a few warps send the pages through shared memory, by bulk copies
     gather,        // blocks read the pages from pinned memory
     memcpy_page,   // a memcpy for each page
     memcpy_batch,  // one call for all pages
@@ -23,12 +24,12 @@ class Recall {
     staging,         // the host gathers the pages, a memcpy brings them, a kernel scatters them
     double_buffers,  // the same in chunks, with two buffers and two streams
   };
-  static constexpr Way ways[] = {Way::gather,     Way::memcpy_page, Way::memcpy_batch,  Way::nhd_gather,
-                                 Way::nhd_memcpy, Way::staging,     Way::double_buffers};
+  static constexpr Way ways[] = {Way::relay,      Way::gather,     Way::memcpy_page, Way::memcpy_batch,
+                                 Way::nhd_gather, Way::nhd_memcpy, Way::staging,     Way::double_buffers};
   struct Of {
     Way way;
-    int pages, page_size;  // kv_heads divides 2 * pages
-    int blocks = 64;       // of kernels
+    int pages, page_size;                     // kv_heads divides 2 * pages
+    int blocks = way == Way::relay ? 4 : 64;  // of kernels
     int kv_heads = 8, dim = 128;
     std::int64_t chunk_bytes = std::int64_t{2} << 20;  // of double buffers
 

@@ -621,6 +621,7 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     make_room(replay_of(slots), slots);
     room_ = replay_of(slots).room;
   }
+  store_.leave_room(slots);
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;

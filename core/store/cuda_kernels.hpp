@@ -137,6 +137,8 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
 // copies may run in another stream, beside kernels that take frames: the frames that they give back are `returned`.
 void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+// Says whether the steps to come have such copies: kernels of the step then leave them room.
+void leave_room(bool yes);
 void take_back(const CudaStoreLayer& s, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream);

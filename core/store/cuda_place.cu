@@ -5,7 +5,7 @@
 // give back wait in a list of their own until take_back.
 #include <string>
 
-#include "base/cuda.cuh"
+#include "base/relay.cuh"
 #include "ops/select/select.cuh"
 #include "store/cuda_kernels.hpp"
 #include "store/cuda_tokens.cuh"
@@ -194,32 +194,65 @@ __global__ void __launch_bounds__(threads)
   if (changed) count_fired(s, a.edit);
 }
 
+// The last block leaves the counts zero.
+__device__ void end_copies(std::int32_t* counts) {
+  __threadfence();
+  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
+}
+
+__device__ void give_frame_back(const CudaStoreLayer& s, std::int32_t frame) {
+  poison_frame(s, 0, frame);
+  s.returned[atomicAdd(s.returned_count, 1)] = frame;
+}
+
+// Blocks of one warp. A lane has a job; the first lane copies for all of them.
+__global__ void __launch_bounds__(32)
+    relay_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
+  const int lane = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x), count = counts[0];
+  if (static_cast<int>(blockIdx.x) < count) {
+    Relay relay(relay_shared());
+    if (lane == 0) relay.start();
+    for (int first = static_cast<int>(blockIdx.x); first < count; first += 32 * blocks) {
+      const int job = first + lane * blocks;
+      const bool has = job < count;
+      int4 mine = {};
+      if (has) mine = reinterpret_cast<const int4*>(jobs)[job];
+      const bool leaves = has && (mine.x == CudaStorePlace::leave || mine.x == CudaStorePlace::down_and_leave);
+      for (unsigned left = __ballot_sync(~0u, has && mine.x != CudaStorePlace::leave); left; left &= left - 1) {
+        const int of = __ffs(static_cast<int>(left)) - 1;
+        const int to = __shfl_sync(~0u, mine.x, of) == CudaStorePlace::up ? 0 : 1;
+        const std::byte* from = frame_at(s, 1 - to, __shfl_sync(~0u, mine.y, of));
+        std::byte* target = frame_at(s, to, __shfl_sync(~0u, mine.z, of));
+        if (lane == 0) relay.copy(from, target, static_cast<unsigned>(s.layout.bytes));
+      }
+      if (!__any_sync(~0u, leaves)) continue;
+      if (lane == 0) relay.finish();
+      __syncwarp();
+      if (leaves) give_frame_back(s, mine.y);
+    }
+    if (lane == 0) relay.finish();
+    __syncwarp();
+  }
+  if (lane == 0) end_copies(counts);
+}
+
 // Each warp does one job at a time.
-template <bool Mixed>
 __global__ void __launch_bounds__(threads)
-    copy_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
+    carry_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
   const int warps = static_cast<int>(blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, count = counts[0];
   for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < count;
        job += static_cast<int>(gridDim.x) * warps) {
     const std::int32_t* j = jobs + std::int64_t{4} * job;
     const int kind = j[0], from = j[1];
     if (kind != CudaStorePlace::leave) {
-      const int to = kind == CudaStorePlace::up ? 0 : 1;
-      if constexpr (Mixed)
-        carry_page(s, to, from, j[2], j[3], lane);
-      else
-        copy_frame(s, frame_at(s, 1 - to, from), frame_at(s, to, j[2]), lane, 32);
+      carry_page(s, kind == CudaStorePlace::up ? 0 : 1, from, j[2], j[3], lane);
     }
     __syncwarp();
-    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave)) {
-      poison_frame(s, 0, from);
-      s.returned[atomicAdd(s.returned_count, 1)] = from;
-    }
+    if (lane == 0 && (kind == CudaStorePlace::leave || kind == CudaStorePlace::down_and_leave))
+      give_frame_back(s, from);
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
+  if (threadIdx.x == 0) end_copies(counts);
 }
 
 __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__ CudaStoreLayer s) {
@@ -260,11 +293,16 @@ void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream)
 KVLAB_ON_CUDA(plan_place, plan_place);
 
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
-  const auto kernel = s.mixed ? copy_kernel<true> : copy_kernel<false>;
-  kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
+  if (s.mixed)
+    carry_kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
+  else
+    launch_relay("copy_placed", relay_kernel, copying_multiprocessors, stream, s, a.jobs, a.counts);
   check_launch("copy_placed");
 }
 KVLAB_ON_CUDA(copy_placed, copy_placed);
+
+void leave_room(bool yes) { copies_beside.of_cache = yes; }
+KVLAB_ON_CUDA(leave_room, leave_room);
 
 void take_back(const CudaStoreLayer& s, Stream stream) {
   take_back_kernel<<<1, 1024, 0, stream_of(stream)>>>(s);

@@ -376,6 +376,10 @@ void CudaStore::count_edits_anew() {
   zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
 }
 
+void CudaStore::leave_room(const std::vector<std::int32_t>& slots) const {
+  only_on_cuda<cuda_store::leave_room>(options_.host_pages && any_spills(slots));
+}
+
 void CudaStore::make_way(const std::vector<std::int32_t>& slots) {
   if (!options_.host_pages || free_bound_[0] >= fresh_pages(slots) + placed_pages(slots)) return;
   do {

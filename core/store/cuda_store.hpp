@@ -45,6 +45,8 @@ class CudaStore final : public Store {
   void count_edits_anew();
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return host_arena_.data() && !tails_stay_; }
+  // Says which rows the next step has, so that its kernels leave room for copies beside it.
+  void leave_room(const std::vector<std::int32_t>& slots) const;
   // Makes sequences spill, if one more token of every row does not fit otherwise.
   void make_way(const std::vector<std::int32_t>& slots);
   // Reserves frames for one more token of every row in all layers, and for the copies of the pages that it fills, or

@@ -318,7 +318,7 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(cuda::shared_bytes() - own));
   cuda::check(once, "attend");
-  cuda::launch("attend", kernel, cuda::multiprocessors(), warps * 32, bytes, stream, true, a, map);
+  cuda::launch("attend", kernel, cuda::step_multiprocessors(), warps * 32, bytes, stream, true, a, map);
 }
 
 // Launches the kernel with Turn (attend_turned.cu): head_dim 64, 128 or 256.

@@ -380,7 +380,7 @@ void linear_stream_cuda(const LinearArgs& in, Stream s) {
   a.y = in.y, a.y_stride = in.y_stride;
   a.gated = in.gated, a.gated_stride = in.gated_stride;
   a.left = in.left, a.taken = in.taken, a.k = static_cast<int>(in.k);
-  const int blocks = std::min(multiprocessors(), most_items_of_slices);
+  const int blocks = std::min(step_multiprocessors(), most_items_of_slices);
   Tiles tiles = tiles_of(a.n, gated, most_rows, blocks);
   a.slices = 1;  // slices must not depend on m: they set the order of additions
   if (tiles.count < enough_tiles)

@@ -275,7 +275,7 @@ void launch_ring(const RingArgs& r, cudaStream_t stream) {
   const CUtensorMap tile_map = cuda::matrix_map(a.data, half, rows, 64, 64, tile_pages * R::page_rows),
                     page_map = cuda::matrix_map(a.data, half, rows, 64, 64, R::page_rows);
   const int bytes = R::bytes(a.group, a.dim, a.rows * a.kv_heads, a.list ? a.most_pages : 0);
-  cuda::launch("page_score", kernel, cuda::multiprocessors(), threads, bytes, stream, true, r, tile_map, page_map);
+  cuda::launch("page_score", kernel, cuda::step_multiprocessors(), threads, bytes, stream, true, r, tile_map, page_map);
 }
 
 // Returns whether launch_ring_width can run a's pairs, at most most_ring_pairs in one launch.

@@ -40,6 +40,15 @@ struct Copy {
   unsigned to, barrier;
   Box box;
   int x, y;
+  const std::byte* from = nullptr;  // of a bulk_load, which has no box
+  unsigned bytes = 0;
+};
+
+struct OwnStore {
+  unsigned thread, from, bytes;
+  std::byte* to;
+  int group = -1;               // -1: not committed yet
+  std::vector<std::byte> data;  // read already
 };
 
 struct OwnCopy {
@@ -68,6 +77,8 @@ struct Block {
   std::unordered_map<unsigned, Barrier> barriers;
   std::vector<Copy> copies;
   std::vector<OwnCopy> own_copies;
+  std::vector<OwnStore> own_stores;
+  std::unordered_map<unsigned, int> store_groups;  // of a thread
   std::vector<Waiter> waiters;
 };
 

@@ -93,5 +93,11 @@ struct Box {
 constexpr int box_columns = 64;
 // The copy lands some time later. Until then its destination holds garbage.
 void bulk_copy(unsigned to, const Box& box, int x, int y, unsigned barrier);
+// Bytes that lie together, likewise.
+void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier);
+// The store reads shared memory and writes `to` as late as this thread's waits allow.
+void bulk_store(void* to, unsigned from, unsigned bytes);
+void commit_stores();
+void wait_stores(int groups_left, bool written);
 
 }  // namespace emulator

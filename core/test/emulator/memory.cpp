@@ -161,10 +161,57 @@ void wait_copies() {
   });
 }
 
+void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned address) {
+  Block& b = block();
+  find(b, address, "a bulk load");
+  if (bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16)
+    fail("got a bulk load that is not of units of 16 bytes");
+  std::memset(shared_memory(to, bytes, 16), 0xff, bytes);
+  Copy c{};
+  c.to = to, c.barrier = address, c.from = static_cast<const std::byte*>(from), c.bytes = bytes;
+  b.copies.push_back(c);
+}
+
+void bulk_store(void* to, unsigned from, unsigned bytes) {
+  if (bytes % 16 || reinterpret_cast<std::uintptr_t>(to) % 16)
+    fail("got a bulk store that is not of units of 16 bytes");
+  shared_memory(from, bytes, 16);
+  block().own_stores.push_back({now.thread.x, from, bytes, static_cast<std::byte*>(to)});
+}
+
+void commit_stores() {
+  Block& b = block();
+  const int group = b.store_groups[now.thread.x]++;
+  for (OwnStore& s : b.own_stores)
+    if (s.thread == now.thread.x && s.group < 0) s.group = group;
+}
+
+void wait_stores(int groups_left, bool written) {
+  Block& b = block();
+  const int done = b.store_groups[now.thread.x] - groups_left;
+  for (OwnStore& s : b.own_stores) {
+    if (s.thread != now.thread.x || s.group < 0 || s.group >= done || !s.data.empty()) continue;
+    const auto* bytes = static_cast<const std::byte*>(shared_memory(s.from, s.bytes, 16));
+    s.data.assign(bytes, bytes + s.bytes);
+  }
+  if (!written) return;
+  std::erase_if(b.own_stores, [&](const OwnStore& s) {
+    if (s.thread != now.thread.x || s.group < 0 || s.group >= done) return false;
+    std::memcpy(s.to, s.data.data(), s.bytes);
+    return true;
+  });
+}
+
 void land(Block& b, std::size_t at) {
   const Copy c = b.copies[at];
   b.copies[at] = b.copies.back();
   b.copies.pop_back();
+  if (c.from) {
+    std::memcpy(b.memory + c.to, c.from, c.bytes);
+    Barrier& barrier = find(b, c.barrier, "the end of a bulk load");
+    barrier.bytes -= c.bytes;
+    return advance(b, c.barrier, barrier);
+  }
   for (int row = 0; row < c.box.box_rows; ++row)
     for (unsigned piece = 0; piece < 8; ++piece) {
       const unsigned place = c.to + static_cast<unsigned>(row) * 128 + piece * 16,

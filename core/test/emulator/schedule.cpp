@@ -137,6 +137,9 @@ void end(Block& b) {
     fail("got " + std::to_string(b.copies.size()) + " bulk copies under way at the end of " + place(b));
   if (!b.own_copies.empty())
     fail("got " + std::to_string(b.own_copies.size()) + " copies that nobody waited for at the end of " + place(b));
+  if (!b.own_stores.empty())
+    fail("got " + std::to_string(b.own_stores.size()) + " bulk stores that nobody waited for at the end of " +
+         place(b));
   if (launch->early && !b.waited) fail("got no wait for the kernel in front in " + place(b));
   for (unsigned t = 0; t < b.threads; ++t)
     for (int i = 0; i < 64; ++i)

@@ -89,6 +89,17 @@ inline void bulk_copy_2d(unsigned to, const void* map, int x, int y, unsigned ba
   bulk_copy_2d(to, map, x, y, barrier);
 }
 
+inline void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  emulator::bulk_load(to, from, bytes, barrier);
+}
+inline void bulk_store(void* to, unsigned from, unsigned bytes) { emulator::bulk_store(to, from, bytes); }
+inline void commit_stores() { emulator::commit_stores(); }
+template <int Left>
+void wait_stores_read() {
+  emulator::wait_stores(Left, false);
+}
+inline void wait_stores() { emulator::wait_stores(0, true); }
+
 inline void wait_for_predecessor() { emulator::waited_for_predecessor(); }
 inline void let_successor_start() {}
 
