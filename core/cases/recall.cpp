@@ -221,6 +221,7 @@ std::vector<Case> list() {
     add({way, 30, 4, 3, 3, 24, 4 * 384});
     add({way, 24, 16, 5, 8, 128, 3 * 8192});
   }
+  add({Way::relay, 60, 16, 1, 8, 128, 0});  // one block has more pieces than stages
   for (const int page_size : {16, 32})
     for (const Way way : Recall::ways) {
       add({way, (64 << 20) / (page_size * 512), page_size});

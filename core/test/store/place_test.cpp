@@ -273,6 +273,7 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   small.store->check_invariants();
 
   CHECK(small.store->host_room() == 0);
+  CHECK(small.store->page_bytes(Tier::host) == 0);
 
   Pressed one(20 + 8);  // frames of the host for one of them
   const int x = one.open(1), y = one.open(1);
@@ -282,6 +283,15 @@ TEST_CASE("a sequence does not spill while its prompt goes on, nor where the hos
   Pressed both(60);
   both.open(1), both.open(1);
   CHECK(both.store->host_room() == 60 - 2 * (20 + 4));  // their pages, and one more of each head
+
+  Pressed brim(20 + 4);
+  const int p = brim.open(1);
+  brim.open(1);
+  REQUIRE(brim.fill(*brim.store, brim.store->open(), 8) == Fit::ok);  // p spills and leaves 8 frames
+  CHECK(brim.store->room_for_step({p}));
+  REQUIRE(brim.fill(*brim.store, p, 4) == Fit::ok);
+  for (int layer = 0; layer < 2; ++layer) brim.place(p, layer, 1);
+  CHECK_FALSE(brim.store->room_for_step({p}));  // the host has no frame left for the pages of the step
 
   Pressed narrow(8);
   const int v = narrow.open(1), w = narrow.open(1);
