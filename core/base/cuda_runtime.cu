@@ -133,7 +133,11 @@ void free_pinned(void* block) {
   std::size_t bytes = 0;
   {
     const std::lock_guard lock(registered().mutex);
-    if (const auto found = registered().bytes.extract(block)) bytes = found.mapped();
+    const auto found = registered().bytes.find(block);
+    if (found != registered().bytes.end()) {
+      bytes = found->second;
+      registered().bytes.erase(found);
+    }
   }
   if (bytes == 0) return check(cudaFreeHost(block), "cudaFreeHost");
   check(cudaHostUnregister(block), "cudaHostUnregister");

@@ -68,6 +68,30 @@ TEST_CASE("flexicache reads on real text what a plain implementation reads, and 
   }
 }
 
+// The method card's memory of a request, in the tags of the ledger. D dimensions, b bytes, n tokens, pages of p.
+TEST_CASE("flexicache takes the bytes of the method's formula") {
+  OnText run(Role::policy, "flexicache", {{"keep_new", false}}, most_tokens, prompt + steps, page, unstable);
+  const std::int64_t d = run.config().head_dim, b = 4, k = most_tokens / page;
+  std::int64_t free = 0, bound = 0;  // unstable and stable heads
+  for (int layer = 0; layer < run.config().layers; ++layer)
+    for (int head = 0; head < run.config().kv_heads; ++head) (unstable(layer, head) ? free : bound) += 1;
+  const auto check = [&](std::int64_t n) {
+    CAPTURE(n);
+    const std::int64_t pages = (n + page - 1) / page;
+    const auto of = [&](Tier tier, Tag tag) { return run.ledger().held(tier)[static_cast<std::size_t>(tag)]; };
+    const auto kv = [&](Tier tier) { return of(tier, Tag::keys) + of(tier, Tag::values); };
+    CHECK(kv(Tier::device) >= 2 * d * b * page * (free * pages + bound * k));
+    CHECK(kv(Tier::device) <= 2 * d * b * page * (free * pages + bound * (k + 1)));
+    CHECK(kv(Tier::host) == 2 * d * b * page * bound * (n / page));
+    CHECK(of(Tier::device, Tag::summaries) == 2 * d * b * (free + bound) * pages);
+  };
+  run.prefill(prompt);
+  check(prompt);
+  for (int step = 0; step < 16; ++step) run.step();
+  run.step();  // the heads choose again, and pages that were filled go to the host
+  check(prompt + 17);
+}
+
 TEST_CASE("flexicache: components") {
   const auto reads = [](const std::map<std::string, ParamValue>& params) {
     OnText run(Role::policy, "flexicache", params, most_tokens, prompt + steps, page, unstable);

@@ -111,7 +111,9 @@ TEST_CASE("served together under a cap, every request has the text that it has a
           "kv.slots[row], reset it in release(slot), draw from kv.sequence.");
       REQUIRE(together.fits);
       CHECK(together.texts == alone.texts);
-      if (!host) CHECK(together.preemptions > 0);
+      // Admission keeps room for the pages that place edits may bring, so sequences that place pages rarely collide.
+      const auto model = tiny_model("llama-gqa3");
+      if (!host && !subjects().policy(spec, *model)->needs().host_pages()) CHECK(together.preemptions > 0);
     }
   }
 }

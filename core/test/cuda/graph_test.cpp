@@ -314,9 +314,9 @@ TEST_CASE("cuda engine: a graph is captured anew for sequences that it has no ro
 TEST_CASE("cuda engine: a policy that promises graphs may not edit pages or later steps") {
   struct Editor final : Policy {
     Deadline when;
-    bool pages;
-    Editor(Deadline d, bool p) : when(d), pages(p) {}
-    Needs needs() const override { return Needs{}.capturable(true); }
+    bool pages, beside;
+    Editor(Deadline d, bool p, bool b) : when(d), pages(p), beside(b) {}
+    Needs needs() const override { return Needs{}.capturable(true).observe_beside(beside); }
     void observe(const LayerStep& step, Edits& edits, Stream s) override {
       const auto count = step.scratch<std::int32_t>("count", {step.rows(), step.kv_heads()});
       ops::fill_heads(count, 0, s);
@@ -327,8 +327,8 @@ TEST_CASE("cuda engine: a policy that promises graphs may not edit pages or late
         edits.evict(TokenList{{index, count}}, when);
     }
   };
-  const auto step = [](Deadline when, bool pages) {
-    Pair p(test::full_spec(), [=] { return std::make_shared<Editor>(when, pages); });
+  const auto step = [](Deadline when, bool pages, bool beside = false) {
+    Pair p(test::full_spec(), [=] { return std::make_shared<Editor>(when, pages, beside); });
     const std::vector<std::int32_t> slots{p.open(5, 1)};
     const std::vector<int> tokens{3};
     return p.graphs.step(slots, tokens, StepResult{});
@@ -337,6 +337,7 @@ TEST_CASE("cuda engine: a policy that promises graphs may not edit pages or late
   CHECK_THROWS_WITH(step({}, true), Catch::Contains("pages") && Catch::Contains("capturable"));
   CHECK_THROWS_WITH(step({Deadline::next_step}, false), Catch::Contains("later step"));
   CHECK_THROWS_WITH(step(Deadline::in_steps(2), false), Catch::Contains("later step"));
+  CHECK_THROWS_WITH(step({}, false, true), Catch::Contains("beside the step") && Catch::Contains("place edits alone"));
 }
 
 TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {

@@ -192,6 +192,7 @@ class OnText final : public EngineObserver {
       if (kv.entry(0, head, page).frame != null_frame) out.push_back(page);
     return out;
   }
+  const Ledger& ledger() const { return engine_->store().ledger(); }
   const Layer& layer(int l) const { return layers_[static_cast<std::size_t>(l)]; }
   const ModelConfig& config() const { return model_->config; }
   int group() const { return config().heads / config().kv_heads; }
