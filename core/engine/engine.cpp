@@ -186,10 +186,19 @@ std::int64_t Engine::free_bytes() const {
   return std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device) + store_->spare_bytes());
 }
 
-std::int64_t Engine::host_room_bytes() const {
-  if (!needs_.host_pages()) return no_limit;
+std::int64_t Engine::host_frame_bytes() const {
   const Shape& s = store_->shape();
-  return store_->host_room() * (full_bytes(1) / (std::int64_t{s.layers} * s.kv_heads));
+  return ops::make_layout(s.dtype, store_->options().host_codec, s.page_size, s.head_dim,
+                          static_cast<int>(store_->options().token_state.size()))
+      .bytes;
+}
+
+std::int64_t Engine::host_room_bytes() const {
+  return needs_.host_pages() ? store_->host_room() * host_frame_bytes() : no_limit;
+}
+
+std::int64_t Engine::host_needed_bytes(int slot) const {
+  return needs_.host_pages() ? store_->pages_to_write(slot) * host_frame_bytes() : 0;
 }
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {

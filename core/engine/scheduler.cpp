@@ -74,21 +74,28 @@ void Scheduler::arrive() {
 
 // The bytes that a prompt leaves are at most those of a shorter prompt, grown in proportion. Budgets are amounts or
 // shares, so the kept part grows no faster than the prompt. One page of each head is added for rounding.
-std::int64_t Scheduler::bytes_left(std::size_t prompt) const {
-  std::int64_t least = engine_.prompt_bytes(static_cast<int>(prompt));
+Scheduler::Left Scheduler::left_by(std::size_t prompt) const {
+  Left least{prompt, engine_.prompt_bytes(static_cast<int>(prompt)), 0};
   for (const Left& l : left_) {
     const double ratio = std::max(1., static_cast<double>(prompt) / static_cast<double>(l.tokens));
-    least = std::min(least, static_cast<std::int64_t>(ratio * static_cast<double>(l.bytes)) + engine_.full_bytes(1));
+    const auto grown = [&](std::int64_t bytes) {
+      return static_cast<std::int64_t>(ratio * static_cast<double>(bytes)) + engine_.full_bytes(1);
+    };
+    if (grown(l.bytes) < least.bytes) least.bytes = grown(l.bytes), least.below = grown(l.below);
   }
   return least;
 }
 
 bool Scheduler::fits(std::size_t index) const {
   const std::int64_t free = engine_.free_bytes();
-  if (free == Engine::no_limit) return true;
+  if (free == Engine::no_limit && !engine_.places_at_once()) return true;
   const std::size_t prompt = requests_[index].prompt.size(), more = known(index);
-  const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt)), least = bytes_left(prompt);
-  const std::int64_t kept = all - least > engine_.host_room_bytes() ? all : least;
+  const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt));
+  const Left least = left_by(prompt);
+  const bool leaves = least.below <= engine_.host_room_bytes();
+  if (!leaves && engine_.places_at_once()) return false;
+  if (free == Engine::no_limit) return true;
+  const std::int64_t kept = leaves ? least.bytes : all;
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
   const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
   const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
@@ -123,7 +130,9 @@ Fit Scheduler::prompts() {
     const std::size_t left = prompt.size() - a.prefilled, count = chunk ? std::min(chunk, left) : left;
     if (chunk && spent > 0 && spent + count > chunk) return Fit::ok;
     const bool last = count == left, asks = last && known(index(a)) == 0;
-    const std::int64_t free = engine_.free_bytes();
+    const bool limited = engine_.free_bytes() != Engine::no_limit, learns = limited || engine_.places_at_once();
+    const auto free = [&] { return limited ? engine_.free_bytes() : -engine_.used_bytes(); };
+    const std::int64_t before = learns ? free() : 0, below = engine_.places_at_once() ? engine_.host_used_bytes() : 0;
     const double begin = now();
     const Fit fit =
         engine_.prefill(a.slot, {prompt.data() + a.prefilled, count}, last,
@@ -139,8 +148,11 @@ Fit Scheduler::prompts() {
     if (options_.prompted) options_.prompted(end - begin);
     a.prefilled += count;
     spent += count;
-    if (free != Engine::no_limit) a.kept += free - engine_.free_bytes();
-    if (last && free != Engine::no_limit) left_.push_back({prompt.size(), std::max<std::int64_t>(0, a.kept)});
+    if (learns) a.kept += before - free();
+    if (engine_.places_at_once()) a.below += engine_.host_used_bytes() - below;
+    if (last && learns)
+      left_.push_back({prompt.size(), std::max<std::int64_t>(0, a.kept),
+                       engine_.places_at_once() ? a.below : engine_.host_needed_bytes(a.slot)});
     if (asks && take(a, static_cast<int>(std::max_element(logits_.begin(), logits_.end()) - logits_.begin()), end))
       finish(active_.size() - 1);
   }

@@ -67,12 +67,12 @@ class Scheduler {
     std::size_t rank = 0;  // of its arrival
     std::int32_t slot = -1;
     std::size_t prefilled = 0, given = 0;  // tokens done of the prompt; of known() tokens after it
-    std::int64_t kept = 0;                 // bytes that its prompt took so far
+    std::int64_t kept = 0, below = 0;      // bytes that its prompt took so far, of the device and of the host
   };
-  // The cache that one prompt left.
+  // The cache that one prompt left on the device, and what it takes of the host when it spills.
   struct Left {
     std::size_t tokens;
-    std::int64_t bytes;
+    std::int64_t bytes, below;
   };
 
   std::size_t index(const Active& a) const { return order_[a.rank]; }
@@ -85,7 +85,7 @@ class Scheduler {
   void arrive();
   bool admit();
   bool fits(std::size_t index) const;
-  std::int64_t bytes_left(std::size_t prompt) const;
+  Left left_by(std::size_t prompt) const;
   Fit prompts();
   Fit decode();
   void make_room();

@@ -49,11 +49,17 @@ void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();
   const std::int64_t limit = store.options().device_limit, room = store.page_limit();
-  throw OutOfMemory{(limit >= 0  ? "got a device limit of " + std::to_string(limit) + " bytes"
+  const bool tiers = store.options().host_pages;
+  std::string text = limit >= 0  ? "got a device limit of " + std::to_string(limit) + " bytes"
                      : room >= 0 ? "got a device with room for " + std::to_string(room) + " bytes of pages"
-                                 : "got a full device") +
-                    ", wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) +
-                    " bytes held"};
+                     : tiers     ? "got a full device or host"
+                                 : "got a full device";
+  text += ", wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) + " bytes held";
+  // The tier that was full is not known: an edit that needs more of the host than there is takes none of it.
+  if (tiers) text += " on the device or the " + std::to_string(store.page_bytes(Tier::host)) + " on the host";
+  if (const std::int64_t host = store.options().host_limit; tiers && host >= 0)
+    text += ", where host_memory allows " + std::to_string(host);
+  throw OutOfMemory{std::move(text)};
 }
 
 }  // namespace kvlab

@@ -132,6 +132,8 @@ class Store {
   // Returns whether the frames suffice for one more token of every row, if spare pages leave. Waits for the device only
   // where its bounds do not tell.
   bool room_for_step(const std::vector<std::int32_t>& slots) const;
+  // Pages that the host must take before the slot's spare pages may leave; an upper bound.
+  std::int64_t pages_to_write(int slot) const;
   // Host frames that no page takes yet, less those that sequences with spare pages will take; exact.
   std::int64_t host_room() const;
   // Most bytes of pages on the device: the options' limit, on a GPU at most a share of the memory that was free at the
@@ -189,8 +191,7 @@ class Store {
   void spill(int slot);  // place edits of the slot take effect from now on
   void spill_at_once();  // and those of all slots
   std::int64_t spare_pages(int slot) const;
-  std::int64_t spare_pages() const;             // of all slots that the host has room for
-  std::int64_t pages_to_write(int slot) const;  // before the slot's spare pages may leave; an upper bound
+  std::int64_t spare_pages() const;  // of all slots that the host has room for
   std::size_t layer_slot(int layer, int slot) const {
     return static_cast<std::size_t>(layer * options_.shape.max_slots + slot);
   }

@@ -1,8 +1,10 @@
 #include <catch2/catch.hpp>
+#include <numeric>
 #include <string_view>
 
 #include "base/cuda_graph.hpp"
 #include "base/half.hpp"
+#include "base/side_stream.hpp"
 #include "base/stream_memory.hpp"
 #include "cases/place.hpp"
 #include "ops/linear/argmax.hpp"
@@ -67,4 +69,34 @@ TEST_CASE("cuda runtime: a stream that is deleted gives back what kernels kept f
     CHECK(left + (std::size_t{4} << 20) <= before);
     CHECK(cuda.runtime.free_bytes() == before);
   }
+}
+
+// The emulator runs side work as late as the waits allow.
+TEST_CASE("cuda runtime: a side stream's lane waits for its work before, a join for all work") {
+  const CudaRuntime& r = cuda_backend()->runtime;
+  const OwnedStream owned(Device::cuda);
+  const Stream main = owned.get();
+  constexpr int turns = 3 * SideStream::lanes;
+  OnDevice memory;
+  const std::vector<int> unset(turns, -1);
+  int* from = memory.put(unset.data(), SideStream::lanes);
+  int* to = memory.put(unset.data(), turns);
+  std::vector<int> numbers(turns);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  const int* source = memory.put(numbers.data(), numbers.size());
+  SideStream side(main);
+  CHECK_FALSE(side.busy());
+  for (int i = 0; i < turns; ++i) {
+    const int lane = side.next();
+    r.copy(from + lane, source + i, sizeof(int), main.handle());
+    r.copy(to + i, from + lane, sizeof(int), side.begin().handle());
+    side.end(lane);
+  }
+  CHECK(side.busy());
+  side.join();
+  CHECK_FALSE(side.busy());
+  std::vector<int> got(turns);
+  r.copy(got.data(), to, got.size() * sizeof(int), main.handle());
+  r.synchronize(main.handle());
+  CHECK(got == numbers);
 }

@@ -172,6 +172,12 @@ TEST_CASE("cuda serving: sequences spill to make room for others, as far as the 
     const Outcome narrow = serve(model(), spec, requests, o);
     CHECK(narrow.texts == alone);
     CHECK(narrow.together <= roomy.together);
+    o.device_limit = -1;
+    o.spill = Spill::always;
+    o.host_limit = sequence * 3 / 2;
+    const Outcome below = serve(model(), spec, requests, o);
+    CHECK(below.texts == alone);
+    CHECK(below.preemptions <= 1);  // of the second request, before a prompt has shown what it leaves
   }
   CHECK(known == 2);
 }
