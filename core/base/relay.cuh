@@ -1,6 +1,6 @@
 // Copies from global or pinned memory to either, through shared memory, by bulk copies. One thread keeps many pieces
 // under way, so that a few multiprocessors suffice for the link's rate. A block takes nearly all shared memory of its
-// multiprocessor: no kernel of a decode step shares it, and none of them waits for reads of the host.
+// multiprocessor, so that no kernel of a decode step shares it (core/bench/RESULTS.md says what that is worth).
 #pragma once
 #include <utility>
 
