@@ -167,12 +167,17 @@ Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
   return fit;
 }
 
+std::int64_t Engine::frame_bytes(CodecSpec codec) const {
+  const Shape& s = store_->shape();
+  return ops::make_layout(s.dtype, codec, s.page_size, s.head_dim,
+                          static_cast<int>(store_->options().token_state.size()))
+      .bytes;
+}
+
 std::int64_t Engine::full_bytes(int tokens) const {
   const Shape& s = store_->shape();
   const std::int64_t pages = (tokens + s.page_size - 1) / s.page_size;
-  const PageLayout frame = ops::make_layout(s.dtype, store_->options().codecs[0], s.page_size, s.head_dim,
-                                            static_cast<int>(store_->options().token_state.size()));
-  return std::int64_t{s.layers} * s.kv_heads * pages * frame.bytes;
+  return std::int64_t{s.layers} * s.kv_heads * pages * frame_bytes(store_->options().codecs[0]);
 }
 
 std::int64_t Engine::prompt_bytes(int tokens) const {
@@ -186,19 +191,12 @@ std::int64_t Engine::free_bytes() const {
   return std::max<std::int64_t>(0, limit - store_->page_bytes(Tier::device) + store_->spare_bytes());
 }
 
-std::int64_t Engine::host_frame_bytes() const {
-  const Shape& s = store_->shape();
-  return ops::make_layout(s.dtype, store_->options().host_codec, s.page_size, s.head_dim,
-                          static_cast<int>(store_->options().token_state.size()))
-      .bytes;
-}
-
 std::int64_t Engine::host_room_bytes() const {
-  return needs_.host_pages() ? store_->host_room() * host_frame_bytes() : no_limit;
+  return needs_.host_pages() ? store_->host_room() * frame_bytes(store_->options().host_codec) : no_limit;
 }
 
 std::int64_t Engine::host_needed_bytes(int slot) const {
-  return needs_.host_pages() ? store_->pages_to_write(slot) * host_frame_bytes() : 0;
+  return needs_.host_pages() ? store_->pages_to_write(slot) * frame_bytes(store_->options().host_codec) : 0;
 }
 
 Fit Engine::prefill(int slot, std::span<const int> tokens, bool end, View<float, 2> logits) {

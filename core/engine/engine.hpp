@@ -105,8 +105,8 @@ class Engine final : private LayerHooks {
   std::int64_t prompt_bytes(int tokens) const;
   std::int64_t free_bytes() const;
   // In bytes of host frames: what sequences to come may take, what is taken, and what a sequence with spare pages will
-  // take when it spills. places_at_once: they
-  // leave whether frames run short or not. step_bytes: what a row's step may take by appends and place edits.
+  // take when it spills. places_at_once: pages leave whether frames run short or not. step_bytes: what a row's step may
+  // take of the device by appends and place edits.
   std::int64_t host_room_bytes() const;
   std::int64_t host_used_bytes() const { return store_->page_bytes(Tier::host); }
   std::int64_t host_needed_bytes(int slot) const;
@@ -144,7 +144,7 @@ class Engine final : private LayerHooks {
   Fit finish_step(const std::vector<std::int32_t>& slots) override;
 
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
-  std::int64_t host_frame_bytes() const;
+  std::int64_t frame_bytes(CodecSpec codec) const;
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
