@@ -111,6 +111,11 @@ __device__ __forceinline__ int add_released(int* p, int x) {
 
 // ---- transaction barriers and bulk copies (Hopper) ----------------------------------------------------------------
 
+// Brings a tensor map near, so that the first copy that uses it need not wait for it.
+__device__ __forceinline__ void fetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -186,6 +191,8 @@ __device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait
 // After it, the calling thread sees all writes of earlier work of the stream. Every block of every kernel that is
 // launched early calls it. So once the previous kernel has ended, all before it have ended.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The value is loaded, though nothing uses it.
+__device__ __forceinline__ void keep_load(int x) { asm volatile("" ::"r"(x)); }
 // The next kernel of the stream may now start in the free room of the multiprocessors.
 __device__ __forceinline__ void let_successor_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

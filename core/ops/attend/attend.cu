@@ -101,6 +101,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   a.base = kv.base;
   a.positions = l.positions;
   a.kv_heads = kv.kv_heads;
+  a.pair_of = PairOf(kv.kv_heads);
   a.group = heads / kv.kv_heads;
   a.page_size = kv.page_size;
   a.window = in.window;

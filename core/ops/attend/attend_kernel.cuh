@@ -53,23 +53,27 @@ __global__ void __launch_bounds__(256, 1)
   }
   __syncwarp();
   let_successor_start();
+  fetch_parameters(a);
+  if (threadIdx.x == 0) fetch_map(&map);
+  if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   wait_for_predecessor();
   const int each = (pairs.count + threads - 1) / threads;
-  const int longest = each <= 2 ? count_units<threads, 2>(a, pairs, each, warp_sum, warp_most)
-                                : count_units<threads, max_pairs / threads>(a, pairs, each, warp_sum, warp_most);
+  const int longest = count_units<threads>(a, pairs, each, warp_sum, warp_most);
 
+#pragma unroll 1
   for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
     if (first[pair + 1] == first[pair])
       for (int i = threadIdx.x; i < group * Dim; i += blockDim.x) {
-        const int row = pair / a.kv_heads, head = pair % a.kv_heads * group + i / Dim;
+        const int row = a.pair_of.row(pair), head = (pair - row * a.kv_heads) * group + i / Dim;
         a.out[row * a.out_row + head * a.out_head + i % Dim] = 0;
         if (a.rounded) *rounded_at<T, Dim>(a, row, head, i % Dim) = T(0.f);
         if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
       }
   // Every block that works has at least one unit, so every block from a pair's first to its last arrives for the pair.
-  const Line line(pairs, longest, gridDim.x);
-  if (!line.works(blockIdx.x)) return;
-  const int lo = line.begin(blockIdx.x), hi = line.end(blockIdx.x);
+  const Line line(FirstUnit{first}, pairs.count, longest, a.blocks_each);
+  const auto part = line.part(blockIdx.x);
+  const int lo = part.begin, hi = part.end;
+  if (lo >= hi) return;
   const int items = (hi - lo - warp + warps - 1) / warps;  // units of this warp: lo + warp + i * warps
   const std::uint64_t policy = read_once_policy();
   if constexpr (Turn) {
@@ -80,7 +84,7 @@ __global__ void __launch_bounds__(256, 1)
   // The loads of the queries start before the copies, else they would wait for them.
   QueryPiece asked[ColumnTiles][S::steps / 2];
   const auto ask_queries = [&](int of) {
-    const int row = of / a.kv_heads, kv_head = of % a.kv_heads;
+    const int row = a.pair_of.row(of), kv_head = of - row * a.kv_heads;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
       const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
@@ -88,38 +92,31 @@ __global__ void __launch_bounds__(256, 1)
       for (int j = 0; j < S::steps / 2; ++j) asked[c][j] = query_piece(from, q, j);
     }
   };
-  const int first_pair = pairs.of_unit(lo);
+  const int first_pair = line.pair_of(lo);
   int pair = first_pair, handed = 0;  // handed: pairs that the block has finished
   ask_queries(pair);
 
   Unit ahead = {};
-  if (lane < items) ahead = locate<Dim>(a, pairs, lo + warp + lane * warps);
+  if (lane < items) ahead = locate<Dim>(a, pairs, line, lo + warp + lane * warps);
   Unit current = ahead;  // of the current batch of 32 units
+  const int sides = a.joint ? 1 : 2;
   const auto issue = [&](int i, const Unit& batch) {
     const int y0 = __shfl_sync(~0u, batch.y0, i % 32), y1 = __shfl_sync(~0u, batch.y1, i % 32);
     if (lane) return;
-    const int s = i % a.stages;
+    const int s = i % a.stages, pages = y1 >= 0 ? 2 : 1;
     const unsigned to = my_stage + s * S::unit_bytes, barrier = my_barrier + 8 * s;
-    if (a.joint) {
-      barrier_expect(barrier, S::unit_bytes);
-      bulk_copy_2d(to, &map, 0, y0, barrier, policy);
-    } else if (a.page_size >= unit_tokens) {
-      barrier_expect(barrier, S::unit_bytes);
-      bulk_copy_2d(to, &map, 0, y0, barrier, policy);
-      bulk_copy_2d(to + S::side_bytes, &map, 0, y0 + a.value_rows, barrier, policy);
-    } else {
-      barrier_expect(barrier, y1 >= 0 ? S::unit_bytes : S::unit_bytes / 2);
-      bulk_copy_2d(to, &map, 0, y0, barrier, policy);
-      bulk_copy_2d(to + S::side_bytes, &map, 0, y0 + a.value_rows, barrier, policy);
-      if (y1 >= 0) {
-        bulk_copy_2d(to + S::side_bytes / 2, &map, 0, y1, barrier, policy);
-        bulk_copy_2d(to + S::side_bytes * 3 / 2, &map, 0, y1 + a.value_rows, barrier, policy);
-      }
-    }
+    barrier_expect(barrier, a.page_size < unit_tokens && pages == 1 ? S::unit_bytes / 2 : S::unit_bytes);
+#pragma unroll 1
+    for (int page = 0; page < pages; ++page)
+#pragma unroll 1
+      for (int side = 0; side < sides; ++side)
+        bulk_copy_2d(to + side * S::side_bytes + page * (S::side_bytes / 2), &map, 0,
+                     (page ? y1 : y0) + side * a.value_rows, barrier, policy);
   };
+#pragma unroll 1
   for (int i = 0; i < a.stages && i < items; ++i) issue(i, ahead);
 
-  const int last_pair = pairs.of_unit(hi - 1);
+  const int last_pair = line.pair_of(hi - 1);
   if (threadIdx.x < 2) {
     const int of = threadIdx.x ? last_pair : first_pair;
     const bool shared = (first[of] < lo || first[of + 1] > hi) && (threadIdx.x == 0 || last_pair != first_pair);
@@ -130,7 +127,7 @@ __global__ void __launch_bounds__(256, 1)
   const int row0 = token_of<Dim>(g), row1 = row0 + 8;  // tokens of tile rows g and g + 8
   for (int i = 0;; ++handed) {
     const int begin = first[pair], end = first[pair + 1];
-    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
+    const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
     const int tokens = pairs.tokens(pair);
     const int stop = min(end, hi);
 
@@ -210,7 +207,7 @@ __global__ void __launch_bounds__(256, 1)
       const int next = i + a.stages;
       if (next % 32 == 0 && next < items + 32) {
         Unit fresh = {};
-        if (next + lane < items) fresh = locate<Dim>(a, pairs, lo + warp + (next + lane) * warps);
+        if (next + lane < items) fresh = locate<Dim>(a, pairs, line, lo + warp + (next + lane) * warps);
         ahead = fresh;
       }
       if (next < items) issue(next, ahead);
@@ -240,6 +237,7 @@ __global__ void __launch_bounds__(256, 1)
       }
     const auto combine = [&](int from, int step) {
       float* partial = a.partial + (blockIdx.x * 2 + (begin > lo ? 1 : 0)) * P::floats;
+#pragma unroll 1
       for (int column = from; column < group * (Dim / 4); column += step) {
         const int head = column / (Dim / 4);
         Running r;
@@ -257,22 +255,24 @@ __global__ void __launch_bounds__(256, 1)
         }
       }
     };
-    if (end >= hi) {
+    const bool last = end >= hi;
+    bool combines = last;
+    int next_pair = pair;
+    if (last) {
       __syncthreads();
-      combine(threadIdx.x, threads);
-      break;
+    } else {
+      next_pair = line.pair_of(end);
+      ask_queries(next_pair);
+      barrier_arrive(landed);
+      __syncwarp();
+      int before = 0;
+      if (lane == 0) before = atomicAdd(&arrivals, 1);
+      combines = __shfl_sync(~0u, before, 0) % warps == warps - 1;  // all warps have arrived: this warp does not wait
+      if (combines) barrier_wait(landed, handed & 1);
     }
-    const int next_pair = pairs.of_unit(end);
-    ask_queries(next_pair);
-    barrier_arrive(landed);
-    __syncwarp();
-    int before = 0;
-    if (lane == 0) before = atomicAdd(&arrivals, 1);
-    if (__shfl_sync(~0u, before, 0) % warps == warps - 1) {  // all warps have arrived: this warp does not wait
-      barrier_wait(landed, handed & 1);
-      combine(lane, 32);
-      barrier_arrive(merged);
-    }
+    if (combines) combine(last ? static_cast<int>(threadIdx.x) : lane, last ? threads : 32);
+    if (last) break;
+    if (combines) barrier_arrive(merged);
     pair = next_pair;
   }
 
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(256, 1)
     if (!merges[i]) continue;
     const int of = i ? last_pair : first_pair, from = first_block[i];
     const float* others = a.partial + 2 * from * P::floats;
-    merge_parts<T, Dim, ColumnTiles>(a, of, first[of] > line.begin(from) ? others + P::floats : others, others,
-                                     parts[i], merge);
+    merge_parts<T, Dim, ColumnTiles>(a, of, first[of] > line.part(from).begin ? others + P::floats : others, others,
+                                     parts[i], stages, warps * a.stages * S::unit_bytes);
     __syncthreads();
   }
 }
@@ -318,7 +318,9 @@ void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(cuda::shared_bytes() - own));
   cuda::check(once, "attend");
-  cuda::launch("attend", kernel, cuda::step_multiprocessors(), warps * 32, bytes, stream, true, a, map);
+  const int blocks = cuda::step_multiprocessors();
+  a.blocks_each = pairs > 0 ? blocks / pairs : 0;
+  cuda::launch("attend", kernel, blocks, warps * 32, bytes, stream, true, a, map);
 }
 
 // Launches the kernel with Turn (attend_turned.cu): head_dim 64, 128 or 256.

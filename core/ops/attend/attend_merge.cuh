@@ -7,11 +7,8 @@
 
 namespace kvlab::ops::decode {
 
-// Floats of shared memory for the results of a block's warps, or for its threads' sums while it merges blocks.
-__host__ __device__ constexpr int merge_floats(int dim, int warps, int group) {
-  const int results = warps * group * (2 + dim), merged = warps * 32 * 6;
-  return results > merged ? results : merged;
-}
+// Floats of shared memory for the results of a block's warps.
+__host__ __device__ constexpr int merge_floats(int dim, int warps, int group) { return warps * group * (2 + dim); }
 
 // A block's partial result of a pair: [head] maximum and sum, [head, head_dim].
 template <int Dim, int ColumnTiles>
@@ -48,7 +45,7 @@ __device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head,
 template <class T, int Dim>
 __device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
   const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // a NaN sum gives NaN
-  const int row = pair / a.kv_heads, query_head = pair % a.kv_heads * a.group + column / (Dim / 4),
+  const int row = a.pair_of.row(pair), query_head = (pair - row * a.kv_heads) * a.group + column / (Dim / 4),
             element = column % (Dim / 4) * 4;
   const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
   float* out = a.out + row * a.out_row + query_head * a.out_head + element;
@@ -59,51 +56,46 @@ __device__ __forceinline__ void put_result(const Args& a, int pair, int column, 
   if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum != 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
 }
 
-// Merges the partial results of `parts` blocks into the pair's output. `first` is the first block's; part k lies k * 2
-// partials behind `others`. The whole block must call it. A thread loads up to `at_once` parts in one round trip.
-// Threads that share a column of four elements take every n-th part each.
+// Merges the partial results of `parts` blocks into the pair's output, in the blocks' order. `first` is the first
+// block's; part k lies k * 2 partials behind `others`. The whole block must call it. The parts come to `room` bytes of
+// shared memory, all that fit in one round trip.
 template <class T, int Dim, int ColumnTiles>
 __device__ __forceinline__ void merge_parts(const Args& a, int pair, const float* first, const float* others, int parts,
-                                            float* memory) {
+                                            unsigned char* memory, int room) {
   using P = Partial<Dim, ColumnTiles>;
-  constexpr int at_once = 10;
-  const int threads = blockDim.x, columns = a.group * (Dim / 4), across = min(columns, threads),
-            teams = threads / across, team = threadIdx.x / across;
-  float4* team_out = reinterpret_cast<float4*>(memory);
-  float2* team_sum = reinterpret_cast<float2*>(team_out + threads);
-  for (int column = threadIdx.x % across; column < columns; column += across) {
-    const int head = column / (Dim / 4);
+  const int columns = a.group * (Dim / 4), vectors = P::heads / 2 + columns, at_once = room / (vectors * 16);
+  const float4* held = reinterpret_cast<const float4*>(memory);
+#pragma unroll 1
+  for (int column = threadIdx.x; column - static_cast<int>(threadIdx.x) < columns; column += blockDim.x) {
     Running r;
-    for (int i = team; team < teams && i < parts; i += at_once * teams) {
-      float2 sums[at_once];
-      float4 outs[at_once];
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) {
-        const int k = min(i + u * teams, parts - 1);
-        const float* part = k == 0 ? first : others + k * 2 * P::floats;
-        sums[u] = __ldcg(reinterpret_cast<const float2*>(part) + head);
-        outs[u] = __ldcg(reinterpret_cast<const float4*>(part + 2 * P::heads) + column);
-      }
-      float top = -INFINITY;
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) top = fmaxf(top, sums[u].x);
-      r.raise(top);
-#pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        if (i + u * teams < parts) r.add(sums[u].x, sums[u].y, outs[u]);
-    }
-    if (teams > 1) {  // across = columns, so every thread comes here once
-      team_out[threadIdx.x] = r.out;
-      team_sum[threadIdx.x] = make_float2(r.high, r.sum);
+#pragma unroll 1
+    for (int from = 0; from < parts; from += at_once) {
+      const int count = min(at_once, parts - from);
       __syncthreads();
+#pragma unroll 1
+      for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+        const float* part = others + from * std::int64_t{2 * P::floats} + 4 * v;
+        unsigned to = shared_address(held + v);
+        copy_async16(to, from == 0 ? first + 4 * v : part);
+#pragma unroll 8
+        for (int k = 1; k < count; ++k) copy_async16(to += vectors * 16, part += 2 * P::floats);
+      }
+      wait_copies();
+      __syncthreads();
+      if (column >= columns) continue;
+      const float2* sums = reinterpret_cast<const float2*>(held) + column / (Dim / 4);
+      const float4* outs = held + P::heads / 2 + column;
+      float top = -INFINITY;
+#pragma unroll 8
+      for (int k = 0; k < count; ++k) top = fmaxf(top, sums[2 * k * vectors].x);
+      r.raise(top);
+#pragma unroll 8
+      for (int k = 0; k < count; ++k) {
+        const float2 sum = sums[2 * k * vectors];
+        r.add(sum.x, sum.y, outs[k * vectors]);
+      }
     }
-    if (team > 0) continue;
-    for (int t = 1; t < teams; ++t) {
-      const float2 other = team_sum[threadIdx.x + t * across];
-      r.raise(other.x);
-      r.add(other.x, other.y, team_out[threadIdx.x + t * across]);
-    }
-    put_result<T, Dim>(a, pair, column, r);
+    if (column < columns) put_result<T, Dim>(a, pair, column, r);
   }
 }
 

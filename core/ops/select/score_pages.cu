@@ -18,7 +18,7 @@ using namespace device;
 using namespace page_scores;
 
 constexpr int most_column_tiles = 4;  // tiles of 8 columns; a query takes two columns: its rounded value and the rest
-constexpr int max_pairs = 2048;       // pairs (row, KV head) of one launch
+constexpr int max_pairs = 1024;       // pairs (row, KV head) of one launch; see PairOf
 
 __device__ __forceinline__ int pages_of_pair(const Args& a, int pair) {
   return pages_of(a, a.slots[pair / a.kv_heads], pair % a.kv_heads);
@@ -49,11 +49,12 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
   }
   if (threadIdx.x == 0) first[pairs] = static_cast<int>(total);
   __syncthreads();
-  const std::int64_t blocks = min(gridDim.x, total);
-  if (blockIdx.x >= blocks) return;
-  const Share share = share_of(blockIdx.x, blocks, total, pairs, [&](int i) { return first[i]; });
-  const int lo = share.lo, hi = share.hi;
-  int pair = share.pair;
+  const auto first_tile = [first](int i) { return first[i]; };
+  const Line line(first_tile, pairs, 0, 0);
+  const auto part = line.part(blockIdx.x);
+  const int lo = part.begin, hi = part.end;
+  if (lo >= hi) return;
+  int pair = line.pair_of(lo);
   for (; pair < pairs && first[pair] < hi; ++pair) {
     const int begin = first[pair], end = first[pair + 1];
     if (begin == end) continue;
@@ -76,7 +77,8 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
         high[c] = load_once16(r1 + c * chunk_bytes);
       }
     }
-    stage_queries<T>(a, row, kv_head, column_tiles, Chunks, fragments);
+    stage_queries<T>(a, a.queries + row * a.query_row + kv_head * a.group * a.query_head, a.query_head, column_tiles,
+                     Chunks, fragments);
     __syncthreads();
     const unsigned fragment = shared_address(fragments + lane);
     while (tile < to) {
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(threads, Chunks > 8 ? 1 : 2) score_kernel(cons
       tile = next;
     }
     const int budget = a.list ? a.budget_of(row, kv_head) : 0;
-    end_head(a, pair, {begin, end, total, blocks}, pages, budget, false, softmax, stage, chosen, merges, select);
+    end_head(a, line, pair, begin, pages, budget, false, softmax, stage, chosen, merges, select);
   }
 }
 
@@ -257,7 +259,8 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   a.data = summaries.data + first * summaries.page_stride;
   a.slot_stride = summaries.slot_stride, a.head_stride = summaries.head_stride, a.page_stride = summaries.page_stride;
   a.score_row = scores.stride[0], a.score_head = scores.stride[1];
-  a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.group = heads / kv.kv_heads, a.dim = kv.head_dim;
+  a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.pair_of = PairOf(kv.kv_heads), a.group = heads / kv.kv_heads,
+  a.dim = kv.head_dim;
   a.page_size = kv.page_size;
   a.most_pages = static_cast<int>(std::min(std::max<std::int64_t>(0, kv.table.extent[2] - first), scores.extent[2]));
   a.rule = rule, a.scale = scale;

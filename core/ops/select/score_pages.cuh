@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/roles.hpp>
 
+#include "ops/line.cuh"
 #include "ops/page/final_list.hpp"
 #include "ops/select/candidates.hpp"
 #include "ops/select/select_held.cuh"
@@ -13,7 +14,7 @@ using device::SelectShared;
 
 constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
 constexpr int chunk_bytes = 64;          // bytes of a summary that the four lanes of a row take at once
-constexpr int most_fused_pages = 14336;  // pages of a head whose scores fit shared memory
+constexpr int most_fused_pages = 12288;  // pages of a head whose scores fit shared memory
 
 // What a softmax over scores needs: the highest, and the sum of exp(score - high).
 struct alignas(8) Softmax {
@@ -50,6 +51,8 @@ struct Args {
   std::int64_t list_row, list_head, list_step, count_row, count_head;
   int* arrived;  // [pair] blocks that have finished their part; zero between launches
   int rows, kv_heads, group, dim, page_size, most_pages, room;
+  int blocks_each;  // whole blocks that every pair could have; 0 = none
+  PairOf pair_of;
   float scale;
   GroupRule rule;
   bool box, newest;
@@ -82,43 +85,12 @@ __device__ __forceinline__ void no_pages(const Args& a, int row, int head) {
   if (a.heads.on(a.slots[row], head)) a.count[a.list_at(row) * a.count_row + head * a.count_head] = 0;
 }
 
-// A block's tiles [lo, hi) on the line of all pairs' tiles, and the last pair that begins at or before lo. That pair
-// has tiles. begin_of(pair) = tiles before a pair. blocks = blocks that have tiles.
-struct Share {
-  int lo, hi, pair;
-};
-template <class F>
-__device__ __forceinline__ Share share_of(int block, std::int64_t blocks, unsigned total, int pairs,
-                                          const F& begin_of) {
-  Share s = {static_cast<int>(total * std::int64_t(block) / blocks),
-             static_cast<int>(total * std::int64_t(block + 1) / blocks), 0};
-  for (int left = 0, right = pairs; left < right;) {
-    const int middle = (left + right) / 2;
-    if (begin_of(middle) <= s.lo)
-      s.pair = middle, left = middle + 1;
-    else
-      right = middle;
-  }
-  return s;
+// Where the block of a part of a pair keeps its Softmax of the pair's query heads, in Args::shares. A block has parts
+// of at most two pairs that it shares.
+template <class Line>
+__device__ __forceinline__ std::int64_t place_of_share(const Line& line, int begin, int block, int group) {
+  return (2 * std::int64_t{block} + (begin > line.part(block).begin)) * group;
 }
-
-// Tiles [begin, end) of a head on the line, where block b has [total b / blocks, total (b + 1) / blocks).
-struct Span {
-  int begin, end;
-  unsigned total;
-  std::int64_t blocks;
-
-  __device__ __forceinline__ int first_block() const { return static_cast<int>(((begin + 1) * blocks - 1) / total); }
-  // Blocks that share the head.
-  __device__ __forceinline__ int parts() const {
-    return static_cast<int>((end * blocks - 1) / total) - first_block() + 1;
-  }
-  // Where the block of a part keeps its Softmax of the head, in Args::shares.
-  __device__ __forceinline__ std::int64_t share(int part, int group) const {
-    const std::int64_t block = first_block() + part;
-    return (2 * block + (begin > static_cast<int>(total * block / blocks))) * group;
-  }
-};
 
 // An element of the query for a row of the summary. For boxes max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
 __device__ __forceinline__ float box_query(const Args& a, float q, bool upper) {
@@ -126,18 +98,20 @@ __device__ __forceinline__ float box_query(const Args& a, float q, bool upper) {
   return upper ? fmaxf(q, 0.f) : fminf(q, 0.f);
 }
 
-// Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each. The four lanes of a row hold 8
+// Writes fragments of B as [column tile][chunk][lane], 8 elements of one column each, of the queries at q, `step`
+// elements apart. Column 2 h is query head h rounded, column 2 h + 1 the rest. The four lanes of a row hold 8
 // neighbouring elements each. So A and B share an order of the sum over k that is not the order in memory.
 template <class T>
-__device__ __forceinline__ void stage_queries(const Args& a, int row, int kv_head, int column_tiles, int chunks,
-                                              uint4* fragments) {
+__device__ __forceinline__ void stage_queries(const Args& a, const float* queries, std::int64_t step, int column_tiles,
+                                              int chunks, uint4* fragments) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < column_tiles * chunks * 32; i += blockDim.x) {
     const int lane = i % 32, chunk = i / 32 % chunks, column = i / 32 / chunks * 8 + lane / 4;
     const int head = column / 2, element = chunk * 32 + lane % 4 * 8;
     unsigned out[4] = {};
     if (head < a.group) {
       const bool upper = a.box && element >= a.dim;
-      const float* q = a.queries + row * a.query_row + (kv_head * a.group + head) * a.query_head + element;
+      const float* q = queries + head * step + element;
       if (upper) q -= a.dim;
       float x[8];
 #pragma unroll
@@ -229,16 +203,19 @@ __device__ __forceinline__ void join_block(const Args& a, const Softmax (&of_lan
 
 // Makes the head's scores, the mean of its query heads' softmaxes, of their scores in Args::raw. `own` is null or
 // shared memory that gets them too. of_block: the query heads' Softmax, where the block has the whole head.
-__device__ __noinline__ inline void softmax_mean(const Args& a, int row, int kv_head, const Span& span, int pages,
-                                                 float* out, float* own, Softmax* of_block) {
-  const int lane = threadIdx.x % 32, parts = span.parts();
+template <class Line>
+__device__ __noinline__ inline void softmax_mean(const Args& a, const Line& line, int begin, int first_block, int parts,
+                                                 int row, int kv_head, int pages, float* out, float* own,
+                                                 Softmax* of_block) {
+  const int lane = threadIdx.x % 32;
   for (int g = threadIdx.x / 32; g < a.group; g += warps) {
     Softmax x;
     if (parts == 1)
       x = of_block[g];
     else
       for (int part = lane; part < parts; part += 32) {
-        const float2 of = __ldcg(reinterpret_cast<const float2*>(a.shares + span.share(part, a.group) + g));
+        const float2 of = __ldcg(
+            reinterpret_cast<const float2*>(a.shares + place_of_share(line, begin, first_block + part, a.group) + g));
         x = joined(x, {of.x, of.y});
       }
     if (parts > 1) x = joined_lanes(x, 1);
@@ -307,33 +284,29 @@ __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head
 // reduces those of the query heads where the rule wants it, and selects where there is a list. All threads meet before
 // it ends. stage is shared memory; it holds the scores if own is true and the block has the whole head. merges is a
 // word of shared memory.
-template <int Tiles>
-__device__ __forceinline__ void end_head(const Args& a, int pair, const Span& span, int pages, int budget, bool own,
-                                         const Softmax (&softmax)[Tiles], float* stage, unsigned* chosen, int& merges,
-                                         SelectShared& s) {
+template <class Line, int Tiles>
+__device__ __forceinline__ void end_head(const Args& a, const Line& line, int pair, int begin, int pages, int budget,
+                                         bool own, const Softmax (&softmax)[Tiles], float* stage, unsigned* chosen,
+                                         int& merges, SelectShared& s) {
   const bool raw = a.rule == GroupRule::softmax_mean;
-  const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads, parts = span.parts();
+  const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads, first_block = line.first_block(pair),
+            parts = line.last_block(pair) - first_block + 1;
   const bool shared = parts > 1 && (a.list || raw);
   Softmax* of_block = reinterpret_cast<Softmax*>(s.candidate) + warps * 4 * Tiles;
-  if (raw)
-    join_block(a, softmax,
-               shared ? a.shares + span.share(static_cast<int>(blockIdx.x) - span.first_block(), a.group) : of_block,
-               s);
-  if (shared) __threadfence();
+  if (raw) join_block(a, softmax, shared ? a.shares + place_of_share(line, begin, blockIdx.x, a.group) : of_block, s);
   __syncthreads();
   if (!a.list && !raw) return;
   if (shared) {
     if (threadIdx.x == 0) {
-      merges = atomicAdd(a.arrived + pair, 1) == parts - 1;
+      merges = cuda::add_released(a.arrived + pair, 1) == parts - 1;
       if (merges) a.arrived[pair] = 0;
     }
     __syncthreads();
     if (!merges) return;
-    __threadfence();
   }
   if (raw) {
-    softmax_mean(a, row, kv_head, span, pages, a.scores + row * a.score_row + kv_head * a.score_head,
-                 a.list ? stage : nullptr, of_block);
+    softmax_mean(a, line, begin, first_block, parts, row, kv_head, pages,
+                 a.scores + row * a.score_row + kv_head * a.score_head, a.list ? stage : nullptr, of_block);
     __threadfence_block();
     __syncthreads();
   }

@@ -19,16 +19,22 @@ struct alignas(16) Place {
   int tiles, pages, y, budget;  // tiles before a pair, its pages, its first row in the maps, its page budget
 };
 
-// Order of dynamic shared memory: the stages of all warps, their barriers, queries of two pairs, the line of pairs, a
-// bit and a score for each page of a row.
-template <int Chunks>
+struct FirstTile {
+  const Place* places;
+  __device__ __forceinline__ int operator()(int pair) const { return places[pair].tiles; }
+};
+
+// Order of dynamic shared memory: the stages of all warps, their barriers, the fragments of a pair's queries, the next
+// pair's queries, the line of pairs, a bit and a score for each page of a row.
+template <int Chunks, int Tiles>
 struct Ring {
   static constexpr int page_bytes = Chunks * chunk_bytes, tile_bytes = tile_pages * page_bytes;
   static constexpr int page_rows = page_bytes / 128;  // rows of the maps that a page takes
   static constexpr int stages = ring_bytes / (warps * tile_bytes);
-  static constexpr int barriers_at = warps * stages * tile_bytes, queries_at = barriers_at + warps * stages * 8;
+  static constexpr int barriers_at = warps * stages * tile_bytes, fragments_at = barriers_at + warps * stages * 8,
+                       queries_at = fragments_at + Tiles * Chunks * 512;
 
-  static __host__ __device__ constexpr int line_at(int group, int dim) { return queries_at + 2 * group * dim * 4; }
+  static __host__ __device__ constexpr int line_at(int group, int dim) { return queries_at + group * dim * 4; }
   static __host__ __device__ constexpr int bits_at(int group, int dim, int pairs) {
     return line_at(group, dim) + (pairs + 1) * static_cast<int>(sizeof(Place));
   }
@@ -37,7 +43,8 @@ struct Ring {
   }
   static_assert(stages > 0);
 };
-static_assert(Ring<16>::bytes(most_ring_group, 256, most_ring_pairs, most_fused_pages) + sizeof(SelectShared) + 1024 <=
+static_assert(Ring<16, 2>::bytes(most_ring_group, 256, most_ring_pairs, most_fused_pages) + sizeof(SelectShared) +
+                  1024 <=
               227 * 1024);
 
 struct RingArgs {
@@ -51,9 +58,12 @@ struct RingArgs {
 // copies and met.
 __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float* to) {
   const Args& a = r.all;
-  const float* from = a.queries + pair / a.kv_heads * a.query_row + pair % a.kv_heads * a.group * a.query_head;
+  const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
+  const float* from = a.queries + row * a.query_row + kv_head * a.group * a.query_head;
+#pragma unroll 1
   for (int i = threadIdx.x * 4; i < a.group * a.dim; i += threads * 4) {
-    const float* q = from + i / a.dim * a.query_head + i % a.dim;
+    const int head = i / a.dim;
+    const float* q = from + head * a.query_head + (i - head * a.dim);
     if (r.wide_queries) {
       cuda::copy_async16(cuda::shared_address(to + i), q);
     } else {
@@ -63,88 +73,30 @@ __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float*
   }
 }
 
-// Returns the rounded values of f(x), or with `rest` the differences that rounding leaves.
-template <class T, class F>
-__device__ __forceinline__ uint4 fragment_of(const float (&x)[8], bool rest, const F& f) {
-  unsigned out[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float u = f(x[2 * k]), v = f(x[2 * k + 1]);
-    out[k] = cuda::Pair<T>::pack(u, v);
-    float rounded_u, rounded_v;
-    cuda::Pair<T>::unpack(out[k], rounded_u, rounded_v);
-    if (rest) out[k] = cuda::Pair<T>::pack(u - rounded_u, v - rounded_v);
+// Lays out all pairs on one line of tiles and returns the tiles of the longest. Pairs without pages get an empty list.
+__device__ __forceinline__ int lay_out(const Args& a, Place* line, SelectShared& s) {
+  const int pairs = a.rows * a.kv_heads, each = (pairs + threads - 1) / threads, begin = threadIdx.x * each,
+            end = min(begin + each, pairs);
+  unsigned own = 0, total, longest = 0;
+#pragma unroll 1
+  for (int pair = begin; pair < end; ++pair) {
+    const int row = a.pair_of.row(pair), head = pair - row * a.kv_heads;
+    const std::int64_t slot = a.slots[row];
+    const int pages = pages_of(a, slot, head), tiles = tiles_of(pages);
+    line[pair] = {static_cast<int>(own), pages, static_cast<int>((slot * a.slot_stride + head * a.head_stride) / 128),
+                  a.list ? a.budget_of(row, head) : 0};
+    own += tiles, longest = max(longest, static_cast<unsigned>(tiles));
+    if (pages == 0 && a.list && blockIdx.x == 0) no_pages(a, row, head);
   }
-  return make_uint4(out[0], out[1], out[2], out[3]);
-}
-
-// Makes a lane's fragments of B from queries [head, dim] in shared memory. Column 2 h is query head h rounded, column
-// 2 h + 1 the rest. Columns past the last head repeat it. Elements are in the order of stage_queries (score_pages.cu).
-// A box is one row of [lo, hi]: max(q lo, q hi) = min(q, 0) lo + max(q, 0) hi.
-template <class T, int Chunks, int Tiles>
-__device__ __forceinline__ void load_queries(const Args& a, const float* queries, uint4 (&b)[Tiles][Chunks]) {
-  const int lane = threadIdx.x % 32, quarter = lane % 4;
-  const bool rest = lane / 4 % 2;
-#pragma unroll
-  for (int t = 0; t < Tiles; ++t) {
-    const float* q = queries + min(t * 4 + lane / 8, a.group - 1) * a.dim + quarter * 8;
-    const auto eight = [&](int c, float(&x)[8]) {
-      const float4 u = reinterpret_cast<const float4*>(q + c * 32)[0],
-                   v = reinterpret_cast<const float4*>(q + c * 32)[1];
-      x[0] = u.x, x[1] = u.y, x[2] = u.z, x[3] = u.w, x[4] = v.x, x[5] = v.y, x[6] = v.z, x[7] = v.w;
-    };
-    float x[8];
-    // For head_dim 64, 96, 128 or 256, the width often tells boxes from vectors at compile time.
-    constexpr bool only_boxes = Chunks == 6 || Chunks == 16, no_boxes = Chunks == 2;
-    if (only_boxes || (!no_boxes && a.box)) {
-#pragma unroll
-      for (int c = 0; c < Chunks / 2; ++c) {
-        eight(c, x);
-        b[t][c] = fragment_of<T>(x, rest, [](float v) { return fminf(v, 0.f); });
-        b[t][c + Chunks / 2] = fragment_of<T>(x, rest, [](float v) { return fmaxf(v, 0.f); });
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < Chunks; ++c) {
-        eight(c, x);
-        b[t][c] = fragment_of<T>(x, rest, [](float v) { return v; });
-      }
-    }
-  }
-}
-
-// Lays out all pairs on one line of tiles and returns the number of tiles. Pairs without pages get an empty list.
-__device__ __forceinline__ unsigned lay_out(const Args& a, Place* line, SelectShared& s) {
-  constexpr int most = most_ring_pairs / threads;
-  const int pairs = a.rows * a.kv_heads, each = (pairs + threads - 1) / threads, begin = threadIdx.x * each;
-  Place of[most];
-#pragma unroll
-  for (int i = 0; i < most; ++i) {  // a loop of its own, so that all loads are in flight together
-    of[i] = {};
-    if (i < each && begin + i < pairs) {
-      const int row = (begin + i) / a.kv_heads, head = (begin + i) % a.kv_heads;
-      const std::int64_t slot = a.slots[row];
-      of[i].pages = pages_of(a, slot, head);
-      of[i].y = static_cast<int>((slot * a.slot_stride + head * a.head_stride) / 128);
-      if (a.list) of[i].budget = a.budget_of(row, head);
-    }
-  }
-  unsigned own = 0, total;
-#pragma unroll
-  for (int i = 0; i < most; ++i) own += tiles_of(of[i].pages);
-  int before = static_cast<int>(device::block_scan(own, s.scan, total));
-#pragma unroll
-  for (int i = 0; i < most; ++i)
-    if (i < each && begin + i < pairs) {
-      of[i].tiles = before;
-      line[begin + i] = of[i];
-      before += tiles_of(of[i].pages);
-      if (of[i].pages == 0 && a.list && blockIdx.x == 0)
-        no_pages(a, (begin + i) / a.kv_heads, (begin + i) % a.kv_heads);
-    }
+  longest = __reduce_max_sync(device::all_lanes, longest);
+  if (threadIdx.x % 32 == 0) s.bins[threadIdx.x / 32] = longest;
+  const int before = static_cast<int>(device::block_scan(own, s.scan, total));
+  for (int w = 0; w < warps; ++w) longest = max(longest, s.bins[w]);
+#pragma unroll 1
+  for (int pair = begin; pair < end; ++pair) line[pair].tiles += before;
   if (threadIdx.x == 0) line[pairs] = {static_cast<int>(total), 0, 0, 0};
   __syncthreads();
-  return total;
+  return static_cast<int>(longest);
 }
 
 // A tile has eight columns, two for each query head. A box of tile_map is a tile of pages, one of page_map a page.
@@ -152,7 +104,7 @@ template <class T, int Chunks, int Tiles>
 __global__ void __launch_bounds__(threads, 1)
     score_ring_kernel(const __grid_constant__ RingArgs r, const __grid_constant__ CUtensorMap tile_map,
                       const __grid_constant__ CUtensorMap page_map) {
-  using R = Ring<Chunks>;
+  using R = Ring<Chunks, Tiles>;
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ SelectShared select;
   __shared__ int merges;
@@ -160,31 +112,37 @@ __global__ void __launch_bounds__(threads, 1)
   const int pairs = a.rows * a.kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
   const unsigned my_stages = cuda::shared_address(memory) + warp * R::stages * R::tile_bytes;
   const unsigned my_barriers = cuda::shared_address(memory) + R::barriers_at + warp * R::stages * 8;
+  uint4* fragments = reinterpret_cast<uint4*>(memory + R::fragments_at);
   float* queries = reinterpret_cast<float*>(memory + R::queries_at);
-  Place* line = reinterpret_cast<Place*>(memory + R::line_at(a.group, a.dim));  // [pairs + 1]
+  Place* places = reinterpret_cast<Place*>(memory + R::line_at(a.group, a.dim));  // [pairs + 1]
   unsigned* chosen = reinterpret_cast<unsigned*>(memory + R::bits_at(a.group, a.dim, pairs));
   float* own_scores =
       reinterpret_cast<float*>(memory + R::bits_at(a.group, a.dim, pairs) + bit_bytes(a.most_pages));  // with a list
   if (lane == 0) {
+#pragma unroll 1
     for (int s = 0; s < R::stages; ++s) cuda::barrier_init(my_barriers + 8 * s, 1);
     cuda::barrier_init_fence();
   }
   __syncwarp();
   cuda::let_successor_start();
+  cuda::fetch_parameters(r);
+  if (threadIdx.x == 0) cuda::fetch_map(&tile_map);
+  if (static_cast<int>(threadIdx.x) < a.rows) cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   cuda::wait_for_predecessor();
 
-  const unsigned total = lay_out(a, line, select);
-  const std::int64_t blocks = min(gridDim.x, total);
-  if (blockIdx.x >= blocks) return;
-  const Share share = share_of(blockIdx.x, blocks, total, pairs, [&](int i) { return line[i].tiles; });
-  const int lo = share.lo, hi = share.hi, first = share.pair;
+  const int longest = lay_out(a, places, select);
+  const Line line(FirstTile{places}, pairs, longest, a.blocks_each);
+  const auto part = line.part(blockIdx.x);
+  const int lo = part.begin, hi = part.end;
+  if (lo >= hi) return;
+  const int first = line.pair_of(lo);
   int last = first;
-  while (line[last + 1].tiles < hi) ++last;
+  while (places[last + 1].tiles < hi) ++last;
   // A head that continues in the next block comes first, so shared heads are complete early. After the last copy only a
   // head that the block has alone is left to select.
-  const bool cut_first = last != first && line[last + 1].tiles > hi;
+  const bool cut_first = last != first && places[last + 1].tiles > hi;
   const int start = cut_first ? last : first, stop = cut_first ? last : last + 1;
-  const int cut = cut_first ? hi - line[last].tiles : 0, items = hi - lo;
+  const int cut = cut_first ? hi - places[last].tiles : 0, items = hi - lo;
   const auto tile_of = [&](int item) { return item < cut ? hi - cut + item : lo + item - cut; };
   copy_queries(r, start, queries);
 
@@ -193,9 +151,9 @@ __global__ void __launch_bounds__(threads, 1)
   const auto ask = [&](int item, int stage) {
     if (item >= items) return;
     const int tile = tile_of(item);
-    if (tile < line[cursor].tiles) cursor = first;
-    while (line[cursor + 1].tiles <= tile) ++cursor;
-    const Place at = line[cursor];
+    if (tile < places[cursor].tiles) cursor = first;
+    while (places[cursor + 1].tiles <= tile) ++cursor;
+    const Place at = places[cursor];
     const int page = (tile - at.tiles) * tile_pages, pages = min(tile_pages, at.pages - page);
     const int y = at.y + page * r.page_step;
     const unsigned to = my_stages + stage * R::tile_bytes, barrier = my_barriers + 8 * stage;
@@ -215,18 +173,23 @@ __global__ void __launch_bounds__(threads, 1)
   cuda::wait_copies();
   __syncthreads();
 
-  for (int pair = start, turn = 0;; turn ^= 1) {
-    const int begin = line[pair].tiles, end = line[pair + 1].tiles, pages = line[pair].pages;
-    const int row = pair / a.kv_heads, kv_head = pair % a.kv_heads;
+  for (int pair = start;;) {
+    const int begin = places[pair].tiles, end = places[pair + 1].tiles, pages = places[pair].pages;
+    const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
     const bool is_cut = cut_first && pair == last;
     int next = is_cut ? first : pair + 1;
-    while (next < stop && line[next].tiles == line[next + 1].tiles) ++next;
+    while (next < stop && places[next].tiles == places[next + 1].tiles) ++next;
     const int until = is_cut ? cut : cut + min(hi, end) - lo;
     float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
     Softmax softmax[Tiles];
+    stage_queries<T>(a, queries, a.dim, Tiles, Chunks, fragments);
+    __syncthreads();
     uint4 b[Tiles][Chunks];
-    load_queries<T, Chunks, Tiles>(a, queries + turn * a.group * a.dim, b);
-    if (next < stop) copy_queries(r, next, queries + (turn ^ 1) * a.group * a.dim);
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t)
+#pragma unroll
+      for (int c = 0; c < Chunks; ++c) b[t][c] = fragments[(t * Chunks + c) * 32 + lane];
+    if (next < stop) copy_queries(r, next, queries);
     for (; item < until; item += warps) {
       cuda::barrier_wait(my_barriers + 8 * stage, parity);
       const unsigned from = my_stages + stage * R::tile_bytes + lane / 4 * R::page_bytes;
@@ -254,16 +217,15 @@ __global__ void __launch_bounds__(threads, 1)
       write_tile(a, sum, row, kv_head, page, pages, scores, a.list ? own_scores : nullptr, softmax);
     }
     cuda::wait_copies();
-    end_head(a, pair, {begin, end, total, blocks}, pages, line[pair].budget, true, softmax, own_scores, chosen, merges,
-             select);
+    end_head(a, line, pair, begin, pages, places[pair].budget, true, softmax, own_scores, chosen, merges, select);
     if (next >= stop) break;
     pair = next;
   }
 }
 
 template <class T, int Chunks, int Tiles>
-void launch_ring(const RingArgs& r, cudaStream_t stream) {
-  using R = Ring<Chunks>;
+void launch_ring(RingArgs r, cudaStream_t stream) {
+  using R = Ring<Chunks, Tiles>;
   const Args& a = r.all;
   const auto kernel = score_ring_kernel<T, Chunks, Tiles>;
   static const cudaError_t once =
@@ -274,8 +236,10 @@ void launch_ring(const RingArgs& r, cudaStream_t stream) {
   constexpr std::int64_t rows = 0x7fffffff;  // no bound is needed: the kernel copies only pages that exist
   const CUtensorMap tile_map = cuda::matrix_map(a.data, half, rows, 64, 64, tile_pages * R::page_rows),
                     page_map = cuda::matrix_map(a.data, half, rows, 64, 64, R::page_rows);
-  const int bytes = R::bytes(a.group, a.dim, a.rows * a.kv_heads, a.list ? a.most_pages : 0);
-  cuda::launch("page_score", kernel, cuda::step_multiprocessors(), threads, bytes, stream, true, r, tile_map, page_map);
+  const int pairs = a.rows * a.kv_heads, blocks = cuda::step_multiprocessors(),
+            bytes = R::bytes(a.group, a.dim, pairs, a.list ? a.most_pages : 0);
+  r.all.blocks_each = pairs > 0 ? blocks / pairs : 0;
+  cuda::launch("page_score", kernel, blocks, threads, bytes, stream, true, r, tile_map, page_map);
 }
 
 // Returns whether launch_ring_width can run a's pairs, at most most_ring_pairs in one launch.

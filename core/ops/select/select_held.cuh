@@ -7,17 +7,25 @@
 
 namespace kvlab::ops::device {
 
+// Place of a bin in SelectShared::bins. A thread of find_bin reads neighbouring bins, and a warp's reads are free of
+// bank conflicts.
+template <int Threads>
+__device__ __forceinline__ int place_of_bin(int bin) {
+  constexpr int each = select_bins / Threads;
+  return bin % each * Threads + bin / each;
+}
+
 // Finds the bin of the last of the `need` best and sets s.bin, s.above and s.inside; false if all bins hold fewer. All
 // threads call it once the bins are complete. It leaves the bins zero.
 template <int Threads>
-__device__ __forceinline__ bool find_bin(unsigned need, SelectShared& s) {
+__device__ __noinline__ bool find_bin(unsigned need, SelectShared& s) {
   constexpr int warps = Threads / 32, each = select_bins / Threads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   unsigned own[each], sum = 0;
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    own[i] = s.bins[threadIdx.x * each + i];
-    s.bins[threadIdx.x * each + i] = 0;
+    own[i] = s.bins[i * Threads + threadIdx.x];
+    s.bins[i * Threads + threadIdx.x] = 0;
     sum += own[i];
   }
   const unsigned of_warp = __reduce_add_sync(all_lanes, sum);
@@ -104,7 +112,8 @@ struct Held {
   __device__ __forceinline__ bool select(int wanted, SelectShared& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto need = static_cast<unsigned>(wanted);
-    const bool groups = Vectors > 1 && wanted <= Threads * Vectors / 2;  // enough fours to bound the threshold
+    // Long rows have enough fours to bound the threshold. In short ones that costs more than it spares.
+    const bool groups = Vectors > 2 && wanted <= Threads * Vectors / 2;
     float best[Vectors], low = INFINITY, high = -INFINITY;
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) {
@@ -137,7 +146,7 @@ struct Held {
     if (groups) {
       const float scale = static_cast<float>(select_bins) / (high - low);
 #pragma unroll
-      for (int j = 0; j < Vectors; ++j) atomicAdd(&s.bins[bin_of(best[j], low, scale)], 1u);
+      for (int j = 0; j < Vectors; ++j) atomicAdd(&s.bins[place_of_bin<Threads>(bin_of(best[j], low, scale))], 1u);
       __syncthreads();
       find_bin<Threads>(need, s);
       const int up = select_bins - 1 - static_cast<int>(s.bin);
@@ -145,9 +154,13 @@ struct Held {
       if (up > 0) low = edge;
     }
     const float scale = static_cast<float>(select_bins) / (high - low);
+    int of[each];  // bins; select_bins = below the edge
 #pragma unroll
-    for (int i = 0; i < each; ++i)
-      if (const float at = level(x[i], shares); at >= edge) atomicAdd(&s.bins[bin_of(at, low, scale)], 1u);
+    for (int i = 0; i < each; ++i) {
+      const float at = level(x[i], shares);
+      of[i] = at >= edge ? bin_of(at, low, scale) : select_bins;
+      if (of[i] < select_bins) atomicAdd(&s.bins[place_of_bin<Threads>(of[i])], 1u);
+    }
     __syncthreads();
     if (!find_bin<Threads>(need, s)) return false;
     const int bin = static_cast<int>(s.bin);
@@ -157,16 +170,17 @@ struct Held {
 
     unsigned sure = 0, border = 0;
 #pragma unroll
-    for (int i = 0; i < each; ++i)
-      if (const float at = level(x[i], shares); at >= edge) {
-        const int b = bin_of(at, low, scale);
-        if (b < bin || (whole && b == bin)) {
-          sure |= 1u << i;
-        } else if (b == bin) {
-          border |= 1u << i;
-          s.candidate[atomicAdd(&s.candidates, 1u)] = selection_key(x[i], static_cast<unsigned>(index(i)));
-        }
-      }
+    for (int i = 0; i < each; ++i) {
+      if (of[i] < bin + whole) sure |= 1u << i;
+      if (of[i] == bin && !whole) border |= 1u << i;
+    }
+    for (unsigned rest = border; rest; rest &= rest - 1) {  // few threads have any
+      const int i = __ffs(static_cast<int>(rest)) - 1;
+      float score = x[0];
+#pragma unroll
+      for (int e = 1; e < each; ++e) score = e == i ? x[e] : score;
+      s.candidate[atomicAdd(&s.candidates, 1u)] = selection_key(score, static_cast<unsigned>(index(i)));
+    }
     if (!whole) {
       __syncthreads();
       for (unsigned c = threadIdx.x; c < inside; c += Threads) {

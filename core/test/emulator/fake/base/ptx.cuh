@@ -100,6 +100,8 @@ void wait_stores_read() {
 }
 inline void wait_stores() { emulator::wait_stores(0, true); }
 
+inline void keep_load(int) {}
+inline void fetch_map(const void*) {}
 inline void wait_for_predecessor() { emulator::waited_for_predecessor(); }
 inline void let_successor_start() {}
 
