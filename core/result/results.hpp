@@ -52,6 +52,7 @@ struct SummaryRow {
   double ttft_ms = not_measured;
   double tpot_ms_p50 = not_measured, tpot_ms_p95 = not_measured, tpot_ms_p99 = not_measured;
   double tokens_per_s = not_measured;
+  double tpot_ms_mean = not_measured;
   std::string workload;  // empty without one; with one, tokens_per_s is of the whole time
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;

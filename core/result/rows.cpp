@@ -69,6 +69,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"tpot_ms_p95", &R::tpot_ms_p95, "ms"},
       {"tpot_ms_p99", &R::tpot_ms_p99, "ms"},
       {"tokens_per_s", &R::tokens_per_s, "tokens/s"},
+      {"tpot_ms_mean", &R::tpot_ms_mean, "ms", false, true},
       {"workload", &R::workload, "", false, true},
       {"ttft_ms_p95", &R::ttft_ms_p95, "ms", false, true},
       {"queue_ms_p50", &R::queue_ms_p50, "ms", false, true},

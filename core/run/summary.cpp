@@ -121,6 +121,7 @@ void summarize(const CellInput& in, const Forced& forced, results::CellResult& o
   for (std::size_t i = 0; i + 1 < out.token_offsets.size(); ++i)
     for (std::int64_t t = out.token_offsets[i] + 1; t < out.token_offsets[i + 1]; ++t)
       tpot.push_back(out.token_ms[static_cast<std::size_t>(t)]);
+  s.tpot_ms_mean = mean(tpot);
   s.tpot_ms_p50 = percentile(tpot, 0.50);
   s.tpot_ms_p95 = percentile(tpot, 0.95);
   s.tpot_ms_p99 = percentile(tpot, 0.99);

@@ -52,14 +52,15 @@ TEST_CASE("cells with a workload have a table of their own, one for each workloa
   slow.tokens_per_s = 1234;
   slow.ttft_ms = 56;
   slow.ttft_ms_p95 = 78;
+  slow.tpot_ms_mean = 34.5;
   slow.preemptions = 91;
   slow.overhead = 0.0275;
   const std::string text = text_of({slow, fast, row("c", "full", not_measured, 0.25)});
   CHECK_THAT(text, Contains("context 2048, 9 requests, poisson 2/s\n") &&
                        Contains("context 2048, 9 requests, poisson 8/s\n") && Contains("context 2048\n"));
-  CHECK_THAT(line_with(text, "1234"), Contains("56") && Contains("78") && Contains("91"));
-  CHECK_THAT(line_with(text, "tokens/s"),
-             Contains("TTFT ms p50") && Contains("preempt.") && Contains("overhead %") && !Contains("KL"));
+  CHECK_THAT(line_with(text, "1234"), Contains("56") && Contains("78") && Contains("34.5") && Contains("91"));
+  CHECK_THAT(line_with(text, "tokens/s"), Contains("TTFT ms p50") && Contains("ms/token mean") &&
+                                              Contains("preempt.") && Contains("overhead %") && !Contains("KL"));
   CHECK_THAT(line_with(text, "1234"), Contains("2.75"));
   CHECK(text.find("overhead %") == text.rfind("overhead %"));  // only where it was measured
 }

@@ -55,6 +55,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   s.tpot_ms_p50 = 1.5;
   s.tpot_ms_p95 = 2.5;
   s.tpot_ms_p99 = 3.5;
+  s.tpot_ms_mean = 1.75;
   s.tokens_per_s = 640;
   s.workload = "2 requests, poisson 2/s";
   s.ttft_ms_p95 = 20.5;

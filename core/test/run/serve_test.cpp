@@ -126,6 +126,7 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
     CHECK(served.summary.workload == "10 requests, poisson 50/s");
     REQUIRE(served.samples.size() == 10);
     std::int64_t preemptions = 0;
+    double later_ms = 0, later_tokens = 0;
     for (std::size_t i = 0; i < 10; ++i) {
       const auto& s = served.samples[i];
       const auto& alone = plain.samples[i % 4];
@@ -140,8 +141,11 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
       CHECK(*first == Approx(s.ttft_ms));
       CHECK(s.arrival_ms + std::accumulate(first, last, 0.) == Approx(s.end_ms).epsilon(1e-4));
       preemptions += s.preemptions;
+      later_ms += s.end_ms - s.arrival_ms - s.ttft_ms;
+      later_tokens += static_cast<double>(s.output_tokens - 1);
     }
     CHECK(served.summary.preemptions == preemptions);
+    CHECK(served.summary.tpot_ms_mean == Approx(later_ms / later_tokens).epsilon(1e-4));
     CHECK(served.summary.ttft_ms <= served.summary.ttft_ms_p95);
     CHECK(served.summary.tokens_per_s > 0);
     CHECK(!served.step_ms.empty());
