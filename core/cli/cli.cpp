@@ -249,7 +249,7 @@ std::string CommandLine::report_text() const {
   }
   if (plugins_) return results::plugin_report(file, format);
   if (!array_.empty()) return results::head_map(results::read_profile(file), array_, format);
-  return results::is_profile(file) ? results::profile_table(results::read_profile(file), format)
+  return results::is_profile(file) ? results::profile_report(results::read_profile(file), format)
                                    : results::report(file, format);
 }
 
@@ -309,16 +309,20 @@ void CommandLine::add_rest() {
   add_plugin_path(schema);
 
   CLI::App* report =
-      add("report", "a result file as a table", "kvlab report results/quickstart.h5 --format md", [this] {
-        fmt::print("{}", report_text());
-        return 0;
-      });
+      add("report", "a result file as tables, a profile as tables and pictures",
+          "kvlab report results/quickstart.h5 --format md\n"
+          "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
+          "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too",
+          [this] {
+            fmt::print("{}", report_text());
+            return 0;
+          });
   report
       ->add_option("FILE", files_,
                    "result or profile file (HDF5), also of a run under way; several profile files: "
-                   "the heads that they have in common")
+                   "the heads that they have in common, and a map of them")
       ->required();
-  report->add_option("--array", array_, "in place of a profile's table: this array as a map of layers and heads");
+  report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
   report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
   report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
 

@@ -1,13 +1,8 @@
 #include "result/profile_file.hpp"
 
-#include <fmt/format.h>
 #include <kvlab/error.hpp>
 
-#include <algorithm>
-#include <cmath>
-
 #include "result/cell_file.hpp"
-#include "result/report_layout.hpp"
 #include "result/rows.hpp"
 #include "result/sealed.hpp"
 
@@ -56,38 +51,6 @@ ProfileFile read_profile(const std::string& path) {
     out.profilers.push_back(std::move(one));
   }
   return out;
-}
-
-std::string profile_table(const ProfileFile& profile, Format format) {
-  if (format == Format::csv)
-    throw Error(Errc::config, "got format csv for a profile, wanted table, md or latex: its arrays are in the file");
-  ReportPage page;
-  page.head = profile.model;
-  for (const ProfilerOutput& one : profile.profilers) {
-    ReportTable table;
-    table.title = one.name + " " + one.params;
-    table.header = {"array", "values", "min", "10%", "25%", "50%", "75%", "90%", "max"};
-    for (const auto& [name, array] : one.profile) {
-      std::vector<float> values = array.values;
-      values.erase(std::remove_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); }),
-                   values.end());
-      std::sort(values.begin(), values.end());
-      std::vector<std::string> row{name, std::to_string(values.size())};
-      for (const double q : {0., 0.1, 0.25, 0.5, 0.75, 0.9, 1.}) {
-        if (values.empty()) {
-          row.emplace_back("-");
-          continue;
-        }
-        const double at = q * static_cast<double>(values.size() - 1);
-        const auto low = static_cast<std::size_t>(at), high = std::min(low + 1, values.size() - 1);
-        const double share = at - static_cast<double>(low);
-        row.push_back(fmt::format("{:.3f}", values[low] * (1 - share) + values[high] * share));
-      }
-      table.rows.push_back(std::move(row));
-    }
-    page.tables.push_back(std::move(table));
-  }
-  return render(page, format);
 }
 
 }  // namespace kvlab::results

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "result/report.hpp"
+#include "result/results.hpp"
 
 namespace kvlab::results {
 
@@ -25,8 +25,5 @@ struct ProfileFile {
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);
 bool is_profile(const std::string& path);           // false for any other file
 ProfileFile read_profile(const std::string& path);  // Errc::result_file for any other file
-
-// A table of quantiles of each array's values.
-std::string profile_table(const ProfileFile& profile, Format format = Format::table);
 
 }  // namespace kvlab::results

@@ -4,6 +4,7 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <filesystem>
 #include <limits>
@@ -14,38 +15,156 @@
 namespace kvlab::results {
 namespace {
 
+constexpr const char* shades[] = {"·", "░", "▒", "▓", "█"};
+constexpr const char* mark = "*";
+constexpr double longest_bar = 32;  // characters
+
 void refuse_csv(Format format) {
   if (format == Format::csv)
     throw Error(Errc::config, "got format csv for a profile, wanted table, md or latex: its arrays are in the file");
 }
 
-// A word for a number between low and high.
-const char* shade(double value, double low, double high) {
-  static constexpr const char* shades[] = {"··", "░░", "▒▒", "▓▓", "██"};
-  if (!std::isfinite(value)) return "  ";
-  const double share = high > low ? (value - low) / (high - low) : 1;
-  return shades[static_cast<int>(std::lround(share * 4))];
+// What the lightest and the darkest shade stand for.
+struct Scale {
+  double low, high;
+  std::string text() const {
+    return low <= high ? fmt::format("; {0}{0} {1:.4g} to {2}{2} {3:.4g}", shades[0], low, shades[4], high) : "";
+  }
+};
+
+Scale scale_of(const ProfileArray& array) {
+  Scale scale{std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
+  for (const float v : array.values)
+    if (std::isfinite(v)) scale = {std::min(scale.low, double{v}), std::max(scale.high, double{v})};
+  return scale;
 }
 
-ReportTable map_table(const std::string& title, const ProfileArray& array, Format format) {
+// Two characters. The second one is the mark of a marked head.
+std::string shade(double value, const Scale& scale, bool marked = false) {
+  const double share = scale.high > scale.low ? (value - scale.low) / (scale.high - scale.low) : 1;
+  const std::string one = std::isfinite(value) ? shades[std::lround(share * 4)] : " ";
+  return one + (marked ? mark : one);
+}
+
+std::string number(double value) { return std::isfinite(value) ? fmt::format("{:.4g}", value) : "-"; }
+std::string share_text(double value) { return std::isfinite(value) ? fmt::format("{:.2f}", value) : "-"; }
+
+bool is_set(const ProfileArray* array, const std::vector<std::int64_t>& extent) {
+  return array && array->extent == extent && extent.size() > 1 &&
+         std::all_of(array->values.begin(), array->values.end(), [](float v) { return v == 0 || v == 1; });
+}
+
+struct HeadSet {
+  std::string name;
+  const ProfileArray* array = nullptr;  // null: no set
+  bool has(std::size_t head) const { return array->values[head] == 1; }
+  bool marks(const ProfileArray& other) const {
+    return array && array != &other && other.extent.size() > 1 && other.extent[0] == array->extent[0] &&
+           other.extent[1] == array->extent[1];
+  }
+};
+
+// A profiler's set of heads. Of several it is the first by name.
+HeadSet set_of(const Profile& profile) {
+  for (const auto& [name, array] : profile)
+    if (array.extent.size() == 2 && is_set(&array, array.extent)) return {name, &array};
+  return {};
+}
+
+ReportTable quantile_table(const ProfilerOutput& one) {
+  ReportTable table;
+  table.title = one.name + " " + one.params;
+  table.header = {"array", "values", "min", "10%", "25%", "50%", "75%", "90%", "max"};
+  for (const auto& [name, array] : one.profile) {
+    std::vector<float> values = array.values;
+    values.erase(std::remove_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); }), values.end());
+    std::sort(values.begin(), values.end());
+    std::vector<std::string> row{name, std::to_string(values.size())};
+    for (const double q : {0., 0.1, 0.25, 0.5, 0.75, 0.9, 1.}) {
+      if (values.empty()) {
+        row.emplace_back("-");
+        continue;
+      }
+      const double at = q * static_cast<double>(values.size() - 1);
+      const auto low = static_cast<std::size_t>(at), high = std::min(low + 1, values.size() - 1);
+      const double share = at - static_cast<double>(low);
+      row.push_back(fmt::format("{:.3f}", values[low] * (1 - share) + values[high] * share));
+    }
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
+ReportTable map_table(const std::string& title, const ProfileArray& array, const Scale& scale, const HeadSet& set,
+                      Format format) {
   const auto layers = static_cast<std::size_t>(array.extent[0]), heads = static_cast<std::size_t>(array.extent[1]);
-  double low = std::numeric_limits<double>::infinity(), high = -low;
-  for (const float v : array.values)
-    if (std::isfinite(v)) low = std::min(low, double{v}), high = std::max(high, double{v});
   ReportTable table;
   table.title = title;
   table.header = {"layer"};
-  if (format != Format::latex) table.header.emplace_back("heads"), table.text_columns = 2;
+  if (format != Format::latex) {
+    table.title += scale.text();
+    table.header.emplace_back("heads"), table.text_columns = 2;
+  }
+  if (set.marks(array)) table.title += fmt::format("; {} {}", mark, set.name);
   for (std::size_t head = 0; head < heads; ++head) table.header.push_back(std::to_string(head));
   for (std::size_t layer = 0; layer < layers; ++layer) {
-    const float* values = array.values.data() + layer * heads;
     std::vector<std::string> row{std::to_string(layer)};
-    if (format != Format::latex) {
-      std::string& map = row.emplace_back();
-      for (std::size_t head = 0; head < heads; ++head) map += shade(values[head], low, high);
+    std::string map;
+    if (format != Format::latex) row.emplace_back();
+    for (std::size_t at = layer * heads; at < (layer + 1) * heads; ++at) {
+      const bool marked = set.marks(array) && set.has(at);
+      map += shade(array.values[at], scale, marked);
+      row.push_back((marked ? mark : "") + number(array.values[at]));
     }
-    for (std::size_t head = 0; head < heads; ++head)
-      row.push_back(std::isfinite(values[head]) ? fmt::format("{:.4g}", values[head]) : "-");
+    if (format != Format::latex) row[1] = map;
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
+std::string third_axis(const std::string& unit) {
+  const std::size_t at = unit.rfind(", by ");
+  return at == std::string::npos ? "entry" : unit.substr(at + 5);
+}
+
+// The mean over the other heads and over those of the set, for each entry of an array [layer, head, entry].
+std::vector<std::array<double, 2>> means_by_entry(const ProfileArray& array, const HeadSet& set) {
+  const auto entries = static_cast<std::size_t>(array.extent[2]);
+  std::vector<std::array<double, 2>> means(entries);
+  for (std::size_t entry = 0; entry < entries; ++entry) {
+    double sum[2] = {}, count[2] = {};
+    for (std::size_t head = 0; head < set.array->values.size(); ++head)
+      if (const float v = array.values[head * entries + entry]; std::isfinite(v))
+        sum[set.has(head)] += v, ++count[set.has(head)];
+    for (const std::size_t in : {0, 1})
+      means[entry][in] = count[in] > 0 ? sum[in] / count[in] : std::numeric_limits<double>::quiet_NaN();
+  }
+  return means;
+}
+
+ReportTable curve_table(const std::string& title, const ProfileArray& array, const HeadSet& set, Format format) {
+  const auto means = means_by_entry(array, set);
+  double high = 0;
+  for (const auto& both : means)
+    for (const double mean : both)
+      if (mean > high) high = mean;
+  ReportTable table;
+  table.title = title + "; mean of heads";
+  if (format != Format::latex) {
+    table.title += fmt::format("; bars from 0 to {:.4g}", high);
+    table.text_columns = 3;
+  }
+  table.header = {third_axis(array.unit), set.name, "other heads"};
+  for (std::size_t entry = 0; entry < means.size(); ++entry) {
+    std::vector<std::string> row{std::to_string(entry + 1)};
+    for (const double mean : {means[entry][1], means[entry][0]}) {
+      std::string text;
+      if (format != Format::latex && mean > 0) {
+        for (auto left = std::lround(longest_bar * mean / high); left > 0; --left) text += shades[4];
+        text += " ";
+      }
+      row.push_back(text + number(mean));
+    }
     table.rows.push_back(std::move(row));
   }
   return table;
@@ -57,11 +176,6 @@ const ProfileArray* find(const ProfileFile& profile, const std::string& profiler
   return nullptr;
 }
 
-bool is_set(const ProfileArray* array, const std::vector<std::int64_t>& extent) {
-  return array && array->extent == extent && extent.size() > 1 &&
-         std::all_of(array->values.begin(), array->values.end(), [](float v) { return v == 0 || v == 1; });
-}
-
 // |a and b| / |a|; NaN where a is empty.
 double common_share(const ProfileArray& a, const ProfileArray& b) {
   double both = 0, all = 0;
@@ -69,30 +183,73 @@ double common_share(const ProfileArray& a, const ProfileArray& b) {
   return all > 0 ? both / all : std::numeric_limits<double>::quiet_NaN();
 }
 
-std::string number(double value) { return std::isfinite(value) ? fmt::format("{:.2f}", value) : "-"; }
+// The mean over the sets other than `own`.
+template <class Get>
+double mean_of_others(const std::vector<const ProfileArray*>& sets, std::size_t own, Get get) {
+  double sum = 0;
+  for (std::size_t i = 0; i < sets.size(); ++i)
+    if (i != own) sum += get(*sets[i]);
+  return sum / static_cast<double>(sets.size() - 1);
+}
 
 ReportTable overlap_table(const std::string& title, const std::vector<std::string>& names,
-                          const std::vector<const ProfileArray*>& sets) {
+                          const std::vector<const ProfileArray*>& sets, Format format) {
+  constexpr Scale shares{0, 1};
   ReportTable table;
-  table.title = title;
+  table.title = title + ": share of the row's heads that the column's file has too";
   table.header = {"heads of"};
+  if (format != Format::latex) {
+    table.title += shares.text();
+    table.header.emplace_back("files"), table.text_columns = 2;
+  }
   table.header.insert(table.header.end(), names.begin(), names.end());
-  table.header.emplace_back("mean of the others");
+  table.header.insert(table.header.end(), {"mean of the others", "by chance"});
   for (std::size_t a = 0; a < sets.size(); ++a) {
     std::vector<std::string> row{names[a]};
-    double others = 0;
-    for (std::size_t b = 0; b < sets.size(); ++b) {
-      const double share = common_share(*sets[a], *sets[b]);
-      row.push_back(number(share));
-      if (b != a) others += share;
+    std::string map;
+    if (format != Format::latex) row.emplace_back();
+    for (const ProfileArray* set : sets) {
+      const double share = common_share(*sets[a], *set);
+      map += shade(share, shares);
+      row.push_back(share_text(share));
     }
-    row.push_back(number(others / static_cast<double>(sets.size() - 1)));
+    if (format != Format::latex) row[1] = map;
+    row.push_back(
+        share_text(mean_of_others(sets, a, [&](const ProfileArray& b) { return common_share(*sets[a], b); })));
+    row.push_back(share_text(mean_of_others(sets, a, [](const ProfileArray& b) {
+      const ProfileArray all{b.extent, std::vector<float>(b.values.size(), 1), {}};
+      return common_share(all, b);
+    })));
     table.rows.push_back(std::move(row));
   }
   return table;
 }
 
+ProfileArray files_of_heads(const std::vector<const ProfileArray*>& sets) {
+  ProfileArray sum{sets.front()->extent, std::vector<float>(sets.front()->values.size()), {}};
+  for (const ProfileArray* set : sets)
+    for (std::size_t i = 0; i < sum.values.size(); ++i) sum.values[i] += set->values[i];
+  return sum;
+}
+
 }  // namespace
+
+std::string profile_report(const ProfileFile& profile, Format format) {
+  refuse_csv(format);
+  ReportPage page;
+  page.head = profile.model;
+  for (const ProfilerOutput& one : profile.profilers) {
+    page.tables.push_back(quantile_table(one));
+    const HeadSet set = set_of(one.profile);
+    for (const auto& [name, array] : one.profile) {
+      const std::string title = one.name + " " + name + ": " + array.unit;
+      if (!set.marks(array)) continue;
+      if (array.extent.size() == 2) page.tables.push_back(map_table(title, array, scale_of(array), set, format));
+      if (array.extent.size() == 3) page.tables.push_back(curve_table(title, array, set, format));
+    }
+  }
+  return render(page, format);
+}
 
 std::string head_map(const ProfileFile& profile, const std::string& name, Format format) {
   refuse_csv(format);
@@ -104,7 +261,8 @@ std::string head_map(const ProfileFile& profile, const std::string& name, Format
       if (array.extent.size() != 2) continue;
       known.push_back(array_name);
       if (array_name == name)
-        page.tables.push_back(map_table(one.name + " " + name + ": " + array.unit, array, format));
+        page.tables.push_back(
+            map_table(one.name + " " + name + ": " + array.unit, array, scale_of(array), set_of(one.profile), format));
     }
   if (page.tables.empty())
     throw Error(Errc::config,
@@ -133,9 +291,12 @@ std::string head_overlap(const std::vector<std::string>& paths, Format format) {
       std::vector<const ProfileArray*> sets;
       for (const ProfileFile& file : files)
         if (const ProfileArray* set = find(file, one.name, name); is_set(set, array.extent)) sets.push_back(set);
-      if (sets.size() == files.size())
-        page.tables.push_back(
-            overlap_table(one.name + " " + name + ": share that the column's file has too", names, sets));
+      if (sets.size() != files.size()) continue;
+      const std::string title = one.name + " " + name;
+      page.tables.push_back(overlap_table(title, names, sets, format));
+      if (array.extent.size() == 2)
+        page.tables.push_back(map_table(title + ": files that have the head", files_of_heads(sets),
+                                        {0, static_cast<double>(sets.size())}, {}, format));
     }
   if (page.tables.empty())
     throw Error(Errc::config, "got profiles without a common set of heads, wanted an array of zeros and ones in each",

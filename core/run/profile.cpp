@@ -16,7 +16,7 @@
 #include "plugin/callback.hpp"
 #include "plugin/loader.hpp"
 #include "result/output.hpp"
-#include "result/profile_file.hpp"
+#include "result/profile_report.hpp"
 #include "run/answer.hpp"
 #include "run/device.hpp"
 #include "run/items.hpp"
@@ -215,7 +215,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
     written = false;
   }
   if (!options.quiet) {
-    fmt::print("{}", results::profile_table(file));
+    fmt::print("{}", results::profile_report(file, results::Format::table));
     if (written) fmt::print("profile: {}\n", out);
   }
   return written ? 0 : 1;

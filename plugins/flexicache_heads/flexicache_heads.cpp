@@ -60,11 +60,12 @@ class FlexicacheHeads final : public kvlab::Profiler {
   void release(int slot) override { windows_.clear(slot); }  // the steps of a window that did not end count nowhere
 
   void finish(kvlab::Profile& out) override {
-    out["unstable"] = of_heads(votes_.unstable(share_), "1 = unstable");
-    out["votes"] = of_heads({votes_.votes().begin(), votes_.votes().end()}, "windows in the bottom quartile");
+    out["unstable"] = of_heads(votes_.unstable(share_), "1 = an unstable KV head");
+    out["votes"] = of_heads({votes_.votes().begin(), votes_.votes().end()},
+                            "windows that have the KV head in their bottom quartile");
     out["windows"] = {{1}, {static_cast<float>(votes_.windows())}, "windows"};
-    out["stability"] = stability_.array("mean RCO of a window, 0 to 1, chance is 0");
-    out["rank_change_overlap"] = rco_.array("RCO with the window's first step, by steps after it");
+    out["stability"] = stability_.array("mean RCO of a KV head's windows, 0 to 1, chance is 0");
+    out["rank_change_overlap"] = rco_.array("RCO with a window's first step, by steps after the first");
     if (votes_.windows() == 0)
       out["unstable"].values.assign(out["unstable"].values.size(), std::numeric_limits<float>::quiet_NaN());
   }

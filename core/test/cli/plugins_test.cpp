@@ -100,7 +100,7 @@ TEST_CASE("--plugin-path finds plugins for check and run, before the file's plug
                                               content_hashes().sha256_of(library()) + ",1\n"));
 }
 
-TEST_CASE("several profiles are reported by the heads that they have in common, and one by an array") {
+TEST_CASE("several profiles are reported by the heads that they have in common, and one by its pictures or an array") {
   const Folder folder;
   const std::string file = folder.write("e.yaml",
                                         "model: {synthetic: tiny}\nbackend: cpu\nthreads: 1\npage_size: 4\n"
@@ -112,7 +112,11 @@ TEST_CASE("several profiles are reported by the heads that they have in common, 
   const Ended both = test::run_kvlab({"report", a, b, "--format", "md"});
   CHECK(both.code == 0);
   CHECK_THAT(both.said,
-             Catch::Contains("| heads of | a | b | mean of the others |") && Catch::Contains("| a | 1.00 |"));
+             Catch::Contains("| heads of | files | a | b | mean of the others |") && Catch::Contains(" | 1.00 |"));
+  const Ended one = test::run_kvlab({"report", a});
+  CHECK(one.code == 0);
+  CHECK_THAT(one.said, Catch::Contains("flexicache_heads stability") && Catch::Contains("* unstable") &&
+                           Catch::Contains("steps after the first  unstable"));
   const Ended map = test::run_kvlab({"report", a, "--array", "votes"});
   CHECK(map.code == 0);
   CHECK_THAT(map.said, Catch::Contains("flexicache_heads votes"));

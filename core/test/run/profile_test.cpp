@@ -8,7 +8,7 @@
 #include <kvlab/build_id.hpp>
 
 #include "base/content_hash.hpp"
-#include "result/profile_file.hpp"
+#include "result/profile_report.hpp"
 #include "support/golden.hpp"
 #include "support/places.hpp"
 #include "test/model/tiny_files.hpp"
@@ -36,7 +36,8 @@ struct Run {
     const results::ProfileFile file = results::read_profile(folder / "new" / "p.h5");
     CHECK(file.model_fingerprint.size() == 16);
     REQUIRE(file.profilers.size() == 1);
-    CHECK_THAT(results::profile_table(file), Catch::Contains("overlap_4") && Catch::Contains("query_cosine"));
+    CHECK_THAT(results::profile_report(file, results::Format::table),
+               Catch::Contains("overlap_4") && Catch::Contains("query_cosine"));
     REQUIRE(file.plugins.size() == 2);
     for (const auto& [i, role, name] : {std::tuple{0, "task", "text"}, {1, "profiler", "head_stats"}}) {
       const results::PluginRow& plugin = file.plugins[static_cast<std::size_t>(i)];
