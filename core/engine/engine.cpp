@@ -35,6 +35,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.token_state = needs.token_state();
   s.device_limit = o.device_limit;
   s.host_limit = o.host_limit;
+  s.scratch_limit = o.scratch_limit;
   s.host_pages = needs.host_pages();
   s.spill = o.spill;
   return s;
@@ -96,6 +97,41 @@ void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
   Ledger ledger;
   StoreWorkspace workspace(ledger, Stream::cpu());
   policy.attach(store.shape, o.budget, workspace);
+}
+
+CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptions& o) {
+  const StoreOptions store = store_options(model, policy, o);
+  const StoreBytes taken = store_bytes(store, o.device);
+  const Needs needs = policy.needs();
+  const Shape& s = store.shape;
+  const std::int64_t slots = s.max_slots, number = sizeof(float);
+  Ledger ledger;
+  StoreWorkspace workspace(ledger, Stream::cpu());
+  policy.attach(s, o.budget, workspace);
+  CacheMemory m;
+  m.slots = s.max_slots;
+  // Beside the store's: question and steps of each slot, and what policies keep of each row or of each of its heads.
+  m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number;
+  m.summaries = taken.summaries;
+  m.state = workspace.state_bytes() + workspace.constant_bytes();
+  // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
+  if (o.prefill_chunk > 0)
+    m.queries = std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim *
+                number;
+  m.mass = mass_bytes(s, needs.mass());
+  m.scratch_of_callback =
+      number * s.query_heads * (4 * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
+  m.frame = taken.frame;
+  m.page = taken.frame + taken.frame_places;
+  m.heads = std::int64_t{s.layers} * s.kv_heads;
+  return m;
+}
+
+void Engine::fit(EngineOptions& o, std::int64_t bytes, const Model& model, Policy& policy) {
+  const CacheMemory m = memory(model, policy, o);
+  o.device_limit = m.frames_within(bytes);
+  o.scratch_limit = m.scratch_of_callback;
 }
 
 Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> policy, const EngineOptions& options)

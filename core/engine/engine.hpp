@@ -12,6 +12,7 @@
 #include "base/finite.hpp"
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
+#include "engine/cache_memory.hpp"
 #include "engine/host_copy.hpp"
 #include "exec/executor.hpp"
 
@@ -25,6 +26,7 @@ struct EngineOptions {
   int prefill_chunk = 0;  // prompt tokens per chunk; 0 = the whole prompt, layer by layer
   BudgetAmount budget;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of pages; -1 = none
+  std::int64_t scratch_limit = -1;                  // bytes of a callback's scratch; -1 = none
   Spill spill = Spill::always;
   bool batch_invariant = false;  // see make_executor
   bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
@@ -77,6 +79,12 @@ class Engine final : private LayerHooks {
 
   // Throws the same errors. It needs no weights and makes no cache.
   static void check(const Model& model, Policy& policy, const EngineOptions& options);
+
+  // The memory on the device that an engine with these options takes for its cache. It bounds neither activations nor
+  // the memory that kernels keep between calls. Attaches the policy, which serves no engine afterwards.
+  static CacheMemory memory(const Model& model, Policy& policy, const EngineOptions& options);
+  // Sets the limits of pages and scratch so that this memory fits `bytes`. Throws NoRoom that names the parts.
+  static void fit(EngineOptions& options, std::int64_t bytes, const Model& model, Policy& policy);
 
   // Opens a free slot and returns it, or -1. Random choices follow the number `sequence`, so they depend neither on the
   // slot nor on other sequences.

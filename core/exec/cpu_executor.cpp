@@ -248,8 +248,8 @@ Fit CpuExecutor::attend_prompt(PromptLayer& info, std::int64_t n, int first, boo
       a.sums = View<float, 2>::dense(mass_.data(), {c.heads, width});
       info.mass = a.sums;
     }
-    ops::attend_prompt(a, store_.workspace(), Stream::cpu());
-    store_.workspace().reset();
+    ops::attend_prompt(a, workspace_, Stream::cpu());
+    workspace_.reset();
     info.output = a.out;
     if (a.sums) look_at(0, mass_.data(), static_cast<std::int64_t>(mass_.size()));
   }
@@ -293,7 +293,8 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   a.last = position_.data();
   a.out = heads_view(attention_, n, c.heads, c.head_dim);
   a.mass = mass;
-  ops::attend(a, store_.workspace(), Stream::cpu());
+  ops::attend(a, workspace_, Stream::cpu());
+  workspace_.reset();
   for (std::int64_t r = 0; mass && r < n; ++r) look_at(r, mass_.data() + r * mass.stride[0], mass.stride[0]);
   return a.out;
 }

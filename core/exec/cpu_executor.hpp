@@ -44,6 +44,8 @@ class CpuExecutor final : public Executor {
   void note_rows();
 
   CpuStore& store_;
+  Ledger unread_;
+  StoreWorkspace workspace_{unread_, Stream::cpu()};  // of attention; the store's own is the policy's
   std::vector<int> tokens_;             // tokens of the current call
   std::vector<std::int32_t> position_;  // their text positions
   Qkv qkv_;

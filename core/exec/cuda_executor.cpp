@@ -21,6 +21,10 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t row_block = 4096;  // prompt rows that pass the MLP together; it bounds activation memory
+constexpr std::int64_t mass_rows = 32;    // rows of a prompt whose mass has room at once
+
+// Steps of up to 1024 more tokens find the buffer of their mass at the same address.
+std::int64_t mass_room(std::int64_t tokens) { return (tokens + 1023) / 1024 * 1024; }
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the executor on CUDA"); }
 
@@ -50,6 +54,13 @@ T* CudaExecutor::room(StreamMemory& m, std::int64_t count) {
     m = StreamMemory(stream_, bytes);
   }
   return m.as<T>();
+}
+
+std::int64_t mass_bytes(const Shape& s, Mass wanted) {
+  if (wanted == Mass::none) return 0;
+  const std::int64_t of_step = s.max_slots * mass_room(s.max_tokens), sums = s.max_tokens;
+  const std::int64_t numbers = wanted == Mass::all ? std::max(of_step, mass_rows * s.max_tokens) + sums : of_step;
+  return numbers * s.query_heads * static_cast<std::int64_t>(sizeof(float));
 }
 
 CudaExecutor::CudaExecutor(std::shared_ptr<const Model> model, CudaStore& store, bool batch_invariant)
@@ -402,12 +413,11 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     attend_rows(all, 0, {}, {});
     return DType::f32;
   }
-  constexpr std::int64_t block = 32;  // rows whose mass has room at once
-  float* data = room<float>(mass_, std::min(tokens, block) * c.heads * sums.extent[1]);
-  for (std::int64_t at = 0; at < tokens; at += block) {
+  float* data = room<float>(mass_, std::min(tokens, mass_rows) * c.heads * sums.extent[1]);
+  for (std::int64_t at = 0; at < tokens; at += mass_rows) {
     PagedKv kv = all;
     kv.slots += at;
-    kv.rows = static_cast<int>(std::min(block, tokens - at));
+    kv.rows = static_cast<int>(std::min(mass_rows, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
     attend_rows(kv, at, {}, mass);
     ops::add_rows(mass, sums, stream_);
@@ -508,7 +518,7 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
 
 View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
   const int heads = model_->config.heads;
-  return View<float, 3>::dense(room<float>(mass_, rows * heads * ((tokens + 1023) / 1024 * 1024)),
+  return View<float, 3>::dense(room<float>(mass_, rows * heads * mass_room(tokens)),
                                {rows, heads, tokens});
 }
 

@@ -140,6 +140,9 @@ class Executor {
   Store& cache_;
 };
 
+// Returns the most bytes of attention mass that an executor on either device keeps at once.
+std::int64_t mass_bytes(const Shape& s, Mass wanted);
+
 // Throws the errors that make_executor would throw on such a device, except those for the model's weights.
 void check_executor(const Model& model, Device device);
 

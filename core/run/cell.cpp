@@ -1,6 +1,7 @@
 #include "run/cell.hpp"
 
 #include <exception>
+#include <kvlab/error.hpp>
 #include <new>
 
 #include "base/log.hpp"
@@ -17,7 +18,14 @@ namespace kvlab {
 
 using results::CellResult;
 
-void check_cell(const CellInput& in) { Engine::check(*in.model, *cell_policy(in), engine_options(in, 1)); }
+void check_cell(const CellInput& in) {
+  Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
+  try {
+    limited_options(in, 1);
+  } catch (const NoRoom& e) {
+    throw Error(Errc::config, e.what());
+  }
+}
 
 CellResult broken_cell(const CellInput& in, const std::string& status, const std::string& error) {
   CellResult out;

@@ -19,7 +19,6 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.batch_invariant = in.experiment->batch_invariant;
   o.graphs = !in.wants(Metric::parts);
   o.budget = in.policy().budget;
-  o.device_limit = in.experiment->device_memory > 0 ? in.experiment->device_memory : -1;
   o.spill = in.experiment->spill == "always" ? Spill::always : Spill::pressure;
   o.host_limit = in.experiment->host_memory > 0 ? in.experiment->host_memory : -1;
   return o;
@@ -41,19 +40,25 @@ std::shared_ptr<Policy> cell_policy(const CellInput& in) {
   return build_policy(in.policy(), *in.catalog, in.profile.get(), std::move(injection));
 }
 
+EngineOptions limited_options(const CellInput& in, int slots) {
+  EngineOptions o = engine_options(in, slots);
+  if (const std::int64_t bytes = in.experiment->device_memory; bytes > 0)
+    Engine::fit(o, bytes, *in.model, *cell_policy(in));
+  return o;
+}
+
 Engine make_engine(const CellInput& in, int slots) {
-  return Engine(in.model, cell_policy(in), engine_options(in, slots));
+  return Engine(in.model, cell_policy(in), limited_options(in, slots));
 }
 
 void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();
-  const std::int64_t limit = store.options().device_limit, room = store.page_limit();
+  const std::int64_t room = store.page_limit();
   const bool tiers = store.options().host_pages;
-  std::string text = limit >= 0  ? "got a device limit of " + std::to_string(limit) + " bytes"
-                     : room >= 0 ? "got a device with room for " + std::to_string(room) + " bytes of pages"
-                     : tiers     ? "got a full device or host"
-                                 : "got a full device";
+  std::string text = room >= 0 ? "got a device with room for " + std::to_string(room) + " bytes of pages"
+                     : tiers   ? "got a full device or host"
+                               : "got a full device";
   text += ", wanted room for more pages than the " + std::to_string(store.page_bytes(Tier::device)) + " bytes held";
   // The tier that was full is not known: an edit that needs more of the host than there is takes none of it.
   if (tiers) text += " on the device or the " + std::to_string(store.page_bytes(Tier::host)) + " on the host";

@@ -35,7 +35,9 @@ struct CellInput {
 EngineOptions engine_options(const CellInput& in, int slots);
 // The cell's policy, with injected lists and corrections where the experiment wants them.
 std::shared_ptr<Policy> cell_policy(const CellInput& in);
-// An engine with these options and the cell's policy. Throws as Engine does.
+// The same within device_memory. Throws NoRoom where that is too small.
+EngineOptions limited_options(const CellInput& in, int slots);
+// An engine with limited_options and the cell's policy. Throws as Engine does.
 Engine make_engine(const CellInput& in, int slots);
 
 // Ends a cell that does not fit; the cell's result reports it.

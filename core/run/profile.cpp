@@ -189,10 +189,18 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   for (const Sample& s : samples) o.max_tokens = std::max(o.max_tokens, s.item.most_tokens());
   o.page_size = e.page_size;
   o.prefill_chunk = e.prefill_chunk;
-  o.device_limit = e.device_memory > 0 ? e.device_memory : -1;
   {
     Watched unused(e, catalog);
     Engine::check(*outline, unused, o);
+  }
+  if (e.device_memory > 0) {
+    Watched unused(e, catalog);
+    try {
+      Engine::fit(o, e.device_memory, *outline, unused);
+    } catch (const NoRoom& small) {
+      throw Error(Errc::config, small.what(), e.file.string());
+    }
+    o.scratch_limit = -1;  // what profilers take serves no cache
   }
   const auto held = results::open_output(out, options.command, results::OutputKind::profile);
 

@@ -25,6 +25,11 @@ std::vector<PageLayout> make_layouts(const StoreOptions& o) {
   return out;
 }
 
+std::size_t heads_of(const Shape& s) {
+  return static_cast<std::size_t>(s.layers) * static_cast<std::size_t>(s.max_slots) *
+         static_cast<std::size_t>(s.kv_heads);
+}
+
 std::int64_t widest(const std::vector<PageLayout>& layouts) {
   std::int64_t bytes = 0;
   for (const auto& l : layouts) bytes = std::max(bytes, l.bytes);
@@ -40,17 +45,18 @@ CpuStore::CpuStore(const StoreOptions& options)
                                     options.shape.head_dim, static_cast<int>(options.token_state.size()))),
       device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
       host_(worst_case(options.shape, host_layout_.bytes), options.host_limit) {
-  const Shape& s = options_.shape;
-  const std::size_t heads =
-      static_cast<std::size_t>(s.layers) * static_cast<std::size_t>(s.max_slots) * static_cast<std::size_t>(s.kv_heads);
+  const std::size_t heads = heads_of(options.shape);
+  const StoreBytes taken = bytes(options);
   for (auto& t : table_) t.resize(heads * pages_per_head_);
   lengths_.resize(heads);
-  ledger_.hold(Tier::device, Tag::tables,
-               static_cast<std::int64_t>(heads * (2 * pages_per_head_ * sizeof(PageEntry) + sizeof(std::int32_t))));
-  if (options_.summary != Summary::none) {
-    summary_bytes_ = std::int64_t{summary_vectors(options_.summary)} * s.head_dim * std::int64_t(size_of(s.dtype));
-    summary_pool_ = MappedArray(static_cast<std::int64_t>(heads * pages_per_head_) * summary_bytes_);
-  }
+  ledger_.hold(Tier::device, Tag::tables, taken.tables);
+  summary_pool_ = MappedArray(taken.summaries);
+}
+
+StoreBytes CpuStore::bytes(const StoreOptions& options) {
+  const std::size_t heads = heads_of(options.shape), pages = heads * static_cast<std::size_t>(options.shape.max_pages());
+  return {static_cast<std::int64_t>(2 * pages * sizeof(PageEntry) + heads * sizeof(std::int32_t)),
+          static_cast<std::int64_t>(pages) * summary_bytes(options), widest(make_layouts(options)), 0};
 }
 
 void CpuStore::check(const StoreOptions& options) {

@@ -10,6 +10,7 @@ class CpuStore final : public Store {
   explicit CpuStore(const StoreOptions& options);
 
   static void check(const StoreOptions& options);
+  static StoreBytes bytes(const StoreOptions& options);
   CpuStore* cpu() override { return this; }
 
   void close(int slot) override;

@@ -127,7 +127,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   stale_ = true;
   const CudaStoreLayer l = layer(e.layer);
   const auto jobs_of = [&](int lane) {
-    a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer();
+    a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer(s);
     a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
   };
   if (beside_ || e.when.kind == Deadline::this_attention) {
@@ -219,8 +219,7 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
     if (most == 0) return Fit::ok;
     const Tier to = e.verb == CudaStorePageEdit::offload ? Tier::host : Tier::device;
     if (!reserve(to, most) && !reserve(to, frames_missing(e, index, slots))) return Fit::out_of_memory;
-    const std::size_t bytes = static_cast<std::size_t>(1 + 3 * most) * sizeof(std::int32_t);
-    if (jobs_.bytes() < bytes) jobs_ = StreamMemory(stream_, 2 * bytes);
+    if (!jobs_) jobs_ = StreamMemory(stream_, sizes(options_).jobs);
     e.job_count = jobs_.as<std::int32_t>();
     e.jobs = e.job_count + 1;
     zero_memory(e.job_count, sizeof(std::int32_t), stream_);

@@ -50,9 +50,10 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   host_layout_ = ops::make_layout(s.dtype, options_.host_codec, s.page_size, s.head_dim,
                                   static_cast<int>(options_.token_state.size()));
   heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;
-  const std::size_t heads = static_cast<std::size_t>(heads_), table = heads * pages_per_head_ * sizeof(PageEntry);
+  const Sizes taken = sizes(options);
+  const std::size_t heads = static_cast<std::size_t>(heads_);
   for (auto& t : table_) {
-    t = StreamMemory(stream_, table);
+    t = StreamMemory(stream_, taken.table);
     // A null entry is not all zeros, so the host writes the table once.
     const std::vector<PageEntry> empty(std::min<std::size_t>(heads * pages_per_head_, 65536));
     for (std::size_t at = 0; at < heads * pages_per_head_; at += empty.size())
@@ -60,23 +61,17 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
                   std::min(empty.size(), heads * pages_per_head_ - at) * sizeof(PageEntry), stream_);
     synchronize(stream_);
   }
-  length_ = StreamMemory(stream_, heads * sizeof(std::int32_t));
+  length_ = StreamMemory(stream_, taken.lengths);
   zero_memory(length_.as<>(), length_.bytes(), stream_);
-  ledger_.hold(Tier::device, Tag::tables, static_cast<std::int64_t>(2 * table + length_.bytes()));
+  ledger_.hold(Tier::device, Tag::tables, static_cast<std::int64_t>(2 * taken.table + taken.lengths));
   counters_ = StreamMemory(stream_, sizeof(CudaStoreCounters));
   zero_memory(counters_.as<>(), counters_.bytes(), stream_);
   const std::size_t slots = static_cast<std::size_t>(s.max_slots);
-  rows_ = StreamMemory(stream_, slots * (slots + 1) / 2 * sizeof(std::int32_t));
+  rows_ = StreamMemory(stream_, taken.rows);
   rows_known_.resize(slots + 1);
-  if (options_.summary != Summary::none) {
-    summary_bytes_ = std::int64_t{summary_vectors(options_.summary)} * s.head_dim * std::int64_t(size_of(s.dtype));
-    summary_pool_ = StreamMemory(stream_, heads * pages_per_head_ * static_cast<std::size_t>(summary_bytes_));
-  }
-  if (options_.rope_table.inv_freq) {
-    const std::size_t bytes = static_cast<std::size_t>(s.head_dim / 2) * sizeof(float);
-    inv_freq_ = StreamMemory(stream_, bytes);
-    copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, bytes, stream_);
-  }
+  summary_pool_ = StreamMemory(stream_, taken.summaries);
+  inv_freq_ = StreamMemory(stream_, taken.inv_freq);
+  copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, taken.inv_freq, stream_);
   if (options_.rope == RopeRegime::re_rotate && !inv_freq_)
     throw Error(Errc::internal, "got rope re_rotate without its frequencies", "the cache on CUDA");
   lengths_.resize(heads);
@@ -90,7 +85,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
   side_ = std::make_unique<SideStream>(stream_);
-  if (options_.host_pages) prepare_places();
+  if (options_.host_pages) prepare_places(taken);
   if (options_.host_pages && !open_host_tier())
     throw Error(Errc::config, "got no pinned memory for the pages on the host, wanted " +
                                   std::to_string(host_frames() * host_layout_.bytes) +
@@ -105,18 +100,53 @@ CudaStore::~CudaStore() {
   }
 }
 
-void CudaStore::prepare_places() {
-  const auto bytes = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(std::int32_t); };
+CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
+  const Shape& s = o.shape;
+  const auto n = [](std::int64_t count) { return static_cast<std::size_t>(count); };
+  const std::size_t word = sizeof(std::int32_t), slots = n(s.max_slots), heads = slots * n(s.layers) * n(s.kv_heads),
+                    pages = heads * n(s.max_pages()), of_layer = n(most_pages_of_layer(s));
+  Sizes out;
+  out.table = pages * sizeof(PageEntry);
+  out.lengths = heads * word;
+  out.rows = slots * (slots + 1) / 2 * word;
+  out.inv_freq = o.rope_table.inv_freq ? n(s.head_dim / 2) * sizeof(float) : 0;
+  out.jobs = (1 + 3 * of_layer) * word;
+  out.summaries = pages * n(summary_bytes(o));
+  if (!o.host_pages) return out;
+  out.place_jobs = 4 * (SideStream::lanes + 2) * of_layer * word;
+  out.place_counts = 2 * (SideStream::lanes + 2) * word;
+  out.spilled_flags = slots;
+  out.spare_counts = n(s.layers) * slots * sizeof(Spare);
+  return out;
+}
+
+StoreBytes CudaStore::bytes(const StoreOptions& o) {
+  const Sizes s = sizes(o);
+  const auto layout = [&](const CodecSpec& codec) {
+    return ops::make_layout(o.shape.dtype, codec, o.shape.page_size, o.shape.head_dim,
+                            static_cast<int>(o.token_state.size()))
+        .bytes;
+  };
+  std::int64_t host_frames = static_cast<std::int64_t>(s.table / sizeof(PageEntry));
+  if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / layout(o.host_codec));
+  constexpr std::int64_t place = sizeof(std::int32_t);  // of a frame's number in a list
+  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.spilled_flags + s.spare_counts;
+  return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
+              (host_frames + 2) * place,
+          static_cast<std::int64_t>(s.summaries), layout(o.codecs[0]), (o.host_pages ? 2 : 1) * place};
+}
+
+void CudaStore::prepare_places(const Sizes& taken) {
   const auto zeros = [&](std::size_t n) {
     StreamMemory m(stream_, n);
     zero_memory(m.as<>(), n, stream_);
     return m;
   };
-  place_jobs_ = StreamMemory(stream_, bytes(4 * (SideStream::lanes + 2) * most_pages_of_layer()));
-  place_counts_ = zeros(bytes(2 * (SideStream::lanes + 2)));
-  returned_ = zeros(bytes(1 + capacity_[0]));
-  spilled_flags_ = zeros(static_cast<std::size_t>(options_.shape.max_slots));
-  spare_counts_ = zeros(spare_.size() * sizeof(Spare));
+  place_jobs_ = StreamMemory(stream_, taken.place_jobs);
+  place_counts_ = zeros(taken.place_counts);
+  returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
+  spilled_flags_ = zeros(taken.spilled_flags);
+  spare_counts_ = zeros(taken.spare_counts);
   placing_.resize(static_cast<std::size_t>(options_.shape.layers));
   ledger_.hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes()));
 }

@@ -19,6 +19,7 @@ class CudaStore final : public Store {
   // the frames that the shape can need, at most device_limit and 85% of the free memory.
   CudaStore(const StoreOptions& options, Stream stream);
   static void check(const StoreOptions& options);
+  static StoreBytes bytes(const StoreOptions& options);
   CudaStore* cuda() override { return this; }
   ~CudaStore() override;
 
@@ -86,10 +87,17 @@ class CudaStore final : public Store {
     std::byte* data_ = nullptr;
   };
 
+  // Bytes of what the store takes on the device.
+  struct Sizes {
+    std::size_t table = 0, lengths = 0, rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
+    std::size_t place_jobs = 0, place_counts = 0, spilled_flags = 0, spare_counts = 0;  // for place edits
+  };
+  static Sizes sizes(const StoreOptions& options);
+
   CudaStoreLayer layer(int layer) const;
   const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;
   std::int32_t& bound(int layer, int slot) { return bound_[layer_slot(layer, slot)]; }
-  void prepare_places();
+  void prepare_places(const Sizes& taken);
   void make_pool(Tier tier, std::int64_t frames);
   std::int64_t host_frames() const;  // that the host tier shall have
   bool open_host_tier();
@@ -121,8 +129,8 @@ class CudaStore final : public Store {
   std::int64_t fresh_pages_of(const std::vector<std::int32_t>& slots) const override;
   std::int64_t filled_pages_of(const std::vector<std::int32_t>& slots) const;  // that may go to the host
   CudaStorePlace place_of(const Edit& e, const std::vector<std::int32_t>& slots);
-  std::int64_t most_pages_of_layer() const {
-    return heads_ / options_.shape.layers * static_cast<std::int64_t>(pages_per_head_);
+  static std::int64_t most_pages_of_layer(const Shape& s) {
+    return std::int64_t{s.max_slots} * s.kv_heads * s.max_pages();
   }
   IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) override;
   void advanced(bool decode) override;
@@ -151,7 +159,7 @@ class CudaStore final : public Store {
   std::vector<bool> placing_;               // [layer] place edits since settle()
   bool reserved_ = false;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
-  StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page
+  StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page; from the first such edit on
   unsigned long long edit_ = 0;
   ops::FinalList final_;
   int since_refresh_ = 0;  // decode steps since update(), counted per slot

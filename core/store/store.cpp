@@ -25,16 +25,21 @@ Store::Store(const StoreOptions& options, Stream stream)
     : options_(options),
       stream_(stream),
       pages_per_head_(static_cast<std::size_t>(options.shape.max_pages())),
+      summary_bytes_(summary_bytes(options)),
       position_(static_cast<std::size_t>(options.shape.max_slots)),
       step_(static_cast<std::size_t>(options.shape.max_slots)),
       used_(static_cast<std::size_t>(options.shape.max_slots)),
-      workspace_(ledger_, stream),
+      workspace_(ledger_, stream, options.scratch_limit),
       spare_(static_cast<std::size_t>(options.shape.layers * options.shape.max_slots)),
       spilled_(used_.size()),
       spills_at_once_(options.spill == Spill::always),
       places_(static_cast<std::size_t>(options.shape.layers)),
       placed_(spare_.size()),
       placed_step_(spare_.size()) {}
+
+std::int64_t Store::summary_bytes(const StoreOptions& o) {
+  return std::int64_t{summary_vectors(o.summary)} * o.shape.head_dim * static_cast<std::int64_t>(size_of(o.shape.dtype));
+}
 
 int Store::open() {
   for (std::size_t i = 0; i < used_.size(); ++i)
@@ -277,7 +282,7 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) 
 
 Stream Store::begin_beside() {
   const Stream s = fork();
-  if (!beside_workspace_) beside_workspace_ = std::make_unique<StoreWorkspace>(ledger_, s);
+  if (!beside_workspace_) beside_workspace_ = std::make_unique<StoreWorkspace>(ledger_, s, options_.scratch_limit);
   beside_ = true;
   return s;
 }
@@ -366,6 +371,10 @@ std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const 
   std::vector<std::int32_t> out = positions_by_place(layer, slot, head);
   std::sort(out.begin(), out.end());
   return out;
+}
+
+StoreBytes store_bytes(const StoreOptions& options, Device device) {
+  return device == Device::cuda ? CudaStore::bytes(options) : CpuStore::bytes(options);
 }
 
 void check_store(const StoreOptions& options, Device device) {

@@ -35,6 +35,7 @@ struct StoreOptions {
   Summary summary = Summary::none;
   std::vector<std::string> token_state;
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
+  std::int64_t scratch_limit = -1;                  // bytes of a workspace's scratch; -1 = none
   bool host_pages = false;                          // take the host tier at the start; place edits need it
   Spill spill = Spill::always;
 };
@@ -183,6 +184,7 @@ class Store {
   // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index and count.
   static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
                          Stream device, Stream through);
+  static std::int64_t summary_bytes(const StoreOptions& options);  // of a page
   bool spills_at_once() const { return spills_at_once_; }
   // Whether place edits of the slot take effect.
   bool spills(int slot) const { return spills_at_once_ || spilled_[static_cast<std::size_t>(slot)]; }
@@ -215,7 +217,7 @@ class Store {
   StoreOptions options_;
   Stream stream_;
   std::size_t pages_per_head_ = 0;
-  std::int64_t summary_bytes_ = 0;  // bytes of a page's summary
+  std::int64_t summary_bytes_;  // of a page
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
   std::vector<Pending> pending_;
@@ -246,6 +248,15 @@ class Store {
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots);
 };
+
+// Most bytes that a store takes on its device.
+struct StoreBytes {
+  std::int64_t tables = 0;        // and lists whose length does not depend on the number of frames
+  std::int64_t summaries = 0;     // of all pages of all slots
+  std::int64_t frame = 0;         // a frame
+  std::int64_t frame_places = 0;  // its places in lists of free frames
+};
+StoreBytes store_bytes(const StoreOptions& options, Device device);
 
 // Throws the errors that make_store would throw on such a device, without taking memory.
 void check_store(const StoreOptions& options, Device device);

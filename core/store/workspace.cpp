@@ -3,20 +3,34 @@
 #include <algorithm>
 
 namespace kvlab {
+namespace {
+
+constexpr std::size_t least_block = std::size_t{1} << 20;
+
+}  // namespace
+
+StoreWorkspace::StoreWorkspace(Ledger& ledger, Stream stream, std::int64_t most_scratch)
+    : ledger_(&ledger), stream_(stream), grows_(most_scratch < 0) {
+  add_block(grows_ ? least_block : static_cast<std::size_t>(most_scratch));
+}
 
 StoreWorkspace::~StoreWorkspace() {
   for (auto& b : blocks_) ledger_->hold(Tier::device, Tag::workspace, -static_cast<std::int64_t>(b.bytes));
 }
 
-void* StoreWorkspace::scratch(const char*, std::size_t bytes) {
+void StoreWorkspace::add_block(std::size_t bytes) {
+  ++moves_;
+  blocks_.push_back({StreamMemory(stream_, bytes), bytes});
+  ledger_->hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(bytes));
+}
+
+void* StoreWorkspace::scratch(const char* tag, std::size_t bytes) {
   bytes = std::max<std::size_t>(64, (bytes + 63) & ~std::size_t{63});
-  if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().bytes) {
-    ++moves_;
-    Block b;
-    b.bytes = std::max<std::size_t>(bytes, std::size_t{1} << 20);
-    b.memory = StreamMemory(stream_, b.bytes);
-    ledger_->hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(b.bytes));
-    blocks_.push_back(std::move(b));
+  if (const Block& b = blocks_.back(); b.used + bytes > b.bytes) {
+    if (!grows_)
+      throw NoRoom("got " + std::to_string(b.used + bytes) + " bytes of a callback's scratch with '" + tag +
+                   "', wanted at most the " + std::to_string(b.bytes) + " that device_memory keeps for it");
+    add_block(std::max(bytes, least_block));
   }
   Block& b = blocks_.back();
   void* p = b.memory.as<>() + b.used;
@@ -45,7 +59,7 @@ void StoreWorkspace::reset() {
     for (auto& b : blocks_) total += b.bytes;
     ledger_->hold(Tier::device, Tag::workspace, -static_cast<std::int64_t>(total));
     blocks_.clear();
-    scratch("", total);
+    add_block(total);
   }
   for (auto& b : blocks_) b.used = 0;
 }
@@ -79,6 +93,12 @@ std::size_t StoreWorkspace::slot_bytes() const {
 std::int64_t StoreWorkspace::state_bytes() const {
   std::int64_t sum = 0;
   for (auto& s : states_) sum += s.bytes();
+  return sum;
+}
+
+std::int64_t StoreWorkspace::constant_bytes() const {
+  std::int64_t sum = 0;
+  for (auto& c : constants_) sum += static_cast<std::int64_t>(c.bytes());
   return sum;
 }
 

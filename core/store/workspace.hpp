@@ -14,10 +14,11 @@ namespace kvlab {
 
 class StoreWorkspace final : public Workspace {
  public:
-  StoreWorkspace(Ledger& ledger, Stream stream) : ledger_(&ledger), stream_(stream) {}
+  // most_scratch: bytes of scratch, which are taken at once; -1 = as much as callbacks ask for.
+  StoreWorkspace(Ledger& ledger, Stream stream, std::int64_t most_scratch = -1);
   ~StoreWorkspace() override;
 
-  void* scratch(const char* tag, std::size_t bytes) override;
+  void* scratch(const char* tag, std::size_t bytes) override;  // NoRoom beyond most_scratch
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
   const void* upload(const char* tag, const void* from, std::size_t bytes) override;
   const void* constant(const char* tag, const void* from, std::size_t bytes) override;
@@ -27,6 +28,7 @@ class StoreWorkspace final : public Workspace {
   std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
   std::size_t slot_bytes() const;
   std::int64_t state_bytes() const;                // bytes of state of all slots
+  std::int64_t constant_bytes() const;
   void save_slot(int slot, std::byte* out) const;  // out: slot_bytes() of host memory
   void load_slot(int slot, const std::byte* from);
 
@@ -44,8 +46,11 @@ class StoreWorkspace final : public Workspace {
     std::byte* data() const { return memory ? memory.as<>() : mapped.data(); }
     std::int64_t bytes() const { return static_cast<std::int64_t>(stride) * slots; }
   };
+  void add_block(std::size_t bytes);
+
   Ledger* ledger_;
   Stream stream_;
+  bool grows_;  // scratch takes further blocks
   std::int64_t moves_ = 0;
   std::vector<Block> blocks_;
   std::vector<State> states_;

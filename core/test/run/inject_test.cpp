@@ -501,10 +501,10 @@ TEST_CASE("requests follow their own lists, preempted or not") {
   cells.experiment.workloads.resize(1);
   cells.experiment.workloads[0].requests = 9;
   cells.experiment.batch = 4;
-  for (const std::int64_t memory : {0, 300'000}) {
-    cells.experiment.device_memory = memory;
+  for (const std::int64_t for_pages : {0, 300'000}) {
+    if (for_pages > 0) cells.leave_for_pages(for_pages, 4);
     const auto served = cells.run();
-    CHECK((served.summary.preemptions > 0) == (memory > 0));
+    CHECK((served.summary.preemptions > 0) == (for_pages > 0));
     REQUIRE(served.samples.size() == 9);
     int others = 0;
     for (std::size_t i = 0; i < 9; ++i) {

@@ -116,7 +116,7 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
 
   e.workloads = {poisson(10, 50)};
   e.batch = 4;
-  e.device_memory = 100'000;
+  f.leave_for_pages(100'000, 4);
   for (const int chunk : {0, 16}) {
     CAPTURE(chunk);
     e.prefill_chunk = chunk;
@@ -150,6 +150,6 @@ TEST_CASE("a cell with a workload has the texts of one without, and every reques
     CHECK(served.summary.tokens_per_s > 0);
     CHECK(!served.step_ms.empty());
   }
-  e.device_memory = 1000;
+  f.leave_for_pages(10'000, 4);
   CHECK(f.run().summary.status == "oom");
 }

@@ -18,16 +18,6 @@ struct Fixture : test::CellFixture {
     prompt(150, 3);
   }
   void prompt(int tokens, unsigned seed) { add(test::test_text(tokens, model->config.vocab, seed), {}, 6); }
-  CellInput input() {
-    CellInput in;
-    in.experiment = &experiment;
-    in.cell = &cell;
-    in.model = model;
-    in.items = &items;
-    in.catalog = &test::built_catalog();
-    in.references = &references;
-    return in;
-  }
 };
 
 void same_memory(const results::CellResult& a, const results::CellResult& b) {
@@ -121,7 +111,7 @@ TEST_CASE("the tokens that touch a timed cell's engine are not in its ledger") {
 
 TEST_CASE("a warm-up that does not fit leaves it to the cell to say so") {
   Fixture f("full", "llama-mha");
-  f.experiment.device_memory = 16 * 1024;
+  f.leave_for_pages(16 * 1024, 2);
   CHECK(warm_shapes(f.input(), 2) == 2);
   CHECK(f.run().summary.status == "oom");
 }

@@ -60,7 +60,7 @@ struct CellFixture {
     items.items.push_back(std::move(item));
   }
 
-  results::CellResult run() {
+  CellInput input() {
     CellInput in;
     in.experiment = &experiment;
     in.cell = &cell;
@@ -69,8 +69,18 @@ struct CellFixture {
     in.catalog = &built_catalog();
     in.references = &references;
     in.recorded = recorded;
+    return in;
+  }
+  results::CellResult run() {
+    const CellInput in = input();
     check_cell(in);
     return run_cell(in);
+  }
+  // Sets a device_memory that leaves `bytes` for the pages of so many slots.
+  void leave_for_pages(std::int64_t bytes, int slots) {
+    const CellInput in = input();
+    experiment.device_memory =
+        Engine::memory(*model, *cell_policy(in), engine_options(in, slots)).beside_pages() + bytes;
   }
 };
 
