@@ -5,12 +5,10 @@
 namespace kvlab {
 
 std::string CacheMemory::text() const {
-  const std::pair<const char*, std::int64_t> parts[] = {{"tables and lists ", tables},
-                                                        {"page summaries ", summaries},
-                                                        {"the policy's state ", state},
-                                                        {"queries of a chunked prompt ", queries},
-                                                        {"attention mass ", mass},
-                                                        {"scratch of callbacks ", scratch}};
+  const std::pair<const char*, std::int64_t> parts[] = {
+      {"tables and lists ", tables},  {"page summaries ", summaries},
+      {"the policy's state ", state}, {"queries of a chunked prompt ", queries},
+      {"attention mass ", mass},      {"scratch of callbacks ", scratch}};
   std::string out;
   for (const auto& [name, bytes] : parts) out += name + std::to_string(bytes) + ", ";
   return out + "a page of each KV head " + std::to_string(heads * page);

@@ -7,12 +7,12 @@ namespace kvlab {
 
 struct CacheMemory {
   int slots = 0;
-  std::int64_t tables = 0;     // page tables, lengths, free frames, jobs of copies, numbers of the slots
-  std::int64_t summaries = 0;  // of all pages of all slots
-  std::int64_t state = 0;      // of the policy: per slot, and constants
-  std::int64_t queries = 0;    // of a chunked prompt that wait for its end
-  std::int64_t mass = 0;       // attention mass, for a policy that reads it
-  std::int64_t scratch = 0;    // of callbacks
+  std::int64_t tables = 0;           // page tables, lengths, free frames, jobs of copies, numbers of the slots
+  std::int64_t summaries = 0;        // of all pages of all slots
+  std::int64_t state = 0;            // of the policy: per slot, and constants
+  std::int64_t queries = 0;          // of a chunked prompt that wait for its end
+  std::int64_t mass = 0;             // attention mass, for a policy that reads it
+  std::int64_t scratch = 0;          // of callbacks
   std::int64_t frame = 0, page = 0;  // a frame; the same with its places in lists of free frames
   std::int64_t heads = 0;            // KV heads of a sequence, in all layers
 

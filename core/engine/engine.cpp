@@ -116,11 +116,10 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   m.state = workspace.state_bytes() + workspace.constant_bytes();
   // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
   if (o.prefill_chunk > 0)
-    m.queries = std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim *
-                number;
+    m.queries =
+        std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
   m.mass = mass_bytes(s, needs.mass());
-  m.scratch_of_callback =
-      number * s.query_heads * (4 * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  m.scratch_of_callback = number * s.query_heads * (4 * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;
   m.page = taken.frame + taken.frame_places;

@@ -46,8 +46,8 @@ class CpuExecutor final : public Executor {
   CpuStore& store_;
   Ledger unread_;
   StoreWorkspace workspace_{unread_, Stream::cpu()};  // of attention; the store's own is the policy's
-  std::vector<int> tokens_;             // tokens of the current call
-  std::vector<std::int32_t> position_;  // their text positions
+  std::vector<int> tokens_;                           // tokens of the current call
+  std::vector<std::int32_t> position_;                // their text positions
   Qkv qkv_;
   std::vector<float> x_, hidden_, wide_, attention_, mass_, logits_;
   View<float, 2> step_logits_;   // logits of the decode step; empty if the caller asks for none

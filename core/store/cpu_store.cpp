@@ -54,7 +54,8 @@ CpuStore::CpuStore(const StoreOptions& options)
 }
 
 StoreBytes CpuStore::bytes(const StoreOptions& options) {
-  const std::size_t heads = heads_of(options.shape), pages = heads * static_cast<std::size_t>(options.shape.max_pages());
+  const std::size_t heads = heads_of(options.shape),
+                    pages = heads * static_cast<std::size_t>(options.shape.max_pages());
   return {static_cast<std::int64_t>(2 * pages * sizeof(PageEntry) + heads * sizeof(std::int32_t)),
           static_cast<std::int64_t>(pages) * summary_bytes(options), widest(make_layouts(options)), 0};
 }

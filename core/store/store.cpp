@@ -38,7 +38,8 @@ Store::Store(const StoreOptions& options, Stream stream)
       placed_step_(spare_.size()) {}
 
 std::int64_t Store::summary_bytes(const StoreOptions& o) {
-  return std::int64_t{summary_vectors(o.summary)} * o.shape.head_dim * static_cast<std::int64_t>(size_of(o.shape.dtype));
+  return std::int64_t{summary_vectors(o.summary)} * o.shape.head_dim *
+         static_cast<std::int64_t>(size_of(o.shape.dtype));
 }
 
 int Store::open() {

@@ -27,7 +27,7 @@ class StoreWorkspace final : public Workspace {
   void clear_slot(int slot);                     // zeroes the slot's state
   std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
   std::size_t slot_bytes() const;
-  std::int64_t state_bytes() const;                // bytes of state of all slots
+  std::int64_t state_bytes() const;  // bytes of state of all slots
   std::int64_t constant_bytes() const;
   void save_slot(int slot, std::byte* out) const;  // out: slot_bytes() of host memory
   void load_slot(int slot, const std::byte* from);
