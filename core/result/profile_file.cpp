@@ -15,6 +15,7 @@ void write_profile(const std::string& path, const RunInfo& info, const ProfileFi
     file.set_attribute(".", "kind", "profile");
     file.set_attribute(".", "model", profile.model);
     file.set_attribute(".", "model_fingerprint", profile.model_fingerprint);
+    file.set_attribute(".", "page_size", profile.page_size);
     if (!profile.plugins.empty()) file.write_table("plugins", columns_of(profile.plugins));
     for (const ProfilerOutput& one : profile.profilers) {
       const h5::Location group = file.create_group("profilers/" + one.name);
@@ -39,6 +40,7 @@ ProfileFile read_profile(const std::string& path) {
   ProfileFile out;
   out.model = file.text_attribute(".", "model");
   out.model_fingerprint = file.text_attribute(".", "model_fingerprint");
+  if (file.has_attribute(".", "page_size")) out.page_size = file.integer_attribute(".", "page_size");
   if (file.has("plugins")) out.plugins = read_rows<PluginRow>(file, "plugins");
   for (const std::string& name : file.children("profilers")) {
     const h5::Location group = file.group("profilers/" + name);

@@ -1,6 +1,6 @@
 // Profile files: the calibration of one model, in sealed HDF5. Root attributes are those of a result file, `kind`,
-// `model` and `model_fingerprint`. The table `plugins` names the plugins that wrote the file. Each profiler has a group
-// with its arrays (f32, attribute `units`) and `params` (JSON).
+// `model`, `model_fingerprint` and `page_size`. The table `plugins` names the plugins that wrote the file. Each
+// profiler has a group with its arrays (f32, attribute `units`) and `params` (JSON).
 #pragma once
 #include <kvlab/profiler.hpp>
 
@@ -20,6 +20,7 @@ struct ProfileFile {
   std::string model, model_fingerprint;
   std::vector<ProfilerOutput> profilers;
   std::vector<PluginRow> plugins;  // the tasks', then the profilers'; empty in files of earlier versions
+  std::int64_t page_size = 0;      // tokens of a page while it was measured; 0 in files of earlier versions
 };
 
 void write_profile(const std::string& path, const RunInfo& info, const ProfileFile& profile);

@@ -72,7 +72,8 @@ int generate(const GenerateOptions& o, const PluginCatalog& catalog) {
   options.page_size = spec.page_size;
   options.budget = spec.budget;
   std::optional<Profile> profile;
-  if (!spec.profile.empty()) profile = read_policy_profile(resolve_data_path(spec.profile, "").string(), *model);
+  if (!spec.profile.empty())
+    profile = read_policy_profile(resolve_data_path(spec.profile, "").string(), *model, spec.page_size);
   const auto policy = [&] { return build_policy(spec, catalog, profile ? &*profile : nullptr); };
   std::string error;
   try {

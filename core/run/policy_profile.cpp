@@ -25,12 +25,18 @@ void check_shape(const std::string& file, const std::string& name, const Profile
 
 }  // namespace
 
-Profile read_policy_profile(const std::string& file, const Model& model) {
+Profile read_policy_profile(const std::string& file, const Model& model, int page_size) {
   const results::ProfileFile read = results::read_profile(file);
   if (read.model_fingerprint != model.fingerprint)
     throw Error(Errc::config,
                 fmt::format("got a profile of model '{}' (contents {}), wanted one of '{}' (contents {})", read.model,
                             read.model_fingerprint, model.name, model.fingerprint),
+                file);
+  if (read.page_size > 0 && read.page_size != page_size)
+    throw Error(Errc::config,
+                fmt::format("got a profile of page_size {}, wanted one of page_size {}, the policy's: which pages of a "
+                            "head are best depends on it",
+                            read.page_size, page_size),
                 file);
   Profile all;
   std::map<std::string, std::string> writers;

@@ -99,10 +99,10 @@ void Preparation::read_recorded_trace() {
 // Whether the policy's profile is there, if its entry names one.
 bool Preparation::read_profile(const Cell& c) {
   const PolicySpec& policy = e_.policies[c.policy];
-  const ProfileKey key{c.model, policy.profile};
+  const ProfileKey key{c.model, policy.profile, policy.page_size};
   return policy.profile.empty() || p_.profiles.count(key) != 0 || attempt(policy.where, [&] {
-           p_.profiles[key] =
-               std::make_shared<Profile>(read_policy_profile(e_.resolve(policy.profile).string(), *p_.models[c.model]));
+           p_.profiles[key] = std::make_shared<Profile>(
+               read_policy_profile(e_.resolve(policy.profile).string(), *p_.models[c.model], policy.page_size));
          });
 }
 
@@ -150,8 +150,8 @@ CellInput input(const Experiment& e, const PluginCatalog& catalog, const Prepare
   in.model = p.models[cell.model];
   in.items = &p.items.at({cell.model, cell.task, cell.seed});
   in.catalog = &catalog;
-  if (const auto own = p.profiles.find({cell.model, in.policy().profile}); own != p.profiles.end())
-    in.profile = own->second;
+  const ProfileKey key{cell.model, in.policy().profile, in.policy().page_size};
+  if (const auto own = p.profiles.find(key); own != p.profiles.end()) in.profile = own->second;
   in.recorded = p.recorded;
   return in;
 }

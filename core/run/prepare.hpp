@@ -20,7 +20,7 @@ namespace kvlab {
 
 using ItemsKey = std::tuple<std::size_t, std::size_t, std::int64_t>;  // model, task, seed
 
-using ProfileKey = std::pair<std::size_t, std::string>;  // model, file as the entry names it
+using ProfileKey = std::tuple<std::size_t, std::string, int>;  // model, file as the entry names it, page size
 
 // An experiment that has passed every check.
 struct Prepared {

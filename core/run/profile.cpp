@@ -210,7 +210,7 @@ int run_profile(const Experiment& given, const PluginCatalog& catalog, const Run
   auto profiles = watch_all(samples, model, watched, o);
   if (!profiles) return 1;
 
-  results::ProfileFile file{spec.name(), model->fingerprint, {}, {}};
+  results::ProfileFile file{spec.name(), model->fingerprint, {}, {}, e.page_size};
   for (const TaskSpec& task : e.tasks) add_plugin(file.plugins, task.task, catalog);
   for (const PluginUse& use : e.profilers) add_plugin(file.plugins, use, catalog);
   for (std::size_t i = 0; i < profiles->size(); ++i)

@@ -99,6 +99,29 @@ TEST_CASE("a profile that is missing, damaged or of another model is refused wit
                  Catch::Contains(f.profile.model_fingerprint) && Catch::Contains(other.profile.model_fingerprint));
 }
 
+TEST_CASE("a profile of another page size is refused with the file and both numbers") {
+  Files f;
+  const auto refusal = [&](std::int64_t of_file, const std::string& entry) {
+    std::filesystem::remove(f.folder / "p.h5");
+    f.profile.page_size = of_file;
+    f.write();
+    return f.refusal("  - " + reads + ", profile: p.h5" + entry + "}");
+  };
+  CHECK(refusal(16, "") == "no error");  // an entry's default
+  CHECK(refusal(32, ", page_size: 32") == "no error");
+  CHECK(refusal(0, ", page_size: 32") == "no error");  // a file that does not say
+  CHECK_THAT(refusal(16, ", page_size: 32"),
+             Catch::StartsWith((f.folder / "e.yaml").string() + ":3:") &&
+                 Catch::Contains((f.folder / "p.h5").string()) &&
+                 Catch::Contains("got a profile of page_size 16, wanted one of page_size 32"));
+  // Two entries of one file: each is held against its own pages.
+  f.profile.page_size = 16;
+  CHECK_THAT(f.refusal("  - " + reads +
+                       ", profile: p.h5}\n  - {name: wide, scorer: bad_scorer, in: load_profile, "
+                       "budget: {tokens: 32}, page_size: 32, profile: p.h5}"),
+             Catch::StartsWith((f.folder / "e.yaml").string() + ":4:") && Catch::Contains("page_size 32"));
+}
+
 TEST_CASE("arrays that do not fit the model are refused by name, query heads fit too") {
   const auto refusal = [](std::vector<std::int64_t> extent) {
     Files f;

@@ -35,6 +35,7 @@ struct Run {
     REQUIRE(run_profile(e, catalog, {"test", false, true}) == 0);
     const results::ProfileFile file = results::read_profile(folder / "new" / "p.h5");
     CHECK(file.model_fingerprint.size() == 16);
+    CHECK(file.page_size == 8);
     REQUIRE(file.profilers.size() == 1);
     CHECK_THAT(results::profile_report(file, results::Format::table),
                Catch::Contains("overlap_4") && Catch::Contains("query_cosine"));
