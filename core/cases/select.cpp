@@ -1,10 +1,9 @@
-// top_tokens, surplus_tokens, top_pages and the divisions of a budget.
+// top_tokens, top_pages and the divisions of a budget.
 #include <fmt/format.h>
 #include <kvlab/ops.hpp>
 
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "cases/case.hpp"
 #include "cases/paged_fixture.hpp"
@@ -131,19 +130,6 @@ void check_pins(Place& place, Check& check) {
             ops::top_tokens(there, of_there, keep_there, pinned ? pins_there : nullptr, TokenList{l}, s);
           },
           [&](IndexList l) { ops::top_tokens_reference(kv, of, keep, pinned ? pins.data() : nullptr, TokenList{l}); });
-    for (const bool pinned : {false, true})
-      for (const bool by_age : {false, true})
-        same_lists(
-            place, check, std::string("surplus_tokens") + (pinned ? " with pins" : "") + (by_age ? ", by age" : ""),
-            extent,
-            [&](IndexList l) {
-              ops::surplus_tokens(there, by_age ? View<const float, 3>{} : of_there, keep_there,
-                                  pinned ? pins_there : nullptr, TokenList{l}, s);
-            },
-            [&](IndexList l) {
-              ops::surplus_tokens_reference(kv, by_age ? View<const float, 3>{} : of, keep,
-                                            pinned ? pins.data() : nullptr, TokenList{l});
-            });
     same_lists(
         place, check, "top_pages", extent,
         [&](IndexList l) { ops::top_pages(there, of_there, keep_there, pins[0], PageList{l}, s); },
@@ -173,56 +159,6 @@ void check_long_pins(Place& place, Check& check) {
           place, check, fmt::format("{} first and {} last pinned of {}", pins.first, pins.last, keep), {1, 1, 1010},
           [&](IndexList l) { ops::top_tokens(there, of_there, keep_there, pins_there, TokenList{l}, place.stream()); },
           [&](IndexList l) { ops::top_tokens_reference(kv, of, wanted, &pins, TokenList{l}); });
-      same_lists(
-          place, check, fmt::format("surplus of {}, {} first and {} last pinned", keep, pins.first, pins.last),
-          {1, 1, 1010},
-          [&](IndexList l) {
-            ops::surplus_tokens(there, of_there, keep_there, pins_there, TokenList{l}, place.stream());
-          },
-          [&](IndexList l) { ops::surplus_tokens_reference(kv, of, wanted, &pins, TokenList{l}); });
-    }
-}
-
-// A cache whose heads replaced tokens for a while, as in decode steps that evict one: the newest tokens lie in the
-// holes.
-void check_replaced(Place& place, Check& check) {
-  PagedFixture cache({2, 2, 16, 16, 40});
-  std::mt19937 rng(11);
-  const std::vector<float> x(16, 0.f);
-  for (int r = 0; r < 2; ++r)
-    for (int h = 0; h < 2; ++h) {
-      Ints position(static_cast<std::size_t>(500 + 40 * h));
-      std::iota(position.begin(), position.end(), 0);
-      const auto next = static_cast<int>(position.size());
-      for (int i = 0; i < 300; ++i) position[static_cast<std::size_t>(4 + rng() % 200)] = next + i;
-      for (const int p : position) cache.append(r, h, x, x, p);
-    }
-  std::vector<float> scores(static_cast<std::size_t>(2 * 2 * 640));
-  for (float& s : scores) s = static_cast<float>(rng() % 50);
-  const auto of = View<const float, 3>::dense(scores.data(), {2, 2, 640});
-  const PagedKv kv = cache.view(), there = place.put(kv, cache.arena_bytes());
-  const auto of_there = place.put(of);
-  for (const int leave : {0, 1, 2, 9, 300})
-    for (const Pins pin : {Pins{}, Pins{4, 0}, Pins{4, 100}, Pins{0, 495}}) {
-      const std::vector<Pins> pins(2, pin);
-      Ints keep;
-      for (int i = 0; i < 4; ++i) keep.push_back(500 + 40 * (i % 2) - leave);
-      const auto wanted = View<const std::int32_t, 2>::dense(keep.data(), {2, 2});
-      const auto keep_there = place.put(wanted);
-      const Pins* pins_there = place.put(pins);
-      for (const bool by_age : {false, true})
-        same_lists(
-            place, check,
-            fmt::format("{} leave, {} first and {} last pinned, by age {}", leave, pin.first, pin.last, by_age),
-            {2, 2, 640},
-            [&](IndexList l) {
-              ops::surplus_tokens(there, by_age ? View<const float, 3>{} : of_there, keep_there, pins_there,
-                                  TokenList{l}, place.stream());
-            },
-            [&](IndexList l) {
-              ops::surplus_tokens_reference(kv, by_age ? View<const float, 3>{} : of, wanted, pins.data(),
-                                            TokenList{l});
-            });
     }
 }
 
@@ -281,7 +217,6 @@ struct Step {
   int rows, kv_heads, entries, kept;
   bool pages = true;
   Pins pins = {};
-  bool surplus = false;  // surplus_tokens in place of top_tokens
 };
 
 class StepScene final : public Scene {
@@ -309,8 +244,6 @@ class StepScene final : public Scene {
     const auto scores = of(copies_[static_cast<std::size_t>(copy)]);
     if (step_.pages)
       ops::top_pages(kv_, scores, keep_there_, step_.pins, PageList{out_}, place_.stream());
-    else if (step_.surplus)
-      ops::surplus_tokens(kv_, scores, keep_there_, pins_there_, TokenList{out_}, place_.stream());
     else
       ops::top_tokens(kv_, scores, keep_there_, pins_there_, TokenList{out_}, place_.stream());
   }
@@ -319,8 +252,6 @@ class StepScene final : public Scene {
     const IndexList list = wanted.empty(extent());
     if (step_.pages)
       ops::top_pages_reference(plain_, of(scores_.data()), amount(), step_.pins, PageList{list});
-    else if (step_.surplus)
-      ops::surplus_tokens_reference(plain_, of(scores_.data()), amount(), pins_.data(), TokenList{list});
     else
       ops::top_tokens_reference(plain_, of(scores_.data()), amount(), pins_.data(), TokenList{list});
     run(0);
@@ -353,11 +284,8 @@ class StepScene final : public Scene {
 };
 
 Case step(const Step& s, bool cuda, double bytes_of_entry = 4) {
-  Case c{"select", fmt::format("{}, {} of {}{}, {} heads",
-                               s.pages     ? "top_pages"
-                               : s.surplus ? "surplus_tokens"
-                                           : "top_tokens",
-                               s.kept, s.entries, s.pins.last ? ", half pinned" : "", s.rows * s.kv_heads)};
+  Case c{"select", fmt::format("{}, {} of {}{}, {} heads", s.pages ? "top_pages" : "top_tokens", s.kept, s.entries,
+                               s.pins.last ? ", half pinned" : "", s.rows * s.kv_heads)};
   c.make = [s](Place& place, int copies) { return std::make_unique<StepScene>(place, s, copies); };
   (cuda ? c.timed_cuda : c.timed_cpu) = true;
   c.work.bytes = bytes_of_entry * s.rows * s.kv_heads * s.entries;
@@ -379,13 +307,10 @@ std::vector<Case> list() {
   lengths("heads that stay in global memory", {{40000, 70001}}, 5);
   v.push_back(checked("select", "pins by text position, on caches of every kind", check_pins));
   v.push_back(checked("select", "pins of a long head out of text order, equal positions together", check_long_pins));
-  v.push_back(checked("select", "one token leaves a head whose tokens lie out of order", check_replaced));
   v.push_back(checked("select", "allotments", check_allotments));
   v.push_back(step({1, 3, 4096, 512, false}, false));
   v.push_back(step({1, 3, 4096, 4095, false, {.last = 2048}}, false, 8));  // positions too
   v.push_back(step({1, 3, 256, 64}, false));
-  v.push_back(step({1, 8, 2049, 2048, false, {.first = 4, .last = 1024}, true}, true, 8));
-  v.push_back(step({40, 8, 1025, 1024, false, {.first = 4, .last = 512}, true}, true, 8));
   for (const auto& [n, k] : {std::pair{2048, 128}, {8192, 128}, {8192, 512}}) v.push_back(step({40, 8, n, k}, true));
   return v;
 }

@@ -138,12 +138,6 @@ void expected_query(const Moments& moments, const std::int32_t* seen, const Page
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                 TokenList list, Stream s);
 
-// list = the tokens that top_tokens leaves out with the same arguments, as ascending places. Empty scores rank by text
-// position, newer = better. list has room for all of them. Where one token of a head leaves, as in a decode step that
-// evicts what it appended, it takes one pass. Bytes: the scores, and the positions if there are pins or no scores.
-void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
-                    TokenList list, Stream s);
-
 // out[row, kv_head, page] = the page's score, reduced over the group. A box [lo, hi] gives sum_d max(q_d lo_d, q_d
 // hi_d), the greatest product of its points with q. A mean gives q . mean. The box of min_max gives a bound of the
 // page's keys. softmax_mean multiplies scores by `scale` before its softmax over pages. The other rules ignore `scale`,

@@ -9,8 +9,6 @@ namespace kvlab::ops {
 
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
                           const Pins* pins, TokenList list);
-void surplus_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
-                              const Pins* pins, TokenList list);
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out);
 void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores);

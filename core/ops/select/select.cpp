@@ -163,30 +163,6 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
   check_room(list, short_by, op);
 }
 
-void surplus_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
-                    TokenList list, Stream s) {
-  const char* op = "surplus_tokens";
-  check_kv(kv, op, s);
-  if (scores) check_kv_scores(kv, scores, "scores", op, s);
-  check_list(kv, list, op);
-  if (s.device() == Device::cuda) return on_cuda<surplus_tokens>(kv, scores, keep, pins, list, s);
-  int short_by = 0;
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = kv.tokens(r, h);
-      list.count(r, h) = 0;
-      if (keep(r, h) >= n) continue;
-      const Pins pin = pins ? pins[r] : Pins{};
-      const std::int32_t* position = !scores || some(pin, n) ? positions_of(kv, r, h) : nullptr;
-      const int lost = mark_surplus(scores ? &scores(r, h, 0) : nullptr, position, n, keep(r, h), pin, scratch.chosen);
-      if (list.index.extent[2] < lost)
-        short_by = std::max(short_by, lost);
-      else
-        write_list(list, r, h, scratch.chosen, lost);
-    }
-  check_room(list, short_by, op);
-}
-
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,
                PageList out, Stream s) {
   const char* op = "top_pages";

@@ -27,8 +27,8 @@ void select_greatest(std::uint64_t* keys, std::size_t n, std::size_t count);
 // their number.
 int mark_pins(const PagedKv& kv, int row, int head, const Pins& pins, char* pinned);
 
-// leaves[t] = whether surplus_tokens lists token t of a head of n tokens; null scores rank by position. Returns their
-// number.
+// leaves[t] = whether top_tokens leaves out token t of a head of n tokens; null scores rank by position, newer =
+// better. Returns their number.
 int mark_surplus(const float* score, const std::int32_t* position, int n, int keep, const Pins& pins,
                  std::vector<char>& leaves);
 

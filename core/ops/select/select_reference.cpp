@@ -100,29 +100,6 @@ void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<c
                  list, r, h);
 }
 
-void surplus_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
-                              const Pins* pins, TokenList list) {
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = kv.tokens(r, h);
-      std::vector<std::int32_t> position(static_cast<std::size_t>(n)), best(static_cast<std::size_t>(n));
-      token_positions_reference(kv, r, h, n, position.data());
-      const std::vector<float> of =
-          scores ? scores_of(scores, r, h, n) : std::vector<float>(position.begin(), position.end());
-      std::int32_t count = 0;
-      IndexList stays;
-      stays.index = {best.data() - r * n - h * n, {r + 1, h + 1, n}, {n, n, 1}};
-      stays.count = {&count - r - h, {r + 1, h + 1}, {1, 1}};
-      write_best(of, pinned_tokens(kv, r, h, pins ? pins[r] : Pins{}), keep(r, h), stays, r, h);
-      list.count(r, h) = 0;
-      for (int t = 0, k = 0; t < n; ++t)
-        if (k < count && best[static_cast<std::size_t>(k)] == t)
-          ++k;
-        else
-          list.index(r, h, list.count(r, h)++) = t;
-    }
-}
-
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out) {
   for (int r = 0; r < kv.rows; ++r)

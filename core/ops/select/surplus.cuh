@@ -1,4 +1,4 @@
-// One block finds the tokens of a head that surplus_tokens lists.
+// One block finds the tokens of a head that evict_surplus evicts.
 #pragma once
 #include "ops/select/pins.cuh"
 
