@@ -68,6 +68,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       if (part) part->forget();
   }
 
+  ops::Finding* finding(Stream s) override {
+    Verified* guard = verified(parts_.scorer.get());
+    return guard ? guard->finding(s) : nullptr;
+  }
+
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }
 
   CodecSpec codec() const override { return parts_.codec ? parts_.codec->spec() : CodecSpec{}; }
@@ -256,7 +261,6 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     surplus.pins = same.pins.as<Pins>();
     if (const char* column = parts_.scorer->column()) {
       surplus.column = kv.state(column).column;
-      if (Verified* guard = verified(parts_.scorer.get())) surplus.nan = guard->finding(kv, s);
     } else if (!parts_.scorer->by_age()) {
       const Scores scores = kv.kv_head_scores("scores");
       parts_.scorer->score(kv, scores, s);

@@ -482,7 +482,11 @@ Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, co
 
 Fit Engine::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
   if (edits.empty()) return Fit::ok;
-  return store_->apply(edits, slots).fit;
+  ops::Finding* nan = nullptr;
+  for (const Edit& e : edits)
+    if (e.verb == Edit::evict_surplus && !e.surplus.scores && e.surplus.column >= 0)
+      if (Verified* policy = verified(policy_.get())) nan = policy->finding(stream_);
+  return store_->apply(edits, slots, nan).fit;
 }
 
 }  // namespace kvlab

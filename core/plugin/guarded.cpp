@@ -78,15 +78,15 @@ class Guard : public Interface {
 // Memory in which ops note wrong numbers of callbacks, one on the host and one on the device.
 class Note {
  public:
-  // kv: of the callback. A graph may repeat the notes of a decode step without a call.
-  ops::Finding* on(Stream s, const LayerKv& kv) {
+  // A graph may repeat the notes of a decode step without a call.
+  ops::Finding* on(Stream s, bool of_step) {
     if (s.device() == Device::cpu) return &here_;
     if (!there_) {
       there_ = StreamMemory(s, sizeof(ops::Finding));
       zero_memory(there_.as(), there_.bytes(), s);
     }
     stream_ = s;
-    repeats_ = repeats_ || !kv.chunk_queries;
+    repeats_ = repeats_ || of_step;
     return there_.as<ops::Finding>();
   }
 
@@ -124,7 +124,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
   }
   void score(const LayerKv& kv, Scores out, Stream stream) override {
     ask("score", [&](Scorer& s) { s.score(kv, out, stream); });
-    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream, kv), stream);
+    ops::find_nan(kv.pages, kv.layer, out, note_.on(stream, !kv.chunk_queries), stream);
   }
   void observe(const LayerKv& kv, Stream stream) override {
     ask("observe", [&](Scorer& s) { s.observe(kv, stream); });
@@ -158,7 +158,7 @@ class GuardedScorer final : public Guard<Scorer>, public EditsAuthor, public Ver
                               found.count > 1 ? fmt::format(" and of {} others", found.count - 1) : ""));
   }
   void forget() override { note_.take(); }
-  ops::Finding* finding(const LayerKv& kv, Stream s) override { return note_.on(s, kv); }
+  ops::Finding* finding(Stream s) override { return note_.on(s, true); }
 
  private:
   Note note_;
@@ -175,7 +175,7 @@ class GuardedBudget final : public Guard<Budget>, public Verified {
     const auto bytes = static_cast<std::size_t>(a.keep.extent[0]) * sizeof(std::int64_t);
     if (bytes == 0) return;
     if (a.layer == 0 && kept_.bytes() < bytes) kept_ = StreamMemory(stream, bytes);
-    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream, *a.kv), stream);
+    ops::find_keep(a, kept_.as<std::int64_t>(), note_.on(stream, !a.kv->chunk_queries), stream);
   }
   void verify() override {
     const ops::Finding found = note_.take();

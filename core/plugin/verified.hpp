@@ -19,8 +19,9 @@ class Verified {
   virtual void verify() = 0;
   // Drops the findings of an executor's call that did not fit into memory.
   virtual void forget() = 0;
-  // Memory of the stream's device in which core notes NaN among ranks that no callback wrote; null = nobody reads it.
-  virtual ops::Finding* finding(const LayerKv&, Stream) { return nullptr; }
+  // Memory of the stream's device in which core notes NaN among ranks that no callback of a decode step wrote; null =
+  // nobody reads it.
+  virtual ops::Finding* finding(Stream) { return nullptr; }
 };
 
 // The Verified of a policy or of one of its roles; null = its numbers need no check.

@@ -64,7 +64,7 @@ class CpuStore final : public Store {
 
   std::int64_t keep_only(int layer, int slot, int head, const std::int32_t* kept, int count);
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
-  Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;

@@ -43,7 +43,7 @@ Applied CudaStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
-Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
+Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   if (slots.empty()) return {Fit::ok, -1};
   settle();
   stale_ = true;
@@ -53,6 +53,7 @@ Applied CudaStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>&
   a.rows = static_cast<int>(slots.size());
   a.of = e.surplus;
   a.layer = e.layer;
+  a.nan = nan;
   a.edit = ++edit_;
   only_on_cuda<cuda_store::evict_surplus>(layer(e.layer), a, stream_);
   return {Fit::ok, -1};

@@ -13,6 +13,10 @@
 
 namespace kvlab {
 
+namespace ops {
+struct Finding;
+}
+
 // Bits of CudaStoreCounters::error, above those of ops::AppendError.
 enum StoreError : int {
   store_no_frame = 256,     // a pool was empty although the host had reserved frames
@@ -81,7 +85,8 @@ struct CudaStoreList : CudaStoreRows {
 
 struct CudaStoreSurplus : CudaStoreRows {
   Surplus of;
-  int layer = 0;  // for of.nan
+  int layer = 0;                // for nan
+  ops::Finding* nan = nullptr;  // see Store::apply
   unsigned long long edit = 0;
 };
 
@@ -129,7 +134,7 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
 // keep keeps the listed tokens; evict removes them. Both leave the tokens in the order that CpuStore does.
 void keep(const CudaStoreLayer& s, const CudaStoreList& kept, Stream stream);
 void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream);
-// Evicts the tokens beyond a number, as ops::surplus_tokens and evict would.
+// Evicts the tokens beyond a number: those that ops::top_tokens would leave out.
 void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream stream);
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream);
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);

@@ -111,7 +111,7 @@ class CudaStore final : public Store {
   std::int64_t uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
-  Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;

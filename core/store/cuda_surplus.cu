@@ -128,7 +128,7 @@ __device__ __noinline__ void evict_many(const CudaStoreLayer& s, const CudaStore
     return reinterpret_cast<const float*>(page_at(s, h, page) + of_page.state +
                                           std::int64_t{a.of.column} * p * 4)[t % p];
   };
-  if (ops::Finding* nan = a.of.nan; nan && !by_age)
+  if (ops::Finding* nan = a.nan; nan && !by_age)
     for (int t = mine; t < n; t += threads)
       if (const float x = score(t); x != x) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&nan->count), 1ull);

@@ -209,7 +209,7 @@ Applied CpuStore::keep_tokens(const Edit& e, const std::vector<std::int32_t>& sl
   });
 }
 
-Applied CpuStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) {
+Applied CpuStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   const Surplus& x = e.surplus;
   const int p = options_.shape.page_size;
   const bool by_column = !x.scores && x.column >= 0;
@@ -234,11 +234,10 @@ Applied CpuStore::evict_surplus(const Edit& e, const std::vector<std::int32_t>& 
           std::memcpy(state.data() + t, page.frame + page.layout->state + std::int64_t{x.column} * p * 4, bytes);
       }
       const float* score = x.scores ? &x.scores(r, head, 0) : by_column ? state.data() : nullptr;
-      for (int t = 0; score && x.nan && t < n; ++t)
+      for (int t = 0; score && nan && t < n; ++t)
         if (score[t] != score[t]) {
-          ++x.nan->count;
-          x.nan->first =
-              std::max(x.nan->first, ops::Finding::key(e.layer, head, position[static_cast<std::size_t>(t)]));
+          ++nan->count;
+          nan->first = std::max(nan->first, ops::Finding::key(e.layer, head, position[static_cast<std::size_t>(t)]));
         }
       ops::mark_surplus(score, position.data(), n, keep, x.pins ? x.pins[r] : Pins{}, leaves);
       kept.clear();

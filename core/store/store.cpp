@@ -260,13 +260,13 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
   }
 }
 
-Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots) {
+Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   const PartTimer timer(moves_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {
     case Edit::evict:
     case Edit::evict_rest: one = keep_tokens(e, slots); break;
-    case Edit::evict_surplus: one = evict_surplus(e, slots); break;
+    case Edit::evict_surplus: one = evict_surplus(e, slots, nan); break;
     case Edit::move: one = swap_tokens(e, slots); break;
     case Edit::drop:
       if (e.tier == Tier::device) spill_at_once();
@@ -294,7 +294,7 @@ void Store::end_beside() {
   beside_ = false;
 }
 
-Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {
+Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
   Applied total;
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
@@ -311,7 +311,7 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
       defer(e, slots);
       continue;
     }
-    total += carry_out(e, slots);
+    total += carry_out(e, slots, nan);
     if (total.fit != Fit::ok) break;
   }
   return total;

@@ -22,6 +22,10 @@
 
 namespace kvlab {
 
+namespace ops {
+struct Finding;
+}
+
 // When the place edits of a sequence take effect. Under `pressure` all its pages stay on the device until frames run
 // short. Then it spills: its place edits are carried out, from the latest on.
 enum class Spill : std::uint8_t { always, pressure };
@@ -93,7 +97,8 @@ class Store {
   // Applies the edits of one callback over `slots` (the callback's rows), in their order. Edits for the next step or a
   // later one wait for advance(); the others run now. The caller keeps attend edits. Lists are memory of the stream's
   // device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact answer on CUDA.
-  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
+  // nan: memory of that device where evict_surplus notes NaN among the ranks; null = NaN ranks below all.
+  Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
   // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that need the host then
   // throw Errc::plugin: those of pages, and those that wait for a later step.
   void in_graph(bool yes) { in_graph_ = yes; }
@@ -165,7 +170,7 @@ class Store {
 
   // The verbs. apply() has checked the edit and the shape of its list.
   virtual Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // evict, evict_rest
-  virtual Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots) = 0;
+  virtual Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) = 0;
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
@@ -246,7 +251,7 @@ class Store {
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
-  Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots);
+  Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
 };
 
 // Most bytes that a store takes on its device.

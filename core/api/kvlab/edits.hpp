@@ -9,10 +9,6 @@
 
 namespace kvlab {
 
-namespace ops {
-struct Finding;  // core's own
-}
-
 // When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
 // needs a dense list, else Errc::unsupported.
 //   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
@@ -34,7 +30,6 @@ struct Surplus {
   const Pins* pins = nullptr;        // [row], or null
   View<const float, 3> scores;       // [row, kv_head, token], higher stays; or empty
   int column = -1;                   // without scores: the column of token state that ranks; -1 = newer stays
-  ops::Finding* nan = nullptr;       // core's own: where NaN among the ranks is noted; null = NaN ranks below all
 };
 
 struct Edit {

@@ -746,7 +746,7 @@ TEST_CASE("cuda store: NaN among the ranks of a surplus is noted with its place,
         if (device) s.keep = there.put(s.keep);
         const auto put = device ? there.put(view) : view;
         ops::Finding& of_store = found[device];
-        s.nan = device ? there.put(&of_store, 1) : &of_store;
+        ops::Finding* nan = device ? there.put(&of_store, 1) : &of_store;
         there.synchronize();
         const PagedKv kv = store->view(1, rows);
         s.column = by_column ? 0 : -1;
@@ -756,9 +756,9 @@ TEST_CASE("cuda store: NaN among the ranks of a surplus is noted with its place,
           s.scores = put;
         Edits e(1);
         e.evict_surplus(s);
-        REQUIRE(store->apply(e.all(), rows).fit == Fit::ok);
+        REQUIRE(store->apply(e.all(), rows, nan).fit == Fit::ok);
         synchronize(store->stream());
-        if (device) of_store = there.get(View<const ops::Finding, 1>::dense(s.nan, {1}))[0];
+        if (device) of_store = there.get(View<const ops::Finding, 1>::dense(nan, {1}))[0];
       }
       CHECK(found[0].count == (keep < n ? 2u : 0u));
       CHECK(found[1].count == found[0].count);
