@@ -193,7 +193,7 @@ struct LayerPrefill : LayerKv {
 struct LayerStep : LayerKv {
   Tensor<3> queries;  // [row, query head, head_dim], after RoPE
   // [row, kv_head] pages to attend to. Core fills it for Selector::select alone; it is empty in every other callback.
-  // A Policy computes its own: budget_tokens(row) / page_size.
+  // A Policy computes its own by ops::budget_pages (kvlab/ops.hpp).
   View<const std::int32_t, 2> page_budgets;
   int max_pages = 0;                     // of max_length tokens
   Tensor<3> output;                      // [row, query head, head_dim] attention output; observe only
