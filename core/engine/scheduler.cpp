@@ -158,15 +158,19 @@ Fit Scheduler::prompts() {
   }
 }
 
-// Puts back the latest requests until the next step of the others fits. The last one stays: its pages may have room for
-// the token.
-void Scheduler::make_room() {
+// Puts back the latest requests until the next step of the others fits, and returns the slots of that step. The last
+// request stays: its pages may have room for the token.
+std::vector<std::int32_t> Scheduler::make_room() {
+  std::vector<std::int32_t> slots = decoding();
   const auto missing = [&] {
-    const std::vector<std::int32_t> slots = decoding();
     if (!engine_.room_for_step(slots)) return true;
     return !engine_.growth_known() && engine_.free_bytes() < growth_ * static_cast<std::int64_t>(slots.size());
   };
-  while (active_.size() > 1 && missing()) put_back(active_.size() - 1);
+  while (active_.size() > 1 && missing()) {
+    put_back(active_.size() - 1);
+    slots = decoding();
+  }
+  return slots;
 }
 
 std::vector<std::int32_t> Scheduler::decoding() const {
@@ -177,8 +181,7 @@ std::vector<std::int32_t> Scheduler::decoding() const {
 }
 
 Fit Scheduler::decode() {
-  make_room();
-  const std::vector<std::int32_t> slots = decoding();
+  const std::vector<std::int32_t> slots = make_room();
   if (slots.empty()) return Fit::ok;
   std::vector<int> tokens;
   for (const Active& a : active_)

@@ -88,7 +88,7 @@ class Scheduler {
   Left left_by(std::size_t prompt) const;
   Fit prompts();
   Fit decode();
-  void make_room();
+  std::vector<std::int32_t> make_room();
   std::vector<std::int32_t> decoding() const;  // the slots of the next decode step
   bool take(Active& a, int token, double at);
   void put_back(std::size_t active);
