@@ -159,7 +159,8 @@ TEST_CASE("copying between codecs equals writing the decoded values") {
   for (int d = 0; d < 16; ++d) CHECK(back.row(KvSide::key, 0)[d] == Approx(k[d]).margin(0.03));
 }
 
-TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that stay bounds") {
+// Four tokens of a page whose keys differ in two dimensions; the cards of Quest and ArkVale work with them.
+static Page page_of_the_cards() {
   Page page(DType::f32, {}, 4, 8, 0);
   const float keys[4][2] = {{1, -2}, {3, 0}, {5, 4}, {-1, 2}};
   for (int t = 0; t < 4; ++t) {
@@ -168,6 +169,11 @@ TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that 
     k[1] = keys[t][1];
     ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
   }
+  return page;
+}
+
+TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that stay bounds") {
+  Page page = page_of_the_cards();
   float box[16], mean[8];
   ops::summarize_page(page.frame.data(), page.layout, 4, Summary::min_max, DType::f32,
                       reinterpret_cast<std::byte*>(box));
@@ -210,14 +216,7 @@ TEST_CASE("page summaries: Quest's box of the card, means, and bf16 bounds that 
 }
 
 TEST_CASE("page summaries: ArkVale's box of the card, which rounds outwards and stays inside the bounds") {
-  Page page(DType::f32, {}, 4, 8, 0);
-  const float keys[4][2] = {{1, -2}, {3, 0}, {5, 4}, {-1, 2}};
-  for (int t = 0; t < 4; ++t) {
-    std::vector<float> k(8, 0.f);
-    k[0] = keys[t][0];
-    k[1] = keys[t][1];
-    ops::write_token(page.frame.data(), page.layout, t, k.data(), k.data(), t);
-  }
+  Page page = page_of_the_cards();
   const auto summary = [&](int tokens, Summary kind, DType dtype, auto* to) {
     ops::summarize_page(page.frame.data(), page.layout, tokens, kind, dtype, reinterpret_cast<std::byte*>(to));
   };
