@@ -115,10 +115,10 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   if (!reserved_) {
     const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
     if (host_capped() && !reserve(Tier::host, heads * pages)) {
-      const std::int64_t frames =
-          uncopied(e, slots);  // the exact free frames are known now, those owed to e among them
-      if (frames > known_.free[1]) return {Fit::out_of_memory, 0};
-      free_bound_[1] = std::max<std::int64_t>(0, free_bound_[1] - frames);
+      const Uncopied down = uncopied(e, slots);  // the exact free frames are known now
+      const std::int64_t more = down.pages - down.owed, free = std::max<std::int64_t>(0, free_bound_[1]);
+      if (down.pages > known_.free[1] || more > free) return {Fit::out_of_memory, 0};
+      free_bound_[1] = free - more;
     }
     // A head's set may grow by a page. If no frame is free, pages that leave give theirs.
     if (!reserve(Tier::device, heads)) reserve_by_spilling(heads);
@@ -146,8 +146,8 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
-// Returns the frames of the host that a place edit takes. Waits for the device.
-std::int64_t CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const {
+// Returns the pages that a place edit copies to the host. Waits for the device.
+CudaStore::Uncopied CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const {
   const Shape& s = options_.shape;
   refresh();
   const auto to_host = [&]<class T>(const T* from, std::int64_t n,
@@ -165,16 +165,20 @@ std::int64_t CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>&
     heads.flags.data = to_host(heads.flags.data, heads.flags.stride[0] * (s.max_slots - 1) + s.kv_heads, flags);
   heads.classes = to_host(heads.classes, s.kv_heads, classes);
   heads.steps = to_host(heads.steps, s.max_slots, steps);
-  std::int64_t missing = 0;
+  std::vector<std::uint8_t> placed;
+  to_host(layer(e.layer).placed, std::int64_t{s.max_slots} * s.kv_heads, placed);
+  Uncopied out;
   for (const std::int32_t slot : slots) {
     const auto host = entries(1, slot);
     for (int head = 0; head < s.kv_heads; ++head) {
       const int full = heads.on(slot, head) ? lengths_[head_index(e.layer, slot, head)] / s.page_size : 0;
       const auto* of = host.data() + static_cast<std::size_t>(e.layer * s.kv_heads + head) * pages_per_head_;
-      missing += std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
+      const auto missing = std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
+      out.pages += missing;
+      if (missing < full || placed[static_cast<std::size_t>(slot * s.kv_heads + head)]) out.owed += missing;
     }
   }
-  return missing;
+  return out;
 }
 
 // Returns the frames that an offload or a recall would take. Waits for the device's tables and the list.

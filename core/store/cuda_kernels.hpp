@@ -32,7 +32,7 @@ struct CudaStoreCounters {
   std::int32_t pages = 0;            // pages of all heads, whatever their tier; counted only with summaries
   std::int32_t peak_pages = 0;
   std::int32_t error = 0;
-  // Frames of the host that heads with pages there will take for the pages that they have filled since.
+  // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
   unsigned long long moved[2] = {};  // pages that arrived on a tier
   unsigned long long states = 0;     // pages whose token state a drop copied to the host
@@ -57,7 +57,8 @@ struct CudaStoreLayer {
   std::int32_t capacity[2] = {};  // frames of a tier
   // [capacity] device frames that copies give back, and their count. take_back moves them to the pool.
   std::int32_t *returned = nullptr, *returned_count = nullptr;
-  bool poison = false;  // tests: a freed frame is filled with poison_byte (store/arena.hpp)
+  std::uint8_t* placed = nullptr;  // [slot, kv_head] whether a place edit named the head; null without such edits
+  bool poison = false;             // tests: a freed frame is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 

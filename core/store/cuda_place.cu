@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(threads)
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
   if (a.spilled && !a.spilled[slot] && !a.spare) return;
   if (!a.heads.on(slot, head)) return;
+  if (mine == 0 && !a.spare) s.placed[slot * s.kv_heads + head] = 1;
   const Head h = head_of(s, slot, head);
   const int n = *h.length, pages = min((n + p - 1) / p, a.most), words = (pages + 31) / 32;
   if (pages == 0) return;
@@ -275,7 +276,8 @@ __global__ void __launch_bounds__(32) owed_kernel(const __grid_constant__ CudaSt
 #pragma unroll 4
   for (int page = static_cast<int>(threadIdx.x); page < full; page += 32) kept += below[page].frame >= 0;
   kept = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(kept)));
-  if (threadIdx.x == 0 && kept > 0 && kept < full) atomicAdd(&first.counters->owed, full - kept);
+  const bool goes_down = kept > 0 || first.placed[head];
+  if (threadIdx.x == 0 && goes_down && kept < full) atomicAdd(&first.counters->owed, full - kept);
 }
 
 }  // namespace

@@ -115,6 +115,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   if (!o.host_pages) return out;
   out.place_jobs = 4 * (SideStream::lanes + 2) * of_layer * word;
   out.place_counts = 2 * (SideStream::lanes + 2) * word;
+  out.placed_flags = heads;
   out.spilled_flags = slots;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
   return out;
@@ -130,7 +131,7 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t host_frames = static_cast<std::int64_t>(s.table / sizeof(PageEntry));
   if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / layout(o.host_codec));
   constexpr std::int64_t place = sizeof(std::int32_t);  // of a frame's number in a list
-  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.spilled_flags + s.spare_counts;
+  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
               (host_frames + 2) * place,
           static_cast<std::int64_t>(s.summaries), layout(o.codecs[0]), (o.host_pages ? 2 : 1) * place};
@@ -145,6 +146,7 @@ void CudaStore::prepare_places(const Sizes& taken) {
   place_jobs_ = StreamMemory(stream_, taken.place_jobs);
   place_counts_ = zeros(taken.place_counts);
   returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
+  placed_flags_ = zeros(taken.placed_flags);
   spilled_flags_ = zeros(taken.spilled_flags);
   spare_counts_ = zeros(taken.spare_counts);
   placing_.resize(static_cast<std::size_t>(options_.shape.layers));
@@ -217,6 +219,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
   l.counters = counters;
+  if (placed_flags_) l.placed = placed_flags_.as<std::uint8_t>() + head;
   if (returned_) l.returned_count = returned_.as<std::int32_t>(), l.returned = l.returned_count + 1;
   l.poison = poison_frames();
   return l;

@@ -268,6 +268,7 @@ __global__ void clear_kernel(const __grid_constant__ CudaStoreLayer first, int s
   if (threadIdx.x == 0) {
     *h.length = 0;
     fewer_pages(s, pages);
+    if (s.placed) s.placed[heads + slot * s.kv_heads + blockIdx.x] = 0;
   }
 }
 

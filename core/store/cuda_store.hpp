@@ -90,7 +90,8 @@ class CudaStore final : public Store {
   // Bytes of what the store takes on the device.
   struct Sizes {
     std::size_t table = 0, lengths = 0, rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
-    std::size_t place_jobs = 0, place_counts = 0, spilled_flags = 0, spare_counts = 0;  // for place edits
+    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0,
+                spare_counts = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
 
@@ -108,7 +109,10 @@ class CudaStore final : public Store {
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
   // Whether the host tier may be too small for a copy of every page.
   bool host_capped() const { return capacity_[1] < heads_ * options_.shape.max_pages(); }
-  std::int64_t uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
+  struct Uncopied {
+    std::int64_t pages = 0, owed = 0;  // owed: those of heads that an edit named before
+  };
+  Uncopied uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
@@ -154,6 +158,7 @@ class CudaStore final : public Store {
   std::unique_ptr<SideStream> side_;
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
+  StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<bool> placing_;               // [layer] place edits since settle()

@@ -6,7 +6,7 @@
 #include "model/bundled.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/select/allot.hpp"
-#include "support/contract.hpp"
+#include "support/cell_fixture.hpp"
 #include "support/token_reader.hpp"
 
 using namespace kvlab;
@@ -296,6 +296,45 @@ TEST_CASE("cuda engine: a host tier that fills up is out of memory, with graphs 
       CHECK(steps == 4 * shape.page_size - 1);  // the step that fills a fourth page finds no frame for its copy
       CHECK((engine.replays() > 0) == graphs);
     }
+  }
+}
+
+TEST_CASE("cuda engine: the first pages that a spilled head fills count against the host until they are due") {
+  const int page = 8, period = 16;  // steps between two place edits of a head
+  const PolicySpec spec =
+      test::policy_of("{flexicache: {unstable_heads: false, rerank_every: 16, budget: {tokens: 40}}}", page);
+  for (const bool graphs : {true, false}) {
+    CAPTURE(graphs);
+    Pair p(spec);
+    const auto run = [&](std::int64_t pages_of_host) {
+      EngineOptions o = Pair::options(spec, 200);
+      o.graphs = graphs;
+      o.host_limit = p.graphs.full_bytes(page) * pages_of_host;
+      return Engine(p.model, test::subjects().policy(spec), o);
+    };
+    const std::vector<int> prompt = test::test_text(64, p.vocab, 3), token{5};
+    std::vector<std::int32_t> likeliest(1);
+    {
+      Engine engine = run(1);
+      const int slot = engine.open();
+      REQUIRE(engine.prefill(slot, {prompt.data(), 4}, true, {}) == Fit::ok);
+      int steps = 0;
+      while (steps < 40 && engine.step({slot}, token, StepResult(likeliest)) == Fit::ok) ++steps;
+      CHECK(steps == period);  // the edit that is due then finds frames for half of the pages
+    }
+    Engine engine = run(64 / page);
+    const int slot = engine.open(), other = engine.open();
+    REQUIRE(engine.prefill(slot, {prompt.data(), 4}, true, {}) == Fit::ok);
+    for (int i = 0; i < period / 2; ++i) REQUIRE(engine.step({slot}, token, StepResult(likeliest)) == Fit::ok);
+    CHECK(engine.host_used_bytes() == 0);
+    CHECK(engine.host_room_bytes() == engine.full_bytes(64) - engine.full_bytes(page));
+    CHECK(engine.prefill(other, prompt, true, {}) == Fit::out_of_memory);
+    engine.close(other);
+    for (int i = 0; i < period; ++i) REQUIRE(engine.step({slot}, token, StepResult(likeliest)) == Fit::ok);
+    CHECK(engine.host_used_bytes() == engine.full_bytes(2 * page));
+    engine.store().check_invariants();
+    engine.close(slot);
+    CHECK(engine.host_room_bytes() == engine.full_bytes(64));
   }
 }
 
