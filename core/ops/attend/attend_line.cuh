@@ -2,8 +2,8 @@
 // the pages of a unit.
 #pragma once
 #include "base/launch.cuh"
+#include "base/line.cuh"
 #include "ops/attend/attend_unit.cuh"
-#include "ops/line.cuh"
 
 namespace kvlab::ops::decode {
 using namespace cuda;

@@ -2,7 +2,7 @@
 #pragma once
 #include <kvlab/roles.hpp>
 
-#include "ops/line.cuh"
+#include "base/line.cuh"
 #include "ops/page/final_list.hpp"
 #include "ops/select/candidates.hpp"
 #include "ops/select/select_held.cuh"
@@ -52,7 +52,7 @@ struct Args {
   int* arrived;  // [pair] blocks that have finished their part; zero between launches
   int rows, kv_heads, group, dim, page_size, most_pages, room;
   int blocks_each;  // whole blocks that every pair could have; 0 = none
-  PairOf pair_of;
+  cuda::PairOf pair_of;
   float scale;
   GroupRule rule;
   bool box, newest;

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(threads, 1)
   cuda::wait_for_predecessor();
 
   const int longest = lay_out(a, places, select);
-  const Line line(FirstTile{places}, pairs, longest, a.blocks_each);
+  const cuda::Line line(FirstTile{places}, pairs, longest, a.blocks_each);
   const auto part = line.part(blockIdx.x);
   const int lo = part.begin, hi = part.end;
   if (lo >= hi) return;

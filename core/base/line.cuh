@@ -1,9 +1,9 @@
-// Work of a kernel's blocks where every (row, KV head) pair has its own number of units. All pairs' units form one line,
-// which the blocks share out.
+// Work of a kernel's blocks where every (row, KV head) pair has its own number of units. All pairs' units form one
+// line, which the blocks share out.
 #pragma once
 #include "base/cuda.cuh"
 
-namespace kvlab::ops {
+namespace kvlab::cuda {
 
 // Tells a pair's row and KV head. A division would take more than 20 instructions. Exact while pairs x kv_heads is less
 // than 2^20.
@@ -43,7 +43,8 @@ class Line {
       const int begin = block * share_ + min(block, longer_);
       return {begin, begin + share_ + (block < longer_)};
     }
-    const int pair = quotient(block, each_), stop = first_(pair + 1), begin = first_(pair) + (block - pair * each_) * share_;
+    const int pair = quotient(block, each_), stop = first_(pair + 1),
+              begin = first_(pair) + (block - pair * each_) * share_;
     return {min(begin, stop), min(begin + share_, stop)};
   }
   // The pair of a unit.
@@ -78,4 +79,4 @@ class Line {
   int blocks_, share_, longer_;  // blocks with units; units of a part; parts with one unit more, if cut anywhere
 };
 
-}  // namespace kvlab::ops
+}  // namespace kvlab::cuda
