@@ -1,5 +1,5 @@
-// Work of a kernel's blocks where every (row, KV head) pair has its own number of units. All pairs' units form one
-// line, which the blocks share out.
+// Work of a kernel's blocks where every (row, KV head) pair has its own number of units, such as 16 tokens or 16 pages.
+// All pairs' units form one line, which the blocks share out.
 #pragma once
 #include "base/cuda.cuh"
 
@@ -19,7 +19,7 @@ struct PairOf {
 
 // The line and its parts, one per block. If parts are short and pairs have about the same length, every pair gets the
 // same number of whole blocks. Then no block has parts of two pairs. In other cases equal parts cut the line anywhere.
-// First(pair) = units before a pair; First(pairs) = all units, times the number of blocks less than 2^32.
+// First(pair) = units before a pair; First(pairs) = all units.
 template <class First>
 class Line {
  public:
