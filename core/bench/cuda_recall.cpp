@@ -9,8 +9,8 @@
 
 #include "base/cuda_stopwatch.hpp"
 #include "base/device_op.hpp"
-#include "base/scattered_copy.hpp"
 #include "bench/cuda_timing.hpp"
+#include "cases/scattered_copy.hpp"
 
 namespace kvlab::bench {
 namespace {

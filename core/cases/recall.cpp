@@ -13,9 +13,9 @@
 #include "base/backend.hpp"
 #include "base/device_op.hpp"
 #include "base/log.hpp"
-#include "base/scattered_copy.hpp"
 #include "base/threads.hpp"
 #include "cases/case.hpp"
+#include "cases/scattered_copy.hpp"
 
 namespace kvlab::cases {
 namespace {

@@ -72,7 +72,7 @@ if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
-file(GLOB_RECURSE KVLAB_CUDA_SOURCES CONFIGURE_DEPENDS base/*.cu ops/*.cu store/*.cu model/*.cu)
+file(GLOB_RECURSE KVLAB_CUDA_SOURCES CONFIGURE_DEPENDS base/*.cu ops/*.cu store/*.cu model/*.cu cases/*.cu)
 add_library(kvlab_cuda SHARED ${KVLAB_CUDA_SOURCES} ops/attend/cudnn_attention.cpp)
 add_dependencies(kvlab_cuda kvlab_cuda_build)
 target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/api ${KVLAB_CUDA_BUILD_FOLDER})  # does not link kvlab: CMake would ask nvcc for its cxx_std_20

@@ -1,4 +1,4 @@
-#include "base/scattered_copy.hpp"
+#include "cases/scattered_copy.hpp"
 
 #include "base/copy_units.cuh"
 #include "base/relay.cuh"
