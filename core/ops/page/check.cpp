@@ -51,7 +51,9 @@ void check_page(const PagedKv& kv, int row, int head, int page, const char* op) 
   const auto where = [&] {
     return "page " + std::to_string(page) + " of row " + std::to_string(row) + ", head " + std::to_string(head);
   };
-  if (e.frame < 0) fail(Errc::internal, op, "got " + where() + " without a device frame, wanted it resident");
+  if (e.frame < 0)
+    fail(Errc::internal, op,
+         "got " + where() + " without a device frame, wanted it resident: the op reads pages on the device alone");
   const PageLayout& l = kv.layout(e);
   if (l.head_dim != kv.head_dim || l.page_size != kv.page_size)
     fail(Errc::internal, op,
