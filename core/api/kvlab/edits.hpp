@@ -24,7 +24,8 @@ struct Deadline {
   static Deadline in_steps(int n) { return {steps_from_now, n}; }
 };
 
-// Which tokens ops::top_tokens would leave out, without a list. All is memory of the stream's device.
+// Which tokens ops::top_tokens would leave out, without a list. All is memory of the stream's device. A policy that is
+// capturable takes `keep` and `pins` by Workspace::constant, in attach.
 struct Surplus {
   View<const std::int32_t, 2> keep;  // [row, kv_head]; a head of at most so many tokens keeps them all
   const Pins* pins = nullptr;        // [row], or null

@@ -157,6 +157,8 @@ using HeadFlags = View<std::uint8_t, 2>;
 
 // The KV heads that an op or an edit works on. The device decides, so a graph may hold the call while the heads change
 // from step to step. All conditions must hold; without one all heads are meant. A head that is left out costs no bytes.
+// `classes` adds to the other conditions or takes away from them. So Heads{}.except(c) is every head out of class c,
+// and Heads{}.or_of(c) is every head. Heads::every(kv.steps, 0).or_of(c) is class c alone, if needs() asks for steps.
 struct Heads {
   View<const std::uint8_t, 2> flags;      // HeadFlags; empty = no condition
   bool unflagged = false;                 // the heads whose flag is 0 instead
@@ -224,7 +226,7 @@ struct PageChoice {
   bool newest_page = false;             // the last page takes one of these places
   // Pages that hold one of these tokens are no candidates: neither in the softmax nor in the list.
   Pins leave_out;
-  Heads heads;  // lists of the others stay as they are
+  Heads heads;  // lists of the others stay as they are; in scratch they are uninitialised, so take a KeptPages
 
   PageChoice among(const Heads& these) const {
     PageChoice c = *this;

@@ -3,9 +3,10 @@
 // the memory traffic that an op cannot avoid. Ties go to the lower index. Selection is exact; NaN ranks below all other
 // scores. Scores are contiguous along their last index. Ops leave entries past a row's length alone unless they say so.
 //
-// Errc::unsupported: a shape or dtype that the op does not support. Errc::internal: a view that is too small, or a page
-// that the op must read and that is not on the device. With a CUDA stream every array is device memory, pins, totals
-// and text lengths too (LayerKv::upload). A kernel cannot report wrong numbers in them, but writes only inside arrays.
+// Errc::unsupported: a shape or dtype that the op does not support. Errc::internal: a view that is too small, or, on
+// the CPU, a page that the op must read and that is not on the device. A kernel does not check the latter. With a CUDA
+// stream every array is device memory, pins, totals and text lengths too (LayerKv::upload). A kernel cannot report
+// wrong numbers in them, but writes only inside arrays.
 #pragma once
 #include <algorithm>
 #include <vector>

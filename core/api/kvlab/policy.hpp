@@ -42,7 +42,8 @@ class Needs {
   Needs& rope(RopeRegime r) { return rope_ = r, *this; }
   Needs& token_state(std::string name) { return state_.push_back(std::move(name)), *this; }  // f32, starts at 0
   Needs& chunked_prompts(bool allowed) { return chunked_ = allowed, *this; }
-  // A promise that a GPU may replay the decode steps' callbacks as a graph (core/api/README.md).
+  // A promise that a GPU may replay the decode steps' callbacks as a graph (core/api/README.md). Core asks for it again
+  // after attach. A policy that uploads numbers of a budget in ratio or bytes promises it for a budget in tokens alone.
   Needs& capturable(bool yes) { return capturable_ = yes, *this; }
   // The only devices that it runs on, and the only element types of the cache that it reads. The default is all.
   Needs& devices(std::vector<Device> only) { return devices_ = std::move(only), *this; }
@@ -299,7 +300,7 @@ struct BudgetAmount {
 };
 
 // Most tokens per KV head that a sequence holds on each tier: at the end of its prompt and afterwards. -1 = all of
-// them.
+// them. Core reads device_prefill alone: a workload admits prompts by it. A wrong number costs time only.
 struct Demand {
   std::int64_t device_prefill = -1, device_decode = -1, host = 0;
 };
