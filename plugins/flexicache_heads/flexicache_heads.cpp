@@ -1,5 +1,5 @@
-// The offline calibration of FlexiCache: which heads change their best pages quickly? RCO and TS are those of its
-// section 2.2; the votes and the unstable set are those of section 2.3.
+// The offline calibration of FlexiCache: which heads change their best pages quickly? RCO and TS follow its
+// section 2.2. The votes and the unstable set follow section 2.3.
 #include <kvlab/plugin.hpp>
 #include <kvlab/statistics.hpp>
 
