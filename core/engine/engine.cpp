@@ -8,7 +8,6 @@
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
-#include "ops/page/paged.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
@@ -202,12 +201,7 @@ Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
   return fit;
 }
 
-std::int64_t Engine::frame_bytes(CodecSpec codec) const {
-  const Shape& s = store_->shape();
-  return ops::make_layout(s.dtype, codec, s.page_size, s.head_dim,
-                          static_cast<int>(store_->options().token_state.size()))
-      .bytes;
-}
+std::int64_t Engine::frame_bytes(CodecSpec codec) const { return frame_layout(store_->options(), codec).bytes; }
 
 std::int64_t Engine::full_bytes(int tokens) const {
   const Shape& s = store_->shape();

@@ -19,9 +19,7 @@ std::int64_t worst_case(const Shape& s, std::int64_t frame_bytes) {
 
 std::vector<PageLayout> make_layouts(const StoreOptions& o) {
   std::vector<PageLayout> out;
-  for (const CodecSpec& c : o.codecs)
-    out.push_back(ops::make_layout(o.shape.dtype, c, o.shape.page_size, o.shape.head_dim,
-                                   static_cast<int>(o.token_state.size())));
+  for (const CodecSpec& c : o.codecs) out.push_back(frame_layout(o, c));
   return out;
 }
 
@@ -41,8 +39,7 @@ std::int64_t widest(const std::vector<PageLayout>& layouts) {
 CpuStore::CpuStore(const StoreOptions& options)
     : Store(options, Stream::cpu()),
       layouts_(make_layouts(options)),
-      host_layout_(ops::make_layout(options.shape.dtype, options.host_codec, options.shape.page_size,
-                                    options.shape.head_dim, static_cast<int>(options.token_state.size()))),
+      host_layout_(frame_layout(options, options.host_codec)),
       device_(worst_case(options.shape, widest(layouts_)), options.device_limit),
       host_(worst_case(options.shape, host_layout_.bytes), options.host_limit) {
   const std::size_t heads = heads_of(options.shape);
@@ -62,8 +59,7 @@ StoreBytes CpuStore::bytes(const StoreOptions& options) {
 
 void CpuStore::check(const StoreOptions& options) {
   make_layouts(options);
-  ops::make_layout(options.shape.dtype, options.host_codec, options.shape.page_size, options.shape.head_dim,
-                   static_cast<int>(options.token_state.size()));
+  frame_layout(options, options.host_codec);
 }
 
 void CpuStore::close(int slot) {

@@ -38,17 +38,14 @@ void CudaStore::check(const StoreOptions& o) {
   if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
-  for (const CodecSpec& codec : {o.codecs[0], o.host_codec})
-    ops::make_layout(o.shape.dtype, codec, o.shape.page_size, o.shape.head_dim, static_cast<int>(o.token_state.size()));
+  for (const CodecSpec& codec : {o.codecs[0], o.host_codec}) frame_layout(o, codec);
 }
 
 CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
   check(options);
   const Shape& s = options_.shape;
-  layout_ = ops::make_layout(s.dtype, options_.codecs[0], s.page_size, s.head_dim,
-                             static_cast<int>(options_.token_state.size()));
-  host_layout_ = ops::make_layout(s.dtype, options_.host_codec, s.page_size, s.head_dim,
-                                  static_cast<int>(options_.token_state.size()));
+  layout_ = frame_layout(options_, options_.codecs[0]);
+  host_layout_ = frame_layout(options_, options_.host_codec);
   heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;
   const Sizes taken = sizes(options);
   const std::size_t heads = static_cast<std::size_t>(heads_);
@@ -123,18 +120,13 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
 
 StoreBytes CudaStore::bytes(const StoreOptions& o) {
   const Sizes s = sizes(o);
-  const auto layout = [&](const CodecSpec& codec) {
-    return ops::make_layout(o.shape.dtype, codec, o.shape.page_size, o.shape.head_dim,
-                            static_cast<int>(o.token_state.size()))
-        .bytes;
-  };
   std::int64_t host_frames = static_cast<std::int64_t>(s.table / sizeof(PageEntry));
-  if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / layout(o.host_codec));
+  if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / frame_layout(o, o.host_codec).bytes);
   constexpr std::int64_t place = sizeof(std::int32_t);  // of a frame's number in a list
   const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
               (host_frames + 2) * place,
-          static_cast<std::int64_t>(s.summaries), layout(o.codecs[0]), (o.host_pages ? 2 : 1) * place};
+          static_cast<std::int64_t>(s.summaries), frame_layout(o, o.codecs[0]).bytes, (o.host_pages ? 2 : 1) * place};
 }
 
 void CudaStore::prepare_places(const Sizes& taken) {

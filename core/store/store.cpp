@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/part_timer.hpp"
+#include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
 
@@ -372,6 +373,11 @@ std::vector<std::int32_t> Store::positions(int layer, int slot, int head) const 
   std::vector<std::int32_t> out = positions_by_place(layer, slot, head);
   std::sort(out.begin(), out.end());
   return out;
+}
+
+PageLayout frame_layout(const StoreOptions& o, const CodecSpec& codec) {
+  return ops::make_layout(o.shape.dtype, codec, o.shape.page_size, o.shape.head_dim,
+                          static_cast<int>(o.token_state.size()));
 }
 
 StoreBytes store_bytes(const StoreOptions& options, Device device) {

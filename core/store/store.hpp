@@ -262,6 +262,8 @@ struct StoreBytes {
   std::int64_t frame_places = 0;  // its places in lists of free frames
 };
 StoreBytes store_bytes(const StoreOptions& options, Device device);
+// The layout of a frame in a codec of the store.
+PageLayout frame_layout(const StoreOptions& options, const CodecSpec& codec);
 
 // Throws the errors that make_store would throw on such a device, without taking memory.
 void check_store(const StoreOptions& options, Device device);
