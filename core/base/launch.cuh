@@ -25,14 +25,4 @@ void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::
   check(cudaLaunchKernelEx(&config, kernel, std::forward<A>(arguments)...), name);
 }
 
-// Reads each line of a kernel's parameters, which come from memory at their first use. A kernel that starts early calls
-// it before wait_for_predecessor, so that these loads do not follow one another later.
-template <class Parameters>
-__device__ __forceinline__ void fetch_parameters(const Parameters& p) {
-  constexpr int line = 64 / sizeof(int);
-  const int* words = reinterpret_cast<const int*>(&p);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Parameters) / sizeof(int)); i += line) keep_load(words[i]);
-}
-
 }  // namespace kvlab::cuda

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <string>
 
-#include "base/cuda.cuh"
+#include "base/launch.cuh"
 #include "ops/score/verify.hpp"
 #include "ops/select/surplus.cuh"
 #include "store/cuda_tokens.cuh"
@@ -168,6 +168,8 @@ __global__ void __launch_bounds__(threads)
   const float* scores = by == By::score ? &a.of.scores(row, head, 0) : nullptr;
   const std::int64_t column = l.state + std::int64_t{a.of.column} * p * 4;
 
+  let_successor_start();
+  wait_for_predecessor();
   const int slot = a.slots[row], wanted = a.of.keep(row, head), keep = max(0, wanted);
   const Pins pins = a.of.pins ? a.of.pins[row] : Pins{};
   const int first = max(0, pins.first), last = max(0, pins.last);
@@ -299,8 +301,8 @@ void evict_surplus(const CudaStoreLayer& s, const CudaStoreSurplus& a, Stream st
           "evict_surplus");
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
   const dim3 grid(static_cast<unsigned>(s.kv_heads), static_cast<unsigned>(a.rows));
-  kernel<<<grid, threads, static_cast<std::size_t>(bytes), stream_of(stream)>>>(s, a, before);
-  check_launch("evict_surplus");
+  launch("evict_surplus", kernel, grid, threads, static_cast<std::size_t>(bytes), stream_of(stream), true, s, a,
+         before);
   if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream.handle()), stream.handle());
 }
 KVLAB_ON_CUDA(evict_surplus, evict_surplus);

@@ -53,7 +53,6 @@ __global__ void __launch_bounds__(256, 1)
   }
   __syncwarp();
   let_successor_start();
-  fetch_parameters(a);
   if (threadIdx.x == 0) fetch_map(&map);
   if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   wait_for_predecessor();

@@ -1,7 +1,7 @@
 // Finds heads whose query turned. One block takes a row, one warp a query head at a time.
 #include <kvlab/ops.hpp>
 
-#include "base/cuda.cuh"
+#include "base/launch.cuh"
 #include "ops/score/turned.hpp"
 
 namespace kvlab::ops {
@@ -15,6 +15,8 @@ __global__ void __launch_bounds__(threads)
                   const __grid_constant__ View<float, 3> last, float threshold,
                   const __grid_constant__ HeadFlags turned, const __grid_constant__ InjectedTurns injected) {
   __shared__ float cosine[most_heads];
+  let_successor_start();
+  wait_for_predecessor();
   const int row = blockIdx.x, lane = threadIdx.x % 32, heads = static_cast<int>(queries.extent[1]),
             dim = static_cast<int>(queries.extent[2]), group = heads / kv_heads;
   const int slot = slots[row];
@@ -57,9 +59,8 @@ static void turned_heads_cuda(const Tensor<3>& queries, const PagedKv& kv, View<
         "got " + std::to_string(queries.extent[1]) + " query heads, wanted at most " + std::to_string(most_heads),
         "op turned_heads (CUDA)");
   const InjectedTurns* injected = kv.injected ? kv.injected->turns : nullptr;
-  turned_kernel<<<kv.rows, threads, 0, stream_of(s)>>>(queries.f32(), kv.slots, kv.kv_heads, last, threshold, turned,
-                                                       injected ? *injected : InjectedTurns{});
-  check_launch("turned_heads");
+  launch("turned_heads", turned_kernel, kv.rows, threads, 0, stream_of(s), true, queries.f32(), kv.slots, kv.kv_heads,
+         last, threshold, turned, injected ? *injected : InjectedTurns{});
 }
 KVLAB_ON_CUDA(turned_heads, turned_heads_cuda);
 

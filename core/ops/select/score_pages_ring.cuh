@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(threads, 1)
   }
   __syncwarp();
   cuda::let_successor_start();
-  cuda::fetch_parameters(r);
   if (threadIdx.x == 0) cuda::fetch_map(&tile_map);
   if (static_cast<int>(threadIdx.x) < a.rows) cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   cuda::wait_for_predecessor();
