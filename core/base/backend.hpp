@@ -45,6 +45,7 @@ struct CudaRuntime {
   // is captured is captured with it, and must be waited for before the capture ends.
   void (*wait)(void* event, void* stream) = nullptr;
   float (*elapsed)(void* begin, void* end) = nullptr;
+  bool (*passed)(void* event) = nullptr;  // whether the work that it was recorded behind is done
   // Bytes per second at which all multiprocessors read `bytes` of fresh device memory; the best of several grids.
   double (*read_rate)(std::size_t bytes, void* stream) = nullptr;
 };

@@ -375,6 +375,11 @@ extern "C" bool kvlab_cuda_backend(kvlab::CudaBackend* table, std::string* state
     check(cudaStreamWaitEvent(stream_of(s), static_cast<Event*>(e)->event), "cudaStreamWaitEvent");
   };
   r.elapsed = [](void* begin, void* end) { return elapsed(*static_cast<Event*>(begin), *static_cast<Event*>(end)); };
+  r.passed = [](void* e) {
+    const cudaError_t state = cudaEventQuery(static_cast<Event*>(e)->event);
+    if (state != cudaErrorNotReady) check(state, "cudaEventQuery");
+    return state == cudaSuccess;
+  };
   r.read_rate = read_rate;
   table->announced = announced_cuda_ops;
   return true;

@@ -36,6 +36,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.host_limit = o.host_limit;
   s.scratch_limit = o.scratch_limit;
   s.host_pages = needs.host_pages();
+  s.pauses = needs.pauses();
   s.spill = o.spill;
   return s;
 }

@@ -125,6 +125,8 @@ class Engine final : private LayerHooks {
   // only where its memory may be short. Unless growth_known(), other edits may take more.
   bool room_for_step(const std::vector<std::int32_t>& slots) const { return store_->room_for_step(slots); }
   bool growth_known() const { return capturable_; }
+  // Whether pages that the sequence waits for are under way (Deadline::sequence). A step of it waits for them.
+  bool reloading(int slot) { return store_->reloading(slot); }
   static constexpr std::int64_t no_limit = std::numeric_limits<std::int64_t>::max();
 
   void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody

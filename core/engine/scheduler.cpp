@@ -180,12 +180,25 @@ std::vector<std::int32_t> Scheduler::decoding() const {
   return out;
 }
 
+// Rows whose pages are under way sit a step out, unless all rows would.
+std::vector<std::size_t> Scheduler::rows_of_step() {
+  std::vector<std::size_t> ready, paused;
+  for (std::size_t i = 0; i < active_.size(); ++i)
+    if (!prompting(active_[i])) (engine_.reloading(active_[i].slot) ? paused : ready).push_back(i);
+  if (ready.empty()) return paused;
+  for (const std::size_t i : paused) ++served_[index(active_[i])].pauses;
+  return ready;
+}
+
 Fit Scheduler::decode() {
-  const std::vector<std::int32_t> slots = make_room();
-  if (slots.empty()) return Fit::ok;
+  if (make_room().empty()) return Fit::ok;
+  const std::vector<std::size_t> rows = rows_of_step();
+  std::vector<std::int32_t> slots;
   std::vector<int> tokens;
-  for (const Active& a : active_)
-    if (!prompting(a)) tokens.push_back(next_token(a));
+  for (const std::size_t i : rows) {
+    slots.push_back(active_[i].slot);
+    tokens.push_back(next_token(active_[i]));
+  }
   std::vector<std::int32_t> likeliest(slots.size());
   const bool learns = !engine_.growth_known();
   const std::int64_t used = learns ? engine_.used_bytes() : 0;
@@ -201,11 +214,10 @@ Fit Scheduler::decode() {
   if (options_.stepped) options_.stepped(end - begin, slots);
   if (learns) growth_ = std::max(growth_, (engine_.used_bytes() - used) / static_cast<std::int64_t>(slots.size()));
   std::vector<std::size_t> ended;
-  for (std::size_t i = 0, row = 0; i < active_.size(); ++i) {
-    if (prompting(active_[i])) continue;
-    Active& a = active_[i];
+  for (std::size_t row = 0; row < rows.size(); ++row) {
+    Active& a = active_[rows[row]];
     ++a.given;
-    if (const int token = likeliest[row++]; a.given == known(index(a)) && take(a, token, end)) ended.push_back(i);
+    if (a.given == known(index(a)) && take(a, likeliest[row], end)) ended.push_back(rows[row]);
   }
   for (; !ended.empty(); ended.pop_back()) finish(ended.back());
   return Fit::ok;

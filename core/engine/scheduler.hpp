@@ -32,6 +32,7 @@ struct Served {
   std::vector<int> tokens;       // of the answer
   std::vector<double> token_ms;  // time of each token
   int preemptions = 0;
+  int pauses = 0;  // steps that went on without it, while its pages were under way
   bool ended = false;
 };
 
@@ -89,6 +90,7 @@ class Scheduler {
   Fit prompts();
   Fit decode();
   std::vector<std::int32_t> make_room();
+  std::vector<std::size_t> rows_of_step();     // of active_
   std::vector<std::int32_t> decoding() const;  // the slots of the next decode step
   bool take(Active& a, int token, double at);
   void put_back(std::size_t active);

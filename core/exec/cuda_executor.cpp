@@ -594,7 +594,7 @@ bool CudaExecutor::replay(const std::vector<std::int32_t>& slots, LayerHooks& ho
   const State now = state();
   const bool known = r.graph && r.captured == now;
   if (!known && r.warm != now) return false;
-  if (!store_.reserve_step(slots)) return false;
+  if (!store_.reserve_step(slots, r.taken)) return false;
   store_.view(0, slots);  // copies the slots to the place that the graph reads
   if (!known) {
     r.graph = CudaGraph(stream_, [&] {
@@ -622,6 +622,7 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     }
   } const until_the_end{store_};
   store_.in_graph(replayable);
+  store_.taken_by_edits();
   keeps_rows_ = replayable && hooks.keeps_rows();
   if (keeps_rows_) room<float>(qkv_, model_->config.layers * n * qkv_width());
   room_ = 0;
@@ -635,7 +636,7 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;
   watch_.end(stream_);
-  if (replayable) replay_of(slots).warm = state();
+  if (replayable) replay_of(slots).warm = state(), replay_of(slots).taken = store_.taken_by_edits();
   return Fit::ok;
 }
 

@@ -51,8 +51,9 @@ class CudaExecutor final : public Executor {
     bool operator==(const State&) const = default;
   };
   struct Replay {
-    State warm, captured;  // after the latest step without a graph; at the capture of `graph`
-    int room = 0;          // tokens of a head that the arrays of `graph` have room for
+    State warm, captured;    // after the latest step without a graph; at the capture of `graph`
+    int room = 0;            // tokens of a head that the arrays of `graph` have room for
+    CudaStore::Taken taken;  // by edits of the step
     CudaGraph graph;
   };
 

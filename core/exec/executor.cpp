@@ -18,6 +18,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
                 "a prompt");
   std::vector<std::int32_t> position(tokens.size());
   for (std::size_t t = 0; t < position.size(); ++t) position[t] = first + static_cast<std::int32_t>(t);
+  cache_.await_reloads({slot});
   begin(tokens, position, hooks.wants_prompt_output() ? Phase::prompt_shown : Phase::prompt);
   embed(n);
   for (int layer = 0; layer < model_->config.layers; ++layer) {
@@ -34,6 +35,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
   if (cache_.advance(slot, static_cast<int>(n), false).fit != Fit::ok) return Fit::out_of_memory;
   if (logits) logits.extent[0] = std::min(logits.extent[0], n);
   prompt_logits(n, logits);
+  cache_.start_reloads();
   return Fit::ok;
 }
 
@@ -60,6 +62,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     finish_layer(layer, n);
   }
   if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  if (const Fit fit = cache_.end_step().fit; fit != Fit::ok) return fit;
   head(n, out);
   cache_.settle();
   return Fit::ok;
@@ -69,11 +72,13 @@ Fit Executor::decode(const std::vector<std::int32_t>& slots, std::span<const int
                      const StepResult& out) {
   std::vector<std::int32_t> position;
   for (const std::int32_t slot : slots) position.push_back(cache_.position(slot));
+  cache_.await_reloads(slots);
   begin(tokens, position, Phase::decode);
   if (const Fit fit = run(slots, hooks, out); fit != Fit::ok) return fit;
   for (const std::int32_t slot : slots)
     if (cache_.advance(slot, 1, true).fit != Fit::ok) return Fit::out_of_memory;
   read(static_cast<std::int64_t>(slots.size()), out);
+  cache_.start_reloads();
   return Fit::ok;
 }
 

@@ -56,6 +56,7 @@ struct SummaryRow {
   std::string workload;  // empty without one; with one, tokens_per_s is of the whole time
   double ttft_ms_p95 = not_measured, queue_ms_p50 = not_measured;
   std::int64_t preemptions = -1;
+  std::int64_t pauses = -1;        // Served::pauses of all requests
   double overhead = not_measured;  // share of decode steps' time in which the GPU's kernels did not run
   std::string warnings;            // said while the cell ran, one per line (result/warnings.hpp)
   std::int64_t nonfinite = 0;      // NaN and infinite numbers in the call that ended a failed cell
@@ -84,6 +85,7 @@ struct SampleRow {
   double arrival_ms = not_measured, queue_ms = not_measured, ttft_ms = not_measured;
   double end_ms = not_measured;   // of a request's last token; since the start, like arrival_ms
   std::int64_t preemptions = -1;  // of a request
+  std::int64_t pauses = -1;       // of a request
 };
 
 // A plugin that a cell or a profile used: one row of /cells/ID/plugins, or of /plugins in a profile file. A profile

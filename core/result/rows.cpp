@@ -84,6 +84,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"involuntary_switches", &R::involuntary_switches, "", false, true},
       {"voluntary_switches", &R::voluntary_switches, "", false, true},
       {"threads", &R::threads, "threads", false, true},
+      {"pauses", &R::pauses, "steps", false, true},
   };
   return list;
 }
@@ -109,6 +110,7 @@ const std::vector<Field<SampleRow>>& fields(const SampleRow*) {
       {"task_sample", &R::task_sample, "", false, true},
       {"question", &R::question, "", false, true},
       {"follows", &R::follows, "1 = a turn", false, true},
+      {"pauses", &R::pauses, "steps", false, true},
   };
   return list;
 }

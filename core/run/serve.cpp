@@ -27,6 +27,7 @@ results::SampleRow sample_of(const CellInput& in, std::size_t index, const Serve
   s.score = in.items->score(s.output, item.references);
   if (!item.references.empty()) want_finite(s.score, "a score by '" + in.items->metric + "'", s.sample);
   s.preemptions = served.preemptions;
+  s.pauses = served.pauses;
   if (!in.wants(Metric::latency)) return s;
   s.arrival_ms = served.arrival_ms;
   s.queue_ms = served.admitted_ms - served.arrival_ms;
@@ -46,8 +47,8 @@ void add_tokens(const Served& served, results::CellResult& out) {
 
 void summarize_requests(const std::vector<Served>& all, bool timed, results::CellResult& out) {
   auto& s = out.summary;
-  s.preemptions = 0;
-  for (const Served& one : all) s.preemptions += one.preemptions;
+  s.preemptions = s.pauses = 0;
+  for (const Served& one : all) s.preemptions += one.preemptions, s.pauses += one.pauses;
   if (!timed) return;
   std::vector<double> ttft, queue;
   double begin = all.front().arrival_ms, end = 0;

@@ -69,6 +69,7 @@ class CpuStore final : public Store {
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void count_spare(const Edit& e, int slot) override;
+  void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
   Fit recall_layer(int layer, int slot) override;
   std::int64_t free_frames(Tier tier) const override;
   Fit take_pages(int layer, int slot, int tokens);

@@ -19,6 +19,11 @@ StoreOptions of_one_slot(StoreOptions o) {
 
 }  // namespace
 
+Store::Pending CudaStore::copied(const Pending& p, int slot, Stream device) const {
+  const std::uint8_t* marks = p.heads ? p.heads.as<std::uint8_t>() : nullptr;
+  return pending(p.edit, slot, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), marks, device, stream_);
+}
+
 std::vector<PageEntry> CudaStore::entries(int tier, int slot) const {
   const Shape& s = options_.shape;
   const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
@@ -32,6 +37,7 @@ std::vector<PageEntry> CudaStore::entries(int tier, int slot) const {
 
 std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
   const Shape& s = options_.shape;
+  all_reloaded();
   refresh();
   auto out = std::make_unique<CpuStore>(of_one_slot(options_));
   if (workspace_.slot_bytes() > 0) {
@@ -70,8 +76,7 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
     }
   for (const Pending& p : pending_) {
     if (p.slot != slot) continue;
-    out->pending_.push_back(
-        pending(p.edit, 0, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), out->stream_, stream_));
+    out->pending_.push_back(copied(p, 0, out->stream_));
   }
   synchronize(stream_);
   return out;
@@ -145,9 +150,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     from.workspace_.save_slot(0, state.data());
     workspace_.load_slot(slot, state.data());
   }
-  for (const Pending& p : from.pending_)
-    pending_.push_back(
-        pending(p.edit, slot, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), stream_, stream_));
+  for (const Pending& p : from.pending_) pending_.push_back(copied(p, slot, stream_));
   synchronize(stream_);  // the copies read `from`, which the caller may free
   stale_ = true;
   update();
@@ -171,6 +174,7 @@ std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int
 void CudaStore::check_invariants() const {
   const Shape& s = options_.shape;
   const auto fail = [](const std::string& what) { throw Error(Errc::internal, "store: " + what); };
+  all_reloaded();
   refresh();
   std::int64_t pages = 0;
   std::vector<bool> seen[2];

@@ -95,6 +95,11 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
   return a;
 }
 
+void CudaStore::mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) {
+  const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
+  only_on_cuda<cuda_store::mark_heads>(heads, rows, out, stream_);
+}
+
 void CudaStore::count_spare(const Edit& e, int slot) {
   CudaStorePlace a = place_of(e, {slot});
   if (a.most == 0) return;
@@ -114,7 +119,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads;
   if (!reserved_) {
     const std::int64_t pages = (max_length(e.layer, slots) + s.page_size - 1) / s.page_size;
-    if (host_capped() && !reserve(Tier::host, heads * pages)) {
+    if (capped(Tier::host) && !reserve(Tier::host, heads * pages)) {
       const Uncopied down = uncopied(e, slots);  // the exact free frames are known now
       const std::int64_t more = down.pages - down.owed, free = std::max<std::int64_t>(0, free_bound_[1]);
       if (down.pages > known_.free[1] || more > free) return {Fit::out_of_memory, 0};
@@ -124,9 +129,14 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     if (!reserve(Tier::device, heads)) reserve_by_spilling(heads);
   }
   a.lists = take_scratch<std::int32_t>(workspace(), "place", {2 * heads * a.most}).data;
-  placing_[static_cast<std::size_t>(e.layer)] = true;
   stale_ = true;
   const CudaStoreLayer l = layer(e.layer);
+  if (e.when.kind == Deadline::sequence) {
+    reloads_->plan_to(a);
+    only_on_cuda<cuda_store::plan_place>(l, a, beside_ ? side_->stream() : stream_);
+    return {Fit::ok, -1};
+  }
+  placing_[static_cast<std::size_t>(e.layer)] = true;
   const auto jobs_of = [&](int lane) {
     a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer(s);
     a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
@@ -218,12 +228,21 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
   const Shape& s = options_.shape;
   if (!host_arena_.data()) return Fit::ok;  // no page ever left the device
   if (e.verb != CudaStorePageEdit::drop) {
-    const std::int64_t pages = (max_length(index, slots) + s.page_size - 1) / s.page_size;
+    // In a graph the number must not depend on lengths.
+    const std::int64_t pages = in_graph_ ? static_cast<std::int64_t>(pages_per_head_)
+                                         : (max_length(index, slots) + s.page_size - 1) / s.page_size;
     const std::int64_t a_head = e.verb == CudaStorePageEdit::recall_all ? pages : std::min(pages, e.index.extent[2]);
     const std::int64_t most = a_head * e.rows * s.kv_heads;
     if (most == 0) return Fit::ok;
     const Tier to = e.verb == CudaStorePageEdit::offload ? Tier::host : Tier::device;
-    if (!reserve(to, most) && !reserve(to, frames_missing(e, index, slots))) return Fit::out_of_memory;
+    if (in_graph_ && capped(to)) taken_.frames[static_cast<int>(to)] += most;
+    if (!reserved_ && !reserve(to, most)) {
+      // The counts are exact now. Frames that are owed to filled pages are these pages' own.
+      const auto t = static_cast<std::size_t>(to);
+      const std::int64_t missing = frames_missing(e, index, slots);
+      if (missing > known_.free[t]) return Fit::out_of_memory;
+      free_bound_[t] = std::min(free_bound_[t], known_.free[t] - missing);
+    }
     if (!jobs_) jobs_ = StreamMemory(stream_, sizes(options_).jobs);
     e.job_count = jobs_.as<std::int32_t>();
     e.jobs = e.job_count + 1;

@@ -114,6 +114,7 @@ struct CudaStorePlace : CudaStoreList {
   const std::uint8_t* spilled = nullptr;  // [slot] heads of the others stay as they are; null = all are
   Spare* spare = nullptr;                 // [slot] the numbers of pages are added, and nothing else is done; or null
   std::int32_t* counts = nullptr;         // {jobs, blocks that are done}; zero before and after
+  std::int32_t* busy = nullptr;           // [slot] becomes 1 where the plan writes jobs; or null
 };
 
 struct CudaStoreAttend : CudaStoreList {
@@ -146,6 +147,8 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
 // Says whether the steps to come have such copies: kernels of the step then leave them room.
 void leave_room(bool yes);
 void take_back(const CudaStoreLayer& s, Stream stream);
+// Writes for each head of the rows whether it is meant. out: [slot, kv_head].
+void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);

@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(threads)
     if (s.layout.state_columns > 0) atomicAdd(&s.counters->states, 1ull);
     d = PageEntry{};
   }
+  if (a.busy && (changed || written)) a.busy[slot] = 1;
   if (arrived) atomicAdd(&s.counters->moved[0], static_cast<unsigned long long>(arrived));
   if (written) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(written));
   if (changed) count_fired(s, a.edit);
@@ -267,6 +268,13 @@ __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__
   s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.capacity[0] - left);
 }
 
+__global__ void mark_kernel(const __grid_constant__ Heads heads, const __grid_constant__ CudaStoreRows r,
+                            const __grid_constant__ HeadFlags out) {
+  const int slot = r.slots[blockIdx.x];
+  for (int head = static_cast<int>(threadIdx.x); head < out.extent[1]; head += static_cast<int>(blockDim.x))
+    out(slot, head) = heads.on(slot, head);
+}
+
 // Grid [slot and kv_head, layer].
 __global__ void __launch_bounds__(32) owed_kernel(const __grid_constant__ CudaStoreLayer first) {
   const std::int64_t head = first.heads_per_layer * blockIdx.y + blockIdx.x;
@@ -311,6 +319,12 @@ void take_back(const CudaStoreLayer& s, Stream stream) {
   check_launch("take_back");
 }
 KVLAB_ON_CUDA(take_back, take_back);
+
+void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream) {
+  mark_kernel<<<r.rows, 32, 0, stream_of(stream)>>>(heads, r, out);
+  check_launch("mark_heads");
+}
+KVLAB_ON_CUDA(mark_heads, mark_heads);
 
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream) {
   owed_kernel<<<dim3(static_cast<unsigned>(first.heads_per_layer), static_cast<unsigned>(layers)), 32, 0,

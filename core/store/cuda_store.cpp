@@ -115,6 +115,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.placed_flags = heads;
   out.spilled_flags = slots;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
+  if (o.pauses) out.reloads = Reloads::bytes(s.layers * most_pages_of_layer(s), s.max_slots);
   return out;
 }
 
@@ -123,7 +124,8 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t host_frames = static_cast<std::int64_t>(s.table / sizeof(PageEntry));
   if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / frame_layout(o, o.host_codec).bytes);
   constexpr std::int64_t place = sizeof(std::int32_t);  // of a frame's number in a list
-  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts;
+  const std::size_t lists =
+      s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
               (host_frames + 2) * place,
           static_cast<std::int64_t>(s.summaries), frame_layout(o, o.codecs[0]).bytes, (o.host_pages ? 2 : 1) * place};
@@ -142,7 +144,10 @@ void CudaStore::prepare_places(const Sizes& taken) {
   spilled_flags_ = zeros(taken.spilled_flags);
   spare_counts_ = zeros(taken.spare_counts);
   placing_.resize(static_cast<std::size_t>(options_.shape.layers));
-  ledger_.hold(Tier::device, Tag::workspace, static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes()));
+  const Shape& s = options_.shape;
+  if (options_.pauses) reloads_ = std::make_unique<Reloads>(stream_, s.layers * most_pages_of_layer(s), s.max_slots);
+  ledger_.hold(Tier::device, Tag::workspace,
+               static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes() + taken.reloads));
 }
 
 void CudaStore::make_pool(Tier tier, std::int64_t frames) {
@@ -272,6 +277,20 @@ void CudaStore::settle() {
   placing_.assign(placing_.size(), false);
 }
 
+void CudaStore::start_reloads() {
+  if (reloads_) reloads_->start(layer(0));
+}
+
+bool CudaStore::reloading(int slot) { return reloads_ && reloads_->under_way(layer(0), slot); }
+
+void CudaStore::await_reloads(const std::vector<std::int32_t>& slots) {
+  if (reloads_) reloads_->await(layer(0), slots);
+}
+
+void CudaStore::all_reloaded() const {
+  if (reloads_) reloads_->await_all(layer(0));
+}
+
 void CudaStore::reserved(bool yes) {
   // Work beside a step that could not be captured belongs to no graph.
   if (reserved_ && !yes && side_->busy()) side_->forget();
@@ -282,9 +301,10 @@ void CudaStore::reserved(bool yes) {
 void CudaStore::update() {
   if (!stale_) return;
   settle();
+  if (reloads_) reloads_->collect(layer(0));
   const Shape& s = options_.shape;
   auto* counters = counters_.as<CudaStoreCounters>();
-  if (options_.host_pages && host_capped()) {
+  if (options_.host_pages && capped(Tier::host)) {
     zero_memory(&counters->owed, sizeof counters->owed, stream_);
     only_on_cuda<cuda_store::count_owed>(layer(0), s.layers, stream_);
   }
@@ -300,7 +320,7 @@ void CudaStore::update() {
       bound(l, slot) = *std::max_element(first, first + s.kv_heads);
     }
   for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
-  if (options_.host_pages && host_capped()) free_bound_[1] -= known_.owed;
+  if (options_.host_pages && capped(Tier::host)) free_bound_[1] -= known_.owed;
   count_ledger();
   // The device's peaks start again from the frames and pages now in use.
   const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
@@ -352,6 +372,11 @@ void CudaStore::count_ledger() {
 bool CudaStore::reserve(Tier tier, std::int64_t frames) {
   std::int64_t& left = free_bound_[static_cast<int>(tier)];
   if (left < frames) update();
+  if (left < frames && reloads_) {
+    all_reloaded();
+    stale_ = true;
+    update();
+  }
   if (left < frames) return false;
   left -= frames;
   return true;
@@ -413,20 +438,20 @@ void CudaStore::make_way(const std::vector<std::int32_t>& slots) {
   } while (spill_one());
 }
 
-bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots) {
+bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken& edits) {
   // Place edits of the step may write down the pages that this step and the one before fill. Their frames are asked for
   // first, since an exact answer forgets what was reserved.
-  std::int64_t down = host_capped() ? placed_pages(slots) : 0;
+  std::int64_t down = (capped(Tier::host) ? placed_pages(slots) : 0) + edits.frames[1];
   if (down > 0 && free_bound_[1] < down) {
     update();
-    down = filled_pages_of(slots);
+    down = (capped(Tier::host) ? filled_pages_of(slots) : 0) + edits.frames[1];
     if (free_bound_[1] < down) return false;
   }
   settle();
-  const std::int64_t places = placed_pages(slots);
+  const std::int64_t places = placed_pages(slots) + edits.frames[0];
   if (!reserve(Tier::device, fresh_pages(slots) + places)) {
     const std::int64_t fresh = fresh_pages_of(slots);
-    if (!reserve(Tier::device, fresh + places) && !reserve(Tier::device, fresh)) return false;
+    if (!reserve(Tier::device, fresh + places) && (edits.frames[0] > 0 || !reserve(Tier::device, fresh))) return false;
   }
   if (down > 0 && !reserve(Tier::host, down)) return false;
   for (int l = 0; l < options_.shape.layers; ++l)
@@ -497,6 +522,7 @@ std::int64_t CudaStore::filled_pages_of(const std::vector<std::int32_t>& slots) 
 
 void CudaStore::close(int slot) {
   settle();
+  all_reloaded();
   only_on_cuda<cuda_store::clear>(layer(0), options_.shape.layers, slot, stream_);
   workspace_.clear_slot(slot);
   forget(slot);
@@ -539,8 +565,7 @@ std::int64_t CudaStore::page_bytes(Tier tier) const {
 }
 
 std::int64_t CudaStore::page_limit() const {
-  const bool all = capacity_[0] >= heads_ * options_.shape.max_pages();
-  return all ? options_.device_limit : capacity_[0] * layout_.bytes;
+  return capped(Tier::device) ? capacity_[0] * layout_.bytes : options_.device_limit;
 }
 
 void CudaStore::protect_host(bool on) {

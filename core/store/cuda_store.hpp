@@ -9,6 +9,7 @@
 #include "base/stream_memory.hpp"
 #include "ops/page/final_list.hpp"
 #include "store/cuda_kernels.hpp"
+#include "store/reloads.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -50,9 +51,15 @@ class CudaStore final : public Store {
   void leave_room(const std::vector<std::int32_t>& slots) const;
   // Makes sequences spill, if one more token of every row does not fit otherwise.
   void make_way(const std::vector<std::int32_t>& slots);
-  // Reserves frames for one more token of every row in all layers, and for the copies of the pages that it fills, or
-  // reserves none and returns false.
-  bool reserve_step(const std::vector<std::int32_t>& slots);
+  // Frames of each tier that offload and recall edits of one step take at most.
+  struct Taken {
+    std::int64_t frames[2] = {0, 0};
+  };
+  // What such edits asked for since the last call.
+  Taken taken_by_edits() { return std::exchange(taken_, {}); }
+  // Reserves frames for one more token of every row in all layers, for the copies of the pages that it fills, and for
+  // `edits`, or reserves none and returns false.
+  bool reserve_step(const std::vector<std::int32_t>& slots, const Taken& edits);
   // Says that reserve_step has reserved what the steps and edits to come take, until the next call.
   void reserved(bool yes);
 
@@ -66,6 +73,9 @@ class CudaStore final : public Store {
   std::int64_t page_limit() const override;
   std::int64_t spare_bytes() const override;
   void settle() override;
+  void start_reloads() override;
+  bool reloading(int slot) override;
+  void await_reloads(const std::vector<std::int32_t>& slots) override;
   void protect_host(bool on) override;
   ops::FinalList* final_list() override;
   void check_invariants() const override;
@@ -90,8 +100,8 @@ class CudaStore final : public Store {
   // Bytes of what the store takes on the device.
   struct Sizes {
     std::size_t table = 0, lengths = 0, rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
-    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0,
-                spare_counts = 0;  // for place edits
+    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
+                reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
 
@@ -107,8 +117,8 @@ class CudaStore final : public Store {
   void count_ledger();
   bool reserve(Tier tier, std::int64_t frames);  // lowers the bound by `frames`, or returns false if there are fewer
   std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
-  // Whether the host tier may be too small for a copy of every page.
-  bool host_capped() const { return capacity_[1] < heads_ * options_.shape.max_pages(); }
+  // Whether the tier may be too small for a copy of every page.
+  bool capped(Tier tier) const { return capacity_[static_cast<int>(tier)] < heads_ * options_.shape.max_pages(); }
   struct Uncopied {
     std::int64_t pages = 0, owed = 0;  // owed: those of heads that an edit named before
   };
@@ -120,6 +130,9 @@ class CudaStore final : public Store {
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void count_spare(const Edit& e, int slot) override;
+  void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
+  void all_reloaded() const;  // later work runs after all copies for Deadline::sequence
+  Pending copied(const Pending& p, int slot, Stream device) const;
   Fit recall_layer(int layer, int slot) override;
   void mark_spilled(int slot) override;
   std::int64_t free_frames(Tier tier) const override;
@@ -156,6 +169,7 @@ class CudaStore final : public Store {
   // Place edits: one set of jobs for each lane of side_, one for plans in side_ itself, and one for copies in the
   // stream.
   std::unique_ptr<SideStream> side_;
+  std::unique_ptr<Reloads> reloads_;        // with StoreOptions::pauses
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
@@ -163,6 +177,7 @@ class CudaStore final : public Store {
   StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<bool> placing_;               // [layer] place edits since settle()
   bool reserved_ = false;
+  Taken taken_;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
   StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page; from the first such edit on
   unsigned long long edit_ = 0;

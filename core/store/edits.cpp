@@ -379,6 +379,11 @@ Applied CpuStore::place_pages(const Edit& e, const std::vector<std::int32_t>& sl
   return done;
 }
 
+void CpuStore::mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) {
+  for (const int slot : slots)
+    for (int head = 0; head < options_.shape.kv_heads; ++head) out(slot, head) = heads.on(slot, head);
+}
+
 void CpuStore::count_spare(const Edit& e, int slot) {
   const Shape& s = options_.shape;
   const int p = s.page_size;

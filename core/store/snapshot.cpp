@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint64_t magic = 0x31766b62616c766bULL;  // "kvlabkv1"
+constexpr std::uint64_t magic = 0x32766b62616c766bULL;  // "kvlabkv2"
 constexpr std::uint8_t absent = 0xff;                   // in place of a codec
 
 // Every step is a bijection of the sum so far, so one changed byte always changes the sum.
@@ -135,14 +135,18 @@ std::vector<std::byte> CpuStore::save(int slot) const {
   w.put(static_cast<std::int32_t>(std::count_if(pending_.begin(), pending_.end(), mine)));
   for (const Pending& p : pending_) {
     if (!mine(p)) continue;
-    const std::int32_t fields[] = {p.edit.verb,  p.edit.layer, static_cast<std::int32_t>(p.edit.tier),
-                                   p.edit.codec, p.due,        static_cast<std::int32_t>(p.edit.list.index.extent[2])};
+    const Edit& e = p.edit;
+    const std::int32_t fields[] = {e.verb,       e.layer,     static_cast<std::int32_t>(e.tier),
+                                   e.codec,      p.due,       static_cast<std::int32_t>(e.list.index.extent[2]),
+                                   e.pins.first, e.pins.last, e.pins.newest_page,
+                                   e.room,       e.reuse,     p.heads ? 1 : 0};
     for (std::int32_t v : fields) w.put(v);
     const IndexList& list = p.edit.list;
     for (int head = 0; head < s.kv_heads; ++head) w.put(list.count(0, head));
     for (int head = 0; head < s.kv_heads; ++head)
       for (std::int64_t i = 0; i < list.index.extent[2]; ++i)  // entries past the count are undefined
         w.put(i < list.count(0, head) ? list.index(0, head, i) : std::int32_t{0});
+    if (p.heads) w.bytes(p.heads.as<>(), p.heads.bytes());
   }
   const std::uint64_t sum = checksum(out.data() + 16, out.size() - 16);
   std::memcpy(out.data() + 8, &sum, 8);
@@ -216,19 +220,27 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
   const std::int32_t waiting = r.number("edits to come", 0, std::numeric_limits<std::int32_t>::max());
   for (std::int32_t i = 0; i < waiting; ++i) {
     Edit e;
-    e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::move));
+    e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::place));
     e.layer = r.number("layer", 0, s.layers - 1);
     e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::host)));
     e.codec = r.number("codec", 0, static_cast<std::int32_t>(options_.codecs.size()) - 1);
     const int due = r.get<std::int32_t>();
     const std::int64_t room = r.number("list room", 0, std::numeric_limits<std::int32_t>::max());
+    e.pins.first = r.get<std::int32_t>();
+    e.pins.last = r.get<std::int32_t>();
+    e.pins.newest_page = r.number("newest page", 0, 1) != 0;
+    e.room = r.get<std::int32_t>();
+    e.reuse = r.number("reuse", 0, 1) != 0;
+    const bool marked = r.number("marks", 0, 1) != 0;
     const std::vector<std::int32_t> count = r.numbers(static_cast<std::size_t>(s.kv_heads));
     const std::vector<std::int32_t> index = r.numbers(static_cast<std::size_t>(s.kv_heads * room));
     if (std::any_of(count.begin(), count.end(), [&](std::int32_t c) { return c < 0 || c > room; }))
       throw Error(Errc::data, "saved cache: got an edit to come whose list is longer than its room");
     e.list.index.extent = {1, s.kv_heads, room};
     e.list.count.extent = {1, s.kv_heads};
-    pending_.push_back(pending(e, slot, due, index.data(), count.data(), stream_, stream_));
+    const auto* marks =
+        marked ? reinterpret_cast<const std::uint8_t*>(r.bytes(static_cast<std::size_t>(s.kv_heads))) : nullptr;
+    pending_.push_back(pending(e, slot, due, index.data(), count.data(), marks, stream_, stream_));
   }
   if (r.left() > 0) throw Error(Errc::data, "got a saved cache with bytes behind its end");
 }

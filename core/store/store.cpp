@@ -13,8 +13,20 @@
 namespace kvlab {
 namespace {
 
-bool of_pages(Edit::Verb verb) { return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop; }
-bool moves_pages(Edit::Verb verb) { return of_pages(verb) || verb == Edit::place; }
+bool moves_pages(Edit::Verb verb) {
+  return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop || verb == Edit::place;
+}
+
+// Whether an edit means some heads alone.
+bool has_condition(const Heads& h) { return h.flags.data || h.steps || h.classes; }
+
+void check_waiting(const Edit& e) {
+  const IndexList& list = e.list;
+  if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
+    throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
+  if (e.rooms || e.order)
+    throw Error(Errc::unsupported, "got `rooms` or `order` in a place edit to come, wanted `room`", "the cache");
+}
 
 }  // namespace
 
@@ -231,34 +243,82 @@ void Store::check_surplus(const Edit& e, std::int64_t rows) const {
 }
 
 Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
-                              Stream device, Stream through) {
+                              const std::uint8_t* marks, Stream device, Stream through) {
   const std::int64_t heads = e.list.count.extent[1], room = e.list.index.extent[2];
   const auto bytes = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(std::int32_t); };
-  Pending p{e, slot, due, StreamMemory(device, bytes(heads * room)), StreamMemory(device, bytes(heads))};
+  Pending p{e, slot, due, StreamMemory(device, bytes(heads * room)), StreamMemory(device, bytes(heads)), {}};
   copy_memory(p.index.as<>(), index, p.index.bytes(), through);
   copy_memory(p.count.as<>(), count, p.count.bytes(), through);
+  p.edit.when = {};
+  p.edit.list.slots = nullptr;
   p.edit.list.index = View<std::int32_t, 3>::dense(p.index.as<std::int32_t>(), {1, heads, room});
   p.edit.list.count = View<std::int32_t, 2>::dense(p.count.as<std::int32_t>(), {1, heads});
+  if (!marks) return p;
+  p.heads = StreamMemory(device, static_cast<std::size_t>(heads));
+  copy_memory(p.heads.as<>(), marks, p.heads.bytes(), through);
+  p.edit.heads = Heads::flagged({p.heads.as<std::uint8_t>(), {1, heads}, {0, 1}});
   return p;
 }
 
 // Rows have their own clocks, so each row's edit waits on its own.
 void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
+  check_waiting(e);
+  const Shape& s = options_.shape;
   const IndexList& list = e.list;
-  if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
-    throw Error(Errc::unsupported, "got a strided list of an edit to come, wanted a dense one", "the cache");
-  if (e.verb == Edit::place)
-    throw Error(Errc::unsupported, "got a place edit of a later step, wanted one of this step", "the cache");
   Edit of_row = e;
-  of_row.list.slots = nullptr;
-  of_row.list.index.extent[1] = of_row.list.count.extent[1] = options_.shape.kv_heads;
+  of_row.list.index.extent[1] = of_row.list.count.extent[1] = s.kv_heads;
+  StreamMemory marks;
+  if (has_condition(e.heads)) {
+    marks = StreamMemory(stream_, static_cast<std::size_t>(s.max_slots * s.kv_heads));
+    mark_heads(e.heads, slots, HeadFlags::dense(marks.as<std::uint8_t>(), {s.max_slots, s.kv_heads}));
+  }
   const int steps_to_go = e.when.kind == Deadline::steps_from_now ? e.when.steps : 0;
   for (std::size_t row = 0; row < slots.size(); ++row) {
     const auto r = list.slots ? slots[row] : static_cast<std::int64_t>(row);
     pending_.push_back(pending(of_row, slots[row], steps(slots[row]) + steps_to_go,
                                list.index.data + r * list.index.stride[0], list.count.data + r * list.count.stride[0],
-                               stream_, stream_));
+                               marks ? marks.as<std::uint8_t>() + slots[row] * s.kv_heads : nullptr, stream_, stream_));
   }
+  if (marks) synchronize(stream_);  // the marks are freed
+}
+
+// A graph's copies go to memory that it finds there again.
+void Store::hold(const Edit& e, const std::vector<std::int32_t>& slots) {
+  check_waiting(e);
+  const Shape& s = options_.shape;
+  const std::int64_t last = (e.list.slots ? s.max_slots : static_cast<std::int64_t>(slots.size())) - 1,
+                     index = last * e.list.index.stride[0] + s.kv_heads * e.list.index.extent[2],
+                     count = last * e.list.count.stride[0] + s.kv_heads, marks = s.max_slots * s.kv_heads;
+  if (held_count_ == held_.size()) held_.emplace_back();
+  Held& h = held_[held_count_];
+  const auto words = static_cast<std::size_t>(index + count) * sizeof(std::int32_t);
+  if (const std::size_t bytes = words + static_cast<std::size_t>(marks); h.memory.bytes() < bytes) {
+    h.memory = StreamMemory(stream_, bytes);
+    ++held_moves_;
+  }
+  h.edit = e;
+  h.slots = slots;
+  h.edit.list.index.data = h.memory.as<std::int32_t>();
+  h.edit.list.count.data = h.memory.as<std::int32_t>() + index;
+  copy_memory(h.edit.list.index.data, e.list.index.data, static_cast<std::size_t>(index) * sizeof(std::int32_t),
+              stream_);
+  copy_memory(h.edit.list.count.data, e.list.count.data, static_cast<std::size_t>(count) * sizeof(std::int32_t),
+              stream_);
+  if (has_condition(e.heads)) {
+    const HeadFlags out = HeadFlags::dense(h.memory.as<std::uint8_t>() + words, {s.max_slots, s.kv_heads});
+    mark_heads(e.heads, slots, out);
+    h.edit.heads = Heads::flagged(out);
+  }
+  h.edit.when = {};
+  ++held_count_;
+}
+
+Applied Store::end_step() {
+  Applied total;
+  for (std::size_t i = 0; i < held_count_ && total.fit == Fit::ok; ++i)
+    total += carry_out(held_[i].edit, held_[i].slots);
+  held_count_ = 0;
+  return total;
 }
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
@@ -300,16 +360,17 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
     check_edit(e, slots.size());
-    if (beside_ && e.verb != Edit::place)
-      bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone");
-    const bool later =
-        e.when.kind == Deadline::next_step || (e.when.kind == Deadline::steps_from_now && e.when.steps > 0);
-    if (in_graph_ && (later || of_pages(e.verb)))
-      bad(e, std::string("got an edit of ") + (later ? "a later step" : "pages") +
-                 " from a policy that promises capturable(true), wanted edits of tokens or place edits for this step "
-                 "alone");
-    if (later) {
-      defer(e, slots);
+    if (beside_ && (e.verb != Edit::place || e.when.kind == Deadline::next_step))
+      bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone, not for its end");
+    if (e.when.kind == Deadline::sequence && (e.verb != Edit::place || !options_.pauses))
+      bad(e, "got Deadline::sequence, wanted it of a place edit of a policy with Needs::pauses and Needs::host_pages");
+    const bool later = e.when.kind == Deadline::steps_from_now && e.when.steps > 0;
+    if (in_graph_ && later)
+      bad(e,
+          "got an edit of a later step from a policy that promises capturable(true), wanted edits for this step or "
+          "its end");
+    if (later || e.when.kind == Deadline::next_step) {
+      in_graph_ ? hold(e, slots) : defer(e, slots);
       continue;
     }
     total += carry_out(e, slots, nan);

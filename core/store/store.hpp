@@ -41,6 +41,7 @@ struct StoreOptions {
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of frames; -1 = none
   std::int64_t scratch_limit = -1;                  // bytes of a workspace's scratch; -1 = none
   bool host_pages = false;                          // take the host tier at the start; place edits need it
+  bool pauses = false;                              // with host_pages: allow place edits for Deadline::sequence
   Spill spill = Spill::always;
 };
 
@@ -95,14 +96,23 @@ class Store {
   Applied advance(int slot, int tokens, bool decode);
 
   // Applies the edits of one callback over `slots` (the callback's rows), in their order. Edits for the next step or a
-  // later one wait for advance(); the others run now. The caller keeps attend edits. Lists are memory of the stream's
-  // device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact answer on CUDA.
-  // nan: memory of that device where evict_surplus notes NaN among the ranks; null = NaN ranks below all.
+  // later one wait for advance(), in a graph's step for end_step(); the others run now. The caller keeps attend edits.
+  // Lists are memory of the stream's device. A wrong list throws Errc::plugin: at once on the CPU, with the next exact
+  // answer on CUDA. nan: memory of that device where evict_surplus notes NaN among the ranks; null = NaN ranks below
+  // all.
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
-  // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that need the host then
-  // throw Errc::plugin: those of pages, and those that wait for a later step.
-  void in_graph(bool yes) { in_graph_ = yes; }
+  // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that wait for a step after
+  // this one then throw Errc::plugin.
+  void in_graph(bool yes) { in_graph_ = yes, held_count_ = 0; }
   bool in_graph() const { return in_graph_; }
+  // Runs once per decode step, after the last layer's edits: carries out those that wait for the end of a graph's step.
+  Applied end_step();
+  // Runs after a decode step or a prompt's chunk: copies for Deadline::sequence begin. They run beside later steps.
+  virtual void start_reloads() {}
+  // Whether such copies of the slot are under way.
+  virtual bool reloading(int /*slot*/) { return false; }
+  // The stream's later work runs after such copies of these slots.
+  virtual void await_reloads(const std::vector<std::int32_t>& /*slots*/) {}
   // Brings every page of the slot's layer back to the device, for the next part of its prompt.
   Fit recall_all(int layer, int slot);
   // Whether place edits of one of the slots take effect.
@@ -149,7 +159,7 @@ class Store {
   StoreWorkspace& workspace() { return beside_ ? *beside_workspace_ : workspace_; }
   // Blocks that workspaces allocated. Each voids addresses of earlier callbacks.
   std::int64_t workspace_moves() const {
-    return workspace_.moves() + (beside_workspace_ ? beside_workspace_->moves() : 0);
+    return workspace_.moves() + (beside_workspace_ ? beside_workspace_->moves() : 0) + held_moves_;
   }
   // Of a step that a graph holds or is to hold: work that edits give, until end_beside, runs beside the step's later
   // work, and settle() joins it. Of edits it takes place edits alone. Returns its stream: on the CPU the store's own.
@@ -160,12 +170,13 @@ class Store {
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
  protected:
-  // A waiting edit of one slot. The store owns a copy of its list: dense [1, kv_head, room].
+  // A waiting edit of one slot. The store owns copies of its list, dense [1, kv_head, room], and of marks of the heads
+  // that it means, [kv_head] u8; none = all heads.
   struct Pending {
     Edit edit;
     int slot = 0;
     int due = 0;  // the first advance() that leaves the slot with as many decode steps carries it out
-    StreamMemory index, count;
+    StreamMemory index, count, heads;
   };
 
   // The verbs. apply() has checked the edit and the shape of its list.
@@ -179,6 +190,8 @@ class Store {
   virtual void count_spare(const Edit& e, int slot) = 0;
   virtual Fit recall_layer(int layer, int slot) = 0;
   virtual void mark_spilled(int /*slot*/) {}
+  // Writes for each head of the slots whether it is meant. out: [slot, kv_head] memory of the stream's device.
+  virtual void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) = 0;
   virtual std::int64_t free_frames(Tier tier) const = 0;  // a lower bound; exact after exact()
   virtual void exact() const {}
   virtual Stream fork() { return stream_; }
@@ -186,9 +199,10 @@ class Store {
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 
-  // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index and count.
+  // Makes a waiting edit of `slot` whose list is memory of `device`. The stream `through` copies index, count and, if
+  // the edit has some, the marks of heads.
   static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
-                         Stream device, Stream through);
+                         const std::uint8_t* heads, Stream device, Stream through);
   static std::int64_t summary_bytes(const StoreOptions& options);  // of a page
   bool spills_at_once() const { return spills_at_once_; }
   // Whether place edits of the slot take effect.
@@ -243,6 +257,16 @@ class Store {
  private:
   Applied place(const Edit& e, const std::vector<std::int32_t>& slots);
 
+  // An edit for the end of a graph's step, with copies of its list and of the marks of its heads.
+  struct Held {
+    Edit edit;
+    std::vector<std::int32_t> slots;
+    StreamMemory memory;
+  };
+  std::vector<Held> held_;  // the first held_count_ are of this step
+  std::size_t held_count_ = 0;
+  std::int64_t held_moves_ = 0;  // allocations
+
   bool spills_at_once_;
   bool spilling_ = false;     // spill_one runs
   std::vector<Edit> places_;  // [layer] the first place edit with a list that lasts: which pages stay at a spill
@@ -251,6 +275,7 @@ class Store {
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
+  void hold(const Edit& e, const std::vector<std::int32_t>& slots);
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
 };
 

@@ -17,6 +17,7 @@ class FlexiCache final : public kvlab::Policy {
         unstable_heads_(p.get<bool>("unstable_heads")),
         reuses_(p.get<bool>("frame_reuse")),
         overlaps_(p.get<bool>("overlap")),
+        pauses_(overlaps_ && p.get<bool>("pause")),
         pins_{.last = p.get<bool>("keep_new") ? p.get<int>("rerank_every") : 0, .newest_page = true} {
     choice_.rule = p.get<kvlab::GroupRule>("group");
     choice_.scale = p.get<float>("scale");
@@ -27,6 +28,7 @@ class FlexiCache final : public kvlab::Policy {
         .page_summary(kvlab::Summary::min_max)
         .dense_layers(dense_)
         .host_pages(true)
+        .pauses(pauses_)
         .observe_beside(true)
         .steps(true)
         .profile(unstable_heads_)
@@ -48,7 +50,7 @@ class FlexiCache final : public kvlab::Policy {
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     if (kv.layer < dense_ || !kv.last[0]) return;
     choose(kv, kv.last_queries(), {}, s);
-    place(kv, Heads{}, {}, edits);
+    place(kv, Heads{}, beside(), edits);
   }
 
   void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
@@ -59,15 +61,17 @@ class FlexiCache final : public kvlab::Policy {
     edits.attend(chosen_.of(step), pins_);
   }
 
-  // The authors pause a sequence until its pages are there. Here they travel beside the rest of the step, and attention
-  // reads them from the next step on.
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
     if (step.layer < dense_ || !overlaps_) return;
     choose(step, step.queries, due(step).except(unstable_.of(step)), s);
-    place(step, due(step), {}, edits);
+    place(step, due(step), beside(), edits);
   }
 
  private:
+  // The authors pause a sequence until its pages are there. Without `pause` they travel beside the rest of the step,
+  // and attention reads them from the next step on.
+  kvlab::Deadline beside() const { return {pauses_ ? kvlab::Deadline::sequence : kvlab::Deadline::next_attention}; }
+
   Heads due(const kvlab::LayerKv& kv) const { return Heads::every(kv.steps, reranks_ ? period_ : 0); }
 
   void choose(const kvlab::LayerKv& kv, const kvlab::Tensor<3>& queries, const Heads& heads, kvlab::Stream s) {
@@ -80,7 +84,7 @@ class FlexiCache final : public kvlab::Policy {
   }
 
   int dense_, period_;
-  bool reranks_, unstable_heads_, reuses_, overlaps_, capturable_ = true;
+  bool reranks_, unstable_heads_, reuses_, overlaps_, pauses_, capturable_ = true;
   kvlab::Pins pins_;
   kvlab::PageChoice choice_;
   std::vector<std::uint8_t> marks_;  // [layer, kv_head]
@@ -96,6 +100,7 @@ KVLAB_PLUGIN(
         .param("keep_new", true, "pages of the last rerank_every tokens are attended to; false: the newest page alone")
         .param("group", kvlab::GroupRule::max, "how a GQA group's page scores become one")
         .param("scale", 1.0, 0, kvlab::any, "factor on page scores before the softmax of group: softmax_mean")
+        .param("pause", false, "a sequence sits steps out until its pages are there; false: they come beside the step")
         .param("dense_layers", 0, 0, kvlab::any, "first layers that attend to everything")
         .component("reranking", "stable heads choose again while decoding; off = the prompt's choice stays")
         .component("unstable_heads", "the profile's unstable heads stay on the device; off = all heads are stable")

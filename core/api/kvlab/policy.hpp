@@ -50,7 +50,8 @@ class Needs {
   Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
   // The policy places pages on the host (Edits::place). Core then takes the host tier at the start of the run.
   Needs& host_pages(bool yes) { return host_pages_ = yes, *this; }
-  Needs& steps(bool yes) { return steps_ = yes, *this; }  // LayerKv::steps
+  Needs& pauses(bool yes) { return pauses_ = yes, *this; }  // Deadline::sequence; with host_pages
+  Needs& steps(bool yes) { return steps_ = yes, *this; }    // LayerKv::steps
   // observe reads neither mass nor output and gives no edits but `place`. A GPU then runs it beside the rest of the
   // step. The next step's callbacks see all that it wrote; this step's see nothing.
   Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
@@ -74,6 +75,7 @@ class Needs {
   bool uniform_heads() const { return uniform_heads_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
+  bool pauses() const { return pauses_; }
   bool steps() const { return steps_; }
 
  private:
@@ -92,6 +94,7 @@ class Needs {
   bool uniform_heads_ = false;
   bool profile_ = false;
   bool host_pages_ = false;
+  bool pauses_ = false;
   bool steps_ = false;
 };
 

@@ -350,33 +350,137 @@ TEST_CASE("cuda engine: a graph is captured anew for sequences that it has no ro
   CHECK(p.graphs.replays() == 2 + 2 + 2);
 }
 
-TEST_CASE("cuda engine: a policy that promises graphs may not edit pages or later steps") {
+TEST_CASE("cuda engine: steps that move pages by single edits are replayed") {
+  // All pages but two live on the host. A step brings its best pages, and lets them leave again.
+  struct Fetcher final : Policy {
+    Deadline after;
+    explicit Fetcher(Deadline when) : after(when) {}
+    Needs needs() const override { return Needs{}.page_summary(Summary::min_max).capturable(true); }
+    void leave(const LayerKv& kv, Edits& edits, Deadline when, Stream s) {
+      const auto tokens = kv.scratch<std::int32_t>("tokens", {kv.rows(), kv.kv_heads()});
+      ops::lengths(kv.pages, tokens, s);
+      const int pages = kv.shape->max_pages();
+      const auto down = kv.list<PageList>("down", pages), out = kv.list<PageList>("out", pages);
+      ops::older_pages(tokens, nullptr, kv.shape->page_size, 1, down, s);
+      ops::older_pages(tokens, nullptr, kv.shape->page_size, 2, out, s);
+      edits.offload(down, when);
+      edits.drop(Tier::device, out, when);
+    }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+      if (kv.last[0]) leave(kv, edits, {}, s);
+    }
+    void select(const LayerStep& step, Edits& edits, Stream s) override {
+      const auto best = step.list<PageList>("best", 4);
+      ops::choose_pages(step, step.queries, PageChoice{}, ops::PageCounts{.same = 4}, best, s);
+      edits.recall(best, {Deadline::this_attention});
+      edits.attend(best, {.last = 9});
+    }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override { leave(step, edits, after, s); }
+  };
+  for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
+    CAPTURE(static_cast<int>(kind));
+    Pair p(test::full_spec(), [&] { return std::make_shared<Fetcher>(Deadline{kind}); });
+    const int a = p.open(30, 1), b = p.open(70, 2);
+    for (int i = 0; i < 18; ++i) p.step({a, b});
+    for (int i = 0; i < 3; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 17 + 2);
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+      CHECK(p.graphs.ledger().moved_total(tier) == p.eager.ledger().moved_total(tier));
+      CHECK(p.graphs.ledger().moved_total(tier) > 0);
+    }
+    p.graphs.store().check_invariants();
+  }
+}
+
+TEST_CASE("cuda engine: edits of tokens for the end of a step are replayed") {
+  // The two oldest tokens change places, or leave, or all but the newest ones leave.
+  struct Editor final : Policy {
+    Edit::Verb verb;
+    Deadline when;
+    Editor(Edit::Verb v, Deadline d) : verb(v), when(d) {}
+    Needs needs() const override { return Needs{}.capturable(true); }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      const Scores age = step.kv_head_scores("age");
+      ops::recency(step.pages, age, s);
+      if (verb != Edit::evict_rest) ops::negate(age, s);
+      const int many = verb == Edit::evict_rest ? 40 : 2;
+      const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
+      ops::fill_heads(keep, many, s);
+      const auto list = step.list<TokenList>("list", many);
+      ops::top_tokens(step.pages, age, keep, nullptr, list, s);
+      if (verb == Edit::evict) edits.evict(list, when);
+      if (verb == Edit::evict_rest) edits.evict_rest(list, when);
+      if (verb == Edit::move) edits.move(list, when);
+    }
+  };
+  for (const Edit::Verb verb : {Edit::evict, Edit::evict_rest, Edit::move})
+    for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
+      CAPTURE(static_cast<int>(verb), static_cast<int>(kind));
+      Pair p(test::full_spec(), [&] { return std::make_shared<Editor>(verb, Deadline{kind}); });
+      const int a = p.open(50, 1), b = p.open(70, 2);
+      for (int i = 0; i < 9; ++i) p.step({a, b});
+      for (int i = 0; i < 3; ++i) p.step({b});
+      CHECK(p.graphs.replays() == 8 + 2);
+      CHECK(p.graphs.fired() > 0);
+      for (const int layer : {0, 1})
+        CHECK(p.graphs.store().positions_by_place(layer, b, 1) == p.eager.store().positions_by_place(layer, b, 1));
+      p.graphs.store().check_invariants();
+    }
+}
+
+TEST_CASE("cuda engine: a step whose edits may take more frames than are free runs without its graph") {
+  struct Offloader final : Policy {
+    Needs needs() const override { return Needs{}.host_pages(true).capturable(true); }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      const auto tokens = step.scratch<std::int32_t>("tokens", {step.rows(), step.kv_heads()});
+      ops::lengths(step.pages, tokens, s);
+      const auto down = step.list<PageList>("down", step.shape->max_pages());
+      ops::older_pages(tokens, nullptr, step.shape->page_size, 1, down, s);
+      edits.offload(down);
+    }
+  };
+  const PolicySpec spec = test::full_spec();
+  for (const int spare : {0, 4}) {  // pages of the host for each head beyond the prompt's
+    CAPTURE(spare);
+    Pair p(spec, [] { return std::make_shared<Offloader>(); });
+    EngineOptions o = Pair::options(spec, 96);
+    o.host_limit = p.graphs.full_bytes((3 + spare) * spec.page_size);
+    Engine engine(p.model, std::make_shared<Offloader>(), o);
+    const int slot = engine.open();
+    const std::vector<int> prompt = test::test_text(3 * spec.page_size, p.vocab, 3), token{5};
+    std::vector<std::int32_t> likeliest(1);
+    REQUIRE(engine.prefill(slot, prompt, true, {}) == Fit::ok);
+    int steps = 0;
+    while (steps < 6 * spec.page_size && engine.step({slot}, token, StepResult(likeliest)) == Fit::ok) ++steps;
+    CHECK(steps == (spare + 1) * spec.page_size);
+  }
+}
+
+TEST_CASE("cuda engine: a policy that promises graphs may not edit later steps") {
   struct Editor final : Policy {
     Deadline when;
-    bool pages, beside;
-    Editor(Deadline d, bool p, bool b) : when(d), pages(p), beside(b) {}
+    bool beside;
+    Editor(Deadline d, bool b) : when(d), beside(b) {}
     Needs needs() const override { return Needs{}.capturable(true).observe_beside(beside); }
     void observe(const LayerStep& step, Edits& edits, Stream s) override {
       const auto count = step.scratch<std::int32_t>("count", {step.rows(), step.kv_heads()});
       ops::fill_heads(count, 0, s);
       const auto index = step.scratch<std::int32_t>("index", {step.rows(), step.kv_heads(), 4});
-      if (pages)
-        edits.offload(PageList{{index, count}}, when);
-      else
-        edits.evict(TokenList{{index, count}}, when);
+      edits.evict(TokenList{{index, count}}, when);
     }
   };
-  const auto step = [](Deadline when, bool pages, bool beside = false) {
-    Pair p(test::full_spec(), [=] { return std::make_shared<Editor>(when, pages, beside); });
+  const auto step = [](Deadline when, bool beside = false) {
+    Pair p(test::full_spec(), [=] { return std::make_shared<Editor>(when, beside); });
     const std::vector<std::int32_t> slots{p.open(5, 1)};
     const std::vector<int> tokens{3};
     return p.graphs.step(slots, tokens, StepResult{});
   };
-  CHECK(step({}, false) == Fit::ok);
-  CHECK_THROWS_WITH(step({}, true), Catch::Contains("pages") && Catch::Contains("capturable"));
-  CHECK_THROWS_WITH(step({Deadline::next_step}, false), Catch::Contains("later step"));
-  CHECK_THROWS_WITH(step(Deadline::in_steps(2), false), Catch::Contains("later step"));
-  CHECK_THROWS_WITH(step({}, false, true), Catch::Contains("beside the step") && Catch::Contains("place edits alone"));
+  CHECK(step({}) == Fit::ok);
+  CHECK(step({Deadline::next_step}) == Fit::ok);
+  CHECK_THROWS_WITH(step(Deadline::in_steps(2)), Catch::Contains("later step") && Catch::Contains("capturable"));
+  CHECK_THROWS_WITH(step({Deadline::sequence}), Catch::Contains("Needs::pauses"));
+  CHECK_THROWS_WITH(step({}, true), Catch::Contains("beside the step") && Catch::Contains("place edits alone"));
 }
 
 TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {

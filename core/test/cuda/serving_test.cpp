@@ -6,6 +6,7 @@
 #include "base/backend.hpp"
 #include "engine/scheduler.hpp"
 #include "model/bundled.hpp"
+#include "support/cell_fixture.hpp"
 #include "support/contract.hpp"
 
 using namespace kvlab;
@@ -52,7 +53,7 @@ std::vector<Request> ragged(int count, int vocab) {
 
 struct Outcome {
   std::vector<std::vector<int>> texts;
-  int preemptions = 0, together = 0;
+  int preemptions = 0, pauses = 0, together = 0;
   std::int64_t replays = 0;
 };
 
@@ -72,6 +73,7 @@ Outcome serve(const std::shared_ptr<const Model>& m, const PolicySpec& spec, con
   for (const Served& s : scheduler.served()) {
     out.texts.push_back(s.tokens);
     out.preemptions += s.preemptions;
+    out.pauses += s.pauses;
   }
   out.replays = engine.replays();
   return out;
@@ -94,6 +96,24 @@ class FreeMemory {
   FreeMemory(const FreeMemory&) = delete;
 
  private:
+  CudaBackend table_;
+};
+
+// Events are found to have passed at every third question alone, so that copies are under way for a while.
+class LateEvents {
+ public:
+  LateEvents() : table_(*cuda_backend()) {
+    passed = table_.runtime.passed;
+    asked = 0;
+    table_.runtime.passed = [](void* event) { return ++asked % 3 == 0 && passed(event); };
+    replace_cuda_backend(&table_);
+  }
+  ~LateEvents() { replace_cuda_backend(nullptr); }
+  LateEvents(const LateEvents&) = delete;
+
+ private:
+  static inline bool (*passed)(void*) = nullptr;
+  static inline int asked = 0;
   CudaBackend table_;
 };
 
@@ -135,6 +155,71 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
     }
     CHECK(preemptions > 0);
   }
+}
+
+TEST_CASE("cuda serving: a sequence whose pages are under way sits steps out, and the others go on") {
+  const auto m = model();
+  const LateEvents late;
+  const auto requests = ragged(quick() ? 8 : 24, m->config.vocab);
+  const PolicySpec paused =
+      test::policy_of("{flexicache: {unstable_heads: false, pause: true, rerank_every: 4, budget: {tokens: 24}}}", 8);
+  for (const Spill spill : {Spill::always, Spill::pressure}) {
+    CAPTURE(static_cast<int>(spill));
+    EngineOptions o = options(1, 16);
+    o.budget = paused.budget;
+    o.spill = spill;
+    const Outcome alone = serve(m, paused, requests, o);
+    o.slots = 6;
+    if (spill == Spill::pressure) o.device_limit = Engine(m, subjects().policy(paused), o).full_bytes(96) * 2;
+    const Outcome together = serve(m, paused, requests, o);
+    CHECK(together.texts == alone.texts);
+    CHECK(alone.pauses == 0);  // it would run alone
+    CHECK(together.pauses > 0);
+    CHECK(together.together > 2);
+    CHECK(together.replays > 0);
+  }
+}
+
+TEST_CASE("cuda serving: a sequence may be closed or saved while its pages are under way") {
+  const auto m = model();
+  const PolicySpec paused =
+      test::policy_of("{flexicache: {unstable_heads: false, pause: true, rerank_every: 1, budget: {tokens: 24}}}", 8);
+  EngineOptions o = options(3, 0);
+  o.budget = paused.budget;
+  const LateEvents late;
+  Engine engine(m, subjects().policy(paused), o), other(m, subjects().policy(paused), o);
+  const auto open = [&](Engine& e, unsigned seed) {
+    const int slot = e.open();
+    REQUIRE(e.prefill(slot, test_text(60, m->config.vocab, seed), true, {}) == Fit::ok);
+    return slot;
+  };
+  const auto step = [&](Engine& e, int slot, int token) {
+    std::vector<std::int32_t> likeliest(1);
+    const std::vector<int> tokens{token};
+    REQUIRE(e.step({slot}, tokens, StepResult(likeliest)) == Fit::ok);
+    return likeliest[0];
+  };
+  const int a = open(engine, 1), b = open(engine, 2);
+  CHECK(engine.reloading(a));
+  CHECK(engine.reloading(b));
+  step(engine, a, 5);
+  const SavedSequence saved = engine.save(a);
+  CHECK(!engine.reloading(a));
+  REQUIRE(other.open() == 0);
+  REQUIRE(other.restore(0, saved) == Fit::ok);
+  int token = 6;
+  for (int i = 0; i < 9; ++i) {
+    const int next = step(engine, a, token);
+    CHECK(step(other, 0, token) == next);
+    token = next;
+  }
+  CHECK(engine.reloading(a));
+  engine.close(a);
+  engine.store().check_invariants();
+  step(engine, b, 3);
+  engine.close(b);
+  CHECK(engine.used_bytes() == 0);
+  CHECK(engine.host_used_bytes() == 0);
 }
 
 TEST_CASE("cuda serving: sequences spill to make room for others, as far as the host has room") {

@@ -296,6 +296,11 @@ class Both {
     const BothLists both(some(rows, layer, pick(8), true), memory);
     Edits a(layer), b(layer);
     how.heads = Heads::flagged(of).except(classes.data());
+    const Deadline kinds[] = {{}, {Deadline::this_attention}, {Deadline::sequence}, {Deadline::next_step}};
+    how.when = kinds[pick(ordered || varied ? 3 : 4)];
+    const bool waits = how.when.kind == Deadline::next_step;
+    for (const int s : rows)
+      if (waits && cpu.position(s) >= f.options.shape.max_tokens - 8) return;
     if (ordered) how.order = order;
     if (varied) how.rooms = room_of;
     a.place(PageList{both.host}, how);
@@ -305,6 +310,8 @@ class Both {
     b.place(PageList{both.device}, how);
     REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
     REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    if (waits) REQUIRE(step(rows) == Fit::ok);
+    cuda.start_reloads();
     memory.synchronize();
     cuda.workspace().reset();
   }
@@ -327,6 +334,8 @@ class Both {
     for (const int s : slots)
       if (s == slot || pick(2)) rows.push_back(s);
     const int room = f.options.shape.max_tokens - 8;
+    cuda.await_reloads(pick(2) ? slots : rows);
+    for (const int s : rows) CHECK(!cuda.reloading(s));
     if (what == 1 && pick(3) == 0) {
       close(slot);
     } else if (what <= 3) {
@@ -430,7 +439,7 @@ StoreFixture fixture(int kind) {
   StoreFixture f;
   Shape& s = f.options.shape;
   s.max_tokens = 128;
-  f.options.host_pages = kind != 4;
+  f.options.host_pages = f.options.pauses = kind != 4;
   if (kind == 0) {
     f.options.summary = Summary::mean;
     f.options.token_state = {"score"};

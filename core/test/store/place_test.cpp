@@ -117,6 +117,45 @@ TEST_CASE("place lets the pages leave that the order ranks lowest") {
   store.check_invariants();
 }
 
+TEST_CASE("a place edit to come works on the heads that were on when it was given") {
+  for (const int steps : {0, 1, 2}) {
+    CAPTURE(steps);
+    Placed f;
+    CpuStore store(f.options);
+    const int slot = store.open();
+    f.fill(store, slot, 20);
+    std::vector<std::uint8_t> flags(6);
+    flags[static_cast<std::size_t>(slot * 2 + 1)] = 1;
+    const auto of = View<const std::uint8_t, 2>::dense(flags.data(), {3, 2});
+    Lists list(2, {1, 2});
+    place(store, slot, list.pages(),
+          {.heads = Heads::flagged(of),
+           .pins = {.first = 2},
+           .room = 4,
+           .when = steps == 0 ? Deadline{Deadline::next_step} : Deadline::in_steps(steps)});
+    list.scribble();
+    flags.assign(6, 0);
+    const std::vector<std::byte> saved = store.save(slot);
+    CpuStore other(f.options);
+    REQUIRE(other.open() == 0);
+    REQUIRE(other.restore(0, saved) == Fit::ok);
+    for (CpuStore* s : {&store, &other}) {
+      for (int i = 1; i < steps; ++i) {
+        CHECK(pages_on(*s, Tier::host, slot, 1).empty());
+        f.fill(*s, slot, 1, true);
+      }
+      CHECK(pages_on(*s, Tier::device, slot, 1).size() == (steps > 1 ? 6 : 5));
+      f.fill(*s, slot, 1, true);
+      CHECK(pages_on(*s, Tier::device, slot, 1) == Pages{0, 1, 2, 5});
+      CHECK(pages_on(*s, Tier::host, slot, 1) == Pages{0, 1, 2, 3, 4});
+      CHECK(pages_on(*s, Tier::host, slot, 0).empty());
+      f.fill(*s, slot, 4, true);
+      CHECK(pages_on(*s, Tier::device, slot, 1).size() == 5);  // once only
+      s->check_invariants();
+    }
+  }
+}
+
 TEST_CASE("place works on the heads that are on") {
   Placed f;
   CpuStore store(f.options);
@@ -327,8 +366,12 @@ TEST_CASE("what place cannot do is refused or reported") {
   REQUIRE(store.open() == slot);
   f.fill(store, slot, 20);
   CHECK_THROWS_WITH(place(store, slot, Lists(2, {5}).pages(), {}), Catch::Contains("wanted 0 to 4"));
-  CHECK_THROWS_WITH(place(store, slot, Lists(2, {1}).pages(), {.when = Deadline::in_steps(2)}),
-                    Catch::Contains("of a later step"));
+  const std::int32_t rooms[] = {2, 2};
+  Placing later{.when = Deadline::in_steps(2)};
+  later.rooms = View<const std::int32_t, 2>::dense(rooms, {1, 2});
+  CHECK_THROWS_WITH(place(store, slot, Lists(2, {1}).pages(), later), Catch::Contains("wanted `room`"));
+  CHECK_THROWS_WITH(place(store, slot, Lists(2, {1}).pages(), {.when = {Deadline::sequence}}),
+                    Catch::Contains("Needs::pauses"));
   const std::int64_t frame = store.page_bytes(Tier::device) / (2 * 2 * 5);
   f.options.host_limit = 3 * frame;
   CpuStore small(f.options);

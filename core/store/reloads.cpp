@@ -1,0 +1,122 @@
+#include "store/reloads.hpp"
+
+#include <algorithm>
+
+#include "base/backend.hpp"
+#include "base/device_op.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr std::size_t word = sizeof(std::int32_t);
+const CudaRuntime& runtime() { return require_cuda("work beside a stream").runtime; }
+
+}  // namespace
+
+std::size_t Reloads::bytes(std::int64_t most_jobs, int slots) {
+  return static_cast<std::size_t>(4 * most_jobs + 2 + slots) * word;
+}
+
+Reloads::Reloads(Stream main, std::int64_t most_jobs, int slots)
+    : main_(main),
+      side_(Device::cuda, true),
+      planned_(runtime().new_event()),
+      slots_(slots),
+      jobs_(main, static_cast<std::size_t>(4 * most_jobs) * word),
+      marks_(main, static_cast<std::size_t>(2 + slots) * word),
+      known_(static_cast<std::size_t>(2 + slots)) {
+  zero_memory(marks_.as<>(), marks_.bytes(), main_);
+}
+
+Reloads::~Reloads() {
+  for (const auto& b : batches_) runtime().delete_event(b->done);
+  runtime().delete_event(planned_);
+}
+
+void Reloads::plan_to(CudaStorePlace& a) {
+  a.jobs = jobs_.as<std::int32_t>();
+  a.counts = marks_.as<std::int32_t>();
+  a.busy = a.counts + 2;
+  plans_ = true;
+}
+
+Reloads::Batch& Reloads::idle(std::int64_t jobs) {
+  for (const auto& b : batches_)
+    if (!b->running && b->jobs >= jobs) return *b;
+  auto fresh = std::make_unique<Batch>();
+  fresh->jobs = jobs + jobs / 2;
+  fresh->lists = StreamMemory(main_, static_cast<std::size_t>(5 * fresh->jobs + 3) * word);
+  fresh->done = runtime().new_event();
+  std::erase_if(batches_, [](const auto& b) {
+    if (b->running) return false;
+    runtime().delete_event(b->done);
+    return true;
+  });
+  batches_.push_back(std::move(fresh));
+  return *batches_.back();
+}
+
+CudaStoreLayer Reloads::with_list_of(const CudaStoreLayer& s, const Batch& b) {
+  CudaStoreLayer of = s;
+  of.returned_count = b.lists.as<std::int32_t>() + 4 * b.jobs + 2;
+  of.returned = of.returned_count + 1;
+  return of;
+}
+
+void Reloads::start(const CudaStoreLayer& s) {
+  if (!plans_) return;
+  copy_memory(known_.data(), marks_.as<>(), marks_.bytes(), main_);
+  synchronize(main_);
+  const std::int32_t count = known_[0];
+  if (count == 0) return;
+  Batch& b = idle(count);
+  auto* jobs = b.lists.as<std::int32_t>();
+  CudaStorePlace copies;
+  copies.jobs = jobs;
+  copies.counts = jobs + 4 * b.jobs;
+  zero_memory(copies.counts, 3 * word, main_);
+  copy_memory(jobs, jobs_.as<>(), static_cast<std::size_t>(4 * count) * word, main_);
+  copy_memory(copies.counts, marks_.as<>(), word, main_);
+  zero_memory(marks_.as<>(), marks_.bytes(), main_);
+  b.slots.assign(static_cast<std::size_t>(slots_), false);
+  for (int slot = 0; slot < slots_; ++slot)
+    b.slots[static_cast<std::size_t>(slot)] = known_[static_cast<std::size_t>(2 + slot)] != 0;
+  runtime().record(planned_, main_.handle());
+  runtime().wait(planned_, side_.get().handle());
+  only_on_cuda<cuda_store::copy_placed>(with_list_of(s, b), copies, side_.get());
+  runtime().record(b.done, side_.get().handle());
+  b.running = true;
+}
+
+void Reloads::end(const CudaStoreLayer& s, Batch& b) {
+  runtime().wait(b.done, main_.handle());
+  only_on_cuda<cuda_store::take_back>(with_list_of(s, b), main_);
+  b.running = false;
+}
+
+void Reloads::collect(const CudaStoreLayer& s) {
+  for (const auto& b : batches_)
+    if (b->running && runtime().passed(b->done)) end(s, *b);
+}
+
+bool Reloads::under_way(const CudaStoreLayer& s, int slot) {
+  collect(s);
+  return std::any_of(batches_.begin(), batches_.end(), [&](const auto& b) {
+    return b->running && b->slots[static_cast<std::size_t>(slot)];
+  });
+}
+
+void Reloads::await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots) {
+  for (const auto& b : batches_)
+    if (b->running &&
+        std::any_of(slots.begin(), slots.end(), [&](int slot) { return b->slots[static_cast<std::size_t>(slot)]; }))
+      end(s, *b);
+}
+
+void Reloads::await_all(const CudaStoreLayer& s) {
+  start(s);
+  for (const auto& b : batches_)
+    if (b->running) end(s, *b);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,55 @@
+// Copies of place edits for Deadline::sequence. The plans of a step write their jobs to one list. After the step the
+// host begins the copies on a background stream, in a batch with lists of its own, so that the next step may plan anew.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/side_stream.hpp"
+#include "store/cuda_kernels.hpp"
+
+namespace kvlab {
+
+class Reloads {
+ public:
+  // Bytes of the lists that plans write.
+  static std::size_t bytes(std::int64_t most_jobs, int slots);
+  Reloads(Stream main, std::int64_t most_jobs, int slots);
+  ~Reloads();
+  Reloads(const Reloads&) = delete;
+  Reloads& operator=(const Reloads&) = delete;
+
+  // Where the plans of a step write jobs, and which slots have some.
+  void plan_to(CudaStorePlace& a);
+  // Waits for the main stream, and begins the copies of the jobs planned since the last call. s: any layer.
+  void start(const CudaStoreLayer& s);
+  bool under_way(const CudaStoreLayer& s, int slot);
+  // Takes over the frames of copies that are done.
+  void collect(const CudaStoreLayer& s);
+  // The main stream's later work runs after the copies of these slots, or after all.
+  void await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots);
+  void await_all(const CudaStoreLayer& s);
+
+ private:
+  struct Batch {
+    StreamMemory lists;  // jobs, counts [2], frames that copies give back behind their count
+    std::int64_t jobs = 0;
+    std::vector<bool> slots;
+    void* done = nullptr;
+    bool running = false;
+  };
+  Batch& idle(std::int64_t jobs);
+  void end(const CudaStoreLayer& s, Batch& b);  // the main stream takes over the frames that the copies gave back
+  static CudaStoreLayer with_list_of(const CudaStoreLayer& s, const Batch& b);
+
+  Stream main_;
+  OwnedStream side_;
+  void* planned_;
+  int slots_;
+  bool plans_ = false;  // plans may write jobs since the last start()
+  StreamMemory jobs_, marks_;  // marks_: counts [2], then [slot] whether it has jobs
+  std::vector<std::int32_t> known_;  // marks_ on the host
+  std::vector<std::unique_ptr<Batch>> batches_;
+};
+
+}  // namespace kvlab
