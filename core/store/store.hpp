@@ -101,9 +101,9 @@ class Store {
   // answer on CUDA. nan: memory of that device where evict_surplus notes NaN among the ranks; null = NaN ranks below
   // all.
   Applied apply(const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
-  // Says that a graph holds this step's work, or is to hold it, until the next call. Edits that wait for a step after
-  // this one then throw Errc::plugin.
-  void in_graph(bool yes) { in_graph_ = yes, held_count_ = 0; }
+  // Says that a graph holds this step's work, or is to hold it, until the next call. Work that needs the host then
+  // throws Errc::plugin: edits that wait for a step after this one, and uploads.
+  void in_graph(bool yes) { in_graph_ = yes, held_count_ = 0, workspace_.in_graph(yes); }
   bool in_graph() const { return in_graph_; }
   // Runs once per decode step, after the last layer's edits: carries out those that wait for the end of a graph's step.
   Applied end_step();

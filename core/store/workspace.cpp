@@ -1,5 +1,7 @@
 #include "store/workspace.hpp"
 
+#include <kvlab/error.hpp>
+
 #include <algorithm>
 
 namespace kvlab {
@@ -38,7 +40,15 @@ void* StoreWorkspace::scratch(const char* tag, std::size_t bytes) {
   return p;
 }
 
+void StoreWorkspace::refuse_upload(const char* tag) {
+  throw Error(Errc::plugin, std::string("got an upload of '") + tag +
+                                "' in a decode step of a policy that promises capturable(true), wanted a "
+                                "Workspace::constant taken in attach, or counters of the device (LayerKv::steps): a "
+                                "graph would repeat this step's numbers");
+}
+
 const void* StoreWorkspace::upload(const char* tag, const void* from, std::size_t bytes) {
+  if (in_graph_) refuse_upload(tag);
   void* to = scratch(tag, bytes);
   copy_memory(to, from, bytes, stream_);
   return to;

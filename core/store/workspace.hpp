@@ -20,9 +20,11 @@ class StoreWorkspace final : public Workspace {
 
   void* scratch(const char* tag, std::size_t bytes) override;  // NoRoom beyond most_scratch
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
-  const void* upload(const char* tag, const void* from, std::size_t bytes) override;
+  const void* upload(const char* tag, const void* from, std::size_t bytes) override;  // Errc::plugin in a graph's step
   const void* constant(const char* tag, const void* from, std::size_t bytes) override;
 
+  void in_graph(bool yes) { in_graph_ = yes; }  // whether a graph holds the step that is running, or is to hold it
+  [[noreturn]] static void refuse_upload(const char* tag);
   void reset();                                  // frees all scratch; keeps the memory of the largest use
   void clear_slot(int slot);                     // zeroes the slot's state
   std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
@@ -51,6 +53,7 @@ class StoreWorkspace final : public Workspace {
   Ledger* ledger_;
   Stream stream_;
   bool grows_;  // scratch takes further blocks
+  bool in_graph_ = false;
   std::int64_t moves_ = 0;
   std::vector<Block> blocks_;
   std::vector<State> states_;

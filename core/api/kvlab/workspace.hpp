@@ -21,7 +21,8 @@ class Workspace {
   // For attach: returns a copy of host memory, for ops, that lives as long as the run.
   virtual const void* constant(const char* tag, const void* from, std::size_t bytes) = 0;
   // Returns scratch with a copy of host memory, for later ops on the stream. When it returns, `from` may be changed. A
-  // graph repeats the copy with the numbers of the step that it captured.
+  // GPU refuses it (Errc::plugin) in decode steps of a policy that promises capturable(true): a graph would repeat one
+  // step's numbers.
   virtual const void* upload(const char* tag, const void* from, std::size_t bytes) {
     void* to = scratch(tag, bytes);
     if (bytes) std::memcpy(to, from, bytes);

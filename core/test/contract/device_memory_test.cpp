@@ -40,6 +40,7 @@ class OnGuardedDevice final : public Policy {
     Step step = from;
     step.workspace = &device_;
     Edits made;
+    device_.in_graph = inner_->needs().capturable();
     device_.call([&] { inner_->finish_step(step, made, device_.stream()); });
     hand_over(made, edits, *from.workspace, from.slots);
     device_.reset();
@@ -66,6 +67,7 @@ class OnGuardedDevice final : public Policy {
     if (from.steps)
       kv.steps = device_.put(View<const std::int32_t, 1>::dense(from.steps, {from.shape->max_slots})).data;
     Edits made(from.layer);
+    device_.in_graph = std::is_same_v<Kv, LayerStep> && inner_->needs().capturable();
     device_.call([&] { callback(kv, made, device_.stream()); });
     take_back(from.pages, kv.pages);
     hand_over(made, edits, *from.workspace, from.slots);

@@ -483,6 +483,34 @@ TEST_CASE("cuda engine: a policy that promises graphs may not edit later steps")
   CHECK_THROWS_WITH(step({}, true), Catch::Contains("beside the step") && Catch::Contains("place edits alone"));
 }
 
+TEST_CASE("cuda engine: a policy that promises graphs may not upload in decode steps") {
+  struct Uploader final : Policy {
+    bool promises, in_finish, beside;
+    Uploader(bool p, bool f, bool b) : promises(p), in_finish(f), beside(b) {}
+    Needs needs() const override { return Needs{}.capturable(promises).observe_beside(beside); }
+    void prefill(const LayerPrefill& kv, Edits&, Stream) override { kv.upload("seen", kv.position); }
+    void observe(const LayerStep& step, Edits&, Stream) override {
+      if (!in_finish) step.upload("seen", step.position);
+    }
+    void finish_step(const Step& step, Edits&, Stream) override {
+      if (in_finish) upload(*step.workspace, "seen", step.position, {step.rows});
+    }
+  };
+  const auto step = [](bool promises, bool in_finish, bool beside) {
+    Pair p(test::full_spec(), [=] { return std::make_shared<Uploader>(promises, in_finish, beside); });
+    const std::vector<std::int32_t> slots{p.open(5, 1)};
+    const std::vector<int> tokens{3};
+    REQUIRE(p.eager.step(slots, tokens, StepResult{}) == Fit::ok);
+    return p.graphs.step(slots, tokens, StepResult{});
+  };
+  CHECK(step(false, false, false) == Fit::ok);
+  for (const bool in_finish : {false, true})
+    for (const bool beside : {false, true})
+      CHECK_THROWS_WITH(step(true, in_finish, beside), Catch::Contains("'seen'") && Catch::Contains("capturable") &&
+                                                           Catch::Contains("Workspace::constant") &&
+                                                           Catch::Contains("LayerKv::steps"));
+}
+
 TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {
   Pair p;
   const int a = p.open(30, 1), b = p.open(11, 2);

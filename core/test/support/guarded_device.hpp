@@ -14,6 +14,7 @@
 
 #include "base/backend.hpp"
 #include "plugin/callback.hpp"
+#include "store/workspace.hpp"
 
 namespace kvlab::test {
 
@@ -67,6 +68,7 @@ class GuardedDevice final : public Workspace {
     return static_cast<std::byte*>(memory_) + size - states_;
   }
   const void* upload(const char* tag, const void* from, std::size_t bytes) override {
+    if (in_graph) StoreWorkspace::refuse_upload(tag);
     void* to = scratch(tag, bytes);
     const Open open;
     if (bytes) std::memcpy(to, from, bytes);
@@ -79,6 +81,7 @@ class GuardedDevice final : public Workspace {
     return to;
   }
   void reset() { used_ = 0; }  // scratch is free again
+  bool in_graph = false;       // a GPU would hold the callback in a graph
 
   // A dense copy of a view with any strides.
   template <class T, int Rank>
