@@ -38,6 +38,10 @@ std::string instructions() {
   return text;
 }
 
+std::string shape_text(const ModelConfig& c) {
+  return fmt::format("{} layers, {} query heads, {} KV heads of {}", c.layers, c.heads, c.kv_heads, c.head_dim);
+}
+
 std::string shown(const fs::path& path) {
   std::error_code ec;
   return path.string() + (fs::exists(path, ec) ? "" : " (not there)");
@@ -65,15 +69,19 @@ std::string models_text() {
   std::string text;
   for (const std::string& name : names) {
     const std::string model = "bundled/" + name;
+    fs::path path;
     try {
-      const fs::path path = resolve_model_path(model, ".");
-      text += fmt::format("{:<22} {}{}\n", model, path.string(),
-                          fs::exists(path / "adapter_config.json") ? ", an adapter" : "");
+      path = resolve_model_path(model, ".");
+      const bool adapter = fs::exists(path / "adapter_config.json");
+      text += fmt::format("{:<24} {}, {}\n", model,
+                          adapter ? "an adapter" : shape_text(open_checkpoint(path)->config()), path.string());
     } catch (const Error& e) {
-      text += fmt::format("{:<22} not there: {}\n", model, e.message());
+      text += fmt::format("{:<24} {}: {}\n", model, path.empty() ? "not there" : "not usable", e.message());
     }
   }
-  text += fmt::format("{:<22} random weights: {}\n", "synthetic/NAME", join(synthetic_names()));
+  for (const std::string& name : synthetic_names())
+    text +=
+        fmt::format("{:<24} {}, random weights\n", synthetic_prefix + name, shape_text(open_synthetic(name)->config()));
   return text;
 }
 

@@ -9,6 +9,6 @@ namespace kvlab {
 std::string doctor_text(Registry& registry);
 // The version of the kernel's NVIDIA driver, e.g. "580.159.03", with or without its CUDA part; empty without a driver.
 std::string driver_version(const std::string& file = "/proc/driver/nvidia/version");
-std::string models_text();  // bundled models and whether they are there
+std::string models_text();  // models without a path of their own: shapes, and whether bundled ones are there
 
 }  // namespace kvlab

@@ -182,11 +182,35 @@ std::string words_of(const std::vector<T>& some) {
   return some.empty() ? "all" : join(words);
 }
 
+template <class T>
+const char* word_of(T value) {
+  for (const auto& [one, word] : Choices<T>::all)
+    if (one == value) return word;
+  return "";
+}
+
+const char* summary_text(Summary kind) {
+  return kind == Summary::mean      ? "the mean of each page's keys"
+         : kind == Summary::min_max ? "minimum and maximum of each page's keys"
+                                    : "centre and radius of each page's keys";
+}
+
 // With default parameters.
 std::string needs_text(const PluginInfo& plugin) {
   try {
     const Needs n = needs_of(plugin);
     std::vector<Row> rows{{"devices", words_of(n.devices())}, {"dtypes", words_of(n.dtypes())}};
+    rows.push_back(
+        {"graphs", n.capturable() ? "a GPU may replay decode steps as a graph" : "none: each step is launched"});
+    if (n.rope() != RopeRegime::original) rows.push_back({"RoPE", word_of(n.rope())});
+    if (n.dense_layers() > 0) rows.push_back({"dense layers", fmt::format("the first {}", n.dense_layers())});
+    if (n.min_pages() > 0)
+      rows.push_back({"pages", fmt::format("at least {} of each KV head are read", n.min_pages())});
+    if (n.page_summary() != Summary::none) rows.push_back({"summaries", summary_text(n.page_summary())});
+    if (!n.token_state().empty()) rows.push_back({"token state", join(n.token_state())});
+    if (n.host_pages()) rows.push_back({"host", "pages that the method places there"});
+    if (n.steps()) rows.push_back({"steps", "counted on the device"});
+    if (n.observe_beside()) rows.push_back({"observe", "beside the rest of the step"});
     if (n.uniform_heads()) rows.push_back({"heads", "all KV heads of a layer hold the same tokens"});
     if (!n.chunked_prompts()) rows.push_back({"prompts", "whole, not in chunks"});
     if (n.window_queries() > 0) rows.push_back({"queries", fmt::format("the prompt's last {}", n.window_queries())});
@@ -219,10 +243,32 @@ std::string params_text(const std::vector<ParamSpec>& params) {
   return text;
 }
 
+std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some) {
+  std::vector<EntryKey> keys = policy_keys();
+  std::erase_if(keys, [&](const EntryKey& k) { return std::find(some.begin(), some.end(), k.name) != some.end(); });
+  return keys;
+}
+
+// The keys that an entry of the plugin takes. A policy of its own has neither parts nor a placement.
+std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
+  std::vector<EntryKey> keys = plugin.role == Role::policy
+                                   ? keys_without({"scorer", "selector", "schedule", "codec", "placement"})
+                               : plugin.role == Role::scorer ? keys_without({"policy", "selector"})
+                                                             : keys_without({"policy", "scorer", "schedule"});
+  for (EntryKey& key : keys)
+    if (plugin.role != Role::scorer && key.name == std::string_view("budget")) key.form = unsplit_budget;
+  try {
+    if (!needs_of(plugin).profile())
+      std::erase_if(keys, [](const EntryKey& k) { return k.name == std::string_view("profile"); });
+  } catch (const Error&) {  // not known without the plugin's parameters
+  }
+  return keys;
+}
+
 std::string describe_one(Registry& registry, const PluginInfo& plugin) {
   std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
-    text += "\nneeds\n" + needs_text(plugin) + "\nkeys of every policy\n" + keys_text(policy_keys());
+    text += "\nneeds\n" + needs_text(plugin) + "\nkeys of its entry\n" + keys_text(keys_of(plugin));
   if (plugin.role == Role::task) text += "\nkeys of every task\n" + keys_text(task_keys());
   return text + "\nexample\n" + example(registry, plugin);
 }
@@ -344,8 +390,10 @@ std::string describe_text(Registry& registry, const std::string& name) {
     if (plugin->name == name) add(describe_one(registry, *registry.find(plugin->role, name)));
   if (!text.empty()) return text;
   if (name == "full")
-    return fmt::format("full (policy, version {})\n  {}\n\nno parameters\n\nkeys of every policy\n{}\nexample\n{}",
-                       KVLAB_VERSION, full_help, keys_text(policy_keys()), experiment(any_task(registry), ""));
+    return fmt::format("full (policy, version {})\n  {}\n\nno parameters\n\nkeys of its entry\n{}\nexample\n{}",
+                       KVLAB_VERSION, full_help,
+                       keys_text(keys_without({"scorer", "selector", "budget", "schedule", "profile"})),
+                       experiment(any_task(registry), ""));
   registry.require(roles_of(""), name, {"full"});
   return text;
 }

@@ -9,6 +9,8 @@ struct EntryKey {
   const char *name, *form, *help;
 };
 
+inline constexpr const char* unsplit_budget = "{tokens: N | ratio: R | bytes: B}";  // where nothing takes a split
+
 // Keys of every entry under `policies:`. NAME stands for NAME or {NAME: {...}} with its parameters.
 inline const std::vector<EntryKey>& policy_keys() {
   static const std::vector<EntryKey> keys = {

@@ -4,6 +4,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "model/bundled.hpp"
+
 using namespace kvlab;
 
 TEST_CASE("doctor reads the driver's version from what the kernel says") {
@@ -19,4 +21,15 @@ TEST_CASE("doctor reads the driver's version from what the kernel says") {
   CHECK(version_in("something else\nGCC 12.2.0\n").empty());
   std::filesystem::remove(file);
   CHECK(driver_version(file.string()).empty());
+}
+
+TEST_CASE("the list of models says how many KV heads each has") {
+  const std::string text = models_text();
+  CHECK_THAT(text,
+             Catch::Contains("synthetic/tiny           2 layers, 4 query heads, 2 KV heads of 16, random weights"));
+  const auto at = text.find("bundled/recall ");
+  REQUIRE(at != text.npos);
+  const auto model = open_model("bundled/recall", "", ".");
+  CHECK_THAT(text.substr(at, text.find('\n', at) - at),
+             Catch::Contains(std::to_string(model->config().kv_heads) + " KV heads"));
 }

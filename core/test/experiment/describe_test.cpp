@@ -81,6 +81,31 @@ TEST_CASE("describe shows what a method needs") {
                                                   Catch::Contains("the prompt's last 1") &&
                                                   Catch::Contains("attention mass  of steps"));
   CHECK_THAT(describe_text(registry, "int8"), !Catch::Contains("needs\n"));
+  CHECK_THAT(describe_text(registry, "arkvale"), Catch::Contains("pages that the method places there") &&
+                                                     Catch::Contains("of each page's keys") &&
+                                                     Catch::Contains("dense layers"));
+  CHECK_THAT(describe_text(registry, "flexicache"),
+             Catch::Contains("beside the rest of the step") && Catch::Contains("counted on the device"));
+  CHECK_THAT(describe_text(registry, "h2o"),
+             Catch::Contains("token state     score") && Catch::Contains("a GPU may replay decode steps as a graph"));
+  CHECK_THAT(describe_text(registry, "adakv"), !Catch::Contains("needs\n"));
+}
+
+TEST_CASE("describe lists the keys that an entry of the plugin takes, and no others") {
+  Registry registry;
+  const auto keys = [&](const char* name) {
+    std::string text = describe_text(registry, name), found;
+    text = text.substr(text.find("keys of its entry\n"));
+    text.resize(text.find("\nexample"));
+    for (const EntryKey& key : policy_keys())
+      if (text.find(std::string("\n  ") + key.name + " ") != text.npos) found += std::string(key.name) + " ";
+    return found + (text.find("split") == text.npos ? "" : "with split");
+  };
+  CHECK(keys("knorm") == "scorer budget schedule codec placement page_size with split");
+  CHECK(keys("quest") == "selector budget codec placement page_size ");
+  CHECK(keys("arkvale") == "policy budget page_size ");
+  CHECK(keys("flexicache") == "policy budget page_size profile ");
+  CHECK(keys("full") == "policy codec placement page_size ");
 }
 
 TEST_CASE("the schema is generated from the declarations") {
