@@ -179,6 +179,59 @@ void check_state(OnCache& x) {
   }
 }
 
+// The heads that are left out have no page on the device: an op that touched one would touch memory before frame 0.
+void check_heads(OnCache& x) {
+  const Stream s = x.stream();
+  const std::array<std::int64_t, 3> own{x.c.rows(), x.c.kv_heads(), x.c.room()};
+  const std::int64_t slots = x.kv.table.extent[0], heads = x.kv.table.extent[1], most = x.kv.table.extent[2];
+  std::vector<std::uint8_t> flags;
+  std::vector<PageEntry> pages;
+  for (int slot = 0; slot < slots; ++slot)
+    for (int head = 0; head < heads; ++head) {
+      flags.push_back(static_cast<std::uint8_t>(x.c.pick({0, 1, 1})));
+      for (int page = 0; page < most; ++page) {
+        pages.push_back(x.kv.table(slot, head, page));
+        if (!flags.back()) pages.back().frame = null_frame;
+      }
+    }
+  PagedKv kv = x.kv, there = x.there;
+  kv.table = View<const PageEntry, 3>::dense(pages.data(), x.kv.table.extent);
+  there.table = x.place.put(kv.table);
+  const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {slots, heads});
+  const Heads some = Heads::flagged(marks), some_there = Heads::flagged(x.place.put(marks));
+  Numbers<3> mass(x, {x.c.rows(), x.c.heads(), x.c.room()}), in(x, own);
+  const auto mass_there = mass.put(), in_there = in.put();
+  x.same<3>(
+      "row_norm", Guarded<3>(own).view(), 1e-5,
+      [&](Scores out) {
+        ops::row_norm({&there, KvSide::key}, out, s, some_there);
+      },
+      [&](Scores out) {
+        ops::row_norm_reference({&kv, KvSide::key}, out, some);
+      });
+  for (const GroupRule rule : {GroupRule::mean, GroupRule::softmax_mean})
+    x.same<3>(
+        "add_mass, blend_state, read_state", Guarded<3>(own).view(), 1e-4,
+        [&](Scores out) {
+          ops::add_mass(mass_there, rule, {&there, 1}, s, some_there);
+          ops::blend_state({&there, 1}, .5f, in_there, 2, s, some_there);
+          ops::read_state({&there, 1}, out, s, some_there);
+        },
+        [&](Scores out) {
+          ops::add_mass_reference(mass.view(), rule, {&kv, 1}, some);
+          ops::blend_state_reference({&kv, 1}, .5f, in.view(), 2, some);
+          ops::read_state_reference({&kv, 1}, out, some);
+        });
+  x.same<3>(
+      "the column of all heads", Guarded<3>(own).view(), 1e-4,
+      [&](Scores out) {
+        ops::read_state({&x.there, 1}, out, s);
+      },
+      [&](Scores out) {
+        ops::read_state_reference({&x.kv, 1}, out);
+      });
+}
+
 void check_rows(OnCache& x) {
   const std::int64_t rows = x.c.rows(), room = x.c.room(), dim = x.kv.head_dim;
   const Stream s = x.stream();
@@ -455,6 +508,7 @@ std::vector<Case> list() {
   add("groups, mass and pooling", check_groups);
   add("softmax, pins, layers and sums of pages", check_tokens);
   add("blended state", check_state);
+  add("some heads", check_heads);
   add("rows", check_rows);
   add("moments of queries", check_moments_of);
   add("turned heads", check_turned);

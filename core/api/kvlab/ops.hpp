@@ -18,8 +18,9 @@
 
 namespace kvlab::ops {
 
-// out[row, kv_head, token] = ||x||_2 of every cached key or value. Bytes: that side of the layer's cache.
-void row_norm(const KvRows& rows, Scores out, Stream s);
+// out[row, kv_head, token] = ||x||_2 of every cached key or value. It reads no page of a head that `heads` leaves out.
+// Bytes: that side of the layer's cache.
+void row_norm(const KvRows& rows, Scores out, Stream s, const Heads& heads = {});
 
 // out = factor * out for every entry, also those past a row's length.
 void scale(Scores out, float factor, Stream s);
@@ -90,15 +91,17 @@ void page_sum(const PagedKv& kv, View<const float, 3> in, Scores out, Stream s);
 void set_pinned(const PagedKv& kv, Pins pins, float value, Scores scores, Stream s);
 
 // column[token] += mass[row, query head, token], reduced over the group by `rule`. Bytes: mass, and the column twice.
-void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s);
+// The three ops of a column read and write no page of a head that `heads` leaves out.
+void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s, const Heads& heads = {});
 
 // out[row, kv_head, token] = the column.
-void read_state(const StateColumn& column, Scores out, Stream s);
+void read_state(const StateColumn& column, Scores out, Stream s, const Heads& heads = {});
 
 // column[token] = keep * column[token] + factor * in[row, kv_head, token]; an empty `in` counts as 1 everywhere. keep 0
 // forgets any old number. So (0, {}, 0) clears, (0, x, 1) writes, (b, x, 1 - b) is a moving average, and (1, {}, 1)
 // counts each token's calls. Bytes: in, and the column twice.
-void blend_state(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s);
+void blend_state(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s,
+                 const Heads& heads = {});
 
 // Moments of many vectors, in state memory: [slot, query head, moment_floats(head_dim)] f32. Each head has the summed
 // products of deviations from the mean [head_dim, head_dim], the mean [head_dim], the count, and 3 unused floats.

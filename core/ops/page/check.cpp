@@ -65,12 +65,13 @@ void check_resident(const PagedKv& kv, int row, int head, const char* op) {
   for (int p = 0; p < pages; ++p) check_page(kv, row, head, p, op);
 }
 
-const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s) {
+const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s, const Heads& heads) {
   if (!kv) fail(Errc::internal, op, "got no cache, wanted a layer's");
   check_kv(*kv, op, s);
   if (s.device() == Device::cuda) return *kv;
   for (int r = 0; r < kv->rows; ++r)
-    for (int h = 0; h < kv->kv_heads; ++h) check_resident(*kv, r, h, op);
+    for (int h = 0; h < kv->kv_heads; ++h)
+      if (heads.on(kv->slots[r], h)) check_resident(*kv, r, h, op);
   return *kv;
 }
 

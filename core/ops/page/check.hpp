@@ -28,8 +28,8 @@ void check_kv(const PagedKv& kv, const char* op, Stream s = Stream::cpu());
 
 // Checks that every page of this head has a device frame and the cache's page size and head_dim. Errc::internal.
 void check_resident(const PagedKv& kv, int row, int head, const char* op);
-// Returns *kv after check_kv. For a CPU stream it also checks every page, as check_resident does.
-const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s);
+// Returns *kv after check_kv. For a CPU stream it also checks every page of these heads, as check_resident does.
+const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s, const Heads& heads = {});
 void check_page(const PagedKv& kv, int row, int head, int page, const char* op);
 
 // Checks `scores` [row, heads, >= longest head of each row], contiguous along tokens; heads is a multiple of kv_heads.

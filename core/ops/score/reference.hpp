@@ -10,7 +10,7 @@
 
 namespace kvlab::ops {
 
-void row_norm_reference(const KvRows& rows, Scores out);
+void row_norm_reference(const KvRows& rows, Scores out, const Heads& heads = {});
 void scale_reference(Scores out, float factor);
 void combine_reference(Scores out, View<const float, 3> in, Combine rule, float factor);
 void softmax_reference(const PagedKv& kv, Scores scores, float temperature);
@@ -28,13 +28,14 @@ void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out);
 // The mean cosines that turned_heads compares with its threshold: [row * kv_heads + kv_head].
 std::vector<double> query_cosines_reference(const View<const float, 3>& queries, const PagedKv& kv,
                                             const View<const float, 3>& last);
-void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor);
+void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor,
+                           const Heads& heads = {});
 void add_moments_reference(const View<const float, 4>& queries, const std::int32_t* seen, const PagedKv& kv, int first,
                            const View<float, 3>& moments);
 void expected_query_reference(const View<float, 3>& moments, const std::int32_t* seen, const PagedKv& kv, int horizon,
                               View<float, 3> mean, View<float, 4> covariance);
-void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column);
-void read_state_reference(const StateColumn& column, Scores out);
+void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column, const Heads& heads = {});
+void read_state_reference(const StateColumn& column, Scores out, const Heads& heads = {});
 void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
                           GroupRule rule, float scale, Scores out);
 

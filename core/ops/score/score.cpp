@@ -16,8 +16,8 @@ namespace {
 
 constexpr int pages_ahead = 12;  // prefetch distance: frames are scattered, and a pass reads little of each
 
-const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s) {
-  const PagedKv& kv = resident_cache(column.kv, op, s);
+const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s, const Heads& heads) {
+  const PagedKv& kv = resident_cache(column.kv, op, s, heads);
   if (s.device() == Device::cuda) {
     if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
       fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
@@ -25,7 +25,7 @@ const PagedKv& checked_column(const StateColumn& column, const char* op, Stream 
   }
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      for (int p = 0; p < kv.pages(r, h); ++p)
+      for (int p = 0; heads.on(kv.slots[r], h) && p < kv.pages(r, h); ++p)
         if (column.column < 0 || column.column >= kv.layout(kv.entry(r, h, p)).state_columns)
           fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
   return kv;
@@ -37,15 +37,16 @@ float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
 
 }  // namespace
 
-void row_norm(const KvRows& rows, Scores out, Stream s) {
-  const PagedKv& kv = resident_cache(rows.kv, "row_norm", s);
+void row_norm(const KvRows& rows, Scores out, Stream s, const Heads& heads) {
+  const PagedKv& kv = resident_cache(rows.kv, "row_norm", s, heads);
   check_kv_scores(kv, out, "out", "row_norm", s);
-  if (s.device() == Device::cuda) return on_cuda<row_norm>(rows, out, s);
+  if (s.device() == Device::cuda) return on_cuda<row_norm>(rows, out, s, heads);
   constexpr int chunk = 32;  // pages
 #pragma omp parallel for collapse(2) \
     schedule(dynamic) if (worth_threads(std::int64_t{longest(kv)} * kv.rows * kv.kv_heads))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
+      if (!heads.on(kv.slots[r], h)) continue;
       thread_local TokenRows tokens;
       thread_local std::vector<float> squares;
       for (int p = 0; p < kv.pages(r, h); p += chunk) {
@@ -79,17 +80,17 @@ void recency(const PagedKv& kv, Scores out, Stream s) {
     }
 }
 
-void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
-  const PagedKv& kv = checked_column(column, "add_mass", s);
+void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s, const Heads& heads) {
+  const PagedKv& kv = checked_column(column, "add_mass", s, heads);
   check_scores(kv, mass, "mass", "add_mass", s);
-  if (s.device() == Device::cuda) return on_cuda<add_mass>(mass, rule, column, s);
+  if (s.device() == Device::cuda) return on_cuda<add_mass>(mass, rule, column, s, heads);
   const int group = static_cast<int>(mass.extent[1]) / kv.kv_heads;
   thread_local std::vector<float> reduced;
   reduced.resize(longest(kv));
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
       const int tokens = kv.tokens(r, h);
-      if (tokens == 0) continue;
+      if (tokens == 0 || !heads.on(kv.slots[r], h)) continue;
       reduce_group(&mass(r, h * group, 0), mass.stride[1], group, tokens, rule, 1.f, reduced.data());
       for (int p = 0; p < kv.pages(r, h); ++p) {
         if (p + pages_ahead < kv.pages(r, h))
@@ -101,14 +102,15 @@ void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& colu
     }
 }
 
-void blend_state(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s) {
+void blend_state(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s,
+                 const Heads& heads) {
   const char* op = "blend_state";
-  const PagedKv& kv = checked_column(column, op, s);
+  const PagedKv& kv = checked_column(column, op, s, heads);
   if (in) check_kv_scores(kv, in, "in", op, s);
-  if (s.device() == Device::cuda) return on_cuda<blend_state>(column, keep, in, factor, s);
+  if (s.device() == Device::cuda) return on_cuda<blend_state>(column, keep, in, factor, s, heads);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {
+      for (int p = 0, begin = 0; heads.on(kv.slots[r], h) && p < kv.pages(r, h); ++p, begin += kv.page_size) {
         float* state = state_of(kv, kv.entry(r, h, p), column.column);
         for (int t = 0; t < std::min(kv.page_size, kv.tokens(r, h) - begin); ++t)
           state[t] = (keep != 0 ? keep * state[t] : 0) + factor * (in ? in(r, h, begin + t) : 1.f);
@@ -134,13 +136,13 @@ void page_sum(const PagedKv& kv, View<const float, 3> in, Scores out, Stream s) 
       }
 }
 
-void read_state(const StateColumn& column, Scores out, Stream s) {
-  const PagedKv& kv = checked_column(column, "read_state", s);
+void read_state(const StateColumn& column, Scores out, Stream s, const Heads& heads) {
+  const PagedKv& kv = checked_column(column, "read_state", s, heads);
   check_kv_scores(kv, out, "out", "read_state", s);
-  if (s.device() == Device::cuda) return on_cuda<read_state>(column, out, s);
+  if (s.device() == Device::cuda) return on_cuda<read_state>(column, out, s, heads);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h)
-      for (int p = 0, begin = 0; p < kv.pages(r, h); ++p, begin += kv.page_size) {
+      for (int p = 0, begin = 0; heads.on(kv.slots[r], h) && p < kv.pages(r, h); ++p, begin += kv.page_size) {
         if (p + pages_ahead < kv.pages(r, h))
           __builtin_prefetch(state_of(kv, kv.entry(r, h, p + pages_ahead), column.column));
         std::copy_n(state_of(kv, kv.entry(r, h, p), column.column), std::min(kv.page_size, kv.tokens(r, h) - begin),

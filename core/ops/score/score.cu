@@ -38,8 +38,10 @@ __device__ __forceinline__ float square_sum(const T* x, int bytes, int lane) {
 }
 
 // Eight lanes read a token.
-__global__ void __launch_bounds__(threads) row_norm_kernel(DeviceKv kv, bool keys, View<float, 3> out) {
+__global__ void __launch_bounds__(threads)
+    row_norm_kernel(DeviceKv kv, bool keys, View<float, 3> out, const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  if (!heads.on(kv.kv.slots[row], head)) return;
   const int lane = threadIdx.x % 8;
   for (int begin = blockIdx.x * (threads / 8); begin < n; begin += gridDim.x * (threads / 8)) {
     const int t = begin + threadIdx.x / 8;
@@ -78,16 +80,20 @@ __global__ void __launch_bounds__(threads) recency_kernel(DeviceKv kv, View<floa
     out(row, head, t) = static_cast<float>(kv.position(row, head, t));
 }
 
-__global__ void __launch_bounds__(threads) read_state_kernel(DeviceKv kv, int column, View<float, 3> out) {
+__global__ void __launch_bounds__(threads)
+    read_state_kernel(DeviceKv kv, int column, View<float, 3> out, const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, out.extent[2]);
+  if (!heads.on(kv.kv.slots[row], head)) return;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads)
     out(row, head, t) = *kv.token(row, head, t).state(column);
 }
 
 // Where in is null, every input is 1.
 __global__ void __launch_bounds__(threads)
-    blend_state_kernel(DeviceKv kv, int column, float keep, View<const float, 3> in, float factor, std::int64_t room) {
+    blend_state_kernel(DeviceKv kv, int column, float keep, View<const float, 3> in, float factor, std::int64_t room,
+                       const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, room);
+  if (!heads.on(kv.kv.slots[row], head)) return;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
     float* state = kv.token(row, head, t).state(column);
     *state = (keep != 0 ? keep * *state : 0.f) + factor * (in.data ? in(row, head, t) : 1.f);
@@ -158,10 +164,12 @@ struct Reduce {
   int group, unit, column;
   float scale;
   GroupRule rule;
+  Heads heads;
 };
 
 __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__ Reduce a) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(a.kv, row, head, a.unit, a.room);
+  if (!a.heads.on(a.kv.kv.slots[row], head)) return;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
     float x = 0;
     for (int g = 0; g < a.group; ++g) {
@@ -184,7 +192,7 @@ __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__
 }
 
 void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, float scale, int unit, int column,
-            const Scores& out, const char* op, Stream s) {
+            const Scores& out, const char* op, Stream s, const Heads& which = {}) {
   if (kv.rows == 0) return;
   const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(in.extent[1]);
@@ -193,6 +201,7 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
   a.in = in, a.out = out;
   a.room = out ? std::min(in.extent[2], out.extent[2]) : in.extent[2];
   a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
+  a.heads = which;
   if (rule == GroupRule::softmax_mean) {
     auto* stats =
         static_cast<float2*>(fixed_scratch(s.handle(), "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
@@ -206,11 +215,11 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
 
 }  // namespace
 
-static void row_norm_cuda(const KvRows& rows, Scores out, Stream s) {
+static void row_norm_cuda(const KvRows& rows, Scores out, Stream s, const Heads& heads) {
   const PagedKv& kv = *rows.kv;
   if (kv.rows == 0) return;
   row_norm_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv), threads / 8), threads, 0, stream_of(s)>>>(
-      DeviceKv(kv), rows.side == KvSide::key, out);
+      DeviceKv(kv), rows.side == KvSide::key, out, heads);
   check_launch("row_norm");
 }
 KVLAB_ON_CUDA(row_norm, row_norm_cuda);
@@ -249,26 +258,28 @@ static void group_reduce_cuda(const PagedKv& kv, View<const float, 3> in, GroupR
 }
 KVLAB_ON_CUDA(group_reduce, group_reduce_cuda);
 
-static void add_mass_cuda(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s) {
-  reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", s);
+static void add_mass_cuda(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s,
+                          const Heads& heads) {
+  reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", s, heads);
 }
 KVLAB_ON_CUDA(add_mass, add_mass_cuda);
 
-static void read_state_cuda(const StateColumn& column, Scores out, Stream s) {
+static void read_state_cuda(const StateColumn& column, Scores out, Stream s, const Heads& heads) {
   const PagedKv& kv = *column.kv;
   if (kv.rows == 0) return;
-  read_state_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(s)>>>(DeviceKv(kv),
-                                                                                               column.column, out);
+  read_state_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv)), threads, 0, stream_of(s)>>>(
+      DeviceKv(kv), column.column, out, heads);
   check_launch("read_state");
 }
 KVLAB_ON_CUDA(read_state, read_state_cuda);
 
-static void blend_state_cuda(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s) {
+static void blend_state_cuda(const StateColumn& column, float keep, View<const float, 3> in, float factor, Stream s,
+                             const Heads& heads) {
   const PagedKv& kv = *column.kv;
   if (kv.rows == 0) return;
   const std::int64_t room = in ? std::min(capacity(kv), in.extent[2]) : capacity(kv);
   blend_state_kernel<<<grid_of(kv.kv_heads, kv.rows, room), threads, 0, stream_of(s)>>>(DeviceKv(kv), column.column,
-                                                                                        keep, in, factor, room);
+                                                                                        keep, in, factor, room, heads);
   check_launch("blend_state");
 }
 KVLAB_ON_CUDA(blend_state, blend_state_cuda);

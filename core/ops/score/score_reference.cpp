@@ -72,24 +72,26 @@ double summary_element(const Summaries& s, const std::byte* summary, int d) {
 }
 
 template <class F>
-void for_heads(const PagedKv& kv, F f) {
+void for_heads(const PagedKv& kv, F f, const Heads& heads = {}) {
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) f(r, h);
+    for (int h = 0; h < kv.kv_heads; ++h)
+      if (heads.on(kv.slots[r], h)) f(r, h);
 }
 
 }  // namespace
 
-void row_norm_reference(const KvRows& rows, Scores out) {
+void row_norm_reference(const KvRows& rows, Scores out, const Heads& heads) {
   PagedKv kv = *rows.kv;
   kv.rope = RopeRegime::original;  // row_norm reads rows as stored
-  for_heads(kv, [&](int r, int h) {
+  const auto norms = [&](int r, int h) {
     const auto x = rows_of(kv, r, h, rows.side);
     for (int t = 0; t < kv.tokens(r, h); ++t) {
       double sum = 0;
       for (int d = 0; d < kv.head_dim; ++d) sum += std::pow(double{x[std::size_t(t) * kv.head_dim + d]}, 2);
       out(r, h, t) = static_cast<float>(std::sqrt(sum));
     }
-  });
+  };
+  for_heads(kv, norms, heads);
 }
 
 void scale_reference(Scores out, float factor) {
@@ -185,30 +187,34 @@ void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out) 
     }
 }
 
-void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor) {
-  for_heads(*column.kv, [&](int r, int h) {
+void blend_state_reference(const StateColumn& column, float keep, View<const float, 3> in, float factor,
+                           const Heads& heads) {
+  const auto blend = [&](int r, int h) {
     for (int t = 0; t < column.kv->tokens(r, h); ++t) {
       float* state = state_of(column, r, h, t);
       const double old = keep == 0 ? 0 : double{keep} * *state;
       *state = static_cast<float>(old + double{factor} * (in ? in(r, h, t) : 1.f));
     }
-  });
+  };
+  for_heads(*column.kv, blend, heads);
 }
 
-void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column) {
-  for_heads(*column.kv, [&](int r, int h) {
+void add_mass_reference(View<const float, 3> mass, GroupRule rule, const StateColumn& column, const Heads& heads) {
+  const auto add = [&](int r, int h) {
     const Row x = reduced(group_rows(mass, *column.kv, r, h), rule, 1);
     for (std::size_t t = 0; t < x.size(); ++t) {
       float* state = state_of(column, r, h, static_cast<int>(t));
       *state = static_cast<float>(*state + x[t]);
     }
-  });
+  };
+  for_heads(*column.kv, add, heads);
 }
 
-void read_state_reference(const StateColumn& column, Scores out) {
-  for_heads(*column.kv, [&](int r, int h) {
+void read_state_reference(const StateColumn& column, Scores out, const Heads& heads) {
+  const auto read = [&](int r, int h) {
     for (int t = 0; t < column.kv->tokens(r, h); ++t) out(r, h, t) = *state_of(column, r, h, t);
-  });
+  };
+  for_heads(*column.kv, read, heads);
 }
 
 void page_score_reference(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
