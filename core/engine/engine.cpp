@@ -197,7 +197,11 @@ Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
     const auto slot = static_cast<std::size_t>(slots[static_cast<std::size_t>(r)]);
     rows.push_back({sequences_[slot], question_[slot], given_[slot]});
   }
-  if (!rows.empty()) throw NonFiniteStep(std::move(rows));
+  if (!rows.empty()) {
+    // Attention over a page that is not on the device reads numbers that may be anything. The store names that cause.
+    authored(*policy_, [&] { return store_->page_bytes(Tier::device); });
+    throw NonFiniteStep(std::move(rows));
+  }
   if (policy) policy->verify();
   return fit;
 }

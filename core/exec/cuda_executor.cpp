@@ -526,6 +526,7 @@ View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int3
   const ModelConfig& c = model_->config;
   const PagedKv kv = store_.view(layer, slots);
   const bool rounded = rounds(kv);
+  if (!read.pages && !read.tokens) store_.note_absent(layer, slots);
   batch_invariant_ ? attend_each(kv, read, mass) : attend_rows(kv, 0, read, mass);
   attended_ = rounded ? &rounded_ : &attention_;
   attended_type_ = rounded ? weights_.dtype : DType::f32;

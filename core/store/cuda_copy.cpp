@@ -69,7 +69,7 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
           PageEntry& copy = out->entries(tier, l, 0, head)[page];
           if (!out->take(tier, copy, e.codec)) throw Error(Errc::internal, "a copy of a slot does not fit");
           copy.tokens = e.tokens;
-          const std::byte* base = t ? host_arena_.data() : arena_.as<>();
+          const std::byte* base = t ? host_arena_.data() : device_frames();
           copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
                       static_cast<std::size_t>(layout_of(static_cast<std::size_t>(t)).bytes), stream_);
         }
@@ -117,7 +117,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     known_.free[t] = left;
     copy_memory(&counters->free[t], &left, sizeof left, stream_);
     tables[t].resize(from.table_[t].size());
-    std::byte* base = t ? host_arena_.data() : arena_.as<>();
+    std::byte* base = t ? host_arena_.data() : device_frames();
     for (std::size_t i = 0; i < tables[t].size(); ++i) {
       const PageEntry& e = from.table_[t][i];
       if (e.frame == null_frame) continue;

@@ -263,6 +263,16 @@ Fit CudaStore::recall_layer(int index, int slot) {
   return launch_page_edit(e, index, slots);
 }
 
+void CudaStore::note_absent(int index, const std::vector<std::int32_t>& slots, const IndexList& pages) const {
+  if (!host_arena_.data() || reserved_ || slots.empty()) return;
+  CudaStoreList a;
+  a.slots = rows_of(slots);
+  a.rows = static_cast<int>(slots.size());
+  a.index = pages.index;
+  a.count = pages.count;
+  only_on_cuda<cuda_store::note_absent>(layer(index), a, stream_);
+}
+
 ops::FinalList* CudaStore::final_list() {
   auto* counters = counters_.as<CudaStoreCounters>();
   final_ = {};
@@ -277,6 +287,7 @@ IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>&
   if (noted && e.verb == Edit::attend && e.pins == final_.pins &&
       final_.is(e.list, layer(e.layer).length, rows_of(slots), static_cast<int>(slots.size()))) {
     stale_ = true;
+    note_absent(e.layer, slots, e.list);
     return e.list;
   }
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());

@@ -17,7 +17,7 @@ namespace ops {
 struct Finding;
 }
 
-// Bits of CudaStoreCounters::error, above those of ops::AppendError.
+// Bits of CudaStoreCounters::error, above those of ops::AppendError and ops::page_absent.
 enum StoreError : int {
   store_no_frame = 256,     // a pool was empty although the host had reserved frames
   store_bad_list = 512,     // a count beyond the list's room, a place beyond the head's, or a list that does not ascend
@@ -151,7 +151,10 @@ void take_back(const CudaStoreLayer& s, Stream stream);
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
+// A listed page without a frame on the device is noted and left out, where there is a host tier.
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
+// Notes the pages without a frame on the device: those of the list, or all of the rows' where a.count is null.
+void note_absent(const CudaStoreLayer& s, const CudaStoreList& a, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.
 void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream);

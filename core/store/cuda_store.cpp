@@ -29,7 +29,7 @@ CudaStore::Pinned::~Pinned() {
 }
 
 bool CudaStore::Pinned::reserve(std::size_t bytes) {
-  data_ = static_cast<std::byte*>(backend().runtime.allocate_pinned(bytes));
+  data_ = static_cast<std::byte*>(backend().runtime.allocate_pinned(bytes + static_cast<std::size_t>(before_frames)));
   return data_ != nullptr;
 }
 
@@ -78,7 +78,9 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   if (options_.device_limit >= 0) frames = std::min(frames, options_.device_limit / layout_.bytes);
   const auto room = static_cast<double>(backend().runtime.free_bytes()) * 0.85;
   frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layout_.bytes)));
-  arena_ = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(frames, 1) * layout_.bytes));
+  arena_ = StreamMemory(
+      stream_,
+      static_cast<std::size_t>(before_frames + std::max({frames * layout_.bytes, layout_.bytes, host_layout_.bytes})));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
   make_pool(Tier::device, frames);
   side_ = std::make_unique<SideStream>(stream_);
@@ -127,7 +129,7 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   const std::size_t lists =
       s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
-              (host_frames + 2) * place,
+              (host_frames + 2) * place + before_frames,
           static_cast<std::int64_t>(s.summaries), frame_layout(o, o.codecs[0]).bytes, (o.host_pages ? 2 : 1) * place};
 }
 
@@ -197,7 +199,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   CudaStoreLayer l;
   const std::size_t head = head_index(index, 0, 0), entry = head * pages_per_head_;
   auto* counters = counters_.as<CudaStoreCounters>();
-  l.base[0] = arena_.as<>();
+  l.base[0] = device_frames();
   l.base[1] = host_arena_.data();
   for (int t = 0; t < 2; ++t) {
     l.table[t] = table_[t].as<PageEntry>() + entry;
@@ -238,6 +240,8 @@ PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier 
   const CudaStoreLayer l = layer(index);
   PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, rows_of(slots), slots.size());
   kv.base = l.base[static_cast<int>(tier)];
+  if (!kv.base) kv.base = l.base[0];  // no page has a frame in this tier
+  kv.error = &l.counters->error;
   kv.layouts = &layout_of(static_cast<std::size_t>(tier));
   kv.rope_table.inv_freq = inv_freq_.as<float>();
   return kv;
@@ -336,6 +340,11 @@ void CudaStore::update() {
     throw NoRoom("got no free frame for a page that a place edit brings, wanted more device or host memory");
   if (error & store_bad_attend)
     throw Error(Errc::plugin, "attend list: got a page or token that the head does not have");
+  if (error & ops::page_absent)
+    throw Error(
+        Errc::plugin,
+        "got an op or attention that reads a page which is not on the device, wanted the page recalled or placed "
+        "there before");
   if (error & store_bad_list)
     throw Error(Errc::plugin, "edit: got a list that does not ascend or goes beyond the head's tokens or its room");
   throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");

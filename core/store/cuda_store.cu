@@ -6,6 +6,7 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
+#include "ops/page/paged.hpp"
 #include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
@@ -360,7 +361,12 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   const int unit = a.unit, all = min((n + unit - 1) / unit, a.most), words = (all + 31) / 32;
   for (int i = mine; i < words; i += threads) chosen[i] = 0;
   __syncthreads();
-  const auto choose = [&](int entry) { atomicOr(&chosen[entry / 32], 1u << (entry % 32)); };
+  const auto choose = [&](int entry) {
+    if (s.base[1] && h.table[0][static_cast<std::int64_t>(entry) * unit / p].frame < 0)
+      fail(s, ops::page_absent);
+    else
+      atomicOr(&chosen[entry / 32], 1u << (entry % 32));
+  };
   const std::int64_t at = a.list_slots ? a.list_slots[row] : row;
   int count = a.count(at, head);
   if (count < 0 || count > a.index.extent[2]) {
@@ -397,6 +403,17 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   if (mine == 0) {
     a.out_count(row, head) = out;
     if (out != all) count_fired(s, a.edit);
+  }
+}
+
+__global__ void absent_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads;
+  const Head h = head_of(s, a.slots[row], head);
+  const int pages = (*h.length + s.layout.page_size - 1) / s.layout.page_size;
+  const int count = a.count.data ? min(a.count(row, head), static_cast<int>(a.index.extent[2])) : pages;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+    const int page = a.count.data ? a.index(row, head, i) : i;
+    if (h.table[0][page].frame < 0) fail(s, ops::page_absent);
   }
 }
 
@@ -487,6 +504,12 @@ void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream) {
   check_launch("store attend");
 }
 KVLAB_ON_CUDA(attend, attend);
+
+void note_absent(const CudaStoreLayer& s, const CudaStoreList& a, Stream stream) {
+  absent_kernel<<<a.rows * s.kv_heads, 128, 0, stream_of(stream)>>>(s, a);
+  check_launch("note_absent");
+}
+KVLAB_ON_CUDA(note_absent, note_absent);
 
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream) {
   clear_kernel<<<dim3(static_cast<unsigned>(first.kv_heads), static_cast<unsigned>(layers)), 128, 0,

@@ -45,6 +45,9 @@ class CudaStore final : public Store {
   Fit before_step(int layer, const std::vector<std::int32_t>& slots, ops::RopeAppendArgs& a);
   // A graph's edits have the same numbers at every launch. This call inside the graph makes them count each time.
   void count_edits_anew();
+  // Notes pages without a frame that attention is about to read: those of the list, or all without one. Nothing is
+  // noted in the work of a graph, whose steps would pay for it.
+  void note_absent(int layer, const std::vector<std::int32_t>& slots, const IndexList& pages = {}) const;
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return host_arena_.data() && !tails_stay_; }
   // Says which rows the next step has, so that its kernels leave room for copies beside it.
@@ -84,6 +87,8 @@ class CudaStore final : public Store {
   std::unique_ptr<CpuStore> copy_of(int slot) const;
 
  private:
+  // Bytes of an arena before its frame 0, where a kernel reads that takes null_frame for a frame.
+  static constexpr std::int64_t before_frames = granule_bytes;
   class Pinned {
    public:
     Pinned() = default;
@@ -91,7 +96,7 @@ class CudaStore final : public Store {
     Pinned(const Pinned&) = delete;
     Pinned& operator=(const Pinned&) = delete;
     bool reserve(std::size_t bytes);  // returns false if it does not fit
-    std::byte* data() const { return data_; }
+    std::byte* data() const { return data_ ? data_ + before_frames : nullptr; }
 
    private:
     std::byte* data_ = nullptr;
@@ -161,6 +166,7 @@ class CudaStore final : public Store {
   PageLayout layout_, host_layout_;
   std::int64_t heads_ = 0;  // KV heads of all layers and slots
   std::int64_t capacity_[2] = {0, 0};
+  std::byte* device_frames() const { return arena_.as<>() + before_frames; }
   StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
   Pinned host_arena_;
   mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots

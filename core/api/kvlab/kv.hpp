@@ -88,6 +88,8 @@ struct PagedKv {
   RopeRegime rope = RopeRegime::original;
   RopeTable rope_table;
   const ops::Injected* injected = nullptr;  // core's own: replaces what score_pages and turned_heads find
+  // Core's own, memory of a GPU: ops note here a page that they must read and that has no frame. null on the CPU.
+  std::int32_t* error = nullptr;
 
   int tokens(int row, int head) const { return length(slots[row], head); }
   int pages(int row, int head) const { return (tokens(row, head) + page_size - 1) / page_size; }

@@ -4,8 +4,9 @@
 // scores. Scores are contiguous along their last index. Ops leave entries past a row's length alone unless they say so.
 //
 // Errc::unsupported: a shape or dtype that the op does not support. Errc::internal: a view that is too small, or, on
-// the CPU, a page that the op must read and that is not on the device. A kernel does not check the latter. With a CUDA
-// stream every array is device memory, pins, totals and text lengths too (LayerKv::upload). A kernel cannot report
+// the CPU, a page that the op must read and that is not on the device. A kernel notes such a page, and core throws
+// Errc::plugin the next time that it waits for the device; the op's numbers are then wrong. With a CUDA stream every
+// array is device memory, pins, totals and text lengths too (LayerKv::upload). A kernel cannot report
 // wrong numbers in them, but writes only inside arrays.
 #pragma once
 #include <algorithm>
@@ -90,8 +91,8 @@ void page_sum(const PagedKv& kv, View<const float, 3> in, Scores out, Stream s);
 // It ignores pins.newest_page. Bytes: the positions, and the entries written.
 void set_pinned(const PagedKv& kv, Pins pins, float value, Scores scores, Stream s);
 
-// column[token] += mass[row, query head, token], reduced over the group by `rule`. Bytes: mass, and the column twice.
 // The three ops of a column read and write no page of a head that `heads` leaves out.
+// column[token] += mass[row, query head, token], reduced over the group by `rule`. Bytes: mass, and the column twice.
 void add_mass(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s, const Heads& heads = {});
 
 // out[row, kv_head, token] = the column.

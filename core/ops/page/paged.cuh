@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ops/page/paged.hpp"
+
 namespace kvlab::ops {
 
 struct DeviceKv {
@@ -59,9 +61,17 @@ struct DeviceKv {
   __device__ const PageEntry& entry(int row, int head, int page) const {
     return kv.table.data[kv.slots[row] * kv.table.stride[0] + head * kv.table.stride[1] + page];
   }
+  // A page without a frame is noted. What is read of its tokens then is memory of the arena, which begins one granule
+  // before frame 0.
   __device__ Token token(int row, int head, int t) const {
     const PageEntry& e = entry(row, head, t / page_size);
+    if (e.frame < 0 && kv.error) atomicOr(kv.error, page_absent);
     return {kv.base + std::int64_t(e.frame) * granule_bytes, layouts + e.codec, t % page_size};
+  }
+  // A token's number in a column of state, to be written; null where its page has no frame, which is noted.
+  __device__ float* state(int row, int head, int t, int column) const {
+    const Token of = token(row, head, t);
+    return entry(row, head, t / page_size).frame < 0 ? nullptr : of.state(column);
   }
   __device__ std::int32_t position(int row, int head, int t) const { return token(row, head, t).position(); }
   // Element d of a key rotated by `rank` places; pairs are (i, i + head_dim / 2).

@@ -7,6 +7,9 @@
 
 namespace kvlab::ops {
 
+// The bit of *PagedKv::error for a page that an op must read and that has no frame.
+inline constexpr std::int32_t page_absent = 128;
+
 // Offsets and size in bytes of a frame for one codec; segments are aligned to 64 bytes. It takes f32, bf16 or f16, bits
 // 0 or 8, and head_dim a multiple of 8 up to 256. Errc::unsupported for others.
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns);

@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(threads)
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head, 1, room);
   if (!heads.on(kv.kv.slots[row], head)) return;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
-    float* state = kv.token(row, head, t).state(column);
-    *state = (keep != 0 ? keep * *state : 0.f) + factor * (in.data ? in(row, head, t) : 1.f);
+    if (float* state = kv.state(row, head, t, column))
+      *state = (keep != 0 ? keep * *state : 0.f) + factor * (in.data ? in(row, head, t) : 1.f);
   }
 }
 
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__
     if (a.rule == GroupRule::mean) x *= 1.f / static_cast<float>(a.group);
     if (a.out.data)
       a.out(row, head, t) = x;
-    else
-      *a.kv.token(row, head, t).state(a.column) += x;
+    else if (float* state = a.kv.state(row, head, t, a.column))
+      *state += x;
   }
 }
 

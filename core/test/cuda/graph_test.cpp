@@ -511,6 +511,30 @@ TEST_CASE("cuda engine: a policy that promises graphs may not upload in decode s
                                                            Catch::Contains("LayerKv::steps"));
 }
 
+TEST_CASE("cuda engine: attention over pages that were dropped from the device ends the run with their cause") {
+  // All pages but the newest leave the device at the prompt's end. Nothing brings them back.
+  struct Forgets final : Policy {
+    Needs needs() const override { return {}; }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+      const auto count = kv.scratch<std::int32_t>("tokens", {1, kv.kv_heads()});
+      ops::lengths(kv.pages, count, s);
+      const PageList old = kv.list<PageList>("old", kv.shape->max_pages());
+      ops::older_pages(count, nullptr, kv.shape->page_size, 1, old, s);
+      edits.offload(old);
+      edits.drop(Tier::device, old);
+    }
+  };
+  Pair p;
+  Engine engine(p.model, std::make_shared<Forgets>(), Pair::options(test::full_spec(), 96));
+  const std::vector<std::int32_t> slots{engine.open()};
+  REQUIRE(engine.prefill(slots[0], test::test_text(40, p.vocab, 1), true, {}) == Fit::ok);
+  const auto steps = [&] {
+    const std::vector<int> token{3};
+    for (int i = 0; i < 40; ++i) engine.step(slots, token, StepResult{});
+  };
+  CHECK_THROWS_WITH(steps(), Catch::Contains("a page which is not on the device"));
+}
+
 TEST_CASE("cuda engine: the likeliest tokens are those of the logits") {
   Pair p;
   const int a = p.open(30, 1), b = p.open(11, 2);

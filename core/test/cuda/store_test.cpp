@@ -2,6 +2,7 @@
 #include "store/cuda_store.hpp"
 
 #include <catch2/catch.hpp>
+#include <functional>
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <limits>
@@ -226,8 +227,16 @@ class Both {
 
   void attend(const std::vector<std::int32_t>& rows, int layer) {
     const bool pages = pick(2) == 1;
-    const BothLists both(some(rows, layer, 4, pages), memory);
-    const Pins pins{pick(9), pick(9), pick(2) == 1};
+    // Attention reads pages on the device alone.
+    auto lists = some(rows, layer, 4, pages);
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      for (int h = 0; h < heads; ++h)
+        std::erase_if(lists[r][static_cast<std::size_t>(h)], [&](int i) {
+          return !test::on(cpu, Tier::device, layer, rows[r], h, pages ? i : i / f.options.shape.page_size);
+        });
+    const BothLists both(lists, memory);
+    Pins pins{pick(9), pick(9), pick(2) == 1};
+    if (!resident(rows, layer)) pins = {};
     Edits a(layer), b(layer);
     if (pages && pick(2)) {
       a.attend(PageList{both.host}, pins);
@@ -434,6 +443,18 @@ class Both {
   std::vector<std::int32_t> slots;
   std::mt19937 rng;
 };
+
+// Whether the store's next exact answer says that a page was read that is not on the device.
+bool reads_absent(CudaStore& store) {
+  try {
+    store.ledger();
+    return false;
+  } catch (const Error& e) {
+    CHECK(e.code() == Errc::plugin);
+    CHECK_THAT(e.what(), Catch::Contains("a page which is not on the device"));
+    return true;
+  }
+}
 
 StoreFixture fixture(int kind) {
   StoreFixture f;
@@ -845,6 +866,162 @@ TEST_CASE("cuda store: lists that say what they must not are refused and change 
   refused({20}, keep);
   refused({-1, 4}, evict);
   refused({0, 1, 2}, [](Edits& e, const IndexList& l) { e.move(TokenList{l}); });
+}
+
+TEST_CASE("cuda store: an op that reads a page of the host alone is refused and writes nothing") {
+  StoreFixture f = fixture(5);
+  const Shape& s = f.options.shape;
+  Both both(f, 1);
+  both.open();
+  both.open();
+  const std::vector<std::int32_t> rows{both.slots[0]}, other{both.slots[1]};
+  REQUIRE(both.append(rows[0], 20) == Fit::ok);
+  const std::vector<test::PerHead> first_head{{{0, 1, 2}, {}, {}}};
+  both.apply(rows, 1, first_head, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
+  both.apply(rows, 1, first_head, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
+  both.check();
+  OnDevice there;
+  const Stream stream = both.memory.stream();
+  const auto scores = [&](std::int64_t heads) {
+    return View<float, 3>::dense(there.take<float>(heads * s.max_tokens), {1, heads, s.max_tokens});
+  };
+  const std::vector<float> numbers(static_cast<std::size_t>(s.query_heads * s.max_tokens), 1.f);
+  const auto ones = [&](std::int64_t heads, std::int64_t n) {
+    return there.put(View<const float, 3>::dense(numbers.data(), {1, heads, n}));
+  };
+  const std::vector<std::int32_t> all(static_cast<std::size_t>(s.kv_heads), 9), seen{20};
+  const std::vector<Pins> pins{{.first = 4}};
+  TokenList kept;
+  kept.index = View<std::int32_t, 3>::dense(there.take<std::int32_t>(s.kv_heads * 20), {1, s.kv_heads, 20});
+  kept.count = View<std::int32_t, 2>::dense(there.take<std::int32_t>(s.kv_heads), {1, s.kv_heads});
+  std::vector<std::uint8_t> flags(static_cast<std::size_t>(s.max_slots * s.kv_heads));
+  for (int slot = 0; slot < s.max_slots; ++slot) flags[static_cast<std::size_t>(slot * s.kv_heads)] = 1;
+  const auto marks = there.put(View<const std::uint8_t, 2>::dense(flags.data(), {s.max_slots, s.kv_heads}));
+  const Heads first = Heads::flagged(marks), others = Heads::flagged(marks, false);
+  PagedKv kv, below;
+  const KvRows keys{&kv, KvSide::key}, values{&kv, KvSide::value};
+  const StateColumn column{&kv, 0};
+  struct Read {
+    const char* what;
+    std::function<void()> op;
+    bool refused = true;
+  };
+  const std::vector<Read> reads = {
+      {"row_norm", [&] { ops::row_norm(keys, scores(s.kv_heads), stream); }},
+      {"row_norm of the head", [&] { ops::row_norm(keys, scores(s.kv_heads), stream, first); }},
+      {"row_norm of the others", [&] { ops::row_norm(keys, scores(s.kv_heads), stream, others); }, false},
+      {"row_norm of the host tier",
+       [&] {
+         ops::row_norm({&below, KvSide::key}, scores(s.kv_heads), stream);
+       }},
+      {"read_rows",
+       [&] {
+         const std::array<std::int64_t, 4> extent{1, s.kv_heads, s.max_tokens, s.head_dim};
+         ops::read_rows(
+             values,
+             View<float, 4>::dense(there.take<float>(std::int64_t{s.kv_heads} * s.max_tokens * s.head_dim), extent),
+             stream);
+       }},
+      {"row_dot", [&] { ops::row_dot(values, ones(s.query_heads, s.head_dim), scores(s.query_heads), stream); }},
+      {"normalised_mean",
+       [&] {
+         ops::normalised_mean(keys,
+                              View<float, 3>::dense(there.take<float>(std::int64_t{s.kv_heads} * s.head_dim),
+                                                    {1, s.kv_heads, s.head_dim}),
+                              stream);
+       }},
+      {"recency", [&] { ops::recency(kv, scores(s.kv_heads), stream); }},
+      {"layer_reduce",
+       [&] { ops::layer_reduce(kv, ones(s.query_heads, s.max_tokens), GroupRule::mean, scores(s.kv_heads), stream); }},
+      {"set_pinned", [&] { ops::set_pinned(kv, {.first = 4}, 0, scores(s.kv_heads), stream); }},
+      {"top_tokens",
+       [&] {
+         ops::top_tokens(kv, ones(s.kv_heads, s.max_tokens),
+                         there.put(View<const std::int32_t, 2>::dense(all.data(), {1, s.kv_heads})), there.put(pins),
+                         kept, stream);
+       }},
+      {"window_votes",
+       [&] {
+         const std::vector<float> q(static_cast<std::size_t>(s.query_heads * 2 * s.head_dim), 1.f);
+         ops::window_votes(
+             Tensor<4>(there.put(View<const float, 4>::dense(q.data(), {1, s.query_heads, 2, s.head_dim}))),
+             there.put(seen), kv, scores(s.query_heads), stream);
+       }},
+      {"read_state", [&] { ops::read_state(column, scores(s.kv_heads), stream, first); }},
+      {"add_mass", [&] { ops::add_mass(ones(s.query_heads, s.max_tokens), GroupRule::sum, column, stream, first); }},
+      {"blend_state", [&] { ops::blend_state(column, 0, {}, 7, stream, first); }},
+      {"page_sum", [&] { ops::page_sum(kv, ones(s.kv_heads, s.max_tokens), scores(s.kv_heads), stream); }, false}};
+  for (const Read& read : reads) {
+    CAPTURE(read.what);
+    REQUIRE(both.step(other) == Fit::ok);  // after it the host's numbers are no longer exact
+    kv = both.cuda.view(1, rows), below = both.cuda.view(1, rows, Tier::host);
+    read.op();
+    CHECK(reads_absent(both.cuda) == read.refused);
+    both.check();
+  }
+}
+
+TEST_CASE("cuda store: attention over a page of the host alone is refused, and a list of the store leaves it out") {
+  const StoreFixture f = fixture(1);
+  const Shape& s = f.options.shape;
+  Both both(f, 1);
+  both.open();
+  const std::vector<std::int32_t> rows = both.slots;
+  REQUIRE(both.append(rows[0], 40) == Fit::ok);
+  const std::vector<test::PerHead> one{{{1}, {}, {}}};
+  both.apply(rows, 0, one, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
+  both.apply(rows, 0, one, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
+  // What the list of each edit becomes for the first head.
+  const auto resolved = [&](const std::vector<std::int32_t>& list, auto fill) {
+    const BothLists lists({test::PerHead(3, list)}, both.memory);
+    Edits e(0);
+    fill(e, lists.device);
+    const IndexList got = both.cuda.resolve_attend(e.all()[0], rows, both.cuda.workspace());
+    auto index = both.memory.get(got.index);
+    index.resize(static_cast<std::size_t>(both.memory.get(got.count)[0]));
+    both.cuda.workspace().reset();
+    return index;
+  };
+  using Ints = std::vector<std::int32_t>;
+  const auto pages = [](Edits& e, const IndexList& l) { e.attend(PageList{l}, {}); };
+  const auto tokens = [](Edits& e, const IndexList& l) { e.attend(TokenList{l}, {}); };
+  CHECK(resolved({0, 2, 4}, pages) == Ints{0, 2, 4});
+  CHECK_FALSE(reads_absent(both.cuda));
+  CHECK(resolved({0, 1, 4}, pages) == Ints{0, 4});
+  CHECK(reads_absent(both.cuda));
+  CHECK(resolved({7, 8, 15, 16}, tokens) == Ints{7, 16});
+  CHECK(reads_absent(both.cuda));
+  CHECK(resolved({4}, [](Edits& e, const IndexList& l) { e.attend(PageList{l}, {.first = 9}); }) == Ints{0, 4});
+  CHECK(reads_absent(both.cuda));
+  CHECK(resolved({0}, [](Edits& e, const IndexList& l) { e.attend_resident(PageList{l}, {}); }) == Ints{0, 2, 3, 4});
+  CHECK_FALSE(reads_absent(both.cuda));
+
+  // A list that score_pages made for this attention is read as it is.
+  const std::int64_t most = s.max_pages(), heads = s.kv_heads;
+  const std::vector<float> query(static_cast<std::size_t>(s.query_heads * s.head_dim), 1.f);
+  const auto queries = both.memory.put(View<const float, 3>::dense(query.data(), {1, s.query_heads, s.head_dim}));
+  const auto scores = View<float, 3>::dense(both.memory.take<float>(heads * most), {1, heads, most});
+  PageList list;
+  list.index = View<std::int32_t, 3>::dense(both.memory.take<std::int32_t>(heads * most), {1, heads, most});
+  list.count = View<std::int32_t, 2>::dense(both.memory.take<std::int32_t>(heads), {1, heads});
+  PageChoice all;
+  all.budget = static_cast<int>(most);
+  for (const bool captured : {false, true}) {
+    list.final = both.cuda.final_list();
+    ops::score_pages(queries, both.cuda.view(0, rows), both.cuda.summaries(0), all, scores, list, both.memory.stream());
+    both.cuda.reserved(captured);
+    Edits e(0);
+    e.attend(list, {});
+    REQUIRE(both.cuda.resolve_attend(e.all()[0], rows, both.cuda.workspace()).index.data == list.index.data);
+    both.cuda.reserved(false);
+    CHECK(reads_absent(both.cuda) == !captured);
+  }
+
+  for (const int layer : {0, 1}) {
+    REQUIRE(both.step(rows) == Fit::ok);
+    both.cuda.note_absent(layer, rows);
+    CHECK(reads_absent(both.cuda) == (layer == 0));
+  }
 }
 
 TEST_CASE("cuda store: options that it cannot serve are refused by name") {
