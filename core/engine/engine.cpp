@@ -208,15 +208,21 @@ Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
 
 std::int64_t Engine::frame_bytes(CodecSpec codec) const { return frame_layout(store_->options(), codec).bytes; }
 
-std::int64_t Engine::full_bytes(int tokens) const {
+std::int64_t Engine::full_bytes(std::int64_t tokens, CodecSpec codec) const {
   const Shape& s = store_->shape();
   const std::int64_t pages = (tokens + s.page_size - 1) / s.page_size;
-  return std::int64_t{s.layers} * s.kv_heads * pages * frame_bytes(store_->options().codecs[0]);
+  return std::int64_t{s.layers} * s.kv_heads * pages * frame_bytes(codec);
 }
 
-std::int64_t Engine::prompt_bytes(int tokens) const {
-  const std::int64_t most = policy_->demand(tokens, 0).device_prefill;
-  return full_bytes(most < 0 ? tokens : static_cast<int>(std::min<std::int64_t>(tokens, most)));
+Engine::Demanded Engine::demanded(int prompt_tokens, int max_new) const {
+  const Demand says = policy_->demand(prompt_tokens, max_new);
+  const std::int64_t all = std::int64_t{prompt_tokens} + max_new;
+  const auto bytes = [&](std::int64_t tokens, std::int64_t most, CodecSpec codec) {
+    return tokens < 0 ? -1 : full_bytes(std::min(tokens, most), codec);
+  };
+  const CodecSpec codec = store_->options().codecs[0];
+  return {bytes(says.device_prefill < 0 ? prompt_tokens : says.device_prefill, prompt_tokens, codec),
+          bytes(says.device_decode, all, codec), bytes(says.host, all, store_->options().host_codec)};
 }
 
 std::int64_t Engine::free_bytes() const {

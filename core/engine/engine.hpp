@@ -107,10 +107,9 @@ class Engine final : private LayerHooks {
   Fit restore(int slot, const SavedSequence& saved);
 
   // For admission, in bytes of device frames. full_bytes: a sequence of so many tokens without eviction, in whole pages
-  // of each KV head. prompt_bytes: the same sequence after its prompt, by the policy's demand(). free_bytes: the part
-  // of Store::page_limit() that no page takes yet, or one that leaves when frames run short.
-  std::int64_t full_bytes(int tokens) const;
-  std::int64_t prompt_bytes(int tokens) const;
+  // of each KV head. free_bytes: the part of Store::page_limit() that no page takes yet, or one that leaves when frames
+  // run short.
+  std::int64_t full_bytes(int tokens) const { return full_bytes(tokens, store_->options().codecs[0]); }
   std::int64_t free_bytes() const;
   // In bytes of host frames: what sequences to come may take, what is taken, and what a sequence with spare pages will
   // take when it spills. places_at_once: pages leave whether frames run short or not. step_bytes: what a row's step may
@@ -128,6 +127,12 @@ class Engine final : private LayerHooks {
   // Whether pages that the sequence waits for are under way (Deadline::sequence). A step of it waits for them.
   bool reloading(int slot) { return store_->reloading(slot); }
   static constexpr std::int64_t no_limit = std::numeric_limits<std::int64_t>::max();
+  // Most bytes of a sequence's frames by Policy::demand: of the device after its prompt, of the device after decode
+  // steps, and of the host. -1 = the policy does not say; what it does not say of the prompt is the whole prompt.
+  struct Demanded {
+    std::int64_t prompt = -1, decode = -1, host = -1;
+  };
+  Demanded demanded(int prompt_tokens, int max_new) const;
 
   void observe(EngineObserver* observer) { observer_ = observer; }  // null = nobody
 
@@ -155,6 +160,7 @@ class Engine final : private LayerHooks {
 
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   std::int64_t frame_bytes(CodecSpec codec) const;
+  std::int64_t full_bytes(std::int64_t tokens, CodecSpec codec) const;
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);

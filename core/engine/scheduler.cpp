@@ -73,15 +73,18 @@ void Scheduler::arrive() {
 }
 
 // The bytes that a prompt leaves are at most those of a shorter prompt, grown in proportion. Budgets are amounts or
-// shares, so the kept part grows no faster than the prompt. One page of each head is added for rounding.
-Scheduler::Left Scheduler::left_by(std::size_t prompt) const {
-  Left least{prompt, engine_.prompt_bytes(static_cast<int>(prompt)), 0};
+// shares, so the kept part grows no faster than the prompt. One page of each head is added for rounding. What the
+// policy says of the host holds for the whole sequence.
+Scheduler::Left Scheduler::left_by(std::size_t prompt, const Engine::Demanded& says) const {
+  Left least{prompt, says.prompt, std::max<std::int64_t>(0, says.host)};
   for (const Left& l : left_) {
     const double ratio = std::max(1., static_cast<double>(prompt) / static_cast<double>(l.tokens));
     const auto grown = [&](std::int64_t bytes) {
       return static_cast<std::int64_t>(ratio * static_cast<double>(bytes)) + engine_.full_bytes(1);
     };
-    if (grown(l.bytes) < least.bytes) least.bytes = grown(l.bytes), least.below = grown(l.below);
+    if (grown(l.bytes) >= least.bytes) continue;
+    least.bytes = grown(l.bytes);
+    if (says.host < 0) least.below = grown(l.below);
   }
   return least;
 }
@@ -89,9 +92,12 @@ Scheduler::Left Scheduler::left_by(std::size_t prompt) const {
 bool Scheduler::fits(std::size_t index) const {
   const std::int64_t free = engine_.free_bytes();
   if (free == Engine::no_limit && !engine_.places_at_once()) return true;
-  const std::size_t prompt = requests_[index].prompt.size(), more = known(index);
+  const Request& request = requests_[index];
+  const std::size_t prompt = request.prompt.size(), more = known(index);
   const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt));
-  const Left least = left_by(prompt);
+  const Engine::Demanded says =
+      engine_.demanded(static_cast<int>(prompt), static_cast<int>(request.fed.size()) + request.max_new);
+  const Left least = left_by(prompt, says);
   const bool leaves = least.below <= engine_.host_room_bytes();
   if (!leaves && engine_.places_at_once()) return false;
   if (free == Engine::no_limit) return true;
@@ -99,7 +105,8 @@ bool Scheduler::fits(std::size_t index) const {
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
   const bool whole = options_.prefill_chunk == 0 || prompt <= static_cast<std::size_t>(options_.prefill_chunk);
   const std::int64_t peak = whole ? std::min(all, kept + all / engine_.store().shape().layers) : all;
-  const std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
+  std::int64_t after = kept + (more ? engine_.full_bytes(static_cast<int>(more)) : 0);
+  if (more && leaves && says.decode >= 0) after = std::min(after, says.decode);
   return free >= std::max(peak, after) + growth_ * static_cast<std::int64_t>(active_.size() + 1);
 }
 

@@ -86,7 +86,7 @@ class Scheduler {
   void arrive();
   bool admit();
   bool fits(std::size_t index) const;
-  Left left_by(std::size_t prompt) const;
+  Left left_by(std::size_t prompt, const Engine::Demanded& says) const;
   Fit prompts();
   Fit decode();
   std::vector<std::int32_t> make_room();

@@ -302,16 +302,19 @@ struct BudgetAmount {
   }
 };
 
-// Most tokens per KV head that a sequence holds on each tier: at the end of its prompt and afterwards. -1 = all of
-// them. Core reads device_prefill alone: a workload admits prompts by it. A wrong number costs time only.
+// Most tokens per KV head that a sequence holds, whole pages included. A workload admits sequences by it. A wrong
+// number costs time only. -1 = the policy does not say.
 struct Demand {
-  std::int64_t device_prefill = -1, device_decode = -1, host = 0;
+  std::int64_t device_prefill = -1;  // on the device at the end of its prompt; -1 = all of them
+  std::int64_t device_decode = -1;   // on the device after decode steps; -1 = it grows by each token
+  std::int64_t host = -1;            // on the host; -1 = what earlier prompts took there
 };
 
 class Policy {
  public:
   virtual ~Policy() = default;
   virtual Needs needs() const = 0;
+  // max_new: most tokens of decode steps after the prompt.
   virtual Demand demand(int /*prompt_tokens*/, int /*max_new*/) const { return {}; }
   virtual CodecSpec codec() const { return {}; }            // of appended tokens
   virtual CodecSpec host_codec() const { return codec(); }  // of pages on the host tier

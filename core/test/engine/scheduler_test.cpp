@@ -23,7 +23,7 @@ class Nothing final : public Policy {
  public:
   explicit Nothing(std::int64_t says = -1) : says_(says) {}
   Needs needs() const override { return {}; }
-  Demand demand(int, int) const override { return {says_, -1, 0}; }
+  Demand demand(int, int) const override { return {says_, -1, -1}; }
 
  private:
   std::int64_t says_;
@@ -194,6 +194,70 @@ TEST_CASE("a policy that promises less than it takes costs time, not text") {
   CHECK(preemptions(s) > 0);
   for (std::size_t i = 0; i < requests.size(); ++i)
     CHECK(s.served()[i].tokens == alone(requests[i], std::make_shared<Nothing>()));
+}
+
+TEST_CASE("a policy that says what decode steps hold lets in requests that were fed more") {
+  // Every prompt and every step ends with 8 tokens of each head.
+  struct Steady final : Policy {
+    bool says;
+    Short keeps{page};
+    mutable std::vector<std::pair<int, int>> asked;
+    explicit Steady(bool s) : says(s) {}
+    Needs needs() const override { return {}; }
+    Demand demand(int prompt, int most) const override {
+      asked.emplace_back(prompt, most);
+      return {page, says ? 2 * page : -1, -1};
+    }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { keeps.prefill(kv, edits, s); }
+    void observe(const LayerStep& step, Edits& edits, Stream) override {
+      TokenList all = step.list<TokenList>("kept", page);
+      for (int row = 0; row < step.rows(); ++row)
+        for (int h = 0; h < step.kv_heads(); ++h) {
+          all.count(row, h) = std::min(page, step.pages.tokens(row, h));
+          for (int t = 0; t < all.count(row, h); ++t) all.index(row, h, t) = t;
+        }
+      edits.evict_rest(all);
+    }
+  };
+  const std::vector<Request> requests{{text(8, 1), text(60, 3), 4, 0}, {text(8, 2), text(60, 4), 4, 0}};
+  for (const bool says : {false, true}) {
+    CAPTURE(says);
+    const auto policy = std::make_shared<Steady>(says);
+    Engine engine(tiny(), policy, options(2, bytes_of(8 * page)));
+    SchedulerOptions how;
+    how.clock = ticking();
+    std::size_t most = 0;
+    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+    Scheduler s(engine, requests, how);
+    run(s, engine);
+    CHECK(most == (says ? 2 : 1));
+    CHECK(preemptions(s) == 0);
+    REQUIRE(!policy->asked.empty());
+    for (const auto& asked : policy->asked) CHECK(asked == std::pair{8, 64});
+    for (std::size_t i = 0; i < requests.size(); ++i)
+      CHECK(s.served()[i].tokens == alone(requests[i], std::make_shared<Steady>(says)));
+  }
+}
+
+TEST_CASE("a policy that says what a sequence takes of the host lets in what the host has room for") {
+  struct Below final : Policy {
+    Needs needs() const override { return Needs{}.host_pages(true); }
+    Demand demand(int, int) const override { return {-1, -1, 24}; }
+  };
+  const std::vector<Request> requests{{text(20, 1), {}, 6, 0}, {text(20, 2), {}, 6, 0}};
+  for (int pages = 1; pages <= 4; ++pages) {
+    CAPTURE(pages);
+    EngineOptions o = options(2);
+    o.host_limit = bytes_of(pages * page);
+    Engine engine(tiny(), std::make_shared<Below>(), o);
+    SchedulerOptions how;
+    how.clock = ticking();
+    std::size_t most = 0;
+    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+    Scheduler s(engine, requests, how);
+    run(s, engine);
+    CHECK(most == (pages >= 3 ? 2 : 1));
+  }
 }
 
 TEST_CASE("the latest request is preempted, whatever slot it has") {
