@@ -302,8 +302,8 @@ struct BudgetAmount {
   }
 };
 
-// Most tokens per KV head that a sequence holds, whole pages included. A workload admits sequences by it. A wrong
-// number costs time only. -1 = the policy does not say.
+// Most tokens per KV head that a sequence holds. A workload rounds them up to whole pages and admits sequences by them.
+// A wrong number costs time only. -1 = the policy does not say.
 struct Demand {
   std::int64_t device_prefill = -1;  // on the device at the end of its prompt; -1 = all of them
   std::int64_t device_decode = -1;   // on the device after decode steps; -1 = it grows by each token
