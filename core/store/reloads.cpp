@@ -101,9 +101,8 @@ void Reloads::collect(const CudaStoreLayer& s) {
 
 bool Reloads::under_way(const CudaStoreLayer& s, int slot) {
   collect(s);
-  return std::any_of(batches_.begin(), batches_.end(), [&](const auto& b) {
-    return b->running && b->slots[static_cast<std::size_t>(slot)];
-  });
+  return std::any_of(batches_.begin(), batches_.end(),
+                     [&](const auto& b) { return b->running && b->slots[static_cast<std::size_t>(slot)]; });
 }
 
 void Reloads::await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots) {

@@ -46,8 +46,8 @@ class Reloads {
   OwnedStream side_;
   void* planned_;
   int slots_;
-  bool plans_ = false;  // plans may write jobs since the last start()
-  StreamMemory jobs_, marks_;  // marks_: counts [2], then [slot] whether it has jobs
+  bool plans_ = false;               // plans may write jobs since the last start()
+  StreamMemory jobs_, marks_;        // marks_: counts [2], then [slot] whether it has jobs
   std::vector<std::int32_t> known_;  // marks_ on the host
   std::vector<std::unique_ptr<Batch>> batches_;
 };

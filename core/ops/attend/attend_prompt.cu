@@ -326,7 +326,8 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   const float scale = in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim));
   a.scale = scale * log2e;
   const cudaStream_t stream = stream_of(s);
-  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, s)) {
+  PromptRows dense;
+  if (in.kernel == PromptKernel::own || !attend_prompt_cudnn(in, scale, in.sums ? &a.sums_lse : nullptr, dense, s)) {
     if (in.kernel == PromptKernel::cudnn) return false;
     if (in.sums) {
       a.lse = static_cast<float*>(fixed_scratch(s.handle(), "attend_prompt lse",
@@ -338,6 +339,14 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
     with_type(half, dim, [&]<class T, int Dim>() { launch_attention<T, Dim>(a, map, kv.kv_heads, stream); });
   }
   if (in.sums) {
+    if (!dense.keys && in.queries.stride[1] == dim && (dim == 64 || dim == 128)) {
+      dense.room = static_cast<int>(in.sums.extent[1]);
+      void* keys = fixed_scratch(s.handle(), "prompt keys",
+                                 static_cast<std::size_t>(std::int64_t{kv.kv_heads} * dense.room * dim * 2));
+      gather_prompt(kv, dense.room, keys, nullptr, nullptr, s);
+      dense.keys = keys, dense.queries = rounded_queries(in, kv.rows, s);
+    }
+    if (dense.keys && prompt_sums(in, dense, a.sums_lse, a.scale, s)) return true;
     a.sums = in.sums.data, a.sum_head = in.sums.stride[0];
     const int most = static_cast<int>(in.sums.extent[1]);
     with_type(half, dim, [&]<class T, int Dim>() { launch_sums<T, Dim>(a, most, stream); });

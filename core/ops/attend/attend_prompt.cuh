@@ -11,8 +11,24 @@ struct PromptLse {
   float unit = 1;
 };
 
+// A chunk's queries [token, query head, head_dim] and all its keys [kv_head, room, head_dim], dense, of the pages'
+// dtype, in scratch that the stream keeps. Keys after the last token are zeros.
+struct PromptRows {
+  const void *queries = nullptr, *keys = nullptr;
+  int room = 0;
+};
+
+// Copies rows out of pages. values and lengths may be null; lengths [2, kv_head] gets the chunk's tokens and all
+// tokens.
+void gather_prompt(const PagedKv& kv, int room, void* keys, void* values, std::int32_t* lengths, Stream s);
+// Returns rounded_queries, or rounds the queries: [room, query head, head_dim], rows after the last one undefined.
+const void* rounded_queries(const PromptArgs& a, int room, Stream s);
+
 // Computes the outputs with cuDNN, and *lse unless null, in scratch that the stream keeps. False if cuDNN is missing,
-// refuses or does not pay; the outputs are then undefined. Takes the shapes of attend_prompt.
-bool attend_prompt_cudnn(const PromptArgs& a, float scale, PromptLse* lse, Stream s);
+// refuses or does not pay; the outputs are then undefined. Takes the shapes of attend_prompt. rows: what it gathered.
+bool attend_prompt_cudnn(const PromptArgs& a, float scale, PromptLse* lse, PromptRows& rows, Stream s);
+
+// sums of PromptArgs, for head_dim 64 and 128. scale: of the scores, times log2(e). False for other shapes.
+bool prompt_sums(const PromptArgs& a, const PromptRows& rows, const PromptLse& lse, float scale, Stream s);
 
 }  // namespace kvlab::ops

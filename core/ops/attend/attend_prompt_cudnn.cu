@@ -16,40 +16,7 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int threads = 256, vector_bytes = 16;
-
-struct Gather {
-  const PageEntry* table;
-  std::int64_t table_head;
-  const std::int32_t* length;  // tokens that the first row sees
-  std::int64_t length_head;
-  const std::int32_t* slots;
-  std::int64_t length_slot, table_slot;
-  const std::byte* base;
-  std::int64_t keys, values;  // offsets in a frame, bytes
-  int rows, page_size, row_bytes, room;
-  std::byte *to_keys, *to_values;  // [kv_head, room, row_bytes]; gather_kernel zeroes rows after the last token
-  std::int32_t *query_tokens, *key_tokens;
-};
-
-__global__ void __launch_bounds__(threads) gather_kernel(const __grid_constant__ Gather a) {
-  const int head = blockIdx.y, each = a.row_bytes / vector_bytes, i = blockIdx.x * threads + threadIdx.x;
-  const int token = i / each, piece = i % each;
-  const int total = a.length[a.slots[0] * a.length_slot + head * a.length_head] + a.rows - 1;
-  if (i == 0) a.query_tokens[head] = a.rows, a.key_tokens[head] = total;
-  if (token >= a.room) return;
-  uint4 key = make_uint4(0, 0, 0, 0), value = key;
-  if (token < total) {
-    const PageEntry& e = a.table[a.slots[0] * a.table_slot + head * a.table_head + token / a.page_size];
-    const std::byte* row = a.base + std::int64_t{e.frame} * granule_bytes +
-                           std::int64_t{token % a.page_size} * a.row_bytes + piece * vector_bytes;
-    key = *reinterpret_cast<const uint4*>(row + a.keys);
-    value = *reinterpret_cast<const uint4*>(row + a.values);
-  }
-  const std::int64_t to = (std::int64_t{head} * a.room + token) * a.row_bytes + piece * vector_bytes;
-  *reinterpret_cast<uint4*>(a.to_keys + to) = key;
-  *reinterpret_cast<uint4*>(a.to_values + to) = value;
-}
+constexpr int threads = 256;
 
 template <class T>
 __global__ void __launch_bounds__(threads) widen_kernel(const T* from, int heads, int dim, View<float, 3> out) {
@@ -65,24 +32,6 @@ __global__ void __launch_bounds__(threads) widen_kernel(const T* from, int heads
 }
 
 unsigned blocks_of(std::int64_t work) { return static_cast<unsigned>((work + threads - 1) / threads); }
-
-void gather(const PagedKv& kv, int room, void* keys, void* values, std::int32_t* lengths, void* stream) {
-  const PageLayout& l = kv.layouts[0];
-  Gather g;
-  g.table = kv.table.data;
-  g.table_slot = kv.table.stride[0], g.table_head = kv.table.stride[1];
-  g.length = kv.length.data;
-  g.length_slot = kv.length.stride[0], g.length_head = kv.length.stride[1];
-  g.slots = kv.slots;
-  g.base = kv.base;
-  g.keys = l.k, g.values = l.v;
-  g.rows = kv.rows, g.page_size = kv.page_size, g.row_bytes = kv.head_dim * 2, g.room = room;
-  g.to_keys = static_cast<std::byte*>(keys), g.to_values = static_cast<std::byte*>(values);
-  g.query_tokens = lengths, g.key_tokens = lengths + kv.kv_heads;
-  const dim3 grid(blocks_of(std::int64_t{room} * g.row_bytes / vector_bytes), static_cast<unsigned>(kv.kv_heads));
-  gather_kernel<<<grid, threads, 0, stream_of(stream)>>>(g);
-  check_launch("attend_prompt gather");
-}
 
 void widen(const void* from, DType dtype, int dim, const View<float, 3>& out, void* stream) {
   const int heads = static_cast<int>(out.extent[1]);
@@ -103,7 +52,8 @@ void warn_missing() {
   cuda::warn("long prompts take 1.2 to 1.7 times as long without cuDNN (" + cudnn.text + ")");
 }
 
-bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
+bool run(const PromptArgs& in, float scale, PromptLse* lse, PromptRows& rows, Stream to) {
+  void* stream = to.handle();
   const PagedKv& kv = in.kv;
   const int heads = static_cast<int>(in.queries.extent[1]), dim = kv.head_dim;
   CudnnShape s;
@@ -127,22 +77,14 @@ bool run(const PromptArgs& in, float scale, PromptLse* lse, void* stream) {
   void *keys = scratch("cudnn keys", key_bytes), *values = scratch("cudnn values", key_bytes);
   auto* lengths = static_cast<std::int32_t*>(scratch("cudnn lengths", 8 * kv.kv_heads));
   CudnnData d;
-  d.queries = in.rounded_queries, d.keys = keys, d.values = values;
+  d.queries = rounded_queries(in, s.queries, to), d.keys = keys, d.values = values;
   d.query_tokens = lengths, d.key_tokens = lengths + kv.kv_heads;
   d.out = in.rounded ? in.rounded : scratch("cudnn out", query_bytes);
   if (lse) d.stats = static_cast<float*>(scratch("cudnn stats", std::int64_t{heads} * s.queries * 4));
   void* workspace = scratch("cudnn workspace", plan->workspace_bytes());
 
-  if (!d.queries) {
-    NormArgs round;
-    round.x = in.queries.data;
-    round.rows = kv.rows, round.n = std::int64_t{heads} * dim, round.x_stride = in.queries.stride[0];
-    round.dtype = s.dtype;
-    round.out = scratch("cudnn queries", query_bytes), round.out_stride = round.n;
-    rms_norm_cuda(round, Stream::cuda(stream));
-    d.queries = round.out;
-  }
-  gather(kv, s.keys, keys, values, lengths, stream);
+  gather_prompt(kv, s.keys, keys, values, lengths, to);
+  rows = {d.queries, keys, s.keys};
   if (!plan->run(d, workspace, stream)) return false;
   ++chunks;
   if (!in.rounded) widen(d.out, s.dtype, dim, in.out, stream);
@@ -156,11 +98,11 @@ static std::int64_t cudnn_chunks_cuda() { return chunks; }
 KVLAB_ON_CUDA(cudnn_chunks, cudnn_chunks_cuda);
 KVLAB_ON_CUDA(cudnn_state, cudnn_library);
 
-bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, Stream s) try {
+bool attend_prompt_cudnn(const PromptArgs& in, float scale, PromptLse* lse, PromptRows& rows, Stream s) try {
   if (in.longest < in.kv.rows || (in.kernel == PromptKernel::best && in.kv.rows < prompt_cudnn_rows) ||
       in.queries.stride[1] != in.kv.head_dim)
     return false;
-  return run(in, scale, lse, s.handle());
+  return run(in, scale, lse, rows, s);
 } catch (const std::bad_alloc&) {  // no memory for the copies; our own kernel needs none
   return false;
 }

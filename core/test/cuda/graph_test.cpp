@@ -429,6 +429,52 @@ TEST_CASE("cuda engine: edits of tokens for the end of a step are replayed") {
     }
 }
 
+TEST_CASE("cuda engine: an edit for the end of a step comes neither earlier nor later") {
+  // select evicts the oldest token, and observe notes how many there are.
+  struct Watcher final : Policy {
+    Deadline when;
+    std::int32_t* noted = nullptr;  // [layer, row, kv_head]
+    explicit Watcher(Deadline d) : when(d) {}
+    Needs needs() const override { return Needs{}.capturable(true); }
+    void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
+      const std::vector<std::int32_t> zeros(static_cast<std::size_t>(s.layers * s.max_slots * s.kv_heads));
+      noted = const_cast<std::int32_t*>(
+          static_cast<const std::int32_t*>(w.constant("noted", zeros.data(), zeros.size() * sizeof(std::int32_t))));
+    }
+    void select(const LayerStep& step, Edits& edits, Stream s) override {
+      const Scores age = step.kv_head_scores("age");
+      ops::recency(step.pages, age, s);
+      ops::negate(age, s);
+      const auto keep = step.scratch<std::int32_t>("keep", {step.rows(), step.kv_heads()});
+      ops::fill_heads(keep, 1, s);
+      const auto list = step.list<TokenList>("list", 1);
+      ops::top_tokens(step.pages, age, keep, nullptr, list, s);
+      edits.evict(list, when);
+    }
+    void observe(const LayerStep& step, Edits&, Stream s) override {
+      std::int32_t* of_layer = noted + step.layer * step.shape->max_slots * step.kv_heads();
+      ops::lengths(step.pages, View<std::int32_t, 2>::dense(of_layer, {step.rows(), step.kv_heads()}), s);
+    }
+  };
+  for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
+    CAPTURE(static_cast<int>(kind));
+    std::vector<std::shared_ptr<Watcher>> made;
+    Pair p(test::full_spec(), [&] { return made.emplace_back(std::make_shared<Watcher>(Deadline{kind})); });
+    const int a = p.open(30, 1), before = p.graphs.store().length(0, a, 0);
+    for (int i = 0; i < 5; ++i) {
+      p.step({a});
+      CHECK(p.graphs.store().length(1, a, 1) == before);  // one came, one left
+      for (const auto& policy : made) {
+        std::int32_t there = 0;
+        copy_memory(&there, policy->noted, sizeof there, p.graphs.store().stream());
+        synchronize(p.graphs.store().stream());
+        CHECK(there == before + (kind == Deadline::next_step));
+      }
+    }
+    CHECK(p.graphs.replays() == 4);
+  }
+}
+
 TEST_CASE("cuda engine: a step whose edits may take more frames than are free runs without its graph") {
   struct Offloader final : Policy {
     Needs needs() const override { return Needs{}.host_pages(true).capturable(true); }

@@ -99,21 +99,17 @@ class FreeMemory {
   CudaBackend table_;
 };
 
-// Events are found to have passed at every third question alone, so that copies are under way for a while.
+// Nobody finds that an event has passed, so copies are under way until somebody waits for them.
 class LateEvents {
  public:
   LateEvents() : table_(*cuda_backend()) {
-    passed = table_.runtime.passed;
-    asked = 0;
-    table_.runtime.passed = [](void* event) { return ++asked % 3 == 0 && passed(event); };
+    table_.runtime.passed = [](void*) { return false; };
     replace_cuda_backend(&table_);
   }
   ~LateEvents() { replace_cuda_backend(nullptr); }
   LateEvents(const LateEvents&) = delete;
 
  private:
-  static inline bool (*passed)(void*) = nullptr;
-  static inline int asked = 0;
   CudaBackend table_;
 };
 

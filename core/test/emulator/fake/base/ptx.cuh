@@ -30,7 +30,12 @@ inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
 }
 inline void copy_async16(unsigned to, const void* from) { emulator::copy_async(to, from); }
-inline void wait_copies() { emulator::wait_copies(); }
+inline void commit_copies() { emulator::commit_copies(); }
+template <int Left>
+void wait_copies_but() {
+  emulator::wait_copies(Left);
+}
+inline void wait_copies() { emulator::wait_copies(-1); }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
 struct MmaIn {
@@ -71,6 +76,37 @@ inline unsigned transpose8x8(unsigned x) {
     const auto element = [&](int row, int column) { return in[row * 4 + column / 2] >> column % 2 * 16 & 0xffffu; };
     for (int i = 0; i < 32; ++i) out[i] = element(i % 4 * 2, i / 4) | element(i % 4 * 2 + 1, i / 4) << 16;
   });
+}
+
+inline std::uint64_t operand_of(unsigned shared) { return shared; }
+inline void show_to_products() {}
+inline void start_products() {}
+inline void commit_products() {}
+inline void wait_products(float (&)[64]) {}
+// Sixteen elements of a row.
+template <class T>
+void operand_row(std::uint64_t operand, int row, float (&x)[16]) {
+  const unsigned at = static_cast<unsigned>(operand) + static_cast<unsigned>(row) * 128;
+  for (unsigned piece = 0; piece < 2; ++piece) {
+    const unsigned linear = at + piece * 16, place = linear ^ (linear >> 7 & 7) << 4;
+    const auto* words = static_cast<const unsigned*>(emulator::shared_memory(place, 16, 16));
+    for (unsigned i = 0; i < 4; ++i) Pair<T>::unpack(words[i], x[piece * 8 + 2 * i], x[piece * 8 + 2 * i + 1]);
+  }
+}
+template <class T>
+void mma_rows(float (&c)[64], std::uint64_t a, std::uint64_t b, bool adds) {
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  float rows[2][16], column[16];
+  for (int r = 0; r < 2; ++r) operand_row<T>(a, 16 * warp + lane / 4 + 8 * r, rows[r]);
+  for (int i = 0; i < 16; ++i)
+    for (int h = 0; h < 2; ++h) {
+      operand_row<T>(b, 8 * i + 2 * (lane % 4) + h, column);
+      for (int r = 0; r < 2; ++r) {
+        float sum = adds ? c[4 * i + 2 * r + h] : 0;
+        for (int k = 0; k < 16; ++k) sum += rows[r][k] * column[k];
+        c[4 * i + 2 * r + h] = sum;
+      }
+    }
 }
 
 inline void barrier_init(unsigned barrier, unsigned arrivals) { emulator::barrier_init(barrier, arrivals); }
