@@ -2,8 +2,8 @@
 //
 // A block has 256 tokens' keys of a head, 128 for each of two groups of four warps. Queries stream through shared
 // memory, 64 a tile. While the tensor cores multiply a tile, the warps turn the scores of the tile before into
-// probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come in order, so a
-// sum does not depend on the schedule of blocks.
+// probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come in order, so
+// a sum does not depend on the schedule of blocks.
 #include <algorithm>
 
 #include "base/launch.cuh"
@@ -44,8 +44,8 @@ template <class T, int Dim>
 __global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant__ Args a) {
   using P = Place<Dim>;
   extern __shared__ unsigned char memory[];
-  const int mine = static_cast<int>(threadIdx.x), wide = mine / 128, warp = mine / 32 % 4, lane = mine % 32, g = lane / 4,
-            q = lane % 4;
+  const int mine = static_cast<int>(threadIdx.x), wide = mine / 128, warp = mine / 32 % 4, lane = mine % 32,
+            g = lane / 4, q = lane % 4;
   const int head = blockIdx.y, kv_head = head / a.group, place = static_cast<int>(blockIdx.x) * block_tokens;
   const int seen = a.length[a.slots[0] * a.length_slot + kv_head * a.length_head], total = seen + a.tokens - 1;
   if (place >= total) return;
@@ -144,8 +144,8 @@ void launch_sums(const Args& a, int most, cudaStream_t stream) {
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Place<Dim>::bytes));
   check(once, "prompt_sums");
-  kernel<<<dim3(static_cast<unsigned>((most + block_tokens - 1) / block_tokens), static_cast<unsigned>(a.heads)), threads,
-           Place<Dim>::bytes, stream>>>(a);
+  kernel<<<dim3(static_cast<unsigned>((most + block_tokens - 1) / block_tokens), static_cast<unsigned>(a.heads)),
+           threads, Place<Dim>::bytes, stream>>>(a);
   check_launch("prompt_sums");
 }
 
