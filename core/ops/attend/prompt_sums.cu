@@ -15,7 +15,7 @@ using namespace cuda;
 namespace {
 
 constexpr int groups = 2, threads = 128 * groups, tokens_each = 128, block_tokens = groups * tokens_each;
-constexpr int tile = 64, stages = 6;  // queries of a tile; tiles in shared memory
+constexpr int tile = 64, stages = 4;  // queries of a tile; tiles in shared memory
 
 struct Args {
   const std::byte *queries, *keys;
