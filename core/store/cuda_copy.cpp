@@ -21,7 +21,10 @@ StoreOptions of_one_slot(StoreOptions o) {
 
 Store::Pending CudaStore::copied(const Pending& p, int slot, Stream device) const {
   const std::uint8_t* marks = p.heads ? p.heads.as<std::uint8_t>() : nullptr;
-  return pending(p.edit, slot, p.due, p.index.as<std::int32_t>(), p.count.as<std::int32_t>(), marks, device, stream_);
+  const IndexList& list = p.edit.list;
+  const std::int64_t row = p.lasts ? p.slot : 0;
+  return pending(p.edit, slot, p.due, list.index.data + row * list.index.stride[0],
+                 list.count.data + row * list.count.stride[0], marks, device, stream_);
 }
 
 std::vector<PageEntry> CudaStore::entries(int tier, int slot) const {
@@ -158,6 +161,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
 }
 
 std::vector<std::int32_t> CudaStore::positions_by_place(int index, int slot, int head) const {
+  all_reloaded();
   std::vector<std::int32_t> out(static_cast<std::size_t>(length(index, slot, head)));
   const std::size_t bytes = out.size() * sizeof(std::int32_t);
   if (bytes == 0) return out;

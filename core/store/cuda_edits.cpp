@@ -11,11 +11,7 @@ namespace {
 template <class Args>
 Args list_of(const Edit& e, const std::int32_t* slots, std::size_t rows, unsigned long long number) {
   Args a;
-  if constexpr (requires { a.list_slots; })
-    a.list_slots = e.list.slots;
-  else if (e.list.slots)
-    throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend or to place",
-                "the cache on CUDA");
+  if constexpr (requires { a.list_slots; }) a.list_slots = e.list.slots;
   a.slots = slots;
   a.rows = static_cast<int>(rows);
   a.index = e.list.index;
@@ -97,7 +93,7 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
 
 void CudaStore::mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) {
   const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
-  only_on_cuda<cuda_store::mark_heads>(heads, rows, out, stream_);
+  only_on_cuda<cuda_store::mark_heads>(heads, rows, out, working());
 }
 
 void CudaStore::count_spare(const Edit& e, int slot) {
@@ -133,7 +129,8 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   const CudaStoreLayer l = layer(e.layer);
   if (e.when.kind == Deadline::sequence) {
     reloads_->plan_to(a);
-    only_on_cuda<cuda_store::plan_place>(l, a, beside_ ? side_->stream() : stream_);
+    only_on_cuda<cuda_store::plan_place>(l, a, side_->begin());  // beside the step's logits
+    side_->end(SideStream::no_lane);
     return {Fit::ok, -1};
   }
   placing_[static_cast<std::size_t>(e.layer)] = true;

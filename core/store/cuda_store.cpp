@@ -281,18 +281,30 @@ void CudaStore::settle() {
   placing_.assign(placing_.size(), false);
 }
 
+// Frames that copies give back make the host's numbers stale.
 void CudaStore::start_reloads() {
-  if (reloads_) reloads_->start(layer(0));
+  if (!reloads_) return;
+  settle();
+  stale_ = reloads_->start(layer(0)) || stale_;
 }
 
-bool CudaStore::reloading(int slot) { return reloads_ && reloads_->under_way(layer(0), slot); }
+bool CudaStore::reloading(int slot) {
+  if (!reloads_) return false;
+  stale_ = reloads_->collect(layer(0)) || stale_;
+  return reloads_->under_way(slot);
+}
 
 void CudaStore::await_reloads(const std::vector<std::int32_t>& slots) {
-  if (reloads_) reloads_->await(layer(0), slots);
+  if (reloads_) stale_ = reloads_->await(layer(0), slots) || stale_;
 }
 
-void CudaStore::all_reloaded() const {
-  if (reloads_) reloads_->await_all(layer(0));
+bool CudaStore::all_reloaded() const {
+  if (!reloads_) return false;
+  auto& self = const_cast<CudaStore&>(*this);
+  self.start_reloads();
+  const bool some = reloads_->await_all(layer(0));
+  self.stale_ = some || self.stale_;
+  return some;
 }
 
 void CudaStore::reserved(bool yes) {
@@ -303,9 +315,9 @@ void CudaStore::reserved(bool yes) {
 }
 
 void CudaStore::update() {
+  if (reloads_ && reloads_->collect(layer(0))) stale_ = true;
   if (!stale_) return;
   settle();
-  if (reloads_) reloads_->collect(layer(0));
   const Shape& s = options_.shape;
   auto* counters = counters_.as<CudaStoreCounters>();
   if (options_.host_pages && capped(Tier::host)) {
@@ -381,11 +393,7 @@ void CudaStore::count_ledger() {
 bool CudaStore::reserve(Tier tier, std::int64_t frames) {
   std::int64_t& left = free_bound_[static_cast<int>(tier)];
   if (left < frames) update();
-  if (left < frames && reloads_) {
-    all_reloaded();
-    stale_ = true;
-    update();
-  }
+  if (left < frames && all_reloaded()) update();
   if (left < frames) return false;
   left -= frames;
   return true;

@@ -136,7 +136,10 @@ class CudaStore final : public Store {
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
-  void all_reloaded() const;  // later work runs after all copies for Deadline::sequence
+  // Later work runs after all copies for Deadline::sequence. Returns whether there were some.
+  bool all_reloaded() const;
+  bool end_reloads() const override { return all_reloaded(); }
+  Stream working() const override { return beside_ ? side_->stream() : stream_; }
   Pending copied(const Pending& p, int slot, Stream device) const;
   Fit recall_layer(int layer, int slot) override;
   void mark_spilled(int slot) override;

@@ -1,6 +1,7 @@
 #include "store/reloads.hpp"
 
 #include <algorithm>
+#include <new>
 
 #include "base/backend.hpp"
 #include "base/device_op.hpp"
@@ -63,15 +64,26 @@ CudaStoreLayer Reloads::with_list_of(const CudaStoreLayer& s, const Batch& b) {
   return of;
 }
 
-void Reloads::start(const CudaStoreLayer& s) {
-  if (!plans_) return;
+bool Reloads::start(const CudaStoreLayer& s) {
+  if (!plans_) return false;
   copy_memory(known_.data(), marks_.as<>(), marks_.bytes(), main_);
   synchronize(main_);
   const std::int32_t count = known_[0];
-  if (count == 0) return;
-  Batch& b = idle(count);
-  auto* jobs = b.lists.as<std::int32_t>();
+  if (count == 0) return false;
   CudaStorePlace copies;
+  Batch* batch = nullptr;
+  try {
+    batch = &idle(count);
+  } catch (const std::bad_alloc&) {
+    copies.jobs = jobs_.as<std::int32_t>();
+    copies.counts = marks_.as<std::int32_t>();
+    only_on_cuda<cuda_store::copy_placed>(s, copies, main_);
+    only_on_cuda<cuda_store::take_back>(s, main_);
+    zero_memory(marks_.as<>(), marks_.bytes(), main_);
+    return true;
+  }
+  Batch& b = *batch;
+  auto* jobs = b.lists.as<std::int32_t>();
   copies.jobs = jobs;
   copies.counts = jobs + 4 * b.jobs;
   zero_memory(copies.counts, 3 * word, main_);
@@ -86,36 +98,39 @@ void Reloads::start(const CudaStoreLayer& s) {
   only_on_cuda<cuda_store::copy_placed>(with_list_of(s, b), copies, side_.get());
   runtime().record(b.done, side_.get().handle());
   b.running = true;
+  return false;
 }
 
-void Reloads::end(const CudaStoreLayer& s, Batch& b) {
-  runtime().wait(b.done, main_.handle());
-  only_on_cuda<cuda_store::take_back>(with_list_of(s, b), main_);
-  b.running = false;
+template <class Which>
+bool Reloads::end(const CudaStoreLayer& s, const Which& which) {
+  bool some = false;
+  for (const auto& b : batches_) {
+    if (!b->running || !which(*b)) continue;
+    runtime().wait(b->done, main_.handle());
+    only_on_cuda<cuda_store::take_back>(with_list_of(s, *b), main_);
+    b->running = false;
+    some = true;
+  }
+  return some;
 }
 
-void Reloads::collect(const CudaStoreLayer& s) {
-  for (const auto& b : batches_)
-    if (b->running && runtime().passed(b->done)) end(s, *b);
+bool Reloads::collect(const CudaStoreLayer& s) {
+  return end(s, [](const Batch& b) { return runtime().passed(b.done); });
 }
 
-bool Reloads::under_way(const CudaStoreLayer& s, int slot) {
-  collect(s);
+bool Reloads::await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots) {
+  return end(s, [&](const Batch& b) {
+    return std::any_of(slots.begin(), slots.end(), [&](int slot) { return b.slots[static_cast<std::size_t>(slot)]; });
+  });
+}
+
+bool Reloads::await_all(const CudaStoreLayer& s) {
+  return end(s, [](const Batch&) { return true; });
+}
+
+bool Reloads::under_way(int slot) const {
   return std::any_of(batches_.begin(), batches_.end(),
                      [&](const auto& b) { return b->running && b->slots[static_cast<std::size_t>(slot)]; });
-}
-
-void Reloads::await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots) {
-  for (const auto& b : batches_)
-    if (b->running &&
-        std::any_of(slots.begin(), slots.end(), [&](int slot) { return b->slots[static_cast<std::size_t>(slot)]; }))
-      end(s, *b);
-}
-
-void Reloads::await_all(const CudaStoreLayer& s) {
-  start(s);
-  for (const auto& b : batches_)
-    if (b->running) end(s, *b);
 }
 
 }  // namespace kvlab

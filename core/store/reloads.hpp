@@ -21,14 +21,16 @@ class Reloads {
 
   // Where the plans of a step write jobs, and which slots have some.
   void plan_to(CudaStorePlace& a);
-  // Waits for the main stream, and begins the copies of the jobs planned since the last call. s: any layer.
-  void start(const CudaStoreLayer& s);
-  bool under_way(const CudaStoreLayer& s, int slot);
-  // Takes over the frames of copies that are done.
-  void collect(const CudaStoreLayer& s);
+  // s: any layer. The functions that take it return whether copies gave frames back to the pool.
+
+  // Waits for the main stream, and begins the copies of the jobs planned since the last call. Without memory for a
+  // batch the main stream makes them.
+  bool start(const CudaStoreLayer& s);
+  bool collect(const CudaStoreLayer& s);  // the frames of copies that are done
   // The main stream's later work runs after the copies of these slots, or after all.
-  void await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots);
-  void await_all(const CudaStoreLayer& s);
+  bool await(const CudaStoreLayer& s, const std::vector<std::int32_t>& slots);
+  bool await_all(const CudaStoreLayer& s);
+  bool under_way(int slot) const;
 
  private:
   struct Batch {
@@ -39,7 +41,8 @@ class Reloads {
     bool running = false;
   };
   Batch& idle(std::int64_t jobs);
-  void end(const CudaStoreLayer& s, Batch& b);  // the main stream takes over the frames that the copies gave back
+  template <class Which>
+  bool end(const CudaStoreLayer& s, const Which& which);
   static CudaStoreLayer with_list_of(const CudaStoreLayer& s, const Batch& b);
 
   Stream main_;

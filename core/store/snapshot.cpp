@@ -142,10 +142,11 @@ std::vector<std::byte> CpuStore::save(int slot) const {
                                    e.room,       e.reuse,     p.heads ? 1 : 0};
     for (std::int32_t v : fields) w.put(v);
     const IndexList& list = p.edit.list;
-    for (int head = 0; head < s.kv_heads; ++head) w.put(list.count(0, head));
+    const std::int64_t row = p.lasts ? slot : 0;
+    for (int head = 0; head < s.kv_heads; ++head) w.put(list.count(row, head));
     for (int head = 0; head < s.kv_heads; ++head)
       for (std::int64_t i = 0; i < list.index.extent[2]; ++i)  // entries past the count are undefined
-        w.put(i < list.count(0, head) ? list.index(0, head, i) : std::int32_t{0});
+        w.put(i < list.count(row, head) ? list.index(row, head, i) : std::int32_t{0});
     if (p.heads) w.bytes(p.heads.as<>(), p.heads.bytes());
   }
   const std::uint64_t sum = checksum(out.data() + 16, out.size() - 16);
@@ -221,6 +222,9 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
   for (std::int32_t i = 0; i < waiting; ++i) {
     Edit e;
     e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::place));
+    if (e.verb == Edit::attend || e.verb == Edit::attend_tokens || e.verb == Edit::evict_surplus ||
+        (e.verb == Edit::place && !options_.host_pages))
+      throw Error(Errc::data, "saved cache: got an edit to come that this cache cannot carry out");
     e.layer = r.number("layer", 0, s.layers - 1);
     e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::host)));
     e.codec = r.number("codec", 0, static_cast<std::int32_t>(options_.codecs.size()) - 1);

@@ -121,6 +121,9 @@ bool Store::room_for_step(const std::vector<std::int32_t>& slots) const {
   };
   if (fits(fresh_pages(slots), 0)) return true;
   exact();
+  if (fits(fresh_pages_of(slots), spare_pages())) return true;
+  if (!end_reloads()) return false;
+  exact();
   return fits(fresh_pages_of(slots), spare_pages());
 }
 
@@ -179,24 +182,22 @@ bool Store::spill_one() {
   return true;
 }
 
-Applied Store::place(const Edit& e, const std::vector<std::int32_t>& slots) {
+void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (!e.list.slots || e.rooms || e.order) spill_at_once();  // such an edit cannot be carried out later
-  if (!spills_at_once_ && !in_graph_) {
-    Edit& kept = places_[static_cast<std::size_t>(e.layer)];
-    if (!kept.list.slots) kept = e;
-    kept.when = {};
-    for (const int slot : slots)
-      if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
-        placed_[layer_slot(e.layer, slot)] = true;
-        placed_step_[layer_slot(e.layer, slot)] = steps(slot);
-        spare_[layer_slot(e.layer, slot)] = {};
-        Edit of_slot = e;
-        const std::vector<std::int32_t> one{slot};
-        of_slot.list.slots = view(e.layer, one).slots;
-        count_spare(of_slot, slot);
-      }
-  }
-  return any_spills(slots) ? place_pages(e, slots) : Applied{};
+  if (spills_at_once_ || in_graph_) return;
+  Edit& kept = places_[static_cast<std::size_t>(e.layer)];
+  if (!kept.list.slots) kept = e;
+  kept.when = {};
+  for (const int slot : slots)
+    if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
+      placed_[layer_slot(e.layer, slot)] = true;
+      placed_step_[layer_slot(e.layer, slot)] = steps(slot);
+      spare_[layer_slot(e.layer, slot)] = {};
+      Edit of_slot = e;
+      const std::vector<std::int32_t> one{slot};
+      of_slot.list.slots = view(e.layer, one).slots;
+      count_spare(of_slot, slot);
+    }
 }
 
 Fit Store::recall_all(int layer, int slot) {
@@ -209,6 +210,9 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
   if (e.layer < 0 || e.layer >= s.layers) bad(e, "got that layer, wanted 0 to " + std::to_string(s.layers - 1));
   const std::int64_t wanted = static_cast<std::int64_t>(rows);
   if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
+  if (e.list.slots && e.verb != Edit::place && e.verb != Edit::attend && e.verb != Edit::attend_tokens)
+    throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend or to place",
+                "edit of layer " + std::to_string(e.layer));
   const auto& index = e.list.index.extent;
   const auto& count = e.list.count.extent;
   const std::int64_t listed = e.list.slots ? s.max_slots : wanted;
@@ -246,10 +250,9 @@ Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32
                               const std::uint8_t* marks, Stream device, Stream through) {
   const std::int64_t heads = e.list.count.extent[1], room = e.list.index.extent[2];
   const auto bytes = [](std::int64_t n) { return static_cast<std::size_t>(n) * sizeof(std::int32_t); };
-  Pending p{e, slot, due, StreamMemory(device, bytes(heads * room)), StreamMemory(device, bytes(heads)), {}};
+  Pending p{e, slot, due, StreamMemory(device, bytes(heads * room)), StreamMemory(device, bytes(heads)), {}, false};
   copy_memory(p.index.as<>(), index, p.index.bytes(), through);
   copy_memory(p.count.as<>(), count, p.count.bytes(), through);
-  p.edit.when = {};
   p.edit.list.slots = nullptr;
   p.edit.list.index = View<std::int32_t, 3>::dense(p.index.as<std::int32_t>(), {1, heads, room});
   p.edit.list.count = View<std::int32_t, 2>::dense(p.count.as<std::int32_t>(), {1, heads});
@@ -273,11 +276,14 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
     mark_heads(e.heads, slots, HeadFlags::dense(marks.as<std::uint8_t>(), {s.max_slots, s.kv_heads}));
   }
   const int steps_to_go = e.when.kind == Deadline::steps_from_now ? e.when.steps : 0;
+  if (e.when.kind != Deadline::sequence) of_row.when = {};
   for (std::size_t row = 0; row < slots.size(); ++row) {
     const auto r = list.slots ? slots[row] : static_cast<std::int64_t>(row);
-    pending_.push_back(pending(of_row, slots[row], steps(slots[row]) + steps_to_go,
-                               list.index.data + r * list.index.stride[0], list.count.data + r * list.count.stride[0],
-                               marks ? marks.as<std::uint8_t>() + slots[row] * s.kv_heads : nullptr, stream_, stream_));
+    Pending& p = pending_.emplace_back(
+        pending(of_row, slots[row], steps(slots[row]) + steps_to_go, list.index.data + r * list.index.stride[0],
+                list.count.data + r * list.count.stride[0],
+                marks ? marks.as<std::uint8_t>() + slots[row] * s.kv_heads : nullptr, stream_, stream_));
+    if (list.slots) p.edit.list = list, p.lasts = true;
   }
   if (marks) synchronize(stream_);  // the marks are freed
 }
@@ -286,39 +292,57 @@ void Store::defer(const Edit& e, const std::vector<std::int32_t>& slots) {
 void Store::hold(const Edit& e, const std::vector<std::int32_t>& slots) {
   check_waiting(e);
   const Shape& s = options_.shape;
-  const std::int64_t last = (e.list.slots ? s.max_slots : static_cast<std::int64_t>(slots.size())) - 1,
-                     index = last * e.list.index.stride[0] + s.kv_heads * e.list.index.extent[2],
-                     count = last * e.list.count.stride[0] + s.kv_heads, marks = s.max_slots * s.kv_heads;
+  const bool copied = !e.list.slots;
+  const std::int64_t last = static_cast<std::int64_t>(slots.size()) - 1,
+                     index = copied ? last * e.list.index.stride[0] + s.kv_heads * e.list.index.extent[2] : 0,
+                     count = copied ? last * e.list.count.stride[0] + s.kv_heads : 0, marks = s.max_slots * s.kv_heads;
   if (held_count_ == held_.size()) held_.emplace_back();
   Held& h = held_[held_count_];
-  const auto words = static_cast<std::size_t>(index + count) * sizeof(std::int32_t);
-  if (const std::size_t bytes = words + static_cast<std::size_t>(marks); h.memory.bytes() < bytes) {
-    h.memory = StreamMemory(stream_, bytes);
+  const auto bytes = [](std::int64_t numbers) { return static_cast<std::size_t>(numbers) * sizeof(std::int32_t); };
+  if (const std::size_t all = bytes(index + count) + static_cast<std::size_t>(marks); h.memory.bytes() < all) {
+    h.memory = StreamMemory(stream_, all);
     ++held_moves_;
   }
   h.edit = e;
+  if (e.when.kind != Deadline::sequence) h.edit.when = {};
   h.slots = slots;
-  h.edit.list.index.data = h.memory.as<std::int32_t>();
-  h.edit.list.count.data = h.memory.as<std::int32_t>() + index;
-  copy_memory(h.edit.list.index.data, e.list.index.data, static_cast<std::size_t>(index) * sizeof(std::int32_t),
-              stream_);
-  copy_memory(h.edit.list.count.data, e.list.count.data, static_cast<std::size_t>(count) * sizeof(std::int32_t),
-              stream_);
+  if (copied) {
+    h.edit.list.index.data = h.memory.as<std::int32_t>();
+    h.edit.list.count.data = h.memory.as<std::int32_t>() + index;
+    copy_memory(h.edit.list.index.data, e.list.index.data, bytes(index), working());
+    copy_memory(h.edit.list.count.data, e.list.count.data, bytes(count), working());
+  }
   if (has_condition(e.heads)) {
-    const HeadFlags out = HeadFlags::dense(h.memory.as<std::uint8_t>() + words, {s.max_slots, s.kv_heads});
+    const HeadFlags out =
+        HeadFlags::dense(h.memory.as<std::uint8_t>() + bytes(index + count), {s.max_slots, s.kv_heads});
     mark_heads(e.heads, slots, out);
     h.edit.heads = Heads::flagged(out);
   }
-  h.edit.when = {};
   ++held_count_;
 }
 
+// What a place edit for Deadline::sequence plans must not be edited before its copies are done, so it comes last.
 Applied Store::end_step() {
   Applied total;
-  for (std::size_t i = 0; i < held_count_ && total.fit == Fit::ok; ++i)
-    total += carry_out(held_[i].edit, held_[i].slots);
+  if (held_count_ == 0) return total;
+  settle();
+  for (const bool last : {false, true})
+    for (std::size_t i = 0; i < held_count_ && total.fit == Fit::ok; ++i)
+      if ((held_[i].edit.when.kind == Deadline::sequence) == last) {
+        total += carry_out(held_[i].edit, held_[i].slots);
+        workspace().reset();
+      }
   held_count_ = 0;
   return total;
+}
+
+bool Store::waits_for_sequence(int layer, const std::vector<std::int32_t>& slots) const {
+  const auto is = [&](const Edit& e) { return e.when.kind == Deadline::sequence && e.layer == layer; };
+  return std::any_of(held_.begin(), held_.begin() + static_cast<std::ptrdiff_t>(held_count_),
+                     [&](const Held& h) { return is(h.edit); }) ||
+         std::any_of(pending_.begin(), pending_.end(), [&](const Pending& p) {
+           return is(p.edit) && std::find(slots.begin(), slots.end(), p.slot) != slots.end();
+         });
 }
 
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
@@ -335,7 +359,7 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, 
     case Edit::offload:
     case Edit::recall:
     case Edit::encode: one = edit_pages(e, slots); break;
-    case Edit::place: one = place(e, slots); break;
+    case Edit::place: one = any_spills(slots) ? place_pages(e, slots) : Applied{}; break;
     default: bad(e, "got an unknown verb");
   }
   fired_ += one.changed > 0;
@@ -365,12 +389,15 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
       bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone, not for its end");
     if (e.when.kind == Deadline::sequence && (e.verb != Edit::place || !options_.pauses))
       bad(e, "got Deadline::sequence, wanted it of a place edit of a policy with Needs::pauses and Needs::host_pages");
+    if (e.when.kind == Deadline::sequence && waits_for_sequence(e.layer, slots))
+      bad(e, "got a second place edit for Deadline::sequence, wanted one of a layer in a step");
+    if (e.verb == Edit::place) note_place(e, slots);
     const bool later = e.when.kind == Deadline::steps_from_now && e.when.steps > 0;
     if (in_graph_ && later)
       bad(e,
           "got an edit of a later step from a policy that promises capturable(true), wanted edits for this step or "
           "its end");
-    if (later || e.when.kind == Deadline::next_step) {
+    if (later || e.when.kind == Deadline::next_step || e.when.kind == Deadline::sequence) {
       in_graph_ ? hold(e, slots) : defer(e, slots);
       continue;
     }
@@ -384,15 +411,19 @@ Applied Store::advance(int slot, int tokens, bool decode) {
   position_[static_cast<std::size_t>(slot)] += tokens;
   const int now = step_[static_cast<std::size_t>(slot)] += decode;
   Applied total;
-  for (std::size_t i = 0; i < pending_.size();) {
-    if (pending_[i].slot != slot || pending_[i].due > now) {
-      ++i;
-      continue;
+  const std::vector<std::int32_t> one{slot};
+  for (const bool last : {false, true})
+    for (std::size_t i = 0; i < pending_.size();) {
+      const Pending& p = pending_[i];
+      if (p.slot != slot || p.due > now || (p.edit.when.kind == Deadline::sequence) != last) {
+        ++i;
+        continue;
+      }
+      Pending due = std::move(pending_[i]);
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (due.lasts) due.edit.list.slots = view(due.edit.layer, one).slots;
+      total += carry_out(due.edit, one);
     }
-    const Pending due = std::move(pending_[i]);
-    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
-    total += carry_out(due.edit, {slot});
-  }
   advanced(decode);
   return total;
 }

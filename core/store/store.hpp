@@ -132,7 +132,8 @@ class Store {
   virtual std::vector<std::byte> save(int slot) const = 0;
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
 
-  // Counts the edits of apply and advance that changed something, and the attends that leave something out; exact.
+  // Counts the edits of apply and advance that changed something, and the attends that leave something out; exact. An
+  // edit that waited counts once for each row, but once for all rows of a step that a graph may hold.
   virtual std::int64_t fired() const { return fired_; }
 
   // Both return the text positions in the cache of one head, in ascending order or place by place; exact.
@@ -170,13 +171,14 @@ class Store {
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
  protected:
-  // A waiting edit of one slot. The store owns copies of its list, dense [1, kv_head, room], and of marks of the heads
-  // that it means, [kv_head] u8; none = all heads.
+  // A waiting edit of one slot. The store owns copies of its list, dense [1, kv_head, room], unless it lasts, and of
+  // marks of the heads that it means, [kv_head] u8; none = all heads.
   struct Pending {
     Edit edit;
     int slot = 0;
     int due = 0;  // the first advance() that leaves the slot with as many decode steps carries it out
     StreamMemory index, count, heads;
+    bool lasts = false;  // edit.list has all slots
   };
 
   // The verbs. apply() has checked the edit and the shape of its list.
@@ -194,7 +196,9 @@ class Store {
   virtual void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) = 0;
   virtual std::int64_t free_frames(Tier tier) const = 0;  // a lower bound; exact after exact()
   virtual void exact() const {}
+  virtual bool end_reloads() const { return false; }  // waits for all; whether exact numbers may have changed
   virtual Stream fork() { return stream_; }
+  virtual Stream working() const { return stream_; }  // that callbacks give their work to
   virtual void forked() {}
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
@@ -255,9 +259,11 @@ class Store {
   std::vector<bool> spilled_;  // [slot]
 
  private:
-  Applied place(const Edit& e, const std::vector<std::int32_t>& slots);
+  // Notes what a place edit of a sequence that has not spilled will do when it spills.
+  void note_place(const Edit& e, const std::vector<std::int32_t>& slots);
+  bool waits_for_sequence(int layer, const std::vector<std::int32_t>& slots) const;
 
-  // An edit for the end of a graph's step, with copies of its list and of the marks of its heads.
+  // An edit for the end of a graph's step, with copies of its list, unless it lasts, and of the marks of its heads.
   struct Held {
     Edit edit;
     std::vector<std::int32_t> slots;

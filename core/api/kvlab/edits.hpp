@@ -10,16 +10,18 @@
 namespace kvlab {
 
 // When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
-// needs a dense list, else Errc::unsupported. Its list and the heads that it means are those of the callback.
+// needs a dense list, else Errc::unsupported. Its scratch list and the heads that it means are those of the callback. A
+// list that lasts is read when the edit takes effect.
 //   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
 //                    evict_rest and move beside a list to attend to: they would change the places that it names
 //   next_attention   at once; an edit of select() waits for the end of this layer's attention. Pages that a place edit
 //                    brings travel beside the rest of the step
 //   next_step        at the end of this step, or of this chunk of the prompt
-//   steps_from_now   at the end of that many decode steps of the row, this one included; 0 = next_attention. A policy
-//                    that promises capturable(true) can only say 0, else Errc::plugin
-//   sequence         of place edits: at the end of this step. The copies run beside later steps, and the row takes part
-//                    in none of them until its pages are there. Needs::pauses is needed, else Errc::plugin
+//   steps_from_now   at the end of that many decode steps of the row, this one included; 0 = next_attention. A
+//                    step that a graph may hold takes 0 alone, else Errc::plugin
+//   sequence         of place edits, one of a layer: at the end of this step, after its other edits. The copies run
+//                    beside later steps, and the row takes part in none of them until its pages are there.
+//                    Needs::pauses is needed, else Errc::plugin
 struct Deadline {
   enum Kind : std::uint8_t {
     this_attention,
@@ -112,7 +114,8 @@ class Edits {
   // full pages have a copy on the host, which is written once. No other page is on the device, unless there is room.
   // The store finds what is missing and moves nothing else. A page that comes needs a free frame, unless a page that
   // has a copy leaves for it. An edit that only writes copies does not count as fired. Needs::host_pages is needed.
-  // next_step and steps_from_now do not go with `rooms` and `order`, which are scratch: Errc::unsupported.
+  // Other deadlines than this and the next attention do not go with `rooms` and `order`, which are scratch:
+  // Errc::unsupported.
   void place(const PageList& pages, const Placing& how) {
     Edit& e = push(Edit::place, pages, how.when);
     e.pins = how.pins;

@@ -195,6 +195,9 @@ TEST_CASE("cuda serving: a sequence may be closed or saved while its pages are u
     REQUIRE(e.step({slot}, tokens, StepResult(likeliest)) == Fit::ok);
     return likeliest[0];
   };
+  open(other, 3);
+  other.store().check_invariants();
+  other.close(0);
   const int a = open(engine, 1), b = open(engine, 2);
   CHECK(engine.reloading(a));
   CHECK(engine.reloading(b));

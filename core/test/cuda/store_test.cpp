@@ -306,8 +306,8 @@ class Both {
     Edits a(layer), b(layer);
     how.heads = Heads::flagged(of).except(classes.data());
     const Deadline kinds[] = {{}, {Deadline::this_attention}, {Deadline::sequence}, {Deadline::next_step}};
-    how.when = kinds[pick(ordered || varied ? 3 : 4)];
-    const bool waits = how.when.kind == Deadline::next_step;
+    how.when = kinds[pick(ordered || varied ? 2 : 4)];
+    const bool waits = how.when.kind == Deadline::next_step || how.when.kind == Deadline::sequence;
     for (const int s : rows)
       if (waits && cpu.position(s) >= f.options.shape.max_tokens - 8) return;
     if (ordered) how.order = order;
@@ -319,10 +319,25 @@ class Both {
     b.place(PageList{both.device}, how);
     REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
     REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
-    if (waits) REQUIRE(step(rows) == Fit::ok);
+    if (waits) {
+      if (pick(2)) move(rows, layer);  // another edit of the step comes first, whatever the order
+      REQUIRE(step(rows) == Fit::ok);
+    }
     cuda.start_reloads();
     memory.synchronize();
     cuda.workspace().reset();
+  }
+
+  void move(const std::vector<std::int32_t>& rows, int layer) {
+    std::vector<test::PerHead> pairs;
+    for (const int s : rows) {
+      test::PerHead row(static_cast<std::size_t>(heads));
+      for (int h = 0; h < heads; ++h)
+        if (const int n = cpu.length(layer, s, h); n > 0)
+          for (int i = 2 * pick(3); i > 0; --i) row[static_cast<std::size_t>(h)].push_back(pick(n));
+      pairs.push_back(std::move(row));
+    }
+    apply(rows, layer, pairs, [](Edits& e, const IndexList& l) { e.move(TokenList{l}); });
   }
 
   // The CPU turns keys on the device only, so every page goes there first.
@@ -362,15 +377,7 @@ class Both {
       apply(rows, layer, some(rows, layer, pick(11), false),
             [](Edits& e, const IndexList& l) { e.evict(TokenList{l}); });
     } else if (what == 12) {
-      std::vector<test::PerHead> pairs;
-      for (const int s : rows) {
-        test::PerHead row(static_cast<std::size_t>(heads));
-        for (int h = 0; h < heads; ++h)
-          if (const int n = cpu.length(layer, s, h); n > 0)
-            for (int i = 2 * pick(3); i > 0; --i) row[static_cast<std::size_t>(h)].push_back(pick(n));
-        pairs.push_back(std::move(row));
-      }
-      apply(rows, layer, pairs, [](Edits& e, const IndexList& l) { e.move(TokenList{l}); });
+      move(rows, layer);
     } else if (what == 13) {
       const auto saved = pick(2) ? cpu.save(slot) : cuda.save(slot);
       REQUIRE(cpu.restore(slot, saved) == Fit::ok);

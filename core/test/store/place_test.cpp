@@ -156,6 +156,38 @@ TEST_CASE("a place edit to come works on the heads that were on when it was give
   }
 }
 
+TEST_CASE("a place edit to come waits for pressure, if its list lasts") {
+  Placed f;
+  f.options.spill = Spill::pressure;
+  CpuStore store(f.options);
+  const int slot = store.open(), other = store.open();
+  f.fill(store, slot, 20);
+  f.fill(store, other, 20);
+  std::vector<std::int32_t> index(3 * 2 * 4), count(3 * 2, 2);
+  for (std::size_t i = 0; i < index.size(); i += 4) index[i] = 1, index[i + 1] = 3;
+  PageList list;
+  list.index = View<std::int32_t, 3>::dense(index.data(), {3, 2, 4});
+  list.count = View<std::int32_t, 2>::dense(count.data(), {3, 2});
+  const std::vector<std::int32_t> rows{slot};
+  list.slots = rows.data();
+  place(store, slot, list, {.when = {Deadline::next_step}});
+  f.fill(store, slot, 1, true);
+  CHECK(pages_on(store, Tier::host, slot, 0).empty());
+  CHECK(store.spare_bytes() > 0);
+  place(store, slot, Lists(2, {1, 3}).pages(), {.when = {Deadline::next_step}});  // this list does not last
+  f.fill(store, slot, 1, true);
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{1, 3, 5});
+  place(store, slot, list, {.when = {Deadline::next_step}});
+  index.assign(index.size(), 0);
+  for (std::size_t i = 0; i < index.size(); i += 4) index[i] = 2, index[i + 1] = 4;
+  f.fill(store, slot, 1, true);
+  CHECK(pages_on(store, Tier::device, slot, 0) == Pages{2, 4, 5});  // it is read when the edit takes effect
+  Edits edits;
+  edits.offload(list);
+  CHECK_THROWS_WITH(store.apply(edits.all(), {slot}), Catch::Contains("a list that lasts"));
+  store.check_invariants();
+}
+
 TEST_CASE("place works on the heads that are on") {
   Placed f;
   CpuStore store(f.options);
