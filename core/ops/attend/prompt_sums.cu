@@ -8,7 +8,6 @@
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
-#include "base/tensor_map.hpp"
 #include "ops/attend/attend_prompt.cuh"
 
 namespace kvlab::ops {
@@ -19,6 +18,7 @@ constexpr int groups = 2, threads = 128 * groups, tokens_each = 128, block_token
 constexpr int tile = 64, stages = 4;  // queries of a tile; tiles in shared memory
 
 struct Args {
+  const std::byte *queries, *keys;
   const std::int32_t* length;  // [slot, kv_head] tokens that the first query sees
   std::int64_t length_slot, length_head;
   const std::int32_t* slots;
@@ -31,15 +31,17 @@ struct Args {
 
 template <int Dim>
 struct Place {
-  static constexpr int panels = Dim / 64;  // of 64 elements a row
-  static constexpr unsigned keys_bytes = block_tokens * Dim * 2, tile_bytes = tile * Dim * 2;
-  static constexpr std::size_t bytes = 1024 + keys_bytes + stages * tile_bytes + 8 * (stages + 1);
+  static constexpr int row_bytes = Dim * 2, pieces = Dim / 8;
+  static constexpr unsigned keys_bytes = block_tokens * row_bytes, tile_bytes = tile * row_bytes;
+  static constexpr std::size_t bytes = 1024 + keys_bytes + stages * tile_bytes;
+  // Of 16 bytes of a row among `rows`, from a multiple of 1024 on (operand_of, base/ptx.cuh).
+  static __device__ unsigned of(int rows, int row, int piece) {
+    return static_cast<unsigned>((piece / 8 * rows + row) * 128 + (piece % 8 ^ row % 8) * 16);
+  }
 };
 
 template <class T, int Dim>
-__global__ void __launch_bounds__(threads, 1)
-    sums_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap query_map,
-                const __grid_constant__ CUtensorMap key_map) {
+__global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant__ Args a) {
   using P = Place<Dim>;
   extern __shared__ unsigned char memory[];
   const int mine = static_cast<int>(threadIdx.x), wide = mine / 128, warp = mine / 32 % 4, lane = mine % 32,
@@ -50,29 +52,21 @@ __global__ void __launch_bounds__(threads, 1)
   const unsigned keys = (shared_address(memory) + 1023) / 1024 * 1024, tiles_at = keys + P::keys_bytes;
   const int first = max(0, place + 1 - seen) / tile * tile, tiles = (a.tokens - first + tile - 1) / tile;
 
-  const unsigned landed = tiles_at + stages * P::tile_bytes;  // barriers of the tiles, and the keys'
-  if (mine == 0) {
-    for (int b = 0; b <= stages; ++b) barrier_init(landed + 8 * b, 1);
-    barrier_init_fence();
+  for (int i = mine; i < block_tokens * P::pieces; i += threads) {
+    const int row = i / P::pieces, piece = i % P::pieces, t = min(place + row, a.room - 1);
+    copy_async16(keys + row / tokens_each * (P::keys_bytes / groups) + P::of(tokens_each, row % tokens_each, piece),
+                 a.keys + (std::int64_t{kv_head} * a.room + t) * P::row_bytes + piece * 16);
   }
-  __syncthreads();
-  // Rows after the last query are zeros, and their log-sum-exp makes them count nothing. Rows after the last key may be
-  // another head's. Nobody reads their sums.
+  // Rows after the last query repeat it. Their log-sum-exp makes them count nothing.
   const auto bring = [&](int n) {
-    if (mine != 0 || n >= tiles) return;
-    const unsigned barrier = landed + 8 * (n % stages), to = tiles_at + n % stages * P::tile_bytes;
-    barrier_expect(barrier, P::tile_bytes);
-    for (int p = 0; p < P::panels; ++p)
-      bulk_copy_2d(to + p * tile * 128, &query_map, head * Dim + p * 64, first + n * tile, barrier);
+    if (n < tiles)
+      for (int i = mine; i < tile * P::pieces; i += threads) {
+        const int row = i / P::pieces, piece = i % P::pieces, token = min(first + n * tile + row, a.tokens - 1);
+        copy_async16(tiles_at + n % stages * P::tile_bytes + P::of(tile, row, piece),
+                     a.queries + (std::int64_t{token} * a.heads + head) * P::row_bytes + piece * 16);
+      }
+    commit_copies();
   };
-  const auto wait = [&](int n) { barrier_wait(landed + 8 * (n % stages), n / stages & 1); };
-  if (mine == 0) {
-    barrier_expect(landed + 8 * stages, P::keys_bytes);
-    for (int w = 0; w < groups; ++w)
-      for (int p = 0; p < P::panels; ++p)
-        bulk_copy_2d(keys + w * (P::keys_bytes / groups) + p * tokens_each * 128, &key_map, p * 64,
-                     kv_head * a.room + place + w * tokens_each, landed + 8 * stages);
-  }
   const auto multiply = [&](int n, float(&c)[64]) {
     start_products();
 #pragma unroll
@@ -90,16 +84,18 @@ __global__ void __launch_bounds__(threads, 1)
 
   for (int n = 0; n < stages - 1; ++n) bring(n);
   float even[64], odd[64], sum[32] = {}, next[2] = {lse_of(0, 0), lse_of(0, 1)};
-  barrier_wait(landed + 8 * stages, 0);
-  wait(0);
+  wait_copies_but<stages - 2>();
+  show_to_products();
+  __syncthreads();
   multiply(0, even);
   const int mine_from = place + wide * tokens_each;
   const auto add = [&](int n, float(&c)[64], float(&after)[64]) {
     wait_products(c);
     const float lse[2] = {next[0], next[1]};
     if (n + 1 < tiles) {
-      __syncthreads();  // all warps are done with the tile before this one
-      wait(n + 1);
+      wait_copies_but<stages - 3>();
+      show_to_products();
+      __syncthreads();  // the tile has come, and all warps are done with the one before this
       multiply(n + 1, after);
       bring(n + stages - 1);
       next[0] = lse_of(n + 1, 0), next[1] = lse_of(n + 1, 1);
@@ -143,16 +139,13 @@ __global__ void __launch_bounds__(threads, 1)
 }
 
 template <class T, int Dim>
-void launch_sums(const Args& a, const PromptRows& rows, bool half, int kv_heads, int most, cudaStream_t stream) {
-  const std::int64_t row = std::int64_t{a.heads} * Dim;
-  const CUtensorMap queries = matrix_map(rows.queries, half, a.tokens, row, row, tile),
-                    keys = matrix_map(rows.keys, half, std::int64_t{kv_heads} * a.room, Dim, Dim, tokens_each);
+void launch_sums(const Args& a, int most, cudaStream_t stream) {
   const auto kernel = sums_kernel<T, Dim>;
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Place<Dim>::bytes));
   check(once, "prompt_sums");
   kernel<<<dim3(static_cast<unsigned>((most + block_tokens - 1) / block_tokens), static_cast<unsigned>(a.heads)),
-           threads, Place<Dim>::bytes, stream>>>(a, queries, keys);
+           threads, Place<Dim>::bytes, stream>>>(a);
   check_launch("prompt_sums");
 }
 
@@ -161,9 +154,9 @@ void launch_sums(const Args& a, const PromptRows& rows, bool half, int kv_heads,
 bool prompt_sums(const PromptArgs& in, const PromptRows& rows, const PromptLse& lse, float scale, Stream s) {
   const PagedKv& kv = in.kv;
   const int dim = kv.head_dim;
-  const bool half = kv.layouts[0].dtype == DType::f16;
   if (dim != 64 && dim != 128) return false;
   Args a = {};
+  a.queries = static_cast<const std::byte*>(rows.queries), a.keys = static_cast<const std::byte*>(rows.keys);
   a.length = kv.length.data;
   a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
   a.slots = kv.slots;
@@ -176,10 +169,9 @@ bool prompt_sums(const PromptArgs& in, const PromptRows& rows, const PromptLse& 
   a.scale = scale;
   const int most = static_cast<int>(in.sums.extent[1]);
   const auto go = [&]<class T>() {
-    const auto launch = dim == 64 ? launch_sums<T, 64> : launch_sums<T, 128>;
-    launch(a, rows, half, kv.kv_heads, most, stream_of(s));
+    dim == 64 ? launch_sums<T, 64>(a, most, stream_of(s)) : launch_sums<T, 128>(a, most, stream_of(s));
   };
-  half ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
+  kv.layouts[0].dtype == DType::f16 ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
   return true;
 }
 
