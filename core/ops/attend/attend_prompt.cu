@@ -2,11 +2,10 @@
 //
 // A warp takes 32 tokens' queries (16 at head_dim 256) of one query head as the columns of attend_unit.cuh. A block has
 // eight such warps, for neighbouring heads of one KV head. They share the units of 16 tokens that bulk copies bring,
-// four a stage. The blocks of the chunk's last tokens start first, because they see the most tokens. A second pass
-// computes the column sums: a warp holds the keys of 32 tokens and takes all queries that see them, in order. So a sum
-// does not depend on the schedule of blocks.
+// four a stage. The blocks of the chunk's last tokens start first, because they see the most tokens. Where
+// attend_prompt_sums.cu refuses, a second pass computes the column sums: a warp holds the keys of 32 tokens and takes
+// all queries that see them, in order. So a sum does not depend on the schedule of blocks.
 #include <cmath>
-#include <new>
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
@@ -340,16 +339,7 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
     with_type(half, dim, [&]<class T, int Dim>() { launch_attention<T, Dim>(a, map, kv.kv_heads, stream); });
   }
   if (in.sums) {
-    if (!dense.keys && in.queries.stride[1] == dim && (dim == 64 || dim == 128)) try {
-        dense.room = static_cast<int>(in.sums.extent[1]);
-        void* keys = fixed_scratch(s.handle(), "prompt keys",
-                                   static_cast<std::size_t>(std::int64_t{kv.kv_heads} * dense.room * dim * 2));
-        gather_prompt(kv, dense.room, keys, nullptr, nullptr, s);
-        dense.queries = rounded_queries(in, kv.rows, s);
-        dense.keys = keys;
-      } catch (const std::bad_alloc&) {  // the kernel below needs no memory
-      }
-    if (dense.keys && prompt_sums(in, dense, a.sums_lse, a.scale, s)) return true;
+    if (attend_prompt_sums(in, dense, a.sums_lse, a.scale, s)) return true;
     a.sums = in.sums.data, a.sum_head = in.sums.stride[0];
     const int most = static_cast<int>(in.sums.extent[1]);
     with_type(half, dim, [&]<class T, int Dim>() { launch_sums<T, Dim>(a, most, stream); });

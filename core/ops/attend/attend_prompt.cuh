@@ -28,7 +28,9 @@ const void* rounded_queries(const PromptArgs& a, int room, Stream s);
 // refuses or does not pay; the outputs are then undefined. Takes the shapes of attend_prompt. rows: what it gathered.
 bool attend_prompt_cudnn(const PromptArgs& a, float scale, PromptLse* lse, PromptRows& rows, Stream s);
 
-// sums of PromptArgs, for head_dim 64 and 128. scale: of the scores, times log2(e). False for other shapes.
-bool prompt_sums(const PromptArgs& a, const PromptRows& rows, const PromptLse& lse, float scale, Stream s);
+// sums of PromptArgs. rows: what is gathered already; without keys it gathers them. scale: of the scores, times
+// log2(e). False for a head_dim other than 64 and 128, for heads of queries that lie apart, and without memory for the
+// rows.
+bool attend_prompt_sums(const PromptArgs& a, PromptRows rows, const PromptLse& lse, float scale, Stream s);
 
 }  // namespace kvlab::ops

@@ -5,6 +5,7 @@
 // probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come in order, so
 // a sum does not depend on the schedule of blocks.
 #include <algorithm>
+#include <new>
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
@@ -143,18 +144,28 @@ void launch_sums(const Args& a, int most, cudaStream_t stream) {
   const auto kernel = sums_kernel<T, Dim>;
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Place<Dim>::bytes));
-  check(once, "prompt_sums");
+  check(once, "attend_prompt_sums");
   kernel<<<dim3(static_cast<unsigned>((most + block_tokens - 1) / block_tokens), static_cast<unsigned>(a.heads)),
            threads, Place<Dim>::bytes, stream>>>(a);
-  check_launch("prompt_sums");
+  check_launch("attend_prompt_sums");
 }
 
 }  // namespace
 
-bool prompt_sums(const PromptArgs& in, const PromptRows& rows, const PromptLse& lse, float scale, Stream s) {
+bool attend_prompt_sums(const PromptArgs& in, PromptRows rows, const PromptLse& lse, float scale, Stream s) try {
   const PagedKv& kv = in.kv;
   const int dim = kv.head_dim;
   if (dim != 64 && dim != 128) return false;
+  const int most = static_cast<int>(in.sums.extent[1]);
+  if (!rows.keys) {
+    if (in.queries.stride[1] != dim) return false;
+    rows.room = most;
+    void* keys = fixed_scratch(s.handle(), "prompt keys",
+                               static_cast<std::size_t>(std::int64_t{kv.kv_heads} * rows.room * dim * 2));
+    rows.queries = rounded_queries(in, kv.rows, s);
+    gather_prompt(kv, rows.room, keys, nullptr, nullptr, s);
+    rows.keys = keys;
+  }
   Args a = {};
   a.queries = static_cast<const std::byte*>(rows.queries), a.keys = static_cast<const std::byte*>(rows.keys);
   a.length = kv.length.data;
@@ -167,12 +178,13 @@ bool prompt_sums(const PromptArgs& in, const PromptRows& rows, const PromptLse& 
   a.group = a.heads / kv.kv_heads;
   a.room = rows.room;
   a.scale = scale;
-  const int most = static_cast<int>(in.sums.extent[1]);
   const auto go = [&]<class T>() {
     dim == 64 ? launch_sums<T, 64>(a, most, stream_of(s)) : launch_sums<T, 128>(a, most, stream_of(s));
   };
   kv.layouts[0].dtype == DType::f16 ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
   return true;
+} catch (const std::bad_alloc&) {  // another kernel reads the pages
+  return false;
 }
 
 }  // namespace kvlab::ops
