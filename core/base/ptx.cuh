@@ -68,12 +68,6 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
 __device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// The thread's copy_async16 since its last commit_copies are a group. Waits for all but the last `Left` groups.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Left>
-__device__ __forceinline__ void wait_copies_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
-}
 // Waits for every copy_async16 of the calling thread.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -203,8 +197,6 @@ __device__ __forceinline__ std::uint64_t operand_of(unsigned shared) {
   constexpr std::uint64_t group = 1024 / 16, swizzle128 = 1;
   return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) | std::uint64_t{1} << 16 | group << 32 | swizzle128 << 62;
 }
-// The thread's writes to shared memory, after a barrier of all threads, are seen by products.
-__device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before the first product of a group whose registers other code has used.
 __device__ __forceinline__ void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

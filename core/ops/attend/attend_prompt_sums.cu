@@ -1,14 +1,16 @@
 // Column sums of a prompt's attention: how much of all the chunk's tokens' attention each token gets.
 //
 // A block has 256 tokens' keys of a head, 128 for each of two groups of four warps. Queries stream through shared
-// memory, 64 a tile. While the tensor cores multiply a tile, the warps turn the scores of the tile before into
-// probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come in order, so
-// a sum does not depend on the schedule of blocks.
+// memory by bulk copies (TMA), 64 a tile. While the tensor cores multiply a tile, the warps turn the scores of the tile
+// before into probabilities. Sums stay in registers: a lane has two queries and 32 tokens of a tile. All queries come
+// in order, so a sum does not depend on the schedule of blocks.
 #include <algorithm>
 #include <new>
+#include <type_traits>
 
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
+#include "base/tensor_map.hpp"
 #include "ops/attend/attend_prompt.cuh"
 
 namespace kvlab::ops {
@@ -19,7 +21,6 @@ constexpr int groups = 2, threads = 128 * groups, tokens_each = 128, block_token
 constexpr int tile = 64, stages = 4;  // queries of a tile; tiles in shared memory
 
 struct Args {
-  const std::byte *queries, *keys;
   const std::int32_t* length;  // [slot, kv_head] tokens that the first query sees
   std::int64_t length_slot, length_head;
   const std::int32_t* slots;
@@ -32,17 +33,16 @@ struct Args {
 
 template <int Dim>
 struct Place {
-  static constexpr int row_bytes = Dim * 2, pieces = Dim / 8;
+  static constexpr int row_bytes = Dim * 2, panels = Dim / 64;
+  static constexpr unsigned panel_bytes = 128;  // of a row
   static constexpr unsigned keys_bytes = block_tokens * row_bytes, tile_bytes = tile * row_bytes;
-  static constexpr std::size_t bytes = 1024 + keys_bytes + stages * tile_bytes;
-  // Of 16 bytes of a row among `rows`, from a multiple of 1024 on (operand_of, base/ptx.cuh).
-  static __device__ unsigned of(int rows, int row, int piece) {
-    return static_cast<unsigned>((piece / 8 * rows + row) * 128 + (piece % 8 ^ row % 8) * 16);
-  }
+  static constexpr std::size_t bytes = 1024 + keys_bytes + stages * tile_bytes + (1 + 2 * stages) * 8;
 };
 
 template <class T, int Dim>
-__global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(threads, 1)
+    sums_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap query_map,
+                const __grid_constant__ CUtensorMap key_map) {
   using P = Place<Dim>;
   extern __shared__ unsigned char memory[];
   const int mine = static_cast<int>(threadIdx.x), wide = mine / 128, warp = mine / 32 % 4, lane = mine % 32,
@@ -51,28 +51,38 @@ __global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant_
   const int seen = a.length[a.slots[0] * a.length_slot + kv_head * a.length_head], total = seen + a.tokens - 1;
   if (place >= total) return;
   const unsigned keys = (shared_address(memory) + 1023) / 1024 * 1024, tiles_at = keys + P::keys_bytes;
-  const int first = max(0, place + 1 - seen) / tile * tile, tiles = (a.tokens - first + tile - 1) / tile;
+  // An even number of tiles, and one more, whose products nobody reads: ptxas lets products and other work overlap
+  // only where no branch lies between them.
+  const int first = max(0, place + 1 - seen) / tile * tile, tiles = (a.tokens - first + 2 * tile - 1) / (2 * tile) * 2;
 
-  for (int i = mine; i < block_tokens * P::pieces; i += threads) {
-    const int row = i / P::pieces, piece = i % P::pieces, t = min(place + row, a.room - 1);
-    copy_async16(keys + row / tokens_each * (P::keys_bytes / groups) + P::of(tokens_each, row % tokens_each, piece),
-                 a.keys + (std::int64_t{kv_head} * a.room + t) * P::row_bytes + piece * 16);
-  }
-  // Rows after the last query repeat it. Their log-sum-exp makes them count nothing.
+  // Barriers: the keys have come; for each stage, its tile has come, and both groups' products of it are done.
+  const unsigned keys_here = tiles_at + stages * P::tile_bytes, tile_here = keys_here + 8,
+                 tile_done = tile_here + 8 * stages;
+  // Queries after the last one read as zeros. Their log-sum-exp makes them count nothing.
   const auto bring = [&](int n) {
-    if (n < tiles)
-      for (int i = mine; i < tile * P::pieces; i += threads) {
-        const int row = i / P::pieces, piece = i % P::pieces, token = min(first + n * tile + row, a.tokens - 1);
-        copy_async16(tiles_at + n % stages * P::tile_bytes + P::of(tile, row, piece),
-                     a.queries + (std::int64_t{token} * a.heads + head) * P::row_bytes + piece * 16);
-      }
-    commit_copies();
+    const unsigned to = tiles_at + n % stages * P::tile_bytes, barrier = tile_here + 8 * (n % stages);
+    barrier_expect(barrier, P::tile_bytes);
+    for (int p = 0; p < P::panels; ++p)
+      bulk_copy_2d(to + p * (tile * P::panel_bytes), &query_map, head * Dim + 64 * p, first + n * tile, barrier);
   };
+  if (mine == 0) {
+    barrier_init(keys_here, 1);
+    for (int i = 0; i < stages; ++i) barrier_init(tile_here + 8 * i, 1), barrier_init(tile_done + 8 * i, groups * 4);
+    barrier_init_fence();
+    barrier_expect(keys_here, P::keys_bytes);
+    for (int i = 0; i < groups; ++i)
+      for (int p = 0; p < P::panels; ++p)
+        bulk_copy_2d(keys + i * (P::keys_bytes / groups) + p * (tokens_each * P::panel_bytes), &key_map, 64 * p,
+                     kv_head * a.room + place + i * tokens_each, keys_here);
+    for (int n = 0; n < stages && n <= tiles; ++n) bring(n);
+  }
+  __syncthreads();
   const auto multiply = [&](int n, float(&c)[64]) {
+    barrier_wait(tile_here + 8 * (n % stages), n / stages & 1);
     start_products();
 #pragma unroll
     for (int k = 0; k < Dim / 16; ++k) {
-      const unsigned at = static_cast<unsigned>(k % 4) * 32, panel = static_cast<unsigned>(k / 4) * 128;
+      const unsigned at = static_cast<unsigned>(k % 4) * 32, panel = static_cast<unsigned>(k / 4) * P::panel_bytes;
       mma_rows<T>(c, operand_of(tiles_at + n % stages * P::tile_bytes + panel * tile + at),
                   operand_of(keys + wide * (P::keys_bytes / groups) + panel * tokens_each + at), k > 0);
     }
@@ -83,46 +93,42 @@ __global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant_
     return token < a.tokens ? a.lse.data[token * a.lse.row + head * a.lse.head] * a.lse.unit : INFINITY;
   };
 
-  for (int n = 0; n < stages - 1; ++n) bring(n);
   float even[64], odd[64], sum[32] = {}, next[2] = {lse_of(0, 0), lse_of(0, 1)};
-  wait_copies_but<stages - 2>();
-  show_to_products();
-  __syncthreads();
+  barrier_wait(keys_here, 0);
   multiply(0, even);
   const int mine_from = place + wide * tokens_each;
-  const auto add = [&](int n, float(&c)[64], float(&after)[64]) {
+  // Masked: the group's tokens are not all seen by all queries of the tile.
+  const auto add = [&](auto masked, int n, float(&c)[64], float(&after)[64]) {
     wait_products(c);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(tile_done + 8 * (n % stages));
     const float lse[2] = {next[0], next[1]};
-    if (n + 1 < tiles) {
-      wait_copies_but<stages - 3>();
-      show_to_products();
-      __syncthreads();  // the tile has come, and all warps are done with the one before this
-      multiply(n + 1, after);
-      bring(n + stages - 1);
-      next[0] = lse_of(n + 1, 0), next[1] = lse_of(n + 1, 1);
+    next[0] = lse_of(n + 1, 0), next[1] = lse_of(n + 1, 1);
+    // The tile before this is long done, so its stage is free without a wait.
+    if (mine == 0 && n > 0 && n - 1 + stages <= tiles) {
+      barrier_wait(tile_done + 8 * ((n - 1) % stages), (n - 1) / stages & 1);
+      bring(n - 1 + stages);
     }
-    const int row = first + n * tile;
-    if (mine_from + tokens_each <= seen + row) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          sum[2 * i + h] += exp2_fast(c[4 * i + h] * a.scale - lse[0]) + exp2_fast(c[4 * i + 2 + h] * a.scale - lse[1]);
-      return;
-    }
+    __syncwarp();
+    multiply(n + 1, after);
+    const int newest = seen + first + n * tile + 16 * warp + g - mine_from - 2 * q;  // of the row's first query
 #pragma unroll
     for (int i = 0; i < 16; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          if (mine_from + 8 * i + 2 * q + h < seen + row + 16 * warp + g + 8 * r)
-            sum[2 * i + h] += exp2_fast(c[4 * i + 2 * r + h] * a.scale - lse[r]);
+      for (int h = 0; h < 2; ++h) {
+        const float x = exp2_fast(c[4 * i + h] * a.scale - lse[0]), y = exp2_fast(c[4 * i + 2 + h] * a.scale - lse[1]);
+        if constexpr (masked)
+          sum[2 * i + h] += (8 * i + h < newest ? x : 0.f) + (8 * i + h < newest + 8 ? y : 0.f);
+        else
+          sum[2 * i + h] += x + y;
+      }
   };
-  for (int n = 0; n < tiles; n += 2) {
-    add(n, even, odd);
-    if (n + 1 < tiles) add(n + 1, odd, even);
-  }
+  const int whole = mine_from + tokens_each - seen - first,
+            masked = min(max(0, (whole + 2 * tile - 1) / (2 * tile) * 2), tiles);
+  int n = 0;
+  for (; n < masked; n += 2) add(std::true_type{}, n, even, odd), add(std::true_type{}, n + 1, odd, even);
+  for (; n < tiles; n += 2) add(std::false_type{}, n, even, odd), add(std::false_type{}, n + 1, odd, even);
+  wait_products(even);
 
 #pragma unroll
   for (int i = 0; i < 32; ++i)
@@ -140,13 +146,17 @@ __global__ void __launch_bounds__(threads, 1) sums_kernel(const __grid_constant_
 }
 
 template <class T, int Dim>
-void launch_sums(const Args& a, int most, cudaStream_t stream) {
+void launch_sums(const Args& a, const PromptRows& rows, int kv_heads, int most, cudaStream_t stream) {
+  constexpr bool half = std::is_same_v<T, __half>;
+  const CUtensorMap queries = matrix_map(rows.queries, half, a.tokens, std::int64_t{a.heads} * Dim,
+                                         std::int64_t{a.heads} * Dim, tile),
+                    keys = matrix_map(rows.keys, half, std::int64_t{kv_heads} * a.room, Dim, Dim, tokens_each);
   const auto kernel = sums_kernel<T, Dim>;
   static const cudaError_t once =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Place<Dim>::bytes));
   check(once, "attend_prompt_sums");
   kernel<<<dim3(static_cast<unsigned>((most + block_tokens - 1) / block_tokens), static_cast<unsigned>(a.heads)),
-           threads, Place<Dim>::bytes, stream>>>(a);
+           threads, Place<Dim>::bytes, stream>>>(a, queries, keys);
   check_launch("attend_prompt_sums");
 }
 
@@ -167,7 +177,6 @@ bool attend_prompt_sums(const PromptArgs& in, PromptRows rows, const PromptLse& 
     rows.keys = keys;
   }
   Args a = {};
-  a.queries = static_cast<const std::byte*>(rows.queries), a.keys = static_cast<const std::byte*>(rows.keys);
   a.length = kv.length.data;
   a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
   a.slots = kv.slots;
@@ -179,7 +188,8 @@ bool attend_prompt_sums(const PromptArgs& in, PromptRows rows, const PromptLse& 
   a.room = rows.room;
   a.scale = scale;
   const auto go = [&]<class T>() {
-    dim == 64 ? launch_sums<T, 64>(a, most, stream_of(s)) : launch_sums<T, 128>(a, most, stream_of(s));
+    dim == 64 ? launch_sums<T, 64>(a, rows, kv.kv_heads, most, stream_of(s))
+              : launch_sums<T, 128>(a, rows, kv.kv_heads, most, stream_of(s));
   };
   kv.layouts[0].dtype == DType::f16 ? go.template operator()<__half>() : go.template operator()<__nv_bfloat16>();
   return true;

@@ -54,7 +54,6 @@ struct OwnStore {
 struct OwnCopy {
   unsigned thread, to;
   const void* from;
-  int group;  // of the thread's groups, the latest is 0; -1 = not committed
 };
 
 struct Waiter {

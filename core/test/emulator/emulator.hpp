@@ -76,9 +76,7 @@ void* shared_memory(unsigned address, std::size_t bytes, std::size_t alignment);
 
 // Copies 16 bytes, which arrive when this thread waits for its copies. Until then their destination holds garbage.
 void copy_async(unsigned to, const void* from);
-void commit_copies();
-// Waits for all but the last `left` groups of them; -1 = for all, committed or not.
-void wait_copies(int left);
+void wait_copies();
 
 // Transaction barriers: a phase ends when all arrivals and all expected bytes have come.
 void barrier_init(unsigned barrier, unsigned arrivals);

@@ -150,18 +150,12 @@ void bulk_copy(unsigned to, const Box& box, int x, int y, unsigned address) {
 
 void copy_async(unsigned to, const void* from) {
   std::memset(shared_memory(to, 16, 16), 0xff, 16);
-  block().own_copies.push_back({now.thread.x, to, from, -1});
+  block().own_copies.push_back({now.thread.x, to, from});
 }
 
-// Groups are numbered from the latest, 0.
-void commit_copies() {
-  for (OwnCopy& c : block().own_copies)
-    if (c.thread == now.thread.x) ++c.group;
-}
-
-void wait_copies(int left) {
+void wait_copies() {
   std::erase_if(block().own_copies, [&](const OwnCopy& c) {
-    if (c.thread != now.thread.x || c.group < left) return false;
+    if (c.thread != now.thread.x) return false;
     std::memcpy(shared_memory(c.to, 16, 16), c.from, 16);
     return true;
   });

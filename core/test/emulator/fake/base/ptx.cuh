@@ -30,12 +30,7 @@ inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
 }
 inline void copy_async16(unsigned to, const void* from) { emulator::copy_async(to, from); }
-inline void commit_copies() { emulator::commit_copies(); }
-template <int Left>
-void wait_copies_but() {
-  emulator::wait_copies(Left);
-}
-inline void wait_copies() { emulator::wait_copies(-1); }
+inline void wait_copies() { emulator::wait_copies(); }
 inline uint4 load_once16(const void* p) { return *static_cast<const uint4*>(p); }
 
 struct MmaIn {
@@ -79,7 +74,6 @@ inline unsigned transpose8x8(unsigned x) {
 }
 
 inline std::uint64_t operand_of(unsigned shared) { return shared; }
-inline void show_to_products() {}
 inline void start_products() {}
 inline void commit_products() {}
 inline void wait_products(float (&)[64]) {}
