@@ -28,6 +28,20 @@ struct PagedOptions {
   int frames = 0;  // of all heads together; 0 = max_pages for each head
 };
 
+// The formats of codes.
+inline constexpr CodecSide fp8{8, CodeKind::e4m3};
+inline constexpr CodecSide sides_with_codes[] = {{2}, {4}, {8}, fp8};
+// Codecs in which every format stands on either side, beside each other format or rows without codes.
+inline constexpr CodecSpec codecs_with_codes[] = {{{8}, {8}}, {{8}, {}},  {{8}, {4}}, {{4}, {2}}, {fp8, fp8},
+                                                  {{4}, {4}}, {{}, {8}},  {{2}, {4}}, {{4}, {8}}, {{4}, fp8},
+                                                  {{2}, {2}}, {fp8, {2}}, {{}, {4}}};
+// The codec, with 4 bits instead of 2 where a head has no whole words of these.
+constexpr CodecSpec fitting(CodecSpec codec, int head_dim) {
+  for (CodecSide* side : {&codec.k, &codec.v})
+    if (side->bits == 2 && head_dim % 16) side->bits = 4;
+  return codec;
+}
+
 // Random rows, of which each may be cut to a head's size. The same ones in every call.
 inline constexpr std::size_t widest_row = 256;
 const std::vector<float>& row_pool();

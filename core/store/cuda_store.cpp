@@ -20,8 +20,6 @@ const CudaBackend& backend() { return require_cuda("the cache on CUDA"); }
 
 [[noreturn]] void refuse(const std::string& what) { throw Error(Errc::unsupported, what, "the cache on CUDA"); }
 
-bool same(CodecSpec a, CodecSpec b) { return a.k.bits == b.k.bits && a.v.bits == b.v.bits; }
-
 }  // namespace
 
 CudaStore::Pinned::~Pinned() {
@@ -212,7 +210,7 @@ CudaStoreLayer CudaStore::layer(int index) const {
   if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
   l.layout = layout_;
   l.host_layout = host_layout_;
-  l.mixed = !same(options_.codecs[0], options_.host_codec);
+  l.mixed = options_.codecs[0] != options_.host_codec;
   if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);

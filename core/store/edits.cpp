@@ -51,7 +51,7 @@ void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tie
   const PageLayout &la = layout(from, a), &lb = layout(to, b);
   const std::byte* source = arena(from).at(a.frame);
   std::byte* target = arena(to).at(b.frame);
-  if (la.bytes == lb.bytes && la.codec.k.bits == lb.codec.k.bits && la.codec.v.bits == lb.codec.v.bits) {
+  if (la.bytes == lb.bytes && la.codec == lb.codec) {
     std::memcpy(target, source, static_cast<std::size_t>(la.bytes));
   } else {
     for (int t = 0; t < a.tokens; ++t) ops::copy_token(source, la, t, target, lb, t);

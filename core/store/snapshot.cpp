@@ -90,13 +90,15 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
                                  static_cast<std::int64_t>(o.rope),
                                  static_cast<std::int64_t>(o.summary),
                                  static_cast<std::int64_t>(o.token_state.size()),
-                                 static_cast<std::int64_t>(state_bytes),
-                                 o.host_codec.k.bits,
-                                 o.host_codec.v.bits};
-  for (const CodecSpec& c : o.codecs) {
-    kind.push_back(c.k.bits);
-    kind.push_back(c.v.bits);
-  }
+                                 static_cast<std::int64_t>(state_bytes)};
+  const auto add = [&](const CodecSpec& c) {
+    for (const CodecSide side : {c.k, c.v}) {
+      kind.push_back(side.bits);
+      kind.push_back(static_cast<std::int64_t>(side.kind));
+    }
+  };
+  add(o.host_codec);
+  for (const CodecSpec& c : o.codecs) add(c);
   return kind;
 }
 

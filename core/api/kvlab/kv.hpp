@@ -29,14 +29,28 @@ enum class Tier : std::uint8_t { device, host, disk };
 // changes the rank.
 enum class RopeRegime : std::uint8_t { original, cache_relative, re_rotate };
 
-// How K or V is stored. bits 0: in the run's dtype. Otherwise as unsigned codes, x = code * scale + zero. The head_dim
-// numbers of a token share one f16 scale = (max - min) / (2^bits - 1) and one f16 zero = min (plain_quant, LeanKV).
+// What the bits of a code mean. integer: an unsigned number. e4m3: an FP8 number of 1 sign bit, 4 bits of exponent and
+// 3 of mantissa. It reaches from -448 to 448 and has no infinity.
+enum class CodeKind : std::uint8_t { integer, e4m3 };
+
+// How K or V is stored. bits 0: in the run's dtype. Otherwise as codes of `bits`, x = code * scale + zero. The head_dim
+// numbers of a token share one f16 scale and one f16 zero.
+// integer: scale = (max - min) / (2^bits - 1) and zero = min (plain_quant, LeanKV). e4m3: scale = max |x| / 448 and
+// zero = 0. Both stay within 65504. A code is the one nearest to (x - zero) / scale, with the stored scale and zero.
+// Ties go to even, and what lies outside saturates. A token whose stored scale is 0 has the codes 0.
+// NaN counts neither for max nor for min. As an integer it becomes code 0; in e4m3 it stays NaN. Infinities read as
+// finite numbers. Element e lies at bit e * bits of its row, little end first.
 struct CodecSide {
-  std::uint8_t bits = 0;  // 0 | 8
+  std::uint8_t bits = 0;              // 0 | 2 | 4 | 8
+  CodeKind kind = CodeKind::integer;  // e4m3 has 8 bits
+
+  bool operator==(const CodecSide&) const = default;
 };
 
 struct CodecSpec {
   CodecSide k, v;
+
+  bool operator==(const CodecSpec&) const = default;
 };
 
 // Shape of the model and of this run's cache.
@@ -51,8 +65,9 @@ struct Shape {
   int max_pages() const { return (max_tokens + page_size - 1) / page_size; }
 };
 
-// Byte offsets inside a frame of one codec. K and V are [token, head_dim] in the codec's element type; the metadata is
-// [token, 2] f16 {scale, zero}; positions are i32 [token]; state column c is f32 [token] at state + c * page_size * 4.
+// Byte offsets inside a frame of one codec. K and V are [token, head_dim] in the run's dtype, or rows of head_dim *
+// bits / 8 bytes of codes. The metadata of a side of codes is [token, 2] f16 {scale, zero}; positions are i32 [token];
+// state column c is f32 [token] at state + c * page_size * 4.
 struct PageLayout {
   CodecSpec codec;
   DType dtype = DType::bf16;  // of a side whose bits are 0

@@ -7,57 +7,49 @@
 
 #include "base/half.hpp"
 #include "ops/page/check.hpp"
+#include "ops/page/codes.hpp"
 
 namespace kvlab::ops {
 namespace {
 
-int bits_of(const PageLayout& l, KvSide side) { return side == KvSide::key ? l.codec.k.bits : l.codec.v.bits; }
-
-std::int64_t element_bytes(int bits, DType dtype) {
-  return bits ? bits / 8 : static_cast<std::int64_t>(size_of(dtype));
-}
-
-std::int64_t row_bytes(const PageLayout& l, KvSide side) {
-  return l.head_dim * element_bytes(bits_of(l, side), l.dtype);
-}
-
-std::int64_t row_offset(const PageLayout& l, KvSide side, int offset) {
-  return (side == KvSide::key ? l.k : l.v) + offset * row_bytes(l, side);
-}
-
-std::int64_t meta_offset(const PageLayout& l, KvSide side, int offset) {
-  return (side == KvSide::key ? l.k_meta : l.v_meta) + std::int64_t{offset} * 4;
-}
-
-// Rounds |x| < 2^22 to the nearest even integer without a call.
-float round_even(float x) { return (x + 12582912.f) - 12582912.f; }
-
-void encode_u8(const float* x, int dim, std::uint8_t* codes, std::uint16_t* meta) {
-  float lo = x[0], hi = x[0];
-  for (int d = 1; d < dim; ++d) {
-    lo = std::min(lo, x[d]);
-    hi = std::max(hi, x[d]);
+template <int bits>
+void pack(const std::uint8_t* codes, int dim, std::byte* row) {
+  constexpr int each = 8 / bits;
+  for (int i = 0; i < dim / each; ++i) {
+    unsigned byte = 0;
+    for (int j = 0; j < each; ++j) byte |= static_cast<unsigned>(codes[i * each + j]) << bits * j;
+    row[i] = static_cast<std::byte>(byte);
   }
-  constexpr float most = 65504.f;  // keeps scale and zero finite in f16
-  meta[0] = float_to_half(std::min((hi - lo) / 255.f, most));
-  meta[1] = float_to_half(std::clamp(lo, -most, most));
-  const float scale = half_to_float(meta[0]), zero = half_to_float(meta[1]);
-  if (!(scale > 0)) {
-    std::memset(codes, 0, dim);
-    return;
-  }
+}
+
+void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::byte* meta) {
+  float lo = std::numeric_limits<float>::infinity(), hi = -lo;
   for (int d = 0; d < dim; ++d) {
-    const float c = std::min(std::max((x[d] - zero) / scale, 0.f), 255.f);
-    codes[d] = static_cast<std::uint8_t>(static_cast<int>(round_even(c)));
+    lo = x[d] < lo ? x[d] : lo;
+    hi = x[d] > hi ? x[d] : hi;
   }
+  const CodeScale exact = code_scale(side, lo, hi);
+  const std::uint16_t stored[] = {float_to_half(exact.scale), float_to_half(exact.zero)};
+  std::memcpy(meta, stored, 4);
+  const CodeScale of = {half_to_float(stored[0]), half_to_float(stored[1])};
+  std::uint8_t codes[256];
+  const auto fill = [&](auto code) {
+    for (int d = 0; d < dim; ++d) codes[d] = static_cast<std::uint8_t>(code(x[d]));
+  };
+  if (side.kind == CodeKind::e4m3)
+    fill([&](float y) { return e4m3_code(y, of); });
+  else
+    fill([&](float y) { return integer_code(side.bits, y, of); });
+  if (side.bits == 2)
+    pack<2>(codes, dim, row);
+  else if (side.bits == 4)
+    pack<4>(codes, dim, row);
+  else
+    pack<8>(codes, dim, row);
 }
 
-void encode(const float* x, int dim, int bits, DType dtype, std::byte* row, std::byte* meta) {
-  if (bits) {
-    std::uint16_t m[2];
-    encode_u8(x, dim, reinterpret_cast<std::uint8_t*>(row), m);
-    std::memcpy(meta, m, 4);
-  } else if (dtype == DType::f32) {
+void encode(const float* x, int dim, DType dtype, std::byte* row) {
+  if (dtype == DType::f32) {
     std::memcpy(row, x, dim * sizeof(float));
   } else if (dtype == DType::f16) {
     auto* to = reinterpret_cast<std::uint16_t*>(row);
@@ -68,9 +60,12 @@ void encode(const float* x, int dim, int bits, DType dtype, std::byte* row, std:
   }
 }
 
-void write_row(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x) {
-  encode(x, l.head_dim, bits_of(l, side), l.dtype, frame + row_offset(l, side, offset),
-         frame + meta_offset(l, side, offset));
+void write_row(std::byte* frame, const PageLayout& l, bool key, int offset, const float* x) {
+  std::byte* row = frame + row_offset(l, key, offset);
+  if (side_of(l, key).bits)
+    encode_codes(x, l.head_dim, side_of(l, key), row, frame + meta_offset(l, key, offset));
+  else
+    encode(x, l.head_dim, l.dtype, row);
 }
 
 // Bits of the 16-bit value nearest to x that is not above it (limit < 0) or not below it (limit > 0).
@@ -108,9 +103,16 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
   if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16)
     fail(Errc::unsupported, "make_layout",
          std::string("got a cache of ") + name_of(dtype) + ", wanted f32, bf16 or f16");
-  for (const int bits : {codec.k.bits, codec.v.bits})
-    if (bits != 0 && bits != 8)
-      fail(Errc::unsupported, "make_layout", "got a codec of " + std::to_string(bits) + " bits, wanted 0 or 8");
+  for (const CodecSide side : {codec.k, codec.v}) {
+    const std::string bits = std::to_string(side.bits);
+    if (side.bits != 0 && side.bits != 2 && side.bits != 4 && side.bits != 8)
+      fail(Errc::unsupported, "make_layout", "got a codec of " + bits + " bits, wanted 0, 2, 4 or 8");
+    if (side.kind == CodeKind::e4m3 && side.bits != 8)
+      fail(Errc::unsupported, "make_layout", "got e4m3 codes of " + bits + " bits, wanted 8");
+    if (side.bits == 2 && head_dim % 16)
+      fail(Errc::unsupported, "make_layout",
+           "got head_dim " + std::to_string(head_dim) + " for codes of 2 bits, wanted a multiple of 16");
+  }
   if (page_size < 1 || page_size > std::numeric_limits<std::uint16_t>::max())
     fail(Errc::unsupported, "make_layout", "got pages of " + std::to_string(page_size) + " tokens, wanted 1 to 65535");
   if (head_dim < 8 || head_dim > 256 || head_dim % 8)
@@ -131,8 +133,8 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
     end = (end + bytes + segment_bytes - 1) / segment_bytes * segment_bytes;
     return begin;
   };
-  l.k = segment(page_size * row_bytes(l, KvSide::key));
-  l.v = segment(page_size * row_bytes(l, KvSide::value));
+  l.k = segment(page_size * row_bytes(l, true));
+  l.v = segment(page_size * row_bytes(l, false));
   l.k_meta = segment(codec.k.bits ? page_size * 4 : 0);
   l.v_meta = segment(codec.v.bits ? page_size * 4 : 0);
   l.positions = segment(std::int64_t{page_size} * 4);
@@ -143,21 +145,21 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
 
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position) {
-  write_row(frame, l, KvSide::key, offset, k);
-  write_row(frame, l, KvSide::value, offset, v);
+  write_row(frame, l, true, offset, k);
+  write_row(frame, l, false, offset, v);
   std::memcpy(frame + l.positions + std::int64_t{offset} * 4, &position, 4);
   for (int c = 0; c < l.state_columns; ++c)
     std::memset(frame + l.state + (std::int64_t{c} * l.page_size + offset) * 4, 0, 4);
 }
 
 void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out) {
-  const std::byte* row = frame + row_offset(l, side, offset);
-  if (bits_of(l, side)) {
+  const bool key = side == KvSide::key;
+  const std::byte* row = frame + row_offset(l, key, offset);
+  if (const CodecSide of = side_of(l, key); of.bits) {
     std::uint16_t meta[2];
-    std::memcpy(meta, frame + meta_offset(l, side, offset), 4);
+    std::memcpy(meta, frame + meta_offset(l, key, offset), 4);
     const float scale = half_to_float(meta[0]), zero = half_to_float(meta[1]);
-    const auto* code = reinterpret_cast<const std::uint8_t*>(row);
-    for (int d = 0; d < l.head_dim; ++d) out[d] = static_cast<float>(code[d]) * scale + zero;
+    for (int d = 0; d < l.head_dim; ++d) out[d] = value_of(of, code_at(of, row, d)) * scale + zero;
   } else if (l.dtype == DType::f32) {
     std::memcpy(out, row, l.head_dim * sizeof(float));
   } else if (l.dtype == DType::f16) {
@@ -173,15 +175,15 @@ void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, st
                 int offset_to) {
   if (lf.head_dim != lt.head_dim || lf.state_columns != lt.state_columns)
     fail(Errc::internal, "copy_token", "got layouts of different head_dim or state columns, wanted equal ones");
-  for (const KvSide side : {KvSide::key, KvSide::value}) {
-    if (bits_of(lf, side) == bits_of(lt, side) && (bits_of(lf, side) || lf.dtype == lt.dtype)) {
-      std::memmove(to + row_offset(lt, side, offset_to), from + row_offset(lf, side, offset_from), row_bytes(lf, side));
-      if (bits_of(lf, side))
-        std::memmove(to + meta_offset(lt, side, offset_to), from + meta_offset(lf, side, offset_from), 4);
+  for (const bool key : {true, false}) {
+    const CodecSide of = side_of(lf, key);
+    if (of == side_of(lt, key) && (of.bits || lf.dtype == lt.dtype)) {
+      std::memmove(to + row_offset(lt, key, offset_to), from + row_offset(lf, key, offset_from), row_bytes(lf, key));
+      if (of.bits) std::memmove(to + meta_offset(lt, key, offset_to), from + meta_offset(lf, key, offset_from), 4);
     } else {
       float x[256];
-      read_row(from, lf, side, offset_from, x);
-      write_row(to, lt, side, offset_to, x);
+      read_row(from, lf, key ? KvSide::key : KvSide::value, offset_from, x);
+      write_row(to, lt, key, offset_to, x);
     }
   }
   std::memmove(to + lt.positions + std::int64_t{offset_to} * 4, from + lf.positions + std::int64_t{offset_from} * 4, 4);
@@ -212,10 +214,10 @@ void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Sum
   if (kind == Summary::centre_radius) draw_in(frame, l, tokens, lo, hi);
   if (kind == Summary::mean) {
     for (int d = 0; d < dim; ++d) total[d] /= static_cast<float>(tokens);
-    encode(total, dim, 0, dtype, out, nullptr);
+    encode(total, dim, dtype, out);
   } else if (dtype == DType::f32) {
-    encode(lo, dim, 0, dtype, out, nullptr);
-    encode(hi, dim, 0, dtype, out + dim * sizeof(float), nullptr);
+    encode(lo, dim, dtype, out);
+    encode(hi, dim, dtype, out + dim * sizeof(float));
   } else {
     auto* to = reinterpret_cast<std::uint16_t*>(out);
     for (int d = 0; d < dim; ++d) {
@@ -316,7 +318,7 @@ void re_rotate(const PagedKv& kv, int row, int head, int tokens, const std::int3
     const PageEntry& e = kv.entry(row, head, page);
     read_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, key);
     rotate(key, turn, delta[t]);
-    write_row(kv.frame(e), kv.layout(e), KvSide::key, t % kv.page_size, key);
+    write_row(kv.frame(e), kv.layout(e), true, t % kv.page_size, key);
   }
 }
 

@@ -11,12 +11,11 @@ namespace kvlab::ops {
 inline constexpr std::int32_t page_absent = 128;
 
 // Offsets and size in bytes of a frame for one codec; segments are aligned to 64 bytes. It takes f32, bf16 or f16, bits
-// 0 or 8, and head_dim a multiple of 8 up to 256. Errc::unsupported for others.
+// 0, 2, 4 or 8, and head_dim a multiple of 8 up to 256; with 2 bits, a multiple of 16. Errc::unsupported for others.
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns);
 
 // Encodes one token: k and v are f32 [head_dim] and go to the frame's place `offset`. It sets the token's position and
-// zeroes its state columns. 8 bits: code = round_half_even((x - zero) / scale), saturated. scale and zero are the
-// stored f16 values.
+// zeroes its state columns. CodecSide says how codes come about.
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position);
 

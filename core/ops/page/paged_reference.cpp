@@ -22,27 +22,85 @@ void put(std::byte* to, std::int64_t index, T x) {
   std::memcpy(to + index * static_cast<std::int64_t>(sizeof(T)), &x, sizeof(T));
 }
 
-int bits_of(const PageLayout& l, KvSide side) { return side == KvSide::key ? l.codec.k.bits : l.codec.v.bits; }
+CodecSide side_of(const PageLayout& l, KvSide side) { return side == KvSide::key ? l.codec.k : l.codec.v; }
+
+// The numbers of e4m3 that are not negative, by their codes.
+std::vector<double> e4m3_numbers() {
+  std::vector<double> x;
+  for (int code = 0; code < 127; ++code)
+    x.push_back(code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10));
+  return x;
+}
+
+double code_value(CodecSide side, int code) {
+  if (side.kind == CodeKind::integer) return code;
+  if (code % 128 == 127) return NAN;
+  static const std::vector<double> number = e4m3_numbers();
+  return code < 128 ? number[code] : -number[code - 128];
+}
+
+int nearest_code(CodecSide side, float x, float scale, float zero) {
+  if (side.kind == CodeKind::integer) {
+    if (scale == 0 || std::isnan(x)) return 0;
+    return static_cast<int>(std::nearbyint(std::clamp((x - zero) / scale, 0.f, std::ldexp(1.f, side.bits) - 1)));
+  }
+  if (std::isnan(x)) return 127;
+  if (scale == 0) return 0;
+  const double size = std::min<double>(std::abs(x / scale), 448);
+  int best = 0;
+  for (int code = 1; code < 127; ++code) {
+    const double now = std::abs(code_value(side, best) - size), then = std::abs(code_value(side, code) - size);
+    if (then < now || (then == now && code % 2 == 0)) best = code;
+  }
+  return std::signbit(x) ? best + 128 : best;
+}
+
+// The bits of element d are those from d * bits on.
+int stored_code(const std::byte* row, int bits, int d) {
+  int code = 0;
+  for (int i = 0; i < bits; ++i) {
+    const int at = d * bits + i;
+    if (static_cast<int>(row[at / 8]) & 1 << at % 8) code |= 1 << i;
+  }
+  return code;
+}
+void store_code(std::byte* row, int bits, int d, int code) {
+  for (int i = 0; i < bits; ++i) {
+    const int at = d * bits + i;
+    row[at / 8] &= ~(std::byte{1} << at % 8);
+    if (code & 1 << i) row[at / 8] |= std::byte{1} << at % 8;
+  }
+}
+
+void write_codes(std::byte* row, std::byte* meta, CodecSide side, int head_dim, const float* x) {
+  std::vector<float> numbers;
+  for (int d = 0; d < head_dim; ++d)
+    if (!std::isnan(x[d])) numbers.push_back(x[d]);
+  float scale = 0, zero = 0;
+  if (!numbers.empty()) {
+    const float lo = *std::min_element(numbers.begin(), numbers.end()),
+                hi = *std::max_element(numbers.begin(), numbers.end());
+    if (side.kind == CodeKind::e4m3) {
+      scale = std::max(std::abs(lo), std::abs(hi)) / 448;
+    } else {
+      scale = lo == hi ? 0 : (hi - lo) / (std::ldexp(1.f, side.bits) - 1);
+      zero = lo == 0 ? 0 : std::clamp(lo, -65504.f, 65504.f);
+    }
+  }
+  const std::uint16_t stored[] = {float_to_half(std::min(scale, 65504.f)), float_to_half(zero)};
+  std::memcpy(meta, stored, 4);
+  for (int d = 0; d < head_dim; ++d)
+    store_code(row, side.bits, d, nearest_code(side, x[d], half_to_float(stored[0]), half_to_float(stored[1])));
+}
 
 void write_side(std::byte* frame, const PageLayout& l, KvSide side, int offset, const float* x) {
   std::byte* data = frame + (side == KvSide::key ? l.k : l.v);
   std::byte* meta = frame + (side == KvSide::key ? l.k_meta : l.v_meta);
   const std::int64_t first = std::int64_t{offset} * l.head_dim;
-  float scale = 0, zero = 0;
-  if (bits_of(l, side)) {
-    const float lo = *std::min_element(x, x + l.head_dim), hi = *std::max_element(x, x + l.head_dim);
-    const std::uint16_t stored[] = {float_to_half(std::min((hi - lo) / 255.f, 65504.f)),
-                                    float_to_half(std::clamp(lo, -65504.f, 65504.f))};
-    put(meta, 2 * std::int64_t{offset}, stored[0]);
-    put(meta, 2 * std::int64_t{offset} + 1, stored[1]);
-    scale = half_to_float(stored[0]);
-    zero = half_to_float(stored[1]);
-  }
+  if (const CodecSide of = side_of(l, side); of.bits)
+    return write_codes(data + first * of.bits / 8, meta + std::int64_t{offset} * 4, of, l.head_dim, x);
   for (int d = 0; d < l.head_dim; ++d)
-    if (bits_of(l, side)) {
-      const float code = scale > 0 ? std::nearbyint(std::clamp((x[d] - zero) / scale, 0.f, 255.f)) : 0.f;
-      put(data, first + d, static_cast<std::uint8_t>(code));
-    } else if (l.dtype == DType::f32) {
+    if (l.dtype == DType::f32) {
       put(data, first + d, x[d]);
     } else if (l.dtype == DType::f16) {
       put(data, first + d, float_to_half(x[d]));
@@ -94,10 +152,11 @@ void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side
   const std::byte* meta = frame + (side == KvSide::key ? l.k_meta : l.v_meta);
   for (int d = 0; d < l.head_dim; ++d) {
     const std::int64_t at = std::int64_t{offset} * l.head_dim + d;
-    if (bits_of(l, side)) {
-      const double scale = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset}));
-      const double zero = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset} + 1));
-      out[d] = static_cast<float>(load<std::uint8_t>(data, at) * scale + zero);
+    if (const CodecSide of = side_of(l, side); of.bits) {
+      const float scale = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset}));
+      const float zero = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset} + 1));
+      const std::byte* row = data + std::int64_t{offset} * l.head_dim * of.bits / 8;
+      out[d] = static_cast<float>(code_value(of, stored_code(row, of.bits, d))) * scale + zero;
     } else {
       out[d] = l.dtype == DType::f32   ? load<float>(data, at)
                : l.dtype == DType::f16 ? half_to_float(load<std::uint16_t>(data, at))
@@ -109,13 +168,15 @@ void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side
 void copy_token_reference(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to,
                           const PageLayout& lt, int offset_to) {
   for (const KvSide side : {KvSide::key, KvSide::value}) {
+    const CodecSide of = side_of(lf, side);
+    const bool key = side == KvSide::key;
     std::vector<float> x(lf.head_dim);
     read_row_reference(from, lf, side, offset_from, x.data());
     write_side(to, lt, side, offset_to, x.data());
-    if (!bits_of(lf, side) || !bits_of(lt, side)) continue;
-    const bool key = side == KvSide::key;  // equal codecs: the codes are copied unchanged
-    std::memcpy(to + (key ? lt.k : lt.v) + std::int64_t{offset_to} * lt.head_dim,
-                from + (key ? lf.k : lf.v) + std::int64_t{offset_from} * lf.head_dim, lf.head_dim);
+    if (!of.bits || of != side_of(lt, side)) continue;  // equal codecs: the codes are copied unchanged
+    const int row = lf.head_dim * of.bits / 8;
+    std::memcpy(to + (key ? lt.k : lt.v) + std::int64_t{offset_to} * row,
+                from + (key ? lf.k : lf.v) + std::int64_t{offset_from} * row, row);
     std::memcpy(to + (key ? lt.k_meta : lt.v_meta) + std::int64_t{offset_to} * 4,
                 from + (key ? lf.k_meta : lf.v_meta) + std::int64_t{offset_from} * 4, 4);
   }

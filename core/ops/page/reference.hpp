@@ -8,7 +8,7 @@
 
 namespace kvlab::ops {
 
-// Encoding is specified to the bit (f32 arithmetic), so backends agree on stored bytes.
+// Encoding and decoding are specified to the bit (f32 arithmetic), so backends agree on stored bytes.
 void write_token_reference(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                            std::int32_t position);
 void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out);

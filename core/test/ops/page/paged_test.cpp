@@ -5,6 +5,7 @@
 
 #include "base/half.hpp"
 #include "cases/paged_fixture.hpp"
+#include "ops/page/codes.hpp"
 
 using namespace kvlab;
 using namespace kvlab::cases;
@@ -67,9 +68,192 @@ TEST_CASE("layouts: aligned segments that do not overlap") {
   CHECK(plain.bytes == 4224);  // the positions take 64 bytes of a granule of 128
   CHECK(ops::make_layout(DType::f16, {}, 16, 64, 0).bytes == plain.bytes);
   CHECK_THROWS_AS(ops::make_layout(DType::i32, {}, 16, 64, 0), Error);
-  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{4}, {8}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{3}, {8}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{8}, {16}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{8}, {4, CodeKind::e4m3}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{0, CodeKind::e4m3}, {}}, 16, 64, 0), Error);
+  CHECK_THROWS_AS(ops::make_layout(DType::f32, {{8}, {2}}, 16, 72, 0), Error);
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 16, 60, 0), Error);
   CHECK_THROWS_AS(ops::make_layout(DType::f32, {}, 0, 64, 0), Error);
+}
+
+TEST_CASE("layouts: bytes of a token as LeanKV's card counts them") {
+  const auto bytes = [](CodecSpec codec) { return ops::make_layout(DType::bf16, codec, 16, 128, 1).bytes / 16; };
+  CHECK(bytes({{8}, {8}}) == 272);
+  CHECK(bytes({{8}, {4}}) == 208);
+  CHECK(bytes({{4}, {4}}) == 144);
+  CHECK(bytes({{4}, {2}}) == 112);
+  CHECK(bytes({fp8, fp8}) == 272);
+  const PageLayout l = ops::make_layout(DType::bf16, {{4}, {2}}, 16, 128, 1);
+  CHECK(l.v == 1024);
+  CHECK(l.k_meta == 1536);
+  CHECK(l.v_meta == 1600);
+}
+
+TEST_CASE("codes of 4 and 2 bits by hand: the vectors of the cards, packed from the low bits on") {
+  Page page(DType::f32, {{4}, {2}}, 4, 16, 0);
+  const auto bytes = [&](std::int64_t at) { return reinterpret_cast<const std::uint8_t*>(page.frame.data()) + at; };
+  const auto write = [&](const std::vector<float>& k, const std::vector<float>& v) {
+    ops::write_token(page.frame.data(), page.layout, 1, k.data(), v.data(), 0);
+  };
+  // LeanKV: -1, 0, 1, 2 have the codes 0, 5, 10, 15 and 0, 1, 2, 3.
+  std::vector<float> x;
+  for (int d = 0; d < 16; ++d) x.push_back(static_cast<float>(d % 4 - 1));
+  write(x, x);
+  for (int i = 0; i < 8; ++i) CHECK(int{bytes(page.layout.k + 8)[i]} == (i % 2 ? 0xfa : 0x50));
+  for (int i = 0; i < 4; ++i) CHECK(int{bytes(page.layout.v + 4)[i]} == 0xe4);
+  for (int d = 0; d < 16; ++d) CHECK(page.row(KvSide::key, 1)[d] == Approx(x[d]).margin(1e-3));
+  CHECK(page.row(KvSide::value, 1) == x);
+  // plain_quant: from -1 to 2 the step is 0.2, and 0.33 becomes 0.4. KIVI: 0, 1, 2, 6 have the codes 0, 0, 1, 3.
+  std::vector<float> k(16, 0.f), v(16, 0.f);
+  k[0] = -1, k[1] = 0.33f, k[2] = 2;
+  v[1] = 1, v[2] = 2, v[3] = 6;
+  write(k, v);
+  CHECK(int{bytes(page.layout.k + 8)[0]} == 0x70);
+  CHECK(int{bytes(page.layout.k + 8)[1]} == 0x5f);
+  CHECK(page.row(KvSide::key, 1)[1] == Approx(0.4).margin(1e-3));
+  CHECK(int{bytes(page.layout.v + 4)[0]} == 0xd0);
+  CHECK(std::vector<float>{0, 0, 2, 6} == [&] {
+    const auto row = page.row(KvSide::value, 1);
+    return std::vector<float>(row.begin(), row.begin() + 4);
+  }());
+}
+
+TEST_CASE("e4m3 by hand: every code survives, neighbours round to even, and what is too large saturates") {
+  const std::pair<float, int> exact[] = {{0.f, 0},        {0x1p-9f, 1},  {0x7p-9f, 7},   {0x1p-6f, 8}, {1.f, 0x38},
+                                         {-1.125f, 0xb9}, {448.f, 0x7e}, {-448.f, 0xfe}, {240.f, 0x77}};
+  for (const auto& [x, code] : exact) {
+    CHECK(int{ops::to_e4m3(x)} == code);
+    CHECK(ops::from_e4m3(static_cast<unsigned>(code)) == x);
+  }
+  for (unsigned code = 0; code < 256; ++code)
+    if ((code & 127) != 127) CHECK(ops::to_e4m3(ops::from_e4m3(code)) == code);
+  CHECK(ops::to_e4m3(1.0625f) == 0x38);  // halfway between 1 and 1.125
+  CHECK(ops::to_e4m3(1.1875f) == 0x3a);  // halfway between 1.125 and 1.25
+  CHECK(ops::to_e4m3(0x1p-10f) == 0);    // halfway to the smallest
+  CHECK(ops::to_e4m3(0x3p-10f) == 2);    // halfway between the first two
+  CHECK(ops::to_e4m3(0x1.ep-7f) == 8);   // halfway to the smallest normal one
+  CHECK(ops::to_e4m3(-1e9f) == 0xfe);
+  CHECK(ops::to_e4m3(HUGE_VALF) == 0x7e);
+  CHECK(std::isnan(ops::from_e4m3(ops::to_e4m3(NAN))));
+
+  // The largest number of a token becomes 448, so the scale of this one is 2.
+  Page page(DType::f32, {fp8, fp8}, 4, 8, 0);
+  const std::vector<float> x = {896, -896, 2, -2.25f, 0, 2.125f, 0x1p-8f, 0x1p-9f};
+  ops::write_token(page.frame.data(), page.layout, 1, x.data(), x.data(), 0);
+  CHECK(page.row(KvSide::key, 1) == std::vector<float>{896, -896, 2, -2.25f, 0, 2, 0x1p-8f, 0});
+  const auto* meta = reinterpret_cast<const std::uint16_t*>(page.frame.data() + page.layout.v_meta + 4);
+  CHECK(half_to_float(meta[0]) == 2);
+  CHECK(meta[1] == 0);
+}
+
+TEST_CASE("codes: the error is at most half a step, and multiples of the step are exact") {
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  for (const CodecSide side : sides_with_codes)
+    for (const int dim : {16, 64, 80, 128, 256})
+      for (const float spread : {1e-3f, 1.f, 300.f}) {
+        CAPTURE(int{side.bits}, static_cast<int>(side.kind), dim, spread);
+        const bool floating = side.kind == CodeKind::e4m3;
+        const int most = (1 << side.bits) - 1;
+        Page page(DType::bf16, {side, side}, 4, dim, 0);
+        std::vector<float> x(dim), y(dim);
+        for (float& v : x) v = spread * (normal(rng) + 0.5f);
+        // Whole steps of a power of 2, from the first code to the last.
+        const float step = std::exp2(std::round(std::log2(spread)));
+        for (int d = 0; d < dim; ++d) {
+          const int code = d == 0 ? 0 : d == 1 ? (floating ? 126 : most) : static_cast<int>(rng() % (most + 1u));
+          y[d] = floating ? step * ops::from_e4m3(code % 128 == 127 ? 0 : code) : step * static_cast<float>(code - 1);
+        }
+        ops::write_token(page.frame.data(), page.layout, 2, x.data(), y.data(), 0);
+        CHECK(page.row(KvSide::value, 2) == y);
+        const auto got = page.row(KvSide::key, 2);
+        const auto [lo, hi] = std::minmax_element(x.begin(), x.end());
+        const double scale = (double{*hi} - *lo) / most, largest = std::max(std::abs(*lo), std::abs(*hi));
+        // f16 rounds a number by at most 2^-11 of it, or by 2^-25.
+        const double rounded = (std::abs(*lo) + most * scale) * 0x1p-11 + (most + 1) * 0x1p-25;
+        for (int d = 0; d < dim; ++d) {
+          const double wanted = floating ? std::max(std::abs(double{x[d]}) * 0x1p-4, largest / 448 * 0x1p-10) +
+                                               largest * 0x1p-10 + 448 * 0x1p-25
+                                         : scale / 2 + rounded + largest * 0x1p-22;
+          CHECK(std::abs(double{got[d]} - x[d]) <= wanted);
+        }
+      }
+}
+
+TEST_CASE("codes: NaN, infinities, equal numbers and tiny ranges have a finite scale") {
+  constexpr int dim = 16;
+  const auto huge = std::numeric_limits<float>::max();
+  for (const CodecSide side : sides_with_codes) {
+    CAPTURE(int{side.bits}, static_cast<int>(side.kind));
+    const bool floating = side.kind == CodeKind::e4m3;
+    Page page(DType::f32, {side, side}, 4, dim, 0);
+    const auto round_trip = [&](const std::vector<float>& x) {
+      ops::write_token(page.frame.data(), page.layout, 1, x.data(), x.data(), 0);
+      const auto* meta = reinterpret_cast<const std::uint16_t*>(page.frame.data() + page.layout.k_meta + 4);
+      REQUIRE(std::isfinite(half_to_float(meta[0])));
+      REQUIRE(std::isfinite(half_to_float(meta[1])));
+      REQUIRE(half_to_float(meta[0]) >= 0);
+      return page.row(KvSide::key, 1);
+    };
+    const auto with = [](float base, float at_0, float at_5) {
+      std::vector<float> x(dim, base);
+      x[0] = at_0, x[5] = at_5;
+      return x;
+    };
+    // NaN changes no other number, wherever it stands.
+    const auto plain = round_trip(with(1, 3, 0));
+    for (const int at : {2, 7, 15}) {
+      auto x = with(1, 3, 0);
+      x[at] = NAN;
+      const auto got = round_trip(x);
+      for (int d = 0; d < dim; ++d) {
+        if (d != at)
+          CHECK(got[d] == plain[d]);
+        else
+          CHECK((floating ? std::isnan(got[d]) : got[d] == 0));
+      }
+    }
+    CHECK(round_trip(with(1, NAN, 0))[5] == 0);
+    for (const float y : round_trip(std::vector<float>(dim, NAN))) CHECK((floating ? std::isnan(y) : y == 0));
+    for (const auto& x : {with(0, HUGE_VALF, 0), with(0, -HUGE_VALF, 0), with(-1, HUGE_VALF, -HUGE_VALF),
+                          with(HUGE_VALF, HUGE_VALF, HUGE_VALF), with(-HUGE_VALF, -HUGE_VALF, -HUGE_VALF),
+                          with(0, huge, -huge), with(HUGE_VALF, NAN, 0)}) {
+      const auto got = round_trip(x);
+      for (int d = 0; d < dim; ++d)
+        if (!std::isnan(x[d])) CHECK(std::isfinite(got[d]));
+    }
+    CHECK(round_trip(with(0, HUGE_VALF, -1))[0] > 65504);
+    CHECK(round_trip(with(0, -HUGE_VALF, 1))[0] <= -65504);
+    CHECK(round_trip(std::vector<float>(dim, 0.f)) == std::vector<float>(dim, 0.f));
+    for (const float y : round_trip(std::vector<float>(dim, 3.25f))) CHECK(y == Approx(3.25f).epsilon(1e-3));
+    for (const float y : round_trip(with(1, 1.f + 1e-7f, 1))) CHECK(y == Approx(1).epsilon(1e-3));
+    for (const float y : round_trip(with(0, 1e-9f, -1e-9f))) CHECK(std::abs(y) < 1e-6f);
+  }
+}
+
+TEST_CASE("copying between two codecs equals writing the decoded values, and equal codes stay as they are") {
+  std::mt19937 rng(9);
+  std::normal_distribution<float> normal;
+  std::vector<CodecSide> sides = {CodecSide{}};
+  sides.insert(sides.end(), std::begin(sides_with_codes), std::end(sides_with_codes));
+  for (const CodecSide from : sides)
+    for (const CodecSide to : sides) {
+      CAPTURE(int{from.bits}, static_cast<int>(from.kind), int{to.bits}, static_cast<int>(to.kind));
+      Page a(DType::bf16, {from, to}, 4, 48, 0), b(DType::bf16, {to, to}, 8, 48, 0), direct = b;
+      std::vector<float> k(48), v(48);
+      for (float& x : k) x = normal(rng);
+      for (float& x : v) x = normal(rng);
+      ops::write_token(a.frame.data(), a.layout, 3, k.data(), v.data(), 5);
+      ops::copy_token(a.frame.data(), a.layout, 3, b.frame.data(), b.layout, 6);
+      const auto decoded = a.row(KvSide::key, 3);
+      ops::write_token(direct.frame.data(), direct.layout, 6, decoded.data(), v.data(), 5);
+      CHECK(b.row(KvSide::value, 6) == a.row(KvSide::value, 3));
+      if (from == to)
+        CHECK(b.row(KvSide::key, 6) == a.row(KvSide::key, 3));
+      else
+        CHECK(b.frame == direct.frame);
+    }
 }
 
 TEST_CASE("int8 by hand: scale and zero in f16, half-even codes") {

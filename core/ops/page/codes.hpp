@@ -1,0 +1,87 @@
+// Codes of stored rows (CodecSide) in CPU code and in kernels. Both get the same bits.
+#pragma once
+#include <kvlab/kv.hpp>
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+namespace kvlab::ops {
+
+// Bytes of one token's K or V.
+constexpr std::int64_t row_bytes(CodecSide side, DType dtype, int head_dim) {
+  return side.bits ? std::int64_t{head_dim} * side.bits / 8 : head_dim * static_cast<std::int64_t>(size_of(dtype));
+}
+
+// One side of a layout: its format, the bytes of a token's row, and where row and metadata of the token at `offset`
+// lie.
+constexpr CodecSide side_of(const PageLayout& l, bool key) { return key ? l.codec.k : l.codec.v; }
+constexpr std::int64_t row_bytes(const PageLayout& l, bool key) {
+  return row_bytes(side_of(l, key), l.dtype, l.head_dim);
+}
+constexpr std::int64_t row_offset(const PageLayout& l, bool key, int offset) {
+  return (key ? l.k : l.v) + offset * row_bytes(l, key);
+}
+constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset) {
+  return (key ? l.k_meta : l.v_meta) + std::int64_t{offset} * 4;
+}
+
+constexpr int most_code(int bits) { return (1 << bits) - 1; }
+
+// The e4m3 number nearest to x, ties to even. It saturates; NaN stays NaN.
+constexpr std::uint8_t to_e4m3(float x) {
+  const auto u = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
+  if (size > 0x7f800000u) return 0x7f;
+  if (size >= 0x43e00000u) return static_cast<std::uint8_t>(sign | 0x7eu);  // 448
+  if (size < 0x3c800000u)  // below 2^-6: the sum with 2^14 leaves round(x * 2^9) in the low bits
+    return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(std::bit_cast<float>(size) + 0x1p14f) -
+                                             std::bit_cast<std::uint32_t>(0x1p14f)));
+  const std::uint32_t rounded = size + 0x7ffffu + (size >> 20 & 1u);
+  return static_cast<std::uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
+}
+
+constexpr float from_e4m3(std::uint32_t code) {
+  const std::uint32_t size = code & 0x7fu;
+  // The product moves the exponent. It is exact, also for subnormals.
+  const float x = size == 0x7fu ? std::numeric_limits<float>::quiet_NaN() : std::bit_cast<float>(size << 20) * 0x1p120f;
+  return code & 0x80u ? -x : x;
+}
+
+// Scale and zero of a token's side, not yet rounded to f16. min and max leave NaN out; min > max if all are NaN.
+struct CodeScale {
+  float scale = 0, zero = 0;
+};
+constexpr CodeScale code_scale(CodecSide side, float min, float max) {
+  constexpr float most = 65504;  // of f16
+  if (!(min <= max)) return {};
+  const auto within = [](float x) { return x < -most ? -most : x < most ? x : most; };
+  if (side.kind == CodeKind::e4m3) return {within((-min < max ? max : -min) / 448.f), 0};
+  // The sum turns -0 into 0: which of both a minimum is depends on the order.
+  return {min < max ? within((max - min) / static_cast<float>(most_code(side.bits))) : 0, within(min) + 0.f};
+}
+
+// `code` of x, whose scale and zero are those of f16.
+constexpr std::uint32_t integer_code(int bits, float x, CodeScale of) {
+  const auto most = static_cast<float>(most_code(bits));
+  const float y = of.scale > 0 ? (x - of.zero) / of.scale : 0.f, above = y > 0.f ? y : 0.f;
+  // The sum rounds to the nearest integer, ties to even.
+  return std::bit_cast<std::uint32_t>((above < most ? above : most) + 0x1.8p23f) & 0xffu;
+}
+constexpr std::uint32_t e4m3_code(float x, CodeScale of) { return of.scale > 0 || x != x ? to_e4m3(x / of.scale) : 0u; }
+constexpr std::uint32_t code_of(CodecSide side, float x, CodeScale of) {
+  return side.kind == CodeKind::e4m3 ? e4m3_code(x, of) : integer_code(side.bits, x, of);
+}
+
+// What a code counts, in units of the scale.
+constexpr float value_of(CodecSide side, std::uint32_t code) {
+  return side.kind == CodeKind::e4m3 ? from_e4m3(code) : static_cast<float>(code);
+}
+
+// Element d of a row of codes.
+constexpr std::uint32_t code_at(CodecSide side, const std::byte* row, int d) {
+  const int at = d * side.bits;
+  return static_cast<std::uint32_t>(row[at >> 3]) >> (at & 7) & static_cast<std::uint32_t>(most_code(side.bits));
+}
+
+}  // namespace kvlab::ops
