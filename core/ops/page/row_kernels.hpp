@@ -11,12 +11,12 @@ inline constexpr int panel_width = 16;  // tokens of a packed panel
 
 constexpr int padded(int tokens) { return (tokens + row_pad - 1) / row_pad * row_pad; }
 
-enum class RowKind : std::uint8_t { f32, bf16, u8 };
+enum class RowKind : std::uint8_t { f32, bf16, u8, u4, u2, e4m3 };  // the last four are codes (CodecSide)
 
 // Stored rows at equal distances: one side of a page, page summaries or decoded rows.
 struct RowRun {
   const void* data = nullptr;
-  const void* meta = nullptr;  // u8 only: f16 {scale, zero} of every row
+  const void* meta = nullptr;  // codes only: f16 {scale, zero} of every row
   std::int64_t stride = 0;     // bytes from row to row
   int count = 0;
   RowKind kind = RowKind::f32;

@@ -100,6 +100,65 @@ struct ReadU8 {  // returns codes; the sums apply scale and zero
     return __builtin_convertvector(widen(reinterpret_cast<const std::uint8_t*>(row) + d), F);
   }
 };
+#if KVLAB_LANES == 8
+constexpr U counted = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+constexpr U counted = {0, 1, 2, 3};
+#endif
+KVLAB_INLINE F to_float(U small) { return __builtin_convertvector((I)small, F); }
+struct ReadU4 {  // two elements a byte, the even one in the low bits
+  static constexpr bool paired = true, coded = true;
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    const U u = (U)widen(reinterpret_cast<const std::uint8_t*>(row) + d / 2);
+    return to_float(v ? u >> 4 : u & 15u);
+  }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, row + d / 2, lanes / 2);
+    return to_float((word - U{}) >> counted * 4u & 15u);
+  }
+};
+struct ReadU2 {  // four elements a byte
+  static constexpr bool paired = true, coded = true;
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, row + d / 4, lanes / 2);
+    return to_float((word - U{}) >> (counted * 4u + (v ? 2u : 0u)) & 3u);
+  }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, row + d / 4, lanes / 4);
+    return to_float((word - U{}) >> counted * 2u & 3u);
+  }
+};
+struct ReadE4m3 {
+  static constexpr bool paired = false, coded = true;
+#if defined(__AVX2__)
+  // A code's sign, exponent and mantissa are also those of an f16 that is 2^8 times smaller.
+  KVLAB_INLINE static F half(const char* row, int d, int v) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + d)));
+    const __m256i sized = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(0x3f80)),
+                  signs = _mm256_slli_epi16(_mm256_srli_epi16(wide, 7), 15),
+                  nan = _mm256_cmpeq_epi16(sized, _mm256_set1_epi16(0x3f80));
+    const __m256i x = _mm256_or_si256(_mm256_or_si256(sized, signs), _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)));
+    return (F)_mm256_cvtph_ps(v ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x)) * 0x1p8f;
+  }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    char x[16] = {};
+    std::memcpy(x, row + d, lanes);
+    return half(x, 0, 0);
+  }
+#else
+  KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }
+  KVLAB_INLINE static F tail(const char* row, int d) {
+    const U u = (U)widen(reinterpret_cast<const std::uint8_t*>(row) + d), size = u & 0x7fu;
+    U x;
+    const F exact = bits_to_float(size << 20) * 0x1p120f;  // the product moves the exponent
+    std::memcpy(&x, &exact, sizeof x);
+    return bits_to_float(x | (u & 0x80u) << 24 | ((U)(size == 0x7fu) & 0x7fc00000u));
+  }
+#endif
+};
 
 template <class Call>
 KVLAB_INLINE void with_reader(RowKind kind, const Call& call) {
@@ -107,6 +166,9 @@ KVLAB_INLINE void with_reader(RowKind kind, const Call& call) {
     case RowKind::f32: call.template operator()<ReadF32>(); break;
     case RowKind::bf16: call.template operator()<ReadBf16>(); break;
     case RowKind::u8: call.template operator()<ReadU8>(); break;
+    case RowKind::u4: call.template operator()<ReadU4>(); break;
+    case RowKind::u2: call.template operator()<ReadU2>(); break;
+    case RowKind::e4m3: call.template operator()<ReadE4m3>(); break;
   }
 }
 

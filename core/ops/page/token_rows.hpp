@@ -4,23 +4,29 @@
 
 #include <vector>
 
+#include "ops/page/codes.hpp"
 #include "ops/page/rope_cache.hpp"
 #include "ops/page/row_kernels.hpp"
 
 namespace kvlab::ops {
 
+inline RowKind row_kind(CodecSide side, DType dtype) {
+  if (side.kind == CodeKind::e4m3) return RowKind::e4m3;
+  if (side.bits) return side.bits == 8 ? RowKind::u8 : side.bits == 4 ? RowKind::u4 : RowKind::u2;
+  return dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+}
+
 // One side of a page that holds `tokens` tokens.
 inline RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int tokens) {
   const PageLayout& l = kv.layout(e);
   const bool key = side == KvSide::key;
-  const int bits = key ? l.codec.k.bits : l.codec.v.bits;
   const std::byte* frame = kv.frame(e);
   RowRun run;
   run.data = frame + (key ? l.k : l.v);
   run.meta = frame + (key ? l.k_meta : l.v_meta);
-  run.stride = l.head_dim * (bits ? 1 : static_cast<std::int64_t>(size_of(l.dtype)));
+  run.stride = row_bytes(l, key);
   run.count = tokens;
-  run.kind = bits ? RowKind::u8 : l.dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
+  run.kind = row_kind(side_of(l, key), l.dtype);
   return run;
 }
 

@@ -13,6 +13,7 @@
 #include "base/cpu.hpp"
 #include "base/half.hpp"
 #include "ops/linear/norm.hpp"
+#include "ops/page/codes.hpp"
 #include "ops/page/reference.hpp"
 
 using namespace kvlab;
@@ -40,7 +41,8 @@ struct Rows {
     bytes.resize(std::size_t(count) * stride);
     for (int t = 0; t < count; ++t) {
       std::uint8_t* row = bytes.data() + std::size_t(t) * stride;
-      meta.push_back(float_to_half(t % 3 ? 0.01f * static_cast<float>(t % 3) : 3e-6f));  // subnormal, too
+      const float smaller = kind == ops::RowKind::e4m3 ? 0x1p-5f : 1.f;
+      meta.push_back(float_to_half(smaller * (t % 3 ? 0.01f * static_cast<float>(t % 3) : 3e-6f)));  // subnormal, too
       meta.push_back(float_to_half(-1.f + 0.4f * static_cast<float>(t % 4)));
       const float scale = half_to_float(meta[2 * t]), zero = half_to_float(meta[2 * t + 1]);
       value.emplace_back(dim);
@@ -48,6 +50,16 @@ struct Rows {
         if (kind == ops::RowKind::u8) {
           row[d] = static_cast<std::uint8_t>(rng());
           value[t][d] = static_cast<float>(row[d] * double{scale} + zero);
+        } else if (kind == ops::RowKind::e4m3) {
+          row[d] = static_cast<std::uint8_t>(rng());
+          if (row[d] % 128 == 127) row[d] = 0;
+          value[t][d] = static_cast<float>(ops::from_e4m3(row[d]) * double{scale} + zero);
+        } else if (kind == ops::RowKind::u4 || kind == ops::RowKind::u2) {
+          const int bits = kind == ops::RowKind::u4 ? 4 : 2;
+          const unsigned code = static_cast<unsigned>(rng()) % (1u << bits);
+          if (d * bits % 8 == 0) row[d * bits / 8] = 0;
+          row[d * bits / 8] = static_cast<std::uint8_t>(row[d * bits / 8] | code << d * bits % 8);
+          value[t][d] = static_cast<float>(code * double{scale} + zero);
         } else if (kind == ops::RowKind::bf16) {
           const bf16 b(normal(rng));
           std::memcpy(row + 2 * d, &b, 2);
@@ -71,7 +83,8 @@ TEST_CASE("row kernels equal plain loops in double") {
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
   for (const RowKernels* kernels : all_kernels())
-    for (const auto kind : {ops::RowKind::f32, ops::RowKind::bf16, ops::RowKind::u8})
+    for (const auto kind : {ops::RowKind::f32, ops::RowKind::bf16, ops::RowKind::u8, ops::RowKind::u4, ops::RowKind::u2,
+                            ops::RowKind::e4m3})
       for (const int dim : {8, 24, 64, 80, 128, 256})
         for (const int count : {1, 7, 8, 33})
           for (const int queries : {1, 2, 3, 4, 7}) {
@@ -136,6 +149,23 @@ TEST_CASE("row kernels equal plain loops in double") {
               REQUIRE(squares[t] == Approx(s).epsilon(1e-5));
             }
           }
+}
+
+TEST_CASE("row kernels decode every code") {
+  const std::uint16_t meta[] = {float_to_half(1), 0};
+  std::uint8_t codes[256];
+  for (int i = 0; i < 256; ++i) codes[i] = static_cast<std::uint8_t>(i);
+  for (const RowKernels* kernels : all_kernels()) {
+    float x[512];
+    kernels->decode({codes, meta, 256, 1, ops::RowKind::e4m3}, 256, x, 256);
+    for (unsigned i = 0; i < 256; ++i) CHECK((i % 128 == 127 ? std::isnan(x[i]) : x[i] == ops::from_e4m3(i)));
+    kernels->decode({codes, meta, 256, 1, ops::RowKind::u4}, 512, x, 512);
+    for (int i = 0; i < 512; ++i) CHECK(x[i] == static_cast<float>(codes[i / 2] >> 4 * (i % 2) & 15));
+    for (const int first : {0, 128}) {
+      kernels->decode({codes + first, meta, 128, 1, ops::RowKind::u2}, 512, x, 512);
+      for (int i = 0; i < 512; ++i) CHECK(x[i] == static_cast<float>(codes[first + i / 4] >> 2 * (i % 4) & 3));
+    }
+  }
 }
 
 TEST_CASE("panel products equal plain dot products") {
