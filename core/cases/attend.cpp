@@ -68,9 +68,9 @@ void compare(Place& place, Check& check, const AttendShape& shape, unsigned seed
 
 std::string name_of(const AttendShape& s) {
   const PagedOptions& o = s.options;
-  const auto side = [&](int bits) { return bits ? "int8" : s.half ? "f16" : o.dtype == DType::f32 ? "f32" : "bf16"; };
-  std::string n = side(o.codec.k.bits);
-  if (o.codec.k.bits != o.codec.v.bits) n += fmt::format(" and {}", side(o.codec.v.bits));
+  const std::string type = s.half ? "f16" : name_of(o.dtype);
+  std::string n = format_of(o.codec.k, type);
+  if (o.codec.k != o.codec.v) n += fmt::format(" and {}", format_of(o.codec.v, type));
   n += fmt::format(", {} x {}/{} heads of {}, page {}", o.rows, o.kv_heads * s.group, o.kv_heads, o.head_dim,
                    o.page_size);
   n += fmt::format(", lengths {}", fmt::join(s.lengths, " "));
@@ -283,6 +283,36 @@ void add_tokens(std::vector<Case>& v) {
       }
 }
 
+// Codes of every format on either side, whole caches and lists.
+void add_codes(std::vector<Case>& v) {
+  constexpr int groups[] = {4, 1, 8, 3, 7};
+  unsigned n = 0;
+  for (const CodecSpec& codec : codecs_with_codes)
+    for (const int dim : {64, 80, 128})
+      for (const int page : {8, 16, 32}) {
+        if (++n % 4 && quick()) continue;
+        AttendShape s = shape_of(2, 2, dim, page, n % 5 ? DType::bf16 : DType::f32, codec, groups[n % 5]);
+        s.half = n % 5 > 2 && (codec.k.bits == 0 || codec.v.bits == 0);
+        s.options.rope = regime(n);
+        s.lengths = {300, 1, 2 * page + 5, 0, 37, page};
+        add(v, s);
+        s.listed = true;
+        s.window = n % 3 == 1 ? 40 : 0;
+        add(v, s);
+        s.listed = false;
+        s.tokens = n % 3 ? 0.6 : 1;
+        s.ordered = n % 5 < 3;
+        add(v, s);
+      }
+  // A GPU cuts these into parts.
+  for (const CodecSpec& codec : codecs_with_codes) {
+    AttendShape s = shape_of(1, 2, 128, 16, DType::bf16, codec, 4);
+    s.options.rope = regime(++n);
+    s.lengths = {1100, 513};
+    add(v, s);
+  }
+}
+
 void check_random_caches(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; ++n) {
     RandomCache r(n);
@@ -405,7 +435,7 @@ Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens
   c.make = [shape](Place& place, int copies) { return std::make_unique<StepScene>(place, shape, copies); };
   (cuda ? c.timed_cuda : c.timed_cpu) = true;
   const PagedOptions& o = shape.options;
-  const auto side = [&](const CodecSide& s) { return s.bits ? o.head_dim + 4 : o.head_dim * 2; };
+  const auto side = [&](CodecSide s) { return ops::row_bytes(s, o.dtype, o.head_dim) + (s.bits ? 4 : 0); };
   c.work.bytes = static_cast<double>((side(o.codec.k) + side(o.codec.v)) * o.kv_heads * tokens);
   c.work.flops = 4. * o.kv_heads * shape.group * o.head_dim * static_cast<double>(tokens);
   c.copies = cuda ? 4 : 30;  // on a GPU at least 350 MB together
@@ -446,9 +476,15 @@ void add_steps(std::vector<Case>& v) {
     for (const auto& [batch, context] : {std::pair{8, 32768}, {40, 10240}, {1, 131072}, {1, 32768}})
       v.push_back(step(fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
                        batch_of(batch, context, page), std::int64_t{batch} * context, true));
-  AttendShape coded = batch_of(8, 32768, 16);
-  coded.options.codec = codes;
-  v.push_back(step("int8 32/8 heads of 128, 8 x 32768, page 16", coded, 8 * 32768, true));
+  for (const auto& [name, codec] : {std::pair{"int8", codes},
+                                    {"int8 and int4", CodecSpec{{8}, {4}}},
+                                    {"int4", CodecSpec{{4}, {4}}},
+                                    {"int4 and int2", CodecSpec{{4}, {2}}},
+                                    {"fp8", CodecSpec{fp8, fp8}}}) {
+    AttendShape s = batch_of(8, 32768, 16);
+    s.options.codec = codec;
+    v.push_back(step(fmt::format("{} 32/8 heads of 128, 8 x 32768, page 16", name), s, 8 * 32768, true));
+  }
   for (const auto& [name, codec] : {std::pair{"bf16", plain}, {"int8", codes}}) {
     AttendShape s = batch_of(40, 1024, 16);
     s.options.codec = codec;
@@ -480,6 +516,7 @@ std::vector<Case> list() {
   add_tokens(v);
   v.push_back(checked("attend", "random caches", check_random_caches));
   add_nan(v);
+  add_codes(v);
   add_steps(v);
   return v;
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/half.hpp"
+#include "ops/page/codes.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab::cases {
@@ -32,14 +33,19 @@ struct PagedOptions {
 inline constexpr CodecSide fp8{8, CodeKind::e4m3};
 inline constexpr CodecSide sides_with_codes[] = {{2}, {4}, {8}, fp8};
 // Codecs in which every format stands on either side, beside each other format or rows without codes.
-inline constexpr CodecSpec codecs_with_codes[] = {{{8}, {8}}, {{8}, {}},  {{8}, {4}}, {{4}, {2}}, {fp8, fp8},
-                                                  {{4}, {4}}, {{}, {8}},  {{2}, {4}}, {{4}, {8}}, {{4}, fp8},
-                                                  {{2}, {2}}, {fp8, {2}}, {{}, {4}}};
+inline constexpr CodecSpec codecs_with_codes[] = {{{8}, {8}}, {{8}, {4}}, {{4}, {2}}, {fp8, fp8}, {{2}, {4}},
+                                                  {{}, {8}},  {{4}, {}},  {{4}, fp8}, {fp8, {2}}, {{8}, {}},
+                                                  {{4}, {4}}, {{4}, {8}}, {{2}, {2}}};
 // The codec, with 4 bits instead of 2 where a head has no whole words of these.
 constexpr CodecSpec fitting(CodecSpec codec, int head_dim) {
   for (CodecSide* side : {&codec.k, &codec.v})
     if (side->bits == 2 && head_dim % 16) side->bits = 4;
   return codec;
+}
+
+// A side's format in a case's name. plain: that of a side without codes.
+inline std::string format_of(CodecSide side, const std::string& plain) {
+  return side.kind == CodeKind::e4m3 ? "fp8" : side.bits ? "int" + std::to_string(side.bits) : plain;
 }
 
 // Random rows, of which each may be cut to a head's size. The same ones in every call.
@@ -144,16 +150,17 @@ class PagedFixture {
     return kv;
   }
 
-  // Converts a bf16 cache without a codec to f16.
+  // Converts the sides of a bf16 cache that have no codes to f16.
   void to_half() {
     PageLayout& l = layouts_[0];
     const PagedKv kv = view();
     for (int r = 0; r < kv.rows; ++r)
       for (int h = 0; h < kv.kv_heads; ++h)
         for (int t = 0; t < kv.tokens(r, h); ++t)
-          for (const std::int64_t side : {l.k, l.v}) {
-            std::byte* at = aligned_ + entry(r, h, t / l.page_size).frame * granule_bytes + side +
-                            std::int64_t{t % l.page_size} * l.head_dim * 2;
+          for (const bool key : {true, false}) {
+            if (ops::side_of(l, key).bits) continue;
+            std::byte* at = aligned_ + entry(r, h, t / l.page_size).frame * granule_bytes +
+                            ops::row_offset(l, key, t % l.page_size);
             for (int d = 0; d < l.head_dim; ++d, at += 2) {
               bf16 x;
               std::memcpy(&x, at, 2);
@@ -267,7 +274,7 @@ struct RandomCache {
     o.page_size = pick({1, 4, 8, 16});
     o.max_pages = 1 + 90 / o.page_size;
     o.dtype = n % 3 == 0 ? DType::f32 : DType::bf16;
-    if (n % 3 == 2) o.codec = n % 2 ? CodecSpec{{8}, {8}} : CodecSpec{{8}, {0}};
+    if (n % 3 == 2) o.codec = fitting(codecs_with_codes[n / 3 % std::size(codecs_with_codes)], o.head_dim);
     o.state_columns = 2;
     o.rope = n % 4 == 3 ? RopeRegime::cache_relative : RopeRegime::original;
     return o;

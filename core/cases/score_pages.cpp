@@ -42,15 +42,15 @@ void check_votes(OnCache& x) {
       [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out); });
 }
 
-// Shapes of the tensor cores. bits: of a key's numbers, 0 = 16 bits without a codec.
-void check_wide_votes(Place& place, Check& check, std::uint8_t bits) {
+// Shapes of the tensor cores.
+void check_wide_votes(Place& place, Check& check, CodecSide keys) {
   unsigned seed = 1;
   for (const int dim : {64, 96, 128, 256})
     for (const int window : {1, 8, 32, 33, 100}) {
       const int group = window == 32 ? 4 : 2;
       PagedOptions o;
       o.rows = 2, o.kv_heads = 2, o.head_dim = dim, o.page_size = window % 2 ? 8 : 16, o.dtype = DType::bf16;
-      o.codec = CodecSpec{{bits}, {0}};
+      o.codec.k = keys;
       o.max_pages = 400 / o.page_size + 1;
       PagedFixture cache(o);
       std::mt19937 rng(seed++);
@@ -623,9 +623,10 @@ Case boxes(const Boxes& b, bool cuda, std::string shape) {
 std::vector<Case> list() {
   std::vector<Case> v;
   v.push_back(on_caches("score", "votes of a window", 36, check_votes));
-  for (const std::uint8_t bits : {0, 8})
-    v.push_back(checked("score", fmt::format("votes of a window, wide heads and long windows, codes of {} bits", bits),
-                        [bits](Place& place, Check& check) { check_wide_votes(place, check, bits); }));
+  for (const CodecSide keys : {CodecSide{}, CodecSide{8}, CodecSide{4}, CodecSide{2}, fp8})
+    v.push_back(checked("score",
+                        fmt::format("votes of a window, wide heads and long windows, {} keys", format_of(keys, "bf16")),
+                        [keys](Place& place, Check& check) { check_wide_votes(place, check, keys); }));
   v.push_back(on_caches("score", "summaries of pages and scores by them", 36, check_summaries));
   // The emulated GPU takes them all even when quick: most machines test the kernels nowhere else.
   const auto pages = [&](const char* shape, std::vector<PageCase> (*cases)()) {

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "base/copy_units.cuh"
+#include "ops/page/codes.hpp"
 #include "ops/page/summary.cuh"
 #include "store/cuda_kernels.hpp"
 
@@ -98,21 +99,18 @@ __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from
 
 // ---- elements ------------------------------------------------------------------------------------------------------
 
-__device__ inline int bits_of(const PageLayout& l, bool key) { return key ? l.codec.k.bits : l.codec.v.bits; }
-
 __device__ inline float element(const std::byte* frame, const PageLayout& l, bool key, int token, int d) {
-  const std::int64_t at = std::int64_t{token} * l.head_dim + d;
-  const std::byte* side = frame + (key ? l.k : l.v);
-  if (bits_of(l, key)) {
-    const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * token;
+  const CodecSide side = ops::side_of(l, key);
+  const std::byte* row = frame + ops::row_offset(l, key, token);
+  if (side.bits) {
+    const __half* meta = reinterpret_cast<const __half*>(frame + ops::meta_offset(l, key, token));
     // The host uses no fused multiply-add here either.
-    return __fadd_rn(
-        __fmul_rn(static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]), __half2float(meta[0])),
-        __half2float(meta[1]));
+    return __fadd_rn(__fmul_rn(ops::value_of(side, ops::code_at(side, row, d)), __half2float(meta[0])),
+                     __half2float(meta[1]));
   }
-  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
-  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
-  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
+  if (l.dtype == DType::f32) return reinterpret_cast<const float*>(row)[d];
+  if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(row)[d]);
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[d]);
 }
 
 // A warp writes the page's summary.
@@ -159,38 +157,40 @@ constexpr int most_elements = 8;  // elements of a lane: head_dim <= 256
 __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
                               const float (&x)[most_elements], int lane) {
   constexpr int most = most_elements;
-  const int bits = bits_of(l, key);
-  std::byte* side = frame + (key ? l.k : l.v);
-  const std::int64_t row = std::int64_t{offset} * l.head_dim;
+  const CodecSide side = ops::side_of(l, key);
+  std::byte* row = frame + ops::row_offset(l, key, offset);
   const auto put = [&](auto* to, auto of) {
 #pragma unroll
     for (int j = 0; j < most; ++j)
-      if (const int d = lane + 32 * j; d < l.head_dim) to[row + d] = of(x[j]);
+      if (const int d = lane + 32 * j; d < l.head_dim) to[d] = of(x[j]);
   };
-  if (bits) {
+  if (side.bits) {
     float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
     for (int j = 0; j < most; ++j)
       if (lane + 32 * j < l.head_dim) lo = fminf(lo, x[j]), hi = fmaxf(hi, x[j]);
     for (int d = 16; d; d /= 2)
       lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
-    constexpr float largest = 65504.f;  // keeps scale and zero finite in f16
-    const __half half_scale = __float2half_rn(fminf(__fdiv_rn(hi - lo, 255.f), largest)),
-                 half_zero = __float2half_rn(fminf(fmaxf(lo, -largest), largest));
+    const ops::CodeScale exact = ops::code_scale(side, lo, hi);
+    const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
     if (lane == 0) {
-      __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-      meta[0] = half_scale, meta[1] = half_zero;
+      __half* meta = reinterpret_cast<__half*>(frame + ops::meta_offset(l, key, offset));
+      meta[0] = scale, meta[1] = zero;
     }
-    const float scale = __half2float(half_scale), zero = __half2float(half_zero);
-    put(reinterpret_cast<std::uint8_t*>(side), [&](float y) {
-      return static_cast<std::uint8_t>(scale > 0 ? rintf(fminf(fmaxf(__fdiv_rn(y - zero, scale), 0.f), 255.f)) : 0.f);
-    });
+    const ops::CodeScale of = {__half2float(scale), __half2float(zero)};
+    const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+#pragma unroll
+    for (int j = 0; j < most; ++j) {
+      unsigned byte = ops::code_of(side, x[j], of) << own * side.bits;
+      for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
+      if (const int d = lane + 32 * j; d < l.head_dim && own == 0) row[d / each] = static_cast<std::byte>(byte);
+    }
   } else if (l.dtype == DType::f32) {
-    put(reinterpret_cast<float*>(side), [](float y) { return y; });
+    put(reinterpret_cast<float*>(row), [](float y) { return y; });
   } else if (l.dtype == DType::f16) {
-    put(reinterpret_cast<__half*>(side), [](float y) { return __float2half_rn(y); });
+    put(reinterpret_cast<__half*>(row), [](float y) { return __float2half_rn(y); });
   } else {
-    put(reinterpret_cast<__nv_bfloat16*>(side), [](float y) { return __float2bfloat16_rn(y); });
+    put(reinterpret_cast<__nv_bfloat16*>(row), [](float y) { return __float2bfloat16_rn(y); });
   }
 }
 

@@ -459,9 +459,9 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
 KVLAB_ON_CUDA(before_step, before_step);
 
 static void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, Stream stream) {
-  const auto kernel = s.mixed          ? keep_kernel<uint2, true>
+  const auto kernel = s.mixed          ? keep_kernel<unsigned, true>
                       : wide(s.layout) ? keep_kernel<uint4, false>
-                                       : keep_kernel<uint2, false>;
+                                       : keep_kernel<unsigned, false>;
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
   kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest, before);
   check_launch("keep");
@@ -473,9 +473,9 @@ void evict(const CudaStoreLayer& s, const CudaStoreList& lost, Stream stream) { 
 KVLAB_ON_CUDA(evict, evict);
 
 void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream stream) {
-  const auto kernel = s.mixed          ? swap_kernel<uint2, true>
+  const auto kernel = s.mixed          ? swap_kernel<unsigned, true>
                       : wide(s.layout) ? swap_kernel<uint4, false>
-                                       : swap_kernel<uint2, false>;
+                                       : swap_kernel<unsigned, false>;
   kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
   check_launch("swap");
 }

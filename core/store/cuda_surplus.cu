@@ -51,17 +51,24 @@ struct Leaves {
 // A thread's share of the head's last token, while the block looks for the place that it goes to.
 template <class Unit>
 struct LastToken {
-  Unit unit;
+  static constexpr int each = sizeof(Unit) == 16 ? 1 : 2;  // units of a thread
+  Unit unit[each];
   unsigned field = 0;
 
   __device__ void read(std::byte* frame, const PageLayout& l, int offset) {
     const int mine = static_cast<int>(threadIdx.x);
-    if (mine < Token<Unit>::units(l)) unit = *Token<Unit>::unit(frame, l, offset, mine);
+#pragma unroll
+    for (int j = 0; j < each; ++j)
+      if (const int u = mine + j * threads; u < Token<Unit>::units(l))
+        unit[j] = *Token<Unit>::unit(frame, l, offset, u);
     if (mine < fields_of(l)) field = *device_store::field(frame, l, offset, mine);
   }
   __device__ void write(std::byte* frame, const PageLayout& l, int offset) const {
     const int mine = static_cast<int>(threadIdx.x);
-    if (mine < Token<Unit>::units(l)) *Token<Unit>::unit(frame, l, offset, mine) = unit;
+#pragma unroll
+    for (int j = 0; j < each; ++j)
+      if (const int u = mine + j * threads; u < Token<Unit>::units(l))
+        *Token<Unit>::unit(frame, l, offset, u) = unit[j];
     if (mine < fields_of(l)) *device_store::field(frame, l, offset, mine) = field;
   }
 };
@@ -277,9 +284,9 @@ __global__ void __launch_bounds__(threads)
 
 template <By by>
 auto kernel_of(const CudaStoreLayer& s) {
-  return s.mixed          ? surplus_kernel<uint2, true, by>
+  return s.mixed          ? surplus_kernel<unsigned, true, by>
          : wide(s.layout) ? surplus_kernel<uint4, false, by>
-                          : surplus_kernel<uint2, false, by>;
+                          : surplus_kernel<unsigned, false, by>;
 }
 
 }  // namespace

@@ -6,11 +6,9 @@ namespace kvlab::device_store {
 
 constexpr int most_fields = 8;  // 4-byte values that travel with a token: metadata, position, token state
 constexpr int few = 8;          // evictions up to this size move the last tokens into the holes (CpuStore::keep_only)
-__device__ inline int side_bytes(const PageLayout& l, bool key) {
-  return l.head_dim * (bits_of(l, key) ? 1 : l.dtype == DType::f32 ? 4 : 2);
-}
+__device__ inline int side_bytes(const PageLayout& l, bool key) { return static_cast<int>(ops::row_bytes(l, key)); }
 
-// A token's bytes: units of 16 or 8 bytes of K, then of V. Its fields of 4 bytes come from field().
+// A token's bytes: units of 16 or 4 bytes of K, then of V. Its fields of 4 bytes come from field().
 template <class Unit>
 struct Token {
   static __device__ int units(const PageLayout& l) { return key_units(l) + side_bytes(l, false) / int{sizeof(Unit)}; }
@@ -46,14 +44,14 @@ class Carried {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const bool key = side == 0;
-      same_[side] = bits_of(l, key) == bits_of(to, key);  // the tiers have one dtype
+      same_[side] = ops::side_of(l, key) == ops::side_of(to, key);  // the tiers have one dtype
       if (same_[side]) {
         const auto* row =
             reinterpret_cast<const unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
 #pragma unroll
         for (int j = 0; j < most_elements; ++j)
           if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
-        if (bits_of(l, key))
+        if (ops::side_of(l, key).bits)
           meta_[side] = reinterpret_cast<const unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset];
       } else {
 #pragma unroll
@@ -72,7 +70,7 @@ class Carried {
 #pragma unroll
         for (int j = 0; j < most_elements; ++j)
           if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
-        if (bits_of(l, key) && lane == 0)
+        if (ops::side_of(l, key).bits && lane == 0)
           reinterpret_cast<unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset] = meta_[side];
       } else {
         encode(frame, l, key, offset, x_[side], lane);
@@ -228,8 +226,7 @@ __device__ __noinline__ inline void carry_page(const CudaStoreLayer& s, int to, 
 
 // Returns whether rows of both sides of a token are multiples of 16 bytes.
 inline bool wide(const PageLayout& l) {
-  const auto bytes = [&](int bits) { return l.head_dim * (bits ? 1 : static_cast<int>(size_of(l.dtype))); };
-  return bytes(l.codec.k.bits) % 16 == 0 && bytes(l.codec.v.bits) % 16 == 0;
+  return ops::row_bytes(l, true) % 16 == 0 && ops::row_bytes(l, false) % 16 == 0;
 }
 
 }  // namespace kvlab::device_store

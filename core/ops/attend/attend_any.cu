@@ -184,7 +184,8 @@ void launch(Args& a, int rows, cudaStream_t stream) {
 }
 
 Elements elements_of(const CodecSide& side, DType dtype) {
-  if (side.bits) return Elements::codes;
+  if (side.kind == CodeKind::e4m3) return Elements::e4m3;
+  if (side.bits) return side.bits == 8 ? Elements::code8 : side.bits == 4 ? Elements::code4 : Elements::code2;
   return dtype == DType::f32 ? Elements::single : dtype == DType::f16 ? Elements::half : Elements::bfloat;
 }
 

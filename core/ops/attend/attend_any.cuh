@@ -11,7 +11,20 @@ using namespace cuda;
 constexpr int warps = 4, threads = warps * 32, batch = 32, sets = 4;  // batch: tokens of a warp; sets: of four lanes
 constexpr int chunk_elements = 8, most_dim = 256;
 
-enum class Elements { codes, half, bfloat, single };
+enum class Elements { code8, code4, code2, e4m3, half, bfloat, single };
+
+// Codes in place of a type of elements.
+template <int Bits, CodeKind Kind = CodeKind::integer>
+struct Code {};
+
+template <class T>
+inline constexpr int bits_of = 8 * static_cast<int>(sizeof(T));
+template <int Bits, CodeKind Kind>
+inline constexpr int bits_of<Code<Bits, Kind>> = Bits;
+template <class T>
+inline constexpr bool coded = false;
+template <int Bits, CodeKind Kind>
+inline constexpr bool coded<Code<Bits, Kind>> = true;
 
 struct Args {
   DeviceKv kv;
@@ -38,9 +51,14 @@ __device__ int places(const Args& a, int row, int kv_head) {
   return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
 }
 
-template <int Words>
+// Loads `bits`; less than a word fills its low bits.
+template <int bits, int Words>
 __device__ __forceinline__ void load(const std::byte* from, unsigned (&to)[Words]) {
-  if constexpr (Words == 1) {
+  if constexpr (bits == 8) {
+    to[0] = static_cast<unsigned>(*from);
+  } else if constexpr (bits == 16) {
+    to[0] = *reinterpret_cast<const unsigned short*>(from);
+  } else if constexpr (Words == 1) {
     to[0] = *reinterpret_cast<const unsigned*>(from);
   } else if constexpr (Words == 2) {
     const uint2 x = *reinterpret_cast<const uint2*>(from);
@@ -54,15 +72,25 @@ __device__ __forceinline__ void load(const std::byte* from, unsigned (&to)[Words
   }
 }
 
-// Unpacks the elements of one load; codes stay unscaled.
-template <class T, int Words>
+// Unpacks the `count` elements of one load; codes stay unscaled.
+template <class T, int count, int Words>
 __device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to) {
 #pragma unroll
   for (int i = 0; i < Words; ++i) {
-    if constexpr (std::is_same_v<T, std::uint8_t>) {
+    if constexpr (std::is_same_v<T, Code<8>>) {
 #pragma unroll
       for (int b = 0; b < 4; ++b)  // the word is the float 2^23 + code
         to[4 * i + b] = __uint_as_float(__byte_perm(from[i], 0x4b000000u, 0x7440u + b)) - 8388608.f;
+    } else if constexpr (coded<T>) {
+      constexpr int each = 32 / bits_of<T>;
+#pragma unroll
+      for (int b = 0; b < each && b < count; ++b) {
+        const unsigned code = from[i] >> bits_of<T> * b & static_cast<unsigned>(most_code(bits_of<T>));
+        if constexpr (bits_of<T> == 8)
+          to[each * i + b] = from_e4m3(code);
+        else
+          to[each * i + b] = __uint_as_float(0x4b000000u | code) - 8388608.f;
+      }
     } else if constexpr (std::is_same_v<T, float>) {
       to[i] = __uint_as_float(from[i]);
     } else {
@@ -114,11 +142,10 @@ __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, co
   const std::byte* at = a.kv.kv.base + frame;
   if (a.window > 0 && reinterpret_cast<const std::int32_t*>(at + l.positions)[offset] <= a.last[row] - a.window)
     return token;
-  const auto bytes = [](Elements e) { return e == Elements::codes ? 1 : e == Elements::single ? 4 : 2; };
-  token.key = frame + l.k + std::int64_t(offset) * a.kv.head_dim * bytes(a.keys);
-  token.value = frame + l.v + std::int64_t(offset) * a.kv.head_dim * bytes(a.values);
-  if (a.keys == Elements::codes) token.key_code = code_of(at + l.k_meta, offset);
-  if (a.values == Elements::codes) token.value_code = code_of(at + l.v_meta, offset);
+  token.key = frame + row_offset(l, true, offset);
+  token.value = frame + row_offset(l, false, offset);
+  if (a.keys <= Elements::e4m3) token.key_code = code_of(at + l.k_meta, offset);
+  if (a.values <= Elements::e4m3) token.value_code = code_of(at + l.v_meta, offset);
   token.place = place.t;
   if (a.rank) token.rank = a.rank[(std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room + place.t];
   return token;
@@ -154,7 +181,7 @@ __device__ __forceinline__ void multiply(const float (&x)[sets][8], const Querie
 template <class T, int Heads>
 __device__ __forceinline__ void score(const Args& a, const Token& own, const Queries<Heads>& q,
                                       float (&s)[Heads][sets]) {
-  constexpr int words = chunk_elements * sizeof(T) / 4, ahead = 4 / sizeof(T);
+  constexpr int bits = chunk_elements * bits_of<T>, words = (bits + 31) / 32, ahead = bits < 64 ? 4 : 256 / bits;
   const int lane = threadIdx.x % 32, chunks = a.kv.head_dim / chunk_elements;
   std::int64_t row[sets];
 #pragma unroll
@@ -165,14 +192,15 @@ __device__ __forceinline__ void score(const Args& a, const Token& own, const Que
     for (int i = 0; i < ahead; ++i)
 #pragma unroll
       for (int u = 0; u < sets; ++u)
-        if (row[u] >= 0 && first + 4 * i < chunks) load(a.kv.kv.base + row[u] + (first + 4 * i) * words * 4, raw[i][u]);
+        if (row[u] >= 0 && first + 4 * i < chunks)
+          load<bits>(a.kv.kv.base + row[u] + (first + 4 * i) * (bits / 8), raw[i][u]);
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
       const int chunk = first + 4 * i;
       if (chunk >= chunks) continue;
       float x[sets][8];
 #pragma unroll
-      for (int u = 0; u < sets; ++u) unpack<T>(raw[i][u], x[u]);
+      for (int u = 0; u < sets; ++u) unpack<T, chunk_elements>(raw[i][u], x[u]);
       multiply(x, q, 2 * chunk, 2 * chunk + 1, s);
     }
   }
@@ -182,7 +210,7 @@ __device__ __forceinline__ void score(const Args& a, const Token& own, const Que
 template <class T, int Heads>
 __device__ __forceinline__ void score_turned(const Args& a, const Token& own, const Queries<Heads>& q,
                                              float (&s)[Heads][sets]) {
-  constexpr int words = sizeof(T);
+  constexpr int bits = 4 * bits_of<T>, words = (bits + 31) / 32;
   const int lane = threadIdx.x % 32, half = a.kv.head_dim / 8;  // half of head_dim in loads of four elements
   std::int64_t row[sets];
   float rank[sets];
@@ -199,14 +227,14 @@ __device__ __forceinline__ void score_turned(const Args& a, const Token& own, co
 #pragma unroll
     for (int u = 0; u < sets; ++u)
       if (row[u] >= 0) {
-        load(a.kv.kv.base + row[u] + i * words * 4, low[u]);
-        load(a.kv.kv.base + row[u] + (half + i) * words * 4, high[u]);
+        load<bits>(a.kv.kv.base + row[u] + i * (bits / 8), low[u]);
+        load<bits>(a.kv.kv.base + row[u] + (half + i) * (bits / 8), high[u]);
       }
     float x[sets][8];
 #pragma unroll
     for (int u = 0; u < sets; ++u) {
-      unpack<T>(low[u], x[u]), unpack<T>(high[u], x[u] + 4);
-      if constexpr (std::is_same_v<T, std::uint8_t>)
+      unpack<T, 4>(low[u], x[u]), unpack<T, 4>(high[u], x[u] + 4);
+      if constexpr (coded<T>)
 #pragma unroll
         for (float& e : x[u]) e = fmaf(e, code[u].x, code[u].y);
     }
@@ -243,7 +271,7 @@ __device__ __forceinline__ void load_shares(const float* shares, int x, float (&
 template <class T, int Heads>
 __device__ __forceinline__ void add_values(const Args& a, const Token& own, int tokens, int lanes, const float* shares,
                                            float (&o)[Heads][8]) {
-  constexpr int words = chunk_elements * sizeof(T) / 4, ahead = sizeof(T) == 4 ? 4 : 8;
+  constexpr int bits = chunk_elements * bits_of<T>, words = (bits + 31) / 32, ahead = bits == 256 ? 4 : 8;
   const int lane = threadIdx.x % 32, each = 32 / lanes, chunk = lane % lanes;
   const bool idle = chunk * chunk_elements >= a.kv.head_dim;
   for (int first = 0; first * each < tokens; first += ahead) {
@@ -252,7 +280,7 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
     for (int i = 0; i < ahead; ++i) {
       const int x = (first + i) * each + lane / lanes;
       const std::int64_t row = __shfl_sync(~0u, own.value, owner_of(x % batch));
-      if (row >= 0 && x < batch && !idle) load(a.kv.kv.base + row + chunk * words * 4, raw[i]);
+      if (row >= 0 && x < batch && !idle) load<bits>(a.kv.kv.base + row + chunk * (bits / 8), raw[i]);
     }
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
@@ -260,7 +288,7 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
       if (x >= batch) continue;
       float value[8], share[Heads];
       load_shares(shares, x, share);
-      unpack<T>(raw[i], value);
+      unpack<T, chunk_elements>(raw[i], value);
 #pragma unroll
       for (int h = 0; h < Heads; ++h) {
 #pragma unroll
@@ -274,7 +302,10 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
 template <class F>
 __device__ __forceinline__ void with_type(Elements elements, const F& f) {
   switch (elements) {
-    case Elements::codes: return f(std::uint8_t{});
+    case Elements::code8: return f(Code<8>{});
+    case Elements::code4: return f(Code<4>{});
+    case Elements::code2: return f(Code<2>{});
+    case Elements::e4m3: return f(Code<8, CodeKind::e4m3>{});
     case Elements::half: return f(__half{});
     case Elements::bfloat: return f(__nv_bfloat16{});
     default: return f(float{});

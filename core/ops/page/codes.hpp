@@ -28,24 +28,22 @@ constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset) {
 
 constexpr int most_code(int bits) { return (1 << bits) - 1; }
 
-// The e4m3 number nearest to x, ties to even. It saturates; NaN stays NaN.
+// The e4m3 number nearest to x, ties to even. It saturates; NaN stays NaN. Without branches, so that loops are vectors.
 constexpr std::uint8_t to_e4m3(float x) {
   const auto u = std::bit_cast<std::uint32_t>(x);
-  const std::uint32_t sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
-  if (size > 0x7f800000u) return 0x7f;
-  if (size >= 0x43e00000u) return static_cast<std::uint8_t>(sign | 0x7eu);  // 448
-  if (size < 0x3c800000u)  // below 2^-6: the sum with 2^14 leaves round(x * 2^9) in the low bits
-    return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(std::bit_cast<float>(size) + 0x1p14f) -
-                                             std::bit_cast<std::uint32_t>(0x1p14f)));
-  const std::uint32_t rounded = size + 0x7ffffu + (size >> 20 & 1u);
-  return static_cast<std::uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
+  const std::uint32_t sign = u >> 24 & 0x80u, size = u & 0x7fffffffu, within = size < 0x43e00000u ? size : 0x43e00000u;
+  const std::uint32_t rounded = (within + 0x7ffffu + (within >> 20 & 1u)) >> 20;
+  // Below 2^-6 the sum with 2^14 leaves round(x * 2^9) in the low bits.
+  const std::uint32_t small = std::bit_cast<std::uint32_t>(std::bit_cast<float>(within) + 0x1p14f);
+  const std::uint32_t code = within < 0x3c800000u ? small & 0xfu : rounded - (120u << 3);
+  return static_cast<std::uint8_t>(size > 0x7f800000u ? 0x7fu : sign | code);
 }
 
 constexpr float from_e4m3(std::uint32_t code) {
-  const std::uint32_t size = code & 0x7fu;
+  const std::uint32_t size = code & 0x7fu, nan = size == 0x7fu ? 0x7fc00000u : 0u;
   // The product moves the exponent. It is exact, also for subnormals.
-  const float x = size == 0x7fu ? std::numeric_limits<float>::quiet_NaN() : std::bit_cast<float>(size << 20) * 0x1p120f;
-  return code & 0x80u ? -x : x;
+  const auto exact = std::bit_cast<std::uint32_t>(std::bit_cast<float>(size << 20) * 0x1p120f);
+  return std::bit_cast<float>(exact | nan | (code & 0x80u) << 24);
 }
 
 // Scale and zero of a token's side, not yet rounded to f16. min and max leave NaN out; min > max if all are NaN.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ops/page/codes.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab::ops {
@@ -31,17 +32,15 @@ struct DeviceKv {
 
     __device__ float element(bool key, int d) const {
       const PageLayout& l = *layout;
-      const int bits = key ? l.codec.k.bits : l.codec.v.bits;
-      const std::byte* side = frame + (key ? l.k : l.v);
-      const std::int64_t at = std::int64_t(offset) * l.head_dim + d;
-      if (bits) {
-        const __half* meta = reinterpret_cast<const __half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-        return static_cast<float>(reinterpret_cast<const std::uint8_t*>(side)[at]) * __half2float(meta[0]) +
-               __half2float(meta[1]);
+      const CodecSide side = side_of(l, key);
+      const std::byte* row = frame + row_offset(l, key, offset);
+      if (side.bits) {
+        const __half* meta = reinterpret_cast<const __half*>(frame + meta_offset(l, key, offset));
+        return value_of(side, code_at(side, row, d)) * __half2float(meta[0]) + __half2float(meta[1]);
       }
-      if (l.dtype == DType::f32) return reinterpret_cast<const float*>(side)[at];
-      if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(side)[at]);
-      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(side)[at]);
+      if (l.dtype == DType::f32) return reinterpret_cast<const float*>(row)[d];
+      if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(row)[d]);
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[d]);
     }
     __device__ float key(int d) const { return element(true, d); }
     __device__ float value(int d) const { return element(false, d); }

@@ -102,35 +102,40 @@ struct Head {
   }
   // Stores one side of a token as write_token does. Returns what read_row reads there.
   __device__ Head encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
-    const int half = l.head_dim / 2, bits = key ? l.codec.k.bits : l.codec.v.bits;
-    std::byte* side = frame + (key ? l.k : l.v);
-    const std::int64_t row = std::int64_t{offset} * l.head_dim;
+    const int half = l.head_dim / 2;
+    const CodecSide side = side_of(l, key);
+    std::byte* row = frame + row_offset(l, key, offset);
     Head out = *this;
-    if (bits) {
-      constexpr float most = 65504.f;  // keeps scale and zero finite in f16
-      const __half half_scale = __float2half_rn(fminf((range.y - range.x) / 255.f, most)),
-                   half_zero = __float2half_rn(fminf(fmaxf(range.x, -most), most));
+    if (side.bits) {
+      const CodeScale exact = code_scale(side, range.x, range.y);
+      const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
       if (lane == 0) {
-        __half* meta = reinterpret_cast<__half*>(frame + (key ? l.k_meta : l.v_meta)) + 2 * offset;
-        meta[0] = half_scale, meta[1] = half_zero;
+        __half* meta = reinterpret_cast<__half*>(frame + meta_offset(l, key, offset));
+        meta[0] = scale, meta[1] = zero;
       }
-      const float scale = __half2float(half_scale), zero = __half2float(half_zero);
-      const auto put = [&](std::int64_t at, float* x) {
+      const CodeScale of = {__half2float(scale), __half2float(zero)};
+      const auto put = [&](int at, float* x) {
         unsigned word = 0;
 #pragma unroll
         for (int j = 0; j < each; ++j) {
-          const float code = scale > 0 ? rintf(fminf(fmaxf((x[j] - zero) / scale, 0.f), 255.f)) : 0.f;
-          word |= static_cast<unsigned>(code) << 8 * j;
-          x[j] = decode(code, scale, zero);
+          const unsigned code = code_of(side, x[j], of);
+          word |= code << side.bits * j;
+          x[j] = decode(value_of(side, code), of.scale, of.zero);
         }
-        *reinterpret_cast<unsigned*>(side + at) = word;
+        std::byte* to = row + at * side.bits / 8;
+        if (side.bits == 8)
+          *reinterpret_cast<unsigned*>(to) = word;
+        else if (side.bits == 4)
+          *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(word);
+        else
+          *to = static_cast<std::byte>(word);
       };
-      put(row + each * lane, out.low);
-      put(row + half + each * lane, out.high);
+      put(each * lane, out.low);
+      put(half + each * lane, out.high);
     } else if (l.dtype == DType::f32) {
-      store(reinterpret_cast<float*>(side) + row, half, lane);
+      store(reinterpret_cast<float*>(row), half, lane);
     } else {
-      round(side, l.dtype, row, half, lane);
+      round(row, l.dtype, 0, half, lane);
       const bool f16 = l.dtype == DType::f16;
       const auto rounded = [=](float x) {
         return f16 ? __half2float(__float2half_rn(x)) : __bfloat162float(__float2bfloat16_rn(x));
@@ -142,11 +147,14 @@ struct Head {
   }
 };
 
-enum class Element { f32, f16, bf16, code };  // of a stored row
+enum class Element { f32, f16, bf16, code8, code4, code2, e4m3 };  // of a stored row
 __device__ __forceinline__ Element element_of(DType dtype) {
   return dtype == DType::f32 ? Element::f32 : dtype == DType::f16 ? Element::f16 : Element::bf16;
 }
-__device__ __forceinline__ int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::code ? 1 : 2; }
+__device__ __forceinline__ constexpr bool coded(Element e) { return e >= Element::code8; }
+__device__ __forceinline__ constexpr int bits_of(Element e) {
+  return e == Element::f32 ? 32 : !coded(e) ? 16 : e == Element::code4 ? 4 : e == Element::code2 ? 2 : 8;
+}
 
 // A lane's elements of a stored row. They are decoded later, so that many loads are in flight.
 class StoredRow {
@@ -156,8 +164,8 @@ class StoredRow {
     high_ = four(row, e, half + each * lane);
   }
   __device__ void load_key(const std::byte* frame, const PageLayout& l, Element e, int offset, int lane) {
-    load(frame + l.k + std::int64_t{offset} * l.head_dim * bytes_of(e), e, l.head_dim / 2, lane);
-    if (e == Element::code) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
+    load(frame + row_offset(l, true, offset), e, l.head_dim / 2, lane);
+    if (coded(e)) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
   }
   __device__ Head decoded(Element e) const {
     Head out;
@@ -168,18 +176,24 @@ class StoredRow {
 
  private:
   static __device__ uint4 four(const std::byte* row, Element e, int at) {
-    const std::byte* from = row + at * bytes_of(e);
+    const std::byte* from = row + at * bits_of(e) / 8;
     if (e == Element::f32) return *reinterpret_cast<const uint4*>(from);
-    if (e == Element::code) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
+    if (e == Element::code4) return make_uint4(*reinterpret_cast<const unsigned short*>(from), 0, 0, 0);
+    if (e == Element::code2) return make_uint4(static_cast<unsigned>(*from), 0, 0, 0);
+    if (coded(e)) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
     const uint2 x = *reinterpret_cast<const uint2*>(from);
     return make_uint4(x.x, x.y, 0, 0);
   }
   __device__ void decode_four(const uint4& x, Element e, float* to) const {
-    if (e == Element::code) {
+    if (coded(e)) {
       float scale, zero;
       Pair<__half>::unpack(meta_, scale, zero);
+      const int bits = bits_of(e);
 #pragma unroll
-      for (int j = 0; j < each; ++j) to[j] = decode(static_cast<float>(x.x >> 8 * j & 255), scale, zero);
+      for (int j = 0; j < each; ++j) {
+        const unsigned code = x.x >> bits * j & static_cast<unsigned>(most_code(bits));
+        to[j] = decode(e == Element::e4m3 ? from_e4m3(code) : static_cast<float>(code), scale, zero);
+      }
     } else if (e == Element::f32) {
       to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
       to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
@@ -193,7 +207,7 @@ class StoredRow {
   }
 
   uint4 low_ = {}, high_ = {};
-  unsigned meta_ = 0;  // scale and zero point of codes, f16
+  unsigned meta_ = 0;  // scale and zero of codes, f16
 };
 
 // stored_bounds: the kernel widens the stored bounds by the new key. bounds, mean: it reads all keys of the page.
@@ -222,7 +236,10 @@ class PageSummary {
   // Calls add or add_distance with the page's first `tokens` keys.
   template <bool Distance>
   __device__ void add_stored(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
-    if (l.codec.k.bits) return add_rows<Element::code, Distance>(frame, l, tokens, lane);
+    if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3, Distance>(frame, l, tokens, lane);
+    if (l.codec.k.bits == 2) return add_rows<Element::code2, Distance>(frame, l, tokens, lane);
+    if (l.codec.k.bits == 4) return add_rows<Element::code4, Distance>(frame, l, tokens, lane);
+    if (l.codec.k.bits) return add_rows<Element::code8, Distance>(frame, l, tokens, lane);
     if (l.dtype == DType::f32) return add_rows<Element::f32, Distance>(frame, l, tokens, lane);
     if (l.dtype == DType::f16) return add_rows<Element::f16, Distance>(frame, l, tokens, lane);
     add_rows<Element::bf16, Distance>(frame, l, tokens, lane);
@@ -240,7 +257,7 @@ class PageSummary {
           summary, e, half, lane, [=](const KeyElement& x) { return How == Summed::centre ? x.low(tokens) : x.least; },
           [=](float x) { return bound_bits(x, false, f16); });
       put(
-          summary + l.head_dim * bytes_of(e), e, half, lane,
+          summary + l.head_dim * bits_of(e) / 8, e, half, lane,
           [=](const KeyElement& x) { return How == Summed::centre ? x.high(tokens) : x.most; },
           [=](float x) { return bound_bits(x, true, f16); });
     }
@@ -369,7 +386,7 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
       const std::byte* summary = summary_of(a, slot, kv_head, page);
       const Element e = element_of(a.layouts->dtype);
       least.load(summary, e, half, lane);
-      most.load(summary + dim * bytes_of(e), e, half, lane);
+      most.load(summary + dim * bits_of(e) / 8, e, half, lane);
     }
   __syncwarp();  // take_place changes the length that all lanes of the head read
   Place p;

@@ -137,16 +137,16 @@ struct ReadE4m3 {
   // A code's sign, exponent and mantissa are also those of an f16 that is 2^8 times smaller.
   KVLAB_INLINE static F half(const char* row, int d, int v) {
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + d)));
-    const __m256i sized = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(0x3f80)),
-                  signs = _mm256_slli_epi16(_mm256_srli_epi16(wide, 7), 15),
-                  nan = _mm256_cmpeq_epi16(sized, _mm256_set1_epi16(0x3f80));
-    const __m256i x = _mm256_or_si256(_mm256_or_si256(sized, signs), _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)));
-    return (F)_mm256_cvtph_ps(v ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x)) * 0x1p8f;
+    const __m256i x = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(wide, 8), 1), _mm256_set1_epi16(-0x4080)),
+                  most = _mm256_set1_epi16(0x3f80), nan = _mm256_cmpeq_epi16(_mm256_and_si256(x, most), most),
+                  y = _mm256_or_si256(x, _mm256_and_si256(nan, _mm256_set1_epi16(0x7c00)));
+    return (F)_mm256_cvtph_ps(v ? _mm256_extracti128_si256(y, 1) : _mm256_castsi256_si128(y)) * 0x1p8f;
   }
   KVLAB_INLINE static F tail(const char* row, int d) {
-    char x[16] = {};
-    std::memcpy(x, row + d, lanes);
-    return half(x, 0, 0);
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + d)));
+    const __m128i x = _mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(wide, 8), 1), _mm_set1_epi16(-0x4080)),
+                  most = _mm_set1_epi16(0x3f80), nan = _mm_cmpeq_epi16(_mm_and_si128(x, most), most);
+    return (F)_mm256_cvtph_ps(_mm_or_si128(x, _mm_and_si128(nan, _mm_set1_epi16(0x7c00)))) * 0x1p8f;
   }
 #else
   KVLAB_INLINE static F half(const char* row, int d, int v) { return tail(row, d + v * lanes); }

@@ -1,6 +1,6 @@
 // Votes of the window queries. The kernels read the keys twice: for the maximum and sum of every query's softmax, then
 // for the probabilities. Tensor cores multiply tiles of 16 tokens with all queries of a query head. A query takes two
-// columns: its rounded value and the rest. Codes of 8 bits are whole numbers that bf16 holds. A key is code * scale +
+// columns: its rounded value and the rest. bf16 holds what a code means. A key is code * scale +
 // zero, so its product with q is scale * (q . codes) + zero * sum(q).
 #include <kvlab/ops.hpp>
 
@@ -45,17 +45,43 @@ __device__ __forceinline__ void join(float& high, float& sum, float other_high, 
   high = fresh;
 }
 
+enum class Stored { plain, code8, code4, code2, e4m3 };
+constexpr int bits_of(Stored s) { return s == Stored::code4 ? 4 : s == Stored::code2 ? 2 : 8; }
+
 // Turns the low two codes into elements.
-template <class T>
+template <class T, Stored S>
 __device__ __forceinline__ unsigned pair_of(unsigned codes) {
-  return Pair<T>::pack(static_cast<float>(codes & 0xff), static_cast<float>(codes >> 8 & 0xff));
+  constexpr int bits = bits_of(S);
+  const auto number = [](unsigned code) {
+    code &= static_cast<unsigned>(most_code(bits));
+    return S == Stored::e4m3 ? from_e4m3(code) : static_cast<float>(code);
+  };
+  return Pair<T>::pack(number(codes), number(codes >> bits));
+}
+// Turns eight codes from `row` on into elements.
+template <class T, Stored S>
+__device__ __forceinline__ uint4 eight_of(const std::byte* row) {
+  if constexpr (bits_of(S) == 8) {
+    const uint2 x = __ldg(reinterpret_cast<const uint2*>(row));
+    return make_uint4(pair_of<T, S>(x.x), pair_of<T, S>(x.x >> 16), pair_of<T, S>(x.y), pair_of<T, S>(x.y >> 16));
+  } else {
+    unsigned x;
+    if constexpr (bits_of(S) == 4)
+      x = __ldg(reinterpret_cast<const unsigned*>(row));
+    else
+      x = __ldg(reinterpret_cast<const unsigned short*>(row));
+    constexpr int two = 2 * bits_of(S);
+    return make_uint4(pair_of<T, S>(x), pair_of<T, S>(x >> two), pair_of<T, S>(x >> 2 * two),
+                      pair_of<T, S>(x >> 3 * two));
+  }
 }
 
 // Calls f(column tile, query, s) with the scores s[2] of this thread's two tokens for one query. Tokens that the query
 // does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in score_pages.cu.
-template <class T, int Chunks, bool Coded, class F, class EndOfTile>
+template <class T, int Chunks, Stored S, class F, class EndOfTile>
 __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
                            const EndOfTile& end_of_tile) {
+  constexpr bool coded = S != Stored::plain;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4, kv_head = head / a.group;
   const int tokens = tokens_of(a, row, kv_head), column_tiles = (2 * a.window + 7) / 8;
   for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
@@ -76,8 +102,8 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
     }
     fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
   }
-  __shared__ float query_sum[Coded ? most_queries : 1];
-  for (int i = warp; Coded && i < a.window; i += warps) {
+  __shared__ float query_sum[coded ? most_queries : 1];
+  for (int i = warp; coded && i < a.window; i += warps) {
     float sum = 0;
     for (int d = lane; d < a.kv.head_dim; d += 32) sum += a.queries(row, head, i, d);
     for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
@@ -96,17 +122,13 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
       t[half] = tile * tile_tokens + lane / 4 + 8 * half;
       const auto token = a.kv.token(row, kv_head, min(t[half], tokens - 1));
       position[half] = t[half] < tokens ? token.position() : 0x7fffffff;
-      if constexpr (Coded) {
+      if constexpr (coded) {
         const __half* meta = reinterpret_cast<const __half*>(token.frame + layout.k_meta) + 2 * token.offset;
         code[half] = make_float2(__half2float(meta[0]), __half2float(meta[1]));
-        const auto* from =
-            reinterpret_cast<const uint2*>(token.frame + layout.k + token.offset * (Chunks * 32)) + quarter;
+        constexpr int eight = bits_of(S);  // bytes of eight codes
+        const std::byte* from = token.frame + layout.k + token.offset * (Chunks * 4 * eight) + quarter * eight;
 #pragma unroll
-        for (int c = 0; c < Chunks; ++c) {
-          const uint2 codes = __ldg(from + 4 * c);
-          key[half][c] = make_uint4(pair_of<T>(codes.x), pair_of<T>(codes.x >> 16), pair_of<T>(codes.y),
-                                    pair_of<T>(codes.y >> 16));
-        }
+        for (int c = 0; c < Chunks; ++c) key[half][c] = eight_of<T, S>(from + 4 * c * eight);
       } else {
         const auto* from = reinterpret_cast<const uint4*>(token.frame + layout.k +
                                                           token.offset * (Chunks * chunk_bytes) + quarter * 16);
@@ -127,7 +149,7 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float x = sum[2 * half] + sum[2 * half + 1];
-        if constexpr (Coded) x = x * code[half].x + (query < a.window ? query_sum[query] : 0) * code[half].y;
+        if constexpr (coded) x = x * code[half].x + (query < a.window ? query_sum[query] : 0) * code[half].y;
         s[half] = position[half] <= newest ? x * a.scale : -INFINITY;
       }
       f(column, query, s);
@@ -136,13 +158,13 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
   }
 }
 
-template <class T, int Chunks, bool Coded>
+template <class T, int Chunks, Stored S>
 __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   const int head = blockIdx.y, row = blockIdx.z, column_tiles = (2 * a.window + 7) / 8;
   float2* stats = reinterpret_cast<float2*>(dynamic + column_tiles * Chunks * 32);  // [column tile, thread]
   for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
-  for_scores<T, Chunks, Coded>(
+  for_scores<T, Chunks, S>(
       a, row, head, dynamic,
       [&](int column, int, const float(&s)[2]) {
         float2& own = stats[column * threads + threadIdx.x];
@@ -162,7 +184,7 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   }
 }
 
-template <class T, int Chunks, bool Coded>
+template <class T, int Chunks, Stored S>
 __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   __shared__ float2 stats[most_queries];  // maximum, 1 / sum
@@ -176,7 +198,7 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
     stats[i] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
   }
   float vote[2] = {};
-  for_scores<T, Chunks, Coded>(
+  for_scores<T, Chunks, S>(
       a, row, head, dynamic,
       [&](int, int query, const float(&s)[2]) {
         if (query >= a.window) return;
@@ -232,13 +254,13 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
   }
 }
 
-template <class T, int Chunks, bool Coded>
+template <class T, int Chunks, Stored S>
 void launch(const Args& a, cudaStream_t stream) {
   const int column_tiles = (2 * a.window + 7) / 8, queries = column_tiles * Chunks * 512,
             stats = column_tiles * threads * 8;
   const dim3 grid(a.chunks, static_cast<unsigned>(a.queries.extent[1]), a.kv.kv.rows);
-  const auto first = stats_kernel<T, Chunks, Coded>;
-  const auto second = votes_kernel<T, Chunks, Coded>;
+  const auto first = stats_kernel<T, Chunks, S>;
+  const auto second = votes_kernel<T, Chunks, S>;
   static const cudaError_t once[] = {
       cudaFuncSetAttribute(first, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes() - 2048)),
       cudaFuncSetAttribute(second, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -250,13 +272,13 @@ void launch(const Args& a, cudaStream_t stream) {
   check_launch("window_votes");
 }
 
-template <class T, bool Coded>
+template <class T, Stored S>
 void launch_dim(const Args& a, cudaStream_t stream) {
   switch (a.kv.head_dim) {
-    case 64: return launch<T, 2, Coded>(a, stream);
-    case 96: return launch<T, 3, Coded>(a, stream);
-    case 128: return launch<T, 4, Coded>(a, stream);
-    default: return launch<T, 8, Coded>(a, stream);
+    case 64: return launch<T, 2, S>(a, stream);
+    case 96: return launch<T, 3, S>(a, stream);
+    case 128: return launch<T, 4, S>(a, stream);
+    default: return launch<T, 8, S>(a, stream);
   }
 }
 
@@ -265,7 +287,7 @@ bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
   const int dim = kv.head_dim;
   const std::int64_t window = queries.extent[2],
                      bytes = (2 * window + 7) / 8 * (std::int64_t{dim} / 32 * 512 + threads * 8);
-  return (l.codec.k.bits == 8 || (l.codec.k.bits == 0 && (l.dtype == DType::bf16 || l.dtype == DType::f16))) &&
+  return (l.codec.k.bits > 0 || l.dtype == DType::bf16 || l.dtype == DType::f16) &&
          (dim == 64 || dim == 96 || dim == 128 || dim == 256) && kv.rope != RopeRegime::cache_relative &&
          window <= most_queries && bytes <= shared_bytes() - 2048;
 }
@@ -290,9 +312,13 @@ static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_
                                                          std::max<std::int64_t>(useful, 1)));
     a.partial = static_cast<float2*>(fixed_scratch(
         s.handle(), "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
-    if (kv.layouts[0].codec.k.bits) return launch_dim<__nv_bfloat16, true>(a, stream);
-    return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half, false>(a, stream)
-                                             : launch_dim<__nv_bfloat16, false>(a, stream);
+    const CodecSide keys = kv.layouts[0].codec.k;
+    if (keys.kind == CodeKind::e4m3) return launch_dim<__nv_bfloat16, Stored::e4m3>(a, stream);
+    if (keys.bits == 2) return launch_dim<__nv_bfloat16, Stored::code2>(a, stream);
+    if (keys.bits == 4) return launch_dim<__nv_bfloat16, Stored::code4>(a, stream);
+    if (keys.bits) return launch_dim<__nv_bfloat16, Stored::code8>(a, stream);
+    return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half, Stored::plain>(a, stream)
+                                             : launch_dim<__nv_bfloat16, Stored::plain>(a, stream);
   }
   if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, s.handle());
   a.logits = static_cast<float*>(

@@ -34,7 +34,7 @@ TEST_CASE("cuda rope_append marks the rows with numbers that are not finite") {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
   using Marks = std::vector<std::int32_t>;
   for (const DType dtype : {DType::bf16, DType::f16})
-    for (const CodecSpec codec : {CodecSpec{}, CodecSpec{{8}, {8}}})
+    for (const CodecSpec codec : {CodecSpec{}, CodecSpec{{8}, {8}}, CodecSpec{{4}, {8, CodeKind::e4m3}}})
       for (const bool append : {true, false}) {
         AppendOptions s;
         s.rows = 4, s.dtype = dtype, s.codec = codec, s.append = append;

@@ -498,6 +498,23 @@ StoreFixture fixture(int kind) {
     f.options.codecs = {CodecSpec{{8}, {8}}};
     f.options.host_codec = CodecSpec{};
     f.options.token_state = {"a", "b", "c", "d", "e"};
+  } else if (kind == 8) {
+    s.dtype = DType::bf16, s.head_dim = 80, s.page_size = 8;
+    f.options.codecs = {CodecSpec{{4}, {2}}};
+    f.options.host_codec = f.options.codecs[0];
+    f.options.summary = Summary::min_max;
+    f.options.token_state = {"score"};
+  } else if (kind == 9) {
+    s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 16;
+    f.options.codecs = {CodecSpec{{8}, {4}}};
+    f.options.host_codec = CodecSpec{{4}, {2}};
+    f.options.summary = Summary::centre_radius;
+    f.options.token_state = {"score"};
+  } else if (kind == 10) {
+    s.dtype = DType::f16, s.head_dim = 128, s.page_size = 4, s.kv_heads = 1, s.query_heads = 2;
+    f.options.codecs = {CodecSpec{{8, CodeKind::e4m3}, {8, CodeKind::e4m3}}};
+    f.options.host_codec = CodecSpec{{8}, {8, CodeKind::e4m3}};
+    f.options.summary = Summary::mean;
   } else {
     s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
     f.options.codecs = {CodecSpec{{8}, {0}}};
@@ -511,7 +528,7 @@ StoreFixture fixture(int kind) {
 }  // namespace
 
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
-  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7);
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10);
   const RopeRegime rope = GENERATE(RopeRegime::original, RopeRegime::re_rotate);
   for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 6); ++seed) {
     StoreFixture f = fixture(kind);
@@ -730,7 +747,8 @@ TEST_CASE("cuda store: the surplus that leaves a step is the CPU's, place by pla
   struct Head {
     int tokens, page_size, kind;
   };
-  const Head head = GENERATE(Head{300, 4, 0}, Head{90, 16, 7}, Head{70, 2, 1}, Head{4300, 16, 5}, Head{40, 16, 2});
+  const Head head = GENERATE(Head{300, 4, 0}, Head{90, 16, 7}, Head{70, 2, 1}, Head{4300, 16, 5}, Head{40, 16, 2},
+                             Head{60, 8, 8}, Head{70, 16, 9});
   if (cases::quick() && head.tokens > 1000) return;
   StoreFixture f = fixture(head.kind);
   f.options.shape.page_size = head.page_size;

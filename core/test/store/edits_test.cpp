@@ -419,6 +419,43 @@ TEST_CASE("encode to int8 and back stays within half a step; the ledger follows"
   CHECK_THROWS_AS(store.apply(test::encode(pages.pages(), 2), {slot}), Error);
 }
 
+TEST_CASE("pages go from codes to other codes and back as copies of their tokens do") {
+  StoreFixture f;
+  f.options.shape.head_dim = 16;
+  f.options.shape.dtype = DType::bf16;
+  f.options.codecs = {CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}, CodecSpec{{8, CodeKind::e4m3}, {8}}};
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 10);
+  // A page of its own keeps a token, and takes the same way.
+  const auto layout = [&](int codec) { return ops::make_layout(DType::bf16, f.options.codecs[codec], 4, 16, 0); };
+  const auto tokens = test::stored_tokens(store, 0, slot, 1);
+  std::vector<std::byte> page(static_cast<std::size_t>(layout(0).bytes));
+  ops::write_token(page.data(), layout(0), 2, f.row(0, 0, slot, 1, 6).data(), f.row(1, 0, slot, 1, 6).data(), 6);
+  Lists pages(2, {1});
+  const auto& held = store.ledger().held(Tier::device);
+  int from = 0;
+  for (const int to : {1, 2, 0, 2, 1}) {
+    CAPTURE(from, to);
+    std::vector<std::byte> next(static_cast<std::size_t>(layout(to).bytes));
+    ops::copy_token(page.data(), layout(from), 2, next.data(), layout(to), 2);
+    page = next;
+    from = to;
+    CHECK(store.apply(test::encode(pages.pages(), to), {slot}).changed == 2);
+    store.check_invariants();
+    const auto got = test::stored_tokens(store, 0, slot, 1);
+    std::vector<float> row(16);
+    for (const KvSide side : {KvSide::key, KvSide::value}) {
+      ops::read_row(page.data(), layout(to), side, 2, row.data());
+      CHECK(row == (side == KvSide::key ? got[6].k : got[6].v));
+    }
+    CHECK(got[3].k == tokens[3].k);
+    const PageLayout first = layout(0), other = layout(to);
+    CHECK(held[static_cast<int>(Tag::keys)] == 10 * (first.v - first.k) + 2 * (other.v - other.k));
+    CHECK(held[static_cast<int>(Tag::values)] == 10 * (first.k_meta - first.v) + 2 * (other.k_meta - other.v));
+  }
+}
+
 TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
   StoreFixture f;
   f.options.host_codec = CodecSpec{{8}, {8}};

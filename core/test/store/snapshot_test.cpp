@@ -141,6 +141,8 @@ TEST_CASE("a snapshot of another kind of store is refused") {
   StoreOptions o = x.f.options;
   o.host_codec = CodecSpec{{0}, {8}};  // the frames keep their size
   refused(o);
+  o.host_codec = CodecSpec{{8, CodeKind::e4m3}, {0}};
+  refused(o);
   o = x.f.options;
   o.rope = RopeRegime::cache_relative;
   refused(o);
