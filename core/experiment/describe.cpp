@@ -9,6 +9,7 @@
 #include "base/content_hash.hpp"
 #include "base/text.hpp"
 #include "experiment/entry_keys.hpp"
+#include "ops/page/paged.hpp"
 #include "plugin/library_note.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
@@ -112,6 +113,12 @@ std::string entry_text(const PluginInfo& plugin, const std::string& first) {
   return pairs.empty() ? plugin.name : plugin.name + ": {" + join(pairs) + "}";
 }
 
+// The plugin as a value: its name, or a map of its parameters.
+std::string use_text(const PluginInfo& plugin) {
+  const std::string entry = entry_text(plugin, "");
+  return entry == plugin.name ? entry : "{" + entry + "}";
+}
+
 std::string first_name(Registry& registry, Role role, const std::string& otherwise) {
   const auto names = registry.names({role});
   return names.empty() ? otherwise : names.front();
@@ -161,13 +168,13 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
       return components.empty() ? text : text + "ablate: {" + plugin.name + ": [" + join(components) + "]}\n";
     }
     case Role::budget: {
-      const std::string split = plugin.params.empty() ? plugin.name : "{" + entry_text(plugin, "") + "}";
+      const std::string split = use_text(plugin);
       return experiment(any_task(registry), first_name(registry, Role::scorer, "SCORER") +
                                                 ": {budget: {tokens: 512, split: " + split + "}}");
     }
     case Role::codec: {
-      const std::string codec = plugin.params.empty() ? plugin.name : "{" + entry_text(plugin, "") + "}";
-      return experiment(any_task(registry), "{name: full-" + plugin.name + ", policy: full, codec: " + codec + "}");
+      return experiment(any_task(registry),
+                        "{name: full-" + plugin.name + ", policy: full, codec: " + use_text(plugin) + "}");
     }
     case Role::profiler: return "profilers:\n  - " + entry_text(plugin, "") + "\n";
     case Role::task: return experiment(entry_text(plugin, ""), "");
@@ -224,6 +231,28 @@ std::string needs_text(const PluginInfo& plugin) {
   }
 }
 
+// How a codec with default parameters stores K and V.
+std::string stores_text(const PluginInfo& plugin) {
+  try {
+    const CodecSpec spec = create<Codec>(plugin, resolve(plugin, {}))->spec();
+    const auto side = [](CodecSide s) {
+      if (s.kind == CodeKind::e4m3) return std::string("FP8 (e4m3)");
+      return s.bits ? fmt::format("codes of {} bits", s.bits) : std::string("in the run's dtype");
+    };
+    constexpr int page = 16, head_dim = 128;
+    const auto bytes = [](const CodecSpec& s) {
+      return ops::make_layout(DType::bf16, s, page, head_dim, 0).bytes / page;
+    };
+    return table({{"keys", side(spec.k)},
+                  {"values", side(spec.v)},
+                  {"a token", fmt::format("{} bytes of a KV head of {}, in pages of {}; {} without a codec",
+                                          bytes(spec), head_dim, page, bytes({}))}},
+                 "  ");
+  } catch (const Error& e) {
+    return fmt::format("  known once it has its parameters: {}\n", e.what());
+  }
+}
+
 std::string title(const RoleDeclaration& role) {
   return fmt::format("{} ({}, version {})\n  {}\n", role.name, name_of(role.role), role.version, role.help);
 }
@@ -270,6 +299,7 @@ std::string describe_one(Registry& registry, const PluginInfo& plugin) {
   std::string text = title(plugin) + fmt::format("  library: {}\n", library_text(plugin)) + params_text(plugin.params);
   if (plugin.role == Role::scorer || plugin.role == Role::selector || plugin.role == Role::policy)
     text += "\nneeds\n" + needs_text(plugin) + "\nkeys of its entry\n" + keys_text(keys_of(plugin));
+  if (plugin.role == Role::codec) text += "\nstores\n" + stores_text(plugin);
   if (plugin.role == Role::task) text += "\nkeys of every task\n" + keys_text(task_keys());
   return text + "\nexample\n" + example(registry, plugin);
 }

@@ -81,6 +81,11 @@ TEST_CASE("describe shows what a method needs") {
                                                   Catch::Contains("the prompt's last 1") &&
                                                   Catch::Contains("attention mass  of steps"));
   CHECK_THAT(describe_text(registry, "int8"), !Catch::Contains("needs\n"));
+  CHECK_THAT(describe_text(registry, "k8v4"),
+             Catch::Contains("stores\n  keys     codes of 8 bits\n  values   codes of 4 bits\n") &&
+                 Catch::Contains("208 bytes of a KV head of 128, in pages of 16; 520 without a codec"));
+  CHECK_THAT(describe_text(registry, "fp8"), Catch::Contains("keys     FP8 (e4m3)"));
+  CHECK_THAT(describe_text(registry, "k16v8"), Catch::Contains("keys     in the run's dtype"));
   CHECK_THAT(describe_text(registry, "arkvale"), Catch::Contains("pages that the method places there") &&
                                                      Catch::Contains("of each page's keys") &&
                                                      Catch::Contains("dense layers"));

@@ -16,6 +16,9 @@ inline std::vector<std::filesystem::path> library_under_test() {
   return {plugin_folder()};
 }
 
+// Are all plugins of this tree under test?
+inline bool of_the_tree() { return !std::getenv("KVLAB_CONTRACT_LIBRARY"); }
+
 inline bool under_test(const PluginInfo& p) {
   const char* library = std::getenv("KVLAB_CONTRACT_LIBRARY");
   std::error_code ec;
