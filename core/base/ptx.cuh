@@ -35,6 +35,22 @@ struct Pair<__half> {
   }
 };
 
+// (x & mask) | bits, as one instruction: the compiler makes two of it if both are constants.
+__device__ __forceinline__ unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
+  unsigned r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "r"(mask), "r"(bits));
+  return r;
+}
+// The compiler keeps x in a register and does not compute it again.
+__device__ __forceinline__ void keep_in_register(unsigned& x) { asm volatile("" : "+r"(x)); }
+
+// Two e4m3 numbers, the first in the low byte, as f16.
+__device__ __forceinline__ unsigned halves_of_e4m3(unsigned two) {
+  unsigned r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(static_cast<unsigned short>(two)));
+  return r;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -53,6 +69,11 @@ __device__ __forceinline__ uint4 load_shared16(unsigned address) {
 __device__ __forceinline__ uint2 load_shared8(unsigned address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ unsigned load_shared4(unsigned address) {
+  unsigned v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
 // Loads 16 bytes of global memory that is read once and that nothing writes while the kernel runs.

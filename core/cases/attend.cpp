@@ -291,10 +291,10 @@ void add_codes(std::vector<Case>& v) {
     for (const int dim : {64, 80, 128})
       for (const int page : {8, 16, 32}) {
         if (++n % 4 && quick()) continue;
-        AttendShape s = shape_of(2, 2, dim, page, n % 5 ? DType::bf16 : DType::f32, codec, groups[n % 5]);
+        AttendShape s = shape_of(3, 2, dim, page, n % 5 ? DType::bf16 : DType::f32, codec, groups[n % 5]);
         s.half = n % 5 > 2 && (codec.k.bits == 0 || codec.v.bits == 0);
         s.options.rope = regime(n);
-        s.lengths = {300, 1, 2 * page + 5, 0, 37, page};
+        s.lengths = {700, 1, 2 * page + 5, 0, 37, page};
         add(v, s);
         s.listed = true;
         s.window = n % 3 == 1 ? 40 : 0;
@@ -438,8 +438,9 @@ Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens
   const auto side = [&](CodecSide s) { return ops::row_bytes(s, o.dtype, o.head_dim) + (s.bits ? 4 : 0); };
   c.work.bytes = static_cast<double>((side(o.codec.k) + side(o.codec.v)) * o.kv_heads * tokens);
   c.work.flops = 4. * o.kv_heads * shape.group * o.head_dim * static_cast<double>(tokens);
-  c.copies = cuda ? 4 : 30;  // on a GPU at least 350 MB together
-  if (cuda) c.kernel = o.codec.k.bits ? "any codec" : "mma, bulk copies";
+  c.copies = cuda ? std::max(4, static_cast<int>(350e6 / c.work.bytes) + 1) : 30;  // a GPU's L2 cache holds 60 MB
+  const bool any = o.codec.k.bits && o.rope == RopeRegime::cache_relative;
+  if (cuda) c.kernel = any ? "any codec" : "mma, bulk copies";
   return c;
 }
 
@@ -476,15 +477,24 @@ void add_steps(std::vector<Case>& v) {
     for (const auto& [batch, context] : {std::pair{8, 32768}, {40, 10240}, {1, 131072}, {1, 32768}})
       v.push_back(step(fmt::format("bf16 32/8 heads of 128, {} x {}, page {}", batch, context, page),
                        batch_of(batch, context, page), std::int64_t{batch} * context, true));
-  for (const auto& [name, codec] : {std::pair{"int8", codes},
-                                    {"int8 and int4", CodecSpec{{8}, {4}}},
-                                    {"int4", CodecSpec{{4}, {4}}},
-                                    {"int4 and int2", CodecSpec{{4}, {2}}},
-                                    {"fp8", CodecSpec{fp8, fp8}}}) {
-    AttendShape s = batch_of(8, 32768, 16);
-    s.options.codec = codec;
-    v.push_back(step(fmt::format("{} 32/8 heads of 128, 8 x 32768, page 16", name), s, 8 * 32768, true));
-  }
+  for (const auto& [batch, context, page, all] : {std::tuple{8, 32768, 16, true},
+                                                  {32, 4096, 16, true},
+                                                  {8, 32768, 32, false},
+                                                  {1, 32768, 16, false},
+                                                  {32, 4096, 32, false},
+                                                  {32, 16384, 16, false}})
+    for (const auto& [name, codec, always] : {std::tuple{"bf16", plain, false},
+                                              {"k8v8", codes, true},
+                                              {"k8v4", CodecSpec{{8}, {4}}, false},
+                                              {"k4v4", CodecSpec{{4}, {4}}, true},
+                                              {"k4v2", CodecSpec{{4}, {2}}, false},
+                                              {"fp8", CodecSpec{fp8, fp8}, false}}) {
+      if (!(all || always) || (codec == plain && context == 32768)) continue;
+      AttendShape s = batch_of(batch, context, page);
+      s.options.codec = codec;
+      v.push_back(step(fmt::format("{} 32/8 heads of 128, {} x {}, page {}", name, batch, context, page), s,
+                       std::int64_t{batch} * context, true));
+    }
   for (const auto& [name, codec] : {std::pair{"bf16", plain}, {"int8", codes}}) {
     AttendShape s = batch_of(40, 1024, 16);
     s.options.codec = codec;

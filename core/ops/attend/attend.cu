@@ -6,7 +6,7 @@
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
 #include "ops/attend/attend.cuh"
-#include "ops/attend/attend_kernel.cuh"
+#include "ops/attend/attend_plain.cuh"
 #include "ops/linear/linear.cuh"
 #include "ops/page/ranks.cuh"
 
@@ -33,16 +33,11 @@ __global__ void fill_kernel(float* out, std::int64_t row, std::int64_t head, int
 
 template <class T>
 void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t stream) {
-  const bool wide = a.group > 8;
   switch (dim) {
-    case 64:
-      return wide ? decode::launch<T, 64, 2, false>(a, map, stream) : decode::launch<T, 64, 1, false>(a, map, stream);
-    case 96:
-      return wide ? decode::launch<T, 96, 2, false>(a, map, stream) : decode::launch<T, 96, 1, false>(a, map, stream);
-    case 128:
-      return wide ? decode::launch<T, 128, 2, false>(a, map, stream) : decode::launch<T, 128, 1, false>(a, map, stream);
-    default:
-      return wide ? decode::launch<T, 256, 2, false>(a, map, stream) : decode::launch<T, 256, 1, false>(a, map, stream);
+    case 64: return decode::launch_plain<T, 64, false>(a, map, stream);
+    case 96: return decode::launch_plain<T, 96, false>(a, map, stream);
+    case 128: return decode::launch_plain<T, 128, false>(a, map, stream);
+    default: return decode::launch_plain<T, 256, false>(a, map, stream);
   }
 }
 
@@ -73,10 +68,13 @@ bool attend_pipelined(const AttendArgs& in) {
   const int dim = kv.head_dim, p = kv.page_size, group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
   const CodecSpec codec = kv.layouts[0].codec;
   const DType dtype = kv.layouts[0].dtype;
-  return !in.tokens && codec.k.bits == 0 && codec.v.bits == 0 && (dtype == DType::bf16 || dtype == DType::f16) &&
-         (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
+  if (in.tokens || kv.kv_heads > max_pairs) return false;
+  if (codec.k.bits || codec.v.bits)
+    return decode::takes_codes(kv.layouts[0]) && group <= 8 && kv.rope != RopeRegime::cache_relative &&
+           (!in.rounded || dtype != DType::f32);
+  return (dtype == DType::bf16 || dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
          (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 &&
-         (kv.rope != RopeRegime::cache_relative || dim % 64 == 0) && kv.kv_heads <= max_pairs;
+         (kv.rope != RopeRegime::cache_relative || dim % 64 == 0);
 }
 
 static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
@@ -90,7 +88,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
   const int row_bytes = dim * 2;
-  const bool half = l.dtype == DType::f16;
+  const bool half = l.dtype == DType::f16, codes = l.codec.k.bits != 0;
   Args a = {};
   a.table = kv.table.data;
   a.table_slot = kv.table.stride[0], a.table_head = kv.table.stride[1];
@@ -104,6 +102,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   a.pair_of = PairOf(kv.kv_heads);
   a.group = heads / kv.kv_heads;
   a.page_size = kv.page_size;
+  a.half = half;
   a.window = in.window;
   a.value_rows = static_cast<int>((l.v - l.k) / 128);
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
@@ -121,8 +120,8 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
   a.joint =
       kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
-  const CUtensorMap& map =
-      unit_map(kv.base, std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1), half);
+  const int unit_rows = std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1);
+  const CUtensorMap* map = codes ? nullptr : &unit_map(kv.base, unit_rows, half);
   const bool turn = kv.rope == RopeRegime::cache_relative;
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
@@ -146,11 +145,13 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
       a.list_count = list.count.data + begin * list.count.stride[0];
       a.count_row = list.count.stride[0], a.count_head = list.count.stride[1];
     }
-    if (turn) {
+    if (codes) {
+      decode::launch_codes(a, l, stream);
+    } else if (turn) {
       a.rank = ranks + std::int64_t{begin} * kv.kv_heads * a.rank_room;
-      decode::launch_turned(a, dim, half, map, stream);
+      decode::launch_turned(a, dim, half, *map, stream);
     } else {
-      half ? launch_dim<__half>(a, dim, map, stream) : launch_dim<__nv_bfloat16>(a, dim, map, stream);
+      half ? launch_dim<__half>(a, dim, *map, stream) : launch_dim<__nv_bfloat16>(a, dim, *map, stream);
     }
   }
   if (in.mass && kv.rows > 0) {

@@ -34,6 +34,7 @@ struct Args {
   int value_rows;   // 128-byte rows from a page's keys to its values
   int stages;
   bool joint;                // a page is one unit: its keys and values are contiguous
+  bool half;                 // `rounded` is f16
   float scale;               // factor of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room] if the kernel rotates keys
   const float* inv_freq;     // [head_dim / 2]
@@ -54,30 +55,31 @@ struct FirstUnit {
 
 // The pairs' units, in a block's shared memory.
 struct Pairs {
-  int count;
+  int count, unit;         // unit: its tokens
   int* first;              // [pair] units before the pair; [count]: all units
   unsigned char* missing;  // [pair] tokens missing from the pair's last unit
 
   static constexpr int bytes_of(int pairs) { return (pairs + 1) * 4 + pairs; }
-  __device__ Pairs(int pairs, int* memory)
-      : count(pairs), first(memory), missing(reinterpret_cast<unsigned char*>(memory + pairs + 1)) {}
+  __device__ Pairs(int pairs, int unit, int* memory)
+      : count(pairs), unit(unit), first(memory), missing(reinterpret_cast<unsigned char*>(memory + pairs + 1)) {}
   __device__ __forceinline__ int tokens(int pair) const {
-    return (first[pair + 1] - first[pair]) * unit_tokens - missing[pair];
+    return (first[pair + 1] - first[pair]) * unit - missing[pair];
   }
 };
 
-template <int Dim>
-__device__ __forceinline__ Unit locate(const Args& a, const Pairs& pairs, const Line<FirstUnit>& line, int x) {
+// unit_rows: rows of the tensor map from a unit of a page to the next one.
+__device__ __forceinline__ Unit locate(const Args& a, const Pairs& pairs, const Line<FirstUnit>& line, int unit_rows,
+                                       int x) {
   const int pair = line.pair_of(x), u = x - pairs.first[pair], row = a.pair_of.row(pair),
             head = pair - row * a.kv_heads;
   const PageEntry* entries = a.table + a.slots[row] * a.table_slot + head * a.table_head;
   const std::int32_t* list = a.list ? a.list + row * a.list_row + head * a.list_head : nullptr;
   Unit out;
-  if (a.page_size >= unit_tokens) {
-    const int shift = __ffs(a.page_size / unit_tokens) - 1, i = u >> shift, sub = u - (i << shift);
+  if (a.page_size >= pairs.unit) {
+    const int shift = __ffs(a.page_size / pairs.unit) - 1, i = u >> shift, sub = u - (i << shift);
     const int page = list ? list[i] : i;
-    out.y0 = entries[page].frame + sub * (UnitShape<Dim>::side_bytes / 128);
-    out.place0 = page * a.page_size + sub * unit_tokens;
+    out.y0 = entries[page].frame + sub * unit_rows;
+    out.place0 = page * a.page_size + sub * pairs.unit;
     out.y1 = -1, out.place1 = 0;
   } else {
     const int count = (pairs.tokens(pair) + a.page_size - 1) / a.page_size;
@@ -132,9 +134,10 @@ __device__ __forceinline__ int count_units(const Args& a, const Pairs& to, int e
     for (int i = 0; i < at_once; ++i) {
       const int pair = begin + first + i;
       if (first + i >= each || pair >= to.count) continue;
-      const int units = (tokens[i] + unit_tokens - 1) / unit_tokens;
+      const int units =
+          static_cast<int>(static_cast<unsigned>(tokens[i] + to.unit - 1) / static_cast<unsigned>(to.unit));
       to.first[pair] = own;
-      to.missing[pair] = static_cast<unsigned char>(units * unit_tokens - tokens[i]);
+      to.missing[pair] = static_cast<unsigned char>(units * to.unit - tokens[i]);
       own += units;
       most = max(most, units);
     }

@@ -2,6 +2,7 @@
 // (attend_kernel.cuh).
 #pragma once
 #include <cmath>
+#include <type_traits>
 
 #include "ops/attend/attend_line.cuh"
 
@@ -36,9 +37,20 @@ struct Running {
   }
 };
 
-template <class T, int Dim>
-__device__ __forceinline__ T* rounded_at(const Args& a, int row, int query_head, int element) {
-  return static_cast<T*>(a.rounded) + (std::int64_t{row} * a.kv_heads * a.group + query_head) * Dim + element;
+template <int Dim>
+__device__ __forceinline__ std::uint16_t* rounded_at(const Args& a, int row, int query_head, int element) {
+  return static_cast<std::uint16_t*>(a.rounded) + (std::int64_t{row} * a.kv_heads * a.group + query_head) * Dim +
+         element;
+}
+
+// Element of `rounded`. EitherHalf: what a.half says.
+struct EitherHalf {};
+template <class T>
+__device__ __forceinline__ unsigned round_pair(const Args& a, float low, float high) {
+  if constexpr (std::is_same_v<T, EitherHalf>)
+    return a.half ? Pair<__half>::pack(low, high) : Pair<__nv_bfloat16>::pack(low, high);
+  else
+    return Pair<T>::pack(low, high);
 }
 
 // Writes a column of four elements of a head. Columns count through the pair's heads.
@@ -51,8 +63,8 @@ __device__ __forceinline__ void put_result(const Args& a, int pair, int column, 
   float* out = a.out + row * a.out_row + query_head * a.out_head + element;
   out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
   if (a.rounded)
-    *reinterpret_cast<uint2*>(rounded_at<T, Dim>(a, row, query_head, element)) =
-        make_uint2(Pair<T>::pack(x.x, x.y), Pair<T>::pack(x.z, x.w));
+    *reinterpret_cast<uint2*>(rounded_at<Dim>(a, row, query_head, element)) =
+        make_uint2(round_pair<T>(a, x.x, x.y), round_pair<T>(a, x.z, x.w));
   if (a.lse && element == 0) a.lse[row * a.lse_row + query_head] = r.sum != 0 ? r.high * ln2 + logf(r.sum) : -INFINITY;
 }
 

@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
+
 namespace kvlab::cuda {
 
 template <class T>
@@ -17,6 +19,20 @@ struct Pair {
   }
 };
 
+inline unsigned and_or(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
+inline void keep_in_register(unsigned&) {}
+
+inline unsigned halves_of_e4m3(unsigned two) {
+  const auto number = [](unsigned x) {
+    const int exponent = static_cast<int>(x >> 3 & 15), fraction = static_cast<int>(x & 7);
+    const float size = exponent == 15 && fraction == 7 ? NAN
+                       : exponent == 0                 ? std::ldexp(static_cast<float>(fraction), -9)
+                                                       : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+    return x & 0x80 ? -size : size;
+  };
+  return Pair<__half>::pack(number(two), number(two >> 8));
+}
+
 inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.f : y;
@@ -28,6 +44,9 @@ inline uint4 load_shared16(unsigned address) {
 }
 inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
+}
+inline unsigned load_shared4(unsigned address) {
+  return *static_cast<const unsigned*>(emulator::shared_memory(address, 4, 4));
 }
 inline void copy_async16(unsigned to, const void* from) { emulator::copy_async(to, from); }
 inline void wait_copies() { emulator::wait_copies(); }

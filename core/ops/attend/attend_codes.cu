@@ -1,0 +1,59 @@
+// attend's pipelined kernel for caches of codes: which codecs it has.
+#include "ops/attend/attend_codes.cuh"
+
+#include "ops/attend/attend.cuh"
+
+namespace kvlab::ops::decode {
+namespace {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+constexpr int codes_of(int k, int v) { return 16 * k + v; }
+constexpr int e4m3 = 9;  // beside the numbers of bits
+
+// Calls f with the rows of a codec; false if there are none.
+template <int Dim, int Page, class F>
+bool with_rows(CodecSpec codec, const F& f) {
+  const auto number = [](const CodecSide& s) { return s.kind == CodeKind::e4m3 ? e4m3 : static_cast<int>(s.bits); };
+  const auto is = [&](auto k, auto v) { return f(Type<CodeRows<decltype(k), decltype(v), Dim, Page>>{}), true; };
+  switch (codes_of(number(codec.k), number(codec.v))) {
+    case codes_of(8, 8): return is(Codes<8>{}, Codes<8>{});
+    case codes_of(8, 4): return is(Codes<8>{}, Codes<4>{});
+    case codes_of(4, 8): return is(Codes<4>{}, Codes<8>{});
+    case codes_of(4, 4): return is(Codes<4>{}, Codes<4>{});
+    case codes_of(2, 4):
+      if constexpr (Dim == 128 || Page == 16) return is(Codes<2>{}, Codes<4>{});
+      return false;
+    case codes_of(e4m3, e4m3): return is(E4m3{}, E4m3{});
+    case codes_of(4, 2):
+      if constexpr (Dim == 128) return is(Codes<4>{}, Codes<2>{});  // a lane has at least four bytes of a value
+      return false;
+    default: return false;
+  }
+}
+template <class F>
+bool with_rows(const PageLayout& l, const F& f) {
+  if (l.page_size == 16)
+    return l.head_dim == 128 ? with_rows<128, 16>(l.codec, f) : l.head_dim == 64 && with_rows<64, 16>(l.codec, f);
+  if (l.page_size == 32)
+    return l.head_dim == 128 ? with_rows<128, 32>(l.codec, f) : l.head_dim == 64 && with_rows<64, 32>(l.codec, f);
+  return false;
+}
+
+}  // namespace
+
+bool takes_codes(const PageLayout& l) {
+  return with_rows(l, [](auto) {});
+}
+
+void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream) {
+  with_rows(l, [&](auto type) {
+    using Rows = typename decltype(type)::type;
+    launch<Rows>(a, unit_map(a.base, Rows::page_bytes / static_cast<int>(granule_bytes), false), stream);
+  });
+}
+
+}  // namespace kvlab::ops::decode
