@@ -2,8 +2,8 @@
 // each token's key and value. A unit is a page of 32 tokens or two of 16. A page's keys, values, scales and zeros come
 // in one bulk copy. Both halves of a unit are multiplied side by side, so that each hides the other's latencies.
 //
-// The tensor cores multiply the codes themselves, as f16. A code of B bits becomes f16 by one logical operation: the bits
-// of 1024 and of the code times 2^n, where n is the code's place in a byte. So products with queries are
+// The tensor cores multiply the codes themselves, as f16. A code of B bits becomes f16 by one logical operation: the
+// bits of 1024 and of the code times 2^n, where n is the code's place in a byte. So products with queries are
 //   sum q (1024 + 2^n code) / 2^n = sum q code + 1024 sum q / 2^n,
 // and the second sum is one number of a query. Scales and zeros of keys apply to the scores of a token. Those of values
 // go with the token's probability: the scale into it, the zero into a sum of its own.
@@ -94,7 +94,7 @@ struct CodeRows {
   }
 
   unsigned qf[own_keys / 2];  // B fragments of Q^T: columns are the query heads of the group
-  float factor;  // of products
+  float factor;               // of products
   // Of the lane's two columns: what the 1024 of codes add to a product, negated, and the sum of the query times factor.
   float bias[2], query_sum[2];
   float o[1][tiles][4], all[4];    // the same for a value of ones
@@ -110,7 +110,8 @@ struct CodeRows {
     float x[own_keys], top = 0;
 #pragma unroll
     for (int i = 0; i < own_keys / 4; ++i)
-      x[4 * i] = asked[0][i].x, x[4 * i + 1] = asked[0][i].y, x[4 * i + 2] = asked[0][i].z, x[4 * i + 3] = asked[0][i].w;
+      x[4 * i] = asked[0][i].x, x[4 * i + 1] = asked[0][i].y, x[4 * i + 2] = asked[0][i].z,
+            x[4 * i + 3] = asked[0][i].w;
 #pragma unroll
     for (int i = 0; i < own_keys; ++i) x[i] *= a.scale, top = fmaxf(top, fabsf(x[i]));
     for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -194,15 +195,14 @@ struct CodeRows {
         scale *= factor;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          scores[0][4 * u + 2 * r + h] =
-              (c[u][0][2 * r + h] + c[u][1][2 * r + h]) * scale + zero * query_sum[h];
+          scores[0][4 * u + 2 * r + h] = (c[u][0][2 * r + h] + c[u][1][2 * r + h]) * scale + zero * query_sum[h];
       }
   }
 
   // Adds the unit's first `valid` tokens. scores: -inf where nothing is seen.
-  __device__ __forceinline__ void add(unsigned at, int valid, float (&scores)[1][4 * halves],
-                                      float (&highs)[1][2], float (&sums)[1][2]) {
-    float (&s)[4 * halves] = scores[0], (&high)[2] = highs[0], (&sum)[2] = sums[0];
+  __device__ __forceinline__ void add(unsigned at, int valid, float (&scores)[1][4 * halves], float (&highs)[1][2],
+                                      float (&sums)[1][2]) {
+    float(&s)[4 * halves] = scores[0], (&high)[2] = highs[0], (&sum)[2] = sums[0];
     unsigned meta[2 * halves], w[halves][4][value_words];
 #pragma unroll
     for (int u = 0; u < halves; ++u) {
@@ -255,7 +255,8 @@ struct CodeRows {
     unsigned p[2 * halves];
 #pragma unroll
     for (int r = 0; r < 2 * halves; ++r) {
-      const float x = exp2_fast(s[2 * r] - shift[0]), y = exp2_fast(s[2 * r + 1] - shift[1]), share = scale[r] * unit_scale;
+      const float x = exp2_fast(s[2 * r] - shift[0]), y = exp2_fast(s[2 * r + 1] - shift[1]),
+                  share = scale[r] * unit_scale;
       sum[0] += x, sum[1] += y;
       zeros[0] += x * zero[r], zeros[1] += y * zero[r];
       p[r] = Pair<__half>::pack(x * share, y * share);
@@ -306,7 +307,8 @@ struct CodeRows {
   }
   static __device__ __forceinline__ void load_key(unsigned from, unsigned (&w)[key_words]) {
 #pragma unroll
-    for (int i = 0; i < key_words; i += 4) load_words<(key_words < 4 ? key_words : 4)>(from ^ static_cast<unsigned>(i * 16), w + i);
+    for (int i = 0; i < key_words; i += 4)
+      load_words<(key_words < 4 ? key_words : 4)>(from ^ static_cast<unsigned>(i * 16), w + i);
   }
   template <int Words>
   static __device__ __forceinline__ void load_words(unsigned from, unsigned* w) {

@@ -1,5 +1,5 @@
-// Rows of bf16 or f16 in the kernel of decode steps (attend_kernel.cuh). A unit has 16 tokens; attend_unit.cuh multiplies
-// it. Turn: the cache holds keys without RoPE; the kernel rotates them by their tokens' ranks.
+// Rows of bf16 or f16 in the kernel of decode steps (attend_kernel.cuh). A unit has 16 tokens; attend_unit.cuh
+// multiplies it. Turn: the cache holds keys without RoPE; the kernel rotates them by their tokens' ranks.
 #pragma once
 #include "ops/attend/attend_kernel.cuh"
 
@@ -37,7 +37,8 @@ struct PlainRows {
   float scale, turn_scale;
   int g, q;
 
-  __device__ __forceinline__ PlainRows(const Args& a, const float4 (&asked)[ColumnTiles][Dim / 16], int group, int g, int q)
+  __device__ __forceinline__ PlainRows(const Args& a, const float4 (&asked)[ColumnTiles][Dim / 16], int group, int g,
+                                       int q)
       : scale(a.scale), turn_scale(a.turn_scale), g(g), q(q) {
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
@@ -61,8 +62,8 @@ struct PlainRows {
     apply_scale(s);
   }
   // Adds the unit's first `valid` tokens. s: scores times log2(e), -inf where nothing is seen.
-  __device__ __forceinline__ void add(unsigned at, int valid, float (&s)[ColumnTiles][4],
-                                      float (&high)[ColumnTiles][2], float (&sum)[ColumnTiles][2]) {
+  __device__ __forceinline__ void add(unsigned at, int valid, float (&s)[ColumnTiles][4], float (&high)[ColumnTiles][2],
+                                      float (&sum)[ColumnTiles][2]) {
     unsigned p[ColumnTiles][2];
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) soften_unit<T>(s[c], high[c], sum[c], o[c], p[c]);

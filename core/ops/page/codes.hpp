@@ -59,16 +59,16 @@ constexpr CodeScale code_scale(CodecSide side, float min, float max) {
   return {min < max ? within((max - min) / static_cast<float>(most_code(side.bits))) : 0, within(min) + 0.f};
 }
 
-// `code` of x, whose scale and zero are those of f16.
-constexpr std::uint32_t integer_code(int bits, float x, CodeScale of) {
-  const auto most = static_cast<float>(most_code(bits));
-  const float y = of.scale > 0 ? (x - of.zero) / of.scale : 0.f, above = y > 0.f ? y : 0.f;
-  // The sum rounds to the nearest integer, ties to even.
+// Code of a number in units of the scale. An integer rounds to the nearest, ties to even, and NaN is 0.
+constexpr std::uint32_t nearest_code(CodecSide side, float y) {
+  if (side.kind == CodeKind::e4m3) return to_e4m3(y);
+  const auto most = static_cast<float>(most_code(side.bits));
+  const float above = y > 0.f ? y : 0.f;
   return std::bit_cast<std::uint32_t>((above < most ? above : most) + 0x1.8p23f) & 0xffu;
 }
-constexpr std::uint32_t e4m3_code(float x, CodeScale of) { return of.scale > 0 || x != x ? to_e4m3(x / of.scale) : 0u; }
+// Code of x, whose scale and zero are those of f16.
 constexpr std::uint32_t code_of(CodecSide side, float x, CodeScale of) {
-  return side.kind == CodeKind::e4m3 ? e4m3_code(x, of) : integer_code(side.bits, x, of);
+  return nearest_code(side, of.scale > 0 ? (x - of.zero) / of.scale : x != x ? x : 0.f);
 }
 
 // What a code counts, in units of the scale.

@@ -37,9 +37,9 @@ void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::
     for (int d = 0; d < dim; ++d) codes[d] = static_cast<std::uint8_t>(code(x[d]));
   };
   if (side.kind == CodeKind::e4m3)
-    fill([&](float y) { return e4m3_code(y, of); });
+    fill([&](float y) { return code_of({8, CodeKind::e4m3}, y, of); });
   else
-    fill([&](float y) { return integer_code(side.bits, y, of); });
+    fill([&](float y) { return code_of({side.bits, CodeKind::integer}, y, of); });
   if (side.bits == 2)
     pack<2>(codes, dim, row);
   else if (side.bits == 4)

@@ -20,9 +20,8 @@ constexpr int most_dim = 2 * 32 * each;
 struct Args {
   RopeAppendArgs in;
   PageLayout layouts[DeviceKv::most_codecs];
-  int width = 0;       // lanes of a head, a power of two
-  bool coded = false;  // some layout has a codec
-  float limit = 0;     // finite_limit of the cache's dtype
+  int width = 0;    // lanes of a head, a power of two
+  float limit = 0;  // finite_limit of the cache's dtype
 };
 
 __device__ __forceinline__ void load4(const float* from, float* to) {
@@ -41,6 +40,15 @@ __device__ __forceinline__ void store4(T* to, const float* x) {
 // What read_row makes of a code. The host uses no fused multiply-add here either.
 __device__ __forceinline__ float decode(float code, float scale, float zero) {
   return __fadd_rn(__fmul_rn(code, scale), zero);
+}
+
+// x / scale, rounded as a division rounds it, for what no code saturates: Markstein's theorem. inverse: 1 / scale. The
+// scale is a number of f16.
+__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
+  const float most = 1024 * scale;  // NaN stays NaN
+  x = x > most ? most : x < -most ? -most : x;
+  const float y = x * inverse;
+  return fmaf(fmaf(-y, scale, x), inverse, y);
 }
 
 // A lane's elements of a head: [4 lane, 4 lane + 4) and the same range head_dim / 2 further. They are zero in lanes
@@ -100,13 +108,15 @@ struct Head {
       lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
     return make_float2(lo, hi);
   }
-  // Stores one side of a token as write_token does. Returns what read_row reads there.
+  // Stores one side of a token as write_token does. Returns what read_row reads there. Without `Coded` no layout has
+  // codes, and the kernel is short.
+  template <bool Coded>
   __device__ Head encode(std::byte* frame, const PageLayout& l, bool key, int offset, int lane, float2 range) const {
     const int half = l.head_dim / 2;
     const CodecSide side = side_of(l, key);
     std::byte* row = frame + row_offset(l, key, offset);
     Head out = *this;
-    if (side.bits) {
+    if (Coded && side.bits) {
       const CodeScale exact = code_scale(side, range.x, range.y);
       const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
       if (lane == 0) {
@@ -114,11 +124,14 @@ struct Head {
         meta[0] = scale, meta[1] = zero;
       }
       const CodeScale of = {__half2float(scale), __half2float(zero)};
+      const float inverse = 1 / of.scale;
       const auto put = [&](int at, float* x) {
         unsigned word = 0;
 #pragma unroll
         for (int j = 0; j < each; ++j) {
-          const unsigned code = code_of(side, x[j], of);
+          const unsigned code = nearest_code(side, of.scale > 0   ? quotient(x[j] - of.zero, of.scale, inverse)
+                                                   : x[j] != x[j] ? x[j]
+                                                                  : 0.f);
           word |= code << side.bits * j;
           x[j] = decode(value_of(side, code), of.scale, of.zero);
         }
@@ -234,12 +247,14 @@ class PageSummary {
     for (int j = 0; j < each; ++j) low_[j].add_distance(key.low[j], first), high_[j].add_distance(key.high[j], first);
   }
   // Calls add or add_distance with the page's first `tokens` keys.
-  template <bool Distance>
+  template <bool Distance, bool Coded>
   __device__ void add_stored(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
-    if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3, Distance>(frame, l, tokens, lane);
-    if (l.codec.k.bits == 2) return add_rows<Element::code2, Distance>(frame, l, tokens, lane);
-    if (l.codec.k.bits == 4) return add_rows<Element::code4, Distance>(frame, l, tokens, lane);
-    if (l.codec.k.bits) return add_rows<Element::code8, Distance>(frame, l, tokens, lane);
+    if constexpr (Coded) {
+      if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3, Distance>(frame, l, tokens, lane);
+      if (l.codec.k.bits == 2) return add_rows<Element::code2, Distance>(frame, l, tokens, lane);
+      if (l.codec.k.bits == 4) return add_rows<Element::code4, Distance>(frame, l, tokens, lane);
+      if (l.codec.k.bits) return add_rows<Element::code8, Distance>(frame, l, tokens, lane);
+    }
     if (l.dtype == DType::f32) return add_rows<Element::f32, Distance>(frame, l, tokens, lane);
     if (l.dtype == DType::f16) return add_rows<Element::f16, Distance>(frame, l, tokens, lane);
     add_rows<Element::bf16, Distance>(frame, l, tokens, lane);
@@ -359,7 +374,7 @@ __device__ Place take_place(const RopeAppendArgs& a, int slot, int head, int n) 
   return p;
 }
 
-template <Summed How>
+template <Summed How, bool Coded>
 __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_constant__ Args all) {
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
@@ -408,22 +423,22 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   p.frame = __shfl_sync(~0u, p.frame, first);
   p.codec = __shfl_sync(~0u, p.codec, first);
   float2 key_range = make_float2(0, 0), value_range = key_range;
-  if (all.coded) key_range = h.range(width, mine), value_range = value.range(width, mine);
+  if constexpr (Coded) key_range = h.range(width, mine), value_range = value.range(width, mine);
   if (p.frame < 0) return;
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
   if (mine) {
     PageSummary<How> summary;
     if constexpr (How != Summed::nothing && How != Summed::stored_bounds)
-      summary.template add_stored<false>(frame, l, offset, lane);
-    const Head key = h.encode(frame, l, true, offset, lane, key_range);
-    value.encode(frame, l, false, offset, lane, value_range);
+      summary.template add_stored<false, Coded>(frame, l, offset, lane);
+    const Head key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
+    value.encode<Coded>(frame, l, false, offset, lane, value_range);
     if constexpr (How != Summed::nothing) {
       const Element e = element_of(l.dtype);
       if (How == Summed::stored_bounds) summary.set_bounds(least.decoded(e), most.decoded(e));
       summary.add(key, offset == 0);
       if constexpr (How == Summed::centre) {
-        summary.template add_stored<true>(frame, l, offset, lane);
+        summary.template add_stored<true, Coded>(frame, l, offset, lane);
         summary.add_distance(key, offset == 0);
       }
       summary.write(summary_of(a, slot, kv_head, page), l, offset + 1, lane);
@@ -482,6 +497,15 @@ void check(const RopeAppendArgs& a) {
     refuse(std::string("got rounded queries of ") + name_of(a.rounded_dtype) + ", wanted bf16 or f16");
 }
 
+template <bool Coded>
+auto kernel_of(const RopeAppendArgs& in) {
+  return in.summary == Summary::none            ? rope_append_kernel<Summed::nothing, Coded>
+         : in.summary == Summary::mean          ? rope_append_kernel<Summed::mean, Coded>
+         : in.summary == Summary::centre_radius ? rope_append_kernel<Summed::centre, Coded>
+         : in.bounds_hold                       ? rope_append_kernel<Summed::stored_bounds, Coded>
+                                                : rope_append_kernel<Summed::bounds, Coded>;
+}
+
 }  // namespace
 
 static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
@@ -500,15 +524,12 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
   a.in = in;
   a.width = width;
   a.limit = finite_limit(in.layouts->dtype);
+  bool coded = false;
   for (int c = 0; c < in.codecs; ++c) {
     a.layouts[c] = in.layouts[c];
-    a.coded = a.coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
+    coded = coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
-  const auto kernel = in.summary == Summary::none            ? rope_append_kernel<Summed::nothing>
-                      : in.summary == Summary::mean          ? rope_append_kernel<Summed::mean>
-                      : in.summary == Summary::centre_radius ? rope_append_kernel<Summed::centre>
-                      : in.bounds_hold                       ? rope_append_kernel<Summed::stored_bounds>
-                                                             : rope_append_kernel<Summed::bounds>;
+  const auto kernel = coded ? kernel_of<true>(in) : kernel_of<false>(in);
   launch("rope_append", kernel, blocks(heads), threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);
