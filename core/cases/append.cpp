@@ -479,14 +479,18 @@ class WriteScene final : public Scene {
   std::vector<std::byte*> frames_;
 };
 
-// Queries and keys are read and written, values read, and keys and values stored in 16 bits. Bounds are read and
-// written. For means and centres, half of a page's keys are read on average.
+// Queries and keys are read and written, values read, and keys and values stored. Bounds are read and written. For
+// means and centres, half of a page's keys are read on average.
 Case timed(const char* shape, const AppendOptions& s) {
   Case c{"append", fmt::format("{}, {} row{}, {} + {} heads of {}", shape, s.rows, s.rows == 1 ? "" : "s", s.heads,
                                s.kv_heads, s.dim)};
   c.make = [s](Place& place, int copies) { return std::make_unique<AppendScene>(place, s, copies, 1); };
   c.timed_cuda = true;
-  const double turned = s.heads + s.kv_heads, stored_twice = s.append ? s.kv_heads * (4 + 2 * 2) : 0;
+  const auto bytes = [&](CodecSide side) {  // of a stored number, with its share of scale and zero
+    return (static_cast<double>(ops::row_bytes(side, s.dtype, s.dim)) + (side.bits ? 4 : 0)) / s.dim;
+  };
+  const double turned = s.heads + s.kv_heads,
+               stored_twice = s.append ? s.kv_heads * (4 + bytes(s.codec.k) + bytes(s.codec.v)) : 0;
   const double vectors = summary_vectors(s.summary);
   const double summaries = s.summary == Summary::none      ? 0
                            : s.summary == Summary::min_max ? s.kv_heads * vectors * (2 + 2)
@@ -530,6 +534,12 @@ std::vector<Case> list() {
       v.push_back(timed(shape, s));
     }
   s.summary = Summary::none;
+  for (const CodecSpec& codec : {CodecSpec{{8}, {8}}, CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}, CodecSpec{fp8, fp8}}) {
+    s.codec = codec;
+    v.push_back(
+        timed(fmt::format("rope_append, {} and {}", format_of(codec.k, ""), format_of(codec.v, "")).c_str(), s));
+  }
+  s.codec = {};
   // The case does not use its pages, so they are small.
   s.rows = 2048, s.page_size = 1, s.max_pages = 1, s.frames = 1, s.append = false;
   v.push_back(timed("rope_append without appending", s));

@@ -468,6 +468,13 @@ void add_steps(std::vector<Case>& v) {
     v.push_back(
         step(fmt::format("bf16 9/3 heads of 64, depth {}{}", depth, turned ? ", relative" : ""), s, depth, false));
   }
+  for (const CodecSpec& codec : {codes, CodecSpec{{4}, {4}}, CodecSpec{{4}, {2}}, CodecSpec{fp8, fp8}}) {
+    AttendShape s = shape_of(1, 3, 64, 16, DType::bf16, codec, 3);
+    s.lengths = {8192};
+    v.push_back(
+        step(fmt::format("{} and {} 9/3 heads of 64, depth 8192", format_of(codec.k, ""), format_of(codec.v, "")), s,
+             8192, false));
+  }
   const auto batch_of = [](int batch, int context, int page) {
     AttendShape s = bf16_shape(batch, 8, 128, page, 4);
     s.lengths = {context};

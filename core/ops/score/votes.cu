@@ -1,7 +1,7 @@
 // Votes of the window queries. The kernels read the keys twice: for the maximum and sum of every query's softmax, then
 // for the probabilities. Tensor cores multiply tiles of 16 tokens with all queries of a query head. A query takes two
-// columns: its rounded value and the rest. bf16 holds what a code means. A key is code * scale +
-// zero, so its product with q is scale * (q . codes) + zero * sum(q).
+// columns: its rounded value and the rest. bf16 holds what a code means. A key is code * scale + zero, so its product
+// with q is scale * (q . codes) + zero * sum(q).
 #include <kvlab/ops.hpp>
 
 #include <algorithm>

@@ -49,7 +49,19 @@ Run run(Device device, const PolicySpec& spec, const std::string& name, int chun
 
 // The quick set has one composition of each role.
 bool left_out(const Subject& s) {
-  return quick() && s.composed() && s.label != "snapkv+adakv" && s.label != "full+int8" && s.label != "h2o+int8";
+  return quick() && s.composed() && s.label != "snapkv+adakv" && s.label != "full+int8" && s.label != "full+k8v4" &&
+         s.label != "h2o+int8";
+}
+
+// How far apart the devices' logits may be. What they round differently may be another code, of a coarser step where
+// codes have fewer bits.
+double limit_of(const Subject& s) {
+  if (!s.spec.codec) return 0.05;
+  double most = 0.1;
+  const CodecSpec codec = subjects().policy(s.spec)->codec();
+  for (const CodecSide side : {codec.k, codec.v})
+    if (side.bits && side.bits < 8) most = std::max(most, side.bits == 4 ? 0.2 : 0.6);
+  return most;
 }
 
 }  // namespace
@@ -61,7 +73,7 @@ TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep ev
     const PolicySpec spec = s.spec;
     const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
     CHECK(finite(cuda.logits));
-    CHECK(worst(cuda.logits, cpu.logits) < 0.05);
+    CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
     CHECK(cuda.kept == cpu.kept);
     CHECK(cuda.fired == 0);
   }
@@ -80,7 +92,7 @@ TEST_CASE("cuda policies: with a budget they keep what they keep on the CPU") {
       CHECK(count_of(cuda.kept) == Approx(count_of(cpu.kept)).epsilon(0.02));
       CHECK(overlap(cuda.kept, cpu.kept) > 0.9);
       CHECK(cuda.held == Approx(cpu.held).epsilon(0.1));
-      if (cuda.kept == cpu.kept) CHECK(worst({cuda.logits[0]}, {cpu.logits[0]}) < 0.05);
+      if (cuda.kept == cpu.kept) CHECK(worst({cuda.logits[0]}, {cpu.logits[0]}) < limit_of(s));
       if (!quick()) CHECK(run(Device::cuda, spec, name).logits == cuda.logits);
     }
 }
@@ -101,7 +113,7 @@ TEST_CASE("cuda policies: evictions while decoding and moves between tiers are t
       CHECK(overlap(cuda.left, cpu.left) > 0.9);
       const bool reads_pages = subjects().policy(spec)->needs().page_summary() != Summary::none;
       if (reads_pages || cuda.kept != cpu.kept || cuda.left != cpu.left) continue;
-      const double tolerance = s.spec.codec ? 0.1 : 0.05;
+      const double tolerance = limit_of(s);
       const auto first = [](const Logits& l) { return Logits(l.begin(), l.begin() + 1 + every); };
       CHECK(worst(first(cuda.logits), first(cpu.logits)) < tolerance);
       if (!(worst(cuda.logits, cpu.logits) < tolerance)) continue;  // an eviction in between chose other tokens
@@ -136,7 +148,7 @@ TEST_CASE("cuda policies: keys by their place in the cache, whole prompts and ch
         const PolicySpec spec = with_budget(*by_place, BudgetAmount::tokens, limit);
         const Run cpu = run(Device::cpu, spec, name), cuda = run(Device::cuda, spec, name);
         CHECK(cuda.kept == cpu.kept);
-        CHECK(worst(cuda.logits, cpu.logits) < 0.05);
+        CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
         CHECK(worst(run(Device::cuda, spec, name, 13).logits, run(Device::cpu, spec, name, 13).logits) < 0.05);
         const Run other = run(Device::cuda, with_budget(*original, BudgetAmount::tokens, limit), name);
         CHECK(cuda.logits.back() != other.logits.back());  // places are not text positions
