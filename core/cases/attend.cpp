@@ -80,6 +80,7 @@ std::string name_of(const AttendShape& s) {
   if (o.rope == RopeRegime::cache_relative) n += ", turned";
   if (s.attention_scale != 1) n += fmt::format(" and scaled by {}", s.attention_scale);
   if (!s.ordered) n += ", out of order";
+  if (s.growing) n += ", growing values";
   if (!s.int8_pages.empty()) n += fmt::format(", pages {} in int8", fmt::join(s.int8_pages, " "));
   return n;
 }
@@ -309,6 +310,13 @@ void add_codes(std::vector<Case>& v) {
     AttendShape s = shape_of(1, 2, 128, 16, DType::bf16, codec, 4);
     s.options.rope = regime(++n);
     s.lengths = {1100, 513};
+    add(v, s);
+  }
+  // The scales of values grow while a warp adds them.
+  for (const CodecSpec& codec : {CodecSpec{{8}, {8}}, CodecSpec{{4}, {4}}, CodecSpec{fp8, fp8}}) {
+    AttendShape s = shape_of(40, 8, 128, 16, DType::bf16, codec, 4);
+    s.lengths = {300};
+    s.growing = true;
     add(v, s);
   }
 }

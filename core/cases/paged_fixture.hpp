@@ -173,6 +173,11 @@ class PagedFixture {
 
   // Replaces one number of a stored token, and zeroes the token's state.
   void set(int row, int head, int token, KvSide side, int element, float x) {
+    change(row, head, token, [&](auto& k, auto& v) { (side == KvSide::key ? k : v)[element] = x; });
+  }
+  // Stores what `edit` makes of a token's key and value, and zeroes the token's state.
+  template <class Edit>
+  void change(int row, int head, int token, const Edit& edit) {
     const PageEntry& e = entry(row, head, token / options_.page_size);
     const PageLayout& l = layouts_[e.codec];
     std::byte* frame = aligned_ + std::int64_t{e.frame} * granule_bytes;
@@ -180,7 +185,7 @@ class PagedFixture {
     std::vector<float> k(options_.head_dim), v(options_.head_dim);
     ops::read_row(frame, l, KvSide::key, offset, k.data());
     ops::read_row(frame, l, KvSide::value, offset, v.data());
-    (side == KvSide::key ? k : v)[element] = x;
+    edit(k, v);
     std::int32_t position;
     std::memcpy(&position, frame + l.positions + offset * sizeof(position), sizeof(position));
     ops::write_token(frame, l, offset, k.data(), v.data(), position);
