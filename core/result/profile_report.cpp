@@ -8,6 +8,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <string_view>
 
 #include "base/text.hpp"
 #include "result/report_layout.hpp"
@@ -49,8 +50,22 @@ std::string shade(double value, const Scale& scale, bool marked = false) {
 std::string number(double value) { return std::isfinite(value) ? fmt::format("{:.4g}", value) : "-"; }
 std::string share_text(double value) { return std::isfinite(value) ? fmt::format("{:.2f}", value) : "-"; }
 
+// The classes that an array's unit names; none for an array of numbers.
+std::vector<std::string> classes_of(const ProfileArray& array) {
+  constexpr std::string_view before = ", one of ", between = ", ";
+  std::vector<std::string> classes;
+  std::size_t at = array.unit.rfind(before);
+  if (at == std::string::npos || array.extent.size() != 2) return classes;
+  for (at += before.size(); at <= array.unit.size();) {
+    const std::size_t end = std::min(array.unit.find(between, at), array.unit.size());
+    classes.push_back(array.unit.substr(at, end - at));
+    at = end + between.size();
+  }
+  return classes;
+}
+
 bool is_set(const ProfileArray* array, const std::vector<std::int64_t>& extent) {
-  return array && array->extent == extent && extent.size() > 1 &&
+  return array && array->extent == extent && extent.size() > 1 && classes_of(*array).empty() &&
          std::all_of(array->values.begin(), array->values.end(), [](float v) { return v == 0 || v == 1; });
 }
 
@@ -119,6 +134,36 @@ ReportTable map_table(const std::string& title, const ProfileArray& array, const
     if (format != Format::latex) row[1] = map;
     table.rows.push_back(std::move(row));
   }
+  return table;
+}
+
+// Each head as the first letter of its class, and the number of heads in each class.
+ReportTable class_table(const std::string& title, const ProfileArray& array) {
+  const std::vector<std::string> classes = classes_of(array);
+  const auto heads = static_cast<std::size_t>(array.extent[1]);
+  ReportTable table;
+  table.title = title;
+  table.header = {"layer", "heads"};
+  table.header.insert(table.header.end(), classes.begin(), classes.end());
+  table.text_columns = 2;
+  std::vector<int> all(classes.size());
+  const auto add_row = [&](const std::string& name, const std::string& map, const std::vector<int>& counts) {
+    std::vector<std::string> row{name, map};
+    for (const int count : counts) row.push_back(std::to_string(count));
+    table.rows.push_back(std::move(row));
+  };
+  for (std::size_t first = 0; first < array.values.size(); first += heads) {
+    std::string map;
+    std::vector<int> counts(classes.size());
+    for (std::size_t head = first; head < first + heads; ++head) {
+      const float v = array.values[head];
+      const bool known = v >= 0 && v < static_cast<float>(classes.size());
+      map += known ? classes[static_cast<std::size_t>(v)].substr(0, 1) : "-";
+      if (known) ++counts[static_cast<std::size_t>(v)], ++all[static_cast<std::size_t>(v)];
+    }
+    add_row(std::to_string(first / heads), map, counts);
+  }
+  add_row("all", "", all);
   return table;
 }
 
@@ -243,6 +288,10 @@ std::string profile_report(const ProfileFile& profile, Format format) {
     const HeadSet set = set_of(one.profile);
     for (const auto& [name, array] : one.profile) {
       const std::string title = one.name + " " + name + ": " + array.unit;
+      if (!classes_of(array).empty()) {
+        page.tables.push_back(class_table(title, array));
+        continue;
+      }
       if (!set.marks(array)) continue;
       if (array.extent.size() == 2) page.tables.push_back(map_table(title, array, scale_of(array), set, format));
       if (array.extent.size() == 3) page.tables.push_back(curve_table(title, array, set, format));
@@ -260,9 +309,11 @@ std::string head_map(const ProfileFile& profile, const std::string& name, Format
     for (const auto& [array_name, array] : one.profile) {
       if (array.extent.size() != 2) continue;
       known.push_back(array_name);
-      if (array_name == name)
-        page.tables.push_back(
-            map_table(one.name + " " + name + ": " + array.unit, array, scale_of(array), set_of(one.profile), format));
+      if (array_name != name) continue;
+      const std::string title = one.name + " " + name + ": " + array.unit;
+      page.tables.push_back(classes_of(array).empty()
+                                ? map_table(title, array, scale_of(array), set_of(one.profile), format)
+                                : class_table(title, array));
     }
   if (page.tables.empty())
     throw Error(Errc::config,

@@ -8,13 +8,14 @@
 
 namespace kvlab::results {
 
-// An array of zeros and ones over layers and heads is a set of heads. All functions refuse Format::csv with
-// Errc::config. LaTeX has numbers in place of shades and bars.
+// An array of zeros and ones over layers and heads is a set of heads. The words after the last ", one of " of the unit
+// of a [layer, head] array name the classes 0, 1, 2, ...; their first letters differ. All functions refuse Format::csv
+// with Errc::config. LaTeX has numbers in place of shades and bars.
 
 // A table of quantiles of each array's values. Where a profiler wrote a set, its other arrays follow as pictures, in
 // which the set's heads are told apart: maps of [layer, head] arrays, and curves of [layer, head, entry] arrays. A
 // curve has a bar for each entry, counted from 1: the mean over the set's heads, and over the others. The words after
-// the last ", by " of the array's unit name its axis.
+// the last ", by " of the array's unit name its axis. Classes of [layer, head] are drawn as letters and counted.
 std::string profile_report(const ProfileFile& profile, Format format);
 
 // The array `name` as a map with a row per layer and a column per head: a shade between the array's smallest and

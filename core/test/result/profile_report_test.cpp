@@ -103,6 +103,25 @@ TEST_CASE("a profile with a set of heads is reported as maps and curves that tel
   CHECK_THROWS_WITH(profile_report(file, Format::csv), Contains("csv"));
 }
 
+TEST_CASE("classes of heads are drawn by their first letters and counted") {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  ProfileFile file;
+  file.model = "tiny";
+  file.profilers = {{"grouper",
+                     "{}",
+                     {{"role", {{2, 3}, {0, 1, 1, 1, nan, 2}, "role of a head, one of full, small, none"}},
+                      {"zeros", {{2, 3}, std::vector<float>(6, 0.f), "role of a head, one of full, small, none"}}}}};
+  const std::string map =
+      "grouper role: role of a head, one of full, small, none\n"
+      "layer  heads  full  small  none\n-------------------------------\n"
+      "0      fss       1      2     0\n1      s-n       0      1     1\nall              1      3     1\n";
+  CHECK_THAT(profile_report(file, Format::table), Contains(map));
+  CHECK(head_map(file, "role", Format::table) == "tiny\n\n" + map);
+  CHECK_THAT(head_map(file, "role", Format::latex), Contains("1 & s-n & 0 & 1 & 1"));
+  // Classes 0 and 1 are no set of heads.
+  CHECK_THAT(profile_report(file, Format::table), !Contains("* zeros"));
+}
+
 TEST_CASE("a profile without a set of heads is reported by its quantiles alone") {
   ProfileFile file;
   file.profilers = {{"counter", "{}", {{"votes", heads({0, 8, 4, 2})}, {"ties", {{4}, {0, 1, 0, 1}, ""}}}}};
