@@ -1,10 +1,10 @@
 // Attention of decode steps: the kernel, for every storage that it can pipeline. A class of rows (attend_plain.cuh,
 // attend_codes.cuh) says how a unit comes to shared memory, and multiplies it.
 //
-// Each multiprocessor has one block. The units of all (row, KV head) pairs, 16 tokens or a page of codes, form one
-// line, which the blocks share out (attend_line.cuh). So ragged batches and long single sequences fill the machine
-// alike. In a block every warp runs its own pipeline over each n-th unit. Bulk copies (TMA, 128-byte swizzle) bring K
-// and V of a unit; tensor cores compute with the query heads of the group as columns.
+// Each multiprocessor has one block. The units of all (row, KV head) pairs, of 16 tokens or 32 of codes, form one line,
+// which the blocks share out (attend_line.cuh). So ragged batches and long single sequences fill the machine alike. In
+// a block every warp runs its own pipeline over each n-th unit. Bulk copies (TMA, 128-byte swizzle) bring K and V of a
+// unit; tensor cores compute with the query heads of the group as columns.
 //
 // Blocks that share a pair write partial results; the last block to arrive merges them (attend_merge.cuh) in the order
 // of their numbers. Within a block the warps do the same in shared memory: the last warp to arrive combines a pair's
