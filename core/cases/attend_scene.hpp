@@ -21,7 +21,7 @@ struct AttendShape {
   float attention_scale = 1;  // the RoPE table's, for keys that are turned on reading
   bool half = false;          // the op reads f16 with the same values; the reference reads bf16
   bool ordered = true;        // false: the newer half of a head's tokens lies in front of the older, as after evictions
-  bool growing = false;       // values grow from token to token, by 2^24 in all
+  bool growing = false;       // values grow from token to token, by 2^14 in all
   std::vector<int> int8_pages;  // pages of the first head that are in another codec
 };
 
@@ -89,7 +89,7 @@ struct AttendScene {
         if (!s.growing) continue;
         for (int t = 0; t < n; ++t)
           cache.change(r, h, t, [&](auto&, auto& v) {
-            for (float& x : v) x *= std::exp2(24.f * static_cast<float>(t) / static_cast<float>(n) - 12);
+            for (float& x : v) x *= std::exp2(14.f * static_cast<float>(t) / static_cast<float>(n) - 14);
           });
       }
     for (const int page : s.int8_pages) cache.re_encode(0, 0, page, {{8}, {8}});
