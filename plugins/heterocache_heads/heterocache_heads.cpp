@@ -30,11 +30,18 @@ struct Prompt {
 class HeterocacheHeads final : public kvlab::Profiler {
  public:
   explicit HeterocacheHeads(const kvlab::Params& p)
-      : params_(p),
-        k_(p.get<std::size_t>("k")),
+      : k_(p.get<std::size_t>("k")),
         steps_(p.get<int>("steps")),
         step_(p.get<int>("step")),
-        group_(p.get<kvlab::GroupRule>("group")) {
+        group_(p.get<kvlab::GroupRule>("group")),
+        stability_(p.get<Over>("stability")),
+        similarity_(p.get<Over>("similarity")),
+        graph_(p.get<Over>("graph")),
+        unique_first_(p.get<bool>("unique_first")),
+        tau_stable_(p.get<float>("tau_stable")),
+        tau_sim_(p.get<float>("tau_sim")),
+        ratio_(p.get<double>("ratio")),
+        least_stability_(p.get<double>("least_stability")) {
     if (step_ > steps_)
       throw kvlab::Error(kvlab::Errc::config, "got step " + std::to_string(step_) + ", wanted at most " +
                                                   std::to_string(steps_) + ", the number of steps");
@@ -62,13 +69,10 @@ class HeterocacheHeads final : public kvlab::Profiler {
   void release(int slot) override { prompts_.clear(slot); }
 
   void finish(kvlab::Profile& out) override {
-    const auto stable = over(stable_, "stability"), similar = over(similar_, "similarity"),
-               pairs = over(pairs_, "graph");
-    const heterocache::Roles roles = heterocache::roles_of(
-        static_cast<std::size_t>(shape_.kv_heads), stable, similar, pairs, params_.get<float>("tau_stable"),
-        params_.get<float>("tau_sim"), params_.get<bool>("unique_first"));
-    const std::vector<float> share =
-        heterocache::shares(roles.role, stable, params_.get<double>("least_stability"), params_.get<double>("ratio"));
+    const auto stable = over(stable_, stability_), similar = over(similar_, similarity_), pairs = over(pairs_, graph_);
+    const heterocache::Roles roles = heterocache::roles_of(static_cast<std::size_t>(shape_.kv_heads), stable, similar,
+                                                           pairs, tau_stable_, tau_sim_, unique_first_);
+    const std::vector<float> share = heterocache::shares(roles.role, stable, least_stability_, ratio_);
     std::vector<float> satellite;
     for (const float role : roles.role) satellite.push_back(std::isnan(role) ? role : role == heterocache::satellite);
     out["stable"] = of_heads(stable, "S_stable: overlap with the prompt's top tokens");
@@ -120,8 +124,7 @@ class HeterocacheHeads final : public kvlab::Profiler {
 
   // The steps of each head, or of each pair of heads, as one number.
   template <int Rank>
-  std::vector<float> over(const kvlab::Means<Rank>& means, const char* parameter) const {
-    const auto rule = params_.get<Over>(parameter);
+  std::vector<float> over(const kvlab::Means<Rank>& means, Over rule) const {
     const std::vector<float> steps = means.array({}).values;
     std::vector<float> out;
     for (auto at = steps.begin(); at != steps.end(); at += steps_ + 1)
@@ -133,10 +136,13 @@ class HeterocacheHeads final : public kvlab::Profiler {
     return {{shape_.layers, shape_.kv_heads}, values, unit};
   }
 
-  kvlab::Params params_;
   std::size_t k_;
   int steps_, step_;
   kvlab::GroupRule group_;
+  Over stability_, similarity_, graph_;
+  bool unique_first_;
+  float tau_stable_, tau_sim_;
+  double ratio_, least_stability_;
   kvlab::Shape shape_;
   kvlab::PerSequence<Prompt> prompts_;
   kvlab::Means<3> stable_, similar_;  // [layer, KV head, step], means over prompts; step 0 is the prompt's last query
