@@ -277,7 +277,7 @@ TEST_CASE("k beyond the prompt is all of it, and without decode steps nobody has
   const Profile none = steps.profile();
   for (const char* name : {"stable", "similar", "role", "pivot_of", "share", "satellite", "device_bytes"})
     CHECK(all_nan(of(none, name)));
-  // Nor does a graph of a step that never came give roles.
+  // A graph of a step that never came gives no roles either.
   CHECK(all_nan(of(three_steps({{"graph", "one"}, {"step", std::int64_t{4}}}), "role")));
 }
 

@@ -87,9 +87,10 @@ struct Roles {
   std::vector<float> pivot_of;  // a satellite's pivot within its layer, -1 for other heads
 };
 
-// Of all heads, layer by layer. overlaps: [layer, head, head]. Heads are similar from tau_sim on, and stable
-// from tau_stable on. unique_first: heads that are not similar to another are anchors or volatile, and the others form
-// clusters; else all heads may form clusters, and those left over are anchors or volatile. NaN if a number is missing.
+// Gives all heads their roles, layer by layer. overlaps: [layer, head, head]. A head is similar from tau_sim on, and
+// stable from tau_stable on. unique_first: a head that is similar to no other is an anchor or volatile, and the others
+// form clusters. Else all heads may form clusters, and those left over are anchors or volatile. The result is NaN if a
+// number is missing.
 inline Roles roles_of(std::size_t heads, const std::vector<float>& stable, const std::vector<float>& similar,
                       const std::vector<float>& overlaps, float tau_stable, float tau_sim, bool unique_first) {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN();
@@ -114,7 +115,7 @@ inline Roles roles_of(std::size_t heads, const std::vector<float>& stable, const
   return out;
 }
 
-// Divides `total` by weight so that no share is above 1. What a head cannot take goes to the others by their weights.
+// Divides `total` by weight so that no share is above 1. The others take what a head cannot, by their weights.
 inline std::vector<double> divided(const std::vector<double>& weights, double total) {
   std::vector<std::size_t> order(weights.size());
   std::iota(order.begin(), order.end(), std::size_t{0});

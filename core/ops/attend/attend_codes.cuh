@@ -97,7 +97,7 @@ struct CodeRows {
   float factor;               // of products
   // Of the lane's two columns: what the 1024 of codes add to a product, negated, and the sum of the query times factor.
   float bias[2], query_sum[2];
-  float o[1][tiles][4], all[4];    // the same for a value of ones
+  float o[1][tiles][4], all[4];    // sums of shares times codes; of shares alone, which is what the 1024 of codes add
   float zeros[2];                  // sum of probabilities times zeros
   float most = 0, unit_scale = 1;  // scales up to `most` are multiplied by unit_scale, so that f16 holds the shares
   // Where the lane's tokens of a unit's first half lie, the second one 8 tokens on: keys and metadata of tile row g,
