@@ -1,15 +1,12 @@
 // attend's pipelined kernel for caches of codes: which codecs it has.
 #include "ops/attend/attend_codes.cuh"
 
+#include <type_traits>
+
 #include "ops/attend/attend.cuh"
 
 namespace kvlab::ops::decode {
 namespace {
-
-template <class T>
-struct Type {
-  using type = T;
-};
 
 constexpr int codes_of(int k, int v) { return 16 * k + v; }
 constexpr int e4m3 = 9;  // beside the numbers of bits
@@ -18,7 +15,9 @@ constexpr int e4m3 = 9;  // beside the numbers of bits
 template <int Dim, int Page, class F>
 bool with_rows(CodecSpec codec, const F& f) {
   const auto number = [](const CodecSide& s) { return s.kind == CodeKind::e4m3 ? e4m3 : static_cast<int>(s.bits); };
-  const auto is = [&](auto k, auto v) { return f(Type<CodeRows<decltype(k), decltype(v), Dim, Page>>{}), true; };
+  const auto is = [&](auto k, auto v) {
+    return f(std::type_identity<CodeRows<decltype(k), decltype(v), Dim, Page>>{}), true;
+  };
   switch (codes_of(number(codec.k), number(codec.v))) {
     case codes_of(8, 8): return is(Codes<8>{}, Codes<8>{});
     case codes_of(8, 4): return is(Codes<8>{}, Codes<4>{});
