@@ -23,14 +23,19 @@ __device__ __forceinline__ RelayShared& relay_shared() {
   return *reinterpret_cast<RelayShared*>(relay_memory);
 }
 
+// Launches blocks that take as much shared memory as a relay does, so that they share no multiprocessor either.
+template <class... P, class... A>
+void launch_apart(const char* name, void (*kernel)(P...), int blocks, int threads, Stream s, A&&... arguments) {
+  constexpr int bytes = static_cast<int>(sizeof(RelayShared));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name);
+  launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), bytes, stream_of(s),
+         false, std::forward<A>(arguments)...);
+}
+
 // Launches blocks of one warp.
 template <class... P, class... A>
 void launch_relay(const char* name, void (*kernel)(P...), int blocks, Stream s, A&&... arguments) {
-  constexpr int bytes = static_cast<int>(sizeof(RelayShared));
-  static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  check(once, name);
-  launch(name, kernel, dim3(static_cast<unsigned>(blocks)), dim3(32), bytes, stream_of(s), false,
-         std::forward<A>(arguments)...);
+  launch_apart(name, kernel, blocks, 32, s, std::forward<A>(arguments)...);
 }
 
 // Of one thread, which calls start() first.

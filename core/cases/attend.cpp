@@ -81,7 +81,7 @@ std::string name_of(const AttendShape& s) {
   if (s.attention_scale != 1) n += fmt::format(" and scaled by {}", s.attention_scale);
   if (!s.ordered) n += ", out of order";
   if (s.growing) n += ", growing values";
-  if (!s.int8_pages.empty()) n += fmt::format(", pages {} in int8", fmt::join(s.int8_pages, " "));
+  if (s.lower) n += fmt::format(", first pages of {} and {}", format_of(s.lower->k, type), format_of(s.lower->v, type));
   return n;
 }
 
@@ -90,7 +90,7 @@ void add(std::vector<Case>& v, const AttendShape& s, int repeats = 1) {
   const auto seed = static_cast<unsigned>(v.size() + 1);
   Case c = checked("attend", name_of(s), [=](Place& place, Check& check) { compare(place, check, s, seed, repeats); });
   c.cpu = !s.half;
-  c.cuda = s.int8_pages.empty();  // a GPU takes caches of one codec
+  c.cuda = !s.lower || (!s.listed && s.tokens < 0);  // a GPU takes no list for two codecs
   v.push_back(std::move(c));
 }
 
@@ -129,7 +129,7 @@ void add_storages(std::vector<Case>& v) {
       }
   AttendShape mixed = bf16_shape(1, 2, 64, 16, 3);
   mixed.lengths = {333, 100};
-  mixed.int8_pages = {0, 3, 4, 20};
+  mixed.lower = CodecSpec{{8}, {8}};
   add(v, mixed);
 }
 
@@ -321,6 +321,34 @@ void add_codes(std::vector<Case>& v) {
   }
 }
 
+// Caches of two codecs.
+void add_two_codecs(std::vector<Case>& v) {
+  unsigned n = 0;
+  for (const auto& [first, second] : {std::pair{CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}},
+                                      {CodecSpec{}, CodecSpec{{4}, {4}}},
+                                      {CodecSpec{{8}, {8}}, CodecSpec{fp8, fp8}},
+                                      {CodecSpec{{}, {8}}, CodecSpec{{2}, {4}}}})
+    for (const int dim : {64, 128})
+      for (const int page : {8, 16, 32}) {
+        AttendShape s = shape_of(3, 2, dim, page, DType::bf16, first, n % 2 ? 4 : 3);
+        s.lower = second;
+        s.lengths = {700, 1, 2 * page + 5, 0, 37, 4 * page};
+        s.window = n % 4 == 3 ? 40 : 0;
+        s.options.rope = n % 7 == 6 ? RopeRegime::cache_relative : RopeRegime::original;
+        add(v, s);
+        if (++n % 6 == 0) s.listed = true, add(v, s);
+      }
+  // More pairs than a launch takes, and a sequence that blocks share.
+  AttendShape many = shape_of(70, 8, 128, 16, DType::bf16, {{8}, {4}}, 4);
+  many.lower = CodecSpec{{4}, {2}};
+  many.lengths = {90, 64, 300, 17};
+  add(v, many);
+  AttendShape deep = shape_of(1, 2, 128, 16, DType::bf16, {{8}, {4}}, 4);
+  deep.lower = CodecSpec{{4}, {2}};
+  deep.lengths = {5000, 3001};
+  add(v, deep);
+}
+
 void check_random_caches(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; ++n) {
     RandomCache r(n);
@@ -444,7 +472,10 @@ Case step(const std::string& name, const AttendShape& shape, std::int64_t tokens
   (cuda ? c.timed_cuda : c.timed_cpu) = true;
   const PagedOptions& o = shape.options;
   const auto side = [&](CodecSide s) { return ops::row_bytes(s, o.dtype, o.head_dim) + (s.bits ? 4 : 0); };
-  c.work.bytes = static_cast<double>((side(o.codec.k) + side(o.codec.v)) * o.kv_heads * tokens);
+  const auto row = [&](const CodecSpec& codec) { return static_cast<double>(side(codec.k) + side(codec.v)); };
+  constexpr double low = 0.5625;  // share of the tokens that AttendScene stores in the second codec
+  const double of_token = shape.lower ? low * row(*shape.lower) + (1 - low) * row(o.codec) : row(o.codec);
+  c.work.bytes = of_token * static_cast<double>(o.kv_heads * tokens);
   c.work.flops = 4. * o.kv_heads * shape.group * o.head_dim * static_cast<double>(tokens);
   c.copies = cuda ? std::max(4, static_cast<int>(350e6 / c.work.bytes) + 1) : 30;  // a GPU's L2 cache holds 60 MB
   const bool any = o.codec.k.bits && o.rope == RopeRegime::cache_relative;
@@ -516,6 +547,13 @@ void add_steps(std::vector<Case>& v) {
     s.options.rope = RopeRegime::cache_relative;
     v.push_back(step(fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name), s, 40 * 1024, true));
   }
+  for (const auto& [batch, context] : {std::pair{8, 32768}, {32, 4096}}) {
+    AttendShape s = batch_of(batch, context, 16);
+    s.options.codec = {{8}, {4}};
+    s.lower = CodecSpec{{4}, {2}};
+    v.push_back(step(fmt::format("k8v4, 56 % in k4v2 32/8 heads of 128, {} x {}, page 16", batch, context), s,
+                     std::int64_t{batch} * context, true));
+  }
   const std::vector<int> ragged = ragged_lengths();
   AttendShape many = bf16_shape(64, 8, 128, 16, 4);
   for (const int n : ragged) many.lengths.insert(many.lengths.end(), 8, n);
@@ -543,6 +581,7 @@ std::vector<Case> list() {
   add_nan(v);
   add_codes(v);
   add_steps(v);
+  add_two_codecs(v);
   return v;
 }
 

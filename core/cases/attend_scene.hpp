@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "cases/paged_fixture.hpp"
 #include "cases/place.hpp"
@@ -22,7 +23,7 @@ struct AttendShape {
   bool half = false;          // the op reads f16 with the same values; the reference reads bf16
   bool ordered = true;        // false: the newer half of a head's tokens lies in front of the older, as after evictions
   bool growing = false;       // values grow from token to token, by 2^14 in all
-  std::vector<int> int8_pages;  // pages of the first head that are in another codec
+  std::optional<CodecSpec> lower;  // codec of the first pages of heads: of none, half, three quarters or all
 };
 
 struct AttendOutputs {
@@ -92,7 +93,11 @@ struct AttendScene {
             for (float& x : v) x *= std::exp2(14.f * static_cast<float>(t) / static_cast<float>(n) - 14);
           });
       }
-    for (const int page : s.int8_pages) cache.re_encode(0, 0, page, {{8}, {8}});
+    for (int pair = 0; s.lower && pair < o.rows * o.kv_heads; ++pair) {
+      const int row = pair / o.kv_heads, head = pair % o.kv_heads, full = length(row, head) / o.page_size;
+      const int lower[] = {full / 2, 0, full, full * 3 / 4};
+      for (int page = 0; page < lower[pair % 4]; ++page) cache.re_encode(row, head, *s.lower);
+    }
     q = normals(std::int64_t{o.rows} * heads() * o.head_dim, seed);
     for (float& x : q) x = static_cast<float>(bf16(2 * x));
     for (int r = 0; r < o.rows; ++r) last.push_back(std::max(0, length(r, 0) - 1));
@@ -162,7 +167,7 @@ struct AttendScene {
  private:
   static PagedOptions with_frames(const AttendShape& s) {
     PagedOptions o = s.options;
-    o.frames = static_cast<int>(s.int8_pages.size());
+    o.frames = s.lower ? 1 : 0;
     for (int i = 0; i < o.rows * o.kv_heads; ++i) {
       const int pages = (s.lengths[static_cast<std::size_t>(i) % s.lengths.size()] + o.page_size - 1) / o.page_size;
       o.frames += pages;

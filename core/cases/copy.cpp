@@ -16,16 +16,18 @@
 namespace kvlab::cases {
 namespace {
 
-enum class Step { append, evict, drop_and_recall, offload, recall };
+enum class Step { append, evict, drop_and_recall, offload, recall, fetch };
 
 struct Copying {
   Step step;
   int kv_heads, group, dim, page_size, tokens;
   bool state = false;
 
-  // Page edits take every other page, as a budget of resident pages would.
+  // Page edits take every other page, as a budget of resident pages would. A fetch takes every other token.
   int pages() const { return tokens / page_size / 2; }
-  bool moves_pages() const { return step != Step::append && step != Step::evict; }
+  int fetched() const { return tokens / 2; }
+  bool fetches() const { return step == Step::fetch; }
+  bool moves_pages() const { return step != Step::append && step != Step::evict && !fetches(); }
 };
 
 class CopyScene final : public Scene {
@@ -37,17 +39,19 @@ class CopyScene final : public Scene {
     rows_ = place.put(randoms(of.tokens * row));
     for (int l = 0; l < layers; ++l) append(l, of.tokens, 0);
     store_->advance(slots_[0], of.tokens, false);
-    // Pages, or the tokens that stay when the one in the middle leaves.
-    const int count = of.moves_pages() ? of.pages() : of.tokens;
+    // Pages, tokens to fetch, or the tokens that stay when the one in the middle leaves.
+    const int count = of.moves_pages() ? of.pages() : of.fetches() ? of.fetched() : of.tokens;
+    const bool halves = of.moves_pages() || of.fetches();
     std::vector<std::int32_t> index(static_cast<std::size_t>(count));
-    for (int i = 0; i < count; ++i)
-      index[static_cast<std::size_t>(i)] = of.moves_pages() ? 2 * i : i < of.tokens / 2 ? i : i + 1;
+    for (int i = 0; i < count; ++i) index[static_cast<std::size_t>(i)] = halves ? 2 * i : i < of.tokens / 2 ? i : i + 1;
     std::vector<std::int32_t> all, counts(static_cast<std::size_t>(of.kv_heads), count);
     for (int h = 0; h < of.kv_heads; ++h) all.insert(all.end(), index.begin(), index.end());
     list_ = {View<std::int32_t, 3>::dense(place.put(all), {1, of.kv_heads, count}),
              View<std::int32_t, 2>::dense(place.put(counts), {1, of.kv_heads})};
     if (of.moves_pages())
       for (int l = 0; l < layers; ++l) edit(l, [&](Edits& e) { e.offload(PageList{list_}); });
+    if (of.fetches())
+      for (int l = 0; l < layers; ++l) edit(l, [&](Edits& e) { e.archive({}); });
   }
 
   void prepare() override {
@@ -60,7 +64,7 @@ class CopyScene final : public Scene {
     } else if (of_.step == Step::evict) {
       for (int l = 0; l < layers_; ++l) append(l, 1, store_->position(slots_[0]));
       store_->advance(slots_[0], 1, true);
-    } else if (of_.step != Step::drop_and_recall) {
+    } else if (of_.moves_pages() && of_.step != Step::drop_and_recall) {
       // A page with a host copy has nothing to offload, and one on the device nothing to recall.
       const PageList pages{list_};
       for (int l = 0; l < layers_; ++l)
@@ -86,6 +90,10 @@ class CopyScene final : public Scene {
         break;
       case Step::offload: edit(layer, [&](Edits& e) { e.offload(pages); }); break;
       case Step::recall: edit(layer, [&](Edits& e) { e.recall(pages); }); break;
+      case Step::fetch:
+        edit(layer, [&](Edits& e) { e.fetch(TokenList{list_}, {}); });
+        store_->settle();
+        break;
     }
   }
 
@@ -99,6 +107,8 @@ class CopyScene final : public Scene {
         if (of_.step == Step::evict)
           wanted.erase({h, store_->positions_by_place(0, slots_[0], h)[static_cast<std::size_t>(of_.tokens / 2)]});
         if (of_.step == Step::append) wanted[{h, came}] = new_token(h);
+        for (int t = 1; of_.fetches() && t < of_.fetched(); t += 2)
+          wanted.erase({h, t});  // tokens that are overwritten
       }
       run(0);
       if (of_.step == Step::offload)  // the host's copies come back
@@ -125,6 +135,7 @@ class CopyScene final : public Scene {
     o.shape.max_slots = 1;
     o.shape.max_tokens = of_.tokens + !of_.moves_pages();
     o.shape.dtype = DType::bf16;
+    o.archive = of_.fetches();
     if (of_.state) o.token_state = {"score"};
     if (place_.stream().device() == Device::cuda) return std::make_unique<CudaStore>(o, place_.stream());
     return std::make_unique<CpuStore>(o);
@@ -162,6 +173,7 @@ class CopyScene final : public Scene {
     Place here(place_.stream().device());  // memory until the end of the call
     const PagedKv kv = store_->view(0, slots_);
     const int tokens = store_->length(0, slots_[0], 0);
+    std::size_t known = 0;  // numbers of a token that are there; a fetched token may be in two places
     for (const KvSide side : {KvSide::key, KvSide::value}) {
       const std::array<std::int64_t, 4> extent{1, of_.kv_heads, tokens, of_.dim};
       const auto out = View<float, 4>::dense(
@@ -174,9 +186,10 @@ class CopyScene final : public Scene {
         for (int t = 0; t < tokens; ++t) {
           auto& to = all[{h, position[static_cast<std::size_t>(t)]}];
           const float* from = rows.data() + (std::int64_t{h} * tokens + t) * of_.dim;
-          to.insert(to.end(), from, from + of_.dim);
+          if (to.size() == known) to.insert(to.end(), from, from + of_.dim);
         }
       }
+      known += static_cast<std::size_t>(of_.dim);
     }
     return all;
   }
@@ -198,6 +211,7 @@ const char* name_of(Step s) {
     case Step::drop_and_recall: return "drop and recall";
     case Step::offload: return "offload";
     case Step::recall: return "recall";
+    case Step::fetch: return "fetch";
   }
   return "?";
 }
@@ -205,13 +219,13 @@ const char* name_of(Step s) {
 Case copying(const Copying& of, std::string shape) {
   Case c{"copy", std::move(shape)};
   c.make = [of](Place& place, int copies) { return std::make_unique<CopyScene>(place, of, copies); };
-  c.prepared = of.step != Step::drop_and_recall;
+  c.prepared = of.step != Step::drop_and_recall && !of.fetches();
   return c;
 }
 
 std::vector<Case> list() {
   std::vector<Case> v;
-  for (const Step step : {Step::append, Step::evict, Step::drop_and_recall, Step::offload, Step::recall})
+  for (const Step step : {Step::append, Step::evict, Step::drop_and_recall, Step::offload, Step::recall, Step::fetch})
     for (const bool state : {false, true})
       for (const int tokens : {60, 65})
         v.push_back(copying({step, 2, 2, 16, 4, tokens, state},
@@ -251,6 +265,17 @@ std::vector<Case> list() {
       v.back().kernel = "pinned memory";
       v.back().runs = 9;
     }
+  // Rows of 256 bytes for a token's key and value.
+  for (const int tokens : {2048, 32768}) {
+    const Copying of{Step::fetch, 8, 4, 128, 16, tokens};
+    const int moved = of.kv_heads * of.fetched();
+    v.push_back(copying(of, fmt::format("fetch {} tokens of {} B each", moved, 2 * 2 * of.dim)));
+    v.back().timed_cuda = true;
+    v.back().work.bytes = 4. * of.dim * moved;
+    v.back().work.copy = Work::Copy::to_device;
+    v.back().kernel = "pinned memory";
+    v.back().runs = 9;
+  }
   return v;
 }
 

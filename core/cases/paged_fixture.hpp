@@ -73,6 +73,7 @@ class PagedFixture {
     std::shuffle(free_.begin(), free_.end(), std::mt19937(7));
     table_.assign(heads * std::size_t(options.max_pages), PageEntry{});
     length_.assign(heads, 0);
+    lower_pages_.assign(heads, 0);
     for (int r = 0; r < options.rows; ++r) slots_.push_back(options.rows - 1 - r);
     for (int i = 0; i < options.head_dim / 2; ++i)
       inv_freq_.push_back(static_cast<float>(std::pow(10000.0, -2.0 * i / options.head_dim)));
@@ -140,6 +141,8 @@ class PagedFixture {
     kv.layouts = layouts_.data();
     kv.table = View<const PageEntry, 3>::dense(table_.data(), {options_.rows, options_.kv_heads, options_.max_pages});
     kv.length = View<const std::int32_t, 2>::dense(length_.data(), {options_.rows, options_.kv_heads});
+    if (layouts_.size() > 1)
+      kv.lower_pages = View<const std::int32_t, 2>::dense(lower_pages_.data(), {options_.rows, options_.kv_heads});
     kv.slots = slots_.data();
     kv.rows = options_.rows;
     kv.kv_heads = options_.kv_heads;
@@ -197,18 +200,20 @@ class PagedFixture {
     return table_[(slots_[row] * options_.kv_heads + head) * options_.max_pages + page];
   }
 
-  // Moves a page into another codec (a second layout of this cache).
-  void re_encode(int row, int head, int page, CodecSpec codec) {
-    PageLayout l =
+  // Moves the next page of a head into another codec (a second layout of this cache), from its first page on. It needs
+  // a frame more than the pages take.
+  void re_encode(int row, int head, CodecSpec codec) {
+    const PageLayout l =
         ops::make_layout(options_.dtype, codec, options_.page_size, options_.head_dim, options_.state_columns);
     if (layouts_.size() < 2) layouts_.push_back(l);
     if (l.bytes > layouts_[0].bytes) throw Error(Errc::internal, "got a larger codec, wanted one that fits the frames");
-    PageEntry& e = entry(row, head, page);
+    PageEntry& e = entry(row, head, lower_pages_[slots_[row] * options_.kv_heads + head]++);
     const std::int32_t frame = free_.back();
     free_.pop_back();
     for (int t = 0; t < e.tokens; ++t)
       ops::copy_token(aligned_ + std::int64_t{e.frame} * granule_bytes, layouts_[e.codec], t,
                       aligned_ + std::int64_t{frame} * granule_bytes, layouts_[1], t);
+    free_.insert(free_.begin(), e.frame);
     e.frame = frame;
     e.codec = 1;
   }
@@ -236,7 +241,7 @@ class PagedFixture {
   std::vector<std::byte> arena_;
   std::byte* aligned_ = nullptr;
   std::int64_t frame_step_ = 0;
-  std::vector<std::int32_t> free_, length_, slots_;
+  std::vector<std::int32_t> free_, length_, lower_pages_, slots_;
   std::vector<PageEntry> table_;
   std::vector<float> inv_freq_;
 };

@@ -36,6 +36,7 @@ PagedKv Place::put(PagedKv kv, std::size_t arena_bytes) {
   kv.base = put(kv.base, arena_bytes);
   kv.table = put(kv.table);
   kv.length = put(kv.length);
+  if (kv.lower_pages) kv.lower_pages = put(kv.lower_pages);
   kv.slots = put(kv.slots, static_cast<std::size_t>(kv.rows));
   if (kv.rope_table.inv_freq)
     kv.rope_table.inv_freq = put(kv.rope_table.inv_freq, static_cast<std::size_t>(kv.head_dim / 2));

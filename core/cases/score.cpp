@@ -498,6 +498,98 @@ void check_turned(OnCache& x) {
   x.check.equal("the queries are kept", x.place.get(there), Guarded<3>::copy(last.view()), 0);
 }
 
+// Marks of random heads at the place and here. Heads that are left out have no page on the device.
+struct SomeHeads {
+  std::vector<std::uint8_t> flags;
+  std::vector<PageEntry> pages;
+  PagedKv kv, there;
+  Heads heads, heads_there;
+
+  SomeHeads(const PagedKv& of, const PagedKv& of_there, Place& place, std::mt19937& rng) : kv(of), there(of_there) {
+    for (std::int64_t slot = 0; slot < of.table.extent[0]; ++slot)
+      for (std::int64_t head = 0; head < of.table.extent[1]; ++head) {
+        flags.push_back(rng() % 3 > 0);
+        for (std::int64_t page = 0; page < of.table.extent[2]; ++page) {
+          pages.push_back(of.table(slot, head, page));
+          if (!flags.back()) pages.back().frame = null_frame;
+        }
+      }
+    kv.table = View<const PageEntry, 3>::dense(pages.data(), of.table.extent);
+    there.table = place.put(kv.table);
+    const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {of.table.extent[0], of.table.extent[1]});
+    heads = Heads::flagged(marks), heads_there = Heads::flagged(place.put(marks));
+  }
+};
+
+// Queries of several steps are kept, and each has a row of attention of its own. Rows are pooled and reduced by step.
+void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& there, int group, std::mt19937& rng,
+                  double margin) {
+  const int steps = 1 + static_cast<int>(rng() % 5);
+  const std::int64_t rows = kv.rows, kv_heads = kv.kv_heads, count = std::int64_t{steps} * group, dim = kv.head_dim;
+  const std::int64_t room = kv.table.extent[2] * kv.page_size + 3, slots = kv.table.extent[0];
+  const auto numbers = [&](std::int64_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(static_cast<std::size_t>(n));
+    for (float& y : x) y = normal(rng);
+    return x;
+  };
+  const SomeHeads some(kv, there, place, rng);
+  const Stream s = place.stream();
+  std::vector<float> old = numbers(slots * kv_heads * count * dim);
+  const auto kept = View<float, 4>::dense(old.data(), {slots, kv_heads, count, dim});
+  const View<float, 4> kept_there = place.put(kept);
+  const Guarded<4> window({rows, kv_heads * count, 1, dim});
+  const View<float, 4> window_there = place.put(window.view());
+  for (const bool copies : {false, true}) {
+    const std::vector<float> now = numbers(rows * kv_heads * group * dim);
+    const auto queries = View<const float, 3>::dense(now.data(), {rows, kv_heads * group, dim});
+    ops::keep_window(Tensor<3>(place.put(queries)), some.there, kept_there, copies ? window_there : View<float, 4>{}, s,
+                     some.heads_there);
+    ops::keep_window_reference(queries, some.kv, kept, copies ? window.view() : View<float, 4>{}, some.heads);
+  }
+  check.equal("keep_window, kept", place.get(kept_there), old, 0);
+  check.equal("keep_window, window", place.get(window_there), Guarded<4>::copy(window.view()), 0);
+
+  // Heads that are left out have a poisoned window, and their queries give votes that nobody wants.
+  const Guarded<3> votes({rows, kv_heads * count, room}), reduced({rows, kv_heads * steps, room});
+  const View<float, 3> votes_there = place.put(votes.view()), reduced_there = place.put(reduced.view());
+  ops::window_votes(Tensor<4>(window_there), nullptr, some.there, votes_there, s, some.heads_there);
+  ops::window_votes_reference(window.view(), nullptr, some.kv, votes.view(), some.heads);
+  check.equal("window_votes of some heads", place.get(votes_there), Guarded<3>::copy(votes.view()), margin);
+  HeapWorkspace w;
+  ops::pool(some.there, votes_there, Pooling::average, 5, 0, w, s, some.heads_there);
+  ops::pool_reference(some.kv, votes.view(), Pooling::average, 5, 0, some.heads);
+  check.equal("pool of some heads", place.get(votes_there), Guarded<3>::copy(votes.view()), margin);
+  for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean}) {
+    ops::group_reduce(some.there, votes_there, rule, reduced_there, s, some.heads_there);
+    ops::group_reduce_reference(some.kv, votes.view(), rule, reduced.view(), some.heads);
+    check.equal("group_reduce of some heads, by step", place.get(reduced_there), Guarded<3>::copy(reduced.view()),
+                margin);
+  }
+}
+
+void check_windows(OnCache& x) {
+  check_window(x.place, x.check, x.kv, x.there, x.c.group, x.c.rng,
+               x.stream().device() == Device::cpu ? 5 * Tolerance{}.probability : 2e-4);
+}
+
+// Shapes of the tensor cores, with a group that fills several tiles of queries.
+void check_wide_windows(Place& place, Check& check) {
+  std::mt19937 rng(5);
+  for (const int dim : {64, 96, 128, 256})
+    for (const CodecSide keys : {CodecSide{}, CodecSide{8}}) {
+      const auto scope = check.in(fmt::format("head size {}, {} bits", dim, int{keys.bits}));
+      PagedOptions o;
+      o.rows = 2, o.kv_heads = 3, o.head_dim = dim, o.page_size = 16, o.max_pages = 26, o.dtype = DType::bf16;
+      o.codec.k = keys;
+      PagedFixture cache(o);
+      const int lengths[] = {400, 130, 1, 17, 0, 259};
+      for (int i = 0; i < 6; ++i) cache.fill_random(i / 3, i % 3, lengths[i], rng);
+      check_window(place, check, cache.view(), place.put(cache.view(), cache.arena_bytes()), 7, rng,
+                   place.stream().device() == Device::cpu ? 5 * Tolerance{}.probability : 2e-4);
+    }
+}
+
 std::vector<Case> list() {
   std::vector<Case> v;
   const auto add = [&](const char* shape, void (*check)(OnCache&)) {
@@ -519,6 +611,8 @@ std::vector<Case> list() {
   const double column = 4. * Layer::kv_heads * tokens;
   v.push_back(on_layer<Mass>(fmt::format("add_mass and read_state, {} tokens", tokens),
                              {.bytes = 4. * Layer::query_heads * tokens + 4 * column}));
+  add("windows of queries of some heads", check_windows);
+  v.push_back(checked("score", "windows of queries in the tensor cores' shapes", check_wide_windows));
   return v;
 }
 

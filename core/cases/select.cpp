@@ -212,6 +212,123 @@ void check_allotments(Place& place, Check& check) {
   }
 }
 
+Ints backwards(int rows) {
+  Ints slots;
+  for (int r = rows - 1; r >= 0; --r) slots.push_back(r);
+  return slots;
+}
+
+// Lists that last, of some heads, by the scores of other heads, and as many tokens as they or other lists hold.
+void check_choices(Place& place, Check& check) {
+  for (unsigned n = 0; n < 60; n += quick() ? 7 : 1) {
+    const auto scope = check.in(fmt::format("choice {}", n));
+    std::mt19937 rng(n);
+    const int rows = 1 + static_cast<int>(rng() % 3), heads = 1 + static_cast<int>(rng() % 4),
+              most = n % 9 ? 90 : 20000;
+    Ints length, keep, by, among, held;
+    std::vector<std::uint8_t> flags;
+    for (int i = 0; i < rows * heads; ++i) {
+      length.push_back(static_cast<int>(rng() % static_cast<unsigned>(most)));
+      keep.push_back(static_cast<int>(rng() % static_cast<unsigned>(most)));
+      held.push_back(static_cast<int>(rng() % static_cast<unsigned>(most)));
+      flags.push_back(rng() % 3 > 0);
+    }
+    const int wide = static_cast<int>(rng() % static_cast<unsigned>(heads));
+    for (int h = 0; h < heads; ++h) {
+      by.push_back(static_cast<int>(rng() % static_cast<unsigned>(heads)));
+      among.push_back(h % 3 ? wide : h);
+    }
+    among[static_cast<std::size_t>(wide)] = wide;
+    // A number that others follow must stay, whichever list is written first. So no head is shorter than a list.
+    for (int i = 0; i < rows * heads; ++i)
+      for (int h = 0; h < heads; ++h)
+        held[static_cast<std::size_t>(i)] =
+            std::min(held[static_cast<std::size_t>(i)], length[static_cast<std::size_t>(i / heads * heads + h)]);
+    const Ints slots = backwards(rows);
+    const LengthsOnly memory(rows, heads, 16, length);
+    PagedKv kv = memory.view();
+    kv.slots = slots.data();
+    const PagedKv there = place.put(kv, memory.bytes());
+    const std::int64_t room = kv.table.extent[2] * 16;
+    std::vector<float> values(static_cast<std::size_t>(rows * heads * room));
+    for (float& x : values) x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
+    const auto scores = View<const float, 3>::dense(values.data(), {rows, heads, room});
+    ListMemory of_lists;
+    IndexList list = of_lists.empty({rows, heads, room});
+    for (int i = 0; i < rows * heads; ++i) list.count(i / heads, i % heads) = held[static_cast<std::size_t>(i)];
+    IndexList list_there = place.put(list);
+    list.slots = kv.slots, list_there.slots = there.slots;
+    TokenChoice choice, choice_there;
+    const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {rows, heads});
+    choice.heads = Heads::flagged(marks), choice_there.heads = Heads::flagged(place.put(marks));
+    if (n % 2) choice.by = by.data(), choice_there.by = place.put(by);
+    if (n % 4 == 0) {
+      choice.keep = View<const std::int32_t, 2>::dense(keep.data(), {rows, heads});
+      choice_there.keep = place.put(choice.keep);
+    } else if (n % 4 != 1) {
+      choice.among = among.data(), choice_there.among = place.put(among);
+    }
+    const auto scores_there = place.put(scores);
+    ops::top_tokens_reference(kv, scores, choice, TokenList{list});
+    ops::top_tokens(there, scores_there, choice_there, TokenList{list_there}, place.stream());
+    check.equal("counts", place.get(list_there.count), of_lists.count);
+    check.equal("entries", place.get(list_there.index), of_lists.index);
+  }
+}
+
+// Lists that agree with the best tokens more or less. The threshold is one of the medians, or lies beside one.
+void check_drifted(Place& place, Check& check) {
+  for (unsigned n = 0; n < 60; n += quick() ? 7 : 1) {
+    const auto scope = check.in(fmt::format("cache {}", n));
+    std::mt19937 rng(100 + n);
+    const int rows = 1 + static_cast<int>(rng() % 3), heads = 1 + static_cast<int>(rng() % 5);
+    const int window = 1 + static_cast<int>(rng() % 6), most = n % 9 ? 90 : 9000;
+    Ints length, leaders(static_cast<std::size_t>(heads));
+    for (int i = 0; i < rows * heads; ++i) length.push_back(1 + static_cast<int>(rng() % static_cast<unsigned>(most)));
+    for (int h = 0; h < heads; ++h)  // the first head of three leads the two others, and every fifth head has no leader
+      leaders[static_cast<std::size_t>(h)] = h % 5 == 4 ? -1 : h / 3 * 3;
+    const Ints slots = backwards(rows);
+    const LengthsOnly memory(rows, heads, 16, length);
+    PagedKv kv = memory.view();
+    kv.slots = slots.data();
+    const PagedKv there = place.put(kv, memory.bytes());
+    const std::int64_t room = kv.table.extent[2] * 16;
+    std::vector<float> values(static_cast<std::size_t>(rows * heads * window * room));
+    for (float& x : values) x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
+    const auto scores = View<const float, 3>::dense(values.data(), {rows, heads * window, room});
+    ListMemory of_lists;
+    IndexList list = of_lists.empty({rows, heads, room});
+    for (int r = 0; r < rows; ++r)
+      for (int h = 0; h < heads; ++h) {
+        const auto slot = kv.slots[r];
+        list.count(slot, h) = 0;
+        const unsigned share = rng() % 9;
+        for (int t = 0; t < length[static_cast<std::size_t>(slot * heads + h)]; ++t)
+          if (rng() % 8 < share) list.index(slot, h, list.count(slot, h)++) = t;
+      }
+    IndexList list_there = place.put(list);
+    list.slots = kv.slots, list_there.slots = there.slots;
+    const auto medians = ops::median_overlaps_reference(kv, scores, TokenList{list});
+    const float middle = medians[rng() % medians.size()];
+    const float threshold = std::isnan(middle) ? .5f : rng() % 2 ? middle : std::nextafter(middle, 2.f);
+    std::vector<std::uint8_t> flags(static_cast<std::size_t>(rows * heads)), wanted(flags.size(), 7);
+    for (auto& f : flags) f = rng() % 4 > 0;
+    const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {rows, heads});
+    for (int r = 0; r < rows; ++r)
+      for (int h = 0; h < heads; ++h) {
+        const int leader = leaders[static_cast<std::size_t>(h)], slot = kv.slots[r];
+        wanted[static_cast<std::size_t>(slot * heads + h)] =
+            leader >= 0 && marks(slot, leader) &&
+            medians[static_cast<std::size_t>(r * heads + leader)] < threshold;  // no list: NaN
+      }
+    std::vector<std::uint8_t> before(flags.size(), 7);
+    const HeadFlags drifted = place.put(View<std::uint8_t, 2>::dense(before.data(), {rows, heads}));
+    ops::drifted_heads(there, place.put(scores), TokenList{list_there}, threshold, place.put(leaders), drifted,
+                       place.stream(), Heads::flagged(place.put(marks)));
+    check.that("drifted heads are marked", place.get(drifted) == wanted);
+  }
+}
+
 // A selection at the size of a real step.
 struct Step {
   int rows, kv_heads, entries, kept;
@@ -312,6 +429,8 @@ std::vector<Case> list() {
   v.push_back(step({1, 3, 4096, 4095, false, {.last = 2048}}, false, 8));  // positions too
   v.push_back(step({1, 3, 256, 64}, false));
   for (const auto& [n, k] : {std::pair{2048, 128}, {8192, 128}, {8192, 512}}) v.push_back(step({40, 8, n, k}, true));
+  v.push_back(checked("select", "tokens of some heads, by other heads and of other numbers", check_choices));
+  v.push_back(checked("select", "heads whose best tokens moved away from their lists", check_drifted));
   return v;
 }
 

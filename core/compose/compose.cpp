@@ -75,8 +75,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }
 
-  CodecSpec codec() const override { return parts_.codec ? parts_.codec->spec() : CodecSpec{}; }
-  CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codec(); }
+  std::vector<CodecSpec> codecs() const override { return {parts_.codec ? parts_.codec->spec() : CodecSpec{}}; }
+  CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codecs().front(); }
 
   void load_profile(const Profile& profile) override {
     if (parts_.scorer) parts_.scorer->load_profile(profile);
@@ -88,7 +88,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     amount_ = amount;
     constants_ = {};
     same_budgets_ = {};
-    page_bytes_ = page_bytes(shape, codec(), needs());
+    page_bytes_ = page_bytes(shape, codecs().front(), needs());
     CountedWorkspace counted(w);
     if (parts_.scorer) parts_.scorer->attach(shape, amount, counted);
     if (parts_.selector) parts_.selector->attach(shape, amount, counted);

@@ -110,7 +110,7 @@ class InjectedPolicy final : public Policy, public EditsAuthor {
     return injection_.recorded ? n.steps(true) : n;
   }
   Demand demand(int prompt_tokens, int max_new) const override { return policy_->demand(prompt_tokens, max_new); }
-  CodecSpec codec() const override { return policy_->codec(); }
+  std::vector<CodecSpec> codecs() const override { return policy_->codecs(); }
   CodecSpec host_codec() const override { return policy_->host_codec(); }
   void load_profile(const Profile& profile) override { policy_->load_profile(profile); }
   void attach(const Shape& shape, const BudgetAmount& budget, Workspace& w) override {

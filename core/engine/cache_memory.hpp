@@ -16,8 +16,8 @@ struct CacheMemory {
   std::int64_t frame = 0, page = 0;  // a frame; the same with its places in lists of free frames
   std::int64_t heads = 0;            // KV heads of a sequence, in all layers
 
-  // What each callback may take as scratch: 4 numbers for each token and query head of every slot, and a matrix
-  // [head_dim, head_dim] for each query head.
+  // What each callback may take as scratch: Needs::scratch_numbers for each token and query head of every slot, and a
+  // matrix [head_dim, head_dim] for each query head.
   std::int64_t scratch_of_callback = 0;
 
   std::int64_t beside_pages() const { return tables + summaries + state + queries + mass + scratch; }

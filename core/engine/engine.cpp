@@ -26,7 +26,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.shape.max_slots = o.slots;
   s.shape.max_tokens = o.max_tokens;
   s.shape.dtype = model.dtype;
-  s.codecs = {policy.codec()};
+  s.codecs = policy.codecs();
   s.host_codec = policy.host_codec();
   s.rope = needs.rope();
   s.rope_table = model.rope();
@@ -37,6 +37,8 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.scratch_limit = o.scratch_limit;
   s.host_pages = needs.host_pages();
   s.pauses = needs.pauses();
+  s.all_layers = needs.all_layers();
+  s.archive = needs.archive();
   s.spill = o.spill;
   return s;
 }
@@ -67,6 +69,8 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
   if (o.prefill_chunk > 0 && !needs.chunked_prompts())
     throw Error(Errc::config, "got prefill_chunk " + std::to_string(o.prefill_chunk) +
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
+  if (needs.own_amount() && o.budget.kind != BudgetAmount::unlimited)
+    throw Error(Errc::config, "got a budget for a policy that decides by itself how much it keeps, wanted none");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);
@@ -119,7 +123,8 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
     m.queries =
         std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
   m.mass = mass_bytes(s, needs.mass());
-  m.scratch_of_callback = number * s.query_heads * (4 * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
+  m.scratch_of_callback =
+      number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
   m.frame = taken.frame;
   m.page = taken.frame + taken.frame_places;
@@ -142,7 +147,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       store_(make_store(store_options(*model, *policy_, options), stream_)),
       executor_(make_executor(model, *store_, options.batch_invariant)) {
   check_needs(*model, needs_, options);
-  page_bytes_ = page_bytes(store_->shape(), policy_->codec(), needs_);
+  page_bytes_ = page_bytes(store_->shape(), store_->options().codecs[0], needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
@@ -232,7 +237,8 @@ std::int64_t Engine::free_bytes() const {
 }
 
 std::int64_t Engine::host_room_bytes() const {
-  return needs_.host_pages() ? store_->host_room() * frame_bytes(store_->options().host_codec) : no_limit;
+  const bool limited = needs_.host_pages() || needs_.archive();
+  return limited ? store_->host_room() * frame_bytes(store_->options().host_codec) : no_limit;
 }
 
 std::int64_t Engine::host_needed_bytes(int slot) const {
@@ -289,7 +295,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   return settled(fit, slots);
 }
 
-Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {
+Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -297,6 +303,12 @@ Fit Engine::finish_step(const std::vector<std::int32_t>& slots) {
   step.position = position_.data();
   step.step = step_.data();
   step.workspace = &store_->workspace();
+  step.state_names = &store_->options().token_state;
+  if (needs_.all_layers()) {
+    step.pages = store_->view_all(slots);
+    step.pages.table.extent[2] = (room + step.shape->page_size - 1) / step.shape->page_size;
+    step.max_length = room;
+  }
   Edits edits;
   policy_->finish_step(step, edits, stream_);
   return apply_after("finish_step", edits.all(), slots);

@@ -112,12 +112,12 @@ class Engine final : private LayerHooks {
   std::int64_t full_bytes(int tokens) const { return full_bytes(tokens, store_->options().codecs[0]); }
   std::int64_t free_bytes() const;
   // In bytes of host frames: what sequences to come may take, what is taken, and what a sequence with spare pages will
-  // take when it spills. places_at_once: pages leave whether frames run short or not. step_bytes: what a row's step may
-  // take of the device by appends and place edits.
+  // take when it spills. fills_host: prompts take host frames whether frames of the device run short or not.
+  // step_bytes: what a row's step may take of the device by appends and place edits.
   std::int64_t host_room_bytes() const;
   std::int64_t host_used_bytes() const { return store_->page_bytes(Tier::host); }
   std::int64_t host_needed_bytes(int slot) const;
-  bool places_at_once() const { return needs_.host_pages() && options_.spill == Spill::always; }
+  bool fills_host() const { return needs_.archive() || (needs_.host_pages() && options_.spill == Spill::always); }
   std::int64_t step_bytes() const { return full_bytes(1) * (needs_.host_pages() ? 2 : 1); }
   std::int64_t used_bytes() const { return store_->page_bytes(Tier::device); }
   // Whether another step of these slots fits, by the pages that appends and place edits may take. The device is asked
@@ -156,7 +156,7 @@ class Engine final : private LayerHooks {
   Fit prompt(const PromptLayer& l) override;
   Selection select(const DecodeLayer& l, Fit& fit) override;
   Fit attended(const DecodeLayer& l) override;
-  Fit finish_step(const std::vector<std::int32_t>& slots) override;
+  Fit finish_step(const std::vector<std::int32_t>& slots, int room) override;
 
   LayerKv layer_kv(int layer, const std::vector<std::int32_t>& slots, std::span<const std::int32_t> position);
   std::int64_t frame_bytes(CodecSpec codec) const;

@@ -91,7 +91,7 @@ Scheduler::Left Scheduler::left_by(std::size_t prompt, const Engine::Demanded& s
 
 bool Scheduler::fits(std::size_t index) const {
   const std::int64_t free = engine_.free_bytes();
-  if (free == Engine::no_limit && !engine_.places_at_once()) return true;
+  if (free == Engine::no_limit && !engine_.fills_host()) return true;
   const Request& request = requests_[index];
   const std::size_t prompt = request.prompt.size(), more = known(index);
   const std::int64_t all = engine_.full_bytes(static_cast<int>(prompt));
@@ -99,7 +99,7 @@ bool Scheduler::fits(std::size_t index) const {
       engine_.demanded(static_cast<int>(prompt), static_cast<int>(request.fed.size()) + request.max_new);
   const Left least = left_by(prompt, says);
   const bool leaves = least.below <= engine_.host_room_bytes();
-  if (!leaves && engine_.places_at_once()) return false;
+  if (!leaves && engine_.fills_host()) return false;
   if (free == Engine::no_limit) return true;
   const std::int64_t kept = leaves ? least.bytes : all;
   // A whole prompt is compressed in each layer before the next layer runs, a chunked one at its end.
@@ -137,9 +137,9 @@ Fit Scheduler::prompts() {
     const std::size_t left = prompt.size() - a.prefilled, count = chunk ? std::min(chunk, left) : left;
     if (chunk && spent > 0 && spent + count > chunk) return Fit::ok;
     const bool last = count == left, asks = last && known(index(a)) == 0;
-    const bool limited = engine_.free_bytes() != Engine::no_limit, learns = limited || engine_.places_at_once();
+    const bool limited = engine_.free_bytes() != Engine::no_limit, learns = limited || engine_.fills_host();
     const auto free = [&] { return limited ? engine_.free_bytes() : -engine_.used_bytes(); };
-    const std::int64_t before = learns ? free() : 0, below = engine_.places_at_once() ? engine_.host_used_bytes() : 0;
+    const std::int64_t before = learns ? free() : 0, below = engine_.fills_host() ? engine_.host_used_bytes() : 0;
     const double begin = now();
     const Fit fit =
         engine_.prefill(a.slot, {prompt.data() + a.prefilled, count}, last,
@@ -156,10 +156,10 @@ Fit Scheduler::prompts() {
     a.prefilled += count;
     spent += count;
     if (learns) a.kept += before - free();
-    if (engine_.places_at_once()) a.below += engine_.host_used_bytes() - below;
+    if (engine_.fills_host()) a.below += engine_.host_used_bytes() - below;
     if (last && learns)
       left_.push_back({prompt.size(), std::max<std::int64_t>(0, a.kept),
-                       engine_.places_at_once() ? a.below : engine_.host_needed_bytes(a.slot)});
+                       engine_.fills_host() ? a.below : engine_.host_needed_bytes(a.slot)});
     if (asks && take(a, static_cast<int>(std::max_element(logits_.begin(), logits_.end()) - logits_.begin()), end))
       finish(active_.size() - 1);
   }

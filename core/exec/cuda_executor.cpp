@@ -306,7 +306,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
                          room<std::int32_t>(rows_, tokens));
   if (relative()) turn(rows, false);
   const CodecSpec codec = rows.layouts->codec;
-  if (!relative() && codec.k.bits == 0 && codec.v.bits == 0) return rows;
+  if (!relative() && codec.k.bits == 0 && codec.v.bits == 0 && !rows.lower_pages) return rows;
   ops::PromptPagesArgs p;
   p.kv = store_.view(layer, {slot});
   p.tokens = static_cast<int>(tokens);
@@ -325,6 +325,7 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   rows.base = p.frames;
   rows.layouts = &copy_layout_;
   rows.table = {p.table, {tokens, c.kv_heads, p.pages}, {0, p.pages, 1}};
+  rows.lower_pages = {};
   rows.rope = RopeRegime::original;
   return rows;
 }

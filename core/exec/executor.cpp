@@ -41,6 +41,7 @@ Fit Executor::prefill(int slot, std::span<const int> tokens, bool last, LayerHoo
 
 Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hooks, const StepResult& out) {
   const auto n = static_cast<std::int64_t>(slots.size());
+  int longest = 0;
   embed(n);
   for (int layer = 0; layer < model_->config.layers; ++layer) {
     project(layer, n);
@@ -49,6 +50,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     static_cast<LayerRows&>(info) = rows_of(layer, n);
     info.slots = &slots;
     info.room = room(layer, slots);
+    longest = std::max(longest, info.room);
     Fit fit = Fit::ok;
     info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
@@ -61,7 +63,7 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     if (fit != Fit::ok) return fit;
     finish_layer(layer, n);
   }
-  if (const Fit fit = hooks.finish_step(slots); fit != Fit::ok) return fit;
+  if (const Fit fit = hooks.finish_step(slots, longest); fit != Fit::ok) return fit;
   if (const Fit fit = cache_.end_step().fit; fit != Fit::ok) return fit;
   head(n, out);
   cache_.settle();

@@ -63,8 +63,9 @@ class LayerHooks {
   virtual bool replayable() const { return false; }
   // Returns whether attended() leaves work in another stream that reads this layer's rows until the step ends.
   virtual bool keeps_rows() const { return false; }
-  // Called after the last layer of a decode step, before the rows' counters advance.
-  virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/) { return Fit::ok; }
+  // Called after the last layer of a decode step, before the rows' counters advance. room: as DecodeLayer::room, of all
+  // layers.
+  virtual Fit finish_step(const std::vector<std::int32_t>& /*slots*/, int /*room*/) { return Fit::ok; }
 };
 
 // A decode step's results on the host. Either may be empty: copying the logits of a large vocabulary takes long.

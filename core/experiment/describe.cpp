@@ -149,7 +149,9 @@ Needs needs_of(const PluginInfo& plugin) {
 std::string first_keys(const PluginInfo& plugin) {
   const std::string budget = "budget: {tokens: 512}";
   try {
-    return needs_of(plugin).profile() ? budget + ", profile: FILE" : budget;
+    const Needs needs = needs_of(plugin);
+    if (needs.own_amount()) return needs.profile() ? "profile: FILE" : "";
+    return needs.profile() ? budget + ", profile: FILE" : budget;
   } catch (const Error&) {
     return budget;
   }
@@ -214,8 +216,11 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.min_pages() > 0)
       rows.push_back({"pages", fmt::format("at least {} of each KV head are read", n.min_pages())});
     if (n.page_summary() != Summary::none) rows.push_back({"summaries", summary_text(n.page_summary())});
+    if (n.own_amount()) rows.push_back({"budget", "none: it decides by itself how much it keeps"});
+    if (n.all_layers()) rows.push_back({"layers", "all at once, after a step"});
     if (!n.token_state().empty()) rows.push_back({"token state", join(n.token_state())});
     if (n.host_pages()) rows.push_back({"host", "pages that the method places there"});
+    if (n.archive()) rows.push_back({"host", "copies of heads, whose tokens the method fetches"});
     if (n.steps()) rows.push_back({"steps", "counted on the device"});
     if (n.observe_beside()) rows.push_back({"observe", "beside the rest of the step"});
     if (n.pauses()) rows.push_back({"pauses", "a sequence sits steps out while its pages are under way"});
@@ -288,8 +293,11 @@ std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
   for (EntryKey& key : keys)
     if (plugin.role != Role::scorer && key.name == std::string_view("budget")) key.form = unsplit_budget;
   try {
-    if (!needs_of(plugin).profile())
-      std::erase_if(keys, [](const EntryKey& k) { return k.name == std::string_view("profile"); });
+    const Needs needs = needs_of(plugin);
+    std::erase_if(keys, [&](const EntryKey& k) {
+      return (k.name == std::string_view("profile") && !needs.profile()) ||
+             (k.name == std::string_view("budget") && needs.own_amount());
+    });
   } catch (const Error&) {  // not known without the plugin's parameters
   }
   return keys;

@@ -241,8 +241,8 @@ class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {
   Demand demand(int prompt, int most) const override {
     return ask("demand", [&](Policy& p) { return p.demand(prompt, most); });
   }
-  CodecSpec codec() const override {
-    return ask("codec", [](Policy& p) { return p.codec(); });
+  std::vector<CodecSpec> codecs() const override {
+    return ask("codecs", [](Policy& p) { return p.codecs(); });
   }
   CodecSpec host_codec() const override {
     return ask("host_codec", [](Policy& p) { return p.host_codec(); });

@@ -55,7 +55,7 @@ void want_room(Fit fit, const Engine& engine) {
   if (fit == Fit::ok) return;
   const Store& store = engine.store();
   const std::int64_t room = store.page_limit();
-  const bool tiers = store.options().host_pages;
+  const bool tiers = store.options().host_pages || store.options().archive;
   std::string text = room >= 0 ? "got a device with room for " + std::to_string(room) + " bytes of pages"
                      : tiers   ? "got a full device or host"
                                : "got a full device";

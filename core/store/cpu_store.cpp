@@ -46,6 +46,8 @@ CpuStore::CpuStore(const StoreOptions& options)
   const StoreBytes taken = bytes(options);
   for (auto& t : table_) t.resize(heads * pages_per_head_);
   lengths_.resize(heads);
+  lower_pages_.resize(heads);
+  if (options.archive) archive_.resize(heads * pages_per_head_), archived_.resize(heads);
   ledger_.hold(Tier::device, Tag::tables, taken.tables);
   summary_pool_ = MappedArray(taken.summaries);
 }
@@ -53,11 +55,14 @@ CpuStore::CpuStore(const StoreOptions& options)
 StoreBytes CpuStore::bytes(const StoreOptions& options) {
   const std::size_t heads = heads_of(options.shape),
                     pages = heads * static_cast<std::size_t>(options.shape.max_pages());
-  return {static_cast<std::int64_t>(2 * pages * sizeof(PageEntry) + heads * sizeof(std::int32_t)),
+  const std::size_t archive = options.archive ? 1 : 0, lower = options.codecs.size() > 1 ? 1 : 0;
+  return {static_cast<std::int64_t>((2 + archive) * pages * sizeof(PageEntry) +
+                                    (1 + archive + lower) * heads * sizeof(std::int32_t)),
           static_cast<std::int64_t>(pages) * summary_bytes(options), widest(make_layouts(options)), 0};
 }
 
 void CpuStore::check(const StoreOptions& options) {
+  check_codecs(options);
   make_layouts(options);
   frame_layout(options, options.host_codec);
 }
@@ -65,15 +70,30 @@ void CpuStore::check(const StoreOptions& options) {
 void CpuStore::close(int slot) {
   const Shape& s = options_.shape;
   for (int layer = 0; layer < s.layers; ++layer)
-    for (int head = 0; head < s.kv_heads; ++head) keep_only(layer, slot, head, nullptr, 0);
+    for (int head = 0; head < s.kv_heads; ++head) {
+      keep_only(layer, slot, head, nullptr, 0);
+      free_archive(layer, slot, head);
+    }
   workspace_.clear_slot(slot);
   forget(slot);
 }
 
 PagedKv CpuStore::view(int layer, const std::vector<std::int32_t>& slots, Tier tier) const {
-  PagedKv kv = paged(entries(tier, layer, 0, 0), lengths_.data() + head_index(layer, 0, 0), slots.data(), slots.size());
+  const std::size_t first = head_index(layer, 0, 0);
+  PagedKv kv = paged(entries(tier, layer, 0, 0), lengths_.data() + first,
+                     layouts_.size() > 1 ? lower_pages_.data() + first : nullptr, slots.data(), slots.size());
   kv.base = arena(tier).base();
   kv.layouts = tier == Tier::host ? &host_layout_ : layouts_.data();
+  return kv;
+}
+
+PagedKv CpuStore::view_all(const std::vector<std::int32_t>& slots) const {
+  all_slots_ = in_all_layers(slots);
+  PagedKv kv =
+      paged(entries(Tier::device, 0, 0, 0), lengths_.data(), layouts_.size() > 1 ? lower_pages_.data() : nullptr,
+            all_slots_.data(), all_slots_.size(), options_.shape.layers);
+  kv.base = device_.base();
+  kv.layouts = layouts_.data();
   return kv;
 }
 
@@ -228,6 +248,8 @@ void CpuStore::check_invariants() const {
         const int n = length(layer, slot, head), pages = (n + s.page_size - 1) / s.page_size;
         if (!used_[static_cast<std::size_t>(slot)] && n) fail("a closed slot holds tokens");
         if (options_.summary != Summary::none) summaries += pages * summary_bytes_;
+        const int lower = lower_pages_[head_index(layer, slot, head)];
+        if (lower < 0 || lower > pages) fail("a head of " + std::to_string(pages) + " pages counts more lower ones");
         for (int page = 0; page < static_cast<int>(pages_per_head_); ++page) {
           int copies = 0;
           for (Tier tier : {Tier::device, Tier::host}) {
@@ -235,6 +257,7 @@ void CpuStore::check_invariants() const {
             if (e.frame == null_frame) continue;
             ++copies;
             const std::int64_t size = layout(tier, e).bytes;
+            if (tier == Tier::device && (e.codec > 0) != (page < lower)) fail("a page's codec is out of order");
             bytes[static_cast<int>(tier)] += size;
             seen[static_cast<int>(tier)].emplace_back(e.frame, size);
             if (page < pages && e.tokens != std::min(s.page_size, n - page * s.page_size))
@@ -242,6 +265,19 @@ void CpuStore::check_invariants() const {
           }
           if (page < pages && copies == 0) fail("a page is in no tier");
           if (page >= pages && copies > 0) fail("a page beyond the length holds a frame");
+        }
+        if (!options_.archive) continue;
+        const int tokens = archived(layer, slot, head);
+        if (!used_[static_cast<std::size_t>(slot)] && tokens) fail("a closed slot has an archive");
+        for (int page = 0; page < static_cast<int>(pages_per_head_); ++page) {
+          const PageEntry& e = archive_entries(layer, slot, head)[page];
+          if ((e.frame != null_frame) != (page * s.page_size < tokens))
+            fail("an archive of " + std::to_string(tokens) + " tokens has a page too many or too few");
+          if (e.frame == null_frame) continue;
+          bytes[1] += host_layout_.bytes;
+          seen[1].emplace_back(e.frame, host_layout_.bytes);
+          if (e.tokens != std::min(s.page_size, tokens - page * s.page_size))
+            fail("a page of an archive counts " + std::to_string(e.tokens) + " tokens");
         }
       }
   for (int t = 0; t < 2; ++t) {

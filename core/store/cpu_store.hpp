@@ -1,5 +1,7 @@
 // The store in host memory. The tiers "device" and "host" are arenas with limits. Calls return when their work is done.
 #pragma once
+#include <span>
+
 #include "store/arena.hpp"
 #include "store/store.hpp"
 
@@ -15,8 +17,12 @@ class CpuStore final : public Store {
 
   void close(int slot) override;
   PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
+  PagedKv view_all(const std::vector<std::int32_t>& slots) const override;
   Summaries summaries(int layer) const override;
   int length(int layer, int slot, int head) const override { return lengths_[head_index(layer, slot, head)]; }
+  int archived(int layer, int slot, int head) const override {
+    return archived_.empty() ? 0 : archived_[head_index(layer, slot, head)];
+  }
   int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
 
   // Stores k, v [token, kv_head, head_dim] f32 at text positions first, first + 1, ... Keys are already rotated where
@@ -42,6 +48,12 @@ class CpuStore final : public Store {
   const PageEntry* entries(Tier tier, int layer, int slot, int head) const {
     return const_cast<CpuStore*>(this)->entries(tier, layer, slot, head);
   }
+  PageEntry* archive_entries(int layer, int slot, int head) {
+    return archive_.data() + head_index(layer, slot, head) * pages_per_head_;
+  }
+  const PageEntry* archive_entries(int layer, int slot, int head) const {
+    return const_cast<CpuStore*>(this)->archive_entries(layer, slot, head);
+  }
   const PageLayout& layout(Tier tier, const PageEntry& e) const {
     return tier == Tier::host ? host_layout_ : layouts_[e.codec];
   }
@@ -52,6 +64,7 @@ class CpuStore final : public Store {
   void give_back(Tier tier, PageEntry& e);
   void count_frame(Tier tier, const PageLayout& l, int sign);
   void copy_page(int layer, int slot, int head, int page, Tier from, Tier to);
+  void count_arrival(Tier to, const PageLayout& l);
   void copy_state_down(int layer, int slot, int head, int page);
   std::byte* summary_at(int layer, int slot, int head, int page);
   void summarize(int layer, int slot, int head, int page);
@@ -68,6 +81,12 @@ class CpuStore final : public Store {
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Fit archive_head(int layer, int slot, int head);
+  bool take_archive(int layer, int slot, int head, int tokens);  // frames for them all; false: none
+  void free_archive(int layer, int slot, int head);
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
   Fit recall_layer(int layer, int slot) override;
@@ -77,16 +96,24 @@ class CpuStore final : public Store {
   template <class Body>
   Applied each_list(const Edit& e, const std::vector<std::int32_t>& slots, Body body);
   Applied edit_page(const Edit& e, int slot, int head, int page);
-  Applied encode_page(const Edit& e, int slot, int head, int page);
+  Applied encode_pages(const Edit& e, int slot, int head, std::span<const std::int32_t> list);
+  Fit encode_page(int layer, int slot, int head, int page, int codec);
+  void swap_pages(int layer, int slot, int head, int a, int b);
+  Applied store_head(int layer, int slot, int head, const std::uint8_t* levels);
   void outdated(int layer, int slot, int head, int page);
   void read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit);
+  template <class Reader>
+  Fit read_archive(int layer, int slot, int head, Reader& r);
   void exchange(int layer, int slot, int head, int a, int b);
 
   std::vector<PageLayout> layouts_;
   PageLayout host_layout_;
   Arena device_, host_;
   std::vector<PageEntry> table_[2];
-  std::vector<std::int32_t> lengths_;
+  std::vector<std::int32_t> lengths_, lower_pages_;
+  mutable std::vector<std::int32_t> all_slots_;  // view_all's
+  std::vector<PageEntry> archive_;               // [layer, slot, kv_head, page] of the host, with StoreOptions::archive
+  std::vector<std::int32_t> archived_;           // [layer, slot, kv_head] its tokens
   MappedArray summary_pool_;
   std::vector<int> touched_;  // pages that an eviction changed; a member, so that a decode step allocates nothing
 };

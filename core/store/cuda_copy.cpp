@@ -27,12 +27,12 @@ Store::Pending CudaStore::copied(const Pending& p, int slot, Stream device) cons
                  list.count.data + row * list.count.stride[0], marks, device, stream_);
 }
 
-std::vector<PageEntry> CudaStore::entries(int tier, int slot) const {
+std::vector<PageEntry> CudaStore::entries(const StreamMemory& table, int slot) const {
   const Shape& s = options_.shape;
   const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
   std::vector<PageEntry> out(each * static_cast<std::size_t>(s.layers));
   for (int l = 0; l < s.layers; ++l)
-    copy_memory(out.data() + static_cast<std::size_t>(l) * each, table_[tier].as<PageEntry>() + slot_index(l, slot),
+    copy_memory(out.data() + static_cast<std::size_t>(l) * each, table.as<PageEntry>() + slot_index(l, slot),
                 each * sizeof(PageEntry), stream_);
   synchronize(stream_);
   return out;
@@ -52,12 +52,19 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
   out->used_[0] = used_[static_cast<std::size_t>(slot)];
   out->position_[0] = position(slot);
   out->step_[0] = steps(slot);
-  const std::vector<PageEntry> tables[] = {entries(0, slot), entries(1, slot)};
+  const std::vector<PageEntry> tables[] = {entries(table_[0], slot), entries(table_[1], slot)};
+  const std::vector<PageEntry> archive = options_.archive ? entries(archive_, slot) : std::vector<PageEntry>();
+  const auto copy_frame = [&](Tier tier, const PageEntry& e, const PageEntry& copy) {
+    const std::byte* base = tier == Tier::host ? host_arena_.data() : device_frames();
+    copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
+                static_cast<std::size_t>(layout_of(static_cast<int>(tier), e).bytes), stream_);
+  };
   for (int l = 0; l < s.layers; ++l)
     for (int head = 0; head < s.kv_heads; ++head) {
       const std::size_t at = static_cast<std::size_t>(l * s.kv_heads + head) * pages_per_head_;
       const int n = lengths_[head_index(l, slot, head)], pages = (n + s.page_size - 1) / s.page_size;
       out->lengths_[out->head_index(l, 0, head)] = n;
+      std::int32_t& lower = out->lower_pages_[out->head_index(l, 0, head)];
       if (summary_bytes_ && pages > 0) {
         const auto bytes = static_cast<std::size_t>(pages * summary_bytes_);
         const std::size_t from = head_index(l, slot, head) * pages_per_head_ * static_cast<std::size_t>(summary_bytes_);
@@ -72,10 +79,16 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
           PageEntry& copy = out->entries(tier, l, 0, head)[page];
           if (!out->take(tier, copy, e.codec)) throw Error(Errc::internal, "a copy of a slot does not fit");
           copy.tokens = e.tokens;
-          const std::byte* base = t ? host_arena_.data() : device_frames();
-          copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
-                      static_cast<std::size_t>(layout_of(static_cast<std::size_t>(t)).bytes), stream_);
+          lower += e.codec > 0;
+          copy_frame(tier, e, copy);
         }
+      if (const int tokens = archived(l, slot, head); tokens > 0) {
+        if (!out->take_archive(l, 0, head, tokens)) throw Error(Errc::internal, "a copy of a slot does not fit");
+        for (std::size_t page = 0; static_cast<int>(page) * s.page_size < tokens; ++page) {
+          if (archive[at + page].frame == null_frame) throw Error(Errc::internal, "store: an archive lacks a page");
+          copy_frame(Tier::host, archive[at + page], out->archive_entries(l, 0, head)[page]);
+        }
+      }
     }
   for (const Pending& p : pending_) {
     if (p.slot != slot) continue;
@@ -99,46 +112,62 @@ Fit CudaStore::restore(int slot, const std::vector<std::byte>& snapshot) {
 Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   const Shape& s = options_.shape;
   const std::size_t each = static_cast<std::size_t>(s.kv_heads) * pages_per_head_;
-  std::int64_t needed[] = {0, 0};
+  Frames needed = {};
   for (int t = 0; t < 2; ++t)
-    for (const PageEntry& e : from.table_[t]) needed[t] += e.frame != null_frame;
-  if (needed[1] > 0 && !open_host_tier()) return Fit::out_of_memory;
-  if (needed[1] > 0) tails_stay_ = false;
+    for (const PageEntry& e : from.table_[t]) needed[pool_of(t, e)] += e.frame != null_frame;
+  for (const PageEntry& e : from.archive_) needed[host_pool] += e.frame != null_frame;
+  if (needed[host_pool] > 0 && !open_host_tier()) return Fit::out_of_memory;
+  if (needed[host_pool] > 0) tails_stay_ = false;
   spill(slot);  // some of its pages may be on the host alone
   stale_ = true;
+  if (!reserve(needed)) return Fit::out_of_memory;
+  stale_ = true;
   update();
-  if (needed[0] > known_.free[0] || needed[1] > known_.free[1]) return Fit::out_of_memory;
+  note_lowered({slot});
 
   auto* counters = counters_.as<CudaStoreCounters>();
-  std::vector<PageEntry> tables[2];
-  for (int t = 0; t < 2; ++t) {
-    const Tier tier = static_cast<Tier>(t);
-    std::vector<std::int32_t> frames(static_cast<std::size_t>(needed[t]));
-    const std::int32_t left = known_.free[t] - static_cast<std::int32_t>(needed[t]);
-    copy_memory(frames.data(), free_[t].as<std::int32_t>() + left, frames.size() * sizeof(std::int32_t), stream_);
+  std::vector<std::int32_t> frames[pools];
+  for (std::size_t pool = 0; pool < pools; ++pool) {
+    frames[pool].resize(static_cast<std::size_t>(needed[pool]));
+    const std::int32_t left = known_.free[pool] - static_cast<std::int32_t>(needed[pool]);
+    copy_memory(frames[pool].data(), free_[pool].as<std::int32_t>() + left, frames[pool].size() * sizeof(std::int32_t),
+                stream_);
     synchronize(stream_);
-    known_.free[t] = left;
-    copy_memory(&counters->free[t], &left, sizeof left, stream_);
-    tables[t].resize(from.table_[t].size());
+    known_.free[pool] = left;
+    copy_memory(&counters->free[pool], &known_.free[pool], sizeof left, stream_);
+  }
+  const auto copy_table = [&](int t, std::vector<PageEntry> table, const StreamMemory& to) {
     std::byte* base = t ? host_arena_.data() : device_frames();
-    for (std::size_t i = 0; i < tables[t].size(); ++i) {
-      const PageEntry& e = from.table_[t][i];
+    for (PageEntry& e : table) {
       if (e.frame == null_frame) continue;
-      tables[t][i] = e;
-      tables[t][i].frame = frames.back();
-      frames.pop_back();
-      copy_memory(base + std::int64_t{tables[t][i].frame} * granule_bytes, from.arena(tier).at(e.frame),
-                  static_cast<std::size_t>(layout_of(static_cast<std::size_t>(t)).bytes), stream_);
+      auto& of_pool = frames[pool_of(t, e)];
+      const std::byte* source = from.arena(static_cast<Tier>(t)).at(e.frame);
+      e.frame = of_pool.back();
+      of_pool.pop_back();
+      copy_memory(base + std::int64_t{e.frame} * granule_bytes, source, static_cast<std::size_t>(layout_of(t, e).bytes),
+                  stream_);
     }
     for (int l = 0; l < s.layers; ++l)
-      copy_memory(table_[t].as<PageEntry>() + slot_index(l, slot),
-                  tables[t].data() + static_cast<std::size_t>(l) * each, each * sizeof(PageEntry), stream_);
+      copy_memory(to.as<PageEntry>() + slot_index(l, slot), table.data() + static_cast<std::size_t>(l) * each,
+                  each * sizeof(PageEntry), stream_);
+  };
+  for (int t = 0; t < 2; ++t) {
+    copy_table(t, from.table_[t], table_[t]);
+    if (t == 1 && options_.archive) copy_table(t, from.archive_, archive_);
   }
   std::int32_t pages = known_.pages;
   for (int l = 0; l < s.layers; ++l) {
     const auto* lengths = from.lengths_.data() + from.head_index(l, 0, 0);
     copy_memory(length_.as<std::int32_t>() + head_index(l, slot, 0), lengths,
                 static_cast<std::size_t>(s.kv_heads) * sizeof(std::int32_t), stream_);
+    if (two_codecs())
+      copy_memory(lower_pages_.as<std::int32_t>() + head_index(l, slot, 0),
+                  from.lower_pages_.data() + from.head_index(l, 0, 0),
+                  static_cast<std::size_t>(s.kv_heads) * sizeof(std::int32_t), stream_);
+    if (options_.archive)
+      copy_memory(archived_.as<std::int32_t>() + head_index(l, slot, 0),
+                  from.archived_.data() + from.head_index(l, 0, 0),
+                  static_cast<std::size_t>(s.kv_heads) * sizeof(std::int32_t), stream_);
     if (!summary_bytes_) continue;
     const auto row = static_cast<std::size_t>(summary_bytes_);
     copy_memory(summary_pool_.as<>() + slot_index(l, slot) * row,
@@ -181,16 +210,24 @@ void CudaStore::check_invariants() const {
   all_reloaded();
   refresh();
   std::int64_t pages = 0;
-  std::vector<bool> seen[2];
-  const auto mark = [&](int tier, std::int32_t frame) {
-    const std::int64_t step = layout_of(static_cast<std::size_t>(tier)).bytes / granule_bytes;
-    if (frame < 0 || frame % step != 0 || frame / step >= capacity_[tier]) fail("a frame that is none");
-    const auto at = static_cast<std::size_t>(frame / step);
-    if (seen[tier][at]) fail("a frame in two places");
-    seen[tier][at] = true;
+  std::vector<std::int32_t> seen[pools];
+  const auto mark = [&](std::size_t pool, std::int32_t frame) {
+    const auto step = static_cast<std::int32_t>(layout_of(pool).bytes / granule_bytes);
+    std::int32_t in_extent = frame;
+    if (pool != host_pool && two_codecs()) {
+      const auto granules = static_cast<std::int32_t>(extents_.bytes / granule_bytes);
+      if (frame < 0 || static_cast<std::size_t>(frame / granules) >= extents_.owner.size() ||
+          extents_.owner[static_cast<std::size_t>(frame / granules)] != static_cast<std::int8_t>(pool))
+        fail("a frame of another pool's extent");
+      in_extent = frame % granules;
+      if (in_extent / step >= extents_.each[pool]) fail("a frame beyond its extent");
+    } else if (frame < 0 || frame / step >= capacity_[pool]) {
+      fail("a frame that is none");
+    }
+    if (in_extent % step != 0) fail("a frame that is none");
+    seen[pool].push_back(frame);
   };
-  for (int t = 0; t < 2; ++t) {
-    seen[t].resize(static_cast<std::size_t>(capacity_[t]));
+  for (std::size_t t = 0; t < pools; ++t) {
     if (known_.free[t] < 0 || known_.free[t] > capacity_[t]) fail("a pool of an impossible count");
     std::vector<std::int32_t> left(static_cast<std::size_t>(known_.free[t]));
     copy_memory(left.data(), free_[t].as<>(), left.size() * sizeof(std::int32_t), stream_);
@@ -198,19 +235,26 @@ void CudaStore::check_invariants() const {
     for (const std::int32_t frame : left) mark(t, frame);
   }
   for (int slot = 0; slot < s.max_slots; ++slot) {
-    for (int t = 0; t < 2; ++t)
-      for (const PageEntry& e : entries(t, slot))
-        if (e.frame != null_frame) mark(t, e.frame);
+    const auto mark_all = [&](int tier, const StreamMemory& table) {
+      for (const PageEntry& e : entries(table, slot))
+        if (e.frame != null_frame) mark(pool_of(tier, e), e.frame);
+    };
+    for (int t = 0; t < 2; ++t) mark_all(t, table_[t]);
+    if (options_.archive) mark_all(1, archive_);
     for (int l = 0; l < s.layers; ++l)
       for (int head = 0; head < s.kv_heads; ++head) {
         const int n = lengths_[head_index(l, slot, head)];
         if (n > 0 && !used_[static_cast<std::size_t>(slot)]) fail("a closed slot holds tokens");
+        if (archived(l, slot, head) > 0 && !used_[static_cast<std::size_t>(slot)]) fail("a closed slot has an archive");
         pages += (n + s.page_size - 1) / s.page_size;
       }
     copy_of(slot)->check_invariants();
   }
-  for (const auto& tier : seen)
-    if (std::find(tier.begin(), tier.end(), false) != tier.end()) fail("a frame is lost");
+  for (std::size_t t = 0; t < pools; ++t) {
+    std::sort(seen[t].begin(), seen[t].end());
+    if (std::adjacent_find(seen[t].begin(), seen[t].end()) != seen[t].end()) fail("a frame in two places");
+    if (static_cast<std::int64_t>(seen[t].size()) != capacity_[t]) fail("a frame is lost");
+  }
   if (summary_bytes_ && pages != known_.pages) fail("the count of summaries differs from the pages");
 }
 

@@ -1,6 +1,5 @@
 // CudaStore passes edits to the device.
 #include <algorithm>
-#include <type_traits>
 
 #include "base/device_op.hpp"
 #include "store/cuda_store.hpp"
@@ -65,7 +64,11 @@ Applied CudaStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& s
 }
 
 Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
-  if (slots.empty() || e.verb == Edit::encode) return {Fit::ok, -1};  // all pages have the one codec already
+  if (e.verb == Edit::encode) return encode_pages(e, slots);
+  if (slots.empty()) return {Fit::ok, -1};
+  if (two_codecs())
+    throw Error(Errc::unsupported, "got an edit of tiers in a cache of two codecs, wanted one codec",
+                "the cache on CUDA");
   stale_ = true;
   auto a = list_of<CudaStorePageEdit>(e, rows_of(slots), slots.size(), ++edit_);
   a.verb = e.verb == Edit::offload  ? CudaStorePageEdit::offload
@@ -94,6 +97,16 @@ CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t
 void CudaStore::mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) {
   const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
   only_on_cuda<cuda_store::mark_heads>(heads, rows, out, working());
+}
+
+std::vector<std::uint8_t> CudaStore::marked(const Heads& heads, const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(s.max_slots * s.kv_heads));
+  const StreamMemory marks(stream_, out.size());
+  mark_heads(heads, slots, HeadFlags::dense(marks.as<std::uint8_t>(), {s.max_slots, s.kv_heads}));
+  copy_memory(out.data(), marks.as<>(), out.size(), working());
+  synchronize(working());
+  return out;
 }
 
 void CudaStore::count_spare(const Edit& e, int slot) {
@@ -153,32 +166,64 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   return {Fit::ok, -1};
 }
 
+// Reserves the frames of these heads' archives, which may take those of the archives before.
+bool CudaStore::reserve_archives(const Edit& e, const std::vector<std::int32_t>& slots) {
+  const Shape& s = options_.shape;
+  const auto pages_of = [&](int tokens) { return std::int64_t{tokens + s.page_size - 1} / s.page_size; };
+  const std::int64_t most = pages_of(max_length(e.layer, slots)) * s.kv_heads * static_cast<std::int64_t>(slots.size());
+  if (reserve(Tier::host, most)) return true;
+  const std::vector<std::uint8_t> meant = marked(e.heads, slots);  // the other numbers are exact now
+  std::int64_t left = known_.free[1];
+  for (const int slot : slots)
+    for (int head = 0; head < s.kv_heads; ++head) {
+      const std::size_t at = head_index(e.layer, slot, head);
+      if (meant[static_cast<std::size_t>(slot * s.kv_heads + head)])
+        left += pages_of(archive_lengths_[at]) - pages_of(lengths_[at]);
+    }
+  if (left >= 0) free_bound_[1] = left;
+  return left >= 0;
+}
+
+Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {};
+  settle();
+  if (!reserve_archives(e, slots)) return {Fit::out_of_memory, 0};
+  const CudaStoreRows rows{rows_of(slots), static_cast<int>(slots.size())};
+  only_on_cuda<cuda_store::free_archives>(layer(e.layer), 1, e.heads, rows, stream_);
+  only_on_cuda<cuda_store::archive>(layer(e.layer), e.heads, rows, stream_);
+  stale_ = true;
+  return {};
+}
+
+// The copies run beside the stream, so the plan reads the list, which may be scratch.
+Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (slots.empty()) return {Fit::ok, -1};
+  auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
+  a.heads = e.heads;
+  a.home = stream_;
+  a.lane = side_->next();
+  only_on_cuda<cuda_store::plan_fetch>(layer(e.layer), a, stream_);
+  only_on_cuda<cuda_store::copy_fetched>(layer(e.layer), a, side_->begin());
+  side_->end(a.lane);
+  fetching_[static_cast<std::size_t>(e.layer)] = true;
+  stale_ = true;
+  return {Fit::ok, -1};
+}
+
 // Returns the pages that a place edit copies to the host. Waits for the device.
-CudaStore::Uncopied CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const {
+CudaStore::Uncopied CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) {
   const Shape& s = options_.shape;
   refresh();
-  const auto to_host = [&]<class T>(const T* from, std::int64_t n,
-                                    std::vector<std::remove_const_t<T>>& to) -> const T* {
-    if (!from) return nullptr;
-    to.resize(static_cast<std::size_t>(n));
-    copy_memory(to.data(), from, to.size() * sizeof(T), stream_);
-    synchronize(stream_);
-    return to.data();
-  };
-  Heads heads = e.heads;
-  std::vector<std::uint8_t> flags, classes;
-  std::vector<std::int32_t> steps;
-  if (heads.flags.data)
-    heads.flags.data = to_host(heads.flags.data, heads.flags.stride[0] * (s.max_slots - 1) + s.kv_heads, flags);
-  heads.classes = to_host(heads.classes, s.kv_heads, classes);
-  heads.steps = to_host(heads.steps, s.max_slots, steps);
-  std::vector<std::uint8_t> placed;
-  to_host(layer(e.layer).placed, std::int64_t{s.max_slots} * s.kv_heads, placed);
+  const std::vector<std::uint8_t> meant = marked(e.heads, slots);
+  std::vector<std::uint8_t> placed(meant.size());
+  copy_memory(placed.data(), layer(e.layer).placed, placed.size(), stream_);
+  synchronize(stream_);
   Uncopied out;
   for (const std::int32_t slot : slots) {
-    const auto host = entries(1, slot);
+    const auto host = entries(table_[1], slot);
     for (int head = 0; head < s.kv_heads; ++head) {
-      const int full = heads.on(slot, head) ? lengths_[head_index(e.layer, slot, head)] / s.page_size : 0;
+      const bool on = meant[static_cast<std::size_t>(slot * s.kv_heads + head)];
+      const int full = on ? lengths_[head_index(e.layer, slot, head)] / s.page_size : 0;
       const auto* of = host.data() + static_cast<std::size_t>(e.layer * s.kv_heads + head) * pages_per_head_;
       const auto missing = std::count_if(of, of + full, [](const PageEntry& x) { return x.frame == null_frame; });
       out.pages += missing;
@@ -195,7 +240,7 @@ std::int64_t CudaStore::frames_missing(const CudaStorePageEdit& e, int index,
   std::int64_t missing = 0;
   std::vector<std::int32_t> list;
   for (std::size_t row = 0; row < slots.size(); ++row) {
-    const auto target = entries(e.verb == CudaStorePageEdit::offload ? 1 : 0, slots[row]);
+    const auto target = entries(table_[e.verb == CudaStorePageEdit::offload ? 1 : 0], slots[row]);
     for (int head = 0; head < s.kv_heads; ++head) {
       const int n = lengths_[head_index(index, slots[row], head)], pages = (n + s.page_size - 1) / s.page_size;
       const auto* of = target.data() + (static_cast<std::size_t>(index * s.kv_heads + head)) * pages_per_head_;
@@ -223,7 +268,7 @@ std::int64_t CudaStore::frames_missing(const CudaStorePageEdit& e, int index,
 Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vector<std::int32_t>& slots) {
   settle();
   const Shape& s = options_.shape;
-  if (!host_arena_.data()) return Fit::ok;  // no page ever left the device
+  if (!pages_below()) return Fit::ok;  // no page ever left the device
   if (e.verb != CudaStorePageEdit::drop) {
     // In a graph the number must not depend on lengths.
     const std::int64_t pages = in_graph_ ? static_cast<std::int64_t>(pages_per_head_)
@@ -232,7 +277,7 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
     const std::int64_t most = a_head * e.rows * s.kv_heads;
     if (most == 0) return Fit::ok;
     const Tier to = e.verb == CudaStorePageEdit::offload ? Tier::host : Tier::device;
-    if (in_graph_ && capped(to)) taken_.frames[static_cast<int>(to)] += most;
+    if (in_graph_ && capped(to)) taken_.frames[static_cast<std::size_t>(to)] += most;
     if (!reserved_ && !reserve(to, most)) {
       // The counts are exact now. Frames that are owed to filled pages are these pages' own.
       const auto t = static_cast<std::size_t>(to);
@@ -261,7 +306,7 @@ Fit CudaStore::recall_layer(int index, int slot) {
 }
 
 void CudaStore::note_absent(int index, const std::vector<std::int32_t>& slots, const IndexList& pages) const {
-  if (!host_arena_.data() || reserved_ || slots.empty()) return;
+  if (!pages_below() || reserved_ || slots.empty()) return;
   CudaStoreList a;
   a.slots = rows_of(slots);
   a.rows = static_cast<int>(slots.size());

@@ -12,7 +12,7 @@ namespace kvlab::device_store {
 
 struct Head {
   PageEntry* table[2];
-  std::int32_t* length;
+  std::int32_t *length, *lower_pages;
   std::byte* summaries;
 };
 
@@ -20,6 +20,7 @@ __device__ inline Head head_of(const CudaStoreLayer& s, int slot, int head) {
   const std::int64_t at = std::int64_t{slot} * s.kv_heads + head;
   return {{s.table[0] + at * s.pages, s.table[1] + at * s.pages},
           s.length + at,
+          s.lower_pages ? s.lower_pages + at : nullptr,
           s.summaries ? s.summaries + at * s.pages * s.summary_bytes : nullptr};
 }
 
@@ -27,12 +28,17 @@ __device__ inline std::byte* frame_at(const CudaStoreLayer& s, int tier, std::in
   return s.base[tier] + std::int64_t{frame} * granule_bytes;
 }
 
+// Of a tier, where the device has one codec.
 __device__ inline const PageLayout& layout_of(const CudaStoreLayer& s, int tier) {
   return tier ? s.host_layout : s.layout;
 }
 
-// Returns the tier where kernels read and write the page's tokens: the device if it has them.
-__device__ inline int tier_of(const Head& h, int page) { return h.table[0][page].frame >= 0 ? 0 : 1; }
+// Returns the layout of a page where kernels read and write its tokens: on the device if it has them.
+__device__ inline const PageLayout& layout_at(const CudaStoreLayer& s, const Head& h, int page) {
+  const PageEntry& upper = h.table[0][page];
+  return upper.frame < 0 ? s.host_layout : upper.codec ? s.lower_layout : s.layout;
+}
+__device__ inline int pool_of(int tier, int codec) { return tier == 0 && codec > 0 ? lower_pool : tier; }
 __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int page) {
   const std::int32_t upper = h.table[0][page].frame;
   return upper >= 0 ? frame_at(s, 0, upper) : frame_at(s, 1, h.table[1][page].frame);
@@ -40,34 +46,36 @@ __device__ inline std::byte* page_at(const CudaStoreLayer& s, const Head& h, int
 
 __device__ inline void fail(const CudaStoreLayer& s, int why) { atomicOr(&s.counters->error, why); }
 
-__device__ inline void poison_frame(const CudaStoreLayer& s, int tier, std::int32_t frame) {
+__device__ inline void poison_frame(const CudaStoreLayer& s, int tier, const PageEntry& e) {
   if (!s.poison) return;
-  auto* words = reinterpret_cast<uint4*>(frame_at(s, tier, frame));
-  for (std::int64_t i = 0; i < layout_of(s, tier).bytes / std::int64_t{sizeof(uint4)}; ++i)
-    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  auto* words = reinterpret_cast<uint4*>(frame_at(s, tier, e.frame));
+  const PageLayout& l = tier ? s.host_layout : e.codec ? s.lower_layout : s.layout;
+  for (std::int64_t i = 0; i < l.bytes / std::int64_t{sizeof(uint4)}; ++i) words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
 // The peak is noted here: the pool's count is least just before a kernel gives back its first frame.
 __device__ inline void give_back(const CudaStoreLayer& s, int tier, PageEntry& e) {
   if (e.frame < 0) return;
-  poison_frame(s, tier, e.frame);
-  const int at = atomicAdd(s.pool[tier].free_count, 1);
-  s.pool[tier].free[at] = e.frame;
-  atomicMax(&s.counters->peak_frames[tier], s.capacity[tier] - at);
+  poison_frame(s, tier, e);
+  const int pool = pool_of(tier, e.codec), at = atomicAdd(s.pool[pool].free_count, 1);
+  s.pool[pool].free[at] = e.frame;
+  atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - at);
   e = PageEntry{};
 }
 
-__device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens,
-                            int otherwise = store_no_frame) {
-  const int left = atomicSub(s.pool[tier].free_count, 1);
+__device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int tokens, int otherwise = store_no_frame,
+                            int codec = 0) {
+  const ops::FramePool& pool = s.pool[pool_of(tier, codec)];
+  const int left = atomicSub(pool.free_count, 1);
   if (left <= 0) {
-    atomicAdd(s.pool[tier].free_count, 1);
+    atomicAdd(pool.free_count, 1);
     if (otherwise) fail(s, otherwise);
     return false;
   }
   PageEntry fresh;
-  fresh.frame = s.pool[tier].free[left - 1];
+  fresh.frame = pool.free[left - 1];
   fresh.tokens = static_cast<std::uint16_t>(tokens);
+  fresh.codec = static_cast<std::uint8_t>(codec);
   e = fresh;
   return true;
 }
@@ -95,6 +103,13 @@ __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from
   const uint4* units = reinterpret_cast<const uint4*>(from);
   cuda::copy_units([&](int i) { return units + i; }, reinterpret_cast<uint4*>(to),
                    static_cast<int>(s.layout.bytes / 16), thread, threads);
+}
+
+// One thread of each block of copies calls it at the block's end. counts: {jobs, blocks that are done}. The last block
+// leaves both zero.
+__device__ inline void end_copies(std::int32_t* counts) {
+  __threadfence();
+  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
 }
 
 // ---- elements ------------------------------------------------------------------------------------------------------
@@ -145,13 +160,22 @@ __device__ inline void summarize_as(const CudaStoreLayer& s, const PageLayout& l
 
 __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int page, int tokens, int lane) {
   if (s.summary == Summary::none) return;
-  if (s.mixed && tier_of(h, page) == 1)
-    summarize_as(s, s.host_layout, h, page, tokens, lane);
-  else
-    summarize_as(s, s.layout, h, page, tokens, lane);
+  summarize_as(s, s.mixed ? layout_at(s, h, page) : s.layout, h, page, tokens, lane);
 }
 
 constexpr int most_elements = 8;  // elements of a lane: head_dim <= 256
+
+// A warp writes a row of codes. code(j) is that of element lane + 32 j.
+template <class Code>
+__device__ inline void put_codes(CodecSide side, std::byte* row, int head_dim, int lane, const Code& code) {
+  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+#pragma unroll
+  for (int j = 0; j < most_elements; ++j) {
+    unsigned byte = code(j) << own * side.bits;
+    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
+    if (const int d = lane + 32 * j; d < head_dim && own == 0) row[d / each] = static_cast<std::byte>(byte);
+  }
+}
 
 // A warp stores one side of a token as ops::write_token does. x[j] is element lane + 32 j.
 __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
@@ -178,13 +202,7 @@ __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, i
       meta[0] = scale, meta[1] = zero;
     }
     const ops::CodeScale of = {__half2float(scale), __half2float(zero)};
-    const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
-      unsigned byte = ops::code_of(side, x[j], of) << own * side.bits;
-      for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
-      if (const int d = lane + 32 * j; d < l.head_dim && own == 0) row[d / each] = static_cast<std::byte>(byte);
-    }
+    put_codes(side, row, l.head_dim, lane, [&](int j) { return ops::code_of(side, x[j], of); });
   } else if (l.dtype == DType::f32) {
     put(reinterpret_cast<float*>(row), [](float y) { return y; });
   } else if (l.dtype == DType::f16) {

@@ -19,23 +19,29 @@ struct Finding;
 
 // Bits of CudaStoreCounters::error, above those of ops::AppendError and ops::page_absent.
 enum StoreError : int {
-  store_no_frame = 256,     // a pool was empty although the host had reserved frames
-  store_bad_list = 512,     // a count beyond the list's room, a place beyond the head's, or a list that does not ascend
+  store_no_frame = 256,  // a pool was empty although the host had reserved frames
+  // A count beyond the list's room, a place beyond the head's or its archive's, or a list that does not ascend.
+  store_bad_list = 512,
   store_only_copy = 1024,   // a drop of a page's only copy
   store_bad_attend = 2048,  // an attend list with a page or token that the head does not have
   store_no_room = 4096,     // a place edit found no frame
 };
 
+// Pools of frames: of each tier, and of the device's second codec.
+enum CudaPool : int { device_pool, host_pool, lower_pool, pools };
+
 struct CudaStoreCounters {
-  std::int32_t free[2] = {};         // free frames by tier: the pools' counts
-  std::int32_t peak_frames[2] = {};  // most frames in use by tier, noted whenever a kernel gives one back
-  std::int32_t pages = 0;            // pages of all heads, whatever their tier; counted only with summaries
+  std::int32_t free[pools] = {};         // free frames: the pools' counts
+  std::int32_t frames[pools] = {};       // all frames of a pool
+  std::int32_t peak_frames[pools] = {};  // most frames in use, noted whenever a kernel gives one back
+  std::int32_t pages = 0;                // pages of all heads, whatever their tier; counted only with summaries
   std::int32_t peak_pages = 0;
   std::int32_t error = 0;
   // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
   unsigned long long moved[2] = {};  // pages that arrived on a tier
   unsigned long long states = 0;     // pages whose token state a drop copied to the host
+  unsigned long long fetched = 0;    // tokens that came from archives
   unsigned long long fired = 0;      // edits that changed something
   unsigned long long last_edit = 0;
 };
@@ -43,22 +49,26 @@ struct CudaStoreCounters {
 // One layer of the cache. Index 0 is the device tier, 1 the host tier (pinned memory).
 struct CudaStoreLayer {
   std::byte* base[2] = {};
-  PageEntry* table[2] = {};        // [slot, kv_head, page]
-  std::int32_t* length = nullptr;  // [slot, kv_head]
-  std::byte* summaries = nullptr;  // [slot, kv_head, page] or null
+  PageEntry* table[2] = {};             // [slot, kv_head, page]
+  std::int32_t* length = nullptr;       // [slot, kv_head]
+  std::int32_t* lower_pages = nullptr;  // [slot, kv_head] pages of the second codec; null = there is one codec
+  std::byte* summaries = nullptr;       // [slot, kv_head, page] or null
   std::int64_t summary_bytes = 0;
   Summary summary = Summary::none;
-  PageLayout layout, host_layout;   // of the device and the host tier
-  bool mixed = false;               // the tiers' codecs differ, so pages that cross are encoded anew
+  PageLayout layout, host_layout, lower_layout;  // of the device's first codec, the host tier, the second codec
+  // Pages have several layouts: the tiers' codecs differ, so that pages which cross are encoded anew, or the device has
+  // two codecs.
+  bool mixed = false;
   const float* inv_freq = nullptr;  // [head_dim / 2] under re_rotate, where keys follow their ranks; null otherwise
   int kv_heads = 0, pages = 0;      // pages: entries of a head's table
   std::int64_t heads_per_layer = 0;
-  ops::FramePool pool[2];
-  std::int32_t capacity[2] = {};  // frames of a tier
+  ops::FramePool pool[pools];
   // [capacity] device frames that copies give back, and their count. take_back moves them to the pool.
   std::int32_t *returned = nullptr, *returned_count = nullptr;
-  std::uint8_t* placed = nullptr;  // [slot, kv_head] whether a place edit named the head; null without such edits
-  bool poison = false;             // tests: a freed frame is filled with poison_byte (store/arena.hpp)
+  PageEntry* archive = nullptr;      // [slot, kv_head, page] of the host tier; null without archives
+  std::int32_t* archived = nullptr;  // [slot, kv_head] tokens of an archive
+  std::uint8_t* placed = nullptr;    // [slot, kv_head] whether a place edit named the head; null without such edits
+  bool poison = false;               // tests: a freed frame is filled with poison_byte (store/arena.hpp)
   CudaStoreCounters* counters = nullptr;
 };
 
@@ -117,6 +127,41 @@ struct CudaStorePlace : CudaStoreList {
   std::int32_t* busy = nullptr;           // [slot] becomes 1 where the plan writes jobs; or null
 };
 
+struct CudaStoreEncode : CudaStoreList {
+  int codec = 0;
+};
+
+struct CudaStoreLevels : CudaStoreRows {
+  View<const std::uint8_t, 3> levels;  // [row, kv_head, token]
+  int most = 0;                        // no head has more tokens
+  std::int32_t* order = nullptr;       // scratch [row, kv_head, most]: the tokens by their places to come
+  PageEntry* fresh = nullptr;          // scratch [row, kv_head, pages of `most`]
+  struct Plan {
+    std::int32_t kept = -1, low = 0;  // tokens that stay, -1 = all is as it was; those in pages of the second codec
+  };
+  Plan* plans = nullptr;  // scratch [row, kv_head]
+  unsigned long long edit = 0;
+};
+
+// Extents of the device arena, each with frames of one pool.
+struct CudaExtents {
+  std::int64_t bytes = 0;                         // of an extent
+  std::int32_t each = 0, step = 0;                // of a pool: frames of an extent, granules of a frame
+  std::int32_t* extents = nullptr;                // [all] those that the pool takes; or scratch, below
+  std::int32_t* begin = nullptr;                  // the same memory: places of the extents in an arranged list
+  int count = 0;                                  // of `extents`, or of all
+  std::int32_t *free = nullptr, *list = nullptr;  // [all] free frames of an extent; scratch for the pool's list
+  std::int32_t* list_count = nullptr;
+};
+
+// Jobs lie in memory that is kept for the stream `home`, a set for each lane of a SideStream.
+struct CudaStoreFetch : CudaStoreList {
+  const std::int32_t* list_slots = nullptr;  // IndexList::slots
+  Heads heads;
+  Stream home = Stream::cpu();
+  int lane = 0;
+};
+
 struct CudaStoreAttend : CudaStoreList {
   const std::int32_t* list_slots = nullptr;  // IndexList::slots
   Pins pins;
@@ -147,10 +192,31 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
 // Says whether the steps to come have such copies: kernels of the step then leave them room.
 void leave_room(bool yes);
 void take_back(const CudaStoreLayer& s, Stream stream);
+// Frees the archives of these heads, in `layers` layers from `first` on.
+void free_archives(const CudaStoreLayer& first, int layers, const Heads& heads, const CudaStoreRows& r, Stream stream);
+// Copies all pages of these heads to frames of the host, which the caller has reserved. They have no archive.
+void archive(const CudaStoreLayer& s, const Heads& heads, const CudaStoreRows& r, Stream stream);
+// A fetch is a plan and its copies, which may run in another stream. The plan checks the lists and writes jobs. The
+// next plan of the lane waits for the copies.
+void plan_fetch(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
+void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
 // Writes for each head of the rows whether it is meant. out: [slot, kv_head].
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
+// Stores full pages in another codec. The host has reserved a frame of it for every listed page.
+void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream);
+// Stores tokens by their levels. The host has reserved frames of each codec for all pages of the rows.
+void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream);
+// Puts the frames of extents into a pool.
+void grant(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream);
+// Counts the free frames of each extent of a pool in e.free, whose other entries it leaves.
+void count_free(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream);
+// Orders a pool's list, so that frames of the first extents are taken first. Then the last ones become free.
+// e.free is all zeros.
+void arrange(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream);
+// Takes the frames of extents that are all free out of the pool.
+void take_out(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream);
 // A listed page without a frame on the device is noted and left out, where there is a host tier.
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 // Notes the pages without a frame on the device: those of the list, or all of the rows' where a.count is null.

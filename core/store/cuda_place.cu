@@ -196,14 +196,10 @@ __global__ void __launch_bounds__(threads)
   if (changed) count_fired(s, a.edit);
 }
 
-// The last block leaves the counts zero.
-__device__ void end_copies(std::int32_t* counts) {
-  __threadfence();
-  if (atomicAdd(counts + 1, 1) == static_cast<int>(gridDim.x) - 1) counts[0] = counts[1] = 0;
-}
-
 __device__ void give_frame_back(const CudaStoreLayer& s, std::int32_t frame) {
-  poison_frame(s, 0, frame);
+  PageEntry e;
+  e.frame = frame;
+  poison_frame(s, 0, e);
   s.returned[atomicAdd(s.returned_count, 1)] = frame;
 }
 
@@ -265,7 +261,7 @@ __global__ void __launch_bounds__(1024) take_back_kernel(const __grid_constant__
   if (threadIdx.x != 0 || count == 0) return;
   *s.pool[0].free_count = left + count;
   *s.returned_count = 0;
-  s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.capacity[0] - left);
+  s.counters->peak_frames[0] = max(s.counters->peak_frames[0], s.counters->frames[0] - left);
 }
 
 __global__ void mark_kernel(const __grid_constant__ Heads heads, const __grid_constant__ CudaStoreRows r,

@@ -33,37 +33,49 @@ bool CudaStore::Pinned::reserve(std::size_t bytes) {
 
 void CudaStore::check(const StoreOptions& o) {
   constexpr std::size_t most_columns = 5;  // a kernel moves 8 fields per token, and 3 are position and metadata of K, V
-  if (o.codecs.size() != 1) refuse("got " + std::to_string(o.codecs.size()) + " codecs of one cache, wanted one");
+  check_codecs(o);
   if (o.token_state.size() > most_columns)
     refuse("got " + std::to_string(o.token_state.size()) + " columns of token state, wanted at most 5");
-  for (const CodecSpec& codec : {o.codecs[0], o.host_codec}) frame_layout(o, codec);
+  for (const CodecSpec& codec : o.codecs) frame_layout(o, codec);
+  frame_layout(o, o.host_codec);
 }
 
 CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options, stream) {
   check(options);
   const Shape& s = options_.shape;
-  layout_ = frame_layout(options_, options_.codecs[0]);
+  layouts_[0] = frame_layout(options_, options_.codecs[0]);
+  if (two_codecs()) layouts_[1] = frame_layout(options_, options_.codecs[1]);
   host_layout_ = frame_layout(options_, options_.host_codec);
   heads_ = std::int64_t{s.layers} * s.max_slots * s.kv_heads;
   const Sizes taken = sizes(options);
   const std::size_t heads = static_cast<std::size_t>(heads_);
-  for (auto& t : table_) {
-    t = StreamMemory(stream_, taken.table);
-    // A null entry is not all zeros, so the host writes the table once.
-    const std::vector<PageEntry> empty(std::min<std::size_t>(heads * pages_per_head_, 65536));
-    for (std::size_t at = 0; at < heads * pages_per_head_; at += empty.size())
-      copy_memory(t.as<PageEntry>() + at, empty.data(),
-                  std::min(empty.size(), heads * pages_per_head_ - at) * sizeof(PageEntry), stream_);
-    synchronize(stream_);
-  }
+  for (auto& t : table_) t = empty_table(taken.table);
   length_ = StreamMemory(stream_, taken.lengths);
   zero_memory(length_.as<>(), length_.bytes(), stream_);
-  ledger_.hold(Tier::device, Tag::tables, static_cast<std::int64_t>(2 * taken.table + taken.lengths));
+  if (two_codecs()) {
+    lower_pages_ = StreamMemory(stream_, taken.lower_pages);
+    zero_memory(lower_pages_.as<>(), lower_pages_.bytes(), stream_);
+    lowered_.resize(static_cast<std::size_t>(s.max_slots));
+  }
+  if (options_.archive) {
+    archive_ = empty_table(taken.archive);
+    archived_ = StreamMemory(stream_, taken.archived);
+    zero_memory(archived_.as<>(), archived_.bytes(), stream_);
+    archive_lengths_.resize(heads);
+    fetching_.resize(static_cast<std::size_t>(s.layers));
+  }
+  ledger_.hold(
+      Tier::device, Tag::tables,
+      static_cast<std::int64_t>(2 * taken.table + taken.lengths + taken.lower_pages + taken.archive + taken.archived));
   counters_ = StreamMemory(stream_, sizeof(CudaStoreCounters));
   zero_memory(counters_.as<>(), counters_.bytes(), stream_);
   const std::size_t slots = static_cast<std::size_t>(s.max_slots);
   rows_ = StreamMemory(stream_, taken.rows);
   rows_known_.resize(slots + 1);
+  if (options_.all_layers) {
+    all_rows_ = StreamMemory(stream_, taken.all_rows);
+    all_rows_known_.resize(slots + 1);
+  }
   summary_pool_ = StreamMemory(stream_, taken.summaries);
   inv_freq_ = StreamMemory(stream_, taken.inv_freq);
   copy_memory(inv_freq_.as<>(), options_.rope_table.inv_freq, taken.inv_freq, stream_);
@@ -73,21 +85,33 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   bound_.resize(static_cast<std::size_t>(s.layers) * slots);
 
   std::int64_t frames = heads_ * s.max_pages();
-  if (options_.device_limit >= 0) frames = std::min(frames, options_.device_limit / layout_.bytes);
+  if (options_.device_limit >= 0) frames = std::min(frames, options_.device_limit / layouts_[0].bytes);
   const auto room = static_cast<double>(backend().runtime.free_bytes()) * 0.85;
-  frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layout_.bytes)));
-  arena_ = StreamMemory(
-      stream_,
-      static_cast<std::size_t>(before_frames + std::max({frames * layout_.bytes, layout_.bytes, host_layout_.bytes})));
+  frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layouts_[0].bytes)));
+  std::int64_t bytes = std::max({frames * layouts_[0].bytes, layouts_[0].bytes, host_layout_.bytes});
+  if (two_codecs()) bytes = make_extents(bytes);
+  arena_ = StreamMemory(stream_, static_cast<std::size_t>(before_frames + bytes));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
-  make_pool(Tier::device, frames);
+  if (!two_codecs()) make_pool(device_pool, frames, frames);
   side_ = std::make_unique<SideStream>(stream_);
   if (options_.host_pages) prepare_places(taken);
-  if (options_.host_pages && !open_host_tier())
+  if (takes_host_tier(options_) && !open_host_tier())
     throw Error(Errc::config, "got no pinned memory for the pages on the host, wanted " +
                                   std::to_string(host_frames() * host_layout_.bytes) +
                                   " bytes; give host_memory or fewer tokens and sequences");
   synchronize(stream_);
+}
+
+// A null entry is not all zeros, so the host writes a table once.
+StreamMemory CudaStore::empty_table(std::size_t bytes) const {
+  StreamMemory table(stream_, bytes);
+  const std::size_t all = bytes / sizeof(PageEntry);
+  const std::vector<PageEntry> empty(std::min<std::size_t>(all, 65536));
+  for (std::size_t at = 0; at < all; at += empty.size())
+    copy_memory(table.as<PageEntry>() + at, empty.data(), std::min(empty.size(), all - at) * sizeof(PageEntry),
+                stream_);
+  synchronize(stream_);
+  return table;
 }
 
 CudaStore::~CudaStore() {
@@ -105,10 +129,13 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   Sizes out;
   out.table = pages * sizeof(PageEntry);
   out.lengths = heads * word;
+  out.lower_pages = o.codecs.size() > 1 ? out.lengths : 0;
   out.rows = slots * (slots + 1) / 2 * word;
+  out.all_rows = o.all_layers ? n(s.layers) * out.rows : 0;
   out.inv_freq = o.rope_table.inv_freq ? n(s.head_dim / 2) * sizeof(float) : 0;
   out.jobs = (1 + 3 * of_layer) * word;
   out.summaries = pages * n(summary_bytes(o));
+  if (o.archive) out.archive = out.table, out.archived = out.lengths;
   if (!o.host_pages) return out;
   out.place_jobs = 4 * (SideStream::lanes + 2) * of_layer * word;
   out.place_counts = 2 * (SideStream::lanes + 2) * word;
@@ -124,11 +151,16 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t host_frames = static_cast<std::int64_t>(s.table / sizeof(PageEntry));
   if (o.host_limit >= 0) host_frames = std::min(host_frames, o.host_limit / frame_layout(o, o.host_codec).bytes);
   constexpr std::int64_t place = sizeof(std::int32_t);  // of a frame's number in a list
+  const std::int64_t frame = frame_layout(o, o.codecs[0]).bytes;
+  std::int64_t places = o.host_pages ? 2 : 1;
+  // A place in the list of each codec and in that of reclaim, and what an extent has.
+  if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
   const std::size_t lists =
       s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
-  return {static_cast<std::int64_t>(2 * s.table + s.lengths + sizeof(CudaStoreCounters) + s.rows + s.inv_freq + lists) +
+  return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived +
+                                    sizeof(CudaStoreCounters) + s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,
-          static_cast<std::int64_t>(s.summaries), frame_layout(o, o.codecs[0]).bytes, (o.host_pages ? 2 : 1) * place};
+          static_cast<std::int64_t>(s.summaries), frame, places * place};
 }
 
 void CudaStore::prepare_places(const Sizes& taken) {
@@ -150,18 +182,19 @@ void CudaStore::prepare_places(const Sizes& taken) {
                static_cast<std::int64_t>(place_jobs_.bytes() + returned_.bytes() + taken.reloads));
 }
 
-void CudaStore::make_pool(Tier tier, std::int64_t frames) {
-  const auto t = static_cast<std::size_t>(tier);
+void CudaStore::make_pool(CudaPool pool, std::int64_t frames, std::int64_t places) {
+  const auto t = static_cast<std::size_t>(pool);
   const std::int64_t step = layout_of(t).bytes / granule_bytes;
   frames = std::min<std::int64_t>(frames, std::numeric_limits<std::int32_t>::max() / step);
   std::vector<std::int32_t> numbers(static_cast<std::size_t>(frames));
   for (std::int64_t i = 0; i < frames; ++i)
     numbers[static_cast<std::size_t>(i)] = static_cast<std::int32_t>((frames - 1 - i) * step);
-  free_[t] = StreamMemory(stream_, std::max<std::size_t>(1, numbers.size()) * sizeof(std::int32_t));
+  free_[t] = StreamMemory(stream_, static_cast<std::size_t>(std::max<std::int64_t>(1, places)) * sizeof(std::int32_t));
   copy_memory(free_[t].as<>(), numbers.data(), numbers.size() * sizeof(std::int32_t), stream_);
   capacity_[t] = frames;
-  known_.free[t] = static_cast<std::int32_t>(frames);
+  known_.free[t] = known_.frames[t] = static_cast<std::int32_t>(frames);
   copy_memory(&counters_.as<CudaStoreCounters>()->free[t], &known_.free[t], sizeof known_.free[t], stream_);
+  copy_memory(&counters_.as<CudaStoreCounters>()->frames[t], &known_.frames[t], sizeof known_.frames[t], stream_);
   synchronize(stream_);
   free_bound_[t] = frames;
 }
@@ -174,7 +207,8 @@ std::int64_t CudaStore::host_frames() const {
                   static_cast<std::int64_t>(share * static_cast<double>(free_host_bytes())) / host_layout_.bytes);
 }
 
-// Pinning memory takes half a second per GiB. Without StoreOptions::host_pages the first offload does it.
+// Pinning memory takes half a second per GiB. Unless the options ask for the tier at the start, the first offload does
+// it.
 bool CudaStore::open_host_tier() {
   if (host_arena_.data()) return true;
   std::int64_t frames = host_frames();
@@ -182,12 +216,12 @@ bool CudaStore::open_host_tier() {
     throw Error(Errc::config, "got host_memory for " + std::to_string(bytes) + " bytes of pages, wanted at most " +
                                   std::to_string(free) + ", the free memory of this machine");
   // A run that asked for the tier at its start gets all of it or an error.
-  const int attempts = options_.host_pages ? 1 : 6;
+  const int attempts = takes_host_tier(options_) ? 1 : 6;
   for (int attempt = 0; attempt < attempts && frames > 0; ++attempt, frames /= 2)
     if (host_arena_.reserve(static_cast<std::size_t>(frames * host_layout_.bytes))) {
       if (poison_frames())
         std::memset(host_arena_.data(), poison_byte, static_cast<std::size_t>(frames * host_layout_.bytes));
-      make_pool(Tier::host, frames);
+      make_pool(host_pool, frames, frames);
       return true;
     }
   return false;
@@ -201,21 +235,23 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.base[1] = host_arena_.data();
   for (int t = 0; t < 2; ++t) {
     l.table[t] = table_[t].as<PageEntry>() + entry;
-    l.pool[t] = {free_[t].as<std::int32_t>(), &counters->free[t]};
-    l.capacity[t] = static_cast<std::int32_t>(capacity_[t]);
   }
+  for (int t = 0; t < pools; ++t) l.pool[t] = {free_[t].as<std::int32_t>(), &counters->free[t]};
+  if (lower_pages_) l.lower_pages = lower_pages_.as<std::int32_t>() + head;
   l.length = length_.as<std::int32_t>() + head;
   l.summary = options_.summary;
   l.summary_bytes = summary_bytes_;
   if (summary_bytes_) l.summaries = summary_pool_.as<>() + entry * static_cast<std::size_t>(summary_bytes_);
-  l.layout = layout_;
+  l.layout = layouts_[0];
   l.host_layout = host_layout_;
-  l.mixed = options_.codecs[0] != options_.host_codec;
+  l.lower_layout = layouts_[1];
+  l.mixed = options_.codecs[0] != options_.host_codec || two_codecs();
   if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);
   l.heads_per_layer = std::int64_t{options_.shape.max_slots} * options_.shape.kv_heads;
   l.counters = counters;
+  if (archive_) l.archive = archive_.as<PageEntry>() + entry, l.archived = archived_.as<std::int32_t>() + head;
   if (placed_flags_) l.placed = placed_flags_.as<std::uint8_t>() + head;
   if (returned_) l.returned_count = returned_.as<std::int32_t>(), l.returned = l.returned_count + 1;
   l.poison = poison_frames();
@@ -224,23 +260,40 @@ CudaStoreLayer CudaStore::layer(int index) const {
 
 // All lists of n slots use one place in rows_, so that a captured graph finds the rows of its batch there.
 const std::int32_t* CudaStore::rows_of(const std::vector<std::int32_t>& slots) const {
-  const std::size_t n = slots.size();
-  if (n >= rows_known_.size()) throw Error(Errc::internal, "got more rows than the store has slots");
-  std::int32_t* to = rows_.as<std::int32_t>() + n * (n - (n > 0)) / 2;
-  if (rows_known_[n] != slots) {
+  const std::size_t n = slots.size(), layers = static_cast<std::size_t>(options_.shape.layers);
+  const bool all = n > 0 && slots.back() >= options_.shape.max_slots;  // of all layers
+  const std::size_t each = all ? n / layers : n;
+  auto& known = all ? all_rows_known_ : rows_known_;
+  if (each >= known.size()) throw Error(Errc::internal, "got more rows than the store has slots");
+  std::int32_t* to =
+      (all ? all_rows_ : rows_).as<std::int32_t>() + (all ? layers : 1) * (each * (each - (each > 0)) / 2);
+  if (known[each] != slots) {
     copy_memory(to, slots.data(), n * sizeof(std::int32_t), stream_);
-    rows_known_[n] = slots;
+    known[each] = slots;
   }
   return to;
 }
 
 PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier tier) const {
   const CudaStoreLayer l = layer(index);
-  PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, rows_of(slots), slots.size());
+  PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, lowered(slots) ? l.lower_pages : nullptr,
+                     rows_of(slots), slots.size());
   kv.base = l.base[static_cast<int>(tier)];
   if (!kv.base) kv.base = l.base[0];  // no page has a frame in this tier
   kv.error = &l.counters->error;
-  kv.layouts = &layout_of(static_cast<std::size_t>(tier));
+  kv.layouts = tier == Tier::host ? &host_layout_ : layouts_;
+  kv.rope_table.inv_freq = inv_freq_.as<float>();
+  return kv;
+}
+
+PagedKv CudaStore::view_all(const std::vector<std::int32_t>& slots) const {
+  const std::vector<std::int32_t> all = in_all_layers(slots);
+  const CudaStoreLayer first = layer(0);
+  PagedKv kv = paged(first.table[0], first.length, lowered(slots) ? first.lower_pages : nullptr, rows_of(all),
+                     all.size(), options_.shape.layers);
+  kv.base = first.base[0];
+  kv.error = &first.counters->error;
+  kv.layouts = layouts_;
   kv.rope_table.inv_freq = inv_freq_.as<float>();
   return kv;
 }
@@ -252,6 +305,11 @@ PagedKv CudaStore::causal_view(int index, int slot, int tokens, std::int32_t* le
   kv.table.data += kv.table.stride[0] * slot;
   kv.table.extent[0] = tokens;
   kv.table.stride[0] = 0;
+  if (kv.lower_pages) {
+    kv.lower_pages.data += kv.lower_pages.stride[0] * slot;
+    kv.lower_pages.extent[0] = tokens;
+    kv.lower_pages.stride[0] = 0;
+  }
   kv.length = View<const std::int32_t, 2>::dense(length, {tokens, s.kv_heads});
   kv.slots = rows;
   kv.rows = tokens;
@@ -265,6 +323,12 @@ int CudaStore::length(int index, int slot, int head) const {
   return lengths_[head_index(index, slot, head)];
 }
 
+int CudaStore::archived(int index, int slot, int head) const {
+  if (!options_.archive) return 0;
+  refresh();
+  return archive_lengths_[head_index(index, slot, head)];
+}
+
 int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) const {
   int longest = 0;
   for (int slot : slots) longest = std::max(longest, bound_[layer_slot(index, slot)]);
@@ -274,6 +338,7 @@ int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) con
 void CudaStore::settle() {
   if (beside_) synchronize(side_->stream());
   side_->join();
+  fetching_.assign(fetching_.size(), false);
   if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;
   only_on_cuda<cuda_store::take_back>(layer(0), stream_);
   placing_.assign(placing_.size(), false);
@@ -324,6 +389,7 @@ void CudaStore::update() {
   }
   copy_memory(&known_, counters, sizeof known_, stream_);
   copy_memory(lengths_.data(), length_.as<>(), length_.bytes(), stream_);
+  copy_memory(archive_lengths_.data(), archived_.as<>(), archived_.bytes(), stream_);
   if (spare_counts_) copy_memory(spare_.data(), spare_counts_.as<>(), spare_counts_.bytes(), stream_);
   synchronize(stream_);
   stale_ = false;
@@ -333,11 +399,12 @@ void CudaStore::update() {
       const auto* first = lengths_.data() + head_index(l, slot, 0);
       bound(l, slot) = *std::max_element(first, first + s.kv_heads);
     }
-  for (int t = 0; t < 2; ++t) free_bound_[t] = known_.free[t];
+  for (std::size_t t = 0; t < pools; ++t) free_bound_[t] = known_.free[t];
   if (options_.host_pages && capped(Tier::host)) free_bound_[1] -= known_.owed;
   count_ledger();
   // The device's peaks start again from the frames and pages now in use.
-  const std::int32_t frames[] = {static_cast<std::int32_t>(in_use(0)), static_cast<std::int32_t>(in_use(1))};
+  std::int32_t frames[pools];
+  for (std::size_t t = 0; t < pools; ++t) frames[t] = static_cast<std::int32_t>(in_use(t));
   copy_memory(counters->peak_frames, frames, sizeof frames, stream_);
   copy_memory(&counters->peak_pages, &known_.pages, sizeof known_.pages, stream_);
   const int error = known_.error;
@@ -356,44 +423,55 @@ void CudaStore::update() {
         "got an op or attention that reads a page which is not on the device, wanted the page recalled or placed "
         "there before");
   if (error & store_bad_list)
-    throw Error(Errc::plugin, "edit: got a list that does not ascend or goes beyond the head's tokens or its room");
+    throw Error(Errc::plugin,
+                "edit: got a list that does not ascend or goes beyond its room, the head's tokens or its archive");
   throw Error(Errc::internal, "store: a kernel found no place for a token (error " + std::to_string(error) + ")");
 }
 
 void CudaStore::count_ledger() {
-  const std::int64_t columns = std::int64_t{layout_.state_columns} * layout_.page_size * 4;
+  const std::int64_t columns = std::int64_t{layouts_[0].state_columns} * layouts_[0].page_size * 4;
   const std::int64_t pages = summary_bytes_ ? known_.pages : 0;
   ledger_.hold(Tier::device, Tag::summaries, (pages - counted_pages_) * summary_bytes_);
   counted_pages_ = pages;
-  for (int t = 0; t < 2; ++t) {
-    const Tier tier = static_cast<Tier>(t);
-    const PageLayout& l = layout_of(static_cast<std::size_t>(t));
+  for (std::size_t t = 0; t < pools; ++t) {
+    const Tier tier = t == host_pool ? Tier::host : Tier::device;
+    const PageLayout& l = layout_of(t);
     const std::pair<Tag, std::int64_t> parts[] = {{Tag::keys, l.v - l.k},
                                                   {Tag::values, l.k_meta - l.v},
                                                   {Tag::codec_metadata, l.positions - l.k_meta},
                                                   {Tag::positions, l.bytes - l.positions - columns},
                                                   {Tag::scores, columns}};
-    const std::int64_t frames = in_use(t), moved = static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]);
+    const std::int64_t frames = in_use(t),
+                       moved = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]);
     for (const auto& [tag, bytes] : parts) {
       ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes);
       ledger_.move(tier, tag, moved * bytes);
     }
     counted_frames_[t] = frames;
-    counted_moved_[t] = known_.moved[t];
+    if (t != lower_pool) counted_moved_[t] = known_.moved[t];
     std::int64_t peak = std::max<std::int64_t>(0, known_.peak_frames[t] - frames) * l.bytes;
     if (t == 0 && summary_bytes_) peak += std::max<std::int64_t>(0, known_.peak_pages - pages) * summary_bytes_;
     ledger_.raise_peak(tier, ledger_.total(tier) + peak);
   }
   ledger_.move(Tier::host, Tag::scores, static_cast<std::int64_t>(known_.states - counted_states_) * columns);
   counted_states_ = known_.states;
+  count_fetched(layouts_[0], static_cast<std::int64_t>(known_.fetched - counted_fetched_));
+  counted_fetched_ = known_.fetched;
 }
 
-bool CudaStore::reserve(Tier tier, std::int64_t frames) {
-  std::int64_t& left = free_bound_[static_cast<int>(tier)];
-  if (left < frames) update();
-  if (left < frames && all_reloaded()) update();
-  if (left < frames) return false;
-  left -= frames;
+bool CudaStore::reserve(const Frames& frames) {
+  const auto lacks = [&] {
+    for (std::size_t t = 0; t < pools; ++t)
+      if (frames[t] > 0 && free_bound_[t] < frames[t]) return true;
+    return false;
+  };
+  if (lacks()) update();
+  if (lacks() && all_reloaded()) update();
+  // Where the second pool grows, the first may have to give extents back that it needs.
+  for (const CudaPool pool : {device_pool, lower_pool, device_pool})
+    if (two_codecs() && free_bound_[pool] < frames[pool]) grow(pool, frames[pool] - free_bound_[pool]);
+  if (lacks()) return false;
+  for (std::size_t t = 0; t < pools; ++t) free_bound_[t] -= frames[t];
   return true;
 }
 
@@ -442,7 +520,7 @@ void CudaStore::count_edits_anew() {
 }
 
 void CudaStore::leave_room(const std::vector<std::int32_t>& slots) const {
-  only_on_cuda<cuda_store::leave_room>(options_.host_pages && any_spills(slots));
+  only_on_cuda<cuda_store::leave_room>((options_.host_pages && any_spills(slots)) || options_.archive);
 }
 
 void CudaStore::make_way(const std::vector<std::int32_t>& slots) {
@@ -463,11 +541,13 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken
     if (free_bound_[1] < down) return false;
   }
   settle();
-  const std::int64_t places = placed_pages(slots) + edits.frames[0];
-  if (!reserve(Tier::device, fresh_pages(slots) + places)) {
+  const std::int64_t places = placed_pages(slots) + edits.frames[device_pool];
+  const auto reserve_pages = [&](std::int64_t pages) { return reserve({pages, 0, edits.frames[lower_pool]}); };
+  if (!reserve_pages(fresh_pages(slots) + places)) {
     const std::int64_t fresh = fresh_pages_of(slots);
-    if (!reserve(Tier::device, fresh + places) && (edits.frames[0] > 0 || !reserve(Tier::device, fresh))) return false;
+    if (!reserve_pages(fresh + places) && (edits.frames[device_pool] > 0 || !reserve_pages(fresh))) return false;
   }
+  note_lowered(slots);
   if (down > 0 && !reserve(Tier::host, down)) return false;
   for (int l = 0; l < options_.shape.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
@@ -480,7 +560,10 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken
 Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kvlab::ops::RopeAppendArgs& a) {
   const Shape& s = options_.shape;
   const std::int64_t rows = static_cast<std::int64_t>(slots.size());
-  if (options_.host_pages && placing_[static_cast<std::size_t>(index)]) settle();
+  const auto since = [&](const std::vector<bool>& edits) {
+    return !edits.empty() && edits[static_cast<std::size_t>(index)];
+  };
+  if (since(placing_) || since(fetching_)) settle();
   if (!reserved_ && !reserve(Tier::device, rows * s.kv_heads) && !reserve_by_spilling(fresh_pages_of(index, slots)))
     return Fit::out_of_memory;
   const CudaStoreLayer l = layer(index);
@@ -488,8 +571,8 @@ Fit CudaStore::before_step(int index, const std::vector<std::int32_t>& slots, kv
   if (tails_below()) only_on_cuda<cuda_store::before_step>(l, r, stream_);
   a.rows = r.rows;
   a.base = l.base[0];
-  a.layouts = &layout_;
-  a.codecs = 1;
+  a.layouts = layouts_;
+  a.codecs = two_codecs() ? 2 : 1;
   a.codec = 0;
   a.table =
       View<PageEntry, 3>::dense(l.table[0], {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
@@ -539,9 +622,16 @@ void CudaStore::close(int slot) {
   settle();
   all_reloaded();
   only_on_cuda<cuda_store::clear>(layer(0), options_.shape.layers, slot, stream_);
+  if (options_.archive)
+    only_on_cuda<cuda_store::free_archives>(layer(0), options_.shape.layers, Heads{}, CudaStoreRows{rows_of({slot}), 1},
+                                            stream_);
   workspace_.clear_slot(slot);
   forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
+  if (two_codecs()) {
+    lowered_[static_cast<std::size_t>(slot)] = false;
+    for (const CudaPool pool : {device_pool, lower_pool}) arrange(pool);
+  }
   if (spilled_flags_ && !spills_at_once()) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);
   stale_ = true;
 }
@@ -553,10 +643,18 @@ void CudaStore::mark_spilled(int slot) {
 
 std::int64_t CudaStore::spare_bytes() const {
   refresh();
-  return spare_pages() * layout_.bytes;
+  return spare_pages() * layouts_[0].bytes;
 }
 
-std::int64_t CudaStore::free_frames(Tier tier) const { return free_bound_[static_cast<int>(tier)]; }
+std::int64_t CudaStore::free_frames(Tier tier) const {
+  const std::int64_t own = free_bound_[static_cast<std::size_t>(tier)];
+  if (tier == Tier::host || !two_codecs()) return own;
+  return own + static_cast<std::int64_t>(extents_.left.size()) * extents_.each[device_pool];
+}
+
+std::int64_t CudaStore::lower_room(const std::vector<std::int32_t>& slots) const {
+  return two_codecs() ? std::max<std::int64_t>(0, fresh_pages(slots) - free_bound_[lower_pool]) : 0;
+}
 
 void CudaStore::advanced(bool decode) {
   // Bounds on lengths grow with each token even if evictions keep the heads as short, so the host reads the lengths.
@@ -576,11 +674,14 @@ Ledger& CudaStore::ledger() {
 
 std::int64_t CudaStore::page_bytes(Tier tier) const {
   refresh();
-  return in_use(static_cast<int>(tier)) * layout_of(static_cast<std::size_t>(tier)).bytes;
+  const auto bytes = [&](std::size_t pool) { return in_use(pool) * layout_of(pool).bytes; };
+  return bytes(static_cast<std::size_t>(tier)) + (tier == Tier::device && two_codecs() ? bytes(lower_pool) : 0);
 }
 
 std::int64_t CudaStore::page_limit() const {
-  return capped(Tier::device) ? capacity_[0] * layout_.bytes : options_.device_limit;
+  if (!capped(Tier::device)) return options_.device_limit;
+  return two_codecs() ? static_cast<std::int64_t>(extents_.owner.size()) * extents_.bytes
+                      : capacity_[0] * layouts_[0].bytes;
 }
 
 void CudaStore::protect_host(bool on) {

@@ -100,10 +100,10 @@ __global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot
   const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (index >= std::int64_t{tokens} * s.kv_heads) return;
   const int i = static_cast<int>(index / s.kv_heads), head = static_cast<int>(index % s.kv_heads);
-  const PageLayout& l = s.layout;
   const Head h = head_of(s, slot, head);
   const int t = *h.length - tokens + i;
   if (t < 0) return;  // the plan found too few frames
+  const PageLayout& l = s.mixed ? layout_at(s, h, t / s.layout.page_size) : s.layout;
   std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
   const int offset = t % l.page_size;
   const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
@@ -222,7 +222,7 @@ __global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __gr
     if (x == y) continue;
     std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
     if constexpr (Mixed) {
-      const PageLayout &lx = layout_of(s, tier_of(h, x / p)), &ly = layout_of(s, tier_of(h, y / p));
+      const PageLayout &lx = layout_at(s, h, x / p), &ly = layout_at(s, h, y / p);
       Carried there, back;
       there.read(fx, lx, x % p, ly, lane);
       back.read(fy, ly, y % p, lx, lane);
@@ -261,6 +261,7 @@ __global__ void clear_kernel(const __grid_constant__ CudaStoreLayer first, int s
   const std::int64_t heads = s.heads_per_layer * blockIdx.y;
   for (int tier = 0; tier < 2; ++tier) s.table[tier] += heads * s.pages;
   s.length += heads;
+  if (s.lower_pages) s.lower_pages += heads;
   const Head h = head_of(s, slot, static_cast<int>(blockIdx.x));
   const int pages = (*h.length + s.layout.page_size - 1) / s.layout.page_size;
   __syncthreads();
@@ -268,6 +269,7 @@ __global__ void clear_kernel(const __grid_constant__ CudaStoreLayer first, int s
     for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
   if (threadIdx.x == 0) {
     *h.length = 0;
+    if (h.lower_pages) *h.lower_pages = 0;
     fewer_pages(s, pages);
     if (s.placed) s.placed[heads + slot * s.kv_heads + blockIdx.x] = 0;
   }
@@ -348,7 +350,7 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
   if (t >= tokens) return;
   const Head h = head_of(s, slot, head);
   const std::byte* page = page_at(s, h, t / p);
-  out[t] = reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
+  out[t] = reinterpret_cast<const std::int32_t*>(page + layout_at(s, h, t / p).positions)[t % p];
 }
 
 // Writes the pages or tokens of a list and of the pins in ascending order.

@@ -1,10 +1,14 @@
-// The store in GPU memory. Each tier has frames of one size. Tables, lengths and free lists lie on the device; kernels
-// take frames and give them back without the host. The host tier is pinned memory that the same kernels reach.
+// The store in GPU memory. The host tier has frames of one size, the device as many sizes as codecs. Tables, lengths
+// and free lists lie on the device; kernels take frames and give them back without the host. The host tier is pinned
+// memory that the same kernels reach.
 //
 // The host knows positions and steps exactly. It has upper bounds of lengths and lower bounds of free frames. It waits
 // for the device's exact numbers after a prompt's chunk, every 32 decode steps, and where an answer is "exact". It also
 // waits where a bound does not suffice: a pool may be near its end.
 #pragma once
+#include <algorithm>
+#include <array>
+
 #include "base/side_stream.hpp"
 #include "base/stream_memory.hpp"
 #include "ops/page/final_list.hpp"
@@ -26,8 +30,10 @@ class CudaStore final : public Store {
 
   void close(int slot) override;
   PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const override;
+  PagedKv view_all(const std::vector<std::int32_t>& slots) const override;
   Summaries summaries(int layer) const override;
   int length(int layer, int slot, int head) const override;
+  int archived(int layer, int slot, int head) const override;
   int max_length(int layer, const std::vector<std::int32_t>& slots) const override;
 
   // Stores k, v [token, kv_head, head_dim] of f32 or bf16 in device memory, rows `stride` elements apart, at text
@@ -49,14 +55,15 @@ class CudaStore final : public Store {
   // noted in the work of a graph, whose steps would pay for it.
   void note_absent(int layer, const std::vector<std::int32_t>& slots, const IndexList& pages = {}) const;
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
-  bool tails_below() const { return host_arena_.data() && !tails_stay_; }
+  bool tails_below() const { return pages_below() && !tails_stay_; }
   // Says which rows the next step has, so that its kernels leave room for copies beside it.
   void leave_room(const std::vector<std::int32_t>& slots) const;
   // Makes sequences spill, if one more token of every row does not fit otherwise.
   void make_way(const std::vector<std::int32_t>& slots);
-  // Frames of each tier that offload and recall edits of one step take at most.
+  using Frames = std::array<std::int64_t, pools>;
+  // Frames that offload, recall, encode and store_as edits of one step take at most.
   struct Taken {
-    std::int64_t frames[2] = {0, 0};
+    Frames frames = {};
   };
   // What such edits asked for since the last call.
   Taken taken_by_edits() { return std::exchange(taken_, {}); }
@@ -104,36 +111,75 @@ class CudaStore final : public Store {
 
   // Bytes of what the store takes on the device.
   struct Sizes {
-    std::size_t table = 0, lengths = 0, rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
+    std::size_t table = 0, lengths = 0, lower_pages = 0, rows = 0, all_rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
+    std::size_t archive = 0, archived = 0;
     std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
+  static bool takes_host_tier(const StoreOptions& o) { return o.host_pages || o.archive; }  // at the start
 
   CudaStoreLayer layer(int layer) const;
   const std::int32_t* rows_of(const std::vector<std::int32_t>& slots) const;
   std::int32_t& bound(int layer, int slot) { return bound_[layer_slot(layer, slot)]; }
   void prepare_places(const Sizes& taken);
-  void make_pool(Tier tier, std::int64_t frames);
+  void make_pool(CudaPool pool, std::int64_t frames, std::int64_t places);
   std::int64_t host_frames() const;  // that the host tier shall have
   bool open_host_tier();
+  bool pages_below() const { return host_arena_.data() && !options_.archive; }  // whether the host may have some
+  StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
   void count_ledger();
-  bool reserve(Tier tier, std::int64_t frames);  // lowers the bound by `frames`, or returns false if there are fewer
-  std::int64_t in_use(int tier) const { return capacity_[tier] - known_.free[tier]; }
+  // Lowers the bounds by so many frames of each pool, or returns false if one has fewer.
+  bool reserve(const Frames& frames);
+  bool reserve(Tier tier, std::int64_t frames) {
+    Frames of = {};
+    of[static_cast<std::size_t>(tier)] = frames;
+    return reserve(of);
+  }
+  std::int64_t in_use(std::size_t pool) const { return capacity_[pool] - known_.free[pool]; }
+  bool reserve_edit(const Frames& most);  // the frames that an edit takes at most, now or at launches of a graph
   // Whether the tier may be too small for a copy of every page.
-  bool capped(Tier tier) const { return capacity_[static_cast<int>(tier)] < heads_ * options_.shape.max_pages(); }
+  bool capped(Tier tier) const {
+    const std::int64_t most =
+        tier == Tier::device && two_codecs() ? extents_.frames(device_pool) : capacity_[static_cast<std::size_t>(tier)];
+    return most < heads_ * options_.shape.max_pages();
+  }
+  // With two codecs the arena is cut into extents. Each has frames of one pool, or of none. The host hands them out
+  // where a pool runs short, and takes those back whose frames are all free.
+  struct Extents {
+    std::int64_t bytes = 0;                     // of an extent
+    std::array<std::int32_t, pools> each = {};  // frames of a pool in an extent
+    std::vector<std::int8_t> owner;             // [extent] its pool; -1 = none
+    std::vector<std::int32_t> left;             // extents of no pool
+    StreamMemory lists;                         // extents to take; free frames of each; a pool's list; its count
+    std::int64_t frames(CudaPool pool) const { return static_cast<std::int64_t>(owner.size()) * each[pool]; }
+  };
+  static std::int64_t extent_bytes(std::int64_t a, std::int64_t b);
+  std::int64_t make_extents(std::int64_t most_bytes);  // returns the bytes of all
+  CudaExtents extents_of(CudaPool pool) const;
+  void grow(CudaPool pool, std::int64_t frames);  // by at least so many frames, if there are any
+  void reclaim();
+  void arrange(CudaPool pool);
+  std::int64_t lower_room(const std::vector<std::int32_t>& slots) const override;
   struct Uncopied {
     std::int64_t pages = 0, owed = 0;  // owed: those of heads that an edit named before
   };
-  Uncopied uncopied(const Edit& e, const std::vector<std::int32_t>& slots) const;
+  Uncopied uncopied(const Edit& e, const std::vector<std::int32_t>& slots);
+  // Whether an edit means each head: [slot, kv_head]. Waits for the device.
+  std::vector<std::uint8_t> marked(const Heads& heads, const std::vector<std::int32_t>& slots);
+  bool reserve_archives(const Edit& e, const std::vector<std::int32_t>& slots);
   std::int64_t frames_missing(const CudaStorePageEdit& e, int layer, const std::vector<std::int32_t>& slots) const;
   Applied keep_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied evict_surplus(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) override;
   Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied encode_pages(const Edit& e, const std::vector<std::int32_t>& slots);
+  Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
+  Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
   // Later work runs after all copies for Deadline::sequence. Returns whether there were some.
@@ -161,20 +207,31 @@ class CudaStore final : public Store {
   void advanced(bool decode) override;
   Fit launch_page_edit(CudaStorePageEdit e, int layer, const std::vector<std::int32_t>& slots);
   Fit copy_in(const CpuStore& from, int slot);
-  std::vector<PageEntry> entries(int tier, int slot) const;  // [layer, kv_head, page], exact
+  std::vector<PageEntry> entries(const StreamMemory& table, int slot) const;  // [layer, kv_head, page], exact
   std::size_t slot_index(int layer, int slot) const { return head_index(layer, slot, 0) * pages_per_head_; }
 
-  const PageLayout& layout_of(std::size_t tier) const { return tier ? host_layout_ : layout_; }
+  // Of a pool's frames, and of a page's in a tier.
+  const PageLayout& layout_of(std::size_t pool) const {
+    return pool == host_pool ? host_layout_ : layouts_[pool == lower_pool];
+  }
+  const PageLayout& layout_of(int tier, const PageEntry& e) const { return layout_of(pool_of(tier, e)); }
+  static std::size_t pool_of(int tier, const PageEntry& e) {
+    return tier == 0 && e.codec > 0 ? std::size_t{lower_pool} : static_cast<std::size_t>(tier);
+  }
+  bool two_codecs() const { return options_.codecs.size() > 1; }
 
-  PageLayout layout_, host_layout_;
-  std::int64_t heads_ = 0;  // KV heads of all layers and slots
-  std::int64_t capacity_[2] = {0, 0};
+  PageLayout layouts_[2], host_layout_;  // by codec
+  std::int64_t heads_ = 0;               // KV heads of all layers and slots
+  std::int64_t capacity_[pools] = {};    // frames of a pool
   std::byte* device_frames() const { return arena_.as<>() + before_frames; }
-  StreamMemory arena_, table_[2], length_, summary_pool_, free_[2], counters_, inv_freq_;
+  StreamMemory arena_, table_[2], length_, lower_pages_, summary_pool_, free_[pools], counters_, inv_freq_;
+  StreamMemory archive_, archived_;  // CudaStoreLayer::archive, archived; with StoreOptions::archive
+  Extents extents_;                  // where the device has two codecs
   Pinned host_arena_;
-  mutable StreamMemory rows_;                                  // lists of 1, 2, ... max_slots slots
-  mutable std::vector<std::vector<std::int32_t>> rows_known_;  // [n] the list of n slots in rows_
-  mutable StreamMemory positions_;                             // result of the latest positions_by_place
+  // Lists of 1, 2, ... max_slots slots, and with StoreOptions::all_layers those of view_all.
+  mutable StreamMemory rows_, all_rows_;
+  mutable std::vector<std::vector<std::int32_t>> rows_known_, all_rows_known_;  // [n] the list of n slots
+  mutable StreamMemory positions_;  // result of the latest positions_by_place
   // Place edits: one set of jobs for each lane of side_, one for plans in side_ itself, and one for copies in the
   // stream.
   std::unique_ptr<SideStream> side_;
@@ -184,7 +241,19 @@ class CudaStore final : public Store {
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
-  std::vector<bool> placing_;               // [layer] place edits since settle()
+  std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
+  // Whether the sequence may have pages of the second codec. Views of the others say that there is one codec, so ops
+  // take their fast kernels. Those of a graph's steps do not.
+  std::vector<bool> lowered_;  // [slot]
+  bool lowered(const std::vector<std::int32_t>& slots) const {
+    return two_codecs() && (in_graph_ || std::any_of(slots.begin(), slots.end(), [&](int slot) {
+                              return lowered_[static_cast<std::size_t>(slot)];
+                            }));
+  }
+  void note_lowered(const std::vector<std::int32_t>& slots) {
+    for (const int slot : slots)
+      if (two_codecs()) lowered_[static_cast<std::size_t>(slot % options_.shape.max_slots)] = true;
+  }
   bool reserved_ = false;
   Taken taken_;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
@@ -197,9 +266,11 @@ class CudaStore final : public Store {
   bool stale_ = true;
   CudaStoreCounters known_;
   std::vector<std::int32_t> lengths_, bound_;  // [layer, slot, kv_head], [layer, slot]
-  std::int64_t free_bound_[2] = {0, 0};
-  std::int64_t counted_frames_[2] = {0, 0}, counted_pages_ = 0;  // counts that the ledger has
-  unsigned long long counted_moved_[2] = {0, 0}, counted_states_ = 0;
+  std::vector<std::int32_t> archive_lengths_;  // [layer, slot, kv_head]
+  Frames free_bound_ = {};
+  Frames counted_frames_ = {};  // counts that the ledger has
+  std::int64_t counted_pages_ = 0;
+  unsigned long long counted_moved_[2] = {0, 0}, counted_states_ = 0, counted_fetched_ = 0;
 };
 
 }  // namespace kvlab

@@ -126,12 +126,12 @@ __device__ __noinline__ void evict_many(const CudaStoreLayer& s, const CudaStore
   const Head h = head_of(s, a.slots[row], head);
   const auto at = [&](int t) {
     const int page = t / p;
-    return reinterpret_cast<const std::int32_t*>(page_at(s, h, page) + layout_of(s, tier_of(h, page)).positions)[t % p];
+    return reinterpret_cast<const std::int32_t*>(page_at(s, h, page) + layout_at(s, h, page).positions)[t % p];
   };
   const auto score = [&](int t) {
     if (by_score) return scores[t];
     const int page = t / p;
-    const PageLayout& of_page = layout_of(s, tier_of(h, page));
+    const PageLayout& of_page = layout_at(s, h, page);
     return reinterpret_cast<const float*>(page_at(s, h, page) + of_page.state +
                                           std::int64_t{a.of.column} * p * 4)[t % p];
   };

@@ -44,20 +44,25 @@ class Carried {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const bool key = side == 0;
-      same_[side] = ops::side_of(l, key) == ops::side_of(to, key);  // the tiers have one dtype
-      if (same_[side]) {
-        const auto* row =
-            reinterpret_cast<const unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+      const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
+      const std::byte* bytes = frame + ops::row_offset(l, key, offset);
+      ratio_[side] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
+      if (ratio_[side] == 1) {
+        const auto* row = reinterpret_cast<const unsigned*>(bytes);
 #pragma unroll
         for (int j = 0; j < most_elements; ++j)
           if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
-        if (ops::side_of(l, key).bits)
-          meta_[side] = reinterpret_cast<const unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset];
       } else {
 #pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          x_[side][j] = lane + 32 * j < l.head_dim ? element(frame, l, key, offset, lane + 32 * j) : 0.f;
+        for (int j = 0; j < most_elements; ++j) {
+          const int d = lane + 32 * j;
+          x_[side][j] = d >= l.head_dim ? 0.f
+                        : ratio_[side]  ? __uint_as_float(ops::lowered(ops::code_at(of, bytes, d), ratio_[side]))
+                                        : element(frame, l, key, offset, d);
+        }
       }
+      if (ratio_[side] && of.bits)
+        meta_[side] = *reinterpret_cast<const unsigned*>(frame + ops::meta_offset(l, key, offset));
     }
     if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
   }
@@ -65,13 +70,16 @@ class Carried {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const bool key = side == 0;
-      if (same_[side]) {
-        auto* row = reinterpret_cast<unsigned*>(frame + (key ? l.k : l.v) + std::int64_t{offset} * side_bytes(l, key));
+      std::byte* bytes = frame + ops::row_offset(l, key, offset);
+      if (ratio_[side] == 1) {
+        auto* row = reinterpret_cast<unsigned*>(bytes);
 #pragma unroll
         for (int j = 0; j < most_elements; ++j)
           if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
-        if (ops::side_of(l, key).bits && lane == 0)
-          reinterpret_cast<unsigned*>(frame + (key ? l.k_meta : l.v_meta))[offset] = meta_[side];
+        if (ops::side_of(l, key).bits && lane == 0) *meta_at(frame, l, key, offset) = meta_[side];
+      } else if (ratio_[side]) {
+        put_codes(ops::side_of(l, key), bytes, l.head_dim, lane, [&](int j) { return __float_as_uint(x_[side][j]); });
+        if (lane == 0) *meta_at(frame, l, key, offset) = lowered_meta(meta_[side], ratio_[side]);
       } else {
         encode(frame, l, key, offset, x_[side], lane);
       }
@@ -80,9 +88,18 @@ class Carried {
   }
 
  private:
-  float x_[2][most_elements];  // elements of a side, or its words where both layouts store it alike
+  static __device__ unsigned* meta_at(std::byte* frame, const PageLayout& l, bool key, int offset) {
+    return reinterpret_cast<unsigned*>(frame + ops::meta_offset(l, key, offset));
+  }
+  static __device__ unsigned lowered_meta(unsigned meta, int ratio) {
+    const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(meta)));
+    return (meta & 0xffff0000u) | __half_as_ushort(__float2half_rn(ops::lowered_scale(scale, ratio)));
+  }
+
+  // Elements of a side; its words where both layouts store it alike; codes where codes become codes.
+  float x_[2][most_elements];
   unsigned meta_[2], field_;
-  bool same_[2];
+  int ratio_[2];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
 
 // Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
@@ -94,10 +111,10 @@ __device__ void carry_tokens(const CudaStoreLayer& s, const Head& h, std::int32_
   for (int first = begin; first < end; first += warps) {
     const bool mine = first + warp < end;
     const int a = mine ? from(first + warp) : 0, b = mine ? to(first + warp) : 0;
-    const PageLayout& target = layout_of(s, tier_of(h, b / p));
+    const PageLayout& target = layout_at(s, h, b / p);
     Carried x;
     const std::int32_t r = mine && rank ? rank[a] : 0;
-    if (mine) x.read(page_at(s, h, a / p), layout_of(s, tier_of(h, a / p)), a % p, target, lane);
+    if (mine) x.read(page_at(s, h, a / p), layout_at(s, h, a / p), a % p, target, lane);
     __syncthreads();
     if (mine) x.write(page_at(s, h, b / p), target, b % p, lane);
     if (mine && rank && lane == 0) rank[b] = r;
@@ -188,6 +205,7 @@ __device__ void close_holes(const CudaStoreLayer& s, const Head& h, int before, 
   const bool shorter = last >= 0 && min(before, pages_after * p) != count;
   if (mine == 0) {
     *h.length = count;
+    if (h.lower_pages) *h.lower_pages = min(*h.lower_pages, pages_after);
     fewer_pages(s, pages_before - pages_after);
     if (shorter) {
       PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(ops::rank_threads)
   const Head h = head_of(s, r.slots[row], static_cast<int>(blockIdx.x) % s.kv_heads);
   const auto position = [&](int t) {
     const std::byte* page = page_at(s, h, t / p);
-    return reinterpret_cast<const std::int32_t*>(page + layout_of(s, tier_of(h, t / p)).positions)[t % p];
+    return reinterpret_cast<const std::int32_t*>(page + layout_at(s, h, t / p).positions)[t % p];
   };
   ops::write_ranks(*h.length, position, rank + std::int64_t{blockIdx.x} * s.pages * p, tile);
 }
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(warps * 32)
   for (int page = static_cast<int>(blockIdx.y) * warps + warp; page * p < n;
        page += static_cast<int>(gridDim.y) * warps) {
     std::byte* frame = page_at(s, h, page);
-    const PageLayout& l = Mixed ? layout_of(s, tier_of(h, page)) : s.layout;
+    const PageLayout& l = Mixed ? layout_at(s, h, page) : s.layout;
     const int tokens = min(p, n - page * p);
     bool changed = false;
     for (int t = 0; t < tokens; ++t) {

@@ -57,11 +57,15 @@ void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tie
     for (int t = 0; t < a.tokens; ++t) ops::copy_token(source, la, t, target, lb, t);
   }
   b.tokens = a.tokens;
-  ledger_.move(to, Tag::keys, lb.v - lb.k);
-  ledger_.move(to, Tag::values, lb.k_meta - lb.v);
-  ledger_.move(to, Tag::codec_metadata, lb.positions - lb.k_meta);
-  const std::int64_t columns = std::int64_t{lb.state_columns} * lb.page_size * 4;
-  ledger_.move(to, Tag::positions, lb.bytes - lb.positions - columns);
+  count_arrival(to, lb);
+}
+
+void CpuStore::count_arrival(Tier to, const PageLayout& l) {
+  const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
+  ledger_.move(to, Tag::keys, l.v - l.k);
+  ledger_.move(to, Tag::values, l.k_meta - l.v);
+  ledger_.move(to, Tag::codec_metadata, l.positions - l.k_meta);
+  ledger_.move(to, Tag::positions, l.bytes - l.positions - columns);
   ledger_.move(to, Tag::scores, columns);
 }
 
@@ -138,6 +142,7 @@ std::int64_t CpuStore::keep_only(int layer, int slot, int head, const std::int32
     give_back(Tier::host, host[page]);
   }
   lengths_[head_index(layer, slot, head)] = count;
+  lower_pages_[head_index(layer, slot, head)] = std::min(lower_pages_[head_index(layer, slot, head)], pages_after);
   if (options_.summary != Summary::none)
     ledger_.hold(Tier::device, Tag::summaries, std::int64_t{pages_after - pages_before} * summary_bytes_);
   if (const int last = pages_after - 1; last >= 0 && std::min(before, pages_after * p) != count) {
@@ -265,9 +270,10 @@ Applied CpuStore::swap_tokens(const Edit& e, const std::vector<std::int32_t>& sl
 
 Applied CpuStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   return each_list(e, slots, [&](int slot, int head, std::span<const std::int32_t> list) {
+    if (e.verb == Edit::encode) return encode_pages(e, slot, head, list);
     Applied done;
     for (const int page : list) {
-      done += e.verb == Edit::encode ? encode_page(e, slot, head, page) : edit_page(e, slot, head, page);
+      done += edit_page(e, slot, head, page);
       if (done.fit != Fit::ok) break;
     }
     return done;
@@ -294,21 +300,6 @@ Applied CpuStore::edit_page(const Edit& e, int slot, int head, int page) {
   const Tier tier = up ? Tier::device : Tier::host;
   if (!take(tier, to, 0)) return {Fit::out_of_memory, 0};
   copy_page(e.layer, slot, head, page, up ? Tier::host : Tier::device, tier);
-  return {Fit::ok, 1};
-}
-
-Applied CpuStore::encode_page(const Edit& e, int slot, int head, int page) {
-  PageEntry& d = entries(Tier::device, e.layer, slot, head)[page];
-  if (d.frame == null_frame) bad(e, "got an encode of a page that is not on the device");
-  if (d.codec == e.codec) return {};
-  PageEntry fresh;
-  if (!take(Tier::device, fresh, e.codec)) return {Fit::out_of_memory, 0};
-  const PageLayout &from = layout(Tier::device, d), &to = layout(Tier::device, fresh);
-  for (int t = 0; t < d.tokens; ++t) ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
-  fresh.tokens = d.tokens;
-  give_back(Tier::device, d);
-  d = fresh;
-  outdated(e.layer, slot, head, page);
   return {Fit::ok, 1};
 }
 

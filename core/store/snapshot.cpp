@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint64_t magic = 0x32766b62616c766bULL;  // "kvlabkv2"
+constexpr std::uint64_t magic = 0x33766b62616c766bULL;  // "kvlabkv3"
 constexpr std::uint8_t absent = 0xff;                   // in place of a codec
 
 // Every step is a bijection of the sum so far, so one changed byte always changes the sum.
@@ -90,6 +90,7 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
                                  static_cast<std::int64_t>(o.rope),
                                  static_cast<std::int64_t>(o.summary),
                                  static_cast<std::int64_t>(o.token_state.size()),
+                                 static_cast<std::int64_t>(o.archive),
                                  static_cast<std::int64_t>(state_bytes)};
   const auto add = [&](const CodecSpec& c) {
     for (const CodecSide side : {c.k, c.v}) {
@@ -129,6 +130,11 @@ std::vector<std::byte> CpuStore::save(int slot) const {
           w.bytes(const_cast<CpuStore*>(this)->summary_at(layer, slot, head, page),
                   static_cast<std::size_t>(summary_bytes_));
       }
+      if (!options_.archive) continue;
+      w.put(std::int32_t{archived(layer, slot, head)});
+      const PageEntry* archive = archive_entries(layer, slot, head);
+      for (int page = 0; page * s.page_size < archived(layer, slot, head); ++page)
+        w.bytes(host_.at(archive[page].frame), static_cast<std::size_t>(host_layout_.bytes));
     }
   const std::size_t at = out.size();
   out.resize(at + workspace_.slot_bytes());
@@ -175,6 +181,18 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   return fit;
 }
 
+template <class Reader>
+Fit CpuStore::read_archive(int layer, int slot, int head, Reader& r) {
+  const Shape& s = options_.shape;
+  const int n = r.number("tokens of an archive", 0, static_cast<std::int64_t>(pages_per_head_) * s.page_size);
+  const int pages = (n + s.page_size - 1) / s.page_size;
+  if (!take_archive(layer, slot, head, n)) return Fit::out_of_memory;
+  const auto bytes = static_cast<std::size_t>(host_layout_.bytes);
+  for (int page = 0; page < pages; ++page)
+    std::memcpy(host_.at(archive_entries(layer, slot, head)[page].frame), r.bytes(bytes), bytes);
+  return Fit::ok;
+}
+
 void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, Fit& fit) {
   const Shape& s = options_.shape;
   Reader r(snapshot.data(), snapshot.size());
@@ -200,13 +218,19 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
         for (Tier tier : {Tier::device, Tier::host}) {
           const std::uint8_t codec = r.get<std::uint8_t>();
           if (codec == absent) continue;
-          if (codec >= (tier == Tier::device ? layouts_.size() : 1))
-            throw Error(Errc::data, "saved cache: got codec " + std::to_string(codec) + ", wanted a declared one");
+          const int pages_below = lower_pages_[head_index(layer, slot, head)];
+          if (codec >= (tier == Tier::device ? layouts_.size()
+                        : options_.archive   ? 0
+                                             : 1) ||
+              (codec > 0 && pages_below < page))
+            throw Error(Errc::data,
+                        "saved cache: got codec " + std::to_string(codec) + ", wanted a declared one, in order");
           PageEntry& e = entries(tier, layer, slot, head)[page];
           if (!take(tier, e, codec)) {
             fit = Fit::out_of_memory;
             return;
           }
+          lower_pages_[head_index(layer, slot, head)] += codec > 0;
           e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - page * s.page_size));
           const std::size_t bytes = static_cast<std::size_t>(layout(tier, e).bytes);
           std::memcpy(arena(tier).at(e.frame), r.bytes(bytes), bytes);
@@ -218,14 +242,17 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
           std::memcpy(summary_at(layer, slot, head, page), r.bytes(bytes), bytes);
         }
       }
+      if (options_.archive) fit = read_archive(layer, slot, head, r);
+      if (fit != Fit::ok) return;
     }
   workspace_.load_slot(slot, r.bytes(workspace_.slot_bytes()));
   const std::int32_t waiting = r.number("edits to come", 0, std::numeric_limits<std::int32_t>::max());
   for (std::int32_t i = 0; i < waiting; ++i) {
     Edit e;
-    e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::place));
+    e.verb = static_cast<Edit::Verb>(r.number("verb", 0, Edit::fetch));
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens || e.verb == Edit::evict_surplus ||
-        (e.verb == Edit::place && !options_.host_pages))
+        e.verb == Edit::archive || e.verb == Edit::store_as || (e.verb == Edit::place && !options_.host_pages) ||
+        (e.verb == Edit::fetch && !options_.archive))
       throw Error(Errc::data, "saved cache: got an edit to come that this cache cannot carry out");
     e.layer = r.number("layer", 0, s.layers - 1);
     e.tier = static_cast<Tier>(r.number("tier", 0, static_cast<int>(Tier::host)));

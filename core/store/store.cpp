@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/part_timer.hpp"
+#include "ops/page/codes.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
@@ -14,11 +15,25 @@ namespace kvlab {
 namespace {
 
 bool moves_pages(Edit::Verb verb) {
-  return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop || verb == Edit::place;
+  return verb == Edit::recall || verb == Edit::offload || verb == Edit::drop || verb == Edit::place ||
+         verb == Edit::archive || verb == Edit::fetch;
 }
 
 // Whether an edit means some heads alone.
 bool has_condition(const Heads& h) { return h.flags.data || h.steps || h.classes; }
+
+// Refuses what archives do not go with.
+void check_archive(const StoreOptions& o) {
+  const auto refuse = [](const std::string& what) {
+    throw Error(Errc::unsupported, "got Needs::archive with " + what, "the cache");
+  };
+  if (!o.archive) return;
+  if (o.host_pages) refuse("host_pages, wanted one of the two");
+  if (o.summary != Summary::none) refuse("page summaries, wanted none");
+  if (o.rope == RopeRegime::re_rotate) refuse("rope re_rotate, wanted keys that keep their rotation");
+  if (o.codecs.size() != 1 || o.codecs[0] != o.host_codec)
+    refuse("another codec on the host, wanted the one of the device");
+}
 
 void check_waiting(const Edit& e) {
   const IndexList& list = e.list;
@@ -48,11 +63,23 @@ Store::Store(const StoreOptions& options, Stream stream)
       spills_at_once_(options.spill == Spill::always),
       places_(static_cast<std::size_t>(options.shape.layers)),
       placed_(spare_.size()),
-      placed_step_(spare_.size()) {}
+      placed_step_(spare_.size()) {
+  check_archive(options);
+}
 
 std::int64_t Store::summary_bytes(const StoreOptions& o) {
   return std::int64_t{summary_vectors(o.summary)} * o.shape.head_dim *
          static_cast<std::int64_t>(size_of(o.shape.dtype));
+}
+
+void Store::count_fetched(const PageLayout& l, std::int64_t tokens) {
+  const auto number = static_cast<std::int64_t>(sizeof(float));  // metadata of a side, a position, a column of state
+  const int coded = (l.codec.k.bits > 0) + (l.codec.v.bits > 0);
+  ledger_.move(Tier::device, Tag::keys, tokens * ops::row_bytes(l, true));
+  ledger_.move(Tier::device, Tag::values, tokens * ops::row_bytes(l, false));
+  ledger_.move(Tier::device, Tag::codec_metadata, tokens * coded * number);
+  ledger_.move(Tier::device, Tag::positions, tokens * number);
+  ledger_.move(Tier::device, Tag::scores, tokens * l.state_columns * number);
 }
 
 int Store::open() {
@@ -116,7 +143,7 @@ std::int64_t Store::placed_pages(const std::vector<std::int32_t>& slots) const {
 bool Store::room_for_step(const std::vector<std::int32_t>& slots) const {
   const std::int64_t placed = placed_pages(slots);
   const auto fits = [&](std::int64_t fresh, std::int64_t spare) {
-    const bool device = page_limit() < 0 || free_frames(Tier::device) + spare >= fresh + placed;
+    const bool device = page_limit() < 0 || free_frames(Tier::device) + spare >= fresh + placed + lower_room(slots);
     return device && (placed == 0 || free_frames(Tier::host) >= placed);
   };
   if (fits(fresh_pages(slots), 0)) return true;
@@ -205,13 +232,33 @@ Fit Store::recall_all(int layer, int slot) {
   return recall_layer(layer, slot);
 }
 
+void Store::check_levels(const Edit& e, std::int64_t rows) const {
+  if (options_.rope == RopeRegime::re_rotate)
+    throw Error(Errc::unsupported, "got a store_as edit with rope: re_rotate, wanted another regime", "the cache");
+  if (e.levels.extent[0] < rows || e.levels.extent[1] < options_.shape.kv_heads || e.levels.stride[2] != 1)
+    bad(e, "got levels of another shape, wanted [row, kv_head, token] contiguous");
+}
+
+// Such an edit takes effect at once, on the rows of all layers.
+void Store::check_all_layers(const Edit& e) const {
+  const bool goes = e.verb == Edit::evict || e.verb == Edit::move || e.verb == Edit::encode || e.verb == Edit::store_as;
+  if (!goes || (e.when.kind != Deadline::next_attention && (e.when.kind != Deadline::steps_from_now || e.when.steps)))
+    throw Error(Errc::plugin, "got another edit of all layers, wanted evict, move, encode or store_as, at once");
+  if (!options_.all_layers)
+    throw Error(Errc::plugin, "got an edit of all layers, wanted it of a policy with Needs::all_layers");
+}
+
 void Store::check_edit(const Edit& e, std::size_t rows) const {
   const Shape& s = options_.shape;
   if (e.layer < 0 || e.layer >= s.layers) bad(e, "got that layer, wanted 0 to " + std::to_string(s.layers - 1));
   const std::int64_t wanted = static_cast<std::int64_t>(rows);
   if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
-  if (e.list.slots && e.verb != Edit::place && e.verb != Edit::attend && e.verb != Edit::attend_tokens)
-    throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend or to place",
+  if (e.verb == Edit::store_as) return check_levels(e, wanted);
+  check_archiving(e);
+  if (e.verb == Edit::archive) return;
+  if (e.list.slots && e.verb != Edit::place && e.verb != Edit::fetch && e.verb != Edit::attend &&
+      e.verb != Edit::attend_tokens)
+    throw Error(Errc::unsupported, "got a list that lasts in an edit, wanted it only to attend, to place or to fetch",
                 "edit of layer " + std::to_string(e.layer));
   const auto& index = e.list.index.extent;
   const auto& count = e.list.count.extent;
@@ -244,6 +291,19 @@ void Store::check_surplus(const Edit& e, std::int64_t rows) const {
     bad(e, "got scores of another shape, wanted [row, kv_head, token] contiguous");
   if (s.column >= columns)
     bad(e, "got column " + std::to_string(s.column) + " of token state, wanted less than " + std::to_string(columns));
+}
+
+void Store::check_archiving(const Edit& e) const {
+  if (e.verb == Edit::offload && options_.archive)
+    bad(e, "got an offload from a policy with Needs::archive, wanted archive alone: its pages stay on the device");
+  if (e.verb != Edit::archive && e.verb != Edit::fetch) return;
+  if (!options_.archive)
+    bad(e, std::string("got ") + (e.verb == Edit::fetch ? "a fetch" : "an archive edit") +
+               " without Needs::archive, wanted the policy to ask for it");
+  if (e.verb == Edit::archive && in_graph_)
+    bad(e, "got an archive edit in a decode step of a policy that promises capturable(true), wanted it in prefill");
+  if (e.verb == Edit::fetch && e.when.kind == Deadline::this_attention)
+    bad(e, "got a fetch for this attention, wanted next_attention or later");
 }
 
 Store::Pending Store::pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
@@ -360,6 +420,9 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, 
     case Edit::recall:
     case Edit::encode: one = edit_pages(e, slots); break;
     case Edit::place: one = any_spills(slots) ? place_pages(e, slots) : Applied{}; break;
+    case Edit::store_as: one = store_levels(e, slots); break;
+    case Edit::archive: one = archive_heads(e, slots); break;
+    case Edit::fetch: one = fetch_tokens(e, slots); break;
     default: bad(e, "got an unknown verb");
   }
   fired_ += one.changed > 0;
@@ -384,6 +447,16 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
   Applied total;
   for (const Edit& e : edits) {
     if (e.verb == Edit::attend || e.verb == Edit::attend_tokens) continue;
+    if (e.layer == Edit::all_layers) {
+      check_all_layers(e);
+      const std::vector<std::int32_t> all = in_all_layers(slots);
+      Edit flat = e;
+      flat.layer = 0;
+      check_edit(flat, all.size());
+      total += carry_out(flat, all);
+      if (total.fit != Fit::ok) break;
+      continue;
+    }
     check_edit(e, slots.size());
     if (beside_ && (e.verb != Edit::place || e.when.kind == Deadline::next_step))
       bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone, not for its end");
@@ -433,13 +506,28 @@ IndexList Store::resolve_attend(const Edit& e, const std::vector<std::int32_t>& 
   return attend_list(e, slots, w);
 }
 
-PagedKv Store::paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
-                     std::size_t rows) const {
+void Store::check_codecs(const StoreOptions& o) {
+  if (o.codecs.empty() || o.codecs.size() > 2)
+    throw Error(Errc::config, "got a policy with " + std::to_string(o.codecs.size()) + " codecs, wanted one or two");
+  if (o.codecs.size() == 2 && (o.host_pages || o.archive))
+    throw Error(Errc::unsupported, "got two codecs with pages on the host, wanted one codec, or pages on the device");
+}
+
+std::vector<std::int32_t> Store::in_all_layers(const std::vector<std::int32_t>& slots) const {
+  std::vector<std::int32_t> all;
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    for (const std::int32_t slot : slots) all.push_back(layer * options_.shape.max_slots + slot);
+  return all;
+}
+
+PagedKv Store::paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* lower_pages,
+                     const std::int32_t* slots, std::size_t rows, int layers) const {
   const Shape& s = options_.shape;
+  const std::int64_t all = std::int64_t{layers} * s.max_slots;
   PagedKv kv;
-  kv.table =
-      View<const PageEntry, 3>::dense(entries, {s.max_slots, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
-  kv.length = View<const std::int32_t, 2>::dense(lengths, {s.max_slots, s.kv_heads});
+  kv.table = View<const PageEntry, 3>::dense(entries, {all, s.kv_heads, static_cast<std::int64_t>(pages_per_head_)});
+  kv.length = View<const std::int32_t, 2>::dense(lengths, {all, s.kv_heads});
+  if (lower_pages) kv.lower_pages = View<const std::int32_t, 2>::dense(lower_pages, {all, s.kv_heads});
   kv.slots = slots;
   kv.rows = static_cast<int>(rows);
   kv.kv_heads = s.kv_heads;
@@ -478,6 +566,7 @@ StoreBytes store_bytes(const StoreOptions& options, Device device) {
 }
 
 void check_store(const StoreOptions& options, Device device) {
+  check_archive(options);
   device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);
 }
 

@@ -4,6 +4,9 @@
 // Invariants (checked by check_invariants): the pages of a head are full except the last; a page has a frame in at
 // least one tier; a frame belongs to one page; the ledger's KV bytes equal the frames handed out. A lower copy that the
 // upper page outgrew is freed, so a host frame is valid whenever it exists.
+//
+// With StoreOptions::archive a third table holds copies of heads. Its pages take frames of the host, and it has lengths
+// of its own. No page of the cache lies on the host then.
 #pragma once
 #include <kvlab/edits.hpp>
 #include <kvlab/kv.hpp>
@@ -32,7 +35,7 @@ enum class Spill : std::uint8_t { always, pressure };
 
 struct StoreOptions {
   Shape shape;
-  std::vector<CodecSpec> codecs = {CodecSpec{}};  // [0] is for appended tokens; encode edits may name the others
+  std::vector<CodecSpec> codecs = {CodecSpec{}};  // one or two; see Policy::codecs
   CodecSpec host_codec;
   RopeRegime rope = RopeRegime::original;
   RopeTable rope_table;
@@ -42,7 +45,9 @@ struct StoreOptions {
   std::int64_t scratch_limit = -1;                  // bytes of a workspace's scratch; -1 = none
   bool host_pages = false;                          // take the host tier at the start; place edits need it
   bool pauses = false;                              // with host_pages: allow place edits for Deadline::sequence
+  bool archive = false;                             // take the host tier for archives; archive and fetch need it
   Spill spill = Spill::always;
+  bool all_layers = false;  // view_all, and edits of all layers
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it
@@ -84,8 +89,11 @@ class Store {
   // Returns a view over the rows' slots, in memory of the stream's device; PagedKv::layouts is host memory. On the CPU
   // the view borrows `slots`. On CUDA it ends when a caller asks for another list of as many slots.
   virtual PagedKv view(int layer, const std::vector<std::int32_t>& slots, Tier tier = Tier::device) const = 0;
+  // The rows' slots of all layers, as Step::pages has them. Needs StoreOptions::all_layers.
+  virtual PagedKv view_all(const std::vector<std::int32_t>& slots) const = 0;
   virtual Summaries summaries(int layer) const = 0;
-  virtual int length(int layer, int slot, int head) const = 0;  // exact
+  virtual int length(int layer, int slot, int head) const = 0;    // exact
+  virtual int archived(int layer, int slot, int head) const = 0;  // tokens of the head's archive; exact
   // Returns the length of the longest head of these slots; on CUDA an upper bound of it.
   virtual int max_length(int layer, const std::vector<std::int32_t>& slots) const = 0;
 
@@ -187,7 +195,12 @@ class Store {
   virtual Applied swap_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // move
   virtual Applied edit_pages(const Edit& e,
                              const std::vector<std::int32_t>& slots) = 0;  // offload, recall, drop, encode
-  virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // place
+  virtual Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) = 0;    // place
+  virtual Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // store_as
+  virtual Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) = 0;  // archive
+  virtual Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) = 0;   // fetch
+  // Numbers the slots of all layers as Step::pages does.
+  std::vector<std::int32_t> in_all_layers(const std::vector<std::int32_t>& slots) const;
   // The same edit for one slot: sets spare_ of its layer and slot.
   virtual void count_spare(const Edit& e, int slot) = 0;
   virtual Fit recall_layer(int layer, int slot) = 0;
@@ -208,6 +221,7 @@ class Store {
   static Pending pending(const Edit& e, int slot, int due, const std::int32_t* index, const std::int32_t* count,
                          const std::uint8_t* heads, Stream device, Stream through);
   static std::int64_t summary_bytes(const StoreOptions& options);  // of a page
+  void count_fetched(const PageLayout& l, std::int64_t tokens);    // in the ledger
   bool spills_at_once() const { return spills_at_once_; }
   // Whether place edits of the slot take effect.
   bool spills(int slot) const { return spills_at_once_ || spilled_[static_cast<std::size_t>(slot)]; }
@@ -223,10 +237,12 @@ class Store {
   [[noreturn]] static void bad(const Edit& e, const std::string& what);  // throws Errc::plugin
   void forget(int slot);  // clears the slot's counters and waiting edits, and frees the slot
 
-  // Returns a view of the store's shape. The caller sets base and layouts.
-  PagedKv paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* slots,
-                std::size_t rows) const;
+  // Returns a view of the store's shape, or with `layers` of so many layers as one. The caller sets base and layouts.
+  // lower_pages: null = there is one codec.
+  PagedKv paged(const PageEntry* entries, const std::int32_t* lengths, const std::int32_t* lower_pages,
+                const std::int32_t* slots, std::size_t rows, int layers = 1) const;
   Summaries summaries_at(const std::byte* layer) const;
+  static void check_codecs(const StoreOptions& options);  // throws Errc::config or Errc::unsupported
 
   Store(const StoreOptions& options, Stream stream);
 
@@ -253,6 +269,8 @@ class Store {
   // The pages by which a step of these rows may grow: of appends, at most and exactly, and of place edits.
   std::int64_t fresh_pages(const std::vector<std::int32_t>& slots) const;
   virtual std::int64_t fresh_pages_of(const std::vector<std::int32_t>& slots) const;
+  // Frames of the first codec that pages of the second may take the place of, in a step of these rows; at most.
+  virtual std::int64_t lower_room(const std::vector<std::int32_t>& /*slots*/) const { return 0; }
   std::int64_t placed_pages(const std::vector<std::int32_t>& slots) const;
 
   std::vector<Spare> spare_;   // [layer, slot]
@@ -280,6 +298,9 @@ class Store {
   std::vector<std::int32_t> placed_step_;                  // [layer, slot] steps that the slot had seen then
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
+  void check_levels(const Edit& e, std::int64_t rows) const;
+  void check_all_layers(const Edit& e) const;
+  void check_archiving(const Edit& e) const;  // of archive, fetch, and edits that do not go with them
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   void hold(const Edit& e, const std::vector<std::int32_t>& slots);
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);

@@ -115,20 +115,7 @@ inline Roles roles_of(std::size_t heads, const std::vector<float>& stable, const
   return out;
 }
 
-// Divides `total` by weight so that no share is above 1. The others take what a head cannot, by their weights.
-inline std::vector<double> divided(const std::vector<double>& weights, double total) {
-  std::vector<std::size_t> order(weights.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return weights[a] > weights[b]; });
-  double sum = std::accumulate(weights.begin(), weights.end(), 0.);
-  std::vector<double> shares(weights.size());
-  for (const std::size_t i : order) {
-    const bool full = weights[i] * total >= sum;
-    shares[i] = full ? 1 : weights[i] * total / sum;
-    if (full) total -= 1, sum -= weights[i];
-  }
-  return shares;
-}
+using kvlab::divided;
 
 // The share of a prompt's tokens that each head of the model keeps, `ratio` in the mean. Volatile heads and pivots keep
 // all. The others divide the rest by 1 / stability; NaN for them where nothing is left.

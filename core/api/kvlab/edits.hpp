@@ -12,10 +12,11 @@ namespace kvlab {
 // When an edit takes effect. Edits with the same deadline keep the callback's order. An edit for the next step or later
 // needs a dense list, else Errc::unsupported. Its scratch list and the heads that it means are those of the callback. A
 // list that lasts is read when the edit takes effect.
-//   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, and for evict,
-//                    evict_rest and move beside a list to attend to: they would change the places that it names
-//   next_attention   at once; an edit of select() waits for the end of this layer's attention. Pages that a place edit
-//                    brings travel beside the rest of the step
+//   this_attention   before the attention that select() prepares. Errc::plugin from any other callback, for fetch, and
+//                    for evict, evict_rest and move beside a list to attend to: they would change the places that it
+//                    names
+//   next_attention   at once; an edit of select() waits for the end of this layer's attention. What place and fetch
+//                    bring travels beside the rest of the step
 //   next_step        at the end of this step, or of this chunk of the prompt
 //   steps_from_now   at the end of that many decode steps of the row, this one included; 0 = next_attention. A
 //                    step that a graph may hold takes 0 alone, else Errc::plugin
@@ -44,6 +45,11 @@ struct Surplus {
   int column = -1;                   // without scores: the column of token state that ranks; -1 = newer stays
 };
 
+// [row, kv_head, token] by place: the number of the codec that stores the token, or `gone`. Only the first
+// tokens(row, kv_head) entries of a head are read.
+using Levels = View<const std::uint8_t, 3>;
+inline constexpr std::uint8_t gone = 255;
+
 struct Edit {
   enum Verb : std::uint8_t {
     attend,         // this step's attention reads only these pages (plus pins)
@@ -52,27 +58,33 @@ struct Edit {
     offload,        // copy pages device -> host; the device frame stays
     drop,           // free the frames of these pages in `tier`; refused for a page's only copy
     recall,         // copy pages host -> device; the host copy stays
-    encode,         // re-encode pages on the device as `codec`; no policy can ask for it, since it has one codec
+    encode,         // these full pages are stored in `codec` of Policy::codecs
     move,           // exchange the places of tokens: list holds pairs (from, to)
     attend_tokens,  // this step's attention reads only these tokens (plus pins)
     evict_surplus,  // the tokens beyond a number leave every tier, the lowest first
     place,          // these pages (plus pins) are on the device, and all full pages on the host
+    store_as,       // each token is stored in a codec of Policy::codecs, or leaves
+    archive,        // the heads' archives become copies of all tokens that they hold
+    fetch,          // the heads' first tokens become those of these places of their archives
   };
+  static constexpr int all_layers = -1;
+
   Verb verb = attend;
-  IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move and attend_tokens,
-                   // else pages
-  int layer = 0;
+  IndexList list;  // [row, kv_head, i] of the callback's rows: tokens for evict, evict_rest, move, attend_tokens and
+                   // fetch, else pages; archive and store_as have none
+  int layer = 0;   // or all_layers
   Tier tier = Tier::device;
   int codec = 0;
   Pins pins;
   Surplus surplus;  // evict_surplus, which has no list
   Deadline when;
   bool resident = false;  // attend only
-  Heads heads;            // place only, like the members below
-  int room = 0;
+  Heads heads;            // place, archive and fetch
+  int room = 0;           // place only, like the members below
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
   View<const float, 3> order;
+  Levels levels;  // store_as, which has no list
 };
 
 // How Edits::place works.
@@ -84,6 +96,12 @@ struct Placing {
   Deadline when;
   View<const std::int32_t, 2> rooms;  // [row, kv_head] in place of `room`; or empty
   View<const float, 3> order;         // [row, kv_head, page] where not the oldest but the lowest leave first; or empty
+};
+
+// How Edits::fetch works.
+struct Fetching {
+  Heads heads;  // the others stay as they are and cost no bytes
+  Deadline when;
 };
 
 class Edits {
@@ -125,10 +143,35 @@ class Edits {
     e.reuse = how.reuse;
     e.order = how.order;
   }
+  // A token that moves to a page of another codec takes that codec.
   void move(const TokenList& pairs, Deadline when = {}) { push(Edit::move, pairs, when); }
+  // The pages' tokens are stored in another codec of Policy::codecs. From integers of more bits to fewer, codes become
+  // codes: code / 17, code / 5 or code / 85, rounded to the nearest, with the scale times as much and the same zero.
+  // A page that is not full stays as it is, and so do
+  // pages of the second codec in front of one that is not full. The pages of a head that are stored in the second codec
+  // come first: so encode changes the places of tokens.
+  void encode(const PageList& pages, int codec, Deadline when = {}) { push(Edit::encode, pages, when).codec = codec; }
+  // Every token is stored in the codec of its level, or leaves the cache. Tokens of the second codec fill whole pages,
+  // which come first. The last of them that do not fill a page are stored in the first codec, as are those of that
+  // level. Both keep their order. RopeRegime::re_rotate is Errc::unsupported.
+  void store_as(const Levels& levels) { push(Edit::store_as, {}, {}).levels = levels; }
+  // At once: the archive of these heads becomes a copy of all tokens that they hold, in the order of their places. It
+  // lies on the host and has a length of its own. Later edits and appends of the head leave it alone, but for the next
+  // archive edit, which replaces it. It is freed when the sequence closes. Does not count as fired. Needs::archive is
+  // needed. A step that a graph may hold takes none: Errc::plugin.
+  void archive(const Heads& heads) { push(Edit::archive, {}, {}).heads = heads; }
+  // Of each head the first count(row, kv_head) tokens in the cache become its archive's tokens at these places, as they
+  // were archived: K, V, metadata, text position and token state. Lengths and frames do not change. A place beyond the
+  // archive, or more places than the head holds tokens, is Errc::plugin. The list may last. this_attention is
+  // Errc::plugin too. With next_attention the tokens travel beside the rest of the step. Until it ends, ops may read
+  // the tokens before or those after.
+  void fetch(const TokenList& places, const Fetching& how) { push(Edit::fetch, places, how.when).heads = how.heads; }
 
   // Sets the layer of the next edits, for Policy::finish_step, which works on all layers.
   void for_layer(int layer) { layer_ = layer; }
+  // The next edits have lists of the rows of Step::pages. They are evict, move, encode and store_as, and take effect at
+  // once; else Errc::plugin. Needs::all_layers is needed.
+  void for_all_layers() { layer_ = Edit::all_layers; }
 
   const std::vector<Edit>& all() const { return edits_; }
 

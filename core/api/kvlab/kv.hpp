@@ -98,6 +98,8 @@ struct PagedKv {
   const PageLayout* layouts = nullptr;  // by codec
   View<const PageEntry, 3> table;       // [slot, kv_head, page] of this layer, device tier
   View<const std::int32_t, 2> length;   // [slot, kv_head] tokens in the cache, whatever their tier
+  // [slot, kv_head] pages of the second codec, which come before those of the first; empty if there is one codec.
+  View<const std::int32_t, 2> lower_pages;
   const std::int32_t* slots = nullptr;  // [row] -> slot
   int rows = 0, kv_heads = 0, head_dim = 0, page_size = 0;
   RopeRegime rope = RopeRegime::original;
@@ -172,15 +174,20 @@ struct TokenList : IndexList {};  // tokens by their place in the cache (page * 
 // Marks of KV heads that last (KeptFlags): [slot, kv_head], 0 or 1.
 using HeadFlags = View<std::uint8_t, 2>;
 
+// Numbers of KV heads that last (KeptNumbers): [layer, slot, kv_head]. Those of one layer have a single layer. Those of
+// all layers go with Step::pages, whose slots are layer * slots + slot.
+using HeadNumbers = View<std::int32_t, 3>;
+
 // The KV heads that an op or an edit works on. The device decides, so a graph may hold the call while the heads change
 // from step to step. All conditions must hold; without one all heads are meant. A head that is left out costs no bytes.
 // `classes` adds to the other conditions or takes away from them. So Heads{}.except(c) is every head out of class c,
 // and Heads{}.or_of(c) is every head. Heads::every(kv.steps, 0).or_of(c) is class c alone, if needs() asks for steps.
 struct Heads {
-  View<const std::uint8_t, 2> flags;      // HeadFlags; empty = no condition
-  bool unflagged = false;                 // the heads whose flag is 0 instead
-  const std::int32_t* steps = nullptr;    // [slot] LayerKv::steps; null = no condition
-  int period = 1;                         // steps % period == 0, by each sequence's own count; 0 = no step
+  View<const std::uint8_t, 2> flags;    // HeadFlags; empty = no condition
+  bool unflagged = false;               // the heads whose flag is 0 instead
+  const std::int32_t* steps = nullptr;  // [slot] LayerKv::steps; null = no condition
+  int period = 1;                       // (steps + lead) % period == 0, by each sequence's own count; 0 = no step
+  int lead = 0;
   const std::uint8_t* classes = nullptr;  // [kv_head] HeadClasses of the layer; null = no condition
   enum Join : std::uint8_t { or_in, unless_in } join = or_in;  // `or_in` adds these heads, `unless_in` takes them away
 
@@ -190,10 +197,11 @@ struct Heads {
     h.unflagged = !yes;
     return h;
   }
-  static Heads every(const std::int32_t* steps, int period) {
+  static Heads every(const std::int32_t* steps, int period, int lead = 0) {
     Heads h;
     h.steps = steps;
     h.period = period;
+    h.lead = lead;
     return h;
   }
   Heads or_of(const std::uint8_t* heads) const { return joined(heads, or_in); }
@@ -202,7 +210,7 @@ struct Heads {
   constexpr bool on(int slot, int head) const {
     bool yes = true;
     if (flags.data) yes = (flags(slot, head) != 0) != unflagged;
-    if (steps) yes = yes && period > 0 && steps[slot] % period == 0;
+    if (steps) yes = yes && period > 0 && (steps[slot] + lead) % period == 0;
     if (classes) yes = join == or_in ? yes || classes[head] != 0 : yes && classes[head] == 0;
     return yes;
   }
@@ -250,6 +258,18 @@ struct PageChoice {
     c.heads = these;
     return c;
   }
+};
+
+// How ops::top_tokens chooses. The lists of heads that are left out stay as they are.
+struct TokenChoice {
+  // [row, kv_head] tokens. Empty = as many as the list of the head holds, so that its length stays.
+  View<const std::int32_t, 2> keep;
+  const Pins* pins = nullptr;  // [row], or null
+  Heads heads;
+  const std::int32_t* by = nullptr;  // [kv_head] the head whose tokens and scores count in its place; null = its own
+  // [kv_head] where `keep` is empty: as many as the list of that head holds. Of these the head keeps the first by
+  // place, up to its own number. null = as many as its own.
+  const std::int32_t* among = nullptr;
 };
 
 enum class Pooling : std::uint8_t { none, average, max };

@@ -64,18 +64,29 @@ void recency(const PagedKv& kv, Scores out, Stream s);
 
 // votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32. SnapKV steps 2
 // and 3. The softmax is over the cached tokens up to the query's own text position. seen: [row] text tokens seen so far
-// (LayerKv::position, uploaded); the window's queries are those of the last w of them. Bytes: the layer's keys, once
-// per query head.
-void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s);
+// (LayerKv::position, uploaded); the window's queries are those of the last w of them. null: all queries see all
+// cached tokens. It reads no page of a KV head that `heads` leaves out; in the regime cache_relative it reads
+// positions. Bytes: the layer's keys, once per query head, or once per KV head where w is 1.
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
+                  const Heads& heads = {});
+
+// The newest queries of a KV head, for window_votes with w = 1. kept: [slot, kv_head, i, head_dim], i < steps x group:
+// those of a group's query heads side by side, the oldest step first (KeptWindow). Drops the oldest step's and appends
+// `queries`. window: [row, kv_head x i, 1, head_dim], a copy of what is kept then; or empty. Bytes: kept, three times.
+void keep_window(const Tensor<3>& queries, const PagedKv& kv, View<float, 4> kept, View<float, 4> window, Stream s,
+                 const Heads& heads = {});
 
 // 1-D pooling in place with stride 1, for each head of `scores` (query heads or KV heads) over its tokens
 // [0, tokens - excluded). kernel is odd. average counts its zero padding in the divisor; max pads with -inf. The
 // excluded newest tokens stay as they are. The cache must be in text order, as at a prompt's end. SnapKV, PyramidKV.
-void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace& w, Stream s);
+void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace& w, Stream s,
+          const Heads& heads = {});
 
 // out[row, kv_head, token] from in[row, query head, token] over the group of G query heads. softmax_mean takes its
-// softmax over all tokens of the row. Bytes: in and out.
-void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s);
+// softmax over all tokens of the row. `out` may have several heads for each KV head: then as many parts of its group,
+// in order, become one each. Bytes: in and out.
+void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s,
+                  const Heads& heads = {});
 
 // out[row, kv_head, token] from in[row, head, token] of all heads of the layer, query heads or KV heads: mean, max or
 // sum over the heads that hold a token of the same text position. Heads that hold the same positions then have the same
@@ -142,6 +153,16 @@ void expected_query(const Moments& moments, const std::int32_t* seen, const Page
 // keep >= length keeps everything. Bytes: the scores, and the positions if there are pins.
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                 TokenList list, Stream s);
+// The same with a TokenChoice. `list` may be a list that lasts.
+void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& choice, TokenList list, Stream s);
+
+// drifted[slot, kv_head] = 1 where the median of the overlaps of the head's leader lies below `threshold`, else 0. Each
+// overlap is the share of the leader's list that is among its best tokens by one of its rows of scores, as many as the
+// list holds. scores: [row, kv_head x w, token]; the median of an even w is the mean of the two middle ones. leaders:
+// [kv_head], -1 = none. No leader, an empty list, and a leader that `heads` leaves out give 0. HeteroCache, drift
+// detection. Bytes: the scores and the lists of the leaders.
+void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, float threshold,
+                   const std::int32_t* leaders, HeadFlags drifted, Stream s, const Heads& heads = {});
 
 // out[row, kv_head, page] = the page's score, reduced over the group. A box [lo, hi] gives sum_d max(q_d lo_d, q_d
 // hi_d), the greatest product of its points with q. A mean gives q . mean. The box of min_max gives a bound of the
@@ -229,5 +250,62 @@ void allot_tokens(const Allotment& a, const std::int32_t* tokens, Stream s);
 // trunc((total - pinned) * floor)). exact_total repairs the sum by largest remainder to heads x total, if every head is
 // long enough. floor is a double because trunc sees it: 10 x 0.7f is 6.9999998. Bytes: the scores.
 void allot_by_score(const Allotment& a, double floor, bool exact_total, Stream s);
+
+// How ops::levels and ops::demote rate tokens. A token at text position p has a sum of scores. Its mean is the sum,
+// divided by the number of queries that gave it: seen - max(p, first), at least 1. `seen` counts the text's tokens so
+// far. `first` is the text position of the first query that counts. A token whose mean reaches high_from units is high:
+// the first codec stores it. One that reaches low_from units is low: the second codec stores it. Any other is gone.
+// All is computed in f32, the threshold as high_from / seen or high_from / (p + 1). NaN reaches nothing and ranks below
+// -inf.
+struct LevelRule {
+  enum Unit : std::uint8_t { of_text, of_token };
+  float high_from = 1, low_from = 0;  // low_from <= high_from
+  Unit unit = of_text;                // of_text: 1 / seen. of_token: 1 / (p + 1), and of_text in demote
+  int window = 1;                     // newest tokens of the text, at least 1, which are high in any case
+  int queries = 0;                    // levels only: the sums are of so many of the last queries; 0 = of all
+  // Each KV head of a row keeps the same number of high and of low tokens. It is the mean over the heads of what each
+  // of them would keep by itself.
+  bool same_numbers = false;
+  bool leaving_decides = false;  // demote only
+};
+
+// Numbers that last beside the cache. `pending` counts low tokens that fill no page yet: the first codec stores them.
+// The low tokens of a head are the first lower_pages * page_size + pending by place. LevelRule says what `first` is. An
+// empty `first` is 0 everywhere and is not written.
+struct LevelNumbers {
+  HeadNumbers pending, first;
+};
+
+// out[row, kv_head, token] = 0 (high), 1 (low) or gone, for Edits::store_as at a prompt's end. sums: [row, kv_head,
+// token]. seen: [row], as for window_votes. It writes pending = 0: low tokens that store_as leaves in the first codec
+// count as high from then on. It writes first = seen - rule.queries, at least 0, or 0 where the sums are of all
+// queries. same_numbers rounds to the nearest, halves up. Each head then gives its best tokens the higher level. Ties
+// go to the lower index. Bytes: sums, positions and out.
+void levels(const PagedKv& kv, View<const float, 3> sums, const std::int32_t* seen, const LevelRule& rule,
+            View<std::uint8_t, 3> out, const LevelNumbers& numbers, Stream s);
+
+// The lists of ops::demote. A policy hands them over in this order: Edits::move, evict, and encode with codec 1.
+struct Demotion {
+  TokenList pairs;  // none or one pair
+  TokenList out;    // none or one token
+  PageList full;    // none or one page
+};
+
+// At most one token of each head steps down, after a decode step. The step's token is the last of its head by place,
+// and seen is its text position + 1. Tokens compete at text positions up to seen - window. h and l are the lowest means
+// of the high and of the low tokens that compete, in units of 1 / seen. They are infinite where there is no such token.
+// Of equal means that of the higher index is the lowest. The first line that holds says what happens.
+//   h < low_from and h < l:       the high token is out.
+//   h < high_from, l < low_from:  it takes the low token's place, and the low one is out.
+//   h < high_from:                it becomes the last low token. Low tokens that then fill a page are `full`.
+// With leaving_decides the token at text position seen - window counts, whose mean is m. A head without it stays.
+//   m >= high_from:                it stays. The high token is out if h < low_from, or becomes low if h < high_from.
+//   m >= low_from, l < low_from:   it takes the low token's place.
+//   m >= low_from:                 it becomes low.
+//   m < low_from:                  it is out.
+// same_numbers takes the means of h, l and m over the row's heads: all heads do the same. The op updates `pending`.
+// `sums` is the column of any view of the cache, also of Step::pages. A view that says there is one codec has no lower
+// pages. Bytes: the column and the positions.
+void demote(const StateColumn& sums, const LevelRule& rule, const LevelNumbers& numbers, const Demotion& to, Stream s);
 
 }  // namespace kvlab::ops

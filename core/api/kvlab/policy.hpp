@@ -50,13 +50,22 @@ class Needs {
   Needs& dtypes(std::vector<DType> only) { return dtypes_ = std::move(only), *this; }
   // The policy places pages on the host (Edits::place). Core then takes the host tier at the start of the run.
   Needs& host_pages(bool yes) { return host_pages_ = yes, *this; }
+  // The policy keeps copies of heads on the host (Edits::archive). Core then takes the host tier at the start of the
+  // run. Goes with neither host_pages, page_summary, RopeRegime::re_rotate nor another codec on the host:
+  // Errc::unsupported. Such a policy offloads no pages.
+  Needs& archive(bool yes) { return archive_ = yes, *this; }
   Needs& pauses(bool yes) { return pauses_ = yes, *this; }  // Deadline::sequence; with host_pages
   Needs& steps(bool yes) { return steps_ = yes, *this; }    // LayerKv::steps
+  // Most scratch of a callback, in numbers for each token and query head of the batch (workspace.hpp).
+  Needs& scratch_numbers(int n) { return scratch_numbers_ = n, *this; }
   // observe reads neither mass nor output and gives no edits but `place`. A GPU then runs it beside the rest of the
   // step. The next step's callbacks see all that it wrote; this step's see nothing.
   Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
+  Needs& all_layers(bool yes) { return all_layers_ = yes, *this; }  // Step::pages
+  // The policy decides by itself how many tokens a head keeps. It then takes no budget: Errc::config.
+  Needs& own_amount(bool yes) { return own_amount_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -73,10 +82,14 @@ class Needs {
   const std::vector<DType>& dtypes() const { return dtypes_; }
   bool observe_beside() const { return observe_beside_; }
   bool uniform_heads() const { return uniform_heads_; }
+  bool all_layers() const { return all_layers_; }
+  bool own_amount() const { return own_amount_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
+  bool archive() const { return archive_; }
   bool pauses() const { return pauses_; }
   bool steps() const { return steps_; }
+  int scratch_numbers() const { return scratch_numbers_; }
 
  private:
   int window_queries_ = 0;
@@ -92,11 +105,31 @@ class Needs {
   std::vector<DType> dtypes_;
   bool observe_beside_ = false;
   bool uniform_heads_ = false;
+  bool all_layers_ = false;
+  bool own_amount_ = false;
   bool profile_ = false;
   bool host_pages_ = false;
+  bool archive_ = false;
   bool pauses_ = false;
   bool steps_ = false;
+  int scratch_numbers_ = 4;
 };
+
+// The column of that name among those that needs() declares.
+inline StateColumn column_of(const PagedKv& kv, const std::vector<std::string>& names, const std::string& name) {
+  for (std::size_t i = 0; i < names.size(); ++i)
+    if (names[i] == name) return {&kv, static_cast<int>(i)};
+  throw Error(Errc::plugin, "got token state '" + name + "', wanted one that needs() declares");
+}
+
+// A list in scratch memory with room for `capacity` entries of each head.
+template <class List>
+List take_list(Workspace& w, const char* tag, int rows, int kv_heads, std::int64_t capacity) {
+  List l;
+  l.index = take_scratch<std::int32_t>(w, tag, {rows, kv_heads, capacity});
+  l.count = take_scratch<std::int32_t>(w, tag, {rows, kv_heads});
+  return l;
+}
 
 // The cache of one layer during a callback.
 struct LayerKv {
@@ -139,11 +172,7 @@ struct LayerKv {
   // largest int when the budget is unlimited or the layer is dense. A budget in bytes pays for state and the dense
   // layers first and gives whole pages. attach must refuse a budget below the tokens that the policy always keeps.
   int budget_tokens(int row) const { return budget[row]; }
-  StateColumn state(const std::string& name) const {
-    for (std::size_t i = 0; i < state_names->size(); ++i)
-      if ((*state_names)[i] == name) return {keys.kv, static_cast<int>(i)};
-    throw Error(Errc::plugin, "got token state '" + name + "', wanted one that needs() declares");
-  }
+  StateColumn state(const std::string& name) const { return column_of(*keys.kv, *state_names, name); }
   template <class T, std::size_t Rank>
   View<T, static_cast<int>(Rank)> scratch(const char* tag, const std::int64_t (&extent)[Rank]) const {
     return take_scratch<T>(*workspace, tag, extent);
@@ -171,10 +200,7 @@ struct LayerKv {
   }
   template <class List>
   List list(const char* tag, std::int64_t capacity) const {
-    List l;
-    l.index = scratch<std::int32_t>(tag, {rows(), kv_heads(), capacity});
-    l.count = scratch<std::int32_t>(tag, {rows(), kv_heads()});
-    return l;
+    return take_list<List>(*workspace, tag, rows(), kv_heads(), capacity);
   }
 };
 
@@ -204,32 +230,37 @@ struct LayerStep : LayerKv {
   ops::FinalList* final_list = nullptr;  // core's own: for the list that select attends to
 };
 
+struct Step;
+
 // Numbers that last: a policy takes them in attach, and core saves, restores and clears them with the sequence. Lists
-// start empty, numbers at 0. `of` gives those of a callback's layer.
-class KeptPages {
+// start empty, numbers at 0. `of` gives those of a callback's layer, or of all layers in finish_step.
+template <class List>
+class KeptLists {
  public:
-  KeptPages() = default;
-  // Room for `capacity` pages of a KV head.
-  KeptPages(const char* tag, const Shape& s, std::int64_t capacity, Workspace& w) {
+  KeptLists() = default;
+  // Room for `capacity` entries of a KV head.
+  KeptLists(const char* tag, const Shape& s, std::int64_t capacity, Workspace& w) {
     const std::int64_t heads = std::int64_t{s.layers} * s.kv_heads, slot = heads * (capacity + 1);
     auto* data = static_cast<std::int32_t*>(w.state(tag, static_cast<std::size_t>(slot) * 4, s.max_slots));
     for (int l = 0; l < s.layers; ++l) {
       const std::int64_t first = std::int64_t{l} * s.kv_heads;
-      PageList list;
+      List list;
       list.index = {data + heads + first * capacity, {s.max_slots, s.kv_heads, capacity}, {slot, capacity, 1}};
       list.count = {data + first, {s.max_slots, s.kv_heads}, {slot, 1}};
       layers_.push_back(list);
     }
   }
-  PageList of(const LayerKv& kv) const {
-    PageList list = layers_[static_cast<std::size_t>(kv.layer)];
+  List of(const LayerKv& kv) const {
+    List list = layers_[static_cast<std::size_t>(kv.layer)];
     list.slots = kv.pages.slots;
     return list;
   }
 
  private:
-  std::vector<PageList> layers_;
+  std::vector<List> layers_;
 };
+using KeptPages = KeptLists<PageList>;
+using KeptTokens = KeptLists<TokenList>;
 
 // A vector of head_dim for each query head: [slot, query head, head_dim] of a layer.
 class KeptQueries {
@@ -247,38 +278,90 @@ class KeptQueries {
   std::vector<View<float, 3>> layers_;
 };
 
-// A mark for each KV head: [slot, kv_head] of a layer.
-class KeptFlags {
+// The queries of the last `steps` steps, as ops::keep_window keeps them: [slot, kv_head, steps x group, head_dim].
+class KeptWindow {
  public:
-  KeptFlags() = default;
-  KeptFlags(const char* tag, const Shape& s, Workspace& w) {
+  KeptWindow() = default;
+  KeptWindow(const char* tag, const Shape& s, int steps, Workspace& w) {
+    const std::int64_t head = std::int64_t{steps} * s.group() * s.head_dim, layer = head * s.kv_heads,
+                       slot = layer * s.layers;
+    auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
+    for (int l = 0; l < s.layers; ++l)
+      layers_.push_back({data + l * layer,
+                         {s.max_slots, s.kv_heads, std::int64_t{steps} * s.group(), s.head_dim},
+                         {slot, head, s.head_dim, 1}});
+  }
+  View<float, 4> of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+
+ private:
+  std::vector<View<float, 4>> layers_;
+};
+
+// A mark or a number for each KV head: [slot, kv_head] of a layer.
+template <class T>
+class KeptOfHeads {
+ public:
+  KeptOfHeads() = default;
+  KeptOfHeads(const char* tag, const Shape& s, Workspace& w) {
     const std::int64_t slot = std::int64_t{s.layers} * s.kv_heads;
-    auto* data = static_cast<std::uint8_t*>(w.state(tag, static_cast<std::size_t>(slot), s.max_slots));
+    auto* data = static_cast<T*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(T), s.max_slots));
     for (int l = 0; l < s.layers; ++l)
       layers_.push_back({data + std::int64_t{l} * s.kv_heads, {s.max_slots, s.kv_heads}, {slot, 1}});
   }
-  HeadFlags of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
-
- private:
-  std::vector<HeadFlags> layers_;
-};
-
-// A class of KV heads, a constant of the run. Takes marks [layer][kv_head], 0 or 1, in attach.
-class HeadClass {
- public:
-  HeadClass() = default;
-  HeadClass(const char* tag, const Shape& s, const std::vector<std::uint8_t>& marks, Workspace& w)
-      : data_(static_cast<const std::uint8_t*>(w.constant(tag, marks.data(), marks.size()))), kv_heads_(s.kv_heads) {}
-  const std::uint8_t* of(const LayerKv& kv) const {
-    return data_ ? data_ + std::int64_t{kv.layer} * kv_heads_ : nullptr;
+  View<T, 2> of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+  // [row, kv_head] of a prompt, which has one row: for ops that write numbers of rows.
+  View<T, 2> of_row(const LayerPrefill& kv) const {
+    View<T, 2> row = of(kv);
+    row.data += kv.slots[0] * row.stride[0];
+    row.extent[0] = 1;
+    return row;
   }
 
  private:
-  const std::uint8_t* data_ = nullptr;
-  int kv_heads_ = 0;
+  std::vector<View<T, 2>> layers_;
+};
+using KeptFlags = KeptOfHeads<std::uint8_t>;
+
+// A whole number for each KV head.
+class KeptNumbers {
+ public:
+  KeptNumbers() = default;
+  KeptNumbers(const char* tag, const Shape& s, Workspace& w) {
+    const std::int64_t slot = std::int64_t{s.layers} * s.kv_heads;
+    all_ = {static_cast<std::int32_t*>(w.state(tag, static_cast<std::size_t>(slot) * 4, s.max_slots)),
+            {s.layers, s.max_slots, s.kv_heads},
+            {s.kv_heads, slot, 1}};
+  }
+  HeadNumbers of(const LayerKv& kv) const {
+    HeadNumbers one = all_;
+    one.data += kv.layer * one.stride[0];
+    one.extent[0] = 1;
+    return one;
+  }
+  HeadNumbers of(const Step&) const { return all_; }
+
+ private:
+  HeadNumbers all_;
 };
 
-// After the last layer of a decode step. The arrays are host memory, [row].
+// A number for each KV head that is a constant of the run. Takes [layer][kv_head] in attach.
+template <class T>
+class HeadConstants {
+ public:
+  HeadConstants() = default;
+  HeadConstants(const char* tag, const Shape& s, const std::vector<T>& of_heads, Workspace& w)
+      : data_(static_cast<const T*>(w.constant(tag, of_heads.data(), of_heads.size() * sizeof(T)))),
+        kv_heads_(s.kv_heads) {}
+  const T* of(const LayerKv& kv) const { return data_ ? data_ + std::int64_t{kv.layer} * kv_heads_ : nullptr; }
+
+ private:
+  const T* data_ = nullptr;
+  int kv_heads_ = 0;
+};
+using HeadClass = HeadConstants<std::uint8_t>;   // a class of KV heads: marks 0 or 1
+using HeadOfHead = HeadConstants<std::int32_t>;  // a KV head of the layer for each KV head, or -1
+
+// After the last layer of a decode step. The arrays slots, position and step are host memory, [row].
 struct Step {
   const Shape* shape = nullptr;
   int rows = 0;
@@ -286,6 +369,17 @@ struct Step {
   const std::int32_t* position = nullptr;
   const std::int32_t* step = nullptr;
   Workspace* workspace = nullptr;
+  // All layers as rows of one cache, if needs() asks for it: row l * rows + r is row r of layer l. Its slots are
+  // l * max_slots + slot. Ops take it like a layer's cache. Edits::for_all_layers takes lists of these rows.
+  PagedKv pages;
+  int max_length = 0;  // no head of these rows holds more tokens
+  const std::vector<std::string>* state_names = nullptr;
+
+  StateColumn state(const std::string& name) const { return column_of(pages, *state_names, name); }
+  template <class List>
+  List list(const char* tag, std::int64_t capacity) const {
+    return take_list<List>(*workspace, tag, pages.rows, pages.kv_heads, capacity);
+  }
 };
 
 // The amount that an experiment gives a policy; exactly one of the three, or none (unlimited).
@@ -316,8 +410,10 @@ class Policy {
   virtual Needs needs() const = 0;
   // max_new: most tokens of decode steps after the prompt.
   virtual Demand demand(int /*prompt_tokens*/, int /*max_new*/) const { return {}; }
-  virtual CodecSpec codec() const { return {}; }            // of appended tokens
-  virtual CodecSpec host_codec() const { return codec(); }  // of pages on the host tier
+  // How pages may store tokens: one or two codecs. Appended tokens take the first. Pages take the second by
+  // Edits::encode and Edits::store_as. Two do not go with pages on the host.
+  virtual std::vector<CodecSpec> codecs() const { return {CodecSpec{}}; }
+  virtual CodecSpec host_codec() const { return codecs().front(); }  // of pages on the host tier
   // Core calls it once before attach where needs() asks for a profile. Core has checked that the profile is of this
   // model and that its arrays have the model's layers and heads. An array that is not there: std::out_of_range.
   virtual void load_profile(const Profile&) {}

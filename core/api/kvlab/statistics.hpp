@@ -1,4 +1,5 @@
-// Tools for profilers: means per layer and head, values per sequence, best pages, and common statistics.
+// Tools for profilers, and for policies that read profiles: means per layer and head, values per sequence, best pages,
+// divisions by weight, and common statistics.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -6,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -86,6 +88,21 @@ inline int overlap(std::span<const std::int32_t> a, std::span<const std::int32_t
 
 // Rescales a share of agreement: 0 = no more than `chance`, the share that chance alone gives; 1 = full agreement.
 inline double above_chance(double share, double chance) { return std::max(0., (share - chance) / (1 - chance)); }
+
+// Divides `total` by weight so that no share is above 1. The others take what a head cannot, by their weights.
+inline std::vector<double> divided(const std::vector<double>& weights, double total) {
+  std::vector<std::size_t> order(weights.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return weights[a] > weights[b]; });
+  double sum = std::accumulate(weights.begin(), weights.end(), 0.);
+  std::vector<double> shares(weights.size());
+  for (const std::size_t i : order) {
+    const bool full = weights[i] * total >= sum;
+    shares[i] = full ? 1 : weights[i] * total / sum;
+    if (full) total -= 1, sum -= weights[i];
+  }
+  return shares;
+}
 
 // Entropy of a probability row, in nats.
 inline double entropy(std::span<const float> probabilities) {

@@ -1,8 +1,8 @@
 // Memory that a policy takes on its stream's device. On a GPU the host may neither read nor write it.
 // Scratch lives until the callback returns. Under device_memory, a cap, a callback gets at most 4 numbers for each
-// token and query head of the batch, and head_dim x head_dim numbers for each query head. A policy takes state once, in
-// attach; it starts as zeros and lives as long as the run. Core saves, restores and clears a slot's state with the
-// sequence. The ledger counts both by tag.
+// token and query head of the batch, or Needs::scratch_numbers, and head_dim x head_dim numbers for each query head. A
+// policy takes state once, in attach; it starts as zeros and lives as long as the run. Core saves, restores and clears
+// a slot's state with the sequence. The ledger counts both by tag.
 #pragma once
 #include <array>
 #include <cstddef>

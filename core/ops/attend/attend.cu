@@ -63,29 +63,26 @@ const CUtensorMap& unit_map(const void* base, int box_rows, bool half) {
   return maps.emplace(key, cuda::matrix_map(base, half, 0x7fffffff, 64, 64, box_rows)).first->second;
 }
 
-bool attend_pipelined(const AttendArgs& in) {
+static bool takes_layout(const AttendArgs& in, const PageLayout& l) {
   const PagedKv& kv = in.kv;
   const int dim = kv.head_dim, p = kv.page_size, group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
-  const CodecSpec codec = kv.layouts[0].codec;
-  const DType dtype = kv.layouts[0].dtype;
-  if (in.tokens || kv.kv_heads > max_pairs) return false;
-  if (codec.k.bits || codec.v.bits)
-    return decode::takes_codes(kv.layouts[0]) && group <= 8 && kv.rope != RopeRegime::cache_relative &&
-           (!in.rounded || dtype != DType::f32);
-  return (dtype == DType::bf16 || dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
+  if (l.codec.k.bits || l.codec.v.bits)
+    return decode::takes_codes(l) && group <= 8 && kv.rope != RopeRegime::cache_relative &&
+           (!in.rounded || l.dtype != DType::f32);
+  return (l.dtype == DType::bf16 || l.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
          (p == 16 || p == 32 || p == 64 || (p == 8 && dim != 96)) && group <= 16 &&
          (kv.rope != RopeRegime::cache_relative || dim % 64 == 0);
 }
 
-static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
-  if (!attend_pipelined(in)) {
-    attend_any_cuda(in, s);
-    if (in.rounded) round_output(in, s);
-    return;
-  }
+bool attend_pipelined(const AttendArgs& in) {
+  return !in.tokens && in.kv.kv_heads <= max_pairs && takes_layout(in, in.kv.layouts[0]) &&
+         (!in.kv.lower_pages || takes_layout(in, in.kv.layouts[1]));
+}
+
+// Attends to the pages of one layout. prior: the result of the lower pages, with Args::rest.
+static void attend_part(const AttendArgs& in, const PageLayout& l, Args::Part part, const AttendArgs* prior, Stream s) {
   const PagedKv& kv = in.kv;
   const cudaStream_t stream = cuda::stream_of(s);
-  const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
   const int row_bytes = dim * 2;
   const bool half = l.dtype == DType::f16, codes = l.codec.k.bits != 0;
@@ -94,6 +91,9 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   a.table_slot = kv.table.stride[0], a.table_head = kv.table.stride[1];
   a.length = kv.length.data;
   a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
+  a.part = part;
+  a.lower_pages = kv.lower_pages.data;
+  a.lower_slot = kv.lower_pages.stride[0], a.lower_head = kv.lower_pages.stride[1];
   a.query_row = in.queries.stride[0], a.query_head = in.queries.stride[1];
   a.out_row = in.out.stride[0], a.out_head = in.out.stride[1];
   a.base = kv.base;
@@ -109,15 +109,6 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   const std::size_t partials = std::size_t(cuda::multiprocessors()) * 2 * 16 * (256 + 2) * sizeof(float);
   a.partial = static_cast<float*>(cuda::kept(s.handle(), "attend partial", partials));
   a.arrived = static_cast<int*>(cuda::zeroed(s.handle(), "attend arrived", max_pairs * sizeof(int)));
-  View<float, 2> lse = in.lse;
-  if (in.mass && !lse)
-    lse = View<float, 2>::dense(
-        static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
-        {kv.rows, heads});
-  const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
-  const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
-  if (in.mass && kv.rows > 0)
-    fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
   a.joint =
       kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
   const int unit_rows = std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1);
@@ -134,7 +125,10 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     a.out = in.out.data + begin * a.out_row;
     if (in.rounded) a.rounded = static_cast<std::byte*>(in.rounded) + std::int64_t{begin} * heads * row_bytes;
     a.last = in.last ? in.last + begin : nullptr;
-    if (lse) a.lse = lse.data + begin * lse.stride[0], a.lse_row = lse.stride[0];
+    if (in.lse) a.lse = in.lse.data + begin * in.lse.stride[0], a.lse_row = in.lse.stride[0];
+    if (prior)
+      a.prior_out = prior->out.data + begin * prior->out.stride[0],
+      a.prior_lse = prior->lse.data + std::int64_t{begin} * heads;
     if (in.mass)
       a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
       a.mass_head = in.mass.stride[1];
@@ -154,9 +148,46 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
       half ? launch_dim<__half>(a, dim, *map, stream) : launch_dim<__nv_bfloat16>(a, dim, *map, stream);
     }
   }
+}
+
+// The first launch reads the pages of the second codec. The next one merges its result into that of the others.
+static void attend_both(const AttendArgs& in, Stream s) {
+  const std::int64_t rows = in.kv.rows, heads = in.queries.extent[1], dim = in.kv.head_dim;
+  auto* prior = static_cast<float*>(
+      cuda::fixed_scratch(s.handle(), "attend prior", static_cast<std::size_t>(rows * heads * (dim + 1)) * 4));
+  AttendArgs first = in;
+  first.out = View<float, 3>::dense(prior, {rows, heads, dim});
+  first.lse = View<float, 2>::dense(prior + rows * heads * dim, {rows, heads});
+  first.rounded = nullptr;
+  attend_part(first, in.kv.layouts[1], Args::lower, nullptr, s);
+  attend_part(in, in.kv.layouts[0], Args::rest, &first, s);
+}
+
+static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
+  if (in.kv.lower_pages && (in.pages || in.tokens))
+    throw Error(Errc::unsupported, "got a list to attend to in a cache of two codecs, wanted all tokens",
+                "attend (CUDA)");
+  if (!attend_pipelined(in)) {
+    attend_any_cuda(in, s);
+    if (in.rounded) round_output(in, s);
+    return;
+  }
+  const PagedKv& kv = in.kv;
+  const cudaStream_t stream = cuda::stream_of(s);
+  const int heads = static_cast<int>(in.queries.extent[1]);
+  AttendArgs a = in;
+  if (in.mass && !in.lse)
+    a.lse = View<float, 2>::dense(
+        static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
+        {kv.rows, heads});
+  const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
+  const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
+  if (in.mass && kv.rows > 0)
+    fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
+  kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], Args::all, nullptr, s);
   if (in.mass && kv.rows > 0) {
-    mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, lse.data,
-                                               lse.stride[0]);
+    mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, a.lse.data,
+                                               a.lse.stride[0]);
     cuda::check_launch("attend mass");
   }
 }

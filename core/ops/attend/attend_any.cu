@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
   const int row = blockIdx.z, kv_head = blockIdx.y / a.head_sets, set = blockIdx.y % a.head_sets;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = a.kv.head_dim;
   const int first_head = kv_head * a.group + set * Heads, heads = min(Heads, a.group - set * Heads);
-  const int end = places(a, row, kv_head);
+  const int end = places(a, row, kv_head), in_front = parts_in_front(a, row, kv_head);
   if (static_cast<int>(blockIdx.x) * a.part_tokens >= end) return;
 
   using Shared = Queries<Heads>;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
           out_room[h % 2][warp][2 * lane + e / 4] =
               make_float4(r.o[h][e] * weight, r.o[h][e + 1] * weight, r.o[h][e + 2] * weight, r.o[h][e + 3] * weight);
       __syncthreads();
-      const std::int64_t at = (std::int64_t(row) * a.queries.extent[1] + first_head + h) * a.parts + part;
+      const std::int64_t at = (std::int64_t(row) * a.queries.extent[1] + first_head + h) * a.parts + in_front + part;
       if (threadIdx.x == 0) a.softmax[at] = make_float2(top, sum);
       for (int d = threadIdx.x; d < dim; d += threads) {
         float value = zero;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
 __global__ void __launch_bounds__(merge_warps * 32) merge_kernel(const __grid_constant__ Args a) {
   const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int parts = (places(a, row, kv_head) + a.part_tokens - 1) / a.part_tokens;
+  const int parts = parts_in_front(a, row, kv_head) + (places(a, row, kv_head) + a.part_tokens - 1) / a.part_tokens;
   const std::int64_t pair = std::int64_t(row) * a.queries.extent[1] + head;
   const float2* softmax = a.softmax + pair * a.parts;
   const float4* from = reinterpret_cast<const float4*>(a.part_out + pair * a.parts * dim);
@@ -197,8 +197,6 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   if (rows == 0) return;
   Args a = {};
   a.kv = DeviceKv(in.kv);
-  const PageLayout& layout = a.kv.layouts[0];
-  a.keys = elements_of(layout.codec.k, layout.dtype), a.values = elements_of(layout.codec.v, layout.dtype);
   a.queries = in.queries;
   a.entry_tokens = in.tokens ? 1 : in.kv.page_size;
   if (in.pages) a.list = in.pages->index, a.list_count = in.pages->count;
@@ -213,7 +211,7 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   }
   const int most = in.tokens ? static_cast<int>(std::min<std::int64_t>(a.room, a.list.extent[2])) : a.room;
   a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(most / most_parts))));
-  a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens);
+  a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens) + (in.kv.lower_pages ? 1 : 0);
   const std::size_t pairs = std::size_t(rows) * std::size_t(heads), parts = pairs * std::size_t(a.parts);
   a.softmax = static_cast<float2*>(fixed_scratch(s.handle(), "attend any softmax", parts * sizeof(float2)));
   a.part_out =
@@ -223,10 +221,17 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   const auto tokens = in.mass ? static_cast<unsigned>(in.mass.extent[2]) : 0u;
   const dim3 mass_grid(std::clamp(tokens / 1024, 1u, 64u), static_cast<unsigned>(heads), static_cast<unsigned>(rows));
   if (in.mass) clear_kernel<<<mass_grid, 256, 0, stream>>>(in.mass);
-  if (a.group == 1)
-    launch<1>(a, rows, stream);
-  else
-    a.group <= 4 ? launch<4>(a, rows, stream) : launch<8>(a, rows, stream);
+  const auto read = [&](Args::Run run, int codec) {
+    const PageLayout& layout = a.kv.layouts[codec];
+    a.run = run, a.codec = codec;
+    a.keys = elements_of(layout.codec.k, layout.dtype), a.values = elements_of(layout.codec.v, layout.dtype);
+    if (a.group == 1)
+      launch<1>(a, rows, stream);
+    else
+      a.group <= 4 ? launch<4>(a, rows, stream) : launch<8>(a, rows, stream);
+  };
+  if (in.kv.lower_pages) read(Args::lower, 1);
+  read(in.kv.lower_pages ? Args::rest : Args::all, 0);
   merge_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(rows)), merge_warps * 32, 0, stream>>>(a);
   if (in.mass) mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass, a.shift);
   check_launch("attend");

@@ -39,14 +39,31 @@ struct Args {
   float* part_out;           // [row, query head, part, head_dim], not yet divided
   float* shift;              // [row, query head] lse in units of log2
   Elements keys, values;
+  // Which tokens of a head this launch reads, and the codec of their pages. `rest` comes behind `lower`.
+  enum Run : int { all, lower, rest } run;
+  int codec;
   int room, window, group, head_sets, part_tokens, parts;
   int entry_tokens;  // tokens of a list entry
   float scale;       // times log2(e), and times RoPE's scale if keys are rotated
 };
 
-// Number of places that the parts divide: those of the listed pages or tokens, else all.
+// Tokens in pages of the second codec.
+__device__ int lower_tokens(const Args& a, int row, int kv_head) {
+  const auto& pages = a.kv.kv.lower_pages;
+  const int slot = a.kv.kv.slots[row], lower = pages.data[slot * pages.stride[0] + kv_head * pages.stride[1]];
+  return min(lower * a.kv.page_size, a.kv.tokens(row, kv_head));
+}
+__device__ int tokens_in_front(const Args& a, int row, int kv_head) {
+  return a.run == Args::rest ? lower_tokens(a, row, kv_head) : 0;
+}
+__device__ int parts_in_front(const Args& a, int row, int kv_head) {
+  return (tokens_in_front(a, row, kv_head) + a.part_tokens - 1) / a.part_tokens;
+}
+
+// Number of places that the parts divide: those of the listed pages or tokens, else all of the launch.
 __device__ int places(const Args& a, int row, int kv_head) {
-  if (!a.list_count.data) return a.kv.tokens(row, kv_head);
+  if (a.run == Args::lower) return lower_tokens(a, row, kv_head);
+  if (!a.list_count.data) return a.kv.tokens(row, kv_head) - tokens_in_front(a, row, kv_head);
   const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
   return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
 }
@@ -122,7 +139,7 @@ __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head,
   Place place;
   if (x >= end) return place;
   const int p = a.kv.page_size;
-  int t = x;
+  int t = x + tokens_in_front(a, row, kv_head);
   if (a.list_count.data) {
     const int number = x / a.entry_tokens;
     t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
@@ -136,7 +153,7 @@ __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head,
 __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, const Place& place) {
   Token token;
   if (place.t < 0) return token;
-  const PageLayout& l = a.kv.layouts[0];
+  const PageLayout& l = a.kv.layouts[a.codec];
   const int offset = place.offset;
   const std::int64_t frame = std::int64_t(place.frame) * granule_bytes;
   const std::byte* at = a.kv.kv.base + frame;

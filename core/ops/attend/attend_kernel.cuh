@@ -71,12 +71,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll 1
   for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
     if (first[pair + 1] == first[pair])
-      for (int i = threadIdx.x; i < group * Dim; i += blockDim.x) {
-        const int row = a.pair_of.row(pair), head = (pair - row * a.kv_heads) * group + i / Dim;
-        a.out[row * a.out_row + head * a.out_head + i % Dim] = 0;
-        if (a.rounded) *rounded_at<Dim>(a, row, head, i % Dim) = 0;
-        if (a.lse && i % Dim == 0) a.lse[row * a.lse_row + head] = -INFINITY;
-      }
+      for (int column = threadIdx.x; column < group * (Dim / 4); column += blockDim.x)
+        put_result<T, Dim>(a, pair, column, Running{});
   // Every block that works has at least one unit, so every block from a pair's first to its last arrives for the pair.
   const Line line(FirstUnit{first}, pairs.count, longest, a.blocks_each);
   const auto part = line.part(blockIdx.x);

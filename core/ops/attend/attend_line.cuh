@@ -16,6 +16,11 @@ struct Args {
   const std::int32_t* length;
   std::int64_t length_slot, length_head;
   const std::int32_t* slots;
+  // A cache of two codecs takes a launch for each. `part` says which pages of a head this one reads.
+  enum Part : int { all, lower, rest } part;
+  const std::int32_t* lower_pages;  // [slot, kv_head], with `part`
+  std::int64_t lower_slot, lower_head;
+  const float *prior_out, *prior_lse;  // [row, query head, head_dim], [row, query head], dense: of the lower pages
   const std::int32_t *list, *list_count;
   std::int64_t list_row, list_head, count_row, count_head;
   const float* queries;
@@ -41,6 +46,16 @@ struct Args {
   float turn_scale;          // factor of rotated keys
   int rank_room;
 };
+
+// Pages of a head in front of those that this launch reads, and tokens that it reads of `length`.
+__device__ __forceinline__ int pages_in_front(const Args& a, int slot, int head) {
+  return a.part == Args::rest ? a.lower_pages[slot * a.lower_slot + head * a.lower_head] : 0;
+}
+__device__ __forceinline__ int tokens_of_part(const Args& a, int slot, int head, int length) {
+  if (a.part == Args::all) return length;
+  const int lower = min(length, a.lower_pages[slot * a.lower_slot + head * a.lower_head] * a.page_size);
+  return a.part == Args::lower ? lower : length - lower;
+}
 
 // A unit that a lane has looked up: rows of the tensor map, and places of its first tokens in the cache.
 struct Unit {
@@ -72,25 +87,26 @@ __device__ __forceinline__ Unit locate(const Args& a, const Pairs& pairs, const 
                                        int x) {
   const int pair = line.pair_of(x), u = x - pairs.first[pair], row = a.pair_of.row(pair),
             head = pair - row * a.kv_heads;
-  const PageEntry* entries = a.table + a.slots[row] * a.table_slot + head * a.table_head;
+  const int in_front = pages_in_front(a, a.slots[row], head), first_place = in_front * a.page_size;
+  const PageEntry* entries = a.table + a.slots[row] * a.table_slot + head * a.table_head + in_front;
   const std::int32_t* list = a.list ? a.list + row * a.list_row + head * a.list_head : nullptr;
   Unit out;
   if (a.page_size >= pairs.unit) {
     const int shift = __ffs(a.page_size / pairs.unit) - 1, i = u >> shift, sub = u - (i << shift);
     const int page = list ? list[i] : i;
     out.y0 = entries[page].frame + sub * unit_rows;
-    out.place0 = page * a.page_size + sub * pairs.unit;
+    out.place0 = first_place + page * a.page_size + sub * pairs.unit;
     out.y1 = -1, out.place1 = 0;
   } else {
     const int count = (pairs.tokens(pair) + a.page_size - 1) / a.page_size;
     const int p0 = list ? list[2 * u] : 2 * u;
     out.y0 = entries[p0].frame;
-    out.place0 = p0 * a.page_size;
+    out.place0 = first_place + p0 * a.page_size;
     out.y1 = -1, out.place1 = 0;
     if (2 * u + 1 < count) {
       const int p1 = list ? list[2 * u + 1] : 2 * u + 1;
       out.y1 = entries[p1].frame;
-      out.place1 = p1 * a.page_size;
+      out.place1 = first_place + p1 * a.page_size;
     }
   }
   return out;
@@ -116,7 +132,9 @@ __device__ __forceinline__ void count_tokens(const Args& a, int begin, int pairs
   for (int i = 0; i < Most; ++i) {
     const int newest = (length[i] - 1) / a.page_size;
     const int lacking = last[i] == newest ? (newest + 1) * a.page_size - length[i] : 0;
-    tokens[i] = !a.list ? length[i] : count[i] > 0 ? count[i] * a.page_size - lacking : 0;
+    tokens[i] = !a.list        ? tokens_of_part(a, slot[i], head[i], length[i])
+                : count[i] > 0 ? count[i] * a.page_size - lacking
+                               : 0;
   }
 }
 

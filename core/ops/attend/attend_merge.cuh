@@ -55,10 +55,16 @@ __device__ __forceinline__ unsigned round_pair(const Args& a, float low, float h
 
 // Writes a column of four elements of a head. Columns count through the pair's heads.
 template <class T, int Dim>
-__device__ __forceinline__ void put_result(const Args& a, int pair, int column, const Running& r) {
-  const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // a NaN sum gives NaN
+__device__ __forceinline__ void put_result(const Args& a, int pair, int column, Running r) {
   const int row = a.pair_of.row(pair), query_head = (pair - row * a.kv_heads) * a.group + column / (Dim / 4),
             element = column % (Dim / 4) * 4;
+  if (a.prior_lse) {
+    const std::int64_t at = std::int64_t{row} * a.kv_heads * a.group + query_head;
+    const float high = a.prior_lse[at] * log2e;
+    r.raise(high);
+    if (high != -INFINITY) r.add(high, 1, *reinterpret_cast<const float4*>(a.prior_out + at * Dim + element));
+  }
+  const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // a NaN sum gives NaN
   const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
   float* out = a.out + row * a.out_row + query_head * a.out_head + element;
   out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;

@@ -299,7 +299,7 @@ static bool attend_prompt_cuda(const PromptArgs& in, Workspace&, Stream s) {
   const PageLayout& l = kv.layouts[0];
   const int dim = kv.head_dim, p = kv.page_size;
   const bool half = l.dtype == DType::f16;
-  if (in.window > 0 || l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) ||
+  if (in.window > 0 || kv.lower_pages || l.codec.k.bits || l.codec.v.bits || (!half && l.dtype != DType::bf16) ||
       kv.rope == RopeRegime::cache_relative || (dim != 64 && dim != 96 && dim != 128 && dim != 256) ||
       (p != 16 && p != 32 && p != 64 && (p != 8 || dim == 96)))
     return false;

@@ -75,6 +75,21 @@ const PagedKv& resident_cache(const PagedKv* kv, const char* op, Stream s, const
   return *kv;
 }
 
+const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s, const Heads& heads) {
+  const PagedKv& kv = resident_cache(column.kv, op, s, heads);
+  if (s.device() == Device::cuda) {
+    if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
+      fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+    return kv;
+  }
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h)
+      for (int p = 0; heads.on(kv.slots[r], h) && p < kv.pages(r, h); ++p)
+        if (column.column < 0 || column.column >= kv.layout(kv.entry(r, h, p)).state_columns)
+          fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
+  return kv;
+}
+
 void check_scores(const PagedKv& kv, const View<const float, 3>& scores, const char* what, const char* op, Stream s) {
   const int tokens = s.device() == Device::cpu ? longest(kv) : 0;
   if (scores.extent[0] < kv.rows || scores.extent[1] < kv.kv_heads || scores.extent[1] % kv.kv_heads ||

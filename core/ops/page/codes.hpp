@@ -76,6 +76,21 @@ constexpr float value_of(CodecSide side, std::uint32_t code) {
   return side.kind == CodeKind::e4m3 ? from_e4m3(code) : static_cast<float>(code);
 }
 
+// How many units of `from` one of `to` is: 17 from 8 bits to 4, 5 from 4 to 2. 0 = codes do not become codes.
+constexpr int code_ratio(CodecSide from, CodecSide to) {
+  const bool lowers = to.bits && from.bits > to.bits && from.kind == CodeKind::integer && to.kind == CodeKind::integer;
+  return lowers ? most_code(from.bits) / most_code(to.bits) : 0;
+}
+// Such a code: the nearest one. There are no ties, because the ratio is odd.
+constexpr std::uint32_t lowered(std::uint32_t code, int ratio) {
+  return (code + static_cast<std::uint32_t>(ratio) / 2) / static_cast<std::uint32_t>(ratio);
+}
+// Its scale, not yet rounded to f16.
+constexpr float lowered_scale(float scale, int ratio) {
+  const float x = scale * static_cast<float>(ratio);
+  return x < 65504 ? x : 65504;
+}
+
 // Element d of a row of codes.
 constexpr std::uint32_t code_at(CodecSide side, const std::byte* row, int d) {
   const int at = d * side.bits;

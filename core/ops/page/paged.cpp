@@ -22,6 +22,15 @@ void pack(const std::uint8_t* codes, int dim, std::byte* row) {
   }
 }
 
+void pack(const std::uint8_t* codes, int dim, int bits, std::byte* row) {
+  if (bits == 2)
+    pack<2>(codes, dim, row);
+  else if (bits == 4)
+    pack<4>(codes, dim, row);
+  else
+    pack<8>(codes, dim, row);
+}
+
 void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::byte* meta) {
   float lo = std::numeric_limits<float>::infinity(), hi = -lo;
   for (int d = 0; d < dim; ++d) {
@@ -40,12 +49,19 @@ void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::
     fill([&](float y) { return code_of({8, CodeKind::e4m3}, y, of); });
   else
     fill([&](float y) { return code_of({side.bits, CodeKind::integer}, y, of); });
-  if (side.bits == 2)
-    pack<2>(codes, dim, row);
-  else if (side.bits == 4)
-    pack<4>(codes, dim, row);
-  else
-    pack<8>(codes, dim, row);
+  pack(codes, dim, side.bits, row);
+}
+
+void lower_codes(const std::byte* from, const std::byte* from_meta, CodecSide of, std::byte* to, std::byte* to_meta,
+                 CodecSide side, int dim) {
+  const int ratio = code_ratio(of, side);
+  std::uint8_t codes[256];
+  for (int d = 0; d < dim; ++d) codes[d] = static_cast<std::uint8_t>(lowered(code_at(of, from, d), ratio));
+  pack(codes, dim, side.bits, to);
+  std::uint16_t meta[2];
+  std::memcpy(meta, from_meta, 4);
+  meta[0] = float_to_half(lowered_scale(half_to_float(meta[0]), ratio));
+  std::memcpy(to_meta, meta, 4);
 }
 
 void encode(const float* x, int dim, DType dtype, std::byte* row) {
@@ -180,6 +196,10 @@ void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, st
     if (of == side_of(lt, key) && (of.bits || lf.dtype == lt.dtype)) {
       std::memmove(to + row_offset(lt, key, offset_to), from + row_offset(lf, key, offset_from), row_bytes(lf, key));
       if (of.bits) std::memmove(to + meta_offset(lt, key, offset_to), from + meta_offset(lf, key, offset_from), 4);
+    } else if (code_ratio(of, side_of(lt, key)) > 0) {
+      lower_codes(from + row_offset(lf, key, offset_from), from + meta_offset(lf, key, offset_from), of,
+                  to + row_offset(lt, key, offset_to), to + meta_offset(lt, key, offset_to), side_of(lt, key),
+                  lf.head_dim);
     } else {
       float x[256];
       read_row(from, lf, key ? KvSide::key : KvSide::value, offset_from, x);

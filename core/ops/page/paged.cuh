@@ -12,16 +12,15 @@
 namespace kvlab::ops {
 
 struct DeviceKv {
-  static constexpr int most_codecs = 4;
+  static constexpr int most_codecs = 2;
   PagedKv kv;                       // tables and slots in device memory
   PageLayout layouts[most_codecs];  // copies: kernels cannot read host memory
   int kv_heads = 0, head_dim = 0, page_size = 0;
 
   DeviceKv() = default;
-  // codecs: number of layouts in view.layouts.
-  explicit DeviceKv(const PagedKv& view, int codecs = 1)
+  explicit DeviceKv(const PagedKv& view)
       : kv(view), kv_heads(view.kv_heads), head_dim(view.head_dim), page_size(view.page_size) {
-    for (int i = 0; i < codecs && i < most_codecs; ++i) layouts[i] = view.layouts[i];
+    for (int i = 0; i < (view.lower_pages ? 2 : 1); ++i) layouts[i] = view.layouts[i];
   }
 
 #ifdef __CUDACC__

@@ -22,7 +22,8 @@ void write_token(std::byte* frame, const PageLayout& l, int offset, const float*
 // Decodes one key or value to f32 [head_dim] as stored, without rotation.
 void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out);
 
-// Copies a whole token (K, V, metadata, position, state) and encodes it again when the layouts' codecs differ.
+// Copies a whole token (K, V, metadata, position, state). Where the layouts' codecs differ, codes become codes of fewer
+// bits by code_ratio, and other numbers are decoded and encoded again.
 void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
                 int offset_to);
 

@@ -165,6 +165,27 @@ void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side
   }
 }
 
+// From codes to codes of fewer bits: the nearest code, the scale times as much, the same zero.
+static void lower_side(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to,
+                       const PageLayout& lt, int offset_to, KvSide side) {
+  const bool key = side == KvSide::key;
+  const int bits = side_of(lf, side).bits, fewer = side_of(lt, side).bits;
+  const double ratio = static_cast<double>((1 << bits) - 1) / ((1 << fewer) - 1);
+  const std::byte* codes = from + (key ? lf.k : lf.v) + std::int64_t{offset_from} * lf.head_dim * bits / 8;
+  std::byte* lowered = to + (key ? lt.k : lt.v) + std::int64_t{offset_to} * lt.head_dim * fewer / 8;
+  for (int d = 0; d < lf.head_dim; ++d) {
+    const int code = static_cast<int>(codes[d * bits / 8]) >> (d * bits % 8) & ((1 << bits) - 1);
+    const int own = static_cast<int>(std::lround(code / ratio)), byte = d * fewer / 8, shift = d * fewer % 8;
+    const int others = static_cast<int>(lowered[byte]) & ~(((1 << fewer) - 1) << shift);
+    lowered[byte] = static_cast<std::byte>(others | own << shift);
+  }
+  const std::byte* meta = from + (key ? lf.k_meta : lf.v_meta);
+  std::byte* out = to + (key ? lt.k_meta : lt.v_meta);
+  const double scale = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset_from})) * ratio;
+  put(out, 2 * std::int64_t{offset_to}, float_to_half(static_cast<float>(std::min(scale, 65504.))));
+  put(out, 2 * std::int64_t{offset_to} + 1, load<std::uint16_t>(meta, 2 * std::int64_t{offset_from} + 1));
+}
+
 void copy_token_reference(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to,
                           const PageLayout& lt, int offset_to) {
   for (const KvSide side : {KvSide::key, KvSide::value}) {
@@ -172,6 +193,11 @@ void copy_token_reference(const std::byte* from, const PageLayout& lf, int offse
     const bool key = side == KvSide::key;
     std::vector<float> x(lf.head_dim);
     read_row_reference(from, lf, side, offset_from, x.data());
+    const CodecSide as = side_of(lt, side);
+    if (of.bits > as.bits && as.bits > 0 && of.kind == CodeKind::integer && as.kind == CodeKind::integer) {
+      lower_side(from, lf, offset_from, to, lt, offset_to, side);
+      continue;
+    }
     write_side(to, lt, side, offset_to, x.data());
     if (!of.bits || of != side_of(lt, side)) continue;  // equal codecs: the codes are copied unchanged
     const int row = lf.head_dim * of.bits / 8;

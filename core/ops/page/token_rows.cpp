@@ -45,7 +45,7 @@ const float* TokenRows::rotate(const PagedKv& kv, const std::int32_t* rank, cons
   return decoded_.data();
 }
 
-void HeadRanks::fill(const PagedKv& kv) {
+void HeadRanks::fill(const PagedKv& kv, const Heads& heads) {
   rope_.reset();
   if (kv.rope != RopeRegime::cache_relative) return;
   heads_ = kv.kv_heads;
@@ -54,7 +54,8 @@ void HeadRanks::fill(const PagedKv& kv) {
   rank_.resize(std::size_t(kv.rows) * heads_ * longest_);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < heads_; ++h)
-      token_ranks(kv, r, h, kv.tokens(r, h), rank_.data() + (std::int64_t{r} * heads_ + h) * longest_);
+      if (heads.on(kv.slots[r], h))
+        token_ranks(kv, r, h, kv.tokens(r, h), rank_.data() + (std::int64_t{r} * heads_ + h) * longest_);
 }
 
 }  // namespace kvlab::ops

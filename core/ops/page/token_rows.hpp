@@ -55,7 +55,7 @@ class TokenRows {
 // Ranks [row, kv_head, longest] of every head of the call in the cache_relative regime; null in other regimes.
 class HeadRanks {
  public:
-  void fill(const PagedKv& kv);
+  void fill(const PagedKv& kv, const Heads& heads = {});  // it reads no page of a head that `heads` leaves out
   const std::int32_t* of(int row, int head) const {
     return rope_ ? rank_.data() + (std::int64_t{row} * heads_ + head) * longest_ : nullptr;
   }

@@ -39,17 +39,24 @@ void reduce_group(const float* in, std::int64_t stride, int group, int n, GroupR
   if (rule == GroupRule::mean && group > 1) kernels.scale(out, n, 1.f / static_cast<float>(group));
 }
 
-void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s) {
-  check_kv(kv, "group_reduce", s);
-  check_scores(kv, in, "in", "group_reduce", s);
-  check_kv_scores(kv, out, "out", "group_reduce", s);
-  if (s.device() == Device::cuda) return on_cuda<group_reduce>(kv, in, rule, out, s);
-  const int group = static_cast<int>(in.extent[1]) / kv.kv_heads;
+void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s,
+                  const Heads& which) {
+  const char* op = "group_reduce";
+  check_kv(kv, op, s);
+  check_scores(kv, in, "in", op, s);
+  check_scores(kv, out, "out", op, s);
+  if (in.extent[1] % out.extent[1])
+    fail(Errc::internal, op,
+         "got " + std::to_string(in.extent[1]) + " heads for " + std::to_string(out.extent[1]) +
+             " of the output, wanted a multiple of them");
+  if (s.device() == Device::cuda) return on_cuda<group_reduce>(kv, in, rule, out, s, which);
+  const int heads = static_cast<int>(out.extent[1]), group = static_cast<int>(in.extent[1]) / heads;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(kv.rows * in.extent[1] * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const int tokens = kv.tokens(r, h);
-      if (tokens > 0) reduce_group(&in(r, h * group, 0), in.stride[1], group, tokens, rule, 1.f, &out(r, h, 0));
+    for (int h = 0; h < heads; ++h) {
+      const int kv_head = h / (heads / kv.kv_heads), tokens = kv.tokens(r, kv_head);
+      if (tokens > 0 && which.on(kv.slots[r], kv_head))
+        reduce_group(&in(r, h * group, 0), in.stride[1], group, tokens, rule, 1.f, &out(r, h, 0));
     }
 }
 

@@ -20,9 +20,12 @@ void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Sc
 void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
-                            Scores votes);
-void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded);
-void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
+                            Scores votes, const Heads& heads = {});
+void keep_window_reference(const View<const float, 3>& queries, const PagedKv& kv, const View<float, 4>& kept,
+                           const View<float, 4>& window, const Heads& heads = {});
+void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& heads = {});
+void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out,
+                            const Heads& heads = {});
 void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out);
 void page_sum_reference(const PagedKv& kv, View<const float, 3> in, Scores out);
 // The mean cosines that turned_heads compares with its threshold: [row * kv_heads + kv_head].

@@ -16,21 +16,6 @@ namespace {
 
 constexpr int pages_ahead = 12;  // prefetch distance: frames are scattered, and a pass reads little of each
 
-const PagedKv& checked_column(const StateColumn& column, const char* op, Stream s, const Heads& heads) {
-  const PagedKv& kv = resident_cache(column.kv, op, s, heads);
-  if (s.device() == Device::cuda) {
-    if (kv.rows > 0 && (column.column < 0 || column.column >= kv.layouts[0].state_columns))
-      fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
-    return kv;
-  }
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h)
-      for (int p = 0; heads.on(kv.slots[r], h) && p < kv.pages(r, h); ++p)
-        if (column.column < 0 || column.column >= kv.layout(kv.entry(r, h, p)).state_columns)
-          fail(Errc::internal, op, "got state column " + std::to_string(column.column) + ", wanted one of the page's");
-  return kv;
-}
-
 float* state_of(const PagedKv& kv, const PageEntry& e, int column) {
   return reinterpret_cast<float*>(kv.frame(e) + kv.layout(e).state) + std::int64_t{column} * kv.page_size;
 }

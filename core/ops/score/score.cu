@@ -113,9 +113,11 @@ __global__ void __launch_bounds__(threads)
 }
 
 // Heads are those of the scores: query heads, or KV heads with group = 1.
-__global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float* copy, std::int64_t room, int group,
-                                                       bool maximum, int kernel, int excluded, View<float, 3> out) {
+__global__ void __launch_bounds__(threads)
+    pool_kernel(DeviceKv kv, const float* copy, std::int64_t room, int group, bool maximum, int kernel, int excluded,
+                View<float, 3> out, const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, half = kernel / 2;
+  if (!heads.on(kv.kv.slots[row], head / group)) return;
   const int n = entries_of(kv, row, head / group, 1, room) - excluded;
   const float* in = copy + (std::int64_t(row) * gridDim.y + head) * room;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
@@ -125,17 +127,20 @@ __global__ void __launch_bounds__(threads) pool_kernel(DeviceKv kv, const float*
   }
 }
 
-__global__ void __launch_bounds__(threads)
-    copy_kernel(DeviceKv kv, View<const float, 3> in, int group, float* copy, std::int64_t room) {
+__global__ void __launch_bounds__(threads) copy_kernel(DeviceKv kv, View<const float, 3> in, int group, float* copy,
+                                                       std::int64_t room, const __grid_constant__ Heads heads) {
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, 1, room);
+  if (!heads.on(kv.kv.slots[row], head / group)) return;
   float* to = copy + (std::int64_t(row) * gridDim.y + head) * room;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) to[t] = in(row, head, t);
 }
 
 // stats[row, head] = maximum and sum of a query head's softmax. The sum is 0 where the maximum is not finite.
 __global__ void __launch_bounds__(threads)
-    softmax_kernel(DeviceKv kv, View<const float, 3> in, int group, int unit, float scale, float2* stats) {
+    softmax_kernel(DeviceKv kv, View<const float, 3> in, int group, int unit, float scale, float2* stats,
+                   const __grid_constant__ Heads heads) {
   __shared__ float parts[threads / 32];
+  if (!heads.on(kv.kv.slots[blockIdx.z], blockIdx.y / group)) return;
   const int head = blockIdx.y, row = blockIdx.z, n = entries_of(kv, row, head / group, unit, in.extent[2]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float high = -INFINITY, sum = 0;
@@ -161,15 +166,16 @@ struct Reduce {
   View<float, 3> out;  // null = the kernel adds to the state column
   const float2* stats;
   std::int64_t room;
-  int group, unit, column;
+  int group, parts, unit, column;  // parts: heads of `out` for each KV head
   float scale;
   GroupRule rule;
   Heads heads;
 };
 
 __global__ void __launch_bounds__(threads) reduce_kernel(const __grid_constant__ Reduce a) {
-  const int head = blockIdx.y, row = blockIdx.z, n = entries_of(a.kv, row, head, a.unit, a.room);
-  if (!a.heads.on(a.kv.kv.slots[row], head)) return;
+  const int head = blockIdx.y, row = blockIdx.z, kv_head = head / a.parts;
+  const int n = entries_of(a.kv, row, kv_head, a.unit, a.room);
+  if (!a.heads.on(a.kv.kv.slots[row], kv_head)) return;
   for (int t = blockIdx.x * threads + threadIdx.x; t < n; t += gridDim.x * threads) {
     float x = 0;
     for (int g = 0; g < a.group; ++g) {
@@ -196,20 +202,23 @@ void reduce(const PagedKv& kv, const View<const float, 3>& in, GroupRule rule, f
   if (kv.rows == 0) return;
   const cudaStream_t stream = stream_of(s);
   const int heads = static_cast<int>(in.extent[1]);
+  const int out_heads = out && unit == 1 ? static_cast<int>(out.extent[1]) : kv.kv_heads;
   Reduce a = {};
   a.kv = DeviceKv(kv);
   a.in = in, a.out = out;
   a.room = out ? std::min(in.extent[2], out.extent[2]) : in.extent[2];
-  a.group = heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale, a.rule = rule;
+  a.group = heads / out_heads, a.parts = out_heads / kv.kv_heads, a.unit = unit, a.column = column, a.scale = scale,
+  a.rule = rule;
   a.heads = which;
   if (rule == GroupRule::softmax_mean) {
     auto* stats =
         static_cast<float2*>(fixed_scratch(s.handle(), "group softmax", std::size_t(kv.rows) * heads * sizeof(float2)));
-    softmax_kernel<<<dim3(1, heads, kv.rows), threads, 0, stream>>>(a.kv, in, a.group, unit, scale, stats);
+    softmax_kernel<<<dim3(1, heads, kv.rows), threads, 0, stream>>>(a.kv, in, heads / kv.kv_heads, unit, scale, stats,
+                                                                    which);
     check_launch(op);
     a.stats = stats;
   }
-  reduce_kernel<<<grid_of(kv.kv_heads, kv.rows, capacity(kv) / unit + 1), threads, 0, stream>>>(a);
+  reduce_kernel<<<grid_of(out_heads, kv.rows, capacity(kv) / unit + 1), threads, 0, stream>>>(a);
   check_launch(op);
 }
 
@@ -238,23 +247,25 @@ static void recency_cuda(const PagedKv& kv, Scores out, Stream s) {
 }
 KVLAB_ON_CUDA(recency, recency_cuda);
 
-static void pool_cuda(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace&, Stream s) {
+static void pool_cuda(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace&, Stream s,
+                      const Heads& which) {
   if (kv.rows == 0) return;
   const std::int64_t heads = scores.extent[1], room = std::min(capacity(kv), scores.extent[2]);
   const int group = static_cast<int>(heads) / kv.kv_heads;
   auto* copy =
       static_cast<float*>(fixed_scratch(s.handle(), "pool", std::size_t(kv.rows) * heads * room * sizeof(float)));
   const dim3 grid = grid_of(heads, kv.rows, room);
-  copy_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, group, copy, room);
+  copy_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), scores, group, copy, room, which);
   check_launch("pool");
   pool_kernel<<<grid, threads, 0, stream_of(s)>>>(DeviceKv(kv), copy, room, group, kind == Pooling::max, kernel,
-                                                  excluded, scores);
+                                                  excluded, scores, which);
   check_launch("pool");
 }
 KVLAB_ON_CUDA(pool, pool_cuda);
 
-static void group_reduce_cuda(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s) {
-  reduce(kv, in, rule, 1.f, 1, 0, out, "group_reduce", s);
+static void group_reduce_cuda(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s,
+                              const Heads& heads) {
+  reduce(kv, in, rule, 1.f, 1, 0, out, "group_reduce", s, heads);
 }
 KVLAB_ON_CUDA(group_reduce, group_reduce_cuda);
 

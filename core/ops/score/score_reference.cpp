@@ -107,9 +107,10 @@ void recency_reference(const PagedKv& kv, Scores out) {
   });
 }
 
-void window_votes_reference(const View<const float, 4>& q, const std::int32_t* seen, const PagedKv& kv, Scores votes) {
+void window_votes_reference(const View<const float, 4>& q, const std::int32_t* seen, const PagedKv& kv, Scores votes,
+                            const Heads& heads) {
   const int group = static_cast<int>(q.extent[1]) / kv.kv_heads, window = static_cast<int>(q.extent[2]);
-  for_heads(kv, [&](int r, int h) {
+  const auto vote = [&](int r, int h) {
     const auto keys = rows_of(kv, r, h, KvSide::key);
     const auto position = positions_of(kv, r, h);
     for (int head = h * group; head < (h + 1) * group; ++head) {
@@ -118,22 +119,41 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
         Row s(position.size());
         for (std::size_t t = 0; t < s.size(); ++t) {
           for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
-          s[t] = position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
+          s[t] = !seen || position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
         }
         s = softmax(s);
         for (std::size_t t = 0; t < s.size(); ++t) sum[t] += s[t];
       }
       for (std::size_t t = 0; t < sum.size(); ++t) votes(r, head, t) = static_cast<float>(sum[t]);
     }
-  });
+  };
+  for_heads(kv, vote, heads);
 }
 
-void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded) {
+void keep_window_reference(const View<const float, 3>& queries, const PagedKv& kv, const View<float, 4>& kept,
+                           const View<float, 4>& window, const Heads& heads) {
+  const std::int64_t group = queries.extent[1] / kv.kv_heads, count = kept.extent[2];
+  const auto keep = [&](int r, int h) {
+    for (std::int64_t d = 0; d < kv.head_dim; ++d) {
+      std::vector<float> all;
+      for (std::int64_t i = 0; i < count; ++i) all.push_back(kept(kv.slots[r], h, i, d));
+      for (std::int64_t g = 0; g < group; ++g) all.push_back(queries(r, h * group + g, d));
+      for (std::int64_t i = 0; i < count; ++i) {
+        kept(kv.slots[r], h, i, d) = all[static_cast<std::size_t>(i + group)];
+        if (window) window(r, h * count + i, 0, d) = all[static_cast<std::size_t>(i + group)];
+      }
+    }
+  };
+  for_heads(kv, keep, heads);
+}
+
+void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& which) {
   const int heads = static_cast<int>(scores.extent[1]);
   if (kind == Pooling::none) return;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < heads; ++h) {
-      const int n = kv.tokens(r, h / (heads / kv.kv_heads)) - excluded;
+      const int kv_head = h / (heads / kv.kv_heads), n = kv.tokens(r, kv_head) - excluded;
+      if (!which.on(kv.slots[r], kv_head)) continue;
       Row in(std::max(n, 0));
       for (int t = 0; t < n; ++t) in[t] = scores(r, h, t);
       for (int t = 0; t < n; ++t) {
@@ -147,11 +167,17 @@ void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, 
     }
 }
 
-void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {
-  for_heads(kv, [&](int r, int h) {
-    const Row x = reduced(group_rows(in, kv, r, h), rule, 1);
-    for (std::size_t t = 0; t < x.size(); ++t) out(r, h, t) = static_cast<float>(x[t]);
-  });
+void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out,
+                            const Heads& heads) {
+  const std::int64_t parts = out.extent[1] / kv.kv_heads, group = in.extent[1] / out.extent[1];
+  const auto reduce = [&](int r, int h) {
+    const std::vector<Row> rows = group_rows(in, kv, r, h);
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const Row x = reduced({rows.begin() + part * group, rows.begin() + (part + 1) * group}, rule, 1);
+      for (std::size_t t = 0; t < x.size(); ++t) out(r, h * parts + part, t) = static_cast<float>(x[t]);
+    }
+  };
+  for_heads(kv, reduce, heads);
 }
 
 void layer_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out) {

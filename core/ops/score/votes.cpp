@@ -13,7 +13,8 @@
 namespace kvlab::ops {
 namespace {
 
-constexpr int block_tokens = 128;  // tokens decoded and packed at once
+constexpr int block_tokens = 128;                                   // tokens decoded and packed at once
+constexpr int sees_all = std::numeric_limits<std::int32_t>::max();  // a position after all others
 
 struct Scratch {
   TokenRows rows;
@@ -45,7 +46,7 @@ void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 
   }
 }
 
-// Computes the votes of one KV head's query heads.
+// Computes the votes of one KV head's query heads. last: text position of the newest query.
 void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last,
                const HeadRanks& ranks, float* votes, std::int64_t votes_stride) {
   thread_local Scratch x;
@@ -61,7 +62,7 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
   for (int i = 0; i < window * group; ++i) {
     float* s = x.scores.data() + i * stride;
     kernels.scale(s, tokens, softmax_scale);
-    const int newest = last - (window - 1) + i % window;
+    const int newest = last == sees_all ? last : last - (window - 1) + i % window;
     for (int t = 0; t < tokens; ++t) s[t] = x.position[t] > newest ? -std::numeric_limits<float>::infinity() : s[t];
     const float maximum = kernels.max(s, tokens);
     if (!std::isfinite(maximum)) continue;
@@ -72,32 +73,33 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
 
 }  // namespace
 
-void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes,
-                  Stream s) {
+void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
+                  const Heads& which) {
   const char* op = "window_votes";
   check_kv(kv, op, s);
   check_scores(kv, votes, "votes", op, s);
   if (window_queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(window_queries.dtype) + ", wanted f32");
   const View<const float, 4> queries = window_queries.f32();
-  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim || !seen)
+  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim)
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
-  if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s);
+  if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s, which);
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) check_resident(kv, r, h, op);
+    for (int h = 0; h < kv.kv_heads; ++h)
+      if (which.on(kv.slots[r], h)) check_resident(kv, r, h, op);
   const int heads = static_cast<int>(queries.extent[1]), group = heads / kv.kv_heads;
   thread_local HeadRanks ranks_of_thread;
   HeadRanks& ranks = ranks_of_thread;
-  ranks.fill(kv);
+  ranks.fill(kv, which);
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
-      if (kv.tokens(r, h) == 0) continue;
+      if (kv.tokens(r, h) == 0 || !which.on(kv.slots[r], h)) continue;
       View<const float, 3> of_head = queries[r];
       of_head.data += h * group * of_head.stride[0];
       of_head.extent[0] = group;
-      vote_head(kv, r, h, of_head, seen[r] - 1, ranks, &votes(r, h * group, 0), votes.stride[1]);
+      vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, ranks, &votes(r, h * group, 0), votes.stride[1]);
     }
 }
 

@@ -31,7 +31,19 @@ struct Args {
   std::int64_t room;
   int group, window, chunks;
   float scale;
+  // Queries with w = 1: the query heads of a KV head are its window, and each has a row of votes.
+  bool each;
+  Heads heads;
 };
+
+__device__ __forceinline__ bool left_out(const Args& a, int row, int kv_head) {
+  return !a.heads.on(a.kv.kv.slots[row], kv_head);
+}
+// The newest text position that query i sees.
+__device__ __forceinline__ int newest_of(const Args& a, int row, int i) {
+  if (!a.seen) return 0x7ffffffe;
+  return a.each ? a.seen[row] - 1 : a.seen[row] - a.window + i;
+}
 
 __device__ __forceinline__ int tokens_of(const Args& a, int row, int kv_head) {
   return min(a.kv.tokens(row, kv_head), static_cast<int>(a.votes.extent[2]));
@@ -76,8 +88,8 @@ __device__ __forceinline__ uint4 eight_of(const std::byte* row) {
   }
 }
 
-// Calls f(column tile, query, s) with the scores s[2] of this thread's two tokens for one query. Tokens that the query
-// does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in score_pages.cu.
+// Calls f(column tile, query, t, s) with the scores s[2] of this thread's two tokens t for one query. Tokens that the
+// query does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in score_pages.cu.
 template <class T, int Chunks, Stored S, class F, class EndOfTile>
 __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
                            const EndOfTile& end_of_tile) {
@@ -112,7 +124,7 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
   __syncthreads();
   const unsigned fragment = shared_address(fragments + lane);
   const PageLayout& layout = a.kv.layouts[0];
-  const int tiles = (tokens + tile_tokens - 1) / tile_tokens, oldest_query = a.seen[row] - a.window;
+  const int tiles = (tokens + tile_tokens - 1) / tile_tokens;
   for (int tile = blockIdx.x * warps + warp; tile < tiles; tile += gridDim.x * warps) {
     int t[2], position[2];
     uint4 key[2][Chunks];
@@ -144,7 +156,7 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
         mma16816<T>(sum, key[0][c].x, key[1][c].x, key[0][c].y, key[1][c].y, b.x, b.y);
         mma16816<T>(sum, key[0][c].z, key[1][c].z, key[0][c].w, key[1][c].w, b.z, b.w);
       }
-      const int query = column * 4 + quarter, newest = query < a.window ? oldest_query + query : -1;
+      const int query = column * 4 + quarter, newest = query < a.window ? newest_of(a, row, query) : -1;
       float s[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -152,7 +164,7 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
         if constexpr (coded) x = x * code[half].x + (query < a.window ? query_sum[query] : 0) * code[half].y;
         s[half] = position[half] <= newest ? x * a.scale : -INFINITY;
       }
-      f(column, query, s);
+      f(column, query, t, s);
     }
     end_of_tile(t, tokens);
   }
@@ -162,11 +174,12 @@ template <class T, int Chunks, Stored S>
 __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   const int head = blockIdx.y, row = blockIdx.z, column_tiles = (2 * a.window + 7) / 8;
+  if (left_out(a, row, head / a.group)) return;
   float2* stats = reinterpret_cast<float2*>(dynamic + column_tiles * Chunks * 32);  // [column tile, thread]
   for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
   for_scores<T, Chunks, S>(
       a, row, head, dynamic,
-      [&](int column, int, const float(&s)[2]) {
+      [&](int column, int, const int(&)[2], const float(&s)[2]) {
         float2& own = stats[column * threads + threadIdx.x];
         join(own.x, own.y, s[0], s[0] == -INFINITY ? 0.f : 1.f);
         join(own.x, own.y, s[1], s[1] == -INFINITY ? 0.f : 1.f);
@@ -189,6 +202,8 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
   extern __shared__ uint4 dynamic[];
   __shared__ float2 stats[most_queries];  // maximum, 1 / sum
   const int head = blockIdx.y, row = blockIdx.z, quarter = threadIdx.x % 4;
+  if (left_out(a, row, head / a.group)) return;
+  const int tokens_of_head = tokens_of(a, row, head / a.group);
   for (int i = threadIdx.x; i < a.window; i += threads) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = 0; c < a.chunks; ++c) {
@@ -200,14 +215,20 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
   float vote[2] = {};
   for_scores<T, Chunks, S>(
       a, row, head, dynamic,
-      [&](int, int query, const float(&s)[2]) {
+      [&](int, int query, const int(&t)[2], const float(&s)[2]) {
         if (query >= a.window) return;
         const float2 of = stats[query];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (s[half] != -INFINITY) vote[half] += exp2f(s[half] - of.x) * of.y;
+        for (int half = 0; half < 2; ++half) {
+          const float share = s[half] != -INFINITY ? exp2f(s[half] - of.x) * of.y : 0.f;
+          if (!a.each)
+            vote[half] += share;
+          else if (t[half] < tokens_of_head)
+            a.votes(row, head * a.window + query, t[half]) = share;
+        }
       },
       [&](const int(&t)[2], int tokens) {
+        if (a.each) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           for (int m = 1; m < 4; m *= 2) vote[half] += __shfl_xor_sync(all_lanes, vote[half], m);
@@ -222,12 +243,13 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
   __shared__ float parts[warps];
   const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
   const int tokens = tokens_of(a, row, kv_head), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (left_out(a, row, kv_head)) return;
   float* logits = a.logits + (std::int64_t(row) * gridDim.x + head) * a.room;
   const std::int32_t* rank = a.rank ? a.rank + (std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room : nullptr;
   for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) = 0;
   for (int i = 0; i < a.window; ++i) {
     const float* q = &a.queries(row, head, i, 0);
-    const int newest = a.seen[row] - a.window + i;
+    const int newest = newest_of(a, row, i);
     float high = -INFINITY, sum = 0;
     for (int t = warp; t < tokens; t += warps) {
       const auto token = a.kv.token(row, kv_head, t);
@@ -287,7 +309,7 @@ bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
   const int dim = kv.head_dim;
   const std::int64_t window = queries.extent[2],
                      bytes = (2 * window + 7) / 8 * (std::int64_t{dim} / 32 * 512 + threads * 8);
-  return (l.codec.k.bits > 0 || l.dtype == DType::bf16 || l.dtype == DType::f16) &&
+  return !kv.lower_pages && (l.codec.k.bits > 0 || l.dtype == DType::bf16 || l.dtype == DType::f16) &&
          (dim == 64 || dim == 96 || dim == 128 || dim == 256) && kv.rope != RopeRegime::cache_relative &&
          window <= most_queries && bytes <= shared_bytes() - 2048;
 }
@@ -295,12 +317,19 @@ bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
 }  // namespace
 
 static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
-                              Scores votes, Stream s) {
-  const View<const float, 4> queries = window_queries.f32();
-  const int heads = static_cast<int>(queries.extent[1]);
+                              Scores votes, Stream s, const Heads& which) {
+  View<const float, 4> queries = window_queries.f32();
+  int heads = static_cast<int>(queries.extent[1]);
   if (kv.rows == 0 || heads == 0) return;
   const cudaStream_t stream = stream_of(s);
   Args a = {};
+  a.heads = which;
+  const View<const float, 4> together{
+      queries.data,
+      {queries.extent[0], kv.kv_heads, heads / kv.kv_heads, queries.extent[3]},
+      {queries.stride[0], heads / kv.kv_heads * queries.stride[1], queries.stride[1], queries.stride[3]}};
+  a.each = queries.extent[2] == 1 && fits_tiles(kv, together);
+  if (a.each) queries = together, heads = kv.kv_heads;
   a.kv = DeviceKv(kv);
   a.queries = queries, a.seen = seen, a.votes = votes;
   a.group = heads / kv.kv_heads, a.window = static_cast<int>(queries.extent[2]);

@@ -1,14 +1,19 @@
 // The references of this folder (see ops/page/reference.hpp).
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/ops.hpp>
 #include <kvlab/roles.hpp>
 
 #include <cstdint>
+#include <vector>
 
 namespace kvlab::ops {
 
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
                           const Pins* pins, TokenList list);
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& choice, TokenList list);
+// The medians that drifted_heads compares with its threshold: [row * kv_heads + kv_head]; NaN for an empty list.
+std::vector<float> median_overlaps_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists);
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out);
 void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores);
@@ -21,5 +26,9 @@ void round_allotment_reference(View<const std::int32_t, 2> length, const std::ui
 void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
 void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
                            PageList out);
+
+void levels_reference(const PagedKv& kv, View<const float, 3> sums, const std::int32_t* seen, const LevelRule& rule,
+                      View<std::uint8_t, 3> out, const LevelNumbers& numbers);
+void demote_reference(const StateColumn& sums, const LevelRule& rule, const LevelNumbers& numbers, const Demotion& to);
 
 }  // namespace kvlab::ops

@@ -10,6 +10,7 @@
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
+#include "ops/select/chosen_tokens.hpp"
 
 namespace kvlab::ops {
 namespace {
@@ -90,9 +91,9 @@ int mark_pins(const std::int32_t* position, int n, const Pins& pins, char* pinne
 }
 
 void write_list(const IndexList& list, int row, int head, const std::vector<char>& chosen, int count) {
-  list.count(row, head) = count;
+  list.count(list.at(row), head) = count;
   if (count == 0) return;
-  std::int32_t* to = &list.index(row, head, 0);
+  std::int32_t* to = &list.index(list.at(row), head, 0);
   const std::int64_t step = list.index.stride[2];
   for (int i = 0, k = 0; k < count; ++i) {  // no branch on `chosen`, which is hard to predict
     to[k * step] = i;
@@ -139,28 +140,53 @@ int mark_surplus(const float* score, const std::int32_t* position, int n, int ke
 
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep, const Pins* pins,
                 TokenList list, Stream s) {
+  TokenChoice choice;
+  choice.keep = keep;
+  choice.pins = pins;
+  if (!keep.data && kv.rows > 0) fail(Errc::internal, "top_tokens", "got no numbers, wanted [row, kv_head] tokens");
+  top_tokens(kv, scores, choice, list, s);
+}
+
+void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& c, TokenList list, Stream s) {
   const char* op = "top_tokens";
   check_kv(kv, op, s);
   check_kv_scores(kv, scores, "scores", op, s);
   check_list(kv, list, op);
-  if (s.device() == Device::cuda) return on_cuda<top_tokens>(kv, scores, keep, pins, list, s);
+  if (c.keep.data && (c.keep.extent[0] < kv.rows || c.keep.extent[1] < kv.kv_heads))
+    fail(Errc::internal, op, "got too few numbers, wanted [row, kv_head] tokens");
+  if (s.device() == Device::cuda)
+    on_cuda<chosen_tokens>(kv, scores, c, list, s);
+  else
+    chosen_tokens(kv, scores, c, list, s);
+}
+
+// The two overloads of top_tokens have one CUDA version under this name.
+void chosen_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& c, TokenList list, Stream) {
   std::int64_t tokens = 0;
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) tokens += kv.tokens(r, h);
-  int short_by = 0;  // entries of the longest list that has no room; a thread must not throw
+  int short_by = 0;                // entries of the longest list that has no room; a thread must not throw
+  std::vector<std::int32_t> held;  // before any list changes
+  for (int r = 0; !c.keep.data && r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) held.push_back(list.count(list.at(r), h));
 #pragma omp parallel for schedule(static) reduction(max : short_by) if (tokens >= parallel_tokens)
   for (int i = 0; i < kv.rows * kv.kv_heads; ++i) {
-    const int r = i / kv.kv_heads, h = i % kv.kv_heads, n = kv.tokens(r, h);
+    const int r = i / kv.kv_heads, h = i % kv.kv_heads;
+    if (!c.heads.on(kv.slots[r], h)) continue;
+    const int from = c.by ? c.by[h] : h, n = kv.tokens(r, from);
+    const int keep =
+        c.keep.data ? c.keep(r, h) : held[static_cast<std::size_t>(r * kv.kv_heads + (c.among ? c.among[h] : h))];
     auto& chosen = scratch.chosen;
     chosen.assign(static_cast<std::size_t>(n), 0);
-    const int pinned = pins ? mark_pins(kv, r, h, pins[r], chosen.data()) : 0;
-    const int wanted = std::max(pinned, std::min(n, keep(r, h)));
-    if (list.index.extent[2] < wanted)
-      short_by = std::max(short_by, wanted);
+    const int pinned = c.pins ? mark_pins(kv, r, from, c.pins[r], chosen.data()) : 0;
+    int count = n > 0 ? choose(&scores(r, from, 0), n, keep, pinned, chosen) : 0;
+    if (!c.keep.data) count = std::min(count, held[static_cast<std::size_t>(i)]);
+    if (list.index.extent[2] < count)
+      short_by = std::max(short_by, count);
     else
-      write_list(list, r, h, chosen, n > 0 ? choose(&scores(r, h, 0), n, keep(r, h), pinned, chosen) : 0);
+      write_list(list, r, h, chosen, count);
   }
-  check_room(list, short_by, op);
+  check_room(list, short_by, "top_tokens");
 }
 
 void top_pages(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets, Pins pins,

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ops/select/chosen_tokens.hpp"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops {
@@ -21,6 +22,9 @@ struct Args {
   const Pins* pins;  // [row]; top_tokens only
   View<std::int32_t, 3> list;
   View<std::int32_t, 2> count;
+  const std::int32_t* slots;       // of the list; null = entry `row` is the row's
+  const std::int32_t *by, *among;  // TokenChoice
+  Heads heads;
   int most;  // most entries of a row
   bool newest, staged;
 };
@@ -54,16 +58,21 @@ template <int Threads, int Blocks, int Vectors>
 __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
-  const int head = blockIdx.x, row = blockIdx.y, n = min(a.kv.tokens(row, head), a.most);
+  const int own = blockIdx.x, row = blockIdx.y;
+  if (!a.heads.on(a.kv.kv.slots[row], own)) return;
+  const int head = a.by ? a.by[own] : own, n = min(a.kv.tokens(row, head), a.most);
+  const std::int64_t at = a.slots ? a.slots[row] : row;
   const float* scores = a.scores.data + row * a.scores.stride[0] + head * a.scores.stride[1];
-  std::int32_t* list = a.list.data + row * a.list.stride[0] + head * a.list.stride[1];
-  const int room = static_cast<int>(a.list.extent[2]), keep = min(a.amount(row, head), n);
+  std::int32_t* list = a.list.data + at * a.list.stride[0] + own * a.list.stride[1];
+  const bool same = !a.amount.data;  // as many as the list holds
+  const int held = same ? a.count(at, own) : 0, room = same ? held : static_cast<int>(a.list.extent[2]);
+  const int keep = min(same ? a.among ? a.count(at, a.among[own]) : held : a.amount(row, own), n);
   auto* chosen = reinterpret_cast<unsigned*>(dynamic);
   const Pins pins = a.pins ? a.pins[row] : Pins{};
   const bool pin = pins.first > 0 || pins.last > 0;
   const PinLimits limits = pin ? pin_limits(a.kv, row, head, n, pins, select) : PinLimits{};
   int count;
-  unsigned own = 0, pinned = 0;
+  unsigned of_thread = 0, pinned = 0;
   if constexpr (Vectors > 0) {
     Held<Threads, Vectors> held;
     held.load(scores, n);
@@ -79,9 +88,9 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
       for (int base = threadIdx.x - lane; base < n; base += Threads) {
         const int t = base + lane;
         const unsigned bits = __ballot_sync(all_lanes, t < n && limits.pinned(a.kv.position(row, head, t)));
-        if (lane == 0) chosen[base >> 5] = bits, own += __popc(bits);
+        if (lane == 0) chosen[base >> 5] = bits, of_thread += __popc(bits);
       }
-      block_scan(own, select.scan, pinned);
+      block_scan(of_thread, select.scan, pinned);
     } else {
       fill_bits(chosen, n, false);
     }
@@ -92,7 +101,8 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
       select_best(load_row(scores, n, stage_of(a, chosen), false), n, wanted, chosen, select);
     count = write_list(chosen, n, list, a.list.stride[2], room, select);
   }
-  if (threadIdx.x == 0) a.count(row, head) = count;
+  // Another block may read a number that stays.
+  if (threadIdx.x == 0 && (!same || count != held)) a.count(at, own) = count;
 }
 
 // Launches as many threads as a row has work for. Blocks of up to 8192 entries share a multiprocessor.
@@ -166,14 +176,17 @@ void top_pages_cuda(const PagedKv& kv, View<const float, 3> scores, View<const s
 }
 KVLAB_ON_CUDA(top_pages, top_pages_cuda);
 
-static void top_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
-                            const Pins* pins, TokenList list, Stream s) {
+static void chosen_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& c, TokenList list,
+                               Stream s) {
   if (kv.rows == 0) return;
-  Args a = arguments(kv, scores, keep, list, kv.table.extent[2] * kv.page_size);
-  a.pins = pins;
+  Args a = arguments(kv, scores, c.keep, list, kv.table.extent[2] * kv.page_size);
+  a.pins = c.pins;
+  a.slots = list.slots;
+  a.by = c.by, a.among = c.among;
+  a.heads = c.heads;
   launch<TopTokens>(a, "top_tokens", stream_of(s));
 }
-KVLAB_ON_CUDA(top_tokens, top_tokens_cuda);
+KVLAB_ON_CUDA(chosen_tokens, chosen_tokens_cuda);
 
 static void set_pinned_cuda(const PagedKv& kv, Pins pins, float value, Scores scores, Stream s) {
   if (kv.rows == 0) return;

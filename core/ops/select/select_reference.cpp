@@ -94,10 +94,53 @@ void allot_by_score_row(const Allotment& a, int row, double floor, bool exact_to
 
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
                           const Pins* pins, TokenList list) {
+  TokenChoice choice;
+  choice.keep = keep;
+  choice.pins = pins;
+  top_tokens_reference(kv, scores, choice, list);
+}
+
+void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& c, TokenList list) {
+  for (int r = 0; r < kv.rows; ++r) {
+    const std::int64_t at = list.at(r);
+    std::vector<std::int32_t> held;
+    for (int h = 0; h < kv.kv_heads; ++h) held.push_back(c.keep.data ? c.keep(r, h) : list.count(at, h));
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      if (!c.heads.on(kv.slots[r], h)) continue;
+      const int from = c.by ? c.by[h] : h, n = kv.tokens(r, from), wide = c.among && !c.keep.data ? c.among[h] : h;
+      std::vector<std::int32_t> best(static_cast<std::size_t>(n)), count(1);
+      IndexList found;
+      found.index = View<std::int32_t, 3>::dense(best.data(), {1, 1, n});
+      found.count = View<std::int32_t, 2>::dense(count.data(), {1, 1});
+      write_best(scores_of(scores, r, from, n),
+                 c.pins ? pinned_tokens(kv, r, from, c.pins[r]) : std::vector<bool>(best.size()),
+                 held[static_cast<std::size_t>(wide)], found, 0, 0);
+      list.count(at, h) = c.keep.data ? count[0] : std::min(count[0], held[static_cast<std::size_t>(h)]);
+      for (int i = 0; i < list.count(at, h); ++i) list.index(at, h, i) = best[static_cast<std::size_t>(i)];
+    }
+  }
+}
+
+std::vector<float> median_overlaps_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists) {
+  const int window = static_cast<int>(scores.extent[1]) / kv.kv_heads;
+  std::vector<float> out;
   for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h)
-      write_best(scores_of(scores, r, h, kv.tokens(r, h)), pinned_tokens(kv, r, h, pins ? pins[r] : Pins{}), keep(r, h),
-                 list, r, h);
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      const std::int64_t at = lists.at(r);
+      const int count = lists.count(at, h), n = kv.tokens(r, h);
+      std::vector<float> overlaps;
+      for (int i = 0; i < window; ++i) {
+        const std::vector<int> order = by_score(scores_of(scores, r, h * window + i, n));
+        int both = 0;
+        for (int x = 0; x < std::min(count, n); ++x)
+          for (int y = 0; y < count; ++y) both += order[static_cast<std::size_t>(x)] == lists.index(at, h, y);
+        overlaps.push_back(static_cast<float>(both) / static_cast<float>(count));
+      }
+      std::sort(overlaps.begin(), overlaps.end());
+      const auto middle = static_cast<std::size_t>(window / 2);
+      out.push_back(window % 2 ? overlaps[middle] : (overlaps[middle - 1] + overlaps[middle]) / 2);
+    }
+  return out;
 }
 
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,

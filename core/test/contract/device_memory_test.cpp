@@ -15,7 +15,7 @@ class OnGuardedDevice final : public Policy {
  public:
   explicit OnGuardedDevice(std::shared_ptr<Policy> inner) : inner_(std::move(inner)) {}
   Needs needs() const override { return inner_->needs(); }
-  CodecSpec codec() const override { return inner_->codec(); }
+  std::vector<CodecSpec> codecs() const override { return inner_->codecs(); }
   CodecSpec host_codec() const override { return inner_->host_codec(); }
   void attach(const Shape& s, const BudgetAmount& b, Workspace&) override {
     device_.call([&] { inner_->attach(s, b, device_); });
@@ -39,10 +39,12 @@ class OnGuardedDevice final : public Policy {
   void finish_step(const Step& from, Edits& edits, Stream) override {
     Step step = from;
     step.workspace = &device_;
+    if (from.pages.rows > 0) step.pages = put(from.pages);
     Edits made;
     device_.in_graph = inner_->needs().capturable();
     device_.call([&] { inner_->finish_step(step, made, device_.stream()); });
-    hand_over(made, edits, *from.workspace, from.slots);
+    if (from.pages.rows > 0) take_back(from.pages, step.pages);
+    hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     device_.reset();
   }
   void release(int slot) override { inner_->release(slot); }
@@ -70,7 +72,7 @@ class OnGuardedDevice final : public Policy {
     device_.in_graph = std::is_same_v<Kv, LayerStep> && inner_->needs().capturable();
     device_.call([&] { callback(kv, made, device_.stream()); });
     take_back(from.pages, kv.pages);
-    hand_over(made, edits, *from.workspace, from.slots);
+    hand_over(made, edits, *from.workspace, from.slots, *from.shape);
     device_.reset();
   }
 
@@ -97,6 +99,7 @@ class OnGuardedDevice final : public Policy {
     }
     kv.table = device_.put(from.table);
     kv.length = device_.put(from.length);
+    if (from.lower_pages) kv.lower_pages = device_.put(from.lower_pages);
     kv.slots = device_.put(View<const std::int32_t, 1>::dense(from.slots, {from.rows})).data;
     if (from.rope_table.inv_freq)
       kv.rope_table.inv_freq =
@@ -140,8 +143,16 @@ class OnGuardedDevice final : public Policy {
     return View<const T, Rank>::dense(to, from.extent);
   }
 
+  // The same heads of all slots.
+  static Heads copy_of(const Heads& heads, Workspace& w, const Shape& s) {
+    const auto flags = take_scratch<std::uint8_t>(w, "heads", {s.max_slots, s.kv_heads});
+    for (int slot = 0; slot < s.max_slots; ++slot)
+      for (int head = 0; head < s.kv_heads; ++head) flags(slot, head) = heads.on(slot, head);
+    return Heads::flagged(flags);
+  }
+
   // slots: of the callback's rows, in memory of the host.
-  static void hand_over(const Edits& made, Edits& edits, Workspace& w, const std::int32_t* slots) {
+  static void hand_over(const Edits& made, Edits& edits, Workspace& w, const std::int32_t* slots, const Shape& s) {
     const GuardedDevice::Open open;
     for (const Edit& e : made.all()) {
       // A list that lasts has all slots.
@@ -149,12 +160,10 @@ class OnGuardedDevice final : public Policy {
       IndexList list;
       list.index = take_scratch<std::int32_t>(w, "list", {rows, heads, room});
       list.count = take_scratch<std::int32_t>(w, "list", {rows, heads});
-      const auto flags = take_scratch<std::uint8_t>(w, "heads", {rows, heads});
       for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t h = 0; h < heads; ++h) {
           list.count(r, h) = e.list.count(r, h);
           std::copy_n(&e.list.index(r, h, 0), room, &list.index(r, h, 0));
-          if (e.list.slots) flags(r, h) = e.heads.on(static_cast<int>(r), static_cast<int>(h));
         }
       if (e.list.slots) list.slots = slots;
       edits.for_layer(e.layer);
@@ -169,10 +178,11 @@ class OnGuardedDevice final : public Policy {
         case Edit::drop: edits.drop(e.tier, PageList{list}, e.when); break;
         case Edit::recall: edits.recall(PageList{list}, e.when); break;
         case Edit::evict_surplus: edits.evict_surplus(copy_of(e.surplus, w)); break;
-        case Edit::encode: FAIL("no policy can ask for it"); break;
+        case Edit::encode: edits.encode(PageList{list}, e.codec, e.when); break;
+        case Edit::store_as: edits.store_as(copy_of(e.levels, w)); break;
         case Edit::move: edits.move(TokenList{list}, e.when); break;
         case Edit::place:
-          edits.place(PageList{list}, {.heads = e.list.slots ? Heads::flagged(flags) : e.heads,
+          edits.place(PageList{list}, {.heads = copy_of(e.heads, w, s),
                                        .pins = e.pins,
                                        .room = e.room,
                                        .reuse = e.reuse,
@@ -180,6 +190,8 @@ class OnGuardedDevice final : public Policy {
                                        .rooms = copy_of(e.rooms, w),
                                        .order = copy_of(e.order, w)});
           break;
+        case Edit::archive: edits.archive(copy_of(e.heads, w, s)); break;
+        case Edit::fetch: edits.fetch(TokenList{list}, {copy_of(e.heads, w, s), e.when}); break;
       }
     }
   }
@@ -215,7 +227,7 @@ TEST_CASE("a policy touches device memory through ops only", "[cpu]") {
   const auto half = static_cast<double>(full.engine->store().page_bytes(Tier::device)) / 2;
   std::vector<PolicySpec> specs;
   for (const Subject& s : asked) {
-    specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));
+    specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 64));
     if (s.composed()) continue;
     if (!s.spec.policy) specs.push_back(with_budget(s.spec, BudgetAmount::bytes, half));
   }

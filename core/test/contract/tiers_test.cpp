@@ -68,7 +68,9 @@ TEST_CASE("a second prompt reads what went to the host after the first") {
 
 TEST_CASE("fidelity is exact where everything is read") {
   const auto asked = about("policies with keys in their own precision and phase", [](const Subject& s) {
-    return subjects().policy(s.spec)->needs().rope() == RopeRegime::original && !s.spec.codec;
+    const auto policy = subjects().policy(s.spec);
+    return policy->needs().rope() == RopeRegime::original && !s.own_amount &&
+           policy->codecs() == std::vector<CodecSpec>{CodecSpec{}};
   });
   if (asked.empty()) return;
   for (const std::string& name : group_models()) {

@@ -48,7 +48,7 @@ struct Pair {
             spec,
             [&] {
               auto policy = test::subjects().policy(spec);
-              if (policy->needs().profile()) policy->load_profile(every_other_head());
+              if (policy->needs().profile()) policy->load_profile(profile());
               return policy;
             },
             96, frames, name) {}
@@ -69,12 +69,17 @@ struct Pair {
   }
 
  private:
-  Profile every_other_head() const {
-    ProfileArray marks;
-    marks.extent = {model->config.layers, model->config.kv_heads};
-    for (int i = 0; i < model->config.layers * model->config.kv_heads; ++i)
-      marks.values.push_back(static_cast<float>(i % 2));
-    return {{"unstable", marks}};
+  // Every other head is unstable. The first head leads the second one, and the others are anchors.
+  Profile profile() const {
+    ProfileArray unstable, role, leader, stable;
+    unstable.extent = role.extent = leader.extent = stable.extent = {model->config.layers, model->config.kv_heads};
+    for (int i = 0; i < model->config.layers * model->config.kv_heads; ++i) {
+      unstable.values.push_back(static_cast<float>(i % 2));
+      role.values.push_back(i == 0 ? 2.f : i == 1 ? 3.f : 0.f);
+      leader.values.push_back(i < 2 ? 0.f : -1.f);
+      stable.values.push_back(0.8f);
+    }
+    return {{"unstable", unstable}, {"role", role}, {"pivot_of", leader}, {"stable", stable}};
   }
   template <class Call>
   void run(const Call& call, std::size_t rows) {
@@ -390,6 +395,76 @@ TEST_CASE("cuda engine: steps that move pages by single edits are replayed") {
       CHECK(p.graphs.ledger().moved_total(tier) > 0);
     }
     p.graphs.store().check_invariants();
+  }
+}
+
+TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
+  // Of each head the newest tokens stay. In every second step of a sequence its even heads fetch some tokens of their
+  // archives, in every third all heads fetch others. One list is scratch, the other lasts.
+  struct Fetcher final : Policy {
+    Deadline when;
+    TokenList lasting;
+    HeadClass odd;
+    explicit Fetcher(Deadline w) : when(w) {}
+    Needs needs() const override { return Needs{}.archive(true).steps(true).capturable(true); }
+    void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
+      std::vector<std::uint8_t> marks;
+      for (int i = 0; i < s.layers * s.kv_heads; ++i) marks.push_back(i % s.kv_heads % 2);
+      odd = HeadClass("odd", s, marks, w);
+      std::vector<std::int32_t> places, counts(static_cast<std::size_t>(s.max_slots * s.kv_heads), 3);
+      for (std::size_t i = 0; i < counts.size(); ++i) places.insert(places.end(), {0, 2, 5 + static_cast<int>(i)});
+      const auto constant = [&](const std::vector<std::int32_t>& of) {
+        return static_cast<std::int32_t*>(
+            const_cast<void*>(w.constant("list", of.data(), of.size() * sizeof(std::int32_t))));
+      };
+      lasting.index = View<std::int32_t, 3>::dense(constant(places), {s.max_slots, s.kv_heads, 3});
+      lasting.count = View<std::int32_t, 2>::dense(constant(counts), {s.max_slots, s.kv_heads});
+    }
+    static TokenList newest(const LayerKv& kv, int many, Stream s) {
+      const Scores age = kv.kv_head_scores("age");
+      ops::recency(kv.pages, age, s);
+      const auto keep = kv.scratch<std::int32_t>("keep", {kv.rows(), kv.kv_heads()});
+      ops::fill_heads(keep, many, s);
+      const TokenList list = kv.list<TokenList>("list", many);
+      ops::top_tokens(kv.pages, age, keep, nullptr, list, s);
+      return list;
+    }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
+      if (!kv.last[0]) return;
+      edits.archive({});
+      edits.evict_rest(newest(kv, 9, s));
+    }
+    void observe(const LayerStep& step, Edits& edits, Stream s) override {
+      edits.fetch(newest(step, 3, s), {Heads::every(step.steps, 2).except(odd.of(step)), when});
+      TokenList list = lasting;
+      list.slots = step.pages.slots;
+      edits.fetch(list, {Heads::every(step.steps, 3), when});
+    }
+  };
+  for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
+    CAPTURE(static_cast<int>(kind));
+    Pair p(test::full_spec(), [&] { return std::make_shared<Fetcher>(Deadline{kind}); });
+    const int a = p.open(30, 1), b = p.open(70, 2);
+    for (int i = 0; i < 12; ++i) p.step({a, b});
+    for (int i = 0; i < 5; ++i) p.step({b});
+    CHECK(p.graphs.replays() == 11 + 4);
+    // An edit for the end of a step counts once for each row, or once for all rows of a graph's step.
+    CHECK(p.graphs.fired() > 0);
+    if (kind == Deadline::next_attention) CHECK(p.graphs.fired() == p.eager.fired());
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      CHECK(p.graphs.store().page_bytes(tier) == p.eager.store().page_bytes(tier));
+      CHECK(p.graphs.ledger().moved_total(tier) == p.eager.ledger().moved_total(tier));
+      CHECK(p.graphs.ledger().moved_total(tier) > 0);
+    }
+    for (const int slot : {a, b})
+      for (int head = 0; head < p.model->config.kv_heads; ++head) {
+        CHECK(p.graphs.store().archived(1, slot, head) == (slot == a ? 30 : 70));
+        CHECK(p.graphs.store().positions_by_place(1, slot, head) == p.eager.store().positions_by_place(1, slot, head));
+      }
+    p.graphs.store().check_invariants();
+    p.close(a);
+    p.close(b);
+    CHECK(p.graphs.store().page_bytes(Tier::host) == 0);
   }
 }
 

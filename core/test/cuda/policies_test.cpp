@@ -56,11 +56,10 @@ bool left_out(const Subject& s) {
 // How far apart the devices' logits may be. What they round differently may be another code, of a coarser step where
 // codes have fewer bits.
 double limit_of(const Subject& s) {
-  if (!s.spec.codec) return 0.05;
-  double most = 0.1;
-  const CodecSpec codec = subjects().policy(s.spec)->codec();
-  for (const CodecSide side : {codec.k, codec.v})
-    if (side.bits && side.bits < 8) most = std::max(most, side.bits == 4 ? 0.2 : 0.6);
+  double most = 0.05;
+  for (const CodecSpec& codec : subjects().policy(s.spec)->codecs())
+    for (const CodecSide side : {codec.k, codec.v})
+      if (side.bits) most = std::max(most, side.bits == 8 ? 0.1 : side.bits == 4 ? 0.2 : 0.6);
   return most;
 }
 
@@ -74,6 +73,7 @@ TEST_CASE("cuda policies: without a limit they give the CPU's logits and keep ev
     const Run cpu = run(Device::cpu, spec, "llama-gqa3"), cuda = run(Device::cuda, spec, "llama-gqa3");
     CHECK(finite(cuda.logits));
     CHECK(worst(cuda.logits, cpu.logits) < limit_of(s));
+    if (s.own_amount) continue;
     CHECK(cuda.kept == cpu.kept);
     CHECK(cuda.fired == 0);
   }

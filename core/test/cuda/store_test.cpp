@@ -264,7 +264,64 @@ class Both {
     cuda.workspace().reset();
   }
 
+  void encode(const std::vector<std::int32_t>& rows, int layer) {
+    const int codec = pick(2);
+    apply(rows, layer, some(rows, layer, 5, true), [&](Edits& e, const IndexList& l) { e.encode(PageList{l}, codec); });
+  }
+
+  // Random levels. Those of `rows` may be the rows of all layers.
+  void store_as(const std::vector<std::int32_t>& rows, int layer) {
+    const auto n = static_cast<std::int64_t>(rows.size()), room = std::int64_t{f.options.shape.max_tokens};
+    const int odds = pick(8);  // so that sometimes nothing leaves, or nothing is low
+    std::vector<std::uint8_t> levels;
+    for (std::int64_t i = 0; i < n * heads * room; ++i)
+      levels.push_back(pick(8) < odds ? std::uint8_t{1} : pick(9) == 0 && odds < 6 ? gone : std::uint8_t{0});
+    OnDevice there;
+    const auto view = Levels::dense(levels.data(), {n, heads, room});
+    Edits a(layer), b(layer);
+    a.store_as(view);
+    b.store_as(there.put(view));
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+    cuda.workspace().reset();
+  }
+
+  // Evicts, moves or encodes in all layers by one edit.
+  void edit_all_layers(const std::vector<std::int32_t>& rows) {
+    const int verb = pick(3), codec = pick(2);
+    std::vector<test::PerHead> lists;
+    for (int layer = 0; layer < f.options.shape.layers; ++layer)
+      for (auto& row : some(rows, layer, verb == 1 ? 0 : 3, verb == 2)) lists.push_back(std::move(row));
+    for (std::size_t r = 0; verb == 1 && r < lists.size(); ++r)
+      for (int h = 0; h < heads; ++h) {
+        const int layer = static_cast<int>(r / rows.size());
+        if (const int n = cpu.length(layer, rows[r % rows.size()], h); n > 0)
+          lists[r][static_cast<std::size_t>(h)] = {pick(n), pick(n)};
+      }
+    apply(rows, 0, lists, [&](Edits& e, const IndexList& l) {
+      e.for_all_layers();
+      if (verb == 0)
+        e.evict(TokenList{l});
+      else if (verb == 1)
+        e.move(TokenList{l});
+      else
+        e.encode(PageList{l}, codec);
+    });
+  }
+
+  void two_codecs(const std::vector<std::int32_t>& rows, int layer) {
+    const int what = pick(5);
+    if (what <= 1)
+      encode(rows, layer);
+    else if (what <= 3 && f.options.rope != RopeRegime::re_rotate)
+      store_as(rows, layer);
+    else
+      edit_all_layers(rows);
+  }
+
   void page_edit(const std::vector<std::int32_t>& rows, int layer) {
+    if (f.options.codecs.size() > 1) return two_codecs(rows, layer);
     const int verb = pick(4);
     const Tier tier = pick(2) ? Tier::device : Tier::host, other = tier == Tier::host ? Tier::device : Tier::host;
     auto lists = some(rows, layer, 7, true);
@@ -326,6 +383,59 @@ class Both {
     cuda.start_reloads();
     memory.synchronize();
     cuda.workspace().reset();
+  }
+
+  // Marks of heads for both stores, [slot, kv_head].
+  struct Marks {
+    std::vector<std::uint8_t> flags;
+    Heads host, device;
+    Marks(Both& both, int odds) {
+      const Shape& s = both.f.options.shape;
+      for (int i = 0; i < s.max_slots * s.kv_heads; ++i) flags.push_back(both.pick(11) < odds);
+      const auto of = View<const std::uint8_t, 2>::dense(flags.data(), {s.max_slots, s.kv_heads});
+      host = Heads::flagged(of);
+      device = Heads::flagged(both.memory.put(of));
+    }
+    Marks(const Marks&) = delete;
+  };
+
+  // Copies some heads of the rows to the host.
+  void archive(const std::vector<std::int32_t>& rows, int layer, int odds = 8) {
+    const Marks marks(*this, odds);
+    Edits a(layer), b(layer);
+    a.archive(marks.host);
+    b.archive(marks.device);
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    memory.synchronize();
+  }
+
+  // Fetches random tokens of some heads.
+  void fetch(const std::vector<std::int32_t>& rows, int layer) {
+    std::vector<test::PerHead> places;
+    const int odds = pick(11);
+    for (const int s : rows) {
+      test::PerHead& row = places.emplace_back(static_cast<std::size_t>(heads));
+      for (int h = 0; h < heads; ++h) {
+        auto& of = row[static_cast<std::size_t>(h)];
+        for (int t = 0; t < cpu.archived(layer, s, h); ++t)
+          if (pick(11) < odds && std::ssize(of) < cpu.length(layer, s, h)) of.push_back(t);
+      }
+    }
+    const Marks marks(*this, 8);
+    const BothLists both(places, memory);
+    const Deadline kinds[] = {{}, {}, {Deadline::next_step}, Deadline::in_steps(1)};
+    const Deadline when = kinds[pick(4)];
+    const bool waits = when.kind != Deadline::next_attention;
+    for (const int s : rows)
+      if (waits && cpu.position(s) >= f.options.shape.max_tokens - 8) return;
+    Edits a(layer), b(layer);
+    a.fetch(TokenList{both.host}, {marks.host, when});
+    b.fetch(TokenList{both.device}, {marks.device, when});
+    REQUIRE(cpu.apply(a.all(), rows).fit == Fit::ok);
+    REQUIRE(cuda.apply(b.all(), rows).fit == Fit::ok);
+    if (waits) REQUIRE(step(rows) == Fit::ok);
+    memory.synchronize();
   }
 
   void move(const std::vector<std::int32_t>& rows, int layer) {
@@ -392,14 +502,18 @@ class Both {
       for (const int s : rows)
         if (cpu.position(s) >= room) return;
       const Deadline when = pick(2) ? Deadline::in_steps(1) : Deadline{Deadline::next_step};
-      apply(rows, layer, some(rows, layer, 6, true),
-            [&](Edits& e, const IndexList& l) { e.recall(PageList{l}, when); });
+      const bool tiers = f.options.codecs.size() == 1;
+      apply(rows, layer, some(rows, layer, 6, true), [&](Edits& e, const IndexList& l) {
+        tiers ? e.recall(PageList{l}, when) : e.encode(PageList{l}, 1, when);
+      });
       REQUIRE(step(rows) == Fit::ok);
     } else if (what <= 19) {
       recall_for_ranks(rows, layer);
       random_surplus(rows, layer);
     } else if (what <= 21 && f.options.host_pages) {
       place(rows, layer);
+    } else if (f.options.archive) {
+      pick(3) ? fetch(rows, layer) : archive(rows, layer);
     } else {
       page_edit(rows, layer);
     }
@@ -419,6 +533,7 @@ class Both {
           REQUIRE(cuda.length(layer, slot, h) == cpu.length(layer, slot, h));
           CHECK(cuda.max_length(layer, {slot}) >= cpu.max_length(layer, {slot}));
           CHECK(cuda.positions(layer, slot, h) == cpu.positions(layer, slot, h));
+          CHECK(cuda.archived(layer, slot, h) == cpu.archived(layer, slot, h));
           REQUIRE(test::stored_tokens(*copy, layer, 0, h) == test::stored_tokens(cpu, layer, slot, h));
           const int p = f.options.shape.page_size;
           for (int page = 0; page * p < cpu.length(layer, slot, h); ++page) {
@@ -467,7 +582,7 @@ StoreFixture fixture(int kind) {
   StoreFixture f;
   Shape& s = f.options.shape;
   s.max_tokens = 128;
-  f.options.host_pages = f.options.pauses = kind != 4;
+  f.options.host_pages = f.options.pauses = kind != 4 && kind < 11;
   if (kind == 0) {
     f.options.summary = Summary::mean;
     f.options.token_state = {"score"};
@@ -515,6 +630,17 @@ StoreFixture fixture(int kind) {
     f.options.codecs = {CodecSpec{{8, CodeKind::e4m3}, {8, CodeKind::e4m3}}};
     f.options.host_codec = CodecSpec{{8}, {8, CodeKind::e4m3}};
     f.options.summary = Summary::mean;
+  } else if (kind == 11) {
+    s.dtype = DType::bf16, s.head_dim = 128, s.page_size = 16, s.max_tokens = 256;
+    f.options.codecs = {CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}};
+    f.options.host_codec = f.options.codecs[0];
+    f.options.token_state = {"score"};
+    f.options.all_layers = true;
+  } else if (kind == 12) {
+    s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 8, s.kv_heads = 3, s.query_heads = 6;
+    f.options.codecs = {CodecSpec{}, CodecSpec{{8, CodeKind::e4m3}, {4}}};
+    f.options.summary = Summary::min_max;
+    f.options.all_layers = true;
   } else {
     s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
     f.options.codecs = {CodecSpec{{8}, {0}}};
@@ -528,7 +654,7 @@ StoreFixture fixture(int kind) {
 }  // namespace
 
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
-  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10);
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12);
   const RopeRegime rope = GENERATE(RopeRegime::original, RopeRegime::re_rotate);
   for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 6); ++seed) {
     StoreFixture f = fixture(kind);
@@ -539,6 +665,139 @@ TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
       both.random_edit();
       if (i % 5 == 4) both.check();
     }
+  }
+}
+
+TEST_CASE("cuda store: extents of the arena go to the codec that needs them, and come back") {
+  StoreFixture f = fixture(11);
+  f.options.shape.layers = 1;
+  f.options.shape.max_slots = 4;
+  f.options.shape.max_tokens = 512;
+  const std::int64_t high = frame_layout(f.options, f.options.codecs[0]).bytes;
+  f.options.device_limit = 2 * 3 * 32 * high;  // three sequences of 512 tokens, two heads
+  Both both(f, 1);
+  const auto levels = [&](std::uint8_t level) {
+    const std::vector<std::uint8_t> all(2 * 512, level);
+    Edits a, b;
+    OnDevice there;
+    const auto view = Levels::dense(all.data(), {1, 2, 512});
+    a.store_as(view), b.store_as(there.put(view));
+    const std::vector<std::int32_t> one{both.slots.back()};
+    REQUIRE(both.cpu.apply(a.all(), one).fit == Fit::ok);
+    const Fit fit = both.cuda.apply(b.all(), one).fit;
+    both.memory.synchronize();
+    both.cuda.workspace().reset();
+    return fit;
+  };
+  for (int round = 0; round < 3; ++round) {
+    CAPTURE(round);
+    // Four sequences fit where each is low before the next comes; of high ones no fourth does.
+    for (int i = 0; i < 4; ++i) {
+      both.open();
+      REQUIRE(both.append(both.slots.back(), 320) == Fit::ok);
+      REQUIRE(levels(1) == Fit::ok);
+      both.check();
+    }
+    const std::int64_t low = frame_layout(f.options, f.options.codecs[1]).bytes;
+    CHECK(both.cuda.page_bytes(Tier::device) == 4 * 2 * 20 * low);
+    while (!both.slots.empty()) both.close(both.slots[0]);
+    // The memory is the first codec's again.
+    for (int i = 0; i < 2; ++i) {
+      both.open();
+      REQUIRE(both.append(both.slots.back(), 448) == Fit::ok);
+    }
+    both.check();
+    while (!both.slots.empty()) both.close(both.slots[0]);
+  }
+}
+
+namespace {
+
+// A store whose heads have archives, of a shape and a codec of fixture().
+StoreFixture archiving(int kind) {
+  StoreFixture f = fixture(kind);
+  f.options.archive = true;
+  f.options.host_pages = f.options.pauses = false;
+  f.options.summary = Summary::none;
+  f.options.host_codec = f.options.codecs[0];
+  return f;
+}
+
+}  // namespace
+
+TEST_CASE("cuda store: random edits beside archives leave what they leave on the CPU") {
+  const int kind = GENERATE(0, 1, 2, 3, 7, 8, 10);
+  for (unsigned seed = 1; seed <= (cases::quick() ? 2 : 8); ++seed) {
+    Both both(archiving(kind), seed);
+    for (int i = 0; i < 200; ++i) {
+      CAPTURE(kind, seed, i);
+      both.random_edit();
+      if (i % 5 == 4) both.check();
+    }
+  }
+}
+
+TEST_CASE("cuda store: a prompt's archive, an eviction and fetches leave what they leave on the CPU") {
+  StoreFixture f = archiving(1);
+  f.options.shape.max_tokens = 900;
+  Both both(f, 1);
+  both.open();
+  both.open();
+  const std::vector<std::int32_t> rows{both.slots[1], both.slots[0]};
+  for (const int slot : rows) REQUIRE(both.append(slot, 800 - 100 * slot) == Fit::ok);
+  both.archive(rows, 0, 11);
+  both.check();
+  both.apply(rows, 0, both.some(rows, 0, 5, false), [](Edits& e, const IndexList& l) { e.evict_rest(TokenList{l}); });
+  for (int i = 0; i < 6; ++i) {
+    both.fetch(rows, 0);
+    both.check();
+    REQUIRE(both.step(rows) == Fit::ok);
+  }
+  both.close(rows[0]);
+  both.close(rows[1]);
+  CHECK(both.cuda.page_bytes(Tier::host) == 0);
+  both.check();
+}
+
+TEST_CASE("cuda store: archives take the frames of those that they replace, and too many are out of memory") {
+  StoreFixture f = archiving(1);
+  constexpr int frames = 3 * 5 + 2;  // 3 heads of 5 pages, and some
+  f.options.host_limit = frames * frame_layout(f.options, {}).bytes;
+  Both both(f, 1);
+  both.open();
+  both.open();
+  for (const int slot : both.slots) REQUIRE(both.append(slot, 40) == Fit::ok);
+  const std::vector<std::int32_t> first{both.slots[0]}, second{both.slots[1]};
+  for (int i = 0; i < 3; ++i) {
+    both.archive(first, 0, 11);
+    both.check();
+  }
+  Edits edits(0);
+  edits.archive({});
+  CHECK(both.cpu.apply(edits.all(), second).fit == Fit::out_of_memory);
+  CHECK(both.cuda.apply(edits.all(), second).fit == Fit::out_of_memory);
+  both.cuda.check_invariants();
+  both.cpu.check_invariants();
+  both.close(first[0]);
+  both.archive(second, 0, 11);
+  CHECK(both.cuda.page_bytes(Tier::host) == both.cpu.page_bytes(Tier::host));
+  both.cuda.check_invariants();
+}
+
+TEST_CASE("cuda store: fetches of what is not there are refused and change nothing") {
+  Both both(archiving(1), 1);
+  both.open();
+  REQUIRE(both.append(both.slots[0], 20) == Fit::ok);
+  both.archive(both.slots, 0, 11);
+  const std::vector<test::PerHead> few{test::PerHead(3, {0, 1, 2})};
+  both.apply(both.slots, 0, few, [](Edits& e, const IndexList& l) { e.evict_rest(TokenList{l}); });
+  for (const std::vector<std::int32_t>& list : {std::vector<std::int32_t>{3, 2}, {5, 5}, {20}, {-1, 4}, {0, 1, 2, 3}}) {
+    const BothLists lists({test::PerHead(3, list)}, both.memory);
+    Edits e(0);
+    e.fetch(TokenList{lists.device}, {});
+    CHECK(both.cuda.apply(e.all(), both.slots).fit == Fit::ok);
+    CHECK_THROWS_WITH(both.cuda.ledger(), Catch::Contains("its archive"));
+    both.check();
   }
 }
 
@@ -1062,7 +1321,11 @@ TEST_CASE("cuda store: options that it cannot serve are refused by name") {
       CHECK_THAT(error.what(), Catch::Contains(text));
     }
   };
-  refused([](StoreOptions& o) { o.codecs = {CodecSpec{}, CodecSpec{}}; }, "got 2 codecs of one cache, wanted one");
+  refused(
+      [](StoreOptions& o) {
+        o.codecs = {CodecSpec{}, CodecSpec{}}, o.host_pages = true;
+      },
+      "got two codecs with pages on the host");
   refused([](StoreOptions& o) { o.token_state.resize(6); }, "got 6 columns of token state, wanted at most 5");
 }
 

@@ -20,7 +20,7 @@ struct Asking final : Policy {
 };
 
 std::string refusal(Policy& policy, Device device, DType dtype = DType::bf16, void (*change)(Model&) = nullptr,
-                    int chunk = 0, int max_tokens = 64) {
+                    int chunk = 0, int max_tokens = 64, const BudgetAmount& budget = {}) {
   Model model;
   model.config = open_synthetic("tiny")->config();
   model.dtype = dtype;
@@ -30,6 +30,7 @@ std::string refusal(Policy& policy, Device device, DType dtype = DType::bf16, vo
   o.device = device;
   o.max_tokens = max_tokens;
   o.prefill_chunk = chunk;
+  o.budget = budget;
   try {
     Engine::check(model, policy, o);
   } catch (const Error& e) {
@@ -82,4 +83,13 @@ TEST_CASE("Engine::check refuses a device or a dtype that the policy does not ru
   narrow.wanted.dtypes({DType::f32, DType::f16});
   CHECK(refusal(narrow, Device::cpu, DType::f32) == "");
   CHECK_THAT(refusal(narrow, Device::cpu, DType::bf16), Catch::Contains("got dtype bf16, wanted f32 or f16"));
+}
+
+TEST_CASE("Engine::check refuses a budget for a policy that decides by itself how much it keeps") {
+  const BudgetAmount tokens{BudgetAmount::tokens, 48};
+  Asking limited, own;
+  own.wanted.own_amount(true);
+  CHECK(refusal(limited, Device::cpu, DType::bf16, nullptr, 0, 64, tokens) == "");
+  CHECK(refusal(own, Device::cpu) == "");
+  CHECK_THAT(refusal(own, Device::cpu, DType::bf16, nullptr, 0, 64, tokens), Catch::Contains("got a budget"));
 }

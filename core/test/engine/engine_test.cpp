@@ -224,6 +224,66 @@ TEST_CASE("each deadline is kept to the callback") {
   }
 }
 
+TEST_CASE("a policy archives heads at the prompt's end, and fetches their tokens behind a step's attention") {
+  // The newest 8 of 20 tokens stay. Each step fetches three places over the first of them.
+  struct Archiver final : Policy {
+    bool fetches;
+    explicit Archiver(bool f) : fetches(f) {}
+    Needs needs() const override { return Needs{}.archive(true); }
+    static TokenList places(const LayerKv& kv, const std::vector<std::int32_t>& of) {
+      const auto list = kv.list<TokenList>("places", std::ssize(of));
+      for (int h = 0; h < kv.kv_heads(); ++h) {
+        for (std::size_t i = 0; i < of.size(); ++i) list.index(0, h, static_cast<std::int64_t>(i)) = of[i];
+        list.count(0, h) = static_cast<std::int32_t>(of.size());
+      }
+      return list;
+    }
+    void prefill(const LayerPrefill& kv, Edits& edits, Stream) override {
+      edits.archive({});
+      edits.evict_rest(places(kv, {12, 13, 14, 15, 16, 17, 18, 19}));
+    }
+    void select(const LayerStep& step, Edits& edits, Stream) override {
+      if (fetches) edits.fetch(places(step, {0, 3, 5 + step.step[0]}), {});
+    }
+  };
+  EngineOptions o = options(2);
+  o.protect_host = true;  // attention reads no archive
+  Engine engine(tiny(), std::make_shared<Archiver>(true), o), plain(tiny(), std::make_shared<Archiver>(false), o);
+  std::vector<int> prompt;
+  for (int i = 0; i < 20; ++i) prompt.push_back(3 * i + 1);
+  const std::vector<std::int32_t> slots{0};
+  std::vector<float> logits[2];
+  for (Engine* e : {&engine, &plain}) {
+    REQUIRE(e->open() == 0);
+    REQUIRE(e->prefill(0, prompt, true, {}) == Fit::ok);
+  }
+  const auto step = [&] {
+    const std::vector<int> token{7};
+    for (int i = 0; i < 2; ++i) {
+      logits[i].resize(static_cast<std::size_t>(tiny()->config.vocab));
+      REQUIRE((i ? plain : engine)
+                  .step(slots, token, View<float, 2>::dense(logits[i].data(), {1, std::ssize(logits[i])})) == Fit::ok);
+    }
+  };
+  using Positions = std::vector<std::int32_t>;
+  CHECK(engine.host_used_bytes() == engine.full_bytes(20));
+  step();
+  CHECK(logits[0] == logits[1]);  // this attention came before
+  CHECK(engine.store().positions_by_place(1, 0, 1) == Positions{0, 3, 5, 15, 16, 17, 18, 19, 20});
+  step();
+  CHECK(logits[0] != logits[1]);
+  CHECK(engine.store().positions_by_place(0, 0, 0) == Positions{0, 3, 6, 15, 16, 17, 18, 19, 20, 21});
+  const SavedSequence saved = engine.save(0);
+  REQUIRE(engine.open() == 1);
+  REQUIRE(engine.restore(1, saved) == Fit::ok);
+  engine.close(0);
+  const std::vector<int> token{7};
+  REQUIRE(engine.step({1}, token, StepResult{}) == Fit::ok);
+  CHECK(engine.store().positions_by_place(0, 1, 0) == Positions{0, 3, 7, 15, 16, 17, 18, 19, 20, 21, 22});
+  engine.close(1);
+  CHECK(engine.host_used_bytes() == 0);
+}
+
 TEST_CASE("an edit for an attention that is over is refused") {
   const int token = 3;
   const std::vector<int> prompt{1, 2, 3, 4, 5};

@@ -241,23 +241,26 @@ TEST_CASE("a policy that says what decode steps hold lets in requests that were 
 
 TEST_CASE("a policy that says what a sequence takes of the host lets in what the host has room for") {
   struct Below final : Policy {
-    Needs needs() const override { return Needs{}.host_pages(true); }
+    bool archives;
+    explicit Below(bool a) : archives(a) {}
+    Needs needs() const override { return Needs{}.host_pages(!archives).archive(archives); }
     Demand demand(int, int) const override { return {-1, -1, 24}; }
   };
   const std::vector<Request> requests{{text(20, 1), {}, 6, 0}, {text(20, 2), {}, 6, 0}};
-  for (int pages = 1; pages <= 4; ++pages) {
-    CAPTURE(pages);
-    EngineOptions o = options(2);
-    o.host_limit = bytes_of(pages * page);
-    Engine engine(tiny(), std::make_shared<Below>(), o);
-    SchedulerOptions how;
-    how.clock = ticking();
-    std::size_t most = 0;
-    how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
-    Scheduler s(engine, requests, how);
-    run(s, engine);
-    CHECK(most == (pages >= 3 ? 2 : 1));
-  }
+  for (const bool archives : {false, true})
+    for (int pages = 1; pages <= 4; ++pages) {
+      CAPTURE(archives, pages);
+      EngineOptions o = options(2);
+      o.host_limit = bytes_of(pages * page);
+      Engine engine(tiny(), std::make_shared<Below>(archives), o);
+      SchedulerOptions how;
+      how.clock = ticking();
+      std::size_t most = 0;
+      how.stepped = [&](double, const std::vector<std::int32_t>& slots) { most = std::max(most, slots.size()); };
+      Scheduler s(engine, requests, how);
+      run(s, engine);
+      CHECK(most == (pages >= 3 ? 2 : 1));
+    }
 }
 
 TEST_CASE("the latest request is preempted, whatever slot it has") {

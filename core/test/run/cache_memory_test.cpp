@@ -101,7 +101,7 @@ TEST_CASE("every policy's scratch fits what device_memory keeps for it") {
   const auto model = tiny_model("llama-gqa3");
   for (const Subject& s : subjects().list()) {
     CAPTURE(s.label);
-    const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
+    const PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 64);
     EngineOptions o = options_of(spec);
     Engine::fit(o, 1 << 30, *model, *subjects().policy(spec, *model));
     Engine engine(model, subjects().policy(spec, *model), o);

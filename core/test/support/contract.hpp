@@ -73,6 +73,7 @@ struct Subject {
   Role role = Role::scorer;   // of the plugin under test
   PolicySpec spec;            // without a budget
   std::vector<DType> dtypes;  // Needs::dtypes
+  bool own_amount = false;    // Needs::own_amount
   bool composed() const { return role == Role::budget || role == Role::codec; }
   bool evicts() const { return spec.scorer.has_value(); }
   bool runs_with(DType dtype) const { return dtypes.empty() || std::count(dtypes.begin(), dtypes.end(), dtype) > 0; }
@@ -168,6 +169,7 @@ class Subjects {
     const Needs needs = policy(s.spec)->needs();
     const auto& devices = needs.devices();
     s.dtypes = needs.dtypes();
+    s.own_amount = needs.own_amount();
     if (!devices.empty() && std::count(devices.begin(), devices.end(), contract_device()) == 0)
       skipped_.push_back(label + ": it does not run on " + name_of(contract_device()));
     else if (!s.runs_with(contract_dtype()))
@@ -224,8 +226,9 @@ inline PolicySpec full_spec() {
   s.page_size = 8;
   return s;
 }
+// A policy that decides by itself how much it keeps stays without a budget.
 inline PolicySpec with_budget(PolicySpec s, BudgetAmount::Kind kind, double value) {
-  s.budget = {kind, value};
+  if (!s.policy || !subjects().policy(s)->needs().own_amount()) s.budget = {kind, value};
   return s;
 }
 

@@ -137,6 +137,11 @@ class OnText final : public EngineObserver {
   // marks(layer, KV head): the array `unstable` of a profile, for a policy that reads one.
   OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
          int page_size, const std::function<bool(int, int)>& marks = {})
+      : OnText(role, name, params, budget, tokens, page_size, marks ? unstable(marks) : MakeProfile()) {}
+  // make(layers, KV heads): the profile of a policy that reads one.
+  using MakeProfile = std::function<Profile(int, int)>;
+  OnText(Role role, const std::string& name, const std::map<std::string, ParamValue>& params, int budget, int tokens,
+         int page_size, const MakeProfile& make)
       : model_(load_model(*open_model("bundled/recall", "", ""), DType::f32, "recall")) {
     static Registry registry;
     const RegistryCatalog catalog(registry);
@@ -149,11 +154,8 @@ class OnText final : public EngineObserver {
     o.max_tokens = tokens;
     o.page_size = page_size;
     Profile profile;
-    if (marks) {
-      ProfileArray& unstable = profile["unstable"];
-      unstable.extent = {config().layers, config().kv_heads};
-      for (int l = 0; l < config().layers; ++l)
-        for (int h = 0; h < config().kv_heads; ++h) unstable.values.push_back(marks(l, h));
+    if (make) {
+      profile = make(config().layers, config().kv_heads);
       spec.profile = "marks";
     }
     engine_ = std::make_unique<Engine>(model_, build_policy(spec, catalog, &profile), o);
@@ -199,6 +201,16 @@ class OnText final : public EngineObserver {
   RopeTable rope() const { return model_->rope(); }
 
  private:
+  static MakeProfile unstable(const std::function<bool(int, int)>& marks) {
+    return [marks](int layers, int kv_heads) {
+      Profile profile;
+      ProfileArray& array = profile["unstable"];
+      array.extent = {layers, kv_heads};
+      for (int l = 0; l < layers; ++l)
+        for (int h = 0; h < kv_heads; ++h) array.values.push_back(marks(l, h));
+      return profile;
+    };
+  }
   void add(int layer, const View<const float, 3>& q, const View<const float, 3>& k, const View<const float, 3>& v) {
     Layer& to = layers_[static_cast<std::size_t>(layer)];
     to.queries.append(q), to.keys.append(k), to.values.append(v);

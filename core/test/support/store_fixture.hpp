@@ -94,14 +94,11 @@ class Lists {
   IndexList list_;
 };
 
-// Pages of the device in another codec of the store. No policy can ask for it yet: it cannot declare a second codec.
+// Pages of the device in another codec of the store.
 inline std::vector<Edit> encode(const PageList& pages, int codec, int layer = 0) {
-  Edit e;
-  e.verb = Edit::encode;
-  e.list = pages;
-  e.layer = layer;
-  e.codec = codec;
-  return {e};
+  Edits e(layer);
+  e.encode(pages, codec);
+  return e.all();
 }
 
 struct StoredToken {

@@ -1,0 +1,324 @@
+// Tokens of a device with two codecs: pages that change theirs, tokens by levels, and extents of frames. Pages of the
+// second codec come first in a head's table. As elsewhere, no kernel both takes frames of a pool and gives them back.
+#include <algorithm>
+
+#include "base/cuda.cuh"
+#include "ops/page/paged.hpp"
+#include "store/cuda_tokens.cuh"
+
+namespace kvlab {
+using namespace cuda;
+using namespace device_store;
+namespace {
+
+constexpr int threads = 256, warps = threads / 32;
+
+// A block stores a head's listed pages in another codec, one after the other.
+__global__ void __launch_bounds__(threads)
+    encode_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
+  const Head h = head_of(s, a.slots[row], head);
+  const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);
+  bool bad = count < 0 || count > a.index.extent[2];
+  for (int i = mine; !bad && i < count; i += threads) {
+    const int page = a.index(row, head, i);
+    bad = page < 0 || page >= pages || (i > 0 && page <= a.index(row, head, i - 1));
+  }
+  if (__syncthreads_or(bad)) {
+    if (mine == 0) fail(s, store_bad_list);
+    return;
+  }
+  __shared__ PageEntry before, fresh;
+  __shared__ bool changes;
+  for (int i = 0; i < count; ++i) {
+    // Pages that change places are never on the list behind the one that does.
+    const int page = a.index(row, head, a.codec > 0 ? i : count - 1 - i);
+    if (mine == 0) {
+      before = h.table[0][page];
+      changes = before.frame >= 0 && before.codec != a.codec && (page + 1) * p <= n &&
+                (a.codec > 0 || *h.lower_pages * p <= n) && take(s, 0, fresh, before.tokens, store_no_frame, a.codec);
+      if (before.frame < 0) fail(s, ops::page_absent);
+    }
+    __syncthreads();
+    const bool goes = changes;
+    if (goes) {
+      const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
+      for (int t = warp; t < p; t += warps) {
+        Carried x;
+        x.read(frame_at(s, 0, before.frame), from, t, to, lane);
+        x.write(frame_at(s, 0, fresh.frame), to, t, lane);
+      }
+    }
+    __syncthreads();
+    if (!goes) continue;
+    const int other = a.codec > 0 ? *h.lower_pages : *h.lower_pages - 1;
+    __syncthreads();
+    if (mine == 0) {
+      h.table[0][page] = h.table[0][other];
+      h.table[0][other] = fresh;
+      *h.lower_pages = a.codec > 0 ? other + 1 : other;
+      give_back(s, 0, before);
+      count_fired(s, a.edit);
+    }
+    __syncthreads();
+    if (warp < 2) summarize(s, h, warp ? other : page, min(p, n - (warp ? other : page) * p), lane);
+    __syncthreads();
+  }
+}
+
+// ---- levels --------------------------------------------------------------------------------------------------------
+
+// Sums of a block's numbers in front of each thread, and of all.
+struct BlockSums {
+  int before, all;
+};
+__device__ BlockSums sum_block(int own) {
+  __shared__ int of_warps[warps];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  int sum = own;
+  for (int d = 1; d < 32; d *= 2)
+    if (const int x = __shfl_up_sync(~0u, sum, d); lane >= d) sum += x;
+  __syncthreads();
+  if (lane == 31) of_warps[warp] = sum;
+  __syncthreads();
+  BlockSums out = {sum - own, 0};
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) out.before += of_warps[w];
+    out.all += of_warps[w];
+  }
+  return out;
+}
+
+// Takes frames for pages [first, end) of a head. The whole block calls it.
+__device__ bool take_pages(const CudaStoreLayer& s, PageEntry* fresh, int first, int end, int kept, int codec) {
+  __shared__ int left;
+  const ops::FramePool& pool = s.pool[pool_of(0, codec)];
+  const int count = end - first, p = s.layout.page_size;
+  __syncthreads();
+  if (threadIdx.x == 0) left = atomicSub(pool.free_count, count);
+  __syncthreads();
+  if (left < count) {
+    if (threadIdx.x == 0) fail(s, store_no_frame);
+    return false;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
+    PageEntry e;
+    e.frame = pool.free[left - 1 - i];
+    e.tokens = static_cast<std::uint16_t>(min(p, kept - (first + i) * p));
+    e.codec = static_cast<std::uint8_t>(codec);
+    fresh[first + i] = e;
+  }
+  return true;
+}
+
+// Writes the order of a head's tokens by their places to come, and takes frames for them.
+__global__ void __launch_bounds__(threads)
+    levels_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), pages = (a.most + p - 1) / p;
+  const Head h = head_of(s, a.slots[row], head);
+  const int n = *h.length, codecs = h.lower_pages ? 2 : 1;
+  CudaStoreLevels::Plan plan;
+  std::int32_t* order = a.order + std::int64_t{blockIdx.x} * a.most;
+  const auto level = [&](int t) { return t < n ? a.levels(row, head, t) : gone; };
+  bool bad = n > a.levels.extent[2] || n > a.most;
+  int lower = 0;
+  for (int t = mine; !bad && t < n; t += threads) {
+    bad = level(t) != gone && level(t) >= codecs;
+    lower += level(t) == 1;
+  }
+  if (__syncthreads_or(bad)) {
+    if (mine == 0) fail(s, store_bad_list), a.plans[blockIdx.x] = plan;
+    return;
+  }
+  plan.low = sum_block(lower).all / p * p;
+  int lows = 0, others = 0;
+  bool same = true;
+  for (int begin = 0; begin < n; begin += threads) {
+    const int t = begin + mine, own = level(t);
+    const BlockSums low = sum_block(own == 1);
+    const bool is_low = own == 1 && lows + low.before < plan.low, stays = !is_low && own != gone;
+    const BlockSums other = sum_block(stays);
+    const int to = is_low ? lows + low.before : plan.low + others + other.before;
+    if (is_low || stays) order[to] = t;
+    same = same && (t >= n || ((is_low || stays) && to == t));
+    lows += low.all, others += other.all;
+  }
+  plan.kept = plan.low + others;
+  same = same && plan.low == (h.lower_pages ? *h.lower_pages * p : 0);
+  PageEntry* fresh = a.fresh + std::int64_t{blockIdx.x} * pages;
+  if (!__syncthreads_or(!same) || !take_pages(s, fresh, 0, plan.low / p, plan.kept, 1) ||
+      !take_pages(s, fresh, plan.low / p, (plan.kept + p - 1) / p, plan.kept, 0))
+    plan.kept = -1;
+  if (mine == 0) a.plans[blockIdx.x] = plan;
+}
+
+// Grid [part, head of a row]. A warp copies a token.
+__global__ void __launch_bounds__(threads)
+    levels_copy_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
+  const int row = blockIdx.y / s.kv_heads, head = blockIdx.y % s.kv_heads, p = s.layout.page_size;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const CudaStoreLevels::Plan plan = a.plans[blockIdx.y];
+  const Head h = head_of(s, a.slots[row], head);
+  const std::int32_t* order = a.order + std::int64_t{blockIdx.y} * a.most;
+  const PageEntry* fresh = a.fresh + std::int64_t{blockIdx.y} * ((a.most + p - 1) / p);
+  for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < plan.kept; i += static_cast<int>(gridDim.x) * warps) {
+    const int from = order[i];
+    const PageLayout& to = i < plan.low ? s.lower_layout : s.layout;
+    Carried x;
+    x.read(page_at(s, h, from / p), s.mixed ? layout_at(s, h, from / p) : s.layout, from % p, to, lane);
+    x.write(frame_at(s, 0, fresh[i / p].frame), to, i % p, lane);
+  }
+}
+
+// Gives the old frames of a head back and enters the new ones.
+__global__ void __launch_bounds__(threads)
+    levels_finish_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreLevels a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x);
+  const CudaStoreLevels::Plan plan = a.plans[blockIdx.x];
+  if (plan.kept < 0) return;
+  const Head h = head_of(s, a.slots[row], head);
+  const int before = (*h.length + p - 1) / p, after = (plan.kept + p - 1) / p;
+  const PageEntry* fresh = a.fresh + std::int64_t{blockIdx.x} * ((a.most + p - 1) / p);
+  for (int page = mine; page < before; page += threads) {
+    for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][page]);
+    if (page < after) h.table[0][page] = fresh[page];
+  }
+  __syncthreads();
+  if (mine == 0) {
+    *h.length = plan.kept;
+    if (h.lower_pages) *h.lower_pages = plan.low / p;
+    fewer_pages(s, before - after);
+    count_fired(s, a.edit);
+  }
+  for (int page = mine / 32; page < after; page += warps)
+    summarize(s, h, page, min(p, plan.kept - page * p), mine % 32);
+}
+
+// ---- extents -------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(threads)
+    grant_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool, const __grid_constant__ CudaExtents e) {
+  const int fresh = e.count * e.each, at = *s.pool[pool].free_count;
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < fresh; i += threads) {
+    // A pool gives its last frames first: those of the first extents.
+    const int from = fresh - 1 - i, extent = e.extents[from / e.each];
+    s.pool[pool].free[at + i] = static_cast<std::int32_t>(extent * (e.bytes / granule_bytes)) + from % e.each * e.step;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *s.pool[pool].free_count = at + fresh, s.counters->frames[pool] += fresh;
+}
+
+__global__ void count_free_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
+                                  const __grid_constant__ CudaExtents e) {
+  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
+       i += static_cast<int>(gridDim.x * blockDim.x))
+    atomicAdd(&e.free[s.pool[pool].free[i] / granules], 1);
+}
+
+// Copies the frames that stay to a list of their own.
+__global__ void take_out_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
+                                const __grid_constant__ CudaExtents e) {
+  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    const std::int32_t frame = s.pool[pool].free[i];
+    if (e.free[frame / granules] < e.each) e.list[atomicAdd(e.list_count, 1)] = frame;
+  }
+}
+
+__global__ void put_back_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
+                                const __grid_constant__ CudaExtents e) {
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *e.list_count;
+       i += static_cast<int>(gridDim.x * blockDim.x))
+    s.pool[pool].free[i] = e.list[i];
+}
+
+__global__ void shrink_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
+                              const __grid_constant__ CudaExtents e) {
+  s.counters->frames[pool] -= *s.pool[pool].free_count - *e.list_count;
+  *s.pool[pool].free_count = *e.list_count;
+}
+
+// Writes where the frames of each extent begin in the arranged list: those of the last extents come first.
+__global__ void __launch_bounds__(threads) arrange_plan_kernel(const __grid_constant__ CudaExtents e) {
+  int before = 0;
+  for (int from = 0; from < e.count; from += threads) {
+    const int extent = e.count - 1 - from - static_cast<int>(threadIdx.x);
+    const BlockSums sums = sum_block(extent >= 0 ? e.free[extent] : 0);
+    if (extent >= 0) e.begin[extent] = before + sums.before;
+    before += sums.all;
+  }
+  if (threadIdx.x == 0) *e.list_count = before;
+}
+
+__global__ void arrange_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
+                               const __grid_constant__ CudaExtents e) {
+  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    const std::int32_t frame = s.pool[pool].free[i];
+    e.list[atomicAdd(&e.begin[frame / granules], 1)] = frame;
+  }
+}
+
+constexpr int blocks = 256;  // of kernels over a pool's list
+
+}  // namespace
+
+namespace cuda_store {
+
+void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream) {
+  encode_kernel<<<e.rows * s.kv_heads, threads, 0, stream_of(stream)>>>(s, e);
+  check_launch("encode");
+}
+KVLAB_ON_CUDA(encode, encode);
+
+void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream to) {
+  const cudaStream_t stream = stream_of(to);
+  const auto heads = static_cast<unsigned>(a.rows * s.kv_heads);
+  levels_plan_kernel<<<heads, threads, 0, stream>>>(s, a);
+  const auto parts = static_cast<unsigned>(std::clamp(a.most / (4 * warps), 1, 1024));
+  levels_copy_kernel<<<dim3(parts, heads), threads, 0, stream>>>(s, a);
+  levels_finish_kernel<<<heads, threads, 0, stream>>>(s, a);
+  check_launch("store_levels");
+}
+KVLAB_ON_CUDA(store_levels, store_levels);
+
+void grant(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream) {
+  grant_kernel<<<1, threads, 0, stream_of(stream)>>>(s, pool, e);
+  check_launch("grant");
+}
+KVLAB_ON_CUDA(grant, grant);
+
+void count_free(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream) {
+  count_free_kernel<<<blocks, threads, 0, stream_of(stream)>>>(s, pool, e);
+  check_launch("count_free");
+}
+KVLAB_ON_CUDA(count_free, count_free);
+
+void take_out(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream to) {
+  const cudaStream_t stream = stream_of(to);
+  take_out_kernel<<<blocks, threads, 0, stream>>>(s, pool, e);
+  put_back_kernel<<<blocks, threads, 0, stream>>>(s, pool, e);
+  shrink_kernel<<<1, 1, 0, stream>>>(s, pool, e);
+  check_launch("take_out");
+}
+KVLAB_ON_CUDA(take_out, take_out);
+
+void arrange(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream to) {
+  const cudaStream_t stream = stream_of(to);
+  count_free_kernel<<<blocks, threads, 0, stream>>>(s, pool, e);
+  arrange_plan_kernel<<<1, threads, 0, stream>>>(e);
+  arrange_kernel<<<blocks, threads, 0, stream>>>(s, pool, e);
+  put_back_kernel<<<blocks, threads, 0, stream>>>(s, pool, e);
+  check_launch("arrange");
+}
+KVLAB_ON_CUDA(arrange, arrange);
+
+}  // namespace cuda_store
+}  // namespace kvlab

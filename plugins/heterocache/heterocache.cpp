@@ -1,0 +1,209 @@
+// HeteroCache: a profile gives each KV head a role. Pivots and volatile heads keep the whole prompt on the device, and
+// the others keep its best tokens. When a pivot's attention drifts, its satellites fetch other tokens from the host.
+// Shi et al. 2026.
+#include <kvlab/plugin.hpp>
+
+#include <cmath>
+#include <sstream>
+
+#include "division.hpp"
+
+namespace {
+
+using kvlab::Heads;
+using kvlab::Scores;
+
+// What a satellite fetches: its own best tokens by the pivot's scores. Or, as in the released code, the first by
+// position of as many as the cluster's largest satellite takes.
+enum class RecallOrder : std::uint8_t { score, position };
+
+// Roles as a profile holds them.
+constexpr float anchor = 0, shifting = 1, pivot = 2, satellite = 3;
+
+}  // namespace
+
+template <>
+struct kvlab::Choices<RecallOrder> {
+  static constexpr std::pair<RecallOrder, const char*> all[] = {{RecallOrder::score, "score"},
+                                                                {RecallOrder::position, "position"}};
+};
+
+namespace {
+
+class HeteroCache final : public kvlab::Policy {
+ public:
+  explicit HeteroCache(const kvlab::Params& p)
+      : threshold_(p.get<float>("threshold")),
+        window_(p.get<int>("window")),
+        period_(p.get<int>("check_every")),
+        kernel_(p.get<int>("kernel")),
+        least_(p.get<double>("least_stability")),
+        fill_(p.get<bool>("fill")),
+        allocates_(p.get<bool>("allocation")),
+        clusters_(p.get<bool>("clustering")),
+        recalls_(p.get<bool>("retrieval") && clusters_),
+        order_(p.get<RecallOrder>("recall_order")),
+        when_{p.get<bool>("asynchrony") ? kvlab::Deadline::next_attention : kvlab::Deadline::next_step} {
+    if (kernel_ % 2 == 0)
+      throw kvlab::Error(kvlab::Errc::config, "got a kernel of " + std::to_string(kernel_) + ", wanted an odd one");
+  }
+
+  kvlab::Needs needs() const override {
+    return kvlab::Needs{}
+        .window_queries(1)
+        .archive(recalls_)
+        .steps(true)
+        .profile(allocates_ || clusters_)
+        .scratch_numbers(2 * window_ + 3)  // rows of attention, a copy that pooling takes, and their maxima
+        .capturable(true);
+  }
+
+  void load_profile(const kvlab::Profile& profile) override {
+    role_ = profile.at("role").values, pivot_of_ = profile.at("pivot_of").values;
+    stable_ = profile.at("stable").values;
+    for (const auto* of_heads : {&role_, &pivot_of_, &stable_})
+      for (const float x : *of_heads)
+        if (std::isnan(x))
+          throw kvlab::Error(kvlab::Errc::data, "got a profile of heads without a role, wanted one with decode steps");
+  }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount& budget, kvlab::Workspace& w) override {
+    const auto heads = static_cast<std::size_t>(shape.layers * shape.kv_heads);
+    heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = budget.kind;
+    if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
+    if (!allocates_) stable_.assign(heads, 1);
+    std::vector<std::int32_t> leader(heads, -1), widest(heads);
+    std::vector<std::uint8_t> no_pivot, no_satellite;
+    weights_.clear(), follows_.assign(static_cast<std::size_t>(shape.layers), false);
+    for (std::size_t i = 0; i < heads; ++i) {
+      const std::size_t own = i % heads_of_layer_, first = i - own;
+      const bool full = role_[i] == shifting || role_[i] == pivot;
+      weights_.push_back(full ? 0 : 1 / std::max(double{stable_[i]}, least_));
+      no_pivot.push_back(role_[i] != pivot), no_satellite.push_back(role_[i] != satellite);
+      widest[i] = static_cast<std::int32_t>(own);
+      if (role_[i] == pivot) leader[i] = widest[i];
+      if (role_[i] != satellite) continue;
+      leader[i] = static_cast<std::int32_t>(pivot_of_[i]), follows_[i / heads_of_layer_] = true;
+      for (std::size_t h = 0; h < heads_of_layer_; ++h)  // of a cluster, the least stable one keeps most
+        if (role_[first + h] == satellite && pivot_of_[first + h] == pivot_of_[i] &&
+            stable_[first + h] < stable_[first + static_cast<std::size_t>(widest[i])])
+          widest[i] = static_cast<std::int32_t>(h);
+    }
+    full_ = static_cast<std::size_t>(std::count(weights_.begin(), weights_.end(), 0.));
+    const double least = static_cast<double>(full_) / static_cast<double>(heads);
+    if (kind_ == kvlab::BudgetAmount::ratio && budget.value <= least) refuse("a ratio of ", budget.value, least);
+    if (!recalls_) return;
+    leader_ = kvlab::HeadOfHead("pivot of", shape, leader, w);
+    widest_ = kvlab::HeadOfHead("widest of the cluster", shape, widest, w);
+    no_pivot_ = kvlab::HeadClass("other than pivots", shape, no_pivot, w);
+    no_satellite_ = kvlab::HeadClass("other than satellites", shape, no_satellite, w);
+    last_ = kvlab::KeptWindow("last queries", shape, window_, w);
+    prompt_ = kvlab::KeptOfHeads<std::int32_t>("prompt", shape, w);
+    best_ = kvlab::KeptTokens("best", shape, shape.max_tokens, w);
+    drifted_ = kvlab::KeptFlags("drifted", shape, w);
+  }
+
+  // A budget that pays for all tokens evicts nothing.
+  void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!kv.last[0]) return;
+    const int n = kv.position[0], budget = kv.budget_tokens(0);
+    const int base = heterocache::base_of(weights_.size(), full_, n, budget);
+    if (base == 0 && kind_ != kvlab::BudgetAmount::ratio)
+      refuse(("a prompt of " + std::to_string(n) + " tokens with a budget of ").c_str(), budget,
+             static_cast<double>(full_) * n / static_cast<double>(weights_.size()));
+    if (base == 0 || base == n) return;  // a ratio of a few tokens is none
+    const auto first = static_cast<std::size_t>(kv.layer) * heads_of_layer_;
+    const std::vector<std::int32_t> all = heterocache::divided(weights_, base, n, fill_);
+    std::vector<std::int32_t> kept(all.begin() + static_cast<std::ptrdiff_t>(first),
+                                   all.begin() + static_cast<std::ptrdiff_t>(first + heads_of_layer_));
+    const Scores scores = score(kv, kv.pages, kv.window_queries, 1, {}, s);
+    const auto stay = kv.list<kvlab::TokenList>("kept", n);
+    kvlab::ops::top_tokens(kv.pages, scores, kv.upload_heads("tokens to keep", kept.data()), nullptr, stay, s);
+    if (recalls_ && follows_[static_cast<std::size_t>(kv.layer)]) {
+      for (std::size_t h = 0; h < heads_of_layer_; ++h)
+        if (role_[first + h] == pivot) kept[h] = base;
+      kvlab::ops::top_tokens(kv.pages, scores, {.keep = kv.upload_heads("tokens to note", kept.data())}, best_.of(kv),
+                             s);
+      kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
+      // The prompt's last query stands for those of steps that are still to come.
+      for (int i = 0; i < window_; ++i)
+        kvlab::ops::keep_window(kv.last_queries(), kv.pages, last_.of(kv), {}, s, Heads{}.except(no_pivot_.of(kv)));
+      edits.archive(Heads{}.except(no_satellite_.of(kv)));
+    }
+    edits.evict_rest(stay);
+  }
+
+  void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
+    if (!recalls_ || !follows_[static_cast<std::size_t>(step.layer)]) return;
+    const std::int64_t queries = std::int64_t{window_} * step.shape->query_heads;
+    const auto window = step.scratch<float>("window", {step.rows(), queries, 1, step.pages.head_dim});
+    kvlab::ops::keep_window(step.queries, step.pages, last_.of(step), window, s, Heads{}.except(no_pivot_.of(step)));
+    kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
+    prompt.length = prompt_.of(step);
+    const Heads due = Heads::every(step.steps, period_, 1).except(no_pivot_.of(step));
+    const Scores scores = score(step, prompt, window, window_, due, s);
+    kvlab::ops::drifted_heads(prompt, scores, best_.of(step), threshold_, leader_.of(step), drifted_.of(step), s, due);
+    Scores last = scores;  // by the last query
+    last.data += (window_ - 1) * scores.stride[1];
+    last.extent[1] = step.kv_heads(), last.stride[1] *= window_;
+    const Heads drifted = Heads::flagged(drifted_.of(step));
+    kvlab::ops::top_tokens(prompt, last,
+                           {.heads = drifted,
+                            .by = leader_.of(step),
+                            .among = order_ == RecallOrder::position ? widest_.of(step) : nullptr},
+                           best_.of(step), s);
+    edits.fetch(best_.of(step), {.heads = drifted.except(no_satellite_.of(step)), .when = when_});
+  }
+
+ private:
+  // Pooled attention of each of `steps` queries, the greatest of a group: [row, kv_head x steps, token].
+  Scores score(const kvlab::LayerKv& kv, const kvlab::PagedKv& pages, const kvlab::Tensor<4>& queries, int steps,
+               const Heads& heads, kvlab::Stream s) const {
+    const auto rows = kv.scratch<float>("attention", {kv.rows(), queries.extent[1], kv.max_length});
+    const auto scores = kv.scratch<float>("scores", {kv.rows(), std::int64_t{steps} * kv.kv_heads(), kv.max_length});
+    kvlab::ops::window_votes(queries, nullptr, pages, rows, s, heads);
+    kvlab::ops::pool(pages, rows, kvlab::Pooling::average, kernel_, 0, *kv.workspace, s, heads);
+    kvlab::ops::group_reduce(pages, rows, kvlab::GroupRule::max, scores, s, heads);
+    return scores;
+  }
+
+  [[noreturn]] static void refuse(const char* got, double amount, double least) {
+    std::ostringstream text;
+    text << "got " << got << amount << ", wanted more than " << least << ": pivots and volatile heads keep all tokens";
+    throw kvlab::Error(kvlab::Errc::config, text.str());
+  }
+
+  float threshold_;
+  int window_, period_, kernel_;
+  double least_;
+  bool fill_, allocates_, clusters_, recalls_;
+  RecallOrder order_;
+  kvlab::Deadline when_;
+  kvlab::BudgetAmount::Kind kind_ = kvlab::BudgetAmount::unlimited;
+  std::vector<float> role_, pivot_of_, stable_;  // [layer, kv_head], like weights_
+  std::vector<double> weights_;                  // of the division; 0 = the head keeps all
+  std::vector<bool> follows_;                    // [layer] a head of it is a satellite
+  std::size_t heads_of_layer_ = 0, full_ = 0;
+  kvlab::HeadOfHead leader_, widest_;
+  kvlab::HeadClass no_pivot_, no_satellite_;
+  kvlab::KeptWindow last_;
+  kvlab::KeptOfHeads<std::int32_t> prompt_;
+  kvlab::KeptTokens best_;  // a pivot's base set, and what a satellite holds
+  kvlab::KeptFlags drifted_;
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(
+    kvlab::policy<HeteroCache>("heterocache", "roles of heads; satellites fetch when their pivot drifts (2026)")
+        .param("threshold", 0.5, 0, 1, "median overlap below which a pivot has drifted")
+        .param("window", 5, 1, 64, "steps whose overlaps give the median")
+        .param("check_every", 5, 1, kvlab::any, "steps from one check to the next; 1 = a sliding window")
+        .param("kernel", 5, 1, 1023, "tokens of which attention takes the average; odd")
+        .param("least_stability", 0.05, 1e-6, 1, "lower stabilities count as this in the division")
+        .param("fill", true, "what a head cannot keep goes to the others; false: it is lost, as in the released code")
+        .param("recall_order", RecallOrder::score, "a satellite fetches its own best, or as the released code does")
+        .component("allocation", "shares by stability; off = all compressed heads keep as many tokens")
+        .component("clustering", "roles of the profile; off = every head is an anchor, and none recalls")
+        .component("retrieval", "satellites fetch from the host; off = they keep the prompt's choice")
+        .component("asynchrony", "fetched tokens come beside the step; off = its end waits for them"))

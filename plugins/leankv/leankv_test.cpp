@@ -1,0 +1,230 @@
+#include <kvlab/ops.hpp>
+
+#include <catch2/catch.hpp>
+#include <map>
+#include <memory>
+#include <numeric>
+
+#include "plugin/loader.hpp"
+#include "plugin/parameters.hpp"
+#include "plugin/registry.hpp"
+#include "support/store_fixture.hpp"
+
+using namespace kvlab;
+using namespace kvlab::test;
+
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+// A sequence of two layers with two KV heads of two query heads each. Head 0 of layer 0 gets scores of the test's. All
+// tokens of the other heads are important.
+class Sequence {
+ public:
+  explicit Sequence(std::map<std::string, ParamValue> given, int max_tokens = 64)
+      : info_(registry_.require(Role::policy, "leankv")), policy_(create<Policy>(info_, resolve(info_, given))) {
+    StoreOptions& o = fixture_.options;
+    o.shape.head_dim = 16;
+    o.shape.max_tokens = max_tokens;
+    o.codecs = policy_->codecs();
+    o.token_state = policy_->needs().token_state();
+    o.all_layers = policy_->needs().all_layers();
+    store_ = std::make_unique<CpuStore>(o);
+    policy_->attach(o.shape, {}, store_->workspace());
+    slot_ = store_->open();
+  }
+
+  // sums: of each token, over all queries since it.
+  void prefill(const std::vector<float>& sums) {
+    const int n = static_cast<int>(sums.size());
+    REQUIRE(fixture_.fill(*store_, slot_, n) == Fit::ok);
+    const bool last = true;
+    for (int layer = 0; layer < 2; ++layer) {
+      LayerPrefill kv;
+      kv.last = &last;
+      const auto mass = begin(kv, layer, sums);
+      Edits edits(layer);
+      policy_->prefill(kv, edits, Stream::cpu());
+      REQUIRE(store_->apply(edits.all(), {slot_}).fit == Fit::ok);
+    }
+    store_->check_invariants();
+  }
+
+  // The new token gets this score, and no other gets any.
+  void step(float score) {
+    REQUIRE(fixture_.fill(*store_, slot_, 1, true) == Fit::ok);
+    for (int layer = 0; layer < 2; ++layer) {
+      LayerStep kv;
+      std::vector<float> scores(static_cast<std::size_t>(store_->length(layer, slot_, 0)));
+      scores.back() = score;
+      const auto mass = begin(kv, layer, scores);
+      Edits none(layer);
+      policy_->observe(kv, none, Stream::cpu());
+      REQUIRE(none.all().empty());
+    }
+    const Ints slots{slot_};
+    Step all;
+    all.shape = &store_->shape(), all.rows = 1, all.slots = slots.data(), all.workspace = &store_->workspace();
+    all.state_names = &fixture_.options.token_state;
+    all.pages = store_->view_all(slots);
+    all.max_length = store_->shape().max_tokens;
+    Edits edits;
+    policy_->finish_step(all, edits, Stream::cpu());
+    REQUIRE(store_->apply(edits.all(), slots).fit == Fit::ok);
+    store_->check_invariants();
+  }
+
+  void start_again() {
+    store_->close(slot_);
+    policy_->release(slot_);
+    slot_ = store_->open();
+  }
+
+  Ints places(int layer = 0, int head = 0) const { return store_->positions_by_place(layer, slot_, head); }
+  int lower_pages() const { return store_->view(0, {slot_}).lower_pages(slot_, 0); }
+
+ private:
+  std::vector<float> begin(LayerKv& kv, int layer, const std::vector<float>& own) {
+    slots_ = {slot_}, position_ = {store_->position(slot_)};
+    kv.layer = layer;
+    kv.shape = &store_->shape();
+    pages_ = store_->view(layer, slots_);
+    kv.pages = pages_;
+    kv.keys = {&pages_, KvSide::key}, kv.values = {&pages_, KvSide::value};
+    kv.state_names = &fixture_.options.token_state;
+    kv.workspace = &store_->workspace();
+    kv.slots = slots_.data(), kv.position = position_.data();
+    for (int h = 0; h < 2; ++h) kv.max_length = std::max(kv.max_length, store_->length(layer, slot_, h));
+    // The greater score of a group's two query heads counts.
+    std::vector<float> mass(static_cast<std::size_t>(4 * kv.max_length), 10.f);
+    const auto of = View<float, 3>::dense(mass.data(), {1, 4, kv.max_length});
+    for (std::size_t t = 0; layer == 0 && t < own.size(); ++t) of(0, 0, t) = own[t] / 2, of(0, 1, t) = own[t];
+    kv.mass = of;
+    return mass;
+  }
+
+  Registry registry_;
+  const PluginInfo& info_;
+  Instance<Policy> policy_;
+  StoreFixture fixture_;
+  std::unique_ptr<CpuStore> store_;
+  int slot_ = 0;
+  Ints slots_, position_;
+  PagedKv pages_;
+};
+
+std::map<std::string, ParamValue> with(std::map<std::string, ParamValue> more) {
+  more["queries"] = std::string("all");
+  return more;
+}
+
+Ints counted(int first, int last) {
+  Ints out(static_cast<std::size_t>(last - first));
+  std::iota(out.begin(), out.end(), first);
+  return out;
+}
+
+Ints operator+(Ints a, const Ints& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+}  // namespace
+
+// The card's first hand test: 1/100 is the threshold of high tokens, .02/100 that of low ones.
+TEST_CASE("leankv: a prompt of 100 tokens is stored high, low or not at all") {
+  const auto [unit, low_tokens] = GENERATE(std::pair{"n", 3}, std::pair{"i", 4});
+  CAPTURE(unit);
+  Sequence s(with({{"unit", std::string(unit)}, {"window", std::int64_t{64}}}), 128);
+  std::vector<float> sums(100, 1000.f);
+  const auto mean = [&](int t, float x) { sums[static_cast<std::size_t>(t)] = x * static_cast<float>(100 - t); };
+  mean(9, .012f);  // high, but low where the threshold is 1/10
+  for (const int t : {19, 20, 21}) mean(t, .004f);
+  mean(29, .0001f);
+  for (const int t : {40, 90}) mean(t, 0);  // of the window
+  s.prefill(sums);
+  // Three low tokens fill no page of four, so they stay in the high codec.
+  if (low_tokens == 3)
+    CHECK(s.places() == counted(0, 29) + counted(30, 100));
+  else
+    CHECK(s.places() == Ints{9, 19, 20, 21} + counted(0, 9) + counted(10, 19) + counted(22, 29) + counted(30, 100));
+  CHECK(s.lower_pages() == low_tokens / 4);
+  CHECK(s.places(1, 1) == counted(0, 100));
+}
+
+TEST_CASE("leankv: a prompt that is not longer than the window stays high, whatever its scores") {
+  Sequence s(with({{"window", std::int64_t{16}}}));
+  s.prefill(std::vector<float>(16, 0.f));
+  CHECK(s.places() == counted(0, 16));
+  CHECK(s.lower_pages() == 0);
+}
+
+TEST_CASE("leankv: each outcome of a decode step, and a page of low tokens that is full") {
+  Sequence s(with({{"window", std::int64_t{4}}}));  // pages of 4 tokens
+  std::vector<float> sums(20, 10.f);
+  const auto mean = [&](int t, float x) { sums[static_cast<std::size_t>(t)] = x * static_cast<float>(20 - t); };
+  for (const int t : {0, 2, 4, 8}) mean(t, .01f);
+  mean(6, .00105f);  // .02/20 is .001
+  for (const int t : {1, 3}) mean(t, .0001f);
+  s.prefill(sums);
+  CHECK(s.places() == Ints{0, 2, 4, 6, 5, 7, 8, 9} + counted(10, 20));
+  CHECK(s.lower_pages() == 1);
+
+  s.step(0);  // token 8, which the prompt left high, becomes low
+  CHECK(s.places() == Ints{0, 2, 4, 6, 8, 7, 5, 9} + counted(10, 21));
+  s.step(.1f), s.step(.1f);  // nothing
+  CHECK(s.places() == Ints{0, 2, 4, 6, 8, 7, 5, 9} + counted(10, 23));
+  s.step(.1f);  // token 20 leaves the window with a mean of 0: it is out, and the last token takes its place
+  CHECK(s.places() == Ints{0, 2, 4, 6, 8, 7, 5, 9} + counted(10, 20) + Ints{23, 21, 22});
+  // Token 21 has a mean of .1/4. Token 6 has .0147/19, which is below .02/25.
+  s.step(.1f);
+  CHECK(s.places() == Ints{0, 2, 4, 21, 8, 7, 5, 9} + counted(10, 20) + Ints{23, 24, 22});
+  CHECK(s.lower_pages() == 1);
+  s.step(0), s.step(0);  // tokens 22 and 23 become low
+  CHECK(s.places() == Ints{0, 2, 4, 21, 8, 22, 23, 9} + counted(10, 20) + Ints{5, 24, 7, 25, 26});
+  CHECK(s.lower_pages() == 1);
+  s.step(0);  // token 24 fills a page
+  CHECK(s.places() == Ints{0, 2, 4, 21, 8, 22, 23, 24} + counted(10, 20) + Ints{5, 9, 7, 25, 26, 27});
+  CHECK(s.lower_pages() == 2);
+  CHECK(s.places(0, 1) == counted(0, 28));
+  CHECK(s.places(1, 0) == counted(0, 28));
+}
+
+TEST_CASE("leankv: a fresh sequence has no low tokens of the one before") {
+  Sequence s(with({{"window", std::int64_t{4}}}));
+  std::vector<float> sums(20, 10.f);
+  sums[6] = .1f, sums[7] = .1f;
+  s.prefill(sums);
+  s.step(0);  // of two low tokens, one waits at the front of the first page
+  CHECK(s.places()[0] == 6);
+  s.start_again();
+  s.prefill(sums);
+  CHECK(s.places() == counted(0, 20));
+  s.step(0);
+  CHECK(s.places()[0] == 6);
+  CHECK(s.places()[6] == 0);
+}
+
+TEST_CASE("leankv: without token differentiation nothing is low, and what would be low is high") {
+  Sequence s(with({{"window", std::int64_t{4}}, {"token_differentiation", false}}));
+  std::vector<float> sums(20, .1f);
+  sums[3] = 0;
+  s.prefill(sums);
+  CHECK(s.places() == counted(0, 3) + counted(4, 20));
+  for (int i = 0; i < 4; ++i) s.step(0);
+  CHECK(s.places() == counted(0, 3) + counted(4, 20) + Ints{23, 21, 22});
+  CHECK(s.lower_pages() == 0);
+}
+
+TEST_CASE("leankv: codecs, and thresholds that are refused") {
+  Registry registry;
+  const PluginInfo& info = registry.require(Role::policy, "leankv");
+  const auto codecs = [&](const std::map<std::string, ParamValue>& given) {
+    return create<Policy>(info, resolve(info, given))->codecs();
+  };
+  CHECK(codecs({}) == std::vector<CodecSpec>{{{8}, {4}}, {{4}, {2}}});
+  CHECK(codecs({{"key_value_differentiation", false}}) == std::vector<CodecSpec>{{{8}, {8}}, {{4}, {4}}});
+  CHECK(codecs({{"high", std::string("k4v8")}, {"low", std::string("k2v4")}}) ==
+        std::vector<CodecSpec>{{{4}, {8}}, {{2}, {4}}});
+  CHECK_THROWS_WITH(codecs({{"low_from", 1.5}}), Catch::Contains("got low_from 1.5"));
+}
