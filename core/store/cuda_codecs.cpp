@@ -12,7 +12,7 @@ namespace kvlab {
 Applied CudaStore::encode_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty() || !two_codecs()) return {Fit::ok, -1};  // all pages have the one codec already
   settle();
-  note_lowered(slots);
+  note_lowered(e.layer, slots);
   Frames most = {};
   most[e.codec > 0 ? lower_pool : device_pool] =
       static_cast<std::int64_t>(slots.size()) * options_.shape.kv_heads * e.list.index.extent[2];
@@ -38,7 +38,7 @@ Applied CudaStore::store_levels(const Edit& e, const std::vector<std::int32_t>& 
   a.most = in_graph_ ? static_cast<int>(room) : max_length(e.layer, slots);
   if (slots.empty() || a.most == 0) return {Fit::ok, -1};
   settle();
-  note_lowered(slots);
+  if (two_codecs()) note_lowered(e.layer, slots);
   const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads, pages = (a.most + s.page_size - 1) / s.page_size;
   if (!reserve_edit({heads * pages, 0, two_codecs() ? heads * pages : 0})) return {Fit::out_of_memory, 0};
   stale_ = true;

@@ -123,7 +123,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
   if (!reserve(needed)) return Fit::out_of_memory;
   stale_ = true;
   update();
-  note_lowered({slot});
+  if (two_codecs()) note_lowered(0, in_all_layers({slot}));
 
   auto* counters = counters_.as<CudaStoreCounters>();
   std::vector<std::int32_t> frames[pools];

@@ -55,7 +55,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   if (two_codecs()) {
     lower_pages_ = StreamMemory(stream_, taken.lower_pages);
     zero_memory(lower_pages_.as<>(), lower_pages_.bytes(), stream_);
-    lowered_.resize(static_cast<std::size_t>(s.max_slots));
+    lowered_.resize(static_cast<std::size_t>(s.layers * s.max_slots));
   }
   if (options_.archive) {
     archive_ = empty_table(taken.archive);
@@ -276,7 +276,7 @@ const std::int32_t* CudaStore::rows_of(const std::vector<std::int32_t>& slots) c
 
 PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier tier) const {
   const CudaStoreLayer l = layer(index);
-  PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, lowered(slots) ? l.lower_pages : nullptr,
+  PagedKv kv = paged(l.table[static_cast<int>(tier)], l.length, lowered(index, slots) ? l.lower_pages : nullptr,
                      rows_of(slots), slots.size());
   kv.base = l.base[static_cast<int>(tier)];
   if (!kv.base) kv.base = l.base[0];  // no page has a frame in this tier
@@ -289,7 +289,7 @@ PagedKv CudaStore::view(int index, const std::vector<std::int32_t>& slots, Tier 
 PagedKv CudaStore::view_all(const std::vector<std::int32_t>& slots) const {
   const std::vector<std::int32_t> all = in_all_layers(slots);
   const CudaStoreLayer first = layer(0);
-  PagedKv kv = paged(first.table[0], first.length, lowered(slots) ? first.lower_pages : nullptr, rows_of(all),
+  PagedKv kv = paged(first.table[0], first.length, lowered(0, all) ? first.lower_pages : nullptr, rows_of(all),
                      all.size(), options_.shape.layers);
   kv.base = first.base[0];
   kv.error = &first.counters->error;
@@ -547,7 +547,7 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken
     const std::int64_t fresh = fresh_pages_of(slots);
     if (!reserve_pages(fresh + places) && (edits.frames[device_pool] > 0 || !reserve_pages(fresh))) return false;
   }
-  note_lowered(slots);
+  if (two_codecs()) note_lowered(0, in_all_layers(slots));
   if (down > 0 && !reserve(Tier::host, down)) return false;
   for (int l = 0; l < options_.shape.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
@@ -629,7 +629,7 @@ void CudaStore::close(int slot) {
   forget(slot);
   for (int l = 0; l < options_.shape.layers; ++l) bound(l, slot) = 0;
   if (two_codecs()) {
-    lowered_[static_cast<std::size_t>(slot)] = false;
+    note_lowered(0, in_all_layers({slot}), false);
     for (const CudaPool pool : {device_pool, lower_pool}) arrange(pool);
   }
   if (spilled_flags_ && !spills_at_once()) zero_memory(spilled_flags_.as<std::uint8_t>() + slot, 1, stream_);

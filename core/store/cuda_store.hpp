@@ -242,17 +242,16 @@ class CudaStore final : public Store {
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
-  // Whether the sequence may have pages of the second codec. Views of the others say that there is one codec, so ops
-  // take their fast kernels. Those of a graph's steps do not.
-  std::vector<bool> lowered_;  // [slot]
-  bool lowered(const std::vector<std::int32_t>& slots) const {
-    return two_codecs() && (in_graph_ || std::any_of(slots.begin(), slots.end(), [&](int slot) {
-                              return lowered_[static_cast<std::size_t>(slot)];
-                            }));
+  // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
+  // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views
+  // of a graph's steps always say two. The slots may be those of all layers, in layer 0.
+  std::vector<bool> lowered_;  // [layer, slot]
+  bool lowered(int layer, const std::vector<std::int32_t>& slots) const {
+    return two_codecs() && (in_graph_ || std::any_of(slots.begin(), slots.end(),
+                                                     [&](int slot) { return lowered_[layer_slot(layer, slot)]; }));
   }
-  void note_lowered(const std::vector<std::int32_t>& slots) {
-    for (const int slot : slots)
-      if (two_codecs()) lowered_[static_cast<std::size_t>(slot % options_.shape.max_slots)] = true;
+  void note_lowered(int layer, const std::vector<std::int32_t>& slots, bool yes = true) {
+    for (const int slot : slots) lowered_[layer_slot(layer, slot)] = yes;
   }
   bool reserved_ = false;
   Taken taken_;
