@@ -465,7 +465,9 @@ static void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest
                       : wide(s.layout) ? keep_kernel<uint4, false>
                                        : keep_kernel<unsigned, false>;
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
-  kernel<<<a.rows * s.kv_heads, 512, 0, stream_of(stream)>>>(s, a, rest, before);
+  // Steps evict few tokens of each head: blocks are small then, so that many run at once.
+  const int threads = !rest && a.index.extent[2] <= few ? 128 : 512;
+  kernel<<<a.rows * s.kv_heads, threads, 0, stream_of(stream)>>>(s, a, rest, before);
   check_launch("keep");
   if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream.handle()), stream.handle());
 }
