@@ -20,15 +20,7 @@ __global__ void __launch_bounds__(threads)
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
   const Head h = head_of(s, a.slots[row], head);
   const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);
-  bool bad = count < 0 || count > a.index.extent[2];
-  for (int i = mine; !bad && i < count; i += threads) {
-    const int page = a.index(row, head, i);
-    bad = page < 0 || page >= pages || (i > 0 && page <= a.index(row, head, i - 1));
-  }
-  if (__syncthreads_or(bad)) {
-    if (mine == 0) fail(s, store_bad_list);
-    return;
-  }
+  if (wrong_list(s, a, row, head, pages)) return;
   __shared__ PageEntry before, fresh;
   __shared__ bool changes;
   for (int i = 0; i < count; ++i) {
@@ -212,30 +204,32 @@ __global__ void __launch_bounds__(threads)
   if (threadIdx.x == 0) *s.pool[pool].free_count = at + fresh, s.counters->frames[pool] += fresh;
 }
 
+// Calls f(i) for the places of a list, over the whole grid.
+template <class F>
+__device__ void for_places(int count, const F& f) {
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
+       i += static_cast<int>(gridDim.x * blockDim.x))
+    f(i);
+}
+
 __global__ void count_free_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                   const __grid_constant__ CudaExtents e) {
-  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
-       i += static_cast<int>(gridDim.x * blockDim.x))
-    atomicAdd(&e.free[s.pool[pool].free[i] / granules], 1);
+  const ops::FramePool& p = s.pool[pool];
+  for_places(*p.free_count, [&](int i) { atomicAdd(&e.free[e.extent_of(p.free[i])], 1); });
 }
 
 // Copies the frames that stay to a list of their own.
 __global__ void take_out_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                 const __grid_constant__ CudaExtents e) {
-  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
-    const std::int32_t frame = s.pool[pool].free[i];
-    if (e.free[frame / granules] < e.each) e.list[atomicAdd(e.list_count, 1)] = frame;
-  }
+  const ops::FramePool& p = s.pool[pool];
+  for_places(*p.free_count, [&](int i) {
+    if (e.free[e.extent_of(p.free[i])] < e.each) e.list[atomicAdd(e.list_count, 1)] = p.free[i];
+  });
 }
 
 __global__ void put_back_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                 const __grid_constant__ CudaExtents e) {
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *e.list_count;
-       i += static_cast<int>(gridDim.x * blockDim.x))
-    s.pool[pool].free[i] = e.list[i];
+  for_places(*e.list_count, [&](int i) { s.pool[pool].free[i] = e.list[i]; });
 }
 
 __global__ void shrink_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
@@ -258,12 +252,8 @@ __global__ void __launch_bounds__(threads) arrange_plan_kernel(const __grid_cons
 
 __global__ void arrange_kernel(const __grid_constant__ CudaStoreLayer s, CudaPool pool,
                                const __grid_constant__ CudaExtents e) {
-  const auto granules = static_cast<std::int32_t>(e.bytes / granule_bytes);
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < *s.pool[pool].free_count;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
-    const std::int32_t frame = s.pool[pool].free[i];
-    e.list[atomicAdd(&e.begin[frame / granules], 1)] = frame;
-  }
+  const ops::FramePool& p = s.pool[pool];
+  for_places(*p.free_count, [&](int i) { e.list[atomicAdd(&e.begin[e.extent_of(p.free[i])], 1)] = p.free[i]; });
 }
 
 constexpr int blocks = 256;  // of kernels over a pool's list

@@ -84,6 +84,19 @@ __device__ inline void fewer_pages(const CudaStoreLayer& s, int pages) {
   if (s.summary != Summary::none && pages > 0) atomicMax(&s.counters->peak_pages, atomicSub(&s.counters->pages, pages));
 }
 
+// Whether a head's list names what is not below `limit`, or does not ascend; that is noted. The whole block calls it.
+__device__ inline bool wrong_list(const CudaStoreLayer& s, const CudaStoreList& a, int row, int head, int limit) {
+  const int count = a.count(row, head);
+  bool wrong = count < 0 || count > a.index.extent[2];
+  for (int i = static_cast<int>(threadIdx.x); !wrong && i < count; i += static_cast<int>(blockDim.x)) {
+    const int at = a.index(row, head, i);
+    wrong = at < 0 || at >= limit || (i > 0 && at <= a.index(row, head, i - 1));
+  }
+  if (!__syncthreads_or(wrong)) return false;
+  if (threadIdx.x == 0) fail(s, store_bad_list);
+  return true;
+}
+
 __device__ inline void count_fired(const CudaStoreLayer& s, unsigned long long edit) {
   if (atomicExch(&s.counters->last_edit, edit) != edit) atomicAdd(&s.counters->fired, 1ull);
 }

@@ -152,6 +152,10 @@ struct CudaExtents {
   int count = 0;                                  // of `extents`, or of all
   std::int32_t *free = nullptr, *list = nullptr;  // [all] free frames of an extent; scratch for the pool's list
   std::int32_t* list_count = nullptr;
+
+  constexpr std::int32_t extent_of(std::int32_t frame) const {
+    return frame / static_cast<std::int32_t>(bytes / granule_bytes);
+  }
 };
 
 // Jobs lie in memory that is kept for the stream `home`, a set for each lane of a SideStream.

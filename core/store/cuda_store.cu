@@ -184,7 +184,6 @@ __global__ void __launch_bounds__(512)
     keep_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a, bool rest,
                 std::int32_t* ranks) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads;
-  const int mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const Head h = head_of(s, a.slots[row], head);
   const int before = *h.length;
   Places x;
@@ -192,13 +191,7 @@ __global__ void __launch_bounds__(512)
   x.stride = a.index.stride[2];
   x.count = a.count(row, head);
   x.rest = rest;
-  bool bad = x.count < 0 || x.count > a.index.extent[2];
-  for (int i = mine; !bad && i < x.count; i += threads)
-    bad = x.at(i) < 0 || x.at(i) >= before || (i > 0 && x.at(i) <= x.at(i - 1));
-  if (__syncthreads_or(bad)) {
-    if (mine == 0) fail(s, store_bad_list);
-    return;
-  }
+  if (wrong_list(s, a, row, head, before)) return;
   std::int32_t* rank = ranks ? ranks + std::int64_t{blockIdx.x} * s.pages * s.layout.page_size : nullptr;
   close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit);
 }
@@ -286,17 +279,8 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   const int pages = (*h.length + p - 1) / p;
   const bool every = a.verb == CudaStorePageEdit::recall_all;
   const int count = every ? pages : a.count(row, head);
-  if (!every) {  // every block checks the whole list, so that a wrong list changes nothing
-    bool bad = count < 0 || count > a.index.extent[2];
-    for (int i = mine; !bad && i < count; i += threads) {
-      const int page = a.index(row, head, i);
-      bad = page < 0 || page >= pages || (i > 0 && page <= a.index(row, head, i - 1));
-    }
-    if (__syncthreads_or(bad)) {
-      if (mine == 0) fail(s, store_bad_list);
-      return;
-    }
-  }
+  // Every block checks the whole list, so that a wrong list changes nothing.
+  if (!every && wrong_list(s, a, row, head, pages)) return;
   bool changed = false;
   for (int i = part; i < count; i += parts) {
     const int page = every ? i : a.index(row, head, i);
