@@ -60,7 +60,7 @@ Applied CpuStore::store_levels(const Edit& e, const std::vector<std::int32_t>& s
         bad(e, "got levels of " + std::to_string(e.levels.extent[2]) + " tokens, wanted " + std::to_string(n));
       const std::uint8_t* levels = n > 0 ? &e.levels(static_cast<std::int64_t>(row), head, 0) : nullptr;
       for (int t = 0; t < n; ++t)
-        if (levels[t] != gone && levels[t] >= layouts_.size())
+        if (levels[t] != level_gone && levels[t] >= layouts_.size())
           bad(e, "got level " + std::to_string(levels[t]) + ", wanted a codec that the policy declares, or 255");
       done += store_head(e.layer, slots[row], head, levels);
     }

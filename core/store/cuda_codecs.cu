@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(threads)
   const int n = *h.length, codecs = h.lower_pages ? 2 : 1;
   CudaStoreLevels::Plan plan;
   std::int32_t* order = a.order + std::int64_t{blockIdx.x} * a.most;
-  const auto level = [&](int t) { return t < n ? a.levels(row, head, t) : gone; };
+  const auto level = [&](int t) { return t < n ? a.levels(row, head, t) : level_gone; };
   bool bad = n > a.levels.extent[2] || n > a.most;
   int lower = 0;
   for (int t = mine; !bad && t < n; t += threads) {
-    bad = level(t) != gone && level(t) >= codecs;
+    bad = level(t) != level_gone && level(t) >= codecs;
     lower += level(t) == 1;
   }
   if (__syncthreads_or(bad)) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(threads)
   for (int begin = 0; begin < n; begin += threads) {
     const int t = begin + mine, own = level(t);
     const BlockSums low = sum_block(own == 1);
-    const bool is_low = own == 1 && lows + low.before < plan.low, stays = !is_low && own != gone;
+    const bool is_low = own == 1 && lows + low.before < plan.low, stays = !is_low && own != level_gone;
     const BlockSums other = sum_block(stays);
     const int to = is_low ? lows + low.before : plan.low + others + other.before;
     if (is_low || stays) order[to] = t;

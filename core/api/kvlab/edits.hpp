@@ -45,10 +45,10 @@ struct Surplus {
   int column = -1;                   // without scores: the column of token state that ranks; -1 = newer stays
 };
 
-// [row, kv_head, token] by place: the number of the codec that stores the token, or `gone`. Only the first
+// [row, kv_head, token] by place: the number of the codec that stores the token, or `level_gone`. Only the first
 // tokens(row, kv_head) entries of a head are read.
 using Levels = View<const std::uint8_t, 3>;
-inline constexpr std::uint8_t gone = 255;
+inline constexpr std::uint8_t level_gone = 255;
 
 struct Edit {
   enum Verb : std::uint8_t {

@@ -276,11 +276,11 @@ struct LevelNumbers {
   HeadNumbers pending, first;
 };
 
-// out[row, kv_head, token] = 0 (high), 1 (low) or gone, for Edits::store_as at a prompt's end. sums: [row, kv_head,
-// token]. seen: [row], as for window_votes. It writes pending = 0: low tokens that store_as leaves in the first codec
-// count as high from then on. It writes first = seen - rule.queries, at least 0, or 0 where the sums are of all
-// queries. same_numbers rounds to the nearest, halves up. Each head then gives its best tokens the higher level. Ties
-// go to the lower index. Bytes: sums, positions and out.
+// out[row, kv_head, token] = 0 (high), 1 (low) or level_gone, for Edits::store_as at a prompt's end. sums: [row,
+// kv_head, token]. seen: [row], as for window_votes. It writes pending = 0: low tokens that store_as leaves in the
+// first codec count as high from then on. It writes first = seen - rule.queries, at least 0, or 0 where the sums are of
+// all queries. same_numbers rounds to the nearest, halves up. Each head then gives its best tokens the higher level.
+// Ties go to the lower index. Bytes: sums, positions and out.
 void levels(const PagedKv& kv, View<const float, 3> sums, const std::int32_t* seen, const LevelRule& rule,
             View<std::uint8_t, 3> out, const LevelNumbers& numbers, Stream s);
 

@@ -73,7 +73,7 @@ void rank(const PagedKv& kv, const View<const float, 3>& sums, int seen, const L
       keys.push_back(selection_key(mean_of(sums(row, head, t), seen, position[t], first), static_cast<unsigned>(t)));
   std::sort(keys.begin(), keys.end(), std::greater<>());
   for (int i = 0; i < static_cast<int>(keys.size()); ++i)
-    out(row, head, selection_index(keys[static_cast<std::size_t>(i)])) = i < high ? 0 : i < high + low ? 1 : gone;
+    out(row, head, selection_index(keys[static_cast<std::size_t>(i)])) = i < high ? 0 : i < high + low ? 1 : level_gone;
 }
 
 LevelCandidates find(const PagedKv& kv, int column, const LevelRule& rule, int first, int low_tokens, int row,

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(threads) levels_kernel(const __grid_constant__
     const unsigned long long to_low = threshold(high + low);
     for (int t = threadIdx.x; t < n; t += threads)
       if (unsigned long long k; key(0, t, static_cast<unsigned>(t), k))
-        a.out(row, head, t) = k >= to_high ? 0 : k >= to_low ? 1 : gone;
+        a.out(row, head, t) = k >= to_high ? 0 : k >= to_low ? 1 : level_gone;
     __syncthreads();
   }
 }

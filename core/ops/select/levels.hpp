@@ -19,7 +19,7 @@ constexpr float mean_of(float sum, int seen, int position, int first) {
 }
 constexpr std::uint8_t level_of(const LevelRule& rule, float mean, int seen, int position) {
   const float unit = static_cast<float>(rule.unit == LevelRule::of_text ? seen : position + 1);
-  return mean >= rule.high_from / unit ? 0 : mean >= rule.low_from / unit ? 1 : gone;
+  return mean >= rule.high_from / unit ? 0 : mean >= rule.low_from / unit ? 1 : level_gone;
 }
 // The mean over so many heads, rounded.
 constexpr int rounded_mean(std::int64_t sum, int heads) { return static_cast<int>((2 * sum + heads) / (2 * heads)); }

@@ -66,7 +66,7 @@ void levels_reference(const PagedKv& kv, View<const float, 3> sums, const std::i
         } else if (x.mean >= rounded(double{rule.low_from} / tokens)) {
           ++lows, out(r, h, x.place) = 1;
         } else {
-          out(r, h, x.place) = gone;
+          out(r, h, x.place) = level_gone;
         }
       }
     }
@@ -76,7 +76,7 @@ void levels_reference(const PagedKv& kv, View<const float, 3> sums, const std::i
       const auto high = static_cast<std::size_t>(std::floor(highs / kv.kv_heads + .5)),
                  low = static_cast<std::size_t>(std::floor(lows / kv.kv_heads + .5));
       for (std::size_t i = 0; rule.same_numbers && i < tokens.size(); ++i)
-        out(r, h, tokens[i].place) = i < high ? 0 : i < high + low ? 1 : gone;
+        out(r, h, tokens[i].place) = i < high ? 0 : i < high + low ? 1 : level_gone;
       of_head(numbers.pending, kv.slots[r], h) = 0;
       if (numbers.first) of_head(numbers.first, kv.slots[r], h) = first;
     }

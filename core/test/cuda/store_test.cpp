@@ -275,7 +275,7 @@ class Both {
     const int odds = pick(8);  // so that sometimes nothing leaves, or nothing is low
     std::vector<std::uint8_t> levels;
     for (std::int64_t i = 0; i < n * heads * room; ++i)
-      levels.push_back(pick(8) < odds ? std::uint8_t{1} : pick(9) == 0 && odds < 6 ? gone : std::uint8_t{0});
+      levels.push_back(pick(8) < odds ? std::uint8_t{1} : pick(9) == 0 && odds < 6 ? level_gone : std::uint8_t{0});
     OnDevice there;
     const auto view = Levels::dense(levels.data(), {n, heads, room});
     Edits a(layer), b(layer);

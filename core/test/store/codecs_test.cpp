@@ -90,7 +90,8 @@ TEST_CASE("store_as puts whole pages of low tokens first, and drops what is gone
   CpuStore store(f.options);
   const int slot = store.open();
   f.fill(store, slot, 11);
-  const RowLevels levels({{1, 1, 0, gone, 1, 0, 1, 1, 1, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, gone, gone, 0}});
+  const RowLevels levels(
+      {{1, 1, 0, level_gone, 1, 0, 1, 1, 1, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, level_gone, level_gone, 0}});
   Edits e;
   e.store_as(levels.of_heads);
   REQUIRE(store.apply(e.all(), {slot}).fit == Fit::ok);
@@ -141,7 +142,7 @@ TEST_CASE("store_as puts whole pages of low tokens first, and drops what is gone
     CHECK(places(store, 0, other, 0) == places(store, 0, slot, 0));
   }
   SECTION("all may leave") {
-    const RowLevels none({std::vector<std::uint8_t>(10, gone), std::vector<std::uint8_t>(10, gone)});
+    const RowLevels none({std::vector<std::uint8_t>(10, level_gone), std::vector<std::uint8_t>(10, level_gone)});
     Edits out;
     out.store_as(none.of_heads);
     REQUIRE(store.apply(out.all(), {slot}).fit == Fit::ok);

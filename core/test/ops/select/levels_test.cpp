@@ -109,12 +109,12 @@ TEST_CASE("levels: a hundred tokens at 1 and .02 times 1/100, or times 1 over th
   const auto set = [&](int t, float mean) { p.sums(0, 0, t) = mean * static_cast<float>(100 - t); };
   set(9, .012f), set(19, .004f), set(29, .0001f);
   auto plan = p.levels(rule);
-  CHECK((plan[9] == 0 && plan[19] == 1 && plan[29] == gone));
-  CHECK((plan[0] == gone && plan[35] == gone && plan[36] == 0 && plan[99] == 0));  // the window of 64
+  CHECK((plan[9] == 0 && plan[19] == 1 && plan[29] == level_gone));
+  CHECK((plan[0] == level_gone && plan[35] == level_gone && plan[36] == 0 && plan[99] == 0));  // the window of 64
   CHECK((p.pending[0] == 0 && p.first[0] == 0));
   rule.unit = LevelRule::of_token;
   plan = p.levels(rule);
-  CHECK((plan[9] == 1 && plan[19] == 1 && plan[29] == gone));
+  CHECK((plan[9] == 1 && plan[19] == 1 && plan[29] == level_gone));
   // The first of 64 queries is that of token 36. Older tokens divide by 64.
   rule.unit = LevelRule::of_text, rule.queries = 64;
   p.sums(0, 0, 9) = .01001f * 64;
@@ -131,9 +131,9 @@ TEST_CASE("levels: constant, infinite and NaN sums, and a prompt that is not lon
   for (int t = 0; t < 10; ++t) p.sums(0, 0, t) = .05f;
   CHECK(p.levels(rule) == std::vector<std::uint8_t>{1, 1, 1, 1, 1, 1, 1, 1, 0, 0});
   p.sums(0, 0, 1) = inf, p.sums(0, 0, 2) = -inf, p.sums(0, 0, 3) = not_a_number, p.sums(0, 0, 9) = not_a_number;
-  CHECK(p.levels(rule) == std::vector<std::uint8_t>{1, 0, gone, gone, 1, 1, 1, 1, 0, 0});
+  CHECK(p.levels(rule) == std::vector<std::uint8_t>{1, 0, level_gone, level_gone, 1, 1, 1, 1, 0, 0});
   rule.high_from = rule.low_from = 0;
-  CHECK(p.levels(rule) == std::vector<std::uint8_t>{0, 0, gone, gone, 0, 0, 0, 0, 0, 0});
+  CHECK(p.levels(rule) == std::vector<std::uint8_t>{0, 0, level_gone, level_gone, 0, 0, 0, 0, 0, 0});
   rule.window = 10;
   CHECK(p.levels(rule) == std::vector<std::uint8_t>(10, 0));
 }
@@ -145,9 +145,10 @@ TEST_CASE("levels: heads with the same numbers keep the best tokens of each") {
   // 4 high and 1 low token, and 1 high and 2 low ones: the means are 2.5 and 1.5, rounded up 3 and 2.
   const float first[] = {.9f, .9f, .1f, .9f, .9f, 0, 0}, second[] = {0, .1f, not_a_number, .1f, .9f, 0, 0};
   std::copy_n(first, 7, p.memory.data()), std::copy_n(second, 7, p.memory.data() + 7);
-  CHECK(p.levels(rule) == std::vector<std::uint8_t>{0, 0, 1, 0, 1, gone, 0, 1, 0, gone, 0, 0, 1, 0});
+  CHECK(p.levels(rule) == std::vector<std::uint8_t>{0, 0, 1, 0, 1, level_gone, 0, 1, 0, level_gone, 0, 0, 1, 0});
   rule.same_numbers = false;
-  CHECK(p.levels(rule) == std::vector<std::uint8_t>{0, 0, 1, 0, 0, gone, 0, gone, 1, gone, 1, 0, gone, 0});
+  CHECK(p.levels(rule) ==
+        std::vector<std::uint8_t>{0, 0, 1, 0, 0, level_gone, 0, level_gone, 1, level_gone, 1, 0, level_gone, 0});
 }
 
 // The card's fourth hand test.
