@@ -547,7 +547,12 @@ void add_steps(std::vector<Case>& v) {
     s.options.rope = RopeRegime::cache_relative;
     v.push_back(step(fmt::format("{} cache_relative 32/8 heads of 128, 40 x 1024, page 16", name), s, 40 * 1024, true));
   }
-  for (const auto& [batch, context] : {std::pair{8, 32768}, {32, 4096}}) {
+  for (const auto& [name, codec] : {std::pair{"bf16", plain}, {"k8v4", CodecSpec{{8}, {4}}}}) {
+    AttendShape s = batch_of(64, 1024, 16);
+    s.options.codec = codec;
+    v.push_back(step(fmt::format("{} 32/8 heads of 128, 64 x 1024, page 16", name), s, 64 * 1024, true));
+  }
+  for (const auto& [batch, context] : {std::pair{8, 32768}, {32, 4096}, {64, 1024}}) {
     AttendShape s = batch_of(batch, context, 16);
     s.options.codec = {{8}, {4}};
     s.lower = CodecSpec{{4}, {2}};

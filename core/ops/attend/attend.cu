@@ -79,8 +79,10 @@ bool attend_pipelined(const AttendArgs& in) {
          (!in.kv.lower_pages || takes_layout(in, in.kv.layouts[1]));
 }
 
-// Attends to the pages of one layout. prior: the result of the lower pages, with Args::rest.
-static void attend_part(const AttendArgs& in, const PageLayout& l, Args::Part part, const AttendArgs* prior, Stream s) {
+// Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
+// the lower pages, with Args::rest.
+static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLayout* lower, Args::Part part,
+                        const AttendArgs* prior, Stream s) {
   const PagedKv& kv = in.kv;
   const cudaStream_t stream = cuda::stream_of(s);
   const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
@@ -96,8 +98,10 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, Args::Part pa
   a.lower_slot = kv.lower_pages.stride[0], a.lower_head = kv.lower_pages.stride[1];
   a.query_row = in.queries.stride[0], a.query_head = in.queries.stride[1];
   a.out_row = in.out.stride[0], a.out_head = in.out.stride[1];
+  a.wide = reinterpret_cast<std::uintptr_t>(in.out.data) % 16 == 0 && a.out_row % 4 == 0 && a.out_head % 4 == 0;
   a.base = kv.base;
   a.positions = l.positions;
+  if (lower) a.lower_positions = lower->positions;
   a.kv_heads = kv.kv_heads;
   a.pair_of = PairOf(kv.kv_heads);
   a.group = heads / kv.kv_heads;
@@ -139,7 +143,9 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, Args::Part pa
       a.list_count = list.count.data + begin * list.count.stride[0];
       a.count_row = list.count.stride[0], a.count_head = list.count.stride[1];
     }
-    if (codes) {
+    if (lower) {
+      decode::launch_both(a, l, *lower, stream);
+    } else if (codes) {
       decode::launch_codes(a, l, stream);
     } else if (turn) {
       a.rank = ranks + std::int64_t{begin} * kv.kv_heads * a.rank_room;
@@ -150,8 +156,10 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, Args::Part pa
   }
 }
 
-// The first launch reads the pages of the second codec. The next one merges its result into that of the others.
+// One launch, or two: the first reads the pages of the second codec, and the next one merges that into its result.
 static void attend_both(const AttendArgs& in, Stream s) {
+  if (decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]))
+    return attend_part(in, in.kv.layouts[0], &in.kv.layouts[1], Args::all, nullptr, s);
   const std::int64_t rows = in.kv.rows, heads = in.queries.extent[1], dim = in.kv.head_dim;
   auto* prior = static_cast<float*>(
       cuda::fixed_scratch(s.handle(), "attend prior", static_cast<std::size_t>(rows * heads * (dim + 1)) * 4));
@@ -159,8 +167,8 @@ static void attend_both(const AttendArgs& in, Stream s) {
   first.out = View<float, 3>::dense(prior, {rows, heads, dim});
   first.lse = View<float, 2>::dense(prior + rows * heads * dim, {rows, heads});
   first.rounded = nullptr;
-  attend_part(first, in.kv.layouts[1], Args::lower, nullptr, s);
-  attend_part(in, in.kv.layouts[0], Args::rest, &first, s);
+  attend_part(first, in.kv.layouts[1], nullptr, Args::lower, nullptr, s);
+  attend_part(in, in.kv.layouts[0], nullptr, Args::rest, &first, s);
 }
 
 static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
@@ -184,7 +192,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
   if (in.mass && kv.rows > 0)
     fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
-  kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], Args::all, nullptr, s);
+  kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], nullptr, Args::all, nullptr, s);
   if (in.mass && kv.rows > 0) {
     mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, a.lse.data,
                                                a.lse.stride[0]);

@@ -48,10 +48,55 @@ bool takes_codes(const PageLayout& l) {
   return with_rows(l, [](auto) {});
 }
 
+template <class Rows>
+static const CUtensorMap& map_of(const Args& a) {
+  return unit_map(a.base, Rows::page_bytes / static_cast<int>(granule_bytes), false);
+}
+
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream) {
   with_rows(l, [&](auto type) {
     using Rows = typename decltype(type)::type;
-    launch<Rows>(a, unit_map(a.base, Rows::page_bytes / static_cast<int>(granule_bytes), false), stream);
+    launch<Rows>(a, map_of<Rows>(a), nullptr, stream);
+  });
+}
+
+// Calls f with the rows of both codecs; false if the kernel does not read them together. Only pairs that plugins store
+// are here, because each one is a kernel.
+template <class F>
+static bool with_both(const PageLayout& l, const PageLayout& lower, const F& f) {
+  const auto with = [&]<int Page>(std::integral_constant<int, Page>) {
+    const auto are = [&](int k, int v, int lower_k, int lower_v) {
+      const CodecSpec high{{static_cast<std::uint8_t>(k)}, {static_cast<std::uint8_t>(v)}},
+          low{{static_cast<std::uint8_t>(lower_k)}, {static_cast<std::uint8_t>(lower_v)}};
+      return l.codec == high && lower.codec == low;
+    };
+    if (are(8, 4, 4, 2)) {
+      f(std::type_identity<CodeRows<Codes<8>, Codes<4>, 128, Page>>{},
+        std::type_identity<CodeRows<Codes<4>, Codes<2>, 128, Page>>{});
+      return true;
+    }
+    if (are(8, 8, 4, 4)) {
+      f(std::type_identity<CodeRows<Codes<8>, Codes<8>, 128, Page>>{},
+        std::type_identity<CodeRows<Codes<4>, Codes<4>, 128, Page>>{});
+      return true;
+    }
+    return false;
+  };
+  if (l.head_dim != 128) return false;
+  return l.page_size == 16   ? with(std::integral_constant<int, 16>{})
+         : l.page_size == 32 ? with(std::integral_constant<int, 32>{})
+                             : false;
+}
+
+bool takes_both(const PageLayout& l, const PageLayout& lower) {
+  return with_both(l, lower, [](auto, auto) {});
+}
+
+void launch_both(const Args& a, const PageLayout& l, const PageLayout& lower, cudaStream_t stream) {
+  with_both(l, lower, [&](auto type, auto lower_type) {
+    using Rows = typename decltype(type)::type;
+    using Lower = typename decltype(lower_type)::type;
+    launch<Rows, Lower>(a, map_of<Rows>(a), &map_of<Lower>(a), stream);
   });
 }
 

@@ -2,14 +2,18 @@
 // attend_codes.cuh) says how a unit comes to shared memory, and multiplies it.
 //
 // Each multiprocessor has one block. The units of all (row, KV head) pairs, of 16 tokens or 32 of codes, form one line,
-// which the blocks share out (attend_line.cuh). So ragged batches and long single sequences fill the machine alike. In
-// a block every warp runs its own pipeline over each n-th unit. Bulk copies (TMA, 128-byte swizzle) bring K and V of a
-// unit; tensor cores compute with the query heads of the group as columns.
+// which the blocks share out (attend_line.cuh), and within a block its warps. So ragged batches and long single
+// sequences fill the machine alike. Every warp runs its own pipeline over its units. Bulk copies (TMA, 128-byte
+// swizzle) bring K and V of a unit; tensor cores compute with the query heads of the group as columns.
 //
-// Blocks that share a pair write partial results; the last block to arrive merges them (attend_merge.cuh) in the order
-// of their numbers. Within a block the warps do the same in shared memory: the last warp to arrive combines a pair's
-// results, and the others go on.
+// In a cache of two codecs a pair has two runs of units, one of each codec. A warp adds up both.
+//
+// A warp writes the output of a pair that it has to itself. Other results meet in shared memory, where the block
+// combines them. Blocks that share a pair write partial results; the last block to arrive merges them
+// (attend_merge.cuh) in the order of their numbers.
 #pragma once
+#include <algorithm>
+
 #include "ops/attend/attend_merge.cuh"
 
 namespace kvlab::ops::decode {
@@ -23,25 +27,83 @@ struct Place {
   }
 };
 
+// The units of a block's warps.
+template <int Warps>
+class Shares {
+ public:
+  __device__ Shares(int begin, int end)
+      : begin_(begin), each_((end - begin) / Warps), longer_(end - begin - each_ * Warps) {}
+  __device__ __forceinline__ int begin(int warp) const { return begin_ + warp * each_ + min(warp, longer_); }
+  __device__ __forceinline__ int warp_of(int unit) const {
+    const int x = unit - begin_, in_longer = longer_ * (each_ + 1);
+    return x < in_longer ? x / (each_ + 1) : longer_ + (x - in_longer) / each_;
+  }
+
+ private:
+  int begin_, each_, longer_;  // longer_: warps with one unit more
+};
+
+// A pair of several warps, [from, to], or of several blocks.
+struct Joint {
+  int pair, from, to;
+};
+
+// What the kernel reads in one launch. Lower: the rows of lower runs, void = there are none.
+template <class Rows, class Lower>
+struct Storage {
+  static constexpr int runs = 2, stage_bytes = std::max(Rows::stage_bytes, Lower::stage_bytes),
+                       copied_bytes = std::min(Rows::copied_bytes, Lower::copied_bytes);
+  static_assert(Rows::unit == Lower::unit && Rows::warps == Lower::warps && Rows::dim == Lower::dim && !Rows::turned);
+};
 template <class Rows>
+struct Storage<Rows, void> {
+  static constexpr int runs = 1, stage_bytes = Rows::stage_bytes, copied_bytes = Rows::copied_bytes;
+};
+
+// One for each run: that of the rest is the last.
+template <int Runs>
+struct Maps {
+  CUtensorMap of[Runs];
+};
+
+// Floats of a block's shared memory behind the barriers: [warp] the result of its first pair, [warp] two heads of a
+// result on their way out, [warp] a lower run's result.
+template <int Dim, int Runs>
+struct Extra {
+  int first, two, kept;
+  __host__ __device__ constexpr explicit Extra(int group)
+      : first(Slot<Dim>::floats_of(group)),
+        two(Slot<Dim>::floats_of(2)),
+        kept(Runs == 2 ? Stash<Dim>::each * Stash<Dim>::lanes_of(group) : 0) {}
+  __host__ __device__ constexpr int floats(int warps) const { return warps * (first + two + kept); }
+};
+
+template <class Rows, class Lower>
 __global__ void __launch_bounds__(Rows::warps * 32, 1)
-    attend_kernel(const __grid_constant__ Args a, const __grid_constant__ CUtensorMap map) {
+    attend_kernel(const __grid_constant__ Args a, const __grid_constant__ Maps<Storage<Rows, Lower>::runs> maps) {
   using T = typename Rows::Element;
-  constexpr int Dim = Rows::dim, ColumnTiles = Rows::column_tiles;
+  using Kind = Storage<Rows, Lower>;
+  constexpr int Dim = Rows::dim, ColumnTiles = Rows::column_tiles, runs = Kind::runs, last_run = runs - 1;
   using P = Partial<Dim, ColumnTiles>;
-  constexpr int warps = Rows::warps, threads = warps * 32;
-  const int stage_bytes = Rows::stage_bytes;
+  constexpr int warps = Rows::warps, threads = warps * 32, stage_bytes = Kind::stage_bytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int group = a.group;
 
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char* stages = memory;
-  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(stages + warps * a.stages * stage_bytes);
-  float* merge = reinterpret_cast<float*>(barriers + warps * a.stages + 2);  // [warp, head] max, sum; [warp, head, dim]
-  const Pairs pairs(a.rows * a.kv_heads, Rows::unit, reinterpret_cast<int*>(merge + merge_floats(Dim, warps, group)));
-  const int* first = pairs.first;
+  const int ring_bytes = a.stages * stage_bytes;
+  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(stages + warps * ring_bytes);
+  float* results = reinterpret_cast<float*>(barriers + warps * a.stages);
+  const Extra<Dim, runs> extra(group);
+  const auto first_slot = [&](int w) { return Slot<Dim>{results + w * extra.first, group}; };
+  // A warp's stages are free when it has read its last unit.
+  const auto last_slot = [&](int w) { return Slot<Dim>{reinterpret_cast<float*>(stages + w * ring_bytes), group}; };
+  const Slot<Dim> two_heads{results + warps * extra.first + warp * extra.two, 2};
+  const Pairs<runs> pairs(a.rows * a.kv_heads, Rows::unit, reinterpret_cast<int*>(results + extra.floats(warps)));
   __shared__ int warp_sum[warps], warp_most[warps];
-  __shared__ int arrivals;  // warps whose results of a pair are in `merge`
+  __shared__ int last_pair_of[warps];  // of the warp's last unit
+  __shared__ Joint joint[warps + 1];
+  __shared__ int joints;
   // parts: number of blocks that share the block's first and last pair. first_block: the first of these blocks.
   __shared__ int parts[2], first_block[2];  // parts 0: nothing to merge
   __shared__ bool merges[2];
@@ -51,18 +113,17 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     turns = own_turns;
   }
 
-  const unsigned my_stage = shared_address(stages) + warp * a.stages * stage_bytes;
+  const unsigned my_stage = shared_address(stages) + static_cast<unsigned>(warp * ring_bytes);
   const unsigned my_barrier = shared_address(barriers + warp * a.stages);
-  // Barriers. landed: all warps' results of a pair are in `merge`. merged: a warp has read them.
-  const unsigned landed = shared_address(barriers + warps * a.stages), merged = landed + 8;
   if (lane == 0) {
     for (int s = 0; s < a.stages; ++s) barrier_init(my_barrier + 8 * s, 1);
-    if (warp == 0) barrier_init(landed, threads), barrier_init(merged, 32), arrivals = 0;
     barrier_init_fence();
+    last_pair_of[warp] = -1;
+    if (warp == 0) joints = 0;
   }
   __syncwarp();
   let_successor_start();
-  if (threadIdx.x == 0) fetch_map(&map);
+  if (threadIdx.x < runs) fetch_map(&maps.of[threadIdx.x]);
   if (static_cast<int>(threadIdx.x) < a.rows) keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   wait_for_predecessor();
   const int each = (pairs.count + threads - 1) / threads;
@@ -70,15 +131,16 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 
 #pragma unroll 1
   for (int pair = blockIdx.x; pair < pairs.count; pair += gridDim.x)
-    if (first[pair + 1] == first[pair])
+    if (pairs.end(pair) == pairs.begin(pair))
       for (int column = threadIdx.x; column < group * (Dim / 4); column += blockDim.x)
         put_result<T, Dim>(a, pair, column, Running{});
   // Every block that works has at least one unit, so every block from a pair's first to its last arrives for the pair.
-  const Line line(FirstUnit{first}, pairs.count, longest, a.blocks_each);
+  const UnitLine<runs> line(FirstUnit<runs>{pairs.first}, pairs.count, longest, a.blocks_each);
   const auto part = line.part(blockIdx.x);
   const int lo = part.begin, hi = part.end;
   if (lo >= hi) return;
-  const int items = (hi - lo - warp + warps - 1) / warps;  // units of this warp: lo + warp + i * warps
+  const Shares<warps> shares(lo, hi);
+  const int begin = shares.begin(warp), end = shares.begin(warp + 1);  // this warp's units
   const std::uint64_t policy = read_once_policy();
   if constexpr (Rows::turned) {
     if (threadIdx.x < Dim / 2) turns[threadIdx.x] = turns_of(a.inv_freq[threadIdx.x]);
@@ -87,58 +149,70 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 
   // The loads of the queries start before the copies, else they would wait for them.
   float4 asked[ColumnTiles][Dim / 16];
-  const auto ask_queries = [&](int of) {
+  const auto ask_queries = [&](int of, int run) {
     const int row = a.pair_of.row(of), kv_head = of - row * a.kv_heads;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) {
       const float* from = a.queries + row * a.query_row + (kv_head * group + min(c * 8 + g, group - 1)) * a.query_head;
 #pragma unroll
-      for (int i = 0; i < Dim / 16; ++i)
-        asked[c][i] = *reinterpret_cast<const float4*>(from + Rows::query_element(q, 4 * i));
+      for (int i = 0; i < Dim / 16; ++i) {
+        int element = Rows::query_element(q, 4 * i);
+        if constexpr (runs == 2) element = run == 0 ? Lower::query_element(q, 4 * i) : element;
+        asked[c][i] = *reinterpret_cast<const float4*>(from + element);
+      }
     }
   };
-  const int first_pair = line.pair_of(lo);
-  int pair = first_pair, handed = 0;  // handed: pairs that the block has finished
-  ask_queries(pair);
-
+  int pair = 0, run = last_run;
   Unit ahead = {};
-  if (lane < items) ahead = locate(a, pairs, line, Rows::unit_rows, lo + warp + lane * warps);
+  if (begin < end) {
+    pair = line.pair_of(begin), run = runs == 2 ? pairs.run_of(pair, begin) : 0;
+    ask_queries(pair, run);
+    if (begin + lane < end) ahead = locate(a, pairs, line, Rows::unit_rows, begin + lane);
+  }
   Unit current = ahead;  // of the current batch of 32 units
   const auto issue = [&](int i, int stage, const Unit& batch) {
     const int y0 = __shfl_sync(~0u, batch.y0, i % 32), y1 = __shfl_sync(~0u, batch.y1, i % 32);
+    int lower = 0;
+    if constexpr (runs == 2) lower = __shfl_sync(~0u, batch.lower, i % 32);
     if (lane) return;
-    Rows::copy(a, &map, my_stage + stage * stage_bytes, y0, y1, my_barrier + 8 * stage, policy);
+    const unsigned to = my_stage + static_cast<unsigned>(stage * stage_bytes), barrier = my_barrier + 8 * stage;
+    if constexpr (runs == 2)
+      if (lower) return Lower::copy(a, &maps.of[0], to, y0, y1, barrier, policy);
+    Rows::copy(a, &maps.of[last_run], to, y0, y1, barrier, policy);
   };
+  const int items = end - begin;
 #pragma unroll 1
   for (int i = 0; i < a.stages && i < items; ++i) issue(i, i, ahead);
 
-  const int last_pair = line.pair_of(hi - 1);
+  const int first_pair = line.pair_of(lo), last_pair = line.pair_of(hi - 1);
   if (threadIdx.x < 2) {
     const int of = threadIdx.x ? last_pair : first_pair;
-    const bool shared = (first[of] < lo || first[of + 1] > hi) && (threadIdx.x == 0 || last_pair != first_pair);
+    const bool shared = (pairs.begin(of) < lo || pairs.end(of) > hi) && (threadIdx.x == 0 || last_pair != first_pair);
     first_block[threadIdx.x] = line.first_block(of);
     parts[threadIdx.x] = shared ? line.last_block(of) - line.first_block(of) + 1 : 0;
   }
 
-  const int tile_row = Rows::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
   Place here;
-  for (int i = 0;; ++handed) {
-    const int begin = first[pair], end = first[pair + 1];
+  int i = 0;  // units that this warp has read
+  LaneResult<Dim, ColumnTiles> result;
+  // Reads the run's units up to `stop`.
+  const auto read_run = [&](auto kind, int stop) {
+    using R = typename decltype(kind)::type;
+    const int run_begin = pairs.begin(pair, run), tokens = pairs.tokens(pair, run);
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
-    const int tokens = pairs.tokens(pair);
-    const int stop = min(end, hi);
-
-    Rows rows(a, asked, group, g, q);
-    float high[ColumnTiles][2], sum[ColumnTiles][2];
+    const int tile_row = R::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
+    R rows(a, asked, group, g, q);
+    float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
 
-    for (int x; i < items && (x = lo + warp + i * warps) < stop; ++i) {
-      const unsigned at = my_stage + here.stage * stage_bytes;
-      const int valid = min(Rows::unit, tokens - (x - begin) * Rows::unit);
-      if constexpr (!Rows::turned) barrier_wait(my_barrier + 8 * here.stage, here.odd);
-      constexpr int tile_rows = Rows::unit / 8;  // of each lane; row r has token tile_row + 8 r
-      int place[tile_rows];                      // in the cache, once find_places has run
+#pragma unroll 1
+    for (; begin + i < stop; ++i) {
+      const unsigned at = my_stage + static_cast<unsigned>(here.stage * stage_bytes);
+      const int valid = min(R::unit, tokens - (begin + i - run_begin) * R::unit);
+      if constexpr (!R::turned) barrier_wait(my_barrier + 8 * here.stage, here.odd);
+      constexpr int tile_rows = R::unit / 8;  // of each lane; row r has token tile_row + 8 r
+      int place[tile_rows];                   // in the cache, once find_places has run
       const auto find_places = [&] {
         const int place0 = __shfl_sync(~0u, current.place0, i % 32), place1 = __shfl_sync(~0u, current.place1, i % 32);
 #pragma unroll
@@ -148,7 +222,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         }
       };
       float s[ColumnTiles][2 * tile_rows];  // [2 r + h]: scores times log2(e)
-      if constexpr (Rows::turned) {
+      if constexpr (R::turned) {
         find_places();
         const std::int32_t* rank = a.rank + std::int64_t{pair} * a.rank_room;
         const int rank0 = tile_row < valid ? rank[place[0]] : 0, rank1 = tile_row + 8 < valid ? rank[place[1]] : 0;
@@ -157,20 +231,21 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       } else {
         rows.score(at, s);
       }
-      if (valid < Rows::unit || a.window > 0 || a.mass) {
+      if (valid < R::unit || a.window > 0 || a.mass) {
         bool seen[tile_rows];
 #pragma unroll
         for (int r = 0; r < tile_rows; ++r) seen[r] = tile_row + 8 * r < valid;
-        if constexpr (!Rows::turned)
+        if constexpr (!R::turned)
           if (a.window > 0 || a.mass) find_places();
         if (a.window > 0) {
           const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
+          const std::int64_t positions = runs == 2 && run == 0 ? a.lower_positions : a.positions;
 #pragma unroll
           for (int r = 0; r < tile_rows; ++r) {
             if (!seen[r]) continue;
             const std::byte* frame = a.base + entries[place[r] / a.page_size].frame * granule_bytes;
-            seen[r] = reinterpret_cast<const std::int32_t*>(frame + a.positions)[place[r] % a.page_size] > oldest;
+            seen[r] = reinterpret_cast<const std::int32_t*>(frame + positions)[place[r] % a.page_size] > oldest;
           }
         }
         if (a.mass)
@@ -199,75 +274,94 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       const int next = i + a.stages;
       if (next % 32 == 0 && next < items + 32) {
         Unit fresh = {};
-        if (next + lane < items) fresh = locate(a, pairs, line, Rows::unit_rows, lo + warp + (next + lane) * warps);
+        if (next + lane < items) fresh = locate(a, pairs, line, R::unit_rows, begin + next + lane);
         ahead = fresh;
       }
       if (next < items) issue(next, freed, ahead);
       if ((i + 1) % 32 == 0) current = ahead;
     }
     rows.finish();
-
-    // The last warp to arrive combines the block's warps; the others go on.
-    float* merge_high = merge;
-    float* merge_sum = merge_high + warps * group;
-    float* merge_out = merge_sum + warps * group;
-    if (handed > 0) barrier_wait(merged, (handed - 1) & 1);
 #pragma unroll
-    for (int c = 0; c < ColumnTiles; ++c)
+    for (int c = 0; c < ColumnTiles; ++c) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int t = 0; t < Dim / 16; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) result.o[c][t][e] = rows.o[c][t][e];
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
         for (int d = 4; d < 32; d *= 2) sum[c][h] += __shfl_xor_sync(~0u, sum[c][h], d);
-        const int head = c * 8 + 2 * q + h;
-        if (head >= group) continue;
-        if (g == 0) {
-          merge_high[warp * group + head] = high[c][h];
-          merge_sum[warp * group + head] = sum[c][h];
-        }
-        float* to = merge_out + (warp * group + head) * Dim;
-#pragma unroll
-        for (int t = 0; t < Dim / 16; ++t)
-          *reinterpret_cast<float2*>(to + Rows::element_of(g, 2 * t)) =
-              make_float2(rows.o[c][t][h], rows.o[c][t][2 + h]);
-      }
-    const auto combine = [&](int from, int step) {
-      float* partial = a.partial + (blockIdx.x * 2 + (begin > lo ? 1 : 0)) * P::floats;
-#pragma unroll 1
-      for (int column = from; column < group * (Dim / 4); column += step) {
-        const int head = column / (Dim / 4);
-        Running r;
-#pragma unroll
-        for (int w = 0; w < warps; ++w) r.high = fmaxf(r.high, merge_high[w * group + head]);
-#pragma unroll
-        for (int w = 0; w < warps; ++w)
-          r.add(merge_high[w * group + head], merge_sum[w * group + head],
-                reinterpret_cast<const float4*>(merge_out)[w * group * (Dim / 4) + column]);
-        if (begin >= lo && end <= hi) {
-          put_result<T, Dim>(a, pair, column, r);
-        } else {
-          if (column % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
-          reinterpret_cast<float4*>(partial + 2 * P::heads)[column] = r.out;
-        }
-      }
-    };
-    const bool last = end >= hi;
-    bool combines = last;
-    int next_pair = pair;
-    if (last) {
-      __syncthreads();
-    } else {
-      next_pair = line.pair_of(end);
-      ask_queries(next_pair);
-      barrier_arrive(landed);
-      __syncwarp();
-      int before = 0;
-      if (lane == 0) before = atomicAdd(&arrivals, 1);
-      combines = __shfl_sync(~0u, before, 0) % warps == warps - 1;  // all warps have arrived: this warp does not wait
-      if (combines) barrier_wait(landed, handed & 1);
     }
-    if (combines) combine(last ? static_cast<int>(threadIdx.x) : lane, last ? threads : 32);
-    if (last) break;
-    if (combines) barrier_arrive(merged);
-    pair = next_pair;
+  };
+
+  [[maybe_unused]] bool kept = false;  // the pair's lower run
+#pragma unroll 1
+  while (i < items) {
+    const int stop = min(pairs.end(pair, run), end);
+    if constexpr (runs == 2) {
+      const Stash<Dim> stash(results + warps * (extra.first + extra.two) + warp * extra.kept, group, g, q);
+      if (run == 0) {
+        read_run(std::type_identity<Lower>{}, stop);
+        kept = stop < end && stop < pairs.end(pair);
+        if (kept) {
+          stash.put(result);
+          run = 1;
+          ask_queries(pair, run);
+          continue;
+        }
+      } else {
+        read_run(std::type_identity<Rows>{}, stop);
+        if (kept) stash.add_to(result);
+        kept = false;
+      }
+    } else {
+      read_run(std::type_identity<Rows>{}, stop);
+    }
+    const int of = pair, of_begin = pairs.begin(of), of_end = pairs.end(of);
+    if (i < items) {
+      pair = line.pair_of(begin + i), run = runs == 2 ? pairs.run_of(pair, begin + i) : 0;
+      ask_queries(pair, run);
+    } else if (lane == 0) {
+      last_pair_of[warp] = of;
+    }
+    if (of_begin >= begin && of_end <= end) {
+#pragma unroll 1
+      for (int head = 0; head < group; head += 2) {
+        two_heads.template put<Rows>(result, head, g, q);
+        __syncwarp();
+#pragma unroll
+        for (int x = lane; x < Dim / 2; x += 32)
+          if (const int h = x / (Dim / 4); head + h < group)
+            put_result<T, Dim>(a, of, head * (Dim / 4) + x,
+                               {two_heads.high(h), two_heads.sum(h), two_heads.chunk(h, x % (Dim / 4))});
+        __syncwarp();
+      }
+      continue;
+    }
+    (i < items ? first_slot(warp) : last_slot(warp)).template put<Rows>(result, 0, g, q);
+    if (lane == 0 && (of_begin >= begin || warp == 0))
+      joint[atomicAdd(&joints, 1)] = {of, warp, shares.warp_of(min(of_end, hi) - 1)};
+  }
+  __syncthreads();
+
+  const int columns = group * (Dim / 4);
+#pragma unroll 1
+  for (int x = threadIdx.x; x < joints * columns; x += threads) {
+    const int j = x / columns, column = x - j * columns, head = column / (Dim / 4);
+    const Joint of = joint[j];
+    const auto slot_of = [&](int w) { return last_pair_of[w] == of.pair ? last_slot(w) : first_slot(w); };
+    Running r;
+    for (int w = of.from; w <= of.to; ++w) r.high = fmaxf(r.high, slot_of(w).high(head));
+    for (int w = of.from; w <= of.to; ++w) {
+      const Slot<Dim> slot = slot_of(w);
+      r.add(slot.high(head), slot.sum(head), slot.chunk(head, column % (Dim / 4)));
+    }
+    if (pairs.begin(of.pair) >= lo && pairs.end(of.pair) <= hi) {
+      put_result<T, Dim>(a, of.pair, column, r);
+    } else {
+      float* partial = a.partial + (blockIdx.x * 2 + (pairs.begin(of.pair) > lo ? 1 : 0)) * P::floats;
+      if (column % (Dim / 4) == 0) reinterpret_cast<float2*>(partial)[head] = make_float2(r.high, r.sum);
+      reinterpret_cast<float4*>(partial + 2 * P::heads)[column] = r.out;
+    }
   }
 
   // The last block to arrive merges a pair that blocks share.
@@ -285,36 +379,43 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     if (!merges[i]) continue;
     const int of = i ? last_pair : first_pair, from = first_block[i];
     const float* others = a.partial + 2 * from * P::floats;
-    merge_parts<T, Dim, ColumnTiles>(a, of, first[of] > line.part(from).begin ? others + P::floats : others, others,
-                                     parts[i], stages, warps * a.stages * stage_bytes);
+    merge_parts<T, Dim, ColumnTiles>(a, of, pairs.begin(of) > line.part(from).begin ? others + P::floats : others,
+                                     others, parts[i], stages, warps * ring_bytes);
     __syncthreads();
   }
 }
 
-template <class Rows>
-void launch(Args a, const CUtensorMap& map, cudaStream_t stream) {
-  constexpr int dim = Rows::dim, warps = Rows::warps;
-  const int pairs = a.rows * a.kv_heads, stage = Rows::stage_bytes;
-  const std::int64_t fixed = std::int64_t{merge_floats(dim, warps, a.group)} * 4 + Pairs::bytes_of(pairs) + 16;
+// maps: of the rest and of the lower runs, or of all rows.
+template <class Rows, class Lower = void>
+void launch(Args a, const CUtensorMap& map, const CUtensorMap* lower_map, cudaStream_t stream) {
+  using Kind = Storage<Rows, Lower>;
+  constexpr int dim = Rows::dim, warps = Rows::warps, stage = Kind::stage_bytes;
+  const int pairs = a.rows * a.kv_heads;
+  const std::int64_t fixed =
+      std::int64_t{Extra<dim, Kind::runs>(a.group).floats(warps)} * 4 + Pairs<Kind::runs>::bytes_of(pairs);
   constexpr int own = Rows::turned && dim > 128 ? 2048 : 1024;  // bytes of static shared memory, aligned
   const std::int64_t limit = cuda::shared_bytes() - own;
   // These bytes in flight hide the memory's latency. More would only queue up in front of small, urgent loads.
   constexpr std::int64_t under_way = 128 << 10;
-  const std::int64_t together = warps * Rows::copied_bytes, enough = (under_way + together - 1) / together;
+  const std::int64_t together = warps * Kind::copied_bytes, enough = (under_way + together - 1) / together;
   a.stages = static_cast<int>(std::min(enough, (limit - fixed) / (warps * (stage + 8))));
-  if (a.stages < 2)
+  const std::int64_t last_slot = Slot<dim>::floats_of(a.group) * 4;  // takes the place of a warp's stages
+  if (a.stages < 2 || a.stages * stage < last_slot)
     throw Error(Errc::unsupported,
                 "got a group of " + std::to_string(a.group) + " query heads of " + std::to_string(dim) +
                     ", wanted one that fits shared memory",
                 "op attend");
   const int bytes = static_cast<int>(warps * a.stages * (stage + 8) + fixed);
-  const auto kernel = attend_kernel<Rows>;
+  const auto kernel = attend_kernel<Rows, Lower>;
   static const cudaError_t once = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(cuda::shared_bytes() - own));
   cuda::check(once, "attend");
   const int blocks = cuda::step_multiprocessors();
   a.blocks_each = pairs > 0 ? blocks / pairs : 0;
-  cuda::launch("attend", kernel, blocks, warps * 32, bytes, stream, true, a, map);
+  Maps<Kind::runs> maps;
+  if (lower_map) maps.of[0] = *lower_map;
+  maps.of[Kind::runs - 1] = map;
+  cuda::launch("attend", kernel, blocks, warps * 32, bytes, stream, true, a, maps);
 }
 
 // Launches the kernel on turned keys (attend_turned.cu): head_dim 64, 128 or 256.
@@ -322,5 +423,8 @@ void launch_turned(const Args& a, int dim, bool half, const CUtensorMap& map, cu
 // Whether the kernel has rows for pages of codes (attend_codes.cu), with groups up to 8; launches it on them.
 bool takes_codes(const PageLayout& l);
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream);
+// The same for both runs of a cache of two codecs in one launch.
+bool takes_both(const PageLayout& l, const PageLayout& lower);
+void launch_both(const Args& a, const PageLayout& l, const PageLayout& lower, cudaStream_t stream);
 
 }  // namespace kvlab::ops::decode

@@ -1,4 +1,4 @@
-// Merges partial results of attention: those of a block's warps, and those of the blocks that share a pair
+// Merges partial results of attention: those of a pair's runs, of a block's warps, and of the blocks that share a pair
 // (attend_kernel.cuh).
 #pragma once
 #include <cmath>
@@ -8,8 +8,88 @@
 
 namespace kvlab::ops::decode {
 
-// Floats of shared memory for the results of a block's warps.
-__host__ __device__ constexpr int merge_floats(int dim, int warps, int group) { return warps * group * (2 + dim); }
+// A warp's result of some units, as its lanes hold it. Lane 4 g + q has query heads 8 c + 2 q + h, and of these the
+// elements Rows::element_of(g, ...). It holds sums of probabilities times values.
+template <int Dim, int ColumnTiles>
+struct LaneResult {
+  static constexpr int tiles = Dim / 16;
+  float o[ColumnTiles][tiles][4], high[ColumnTiles][2], sum[ColumnTiles][2];
+};
+
+// A result in shared memory. The chunks of a head, of four elements, are permuted against bank conflicts.
+template <int Dim>
+struct Slot {
+  float* memory;
+  int heads;
+
+  static __host__ __device__ constexpr int sums_of(int heads) { return (2 * heads + 3) / 4 * 4; }
+  static __host__ __device__ constexpr int floats_of(int heads) { return sums_of(heads) + heads * Dim; }
+  __device__ __forceinline__ float& high(int head) const { return memory[head]; }
+  __device__ __forceinline__ float& sum(int head) const { return memory[heads + head]; }
+  __device__ __forceinline__ float4& chunk(int head, int i) const {
+    return reinterpret_cast<float4*>(memory + sums_of(heads))[head * (Dim / 4) + (i ^ (i >> 3 & 3) ^ (head >> 1 & 3))];
+  }
+
+  // Writes the result's heads from `begin` on, as many as the slot has.
+  template <class Rows, int ColumnTiles>
+  __device__ __forceinline__ void put(const LaneResult<Dim, ColumnTiles>& from, int begin, int g, int q) const {
+#pragma unroll
+    for (int c = 0; c < ColumnTiles; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int head = c * 8 + 2 * q + h - begin;
+        if (head < 0 || head >= heads) continue;
+        if (g == 0) high(head) = from.high[c][h], sum(head) = from.sum[c][h];
+#pragma unroll
+        for (int t = 0; t < Dim / 16; t += 2)
+          chunk(head, Rows::element_of(g, 2 * t) / 4) =
+              make_float4(from.o[c][t][h], from.o[c][t][2 + h], from.o[c][t + 1][h], from.o[c][t + 1][2 + h]);
+      }
+  }
+};
+
+// What a warp keeps of a pair's lower run while it reads the rest. Lanes without a query head keep nothing.
+template <int Dim>
+struct Stash {
+  static constexpr int each = Dim / 4 + 4;  // floats of a lane
+  float* memory;
+  int lanes, lane;  // lane < 0: it keeps nothing
+
+  static __host__ __device__ constexpr int lanes_of(int group) { return 8 * ((group + 1) / 2); }
+  __device__ Stash(float* memory, int group, int g, int q)
+      : memory(memory), lanes(lanes_of(group)), lane(2 * q < group ? q * 8 + g : -1) {}
+
+  __device__ __forceinline__ void put(const LaneResult<Dim, 1>& from) const {
+    if (lane < 0) return;
+#pragma unroll
+    for (int t = 0; t < Dim / 16; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) memory[(4 * t + i) * lanes + lane] = from.o[0][t][i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      memory[(each - 4 + h) * lanes + lane] = from.high[0][h];
+      memory[(each - 2 + h) * lanes + lane] = from.sum[0][h];
+    }
+  }
+  // Adds what was kept.
+  __device__ __forceinline__ void add_to(LaneResult<Dim, 1>& r) const {
+    if (lane < 0) return;
+    float kept_share[2], own_share[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float kept = memory[(each - 4 + h) * lanes + lane], top = fmaxf(kept, r.high[0][h]);
+      kept_share[h] = kept == -INFINITY ? 0.f : exp2_fast(kept - top);
+      own_share[h] = r.high[0][h] == -INFINITY ? 0.f : exp2_fast(r.high[0][h] - top);
+      r.high[0][h] = top;
+      r.sum[0][h] = r.sum[0][h] * own_share[h] + memory[(each - 2 + h) * lanes + lane] * kept_share[h];
+    }
+#pragma unroll
+    for (int t = 0; t < Dim / 16; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        r.o[0][t][i] = r.o[0][t][i] * own_share[i % 2] + memory[(4 * t + i) * lanes + lane] * kept_share[i % 2];
+  }
+};
 
 // A block's partial result of a pair: [head] maximum and sum, [head, head_dim].
 template <int Dim, int ColumnTiles>
@@ -67,7 +147,10 @@ __device__ __forceinline__ void put_result(const Args& a, int pair, int column, 
   const float share = r.sum != 0 ? 1 / r.sum : 0.f;  // a NaN sum gives NaN
   const float4 x = {r.out.x * share, r.out.y * share, r.out.z * share, r.out.w * share};
   float* out = a.out + row * a.out_row + query_head * a.out_head + element;
-  out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
+  if (a.wide)
+    *reinterpret_cast<float4*>(out) = x;
+  else
+    out[0] = x.x, out[1] = x.y, out[2] = x.z, out[3] = x.w;
   if (a.rounded)
     *reinterpret_cast<uint2*>(rounded_at<Dim>(a, row, query_head, element)) =
         make_uint2(round_pair<T>(a, x.x, x.y), round_pair<T>(a, x.z, x.w));

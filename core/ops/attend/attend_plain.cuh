@@ -82,7 +82,8 @@ struct PlainRows {
 
 template <class T, int Dim, bool Turn>
 void launch_plain(const Args& a, const CUtensorMap& map, cudaStream_t stream) {
-  a.group > 8 ? launch<PlainRows<T, Dim, 2, Turn>>(a, map, stream) : launch<PlainRows<T, Dim, 1, Turn>>(a, map, stream);
+  a.group > 8 ? launch<PlainRows<T, Dim, 2, Turn>>(a, map, nullptr, stream)
+              : launch<PlainRows<T, Dim, 1, Turn>>(a, map, nullptr, stream);
 }
 
 }  // namespace kvlab::ops::decode
