@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <kvlab/ops.hpp>
 
 #include <limits>
 
@@ -349,6 +350,75 @@ void add_two_codecs(std::vector<Case>& v) {
   add(v, deep);
 }
 
+// Sums of mass in a column of token state, after two calls.
+void check_sums(Place& place, Check& check, const AttendShape& shape, GroupRule rule, unsigned seed) {
+  AttendScene scene(shape, seed);
+  const PagedOptions& o = shape.options;
+  const AttendOutputs wanted = scene.reference();
+  std::vector<float> sums(static_cast<std::size_t>(std::int64_t{o.rows} * o.kv_heads * scene.room), 0.f);
+  const auto sum_of = View<float, 3>::dense(sums.data(), {o.rows, o.kv_heads, scene.room});
+  for (int r = 0; r < o.rows; ++r)
+    for (int h = 0; h < o.kv_heads; ++h)
+      for (int t = 0; t < scene.length(r, h); ++t) {
+        float all = 0, most = 0;
+        for (int j = 0; j < shape.group; ++j) {
+          const float x = wanted.mass.view()(r, h * shape.group + j, t);
+          all += x, most = std::max(most, x);
+        }
+        sum_of(r, h, t) = 2 * (rule == GroupRule::max    ? most
+                               : rule == GroupRule::mean ? all / static_cast<float>(shape.group)
+                                                         : all);
+      }
+  if (shape.half) scene.cache.to_half();
+  ops::AttendArgs a = scene.put(place);
+  a.out = place.unwritten(wanted.out.view().extent);
+  a.mass_into = {1, rule};
+  // Rows of mass that a load of four numbers fits, and such that it does not.
+  const std::int64_t stride = seed % 2 ? (scene.room + 3) / 4 * 4 : scene.room | 1;
+  a.mass = {place.take<float>(static_cast<std::size_t>(std::int64_t{o.rows} * scene.heads() * stride)),
+            wanted.mass.view().extent,
+            {scene.heads() * stride, stride, 1}};
+  for (int i = 0; i < 2; ++i) ops::attend(a, scene.workspace, place.stream());
+  compare_values(place, check, "out", place.get(a.out), wanted.out.values(), Tolerance{}.output);
+  for (const int column : {1, 0}) {
+    const Scores got = place.put(View<float, 3>::dense(std::vector<float>(sums.size()).data(), sum_of.extent));
+    ops::read_state({&a.kv, column}, got, place.stream());
+    std::vector<float> of = place.get(got);
+    if (column == 1)
+      compare_values(place, check, "sums", of, sums, Tolerance{}.probability);
+    else
+      check.that("the other column is 0", std::ranges::all_of(of, [](float x) { return x == 0; }));
+  }
+}
+
+void add_sums(std::vector<Case>& v) {
+  const auto shape = [](CodecSpec codec, int dim, int page, int group) {
+    AttendShape s = shape_of(3, 2, dim, page, DType::bf16, codec, group);
+    s.options.state_columns = 2;
+    s.lengths = {700, 1, 2 * page + 5, 0, 37, 4 * page};
+    return s;
+  };
+  std::vector<AttendShape> shapes{shape({}, 128, 16, 4), shape({}, 64, 16, 16),         shape({}, 80, 16, 3),
+                                  shape({}, 96, 32, 1),  shape({{8}, {4}}, 128, 32, 8), shape({{8}, {8}}, 64, 8, 2)};
+  shapes.push_back(shape({}, 128, 16, 4));
+  shapes.back().listed = true, shapes.back().window = 50;
+  shapes.push_back(shape({{8}, {8}}, 128, 16, 4));
+  shapes.back().tokens = 0.4;
+  for (const CodecSpec& lower : {CodecSpec{{4}, {2}}, CodecSpec{{4}, {4}}}) {
+    shapes.push_back(shape({{8}, {4}}, 128, 16, 4));
+    shapes.back().lower = lower;
+    shapes.back().window = lower.v.bits == 4 ? 40 : 0;
+  }
+  unsigned n = 0;
+  for (const AttendShape& s : shapes) {
+    const GroupRule rule = std::array{GroupRule::max, GroupRule::mean, GroupRule::sum}[++n % 3];
+    v.push_back(checked("attend",
+                        fmt::format("mass into state by {}, {}",
+                                    Choices<GroupRule>::all[static_cast<std::size_t>(rule)].second, name_of(s)),
+                        [=](Place& place, Check& check) { check_sums(place, check, s, rule, n); }));
+  }
+}
+
 void check_random_caches(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; ++n) {
     RandomCache r(n);
@@ -587,6 +657,7 @@ std::vector<Case> list() {
   add_codes(v);
   add_steps(v);
   add_two_codecs(v);
+  add_sums(v);
   return v;
 }
 

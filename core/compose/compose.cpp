@@ -374,7 +374,7 @@ std::unique_ptr<Policy> compose(Composition parts) {
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
   if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&
-      parts.scorer->needs().mass() == Mass::none)
+      parts.scorer->needs().any_mass() == Mass::none)
     refuse("got schedule.every with a scorer that looks at nothing but the prompt's last queries, wanted every: 0");
   return std::make_unique<ComposedPolicy>(std::move(parts));
 }

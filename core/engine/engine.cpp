@@ -1,6 +1,7 @@
 #include "engine/engine.hpp"
 
 #include <kvlab/error.hpp>
+#include <kvlab/ops.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -71,6 +72,8 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
   if (needs.own_amount() && o.budget.kind != BudgetAmount::unlimited)
     throw Error(Errc::config, "got a budget for a policy that decides by itself how much it keeps, wanted none");
+  if (needs.mass() != Mass::none && needs.mass_into().when != Mass::none)
+    throw Error(Errc::plugin, "got mass and mass_into of one policy, wanted one of the two");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
     throw Error(Errc::config, "got " + std::to_string(o.max_tokens) + " tokens of prompt and answer, wanted at most " +
                                   std::to_string(model.config.context) + ", the context of " + model.name);
@@ -122,7 +125,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   if (o.prefill_chunk > 0)
     m.queries =
         std::int64_t{s.layers + 1} * needs.window_queries() * (s.query_heads + 2 * s.kv_heads) * s.head_dim * number;
-  m.mass = mass_bytes(s, needs.mass());
+  m.mass = mass_bytes(s, needs.any_mass());
   m.scratch_of_callback =
       number * s.query_heads * (needs.scratch_numbers() * slots * s.max_tokens + std::int64_t{s.head_dim} * s.head_dim);
   m.scratch = m.scratch_of_callback * (needs.observe_beside() ? 2 : 1);
@@ -151,6 +154,9 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());
   capturable_ = stream_.device() == Device::cuda && policy_->needs().capturable();
+  if (const MassState& m = needs_.mass_into(); m.when != Mass::none)
+    mass_into_ = {static_cast<int>(std::ranges::find(needs_.token_state(), m.state) - needs_.token_state().begin()),
+                  m.rule};
   tail_.resize(static_cast<std::size_t>(options.slots));
   sequences_.resize(tail_.size());
   question_.resize(tail_.size());
@@ -403,6 +409,10 @@ Fit Engine::prompt(const PromptLayer& l) {
       }
       kv.window_queries = View<const float, 4>{data, {1, s.query_heads, count, s.head_dim}, {0, s.head_dim, row, 1}};
     }
+  }
+  if (needs_.mass_into().when == Mass::all) {
+    ops::add_mass(kv.mass, needs_.mass_into().rule, kv.state(needs_.mass_into().state), stream_);
+    kv.mass = {};
   }
   Edits edits(l.layer);
   policy_->prefill(kv, edits, stream_);

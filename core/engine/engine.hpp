@@ -147,11 +147,12 @@ class Engine final : private LayerHooks {
   bool replayable() const override { return capturable_ && options_.graphs && !observer_; }
   // Queries of other regimes lie in a buffer that the next layer takes.
   bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
-  bool wants_prompt_mass() const override { return needs_.mass() == Mass::all; }
+  bool wants_prompt_mass() const override { return needs_.any_mass() == Mass::all; }
   bool wants_prompt_output() const override {
     return observer_ && observer_->reads_of_prompt() == EngineObserver::Prompt::everything;
   }
   bool wants_mass() const override { return needs_.mass() != Mass::none; }
+  ops::MassColumn mass_into() const override { return mass_into_; }
   Fit before_prompt(int layer, int slot) override;
   Fit prompt(const PromptLayer& l) override;
   Selection select(const DecodeLayer& l, Fit& fit) override;
@@ -174,6 +175,7 @@ class Engine final : private LayerHooks {
 
   std::shared_ptr<Policy> policy_;
   Needs needs_;
+  ops::MassColumn mass_into_;
   bool capturable_ = false;  // a graph may capture the policy: shapes of decode steps follow the room of the graph then
   EngineOptions options_;
   OwnedStream owned_stream_;

@@ -279,7 +279,7 @@ View<float, 3> CpuExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
 }
 
 View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
-                                         const View<float, 3>& mass) {
+                                         const View<float, 3>& mass, ops::MassColumn mass_into) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const auto n = static_cast<std::int64_t>(slots.size());
@@ -293,6 +293,7 @@ View<const float, 3> CpuExecutor::attend(int layer, const std::vector<std::int32
   a.last = position_.data();
   a.out = heads_view(attention_, n, c.heads, c.head_dim);
   a.mass = mass;
+  a.mass_into = mass_into;
   ops::attend(a, workspace_, Stream::cpu());
   workspace_.reset();
   for (std::int64_t r = 0; mass && r < n; ++r) look_at(r, mass_.data() + r * mass.stride[0], mass.stride[0]);

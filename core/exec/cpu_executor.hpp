@@ -19,7 +19,7 @@ class CpuExecutor final : public Executor {
   LayerRows rows_of(int layer, std::int64_t rows) override;
   View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
   View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
-                              const View<float, 3>& mass) override;
+                              const View<float, 3>& mass, ops::MassColumn mass_into) override;
   void finish_layer(int layer, std::int64_t rows) override;
   void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) override;
   void head(std::int64_t rows, const StepResult& out) override;

@@ -330,7 +330,8 @@ PagedKv CudaExecutor::chunk_view(int layer, int slot, std::int64_t tokens) {
   return rows;
 }
 
-void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass) {
+void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
+                               ops::MassColumn mass_into) {
   const PartTimer timer(Part::attend);
   const ModelConfig& c = model_->config;
   const std::int64_t width = std::int64_t{c.heads} * c.head_dim;
@@ -346,12 +347,14 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.out = View<float, 3>::dense(attention_.as<float>() + first_row * width, {kv.rows, c.heads, c.head_dim});
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
+  a.mass_into = mass_into;
   ops::attend(a, store_.workspace(), stream_);
 }
 
 // Attends for the rows of a decode step one by one. In a shared launch the number of rows decides how tokens are cut
 // and so the order of sums.
-void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass) {
+void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass,
+                               ops::MassColumn mass_into) {
   for (std::int64_t r = 0; r < kv.rows; ++r) {
     PagedKv one = kv;
     one.slots += r;
@@ -365,7 +368,8 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     TokenList tokens = read.tokens ? *read.tokens : TokenList{};
     View<float, 3> sums = mass;
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
-    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums);
+    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums,
+                mass_into);
   }
 }
 
@@ -411,7 +415,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     if (ops::attend_prompt(a, store_.workspace(), stream_)) return a.rounded ? weights_.dtype : DType::f32;
   }
   if (!sums) {
-    attend_rows(all, 0, {}, {});
+    attend_rows(all, 0, {}, {}, {});
     return DType::f32;
   }
   float* data = room<float>(mass_, std::min(tokens, mass_rows) * c.heads * sums.extent[1]);
@@ -420,7 +424,7 @@ DType CudaExecutor::attend_chunk(const PagedKv& all, int longest, View<float, 2>
     kv.slots += at;
     kv.rows = static_cast<int>(std::min(mass_rows, tokens - at));
     const auto mass = View<float, 3>::dense(data, {kv.rows, c.heads, sums.extent[1]});
-    attend_rows(kv, at, {}, mass);
+    attend_rows(kv, at, {}, mass, {});
     ops::add_rows(mass, sums, stream_);
   }
   return DType::f32;
@@ -519,16 +523,17 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
 
 View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
   const int heads = model_->config.heads;
-  return View<float, 3>::dense(room<float>(mass_, rows * heads * mass_room(tokens)), {rows, heads, tokens});
+  const std::int64_t stride = (tokens + 3) / 4 * 4;  // 16-byte loads
+  return {room<float>(mass_, rows * heads * mass_room(tokens)), {rows, heads, tokens}, {heads * stride, stride, 1}};
 }
 
 View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
-                                          const View<float, 3>& mass) {
+                                          const View<float, 3>& mass, ops::MassColumn mass_into) {
   const ModelConfig& c = model_->config;
   const PagedKv kv = store_.view(layer, slots);
   const bool rounded = rounds(kv);
   if (!read.pages && !read.tokens) store_.note_absent(layer, slots);
-  batch_invariant_ ? attend_each(kv, read, mass) : attend_rows(kv, 0, read, mass);
+  batch_invariant_ ? attend_each(kv, read, mass, mass_into) : attend_rows(kv, 0, read, mass, mass_into);
   attended_ = rounded ? &rounded_ : &attention_;
   attended_type_ = rounded ? weights_.dtype : DType::f32;
   return View<const float, 3>::dense(attention_.as<float>(), {kv.rows, c.heads, c.head_dim});

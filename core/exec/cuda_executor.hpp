@@ -36,7 +36,7 @@ class CudaExecutor final : public Executor {
   LayerRows rows_of(int layer, std::int64_t rows) override;
   View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) override;
   View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
-                              const View<float, 3>& mass) override;
+                              const View<float, 3>& mass, ops::MassColumn mass_into) override;
   void finish_layer(int layer, std::int64_t rows) override;
   void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) override;
   void head(std::int64_t rows, const StepResult& out) override;
@@ -78,7 +78,8 @@ class CudaExecutor final : public Executor {
   // `ahead` come after it. Where `slots` is null, all rows are of one slot.
   void turn(const PagedKv& kv, bool ahead);
   PagedKv chunk_view(int layer, int slot, std::int64_t tokens);
-  void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass);
+  void attend_rows(const PagedKv& kv, std::int64_t first_row, const Selection& read, View<float, 3> mass,
+                   ops::MassColumn mass_into);
   bool rounds(const PagedKv& kv) const;
   bool rounds_queries(std::int64_t tokens) const;
   void* rounded_queries(std::int64_t tokens);
@@ -90,7 +91,7 @@ class CudaExecutor final : public Executor {
   View<const float, 3> part(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;    // heads of qkv_
   View<const float, 3> turned(std::int64_t rows, std::int64_t first_head, std::int64_t heads) const;  // after RoPE
   std::int64_t rows_together() const;
-  void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass);
+  void attend_each(const PagedKv& kv, const Selection& read, const View<float, 3>& mass, ops::MassColumn mass_into);
   bool decoding() const { return phase_ == Phase::decode; }
   bool relative() const { return store_.options().rope == RopeRegime::cache_relative; }
   bool re_rotated() const { return store_.options().rope == RopeRegime::re_rotate; }

@@ -55,9 +55,10 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     info.read = hooks.select(info, fit);
     if (fit != Fit::ok) return fit;
     View<float, 3> mass;
-    if (hooks.wants_mass()) mass = step_mass(n, info.room);
-    info.output = attend(layer, slots, info.read, mass);
-    info.mass = mass;
+    const ops::MassColumn into = hooks.mass_into();
+    if (hooks.wants_mass() || into.column >= 0) mass = step_mass(n, info.room);
+    info.output = attend(layer, slots, info.read, mass, into);
+    if (into.column < 0) info.mass = mass;
     fit = hooks.attended(info);
     cache_.workspace().reset();
     if (fit != Fit::ok) return fit;

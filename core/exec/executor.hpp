@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "model/model.hpp"
+#include "ops/attend/attend.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -51,6 +52,8 @@ class LayerHooks {
   virtual bool wants_prompt_mass() const { return false; }
   virtual bool wants_prompt_output() const { return true; }
   virtual bool wants_mass() const { return false; }  // the mass of decode steps
+  // Token state that decode steps add their mass to. Then they give none.
+  virtual ops::MassColumn mass_into() const { return {}; }
   // Called before a chunk's attention reads the slot's earlier tokens in the layer.
   virtual Fit before_prompt(int /*layer*/, int /*slot*/) { return Fit::ok; }
   virtual Fit prompt(const PromptLayer&) { return Fit::ok; }
@@ -122,7 +125,7 @@ class Executor {
   virtual LayerRows rows_of(int layer, std::int64_t rows) = 0;
   virtual View<float, 3> step_mass(std::int64_t rows, std::int64_t tokens) = 0;
   virtual View<const float, 3> attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,
-                                      const View<float, 3>& mass) = 0;
+                                      const View<float, 3>& mass, ops::MassColumn mass_into) = 0;
   virtual void finish_layer(int layer, std::int64_t rows) = 0;                       // output projection and MLP
   virtual void prompt_logits(std::int64_t rows, const View<float, 2>& of_last) = 0;  // notes nonfinite_rows
   virtual void head(std::int64_t rows, const StepResult& out) = 0;                   // logits, on the device

@@ -228,8 +228,10 @@ std::string needs_text(const PluginInfo& plugin) {
     if (!n.chunked_prompts()) rows.push_back({"prompts", "whole, not in chunks"});
     if (n.window_queries() > 0) rows.push_back({"queries", fmt::format("the prompt's last {}", n.window_queries())});
     if (n.profile()) rows.push_back({"profile", "a file of `kvlab profile`"});
-    if (n.mass() != Mass::none)
-      rows.push_back({"attention mass", n.mass() == Mass::all ? "of prompts and steps" : "of steps"});
+    const auto of = [](Mass m) { return m == Mass::all ? "of prompts and steps" : "of steps"; };
+    if (n.mass() != Mass::none) rows.push_back({"attention mass", of(n.mass())});
+    if (const MassState& into = n.mass_into(); into.when != Mass::none)
+      rows.push_back({"attention mass", fmt::format("{}, summed in '{}'", of(into.when), into.state)});
     return table(rows, "  ");
   } catch (const Error& e) {
     return fmt::format("  known once it has its parameters: {}\n", e.what());

@@ -11,15 +11,12 @@ class H2o final : public kvlab::Scorer {
         every_(p.get<int>("every")) {}
 
   kvlab::Needs needs() const override {
-    return kvlab::Needs{}.mass(kvlab::Mass::all).token_state("score").capturable(true);
+    return kvlab::Needs{}.mass_into("score", group_, kvlab::Mass::all).capturable(true);
   }
   kvlab::Pins pins(int tokens) const override { return {.last = tokens - static_cast<int>(tokens * heavy_)}; }
   const char* column() const override { return "score"; }
   int every() const override { return every_; }
 
-  void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
-    kvlab::ops::add_mass(kv.mass, group_, kv.state("score"), s);
-  }
   void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
     kvlab::ops::read_state(kv.state("score"), out, s);
   }

@@ -74,9 +74,8 @@ class LeanKv final : public kvlab::Policy {
 
   kvlab::Needs needs() const override {
     return kvlab::Needs{}
-        .mass(all_queries_ ? kvlab::Mass::all : kvlab::Mass::decode)
+        .mass_into("significance", GroupRule::max, all_queries_ ? kvlab::Mass::all : kvlab::Mass::decode)
         .window_queries(all_queries_ ? 0 : last_queries)
-        .token_state("significance")
         .own_amount(true)
         .all_layers(true)
         .capturable(true);
@@ -90,7 +89,6 @@ class LeanKv final : public kvlab::Policy {
   // The column keeps the prompt's sums: of each query head's scores, the greatest sum of the group.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     const kvlab::StateColumn column = kv.state("significance");
-    if (all_queries_) kvlab::ops::add_mass(kv.mass, GroupRule::max, column, s);
     if (!kv.last[0]) return;
     const std::int32_t* seen = kv.upload("seen", kv.position);
     const kvlab::Scores sums = kv.kv_head_scores("sums");
@@ -105,10 +103,6 @@ class LeanKv final : public kvlab::Policy {
     const auto plan = kv.scratch<std::uint8_t>("plan", {kv.rows(), kv.kv_heads(), kv.max_length});
     kvlab::ops::levels(kv.pages, sums, seen, rule_, plan, {pending_.of(kv), first_.of(kv)}, s);
     edits.store_as(plan);
-  }
-
-  void observe(const kvlab::LayerStep& step, kvlab::Edits&, kvlab::Stream s) override {
-    kvlab::ops::add_mass(step.mass, GroupRule::max, step.state("significance"), s);
   }
 
   void finish_step(const kvlab::Step& step, kvlab::Edits& edits, kvlab::Stream s) override {

@@ -28,6 +28,13 @@ namespace kvlab {
 // mass. select does not, because it does not exist before attention. Tokens that attention did not read have mass 0.
 enum class Mass : std::uint8_t { none, decode, all };
 
+// Token state that core adds attention mass to, that of a group's query heads reduced by `rule`.
+struct MassState {
+  std::string state;
+  GroupRule rule = GroupRule::mean;
+  Mass when = Mass::none;
+};
+
 // Requests of a policy to core, which checks them once, before any work. An unmet need is an error: core never falls
 // back to full attention.
 class Needs {
@@ -35,7 +42,14 @@ class Needs {
   // The last n prompt queries, after RoPE, or all of a shorter prompt. A chunked prompt costs a copy of
   // n x query heads x head_dim f32 for each layer and slot; a whole one costs nothing.
   Needs& window_queries(int n) { return window_queries_ = n, *this; }
-  Needs& mass(Mass m) { return mass_ = m, *this; }                 // attention mass [row, query head, token]
+  Needs& mass(Mass m) { return mass_ = m, *this; }  // attention mass [row, query head, token]
+  // Declares token state and adds each attention's mass to it, before the callbacks that follow. That is faster than
+  // ops::add_mass, because nothing has to hold the mass. Not together with mass(): Errc::plugin. rule: not
+  // softmax_mean.
+  Needs& mass_into(std::string name, GroupRule rule, Mass when) {
+    mass_into_ = {name, rule, when};
+    return token_state(std::move(name));
+  }
   Needs& page_summary(Summary s) { return summary_ = s, *this; }   // per page, kept up to date by append and evict
   Needs& dense_layers(int n) { return dense_layers_ = n, *this; }  // first layers that are never selected or evicted
   Needs& min_pages(int n) { return min_pages_ = n, *this; }        // least pages that a Selector attends to
@@ -71,6 +85,8 @@ class Needs {
 
   int window_queries() const { return window_queries_; }
   Mass mass() const { return mass_; }
+  const MassState& mass_into() const { return mass_into_; }
+  Mass any_mass() const { return mass_ > mass_into_.when ? mass_ : mass_into_.when; }  // in either form
   Summary page_summary() const { return summary_; }
   int dense_layers() const { return dense_layers_; }
   int min_pages() const { return min_pages_; }
@@ -94,6 +110,7 @@ class Needs {
  private:
   int window_queries_ = 0;
   Mass mass_ = Mass::none;
+  MassState mass_into_;
   Summary summary_ = Summary::none;
   int dense_layers_ = 0;
   int min_pages_ = 0;

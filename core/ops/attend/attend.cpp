@@ -1,6 +1,7 @@
 #include "ops/attend/attend.hpp"
 
 #include <omp.h>
+#include <kvlab/ops.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +33,11 @@ void check(const AttendArgs& a, int group) {
     fail(Errc::internal, op, "got too small an lse, wanted [row, query head]");
   if (a.mass) {
     if (a.mass.extent[1] < a.queries.extent[1]) fail(Errc::internal, op, "got mass of too few query heads");
+  } else if (a.mass_into.column >= 0) {
+    fail(Errc::internal, op, "got token state to add mass to, and no room for the mass");
   }
+  if (a.mass_into.column >= 0 && a.mass_into.rule == GroupRule::softmax_mean)
+    fail(Errc::unsupported, op, "got softmax_mean of attention mass, wanted mean, max or sum");
   if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");
   if (const IndexList* list = a.pages ? static_cast<const IndexList*>(a.pages) : a.tokens;
@@ -227,6 +232,7 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
       if (a.mass) finish_mass(a, plan, row, head, query_head, lse, partial, group, partials);
     }
   }
+  if (a.mass_into.column >= 0) add_mass(a.mass, a.mass_into.rule, {&a.kv, a.mass_into.column}, s);
 }
 
 }  // namespace kvlab::ops

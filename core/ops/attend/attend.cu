@@ -9,27 +9,13 @@
 #include "ops/attend/attend_plain.cuh"
 #include "ops/linear/linear.cuh"
 #include "ops/page/ranks.cuh"
+#include "ops/score/add_mass.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;
 using decode::Args;
 using decode::max_pairs;
 namespace {
-
-// Turns scores times log2(e) in mass into probabilities; -inf marks places that were not attended.
-__global__ void mass_kernel(float* mass, std::int64_t mass_row, std::int64_t mass_head, int tokens, const float* lse,
-                            std::int64_t lse_row) {
-  const int head = blockIdx.y, row = blockIdx.z;
-  const float shift = lse[row * lse_row + head] * log2e;
-  float* x = mass + row * mass_row + head * mass_head;
-  for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < tokens; t += gridDim.x * blockDim.x)
-    x[t] = x[t] == -INFINITY ? 0.f : exp2_fast(x[t] - shift);
-}
-
-__global__ void fill_kernel(float* out, std::int64_t row, std::int64_t head, int tokens, float value) {
-  float* x = out + blockIdx.z * row + blockIdx.y * head;
-  for (int t = blockIdx.x * blockDim.x + threadIdx.x; t < tokens; t += gridDim.x * blockDim.x) x[t] = value;
-}
 
 template <class T>
 void launch_dim(const Args& a, int dim, const CUtensorMap& map, cudaStream_t stream) {
@@ -175,12 +161,15 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   if (in.kv.lower_pages && (in.pages || in.tokens))
     throw Error(Errc::unsupported, "got a list to attend to in a cache of two codecs, wanted all tokens",
                 "attend (CUDA)");
+  const bool sums = in.mass_into.column >= 0;
   if (!attend_pipelined(in)) {
     attend_any_cuda(in, s);
     if (in.rounded) round_output(in, s);
+    if (sums) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
     return;
   }
   const PagedKv& kv = in.kv;
+  if (kv.rows == 0) return;
   const cudaStream_t stream = cuda::stream_of(s);
   const int heads = static_cast<int>(in.queries.extent[1]);
   AttendArgs a = in;
@@ -188,16 +177,12 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     a.lse = View<float, 2>::dense(
         static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
         {kv.rows, heads});
-  const int tokens = static_cast<int>(in.mass ? in.mass.extent[2] : 0);
-  const dim3 mass_grid(std::max(1, std::min(64, tokens / 1024)), heads, std::max(1, kv.rows));
-  if (in.mass && kv.rows > 0)
-    fill_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, -INFINITY);
+  if (in.mass && (!sums || in.pages)) clear_scores(in.mass, kv.rows, stream);
   kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], nullptr, Args::all, nullptr, s);
-  if (in.mass && kv.rows > 0) {
-    mass_kernel<<<mass_grid, 256, 0, stream>>>(in.mass.data, in.mass.stride[0], in.mass.stride[1], tokens, a.lse.data,
-                                               a.lse.stride[0]);
-    cuda::check_launch("attend mass");
-  }
+  if (sums)
+    add_scores(a, a.lse, stream);
+  else if (in.mass)
+    scores_to_mass(in.mass, a.lse, kv.rows, stream);
 }
 KVLAB_ON_CUDA(attend, attend_cuda);
 

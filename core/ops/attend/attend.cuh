@@ -1,5 +1,7 @@
 // attend's kernels on CUDA: the pipelined kernel and the general kernel.
 #pragma once
+#include <cuda_runtime.h>
+
 #include "ops/attend/attend.hpp"
 
 namespace kvlab::ops {
@@ -12,5 +14,12 @@ bool attend_pipelined(const AttendArgs& a);
 // The general kernel takes any codec, head_dim, page size, group and regime, and lists of pages and tokens. The
 // capacity of the table and of a list of tokens sets the number of parts; their contents do not.
 void attend_any_cuda(const AttendArgs& a, Stream s);
+
+// Mass of the pipelined kernel (attend_mass.cu). It writes scores times log2(e) of the tokens that it reads, -inf for
+// those that the window hides. clear_scores writes -inf for all others. scores_to_mass makes them probabilities.
+// add_scores adds these to the column of AttendArgs::mass_into.
+void clear_scores(const View<float, 3>& mass, int rows, cudaStream_t stream);
+void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int rows, cudaStream_t stream);
+void add_scores(const AttendArgs& a, const View<float, 2>& lse, cudaStream_t stream);
 
 }  // namespace kvlab::ops

@@ -6,6 +6,12 @@
 
 namespace kvlab::ops {
 
+// Token state that takes attention mass (kvlab/policy.hpp). column < 0: none does.
+struct MassColumn {
+  int column = -1;
+  GroupRule rule = GroupRule::mean;
+};
+
 struct AttendArgs {
   PagedKv kv;                    // all listed pages must be resident (a null frame is Errc::internal)
   View<const float, 3> queries;  // [row, query head, head_dim], already rotated for the regime
@@ -20,6 +26,9 @@ struct AttendArgs {
   void* rounded = nullptr;             // optional, CUDA only: out again in the cache's 16-bit dtype; out is dense then
   View<float, 2> lse;                  // optional: [row, query head], natural log
   View<float, 3> mass;  // optional: [row, query head, token place]; 0 for every place that was not attended
+  // Optional, with `mass`: the op adds the mass to a column of `kv`. `mass` is then room for it, and may hold anything
+  // afterwards. Errc::unsupported for GroupRule::softmax_mean.
+  MassColumn mass_into;
 };
 
 // Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the

@@ -232,9 +232,9 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if (valid < R::unit || a.window > 0 || a.mass) {
-        bool seen[tile_rows];
+        bool there[tile_rows], seen[tile_rows];
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) seen[r] = tile_row + 8 * r < valid;
+        for (int r = 0; r < tile_rows; ++r) seen[r] = there[r] = tile_row + 8 * r < valid;
         if constexpr (!R::turned)
           if (a.window > 0 || a.mass) find_places();
         if (a.window > 0) {
@@ -248,6 +248,12 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
             seen[r] = reinterpret_cast<const std::int32_t*>(frame + positions)[place[r] % a.page_size] > oldest;
           }
         }
+#pragma unroll
+        for (int c = 0; c < ColumnTiles; ++c)
+#pragma unroll
+          for (int r = 0; r < tile_rows; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
         if (a.mass)
 #pragma unroll
           for (int c = 0; c < ColumnTiles; ++c)
@@ -258,14 +264,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
               float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
 #pragma unroll
               for (int r = 0; r < tile_rows; ++r)
-                if (seen[r]) to[place[r]] = s[c][2 * r + h];
+                if (there[r]) to[place[r]] = s[c][2 * r + h];
             }
-#pragma unroll
-        for (int c = 0; c < ColumnTiles; ++c)
-#pragma unroll
-          for (int r = 0; r < tile_rows; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
       }
       rows.add(at, valid, s, high, sum);
       const int freed = here.stage;

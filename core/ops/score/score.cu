@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ops/score/add_mass.cuh"
 #include "ops/score/heads.cuh"
 #include "ops/score/reduce_pages.cuh"
 
@@ -269,8 +270,7 @@ static void group_reduce_cuda(const PagedKv& kv, View<const float, 3> in, GroupR
 }
 KVLAB_ON_CUDA(group_reduce, group_reduce_cuda);
 
-static void add_mass_cuda(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s,
-                          const Heads& heads) {
+void add_mass_cuda(View<const float, 3> mass, GroupRule rule, const StateColumn& column, Stream s, const Heads& heads) {
   reduce(*column.kv, mass, rule, 1.f, 1, column.column, {}, "add_mass", s, heads);
 }
 KVLAB_ON_CUDA(add_mass, add_mass_cuda);
