@@ -511,6 +511,11 @@ class StepScene final : public Scene {
     while (static_cast<int>(layers_.size()) < copies)
       layers_.push_back(place.put(scene_.cache.view().base, scene_.cache.arena_bytes()));
     args_.out = View<float, 3>::dense(place.take<float>(scene_.q.size()), args_.queries.extent);
+    if (shape.options.state_columns == 0) return;
+    const std::int64_t rows = shape.options.rows, heads = scene_.heads(), room = (scene_.room + 3) / 4 * 4;
+    args_.mass =
+        View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(rows * heads * room)), {rows, heads, room});
+    args_.mass_into = {0, GroupRule::max};
   }
   void run(int copy) override {
     args_.kv.base = layers_[static_cast<std::size_t>(copy)];
@@ -627,6 +632,16 @@ void add_steps(std::vector<Case>& v) {
     s.options.codec = {{8}, {4}};
     s.lower = CodecSpec{{4}, {2}};
     v.push_back(step(fmt::format("k8v4, 56 % in k4v2 32/8 heads of 128, {} x {}, page 16", batch, context), s,
+                     std::int64_t{batch} * context, true));
+  }
+  for (const auto& [name, codec, batch, context] : {std::tuple{"bf16", CodecSpec{}, 8, 32768},
+                                                    {"k8v4, 56 % in k4v2", CodecSpec{{8}, {4}}, 8, 32768},
+                                                    {"k8v4, 56 % in k4v2", CodecSpec{{8}, {4}}, 64, 1024}}) {
+    AttendShape s = batch_of(batch, context, 16);
+    s.options.codec = codec;
+    s.options.state_columns = 1;
+    if (codec.k.bits) s.lower = CodecSpec{{4}, {2}};
+    v.push_back(step(fmt::format("mass into state, {} 32/8 heads of 128, {} x {}, page 16", name, batch, context), s,
                      std::int64_t{batch} * context, true));
   }
   const std::vector<int> ragged = ragged_lengths();

@@ -122,6 +122,7 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
     if (in.mass)
       a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
       a.mass_head = in.mass.stride[1];
+    if (in.mass_into.column >= 0) a.by_token = scores_at_once(in);
     if (in.pages) {
       const PageList& list = *in.pages;
       a.list = list.index.data + begin * list.index.stride[0];

@@ -78,6 +78,30 @@ struct Extra {
   __host__ __device__ constexpr int floats(int warps) const { return warps * (first + two + kept); }
 };
 
+// Writes a lane's scores of tokens, [row, kv_head, place, query head of the group].
+template <int ColumnTiles, int TileRows>
+__device__ __forceinline__ void put_scores(const Args& a, int row, int kv_head, int group, int q,
+                                           const bool (&there)[TileRows], const int (&place)[TileRows],
+                                           const float (&s)[ColumnTiles][2 * TileRows]) {
+  float* to = a.mass + row * a.mass_row + kv_head * group * a.mass_head + 2 * q;
+#pragma unroll
+  for (int c = 0; c < ColumnTiles; ++c, to += 8) {
+    const int heads = group - (c * 8 + 2 * q);
+    if (heads <= 0) return;
+#pragma unroll
+    for (int r = 0; r < TileRows; ++r) {
+      if (!there[r]) continue;
+      float* const of_token = to + std::int64_t{place[r]} * group;
+      if (a.by_token > 1) {
+        *reinterpret_cast<float2*>(of_token) = make_float2(s[c][2 * r], s[c][2 * r + 1]);
+      } else {
+        of_token[0] = s[c][2 * r];
+        if (heads > 1) of_token[1] = s[c][2 * r + 1];
+      }
+    }
+  }
+}
+
 template <class Rows, class Lower>
 __global__ void __launch_bounds__(Rows::warps * 32, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ Maps<Storage<Rows, Lower>::runs> maps) {
@@ -254,7 +278,9 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           for (int r = 0; r < tile_rows; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
-        if (a.mass)
+        if (a.mass && a.by_token)
+          put_scores(a, row, kv_head, group, q, there, place, s);
+        else if (a.mass)
 #pragma unroll
           for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll

@@ -11,7 +11,7 @@ namespace kvlab::ops {
 using namespace cuda;
 namespace {
 
-constexpr int threads = 256, vector = 4;
+constexpr int threads = 256;
 
 // The log of a softmax's sum, as exp2 takes it. -inf: nothing was attended.
 __device__ __forceinline__ float shift_of(const View<const float, 2>& lse, int row, int head) {
@@ -19,6 +19,19 @@ __device__ __forceinline__ float shift_of(const View<const float, 2>& lse, int r
 }
 __device__ __forceinline__ float probability(float score, float shift) {
   return score == -INFINITY ? 0.f : exp2_fast(score - shift);
+}
+
+template <int Vector>
+__device__ __forceinline__ void load(const float* from, float (&to)[Vector]) {
+  if constexpr (Vector == 4) {
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  } else if constexpr (Vector == 2) {
+    const float2 x = *reinterpret_cast<const float2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+    to[0] = *from;
+  }
 }
 
 __global__ void __launch_bounds__(threads) fill_kernel(View<float, 3> out, float value) {
@@ -37,46 +50,52 @@ __global__ void __launch_bounds__(threads) mass_kernel(View<float, 3> scores, Vi
 
 struct AddArgs {
   DeviceKv kv;
-  View<const float, 3> scores;
+  const float* scores;  // [row, kv_head, token place, query head of the group]
+  std::int64_t row, head;
   View<const float, 2> lse;
-  int column, group;
+  int column, group, room;
   GroupRule rule;
-  bool wide;  // four scores, and four numbers of the column, can be one load
 };
 
-// One thread takes four tokens.
+// A thread takes `each` tokens. Vector: scores of one load.
+template <int Vector>
 __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ AddArgs a) {
+  constexpr int each = 4;
   let_successor_start();
   wait_for_predecessor();
-  const int head = blockIdx.y, row = blockIdx.z;
-  const int n = min(a.kv.tokens(row, head), static_cast<int>(a.scores.extent[2]));
-  const float* scores = &a.scores(row, head * a.group, 0);
-  const std::int64_t stride = a.scores.stride[1];
-  const auto add = [&](float& sum, float score, int j) {
-    const float x = probability(score, shift_of(a.lse, row, head * a.group + j));
-    sum = j == 0 ? x : a.rule != GroupRule::max ? sum + x : sum < x ? x : sum;
-  };
+  const int head = blockIdx.y, row = blockIdx.z, n = min(a.kv.tokens(row, head), a.room);
+  const float* scores = a.scores + row * a.row + head * a.head;
   const float factor = a.rule == GroupRule::mean ? 1.f / static_cast<float>(a.group) : 1.f;
-  for (int t = (blockIdx.x * threads + threadIdx.x) * vector; t < n; t += gridDim.x * threads * vector) {
-    if (a.wide && t + vector <= n) {
-      float* const state = a.kv.state(row, head, t, a.column);
-      if (!state) continue;
-      float4 sum = {};
-#pragma unroll 4
-      for (int j = 0; j < a.group; ++j) {
-        const float4 x = *reinterpret_cast<const float4*>(scores + j * stride + t);
-        add(sum.x, x.x, j), add(sum.y, x.y, j), add(sum.z, x.z, j), add(sum.w, x.w, j);
+  for (int first = blockIdx.x * threads * each + threadIdx.x; first < n; first += gridDim.x * threads * each) {
+    float* state[each];
+    float sum[each], old[each];
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int t = first + i * threads;
+      state[i] = t < n ? a.kv.state(row, head, t, a.column) : nullptr;
+      old[i] = state[i] ? *state[i] : 0.f;
+    }
+#pragma unroll 1
+    for (int j = 0; j < a.group; j += Vector) {
+      float x[each][Vector];
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int t = min(first + i * threads, n - 1);
+        load<Vector>(scores + std::int64_t{t} * a.group + j, x[i]);
       }
-      float4& to = *reinterpret_cast<float4*>(state);
-      const float4 old = to;
-      to = {old.x + sum.x * factor, old.y + sum.y * factor, old.z + sum.z * factor, old.w + sum.w * factor};
-      continue;
+#pragma unroll
+      for (int k = 0; k < Vector; ++k) {
+        const float shift = a.lse(row, head * a.group + j + k) * log2e;
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+          const float p = probability(x[i][k], shift);
+          sum[i] = j + k == 0 ? p : a.rule != GroupRule::max ? sum[i] + p : sum[i] < p ? p : sum[i];
+        }
+      }
     }
-    for (int i = t; i < min(n, t + vector); ++i) {
-      float sum = 0;
-      for (int j = 0; j < a.group; ++j) add(sum, scores[j * stride + i], j);
-      if (float* const state = a.kv.state(row, head, i, a.column)) *state += sum * factor;
-    }
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (state[i]) *state[i] = old[i] + sum[i] * factor;
   }
 }
 
@@ -88,7 +107,10 @@ dim3 grid_of(const View<float, 3>& mass, std::int64_t rows) {
 }  // namespace
 
 void clear_scores(const View<float, 3>& mass, int rows, cudaStream_t stream) {
-  fill_kernel<<<grid_of(mass, rows), threads, 0, stream>>>(mass, -INFINITY);
+  // Whole rows, because tokens may lie closer together than the view says.
+  const std::int64_t row = mass.extent[1] * mass.stride[1];
+  const View<float, 3> all{mass.data, {mass.extent[0], 1, row}, {mass.stride[0], row, 1}};
+  fill_kernel<<<grid_of(all, rows), threads, 0, stream>>>(all, -INFINITY);
   check_launch("attend mass");
 }
 
@@ -97,17 +119,34 @@ void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int r
   check_launch("attend mass");
 }
 
+int scores_at_once(const AttendArgs& in) {
+  const int group = static_cast<int>(in.mass.extent[1]) / in.kv.kv_heads;
+  const auto fits = [&](int n) {
+    return group % n == 0 && in.mass.stride[0] % n == 0 &&
+           reinterpret_cast<std::uintptr_t>(in.mass.data) % (4 * n) == 0;
+  };
+  return fits(4) ? 4 : fits(2) ? 2 : 1;
+}
+
 void add_scores(const AttendArgs& in, const View<float, 2>& lse, cudaStream_t stream) {
   const PagedKv& kv = in.kv;
-  AddArgs a{DeviceKv(kv),      in.mass, lse, in.mass_into.column, static_cast<int>(in.mass.extent[1]) / kv.kv_heads,
-            in.mass_into.rule, false};
-  a.wide = reinterpret_cast<std::uintptr_t>(in.mass.data) % 16 == 0 && in.mass.stride[0] % vector == 0 &&
-           in.mass.stride[1] % vector == 0 && kv.page_size % vector == 0;
-  const std::int64_t each = std::int64_t{threads} * vector, blocks = (in.mass.extent[2] + each - 1) / each,
+  const int group = static_cast<int>(in.mass.extent[1]) / kv.kv_heads;
+  const AddArgs a{DeviceKv(kv),
+                  in.mass.data,
+                  in.mass.stride[0],
+                  in.mass.stride[1] * group,
+                  lse,
+                  in.mass_into.column,
+                  group,
+                  static_cast<int>(in.mass.extent[2]),
+                  in.mass_into.rule};
+  const std::int64_t of_block = std::int64_t{threads} * 4, blocks = (a.room + of_block - 1) / of_block,
                      most = 16384 / (std::int64_t{kv.kv_heads} * kv.rows) + 1;
   const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, most)), static_cast<unsigned>(kv.kv_heads),
                   static_cast<unsigned>(kv.rows));
-  cuda::launch("attend mass", add_kernel, grid, threads, 0, stream, true, a);
+  const int vector = scores_at_once(in);
+  const auto kernel = vector == 4 ? add_kernel<4> : vector == 2 ? add_kernel<2> : add_kernel<1>;
+  cuda::launch("attend mass", kernel, grid, threads, 0, stream, true, a);
 }
 
 }  // namespace kvlab::ops
