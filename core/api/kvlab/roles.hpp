@@ -36,8 +36,8 @@ class Scorer {
   // The column of token state that score() copies, or null. A decode step then ranks by it and does not call score().
   virtual const char* column() const { return nullptr; }
 
-  // After every attention (each prompt chunk, each decode step). A method accumulates kv.mass into token state here.
-  // Under Mass::decode, kv.mass is empty after a prompt chunk.
+  // After every attention (each prompt chunk, each decode step). Under Mass::decode, kv.mass is empty after a prompt
+  // chunk. Needs::mass_into sums mass in token state without this callback.
   virtual void observe(const LayerKv& /*kv*/, Stream) {}
 
   // A sequence ended. Core clears token state and the state that attach took, but no member variable.
