@@ -8,8 +8,8 @@
 #include "ops/attend/attend.cuh"
 #include "ops/attend/attend_plain.cuh"
 #include "ops/linear/linear.cuh"
+#include "ops/page/add_mass.cuh"
 #include "ops/page/ranks.cuh"
-#include "ops/score/add_mass.cuh"
 
 namespace kvlab::ops {
 using namespace cuda;

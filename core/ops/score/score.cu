@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "ops/score/add_mass.cuh"
+#include "ops/page/add_mass.cuh"
 #include "ops/score/heads.cuh"
 #include "ops/score/reduce_pages.cuh"
 

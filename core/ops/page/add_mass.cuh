@@ -1,4 +1,4 @@
-// add_mass on CUDA, for other ops.
+// add_mass on CUDA, which score.cu defines. Attention calls it too.
 #pragma once
 #include <kvlab/ops.hpp>
 
