@@ -78,7 +78,8 @@ add_dependencies(kvlab_cuda kvlab_cuda_build)
 target_include_directories(kvlab_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR}/api ${KVLAB_CUDA_BUILD_FOLDER})  # does not link kvlab: CMake would ask nvcc for its cxx_std_20
 # #554: nvcc warns that a view of const elements never uses view.hpp's conversion to const.
 target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -gencode=arch=compute_90a,code=sm_90a
-  --expt-relaxed-constexpr -diag-suppress=554 -lineinfo $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
+  --expt-relaxed-constexpr -diag-suppress=554 $<$<CONFIG:RelWithDebInfo,Debug>:-lineinfo>
+  $<$<BOOL:${KVLAB_WERROR}>:-Werror=all-warnings>>)
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(kvlab_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)  # a tenth of the size
 endif()
