@@ -357,27 +357,33 @@ void check_sums(Place& place, Check& check, const AttendShape& shape, GroupRule 
   const AttendOutputs wanted = scene.reference();
   std::vector<float> sums(static_cast<std::size_t>(std::int64_t{o.rows} * o.kv_heads * scene.room), 0.f);
   const auto sum_of = View<float, 3>::dense(sums.data(), {o.rows, o.kv_heads, scene.room});
+  // Of a query head's mass on a token, or of its softmax over the head's tokens.
+  const auto weight = [&](int r, int head, int t, int tokens) {
+    const auto mass = [&](int i) { return wanted.mass.view()(r, head, i); };
+    if (rule != GroupRule::softmax_mean) return mass(t);
+    double total = 0;
+    for (int i = 0; i < tokens; ++i) total += std::exp(double{mass(i)} - mass(t));
+    return static_cast<float>(1 / total);
+  };
   for (int r = 0; r < o.rows; ++r)
     for (int h = 0; h < o.kv_heads; ++h)
       for (int t = 0; t < scene.length(r, h); ++t) {
         float all = 0, most = 0;
         for (int j = 0; j < shape.group; ++j) {
-          const float x = wanted.mass.view()(r, h * shape.group + j, t);
+          const float x = weight(r, h * shape.group + j, t, scene.length(r, h));
           all += x, most = std::max(most, x);
         }
-        sum_of(r, h, t) = 2 * (rule == GroupRule::max    ? most
-                               : rule == GroupRule::mean ? all / static_cast<float>(shape.group)
-                                                         : all);
+        sum_of(r, h, t) = 2 * (rule == GroupRule::max   ? most
+                               : rule == GroupRule::sum ? all
+                                                        : all / static_cast<float>(shape.group));
       }
   if (shape.half) scene.cache.to_half();
   ops::AttendArgs a = scene.put(place);
   a.out = place.unwritten(wanted.out.view().extent);
   a.mass_into = {1, rule};
-  // Rows of mass that a load of four numbers fits, and such that it does not.
-  const std::int64_t stride = seed % 2 ? (scene.room + 3) / 4 * 4 : scene.room | 1;
-  a.mass = {place.take<float>(static_cast<std::size_t>(std::int64_t{o.rows} * scene.heads() * stride)),
-            wanted.mass.view().extent,
-            {scene.heads() * stride, stride, 1}};
+  // Rows of mass that lie side by side, and rows at any place, which no load of several scores fits.
+  const std::int64_t row = std::int64_t{scene.heads()} * scene.room + (seed % 3 ? 0 : 1);
+  a.mass = {place.take<float>(static_cast<std::size_t>(o.rows * row)), wanted.mass.view().extent, {row, scene.room, 1}};
   for (int i = 0; i < 2; ++i) ops::attend(a, scene.workspace, place.stream());
   compare_values(place, check, "out", place.get(a.out), wanted.out.values(), Tolerance{}.output);
   for (const int column : {1, 0}) {
@@ -399,7 +405,8 @@ void add_sums(std::vector<Case>& v) {
     return s;
   };
   std::vector<AttendShape> shapes{shape({}, 128, 16, 4), shape({}, 64, 16, 16),         shape({}, 80, 16, 3),
-                                  shape({}, 96, 32, 1),  shape({{8}, {4}}, 128, 32, 8), shape({{8}, {8}}, 64, 8, 2)};
+                                  shape({}, 96, 32, 1),  shape({{8}, {4}}, 128, 32, 8), shape({{8}, {8}}, 64, 8, 2),
+                                  shape({}, 64, 16, 6)};
   shapes.push_back(shape({}, 128, 16, 4));
   shapes.back().listed = true, shapes.back().window = 50;
   shapes.push_back(shape({{8}, {8}}, 128, 16, 4));
@@ -411,7 +418,8 @@ void add_sums(std::vector<Case>& v) {
   }
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
-    const GroupRule rule = std::array{GroupRule::max, GroupRule::mean, GroupRule::sum}[++n % 3];
+    const GroupRule rule = ++n == 7 || n == 9 ? GroupRule::softmax_mean
+                                              : std::array{GroupRule::max, GroupRule::mean, GroupRule::sum}[n % 3];
     v.push_back(checked("attend",
                         fmt::format("mass into state by {}, {}",
                                     Choices<GroupRule>::all[static_cast<std::size_t>(rule)].second, name_of(s)),
@@ -512,7 +520,7 @@ class StepScene final : public Scene {
       layers_.push_back(place.put(scene_.cache.view().base, scene_.cache.arena_bytes()));
     args_.out = View<float, 3>::dense(place.take<float>(scene_.q.size()), args_.queries.extent);
     if (shape.options.state_columns == 0) return;
-    const std::int64_t rows = shape.options.rows, heads = scene_.heads(), room = (scene_.room + 3) / 4 * 4;
+    const std::int64_t rows = shape.options.rows, heads = scene_.heads(), room = scene_.room;
     args_.mass =
         View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(rows * heads * room)), {rows, heads, room});
     args_.mass_into = {0, GroupRule::max};

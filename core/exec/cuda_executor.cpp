@@ -523,8 +523,7 @@ Fit CudaExecutor::attend_prompt(PromptLayer& info, std::int64_t rows, int first,
 
 View<float, 3> CudaExecutor::step_mass(std::int64_t rows, std::int64_t tokens) {
   const int heads = model_->config.heads;
-  const std::int64_t stride = (tokens + 3) / 4 * 4;  // 16-byte loads
-  return {room<float>(mass_, rows * heads * mass_room(tokens)), {rows, heads, tokens}, {heads * stride, stride, 1}};
+  return View<float, 3>::dense(room<float>(mass_, rows * heads * mass_room(tokens)), {rows, heads, tokens});
 }
 
 View<const float, 3> CudaExecutor::attend(int layer, const std::vector<std::int32_t>& slots, const Selection& read,

@@ -1,5 +1,5 @@
 // Tokens of a device with two codecs: pages that change theirs, tokens by levels, and extents of frames. Pages of the
-// second codec come first in a head's table. As elsewhere, no kernel both takes frames of a pool and gives them back.
+// second codec come first in a head's table. No kernel here takes frames of a pool and also gives some back.
 #include <algorithm>
 
 #include "base/cuda.cuh"

@@ -28,7 +28,7 @@ __device__ inline std::byte* frame_at(const CudaStoreLayer& s, int tier, std::in
   return s.base[tier] + std::int64_t{frame} * granule_bytes;
 }
 
-// Of a tier, where the device has one codec.
+// The layout of a tier's pages, where the device has one codec.
 __device__ inline const PageLayout& layout_of(const CudaStoreLayer& s, int tier) {
   return tier ? s.host_layout : s.layout;
 }

@@ -310,8 +310,8 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
   if (changed) count_fired(s, a.edit);
 }
 
-// Each warp copies one page at a time. Whole frames cross the link in units of 16 bytes, many in flight. Where the
-// tiers' layouts differ, a page crosses token by token.
+// Each warp copies one page at a time. Whole frames cross the link in units of 16 bytes, many in flight. A page
+// crosses token by token where the tiers' layouts differ.
 template <bool Mixed>
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {

@@ -43,9 +43,8 @@ class Needs {
   // n x query heads x head_dim f32 for each layer and slot; a whole one costs nothing.
   Needs& window_queries(int n) { return window_queries_ = n, *this; }
   Needs& mass(Mass m) { return mass_ = m, *this; }  // attention mass [row, query head, token]
-  // Declares token state and adds each attention's mass to it, before the callbacks that follow. That is faster than
-  // ops::add_mass, because nothing has to hold the mass. Not together with mass(): Errc::plugin. rule: not
-  // softmax_mean.
+  // Declares token state. Core adds each attention's mass to it, before the callbacks that follow. A GPU then passes
+  // over the scores once less than mass() and ops::add_mass do. Not together with mass(): Errc::plugin.
   Needs& mass_into(std::string name, GroupRule rule, Mass when) {
     mass_into_ = {name, rule, when};
     return token_state(std::move(name));

@@ -36,8 +36,6 @@ void check(const AttendArgs& a, int group) {
   } else if (a.mass_into.column >= 0) {
     fail(Errc::internal, op, "got token state to add mass to, and no room for the mass");
   }
-  if (a.mass_into.column >= 0 && a.mass_into.rule == GroupRule::softmax_mean)
-    fail(Errc::unsupported, op, "got softmax_mean of attention mass, wanted mean, max or sum");
   if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");
   if (const IndexList* list = a.pages ? static_cast<const IndexList*>(a.pages) : a.tokens;

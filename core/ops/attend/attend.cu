@@ -1,4 +1,4 @@
-// Attention of decode steps over pages of plain bf16 or f16 rows (attend_kernel.cuh): launches, and the mass output.
+// Attention of decode steps over pages of plain bf16 or f16 rows (attend_kernel.cuh): launches.
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -122,7 +122,7 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
     if (in.mass)
       a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
       a.mass_head = in.mass.stride[1];
-    if (in.mass_into.column >= 0) a.by_token = scores_at_once(in);
+    if (adds_scores(in)) a.by_token = scores_at_once(in);
     if (in.pages) {
       const PageList& list = *in.pages;
       a.list = list.index.data + begin * list.index.stride[0];
@@ -162,11 +162,11 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
   if (in.kv.lower_pages && (in.pages || in.tokens))
     throw Error(Errc::unsupported, "got a list to attend to in a cache of two codecs, wanted all tokens",
                 "attend (CUDA)");
-  const bool sums = in.mass_into.column >= 0;
+  const bool into = in.mass_into.column >= 0, sums = adds_scores(in);
   if (!attend_pipelined(in)) {
     attend_any_cuda(in, s);
     if (in.rounded) round_output(in, s);
-    if (sums) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
+    if (into) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
     return;
   }
   const PagedKv& kv = in.kv;
@@ -184,6 +184,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     add_scores(a, a.lse, stream);
   else if (in.mass)
     scores_to_mass(in.mass, a.lse, kv.rows, stream);
+  if (into && !sums) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
 }
 KVLAB_ON_CUDA(attend, attend_cuda);
 

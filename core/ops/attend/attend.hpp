@@ -27,7 +27,7 @@ struct AttendArgs {
   View<float, 2> lse;                  // optional: [row, query head], natural log
   View<float, 3> mass;  // optional: [row, query head, token place]; 0 for every place that was not attended
   // Optional, with `mass`: the op adds the mass to a column of `kv`. `mass` is then room for it, and may hold anything
-  // afterwards. Errc::unsupported for GroupRule::softmax_mean.
+  // afterwards.
   MassColumn mass_into;
 };
 

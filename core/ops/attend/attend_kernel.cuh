@@ -48,7 +48,7 @@ struct Joint {
   int pair, from, to;
 };
 
-// What the kernel reads in one launch. Lower: the rows of lower runs, void = there are none.
+// The rows that one launch reads. Lower: those of lower runs, void = there are none.
 template <class Rows, class Lower>
 struct Storage {
   static constexpr int runs = 2, stage_bytes = std::max(Rows::stage_bytes, Lower::stage_bytes),

@@ -48,7 +48,8 @@ struct Slot {
   }
 };
 
-// What a warp keeps of a pair's lower run while it reads the rest. Lanes without a query head keep nothing.
+// The result of a pair's lower run, which a warp keeps while it reads the rest. Lanes without a query head keep
+// nothing.
 template <int Dim>
 struct Stash {
   static constexpr int each = Dim / 4 + 4;  // floats of a lane

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(threads)
     out(row, head, t) = *kv.token(row, head, t).state(column);
 }
 
-// Where in is null, every input is 1.
+// Every input is 1 where `in` is null.
 __global__ void __launch_bounds__(threads)
     blend_state_kernel(DeviceKv kv, int column, float keep, View<const float, 3> in, float factor, std::int64_t room,
                        const __grid_constant__ Heads heads) {

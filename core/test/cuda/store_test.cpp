@@ -1255,7 +1255,7 @@ TEST_CASE("cuda store: attention over a page of the host alone is refused, and a
   const std::vector<test::PerHead> one{{{1}, {}, {}}};
   both.apply(rows, 0, one, [](Edits& e, const IndexList& l) { e.offload(PageList{l}); });
   both.apply(rows, 0, one, [](Edits& e, const IndexList& l) { e.drop(Tier::device, PageList{l}); });
-  // What the list of each edit becomes for the first head.
+  // The list of an edit becomes this one for the first head.
   const auto resolved = [&](const std::vector<std::int32_t>& list, auto fill) {
     const BothLists lists({test::PerHead(3, list)}, both.memory);
     Edits e(0);

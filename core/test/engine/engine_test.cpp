@@ -2,8 +2,10 @@
 #include "engine/engine.hpp"
 
 #include <catch2/catch.hpp>
+#include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <set>
@@ -452,6 +454,48 @@ TEST_CASE("a policy sees the attention mass that it asked for") {
     for (const double sum : policy->prompt) CHECK(sum == Approx(mass == Mass::all ? 5 : -1).epsilon(1e-4));
     for (const double sum : policy->decode) CHECK(sum == Approx(mass == Mass::none ? -1 : 1).epsilon(1e-4));
   }
+}
+
+TEST_CASE("mass_into sums what mass gives, in prompts and steps") {
+  struct Sums final : Policy {
+    Sums(bool by_core, GroupRule rule, Mass when) : by_core(by_core), rule(rule), when(when) {}
+    Needs needs() const override {
+      return by_core ? Needs{}.mass_into("sum", rule, when) : Needs{}.mass(when).token_state("sum");
+    }
+    void prefill(const LayerPrefill& kv, Edits&, Stream s) override { note(kv, s); }
+    void observe(const LayerStep& kv, Edits&, Stream s) override { note(kv, s); }
+    void note(const LayerKv& kv, Stream s) {
+      if (by_core) CHECK(!kv.mass);
+      if (kv.mass) ops::add_mass(kv.mass, rule, kv.state("sum"), s);
+      const Scores now = kv.kv_head_scores("now");
+      ops::read_state(kv.state("sum"), now, s);
+      for (int h = 0; h < kv.kv_heads(); ++h)
+        for (int t = 0; t < kv.pages.tokens(0, h); ++t) seen.push_back(now(0, h, t));
+    }
+    bool by_core;
+    GroupRule rule;
+    Mass when;
+    std::vector<float> seen;
+  };
+  const auto [rule, when] = GENERATE(std::pair{GroupRule::mean, Mass::all}, std::pair{GroupRule::max, Mass::decode});
+  std::vector<float> of[2];
+  for (const bool by_core : {false, true}) {
+    const auto policy = std::make_shared<Sums>(by_core, rule, when);
+    Engine engine(tiny(), policy, options(1));
+    const int slot = engine.open();
+    const std::vector<int> text{1, 2, 3, 4, 5, 6, 7};
+    REQUIRE(engine.prefill(slot, std::span(text).first(4), false, {}) == Fit::ok);
+    REQUIRE(engine.prefill(slot, std::span(text).subspan(4), true, {}) == Fit::ok);
+    for (const int token : {8, 9}) REQUIRE(engine.step({slot}, std::array{token}, {}) == Fit::ok);
+    of[by_core] = policy->seen;
+  }
+  CHECK(of[0] == of[1]);
+  CHECK(*std::ranges::max_element(of[1]) > 0);
+
+  struct Both final : Policy {
+    Needs needs() const override { return Needs{}.mass(Mass::decode).mass_into("sum", GroupRule::mean, Mass::decode); }
+  };
+  CHECK_THROWS_WITH(Engine(tiny(), std::make_shared<Both>(), options(1)), Catch::Contains("got mass and mass_into"));
 }
 
 TEST_CASE("a second prompt's mass covers what each head still holds") {
