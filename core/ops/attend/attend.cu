@@ -178,7 +178,7 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     a.lse = View<float, 2>::dense(
         static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
         {kv.rows, heads});
-  if (in.mass && (!sums || in.pages)) clear_scores(in.mass, kv.rows, stream);
+  if (in.mass && (!sums || in.pages)) clear_scores(in, stream);
   kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], nullptr, Args::all, nullptr, s);
   if (sums)
     add_scores(a, a.lse, stream);

@@ -19,7 +19,7 @@ void attend_any_cuda(const AttendArgs& a, Stream s);
 // those that the window hides. clear_scores writes -inf for all others. scores_to_mass makes them probabilities.
 // With adds_scores, `mass` holds them as [row, kv_head, token place, query head of the group], and add_scores adds
 // their probabilities to the column of AttendArgs::mass_into. scores_at_once: of a token, that one load or store takes.
-void clear_scores(const View<float, 3>& mass, int rows, cudaStream_t stream);
+void clear_scores(const AttendArgs& a, cudaStream_t stream);
 void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int rows, cudaStream_t stream);
 inline bool adds_scores(const AttendArgs& a) {
   return a.mass_into.column >= 0 && a.mass_into.rule != GroupRule::softmax_mean;

@@ -106,11 +106,10 @@ dim3 grid_of(const View<float, 3>& mass, std::int64_t rows) {
 
 }  // namespace
 
-void clear_scores(const View<float, 3>& mass, int rows, cudaStream_t stream) {
-  // Whole rows, because tokens may lie closer together than the view says.
-  const std::int64_t row = mass.extent[1] * mass.stride[1];
-  const View<float, 3> all{mass.data, {mass.extent[0], 1, row}, {mass.stride[0], row, 1}};
-  fill_kernel<<<grid_of(all, rows), threads, 0, stream>>>(all, -INFINITY);
+void clear_scores(const AttendArgs& in, cudaStream_t stream) {
+  View<float, 3> scores = in.mass;
+  if (adds_scores(in)) scores.extent[2] = scores.stride[1];  // each KV head has whole tokens in the room of its heads
+  fill_kernel<<<grid_of(scores, in.kv.rows), threads, 0, stream>>>(scores, -INFINITY);
   check_launch("attend mass");
 }
 

@@ -26,6 +26,31 @@ std::shared_ptr<const Model> tiny() {
 
 enum class Callback { prefill, select, observe, finish_step };
 
+// Sums attention mass in token state, or has core do it, and notes the sums after each attention.
+class Sums final : public Policy {
+ public:
+  Sums(bool by_core, GroupRule rule, Mass when) : by_core_(by_core), rule_(rule), when_(when) {}
+  Needs needs() const override {
+    return by_core_ ? Needs{}.mass_into("sum", rule_, when_) : Needs{}.mass(when_).token_state("sum");
+  }
+  void prefill(const LayerPrefill& kv, Edits&, Stream s) override { note(kv, s); }
+  void observe(const LayerStep& kv, Edits&, Stream s) override { note(kv, s); }
+  std::vector<float> seen;
+
+ private:
+  void note(const LayerKv& kv, Stream s) {
+    if (by_core_) CHECK(!kv.mass);
+    if (kv.mass) ops::add_mass(kv.mass, rule_, kv.state("sum"), s);
+    const Scores now = kv.kv_head_scores("now");
+    ops::read_state(kv.state("sum"), now, s);
+    for (int h = 0; h < kv.kv_heads(); ++h)
+      for (int t = 0; t < kv.pages.tokens(0, h); ++t) seen.push_back(now(0, h, t));
+  }
+  bool by_core_;
+  GroupRule rule_;
+  Mass when_;
+};
+
 // From one callback, of the prompt or of step 1, evicts the first token of every head of layer 0.
 class Evictor : public Policy {
  public:
@@ -457,26 +482,6 @@ TEST_CASE("a policy sees the attention mass that it asked for") {
 }
 
 TEST_CASE("mass_into sums what mass gives, in prompts and steps") {
-  struct Sums final : Policy {
-    Sums(bool by_core, GroupRule rule, Mass when) : by_core(by_core), rule(rule), when(when) {}
-    Needs needs() const override {
-      return by_core ? Needs{}.mass_into("sum", rule, when) : Needs{}.mass(when).token_state("sum");
-    }
-    void prefill(const LayerPrefill& kv, Edits&, Stream s) override { note(kv, s); }
-    void observe(const LayerStep& kv, Edits&, Stream s) override { note(kv, s); }
-    void note(const LayerKv& kv, Stream s) {
-      if (by_core) CHECK(!kv.mass);
-      if (kv.mass) ops::add_mass(kv.mass, rule, kv.state("sum"), s);
-      const Scores now = kv.kv_head_scores("now");
-      ops::read_state(kv.state("sum"), now, s);
-      for (int h = 0; h < kv.kv_heads(); ++h)
-        for (int t = 0; t < kv.pages.tokens(0, h); ++t) seen.push_back(now(0, h, t));
-    }
-    bool by_core;
-    GroupRule rule;
-    Mass when;
-    std::vector<float> seen;
-  };
   const auto [rule, when] = GENERATE(std::pair{GroupRule::mean, Mass::all}, std::pair{GroupRule::max, Mass::decode});
   std::vector<float> of[2];
   for (const bool by_core : {false, true}) {
