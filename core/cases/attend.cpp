@@ -416,10 +416,11 @@ void add_sums(std::vector<Case>& v) {
     shapes.back().lower = lower;
     shapes.back().window = lower.v.bits == 4 ? 40 : 0;
   }
+  using enum GroupRule;
+  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max, mean, softmax_mean, max, sum};
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
-    const GroupRule rule = ++n == 7 || n == 9 ? GroupRule::softmax_mean
-                                              : std::array{GroupRule::max, GroupRule::mean, GroupRule::sum}[n % 3];
+    const GroupRule rule = rules[n++];
     v.push_back(checked("attend",
                         fmt::format("mass into state by {}, {}",
                                     Choices<GroupRule>::all[static_cast<std::size_t>(rule)].second, name_of(s)),
