@@ -85,6 +85,11 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
   return v;
 }
 
+// One store of two numbers. Of `*p = float2(x, y)` the compiler may make two.
+__device__ __forceinline__ void store8(float* p, float x, float y) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+
 // Copies 16 bytes to shared memory. The calling thread sees them after wait_copies.
 __device__ __forceinline__ void copy_async16(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

@@ -15,6 +15,9 @@ using namespace cuda;
 using namespace device_store;
 namespace {
 
+constexpr int warps = 4;  // warps of a block whose warps work alone
+int blocks_of(std::int64_t work) { return static_cast<int>((work + warps - 1) / warps); }
+
 // ---- append --------------------------------------------------------------------------------------------------------
 
 // A head's share of an append.
@@ -196,11 +199,74 @@ __global__ void __launch_bounds__(512)
   close_holes<Unit, Mixed>(s, h, before, rest ? before - x.count : x.count, x, rank, a.edit);
 }
 
-// One warp swaps a head's pairs in order.
+// A warp evicts at most one token of a head: its last token takes the place.
 template <class Unit, bool Mixed>
-__global__ void swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
-  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
-  const int lane = static_cast<int>(threadIdx.x);
+__global__ void __launch_bounds__(warps * 32)
+    evict_one_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a,
+                     std::int32_t* ranks) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, p = s.layout.page_size;
+  const int of_all = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32;
+  const int row = of_all / s.kv_heads, head = of_all % s.kv_heads;
+  if (row >= a.rows) return;
+  const int count = a.count(row, head);
+  if (count == 0) return;
+  const Head h = head_of(s, a.slots[row], head);
+  const int before = *h.length, to = a.index(row, head, 0), from = before - 1;
+  if (count != 1 || to < 0 || to >= before) {
+    if (lane == 0) fail(s, store_bad_list);
+    return;
+  }
+  const int last = from / p, hole = to / p;
+  if (to != from) {
+    std::byte *source = page_at(s, h, last), *target = page_at(s, h, hole);
+    if constexpr (Mixed) {
+      const PageLayout& layout = layout_at(s, h, hole);
+      Carried x;
+      x.read(source, layout_at(s, h, last), from % p, layout, lane);
+      x.write(target, layout, to % p, lane);
+    } else {
+      for (int u = lane; u < Token<Unit>::units(s.layout); u += 32)
+        *Token<Unit>::unit(target, s.layout, to % p, u) = *Token<Unit>::unit(source, s.layout, from % p, u);
+      if (lane < fields_of(s.layout)) *field(target, s.layout, to % p, lane) = *field(source, s.layout, from % p, lane);
+    }
+    if (ranks && lane == 0) {
+      std::int32_t* rank = ranks + std::int64_t{of_all} * s.pages * p;
+      rank[to] = rank[from];
+    }
+  }
+  __syncwarp();
+  const bool emptied = last * p == from;
+  if (lane == 0) {
+    *h.length = from;
+    if (emptied) {
+      for (int tier = 0; tier < 2; ++tier) give_back(s, tier, h.table[tier][last]);
+      if (h.lower_pages) *h.lower_pages = min(*h.lower_pages, last);
+      fewer_pages(s, 1);
+    } else {
+      PageEntry& upper = h.table[0][last].frame >= 0 ? h.table[0][last] : h.table[1][last];
+      upper.tokens = static_cast<std::uint16_t>(from - last * p);
+    }
+    count_fired(s, a.edit);
+  }
+  // The lower copy of a device page whose tokens have changed is stale, and so is the summary.
+  const auto outdated = [&](int page) {
+    if (lane == 0 && h.table[0][page].frame >= 0) give_back(s, 1, h.table[1][page]);
+    __syncwarp();
+    summarize(s, h, page, min(p, from - page * p), lane);
+  };
+  __syncwarp();
+  if (to != from) outdated(hole);
+  if (!emptied && (to == from || hole != last)) outdated(last);
+}
+
+// A warp swaps a head's pairs in order.
+template <class Unit, bool Mixed>
+__global__ void __launch_bounds__(warps * 32)
+    swap_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreList a) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, p = s.layout.page_size;
+  const int of_all = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32;
+  const int row = of_all / s.kv_heads, head = of_all % s.kv_heads;
+  if (row >= a.rows) return;
   const PageLayout& l = s.layout;
   const Head h = head_of(s, a.slots[row], head);
   const int n = *h.length, count = a.count(row, head);
@@ -315,9 +381,9 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
 template <bool Mixed>
 __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ CudaStoreLayer s,
                                                         const std::int32_t* count, const std::int32_t* jobs, int to) {
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  for (int job = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32; job < *count;
-       job += static_cast<int>(gridDim.x) * warps) {
+  const int all_warps = static_cast<int>(blockDim.x) / 32;
+  for (int job = static_cast<int>(blockIdx.x) * all_warps + static_cast<int>(threadIdx.x) / 32; job < *count;
+       job += static_cast<int>(gridDim.x) * all_warps) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (Mixed)
       carry_page(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
@@ -405,9 +471,6 @@ __global__ void absent_kernel(const __grid_constant__ CudaStoreLayer s, const __
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-constexpr int warps = 4;  // warps of a block whose warps work alone
-int blocks_of(std::int64_t work) { return static_cast<int>((work + warps - 1) / warps); }
-
 template <class In>
 void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
   const auto kernel = append_kernel<In>;
@@ -445,13 +508,21 @@ void before_step(const CudaStoreLayer& s, const CudaStoreRows& r, Stream stream)
 KVLAB_ON_CUDA(before_step, before_step);
 
 static void keep_some(const CudaStoreLayer& s, const CudaStoreList& a, bool rest, Stream stream) {
-  const auto kernel = s.mixed          ? keep_kernel<unsigned, true>
-                      : wide(s.layout) ? keep_kernel<uint4, false>
-                                       : keep_kernel<unsigned, false>;
   std::int32_t* before = s.inv_freq ? store_ranks(s, a, "ranks before", stream.handle()) : nullptr;
-  // Steps evict few tokens of each head: blocks are small then, so that many run at once.
-  const int threads = !rest && a.index.extent[2] <= few ? 128 : 512;
-  kernel<<<a.rows * s.kv_heads, threads, 0, stream_of(stream)>>>(s, a, rest, before);
+  const int heads = a.rows * s.kv_heads;
+  if (!rest && a.index.extent[2] == 1) {
+    const auto kernel = s.mixed          ? evict_one_kernel<unsigned, true>
+                        : wide(s.layout) ? evict_one_kernel<uint4, false>
+                                         : evict_one_kernel<unsigned, false>;
+    kernel<<<blocks_of(heads), warps * 32, 0, stream_of(stream)>>>(s, a, before);
+  } else {
+    const auto kernel = s.mixed          ? keep_kernel<unsigned, true>
+                        : wide(s.layout) ? keep_kernel<uint4, false>
+                                         : keep_kernel<unsigned, false>;
+    // Steps evict few tokens of each head: blocks are small then, so that many run at once.
+    const int threads = !rest && a.index.extent[2] <= few ? 128 : 512;
+    kernel<<<heads, threads, 0, stream_of(stream)>>>(s, a, rest, before);
+  }
   check_launch("keep");
   if (before) turn_keys(s, a, before, store_ranks(s, a, "ranks after", stream.handle()), stream.handle());
 }
@@ -464,7 +535,7 @@ void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream str
   const auto kernel = s.mixed          ? swap_kernel<unsigned, true>
                       : wide(s.layout) ? swap_kernel<uint4, false>
                                        : swap_kernel<unsigned, false>;
-  kernel<<<pairs.rows * s.kv_heads, 32, 0, stream_of(stream)>>>(s, pairs);
+  kernel<<<blocks_of(std::int64_t{pairs.rows} * s.kv_heads), warps * 32, 0, stream_of(stream)>>>(s, pairs);
   check_launch("swap");
 }
 KVLAB_ON_CUDA(swap_places, swap_places);

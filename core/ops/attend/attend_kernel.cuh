@@ -78,26 +78,31 @@ struct Extra {
   __host__ __device__ constexpr int floats(int warps) const { return warps * (first + two + kept); }
 };
 
-// Writes a lane's scores of tokens, [row, kv_head, place, query head of the group].
+// Writes a lane's scores of the unit's first `valid` tokens, [row, kv_head, place, query head of the group]. The code
+// of a whole unit is short, because every lane's instructions count here.
 template <int ColumnTiles, int TileRows>
-__device__ __forceinline__ void put_scores(const Args& a, int row, int kv_head, int group, int q,
-                                           const bool (&there)[TileRows], const int (&place)[TileRows],
+__device__ __forceinline__ void put_scores(const Args& a, int row, int kv_head, int group, int q, int tile_row,
+                                           int valid, const int (&place)[TileRows],
                                            const float (&s)[ColumnTiles][2 * TileRows]) {
-  float* to = a.mass + row * a.mass_row + kv_head * group * a.mass_head + 2 * q;
+  float* const to = a.mass + (row * a.mass_row + kv_head * group * a.mass_head);
+  if (a.by_token > 1 && valid == 8 * TileRows) {
 #pragma unroll
-  for (int c = 0; c < ColumnTiles; ++c, to += 8) {
-    const int heads = group - (c * 8 + 2 * q);
-    if (heads <= 0) return;
+    for (int c = 0; c < ColumnTiles; ++c)
+      if (const int head = c * 8 + 2 * q; head < group)
+#pragma unroll
+        for (int r = 0; r < TileRows; ++r)  // add_scores sees to it that 32 bits hold the product
+          store8(to + (place[r] * group + head), s[c][2 * r], s[c][2 * r + 1]);
+    return;
+  }
+#pragma unroll 1
+  for (int h = 0; h < 2 * ColumnTiles; ++h) {
+    const int head = h / 2 * 8 + 2 * q + h % 2;
 #pragma unroll
     for (int r = 0; r < TileRows; ++r) {
-      if (!there[r]) continue;
-      float* const of_token = to + std::int64_t{place[r]} * group;
-      if (a.by_token > 1) {
-        *reinterpret_cast<float2*>(of_token) = make_float2(s[c][2 * r], s[c][2 * r + 1]);
-      } else {
-        of_token[0] = s[c][2 * r];
-        if (heads > 1) of_token[1] = s[c][2 * r + 1];
-      }
+      float x = s[0][2 * r];
+#pragma unroll
+      for (int i = 1; i < 2 * ColumnTiles; ++i) x = i == h ? s[i / 2][2 * r + i % 2] : x;
+      if (head < group && tile_row + 8 * r < valid) to[std::int64_t{place[r]} * group + head] = x;
     }
   }
 }
@@ -255,12 +260,12 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       } else {
         rows.score(at, s);
       }
-      if (valid < R::unit || a.window > 0 || a.mass) {
-        bool there[tile_rows], seen[tile_rows];
+      if constexpr (!R::turned)
+        if (a.window > 0 || a.mass) find_places();
+      if (valid < R::unit || a.window > 0) {
+        bool seen[tile_rows];
 #pragma unroll
-        for (int r = 0; r < tile_rows; ++r) seen[r] = there[r] = tile_row + 8 * r < valid;
-        if constexpr (!R::turned)
-          if (a.window > 0 || a.mass) find_places();
+        for (int r = 0; r < tile_rows; ++r) seen[r] = tile_row + 8 * r < valid;
         if (a.window > 0) {
           const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
@@ -278,20 +283,21 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           for (int r = 0; r < tile_rows; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
-        if (a.mass && a.by_token)
-          put_scores(a, row, kv_head, group, q, there, place, s);
-        else if (a.mass)
+      }
+      if (a.mass && a.by_token) {
+        put_scores(a, row, kv_head, group, q, tile_row, valid, place, s);
+      } else if (a.mass) {
 #pragma unroll
-          for (int c = 0; c < ColumnTiles; ++c)
+        for (int c = 0; c < ColumnTiles; ++c)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int head = c * 8 + 2 * q + h;
-              if (head >= group) continue;
-              float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
+          for (int h = 0; h < 2; ++h) {
+            const int head = c * 8 + 2 * q + h;
+            if (head >= group) continue;
+            float* to = a.mass + row * a.mass_row + (kv_head * group + head) * a.mass_head;
 #pragma unroll
-              for (int r = 0; r < tile_rows; ++r)
-                if (there[r]) to[place[r]] = s[c][2 * r + h];
-            }
+            for (int r = 0; r < tile_rows; ++r)
+              if (tile_row + 8 * r < valid) to[place[r]] = s[c][2 * r + h];
+          }
       }
       rows.add(at, valid, s, high, sum);
       const int freed = here.stage;

@@ -1,6 +1,7 @@
 // The mass of attend's pipelined kernel, which writes scores times log2(e): their probabilities, or their sums in a
 // column of token state.
 #include <algorithm>
+#include <limits>
 
 #include "base/launch.cuh"
 #include "ops/attend/attend.cuh"
@@ -49,21 +50,23 @@ __global__ void __launch_bounds__(threads) mass_kernel(View<float, 3> scores, Vi
 }
 
 struct AddArgs {
-  DeviceKv kv;
+  PagedKv kv;
+  FrameColumn column;
   const float* scores;  // [row, kv_head, token place, query head of the group]
   std::int64_t row, head;
   View<const float, 2> lse;
-  int column, group, room;
+  int group, room;
   GroupRule rule;
 };
 
 // A thread takes `each` tokens. Vector: scores of one load.
-template <int Vector>
+template <int Vector, int Page>
 __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ AddArgs a) {
   constexpr int each = 4;
   let_successor_start();
   wait_for_predecessor();
-  const int head = blockIdx.y, row = blockIdx.z, n = min(a.kv.tokens(row, head), a.room);
+  const int head = blockIdx.y, row = blockIdx.z, slot = a.kv.slots[row], n = min(a.kv.length(slot, head), a.room);
+  const HeadTokens<Page> tokens(a.kv, slot, head);
   const float* scores = a.scores + row * a.row + head * a.head;
   const float factor = a.rule == GroupRule::mean ? 1.f / static_cast<float>(a.group) : 1.f;
   for (int first = blockIdx.x * threads * each + threadIdx.x; first < n; first += gridDim.x * threads * each) {
@@ -72,9 +75,14 @@ __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ Ad
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       const int t = first + i * threads;
-      state[i] = t < n ? a.kv.state(row, head, t, a.column) : nullptr;
-      old[i] = state[i] ? *state[i] : 0.f;
+      state[i] = nullptr, sum[i] = old[i] = 0;
+      if (t >= n) continue;
+      const PageEntry e = tokens.entry(t);
+      if (e.frame >= 0) state[i] = tokens.template number<float>(e, a.column, t);
     }
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (state[i]) old[i] = *state[i];
 #pragma unroll 1
     for (int j = 0; j < a.group; j += Vector) {
       float x[each][Vector];
@@ -85,7 +93,7 @@ __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ Ad
       }
 #pragma unroll
       for (int k = 0; k < Vector; ++k) {
-        const float shift = a.lse(row, head * a.group + j + k) * log2e;
+        const float shift = shift_of(a.lse, row, head * a.group + j + k);
 #pragma unroll
         for (int i = 0; i < each; ++i) {
           const float p = probability(x[i][k], shift);
@@ -118,11 +126,13 @@ void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int r
   check_launch("attend mass");
 }
 
+// A store of several needs 32 bits for a token's place times the group.
 int scores_at_once(const AttendArgs& in) {
   const int group = static_cast<int>(in.mass.extent[1]) / in.kv.kv_heads;
   const auto fits = [&](int n) {
     return group % n == 0 && in.mass.stride[0] % n == 0 &&
-           reinterpret_cast<std::uintptr_t>(in.mass.data) % (4 * n) == 0;
+           reinterpret_cast<std::uintptr_t>(in.mass.data) % (4 * n) == 0 &&
+           in.mass.stride[1] * group < std::numeric_limits<std::int32_t>::max();
   };
   return fits(4) ? 4 : fits(2) ? 2 : 1;
 }
@@ -130,12 +140,12 @@ int scores_at_once(const AttendArgs& in) {
 void add_scores(const AttendArgs& in, const View<float, 2>& lse, cudaStream_t stream) {
   const PagedKv& kv = in.kv;
   const int group = static_cast<int>(in.mass.extent[1]) / kv.kv_heads;
-  const AddArgs a{DeviceKv(kv),
+  const AddArgs a{kv,
+                  FrameColumn::state(kv, in.mass_into.column),
                   in.mass.data,
                   in.mass.stride[0],
                   in.mass.stride[1] * group,
                   lse,
-                  in.mass_into.column,
                   group,
                   static_cast<int>(in.mass.extent[2]),
                   in.mass_into.rule};
@@ -144,8 +154,11 @@ void add_scores(const AttendArgs& in, const View<float, 2>& lse, cudaStream_t st
   const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, most)), static_cast<unsigned>(kv.kv_heads),
                   static_cast<unsigned>(kv.rows));
   const int vector = scores_at_once(in);
-  const auto kernel = vector == 4 ? add_kernel<4> : vector == 2 ? add_kernel<2> : add_kernel<1>;
-  cuda::launch("attend mass", kernel, grid, threads, 0, stream, true, a);
+  with_page_size(kv.page_size, [&](auto page) {
+    constexpr int size = decltype(page)::value;
+    const auto kernel = vector == 4 ? add_kernel<4, size> : vector == 2 ? add_kernel<2, size> : add_kernel<1, size>;
+    cuda::launch("attend mass", kernel, grid, threads, 0, stream, true, a);
+  });
 }
 
 }  // namespace kvlab::ops

@@ -5,6 +5,7 @@
 #include <kvlab/kv.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/page/codes.hpp"
 #include "ops/page/paged.hpp"
@@ -83,5 +84,64 @@ struct DeviceKv {
   }
 #endif
 };
+
+// Where a number of 4 bytes lies in the frames of each codec: of the page's first token. Others follow in order.
+struct FrameColumn {
+  std::int32_t at[DeviceKv::most_codecs] = {};
+
+  static FrameColumn positions(const PagedKv& kv) {
+    return of(kv, [](const PageLayout& l) { return l.positions; });
+  }
+  static FrameColumn state(const PagedKv& kv, int column) {
+    return of(kv, [&](const PageLayout& l) { return l.state + std::int64_t{4} * column * kv.page_size; });
+  }
+
+ private:
+  template <class F>
+  static FrameColumn of(const PagedKv& kv, const F& offset) {
+    FrameColumn c;
+    for (int i = 0; i < (kv.lower_pages ? 2 : 1); ++i) c.at[i] = static_cast<std::int32_t>(offset(kv.layouts[i]));
+    return c;
+  }
+};
+
+// Calls f with an integral constant, page_size or 0 for any: a division by a constant is cheap.
+template <class F>
+void with_page_size(int page_size, const F& f) {
+  if (page_size == 16) return f(std::integral_constant<int, 16>{});
+  if (page_size == 32) return f(std::integral_constant<int, 32>{});
+  f(std::integral_constant<int, 0>{});
+}
+
+#ifdef __CUDACC__
+// A head's tokens for kernels that read few numbers of each, so that the address is what costs. Page: as
+// with_page_size.
+template <int Page>
+class HeadTokens {
+ public:
+  __device__ HeadTokens(const PagedKv& kv, int slot, int head)
+      : table_(&kv.table(slot, head, 0)), base_(kv.base), error_(kv.error), page_(kv.page_size) {}
+
+  // The entry of token t. A page without a frame is noted; see DeviceKv::token.
+  __device__ __forceinline__ PageEntry entry(int t) const {
+    const PageEntry e = table_[t / size()];
+    if (e.frame < 0 && error_) atomicOr(error_, page_absent);
+    return e;
+  }
+  template <class T>
+  __device__ __forceinline__ T* number(const PageEntry& e, const FrameColumn& column, int t) const {
+    static_assert(sizeof(T) == 4);
+    return reinterpret_cast<T*>(base_ + e.frame * granule_bytes + (e.codec ? column.at[1] : column.at[0])) + t % size();
+  }
+
+ private:
+  __device__ __forceinline__ int size() const { return Page ? Page : page_; }
+
+  const PageEntry* table_;
+  std::byte* base_;
+  std::int32_t* error_;
+  int page_;
+};
+#endif
 
 }  // namespace kvlab::ops

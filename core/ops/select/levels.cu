@@ -83,62 +83,84 @@ __global__ void __launch_bounds__(threads) levels_kernel(const __grid_constant__
 }
 
 struct Demote {
-  DeviceKv kv;
-  int column;
+  PagedKv kv;
+  FrameColumn sums, positions;
   LevelRule rule;
   LevelNumbers numbers;
   Demotion to;
 };
 
+// Keys of a head's tokens that may step down, the least ones; none = all bits set.
+enum Which { least_high, least_low, leaving, keys };
+
 struct Found {
   LevelCandidates of[most_heads];
-  unsigned long long scratch[threads / 32];
+  unsigned long long of_warps[threads / 32][keys];
 };
 
+__device__ __forceinline__ Candidate candidate_of(unsigned long long key) {
+  return candidate(static_cast<int>(0xffffffffu - static_cast<unsigned>(key)),
+                   score_of_key(static_cast<unsigned>(key >> 32)));
+}
+
+// Blocks of up to `threads` threads.
+template <int Page>
 __global__ void __launch_bounds__(threads) demote_kernel(const __grid_constant__ Demote a) {
+  constexpr int each = 4;  // tokens that a thread loads at once
   __shared__ Found found;
-  const int row = blockIdx.y, slot = a.kv.kv.slots[row];
+  const int row = blockIdx.y, slot = a.kv.slots[row], block = static_cast<int>(blockDim.x), warps = block / 32;
   const int begin = a.rule.same_numbers ? 0 : blockIdx.x, end = a.rule.same_numbers ? a.kv.kv_heads : begin + 1;
-  const auto lower = [&](int head) { return a.kv.kv.lower_pages.data ? a.kv.kv.lower_pages(slot, head) : 0; };
+  const auto lower = [&](int head) { return a.kv.lower_pages.data ? a.kv.lower_pages(slot, head) : 0; };
   for (int head = begin; head < end; ++head) {
-    const int n = a.kv.tokens(row, head), seen = n > 0 ? a.kv.position(row, head, n - 1) + 1 : 0;
+    const HeadTokens<Page> tokens(a.kv, slot, head);
+    const auto position_of = [&](const PageEntry& e, int t) {
+      return *tokens.template number<const std::int32_t>(e, a.positions, t);
+    };
+    const int n = a.kv.length(slot, head), seen = n > 0 ? position_of(tokens.entry(n - 1), n - 1) + 1 : 0;
     const int low_tokens = lower(head) * a.kv.page_size + number_of(a.numbers.pending, slot, head);
     const int first = a.numbers.first.data ? number_of(a.numbers.first, slot, head) : 0;
-    const auto mean = [&](const DeviceKv::Token& token) {
-      return mean_of(*token.state(a.column), seen, token.position(), first);
-    };
-    unsigned long long high = ~0ull, low = ~0ull, leaving = ~0ull;
-#pragma unroll 4
-    for (int t = threadIdx.x; t < n; t += threads) {
-      const DeviceKv::Token token = a.kv.token(row, head, t);
-      const int position = token.position();
-      if (position > seen - a.rule.window) continue;
-      const unsigned long long key = selection_key(mean(token), static_cast<unsigned>(t));
-      if (t < low_tokens) {
-        low = min(low, key);
-      } else {
-        high = min(high, key);
-        if (position == seen - a.rule.window) leaving = key;
+    unsigned long long least[keys] = {~0ull, ~0ull, ~0ull};
+    for (int from = threadIdx.x; from < n; from += block * each) {
+      std::int32_t position[each];
+      float sum[each];
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int t = min(from + i * block, n - 1);
+        const PageEntry e = tokens.entry(t);
+        position[i] = position_of(e, t), sum[i] = *tokens.template number<const float>(e, a.sums, t);
+      }
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int t = from + i * block;
+        if (t >= n || position[i] > seen - a.rule.window) continue;
+        const float mean = mean_of(sum[i], seen, position[i], first);
+        const unsigned long long key = selection_key(mean, static_cast<unsigned>(t));
+        least[least_low] = min(least[least_low], t < low_tokens ? key : ~0ull);
+        if (t < low_tokens) continue;
+        least[least_high] = min(least[least_high], key);
+        if (position[i] == seen - a.rule.window) least[leaving] = key;
       }
     }
-    high = block_min(high, found.scratch);
-    low = block_min(low, found.scratch);
-    if (a.rule.leaving_decides) leaving = block_min(leaving, found.scratch);
-    if (threadIdx.x == 0) {
-      const auto of = [&](unsigned long long key) {
-        const int t = static_cast<int>(0xffffffffu - static_cast<unsigned>(key));
-        return candidate(t, mean(a.kv.token(row, head, t)));
-      };
-      LevelCandidates c = no_candidates(seen);
-      if (high != ~0ull) c.high = of(high);
-      if (low != ~0ull) c.low = of(low);
-      if (a.rule.leaving_decides && leaving != ~0ull) c.leaving = of(leaving);
-      found.of[head - begin] = c;
+    __syncthreads();  // every thread has read what the head before has found
+#pragma unroll
+    for (int k = 0; k < keys; ++k) {
+      for (int d = 16; d > 0; d /= 2) least[k] = min(least[k], __shfl_xor_sync(all_lanes, least[k], d));
+      if (threadIdx.x % 32 == 0) found.of_warps[threadIdx.x / 32][k] = least[k];
     }
+    __syncthreads();
+    if (threadIdx.x > 0) continue;
+    for (int w = 1; w < warps; ++w)
+#pragma unroll
+      for (int k = 0; k < keys; ++k) least[k] = min(least[k], found.of_warps[w][k]);
+    LevelCandidates c = no_candidates(seen);
+    if (least[least_high] != ~0ull) c.high = candidate_of(least[least_high]);
+    if (least[least_low] != ~0ull) c.low = candidate_of(least[least_low]);
+    if (a.rule.leaving_decides && least[leaving] != ~0ull) c.leaving = candidate_of(least[leaving]);
+    found.of[head - begin] = c;
   }
   __syncthreads();
   const auto of = [&](int i) -> const LevelCandidates& { return found.of[i]; };
-  for (int i = threadIdx.x; i < end - begin; i += threads) {
+  for (int i = threadIdx.x; i < end - begin; i += block) {
     const int head = begin + i;
     const Fall fall = fall_of(a.rule, a.rule.same_numbers ? with_means(of(i), of, end - begin) : of(i));
     write_fall(fall, of(i), lower(head), a.kv.page_size, number_of(a.numbers.pending, slot, head), a.to, row, head);
@@ -168,8 +190,13 @@ static void demote_cuda(const StateColumn& sums, const LevelRule& rule, const Le
     throw Error(Errc::unsupported,
                 "got " + std::to_string(kv.kv_heads) + " KV heads, wanted at most " + std::to_string(most_heads),
                 "op demote (CUDA)");
-  const Demote a{DeviceKv(kv), sums.column, rule, numbers, to};
-  demote_kernel<<<grid_of(kv, rule), threads, 0, stream_of(s)>>>(a);
+  const Demote a{kv, FrameColumn::state(kv, sums.column), FrameColumn::positions(kv), rule, numbers, to};
+  // Blocks of short heads are small, so that many run at once.
+  const bool is_short = kv.table.extent[2] * kv.page_size <= 16 * threads;
+  with_page_size(kv.page_size, [&](auto page) {
+    const auto kernel = demote_kernel<decltype(page)::value>;
+    kernel<<<grid_of(kv, rule), is_short ? 64 : threads, 0, stream_of(s)>>>(a);
+  });
   check_launch("demote");
 }
 KVLAB_ON_CUDA(demote, demote_cuda);

@@ -32,6 +32,10 @@ __device__ __forceinline__ unsigned score_key(float score) {
   if (u == 0x80000000u) return 0x80000000u;  // -0 and 0 are a tie
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+// Returns the score of a score_key. That of NaN is a NaN, and -0 is 0.
+__device__ __forceinline__ float score_of_key(unsigned key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
 __device__ __forceinline__ unsigned long long selection_key(float score, unsigned index) {
   return static_cast<unsigned long long>(score_key(score)) << 32 | (0xffffffffu - index);
 }

@@ -42,6 +42,7 @@ inline unsigned shared_address(const void* p) { return emulator::shared_address(
 inline uint4 load_shared16(unsigned address) {
   return *static_cast<const uint4*>(emulator::shared_memory(address, 16, 16));
 }
+inline void store8(float* p, float x, float y) { p[0] = x, p[1] = y; }
 inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
 }
