@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/host_memory.hpp"
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
@@ -196,6 +197,40 @@ Fit Engine::restore(int slot, const SavedSequence& saved) {
   given_[static_cast<std::size_t>(slot)] = saved.given;
   return store_->restore(slot, saved.cache);
 }
+
+void Engine::count_aside(const AsideSequence& sequence, int sign) {
+  Ledger& ledger = store_->ledger();
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    const Ledger::Row& bytes = sequence.cache->ledger().held(tier);
+    for (int i = 0; i < tag_count; ++i)
+      if (const Tag tag = static_cast<Tag>(i); tag != Tag::workspace && tag != Tag::tables)
+        ledger.hold(Tier::host, tag, sign * bytes[static_cast<std::size_t>(i)]);
+    aside_bytes_ += sign * sequence.bytes(tier);
+  }
+}
+
+std::optional<AsideSequence> Engine::set_aside(int slot) {
+  constexpr std::int64_t least_left = std::int64_t{1} << 30;  // for other programs
+  const std::int64_t limit = options_.host_limit, most = full_bytes(store_->position(slot));
+  if (free_host_bytes() - most < least_left) return std::nullopt;
+  AsideSequence out{store_->set_aside(slot), given_[static_cast<std::size_t>(slot)]};
+  if (limit >= 0 && store_->page_bytes(Tier::host) + aside_bytes_ + out.bytes(Tier::device) > limit)
+    return std::nullopt;
+  close(slot);
+  count_aside(out, 1);
+  return out;
+}
+
+Fit Engine::bring_back(int slot, const AsideSequence& sequence) {
+  policy_->release(slot);
+  tail_[static_cast<std::size_t>(slot)].clear();
+  given_[static_cast<std::size_t>(slot)] = sequence.given;
+  const Fit fit = store_->bring_back(slot, sequence.cache);
+  if (fit == Fit::ok) count_aside(sequence, -1);
+  return fit;
+}
+
+void Engine::drop(const AsideSequence& sequence) { count_aside(sequence, -1); }
 
 Fit Engine::settled(Fit fit, const std::vector<std::int32_t>& slots) const {
   Verified* policy = verified(policy_.get());

@@ -6,6 +6,7 @@
 #include <array>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -57,6 +58,13 @@ struct SavedSequence {
   std::vector<Given> given;
 };
 
+// One that waits in host memory until a slot of the same engine continues it.
+struct AsideSequence {
+  Store::Aside cache;
+  std::vector<Given> given;
+  std::int64_t bytes(Tier tier) const { return cache->page_bytes(tier); }  // of its pages in a slot
+};
+
 // Reports a call whose numbers were not finite, with the tokens that replay it (run/nonfinite.hpp).
 class NonFiniteStep final : public NonFinite {
  public:
@@ -105,6 +113,11 @@ class Engine final : private LayerHooks {
 
   SavedSequence save(int slot) const { return {store_->save(slot), given_[static_cast<std::size_t>(slot)]}; }
   Fit restore(int slot, const SavedSequence& saved);
+  // Takes a sequence out of its slot, which it closes. The ledger counts its pages as held by the host. nullopt: the
+  // host has no memory for them, and the slot stays as it is. bring_back continues it in an open slot.
+  std::optional<AsideSequence> set_aside(int slot);
+  Fit bring_back(int slot, const AsideSequence& sequence);
+  void drop(const AsideSequence& sequence);  // it will not be brought back
 
   // For admission, in bytes of device frames. full_bytes: a sequence of so many tokens without eviction, in whole pages
   // of each KV head. free_bytes: the part of Store::page_limit() that no page takes yet, or one that leaves when frames
@@ -185,9 +198,12 @@ class Engine final : private LayerHooks {
   EngineObserver* observer_ = nullptr;
   HostCopy seen_;  // copies for the observer, on CUDA
 
-  std::vector<std::int32_t> position_, step_;        // of the callback's rows
-  std::vector<std::int32_t> budget_, unlimited_;     // of the same rows: LayerKv::budget_tokens, and of dense layers
-  BudgetAmount for_pages_;                           // the budget less the policy's state
+  std::vector<std::int32_t> position_, step_;     // of the callback's rows
+  std::vector<std::int32_t> budget_, unlimited_;  // of the same rows: LayerKv::budget_tokens, and of dense layers
+  BudgetAmount for_pages_;                        // the budget less the policy's state
+  void count_aside(const AsideSequence& sequence, int sign);  // on the host
+
+  std::int64_t aside_bytes_ = 0;                     // of the host
   std::int64_t page_bytes_ = 0;                      // device bytes of one page of a KV head
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32

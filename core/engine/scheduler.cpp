@@ -110,12 +110,46 @@ bool Scheduler::fits(std::size_t index) const {
   return free >= std::max(peak, after) + growth_ * static_cast<std::int64_t>(active_.size() + 1);
 }
 
+// Continues a request whose cache waits. Pages for some steps of all requests stay free, so that it is not preempted
+// again at once. A large cache takes long to move, so it needs more of them.
+bool Scheduler::resume(std::size_t rank) {
+  const auto waits = aside_.find(rank);
+  const AsideSequence& sequence = waits->second.sequence;
+  Active a = waits->second.state;
+  const std::int64_t bytes = sequence.bytes(Tier::device), most = std::clamp<std::int64_t>(bytes / growth_ / 8, 1, 4);
+  // Pages of each KV head by which a request may grow.
+  const auto ahead = [&](const Active& of) {
+    const std::size_t left = request(of).fed.size() + static_cast<std::size_t>(request(of).max_new) - of.given;
+    return std::min(most, static_cast<std::int64_t>(left) / engine_.store().shape().page_size + 1);
+  };
+  std::int64_t pages = ahead(a);
+  for (const Active& other : active_) pages += ahead(other);
+  if (!active_.empty() && engine_.free_bytes() < bytes + pages * growth_) return false;
+  a.slot = engine_.open(request(a).sequence);
+  if (a.slot < 0) return false;
+  engine_.ask(a.slot, request(a).question);
+  if (engine_.bring_back(a.slot, sequence) != Fit::ok) {
+    engine_.close(a.slot);
+    full_ = !active_.empty();
+    if (full_) return false;
+    engine_.drop(sequence);
+    aside_.erase(waits);
+    return admit();
+  }
+  aside_.erase(waits);
+  waiting_.erase(rank);
+  active_.push_back(a);
+  return true;
+}
+
 // Admits the first waiting request when there is room. A request that would run alone is always admitted: only a try
 // shows whether it fits.
 bool Scheduler::admit() {
   if (waiting_.empty()) return false;
   const std::size_t rank = *waiting_.begin(), request = order_[rank];
-  if (!active_.empty() && (full_ || active_.size() >= most_active_ || !fits(request))) return false;
+  if (!active_.empty() && (full_ || active_.size() >= most_active_)) return false;
+  if (aside_.contains(rank)) return resume(rank);
+  if (!active_.empty() && !fits(request)) return false;
   Active a;
   a.rank = rank;
   a.slot = engine_.open(requests_[request].sequence);
@@ -130,7 +164,10 @@ bool Scheduler::admit() {
 Fit Scheduler::prompts() {
   const auto chunk = static_cast<std::size_t>(options_.prefill_chunk);
   for (std::size_t spent = 0;;) {
-    if ((active_.empty() || !prompting(active_.back())) && !admit()) return Fit::ok;
+    if (active_.empty() || !prompting(active_.back())) {
+      if (!admit()) return Fit::ok;
+      if (!prompting(active_.back())) continue;
+    }
     Active& a = active_.back();
     const std::vector<int>& prompt = request(a).prompt;
     // Chunks begin at multiples of their size whatever else runs, so a prompt has the same chunks in every schedule.
@@ -147,7 +184,7 @@ Fit Scheduler::prompts() {
                              : View<float, 2>());
     if (fit != Fit::ok) {
       if (active_.size() == 1) return fit;
-      put_back(active_.size() - 1);
+      put_back(active_.size() - 1, Cache::of_no_use);
       full_ = true;
       return Fit::ok;
     }
@@ -174,7 +211,7 @@ std::vector<std::int32_t> Scheduler::make_room() {
     return !engine_.growth_known() && engine_.free_bytes() < growth_ * static_cast<std::int64_t>(slots.size());
   };
   while (active_.size() > 1 && missing()) {
-    put_back(active_.size() - 1);
+    put_back(active_.size() - 1, Cache::of_use);
     slots = decoding();
   }
   return slots;
@@ -214,7 +251,7 @@ Fit Scheduler::decode() {
     // The rows' caches are of no use after a step that did not fit. Fewer rows try again.
     if (active_.size() == 1) return Fit::out_of_memory;
     most_active_ = active_.size() - 1;
-    while (!active_.empty()) put_back(active_.size() - 1);
+    while (!active_.empty()) put_back(active_.size() - 1, Cache::of_no_use);
     return Fit::ok;
   }
   const double end = now();
@@ -239,9 +276,15 @@ bool Scheduler::take(Active& a, int token, double at) {
   return s.ended || s.tokens.size() == static_cast<std::size_t>(request(a).max_new);
 }
 
-void Scheduler::put_back(std::size_t active) {
+void Scheduler::put_back(std::size_t active, Cache cache) {
   const Active a = active_[active];
-  engine_.close(a.slot);
+  std::optional<AsideSequence> sequence;
+  if (cache == Cache::of_use && options_.preemption == Preemption::swap && !prompting(a))
+    sequence = engine_.set_aside(a.slot);
+  if (sequence)
+    aside_.emplace(a.rank, Aside{std::move(*sequence), a});
+  else
+    engine_.close(a.slot);
   active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(active));
   waiting_.insert(a.rank);
   ++served_[index(a)].preemptions;

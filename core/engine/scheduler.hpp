@@ -3,13 +3,15 @@
 // whose prompt is done.
 //
 // Requests are served in the order of their arrival. When the next decode step might not fit, the latest request is
-// preempted and loses its cache. Once there is room again, its prompt is prefilled and its own tokens are fed one by
-// one. Its policy then sees the same steps as before, and its text stays the same. The earliest request is never
-// preempted for room, so every request ends.
+// preempted. Its cache waits in host memory until there is room again. Where the host has no room, or as the options
+// say, the cache is lost: later its prompt is prefilled again and its own tokens are fed one by one. Its policy then
+// sees the same steps as before. Its text is the same either way. The earliest request is never preempted for room, so
+// every request ends.
 #pragma once
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -36,7 +38,11 @@ struct Served {
   bool ended = false;
 };
 
+// What becomes of a preempted request's cache.
+enum class Preemption : std::uint8_t { swap, recompute };
+
 struct SchedulerOptions {
+  Preemption preemption = Preemption::swap;
   int prefill_chunk = 0;                 // prompt tokens per iteration; 0 = every prompt that fits, whole
   std::function<bool(int)> ends;         // whether this token ends an answer; none = every answer has max_new tokens
   std::function<double()> clock;         // ms, for tests; none = the steady clock
@@ -70,6 +76,11 @@ class Scheduler {
     std::size_t prefilled = 0, given = 0;  // tokens done of the prompt; of known() tokens after it
     std::int64_t kept = 0, below = 0;      // bytes that its prompt took so far, of the device and of the host
   };
+  // A preempted request whose cache waits.
+  struct Aside {
+    AsideSequence sequence;
+    Active state;  // its slot says nothing
+  };
   // The cache that one prompt left on the device, and what it takes of the host when it spills.
   struct Left {
     std::size_t tokens;
@@ -86,6 +97,7 @@ class Scheduler {
   void arrive();
   bool admit();
   bool fits(std::size_t index) const;
+  bool resume(std::size_t rank);
   Left left_by(std::size_t prompt, const Engine::Demanded& says) const;
   Fit prompts();
   Fit decode();
@@ -93,7 +105,8 @@ class Scheduler {
   std::vector<std::size_t> rows_of_step();     // of active_
   std::vector<std::int32_t> decoding() const;  // the slots of the next decode step
   bool take(Active& a, int token, double at);
-  void put_back(std::size_t active);
+  enum class Cache : std::uint8_t { of_use, of_no_use };
+  void put_back(std::size_t active, Cache cache);
   void finish(std::size_t active);
 
   Engine& engine_;
@@ -102,9 +115,10 @@ class Scheduler {
   std::vector<Served> served_;
   std::vector<std::size_t> order_;  // requests by arrival
   std::size_t arrived_ = 0, finished_ = 0, most_active_;
-  std::set<std::size_t> waiting_;  // ranks, all higher than those of active_
-  std::vector<Active> active_;     // ascending ranks; at most the last one is still prompting
-  bool full_ = false;              // a prompt did not fit: nothing is admitted before something ends
+  std::set<std::size_t> waiting_;       // ranks, all higher than those of active_
+  std::map<std::size_t, Aside> aside_;  // by rank; those of waiting_ that have a cache
+  std::vector<Active> active_;          // ascending ranks; at most the last one is still prompting
+  bool full_ = false;                   // a prompt did not fit: nothing is admitted before something ends
   double start_ = 0, skipped_ = 0;
   std::int64_t growth_;        // bytes that a row's decode step added at most; used unless Engine::growth_known()
   std::vector<Left> left_;     // one per prompt so far

@@ -67,7 +67,8 @@ std::string describe(const WorkloadSpec& w, const Experiment& experiment, const 
                {"arrivals", static_cast<int>(w.arrivals)},
                {"rate", w.rate},
                {"file", w.file},
-               {"ignore_eos", w.ignore_eos}};
+               {"ignore_eos", w.ignore_eos},
+               {"recompute", w.recompute}};
   const fs::path path = resolve_data_path(w.file, experiment.folder);
   std::error_code ec;
   if (!w.file.empty() && fingerprints.file && fs::is_regular_file(path, ec)) json["content"] = fingerprints.file(path);

@@ -11,6 +11,7 @@ const std::vector<ParamSpec>& workload_keys() {
       make_param("rate", 0., 0., 1e6, "requests per second"),
       make_param("file", std::string(), "arrivals in seconds, one a line"),
       make_param("ignore_eos", false, "answers go on to their longest"),
+      make_choice("preemption", {"swap", "recompute"}, "a preempted request's cache waits on the host, or is lost"),
   };
   return keys;
 }
@@ -26,6 +27,7 @@ WorkloadSpec read_workload(const yaml::Node& node, Problems& problems) {
   w.rate = given.get<double>("rate");
   w.file = given.get<std::string>("file");
   w.ignore_eos = given.get<bool>("ignore_eos");
+  w.recompute = given.get<std::string>("preemption") == "recompute";
   const yaml::Node *rate = map.take("rate"), *file = map.take("file");
   map.finish();
   if (w.arrivals == Arrivals::poisson && !(w.rate > 0))
@@ -48,7 +50,8 @@ std::string WorkloadSpec::text() const {
     out += "arrivals of " + file;
   else
     out += "all at once";
-  return ignore_eos ? out + ", longest answers" : out;
+  if (ignore_eos) out += ", longest answers";
+  return recompute ? out + ", recomputed when preempted" : out;
 }
 
 }  // namespace kvlab

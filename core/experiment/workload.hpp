@@ -16,6 +16,7 @@ struct WorkloadSpec {
   double rate = 0;          // requests per second, for poisson
   std::string file;         // for trace, as written
   bool ignore_eos = false;  // answers go on to their longest
+  bool recompute = false;   // the cache of a preempted request is lost; else it waits in host memory
   std::string where;
 
   std::string text() const;  // "64 requests, poisson 2/s"

@@ -87,6 +87,7 @@ void serve(const CellInput& in, results::CellResult& out) {
   };
   SchedulerOptions how;
   how.prefill_chunk = in.experiment->prefill_chunk;
+  how.preemption = in.workload()->recompute ? Preemption::recompute : Preemption::swap;
   if (!in.workload()->ignore_eos) how.ends = [&](int token) { return in.model->tokenizer->is_eos(token); };
   how.prompted = [&](double) { lap([&](double ms, const PartSeconds& parts) { log.prompt(ms, parts); }); };
   const Scheduler* running = nullptr;

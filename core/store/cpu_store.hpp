@@ -31,6 +31,8 @@ class CpuStore final : public Store {
 
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
+  Aside set_aside(int slot) const override;
+  Fit bring_back(int slot, const Aside& cache) override;
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override { return ledger_; }
   const Ledger& ledger() const override { return ledger_; }
@@ -40,6 +42,9 @@ class CpuStore final : public Store {
   void check_invariants() const override;
 
  private:
+  // An empty store for a copy of one slot of a store with these options and so many bytes of state a slot.
+  static std::shared_ptr<CpuStore> for_one_slot(StoreOptions options, std::size_t state_bytes);
+
   friend class CudaStore;  // it copies a slot in and out to save, restore and check it
 
   PageEntry* entries(Tier tier, int layer, int slot, int head) {

@@ -11,11 +11,7 @@
 namespace kvlab {
 namespace {
 
-StoreOptions of_one_slot(StoreOptions o) {
-  o.shape.max_slots = 1;
-  o.device_limit = o.host_limit = -1;
-  return o;
-}
+constexpr std::int64_t packed_granules = (std::int64_t{64} << 20) / granule_bytes;  // of one round trip
 
 }  // namespace
 
@@ -38,15 +34,56 @@ std::vector<PageEntry> CudaStore::entries(const StreamMemory& table, int slot) c
   return out;
 }
 
-std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
+void CudaStore::copy_frames(const std::vector<HostFrame>& frames, bool to_host) const {
+  if (frames.empty()) return;
+  const bool packs = packed_.data() || packed_.reserve(packed_granules * granule_bytes);
+  std::byte* device = device_frames();
+  if (!packs) {
+    for (const HostFrame& f : frames) {
+      std::byte* frame = device + std::int64_t{f.frame} * granule_bytes;
+      copy_memory(to_host ? f.host : frame, to_host ? frame : f.host, f.granules * granule_bytes, stream_);
+    }
+    synchronize(stream_);
+    return;
+  }
+  std::vector<CudaStorePacking> jobs;
+  for (std::size_t begin = 0; begin < frames.size(); begin += jobs.size()) {
+    jobs.clear();
+    std::int64_t at = 0;
+    for (std::size_t i = begin; i < frames.size() && at + frames[i].granules <= packed_granules; ++i) {
+      jobs.push_back({frames[i].frame, frames[i].granules, static_cast<std::int32_t>(at)});
+      at += frames[i].granules;
+    }
+    const auto count = static_cast<std::int64_t>(jobs.size());
+    const auto on_host = [&] {
+#pragma omp parallel for schedule(static)
+      for (std::int64_t i = 0; i < count; ++i) {
+        const CudaStorePacking& job = jobs[static_cast<std::size_t>(i)];
+        std::byte *copy = packed_.data() + job.at * granule_bytes,
+                  *host = frames[begin + static_cast<std::size_t>(i)].host;
+        std::memcpy(to_host ? host : copy, to_host ? copy : host,
+                    static_cast<std::size_t>(job.granules * granule_bytes));
+      }
+    };
+    if (!to_host) on_host();
+    const std::size_t bytes = jobs.size() * sizeof jobs[0];
+    if (packing_.bytes() < bytes) packing_ = StreamMemory(stream_, 2 * bytes);
+    copy_memory(packing_.as<>(), jobs.data(), bytes, stream_);
+    only_on_cuda<cuda_store::pack>(packing_.as<CudaStorePacking>(), static_cast<int>(count), device, packed_.data(),
+                                   to_host, stream_);
+    synchronize(stream_);
+    if (to_host) on_host();
+  }
+}
+
+std::shared_ptr<CpuStore> CudaStore::copy_of(int slot) const {
   const Shape& s = options_.shape;
   all_reloaded();
   refresh();
-  auto out = std::make_unique<CpuStore>(of_one_slot(options_));
+  auto out = CpuStore::for_one_slot(options_, workspace_.slot_bytes());
   if (workspace_.slot_bytes() > 0) {
     std::vector<std::byte> state(workspace_.slot_bytes());
     workspace_.save_slot(slot, state.data());
-    out->workspace_.state("slot", state.size(), 1);
     out->workspace_.load_slot(0, state.data());
   }
   out->used_[0] = used_[static_cast<std::size_t>(slot)];
@@ -54,10 +91,15 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
   out->step_[0] = steps(slot);
   const std::vector<PageEntry> tables[] = {entries(table_[0], slot), entries(table_[1], slot)};
   const std::vector<PageEntry> archive = options_.archive ? entries(archive_, slot) : std::vector<PageEntry>();
+  std::vector<HostFrame> of_device;
   const auto copy_frame = [&](Tier tier, const PageEntry& e, const PageEntry& copy) {
-    const std::byte* base = tier == Tier::host ? host_arena_.data() : device_frames();
-    copy_memory(out->arena(tier).at(copy.frame), base + std::int64_t{e.frame} * granule_bytes,
-                static_cast<std::size_t>(layout_of(static_cast<int>(tier), e).bytes), stream_);
+    const std::int64_t bytes = layout_of(static_cast<int>(tier), e).bytes;
+    std::byte* to = out->arena(tier).at(copy.frame);
+    if (tier == Tier::device)
+      of_device.push_back({e.frame, static_cast<std::int32_t>(bytes / granule_bytes), to});
+    else
+      copy_memory(to, host_arena_.data() + std::int64_t{e.frame} * granule_bytes, static_cast<std::size_t>(bytes),
+                  stream_);
   };
   for (int l = 0; l < s.layers; ++l)
     for (int head = 0; head < s.kv_heads; ++head) {
@@ -94,6 +136,7 @@ std::unique_ptr<CpuStore> CudaStore::copy_of(int slot) const {
     if (p.slot != slot) continue;
     out->pending_.push_back(copied(p, 0, out->stream_));
   }
+  copy_frames(of_device, true);
   synchronize(stream_);
   return out;
 }
@@ -103,10 +146,17 @@ std::vector<std::byte> CudaStore::save(int slot) const { return copy_of(slot)->s
 Fit CudaStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   close(slot);
   used_[static_cast<std::size_t>(slot)] = true;
-  CpuStore from(of_one_slot(options_));
-  if (workspace_.slot_bytes() > 0) from.workspace_.state("slot", workspace_.slot_bytes(), 1);
-  from.restore(0, snapshot);
-  return copy_in(from, slot);
+  const auto from = CpuStore::for_one_slot(options_, workspace_.slot_bytes());
+  from->restore(0, snapshot);
+  return copy_in(*from, slot);
+}
+
+Store::Aside CudaStore::set_aside(int slot) const { return copy_of(slot); }
+
+Fit CudaStore::bring_back(int slot, const Aside& cache) {
+  close(slot);
+  used_[static_cast<std::size_t>(slot)] = true;
+  return copy_in(static_cast<const CpuStore&>(*cache), slot);
 }
 
 Fit CudaStore::copy_in(const CpuStore& from, int slot) {
@@ -136,16 +186,21 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     known_.free[pool] = left;
     copy_memory(&counters->free[pool], &known_.free[pool], sizeof left, stream_);
   }
+  std::vector<HostFrame> of_device;
   const auto copy_table = [&](int t, std::vector<PageEntry> table, const StreamMemory& to) {
-    std::byte* base = t ? host_arena_.data() : device_frames();
     for (PageEntry& e : table) {
       if (e.frame == null_frame) continue;
       auto& of_pool = frames[pool_of(t, e)];
       const std::byte* source = from.arena(static_cast<Tier>(t)).at(e.frame);
+      const std::int64_t bytes = layout_of(t, e).bytes;
       e.frame = of_pool.back();
       of_pool.pop_back();
-      copy_memory(base + std::int64_t{e.frame} * granule_bytes, source, static_cast<std::size_t>(layout_of(t, e).bytes),
-                  stream_);
+      if (t == 0)
+        of_device.push_back(
+            {e.frame, static_cast<std::int32_t>(bytes / granule_bytes), const_cast<std::byte*>(source)});
+      else
+        copy_memory(host_arena_.data() + std::int64_t{e.frame} * granule_bytes, source, static_cast<std::size_t>(bytes),
+                    stream_);
     }
     for (int l = 0; l < s.layers; ++l)
       copy_memory(to.as<PageEntry>() + slot_index(l, slot), table.data() + static_cast<std::size_t>(l) * each,
@@ -183,6 +238,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     workspace_.load_slot(slot, state.data());
   }
   for (const Pending& p : from.pending_) pending_.push_back(copied(p, slot, stream_));
+  copy_frames(of_device, false);
   synchronize(stream_);  // the copies read `from`, which the caller may free
   stale_ = true;
   update();

@@ -176,6 +176,11 @@ struct CudaStoreAttend : CudaStoreList {
   View<std::int32_t, 2> out_count;
 };
 
+// A frame, its granules, and where its copy begins, in granules.
+struct CudaStorePacking {
+  std::int32_t frame, granules, at;
+};
+
 namespace cuda_store {
 
 void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream stream);
@@ -225,6 +230,8 @@ void take_out(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stre
 void attend(const CudaStoreLayer& s, const CudaStoreAttend& a, Stream stream);
 // Notes the pages without a frame on the device: those of the list, or all of the rows' where a.count is null.
 void note_absent(const CudaStoreLayer& s, const CudaStoreList& a, Stream stream);
+// Packs frames of the device into host memory that kernels reach, or writes them from there. jobs: [count].
+void pack(const CudaStorePacking* jobs, int count, std::byte* device, std::byte* packed, bool to_host, Stream stream);
 void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream);  // empties a slot of every layer
 // Writes the text positions of a head's first `tokens` places to out [tokens], whatever tier their pages are on.
 void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream);

@@ -394,6 +394,19 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
 }
 
+__global__ void __launch_bounds__(256)
+    pack_kernel(const CudaStorePacking* jobs, int count, std::byte* device, std::byte* packed, bool to_host) {
+  const int all = static_cast<int>(gridDim.x * blockDim.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32; i < count; i += all) {
+    const CudaStorePacking job = jobs[i];
+    auto* frame = reinterpret_cast<uint4*>(device + std::int64_t{job.frame} * granule_bytes);
+    auto* copy = reinterpret_cast<uint4*>(packed + std::int64_t{job.at} * granule_bytes);
+    const uint4* from = to_host ? frame : copy;
+    copy_units([&](int x) { return from + x; }, to_host ? copy : frame,
+               job.granules * static_cast<int>(granule_bytes / sizeof(uint4)), lane, 32);
+  }
+}
+
 __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int head, int tokens,
                                  std::int32_t* out) {
   const int t = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), p = s.layout.page_size;
@@ -576,6 +589,13 @@ void clear(const CudaStoreLayer& first, int layers, int slot, Stream stream) {
   check_launch("clear");
 }
 KVLAB_ON_CUDA(clear, clear);
+
+void pack(const CudaStorePacking* jobs, int count, std::byte* device, std::byte* packed, bool to_host, Stream stream) {
+  if (count < 1) return;
+  pack_kernel<<<256, 256, 0, stream_of(stream)>>>(jobs, count, device, packed, to_host);
+  check_launch("pack");
+}
+KVLAB_ON_CUDA(pack, pack);
 
 void positions(const CudaStoreLayer& s, int slot, int head, int tokens, std::int32_t* out, Stream stream) {
   if (tokens < 1) return;

@@ -75,6 +75,8 @@ class CudaStore final : public Store {
 
   std::vector<std::byte> save(int slot) const override;
   Fit restore(int slot, const std::vector<std::byte>& snapshot) override;
+  Aside set_aside(int slot) const override;
+  Fit bring_back(int slot, const Aside& cache) override;
   std::int64_t fired() const override;
   std::vector<std::int32_t> positions_by_place(int layer, int slot, int head) const override;
   Ledger& ledger() override;
@@ -91,7 +93,7 @@ class CudaStore final : public Store {
   void check_invariants() const override;
 
   // Returns a store on the CPU whose slot 0 is a copy of this slot, with the same bytes in the same order.
-  std::unique_ptr<CpuStore> copy_of(int slot) const;
+  std::shared_ptr<CpuStore> copy_of(int slot) const;
 
  private:
   // Bytes of an arena before its frame 0, where a kernel reads that takes null_frame for a frame.
@@ -127,6 +129,13 @@ class CudaStore final : public Store {
   std::int64_t host_frames() const;  // that the host tier shall have
   bool open_host_tier();
   bool pages_below() const { return host_arena_.data() && !options_.archive; }  // whether the host may have some
+  // A frame of the device and its copy in host memory.
+  struct HostFrame {
+    std::int32_t frame = null_frame, granules = 0;
+    std::byte* host = nullptr;
+  };
+  // Copies all of them, by way of pinned memory. The copies have run when it returns.
+  void copy_frames(const std::vector<HostFrame>& frames, bool to_host) const;
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted
   void refresh() const { const_cast<CudaStore*>(this)->update(); }
@@ -227,6 +236,8 @@ class CudaStore final : public Store {
   StreamMemory arena_, table_[2], length_, lower_pages_, summary_pool_, free_[pools], counters_, inv_freq_;
   StreamMemory archive_, archived_;  // CudaStoreLayer::archive, archived; with StoreOptions::archive
   Extents extents_;                  // where the device has two codecs
+  mutable Pinned packed_;            // frames on their way to host memory or from there
+  mutable StreamMemory packing_;
   Pinned host_arena_;
   // Lists of 1, 2, ... max_slots slots, and with StoreOptions::all_layers those of view_all.
   mutable StreamMemory rows_, all_rows_;

@@ -181,6 +181,22 @@ Fit CpuStore::restore(int slot, const std::vector<std::byte>& snapshot) {
   return fit;
 }
 
+std::shared_ptr<CpuStore> CpuStore::for_one_slot(StoreOptions options, std::size_t state_bytes) {
+  options.shape.max_slots = 1;
+  options.device_limit = options.host_limit = -1;
+  auto out = std::make_shared<CpuStore>(options);
+  if (state_bytes > 0) out->workspace_.state("slot", state_bytes, 1);
+  return out;
+}
+
+Store::Aside CpuStore::set_aside(int slot) const {
+  auto out = for_one_slot(options_, workspace_.slot_bytes());
+  if (out->restore(0, save(slot)) != Fit::ok) throw Error(Errc::internal, "a copy of a slot does not fit");
+  return out;
+}
+
+Fit CpuStore::bring_back(int slot, const Aside& cache) { return restore(slot, cache->save(0)); }
+
 template <class Reader>
 Fit CpuStore::read_archive(int layer, int slot, int head, Reader& r) {
   const Shape& s = options_.shape;

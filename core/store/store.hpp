@@ -139,6 +139,12 @@ class Store {
   // another kind of store. A slot whose restore threw or did not fit is empty.
   virtual std::vector<std::byte> save(int slot) const = 0;
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
+  // A sequence's whole cache as slot 0 of a store of its own, in host memory. It holds as many bytes of each tier.
+  // set_aside leaves the slot as it is. bring_back replaces the contents of an open slot, which is empty if they do not
+  // fit. This is faster than bytes for a file.
+  using Aside = std::shared_ptr<const Store>;
+  virtual Aside set_aside(int slot) const = 0;
+  virtual Fit bring_back(int slot, const Aside& cache) = 0;
 
   // Counts the edits of apply and advance that changed something, and the attends that leave something out; exact. An
   // edit that waited counts once for each row, but once for all rows of a step that a graph may hold.

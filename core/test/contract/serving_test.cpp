@@ -43,10 +43,13 @@ EngineOptions options_of(const PolicySpec& spec, int slots, std::int64_t limit) 
   return o;
 }
 
-Outcome serve(const PolicySpec& spec, const std::vector<Request>& all, int slots, std::int64_t limit) {
+Outcome serve(const PolicySpec& spec, const std::vector<Request>& all, int slots, std::int64_t limit,
+              Preemption preemption = Preemption::swap) {
   const auto model = tiny_model("llama-gqa3");
   Engine engine(model, subjects().policy(spec, *model), options_of(spec, slots, limit));
-  Scheduler scheduler(engine, all, {});
+  SchedulerOptions how;
+  how.preemption = preemption;
+  Scheduler scheduler(engine, all, how);
   Outcome out;
   for (int left = 5000; !scheduler.done(); --left) {
     out.fits = scheduler.iterate() == Fit::ok;
@@ -118,6 +121,10 @@ TEST_CASE("served together under a cap, every request has the text that it has a
         CHECK(together.texts == alone.texts);
       }
       if (!host) CHECK(together.preemptions > 0);
+      INFO("the caches of preempted requests were lost, and computed anew");
+      together = serve(placed, all, 6, cap, Preemption::recompute);
+      REQUIRE(together.fits);
+      CHECK(together.texts == alone.texts);
     }
   }
 }

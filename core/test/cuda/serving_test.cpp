@@ -58,10 +58,11 @@ struct Outcome {
 };
 
 Outcome serve(const std::shared_ptr<const Model>& m, const PolicySpec& spec, const std::vector<Request>& requests,
-              const EngineOptions& o) {
+              const EngineOptions& o, Preemption preemption = Preemption::swap) {
   Engine engine(m, subjects().policy(spec, *m), o);
   SchedulerOptions how;
   how.prefill_chunk = o.prefill_chunk;
+  how.preemption = preemption;
   Outcome out;
   how.stepped = [&](double, const std::vector<std::int32_t>& rows) {
     out.together = std::max(out.together, static_cast<int>(rows.size()));
@@ -143,11 +144,15 @@ TEST_CASE("cuda serving: ragged requests in little memory have the texts that th
       const Outcome alone = serve(m, requests, 1, chunk);
       const std::int64_t sequence = Engine(m, subjects().policy(full_spec()), options(1, 0)).full_bytes(96);
       const FreeMemory little(sequence * 3 / 2);
-      const Outcome together = serve(m, requests, 20, chunk);
-      CHECK(together.texts == alone.texts);
-      CHECK(together.together > 2);
-      CHECK(together.replays > 0);
-      preemptions += together.preemptions;
+      for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
+        CAPTURE(static_cast<int>(preemption));
+        const Outcome together = serve(m, full_spec(), requests, options(20, chunk), preemption);
+        CHECK(together.texts == alone.texts);
+        // A cache that comes back is as large as it was. One that is computed again lets others in meanwhile.
+        CHECK(together.together > (preemption == Preemption::swap ? 1 : 2));
+        CHECK(together.replays > 0);
+        preemptions += together.preemptions;
+      }
     }
     CHECK(preemptions > 0);
   }

@@ -489,9 +489,16 @@ class Both {
     } else if (what == 12) {
       move(rows, layer);
     } else if (what == 13) {
-      const auto saved = pick(2) ? cpu.save(slot) : cuda.save(slot);
-      REQUIRE(cpu.restore(slot, saved) == Fit::ok);
-      REQUIRE(cuda.restore(slot, saved) == Fit::ok);
+      if (pick(2)) {
+        const auto saved = pick(2) ? cpu.save(slot) : cuda.save(slot);
+        REQUIRE(cpu.restore(slot, saved) == Fit::ok);
+        REQUIRE(cuda.restore(slot, saved) == Fit::ok);
+      } else {
+        const Store::Aside of_cpu = cpu.set_aside(slot), of_cuda = cuda.set_aside(slot);
+        for (const Tier tier : {Tier::device, Tier::host}) CHECK(of_cpu->page_bytes(tier) == of_cuda->page_bytes(tier));
+        REQUIRE(cpu.bring_back(slot, of_cpu) == Fit::ok);
+        REQUIRE(cuda.bring_back(slot, of_cuda) == Fit::ok);
+      }
     } else if (what == 14) {
       attend(rows, layer);
     } else if (what == 15) {

@@ -135,18 +135,46 @@ TEST_CASE("each of 64 ragged requests has the text that it has alone") {
   const auto requests = ragged(64);
   std::vector<std::vector<int>> wanted;
   for (const Request& r : requests) wanted.push_back(alone(r, std::make_shared<Nothing>()));
-  for (const int chunk : {0, 16})
-    for (const std::int64_t limit : {std::int64_t{-1}, bytes_of(room) * 2}) {
-      CAPTURE(chunk, limit);
-      EngineOptions o = options(8, limit);
-      o.prefill_chunk = chunk;
+  // Each token but the answer's last is fed once; the prompt's own are prefilled.
+  std::size_t least_rows = 0;
+  for (const Request& r : requests) least_rows += r.fed.size() + static_cast<std::size_t>(r.max_new - 1);
+  struct Case {
+    int chunk;
+    std::int64_t limit, host_limit;
+    Preemption preemption;
+  };
+  for (const Case& c : std::initializer_list<Case>{{0, -1, -1, Preemption::swap},
+                                                   {16, -1, -1, Preemption::swap},
+                                                   {0, bytes_of(room) * 2, -1, Preemption::swap},
+                                                   {16, bytes_of(room) * 2, -1, Preemption::swap},
+                                                   {0, bytes_of(room) * 2, bytes_of(24), Preemption::swap},
+                                                   {0, bytes_of(room) * 2, -1, Preemption::recompute},
+                                                   {16, bytes_of(room) * 2, -1, Preemption::recompute}})
+    SECTION(std::to_string(c.chunk) + " " + std::to_string(c.limit) + " " + std::to_string(c.host_limit) + " " +
+            std::to_string(static_cast<int>(c.preemption))) {
+      EngineOptions o = options(8, c.limit);
+      o.prefill_chunk = c.chunk;
+      o.host_limit = c.host_limit;
       Engine engine(tiny(), std::make_shared<Nothing>(), o);
       SchedulerOptions how;
-      how.prefill_chunk = chunk;
+      how.prefill_chunk = c.chunk;
       how.clock = ticking();
+      how.preemption = c.preemption;
+      std::size_t rows = 0;
+      std::int64_t most_aside = 0;
+      how.stepped = [&](double, const std::vector<std::int32_t>& slots) {
+        rows += slots.size();
+        most_aside = std::max(most_aside, engine.ledger().total(Tier::host));
+      };
       Scheduler s(engine, requests, how);
       run(s, engine);
-      CHECK((preemptions(s) > 0) == (limit >= 0));
+      const bool limited = c.limit >= 0, swaps = limited && c.preemption == Preemption::swap;
+      CHECK((preemptions(s) > 0) == limited);
+      // A cache that waited is continued where it was. A lost one is computed again.
+      CHECK((rows == least_rows) == (!limited || (swaps && c.host_limit < 0)));
+      CHECK((most_aside > 0) == swaps);
+      if (c.host_limit >= 0) CHECK(most_aside <= c.host_limit);
+      CHECK(engine.ledger().total(Tier::host) == 0);
       for (std::size_t i = 0; i < requests.size(); ++i) {
         CAPTURE(i, s.served()[i].preemptions);
         CHECK(s.served()[i].tokens == wanted[i]);

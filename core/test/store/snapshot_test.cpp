@@ -81,6 +81,17 @@ TEST_CASE("a saved sequence comes back whole, into its slot, another one and ano
     CHECK(x.store->length(1, other, 0) == 18);
     CHECK(x.store->length(1, x.slot, 0) == 17);
   }
+  SECTION("another slot, by way of host memory") {
+    const auto aside = x.store->set_aside(x.slot);
+    CHECK(aside->page_bytes(Tier::device) == x.store->page_bytes(Tier::device));
+    x.store->close(x.slot);
+    const int first = x.store->open(), other = x.store->open();
+    x.f.fill(*x.store, first, 9);
+    REQUIRE(x.store->bring_back(other, aside) == Fit::ok);
+    check_same(*x.store, other, *reference.store, reference.slot);
+    CHECK(x.state[other] == 17);
+    CHECK(x.store->save(other) == bytes);
+  }
   SECTION("another store") {
     Saved y;
     y.store->close(y.slot);
