@@ -212,6 +212,7 @@ std::vector<std::int32_t> Scheduler::make_room() {
   };
   while (active_.size() > 1 && missing()) {
     put_back(active_.size() - 1, Cache::of_use);
+    full_ = true;  // frames of one codec may be few while bytes are free, so it would come and go with each step
     slots = decoding();
   }
   return slots;

@@ -118,7 +118,7 @@ class Scheduler {
   std::set<std::size_t> waiting_;       // ranks, all higher than those of active_
   std::map<std::size_t, Aside> aside_;  // by rank; those of waiting_ that have a cache
   std::vector<Active> active_;          // ascending ranks; at most the last one is still prompting
-  bool full_ = false;                   // a prompt did not fit: nothing is admitted before something ends
+  bool full_ = false;                   // a prompt or a step did not fit: nothing is admitted before something ends
   double start_ = 0, skipped_ = 0;
   std::int64_t growth_;        // bytes that a row's decode step added at most; used unless Engine::growth_known()
   std::vector<Left> left_;     // one per prompt so far

@@ -219,15 +219,16 @@ __global__ void __launch_bounds__(warps * 32)
   const int last = from / p, hole = to / p;
   if (to != from) {
     std::byte *source = page_at(s, h, last), *target = page_at(s, h, hole);
-    if constexpr (Mixed) {
-      const PageLayout& layout = layout_at(s, h, hole);
-      Carried x;
-      x.read(source, layout_at(s, h, last), from % p, layout, lane);
-      x.write(target, layout, to % p, lane);
+    const PageLayout &there = Mixed ? layout_at(s, h, last) : s.layout,
+                     &here = Mixed ? layout_at(s, h, hole) : s.layout;
+    if (!Mixed || &there == &here) {  // a conversion is much more code
+      for (int u = lane; u < Token<Unit>::units(here); u += 32)
+        *Token<Unit>::unit(target, here, to % p, u) = *Token<Unit>::unit(source, here, from % p, u);
+      if (lane < fields_of(here)) *field(target, here, to % p, lane) = *field(source, here, from % p, lane);
     } else {
-      for (int u = lane; u < Token<Unit>::units(s.layout); u += 32)
-        *Token<Unit>::unit(target, s.layout, to % p, u) = *Token<Unit>::unit(source, s.layout, from % p, u);
-      if (lane < fields_of(s.layout)) *field(target, s.layout, to % p, lane) = *field(source, s.layout, from % p, lane);
+      Carried x;
+      x.read(source, there, from % p, here, lane);
+      x.write(target, here, to % p, lane);
     }
     if (ranks && lane == 0) {
       std::int32_t* rank = ranks + std::int64_t{of_all} * s.pages * p;
@@ -267,7 +268,6 @@ __global__ void __launch_bounds__(warps * 32)
   const int of_all = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32;
   const int row = of_all / s.kv_heads, head = of_all % s.kv_heads;
   if (row >= a.rows) return;
-  const PageLayout& l = s.layout;
   const Head h = head_of(s, a.slots[row], head);
   const int n = *h.length, count = a.count(row, head);
   bool bad = count < 0 || count > a.index.extent[2] || count % 2;
@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(warps * 32)
     const int x = a.index(row, head, i), y = a.index(row, head, i + 1);
     if (x == y) continue;
     std::byte *fx = page_at(s, h, x / p), *fy = page_at(s, h, y / p);
-    if constexpr (Mixed) {
-      const PageLayout &lx = layout_at(s, h, x / p), &ly = layout_at(s, h, y / p);
+    const PageLayout &lx = Mixed ? layout_at(s, h, x / p) : s.layout, &ly = Mixed ? layout_at(s, h, y / p) : s.layout;
+    if (Mixed && &lx != &ly) {
       Carried there, back;
       there.read(fx, lx, x % p, ly, lane);
       back.read(fy, ly, y % p, lx, lane);
@@ -289,6 +289,7 @@ __global__ void __launch_bounds__(warps * 32)
       there.write(fy, ly, y % p, lane);
       back.write(fx, lx, x % p, lane);
     } else {
+      const PageLayout& l = lx;
       const int units = Token<Unit>::units(l);
       for (int u = lane; u < units; u += 32) {
         Unit* ux = Token<Unit>::unit(fx, l, x % p, u);
