@@ -13,6 +13,7 @@ Applied CudaStore::encode_pages(const Edit& e, const std::vector<std::int32_t>& 
   if (slots.empty() || !two_codecs()) return {Fit::ok, -1};  // all pages have the one codec already
   settle();
   note_lowered(e.layer, slots);
+  if (e.codec > 0) encoded_of_head_ = std::max(encoded_of_head_, e.list.index.extent[2]);
   Frames most = {};
   most[e.codec > 0 ? lower_pool : device_pool] =
       static_cast<std::int64_t>(slots.size()) * options_.shape.kv_heads * e.list.index.extent[2];
@@ -56,6 +57,15 @@ bool CudaStore::reserve_edit(const Frames& most) {
   if (in_graph_)
     for (std::size_t t = 0; t < pools; ++t) taken_.frames[t] += most[t];
   return reserved_ || reserve(most);
+}
+
+// Beside frames of the first codec for all tokens: what a layer's store_as and a step's encode edits reserve, and what
+// extents hold that are partly empty.
+std::int64_t CudaStore::room_for_codecs() const {
+  const Shape& s = options_.shape;
+  const std::int64_t both = layouts_[0].bytes + layouts_[1].bytes;
+  return std::int64_t{s.kv_heads} * s.max_pages() * both + heads_ * layouts_[1].bytes +
+         heads_ * s.max_pages() * layouts_[0].bytes / 8 + 32 * both;
 }
 
 // Chooses an extent that both sizes of frames nearly fill.

@@ -89,6 +89,8 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   const auto room = static_cast<double>(backend().runtime.free_bytes()) * 0.85;
   frames = std::min(frames, static_cast<std::int64_t>(room / static_cast<double>(layouts_[0].bytes)));
   std::int64_t bytes = std::max({frames * layouts_[0].bytes, layouts_[0].bytes, host_layout_.bytes});
+  if (two_codecs() && options_.device_limit < 0)
+    bytes = std::min(bytes + room_for_codecs(), std::max(bytes, static_cast<std::int64_t>(room)));
   if (two_codecs()) bytes = make_extents(bytes);
   arena_ = StreamMemory(stream_, static_cast<std::size_t>(before_frames + bytes));
   if (poison_frames()) backend().runtime.fill(arena_.as<>(), poison_byte, arena_.bytes(), stream_.handle());
@@ -652,8 +654,19 @@ std::int64_t CudaStore::free_frames(Tier tier) const {
   return own + static_cast<std::int64_t>(extents_.left.size()) * extents_.each[device_pool];
 }
 
+// Edits that encode pages reserve frames for all that they may list. Frames of whole extents take their place.
 std::int64_t CudaStore::lower_room(const std::vector<std::int32_t>& slots) const {
-  return two_codecs() ? std::max<std::int64_t>(0, fresh_pages(slots) - free_bound_[lower_pool]) : 0;
+  if (!two_codecs()) return 0;
+  const Shape& s = options_.shape;
+  const std::int64_t most = static_cast<std::int64_t>(slots.size()) * s.layers * s.kv_heads * encoded_of_head_;
+  const auto lacking = [&] {
+    const std::int64_t each = extents_.each[lower_pool];
+    return (std::max<std::int64_t>(0, most - free_bound_[lower_pool]) + each - 1) / each;
+  };
+  const auto left = [&] { return static_cast<std::int64_t>(extents_.left.size()); };
+  if (lacking() > left() && !stale_) const_cast<CudaStore&>(*this).reclaim();
+  if (lacking() > left()) return std::numeric_limits<std::int32_t>::max();
+  return lacking() * extents_.each[device_pool];
 }
 
 void CudaStore::advanced(bool decode) {

@@ -165,6 +165,7 @@ class CudaStore final : public Store {
     StreamMemory lists;                         // extents to take; free frames of each; a pool's list; its count
     std::int64_t frames(CudaPool pool) const { return static_cast<std::int64_t>(owner.size()) * each[pool]; }
   };
+  std::int64_t room_for_codecs() const;
   static std::int64_t extent_bytes(std::int64_t a, std::int64_t b);
   std::int64_t make_extents(std::int64_t most_bytes);  // returns the bytes of all
   CudaExtents extents_of(CudaPool pool) const;
@@ -234,9 +235,10 @@ class CudaStore final : public Store {
   std::int64_t capacity_[pools] = {};    // frames of a pool
   std::byte* device_frames() const { return arena_.as<>() + before_frames; }
   StreamMemory arena_, table_[2], length_, lower_pages_, summary_pool_, free_[pools], counters_, inv_freq_;
-  StreamMemory archive_, archived_;  // CudaStoreLayer::archive, archived; with StoreOptions::archive
-  Extents extents_;                  // where the device has two codecs
-  mutable Pinned packed_;            // frames on their way to host memory or from there
+  StreamMemory archive_, archived_;   // CudaStoreLayer::archive, archived; with StoreOptions::archive
+  Extents extents_;                   // where the device has two codecs
+  std::int64_t encoded_of_head_ = 1;  // pages that an edit to the second codec may list of a head
+  mutable Pinned packed_;             // frames on their way to host memory or from there
   mutable StreamMemory packing_;
   Pinned host_arena_;
   // Lists of 1, 2, ... max_slots slots, and with StoreOptions::all_layers those of view_all.

@@ -55,6 +55,7 @@ struct Outcome {
   std::vector<std::vector<int>> texts;
   int preemptions = 0, pauses = 0, together = 0;
   std::int64_t replays = 0;
+  std::size_t rows = 0;  // of all steps
 };
 
 Outcome serve(const std::shared_ptr<const Model>& m, const PolicySpec& spec, const std::vector<Request>& requests,
@@ -65,6 +66,7 @@ Outcome serve(const std::shared_ptr<const Model>& m, const PolicySpec& spec, con
   how.preemption = preemption;
   Outcome out;
   how.stepped = [&](double, const std::vector<std::int32_t>& rows) {
+    out.rows += rows.size();
     out.together = std::max(out.together, static_cast<int>(rows.size()));
     CHECK(engine.device_ms() >= 0);
   };
@@ -269,6 +271,39 @@ TEST_CASE("cuda serving: sequences spill to make room for others, as far as the 
     CHECK(below.preemptions <= 1);  // of the second request, before a prompt has shown what it leaves
   }
   CHECK(known == 2);
+}
+
+TEST_CASE("cuda serving: a policy of two codecs loses no cache when memory is short, and needs no limit") {
+  const auto m = model();
+  const int vocab = m->config.vocab;
+  std::vector<Request> requests(6);
+  std::size_t fed = 0;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    requests[i].prompt = test_text(40, vocab, static_cast<unsigned>(i) + 1);
+    requests[i].max_new = 50;
+    fed += static_cast<std::size_t>(requests[i].max_new - 1);
+  }
+  for (const char* text : {"{leankv: {window: 8, high_from: 1.2, low_from: 0.3}}",
+                           "{leankv: {window: 8, low_from: 0, token_differentiation: false}}"}) {
+    CAPTURE(text);
+    const PolicySpec spec = test::policy_of(text, 8);
+    EngineOptions o = options(1, 0);
+    const std::int64_t sequence = Engine(m, subjects().policy(spec), o).full_bytes(96);
+    const Outcome alone = serve(m, spec, requests, o);
+    o.slots = 6;
+    CHECK(serve(m, spec, requests, o).texts == alone.texts);
+    int preemptions = 0;
+    for (const std::int64_t eighths : {14, 18, 22}) {
+      o.device_limit = sequence * eighths / 8;
+      const Outcome together = serve(m, spec, requests, o);
+      CAPTURE(eighths);
+      CHECK(together.texts == alone.texts);
+      CHECK(together.rows == fed);  // no token is fed twice
+      CHECK(together.together > 1);
+      preemptions += together.preemptions;
+    }
+    CHECK(preemptions > 0);
+  }
 }
 
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
