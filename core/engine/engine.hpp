@@ -157,6 +157,7 @@ class Engine final : private LayerHooks {
   double device_ms() const { return executor_->device_ms(); }    // of the latest decode step; NaN on the CPU
 
  private:
+  void count_aside(const AsideSequence& sequence, int sign);  // in the ledger and aside_bytes_
   bool replayable() const override { return capturable_ && options_.graphs && !observer_; }
   // Queries of other regimes lie in a buffer that the next layer takes.
   bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
@@ -198,12 +199,10 @@ class Engine final : private LayerHooks {
   EngineObserver* observer_ = nullptr;
   HostCopy seen_;  // copies for the observer, on CUDA
 
-  std::vector<std::int32_t> position_, step_;     // of the callback's rows
-  std::vector<std::int32_t> budget_, unlimited_;  // of the same rows: LayerKv::budget_tokens, and of dense layers
-  BudgetAmount for_pages_;                        // the budget less the policy's state
-  void count_aside(const AsideSequence& sequence, int sign);  // on the host
-
-  std::int64_t aside_bytes_ = 0;                     // of the host
+  std::vector<std::int32_t> position_, step_;        // of the callback's rows
+  std::vector<std::int32_t> budget_, unlimited_;     // of the same rows: LayerKv::budget_tokens, and of dense layers
+  BudgetAmount for_pages_;                           // the budget less the policy's state
+  std::int64_t aside_bytes_ = 0;                     // that set_aside holds on the host
   std::int64_t page_bytes_ = 0;                      // device bytes of one page of a KV head
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32

@@ -139,9 +139,9 @@ class Store {
   // another kind of store. A slot whose restore threw or did not fit is empty.
   virtual std::vector<std::byte> save(int slot) const = 0;
   virtual Fit restore(int slot, const std::vector<std::byte>& snapshot) = 0;
-  // A sequence's whole cache as slot 0 of a store of its own, in host memory. It holds as many bytes of each tier.
-  // set_aside leaves the slot as it is. bring_back replaces the contents of an open slot, which is empty if they do not
-  // fit. This is faster than bytes for a file.
+  // A sequence's whole cache in host memory: slot 0 of a store of its own, with as many bytes of each tier. set_aside
+  // copies a slot. bring_back replaces the contents of an open slot; if they do not fit, the slot is empty then. The
+  // pair is faster than save and restore, whose bytes are for a file.
   using Aside = std::shared_ptr<const Store>;
   virtual Aside set_aside(int slot) const = 0;
   virtual Fit bring_back(int slot, const Aside& cache) = 0;

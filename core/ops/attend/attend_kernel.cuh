@@ -90,7 +90,7 @@ __device__ __forceinline__ void put_scores(const Args& a, int row, int kv_head, 
     for (int c = 0; c < ColumnTiles; ++c)
       if (const int head = c * 8 + 2 * q; head < group)
 #pragma unroll
-        for (int r = 0; r < TileRows; ++r)  // add_scores sees to it that 32 bits hold the product
+        for (int r = 0; r < TileRows; ++r)  // scores_at_once sees to it that 32 bits hold the product
           store8(to + (place[r] * group + head), s[c][2 * r], s[c][2 * r + 1]);
     return;
   }
