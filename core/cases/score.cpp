@@ -522,6 +522,17 @@ struct SomeHeads {
 };
 
 // Queries of several steps are kept, and each has a row of attention of its own. Rows are pooled and reduced by step.
+class ScratchOf final : public Workspace {
+ public:
+  explicit ScratchOf(Place& place) : place_(place) {}
+  void* scratch(const char*, std::size_t bytes) override { return place_.take<std::byte>(bytes); }
+  void* state(const char*, std::size_t, int) override { return nullptr; }
+  const void* constant(const char*, const void*, std::size_t) override { return nullptr; }
+
+ private:
+  Place& place_;
+};
+
 void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& there, int group, std::mt19937& rng,
                   double margin) {
   const int steps = 1 + static_cast<int>(rng() % 5);
@@ -556,7 +567,21 @@ void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& 
   ops::window_votes(Tensor<4>(window_there), nullptr, some.there, votes_there, s, some.heads_there);
   ops::window_votes_reference(window.view(), nullptr, some.kv, votes.view(), some.heads);
   check.equal("window_votes of some heads", place.get(votes_there), Guarded<3>::copy(votes.view()), margin);
-  HeapWorkspace w;
+  ScratchOf w(place);
+  {  // one op does the three
+    const Pooling kind = rng() % 2 ? Pooling::average : Pooling::max;
+    const int kernel = 1 + 2 * static_cast<int>(rng() % 5);
+    const Guarded<3> shares(votes.view().extent), once({kv.rows, kv_heads * steps, room});
+    const std::vector<float> before = Guarded<3>::copy(votes.view());
+    std::copy(before.begin(), before.end(), shares.view().data);
+    for (const GroupRule rule : {GroupRule::max, GroupRule::mean, GroupRule::softmax_mean}) {
+      const View<float, 3> once_there = place.put(once.view());
+      ops::pooled_votes(Tensor<4>(window_there), some.there, {kind, kernel, rule}, once_there, w, s, some.heads_there);
+      if (rule == GroupRule::max) ops::pool_reference(some.kv, shares.view(), kind, kernel, 0, some.heads);
+      ops::group_reduce_reference(some.kv, shares.view(), rule, once.view(), some.heads);
+      check.equal("pooled_votes of some heads", place.get(once_there), Guarded<3>::copy(once.view()), margin);
+    }
+  }
   ops::pool(some.there, votes_there, Pooling::average, 5, 0, w, s, some.heads_there);
   ops::pool_reference(some.kv, votes.view(), Pooling::average, 5, 0, some.heads);
   check.equal("pool of some heads", place.get(votes_there), Guarded<3>::copy(votes.view()), margin);

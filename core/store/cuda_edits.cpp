@@ -195,18 +195,19 @@ Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>&
   return {};
 }
 
-// The copies run beside the stream, so the plan reads the list, which may be scratch.
+// The copies run beside the stream, so the plan reads the list, which may be scratch. Beside a step both do.
 Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
   a.heads = e.heads;
   a.home = stream_;
-  a.lane = side_->next();
-  only_on_cuda<cuda_store::plan_fetch>(layer(e.layer), a, stream_);
-  only_on_cuda<cuda_store::copy_fetched>(layer(e.layer), a, side_->begin());
-  side_->end(a.lane);
-  fetching_[static_cast<std::size_t>(e.layer)] = true;
   stale_ = true;
+  fetching_[static_cast<std::size_t>(e.layer)] = true;
+  const CudaStoreLayer l = layer(e.layer);
+  a.lane = beside_ ? SideStream::no_lane : side_->next();
+  only_on_cuda<cuda_store::plan_fetch>(l, a, working());
+  only_on_cuda<cuda_store::copy_fetched>(l, a, beside_ ? working() : side_->begin());
+  if (!beside_) side_->end(a.lane);
   return {Fit::ok, -1};
 }
 

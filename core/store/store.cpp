@@ -458,8 +458,9 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
       continue;
     }
     check_edit(e, slots.size());
-    if (beside_ && (e.verb != Edit::place || e.when.kind == Deadline::next_step))
-      bad(e, "got an edit of an observe that runs beside the step, wanted place edits alone, not for its end");
+    if (beside_ && ((e.verb != Edit::place && e.verb != Edit::fetch) || e.when.kind == Deadline::next_step))
+      bad(e,
+          "got an edit of an observe that runs beside the step, wanted place and fetch edits alone, not for its end");
     if (e.when.kind == Deadline::sequence && (e.verb != Edit::place || !options_.pauses))
       bad(e, "got Deadline::sequence, wanted it of a place edit of a policy with Needs::pauses and Needs::host_pages");
     if (e.when.kind == Deadline::sequence && waits_for_sequence(e.layer, slots))

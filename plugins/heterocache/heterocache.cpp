@@ -36,6 +36,7 @@ class HeteroCache final : public kvlab::Policy {
       : threshold_(p.get<float>("threshold")),
         window_(p.get<int>("window")),
         period_(p.get<int>("check_every")),
+        stagger_(p.get<bool>("stagger")),
         kernel_(p.get<int>("kernel")),
         least_(p.get<double>("least_stability")),
         fill_(p.get<bool>("fill")),
@@ -53,6 +54,7 @@ class HeteroCache final : public kvlab::Policy {
         .window_queries(1)
         .archive(recalls_)
         .steps(true)
+        .observe_beside(when_.kind == kvlab::Deadline::next_attention)
         .profile(allocates_ || clusters_)
         .scratch_numbers(2 * window_ + 3)  // rows of attention, a copy that pooling takes, and their maxima
         .capturable(true);
@@ -140,7 +142,8 @@ class HeteroCache final : public kvlab::Policy {
     kvlab::ops::keep_window(step.queries, step.pages, last_.of(step), window, s, Heads{}.except(no_pivot_.of(step)));
     kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
     prompt.length = prompt_.of(step);
-    const Heads due = Heads::every(step.steps, period_, 1).except(no_pivot_.of(step));
+    const Heads due =
+        Heads::every(step.steps, period_, 1 + (stagger_ ? step.layer % period_ : 0)).except(no_pivot_.of(step));
     const Scores scores = score(step, prompt, window, window_, due, s);
     kvlab::ops::drifted_heads(prompt, scores, best_.of(step), threshold_, leader_.of(step), drifted_.of(step), s, due);
     Scores last = scores;  // by the last query
@@ -159,11 +162,8 @@ class HeteroCache final : public kvlab::Policy {
   // Pooled attention of each of `steps` queries, the greatest of a group: [row, kv_head x steps, token].
   Scores score(const kvlab::LayerKv& kv, const kvlab::PagedKv& pages, const kvlab::Tensor<4>& queries, int steps,
                const Heads& heads, kvlab::Stream s) const {
-    const auto rows = kv.scratch<float>("attention", {kv.rows(), queries.extent[1], kv.max_length});
     const auto scores = kv.scratch<float>("scores", {kv.rows(), std::int64_t{steps} * kv.kv_heads(), kv.max_length});
-    kvlab::ops::window_votes(queries, nullptr, pages, rows, s, heads);
-    kvlab::ops::pool(pages, rows, kvlab::Pooling::average, kernel_, 0, *kv.workspace, s, heads);
-    kvlab::ops::group_reduce(pages, rows, kvlab::GroupRule::max, scores, s, heads);
+    kvlab::ops::pooled_votes(queries, pages, {.kernel = kernel_}, scores, *kv.workspace, s, heads);
     return scores;
   }
 
@@ -174,7 +174,9 @@ class HeteroCache final : public kvlab::Policy {
   }
 
   float threshold_;
-  int window_, period_, kernel_;
+  int window_, period_;
+  bool stagger_;
+  int kernel_;
   double least_;
   bool fill_, allocates_, clusters_, recalls_;
   RecallOrder order_;
@@ -199,6 +201,7 @@ KVLAB_PLUGIN(
         .param("threshold", 0.5, 0, 1, "median overlap below which a pivot has drifted")
         .param("window", 5, 1, 64, "steps whose overlaps give the median")
         .param("check_every", 5, 1, kvlab::any, "steps from one check to the next; 1 = a sliding window")
+        .param("stagger", true, "layers check in different steps, so that no step checks them all")
         .param("kernel", 5, 1, 1023, "tokens of which attention takes the average; odd")
         .param("least_stability", 0.05, 1e-6, 1, "lower stabilities count as this in the division")
         .param("fill", true, "what a head cannot keep goes to the others; false: it is lost, as in the released code")

@@ -167,18 +167,20 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     double threshold;
     int window, every;
     const char* order;
-    bool retrieval, asynchrony;
+    bool retrieval, asynchrony, stagger;
   };
-  const auto x = GENERATE(Setting{.5, 5, 5, "score", true, true}, Setting{.97, 5, 5, "score", true, false},
-                          Setting{.97, 5, 5, "position", true, true}, Setting{.95, 4, 1, "score", true, true},
-                          Setting{1, 3, 2, "score", false, true}, Setting{0, 2, 2, "score", true, true});
+  const auto x = GENERATE(Setting{.5, 5, 5, "score", true, true, true}, Setting{.97, 5, 5, "score", true, false, false},
+                          Setting{.97, 5, 5, "position", true, true, true},
+                          Setting{.97, 5, 5, "score", true, true, true}, Setting{.95, 4, 1, "score", true, true, true},
+                          Setting{1, 3, 2, "score", false, true, true}, Setting{0, 2, 2, "score", true, true, false});
   CAPTURE(x.threshold, x.window, x.every, x.order, x.retrieval);
   const ParamMap params{{"threshold", x.threshold},
                         {"window", std::int64_t{x.window}},
                         {"check_every", std::int64_t{x.every}},
                         {"recall_order", std::string(x.order)},
                         {"retrieval", x.retrieval},
-                        {"asynchrony", x.asynchrony}};
+                        {"asynchrony", x.asynchrony},
+                        {"stagger", x.stagger}};
   constexpr int budget = 120;
   OnText run(Role::policy, "heterocache", params, budget, prompt + steps, page, roles);
   const int layers = run.config().layers, heads = run.config().kv_heads;
@@ -217,7 +219,8 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
   for (int step = 0; step < steps; ++step) {
     run.step();
     const int position = prompt + step;
-    for (int layer = 0; x.retrieval && layer + 1 < layers && (step + 1) % x.every == 0; ++layer) {
+    for (int layer = 0; x.retrieval && layer + 1 < layers; ++layer) {
+      if ((step + 1 + (x.stagger ? layer % x.every : 0)) % x.every) continue;
       auto& own = bases[static_cast<std::size_t>(layer)];
       std::vector<double> overlaps;  // before the first step, the prompt's last query stands for others
       for (int i = 0; i < x.window; ++i)

@@ -88,6 +88,18 @@ void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int exclud
 void group_reduce(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out, Stream s,
                   const Heads& heads = {});
 
+// How pooled_votes makes one score of a group's attention. kernel is odd.
+struct VotePooling {
+  Pooling kind = Pooling::average;
+  int kernel = 5;
+  GroupRule rule = GroupRule::max;
+};
+// out[row, kv_head x i, token]: window_votes with w = 1 by queries of all cached tokens, then pool, then group_reduce.
+// `out` may have several heads for each KV head, as in group_reduce. Scratch: [row, query head, token]. Bytes: the
+// layer's keys, once, and the scratch twice.
+void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling, Scores out, Workspace& w,
+                  Stream s, const Heads& heads = {});
+
 // out[row, kv_head, token] from in[row, head, token] of all heads of the layer, query heads or KV heads: mean, max or
 // sum over the heads that hold a token of the same text position. Heads that hold the same positions then have the same
 // scores, whatever the places. softmax_mean is Errc::unsupported: use ops::softmax, then mean. Bytes: in and out, and

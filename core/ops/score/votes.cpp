@@ -1,4 +1,4 @@
-#include <kvlab/ops.hpp>
+#include "ops/score/votes.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -101,6 +101,22 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
       of_head.extent[0] = group;
       vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, ranks, &votes(r, h * group, 0), votes.stride[1]);
     }
+}
+
+void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling, Scores out, Workspace& w,
+                  Stream s, const Heads& heads) {
+  const char* op = "pooled_votes";
+  check_kv(kv, op, s);
+  check_scores(kv, out, "out", op, s);
+  const std::int64_t query_heads = queries.extent[1];
+  if (queries.extent[2] != 1 || query_heads % out.extent[1])
+    fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, 1, head_dim]");
+  const auto rows = take_scratch<float>(w, op, {kv.rows, query_heads, out.extent[2]});
+  if (s.device() == Device::cuda && only_on_cuda<pooled_votes_at_once>(queries, kv, pooling, rows, out, s, heads))
+    return;
+  window_votes(queries, nullptr, kv, rows, s, heads);
+  pool(kv, rows, pooling.kind, pooling.kernel, 0, w, s, heads);
+  group_reduce(kv, rows, pooling.rule, out, s, heads);
 }
 
 }  // namespace kvlab::ops

@@ -2,7 +2,7 @@
 // for the probabilities. Tensor cores multiply tiles of 16 tokens with all queries of a query head. A query takes two
 // columns: its rounded value and the rest. bf16 holds what a code means. A key is code * scale + zero, so its product
 // with q is scale * (q . codes) + zero * sum(q).
-#include <kvlab/ops.hpp>
+#include "ops/score/votes.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -33,6 +33,7 @@ struct Args {
   float scale;
   // Queries with w = 1: the query heads of a KV head are its window, and each has a row of votes.
   bool each;
+  Scores stored;  // logits of the queries, for pooled_kernel; or empty
   Heads heads;
 };
 
@@ -133,7 +134,7 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
     for (int half = 0; half < 2; ++half) {
       t[half] = tile * tile_tokens + lane / 4 + 8 * half;
       const auto token = a.kv.token(row, kv_head, min(t[half], tokens - 1));
-      position[half] = t[half] < tokens ? token.position() : 0x7fffffff;
+      position[half] = t[half] >= tokens ? 0x7fffffff : a.seen ? token.position() : 0;
       if constexpr (coded) {
         const __half* meta = reinterpret_cast<const __half*>(token.frame + layout.k_meta) + 2 * token.offset;
         code[half] = make_float2(__half2float(meta[0]), __half2float(meta[1]));
@@ -175,14 +176,20 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   extern __shared__ uint4 dynamic[];
   const int head = blockIdx.y, row = blockIdx.z, column_tiles = (2 * a.window + 7) / 8;
   if (left_out(a, row, head / a.group)) return;
+  const int tokens = tokens_of(a, row, head / a.group);
   float2* stats = reinterpret_cast<float2*>(dynamic + column_tiles * Chunks * 32);  // [column tile, thread]
   for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
   for_scores<T, Chunks, S>(
       a, row, head, dynamic,
-      [&](int column, int, const int(&)[2], const float(&s)[2]) {
+      [&](int column, int query, const int(&t)[2], const float(&s)[2]) {
         float2& own = stats[column * threads + threadIdx.x];
-        join(own.x, own.y, s[0], s[0] == -INFINITY ? 0.f : 1.f);
-        join(own.x, own.y, s[1], s[1] == -INFINITY ? 0.f : 1.f);
+        const float high = fmaxf(own.x, fmaxf(s[0], s[1]));
+        if (high != -INFINITY)
+          own = make_float2(high, own.y * exp2f(own.x - high) + exp2f(s[0] - high) + exp2f(s[1] - high));
+        if (a.stored.data && query < a.window)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (t[half] < tokens) a.stored(row, head * a.window + query, t[half]) = s[half];
       },
       [](const int(&)[2], int) {});
   __syncthreads();
@@ -238,6 +245,73 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
       });
 }
 
+constexpr int pooled_tokens = 256, pooled_bytes = 40 * 1024;
+
+struct Pooled {
+  Args a;  // `votes` is the output
+  VotePooling pooling;
+  int parts, group;  // scores of a KV head, and queries of each
+  int at_once;       // parts whose queries lie in shared memory together
+};
+
+// The stored logits become probabilities, are pooled, and reduced over each group.
+__global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_constant__ Pooled p) {
+  extern __shared__ float shares[];  // [query of at_once parts, pooled_tokens + kernel - 1]
+  __shared__ float2 stats[most_queries];
+  const Args& a = p.a;
+  const int head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, half = p.pooling.kernel / 2;
+  if (left_out(a, row, head)) return;
+  const int tokens = tokens_of(a, row, head), width = pooled_tokens + 2 * half;
+  const bool maximum = p.pooling.kind == Pooling::max;
+  for (int i = threadIdx.x / 32; i < a.window; i += pooled_tokens / 32) {
+    float2 all = make_float2(-INFINITY, 0.f);
+    for (int c = lane; c < a.chunks; c += 32) {
+      const float2 x = a.partial[((std::int64_t(row) * gridDim.y + head) * a.chunks + c) * a.window + i];
+      join(all.x, all.y, x.x, x.y);
+    }
+    for (int m = 16; m > 0; m /= 2) {
+      const float high = __shfl_xor_sync(all_lanes, all.x, m), sum = __shfl_xor_sync(all_lanes, all.y, m);
+      join(all.x, all.y, high, sum);
+    }
+    if (lane == 0) stats[i] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
+  }
+  __syncthreads();
+  for (int base = blockIdx.x * pooled_tokens; base < tokens; base += gridDim.x * pooled_tokens)
+    for (int first = 0; first < p.parts; first += p.at_once) {
+      const int parts = min(p.at_once, p.parts - first), queries = parts * p.group;
+#pragma unroll 4
+      for (int i = 0; i < queries; ++i) {
+        const int query = first * p.group + i;
+        const float2 of = stats[query];
+        const float* from = &a.stored(row, head * a.window + query, 0);
+        for (int x = threadIdx.x; x < width; x += pooled_tokens) {
+          const int t = base - half + x;
+          float share = maximum ? -INFINITY : 0.f;
+          if (t >= 0 && t < tokens) {
+            const float logit = __ldcg(from + t);
+            share = logit != -INFINITY ? exp2f(logit - of.x) * of.y : 0.f;
+          }
+          shares[i * width + x] = share;
+        }
+      }
+      __syncthreads();
+      const int t = base + static_cast<int>(threadIdx.x);
+      for (int part = 0; part < parts && t < tokens; ++part) {
+        float best = 0;
+        for (int g = 0; g < p.group; ++g) {
+          const float* from = shares + (part * p.group + g) * width + threadIdx.x;
+          float x = from[0];
+          for (int i = 1; i <= 2 * half; ++i) x = maximum ? fmaxf(x, from[i]) : x + from[i];
+          if (!maximum) x /= static_cast<float>(p.pooling.kernel);
+          best = g == 0 ? x : p.pooling.rule != GroupRule::max ? best + x : best < x ? x : best;
+        }
+        if (p.pooling.rule == GroupRule::mean) best *= 1.f / static_cast<float>(p.group);
+        a.votes(row, head * p.parts + first + part, t) = best;
+      }
+      __syncthreads();
+    }
+}
+
 // Serves any codec, regime, head_dim and window. One block per query head takes its queries in turn.
 __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
   __shared__ float parts[warps];
@@ -290,6 +364,7 @@ void launch(const Args& a, cudaStream_t stream) {
   check(once[0], "window_votes"), check(once[1], "window_votes");
   first<<<grid, threads, queries + stats, stream>>>(a);
   check_launch("window_votes");
+  if (a.stored.data) return;
   second<<<grid, threads, queries, stream>>>(a);
   check_launch("window_votes");
 }
@@ -316,45 +391,84 @@ bool fits_tiles(const PagedKv& kv, const View<const float, 4>& queries) {
 
 }  // namespace
 
+// The group's query heads as a window of one head.
+static View<const float, 4> together(const View<const float, 4>& q, int kv_heads) {
+  const std::int64_t group = q.extent[1] / kv_heads;
+  return {q.data,
+          {q.extent[0], kv_heads, group, q.extent[3]},
+          {q.stride[0], group * q.stride[1], q.stride[1], q.stride[3]}};
+}
+
+// Launches the kernels of tensor cores.
+static void launch_tiles(Args& a, const char* op, Stream s) {
+  const PagedKv& kv = a.kv.kv;
+  const std::int64_t heads = a.queries.extent[1], useful = (a.room + tile_tokens * warps - 1) / (tile_tokens * warps);
+  const int busy = a.heads.classes || a.heads.flags.data ? 4 : 1;  // few heads may take part
+  a.chunks = static_cast<int>(
+      std::clamp<std::int64_t>(4 * busy * multiprocessors() / (heads * kv.rows), 1, std::max<std::int64_t>(useful, 1)));
+  a.partial = static_cast<float2*>(
+      fixed_scratch(s.handle(), op, std::size_t(kv.rows * heads * a.chunks * a.window) * sizeof(float2)));
+  const cudaStream_t stream = stream_of(s);
+  const CodecSide keys = kv.layouts[0].codec.k;
+  if (keys.kind == CodeKind::e4m3) return launch_dim<__nv_bfloat16, Stored::e4m3>(a, stream);
+  if (keys.bits == 2) return launch_dim<__nv_bfloat16, Stored::code2>(a, stream);
+  if (keys.bits == 4) return launch_dim<__nv_bfloat16, Stored::code4>(a, stream);
+  if (keys.bits) return launch_dim<__nv_bfloat16, Stored::code8>(a, stream);
+  return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half, Stored::plain>(a, stream)
+                                           : launch_dim<__nv_bfloat16, Stored::plain>(a, stream);
+}
+
+static Args arguments(const PagedKv& kv, const View<const float, 4>& queries, const Scores& votes, const Heads& heads) {
+  Args a = {};
+  a.heads = heads;
+  a.kv = DeviceKv(kv);
+  a.queries = queries, a.votes = votes;
+  a.group = static_cast<int>(queries.extent[1]) / kv.kv_heads, a.window = static_cast<int>(queries.extent[2]);
+  a.scale = log2e / std::sqrt(static_cast<float>(kv.head_dim));
+  a.room = kv.table.extent[2] * kv.page_size;
+  return a;
+}
+
 static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                               Scores votes, Stream s, const Heads& which) {
   View<const float, 4> queries = window_queries.f32();
-  int heads = static_cast<int>(queries.extent[1]);
-  if (kv.rows == 0 || heads == 0) return;
-  const cudaStream_t stream = stream_of(s);
-  Args a = {};
-  a.heads = which;
-  const View<const float, 4> together{
-      queries.data,
-      {queries.extent[0], kv.kv_heads, heads / kv.kv_heads, queries.extent[3]},
-      {queries.stride[0], heads / kv.kv_heads * queries.stride[1], queries.stride[1], queries.stride[3]}};
-  a.each = queries.extent[2] == 1 && fits_tiles(kv, together);
-  if (a.each) queries = together, heads = kv.kv_heads;
-  a.kv = DeviceKv(kv);
-  a.queries = queries, a.seen = seen, a.votes = votes;
-  a.group = heads / kv.kv_heads, a.window = static_cast<int>(queries.extent[2]);
-  a.scale = log2e / std::sqrt(static_cast<float>(kv.head_dim));
-  a.room = kv.table.extent[2] * kv.page_size;
-  if (fits_tiles(kv, queries) && a.window > 0) {
-    const std::int64_t useful = (a.room + tile_tokens * warps - 1) / (tile_tokens * warps);
-    a.chunks = static_cast<int>(std::clamp<std::int64_t>(4 * multiprocessors() / (std::int64_t{heads} * kv.rows), 1,
-                                                         std::max<std::int64_t>(useful, 1)));
-    a.partial = static_cast<float2*>(fixed_scratch(
-        s.handle(), "window votes", std::size_t(kv.rows) * heads * std::size_t(a.chunks) * a.window * sizeof(float2)));
-    const CodecSide keys = kv.layouts[0].codec.k;
-    if (keys.kind == CodeKind::e4m3) return launch_dim<__nv_bfloat16, Stored::e4m3>(a, stream);
-    if (keys.bits == 2) return launch_dim<__nv_bfloat16, Stored::code2>(a, stream);
-    if (keys.bits == 4) return launch_dim<__nv_bfloat16, Stored::code4>(a, stream);
-    if (keys.bits) return launch_dim<__nv_bfloat16, Stored::code8>(a, stream);
-    return kv.layouts[0].dtype == DType::f16 ? launch_dim<__half, Stored::plain>(a, stream)
-                                             : launch_dim<__nv_bfloat16, Stored::plain>(a, stream);
-  }
+  if (kv.rows == 0 || queries.extent[1] == 0) return;
+  const bool each = queries.extent[2] == 1 && fits_tiles(kv, together(queries, kv.kv_heads));
+  if (each) queries = together(queries, kv.kv_heads);
+  Args a = arguments(kv, queries, votes, which);
+  a.each = each, a.seen = seen;
+  if (fits_tiles(kv, queries) && a.window > 0) return launch_tiles(a, "window votes", s);
+  const int heads = static_cast<int>(queries.extent[1]);
   if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, s.handle());
   a.logits = static_cast<float*>(
       fixed_scratch(s.handle(), "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
-  votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream>>>(a);
+  votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream_of(s)>>>(a);
   check_launch("window_votes");
 }
 KVLAB_ON_CUDA(window_votes, window_votes_cuda);
+
+static bool pooled_votes_at_once_cuda(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling,
+                                      Scores rows, Scores out, Stream s, const Heads& heads) {
+  const View<const float, 4> window = together(queries.f32(), kv.kv_heads);
+  const int parts = static_cast<int>(out.extent[1]) / kv.kv_heads,
+            kernel = pooling.kind == Pooling::none ? 1 : pooling.kernel;
+  const std::int64_t group = window.extent[2] / std::max(1, parts),
+                     bytes = group * (pooled_tokens + kernel - 1) * std::int64_t{sizeof(float)};
+  if (!fits_tiles(kv, window) || pooling.rule == GroupRule::softmax_mean || bytes > pooled_bytes || kernel % 2 == 0)
+    return false;
+  if (kv.rows == 0) return true;
+  Args a = arguments(kv, window, out, heads);
+  a.each = true, a.stored = rows;
+  launch_tiles(a, "pooled votes", s);
+  const int at_once = std::min(parts, static_cast<int>(pooled_bytes / bytes));
+  Pooled p = {a, pooling, parts, static_cast<int>(group), at_once};
+  p.pooling.kernel = kernel;
+  const int useful = static_cast<int>((a.room + pooled_tokens - 1) / pooled_tokens);
+  pooled_kernel<<<dim3(std::clamp(useful, 1, 64), kv.kv_heads, kv.rows), pooled_tokens, at_once * bytes,
+                  stream_of(s)>>>(p);
+  check_launch("pooled_votes");
+  return true;
+}
+KVLAB_ON_CUDA(pooled_votes_at_once, pooled_votes_at_once_cuda);
 
 }  // namespace kvlab::ops

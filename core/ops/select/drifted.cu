@@ -1,4 +1,6 @@
-// Overlaps of lists with the best tokens by each row of scores. A block takes a row of scores; the medians follow.
+// Overlaps of lists with the best tokens by each row of scores. Several blocks share a row, and each launch of them
+// fixes some bits of the worst key among the best: the last block of a row to arrive finds them. Then tokens of the
+// list that reach the key are counted, and the medians follow.
 #include "ops/select/drifted.hpp"
 
 #include <kvlab/ops.hpp>
@@ -15,7 +17,18 @@ namespace {
 using namespace cuda;
 using namespace device;
 
-constexpr int threads = 512, median_threads = 128;
+constexpr int threads = 256, median_threads = 128, digit_bits = 11, digit_bins = 1 << digit_bits;
+constexpr int tokens_of_block = 4096, most_blocks = 16;
+
+// What the launches know of a row of scores. All is zero between calls but `key` and `last`.
+struct Worst {
+  unsigned key;     // the bits that are known
+  unsigned wanted;  // entries still to choose among those with these bits
+  int last;         // entries with this key are chosen up to this one
+  unsigned done;    // 1 = entries with the known bits are all chosen, 2 = there are none to leave out
+  unsigned both;    // entries of the list that are chosen
+  unsigned arrived;
+};
 
 struct Args {
   DeviceKv kv;
@@ -24,37 +37,113 @@ struct Args {
   const std::int32_t* leaders;
   Heads heads;
   HeadFlags drifted;
-  float* overlaps;  // [row, kv_head, window]
+  Worst* worst;    // [row, kv_head, window]
+  unsigned* bins;  // [row, kv_head, window, digit_bins]
   float threshold;
   int window, most;
-  bool staged;
 };
 
 __device__ __forceinline__ bool leads(const Args& a, int row, int head) {
   return a.leaders[head] == head && a.heads.on(a.kv.kv.slots[row], head) && a.lists.count(a.lists.at(row), head) > 0;
 }
 
+// Blocks [share of a row, kv_head x window, row]. Shift: lowest bit of this launch's digit.
+template <int Shift, int Bits>
+__global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ Args a) {
+  __shared__ unsigned bins[digit_bins], scan[32], found[3];
+  __shared__ bool latest;
+  constexpr bool first = Shift + Bits == 32;
+  constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
+  const int head = blockIdx.y / a.window, row = blockIdx.z;
+  if (!leads(a, row, head)) return;
+  const std::int64_t at = std::int64_t(row) * gridDim.y + blockIdx.y;
+  const int n = min(a.kv.tokens(row, head), a.most), count = a.lists.count(a.lists.at(row), head);
+  Worst& worst = a.worst[at];
+  if (first ? count >= n : worst.done != 0) {
+    if (first && blockIdx.x == 0 && threadIdx.x == 0) worst.done = 2;
+    return;
+  }
+  const unsigned known = first ? 0 : worst.key;
+  for (int i = threadIdx.x; i < digit_bins; i += threads) bins[i] = 0;
+  __syncthreads();
+  const float* scores = &a.scores(row, blockIdx.y, 0);
+  const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
+            end = min(n, begin + share);
+#pragma unroll 8
+  for (int t = begin + threadIdx.x; t < end; t += threads) {
+    const unsigned key = score_key(__ldcg(scores + t));
+    if constexpr (first)
+      atomicAdd(&bins[mask - (key >> Shift)], 1u);
+    else if (key >> (Shift + Bits) == known >> (Shift + Bits))
+      atomicAdd(&bins[mask - (key >> Shift & mask)], 1u);
+  }
+  __syncthreads();
+  unsigned* all = a.bins + at * digit_bins;
+  for (int i = threadIdx.x; i < digit_bins; i += threads)
+    if (bins[i] > 0) atomicAdd(all + i, bins[i]);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) latest = atomicAdd(&worst.arrived, 1u) + 1 == gridDim.x;
+  __syncthreads();
+  if (!latest) return;
+  __threadfence();
+  const unsigned wanted = first ? static_cast<unsigned>(count) : worst.wanted;
+  unsigned own[each], sum = 0, total;
+#pragma unroll
+  for (unsigned i = 0; i < each; ++i) {
+    own[i] = __ldcg(all + threadIdx.x * each + i), sum += own[i];
+    all[threadIdx.x * each + i] = 0;
+  }
+  unsigned above = block_scan(sum, scan, total);
+  if (above < wanted && wanted <= above + sum)
+    for (unsigned i = 0; i < each; ++i) {
+      if (wanted <= above + own[i]) {
+        found[0] = threadIdx.x * each + i, found[1] = above, found[2] = own[i];
+        break;
+      }
+      above += own[i];
+    }
+  __syncthreads();
+  const unsigned key = known | (mask - found[0]) << Shift, left = wanted - found[1];
+  const bool done = left == found[2];
+  int last = a.most;
+  if (Shift == 0 && !done) {  // a tie: the first entries with this key
+    unsigned before = 0;
+    for (int base = 0; base < n && before < left; base += threads) {
+      const int t = base + static_cast<int>(threadIdx.x);
+      const bool same = t < n && score_key(__ldcg(scores + t)) == key;
+      unsigned of_block;
+      const unsigned place = before + block_scan(same, scan, of_block);
+      if (same && place + 1 == left) found[0] = static_cast<unsigned>(t);
+      before += of_block;
+    }
+    __syncthreads();
+    last = static_cast<int>(found[0]);
+  }
+  if (threadIdx.x == 0) worst.key = key, worst.wanted = left, worst.last = last, worst.done = done, worst.arrived = 0;
+}
+
+// Blocks as before. They share the list.
 __global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant__ Args a) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ SelectShared select;
-  const int i = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  const int head = blockIdx.y / a.window, row = blockIdx.z;
   if (!leads(a, row, head)) return;
   const std::int64_t at = a.lists.at(row);
   const int n = min(a.kv.tokens(row, head), a.most), count = a.lists.count(at, head);
-  const float* scores = &a.scores(row, head * a.window + i, 0);
-  auto* chosen = reinterpret_cast<unsigned*>(dynamic);
-  float* stage = a.staged ? reinterpret_cast<float*>(chosen + ((a.most + 31) / 32 + 3) / 4 * 4) : nullptr;
-  fill_bits(chosen, n, count >= n);
-  if (count < n) select_best(load_row(scores, n, stage, false), n, count, chosen, select);
-  unsigned own = 0, both;
-  for (int x = threadIdx.x; x < count; x += threads) {
+  Worst& of = a.worst[std::int64_t(row) * gridDim.y + blockIdx.y];
+  const unsigned key = of.key;
+  const int last = of.last;
+  const bool all = of.done == 2;
+  const float* scores = &a.scores(row, blockIdx.y, 0);
+  unsigned both = 0;
+#pragma unroll 4
+  for (int x = blockIdx.x * threads + threadIdx.x; x < count; x += gridDim.x * threads) {
     const int token = a.lists.index(at, head, x);
-    own += token < n && has_bit(chosen, token);
+    if (token >= n) continue;
+    const unsigned own = all ? 0 : score_key(__ldcg(scores + token));
+    both += all || own > key || (own == key && token <= last);
   }
-  block_scan(own, select.scan, both);
-  if (threadIdx.x == 0)
-    a.overlaps[(std::int64_t(row) * a.kv.kv_heads + head) * a.window + i] =
-        static_cast<float>(both) / static_cast<float>(count);
+  both = __reduce_add_sync(all_lanes, both);
+  if (threadIdx.x % 32 == 0 && both > 0) atomicAdd(&of.both, both);
 }
 
 __global__ void __launch_bounds__(median_threads) median_kernel(const __grid_constant__ Args a) {
@@ -64,11 +153,17 @@ __global__ void __launch_bounds__(median_threads) median_kernel(const __grid_con
     bool moved = leader >= 0 && leads(a, row, leader);
     if (moved) {
       float x[most_overlaps];
-      const float* from = a.overlaps + (std::int64_t(row) * a.kv.kv_heads + leader) * a.window;
-      for (int i = 0; i < a.window; ++i) x[i] = from[i];
+      const Worst* of = a.worst + (std::int64_t(row) * a.kv.kv_heads + leader) * a.window;
+      const auto count = static_cast<float>(a.lists.count(a.lists.at(row), leader));
+      for (int i = 0; i < a.window; ++i) x[i] = static_cast<float>(of[i].both) / count;
       moved = median_of(x, a.window) < a.threshold;
     }
     a.drifted(a.kv.kv.slots[row], head) = moved;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.kv.kv_heads * a.window; i += median_threads) {
+    Worst& of = a.worst[std::int64_t(row) * a.kv.kv_heads * a.window + i];
+    of.both = 0, of.done = 0;
   }
 }
 
@@ -88,18 +183,16 @@ static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, c
   a.threshold = threshold;
   a.window = static_cast<int>(scores.extent[1]) / kv.kv_heads;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, scores.extent[2]));
-  const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
-  const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
-  if (bits > room)
-    throw Error(Errc::unsupported,
-                "got rows of up to " + std::to_string(a.most) + " scores, wanted at most " + std::to_string(room * 8),
-                std::string("op ") + op);
-  a.staged = bits + row <= 100 * 1024;
-  a.overlaps =
-      static_cast<float*>(fixed_scratch(s.handle(), op, std::size_t(kv.rows) * kv.kv_heads * a.window * sizeof(float)));
-  check(cudaFuncSetAttribute(overlap_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)), op);
-  overlap_kernel<<<dim3(a.window, kv.kv_heads, kv.rows), threads, bits + (a.staged ? row : 0), stream_of(s)>>>(a);
-  check_launch(op);
+  const std::size_t units = std::size_t(kv.rows) * static_cast<std::size_t>(kv.kv_heads * a.window);
+  a.worst = static_cast<Worst*>(zeroed_scratch(s.handle(), op, units * sizeof(Worst)));
+  a.bins = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads bins", units * digit_bins * sizeof(int)));
+  const dim3 grid(std::clamp((a.most + tokens_of_block - 1) / tokens_of_block, 1, most_blocks), kv.kv_heads * a.window,
+                  kv.rows);
+  const auto digits = [&](auto kernel) {
+    kernel<<<grid, threads, 0, stream_of(s)>>>(a);
+    check_launch(op);
+  };
+  digits(digit_kernel<21, 11>), digits(digit_kernel<10, 11>), digits(digit_kernel<0, 10>), digits(overlap_kernel);
   median_kernel<<<kv.rows, median_threads, 0, stream_of(s)>>>(a);
   check_launch(op);
 }

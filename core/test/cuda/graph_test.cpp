@@ -601,7 +601,8 @@ TEST_CASE("cuda engine: a policy that promises graphs may not edit later steps")
   CHECK(step({Deadline::next_step}) == Fit::ok);
   CHECK_THROWS_WITH(step(Deadline::in_steps(2)), Catch::Contains("later step") && Catch::Contains("capturable"));
   CHECK_THROWS_WITH(step({Deadline::sequence}), Catch::Contains("Needs::pauses"));
-  CHECK_THROWS_WITH(step({}, true), Catch::Contains("beside the step") && Catch::Contains("place edits alone"));
+  CHECK_THROWS_WITH(step({}, true),
+                    Catch::Contains("beside the step") && Catch::Contains("place and fetch edits alone"));
 }
 
 TEST_CASE("cuda engine: a policy that promises graphs may not upload in decode steps") {
