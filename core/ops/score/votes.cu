@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/cuda.cuh"
+#include "base/launch.cuh"
 #include "ops/page/ranks.cuh"
 
 namespace kvlab::ops {
@@ -174,6 +174,8 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
 template <class T, int Chunks, Stored S>
 __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
+  let_successor_start();
+  wait_for_predecessor();
   const int head = blockIdx.y, row = blockIdx.z, column_tiles = (2 * a.window + 7) / 8;
   if (left_out(a, row, head / a.group)) return;
   const int tokens = tokens_of(a, row, head / a.group);
@@ -245,7 +247,7 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
       });
 }
 
-constexpr int pooled_tokens = 256, pooled_bytes = 40 * 1024;
+constexpr int pooled_tokens = 256, most_pooled = 65, pooled_bytes = 40 * 1024;  // most_pooled: of a kernel
 
 struct Pooled {
   Args a;  // `votes` is the output
@@ -254,16 +256,19 @@ struct Pooled {
   int at_once;       // parts whose queries lie in shared memory together
 };
 
-// The stored logits become probabilities, are pooled, and reduced over each group.
+// The stored logits become probabilities, are pooled, and reduced over each group. A thread reads a token of each
+// query. The tokens at a tile's ends lie in two tiles.
 __global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_constant__ Pooled p) {
-  extern __shared__ float shares[];  // [query of at_once parts, pooled_tokens + kernel - 1]
+  extern __shared__ float shares[];  // [query of at_once parts, pooled_tokens]
   __shared__ float2 stats[most_queries];
+  let_successor_start();
+  wait_for_predecessor();
   const Args& a = p.a;
-  const int head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, half = p.pooling.kernel / 2;
+  const int head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, mine = static_cast<int>(threadIdx.x);
   if (left_out(a, row, head)) return;
-  const int tokens = tokens_of(a, row, head), width = pooled_tokens + 2 * half;
+  const int tokens = tokens_of(a, row, head), half = p.pooling.kernel / 2, width = pooled_tokens - 2 * half;
   const bool maximum = p.pooling.kind == Pooling::max;
-  for (int i = threadIdx.x / 32; i < a.window; i += pooled_tokens / 32) {
+  for (int i = mine / 32; i < a.window; i += pooled_tokens / 32) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32) {
       const float2 x = a.partial[((std::int64_t(row) * gridDim.y + head) * a.chunks + c) * a.window + i];
@@ -276,38 +281,32 @@ __global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_cons
     if (lane == 0) stats[i] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
   }
   __syncthreads();
-  for (int base = blockIdx.x * pooled_tokens; base < tokens; base += gridDim.x * pooled_tokens)
+  for (int base = blockIdx.x * width; base < tokens; base += gridDim.x * width)
     for (int first = 0; first < p.parts; first += p.at_once) {
-      const int parts = min(p.at_once, p.parts - first), queries = parts * p.group;
-#pragma unroll 4
-      for (int i = 0; i < queries; ++i) {
-        const int query = first * p.group + i;
-        const float2 of = stats[query];
-        const float* from = &a.stored(row, head * a.window + query, 0);
-        for (int x = threadIdx.x; x < width; x += pooled_tokens) {
-          const int t = base - half + x;
-          float share = maximum ? -INFINITY : 0.f;
-          if (t >= 0 && t < tokens) {
-            const float logit = __ldcg(from + t);
-            share = logit != -INFINITY ? exp2f(logit - of.x) * of.y : 0.f;
-          }
-          shares[i * width + x] = share;
-        }
+      const int parts = min(p.at_once, p.parts - first), t = base - half + mine;
+      const bool there = t >= 0 && t < tokens;
+      const float* from = &a.stored(row, head * a.window + first * p.group, there ? t : 0);
+#pragma unroll 10
+      for (int i = 0; i < parts * p.group; ++i) {
+        const float logit = __ldcg(from + i * a.stored.stride[1]);
+        const float2 of = stats[first * p.group + i];
+        const float share = logit != -INFINITY ? exp2f(logit - of.x) * of.y : 0.f;
+        shares[i * pooled_tokens + mine] = there ? share : maximum ? -INFINITY : 0.f;
       }
       __syncthreads();
-      const int t = base + static_cast<int>(threadIdx.x);
-      for (int part = 0; part < parts && t < tokens; ++part) {
-        float best = 0;
-        for (int g = 0; g < p.group; ++g) {
-          const float* from = shares + (part * p.group + g) * width + threadIdx.x;
-          float x = from[0];
-          for (int i = 1; i <= 2 * half; ++i) x = maximum ? fmaxf(x, from[i]) : x + from[i];
-          if (!maximum) x /= static_cast<float>(p.pooling.kernel);
-          best = g == 0 ? x : p.pooling.rule != GroupRule::max ? best + x : best < x ? x : best;
+      if (mine >= half && mine < half + width && t < tokens)
+        for (int part = 0; part < parts; ++part) {
+          float best = 0;
+          for (int g = 0; g < p.group; ++g) {
+            const float* near = shares + (part * p.group + g) * pooled_tokens + mine - half;
+            float x = near[0];
+            for (int i = 1; i <= 2 * half; ++i) x = maximum ? fmaxf(x, near[i]) : x + near[i];
+            if (!maximum) x /= static_cast<float>(p.pooling.kernel);
+            best = g == 0 ? x : p.pooling.rule != GroupRule::max ? best + x : best < x ? x : best;
+          }
+          if (p.pooling.rule == GroupRule::mean) best *= 1.f / static_cast<float>(p.group);
+          a.votes(row, head * p.parts + first + part, t) = best;
         }
-        if (p.pooling.rule == GroupRule::mean) best *= 1.f / static_cast<float>(p.group);
-        a.votes(row, head * p.parts + first + part, t) = best;
-      }
       __syncthreads();
     }
 }
@@ -362,8 +361,7 @@ void launch(const Args& a, cudaStream_t stream) {
       cudaFuncSetAttribute(second, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(shared_bytes() - 2048))};
   check(once[0], "window_votes"), check(once[1], "window_votes");
-  first<<<grid, threads, queries + stats, stream>>>(a);
-  check_launch("window_votes");
+  cuda::launch("window_votes", first, grid, threads, queries + stats, stream, true, a);
   if (a.stored.data) return;
   second<<<grid, threads, queries, stream>>>(a);
   check_launch("window_votes");
@@ -452,21 +450,21 @@ static bool pooled_votes_at_once_cuda(const Tensor<4>& queries, const PagedKv& k
   const View<const float, 4> window = together(queries.f32(), kv.kv_heads);
   const int parts = static_cast<int>(out.extent[1]) / kv.kv_heads,
             kernel = pooling.kind == Pooling::none ? 1 : pooling.kernel;
-  const std::int64_t group = window.extent[2] / std::max(1, parts),
-                     bytes = group * (pooled_tokens + kernel - 1) * std::int64_t{sizeof(float)};
-  if (!fits_tiles(kv, window) || pooling.rule == GroupRule::softmax_mean || bytes > pooled_bytes || kernel % 2 == 0)
+  const int group = static_cast<int>(window.extent[2]) / std::max(1, parts),
+            bytes = group * pooled_tokens * static_cast<int>(sizeof(float));
+  if (!fits_tiles(kv, window) || pooling.rule == GroupRule::softmax_mean || bytes > pooled_bytes || kernel % 2 == 0 ||
+      kernel > most_pooled)
     return false;
   if (kv.rows == 0) return true;
   Args a = arguments(kv, window, out, heads);
   a.each = true, a.stored = rows;
   launch_tiles(a, "pooled votes", s);
-  const int at_once = std::min(parts, static_cast<int>(pooled_bytes / bytes));
-  Pooled p = {a, pooling, parts, static_cast<int>(group), at_once};
+  const int at_once = std::min(parts, pooled_bytes / bytes);
+  Pooled p = {a, pooling, parts, group, at_once};
   p.pooling.kernel = kernel;
   const int useful = static_cast<int>((a.room + pooled_tokens - 1) / pooled_tokens);
-  pooled_kernel<<<dim3(std::clamp(useful, 1, 64), kv.kv_heads, kv.rows), pooled_tokens, at_once * bytes,
-                  stream_of(s)>>>(p);
-  check_launch("pooled_votes");
+  cuda::launch("pooled_votes", pooled_kernel, dim3(std::clamp(useful, 1, 64), kv.kv_heads, kv.rows), pooled_tokens,
+               at_once * bytes, stream_of(s), true, p);
   return true;
 }
 KVLAB_ON_CUDA(pooled_votes_at_once, pooled_votes_at_once_cuda);

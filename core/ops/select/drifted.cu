@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/select/select.cuh"
@@ -54,6 +55,8 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   __shared__ bool latest;
   constexpr bool first = Shift + Bits == 32;
   constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
+  let_successor_start();
+  wait_for_predecessor();
   const int head = blockIdx.y / a.window, row = blockIdx.z;
   if (!leads(a, row, head)) return;
   const std::int64_t at = std::int64_t(row) * gridDim.y + blockIdx.y;
@@ -125,6 +128,8 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
 
 // Blocks as before. They share the list.
 __global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant__ Args a) {
+  let_successor_start();
+  wait_for_predecessor();
   const int head = blockIdx.y / a.window, row = blockIdx.z;
   if (!leads(a, row, head)) return;
   const std::int64_t at = a.lists.at(row);
@@ -147,6 +152,8 @@ __global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant_
 }
 
 __global__ void __launch_bounds__(median_threads) median_kernel(const __grid_constant__ Args a) {
+  let_successor_start();
+  wait_for_predecessor();
   const int row = blockIdx.x;
   for (int head = threadIdx.x; head < a.kv.kv_heads; head += median_threads) {
     const int leader = a.leaders[head];
@@ -188,13 +195,9 @@ static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, c
   a.bins = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads bins", units * digit_bins * sizeof(int)));
   const dim3 grid(std::clamp((a.most + tokens_of_block - 1) / tokens_of_block, 1, most_blocks), kv.kv_heads * a.window,
                   kv.rows);
-  const auto digits = [&](auto kernel) {
-    kernel<<<grid, threads, 0, stream_of(s)>>>(a);
-    check_launch(op);
-  };
-  digits(digit_kernel<21, 11>), digits(digit_kernel<10, 11>), digits(digit_kernel<0, 10>), digits(overlap_kernel);
-  median_kernel<<<kv.rows, median_threads, 0, stream_of(s)>>>(a);
-  check_launch(op);
+  for (const auto kernel : {digit_kernel<21, 11>, digit_kernel<10, 11>, digit_kernel<0, 10>, overlap_kernel})
+    launch(op, kernel, grid, threads, 0, stream_of(s), true, a);
+  launch(op, median_kernel, dim3(kv.rows), median_threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(drifted_heads, drifted_heads_cuda);
 
