@@ -142,8 +142,7 @@ class HeteroCache final : public kvlab::Policy {
     kvlab::ops::keep_window(step.queries, step.pages, last_.of(step), window, s, Heads{}.except(no_pivot_.of(step)));
     kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
     prompt.length = prompt_.of(step);
-    const Heads due =
-        Heads::every(step.steps, period_, 1 + (stagger_ ? step.layer % period_ : 0)).except(no_pivot_.of(step));
+    const Heads due = Heads::every(step.steps, period_, 1 + stagger_ * step.layer).except(no_pivot_.of(step));
     const Scores scores = score(step, prompt, window, window_, due, s);
     kvlab::ops::drifted_heads(prompt, scores, best_.of(step), threshold_, leader_.of(step), drifted_.of(step), s, due);
     Scores last = scores;  // by the last query
@@ -174,9 +173,7 @@ class HeteroCache final : public kvlab::Policy {
   }
 
   float threshold_;
-  int window_, period_;
-  bool stagger_;
-  int kernel_;
+  int window_, period_, stagger_, kernel_;
   double least_;
   bool fill_, allocates_, clusters_, recalls_;
   RecallOrder order_;

@@ -103,6 +103,11 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
     }
 }
 
+bool pooled_votes_at_once(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling, Scores rows,
+                          Scores out, Stream s, const Heads& heads) {
+  return s.device() == Device::cuda && on_cuda<pooled_votes_at_once>(queries, kv, pooling, rows, out, s, heads);
+}
+
 void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling, Scores out, Workspace& w,
                   Stream s, const Heads& heads) {
   const char* op = "pooled_votes";
@@ -112,8 +117,7 @@ void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling
   if (queries.extent[2] != 1 || query_heads % out.extent[1])
     fail(Errc::internal, op, "got queries of another shape, wanted [row, query head, 1, head_dim]");
   const auto rows = take_scratch<float>(w, op, {kv.rows, query_heads, out.extent[2]});
-  if (s.device() == Device::cuda && only_on_cuda<pooled_votes_at_once>(queries, kv, pooling, rows, out, s, heads))
-    return;
+  if (pooled_votes_at_once(queries, kv, pooling, rows, out, s, heads)) return;
   window_votes(queries, nullptr, kv, rows, s, heads);
   pool(kv, rows, pooling.kind, pooling.kernel, 0, w, s, heads);
   group_reduce(kv, rows, pooling.rule, out, s, heads);
