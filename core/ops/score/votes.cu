@@ -268,6 +268,7 @@ __global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_cons
   if (left_out(a, row, head)) return;
   const int tokens = tokens_of(a, row, head), half = p.pooling.kernel / 2, width = pooled_tokens - 2 * half;
   const bool maximum = p.pooling.kind == Pooling::max;
+  constexpr int batch = 10;
   for (int i = mine / 32; i < a.window; i += pooled_tokens / 32) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32) {
@@ -286,12 +287,18 @@ __global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_cons
       const int parts = min(p.at_once, p.parts - first), t = base - half + mine;
       const bool there = t >= 0 && t < tokens;
       const float* from = &a.stored(row, head * a.window + first * p.group, there ? t : 0);
-#pragma unroll 10
-      for (int i = 0; i < parts * p.group; ++i) {
-        const float logit = __ldcg(from + i * a.stored.stride[1]);
-        const float2 of = stats[first * p.group + i];
-        const float share = logit != -INFINITY ? exp2f(logit - of.x) * of.y : 0.f;
-        shares[i * pooled_tokens + mine] = there ? share : maximum ? -INFINITY : 0.f;
+      for (int begin = 0; begin < parts * p.group; begin += batch) {
+        float logits[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
+          if (begin + i < parts * p.group) logits[i] = __ldcg(from + (begin + i) * a.stored.stride[1]);
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+          if (begin + i >= parts * p.group) break;
+          const float2 of = stats[first * p.group + begin + i];
+          const float share = logits[i] != -INFINITY ? exp2f(logits[i] - of.x) * of.y : 0.f;
+          shares[(begin + i) * pooled_tokens + mine] = there ? share : maximum ? -INFINITY : 0.f;
+        }
       }
       __syncthreads();
       if (mine >= half && mine < half + width && t < tokens)

@@ -53,7 +53,8 @@ template <int Shift, int Bits>
 __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ Args a) {
   __shared__ unsigned bins[digit_bins], scan[32], found[3];
   __shared__ bool latest;
-  constexpr bool first = Shift + Bits == 32;
+  constexpr bool first_digit = Shift + Bits == 32;
+  constexpr int batch = 8;
   constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
   let_successor_start();
   wait_for_predecessor();
@@ -62,23 +63,30 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   const std::int64_t at = std::int64_t(row) * gridDim.y + blockIdx.y;
   const int n = min(a.kv.tokens(row, head), a.most), count = a.lists.count(a.lists.at(row), head);
   Worst& worst = a.worst[at];
-  if (first ? count >= n : worst.done != 0) {
-    if (first && blockIdx.x == 0 && threadIdx.x == 0) worst.done = 2;
+  if (first_digit ? count >= n : worst.done != 0) {
+    if (first_digit && blockIdx.x == 0 && threadIdx.x == 0) worst.done = 2;
     return;
   }
-  const unsigned known = first ? 0 : worst.key;
+  const unsigned known = first_digit ? 0 : worst.key;
   for (int i = threadIdx.x; i < digit_bins; i += threads) bins[i] = 0;
   __syncthreads();
   const float* scores = &a.scores(row, blockIdx.y, 0);
   const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
             end = min(n, begin + share);
-#pragma unroll 8
-  for (int t = begin + threadIdx.x; t < end; t += threads) {
-    const unsigned key = score_key(__ldcg(scores + t));
-    if constexpr (first)
-      atomicAdd(&bins[mask - (key >> Shift)], 1u);
-    else if (key >> (Shift + Bits) == known >> (Shift + Bits))
-      atomicAdd(&bins[mask - (key >> Shift & mask)], 1u);
+  for (int first = begin + static_cast<int>(threadIdx.x); first < end; first += batch * threads) {
+    float x[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
+      if (first + i * threads < end) x[i] = __ldcg(scores + first + i * threads);
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      if (first + i * threads >= end) break;
+      const unsigned key = score_key(x[i]);
+      if constexpr (first_digit)
+        atomicAdd(&bins[mask - (key >> Shift)], 1u);
+      else if (key >> (Shift + Bits) == known >> (Shift + Bits))
+        atomicAdd(&bins[mask - (key >> Shift & mask)], 1u);
+    }
   }
   __syncthreads();
   unsigned* all = a.bins + at * digit_bins;
@@ -90,7 +98,7 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   __syncthreads();
   if (!latest) return;
   __threadfence();
-  const unsigned wanted = first ? static_cast<unsigned>(count) : worst.wanted;
+  const unsigned wanted = first_digit ? static_cast<unsigned>(count) : worst.wanted;
   unsigned own[each], sum = 0, total;
 #pragma unroll
   for (unsigned i = 0; i < each; ++i) {
