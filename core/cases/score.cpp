@@ -521,7 +521,7 @@ struct SomeHeads {
   }
 };
 
-// Queries of several steps are kept, and each has a row of attention of its own. Rows are pooled and reduced by step.
+// Scratch where the case runs.
 class ScratchOf final : public Workspace {
  public:
   explicit ScratchOf(Place& place) : place_(place) {}
@@ -533,6 +533,7 @@ class ScratchOf final : public Workspace {
   Place& place_;
 };
 
+// Queries of several steps are kept, and each has a row of attention of its own. Rows are pooled and reduced by step.
 void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& there, int group, std::mt19937& rng,
                   double margin) {
   const int steps = 1 + static_cast<int>(rng() % 5);

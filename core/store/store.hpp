@@ -177,7 +177,7 @@ class Store {
     return workspace_.moves() + (beside_workspace_ ? beside_workspace_->moves() : 0) + held_moves_;
   }
   // Of a step that a graph holds or is to hold: work that edits give, until end_beside, runs beside the step's later
-  // work, and settle() joins it. Of edits it takes place edits alone. Returns its stream: on the CPU the store's own.
+  // work, and settle() joins it. It takes place and fetch edits alone. Returns its stream: on the CPU the store's own.
   Stream begin_beside();
   void end_beside();
   void leave_beside() { beside_ = false; }    // where an error ends it
