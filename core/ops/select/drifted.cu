@@ -21,7 +21,7 @@ using namespace device;
 constexpr int threads = 256, median_threads = 128, digit_bits = 11, digit_bins = 1 << digit_bits;
 constexpr int tokens_of_block = 4096, most_blocks = 16;
 
-// What the launches know of a row of scores. All is zero between calls but `key` and `last`.
+// The launches know this of a row of scores. All is zero between calls but `key` and `last`.
 struct Worst {
   unsigned key;     // the bits that are known
   unsigned wanted;  // entries still to choose among those with these bits
