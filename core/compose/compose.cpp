@@ -51,6 +51,9 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     }
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     if (parts_.selector && parts_.host) selector_needs_.host_pages(true);
+    ages_ = parts_.codec && (parts_.codec->residual() > 0 || parts_.codec->spec().grouped());
+    for (Needs* n : {&scorer_needs_, &selector_needs_})
+      if (ages_) n->all_layers(true);
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
     dense_layers_ = n.dense_layers();
   }
@@ -75,7 +78,10 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   Needs needs() const override { return parts_.scorer ? scorer_needs_ : selector_needs_; }
 
-  std::vector<CodecSpec> codecs() const override { return {parts_.codec ? parts_.codec->spec() : CodecSpec{}}; }
+  std::vector<CodecSpec> codecs() const override {
+    const CodecSpec spec = parts_.codec ? parts_.codec->spec() : CodecSpec{};
+    return ages_ ? std::vector<CodecSpec>{{}, spec} : std::vector<CodecSpec>{spec};
+  }
   CodecSpec host_codec() const override { return parts_.host_codec ? parts_.host_codec->spec() : codecs().front(); }
 
   void load_profile(const Profile& profile) override {
@@ -116,6 +122,11 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     if (parts_.scorer) {
       parts_.scorer->observe(kv, s);
       left = compress(kv, edits, s);
+    }
+    if (ages_ && any(last_)) {
+      const PageList aged = kv.list<PageList>("aged pages", shape_.max_pages());
+      ops::aged_pages(kv.pages, left, parts_.codec->residual(), aged, s);
+      edits.encode(aged, 1);
     }
     if (!parts_.host || !any(last_) || kv.layer < dense_layers_) return;
     if (parts_.selector)
@@ -167,6 +178,15 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     // Without a selector, all pages were recalled for this attention. A selector's pages stay: the next step may want
     // them again.
     if (parts_.host && !parts_.selector && step.layer >= dense_layers_) place_rest(step, left, nullptr, edits, s);
+  }
+
+  // A step adds one token to a head, so at most one page ages.
+  void finish_step(const Step& step, Edits& edits, Stream s) override {
+    if (!ages_) return;
+    const PageList aged = step.list<PageList>("aged pages", 1);
+    ops::aged_pages(step.pages, {}, parts_.codec->residual(), aged, s);
+    edits.for_all_layers();
+    edits.encode(aged, 1);
   }
 
   void release(int slot) override {
@@ -348,6 +368,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   Composition parts_;
   Needs scorer_needs_, selector_needs_;
   int every_ = 0, dense_layers_ = 0;
+  bool ages_ = false;    // appended tokens are exact, and pages of older ones have the codec
   bool steady_ = false;  // each decode step evicts down to the same number of tokens
   Constants constants_;
   StreamMemory same_budgets_;  // [row, kv_head] pages, where every row and step has the same
@@ -371,6 +392,17 @@ std::unique_ptr<Policy> compose(Composition parts) {
     refuse(
         "got a budget split that gives the KV heads of a layer different numbers, wanted one that gives them the "
         "same: the scorer needs heads that hold the same tokens");
+  if (parts.host_codec && (parts.host_codec->residual() > 0 || parts.host_codec->spec().grouped()))
+    refuse("got a codec with a residual or with groups for pages on the host, wanted one that encodes token by token");
+  if (parts.codec && (parts.codec->residual() > 0 || parts.codec->spec().grouped())) {
+    const std::string codec = "got a codec with a residual or with groups ";
+    if (parts.host) refuse(codec + "and placement on the host, wanted one of the two");
+    if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0)
+      refuse(codec + "and evictions in decode steps, wanted schedule.every: 0: encoded pages keep their tokens");
+    const Needs needs = parts.scorer ? parts.scorer->needs() : parts.selector ? parts.selector->needs() : Needs{};
+    if (needs.rope() != RopeRegime::original)
+      refuse(codec + "and keys that rotate with their rank, wanted keys at their text positions");
+  }
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
   if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&

@@ -228,6 +228,9 @@ class GuardedCodec final : public Guard<Codec> {
   CodecSpec spec() const override {
     return ask("spec", [](Codec& c) { return c.spec(); });
   }
+  int residual() const override {
+    return ask("residual", [](Codec& c) { return c.residual(); });
+  }
 };
 
 class GuardedPolicy final : public Guard<Policy>, public EditsAuthor {

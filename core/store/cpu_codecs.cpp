@@ -25,7 +25,7 @@ Fit CpuStore::encode_page(int layer, int slot, int head, int page, int codec) {
   PageEntry fresh;
   if (!take(Tier::device, fresh, codec)) return Fit::out_of_memory;
   const PageLayout &from = layout(Tier::device, d), &to = layout(Tier::device, fresh);
-  for (int t = 0; t < d.tokens; ++t) ops::copy_token(device_.at(d.frame), from, t, device_.at(fresh.frame), to, t);
+  ops::copy_page(device_.at(d.frame), from, device_.at(fresh.frame), to);
   fresh.tokens = d.tokens;
   const bool crosses = (d.codec > 0) != (codec > 0);
   give_back(Tier::device, d);

@@ -41,6 +41,9 @@ __global__ void __launch_bounds__(threads)
         x.read(frame_at(s, 0, before.frame), from, t, to, lane);
         x.write(frame_at(s, 0, fresh.frame), to, t, lane);
       }
+      for (const bool key : {true, false})
+        if (ops::side_of(to, key).grouped())
+          encode_groups(frame_at(s, 0, before.frame), from, frame_at(s, 0, fresh.frame), to, key);
     }
     __syncthreads();
     if (!goes) continue;

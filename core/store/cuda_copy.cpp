@@ -230,6 +230,7 @@ Fit CudaStore::copy_in(const CpuStore& from, int slot) {
     for (int head = 0; head < s.kv_heads; ++head) pages += (lengths[head] + s.page_size - 1) / s.page_size;
   }
   copy_memory(&counters->pages, &pages, sizeof pages, stream_);
+  note_brought(slot);
   position_[static_cast<std::size_t>(slot)] = from.position(0);
   step_[static_cast<std::size_t>(slot)] = from.steps(0);
   if (workspace_.slot_bytes() > 0) {

@@ -133,7 +133,8 @@ __device__ inline float element(const std::byte* frame, const PageLayout& l, boo
   const CodecSide side = ops::side_of(l, key);
   const std::byte* row = frame + ops::row_offset(l, key, token);
   if (side.bits) {
-    const __half* meta = reinterpret_cast<const __half*>(frame + ops::meta_offset(l, key, token));
+    const __half* meta = reinterpret_cast<const __half*>(
+        frame + (side.grouped() ? ops::meta_offset(l, key, token, d) : ops::meta_offset(l, key, token)));
     // The host uses no fused multiply-add here either.
     return __fadd_rn(__fmul_rn(ops::value_of(side, ops::code_at(side, row, d)), __half2float(meta[0])),
                      __half2float(meta[1]));

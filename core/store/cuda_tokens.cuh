@@ -61,7 +61,7 @@ class Carried {
                                         : element(frame, l, key, offset, d);
         }
       }
-      if (ratio_[side] && of.bits)
+      if (ratio_[side] && of.bits && !of.grouped())
         meta_[side] = *reinterpret_cast<const unsigned*>(frame + ops::meta_offset(l, key, offset));
     }
     if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
@@ -80,7 +80,7 @@ class Carried {
       } else if (ratio_[side]) {
         put_codes(ops::side_of(l, key), bytes, l.head_dim, lane, [&](int j) { return __float_as_uint(x_[side][j]); });
         if (lane == 0) *meta_at(frame, l, key, offset) = lowered_meta(meta_[side], ratio_[side]);
-      } else {
+      } else if (!ops::side_of(l, key).grouped()) {  // encode_groups writes the others
         encode(frame, l, key, offset, x_[side], lane);
       }
     }
@@ -101,6 +101,49 @@ class Carried {
   unsigned meta_[2], field_;
   int ratio_[2];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
+
+// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements of a group's tokens.
+__device__ inline void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                                     bool key) {
+  const CodecSide side = ops::side_of(lt, key);
+  const bool channel = side.axis == CodeAxis::channel;
+  const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warps = static_cast<int>(blockDim.x) / 32;
+  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+  const auto scale_of = [&](float lo, float hi, int t, int d, bool writes) {
+    const ops::CodeScale exact = ops::code_scale(side, lo, hi);
+    const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
+    if (writes) {
+      __half* meta = reinterpret_cast<__half*>(to + ops::meta_offset(lt, key, t, d));
+      meta[0] = scale, meta[1] = zero;
+    }
+    return ops::CodeScale{__half2float(scale), __half2float(zero)};
+  };
+  const auto put = [&](float x, const ops::CodeScale& of, int t, int d) {
+    unsigned byte = d < dim ? ops::code_of(side, x, of) << own * side.bits : 0;
+    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
+    if (d < dim && own == 0) to[ops::row_offset(lt, key, t) + d / each] = static_cast<std::byte>(byte);
+  };
+  const int tokens = channel ? group : 1;  // of a warp's share
+  for (int share = static_cast<int>(threadIdx.x) / 32; share < p / tokens * tiles; share += warps) {
+    const int first = share / tiles * tokens, d = share % tiles * 32 + lane, within = min(d, dim - 1);
+    float lo = INFINITY, hi = -INFINITY;
+    if (channel) {
+      for (int t = first; t < first + tokens; ++t) {
+        const float x = element(from, lf, key, t, within);
+        lo = fminf(lo, x), hi = fmaxf(hi, x);
+      }
+    } else {
+      const int begin = within / group * group;
+      for (int i = 0; i < group; ++i) {
+        const float x = element(from, lf, key, first, begin + i);
+        lo = fminf(lo, x), hi = fmaxf(hi, x);
+      }
+    }
+    const ops::CodeScale of = scale_of(lo, hi, first, within, d < dim && (channel || d % group == 0));
+    for (int t = first; t < first + tokens; ++t) put(element(from, lf, key, t, within), of, t, d);
+  }
+}
 
 // Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
 template <class From, class To>

@@ -95,6 +95,8 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
   const auto add = [&](const CodecSpec& c) {
     for (const CodecSide side : {c.k, c.v}) {
       kind.push_back(side.bits);
+      kind.push_back(static_cast<std::int64_t>(side.axis));
+      kind.push_back(side.group);
       kind.push_back(static_cast<std::int64_t>(side.kind));
     }
   };
@@ -220,6 +222,7 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
   for (std::size_t i = 0; same && i < kind.size(); ++i) same = r.get<std::int64_t>() == kind[i];
   if (!same)
     throw Error(Errc::data, "got a saved cache of another model, page size, codec or policy, wanted one like this");
+  note_brought(slot);
   position_[static_cast<std::size_t>(slot)] = r.number("position", 0, s.max_tokens);
   step_[static_cast<std::size_t>(slot)] = r.number("steps", 0, s.max_tokens);
   for (int layer = 0; layer < s.layers; ++layer)

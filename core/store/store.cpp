@@ -57,6 +57,7 @@ Store::Store(const StoreOptions& options, Stream stream)
       position_(static_cast<std::size_t>(options.shape.max_slots)),
       step_(static_cast<std::size_t>(options.shape.max_slots)),
       used_(static_cast<std::size_t>(options.shape.max_slots)),
+      encoded_(static_cast<std::size_t>(options.shape.layers * options.shape.max_slots)),
       workspace_(ledger_, stream, options.scratch_limit),
       spare_(static_cast<std::size_t>(options.shape.layers * options.shape.max_slots)),
       spilled_(used_.size()),
@@ -95,7 +96,12 @@ void Store::forget(int slot) {
   std::erase_if(pending_, [&](const Pending& p) { return p.slot == slot; });
   position_[static_cast<std::size_t>(slot)] = step_[static_cast<std::size_t>(slot)] = 0;
   used_[static_cast<std::size_t>(slot)] = spilled_[static_cast<std::size_t>(slot)] = false;
-  for (int layer = 0; layer < options_.shape.layers; ++layer) placed_[layer_slot(layer, slot)] = false;
+  for (int layer = 0; layer < options_.shape.layers; ++layer)
+    placed_[layer_slot(layer, slot)] = encoded_[layer_slot(layer, slot)] = false;
+}
+
+void Store::note_brought(int slot) {
+  for (int layer = 0; layer < options_.shape.layers; ++layer) encoded_[layer_slot(layer, slot)] = true;
 }
 
 bool Store::any_spills(const std::vector<std::int32_t>& slots) const {
@@ -405,7 +411,25 @@ bool Store::waits_for_sequence(int layer, const std::vector<std::int32_t>& slots
          });
 }
 
+// A page of a grouped codec keeps its tokens.
+void Store::check_grouped(const Edit& e, const std::vector<std::int32_t>& slots) {
+  if (options_.codecs.size() < 2 || !options_.codecs[1].grouped()) return;
+  if (e.verb == Edit::encode && e.codec > 0)
+    for (const int slot : slots) encoded_[layer_slot(e.layer, slot)] = true;
+  const bool changes = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::evict_surplus ||
+                       e.verb == Edit::move || e.verb == Edit::store_as || e.verb == Edit::fetch;
+  if (!changes) return;
+  if (e.verb == Edit::store_as || in_graph_ || std::any_of(slots.begin(), slots.end(), [&](int slot) {
+        return encoded_[layer_slot(e.layer, slot)];
+      }))
+    throw Error(Errc::unsupported,
+                "got an edit that replaces tokens of a cache whose codec has groups or axis channel, wanted it before "
+                "the first encode: such pages keep their tokens",
+                "edit of layer " + std::to_string(e.layer));
+}
+
 Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan) {
+  check_grouped(e, slots);
   const PartTimer timer(moves_pages(e.verb) ? Part::recall : Part::compact);
   Applied one;
   switch (e.verb) {

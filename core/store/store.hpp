@@ -259,12 +259,15 @@ class Store {
            static_cast<std::size_t>(head);
   }
 
+  void note_brought(int slot);  // the slot's cache comes from a snapshot or another store
+
   StoreOptions options_;
   Stream stream_;
   std::size_t pages_per_head_ = 0;
   std::int64_t summary_bytes_;  // of a page
   std::vector<std::int32_t> position_, step_;
   std::vector<bool> used_;
+  std::vector<bool> encoded_;  // [layer, slot] may have pages of a grouped codec
   std::vector<Pending> pending_;
   std::int64_t fired_ = 0;  // edits whose change the host saw
   Ledger ledger_;
@@ -309,6 +312,7 @@ class Store {
   void check_archiving(const Edit& e) const;  // of archive, fetch, and edits that do not go with them
   void defer(const Edit& e, const std::vector<std::int32_t>& slots);
   void hold(const Edit& e, const std::vector<std::int32_t>& slots);
+  void check_grouped(const Edit& e, const std::vector<std::int32_t>& slots);  // throws Errc::unsupported
   Applied carry_out(const Edit& e, const std::vector<std::int32_t>& slots, ops::Finding* nan = nullptr);
 };
 

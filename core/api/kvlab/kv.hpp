@@ -33,8 +33,15 @@ enum class RopeRegime : std::uint8_t { original, cache_relative, re_rotate };
 // 3 of mantissa. It reaches from -448 to 448 and has no infinity.
 enum class CodeKind : std::uint8_t { integer, e4m3 };
 
-// How K or V is stored. bits 0: in the run's dtype. Otherwise as codes of `bits`, x = code * scale + zero. The head_dim
-// numbers of a token share one f16 scale and one f16 zero.
+// Which numbers share a scale. token: elements of one token. channel: one element of several tokens of a page, as KIVI
+// stores keys.
+enum class CodeAxis : std::uint8_t { token, channel };
+
+// How K or V is stored. bits 0: in the run's dtype. Otherwise as codes of `bits`, x = code * scale + zero. Numbers of a
+// group share one f16 scale and one f16 zero.
+// A group is `group` neighbours along the axis: elements of a token, or tokens of a page. 0, or more than there are,
+// means all head_dim elements or all tokens of the page. Groups must divide these. A codec with a side of axis channel
+// or with groups is `grouped`: only Edits::encode stores a page in it, and no token of that page can be replaced.
 // integer: scale = (max - min) / (2^bits - 1) and zero = min (plain_quant, LeanKV). e4m3: scale = max |x| / 448 and
 // zero = 0. Both stay within 65504. A code is the one nearest to (x - zero) / scale, with the stored scale and zero.
 // Ties go to even, and what lies outside saturates. A token whose stored scale is 0 has the codes 0.
@@ -43,12 +50,17 @@ enum class CodeKind : std::uint8_t { integer, e4m3 };
 struct CodecSide {
   std::uint8_t bits = 0;              // 0 | 2 | 4 | 8
   CodeKind kind = CodeKind::integer;  // e4m3 has 8 bits
+  CodeAxis axis = CodeAxis::token;
+  std::uint16_t group = 0;
 
+  constexpr bool grouped() const { return bits && (axis == CodeAxis::channel || group); }
   bool operator==(const CodecSide&) const = default;
 };
 
 struct CodecSpec {
   CodecSide k, v;
+
+  bool grouped() const { return k.grouped() || v.grouped(); }
 
   bool operator==(const CodecSpec&) const = default;
 };
@@ -66,8 +78,9 @@ struct Shape {
 };
 
 // Byte offsets inside a frame of one codec. K and V are [token, head_dim] in the run's dtype, or rows of head_dim *
-// bits / 8 bytes of codes. The metadata of a side of codes is [token, 2] f16 {scale, zero}; positions are i32 [token];
-// state column c is f32 [token] at state + c * page_size * 4.
+// bits / 8 bytes of codes. The metadata of a side of codes is f16 {scale, zero}: [token, head_dim / group, 2], or of axis
+// channel [page_size / group, head_dim, 2]. Positions are i32 [token]; state column c is f32 [token] at
+// state + c * page_size * 4. A group of all there is has the number 0.
 struct PageLayout {
   CodecSpec codec;
   DType dtype = DType::bf16;  // of a side whose bits are 0

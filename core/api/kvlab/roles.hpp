@@ -73,6 +73,9 @@ class Codec {
  public:
   virtual ~Codec() = default;
   virtual CodecSpec spec() const = 0;
+  // Newest tokens that stay in the run's dtype. 0: tokens are stored as codes when they are appended. A grouped codec
+  // encodes pages as soon as they are full and hold none of these tokens. Other codecs with a residual do the same.
+  virtual int residual() const { return 0; }
 };
 
 // Chooses the pages that a step's attention reads. Core adds the pins.

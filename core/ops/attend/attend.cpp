@@ -53,16 +53,10 @@ struct Partials {
   float* values(std::int64_t i) const { return data + i * stride + row_pad; }
 };
 
-RowRun run_of(const PagedKv& kv, const AttendTask& task, const Piece& piece, KvSide side) {
-  RowRun run = page_run(kv, kv.entry(task.row, task.head, piece.page), side, piece.count);
-  run.data = static_cast<const std::byte*>(run.data) + piece.begin * run.stride;
-  run.meta = static_cast<const std::byte*>(run.meta) + std::int64_t{piece.begin} * 4;
-  return run;
-}
-
 struct Chunk {
   std::vector<Piece> pieces, next;
   std::vector<RowRun> runs;  // keys, values, then the next chunk's first keys
+  GroupedRows grouped;
   std::vector<float> scores;
   std::vector<std::int32_t> position, rank;
 };
@@ -97,13 +91,19 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
   plan.pieces(kv, task.row, task.head, task.chunk, std::numeric_limits<int>::max(), x.pieces);
   const int pieces = static_cast<int>(x.pieces.size());
   x.runs.clear();
+  x.grouped.clear();
+  const auto run_of = [&](const AttendTask& of, const Piece& piece, KvSide side) {
+    return page_run(kv, kv.entry(of.row, of.head, piece.page), side, piece.begin, piece.count, x.grouped);
+  };
   for (const KvSide side : {KvSide::key, KvSide::value})
-    for (const Piece& piece : x.pieces) x.runs.push_back(run_of(kv, task, piece, side));
+    for (const Piece& piece : x.pieces) x.runs.push_back(run_of(task, piece, side));
   if (index + 1 < static_cast<int>(plan.tasks().size())) {
     const AttendTask& next = plan.tasks()[index + 1];
     x.next.clear();
     plan.pieces(kv, next.row, next.head, next.chunk, run_ahead, x.next);
-    for (const Piece& piece : x.next) x.runs.push_back(run_of(kv, next, piece, KvSide::key));
+    for (const Piece& piece : x.next)
+      if (!kv.layout(kv.entry(next.row, next.head, piece.page)).codec.k.grouped())
+        x.runs.push_back(run_of(next, piece, KvSide::key));
   }
   x.runs.resize(2 * pieces + run_ahead);
 

@@ -224,6 +224,7 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   const auto read = [&](Args::Run run, int codec) {
     const PageLayout& layout = a.kv.layouts[codec];
     a.run = run, a.codec = codec;
+    a.grouped_keys = layout.codec.k.grouped(), a.grouped_values = layout.codec.v.grouped();
     a.keys = elements_of(layout.codec.k, layout.dtype), a.values = elements_of(layout.codec.v, layout.dtype);
     if (a.group == 1)
       launch<1>(a, rows, stream);

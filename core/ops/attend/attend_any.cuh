@@ -39,6 +39,7 @@ struct Args {
   float* part_out;           // [row, query head, part, head_dim], not yet divided
   float* shift;              // [row, query head] lse in units of log2
   Elements keys, values;
+  bool grouped_keys, grouped_values;  // codes whose scales belong to groups
   // Which tokens of a head this launch reads, and the codec of their pages. `rest` comes behind `lower`.
   enum Run : int { all, lower, rest } run;
   int codec;
@@ -120,7 +121,7 @@ __device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to)
 struct Token {
   std::int64_t key = -1, value = -1;
   float2 key_code = {1, 0}, value_code = {1, 0};  // x = code * .x + .y
-  int place = 0, rank = 0;
+  int place = 0, rank = 0, offset = 0;
 };
 // The lane that owns token x of a batch. The four lanes that score tokens g, g + 8, .. own one of these each.
 __device__ __forceinline__ int owner_of(int x) { return 4 * (x % 8) + x / 8; }
@@ -161,8 +162,9 @@ __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, co
     return token;
   token.key = frame + row_offset(l, true, offset);
   token.value = frame + row_offset(l, false, offset);
-  if (a.keys <= Elements::e4m3) token.key_code = code_of(at + l.k_meta, offset);
-  if (a.values <= Elements::e4m3) token.value_code = code_of(at + l.v_meta, offset);
+  if (a.keys <= Elements::e4m3 && !a.grouped_keys) token.key_code = code_of(at + l.k_meta, offset);
+  if (a.values <= Elements::e4m3 && !a.grouped_values) token.value_code = code_of(at + l.v_meta, offset);
+  token.offset = offset;
   token.place = place.t;
   if (a.rank) token.rank = a.rank[(std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room + place.t];
   return token;
@@ -174,6 +176,17 @@ struct Queries {
   float sum[Heads];
   float2 turns[most_dim / 2];
 };
+
+// Turns eight codes of a grouped side, from element d on, into numbers. row: byte offset of the token's row.
+__device__ __forceinline__ void scale_groups(const Args& a, bool key, std::int64_t row, int offset, int d, float* x) {
+  const PageLayout& l = a.kv.layouts[a.codec];
+  const std::byte* frame = a.kv.kv.base + row - row_offset(l, key, offset);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const float2 code = code_of(frame + meta_offset(l, key, offset, d + e), 0);
+    x[e] = fmaf(x[e], code.x, code.y);
+  }
+}
 
 // s += dot products of eight elements with the queries: four at query vector `low` and four at `high`.
 template <int Heads>
@@ -203,6 +216,10 @@ __device__ __forceinline__ void score(const Args& a, const Token& own, const Que
   std::int64_t row[sets];
 #pragma unroll
   for (int u = 0; u < sets; ++u) row[u] = __shfl_sync(~0u, own.key, (lane & ~3) + u);
+  int offset[sets] = {};
+  if (coded<T> && a.grouped_keys)
+#pragma unroll
+    for (int u = 0; u < sets; ++u) offset[u] = __shfl_sync(~0u, own.offset, (lane & ~3) + u);
   for (int first = lane % 4; first < chunks; first += 4 * ahead) {
     unsigned raw[ahead][sets][words] = {};
 #pragma unroll
@@ -217,7 +234,11 @@ __device__ __forceinline__ void score(const Args& a, const Token& own, const Que
       if (chunk >= chunks) continue;
       float x[sets][8];
 #pragma unroll
-      for (int u = 0; u < sets; ++u) unpack<T, chunk_elements>(raw[i][u], x[u]);
+      for (int u = 0; u < sets; ++u) {
+        unpack<T, chunk_elements>(raw[i][u], x[u]);
+        if (coded<T> && a.grouped_keys && row[u] >= 0)
+          scale_groups(a, true, row[u], offset[u], chunk * chunk_elements, x[u]);
+      }
       multiply(x, q, 2 * chunk, 2 * chunk + 1, s);
     }
   }
@@ -299,6 +320,14 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
       const std::int64_t row = __shfl_sync(~0u, own.value, owner_of(x % batch));
       if (row >= 0 && x < batch && !idle) load<bits>(a.kv.kv.base + row + chunk * (bits / 8), raw[i]);
     }
+    std::int64_t rows[ahead];
+    int offsets[ahead];
+    if (coded<T> && a.grouped_values)
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) {
+        const int owner = owner_of(((first + i) * each + lane / lanes) % batch);
+        rows[i] = __shfl_sync(~0u, own.value, owner), offsets[i] = __shfl_sync(~0u, own.offset, owner);
+      }
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
       const int x = (first + i) * each + lane / lanes;
@@ -306,6 +335,8 @@ __device__ __forceinline__ void add_values(const Args& a, const Token& own, int 
       float value[8], share[Heads];
       load_shares(shares, x, share);
       unpack<T, chunk_elements>(raw[i], value);
+      if (coded<T> && a.grouped_values && rows[i] >= 0 && !idle)
+        scale_groups(a, false, rows[i], offsets[i], chunk * chunk_elements, value);
 #pragma unroll
       for (int h = 0; h < Heads; ++h) {
 #pragma unroll

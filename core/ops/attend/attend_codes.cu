@@ -35,6 +35,7 @@ bool with_rows(CodecSpec codec, const F& f) {
 }
 template <class F>
 bool with_rows(const PageLayout& l, const F& f) {
+  if (l.codec.grouped()) return false;
   if (l.page_size == 16)
     return l.head_dim == 128 ? with_rows<128, 16>(l.codec, f) : l.head_dim == 64 && with_rows<64, 16>(l.codec, f);
   if (l.page_size == 32)

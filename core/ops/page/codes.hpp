@@ -22,8 +22,21 @@ constexpr std::int64_t row_bytes(const PageLayout& l, bool key) {
 constexpr std::int64_t row_offset(const PageLayout& l, bool key, int offset) {
   return (key ? l.k : l.v) + offset * row_bytes(l, key);
 }
-constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset) {
+
+// Numbers that share a scale.
+constexpr int group_of(CodecSide side, int page_size, int head_dim) {
+  if (side.group) return side.group;
+  return side.axis == CodeAxis::channel ? page_size : head_dim;
+}
+constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset) {  // of a side that is not grouped
   return (key ? l.k_meta : l.v_meta) + std::int64_t{offset} * 4;
+}
+constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset, int d) {
+  const CodecSide side = side_of(l, key);
+  const int group = group_of(side, l.page_size, l.head_dim);
+  const int at = side.axis == CodeAxis::channel ? offset / group * l.head_dim + d
+                                                : offset * (l.head_dim / group) + d / group;
+  return (key ? l.k_meta : l.v_meta) + std::int64_t{at} * 4;
 }
 
 constexpr int most_code(int bits) { return (1 << bits) - 1; }
@@ -78,6 +91,7 @@ constexpr float value_of(CodecSide side, std::uint32_t code) {
 
 // How many units of `from` one of `to` is: 17 from 8 bits to 4, 5 from 4 to 2. 0 = codes do not become codes.
 constexpr int code_ratio(CodecSide from, CodecSide to) {
+  if (from.grouped() || to.grouped()) return 0;
   const bool lowers = to.bits && from.bits > to.bits && from.kind == CodeKind::integer && to.kind == CodeKind::integer;
   return lowers ? most_code(from.bits) / most_code(to.bits) : 0;
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "base/half.hpp"
 #include "ops/page/check.hpp"
@@ -31,25 +32,52 @@ void pack(const std::uint8_t* codes, int dim, int bits, std::byte* row) {
     pack<8>(codes, dim, row);
 }
 
-void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::byte* meta) {
-  float lo = std::numeric_limits<float>::infinity(), hi = -lo;
-  for (int d = 0; d < dim; ++d) {
-    lo = x[d] < lo ? x[d] : lo;
-    hi = x[d] > hi ? x[d] : hi;
-  }
+// Stores the scale and zero of numbers between lo and hi, and returns them as stored.
+CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* meta) {
   const CodeScale exact = code_scale(side, lo, hi);
   const std::uint16_t stored[] = {float_to_half(exact.scale), float_to_half(exact.zero)};
   std::memcpy(meta, stored, 4);
-  const CodeScale of = {half_to_float(stored[0]), half_to_float(stored[1])};
-  std::uint8_t codes[256];
+  return {half_to_float(stored[0]), half_to_float(stored[1])};
+}
+
+// Codes of the numbers of one group.
+void group_codes(const float* x, int count, CodecSide side, std::byte* meta, std::uint8_t* codes) {
+  float lo = std::numeric_limits<float>::infinity(), hi = -lo;
+  for (int d = 0; d < count; ++d) {
+    lo = x[d] < lo ? x[d] : lo;
+    hi = x[d] > hi ? x[d] : hi;
+  }
+  const CodeScale of = put_scale(side, lo, hi, meta);
   const auto fill = [&](auto code) {
-    for (int d = 0; d < dim; ++d) codes[d] = static_cast<std::uint8_t>(code(x[d]));
+    for (int d = 0; d < count; ++d) codes[d] = static_cast<std::uint8_t>(code(x[d]));
   };
   if (side.kind == CodeKind::e4m3)
     fill([&](float y) { return code_of({8, CodeKind::e4m3}, y, of); });
   else
     fill([&](float y) { return code_of({side.bits, CodeKind::integer}, y, of); });
+}
+
+void encode_codes(const float* x, int dim, CodecSide side, std::byte* row, std::byte* meta) {
+  std::uint8_t codes[256];
+  const int group = side.group ? side.group : dim;
+  for (int d = 0; d < dim; d += group, meta += 4) group_codes(x + d, group, side, meta, codes + d);
   pack(codes, dim, side.bits, row);
+}
+
+// Stores one side of a full page whose tokens share scales. x: f32 [token, head_dim]
+void encode_channels(const float* x, const PageLayout& l, bool key, std::byte* frame) {
+  const CodecSide side = side_of(l, key);
+  const int p = l.page_size, dim = l.head_dim, group = group_of(side, p, dim);
+  std::vector<std::uint8_t> codes(static_cast<std::size_t>(p) * dim), of_group(group);
+  std::vector<float> column(group);
+  for (int first = 0; first < p; first += group)
+    for (int d = 0; d < dim; ++d) {
+      for (int t = 0; t < group; ++t) column[t] = x[std::int64_t{first + t} * dim + d];
+      group_codes(column.data(), group, side, frame + meta_offset(l, key, first, d), of_group.data());
+      for (int t = 0; t < group; ++t) codes[std::int64_t{first + t} * dim + d] = of_group[t];
+    }
+  for (int t = 0; t < p; ++t)
+    pack(codes.data() + std::int64_t{t} * dim, dim, side.bits, frame + row_offset(l, key, t));
 }
 
 void lower_codes(const std::byte* from, const std::byte* from_meta, CodecSide of, std::byte* to, std::byte* to_meta,
@@ -78,8 +106,10 @@ void encode(const float* x, int dim, DType dtype, std::byte* row) {
 
 void write_row(std::byte* frame, const PageLayout& l, bool key, int offset, const float* x) {
   std::byte* row = frame + row_offset(l, key, offset);
-  if (side_of(l, key).bits)
-    encode_codes(x, l.head_dim, side_of(l, key), row, frame + meta_offset(l, key, offset));
+  if (const CodecSide side = side_of(l, key); side.bits && side.axis == CodeAxis::channel)
+    fail(Errc::internal, "write_token", "got a token for a codec of axis channel, wanted a whole page");
+  else if (side.bits)
+    encode_codes(x, l.head_dim, side, row, frame + meta_offset(l, key, offset, 0));
   else
     encode(x, l.head_dim, l.dtype, row);
 }
@@ -128,6 +158,12 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
     if (side.bits == 2 && head_dim % 16)
       fail(Errc::unsupported, "make_layout",
            "got head_dim " + std::to_string(head_dim) + " for codes of 2 bits, wanted a multiple of 16");
+    const bool channel = side.axis == CodeAxis::channel;
+    const int all = channel ? page_size : head_dim;
+    if (side.bits && side.group && side.group < all && (all % side.group || (!channel && side.group < 8)))
+      fail(Errc::unsupported, "make_layout",
+           "got groups of " + std::to_string(side.group) + ", wanted " + (channel ? "" : "8 or more and ") +
+               "a number that divides " + (channel ? "page_size " : "head_dim ") + std::to_string(all));
   }
   if (page_size < 1 || page_size > std::numeric_limits<std::uint16_t>::max())
     fail(Errc::unsupported, "make_layout", "got pages of " + std::to_string(page_size) + " tokens, wanted 1 to 65535");
@@ -138,6 +174,11 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
     fail(Errc::internal, "make_layout", "got " + std::to_string(state_columns) + " state columns, wanted 0 or more");
 
   PageLayout l;
+  for (CodecSide* side : {&codec.k, &codec.v})
+    if (!side->bits)
+      *side = {};
+    else if (side->group >= (side->axis == CodeAxis::channel ? page_size : head_dim))
+      side->group = 0;
   l.codec = codec;
   l.dtype = dtype;
   l.page_size = page_size;
@@ -151,8 +192,11 @@ PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim
   };
   l.k = segment(page_size * row_bytes(l, true));
   l.v = segment(page_size * row_bytes(l, false));
-  l.k_meta = segment(codec.k.bits ? page_size * 4 : 0);
-  l.v_meta = segment(codec.v.bits ? page_size * 4 : 0);
+  for (const bool key : {true, false}) {
+    const CodecSide side = key ? codec.k : codec.v;
+    (key ? l.k_meta : l.v_meta) =
+        segment(side.bits ? std::int64_t{page_size} * head_dim / group_of(side, page_size, head_dim) * 4 : 0);
+  }
   l.positions = segment(std::int64_t{page_size} * 4);
   l.state = segment(std::int64_t{page_size} * 4 * state_columns);
   l.bytes = (end + granule_bytes - 1) / granule_bytes * granule_bytes;
@@ -171,7 +215,13 @@ void write_token(std::byte* frame, const PageLayout& l, int offset, const float*
 void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out) {
   const bool key = side == KvSide::key;
   const std::byte* row = frame + row_offset(l, key, offset);
-  if (const CodecSide of = side_of(l, key); of.bits) {
+  if (const CodecSide of = side_of(l, key); of.grouped()) {
+    for (int d = 0; d < l.head_dim; ++d) {
+      std::uint16_t meta[2];
+      std::memcpy(meta, frame + meta_offset(l, key, offset, d), 4);
+      out[d] = value_of(of, code_at(of, row, d)) * half_to_float(meta[0]) + half_to_float(meta[1]);
+    }
+  } else if (of.bits) {
     std::uint16_t meta[2];
     std::memcpy(meta, frame + meta_offset(l, key, offset), 4);
     const float scale = half_to_float(meta[0]), zero = half_to_float(meta[1]);
@@ -187,29 +237,58 @@ void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offs
   }
 }
 
-void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
-                int offset_to) {
-  if (lf.head_dim != lt.head_dim || lf.state_columns != lt.state_columns)
-    fail(Errc::internal, "copy_token", "got layouts of different head_dim or state columns, wanted equal ones");
-  for (const bool key : {true, false}) {
-    const CodecSide of = side_of(lf, key);
-    if (of == side_of(lt, key) && (of.bits || lf.dtype == lt.dtype)) {
-      std::memmove(to + row_offset(lt, key, offset_to), from + row_offset(lf, key, offset_from), row_bytes(lf, key));
-      if (of.bits) std::memmove(to + meta_offset(lt, key, offset_to), from + meta_offset(lf, key, offset_from), 4);
-    } else if (code_ratio(of, side_of(lt, key)) > 0) {
-      lower_codes(from + row_offset(lf, key, offset_from), from + meta_offset(lf, key, offset_from), of,
-                  to + row_offset(lt, key, offset_to), to + meta_offset(lt, key, offset_to), side_of(lt, key),
-                  lf.head_dim);
-    } else {
-      float x[256];
-      read_row(from, lf, key ? KvSide::key : KvSide::value, offset_from, x);
-      write_row(to, lt, key, offset_to, x);
-    }
+namespace {
+
+void copy_side(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
+               int offset_to, bool key) {
+  const CodecSide of = side_of(lf, key), as = side_of(lt, key);
+  if (of == as && of.axis == CodeAxis::token && (of.bits || lf.dtype == lt.dtype)) {
+    std::memmove(to + row_offset(lt, key, offset_to), from + row_offset(lf, key, offset_from), row_bytes(lf, key));
+    if (of.bits)
+      std::memmove(to + meta_offset(lt, key, offset_to, 0), from + meta_offset(lf, key, offset_from, 0),
+                   lf.head_dim / group_of(of, lf.page_size, lf.head_dim) * 4);
+  } else if (code_ratio(of, as) > 0) {
+    lower_codes(from + row_offset(lf, key, offset_from), from + meta_offset(lf, key, offset_from), of,
+                to + row_offset(lt, key, offset_to), to + meta_offset(lt, key, offset_to), as, lf.head_dim);
+  } else {
+    float x[256];
+    read_row(from, lf, key ? KvSide::key : KvSide::value, offset_from, x);
+    write_row(to, lt, key, offset_to, x);
   }
+}
+
+void copy_rest(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
+               int offset_to) {
   std::memmove(to + lt.positions + std::int64_t{offset_to} * 4, from + lf.positions + std::int64_t{offset_from} * 4, 4);
   for (int c = 0; c < lf.state_columns; ++c)
     std::memmove(to + lt.state + (std::int64_t{c} * lt.page_size + offset_to) * 4,
                  from + lf.state + (std::int64_t{c} * lf.page_size + offset_from) * 4, 4);
+}
+
+}  // namespace
+
+void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
+                int offset_to) {
+  if (lf.head_dim != lt.head_dim || lf.state_columns != lt.state_columns)
+    fail(Errc::internal, "copy_token", "got layouts of different head_dim or state columns, wanted equal ones");
+  for (const bool key : {true, false}) copy_side(from, lf, offset_from, to, lt, offset_to, key);
+  copy_rest(from, lf, offset_from, to, lt, offset_to);
+}
+
+void copy_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt) {
+  const int p = lt.page_size;
+  for (const bool key : {true, false}) {
+    const CodecSide as = side_of(lt, key);
+    if (!as.bits || as.axis == CodeAxis::token) {
+      for (int t = 0; t < p; ++t) copy_side(from, lf, t, to, lt, t, key);
+      continue;
+    }
+    std::vector<float> x(static_cast<std::size_t>(p) * lt.head_dim);
+    for (int t = 0; t < p; ++t)
+      read_row(from, lf, key ? KvSide::key : KvSide::value, t, x.data() + std::int64_t{t} * lt.head_dim);
+    encode_channels(x.data(), lt, key, to);
+  }
+  for (int t = 0; t < p; ++t) copy_rest(from, lf, t, to, lt, t);
 }
 
 void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,

@@ -35,7 +35,8 @@ struct DeviceKv {
       const CodecSide side = side_of(l, key);
       const std::byte* row = frame + row_offset(l, key, offset);
       if (side.bits) {
-        const __half* meta = reinterpret_cast<const __half*>(frame + meta_offset(l, key, offset));
+        const __half* meta = reinterpret_cast<const __half*>(
+            frame + (side.grouped() ? meta_offset(l, key, offset, d) : meta_offset(l, key, offset)));
         return value_of(side, code_at(side, row, d)) * __half2float(meta[0]) + __half2float(meta[1]);
       }
       if (l.dtype == DType::f32) return reinterpret_cast<const float*>(row)[d];

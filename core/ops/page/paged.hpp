@@ -15,7 +15,7 @@ inline constexpr std::int32_t page_absent = 128;
 PageLayout make_layout(DType dtype, CodecSpec codec, int page_size, int head_dim, int state_columns);
 
 // Encodes one token: k and v are f32 [head_dim] and go to the frame's place `offset`. It sets the token's position and
-// zeroes its state columns. CodecSide says how codes come about.
+// zeroes its state columns. CodecSide says how codes come about. A codec of axis channel is Errc::internal.
 void write_token(std::byte* frame, const PageLayout& l, int offset, const float* k, const float* v,
                  std::int32_t position);
 
@@ -26,6 +26,10 @@ void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offs
 // bits by code_ratio, and other numbers are decoded and encoded again.
 void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
                 int offset_to);
+
+// Copies a full page between layouts of one page_size. A side of axis channel is encoded anew; other sides are copied as
+// copy_token does.
+void copy_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt);
 
 // Writes the summary of one page's first `tokens` >= 1 keys, as stored, to out (Summaries' element layout).
 void summarize_page(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype, std::byte* out);

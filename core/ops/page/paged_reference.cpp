@@ -97,8 +97,13 @@ void write_side(std::byte* frame, const PageLayout& l, KvSide side, int offset, 
   std::byte* data = frame + (side == KvSide::key ? l.k : l.v);
   std::byte* meta = frame + (side == KvSide::key ? l.k_meta : l.v_meta);
   const std::int64_t first = std::int64_t{offset} * l.head_dim;
-  if (const CodecSide of = side_of(l, side); of.bits)
-    return write_codes(data + first * of.bits / 8, meta + std::int64_t{offset} * 4, of, l.head_dim, x);
+  if (const CodecSide of = side_of(l, side); of.bits) {
+    const int group = of.group ? of.group : l.head_dim, groups = l.head_dim / group;
+    for (int g = 0; g < groups; ++g)
+      write_codes(data + (first + std::int64_t{g} * group) * of.bits / 8, meta + (std::int64_t{offset} * groups + g) * 4,
+                  of, group, x + std::int64_t{g} * group);
+    return;
+  }
   for (int d = 0; d < l.head_dim; ++d)
     if (l.dtype == DType::f32) {
       put(data, first + d, x[d]);
@@ -153,8 +158,11 @@ void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side
   for (int d = 0; d < l.head_dim; ++d) {
     const std::int64_t at = std::int64_t{offset} * l.head_dim + d;
     if (const CodecSide of = side_of(l, side); of.bits) {
-      const float scale = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset}));
-      const float zero = half_to_float(load<std::uint16_t>(meta, 2 * std::int64_t{offset} + 1));
+      const bool channel = of.axis == CodeAxis::channel;
+      const int group = of.group ? of.group : channel ? l.page_size : l.head_dim;
+      const std::int64_t number = channel ? std::int64_t{offset / group} * l.head_dim + d : at / group;
+      const float scale = half_to_float(load<std::uint16_t>(meta, 2 * number));
+      const float zero = half_to_float(load<std::uint16_t>(meta, 2 * number + 1));
       const std::byte* row = data + std::int64_t{offset} * l.head_dim * of.bits / 8;
       out[d] = static_cast<float>(code_value(of, stored_code(row, of.bits, d))) * scale + zero;
     } else {
@@ -194,22 +202,54 @@ void copy_token_reference(const std::byte* from, const PageLayout& lf, int offse
     std::vector<float> x(lf.head_dim);
     read_row_reference(from, lf, side, offset_from, x.data());
     const CodecSide as = side_of(lt, side);
-    if (of.bits > as.bits && as.bits > 0 && of.kind == CodeKind::integer && as.kind == CodeKind::integer) {
+    if (of.group == 0 && as.group == 0 && of.bits > as.bits && as.bits > 0 && of.kind == CodeKind::integer && as.kind == CodeKind::integer) {
       lower_side(from, lf, offset_from, to, lt, offset_to, side);
       continue;
     }
     write_side(to, lt, side, offset_to, x.data());
     if (!of.bits || of != side_of(lt, side)) continue;  // equal codecs: the codes are copied unchanged
-    const int row = lf.head_dim * of.bits / 8;
+    const int row = lf.head_dim * of.bits / 8, scales = of.group ? lf.head_dim / of.group : 1;
     std::memcpy(to + (key ? lt.k : lt.v) + std::int64_t{offset_to} * row,
                 from + (key ? lf.k : lf.v) + std::int64_t{offset_from} * row, row);
-    std::memcpy(to + (key ? lt.k_meta : lt.v_meta) + std::int64_t{offset_to} * 4,
-                from + (key ? lf.k_meta : lf.v_meta) + std::int64_t{offset_from} * 4, 4);
+    std::memcpy(to + (key ? lt.k_meta : lt.v_meta) + std::int64_t{offset_to} * scales * 4,
+                from + (key ? lf.k_meta : lf.v_meta) + std::int64_t{offset_from} * scales * 4, std::size_t(scales) * 4);
   }
   put(to + lt.positions, offset_to, load<std::int32_t>(from + lf.positions, offset_from));
   for (int c = 0; c < lf.state_columns; ++c)
     put(to + lt.state, std::int64_t{c} * lt.page_size + offset_to,
         load<float>(from + lf.state, std::int64_t{c} * lf.page_size + offset_from));
+}
+
+// Of pages without codes. Each group is written as if it were a row, and its codes go to their places.
+void copy_page_reference(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt) {
+  const int p = lt.page_size, dim = lt.head_dim;
+  for (const KvSide side : {KvSide::key, KvSide::value}) {
+    const bool key = side == KvSide::key;
+    const CodecSide as = side_of(lt, side);
+    std::vector<float> x(std::size_t(p) * dim);
+    for (int t = 0; t < p; ++t) read_row_reference(from, lf, side, t, x.data() + std::int64_t{t} * dim);
+    if (as.axis == CodeAxis::token) {
+      for (int t = 0; t < p; ++t) write_side(to, lt, side, t, x.data() + std::int64_t{t} * dim);
+      continue;
+    }
+    const int group = as.group ? as.group : p;
+    for (int g = 0; g < p / group; ++g)
+      for (int d = 0; d < dim; ++d) {
+        std::vector<float> column;
+        for (int t = g * group; t < (g + 1) * group; ++t) column.push_back(x[std::int64_t{t} * dim + d]);
+        std::vector<std::byte> row(static_cast<std::size_t>(group));
+        write_codes(row.data(), to + (key ? lt.k_meta : lt.v_meta) + (std::int64_t{g} * dim + d) * 4, as, group,
+                    column.data());
+        for (int t = 0; t < group; ++t)
+          store_code(to + (key ? lt.k : lt.v) + (std::int64_t{g} * group + t) * dim * as.bits / 8, as.bits, d,
+                     stored_code(row.data(), as.bits, t));
+      }
+  }
+  for (int t = 0; t < p; ++t) {
+    put(to + lt.positions, t, load<std::int32_t>(from + lf.positions, t));
+    for (int c = 0; c < lf.state_columns; ++c)
+      put(to + lt.state, std::int64_t{c} * p + t, load<float>(from + lf.state, std::int64_t{c} * p + t));
+  }
 }
 
 void summarize_page_reference(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,

@@ -14,6 +14,7 @@ void write_token_reference(std::byte* frame, const PageLayout& l, int offset, co
 void read_row_reference(const std::byte* frame, const PageLayout& l, KvSide side, int offset, float* out);
 void copy_token_reference(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to,
                           const PageLayout& lt, int offset_to);
+void copy_page_reference(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt);
 void summarize_page_reference(const std::byte* frame, const PageLayout& l, int tokens, Summary kind, DType dtype,
                               std::byte* out);
 void gather_rows_reference(const PagedKv& kv, int row, int head, KvSide side, int tokens, float* out);

@@ -7,17 +7,44 @@
 
 namespace kvlab::ops {
 
+const float* GroupedRows::decode(const std::byte* frame, const PageLayout& l, KvSide side, int begin, int count) {
+  if (used_ == rows_.size()) rows_.emplace_back();
+  std::vector<float>& rows = rows_[used_++];
+  rows.resize(std::size_t(count) * l.head_dim);
+  for (int t = 0; t < count; ++t) read_row(frame, l, side, begin + t, rows.data() + std::int64_t{t} * l.head_dim);
+  return rows.data();
+}
+
+RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int begin, int count, GroupedRows& grouped) {
+  const PageLayout& l = kv.layout(e);
+  const bool key = side == KvSide::key;
+  const std::byte* frame = kv.frame(e);
+  RowRun run;
+  run.count = count;
+  if (side_of(l, key).grouped()) {
+    run.data = grouped.decode(frame, l, side, begin, count);
+    run.stride = std::int64_t{l.head_dim} * 4;
+    return run;
+  }
+  run.data = frame + row_offset(l, key, begin);
+  run.meta = frame + meta_offset(l, key, begin);
+  run.stride = row_bytes(l, key);
+  run.kind = row_kind(side_of(l, key), l.dtype);
+  return run;
+}
+
 void TokenRows::gather(const PagedKv& kv, int row, int head, KvSide side, const std::int32_t* list, int first,
                        int count) {
   const int tokens = kv.tokens(row, head);
   runs_.clear();
+  grouped_.clear();
   place_.clear();
   position_.clear();
   for (int i = 0; i < count; ++i) {
     const int page = list ? list[i] : first + i, begin = page * kv.page_size;
     const PageEntry& e = kv.entry(row, head, page);
     const int in_page = std::min(kv.page_size, tokens - begin);
-    runs_.push_back(page_run(kv, e, side, in_page));
+    runs_.push_back(page_run(kv, e, side, 0, in_page, grouped_));
     const auto* position = reinterpret_cast<const std::int32_t*>(kv.frame(e) + kv.layout(e).positions);
     position_.insert(position_.end(), position, position + in_page);
     for (int t = 0; t < in_page; ++t) place_.push_back(begin + t);

@@ -16,19 +16,20 @@ inline RowKind row_kind(CodecSide side, DType dtype) {
   return dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
 }
 
-// One side of a page that holds `tokens` tokens.
-inline RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int tokens) {
-  const PageLayout& l = kv.layout(e);
-  const bool key = side == KvSide::key;
-  const std::byte* frame = kv.frame(e);
-  RowRun run;
-  run.data = frame + (key ? l.k : l.v);
-  run.meta = frame + (key ? l.k_meta : l.v_meta);
-  run.stride = row_bytes(l, key);
-  run.count = tokens;
-  run.kind = row_kind(side_of(l, key), l.dtype);
-  return run;
-}
+// Rows of codes in groups, decoded, because a run of codes has one scale for each row. Scratch of one thread, used again
+// after clear().
+class GroupedRows {
+ public:
+  void clear() { used_ = 0; }
+  const float* decode(const std::byte* frame, const PageLayout& l, KvSide side, int begin, int count);
+
+ private:
+  std::vector<std::vector<float>> rows_;  // of each page
+  std::size_t used_ = 0;
+};
+
+// One side of tokens begin .. begin + count - 1 of a page. It lasts until the next grouped.clear().
+RowRun page_run(const PagedKv& kv, const PageEntry& e, KvSide side, int begin, int count, GroupedRows& grouped);
 
 // Scratch of one thread, used again by every call: it allocates only to grow. Pages must be resident (check_page).
 class TokenRows {
@@ -48,6 +49,7 @@ class TokenRows {
 
  private:
   std::vector<RowRun> runs_;
+  GroupedRows grouped_;
   std::vector<float> decoded_;
   std::vector<std::int32_t> place_, position_;
 };

@@ -45,4 +45,24 @@ static void older_pages_cuda(View<const std::int32_t, 2> tokens, const std::uint
 }
 KVLAB_ON_CUDA(older_pages, older_pages_cuda);
 
+static __global__ void aged_kernel(const __grid_constant__ PagedKv kv, View<const std::int32_t, 2> tokens, int residual,
+                                   PageList out) {
+  const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y), slot = kv.slots[row];
+  const int n = tokens.data ? tokens(row, head) : kv.length(slot, head), first = kv.lower_pages(slot, head),
+            aged = max(n - residual, 0) / kv.page_size - first,
+            count = min(max(aged, 0), static_cast<int>(out.index.extent[2]));
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    out.index(row, head, i) = first + i;
+  if (threadIdx.x == 0) out.count(row, head) = count;
+}
+
+static void aged_pages_cuda(const PagedKv& kv, View<const std::int32_t, 2> tokens, int residual, PageList out,
+                            Stream s) {
+  if (kv.rows == 0 || kv.kv_heads == 0) return;
+  const dim3 grid(static_cast<unsigned>(kv.kv_heads), static_cast<unsigned>(kv.rows));
+  aged_kernel<<<grid, 32, 0, stream_of(s)>>>(kv, tokens, residual, out);
+  check_launch("aged_pages");
+}
+KVLAB_ON_CUDA(aged_pages, aged_pages_cuda);
+
 }  // namespace kvlab::ops

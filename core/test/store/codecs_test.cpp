@@ -1,5 +1,6 @@
 // A cache of two codecs: encode, store_as, and edits of all layers.
 #include <catch2/catch.hpp>
+#include <kvlab/ops.hpp>
 #include <random>
 
 #include "ops/page/paged.hpp"
@@ -219,4 +220,34 @@ TEST_CASE("wrong levels are refused") {
     o.codecs.push_back(high);
     CHECK_THROWS_AS(check_store(o, Device::cpu), Error);
   }
+}
+
+TEST_CASE("pages of a grouped codec keep their tokens") {
+  StoreFixture f = two_codecs();
+  const CodecSide keys{4, CodeKind::integer, CodeAxis::channel, 0}, values{4, CodeKind::integer, CodeAxis::token, 8};
+  f.options.codecs = {{}, {keys, values}};
+  CpuStore store(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 14);
+  const std::vector<std::int32_t> slots{slot};
+  Lists aged(2, {0, 0});
+  const auto age = [&](int residual) {
+    ops::aged_pages(store.view(0, slots), {}, residual, aged.pages(), Stream::cpu());
+    return std::vector<std::int32_t>(&aged.pages().index(0, 0, 0),
+                                     &aged.pages().index(0, 0, 0) + aged.pages().count(0, 0));
+  };
+  CHECK(age(11).empty());  // pages of 4 tokens
+  CHECK(age(10) == std::vector<std::int32_t>{0});
+  CHECK(age(2) == std::vector<std::int32_t>{0, 1});  // the list has room for two
+  REQUIRE(store.apply(test::encode(aged.pages(), 1), {slot}).changed == 4);
+  store.check_invariants();
+  CHECK(lower_pages(store, 0, slot, 0) == 2);
+  CHECK(age(2) == std::vector<std::int32_t>{2});
+  CHECK(age(3).empty());
+  for (int t = 0; t < 14; ++t) CHECK(places(store, 0, slot, 0)[static_cast<std::size_t>(t)] == t);
+  Edits edits;
+  Lists out(2, {13});
+  edits.evict(out.tokens());
+  CHECK_THROWS_WITH(store.apply(edits.all(), slots), Catch::Contains("such pages keep their tokens"));
+  store.check_invariants();
 }

@@ -1,7 +1,9 @@
 #include "ops/page/paged.hpp"
+#include "ops/page/reference.hpp"
 
 #include <catch2/catch.hpp>
 #include <cmath>
+#include <random>
 
 #include "base/half.hpp"
 #include "cases/paged_fixture.hpp"
@@ -523,4 +525,74 @@ TEST_CASE("re-rotating equals rotating at the new position, without the attentio
       CHECK(values[t * 16 + d] == plain[d]);
     }
   CHECK(cache.guards_intact());
+}
+
+TEST_CASE("groups: a channel's tokens share a scale, as on KIVI's card") {
+  constexpr int dim = 16;
+  const CodecSide keys{2, CodeKind::integer, CodeAxis::channel, 4}, values{2, CodeKind::integer, CodeAxis::token, 8};
+  Page from(DType::f32, {}, 4, dim, 0), to(DType::f32, {keys, values}, 4, dim, 0);
+  constexpr float of_tokens[] = {0, 1, 2, 6};
+  for (int t = 0; t < 4; ++t) {
+    std::vector<float> k(dim), v(dim);
+    for (int d = 0; d < dim; ++d) k[d] = d == 5 ? of_tokens[t] : 1, v[d] = d < 8 ? d % 4 : 100 * (d % 4);
+    ops::write_token(from.frame.data(), from.layout, t, k.data(), v.data(), 7 * t);
+  }
+  ops::copy_page(from.frame.data(), from.layout, to.frame.data(), to.layout);
+  constexpr float wanted[] = {0, 0, 2, 6};  // steps of 2, ties to even
+  for (int t = 0; t < 4; ++t) {
+    const auto k = to.row(KvSide::key, t), v = to.row(KvSide::value, t);
+    for (int d = 0; d < dim; ++d) {
+      CHECK(k[d] == (d == 5 ? wanted[t] : 1));
+      CHECK(v[d] == (d < 8 ? d % 4 : 100 * (d % 4)));
+    }
+  }
+}
+
+TEST_CASE("groups: a page is stored as the reference stores it") {
+  std::mt19937 rng(11);
+  std::normal_distribution<float> normal;
+  for (const int p : {8, 16, 32})
+    for (const int dim : {16, 64, 128})
+      for (const CodecSide side : {CodecSide{2, CodeKind::integer, CodeAxis::channel, 8},
+                                   CodecSide{4, CodeKind::integer, CodeAxis::channel, 32},
+                                   CodecSide{8, CodeKind::integer, CodeAxis::channel, 0},
+                                   CodecSide{8, CodeKind::e4m3, CodeAxis::channel, 8},
+                                   CodecSide{2, CodeKind::integer, CodeAxis::token, 8},
+                                   CodecSide{4, CodeKind::integer, CodeAxis::token, 32}}) {
+        CAPTURE(p, dim, int{side.bits}, int(side.axis), side.group);
+        const CodecSpec spec{side, {4, CodeKind::integer, CodeAxis::token, 16}};
+        Page from(DType::bf16, {}, p, dim, 1), fast(DType::bf16, spec, p, dim, 1), slow(DType::bf16, spec, p, dim, 1);
+        std::vector<float> x(dim), y(dim);
+        for (int t = 0; t < p; ++t) {
+          for (float& v : x) v = normal(rng);
+          for (float& v : y) v = 5 * normal(rng);
+          ops::write_token(from.frame.data(), from.layout, t, x.data(), y.data(), t);
+        }
+        ops::copy_page(from.frame.data(), from.layout, fast.frame.data(), fast.layout);
+        ops::copy_page_reference(from.frame.data(), from.layout, slow.frame.data(), slow.layout);
+        CHECK(fast.frame == slow.frame);
+        std::vector<float> read(dim);
+        for (int t = 0; t < p; ++t)
+          for (const KvSide of : {KvSide::key, KvSide::value}) {
+            ops::read_row_reference(slow.frame.data(), slow.layout, of, t, read.data());
+            CHECK(fast.row(of, t) == read);
+          }
+        CHECK_THROWS_AS(side.axis == CodeAxis::channel
+                            ? ops::write_token(fast.frame.data(), fast.layout, 0, x.data(), y.data(), 0)
+                            : throw Error(Errc::internal, ""),
+                        Error);
+      }
+}
+
+TEST_CASE("groups: those that do not divide are refused") {
+  const auto made = [](CodeAxis axis, std::uint16_t group) {
+    const CodecSide side{4, CodeKind::integer, axis, group};
+    return ops::make_layout(DType::bf16, {side, side}, 32, 80, 0);
+  };
+  CHECK_THROWS_AS(made(CodeAxis::token, 32), Error);
+  CHECK_THROWS_AS(made(CodeAxis::token, 4), Error);
+  CHECK_THROWS_AS(made(CodeAxis::channel, 12), Error);
+  CHECK(made(CodeAxis::token, 16).codec.k.group == 16);
+  CHECK(made(CodeAxis::token, 80).codec.k.group == 0);  // all of a token
+  CHECK(made(CodeAxis::channel, 64).codec.k.group == 0);  // all of a page
 }
