@@ -75,6 +75,20 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
   ops::older_pages(of_there, n % 3 ? mask_there : nullptr, t.page_size, newest, older.there, s);
   older.compare(place, check, "older_pages");
 
+  // tokens that a step has counted and not yet written, and as many pages as a step encodes
+  PagedKv kv = t.kv[0];
+  Ints lower, written;
+  for (const int x : t.length) lower.push_back(static_cast<int>(rng() % static_cast<unsigned>(x / t.page_size + 1)));
+  for (const int x : length) written.push_back(std::max(x - 1, 0));
+  kv.lower_pages = View<const std::int32_t, 2>::dense(lower.data(), {t.rows, t.heads});
+  const auto before = n % 2 ? view(written) : View<std::int32_t, 2>();
+  const int residual = static_cast<int>(rng() % static_cast<unsigned>(n % 4 ? 3 * t.page_size : 1 + t.most));
+  Lists aged(place, t);
+  for (PageList* l : {&aged.list, &aged.there}) l->index.extent[2] = n % 3 ? t.most : std::min(t.most, 2);
+  ops::aged_pages_reference(kv, before, residual, aged.list);
+  ops::aged_pages(place.put(kv, t.frame.size()), before ? place.put(before) : before, residual, aged.there, s);
+  aged.compare(place, check, "aged_pages");
+
   Ints keep;
   for (const int x : length) keep.push_back(x ? static_cast<int>(rng() % static_cast<unsigned>(x + 1)) : 0);
   const auto kept = view(keep), kept_there = place.put(kept);

@@ -26,6 +26,7 @@ void round_allotment_reference(View<const std::int32_t, 2> length, const std::ui
 void lengths_reference(const PagedKv& kv, View<std::int32_t, 2> out);
 void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest,
                            PageList out);
+void aged_pages_reference(const PagedKv& kv, View<const std::int32_t, 2> tokens, int residual, PageList out);
 
 void levels_reference(const PagedKv& kv, View<const float, 3> sums, const std::int32_t* seen, const LevelRule& rule,
                       View<std::uint8_t, 3> out, const LevelNumbers& numbers);

@@ -67,3 +67,31 @@ TEST_CASE("older_pages, lengths and round_allotment by hand") {
   ops::round_allotment(of, none, 4, kept, Stream::cpu());
   CHECK(keep == Ints{9, 8, 0, 8});  // a head that keeps everything keeps its partial page, too
 }
+
+TEST_CASE("aged_pages by hand") {
+  const Ints tokens = {21, 20, 19, 3}, lower = {0, 2, 3, 0}, slots = {1, 0};
+  PagedKv kv;
+  kv.length = View<const std::int32_t, 2>::dense(tokens.data(), {2, 2});
+  kv.slots = slots.data(), kv.rows = 2, kv.kv_heads = 2, kv.page_size = 4;
+  const View<const std::int32_t, 2> of_cache;
+  List aged(2, 2, 8);
+  CHECK_THROWS_AS(ops::aged_pages(kv, of_cache, 4, aged.list, Stream::cpu()), Error);
+  kv.lower_pages = View<const std::int32_t, 2>::dense(lower.data(), {2, 2});
+  ops::aged_pages(kv, of_cache, 4, aged.list, Stream::cpu());
+  CHECK(aged.of(1, 0) == Ints{0, 1, 2, 3});  // places 0 to 15 of 21, of which 17 to 20 stay
+  CHECK(aged.of(1, 1) == Ints{2, 3});        // two are codes already
+  CHECK(aged.of(0, 0) == Ints{});
+  CHECK(aged.of(0, 1) == Ints{});
+  ops::aged_pages(kv, of_cache, 0, aged.list, Stream::cpu());
+  CHECK(aged.of(1, 0) == Ints{0, 1, 2, 3, 4});  // the page that is not full never
+  CHECK(aged.of(0, 0) == Ints{3});
+  const Ints one_less = {20, 20, 19, 3};
+  ops::aged_pages(kv, View<const std::int32_t, 2>::dense(one_less.data(), {2, 2}), 1, aged.list, Stream::cpu());
+  CHECK(aged.of(0, 0) == Ints{3});
+  List small(2, 2, 1);
+  ops::aged_pages(kv, of_cache, 0, small.list, Stream::cpu());
+  CHECK(small.of(1, 0) == Ints{0});
+  CHECK(small.of(1, 1) == Ints{2});
+  CHECK_THROWS_AS(ops::aged_pages(kv, of_cache, -1, aged.list, Stream::cpu()), Error);
+  CHECK_THROWS_AS(ops::aged_pages(kv, of_cache, 1, List(1, 2, 8).list, Stream::cpu()), Error);
+}
