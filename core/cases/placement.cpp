@@ -49,7 +49,7 @@ struct Tiers {
 struct Lists {
   ListMemory memory;
   PageList list, there;
-  Lists(Place& place, const Tiers& t) : list{memory.empty({t.rows, t.heads, t.most})}, there(place.put(list)) {}
+  Lists(Place& place, const Tiers& t, int room) : list{memory.empty({t.rows, t.heads, room})}, there(place.put(list)) {}
   Lists(const Lists&) = delete;
   void compare(Place& place, Check& check, const std::string& what) const {
     check.equal(what + ", counts", place.get(there.count), memory.count);
@@ -70,7 +70,7 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
   for (auto& m : mask) m = rng() % 2;
   const std::uint8_t* mask_there = place.put(mask);
   const int newest = static_cast<int>(rng() % 5);
-  Lists older(place, t);
+  Lists older(place, t, t.most);
   ops::older_pages_reference(of, n % 3 ? mask.data() : nullptr, t.page_size, newest, older.list);
   ops::older_pages(of_there, n % 3 ? mask_there : nullptr, t.page_size, newest, older.there, s);
   older.compare(place, check, "older_pages");
@@ -83,8 +83,7 @@ void check_lists(Place& place, Check& check, const Tiers& t, unsigned n, std::mt
   kv.lower_pages = View<const std::int32_t, 2>::dense(lower.data(), {t.rows, t.heads});
   const auto before = n % 2 ? view(written) : View<std::int32_t, 2>();
   const int residual = static_cast<int>(rng() % static_cast<unsigned>(n % 4 ? 3 * t.page_size : 1 + t.most));
-  Lists aged(place, t);
-  for (PageList* l : {&aged.list, &aged.there}) l->index.extent[2] = n % 3 ? t.most : std::min(t.most, 2);
+  Lists aged(place, t, n % 3 ? t.most : std::min(t.most, 2));
   ops::aged_pages_reference(kv, before, residual, aged.list);
   ops::aged_pages(place.put(kv, t.frame.size()), before ? place.put(before) : before, residual, aged.there, s);
   aged.compare(place, check, "aged_pages");

@@ -419,9 +419,8 @@ void Store::check_grouped(const Edit& e, const std::vector<std::int32_t>& slots)
   const bool changes = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::evict_surplus ||
                        e.verb == Edit::move || e.verb == Edit::store_as || e.verb == Edit::fetch;
   if (!changes) return;
-  if (e.verb == Edit::store_as || in_graph_ || std::any_of(slots.begin(), slots.end(), [&](int slot) {
-        return encoded_[layer_slot(e.layer, slot)];
-      }))
+  if (e.verb == Edit::store_as || in_graph_ ||
+      std::any_of(slots.begin(), slots.end(), [&](int slot) { return encoded_[layer_slot(e.layer, slot)]; }))
     throw Error(Errc::unsupported,
                 "got an edit that replaces tokens of a cache whose codec has groups or axis channel, wanted it before "
                 "the first encode: such pages keep their tokens",

@@ -26,7 +26,7 @@ class Kivi final : public kvlab::Codec {
 };
 
 template <int bits>
-kvlab::Registration kivi(const char* name, const char* help) {
+constexpr kvlab::Registration kivi(const char* name, const char* help) {
   return kvlab::codec<Kivi<bits>>(name, help)
       .param("group", 32, 8, 256, "numbers that share a scale: tokens of a key's channel, channels of a value")
       .param("residual", 128, 0, kvlab::any, "newest tokens that stay exact, at least")

@@ -78,9 +78,9 @@ struct Shape {
 };
 
 // Byte offsets inside a frame of one codec. K and V are [token, head_dim] in the run's dtype, or rows of head_dim *
-// bits / 8 bytes of codes. The metadata of a side of codes is f16 {scale, zero}: [token, head_dim / group, 2], or of axis
-// channel [page_size / group, head_dim, 2]. Positions are i32 [token]; state column c is f32 [token] at
-// state + c * page_size * 4. A group of all there is has the number 0.
+// bits / 8 bytes of codes. The metadata of a side of codes is f16 {scale, zero}: [token, head_dim / group, 2], or of
+// axis channel [page_size / group, head_dim, 2]. Positions are i32 [token]; state column c is f32 [token] at state + c
+// * page_size * 4. A group of all there is has the number 0.
 struct PageLayout {
   CodecSpec codec;
   DType dtype = DType::bf16;  // of a side whose bits are 0

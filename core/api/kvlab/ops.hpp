@@ -251,8 +251,9 @@ void lengths(const PagedKv& kv, View<std::int32_t, 2> out, Stream s);
 void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, int page_size, int newest, PageList out,
                  Stream s);
 
-// out = the first full pages that are still in the first codec and hold none of the `residual` newest places; as many as
-// the list has room for. tokens: [row, kv_head], empty = those of the cache. For Edits::encode, of caches of two codecs.
+// out = the first full pages that are still in the first codec and hold none of the `residual` newest places; as many
+// as the list has room for. tokens: [row, kv_head], empty = those of the cache. For Edits::encode, of caches of two
+// codecs.
 void aged_pages(const PagedKv& kv, View<const std::int32_t, 2> tokens, int residual, PageList out, Stream s);
 
 // keep(row, head) = min(length, total(row)), at least the pinned tokens: the uniform split.

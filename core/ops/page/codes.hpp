@@ -34,8 +34,8 @@ constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset) { 
 constexpr std::int64_t meta_offset(const PageLayout& l, bool key, int offset, int d) {
   const CodecSide side = side_of(l, key);
   const int group = group_of(side, l.page_size, l.head_dim);
-  const int at = side.axis == CodeAxis::channel ? offset / group * l.head_dim + d
-                                                : offset * (l.head_dim / group) + d / group;
+  const int at =
+      side.axis == CodeAxis::channel ? offset / group * l.head_dim + d : offset * (l.head_dim / group) + d / group;
   return (key ? l.k_meta : l.v_meta) + std::int64_t{at} * 4;
 }
 
@@ -67,8 +67,8 @@ constexpr CodeScale code_scale(CodecSide side, float min, float max) {
   constexpr float most = 65504;  // of f16
   if (!(min <= max)) return {};
   const auto within = [](float x) { return x < -most ? -most : x < most ? x : most; };
-  if (side.kind == CodeKind::e4m3) return {within((-min < max ? max : -min) / 448.f), 0};
-  // The sum turns -0 into 0: which of both a minimum is depends on the order.
+  // The sums turn -0 into 0: which of both a minimum is depends on the order.
+  if (side.kind == CodeKind::e4m3) return {within((-min < max ? max : -min) / 448.f) + 0.f, 0};
   return {min < max ? within((max - min) / static_cast<float>(most_code(side.bits))) : 0, within(min) + 0.f};
 }
 

@@ -76,8 +76,7 @@ void encode_channels(const float* x, const PageLayout& l, bool key, std::byte* f
       group_codes(column.data(), group, side, frame + meta_offset(l, key, first, d), of_group.data());
       for (int t = 0; t < group; ++t) codes[std::int64_t{first + t} * dim + d] = of_group[t];
     }
-  for (int t = 0; t < p; ++t)
-    pack(codes.data() + std::int64_t{t} * dim, dim, side.bits, frame + row_offset(l, key, t));
+  for (int t = 0; t < p; ++t) pack(codes.data() + std::int64_t{t} * dim, dim, side.bits, frame + row_offset(l, key, t));
 }
 
 void lower_codes(const std::byte* from, const std::byte* from_meta, CodecSide of, std::byte* to, std::byte* to_meta,

@@ -27,8 +27,8 @@ void read_row(const std::byte* frame, const PageLayout& l, KvSide side, int offs
 void copy_token(const std::byte* from, const PageLayout& lf, int offset_from, std::byte* to, const PageLayout& lt,
                 int offset_to);
 
-// Copies a full page between layouts of one page_size. A side of axis channel is encoded anew; other sides are copied as
-// copy_token does.
+// Copies a full page between layouts of one page_size. A side of axis channel is encoded anew; other sides are copied
+// as copy_token does.
 void copy_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt);
 
 // Writes the summary of one page's first `tokens` >= 1 keys, as stored, to out (Summaries' element layout).

@@ -100,8 +100,8 @@ void write_side(std::byte* frame, const PageLayout& l, KvSide side, int offset, 
   if (const CodecSide of = side_of(l, side); of.bits) {
     const int group = of.group ? of.group : l.head_dim, groups = l.head_dim / group;
     for (int g = 0; g < groups; ++g)
-      write_codes(data + (first + std::int64_t{g} * group) * of.bits / 8, meta + (std::int64_t{offset} * groups + g) * 4,
-                  of, group, x + std::int64_t{g} * group);
+      write_codes(data + (first + std::int64_t{g} * group) * of.bits / 8,
+                  meta + (std::int64_t{offset} * groups + g) * 4, of, group, x + std::int64_t{g} * group);
     return;
   }
   for (int d = 0; d < l.head_dim; ++d)
@@ -202,7 +202,8 @@ void copy_token_reference(const std::byte* from, const PageLayout& lf, int offse
     std::vector<float> x(lf.head_dim);
     read_row_reference(from, lf, side, offset_from, x.data());
     const CodecSide as = side_of(lt, side);
-    if (of.group == 0 && as.group == 0 && of.bits > as.bits && as.bits > 0 && of.kind == CodeKind::integer && as.kind == CodeKind::integer) {
+    if (of.group == 0 && as.group == 0 && of.bits > as.bits && as.bits > 0 && of.kind == CodeKind::integer &&
+        as.kind == CodeKind::integer) {
       lower_side(from, lf, offset_from, to, lt, offset_to, side);
       continue;
     }

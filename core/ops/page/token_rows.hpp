@@ -16,8 +16,8 @@ inline RowKind row_kind(CodecSide side, DType dtype) {
   return dtype == DType::f32 ? RowKind::f32 : RowKind::bf16;
 }
 
-// Rows of codes in groups, decoded, because a run of codes has one scale for each row. Scratch of one thread, used again
-// after clear().
+// Rows of codes in groups, decoded, because a run of codes has one scale for each row. Scratch of one thread, used
+// again after clear().
 class GroupedRows {
  public:
   void clear() { used_ = 0; }

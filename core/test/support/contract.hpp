@@ -37,6 +37,10 @@ inline Device contract_device() {
 }
 inline DType contract_dtype() { return contract_device() == Device::cuda ? DType::bf16 : DType::f32; }
 inline bool on_cuda() { return contract_device() == Device::cuda; }
+inline bool every_pair() {
+  const char* pairs = std::getenv("KVLAB_CONTRACT_PAIRS");
+  return pairs && std::string(pairs) == "all";
+}
 
 // Why the running case does not apply; empty if it does. It continues "9 promises ..." in the report, which groups
 // cases by it. The reporter clears it.
@@ -95,11 +99,11 @@ class Subjects {
         if (under_test(*p))
           add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.split = use(*p); });
     // In this tree int8 meets all scorers and selectors. Each other codec meets one of both, in turn: they differ in
-    // formats alone.
+    // formats alone. KVLAB_CONTRACT_PAIRS=all asks every pair, which takes long.
     int turn = 0;
     for (const PluginInfo* p : codecs) {
       if (under_test(*p)) add(*p, "full+" + p->name, [&](PolicySpec& s) { s.codec = use(*p); });
-      const bool all_pairs = p->name == "int8" || !of_the_tree();
+      const bool all_pairs = p->name == "int8" || !of_the_tree() || every_pair();
       const auto meets = [&](const PluginInfo* other, const std::vector<const PluginInfo*>& of) {
         return (under_test(*p) || under_test(*other)) &&
                (all_pairs || of[static_cast<std::size_t>(turn) % of.size()] == other);

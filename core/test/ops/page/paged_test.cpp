@@ -553,12 +553,12 @@ TEST_CASE("groups: a page is stored as the reference stores it") {
   std::normal_distribution<float> normal;
   for (const int p : {8, 16, 32})
     for (const int dim : {16, 64, 128})
-      for (const CodecSide side : {CodecSide{2, CodeKind::integer, CodeAxis::channel, 8},
-                                   CodecSide{4, CodeKind::integer, CodeAxis::channel, 32},
-                                   CodecSide{8, CodeKind::integer, CodeAxis::channel, 0},
-                                   CodecSide{8, CodeKind::e4m3, CodeAxis::channel, 8},
-                                   CodecSide{2, CodeKind::integer, CodeAxis::token, 8},
-                                   CodecSide{4, CodeKind::integer, CodeAxis::token, 32}}) {
+      for (const CodecSide side :
+           {CodecSide{2, CodeKind::integer, CodeAxis::channel, 8},
+            CodecSide{4, CodeKind::integer, CodeAxis::channel, 32},
+            CodecSide{8, CodeKind::integer, CodeAxis::channel, 0}, CodecSide{8, CodeKind::e4m3, CodeAxis::channel, 8},
+            CodecSide{2, CodeKind::integer, CodeAxis::token, 8},
+            CodecSide{4, CodeKind::integer, CodeAxis::token, 32}}) {
         CAPTURE(p, dim, int{side.bits}, int(side.axis), side.group);
         const CodecSpec spec{side, {4, CodeKind::integer, CodeAxis::token, 16}};
         Page from(DType::bf16, {}, p, dim, 1), fast(DType::bf16, spec, p, dim, 1), slow(DType::bf16, spec, p, dim, 1);
@@ -593,6 +593,6 @@ TEST_CASE("groups: those that do not divide are refused") {
   CHECK_THROWS_AS(made(CodeAxis::token, 4), Error);
   CHECK_THROWS_AS(made(CodeAxis::channel, 12), Error);
   CHECK(made(CodeAxis::token, 16).codec.k.group == 16);
-  CHECK(made(CodeAxis::token, 80).codec.k.group == 0);  // all of a token
+  CHECK(made(CodeAxis::token, 80).codec.k.group == 0);    // all of a token
   CHECK(made(CodeAxis::channel, 64).codec.k.group == 0);  // all of a page
 }
