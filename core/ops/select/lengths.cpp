@@ -52,7 +52,6 @@ void older_pages(View<const std::int32_t, 2> tokens, const std::uint8_t* rows, i
 void aged_pages(const PagedKv& kv, View<const std::int32_t, 2> tokens, int residual, PageList out, Stream s) {
   const char* op = "aged_pages";
   if (residual < 0) fail(Errc::internal, op, "got a negative residual, wanted 0 or more tokens");
-  if (!kv.lower_pages) fail(Errc::internal, op, "got a cache of one codec, wanted two");
   if (tokens && (tokens.extent[0] < kv.rows || tokens.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few numbers of tokens, wanted [row, kv_head]");
   if (out.count.extent[0] < kv.rows || out.count.extent[1] < kv.kv_heads || out.index.extent[0] < kv.rows ||
@@ -62,7 +61,8 @@ void aged_pages(const PagedKv& kv, View<const std::int32_t, 2> tokens, int resid
   if (s.device() == Device::cuda) return on_cuda<aged_pages>(kv, tokens, residual, out, s);
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
-      const int n = tokens ? tokens(r, h) : kv.tokens(r, h), first = kv.lower_pages(kv.slots[r], h),
+      const int n = tokens ? tokens(r, h) : kv.tokens(r, h),
+                first = kv.lower_pages ? kv.lower_pages(kv.slots[r], h) : 0,
                 aged = std::max(n - residual, 0) / kv.page_size - first,
                 count = std::clamp(aged, 0, static_cast<int>(out.index.extent[2]));
       for (int i = 0; i < count; ++i) out.index(r, h, i) = first + i;

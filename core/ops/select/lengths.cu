@@ -48,7 +48,8 @@ KVLAB_ON_CUDA(older_pages, older_pages_cuda);
 static __global__ void aged_kernel(const __grid_constant__ PagedKv kv, View<const std::int32_t, 2> tokens, int residual,
                                    PageList out) {
   const int head = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y), slot = kv.slots[row];
-  const int n = tokens.data ? tokens(row, head) : kv.length(slot, head), first = kv.lower_pages(slot, head),
+  const int n = tokens.data ? tokens(row, head) : kv.length(slot, head),
+            first = kv.lower_pages.data ? kv.lower_pages(slot, head) : 0,
             aged = max(n - residual, 0) / kv.page_size - first,
             count = min(max(aged, 0), static_cast<int>(out.index.extent[2]));
   for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))

@@ -33,7 +33,8 @@ void older_pages_reference(View<const std::int32_t, 2> tokens, const std::uint8_
 void aged_pages_reference(const PagedKv& kv, View<const std::int32_t, 2> tokens, int residual, PageList out) {
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {
-      const int lower = kv.lower_pages(kv.slots[r], h), n = tokens ? tokens(r, h) : kv.tokens(r, h);
+      const int lower = kv.lower_pages ? kv.lower_pages(kv.slots[r], h) : 0,
+                n = tokens ? tokens(r, h) : kv.tokens(r, h);
       write(out, r, h, kv.pages(r, h), [&](int page) {
         const bool old = (page + 1) * kv.page_size + residual <= n;
         return old && page >= lower && page - lower < out.index.extent[2];
