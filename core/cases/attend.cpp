@@ -91,7 +91,6 @@ void add(std::vector<Case>& v, const AttendShape& s, int repeats = 1) {
   const auto seed = static_cast<unsigned>(v.size() + 1);
   Case c = checked("attend", name_of(s), [=](Place& place, Check& check) { compare(place, check, s, seed, repeats); });
   c.cpu = !s.half;
-  c.cuda = !s.lower || (!s.listed && s.tokens < 0);  // a GPU takes no list for two codecs
   v.push_back(std::move(c));
 }
 
@@ -324,11 +323,18 @@ void add_codes(std::vector<Case>& v) {
 
 // Caches of two codecs.
 void add_two_codecs(std::vector<Case>& v) {
+  constexpr auto integer = CodeKind::integer;
+  const CodecSpec kivi4{{4, integer, CodeAxis::channel, 8}, {4, integer, CodeAxis::token, 32}};
+  const CodecSpec kivi2{{2, integer, CodeAxis::channel, 0}, {2, integer, CodeAxis::token, 16}};
+  const CodecSpec groups8{{8, integer, CodeAxis::token, 8}, {8, integer, CodeAxis::channel, 4}};
   unsigned n = 0;
   for (const auto& [first, second] : {std::pair{CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}},
                                       {CodecSpec{}, CodecSpec{{4}, {4}}},
                                       {CodecSpec{{8}, {8}}, CodecSpec{fp8, fp8}},
-                                      {CodecSpec{{}, {8}}, CodecSpec{{2}, {4}}}})
+                                      {CodecSpec{{}, {8}}, CodecSpec{{2}, {4}}},
+                                      {CodecSpec{}, kivi4},
+                                      {CodecSpec{}, kivi2},
+                                      {CodecSpec{}, groups8}})
     for (const int dim : {64, 128})
       for (const int page : {8, 16, 32}) {
         AttendShape s = shape_of(3, 2, dim, page, DType::bf16, first, n % 2 ? 4 : 3);
@@ -338,6 +344,7 @@ void add_two_codecs(std::vector<Case>& v) {
         s.options.rope = n % 7 == 6 ? RopeRegime::cache_relative : RopeRegime::original;
         add(v, s);
         if (++n % 6 == 0) s.listed = true, add(v, s);
+        if (n % 6 == 3) s.tokens = 150, add(v, s);
       }
   // More pairs than a launch takes, and a sequence that blocks share.
   AttendShape many = shape_of(70, 8, 128, 16, DType::bf16, {{8}, {4}}, 4);

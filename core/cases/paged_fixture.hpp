@@ -45,7 +45,10 @@ constexpr CodecSpec fitting(CodecSpec codec, int head_dim) {
 
 // A side's format in a case's name. plain: that of a side without codes.
 inline std::string format_of(CodecSide side, const std::string& plain) {
-  return side.kind == CodeKind::e4m3 ? "fp8" : side.bits ? "int" + std::to_string(side.bits) : plain;
+  if (!side.bits) return plain;
+  std::string name = side.kind == CodeKind::e4m3 ? "fp8" : "int" + std::to_string(side.bits);
+  if (side.axis == CodeAxis::channel) name += " by channel";
+  return side.group ? name + " in groups of " + std::to_string(side.group) : name;
 }
 
 // Random rows, of which each may be cut to a head's size. The same ones in every call.
@@ -200,8 +203,8 @@ class PagedFixture {
     return table_[(slots_[row] * options_.kv_heads + head) * options_.max_pages + page];
   }
 
-  // Moves the next page of a head into another codec (a second layout of this cache), from its first page on. It needs
-  // a frame more than the pages take.
+  // Moves the next page of a head, a full one, into another codec (a second layout of this cache), from its first page
+  // on. It needs a frame more than the pages take.
   void re_encode(int row, int head, CodecSpec codec) {
     const PageLayout l =
         ops::make_layout(options_.dtype, codec, options_.page_size, options_.head_dim, options_.state_columns);
@@ -210,9 +213,8 @@ class PagedFixture {
     PageEntry& e = entry(row, head, lower_pages_[slots_[row] * options_.kv_heads + head]++);
     const std::int32_t frame = free_.back();
     free_.pop_back();
-    for (int t = 0; t < e.tokens; ++t)
-      ops::copy_token(aligned_ + std::int64_t{e.frame} * granule_bytes, layouts_[e.codec], t,
-                      aligned_ + std::int64_t{frame} * granule_bytes, layouts_[1], t);
+    ops::copy_page(aligned_ + std::int64_t{e.frame} * granule_bytes, layouts_[e.codec],
+                   aligned_ + std::int64_t{frame} * granule_bytes, layouts_[1]);
     free_.insert(free_.begin(), e.frame);
     e.frame = frame;
     e.codec = 1;

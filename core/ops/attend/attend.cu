@@ -62,7 +62,7 @@ static bool takes_layout(const AttendArgs& in, const PageLayout& l) {
 
 bool attend_pipelined(const AttendArgs& in) {
   return !in.tokens && in.kv.kv_heads <= max_pairs && takes_layout(in, in.kv.layouts[0]) &&
-         (!in.kv.lower_pages || takes_layout(in, in.kv.layouts[1]));
+         (!in.kv.lower_pages || (!in.pages && takes_layout(in, in.kv.layouts[1])));
 }
 
 // Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
@@ -159,9 +159,6 @@ static void attend_both(const AttendArgs& in, Stream s) {
 }
 
 static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
-  if (in.kv.lower_pages && (in.pages || in.tokens))
-    throw Error(Errc::unsupported, "got a list to attend to in a cache of two codecs, wanted all tokens",
-                "attend (CUDA)");
   const bool into = in.mass_into.column >= 0, sums = adds_scores(in);
   if (!attend_pipelined(in)) {
     attend_any_cuda(in, s);

@@ -37,8 +37,7 @@ struct AttendArgs {
 // of the listed pages or tokens.
 // On the CPU a list that breaks the rules above is Errc::internal. On CUDA the host does not read lists, so nothing
 // checks them; the kernel skips listed tokens that the cache does not have. Lists of tokens always go to the general
-// kernel (ops/attend/attend.cuh). There a cache of two codecs takes no list: Errc::unsupported. It takes a launch for
-// each codec.
+// kernel (ops/attend/attend.cuh), and so do lists of pages in a cache of two codecs.
 void attend(const AttendArgs& a, Workspace& w, Stream s);
 void attend_reference(const AttendArgs& a);  // plain loops, double accumulation: the oracle
 

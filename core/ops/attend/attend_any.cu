@@ -211,7 +211,8 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   }
   const int most = in.tokens ? static_cast<int>(std::min<std::int64_t>(a.room, a.list.extent[2])) : a.room;
   a.part_tokens = std::max(256, static_cast<int>(std::bit_ceil(static_cast<unsigned>(most / most_parts))));
-  a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens) + (in.kv.lower_pages ? 1 : 0);
+  a.parts = std::max(1, (most + a.part_tokens - 1) / a.part_tokens);
+  if (in.kv.lower_pages) a.parts = a.list_count ? 2 * a.parts : a.parts + 1;
   const std::size_t pairs = std::size_t(rows) * std::size_t(heads), parts = pairs * std::size_t(a.parts);
   a.softmax = static_cast<float2*>(fixed_scratch(s.handle(), "attend any softmax", parts * sizeof(float2)));
   a.part_out =

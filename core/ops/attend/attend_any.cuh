@@ -40,7 +40,8 @@ struct Args {
   float* shift;              // [row, query head] lse in units of log2
   Elements keys, values;
   bool grouped_keys, grouped_values;  // codes whose scales belong to groups
-  // Which tokens of a head this launch reads, and the codec of their pages. `rest` comes behind `lower`.
+  // Which tokens of a head this launch reads, and the codec of their pages. `rest` comes behind `lower`. With a list,
+  // each of both looks at every entry and skips those of the other.
   enum Run : int { all, lower, rest } run;
   int codec;
   int room, window, group, head_sets, part_tokens, parts;
@@ -57,16 +58,19 @@ __device__ int lower_tokens(const Args& a, int row, int kv_head) {
 __device__ int tokens_in_front(const Args& a, int row, int kv_head) {
   return a.run == Args::rest ? lower_tokens(a, row, kv_head) : 0;
 }
-__device__ int parts_in_front(const Args& a, int row, int kv_head) {
-  return (tokens_in_front(a, row, kv_head) + a.part_tokens - 1) / a.part_tokens;
-}
 
 // Number of places that the parts divide: those of the listed pages or tokens, else all of the launch.
 __device__ int places(const Args& a, int row, int kv_head) {
-  if (a.run == Args::lower) return lower_tokens(a, row, kv_head);
-  if (!a.list_count.data) return a.kv.tokens(row, kv_head) - tokens_in_front(a, row, kv_head);
+  if (!a.list_count.data)
+    return a.run == Args::lower ? lower_tokens(a, row, kv_head)
+                                : a.kv.tokens(row, kv_head) - tokens_in_front(a, row, kv_head);
   const int most = static_cast<int>(min(std::int64_t{a.room / a.entry_tokens}, a.list.extent[2]));
   return min(max(a.list_count(row, kv_head), 0), most) * a.entry_tokens;
+}
+__device__ int parts_in_front(const Args& a, int row, int kv_head) {
+  if (a.run != Args::rest) return 0;
+  const int before = a.list_count.data ? places(a, row, kv_head) : lower_tokens(a, row, kv_head);
+  return (before + a.part_tokens - 1) / a.part_tokens;
 }
 
 // Loads `bits`; less than a word fills its low bits.
@@ -140,10 +144,13 @@ __device__ __forceinline__ Place find_place(const Args& a, int row, int kv_head,
   Place place;
   if (x >= end) return place;
   const int p = a.kv.page_size;
-  int t = x + tokens_in_front(a, row, kv_head);
+  int t = x;
   if (a.list_count.data) {
     const int number = x / a.entry_tokens;
     t += (a.list(row, kv_head, number) - number) * a.entry_tokens;
+    if (a.run != Args::all && (t < lower_tokens(a, row, kv_head)) != (a.run == Args::lower)) return place;
+  } else {
+    t += tokens_in_front(a, row, kv_head);
   }
   if (static_cast<unsigned>(t) >= static_cast<unsigned>(a.kv.tokens(row, kv_head))) return place;
   const int page = t / p;
@@ -177,12 +184,13 @@ struct Queries {
   float2 turns[most_dim / 2];
 };
 
-// Turns eight codes of a grouped side, from element d on, into numbers. row: byte offset of the token's row.
+// Turns codes of a grouped side, from element d on, into numbers. row: byte offset of the token's row.
+template <int count = 8>
 __device__ __forceinline__ void scale_groups(const Args& a, bool key, std::int64_t row, int offset, int d, float* x) {
   const PageLayout& l = a.kv.layouts[a.codec];
   const std::byte* frame = a.kv.kv.base + row - row_offset(l, key, offset);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
+  for (int e = 0; e < count; ++e) {
     const float2 code = code_of(frame + meta_offset(l, key, offset, d + e), 0);
     x[e] = fmaf(x[e], code.x, code.y);
   }
@@ -253,11 +261,13 @@ __device__ __forceinline__ void score_turned(const Args& a, const Token& own, co
   std::int64_t row[sets];
   float rank[sets];
   float2 code[sets];
+  int offset[sets];
 #pragma unroll
   for (int u = 0; u < sets; ++u) {
     const int owner = (lane & ~3) + u;
     row[u] = __shfl_sync(~0u, own.key, owner);
     rank[u] = static_cast<float>(__shfl_sync(~0u, own.rank, owner));
+    offset[u] = __shfl_sync(~0u, own.offset, owner);
     code[u] = {__shfl_sync(~0u, own.key_code.x, owner), __shfl_sync(~0u, own.key_code.y, owner)};
   }
   for (int i = lane % 4; i < half; i += 4) {
@@ -272,7 +282,10 @@ __device__ __forceinline__ void score_turned(const Args& a, const Token& own, co
 #pragma unroll
     for (int u = 0; u < sets; ++u) {
       unpack<T, 4>(low[u], x[u]), unpack<T, 4>(high[u], x[u] + 4);
-      if constexpr (coded<T>)
+      if (coded<T> && a.grouped_keys && row[u] >= 0) {
+        scale_groups<4>(a, true, row[u], offset[u], 4 * i, x[u]);
+        scale_groups<4>(a, true, row[u], offset[u], 4 * (half + i), x[u] + 4);
+      } else if constexpr (coded<T>)
 #pragma unroll
         for (float& e : x[u]) e = fmaf(e, code[u].x, code[u].y);
     }
