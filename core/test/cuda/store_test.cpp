@@ -288,8 +288,8 @@ class Both {
   }
 
   // Evicts, moves or encodes in all layers by one edit.
-  void edit_all_layers(const std::vector<std::int32_t>& rows) {
-    const int verb = pick(3), codec = pick(2);
+  void edit_all_layers(const std::vector<std::int32_t>& rows, int verb) {
+    const int codec = pick(2);
     std::vector<test::PerHead> lists;
     for (int layer = 0; layer < f.options.shape.layers; ++layer)
       for (auto& row : some(rows, layer, verb == 1 ? 0 : 3, verb == 2)) lists.push_back(std::move(row));
@@ -317,7 +317,7 @@ class Both {
     else if (what <= 3 && f.options.rope != RopeRegime::re_rotate)
       store_as(rows, layer);
     else
-      edit_all_layers(rows);
+      edit_all_layers(rows, pick(3));
   }
 
   void page_edit(const std::vector<std::int32_t>& rows, int layer) {
@@ -460,6 +460,9 @@ class Both {
     cpu.workspace().reset();
   }
 
+  // Pages of such a codec keep their tokens.
+  bool grouped() const { return f.options.codecs.size() > 1 && f.options.codecs[1].grouped(); }
+
   void random_edit() {
     const int what = pick(25);
     if (slots.empty() || what == 0) return open();
@@ -478,6 +481,8 @@ class Both {
       for (const int s : rows)
         if (cpu.position(s) >= room) return;
       REQUIRE(step(rows) == Fit::ok);
+    } else if (grouped() && (what < 13 || what > 15)) {
+      pick(3) ? encode(rows, layer) : edit_all_layers(rows, 2);
     } else if (what <= 9) {
       recall_for_ranks(rows, layer);
       apply(rows, layer, some(rows, layer, 1 + pick(11), false),
@@ -648,10 +653,20 @@ StoreFixture fixture(int kind) {
     f.options.codecs = {CodecSpec{}, CodecSpec{{8, CodeKind::e4m3}, {4}}};
     f.options.summary = Summary::min_max;
     f.options.all_layers = true;
-  } else {
+  } else if (kind == 4) {
     s.dtype = DType::bf16, s.head_dim = 256, s.page_size = 4, s.kv_heads = 1, s.query_heads = 1;
     f.options.codecs = {CodecSpec{{8}, {0}}};
     f.options.host_codec = f.options.codecs[0];
+  } else if (kind == 13) {
+    s.dtype = DType::bf16, s.head_dim = 64, s.page_size = 16;
+    f.options.codecs = {CodecSpec{}, CodecSpec{{4, CodeKind::integer, CodeAxis::channel, 8}, {4, {}, {}, 32}}};
+    f.options.summary = Summary::min_max;
+    f.options.token_state = {"score"};
+    f.options.all_layers = true;
+  } else {
+    s.dtype = DType::bf16, s.head_dim = 80, s.page_size = 8, s.kv_heads = 3, s.query_heads = 6;
+    f.options.codecs = {CodecSpec{}, CodecSpec{{2, CodeKind::integer, CodeAxis::channel}, {2, {}, {}, 16}}};
+    f.options.all_layers = true;
   }
   f.inv_freq = test::test_inv_freq(s.head_dim);
   f.options.rope_table = {f.inv_freq.data(), s.head_dim, 1.f};
@@ -661,7 +676,7 @@ StoreFixture fixture(int kind) {
 }  // namespace
 
 TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
-  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12);
+  const int kind = GENERATE(range(0, 15));
   const RopeRegime rope = GENERATE(RopeRegime::original, RopeRegime::re_rotate);
   for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 6); ++seed) {
     StoreFixture f = fixture(kind);
