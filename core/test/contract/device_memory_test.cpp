@@ -238,7 +238,8 @@ TEST_CASE("a policy touches device memory through ops only", "[cpu]") {
       PolicySpec placed = spec;
       placed.placement.tier = tier;
       placed.placement.resident = tier == Tier::host ? 16 : 0;
-      if (placed.scorer && subjects().policy(placed)->needs().window_queries() == 0) placed.schedule.every = 2;
+      if (placed.scorer && !subjects().keeps_tokens(spec) && subjects().policy(placed)->needs().window_queries() == 0)
+        placed.schedule.every = 2;
       Play plain(model, placed);
       const Logits expected = plain.run(prompt, answer);
       Kept kept;

@@ -104,7 +104,8 @@ TEST_CASE("served together under a cap, every request has the text that it has a
     for (const bool host : {false, true}) {
       CAPTURE(spec.name, host);
       PolicySpec placed = spec;
-      if (host && (spec.policy || (on_cuda() && spec.codec))) continue;
+      const bool keeps_tokens = subjects().keeps_tokens(spec);
+      if (host && (spec.policy || keeps_tokens || (on_cuda() && spec.codec))) continue;
       if (host) placed.placement.tier = Tier::host;
       const Outcome alone = serve(placed, all, 1, -1);
       const std::int64_t cap = host ? whole(spec) : least(spec, all);
@@ -120,7 +121,8 @@ TEST_CASE("served together under a cap, every request has the text that it has a
         together = serve(placed, all, 6, cap + more * page_of_heads(spec));
         CHECK(together.texts == alone.texts);
       }
-      if (!host) CHECK(together.preemptions > 0);
+      // A prompt takes more than its cache after it, when pages become codes. So the others find room.
+      if (!host && !keeps_tokens) CHECK(together.preemptions > 0);
       INFO("the caches of preempted requests were lost, and computed anew");
       together = serve(placed, all, 6, cap, Preemption::recompute);
       REQUIRE(together.fits);

@@ -7,10 +7,14 @@
 using namespace kvlab;
 using namespace kvlab::test;
 
+namespace {
+bool on_either_tier(const Subject& s) { return !s.spec.policy && !s.keeps_tokens; }
+}  // namespace
+
 TEST_CASE("everything on the host and recalled equals everything resident, bit for bit") {
   const auto model = tiny_model("llama-gqa3");
   const auto prompt = test_text(112, model->config.vocab), answer = test_text(10, model->config.vocab, 5);
-  const auto asked = about("scorers, selectors, budgets and codecs", [](const Subject& s) { return !s.spec.policy; });
+  const auto asked = about("scorers, selectors, budgets and codecs", on_either_tier);
   if (asked.empty()) return;
   std::vector<PolicySpec> specs{full_spec()};
   for (const Subject& s : asked) specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));
@@ -42,7 +46,7 @@ TEST_CASE("a second prompt reads what went to the host after the first") {
   const auto model = tiny_model("llama-gqa3");
   const auto first = test_text(70, model->config.vocab), second = test_text(30, model->config.vocab, 3),
              answer = test_text(6, model->config.vocab, 5);
-  const auto asked = about("scorers, selectors, budgets and codecs", [](const Subject& s) { return !s.spec.policy; });
+  const auto asked = about("scorers, selectors, budgets and codecs", on_either_tier);
   if (asked.empty()) return;
   std::vector<PolicySpec> specs{full_spec()};
   for (const Subject& s : asked) specs.push_back(with_budget(s.spec, BudgetAmount::tokens, 48));

@@ -78,6 +78,7 @@ struct Subject {
   PolicySpec spec;            // without a budget
   std::vector<DType> dtypes;  // Needs::dtypes
   bool own_amount = false;    // Needs::own_amount
+  bool keeps_tokens = false;  // pages that are codes do, so core refuses later evictions and pages on the host
   bool composed() const { return role == Role::budget || role == Role::codec; }
   bool evicts() const { return spec.scorer.has_value(); }
   bool runs_with(DType dtype) const { return dtypes.empty() || std::count(dtypes.begin(), dtypes.end(), dtype) > 0; }
@@ -110,7 +111,10 @@ class Subjects {
       };
       for (const PluginInfo* scorer : scorers)
         if (meets(scorer, scorers))
-          add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) { s.scorer = use(*scorer), s.codec = use(*p); });
+          add(*p, scorer->name + "+" + p->name, [&](PolicySpec& s) {
+            s.scorer = use(*scorer), s.codec = use(*p);
+            if (keeps_tokens(s)) s.schedule.every = 0;
+          });
       for (const PluginInfo* selector : selectors)
         if (meets(selector, selectors))
           add(*p, selector->name + "+" + p->name,
@@ -136,6 +140,13 @@ class Subjects {
     return created;
   }
 
+  // Subject::keeps_tokens
+  bool keeps_tokens(const PolicySpec& spec) {
+    if (!spec.codec) return false;
+    const auto codec = create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params);
+    return codec->residual() > 0 || codec->spec().grouped();
+  }
+
   // The spec with parameter `name` of its scorer set to `word`; nullopt if the scorer has no such choice.
   std::optional<PolicySpec> with(PolicySpec spec, const std::string& name, const std::string& word) {
     if (!spec.scorer) return std::nullopt;
@@ -149,13 +160,14 @@ class Subjects {
  private:
   std::vector<const PluginInfo*> all(Role role) { return registry_.list(role); }
   // The defaults, but without dense layers, which could be all layers of a tiny model. A policy's sinks and window must
-  // leave room in the suite's budgets.
+  // leave room in the suite's budgets, and a codec's residual must leave pages to encode.
   static PluginUse use(const PluginInfo& p) {
     std::map<std::string, ParamValue> given;
     if (find_param(p, "dense_layers")) given["dense_layers"] = std::int64_t{0};
     if (p.role == Role::policy)
       for (const char* name : {"sinks", "window"})
         if (find_param(p, name)) given[name] = std::int64_t{6};
+    if (p.role == Role::codec && find_param(p, "residual")) given["residual"] = std::int64_t{8};
     return {p.role, p.name, resolve(p, given)};
   }
   void add(const PluginInfo& p, const std::string& label, const std::function<void(PolicySpec&)>& fill) {
@@ -174,6 +186,7 @@ class Subjects {
     const auto& devices = needs.devices();
     s.dtypes = needs.dtypes();
     s.own_amount = needs.own_amount();
+    s.keeps_tokens = keeps_tokens(s.spec);
     if (!devices.empty() && std::count(devices.begin(), devices.end(), contract_device()) == 0)
       skipped_.push_back(label + ": it does not run on " + name_of(contract_device()));
     else if (!s.runs_with(contract_dtype()))
