@@ -51,6 +51,23 @@ __device__ __forceinline__ unsigned halves_of_e4m3(unsigned two) {
   return r;
 }
 
+// Both f16 numbers of a word.
+__device__ __forceinline__ unsigned sub_halves(unsigned x, unsigned y) {
+  unsigned r;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+__device__ __forceinline__ unsigned mul_halves(unsigned x, unsigned y) {
+  unsigned r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+__device__ __forceinline__ unsigned fma_halves(unsigned x, unsigned y, unsigned z) {
+  unsigned r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+  return r;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -324,8 +324,9 @@ void add_codes(std::vector<Case>& v) {
 // Caches of two codecs.
 void add_two_codecs(std::vector<Case>& v) {
   constexpr auto integer = CodeKind::integer;
-  const CodecSpec kivi4{{4, integer, CodeAxis::channel, 8}, {4, integer, CodeAxis::token, 32}};
-  const CodecSpec kivi2{{2, integer, CodeAxis::channel, 0}, {2, integer, CodeAxis::token, 16}};
+  const CodecSpec kivi4{{4, integer, CodeAxis::channel, 32}, {4, integer, CodeAxis::token, 32}};
+  const CodecSpec kivi2{{2, integer, CodeAxis::channel, 32}, {2, integer, CodeAxis::token, 32}};
+  const CodecSpec groups4{{4, integer, CodeAxis::channel, 8}, {4, integer, CodeAxis::token, 16}};
   const CodecSpec groups8{{8, integer, CodeAxis::token, 8}, {8, integer, CodeAxis::channel, 4}};
   unsigned n = 0;
   for (const auto& [first, second] : {std::pair{CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}},
@@ -334,6 +335,7 @@ void add_two_codecs(std::vector<Case>& v) {
                                       {CodecSpec{{}, {8}}, CodecSpec{{2}, {4}}},
                                       {CodecSpec{}, kivi4},
                                       {CodecSpec{}, kivi2},
+                                      {CodecSpec{}, groups4},
                                       {CodecSpec{}, groups8}})
     for (const int dim : {64, 128})
       for (const int page : {8, 16, 32}) {
@@ -355,6 +357,12 @@ void add_two_codecs(std::vector<Case>& v) {
   deep.lower = CodecSpec{{4}, {2}};
   deep.lengths = {5000, 3001};
   add(v, deep);
+  for (const CodecSpec& codec : {kivi4, kivi2}) {
+    many.options.codec = deep.options.codec = {};
+    many.lower = deep.lower = codec;
+    many.growing = deep.growing = codec.k.bits == 2;
+    add(v, many), add(v, deep);
+  }
 }
 
 // Sums of mass in a column of token state, after two calls.

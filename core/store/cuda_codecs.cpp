@@ -26,6 +26,11 @@ Applied CudaStore::encode_pages(const Edit& e, const std::vector<std::int32_t>& 
   a.count = e.list.count;
   a.edit = ++edit_;
   a.codec = e.codec;
+  if (const std::int64_t most_pages = e.list.index.extent[2]; e.codec > 0 && most_pages > 1) {
+    const std::int64_t heads = std::int64_t{a.rows} * options_.shape.kv_heads;
+    a.runs = take_scratch<int>(workspace(), "encode", {heads}).data;
+    a.before = take_scratch<PageEntry>(workspace(), "encode", {heads, most_pages}).data;
+  }
   only_on_cuda<cuda_store::encode>(layer(e.layer), a, stream_);
   return {Fit::ok, -1};
 }

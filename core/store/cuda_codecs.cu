@@ -13,12 +13,84 @@ namespace {
 
 constexpr int threads = 256, warps = threads / 32;
 
-// A block stores a head's listed pages in another codec, one after the other.
+// Stores a page of the first codec in the second, or the other way. The whole block calls it.
+__device__ void encode_page(const CudaStoreLayer& s, int codec, std::int32_t before, std::int32_t fresh) {
+  const PageLayout &from = codec > 0 ? s.layout : s.lower_layout, &to = codec > 0 ? s.lower_layout : s.layout;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int t = warp; t < s.layout.page_size; t += warps) {
+    Carried x;
+    x.read(frame_at(s, 0, before), from, t, to, lane);
+    x.write(frame_at(s, 0, fresh), to, t, lane);
+  }
+  for (const bool key : {true, false})
+    if (ops::side_of(to, key).grouped()) encode_groups(frame_at(s, 0, before), from, frame_at(s, 0, fresh), to, key);
+}
+
+// A list that goes on where the pages of the second codec end, as a prompt's does: a block takes all its frames at
+// once, and no page changes its place. encode_run_kernel then stores the pages side by side.
+__global__ void __launch_bounds__(threads)
+    encode_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x);
+  const Head h = head_of(s, a.slots[row], head);
+  const int n = *h.length, count = a.count(row, head), first = *h.lower_pages;
+  bool runs = count > 0 && count <= a.index.extent[2] && (first + count) * p <= n;
+  for (int i = mine; runs && i < count; i += threads) {
+    const PageEntry& e = h.table[0][first + i];
+    runs = a.index(row, head, i) == first + i && e.frame >= 0 && e.codec != a.codec;
+  }
+  if (__syncthreads_or(!runs)) {
+    if (mine == 0) a.runs[blockIdx.x] = 0;
+    return;
+  }
+  __shared__ int left;
+  const ops::FramePool& pool = s.pool[pool_of(0, a.codec)];
+  if (mine == 0) left = atomicSub(pool.free_count, count);
+  __syncthreads();
+  if (left < count) {
+    if (mine == 0) fail(s, store_no_frame), a.runs[blockIdx.x] = 0;
+    return;
+  }
+  PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
+  for (int i = mine; i < count; i += threads) {
+    PageEntry& e = h.table[0][first + i];
+    before[i] = e;
+    e.frame = pool.free[left - 1 - i];
+    e.codec = static_cast<std::uint8_t>(a.codec);
+  }
+  if (mine == 0) {
+    a.runs[blockIdx.x] = count;
+    *h.lower_pages = first + count;
+    count_fired(s, a.edit);
+  }
+}
+
+// Blocks [share of a run, head].
+__global__ void __launch_bounds__(threads)
+    encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
+  const Head h = head_of(s, a.slots[row], head);
+  const PageEntry* before = a.before + std::int64_t{of} * a.index.extent[2];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int i = static_cast<int>(blockIdx.x); i < a.runs[of]; i += static_cast<int>(gridDim.x)) {
+    const int page = a.index(row, head, i);
+    encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
+    __syncthreads();
+    if (warp == 0) summarize(s, h, page, s.layout.page_size, lane);
+  }
+}
+
+// A block stores a head's listed pages in another codec, one after the other. Of a run it gives the old frames back.
 __global__ void __launch_bounds__(threads)
     encode_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
   const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
   const Head h = head_of(s, a.slots[row], head);
+  if (a.runs && a.runs[blockIdx.x] > 0) {
+    PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
+    for (int i = mine; i < a.runs[blockIdx.x]; i += threads) give_back(s, 0, before[i]);
+    return;
+  }
   const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);
   if (wrong_list(s, a, row, head, pages)) return;
   __shared__ PageEntry before, fresh;
@@ -34,17 +106,7 @@ __global__ void __launch_bounds__(threads)
     }
     __syncthreads();
     const bool goes = changes;
-    if (goes) {
-      const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
-      for (int t = warp; t < p; t += warps) {
-        Carried x;
-        x.read(frame_at(s, 0, before.frame), from, t, to, lane);
-        x.write(frame_at(s, 0, fresh.frame), to, t, lane);
-      }
-      for (const bool key : {true, false})
-        if (ops::side_of(to, key).grouped())
-          encode_groups(frame_at(s, 0, before.frame), from, frame_at(s, 0, fresh.frame), to, key);
-    }
+    if (goes) encode_page(s, a.codec, before.frame, fresh.frame);
     __syncthreads();
     if (!goes) continue;
     const int other = a.codec > 0 ? *h.lower_pages : *h.lower_pages - 1;
@@ -265,8 +327,15 @@ constexpr int blocks = 256;  // of kernels over a pool's list
 
 namespace cuda_store {
 
-void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream) {
-  encode_kernel<<<e.rows * s.kv_heads, threads, 0, stream_of(stream)>>>(s, e);
+void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
+  const cudaStream_t stream = stream_of(to);
+  const auto heads = static_cast<unsigned>(e.rows * s.kv_heads);
+  if (e.runs) {
+    encode_plan_kernel<<<heads, threads, 0, stream>>>(s, e);
+    const auto parts = static_cast<unsigned>(std::clamp<std::int64_t>(e.index.extent[2], 1, 1024));
+    encode_run_kernel<<<dim3(parts, heads), threads, 0, stream>>>(s, e);
+  }
+  encode_kernel<<<heads, threads, 0, stream>>>(s, e);
   check_launch("encode");
 }
 KVLAB_ON_CUDA(encode, encode);

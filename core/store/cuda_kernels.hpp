@@ -129,6 +129,10 @@ struct CudaStorePlace : CudaStoreList {
 
 struct CudaStoreEncode : CudaStoreList {
   int codec = 0;
+  // Scratch, null = each head's pages one after the other. [row, kv_head] pages of a run that goes on where those of
+  // the second codec end, 0 = the list is another; [row, kv_head, entry] their old entries.
+  int* runs = nullptr;
+  PageEntry* before = nullptr;
 };
 
 struct CudaStoreLevels : CudaStoreRows {

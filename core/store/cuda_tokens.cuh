@@ -47,6 +47,7 @@ class Carried {
       const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
       const std::byte* bytes = frame + ops::row_offset(l, key, offset);
       ratio_[side] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
+      if (as.grouped() && of != as) continue;                 // encode_groups writes them
       if (ratio_[side] == 1) {
         const auto* row = reinterpret_cast<const unsigned*>(bytes);
 #pragma unroll
@@ -80,7 +81,7 @@ class Carried {
       } else if (ratio_[side]) {
         put_codes(ops::side_of(l, key), bytes, l.head_dim, lane, [&](int j) { return __float_as_uint(x_[side][j]); });
         if (lane == 0) *meta_at(frame, l, key, offset) = lowered_meta(meta_[side], ratio_[side]);
-      } else if (!ops::side_of(l, key).grouped()) {  // encode_groups writes the others
+      } else if (!ops::side_of(l, key).grouped()) {
         encode(frame, l, key, offset, x_[side], lane);
       }
     }
@@ -102,47 +103,83 @@ class Carried {
   int ratio_[2];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
 
-// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements of a group's tokens.
-__device__ inline void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
-                                     bool key) {
-  const CodecSide side = ops::side_of(lt, key);
+// Scale and zero of the codes of numbers between lo and hi, stored in f16 if `writes`.
+__device__ inline ops::CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* at, bool writes) {
+  const ops::CodeScale exact = ops::code_scale(side, lo, hi);
+  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
+  if (writes) {
+    __half* meta = reinterpret_cast<__half*>(at);
+    meta[0] = scale, meta[1] = zero;
+  }
+  return {__half2float(scale), __half2float(zero)};
+}
+
+// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
+// group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
+template <class Number>
+__device__ void encode_groups_of(const Number& number, std::byte* to, const PageLayout& l, bool key) {
+  constexpr int batch = 8;
+  const CodecSide side = ops::side_of(l, key);
   const bool channel = side.axis == CodeAxis::channel;
-  const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
+  const int p = l.page_size, dim = l.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32, warps = static_cast<int>(blockDim.x) / 32;
   const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
-  const auto scale_of = [&](float lo, float hi, int t, int d, bool writes) {
-    const ops::CodeScale exact = ops::code_scale(side, lo, hi);
-    const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-    if (writes) {
-      __half* meta = reinterpret_cast<__half*>(to + ops::meta_offset(lt, key, t, d));
-      meta[0] = scale, meta[1] = zero;
-    }
-    return ops::CodeScale{__half2float(scale), __half2float(zero)};
-  };
   const auto put = [&](float x, const ops::CodeScale& of, int t, int d) {
     unsigned byte = d < dim ? ops::code_of(side, x, of) << own * side.bits : 0;
     for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
-    if (d < dim && own == 0) to[ops::row_offset(lt, key, t) + d / each] = static_cast<std::byte>(byte);
+    if (d < dim && own == 0) to[ops::row_offset(l, key, t) + d / each] = static_cast<std::byte>(byte);
   };
-  const int tokens = channel ? group : 1;  // of a warp's share
-  for (int share = static_cast<int>(threadIdx.x) / 32; share < p / tokens * tiles; share += warps) {
-    const int first = share / tiles * tokens, d = share % tiles * 32 + lane, within = min(d, dim - 1);
-    float lo = INFINITY, hi = -INFINITY;
-    if (channel) {
-      for (int t = first; t < first + tokens; ++t) {
-        const float x = element(from, lf, key, t, within);
-        lo = fminf(lo, x), hi = fmaxf(hi, x);
-      }
-    } else {
-      const int begin = within / group * group;
-      for (int i = 0; i < group; ++i) {
-        const float x = element(from, lf, key, first, begin + i);
-        lo = fminf(lo, x), hi = fmaxf(hi, x);
-      }
+  // Calls f(t, x) for tokens first to end - 1, a batch after the other.
+  const auto for_tokens = [&](int first, int end, int d, const auto& f) {
+    for (int t = first; t < end; t += batch) {
+      float x[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) x[i] = number(min(t + i, end - 1), d);
+#pragma unroll
+      for (int i = 0; i < batch; ++i)
+        if (t + i < end) f(t + i, x[i]);
     }
-    const ops::CodeScale of = scale_of(lo, hi, first, within, d < dim && (channel || d % group == 0));
-    for (int t = first; t < first + tokens; ++t) put(element(from, lf, key, t, within), of, t, d);
+  };
+  const int tokens = channel ? group : batch, shares = (p + tokens - 1) / tokens * tiles;
+  const bool in_lanes = group < 32 ? (group & (group - 1)) == 0 && dim % 32 == 0 : group == 32;
+  for (int share = static_cast<int>(threadIdx.x) / 32; share < shares; share += warps) {
+    const int first = share / tiles * tokens, end = min(p, first + tokens), d = share % tiles * 32 + lane,
+              within = min(d, dim - 1);
+    if (channel) {
+      float lo = INFINITY, hi = -INFINITY;
+      for_tokens(first, end, within, [&](int, float x) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+      const ops::CodeScale of = put_scale(side, lo, hi, to + ops::meta_offset(l, key, first, within), d < dim);
+      for_tokens(first, end, within, [&](int t, float x) { put(x, of, t, d); });
+    } else {
+      for_tokens(first, end, within, [&](int t, float x) {
+        float lo = x, hi = x;
+        if (in_lanes) {
+          lo = x == x ? x : INFINITY, hi = x == x ? x : -INFINITY;
+          for (int m = 1; m < group; m *= 2)
+            lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
+        } else {
+          lo = INFINITY, hi = -INFINITY;
+          for (int i = 0, begin = within / group * group; i < group; ++i) {
+            const float y = number(t, begin + i);
+            lo = fminf(lo, y), hi = fmaxf(hi, y);
+          }
+        }
+        put(x, put_scale(side, lo, hi, to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0), t, d);
+      });
+    }
   }
+}
+__device__ inline void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                                     bool key) {
+  const int dim = lf.head_dim;
+  const std::byte* rows = from + ops::row_offset(lf, key, 0);
+  if (ops::side_of(lf, key).bits == 0 && lf.dtype == DType::bf16)
+    return encode_groups_of(
+        [&](int t, int d) {
+          return static_cast<float>(reinterpret_cast<const __nv_bfloat16*>(rows)[std::int64_t{t} * dim + d]);
+        },
+        to, lt, key);
+  encode_groups_of([&](int t, int d) { return element(from, lf, key, t, d); }, to, lt, key);
 }
 
 // Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.

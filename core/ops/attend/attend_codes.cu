@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "ops/attend/attend.cuh"
+#include "ops/attend/attend_groups.cuh"
 
 namespace kvlab::ops::decode {
 namespace {
@@ -33,9 +34,27 @@ bool with_rows(CodecSpec codec, const F& f) {
     default: return false;
   }
 }
+// The same for KIVI's groups.
+template <int Dim, int Page, class F>
+bool with_groups(CodecSpec codec, const F& f) {
+  const auto is = [&](std::uint8_t bits) {
+    return codec == CodecSpec{{bits, CodeKind::integer, CodeAxis::channel, 0},
+                              {bits, CodeKind::integer, CodeAxis::token, value_group}};
+  };
+  if (is(4)) return f(std::type_identity<GroupRows<4, Dim, Page>>{}), true;
+  if constexpr (Dim == 128)
+    if (is(2)) return f(std::type_identity<GroupRows<2, Dim, Page>>{}), true;
+  return false;
+}
 template <class F>
 bool with_rows(const PageLayout& l, const F& f) {
-  if (l.codec.grouped()) return false;
+  if (l.codec.grouped()) {
+    if (l.page_size == 16)
+      return l.head_dim == 128 ? with_groups<128, 16>(l.codec, f) : l.head_dim == 64 && with_groups<64, 16>(l.codec, f);
+    if (l.page_size == 32)
+      return l.head_dim == 128 ? with_groups<128, 32>(l.codec, f) : l.head_dim == 64 && with_groups<64, 32>(l.codec, f);
+    return false;
+  }
   if (l.page_size == 16)
     return l.head_dim == 128 ? with_rows<128, 16>(l.codec, f) : l.head_dim == 64 && with_rows<64, 16>(l.codec, f);
   if (l.page_size == 32)

@@ -60,30 +60,17 @@ constexpr unsigned token_order() {
                          : 0x76543210u;
 }
 
-template <class K, class V, int Dim, int Page>
-struct CodeRows {
+// Units of 32 tokens, of pages that a bulk copy brings as a whole.
+template <int Page, int PageBytes>
+struct CodePages {
   using Element = EitherHalf;
-  static constexpr int dim = Dim, column_tiles = 1, unit = 32;
+  static constexpr int column_tiles = 1, unit = 32, halves = unit / unit_tokens, warps = 8;
   static constexpr bool turned = false;
-  static constexpr int unit_rows = 0;                                               // no page has several units
-  static constexpr int key_row = Dim * K::bits / 8, value_row = Dim * V::bits / 8;  // bytes
-  // A page: offsets of its parts, what is copied of it, its room. Swizzled copies begin at multiples of 1024.
-  static constexpr int values = Page * key_row, key_meta = values + Page * value_row, value_meta = key_meta + Page * 4,
-                       page_bytes = value_meta + Page * 4, page_room = (page_bytes + 1023) / 1024 * 1024;
+  static constexpr int unit_rows = 0;  // no page has several units
+  // What is copied of a page, and its room. Swizzled copies begin at multiples of 1024.
+  static constexpr int page_bytes = PageBytes, page_room = (page_bytes + 1023) / 1024 * 1024;
   static constexpr int copied_bytes = unit / Page * page_bytes, stage_bytes = unit / Page * page_room;
-  static constexpr int warps = 8;
-  // A lane has a quarter of a key, in chunks of 16 bytes or less, and an eighth of a value.
-  static constexpr int key_words = key_row / 16, value_words = value_row / 32, own_keys = Dim / 4, own_values = Dim / 8;
-  static constexpr int chunk = own_keys < 128 / K::bits ? own_keys : 128 / K::bits;  // elements
-  static constexpr int tiles = Dim / 16, halves = unit / unit_tokens;
-  static_assert(key_words > 0 && value_words > 0 && page_bytes % 128 == 0);
-  static_assert(Page == 16 || (values % 1024 == 0 && key_meta % 1024 == 0));
-
-  static __device__ __forceinline__ int token_of(int g) {
-    return static_cast<int>(token_order<key_row, value_row>() >> 4 * g & 7);
-  }
-  static __device__ __forceinline__ int element_of(int g, int e) { return g * own_values + e; }
-  static __device__ __forceinline__ int query_element(int q, int i) { return (i / chunk * 4 + q) * chunk + i % chunk; }
+  static_assert(page_bytes % 128 == 0);
 
   static __device__ __forceinline__ void copy(const Args&, const CUtensorMap* map, unsigned to, int y0, int y1,
                                               unsigned barrier, std::uint64_t policy) {
@@ -92,6 +79,62 @@ struct CodeRows {
     bulk_copy_2d(to, map, 0, y0, barrier, policy);
     if (two) bulk_copy_2d(to + page_room, map, 0, y1, barrier, policy);
   }
+
+ protected:
+  // The place of the lane's token in half u, from that in the first half. row: bytes from a token to the next one.
+  template <int Row>
+  static __device__ __forceinline__ unsigned half_of(unsigned first, int u) {
+    if (u == 0) return first;
+    if constexpr (Page == 16) return first + page_room;
+    constexpr unsigned distance = 16 * Row;
+    return distance % 1024 == 0 ? first + distance : first ^ swizzled(distance);
+  }
+  // Words of a key, of which each load has up to four.
+  template <int Words>
+  static __device__ __forceinline__ void load_key(unsigned from, unsigned (&w)[Words]) {
+#pragma unroll
+    for (int i = 0; i < Words; i += 4) load_words<(Words < 4 ? Words : 4)>(from ^ static_cast<unsigned>(i * 16), w + i);
+  }
+  template <int Words>
+  static __device__ __forceinline__ void load_words(unsigned from, unsigned* w) {
+    if constexpr (Words == 4) {
+      const uint4 x = load_shared16(from);
+      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+    } else if constexpr (Words == 2) {
+      const uint2 x = load_shared8(from);
+      w[0] = x.x, w[1] = x.y;
+    } else {
+      w[0] = load_shared4(from);
+    }
+  }
+  // A place in a stage after the swizzle, kept in a register.
+  static __device__ __forceinline__ unsigned place_of(int offset) {
+    unsigned x = swizzled(static_cast<unsigned>(offset));
+    keep_in_register(x);
+    return x;
+  }
+};
+
+template <class K, class V, int Dim, int Page>
+struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
+  using Pages = CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)>;
+  using Pages::halves;
+  using Pages::unit;
+  static constexpr int dim = Dim;
+  static constexpr int key_row = Dim * K::bits / 8, value_row = Dim * V::bits / 8;  // bytes
+  static constexpr int values = Page * key_row, key_meta = values + Page * value_row, value_meta = key_meta + Page * 4;
+  // A lane has a quarter of a key, in chunks of 16 bytes or less, and an eighth of a value.
+  static constexpr int key_words = key_row / 16, value_words = value_row / 32, own_keys = Dim / 4, own_values = Dim / 8;
+  static constexpr int chunk = own_keys < 128 / K::bits ? own_keys : 128 / K::bits;  // elements
+  static constexpr int tiles = Dim / 16;
+  static_assert(key_words > 0 && value_words > 0);
+  static_assert(Page == 16 || (values % 1024 == 0 && key_meta % 1024 == 0));
+
+  static __device__ __forceinline__ int token_of(int g) {
+    return static_cast<int>(token_order<key_row, value_row>() >> 4 * g & 7);
+  }
+  static __device__ __forceinline__ int element_of(int g, int e) { return g * own_values + e; }
+  static __device__ __forceinline__ int query_element(int q, int i) { return (i / chunk * 4 + q) * chunk + i % chunk; }
 
   unsigned qf[own_keys / 2];  // B fragments of Q^T: columns are the query heads of the group
   float factor;               // of products
@@ -146,17 +189,13 @@ struct CodeRows {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) o[0][t][0] = o[0][t][1] = o[0][t][2] = o[0][t][3] = 0;
     all[0] = all[1] = all[2] = all[3] = 0;
-    const auto at = [](int offset) {
-      unsigned x = swizzled(static_cast<unsigned>(offset));
-      keep_in_register(x);
-      return x;
-    };
     for (int r = 0; r < 2; ++r) {
       const int token = own_token + 8 * r;
-      key_at[r] = at(token * key_row + q * chunk * K::bits / 8);
-      key_meta_at[r] = at(key_meta + token * 4), value_meta_at[r] = at(value_meta + token * 4);
+      key_at[r] = Pages::place_of(token * key_row + q * chunk * K::bits / 8);
+      key_meta_at[r] = Pages::place_of(key_meta + token * 4);
+      value_meta_at[r] = Pages::place_of(value_meta + token * 4);
       for (int t = 0; t < 2; ++t)
-        value_at[t][r] = at(values + (token_of(2 * q + t) + 8 * r) * value_row + g * value_words * 4);
+        value_at[t][r] = Pages::place_of(values + (token_of(2 * q + t) + 8 * r) * value_row + g * value_words * 4);
     }
   }
 
@@ -167,8 +206,8 @@ struct CodeRows {
     for (int u = 0; u < halves; ++u)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        load_key(at + half_of<key_row>(key_at[r], u), k[u][r]);
-        meta[u][r] = load_shared4(at + half_of<4>(key_meta_at[r], u));
+        Pages::load_key(at + Pages::template half_of<key_row>(key_at[r], u), k[u][r]);
+        meta[u][r] = load_shared4(at + Pages::template half_of<4>(key_meta_at[r], u));
       }
     float c[halves][2][4];  // two sums, so that a product need not wait for the one before
 #pragma unroll
@@ -207,9 +246,11 @@ struct CodeRows {
 #pragma unroll
     for (int u = 0; u < halves; ++u) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) meta[2 * u + r] = load_shared4(at + half_of<4>(value_meta_at[r], u));
+      for (int r = 0; r < 2; ++r) meta[2 * u + r] = load_shared4(at + Pages::template half_of<4>(value_meta_at[r], u));
 #pragma unroll
-      for (int t = 0; t < 4; ++t) load_words<value_words>(at + half_of<value_row>(value_at[t % 2][t / 2], u), w[u][t]);
+      for (int t = 0; t < 4; ++t)
+        Pages::template load_words<value_words>(at + Pages::template half_of<value_row>(value_at[t % 2][t / 2], u),
+                                                w[u][t]);
     }
     if (valid < unit) {  // what lies after the last token may be anything
 #pragma unroll
@@ -293,33 +334,6 @@ struct CodeRows {
           if constexpr (V::biased) x = (x - 1024 * all[h]) / static_cast<float>(1 << V::shift_of(2 * t + r));
           x = x / unit_scale + zeros[h];
         }
-    }
-  }
-
- private:
-  // The place of the lane's token in half u, from that in the first half. row: bytes from a token to the next one.
-  template <int Row>
-  static __device__ __forceinline__ unsigned half_of(unsigned first, int u) {
-    if (u == 0) return first;
-    if constexpr (Page == 16) return first + page_room;
-    constexpr unsigned distance = 16 * Row;
-    return distance % 1024 == 0 ? first + distance : first ^ swizzled(distance);
-  }
-  static __device__ __forceinline__ void load_key(unsigned from, unsigned (&w)[key_words]) {
-#pragma unroll
-    for (int i = 0; i < key_words; i += 4)
-      load_words<(key_words < 4 ? key_words : 4)>(from ^ static_cast<unsigned>(i * 16), w + i);
-  }
-  template <int Words>
-  static __device__ __forceinline__ void load_words(unsigned from, unsigned* w) {
-    if constexpr (Words == 4) {
-      const uint4 x = load_shared16(from);
-      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-    } else if constexpr (Words == 2) {
-      const uint2 x = load_shared8(from);
-      w[0] = x.x, w[1] = x.y;
-    } else {
-      w[0] = load_shared4(from);
     }
   }
 };

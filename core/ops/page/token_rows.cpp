@@ -1,7 +1,9 @@
 #include "ops/page/token_rows.hpp"
 
 #include <algorithm>
+#include <cstring>
 
+#include "base/half.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 
@@ -10,8 +12,33 @@ namespace kvlab::ops {
 const float* GroupedRows::decode(const std::byte* frame, const PageLayout& l, KvSide side, int begin, int count) {
   if (used_ == rows_.size()) rows_.emplace_back();
   std::vector<float>& rows = rows_[used_++];
-  rows.resize(std::size_t(count) * l.head_dim);
-  for (int t = 0; t < count; ++t) read_row(frame, l, side, begin + t, rows.data() + std::int64_t{t} * l.head_dim);
+  const int dim = l.head_dim;
+  rows.resize(std::size_t(count) * dim);
+  const bool key = side == KvSide::key;
+  const CodeAxis axis = side_of(l, key).axis;
+  const int group = group_of(side_of(l, key), l.page_size, dim);
+  ones_.resize(std::max(ones_.size(), std::size_t(count)), {0x3c00, 0});
+  RowRun codes;
+  codes.data = frame + row_offset(l, key, begin);
+  codes.meta = reinterpret_cast<const std::byte*>(ones_.data());
+  codes.stride = row_bytes(l, key);
+  codes.kind = row_kind(side_of(l, key), l.dtype);
+  codes.count = count;
+  row_kernels().decode(codes, dim, rows.data(), dim);
+  for (int t = begin; t < begin + count; ++t) {
+    if (axis == CodeAxis::token || t == begin || t % group == 0)
+      for (int d = 0; d < dim; ++d) {
+        if (axis == CodeAxis::token && d % group) {
+          scale_[d] = scale_[d - 1], zero_[d] = zero_[d - 1];
+          continue;
+        }
+        std::uint16_t meta[2];
+        std::memcpy(meta, frame + meta_offset(l, key, t, d), 4);
+        scale_[d] = half_to_float(meta[0]), zero_[d] = half_to_float(meta[1]);
+      }
+    float* row = rows.data() + std::int64_t{t - begin} * dim;
+    for (int d = 0; d < dim; ++d) row[d] = row[d] * scale_[d] + zero_[d];
+  }
   return rows.data();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/kv.hpp>
 
+#include <array>
 #include <vector>
 
 #include "ops/page/codes.hpp"
@@ -26,6 +27,8 @@ class GroupedRows {
  private:
   std::vector<std::vector<float>> rows_;  // of each page
   std::size_t used_ = 0;
+  std::vector<std::array<std::uint16_t, 2>> ones_;  // scale 1 and zero 0 in f16, for kernels that decode rows
+  float scale_[256], zero_[256];                    // of the elements of a row
 };
 
 // One side of tokens begin .. begin + count - 1 of a page. It lasts until the next grouped.clear().

@@ -265,8 +265,26 @@ class Both {
   }
 
   void encode(const std::vector<std::int32_t>& rows, int layer) {
+    if (pick(2)) return encode_run(rows, layer);
     const int codec = pick(2);
     apply(rows, layer, some(rows, layer, 5, true), [&](Edits& e, const IndexList& l) { e.encode(PageList{l}, codec); });
+  }
+
+  // Pages that go on where those of the second codec end, as after a prompt; in some lists the last one is not full.
+  void encode_run(const std::vector<std::int32_t>& rows, int layer) {
+    const PagedKv kv = cpu.view(layer, rows);
+    std::vector<test::PerHead> lists;
+    for (const int slot : rows) {
+      test::PerHead row(static_cast<std::size_t>(heads));
+      for (int h = 0; h < heads; ++h) {
+        const int first = kv.lower_pages(slot, h), p = kv.page_size,
+                  more = (cpu.length(layer, slot, h) + p - 1) / p - first;
+        for (int i = 0, count = more > 0 ? pick(more + 1) : 0; i < count; ++i)
+          row[static_cast<std::size_t>(h)].push_back(first + i);
+      }
+      lists.push_back(std::move(row));
+    }
+    apply(rows, layer, lists, [&](Edits& e, const IndexList& l) { e.encode(PageList{l}, 1); });
   }
 
   // Random levels. Those of `rows` may be the rows of all layers.

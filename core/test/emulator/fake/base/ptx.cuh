@@ -33,6 +33,24 @@ inline unsigned halves_of_e4m3(unsigned two) {
   return Pair<__half>::pack(number(two), number(two >> 8));
 }
 
+// A sum is exact in double. It rounds to f32 and then to f16, which differs from a GPU's at ties alone.
+template <class F>
+unsigned of_halves(unsigned x, unsigned y, unsigned z, const F& f) {
+  float a[2], b[2], c[2];
+  Pair<__half>::unpack(x, a[0], a[1]), Pair<__half>::unpack(y, b[0], b[1]), Pair<__half>::unpack(z, c[0], c[1]);
+  return Pair<__half>::pack(static_cast<float>(f(double{a[0]}, double{b[0]}, double{c[0]})),
+                            static_cast<float>(f(double{a[1]}, double{b[1]}, double{c[1]})));
+}
+inline unsigned sub_halves(unsigned x, unsigned y) {
+  return of_halves(x, y, 0, [](double a, double b, double) { return a - b; });
+}
+inline unsigned mul_halves(unsigned x, unsigned y) {
+  return of_halves(x, y, 0, [](double a, double b, double) { return a * b; });
+}
+inline unsigned fma_halves(unsigned x, unsigned y, unsigned z) {
+  return of_halves(x, y, z, [](double a, double b, double c) { return a * b + c; });
+}
+
 inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.f : y;
