@@ -35,11 +35,13 @@ const char* name_of(Answer::Stop stop) {
 
 Sequence::Sequence(Engine& engine) : engine_(engine), logits_(static_cast<std::size_t>(engine.model().config.vocab)) {}
 
-Fit Sequence::begin(const Item& item, std::span<const Asked> asked) {
+Fit Sequence::begin(const Item& item, std::span<const Asked> asked, const SavedSequence* context,
+                    const std::function<void()>& prefilled) {
   slot_ = engine_.open(static_cast<std::uint32_t>(item.sample));
   for (const Asked& a : asked)
     if (a.fed == 0) engine_.ask(slot_, a.question);
-  Fit fit = engine_.prefill(slot_, item.prompt, true, view());
+  Fit fit = context ? engine_.restore(slot_, *context) : engine_.prefill(slot_, item.prompt, true, view());
+  if (fit == Fit::ok && !context && prefilled) prefilled();
   for (std::size_t i = 0; fit == Fit::ok && i <= item.fed.size(); ++i) {
     for (; !asked.empty() && asked.front().fed <= i; asked = asked.subspan(1))
       engine_.ask(slot_, asked.front().question);

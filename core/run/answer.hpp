@@ -1,6 +1,7 @@
 // Every pass over items feeds a prompt, then its question, then the answer token by token.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <span>
 #include <vector>
@@ -48,7 +49,10 @@ class Sequence {
   };
   // Opens a slot for the item's prompt and feeds its question. After out_of_memory it can only be closed. asked:
   // ascending; empty = question 0.
-  Fit begin(const Item& item, std::span<const Asked> asked = {});
+  // context: restored in place of the prompt, null = none. prefilled: called between a prompt and its question.
+  Fit begin(const Item& item, std::span<const Asked> asked = {}, const SavedSequence* context = nullptr,
+            const std::function<void()>& prefilled = {});
+  int slot() const { return slot_; }
   Fit feed(int token);
   void close();
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "base/sha256.hpp"
 #include "run/answer.hpp"
@@ -54,6 +55,13 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
   f.offsets.push_back(0);
   std::vector<int> history;            // the conversation after its prompt, with the full cache's answers
   std::vector<Sequence::Asked> asked;  // of the conversation
+  // The context that the questions of a sample share, as its prompt left it.
+  struct Context {
+    int sample = 0;
+    SavedSequence sequence;
+    std::vector<std::byte> shadow;
+  };
+  std::optional<Context> context;
   for (std::size_t i = 0; i < items.size(); ++i) {
     const Item item = items[i].follows ? after(items[i], history) : items[i];
     const auto& reference =
@@ -61,11 +69,17 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     shadow.reset();
     if (!items[i].follows) asked = {{0, 0}};
     asked.back().question = static_cast<std::uint32_t>(i);
-    want_room(mine.begin(item, asked), engine);
+    shadow.skip(static_cast<int>(item.fed.size()) - 1);  // a question's last step yields the first token
+    const bool known = item.shared && context && context->sample == item.sample;
+    if (known) want_room(shadow.restore(context->shadow), engine);
+    const auto keep = [&] { context = {item.sample, engine.save(mine.slot()), shadow.save()}; };
+    want_room(mine.begin(item, asked, known ? &context->sequence : nullptr,
+                         item.shared && !item.fed.empty() ? std::function<void()>(keep) : nullptr),
+              engine);
     std::vector<double> kl, top1;
     for (std::size_t t = 0; t < reference.tokens.size(); ++t) {
       if (t > 0) want_room(mine.feed(reference.tokens[t - 1]), engine);
-      const Shadow::Rows rows = shadow.take();  // only a question's last step counts: it yields the first token
+      const Shadow::Rows rows = shadow.take();
       if (rows.nonfinite > 0)
         throw NonFinite(
             rows.nonfinite,

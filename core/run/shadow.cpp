@@ -56,6 +56,7 @@ void Shadow::reset() {
   store_.close(0);
   store_.open();
   rows_ = {};
+  skipped_ = 0;
 }
 
 // In the original regime the vectors are already rotated by text position. Otherwise this rotates the raw ones.
@@ -87,6 +88,10 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
   const float* q = original(l.queries, l.raw_queries, newest, queries_);
   const float* k = original(l.keys, l.raw_keys, newest, keys_);
   store_.append(l.layer, 0, k, l.values.data, 1, newest);
+  if (skipped_ > 0) {
+    if (l.layer + 1 == c.layers) store_.advance(0, 1, true), --skipped_;
+    return;
+  }
 
   const std::size_t width = static_cast<std::size_t>(c.heads * c.head_dim);
   output_.resize(width);

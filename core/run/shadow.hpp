@@ -17,6 +17,11 @@ class Shadow final : public EngineObserver {
 
   // Forgets the sequence. A new one starts at position 0.
   void reset();
+  // The sequence as it is now, for a later one that begins with it: in place of the prompt, after reset().
+  std::vector<std::byte> save() const { return store_.save(0); }
+  Fit restore(const std::vector<std::byte>& saved) { return store_.restore(0, saved); }
+  // The next decode steps, so many, are not compared: take() has no rows of them.
+  void skip(int steps) { skipped_ = steps; }
 
   Prompt reads_of_prompt() const override { return Prompt::keys_and_values; }
   void prompt(const PromptLayer& l, const Store& store) override;
@@ -45,6 +50,7 @@ class Shadow final : public EngineObserver {
   const Model& model_;
   CpuStore store_;
   std::vector<std::int32_t> slots_{0};
+  int skipped_ = 0;  // steps still to come
   std::vector<float> queries_, keys_, output_, mass_;
   Rows rows_;
 };
