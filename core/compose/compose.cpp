@@ -51,7 +51,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     }
     if (parts_.selector) selector_needs_ = parts_.selector->needs();
     if (parts_.selector && parts_.host) selector_needs_.host_pages(true);
-    ages_ = parts_.codec && (parts_.codec->residual() > 0 || parts_.codec->spec().grouped());
+    ages_ = parts_.codec && pages_age(*parts_.codec);
     for (Needs* n : {&scorer_needs_, &selector_needs_})
       if (ages_) n->all_layers(true);
     const Needs& n = parts_.scorer ? scorer_needs_ : selector_needs_;
@@ -392,9 +392,9 @@ std::unique_ptr<Policy> compose(Composition parts) {
     refuse(
         "got a budget split that gives the KV heads of a layer different numbers, wanted one that gives them the "
         "same: the scorer needs heads that hold the same tokens");
-  if (parts.host_codec && (parts.host_codec->residual() > 0 || parts.host_codec->spec().grouped()))
+  if (parts.host_codec && pages_age(*parts.host_codec))
     refuse("got a codec with a residual or with groups for pages on the host, wanted one that encodes token by token");
-  if (parts.codec && (parts.codec->residual() > 0 || parts.codec->spec().grouped())) {
+  if (parts.codec && pages_age(*parts.codec)) {
     const std::string codec = "got a codec with a residual or with groups ";
     if (parts.host) refuse(codec + "and placement on the host, wanted one of the two");
     if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0)

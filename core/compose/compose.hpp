@@ -12,6 +12,10 @@
 
 namespace kvlab {
 
+// Whether pages become codes only when they are full and old. Such pages keep their tokens, and a cache with them has a
+// second codec: that of the newest tokens.
+inline bool pages_age(const Codec& codec) { return codec.residual() > 0 || codec.spec().grouped(); }
+
 struct Composition {
   Instance<Scorer> scorer;
   Instance<Budget> split;  // null = uniform

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cases/quick.hpp"
+#include "compose/compose.hpp"
 #include "engine/engine.hpp"
 #include "experiment/build_policy.hpp"
 #include "model/checkpoint.hpp"
@@ -143,8 +144,7 @@ class Subjects {
   // Subject::keeps_tokens
   bool keeps_tokens(const PolicySpec& spec) {
     if (!spec.codec) return false;
-    const auto codec = create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params);
-    return codec->residual() > 0 || codec->spec().grouped();
+    return pages_age(*create<Codec>(registry_.require(Role::codec, spec.codec->name), spec.codec->params));
   }
 
   // The spec with parameter `name` of its scorer set to `word`; nullopt if the scorer has no such choice.
