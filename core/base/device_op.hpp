@@ -9,6 +9,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "base/put_off.hpp"
+
 namespace kvlab {
 
 template <auto Op>
@@ -51,6 +53,7 @@ void (*cuda_reach_from_host())(bool);
 // library's function up once.
 template <auto Function, class... Arguments>
 decltype(auto) only_on_cuda(Arguments&&... arguments) {
+  run_put_off();
   const auto find = [] {
     return reinterpret_cast<decltype(Function)>(find_cuda_op(typeid(CudaOpKey<Function>).name()));
   };

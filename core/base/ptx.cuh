@@ -152,6 +152,20 @@ __device__ __forceinline__ int add_released(int* p, int x) {
   return old;
 }
 
+// Waits until *p is at least x, of blocks that are all under way. The thread then sees what came before add_released in
+// theirs, and so does its block after a barrier.
+__device__ __forceinline__ void wait_for_value(const int* p, int x) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(p) : "memory");
+  } while (now < x);
+}
+
+// Brings a line of 128 bytes to the L2 cache.
+__device__ __forceinline__ void fetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
 // ---- transaction barriers and bulk copies (Hopper) ----------------------------------------------------------------
 
 // Brings a tensor map near, so that the first copy that uses it need not wait for it.
@@ -166,6 +180,8 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Between a thread's stores to shared memory and bulk copies to it, which start after a barrier of the block.
+__device__ __forceinline__ void before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

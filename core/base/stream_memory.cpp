@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/backend.hpp"
+#include "base/put_off.hpp"
 
 namespace kvlab {
 namespace {
@@ -40,7 +41,7 @@ StreamMemory::~StreamMemory() {
 void copy_memory(void* to, const void* from, std::size_t bytes, Stream s) {
   if (bytes == 0) return;
   if (s.device() == Device::cuda)
-    runtime().copy(to, from, bytes, s.handle());
+    run_put_off(), runtime().copy(to, from, bytes, s.handle());
   else
     std::memcpy(to, from, bytes);
 }
@@ -48,13 +49,13 @@ void copy_memory(void* to, const void* from, std::size_t bytes, Stream s) {
 void zero_memory(void* to, std::size_t bytes, Stream s) {
   if (bytes == 0) return;
   if (s.device() == Device::cuda)
-    runtime().fill(to, 0, bytes, s.handle());
+    run_put_off(), runtime().fill(to, 0, bytes, s.handle());
   else
     std::memset(to, 0, bytes);
 }
 
 void synchronize(Stream s) {
-  if (s.device() == Device::cuda) runtime().synchronize(s.handle());
+  if (s.device() == Device::cuda) run_put_off(), runtime().synchronize(s.handle());
 }
 
 }  // namespace kvlab

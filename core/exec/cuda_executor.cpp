@@ -15,6 +15,7 @@
 #include "ops/page/paged.hpp"
 #include "ops/page/prompt_pages.hpp"
 #include "ops/page/rope_rank.hpp"
+#include "ops/retrieve/attend_chosen.hpp"
 #include "ops/score/add_rows.hpp"
 
 namespace kvlab {
@@ -348,7 +349,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   if (decoding() && rounds(kv)) a.rounded = rounded_.as<std::uint16_t>() + first_row * width;
   a.mass = mass;
   a.mass_into = mass_into;
-  ops::attend(a, store_.workspace(), stream_);
+  ops::choose_and_attend(a, store_.workspace(), stream_);
 }
 
 // Attends for the rows of a decode step one by one. In a shared launch the number of rows decides how tokens are cut

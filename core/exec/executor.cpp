@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/put_off.hpp"
 #include "exec/cpu_executor.hpp"
 #include "exec/cuda_executor.hpp"
 
@@ -52,13 +53,17 @@ Fit Executor::run_layers(const std::vector<std::int32_t>& slots, LayerHooks& hoo
     info.room = room(layer, slots);
     longest = std::max(longest, info.room);
     Fit fit = Fit::ok;
-    info.read = hooks.select(info, fit);
-    if (fit != Fit::ok) return fit;
-    View<float, 3> mass;
     const ops::MassColumn into = hooks.mass_into();
-    if (hooks.wants_mass() || into.column >= 0) mass = step_mass(n, info.room);
-    info.output = attend(layer, slots, info.read, mass, into);
-    if (into.column < 0) info.mass = mass;
+    {
+      const PutOffScope scope;  // what select chooses, attention may choose
+      info.read = hooks.select(info, fit);
+      if (fit != Fit::ok) return fit;
+      View<float, 3> mass;
+      if (hooks.wants_mass() || into.column >= 0) mass = step_mass(n, info.room);
+      info.output = attend(layer, slots, info.read, mass, into);
+      if (into.column < 0) info.mass = mass;
+      run_put_off();
+    }
     fit = hooks.attended(info);
     cache_.workspace().reset();
     if (fit != Fit::ok) return fit;

@@ -2,6 +2,8 @@
 #include <algorithm>
 
 #include "base/device_op.hpp"
+#include "base/put_off.hpp"
+#include "ops/retrieve/attend_chosen.hpp"
 #include "store/cuda_store.hpp"
 
 namespace kvlab {
@@ -317,6 +319,7 @@ void CudaStore::note_absent(int index, const std::vector<std::int32_t>& slots, c
 }
 
 ops::FinalList* CudaStore::final_list() {
+  run_put_off();  // a choice that waits counts by the object of before
   auto* counters = counters_.as<CudaStoreCounters>();
   final_ = {};
   final_.count = {&counters->fired, &counters->last_edit, ++edit_};
@@ -347,7 +350,18 @@ IndexList CudaStore::attend_list(const Edit& e, const std::vector<std::int32_t>&
   out.count = take_scratch<std::int32_t>(w, "attend", {rows, s.kv_heads});
   a.out = out.index;
   a.out_count = out.count;
-  only_on_cuda<cuda_store::attend>(layer(e.layer), a, stream_);
+  const CudaStoreLayer of = layer(e.layer);
+  const auto make = [of, a, s = stream_] { only_on_cuda<cuda_store::attend>(of, a, s); };
+  // Attention may make the list in its launch, and the choice in front of it.
+  if (e.verb == Edit::attend && !e.resident && may_put_off()) {
+    ops::ChosenRead read;
+    read.list = PageList{e.list}, read.out = PageList{out}, read.pins = e.pins;
+    read.fired = {&counters_.as<CudaStoreCounters>()->fired, &counters_.as<CudaStoreCounters>()->last_edit, a.edit};
+    read.bad_count = store_bad_list, read.bad_entry = store_bad_attend;
+    ops::put_off_list(read, make);
+  } else {
+    make();
+  }
   stale_ = true;
   return out;
 }

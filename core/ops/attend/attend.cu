@@ -65,21 +65,15 @@ bool attend_pipelined(const AttendArgs& in) {
          (!in.kv.lower_pages || (!in.pages && takes_layout(in, in.kv.layouts[1])));
 }
 
-// Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
-// the lower pages, with Args::rest.
-static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLayout* lower, Args::Part part,
-                        const AttendArgs* prior, Stream s) {
+// All but the launch's rows and what a kind of rows adds.
+Args decode::args_of(const AttendArgs& in, const PageLayout& l, Stream s) {
   const PagedKv& kv = in.kv;
-  const cudaStream_t stream = cuda::stream_of(s);
-  const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
-  const int row_bytes = dim * 2;
-  const bool half = l.dtype == DType::f16, codes = l.codec.k.bits != 0;
+  const int dim = kv.head_dim, row_bytes = dim * 2;
   Args a = {};
   a.table = kv.table.data;
   a.table_slot = kv.table.stride[0], a.table_head = kv.table.stride[1];
   a.length = kv.length.data;
   a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
-  a.part = part;
   a.lower_pages = kv.lower_pages.data;
   a.lower_slot = kv.lower_pages.stride[0], a.lower_head = kv.lower_pages.stride[1];
   a.query_row = in.queries.stride[0], a.query_head = in.queries.stride[1];
@@ -87,12 +81,11 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
   a.wide = reinterpret_cast<std::uintptr_t>(in.out.data) % 16 == 0 && a.out_row % 4 == 0 && a.out_head % 4 == 0;
   a.base = kv.base;
   a.positions = l.positions;
-  if (lower) a.lower_positions = lower->positions;
   a.kv_heads = kv.kv_heads;
   a.pair_of = PairOf(kv.kv_heads);
-  a.group = heads / kv.kv_heads;
+  a.group = static_cast<int>(in.queries.extent[1]) / kv.kv_heads;
   a.page_size = kv.page_size;
-  a.half = half;
+  a.half = l.dtype == DType::f16;
   a.window = in.window;
   a.value_rows = static_cast<int>((l.v - l.k) / 128);
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
@@ -101,21 +94,44 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
   a.arrived = static_cast<int*>(cuda::zeroed(s.handle(), "attend arrived", max_pairs * sizeof(int)));
   a.joint =
       kv.page_size == unit_tokens && l.v - l.k == unit_tokens * row_bytes && 2 * unit_tokens * row_bytes / 128 <= 256;
-  const int unit_rows = std::min(kv.page_size, unit_tokens) * row_bytes / 128 * (a.joint ? 2 : 1);
-  const CUtensorMap* map = codes ? nullptr : &unit_map(kv.base, unit_rows, half);
+  return a;
+}
+
+void decode::set_rows(Args& a, const AttendArgs& in, int begin, int rows) {
+  const std::int64_t heads = in.queries.extent[1];
+  a.rows = rows;
+  a.slots = in.kv.slots + begin;
+  a.queries = in.queries.data + begin * a.query_row;
+  a.out = in.out.data + begin * a.out_row;
+  if (in.rounded) a.rounded = static_cast<std::byte*>(in.rounded) + begin * heads * in.kv.head_dim * 2;
+  a.last = in.last ? in.last + begin : nullptr;
+  if (in.lse) a.lse = in.lse.data + begin * in.lse.stride[0], a.lse_row = in.lse.stride[0];
+}
+
+const CUtensorMap& decode::map_of_units(const PagedKv& kv, const Args& a) {
+  const int unit_rows = std::min(kv.page_size, unit_tokens) * kv.head_dim * 2 / 128 * (a.joint ? 2 : 1);
+  return unit_map(kv.base, unit_rows, a.half);
+}
+
+// Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
+// the lower pages, with Args::rest.
+static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLayout* lower, Args::Part part,
+                        const AttendArgs* prior, Stream s) {
+  const PagedKv& kv = in.kv;
+  const cudaStream_t stream = cuda::stream_of(s);
+  const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
+  const bool codes = l.codec.k.bits != 0;
+  Args a = decode::args_of(in, l, s);
+  a.part = part;
+  if (lower) a.lower_positions = lower->positions;
+  const CUtensorMap* map = codes ? nullptr : &decode::map_of_units(kv, a);
   const bool turn = kv.rope == RopeRegime::cache_relative;
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
   if (turn) a.inv_freq = kv.rope_table.inv_freq, a.turn_scale = kv.rope_table.attention_scale;
   a.rank_room = static_cast<int>(kv.table.extent[2]) * kv.page_size;
   const int at_once = max_pairs / kv.kv_heads;
   for (int begin = 0; begin < kv.rows; begin += at_once) {
-    a.rows = std::min(at_once, kv.rows - begin);
-    a.slots = kv.slots + begin;
-    a.queries = in.queries.data + begin * a.query_row;
-    a.out = in.out.data + begin * a.out_row;
-    if (in.rounded) a.rounded = static_cast<std::byte*>(in.rounded) + std::int64_t{begin} * heads * row_bytes;
-    a.last = in.last ? in.last + begin : nullptr;
-    if (in.lse) a.lse = in.lse.data + begin * in.lse.stride[0], a.lse_row = in.lse.stride[0];
+    decode::set_rows(a, in, begin, std::min(at_once, kv.rows - begin));
     if (prior)
       a.prior_out = prior->out.data + begin * prior->out.stride[0],
       a.prior_lse = prior->lse.data + std::int64_t{begin} * heads;
@@ -136,9 +152,9 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
       decode::launch_codes(a, l, stream);
     } else if (turn) {
       a.rank = ranks + std::int64_t{begin} * kv.kv_heads * a.rank_room;
-      decode::launch_turned(a, dim, half, *map, stream);
+      decode::launch_turned(a, dim, a.half, *map, stream);
     } else {
-      half ? launch_dim<__half>(a, dim, *map, stream) : launch_dim<__nv_bfloat16>(a, dim, *map, stream);
+      a.half ? launch_dim<__half>(a, dim, *map, stream) : launch_dim<__nv_bfloat16>(a, dim, *map, stream);
     }
   }
 }

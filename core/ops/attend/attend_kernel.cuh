@@ -14,6 +14,7 @@
 #pragma once
 #include <algorithm>
 
+#include "ops/attend/attend.hpp"
 #include "ops/attend/attend_merge.cuh"
 
 namespace kvlab::ops::decode {
@@ -449,6 +450,12 @@ void launch(Args a, const CUtensorMap& map, const CUtensorMap* lower_map, cudaSt
   maps.of[Kind::runs - 1] = map;
   cuda::launch("attend", kernel, blocks, warps * 32, bytes, stream, true, a, maps);
 }
+
+// What the arguments of a decode step's kernels have in common (attend.cu): all but rows; those of a launch's rows; the
+// map of a plain cache's units.
+Args args_of(const AttendArgs& in, const PageLayout& l, Stream s);
+void set_rows(Args& a, const AttendArgs& in, int begin, int rows);
+const CUtensorMap& map_of_units(const PagedKv& kv, const Args& a);
 
 // Launches the kernel on turned keys (attend_turned.cu): head_dim 64, 128 or 256.
 void launch_turned(const Args& a, int dim, bool half, const CUtensorMap& map, cudaStream_t stream);

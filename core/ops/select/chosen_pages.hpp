@@ -2,9 +2,49 @@
 #pragma once
 #include <kvlab/ops.hpp>
 
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/page/final_list.hpp"
+
 namespace kvlab::ops {
 
 void chosen_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& choice,
                   Scores scores, PageList out, Stream s);
+
+// A choice of score_pages on CUDA that attention may make in its own launch (base/put_off.hpp).
+struct PutOffChoice {
+  Tensor<3> queries;
+  PagedKv kv;
+  Summaries summaries;
+  PageChoice choice;
+  Scores scores;
+  PageList out;
+  Stream stream;
+};
+// The choice that waits, or null.
+const PutOffChoice* put_off_choice();
+
+// On CUDA: whether tensor cores score the summaries of pages, for a group of query heads, and whether the same launch
+// chooses.
+inline constexpr int most_fused_pages = 12288;  // pages of a head whose scores fit shared memory
+inline bool scores_by_tiles(const PagedKv& kv, const Summaries& s, int group) {
+  const int dim = kv.head_dim;
+  return (s.dtype == DType::bf16 || s.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
+         group <= 16 && kv.kv_heads <= 1024 && s.slot_stride % 16 == 0 && s.head_stride % 16 == 0 &&
+         s.page_stride % 16 == 0 && reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0;
+}
+inline bool chooses_at_once(const PagedKv& kv, const Summaries& s, int group, const Scores& scores) {
+  return scores_by_tiles(kv, s, group) && std::min(kv.table.extent[2], scores.extent[2]) <= most_fused_pages;
+}
+
+// Whether attention will read just the list that `c` gives. It has room for every page.
+inline bool is_final(const PagedKv& kv, const PageChoice& c, const Scores& scores, const PageList& out) {
+  if (!out.final || out.slots || c.heads.flags.data || c.heads.steps || c.heads.classes) return false;
+  const Pins &left_out = c.leave_out, &pins = out.final->pins;
+  return left_out.first <= 0 && left_out.last <= 0 && pins.first <= 0 && pins.last <= 0 &&
+         (!pins.newest_page || c.newest_page) && out.index.extent[2] >= kv.table.extent[2] &&
+         scores.extent[2] >= kv.table.extent[2];
+}
 
 }  // namespace kvlab::ops

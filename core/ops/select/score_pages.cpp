@@ -1,6 +1,7 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "base/device_op.hpp"
@@ -105,6 +106,25 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
 
 namespace {
 
+thread_local std::optional<PutOffChoice> waiting;
+
+// An op that wrote to the list in the meantime has cleared its note.
+void choose_waiting() {
+  const PutOffChoice c = *waiting;
+  const bool noted = c.out.final && c.out.final->index;
+  on_cuda<chosen_pages>(c.queries, c.kv, c.summaries, c.choice, c.scores, c.out, c.stream);
+  if (c.out.final && !noted) c.out.final->clear();
+}
+
+void put_off(const PutOffChoice& c) {
+  run_put_off();
+  waiting = c;
+  if (chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
+      is_final(c.kv, c.choice, c.scores, c.out))
+    c.out.final->set(c.out, c.kv);
+  kvlab::put_off(choose_waiting);
+}
+
 // Replaces the lists of score_pages where an experiment injects others.
 void inject_choice(const PagedKv& kv, const PageChoice& c, const PageList& out, Stream s) {
   const PartTimer timer(Part::other);
@@ -128,12 +148,16 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   check_list(kv, out, op);
   if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
-  if (s.device() == Device::cuda)
+  if (s.device() == Device::cuda && !kv.injected && may_put_off())
+    put_off({queries, kv, summaries, c, scores, out, s});
+  else if (s.device() == Device::cuda)
     on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
   else
     chosen_pages(queries, kv, summaries, c, scores, out, s);
   if (kv.injected && kv.injected->lists) inject_choice(kv, c, out, s);
 }
+
+const PutOffChoice* put_off_choice() { return is_put_off(choose_waiting) ? &*waiting : nullptr; }
 
 // The two overloads of score_pages have one CUDA version under this name.
 void chosen_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,

@@ -196,12 +196,7 @@ void launch_width(const Args& a, int bytes, cudaStream_t stream) {
   }
 }
 
-bool fits_tiles(const PagedKv& kv, const Summaries& s, int group) {
-  const int dim = kv.head_dim;
-  return (s.dtype == DType::bf16 || s.dtype == DType::f16) && (dim == 64 || dim == 96 || dim == 128 || dim == 256) &&
-         group <= 4 * most_column_tiles && kv.kv_heads <= max_pairs && s.slot_stride % 16 == 0 &&
-         s.head_stride % 16 == 0 && s.page_stride % 16 == 0 && reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0;
-}
+static_assert(most_column_tiles == 4 && max_pairs == 1024, "scores_by_tiles holds these bounds");
 
 }  // namespace
 
@@ -230,13 +225,39 @@ struct Apart {
   }
 };
 
-// Whether attention will read just the list that `c` gives. It has room for every page.
-static bool is_final(const PagedKv& kv, const PageChoice& c, const Scores& scores, const PageList& out) {
-  if (!out.final || out.slots || c.heads.flags.data || c.heads.steps || c.heads.classes) return false;
-  const Pins &left_out = c.leave_out, &pins = out.final->pins;
-  return left_out.first <= 0 && left_out.last <= 0 && pins.first <= 0 && pins.last <= 0 &&
-         (!pins.newest_page || c.newest_page) && out.index.extent[2] >= kv.table.extent[2] &&
-         scores.extent[2] >= kv.table.extent[2];
+Args page_scores::args_of(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries,
+                          const PageChoice& c, const Scores& scores) {
+  const int first = first_candidate(c.leave_out, kv.page_size);
+  Args a = {};
+  a.length = kv.length.data;
+  a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
+  a.query_row = queries.stride[0], a.query_head = queries.stride[1];
+  a.data = summaries.data + first * summaries.page_stride;
+  a.slot_stride = summaries.slot_stride, a.head_stride = summaries.head_stride, a.page_stride = summaries.page_stride;
+  a.score_row = scores.stride[0], a.score_head = scores.stride[1];
+  a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.pair_of = PairOf(kv.kv_heads),
+  a.group = static_cast<int>(queries.extent[1]) / kv.kv_heads, a.dim = kv.head_dim;
+  a.page_size = kv.page_size;
+  a.most_pages = static_cast<int>(std::max<std::int64_t>(0, std::min(kv.table.extent[2], scores.extent[2]) - first));
+  a.rule = c.rule, a.scale = c.scale;
+  a.box = summary_vectors(summaries.kind) == 2;
+  a.newest = c.newest_page && c.leave_out.last <= 0;
+  a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
+  a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data + first;
+  return a;
+}
+
+void page_scores::write_to(Args& a, const View<const std::int32_t, 2>& budgets, const PageList& out, int begin) {
+  a.budget_row = budgets.stride[0], a.budget_head = budgets.stride[1];
+  if (budgets) a.budgets = budgets.data + begin * a.budget_row;
+  a.list_row = out.index.stride[0], a.list_head = out.index.stride[1], a.list_step = out.index.stride[2];
+  a.count_row = out.count.stride[0], a.count_head = out.count.stride[1];
+  a.room = static_cast<int>(out.index.extent[2]);
+  a.list = out.index.data, a.count = out.count.data;
+  if (out.slots)
+    a.list_slots = out.slots + begin;
+  else
+    a.list += begin * a.list_row, a.count += begin * a.count_row;
 }
 
 // Where out is null, it only scores.
@@ -246,30 +267,14 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   PagedKv kv = of;
   const GroupRule rule = c.rule;
   const float scale = c.scale;
-  const int first = first_candidate(c.leave_out, kv.page_size);
+  const int first = first_candidate(c.leave_out, kv.page_size), heads = static_cast<int>(queries.extent[1]);
   Scores scores = of_scores;
   scores.data += first;
   scores.extent[2] = std::max<std::int64_t>(0, scores.extent[2] - first);
   const cudaStream_t stream = stream_of(s);
-  const int heads = static_cast<int>(queries.extent[1]);
-  Args a = {};
-  a.length = kv.length.data;
-  a.length_slot = kv.length.stride[0], a.length_head = kv.length.stride[1];
-  a.query_row = queries.stride[0], a.query_head = queries.stride[1];
-  a.data = summaries.data + first * summaries.page_stride;
-  a.slot_stride = summaries.slot_stride, a.head_stride = summaries.head_stride, a.page_stride = summaries.page_stride;
-  a.score_row = scores.stride[0], a.score_head = scores.stride[1];
-  a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.pair_of = PairOf(kv.kv_heads), a.group = heads / kv.kv_heads,
-  a.dim = kv.head_dim;
-  a.page_size = kv.page_size;
-  a.most_pages = static_cast<int>(std::min(std::max<std::int64_t>(0, kv.table.extent[2] - first), scores.extent[2]));
-  a.rule = rule, a.scale = scale;
-  a.box = summary_vectors(summaries.kind) == 2;
-  a.newest = c.newest_page && c.leave_out.last <= 0;
-  a.heads = c.heads, a.leave_out = c.leave_out, a.budget = c.budget, a.first = first;
+  Args a = args_of(queries, kv, summaries, c, of_scores);
   View<const std::int32_t, 2> budgets = c.budgets;
-  a.slots = kv.slots, a.queries = queries.data, a.scores = scores.data;
-  const bool tiles = fits_tiles(kv, summaries, a.group), fused = tiles && out && a.most_pages <= most_fused_pages;
+  const bool tiles = scores_by_tiles(kv, summaries, a.group), fused = tiles && out && a.most_pages <= most_fused_pages;
   if (rule == GroupRule::softmax_mean) {
     a.raw_step = (a.most_pages + 3) / 4 * 4;
     a.raw =
@@ -308,12 +313,6 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     return select();
   }
   a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
-  if (fused) {
-    a.budget_row = budgets.stride[0], a.budget_head = budgets.stride[1];
-    a.list_row = out->index.stride[0], a.list_head = out->index.stride[1], a.list_step = out->index.stride[2];
-    a.count_row = out->count.stride[0], a.count_head = out->count.stride[1];
-    a.room = static_cast<int>(out->index.extent[2]);
-  }
   FinalList* final = fused && is_final(kv, c, of_scores, *out) ? out->final : nullptr;
   if (final) a.fired = final->count;
   const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
@@ -326,15 +325,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
     b.queries += begin * a.query_row;
     b.scores += begin * a.score_row;
     if (a.raw) b.raw += std::int64_t{begin} * heads * a.raw_step;
-    if (fused) {
-      if (budgets) b.budgets = budgets.data + begin * a.budget_row;
-      b.list = out->index.data;
-      b.count = out->count.data;
-      if (out->slots)
-        b.list_slots = out->slots + begin;
-      else
-        b.list += begin * a.list_row, b.count += begin * a.count_row;
-    }
+    if (fused) write_to(b, budgets, *out, begin);
     if (ring)
       f16 ? launch_ring_width<__half>(b, row_bytes, stream) : launch_ring_width<__nv_bfloat16>(b, row_bytes, stream);
     else

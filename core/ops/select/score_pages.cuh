@@ -5,6 +5,7 @@
 #include "base/line.cuh"
 #include "ops/page/final_list.hpp"
 #include "ops/select/candidates.hpp"
+#include "ops/select/chosen_pages.hpp"
 #include "ops/select/select_held.cuh"
 
 namespace kvlab::ops::page_scores {
@@ -13,8 +14,7 @@ using device::all_lanes;
 using device::SelectShared;
 
 constexpr int threads = 256, warps = threads / 32, tile_pages = 16;
-constexpr int chunk_bytes = 64;          // bytes of a summary that the four lanes of a row take at once
-constexpr int most_fused_pages = 12288;  // pages of a head whose scores fit shared memory
+constexpr int chunk_bytes = 64;  // bytes of a summary that the four lanes of a row take at once
 
 // What a softmax over scores needs: the highest, and the sum of exp(score - high).
 struct alignas(8) Softmax {
@@ -67,6 +67,12 @@ struct Args {
     return budgets ? budgets[row * budget_row + head * budget_head] : budget;
   }
 };
+
+// Arguments of a scoring launch over all rows (score_pages.cu), without lists. write_to: the lists and budgets of rows
+// from `begin` on.
+Args args_of(const View<const float, 3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,
+             const Scores& scores);
+void write_to(Args& a, const View<const std::int32_t, 2>& budgets, const PageList& out, int begin);
 
 // Bytes that hold a bit for each page, a multiple of 16.
 __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 32 + 3) / 4 * 16; }
@@ -132,15 +138,40 @@ __device__ __forceinline__ void stage_queries(const Args& a, const float* querie
   }
 }
 
+// Multiplies a tile at shared memory `from`, as a bulk copy leaves it, with the fragments b. Lane 4 g + q gets the sums
+// of pages g and g + 8, which write_tile takes.
+template <class T, int Chunks, int Tiles>
+__device__ __forceinline__ void multiply_tile(unsigned from, const uint4 (&b)[Tiles][Chunks], float (&sum)[Tiles][4]) {
+  constexpr int page_bytes = Chunks * chunk_bytes;
+  const int lane = threadIdx.x % 32, quarter = lane % 4;
+  from += lane / 4 * page_bytes;
+  float sums[Tiles][2][4] = {};
+#pragma unroll
+  for (int c = 0; c < Chunks; ++c) {
+    const int swizzle = (lane / 4 * (page_bytes / 128) + c / 2) & 7;
+    const unsigned at = from + c / 2 * 128 + ((c % 2 * 4 + quarter) ^ swizzle) * 16;
+    const uint4 low = cuda::load_shared16(at), high = cuda::load_shared16(at + 8 * page_bytes);
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+      cuda::mma16816<T>(sums[t][0], low.x, high.x, low.y, high.y, b[t][c].x, b[t][c].y);
+      cuda::mma16816<T>(sums[t][1], low.z, high.z, low.w, high.w, b[t][c].z, b[t][c].w);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[t][i] = sums[t][0][i] + sums[t][1][i];
+}
+
 // Writes the scores of pages `page` and page + 8 to `scores` and, unless it is null, to `own`. The lane's sums of a
 // tile lie as in C: column 2 h is query head h with the rounded query, and column 2 h + 1 with the rest. Where the rule
 // is softmax_mean, scores of the query heads go to Args::raw instead, and softmax[t] covers those of head 4 t + lane
-// % 4.
-template <int Tiles>
+// % 4. MayBeRaw: false = another rule.
+template <bool MayBeRaw = true, int Tiles>
 __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
                                            int pages, float* scores, float* own, Softmax (&softmax)[Tiles]) {
   const int quarter = threadIdx.x % 4;
-  const bool raw = a.rule == GroupRule::softmax_mean;
+  const bool raw = MayBeRaw && a.rule == GroupRule::softmax_mean;
   const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
   float best[2] = {none, none};
 #pragma unroll

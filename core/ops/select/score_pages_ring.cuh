@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(threads, 1)
   __shared__ SelectShared select;
   __shared__ int merges;
   const Args& a = r.all;
-  const int pairs = a.rows * a.kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
+  const int pairs = a.rows * a.kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned my_stages = cuda::shared_address(memory) + warp * R::stages * R::tile_bytes;
   const unsigned my_barriers = cuda::shared_address(memory) + R::barriers_at + warp * R::stages * 8;
   uint4* fragments = reinterpret_cast<uint4*>(memory + R::fragments_at);
@@ -191,27 +191,11 @@ __global__ void __launch_bounds__(threads, 1)
     if (next < stop) copy_queries(r, next, queries);
     for (; item < until; item += warps) {
       cuda::barrier_wait(my_barriers + 8 * stage, parity);
-      const unsigned from = my_stages + stage * R::tile_bytes + lane / 4 * R::page_bytes;
-      float sums[Tiles][2][4] = {};
-#pragma unroll
-      for (int c = 0; c < Chunks; ++c) {
-        const int swizzle = (lane / 4 * R::page_rows + c / 2) & 7;
-        const unsigned at = from + c / 2 * 128 + ((c % 2 * 4 + quarter) ^ swizzle) * 16;
-        const uint4 low = cuda::load_shared16(at), high = cuda::load_shared16(at + 8 * R::page_bytes);
-#pragma unroll
-        for (int t = 0; t < Tiles; ++t) {
-          cuda::mma16816<T>(sums[t][0], low.x, high.x, low.y, high.y, b[t][c].x, b[t][c].y);
-          cuda::mma16816<T>(sums[t][1], low.z, high.z, low.w, high.w, b[t][c].z, b[t][c].w);
-        }
-      }
+      float sum[Tiles][4];
+      multiply_tile<T>(my_stages + stage * R::tile_bytes, b, sum);
       __syncwarp();
       ask(item + R::stages * warps, stage);
       if (++stage == R::stages) stage = 0, parity ^= 1;
-      float sum[Tiles][4];
-#pragma unroll
-      for (int t = 0; t < Tiles; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[t][i] = sums[t][0][i] + sums[t][1][i];
       const int page = (tile_of(item) - begin) * tile_pages + lane / 4;
       write_tile(a, sum, row, kv_head, page, pages, scores, a.list ? own_scores : nullptr, softmax);
     }

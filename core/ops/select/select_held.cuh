@@ -201,8 +201,73 @@ struct Held {
     return true;
   }
 
+  // The same for any entries of [0, n), by halving the range that the worst of the best lies in. It has a tenth of the
+  // code of `select`. So a kernel of many parts waits less for its code.
+  __device__ __forceinline__ void select_by_halves(int wanted, int n, SelectShared& s) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr unsigned of_nan = 1;  // no number has this key; 0 = chosen already, or past the end
+    unsigned key[each], low = ~0u, high = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const bool open = index(i) < n && !(chosen >> i & 1u);
+      key[i] = !open ? 0 : x[i] == x[i] ? score_key(x[i]) : of_nan;
+      high = max(high, key[i]);
+      if (open) low = min(low, key[i]);
+    }
+    low = __reduce_min_sync(all_lanes, low), high = __reduce_max_sync(all_lanes, high);
+    if (lane == 0) s.bins[warp] = low, s.bins[warps + warp] = high;
+    __syncthreads();
+    for (int w = 0; w < warps; ++w) low = min(low, s.bins[w]), high = max(high, s.bins[warps + w]);
+    unsigned* counts = s.bins + 2 * warps;
+    // Entries of the block for which takes(i) holds. Two calls in a row use different counts.
+    const auto count = [&](const auto& takes) {
+      unsigned own = 0;
+#pragma unroll
+      for (int i = 0; i < each; ++i) own += takes(i);
+      own = __reduce_add_sync(all_lanes, own);
+      counts = counts == s.bins + 2 * warps ? s.bins + 3 * warps : s.bins + 2 * warps;
+      if (lane == 0) counts[warp] = own;
+      __syncthreads();
+      own = 0;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) own += counts[w];
+      return static_cast<int>(own);
+    };
+    // `wanted` entries or more reach `low`. Fewer reach `high`.
+    ++high;
+    int reach = n + 1;  // of those that reach `low`, once it is known
+#pragma unroll 1
+    while (high - low > 1 && reach != wanted) {
+      const unsigned mid = low + (high - low) / 2;
+      const int here = count([&](int i) { return key[i] >= mid; });
+      if (here >= wanted)
+        low = mid, reach = here;
+      else
+        high = mid;
+    }
+    // Of entries with the worst key the first ones are chosen.
+    int last = n;
+    if (reach != wanted) {
+      const int better = count([&](int i) { return key[i] > low; });
+      int first = 0;
+#pragma unroll 1
+      while (last - first > 1) {
+        const int mid = first + (last - first) / 2;
+        if (better + count([&](int i) { return key[i] == low && index(i) < mid; }) >= wanted)
+          last = mid;
+        else
+          first = mid;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (key[i] > low || (key[i] == low && index(i) < last)) chosen |= 1u << i;
+  }
+
   // Writes the chosen entries as an ascending list of at most `room`, and returns its length. Uses s.bins.
-  __device__ __forceinline__ int write(std::int32_t* to, std::int64_t step, int room, SelectShared& s) const {
+  // first: added to each entry.
+  template <class Index>
+  __device__ __forceinline__ int write(Index* to, std::int64_t step, int room, SelectShared& s, int first = 0) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     unsigned counts = 0;  // byte j: chosen entries of vector j
 #pragma unroll
@@ -236,7 +301,7 @@ struct Held {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (chosen >> (4 * j + e) & 1u) {
-          if (at < room) to[at * step] = index(4 * j + e);
+          if (at < room) to[at * step] = static_cast<Index>(first + index(4 * j + e));
           ++at;
         }
     }

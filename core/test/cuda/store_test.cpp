@@ -6,12 +6,15 @@
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <limits>
+#include <optional>
 #include <random>
 
 #include "base/backend.hpp"
+#include "base/put_off.hpp"
 #include "cases/place.hpp"
 #include "cases/quick.hpp"
 #include "ops/score/verify.hpp"
+#include "ops/select/chosen_pages.hpp"
 #include "support/store_fixture.hpp"
 
 using namespace kvlab;
@@ -905,6 +908,11 @@ TEST_CASE("cuda store: a list that score_pages chose for an attention is attende
     Pins pins;
     bool as_it_is, fires;
   };
+  // In a step the choice may wait for attention. Here the next op, or a look at memory, makes it.
+  const bool waits = GENERATE(false, true);
+  CAPTURE(waits);
+  std::optional<PutOffScope> scope;
+  if (waits) scope.emplace();
   PageChoice few, all, newest, some_pages;
   few.budget = newest.budget = some_pages.budget = 3;
   all.budget = static_cast<int>(pages);
@@ -927,6 +935,7 @@ TEST_CASE("cuda store: a list that score_pages chose for an attention is attende
     list.final = note;
     const auto before = both.cuda.fired();
     ops::score_pages(queries, kv, summaries, choice, scores, list, both.memory.stream());
+    CHECK((ops::put_off_choice() != nullptr) == waits);
     Edits edits(0), plain(0);
     edits.attend(list, pins);
     const IndexList got = both.cuda.resolve_attend(edits.all()[0], rows, both.cuda.workspace());

@@ -60,6 +60,7 @@ Out together(const char* what, unsigned mask, const In& in, F) {
 
 bool meet_block(bool value);  // all threads of the block meet; true if any of them brought true
 void pause();                 // others may run first
+void wait_for_others();       // of blocks that may not be under way yet
 void waited_for_predecessor();
 
 // Shared memory of the block. Addresses are 32-bit, as in PTX.

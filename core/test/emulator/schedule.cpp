@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <deque>
 #include <kvlab/error.hpp>
 
 #include "block.hpp"
@@ -15,7 +16,8 @@ Now now;
 namespace {
 
 constexpr std::size_t stack_bytes = 65536 + 832;  // not a power of two: stacks spread over the sets of a cache
-constexpr int most_at_once = 4;                   // blocks
+constexpr int most_at_once = 4;                   // blocks, unless blocks wait for others
+constexpr int most_waits = 1 << 20;               // one after the other, before a launch counts as stuck
 constexpr unsigned char stack_mark = 0x5a;
 
 struct Failure {
@@ -30,6 +32,7 @@ const std::function<void()>* body = nullptr;
 std::vector<Warp*> runnable;
 std::string failure;
 bool failed = false;
+int waits = 0;  // for other blocks, since work went on
 unsigned seed = 1;
 
 [[gnu::noinline]] void jump(std::jmp_buf& from, std::jmp_buf& to) {
@@ -106,7 +109,7 @@ std::string place(const Block& b) {
          std::to_string(b.index.z) + ")";
 }
 
-[[noreturn]] void stop(const std::string& message, std::vector<Block>& blocks) {
+[[noreturn]] void stop(const std::string& message, std::deque<Block>& blocks) {
   for (Block& b : blocks) {
     b.active = false;
     for (auto& f : b.fibers) f->usable = false;
@@ -118,7 +121,7 @@ std::string place(const Block& b) {
                      "emulated " + launch->kernel);
 }
 
-std::string stuck(const std::vector<Block>& blocks) {
+std::string stuck(const std::deque<Block>& blocks) {
   for (const Block& b : blocks) {
     if (!b.active) continue;
     std::string text = "nothing can go on in " + place(b) + ": of " + std::to_string(b.threads) + " threads " +
@@ -192,6 +195,12 @@ void pause() {
   jump(current->context, scheduler);
 }
 
+void wait_for_others() {
+  ++waits;
+  current->warp->ready |= 1u << (current->thread % 32);
+  jump(current->context, scheduler);
+}
+
 void* bring(std::size_t bytes) { return current->warp->in + bytes * (current->thread % 32); }
 
 const void* meet(const char* what, unsigned mask, Combine combine) {
@@ -231,7 +240,7 @@ bool meet_block(bool value) {
 void waited_for_predecessor() { block().waited = true; }
 
 void run(const Launch& l, const std::function<void()>& thread) {
-  static std::vector<Block> blocks(most_at_once);
+  static std::deque<Block> blocks(most_at_once);
   launch = &l;
   body = &thread;
   now.block_dim = l.block, now.grid_dim = l.grid;
@@ -247,7 +256,14 @@ void run(const Launch& l, const std::function<void()>& thread) {
                   static_cast<unsigned>(i / l.grid.x / l.grid.y)));
   };
   for (std::size_t i = 0; i < at_once; ++i) refill(blocks[i]);
+  waits = 0;
   for (;;) try {
+      if (waits > 0 && waits % 64 == 0 && next < order.size()) {
+        const auto idle = std::find_if(blocks.begin(), blocks.end(), [](const Block& b) { return !b.active; });
+        refill(idle != blocks.end() ? *idle : blocks.emplace_back());
+        waits = 0;
+      }
+      if (waits > most_waits) stop("blocks wait for others that never come", blocks);
       if (runnable.empty() || random()() % 16 == 0) {
         std::vector<Block*> with_copies;
         for (Block& b : blocks)

@@ -269,6 +269,11 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     std::fill_n(out, 32, *std::max_element(in, in + 32));
   });
 }
+inline unsigned __reduce_min_sync(unsigned mask, unsigned x) {
+  return emulator::together<unsigned>("__reduce_min_sync", mask, x, [](const unsigned* in, unsigned* out) {
+    std::fill_n(out, 32, *std::min_element(in, in + 32));
+  });
+}
 inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 template <class T>
 unsigned __match_any_sync(unsigned mask, T x) {

@@ -141,10 +141,16 @@ void mma_rows(float (&c)[64], std::uint64_t a, std::uint64_t b, bool adds) {
     }
 }
 
+inline void wait_for_value(const int* p, int x) {
+  while (*static_cast<const volatile int*>(p) < x) emulator::wait_for_others();
+}
+inline void fetch_line(const void*) {}
+
 inline void barrier_init(unsigned barrier, unsigned arrivals) { emulator::barrier_init(barrier, arrivals); }
 inline int add_released(int* p, int x) { return atomicAdd(p, x); }
 
 inline void barrier_init_fence() { emulator::pause(); }
+inline void before_bulk_copies() {}
 inline void barrier_expect(unsigned barrier, unsigned bytes) { emulator::barrier_expect(barrier, bytes); }
 inline void barrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
 inline void barrier_wait(unsigned barrier, unsigned parity) { emulator::barrier_wait(barrier, parity); }
