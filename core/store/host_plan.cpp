@@ -38,22 +38,19 @@ HeadLevels order_head(const CudaStoreLayer& s, const CudaStoreLevels& a, int of)
   if (n > a.levels.extent[2] || n > a.most) return {{}, true};
   std::int32_t* order = a.order + std::int64_t{of} * a.most;
   const std::uint8_t* level = n > 0 ? &a.levels(row, head, 0) : nullptr;
-  const std::int64_t step = a.levels.stride[2];
-  int low = 0;
-  for (int t = 0; t < n; ++t) {
-    const std::uint8_t own = level[t * step];
-    if (own != level_gone && own >= codecs) return {{}, true};
-    low += own == 1;
-  }
+  // No branch depends on a level: levels are hard to predict.
+  int low = 0, bad = 0;
+  for (int t = 0; t < n; ++t) low += level[t] == 1, bad |= (level[t] != level_gone) & (level[t] >= codecs);
+  if (bad) return {{}, true};
   low = low / p * p;
   int lows = 0, kept = low;
   bool same = low == (s.lower_pages ? s.lower_pages[at] * p : 0);
   for (int t = 0; t < n; ++t) {
-    const std::uint8_t own = level[t * step];
-    if (own == level_gone) continue;
-    const int to = own == 1 && lows < low ? lows++ : kept++;
+    const bool is_low = (level[t] == 1) & (lows < low), stays = (level[t] != level_gone) & !is_low;
+    const int to = is_low ? lows : kept;  // of a token that leaves: the next one that stays overwrites it
     order[to] = t;
-    same = same && to == t;
+    same &= to == t;
+    lows += is_low, kept += stays;
   }
   return {{same && kept == n ? -1 : kept, low}, false};
 }
