@@ -534,7 +534,7 @@ std::vector<Case> list() {
       v.push_back(timed(shape, s));
     }
   s.summary = Summary::none;
-  for (const auto& [name, codec] : {std::pair{"bf16, as kivi's newest tokens", CodecSpec{}},
+  for (const auto& [name, codec] : {std::pair{"bf16", CodecSpec{}},
                                     {"k8v8", CodecSpec{{8}, {8}}},
                                     {"k8v4", CodecSpec{{8}, {4}}},
                                     {"k4v4", CodecSpec{{4}, {4}}},

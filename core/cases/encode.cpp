@@ -15,7 +15,7 @@ namespace {
 
 constexpr CodecSide fp8{8, CodeKind::e4m3};
 constexpr CodecSpec k8v4{{8}, {4}}, k4v2{{4}, {2}};
-constexpr CodecSpec kivi(std::uint8_t bits, std::uint16_t group) {
+constexpr CodecSpec grouped(std::uint8_t bits, std::uint16_t group) {
   return {{bits, CodeKind::integer, CodeAxis::channel, group}, {bits, CodeKind::integer, CodeAxis::token, group}};
 }
 
@@ -143,15 +143,15 @@ struct Named {
   std::optional<CodecSpec> from;
   CodecSpec to;
 };
-// group: of kivi's scales.
+// group: of keys' scales by channel and values' by token.
 std::vector<Named> codecs(std::uint16_t group) {
   return {{"k8v8", {}, {{8}, {8}}},
           {"k8v4", {}, k8v4},
           {"k4v4", {}, {{4}, {4}}},
           {"k4v2", {}, k4v2},
           {"fp8", {}, {fp8, fp8}},
-          {"kivi4, full pages of bf16", CodecSpec{}, kivi(4, group)},
-          {"kivi2, full pages of bf16", CodecSpec{}, kivi(2, group)},
+          {"int4 by channel, full pages of bf16", CodecSpec{}, grouped(4, group)},
+          {"int2 by channel, full pages of bf16", CodecSpec{}, grouped(2, group)},
           {"k4v2, full pages of k8v4", k8v4, k4v2}};
 }
 
