@@ -151,7 +151,7 @@ KVLAB_PLUGIN(
         .param("unit", Unit::n, "of the prompt's thresholds: 1 / tokens (n) or 1 / number of the token (i)")
         .param("queries", Queries::last_64, "of the prompt that score its tokens")
         .param("greatest", Greatest::mean,
-               "of a group's query heads, in the prompt: of their means (as the paper says and the code does) "
+               "of a group's query heads, in the prompt: of their means (the code's order, as the paper reads) "
                "or of their scores for each query, whose mean then counts. Decode steps add the greatest score")
         .param("rule", Rule::merged, "of decode steps: of the released code, or the paper's algorithm 1")
         .param("age", Age::all_steps,
