@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -60,8 +61,11 @@ std::optional<Line> timed(const cases::Case& c, Device device) {
                                            : time_runs(c.cpu_runs, run);
   Line l{c.op, c.shape, c.kernel.empty() ? scene->kernel() : c.kernel, t.median / c.copies, t.best / c.copies};
   l.bytes = c.work.bytes, l.flops = c.work.flops, l.reads = c.work.reads;
-  if (c.work.copy != cases::Work::Copy::none)
-    l.copy_rate = cuda_copy_rate(place.stream(), c.work.copy == cases::Work::Copy::to_device);
+  using Copy = cases::Work::Copy;
+  if (c.work.copy == Copy::in_memory)
+    l.copy_rate = device == Device::cuda ? cuda_inner_copy_rate(place.stream()) : measure_copy_rate();
+  else if (c.work.copy != Copy::none)
+    l.copy_rate = cuda_copy_rate(place.stream(), c.work.copy == Copy::to_device);
   return l;
 }
 
@@ -145,6 +149,18 @@ double measure_read_rate() {
   volatile std::uint64_t keep = sum;  // the compiler must not remove the reads
   (void)keep;
   return static_cast<double>(read * sizeof(std::uint64_t)) / t.best;
+}
+
+double measure_copy_rate() {
+  constexpr std::size_t bytes = std::size_t{256} << 20, piece = std::size_t{1} << 20;
+  const Buffer from(bytes), to(bytes);
+  std::memset(from.as<std::byte>(), 1, bytes);
+  const Times t = time_runs(5, [&] {
+#pragma omp parallel for schedule(static)
+    for (std::size_t at = 0; at < bytes; at += piece)
+      std::memcpy(to.as<std::byte>() + at, from.as<std::byte>() + at, piece);
+  });
+  return 2. * bytes / t.best;
 }
 
 GemmRate measure_gemm_rate() {

@@ -11,6 +11,9 @@ namespace kvlab::bench {
 // Bytes per second that all OpenMP threads read together from memory: the best of several passes over 1 GiB.
 double measure_read_rate();
 
+// Bytes per second that all OpenMP threads read and write together in a copy: the best of several of 256 MiB.
+double measure_copy_rate();
+
 struct GemmRate {
   double flop_per_s = 0;
   std::string kernel;  // the fastest one here
@@ -33,7 +36,8 @@ struct Line {
   double bytes = 0, flops = 0;   // what a run must move and compute
   bool reads = false;
   double overhead = -1;  // share of a decode step's time in which no kernel ran; -1 = not measured
-  double copy_rate = 0;  // bytes per second of a plain copy in the same direction; > 0: the case is held against it
+  // Bytes per second of a plain copy in the same direction, or within memory; > 0: the case is held against it.
+  double copy_rate = 0;
   // The decode step that ran while the line's work ran again and again; `seconds` is then the mean. Empty = none did.
   struct Beside {
     std::string step;

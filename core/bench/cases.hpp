@@ -63,5 +63,7 @@ GemmRate cuda_gemm_rate();
 double cuda_seconds(Stream s, const std::function<void()>& work);
 // Bytes per second of a plain copy between pinned and device memory.
 double cuda_copy_rate(Stream s, bool to_device);
+// Bytes per second that a plain copy within device memory reads and writes.
+double cuda_inner_copy_rate(Stream s);
 
 }  // namespace kvlab::bench

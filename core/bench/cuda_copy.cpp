@@ -26,4 +26,17 @@ double cuda_copy_rate(Stream s, bool to_device) {
   return bytes / best;
 }
 
+double cuda_inner_copy_rate(Stream s) {
+  constexpr std::size_t bytes = std::size_t{1} << 30;
+  const DeviceBuffer from(bytes), to(bytes);
+  const CudaRuntime& r = cuda_backend()->runtime;
+  r.fill(from.as<void>(), 1, bytes, s.handle());
+  double best = 0;
+  for (int i = 0; i < 5; ++i) {
+    const double t = cuda_seconds(s, [&] { r.copy(to.as<void>(), from.as<void>(), bytes, s.handle()); });
+    best = i == 0 ? t : std::min(best, t);
+  }
+  return 2. * bytes / best;
+}
+
 }  // namespace kvlab::bench

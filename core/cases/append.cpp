@@ -534,10 +534,17 @@ std::vector<Case> list() {
       v.push_back(timed(shape, s));
     }
   s.summary = Summary::none;
-  for (const CodecSpec& codec : {CodecSpec{{8}, {8}}, CodecSpec{{8}, {4}}, CodecSpec{{4}, {2}}, CodecSpec{fp8, fp8}}) {
+  for (const auto& [name, codec] : {std::pair{"bf16", CodecSpec{}},
+                                    {"k8v8", CodecSpec{{8}, {8}}},
+                                    {"k8v4", CodecSpec{{8}, {4}}},
+                                    {"k4v4", CodecSpec{{4}, {4}}},
+                                    {"k4v2", CodecSpec{{4}, {2}}},
+                                    {"fp8", CodecSpec{fp8, fp8}}}) {
+    s.rows = 128, s.frames = s.rows * s.kv_heads * s.max_pages;
     s.codec = codec;
-    v.push_back(
-        timed(fmt::format("rope_append, {} and {}", format_of(codec.k, ""), format_of(codec.v, "")).c_str(), s));
+    v.push_back(timed(fmt::format("one token a sequence, {}", name).c_str(), s));
+    v.back().op = "encode";
+    v.back().work.copy = Work::Copy::in_memory;
   }
   s.codec = {};
   // The case does not use its pages, so they are small.

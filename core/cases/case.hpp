@@ -67,7 +67,8 @@ class Scene {
 struct Work {
   double bytes = 0, flops = 0;
   bool reads = true;  // it is held against the machine's read rate; else against its rate of products
-  enum class Copy { none, to_device, to_host } copy = Copy::none;  // or against a plain copy from or to pinned memory
+  // Or against a plain copy: from or to pinned memory, or within the device's own, where bytes are read and written.
+  enum class Copy { none, to_device, to_host, in_memory } copy = Copy::none;
 };
 
 struct Case {

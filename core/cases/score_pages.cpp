@@ -36,10 +36,12 @@ void check_votes(OnCache& x) {
   for (int r = 0; r < x.c.rows(); ++r) seen.push_back(3 * x.kv.tokens(r, 0) + 1);
   const auto there = queries.put();
   const std::int32_t* seen_there = x.place.put(seen);
-  x.same<3>(
-      "window_votes", Guarded<3>({x.c.rows(), x.c.heads(), x.c.room()}).view(), votes_margin(x.stream().device()),
-      [&](Scores out) { ops::window_votes(there, seen_there, x.there, out, x.stream()); },
-      [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out); });
+  for (const int heads : {x.c.heads(), x.c.kv_heads()})
+    x.same<3>(
+        fmt::format("window_votes of {} heads", heads), Guarded<3>({x.c.rows(), heads, x.c.room()}).view(),
+        votes_margin(x.stream().device()),
+        [&](Scores out) { ops::window_votes(there, seen_there, x.there, out, x.stream()); },
+        [&](Scores out) { ops::window_votes_reference(queries.view(), seen.data(), x.kv, out); });
 }
 
 // Shapes of the tensor cores.
@@ -65,11 +67,12 @@ void check_wide_votes(Place& place, Check& check, CodecSide keys) {
       const PagedKv there = place.put(cache.view(), cache.arena_bytes());
       const auto queries_there = place.put(queries);
       const std::int32_t* seen_there = place.put(seen);
-      same<3>(
-          place, check, fmt::format("head size {}, {} queries", dim, window), Guarded<3>({o.rows, heads, 405}).view(),
-          votes_margin(place.stream().device()),
-          [&](Scores out) { ops::window_votes(queries_there, seen_there, there, out, place.stream()); },
-          [&](Scores out) { ops::window_votes_reference(queries, seen.data(), cache.view(), out); });
+      for (const int votes : {heads, o.kv_heads})
+        same<3>(
+            place, check, fmt::format("head size {}, {} queries, votes of {} heads", dim, window, votes),
+            Guarded<3>({o.rows, votes, 405}).view(), votes_margin(place.stream().device()),
+            [&](Scores out) { ops::window_votes(queries_there, seen_there, there, out, place.stream()); },
+            [&](Scores out) { ops::window_votes_reference(queries, seen.data(), cache.view(), out); });
     }
 }
 
@@ -486,19 +489,18 @@ std::vector<PageCase> gaps() {
   return v;
 }
 
-// The queries of a window at the end of a prompt.
+constexpr int votes_window = 32;
+// The queries of a window at the end of a prompt. Heads: of the votes.
+template <int Heads>
 class Votes final : public Scene {
  public:
-  static constexpr int window = 32;
-
   Votes(Place& place, int copies)
       : place_(place),
         layer_(place, copies),
-        q_(randoms(std::int64_t{Layer::query_heads} * window * Layer::head_dim)),
+        q_(randoms(std::int64_t{Layer::query_heads} * votes_window * Layer::head_dim)),
         queries_(of(place.put(q_))),
         seen_(place.put(&Layer::tokens, 1)),
-        out_(View<float, 3>::dense(place.take<float>(std::size_t{Layer::query_heads} * Layer::tokens),
-                                   {1, Layer::query_heads, Layer::tokens})) {}
+        out_(View<float, 3>::dense(place.take<float>(std::size_t{Heads} * Layer::tokens), {1, Heads, Layer::tokens})) {}
   void run(int copy) override {
     ops::window_votes(queries_, seen_, layer_.there[static_cast<std::size_t>(copy)], out_, place_.stream());
   }
@@ -506,12 +508,12 @@ class Votes final : public Scene {
     const Guarded<3> wanted(out_.extent);
     ops::window_votes_reference(of(q_.data()), &Layer::tokens, layer_.plain, wanted.view());
     run(0);
-    check.equal("window_votes", place_.get(out_), wanted.values(), votes_margin(place_.stream().device()));
+    check.equal("votes", place_.get(out_), wanted.values(), votes_margin(place_.stream().device()));
   }
 
  private:
   static View<const float, 4> of(const float* q) {
-    return View<const float, 4>::dense(q, {1, Layer::query_heads, window, Layer::head_dim});
+    return View<const float, 4>::dense(q, {1, Layer::query_heads, votes_window, Layer::head_dim});
   }
   Place& place_;
   Layer layer_;
@@ -647,9 +649,12 @@ std::vector<Case> list() {
 
   const int tokens = Layer::tokens;
   Work votes{.bytes = 2. * Layer::kv_heads * tokens * Layer::head_dim,
-             .flops = 2. * Layer::query_heads * Votes::window * Layer::head_dim * tokens,
+             .flops = 2. * Layer::query_heads * votes_window * Layer::head_dim * tokens,
              .reads = false};
-  v.push_back(on_layer<Votes>(fmt::format("window_votes, {} queries, {} tokens", Votes::window, tokens), votes));
+  v.push_back(on_layer<Votes<Layer::query_heads>>(
+      fmt::format("window_votes, {} queries, {} tokens", votes_window, tokens), votes));
+  v.push_back(on_layer<Votes<Layer::kv_heads>>(
+      fmt::format("window_votes of groups, {} queries, {} tokens", votes_window, tokens), votes));
   const Boxes layer{1, Layer::query_heads, Layer::kv_heads, Layer::head_dim, tokens, Layer::page_size, 0};
   v.push_back(boxes(layer, false, fmt::format("page_score, boxes of {} pages", layer.pages())));
   // Llama-3.1-8B's heads.

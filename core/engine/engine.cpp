@@ -40,6 +40,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.host_pages = needs.host_pages();
   s.pauses = needs.pauses();
   s.all_layers = needs.all_layers();
+  s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();
   s.spill = o.spill;
   return s;

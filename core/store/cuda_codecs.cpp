@@ -26,10 +26,15 @@ Applied CudaStore::encode_pages(const Edit& e, const std::vector<std::int32_t>& 
   a.count = e.list.count;
   a.edit = ++edit_;
   a.codec = e.codec;
-  if (const std::int64_t most_pages = e.list.index.extent[2]; e.codec > 0 && most_pages > 1) {
+  const std::int64_t most_pages = e.list.index.extent[2];
+  if (const bool on_host = options_.planned_on_host; e.codec > 0 && most_pages > (on_host ? 0 : 1)) {
     const std::int64_t heads = std::int64_t{a.rows} * options_.shape.kv_heads;
     a.runs = take_scratch<int>(workspace(), "encode", {heads}).data;
     a.before = take_scratch<PageEntry>(workspace(), "encode", {heads, most_pages}).data;
+    if (on_host)
+      plan_on_host(a, e.layer, slots);
+    else
+      only_on_cuda<cuda_store::plan_encode>(layer(e.layer), a, stream_);
   }
   only_on_cuda<cuda_store::encode>(layer(e.layer), a, stream_);
   return {Fit::ok, -1};
@@ -54,6 +59,10 @@ Applied CudaStore::store_levels(const Edit& e, const std::vector<std::int32_t>& 
   a.order = take_scratch<std::int32_t>(workspace(), "levels", {heads, a.most}).data;
   a.fresh = take_scratch<PageEntry>(workspace(), "levels", {heads, pages}).data;
   a.plans = take_scratch<CudaStoreLevels::Plan>(workspace(), "levels", {heads}).data;
+  if (options_.planned_on_host)
+    plan_on_host(a, e.layer, slots);
+  else
+    only_on_cuda<cuda_store::plan_levels>(layer(e.layer), a, stream_);
   only_on_cuda<cuda_store::store_levels>(layer(e.layer), a, stream_);
   return {Fit::ok, -1};
 }

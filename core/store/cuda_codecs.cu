@@ -327,11 +327,16 @@ constexpr int blocks = 256;  // of kernels over a pool's list
 
 namespace cuda_store {
 
+void plan_encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream) {
+  encode_plan_kernel<<<static_cast<unsigned>(e.rows * s.kv_heads), threads, 0, stream_of(stream)>>>(s, e);
+  check_launch("plan_encode");
+}
+KVLAB_ON_CUDA(plan_encode, plan_encode);
+
 void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
   const cudaStream_t stream = stream_of(to);
   const auto heads = static_cast<unsigned>(e.rows * s.kv_heads);
   if (e.runs) {
-    encode_plan_kernel<<<heads, threads, 0, stream>>>(s, e);
     const auto parts = static_cast<unsigned>(std::clamp<std::int64_t>(e.index.extent[2], 1, 1024));
     encode_run_kernel<<<dim3(parts, heads), threads, 0, stream>>>(s, e);
   }
@@ -340,10 +345,15 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
 }
 KVLAB_ON_CUDA(encode, encode);
 
+void plan_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream) {
+  levels_plan_kernel<<<static_cast<unsigned>(a.rows * s.kv_heads), threads, 0, stream_of(stream)>>>(s, a);
+  check_launch("plan_levels");
+}
+KVLAB_ON_CUDA(plan_levels, plan_levels);
+
 void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream to) {
   const cudaStream_t stream = stream_of(to);
   const auto heads = static_cast<unsigned>(a.rows * s.kv_heads);
-  levels_plan_kernel<<<heads, threads, 0, stream>>>(s, a);
   const auto parts = static_cast<unsigned>(std::clamp(a.most / (4 * warps), 1, 1024));
   levels_copy_kernel<<<dim3(parts, heads), threads, 0, stream>>>(s, a);
   levels_finish_kernel<<<heads, threads, 0, stream>>>(s, a);

@@ -129,8 +129,8 @@ struct CudaStorePlace : CudaStoreList {
 
 struct CudaStoreEncode : CudaStoreList {
   int codec = 0;
-  // Scratch, null = each head's pages one after the other. [row, kv_head] pages of a run that goes on where those of
-  // the second codec end, 0 = the list is another; [row, kv_head, entry] their old entries.
+  // Scratch, null = each head's pages one after the other, and there is no plan. [row, kv_head] pages of a run that
+  // goes on where those of the second codec end, 0 = the list is another; [row, kv_head, entry] their old entries.
   int* runs = nullptr;
   PageEntry* before = nullptr;
 };
@@ -217,9 +217,12 @@ void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream strea
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.
 void count_owed(const CudaStoreLayer& first, int layers, Stream stream);
-// Stores full pages in another codec. The host has reserved a frame of it for every listed page.
+// Stores full pages in another codec, runs as they are planned. The host has reserved a frame of it for every listed
+// page.
+void plan_encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream);
 void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream);
-// Stores tokens by their levels. The host has reserved frames of each codec for all pages of the rows.
+// Stores tokens by their levels, as planned. The host has reserved frames of each codec for all pages of the rows.
+void plan_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream);
 void store_levels(const CudaStoreLayer& s, const CudaStoreLevels& a, Stream stream);
 // Puts the frames of extents into a pool.
 void grant(const CudaStoreLayer& s, CudaPool pool, const CudaExtents& e, Stream stream);

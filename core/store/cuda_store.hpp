@@ -188,6 +188,9 @@ class CudaStore final : public Store {
   Applied place_pages(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied store_levels(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied encode_pages(const Edit& e, const std::vector<std::int32_t>& slots);
+  // Does what the plan's kernel does. Waits for the device.
+  void plan_on_host(const CudaStoreLevels& a, int layer, const std::vector<std::int32_t>& slots);
+  void plan_on_host(const CudaStoreEncode& a, int layer, const std::vector<std::int32_t>& slots);
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void count_spare(const Edit& e, int slot) override;

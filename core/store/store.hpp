@@ -47,7 +47,8 @@ struct StoreOptions {
   bool pauses = false;                              // with host_pages: allow place edits for Deadline::sequence
   bool archive = false;                             // take the host tier for archives; archive and fetch need it
   Spill spill = Spill::always;
-  bool all_layers = false;  // view_all, and edits of all layers
+  bool all_layers = false;       // view_all, and edits of all layers
+  bool planned_on_host = false;  // see Needs::planned_on_host
 };
 
 enum class Fit : std::uint8_t { ok, out_of_memory };  // the store returns out_of_memory and does not throw it

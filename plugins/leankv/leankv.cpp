@@ -10,6 +10,7 @@ namespace {
 
 enum class Unit : std::uint8_t { n, i };
 enum class Queries : std::uint8_t { last_64, all };
+enum class Greatest : std::uint8_t { mean, score };
 enum class Rule : std::uint8_t { merged, algorithm_1 };
 enum class Age : std::uint8_t { all_steps, counted };
 enum class Bits : std::uint8_t { k8v8, k8v4, k4v8, k4v4, k4v2, k2v4 };
@@ -25,6 +26,10 @@ struct Choices<Unit> {
 template <>
 struct Choices<Queries> {
   static constexpr std::pair<Queries, const char*> all[] = {{Queries::last_64, "last_64"}, {Queries::all, "all"}};
+};
+template <>
+struct Choices<Greatest> {
+  static constexpr std::pair<Greatest, const char*> all[] = {{Greatest::mean, "mean"}, {Greatest::score, "score"}};
 };
 template <>
 struct Choices<Rule> {
@@ -53,7 +58,10 @@ constexpr int last_queries = 64;
 class LeanKv final : public kvlab::Policy {
  public:
   explicit LeanKv(const kvlab::Params& p)
-      : all_queries_(p.get<Queries>("queries") == Queries::all), counted_(p.get<Age>("age") == Age::counted) {
+      : all_queries_(p.get<Queries>("queries") == Queries::all),
+        greatest_score_(p.get<Greatest>("greatest") == Greatest::score),
+        counted_(p.get<Age>("age") == Age::counted),
+        on_device_(p.get<bool>("device_compaction")) {
     const bool differ = p.get<bool>("key_value_differentiation");
     for (const char* name : {"high", "low"}) codecs_.push_back(codec(p.get<Bits>(name), differ));
     rule_.high_from = p.get<float>("high_from");
@@ -67,6 +75,8 @@ class LeanKv final : public kvlab::Policy {
       throw kvlab::Error(kvlab::Errc::config, "got low_from " + std::to_string(rule_.low_from) +
                                                   " above high_from, wanted at most " +
                                                   std::to_string(rule_.high_from));
+    if (all_queries_ && greatest_score_)
+      throw kvlab::Error(kvlab::Errc::config, "got greatest: score with queries: all, wanted queries: last_64");
     if (!p.get<bool>("token_differentiation")) rule_.high_from = rule_.low_from;
   }
 
@@ -78,6 +88,7 @@ class LeanKv final : public kvlab::Policy {
         .window_queries(all_queries_ ? 0 : last_queries)
         .own_amount(true)
         .all_layers(true)
+        .planned_on_host(!on_device_)
         .capturable(true);
   }
 
@@ -86,7 +97,7 @@ class LeanKv final : public kvlab::Policy {
     if (counted_) first_ = kvlab::KeptNumbers("first counted", shape, w);
   }
 
-  // The column keeps the prompt's sums: of each query head's scores, the greatest sum of the group.
+  // The column keeps the prompt's sums. A sum of greatest scores costs a pass over the queries, so it takes the last.
   void prefill(const kvlab::LayerPrefill& kv, kvlab::Edits& edits, kvlab::Stream s) override {
     const kvlab::StateColumn column = kv.state("significance");
     if (!kv.last[0]) return;
@@ -95,9 +106,9 @@ class LeanKv final : public kvlab::Policy {
     if (all_queries_) {
       kvlab::ops::read_state(column, sums, s);
     } else {
-      const kvlab::Scores votes = kv.query_head_scores("votes");
+      const kvlab::Scores votes = greatest_score_ ? sums : kv.query_head_scores("votes");
       kvlab::ops::window_votes(kv.window_queries, seen, kv.pages, votes, s);
-      kvlab::ops::group_reduce(kv.pages, votes, GroupRule::max, sums, s);
+      if (!greatest_score_) kvlab::ops::group_reduce(kv.pages, votes, GroupRule::max, sums, s);
       kvlab::ops::blend_state(column, 0, sums, 1, s);
     }
     const auto plan = kv.scratch<std::uint8_t>("plan", {kv.rows(), kv.kv_heads(), kv.max_length});
@@ -122,7 +133,7 @@ class LeanKv final : public kvlab::Policy {
     return {{keys[i]}, {differ ? values[i] : keys[i]}};
   }
 
-  bool all_queries_, counted_;
+  bool all_queries_, greatest_score_, counted_, on_device_;
   std::vector<kvlab::CodecSpec> codecs_;
   LevelRule rule_;
   kvlab::KeptNumbers pending_, first_;
@@ -130,18 +141,23 @@ class LeanKv final : public kvlab::Policy {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<LeanKv>("leankv",
-                                   "important tokens in more bits, others in fewer or dropped (Zhang et al. 2024)")
-                 .param("high", Bits::k8v4, "codec of high tokens: bits of keys, bits of values")
-                 .param("low", Bits::k4v2, "codec of low tokens")
-                 .param("high_from", 1.0, 0, kvlab::any, "a token is high from so many units of mean score on")
-                 .param("low_from", 0.02, 0, kvlab::any, "a token is low from so many units on, below it is dropped")
-                 .param("window", 64, 1, kvlab::any, "newest tokens that are always high")
-                 .param("unit", Unit::n, "of the prompt's thresholds: 1 / tokens (n) or 1 / number of the token (i)")
-                 .param("queries", Queries::last_64, "of the prompt that score its tokens")
-                 .param("rule", Rule::merged, "of decode steps: of the released code, or the paper's algorithm 1")
-                 .param("age", Age::all_steps,
-                        "steps that a mean in decode steps divides by: all since the token, or scored ones")
-                 .component("key_value_differentiation", "off = values get the bits of keys")
-                 .component("token_differentiation", "off = no low tokens; what would be low is high")
-                 .component("per_head_dynamics", "off = each head of a layer keeps the layer's mean numbers of tokens"))
+KVLAB_PLUGIN(
+    kvlab::policy<LeanKv>("leankv", "important tokens in more bits, others in fewer or dropped (Zhang et al. 2024)")
+        .param("high", Bits::k8v4, "codec of high tokens: bits of keys, bits of values")
+        .param("low", Bits::k4v2, "codec of low tokens")
+        .param("high_from", 1.0, 0, kvlab::any, "a token is high from so many units of mean score on")
+        .param("low_from", 0.02, 0, kvlab::any, "a token is low from so many units on, below it is dropped")
+        .param("window", 64, 1, kvlab::any, "newest tokens that are always high")
+        .param("unit", Unit::n, "of the prompt's thresholds: 1 / tokens (n) or 1 / number of the token (i)")
+        .param("queries", Queries::last_64, "of the prompt that score its tokens")
+        .param("greatest", Greatest::mean,
+               "of a group's query heads, in the prompt: of their means (the code's order, as the paper reads) "
+               "or of their scores for each query, whose mean then counts. Decode steps add the greatest score")
+        .param("rule", Rule::merged, "of decode steps: of the released code, or the paper's algorithm 1")
+        .param("age", Age::all_steps,
+               "steps that a mean in decode steps divides by: all since the token, or scored ones")
+        .component("key_value_differentiation", "off = values get the bits of keys")
+        .component("token_differentiation", "off = no low tokens; what would be low is high")
+        .component("per_head_dynamics", "off = each head of a layer keeps the layer's mean numbers of tokens")
+        .component("device_compaction",
+                   "off = the CPU's threads plan where tokens go and which frames they take, also on a GPU"))

@@ -5,6 +5,7 @@
 #include <memory>
 #include <numeric>
 
+#include "ops/score/reference.hpp"
 #include "plugin/loader.hpp"
 #include "plugin/parameters.hpp"
 #include "plugin/registry.hpp"
@@ -49,6 +50,29 @@ class Sequence {
       REQUIRE(store_->apply(edits.all(), {slot_}).fit == Fit::ok);
     }
     store_->check_invariants();
+  }
+
+  // Scores a prompt by its last queries. Returns the significance of head 0's tokens.
+  std::vector<float> scored(int n, const View<const float, 4>& queries) {
+    REQUIRE(fixture_.fill(*store_, slot_, n) == Fit::ok);
+    const bool last = true;
+    LayerPrefill kv;
+    kv.last = &last;
+    const auto mass = begin(kv, 0, {});
+    kv.window_queries = queries;
+    Edits edits(0);
+    policy_->prefill(kv, edits, Stream::cpu());
+    const Scores out = kv.kv_head_scores("test");
+    ops::read_state(kv.state("significance"), out, Stream::cpu());
+    return {&out(0, 0, 0), &out(0, 0, 0) + n};
+  }
+  // The plain votes of head 0's two query heads.
+  std::vector<float> plain_votes(int n, const View<const float, 4>& queries, std::int32_t seen, int query_head) {
+    const PagedKv kv = store_->view(0, slots_);
+    std::vector<float> out(static_cast<std::size_t>(4 * n));
+    const auto votes = Scores::dense(out.data(), {1, 4, n});
+    ops::window_votes_reference(queries, &seen, kv, votes);
+    return {&votes(0, query_head, 0), &votes(0, query_head, 0) + n};
   }
 
   // The new token gets this score, and no other gets any.
@@ -193,6 +217,33 @@ TEST_CASE("leankv: each outcome of a decode step, and a page of low tokens that 
   CHECK(s.places(1, 0) == counted(0, 28));
 }
 
+TEST_CASE("leankv: the greatest mean of a prompt's query heads, or the mean of their greatest scores") {
+  const bool of_means = GENERATE(true, false);
+  CAPTURE(of_means);
+  Sequence s({{"greatest", std::string(of_means ? "mean" : "score")}});
+  constexpr int n = 12, window = 5, dim = 16;
+  std::vector<float> q(std::size_t{4} * window * dim);
+  for (std::size_t i = 0; i < q.size(); ++i) q[i] = static_cast<float>(i * 2654435761u % 97) / 48 - 1;
+  const auto queries = View<const float, 4>::dense(q.data(), {1, 4, window, dim});
+  const std::vector<float> got = s.scored(n, queries);
+  std::vector<float> wanted(n);
+  const auto add_greatest = [&](const View<const float, 4>& some, int seen) {
+    const auto a = s.plain_votes(n, some, seen, 0), b = s.plain_votes(n, some, seen, 1);
+    for (std::size_t t = 0; t < n; ++t) wanted[t] += std::max(a[t], b[t]);
+  };
+  if (of_means) add_greatest(queries, n);
+  for (int i = 0; !of_means && i < window; ++i) {  // a window of one query
+    View<const float, 4> one = queries;
+    one.data += i * one.stride[2];
+    one.extent[2] = 1;
+    add_greatest(one, n - window + 1 + i);
+  }
+  for (std::size_t t = 0; t < n; ++t) {
+    CAPTURE(t);
+    CHECK(got[t] == Approx(wanted[t]).margin(1e-5));
+  }
+}
+
 TEST_CASE("leankv: a fresh sequence has no low tokens of the one before") {
   Sequence s(with({{"window", std::int64_t{4}}}));
   std::vector<float> sums(20, 10.f);
@@ -230,4 +281,5 @@ TEST_CASE("leankv: codecs, and thresholds that are refused") {
   CHECK(codecs({{"high", std::string("k4v8")}, {"low", std::string("k2v4")}}) ==
         std::vector<CodecSpec>{{{4}, {8}}, {{2}, {4}}});
   CHECK_THROWS_WITH(codecs({{"low_from", 1.5}}), Catch::Contains("got low_from 1.5"));
+  CHECK_THROWS_WITH(codecs(with({{"greatest", std::string("score")}})), Catch::Contains("wanted queries: last_64"));
 }

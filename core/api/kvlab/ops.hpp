@@ -63,10 +63,12 @@ void normalised_mean(const KvRows& rows, View<float, 3> out, Stream s);
 void recency(const PagedKv& kv, Scores out, Stream s);
 
 // votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32. SnapKV steps 2
-// and 3. The softmax is over the cached tokens up to the query's own text position. seen: [row] text tokens seen so far
-// (LayerKv::position, uploaded); the window's queries are those of the last w of them. null: all queries see all
+// and 3. Votes of [row, kv_head, token] are sums over the w queries of the greatest share that a query head of the
+// group gives. The softmax is over the cached tokens up to the query's own text position. seen: [row] text tokens seen
+// so far (LayerKv::position, uploaded); the window's queries are those of the last w of them. null: all queries see all
 // cached tokens. It reads no page of a KV head that `heads` leaves out; in the regime cache_relative it reads
-// positions. Bytes: the layer's keys, once per query head, or once per KV head where w is 1.
+// positions. Bytes: the layer's keys, once per query head, or once per KV head where w is 1. Votes of KV heads read
+// them once more for each 128 queries of the group.
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
                   const Heads& heads = {});
 

@@ -77,6 +77,9 @@ class Needs {
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
   Needs& all_layers(bool yes) { return all_layers_ = yes, *this; }  // Step::pages
+  // On a GPU the CPU's threads plan store_as edits and encodes to the second codec, where kernels do otherwise. Lists
+  // and counters cross, and the host waits for the device, so no graph holds such steps. It is for comparisons.
+  Needs& planned_on_host(bool yes) { return planned_on_host_ = yes, *this; }
   // The policy decides by itself how many tokens a head keeps. It then takes no budget: Errc::config.
   Needs& own_amount(bool yes) { return own_amount_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
@@ -92,12 +95,13 @@ class Needs {
   RopeRegime rope() const { return rope_; }
   const std::vector<std::string>& token_state() const { return state_; }
   bool chunked_prompts() const { return chunked_; }
-  bool capturable() const { return capturable_; }
+  bool capturable() const { return capturable_ && !planned_on_host_; }
   const std::vector<Device>& devices() const { return devices_; }
   const std::vector<DType>& dtypes() const { return dtypes_; }
   bool observe_beside() const { return observe_beside_; }
   bool uniform_heads() const { return uniform_heads_; }
   bool all_layers() const { return all_layers_; }
+  bool planned_on_host() const { return planned_on_host_; }
   bool own_amount() const { return own_amount_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
@@ -122,6 +126,7 @@ class Needs {
   bool observe_beside_ = false;
   bool uniform_heads_ = false;
   bool all_layers_ = false;
+  bool planned_on_host_ = false;
   bool own_amount_ = false;
   bool profile_ = false;
   bool host_pages_ = false;

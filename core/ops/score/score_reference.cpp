@@ -113,18 +113,26 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
   const auto vote = [&](int r, int h) {
     const auto keys = rows_of(kv, r, h, KvSide::key);
     const auto position = positions_of(kv, r, h);
-    for (int head = h * group; head < (h + 1) * group; ++head) {
+    const auto shares_of = [&](int head, int i) {
+      Row s(position.size());
+      for (std::size_t t = 0; t < s.size(); ++t) {
+        for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
+        s[t] = !seen || position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
+      }
+      return softmax(s);
+    };
+    const int each = static_cast<int>(votes.extent[1]) == kv.kv_heads ? group : 1;  // query heads of one vote
+    for (int first = h * group; first < (h + 1) * group; first += each) {
       Row sum(position.size());
       for (int i = 0; i < window; ++i) {
-        Row s(position.size());
-        for (std::size_t t = 0; t < s.size(); ++t) {
-          for (int d = 0; d < kv.head_dim; ++d) s[t] += double{q(r, head, i, d)} * keys[t * kv.head_dim + d];
-          s[t] = !seen || position[t] <= seen[r] - window + i ? s[t] / std::sqrt(double(kv.head_dim)) : -infinity;
+        Row greatest = shares_of(first, i);
+        for (int head = first + 1; head < first + each; ++head) {
+          const Row s = shares_of(head, i);
+          for (std::size_t t = 0; t < s.size(); ++t) greatest[t] = std::max(greatest[t], s[t]);
         }
-        s = softmax(s);
-        for (std::size_t t = 0; t < s.size(); ++t) sum[t] += s[t];
+        for (std::size_t t = 0; t < sum.size(); ++t) sum[t] += greatest[t];
       }
-      for (std::size_t t = 0; t < sum.size(); ++t) votes(r, head, t) = static_cast<float>(sum[t]);
+      for (std::size_t t = 0; t < sum.size(); ++t) votes(r, first / each, t) = static_cast<float>(sum[t]);
     }
   };
   for_heads(kv, vote, heads);

@@ -19,6 +19,7 @@ constexpr int sees_all = std::numeric_limits<std::int32_t>::max();  // a positio
 struct Scratch {
   TokenRows rows;
   std::vector<float> panel, scores;  // [head_dim, panel_width], [query head, window, tokens]
+  std::vector<float> greatest;       // [tokens], where a group gives one vote
   std::vector<std::int32_t> position;
 };
 
@@ -46,9 +47,18 @@ void score_tokens(const PagedKv& kv, int row, int head, const View<const float, 
   }
 }
 
-// Computes the votes of one KV head's query heads. last: text position of the newest query.
+// Turns the logits of a query into shares of the tokens up to `newest`. Returns the factor that is still missing; 0: it
+// sees none of them.
+float share(float* s, const std::int32_t* position, int tokens, int newest) {
+  const RowKernels& kernels = row_kernels();
+  for (int t = 0; t < tokens; ++t) s[t] = position[t] > newest ? -std::numeric_limits<float>::infinity() : s[t];
+  const float maximum = kernels.max(s, tokens);
+  return std::isfinite(maximum) ? 1.f / kernels.exp_sum(s, tokens, maximum) : 0.f;
+}
+
+// Computes the votes of one KV head's query heads, or of the group. last: text position of the newest query.
 void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>& queries, int last,
-               const HeadRanks& ranks, float* votes, std::int64_t votes_stride) {
+               const HeadRanks& ranks, bool of_group, float* votes, std::int64_t votes_stride) {
   thread_local Scratch x;
   const RowKernels& kernels = row_kernels();
   const int tokens = kv.tokens(row, head), group = static_cast<int>(queries.extent[0]);
@@ -58,16 +68,21 @@ void vote_head(const PagedKv& kv, int row, int head, const View<const float, 3>&
   x.position.resize(tokens);
   score_tokens(kv, row, head, queries, ranks, stride, x);
   const float softmax_scale = 1.f / std::sqrt(static_cast<float>(kv.head_dim));
-  for (int g = 0; g < group; ++g) std::fill_n(votes + g * votes_stride, tokens, 0.f);
-  for (int i = 0; i < window * group; ++i) {
-    float* s = x.scores.data() + i * stride;
-    kernels.scale(s, tokens, softmax_scale);
-    const int newest = last == sees_all ? last : last - (window - 1) + i % window;
-    for (int t = 0; t < tokens; ++t) s[t] = x.position[t] > newest ? -std::numeric_limits<float>::infinity() : s[t];
-    const float maximum = kernels.max(s, tokens);
-    if (!std::isfinite(maximum)) continue;
-    const float total = kernels.exp_sum(s, tokens, maximum);
-    kernels.add_scaled(s, tokens, 1.f / total, votes + i / window * votes_stride);
+  for (int g = 0; g < (of_group ? 1 : group); ++g) std::fill_n(votes + g * votes_stride, tokens, 0.f);
+  for (int i = 0; i < window; ++i) {
+    const int newest = last == sees_all ? last : last - (window - 1) + i;
+    if (of_group) x.greatest.assign(static_cast<std::size_t>(tokens), 0.f);
+    for (int g = 0; g < group; ++g) {
+      float* s = x.scores.data() + (g * window + i) * stride;
+      kernels.scale(s, tokens, softmax_scale);
+      const float factor = share(s, x.position.data(), tokens, newest);
+      if (factor == 0) continue;
+      if (!of_group)
+        kernels.add_scaled(s, tokens, factor, votes + g * votes_stride);
+      else
+        for (int t = 0; t < tokens; ++t) x.greatest[t] = std::max(x.greatest[t], s[t] * factor);
+    }
+    if (of_group) kernels.add_scaled(x.greatest.data(), tokens, 1, votes);
   }
 }
 
@@ -81,7 +96,9 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
   if (window_queries.dtype != DType::f32)
     fail(Errc::unsupported, op, std::string("got queries of ") + name_of(window_queries.dtype) + ", wanted f32");
   const View<const float, 4> queries = window_queries.f32();
-  if (queries.extent[0] < kv.rows || queries.extent[1] != votes.extent[1] || queries.extent[3] != kv.head_dim)
+  const bool of_group = queries.extent[1] > kv.kv_heads && votes.extent[1] == kv.kv_heads;
+  if (queries.extent[0] < kv.rows || queries.extent[3] != kv.head_dim || queries.extent[1] % kv.kv_heads != 0 ||
+      (!of_group && queries.extent[1] != votes.extent[1]))
     fail(Errc::internal, op, "got window queries of another shape, wanted [row, query head, w, head_dim]");
   if (queries.stride[3] != 1) fail(Errc::unsupported, op, "got strided queries, wanted head_dim contiguous");
   if (s.device() == Device::cuda) return on_cuda<window_votes>(window_queries, seen, kv, votes, s, which);
@@ -99,7 +116,8 @@ void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, con
       View<const float, 3> of_head = queries[r];
       of_head.data += h * group * of_head.stride[0];
       of_head.extent[0] = group;
-      vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, ranks, &votes(r, h * group, 0), votes.stride[1]);
+      vote_head(kv, r, h, of_head, seen ? seen[r] - 1 : sees_all, ranks, of_group,
+                &votes(r, of_group ? h : h * group, 0), votes.stride[1]);
     }
 }
 

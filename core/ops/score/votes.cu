@@ -26,13 +26,14 @@ struct Args {
   const std::int32_t* seen;
   View<float, 3> votes;
   float2* partial;           // [row, query head, chunk, query] maximum and sum of logits times log2(e)
-  float* logits;             // [row, query head, room], votes_any_kernel only
+  float* logits;             // [row, query head, room], or [row, kv_head, 2, room]; votes_any_kernel only
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
   std::int64_t room;
   int group, window, chunks;
   float scale;
   // Queries with w = 1: the query heads of a KV head are its window, and each has a row of votes.
   bool each;
+  bool of_group;  // a vote of each KV head: the sum of the greatest shares of its query heads
   Scores stored;  // logits of the queries, for pooled_kernel; or empty
   Heads heads;
 };
@@ -89,20 +90,26 @@ __device__ __forceinline__ uint4 eight_of(const std::byte* row) {
   }
 }
 
-// Calls f(column tile, query, t, s) with the scores s[2] of this thread's two tokens t for one query. Tokens that the
-// query does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in score_pages.cu.
+// Queries of a window that a pass scores: `count` from `first` on of `members` query heads from `head` on.
+struct Pass {
+  int head, members, first, count;
+};
+
+// Calls f(column tile, member, query, t, s) with the scores s[2] of this thread's two tokens t for one query. Tokens
+// that the query does not see score -inf. After a tile it calls end_of_tile(t, tokens). Fragments lie as in
+// score_pages.cu, a member's behind one another's.
 template <class T, int Chunks, Stored S, class F, class EndOfTile>
-__device__ void for_scores(const Args& a, int row, int head, uint4* fragments, const F& f,
-                           const EndOfTile& end_of_tile) {
+__device__ __forceinline__ void for_scores(const Args& a, int row, const Pass& pass, uint4* fragments, const F& f,
+                                           const EndOfTile& end_of_tile) {
   constexpr bool coded = S != Stored::plain;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4, kv_head = head / a.group;
-  const int tokens = tokens_of(a, row, kv_head), column_tiles = (2 * a.window + 7) / 8;
-  for (int i = threadIdx.x; i < column_tiles * Chunks * 32; i += threads) {
-    const int of = i % 32, chunk = i / 32 % Chunks, column = i / 32 / Chunks * 8 + of / 4,
-              element = chunk * 32 + of % 4 * 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4, kv_head = pass.head / a.group;
+  const int tokens = tokens_of(a, row, kv_head), column_tiles = (2 * pass.count + 7) / 8;
+  for (int i = threadIdx.x; i < pass.members * column_tiles * Chunks * 32; i += threads) {
+    const int of = i % 32, chunk = i / 32 % Chunks, tile = i / 32 / Chunks, member = tile / column_tiles,
+              column = tile % column_tiles * 8 + of / 4, element = chunk * 32 + of % 4 * 8;
     unsigned out[4] = {};
-    if (column / 2 < a.window) {
-      const float* q = &a.queries(row, head, column / 2, element);
+    if (column / 2 < pass.count) {
+      const float* q = &a.queries(row, pass.head + member, pass.first + column / 2, element);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         out[k] = Pair<T>::pack(q[2 * k], q[2 * k + 1]);
@@ -116,9 +123,10 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
     fragments[i] = make_uint4(out[0], out[1], out[2], out[3]);
   }
   __shared__ float query_sum[coded ? most_queries : 1];
-  for (int i = warp; coded && i < a.window; i += warps) {
+  for (int i = warp; coded && i < pass.members * pass.count; i += warps) {
     float sum = 0;
-    for (int d = lane; d < a.kv.head_dim; d += 32) sum += a.queries(row, head, i, d);
+    for (int d = lane; d < a.kv.head_dim; d += 32)
+      sum += a.queries(row, pass.head + i / pass.count, pass.first + i % pass.count, d);
     for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
     if (lane == 0) query_sum[i] = sum;
   }
@@ -149,24 +157,28 @@ __device__ void for_scores(const Args& a, int row, int head, uint4* fragments, c
         for (int c = 0; c < Chunks; ++c) key[half][c] = __ldg(from + c * (chunk_bytes / 16));
       }
     }
-    for (int column = 0; column < column_tiles; ++column) {
-      float sum[4] = {};
+    for (int column = 0; column < column_tiles; ++column)
+      for (int member = 0; member < pass.members; ++member) {
+        float sum[4] = {};
 #pragma unroll
-      for (int c = 0; c < Chunks; ++c) {
-        const uint4 b = load_shared16(fragment + (column * Chunks + c) * 512);
-        mma16816<T>(sum, key[0][c].x, key[1][c].x, key[0][c].y, key[1][c].y, b.x, b.y);
-        mma16816<T>(sum, key[0][c].z, key[1][c].z, key[0][c].w, key[1][c].w, b.z, b.w);
-      }
-      const int query = column * 4 + quarter, newest = query < a.window ? newest_of(a, row, query) : -1;
-      float s[2];
+        for (int c = 0; c < Chunks; ++c) {
+          const uint4 b = load_shared16(fragment + ((member * column_tiles + column) * Chunks + c) * 512);
+          mma16816<T>(sum, key[0][c].x, key[1][c].x, key[0][c].y, key[1][c].y, b.x, b.y);
+          mma16816<T>(sum, key[0][c].z, key[1][c].z, key[0][c].w, key[1][c].w, b.z, b.w);
+        }
+        const int query = column * 4 + quarter;
+        const bool there = query < pass.count;
+        const int newest = there ? newest_of(a, row, pass.first + query) : -1;
+        float s[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float x = sum[2 * half] + sum[2 * half + 1];
-        if constexpr (coded) x = x * code[half].x + (query < a.window ? query_sum[query] : 0) * code[half].y;
-        s[half] = position[half] <= newest ? x * a.scale : -INFINITY;
+        for (int half = 0; half < 2; ++half) {
+          float x = sum[2 * half] + sum[2 * half + 1];
+          if constexpr (coded)
+            x = x * code[half].x + (there ? query_sum[member * pass.count + query] : 0) * code[half].y;
+          s[half] = position[half] <= newest ? x * a.scale : -INFINITY;
+        }
+        f(column, member, query, t, s);
       }
-      f(column, query, t, s);
-    }
     end_of_tile(t, tokens);
   }
 }
@@ -182,8 +194,8 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   float2* stats = reinterpret_cast<float2*>(dynamic + column_tiles * Chunks * 32);  // [column tile, thread]
   for (int c = 0; c < column_tiles; ++c) stats[c * threads + threadIdx.x] = make_float2(-INFINITY, 0.f);
   for_scores<T, Chunks, S>(
-      a, row, head, dynamic,
-      [&](int column, int query, const int(&t)[2], const float(&s)[2]) {
+      a, row, {head, 1, 0, a.window}, dynamic,
+      [&](int column, int, int query, const int(&t)[2], const float(&s)[2]) {
         float2& own = stats[column * threads + threadIdx.x];
         const float high = fmaxf(own.x, fmaxf(s[0], s[1]));
         if (high != -INFINITY)
@@ -206,6 +218,16 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   }
 }
 
+// The maximum of a query's logits, and 1 / sum.
+__device__ __forceinline__ float2 softmax_of(const Args& a, int row, int head, int query) {
+  float2 all = make_float2(-INFINITY, 0.f);
+  for (int c = 0; c < a.chunks; ++c) {
+    const float2 x = a.partial[((row * a.queries.extent[1] + head) * a.chunks + c) * a.window + query];
+    join(all.x, all.y, x.x, x.y);
+  }
+  return make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
+}
+
 template <class T, int Chunks, Stored S>
 __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 dynamic[];
@@ -213,18 +235,11 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
   const int head = blockIdx.y, row = blockIdx.z, quarter = threadIdx.x % 4;
   if (left_out(a, row, head / a.group)) return;
   const int tokens_of_head = tokens_of(a, row, head / a.group);
-  for (int i = threadIdx.x; i < a.window; i += threads) {
-    float2 all = make_float2(-INFINITY, 0.f);
-    for (int c = 0; c < a.chunks; ++c) {
-      const float2 x = a.partial[((std::int64_t(row) * gridDim.y + head) * a.chunks + c) * a.window + i];
-      join(all.x, all.y, x.x, x.y);
-    }
-    stats[i] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
-  }
+  for (int i = threadIdx.x; i < a.window; i += threads) stats[i] = softmax_of(a, row, head, i);
   float vote[2] = {};
   for_scores<T, Chunks, S>(
-      a, row, head, dynamic,
-      [&](int, int query, const int(&t)[2], const float(&s)[2]) {
+      a, row, {head, 1, 0, a.window}, dynamic,
+      [&](int, int, int query, const int(&t)[2], const float(&s)[2]) {
         if (query >= a.window) return;
         const float2 of = stats[query];
 #pragma unroll
@@ -245,6 +260,53 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
           vote[half] = 0;
         }
       });
+}
+
+// Queries of each head that a pass of group_votes_kernel takes, so that a pass has at most most_queries. 0: too many
+// heads.
+constexpr int queries_of_pass(int group, int window) {
+  const int most = most_queries / group / 4 * 4;
+  return window < most ? window : most;
+}
+
+// A vote of each KV head. A block reads its tiles of keys once for each pass over the window, and adds to their votes.
+template <class T, int Chunks, Stored S>
+__global__ void __launch_bounds__(threads) group_votes_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ float2 stats[most_queries];
+  const int kv_head = blockIdx.y, row = blockIdx.z, quarter = threadIdx.x % 4;
+  if (left_out(a, row, kv_head)) return;
+  const int most = queries_of_pass(a.group, a.window);
+  for (int first = 0; first < a.window; first += most) {
+    const Pass pass = {kv_head * a.group, a.group, first, min(most, a.window - first)};
+    __syncthreads();  // the pass before has read its queries
+    for (int i = threadIdx.x; i < pass.members * pass.count; i += threads)
+      stats[i] = softmax_of(a, row, pass.head + i / pass.count, first + i % pass.count);
+    float vote[2] = {}, greatest[2] = {};
+    for_scores<T, Chunks, S>(
+        a, row, pass, dynamic,
+        [&](int, int member, int query, const int(&)[2], const float(&s)[2]) {
+          if (query >= pass.count) return;
+          const float2 of = stats[member * pass.count + query];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float share = s[half] != -INFINITY ? exp2f(s[half] - of.x) * of.y : 0.f;
+            greatest[half] = member == 0 ? share : fmaxf(greatest[half], share);
+            if (member + 1 == pass.members) vote[half] += greatest[half];
+          }
+        },
+        [&](const int(&t)[2], int tokens) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            for (int m = 1; m < 4; m *= 2) vote[half] += __shfl_xor_sync(all_lanes, vote[half], m);
+            if (quarter == 0 && t[half] < tokens) {
+              float& to = a.votes(row, kv_head, t[half]);
+              to = first == 0 ? vote[half] : to + vote[half];
+            }
+            vote[half] = 0;
+          }
+        });
+  }
 }
 
 constexpr int pooled_tokens = 256, most_pooled = 65, pooled_bytes = 40 * 1024;  // most_pooled: of a kernel
@@ -318,17 +380,20 @@ __global__ void __launch_bounds__(pooled_tokens) pooled_kernel(const __grid_cons
     }
 }
 
-// Serves any codec, regime, head_dim and window. One block per query head takes its queries in turn.
+// Serves any codec, regime, head_dim and window. One block per row of votes takes its queries in turn.
 __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constant__ Args a) {
   __shared__ float parts[warps];
-  const int head = blockIdx.x, row = blockIdx.y, kv_head = head / a.group, dim = a.kv.head_dim;
+  const int members = a.of_group ? a.group : 1, to = blockIdx.x, head = to * members, row = blockIdx.y,
+            kv_head = head / a.group, dim = a.kv.head_dim;
   const int tokens = tokens_of(a, row, kv_head), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (left_out(a, row, kv_head)) return;
-  float* logits = a.logits + (std::int64_t(row) * gridDim.x + head) * a.room;
+  float* logits = a.logits + (std::int64_t(row) * gridDim.x + to) * (a.of_group ? 2 : 1) * a.room;
+  float* greatest = logits + a.room;  // share of a group's heads so far
   const std::int32_t* rank = a.rank ? a.rank + (std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room : nullptr;
-  for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) = 0;
-  for (int i = 0; i < a.window; ++i) {
-    const float* q = &a.queries(row, head, i, 0);
+  for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, to, t) = 0;
+  for (int n = 0; n < a.window * members; ++n) {
+    const int i = n / members, member = n % members;
+    const float* q = &a.queries(row, head + member, i, 0);
     const int newest = newest_of(a, row, i);
     float high = -INFINITY, sum = 0;
     for (int t = warp; t < tokens; t += warps) {
@@ -344,14 +409,18 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
     __syncthreads();  // it also orders the block's writes of logits
     for (int w = 0; w < warps; ++w) high = fmaxf(high, parts[w]);
     __syncthreads();
-    if (high == -INFINITY) continue;
-    for (int t = threadIdx.x; t < tokens; t += threads) sum += exp2f(logits[t] - high);
+    const bool sees = high != -INFINITY;
+    for (int t = threadIdx.x; sees && t < tokens; t += threads) sum += exp2f(logits[t] - high);
     for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
     if (lane == 0) parts[warp] = sum;
     __syncthreads();
     sum = 0;
     for (int w = 0; w < warps; ++w) sum += parts[w];
-    for (int t = threadIdx.x; t < tokens; t += threads) a.votes(row, head, t) += exp2f(logits[t] - high) / sum;
+    for (int t = threadIdx.x; t < tokens; t += threads) {
+      float share = sees ? exp2f(logits[t] - high) / sum : 0.f;
+      if (members > 1) share = greatest[t] = member == 0 ? share : fmaxf(greatest[t], share);
+      if (member + 1 == members) a.votes(row, to, t) += share;
+    }
     __syncthreads();
   }
 }
@@ -370,7 +439,16 @@ void launch(const Args& a, cudaStream_t stream) {
   check(once[0], "window_votes"), check(once[1], "window_votes");
   cuda::launch("window_votes", first, grid, threads, queries + stats, stream, true, a);
   if (a.stored.data) return;
-  second<<<grid, threads, queries, stream>>>(a);
+  if (a.of_group) {
+    const auto of_group = group_votes_kernel<T, Chunks, S>;
+    static const cudaError_t set = cudaFuncSetAttribute(of_group, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                        static_cast<int>(shared_bytes() - 2048));
+    check(set, "window_votes");
+    const int tiles = a.group * ((2 * queries_of_pass(a.group, a.window) + 7) / 8);
+    of_group<<<dim3(a.chunks, a.kv.kv_heads, a.kv.kv.rows), threads, tiles * Chunks * 512, stream>>>(a);
+  } else {
+    second<<<grid, threads, queries, stream>>>(a);
+  }
   check_launch("window_votes");
 }
 
@@ -438,15 +516,18 @@ static void window_votes_cuda(const Tensor<4>& window_queries, const std::int32_
                               Scores votes, Stream s, const Heads& which) {
   View<const float, 4> queries = window_queries.f32();
   if (kv.rows == 0 || queries.extent[1] == 0) return;
-  const bool each = queries.extent[2] == 1 && fits_tiles(kv, together(queries, kv.kv_heads));
+  const std::int64_t group = queries.extent[1] / kv.kv_heads;
+  const bool of_group = group > 1 && votes.extent[1] == kv.kv_heads,
+             each = !of_group && queries.extent[2] == 1 && fits_tiles(kv, together(queries, kv.kv_heads));
   if (each) queries = together(queries, kv.kv_heads);
   Args a = arguments(kv, queries, votes, which);
-  a.each = each, a.seen = seen;
-  if (fits_tiles(kv, queries) && a.window > 0) return launch_tiles(a, "window votes", s);
-  const int heads = static_cast<int>(queries.extent[1]);
+  a.each = each, a.of_group = of_group, a.seen = seen;
+  if (fits_tiles(kv, queries) && a.window > 0 && (!of_group || queries_of_pass(a.group, a.window) > 0))
+    return launch_tiles(a, "window votes", s);
+  const int heads = of_group ? kv.kv_heads : static_cast<int>(queries.extent[1]);
   if (kv.rope == RopeRegime::cache_relative) a.rank = token_ranks(a.kv, s.handle());
-  a.logits = static_cast<float*>(
-      fixed_scratch(s.handle(), "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * 4));
+  a.logits = static_cast<float*>(fixed_scratch(
+      s.handle(), "window votes logits", std::size_t(kv.rows) * heads * std::size_t(a.room) * (of_group ? 8 : 4)));
   votes_any_kernel<<<dim3(heads, kv.rows), threads, 0, stream_of(s)>>>(a);
   check_launch("window_votes");
 }

@@ -306,6 +306,23 @@ TEST_CASE("cuda serving: a policy of two codecs loses no cache when memory is sh
   }
 }
 
+TEST_CASE("cuda serving: plans of the host change no text, and take no graph") {
+  const auto m = model();
+  std::vector<Request> requests(3);
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    requests[i].prompt = test_text(40, m->config.vocab, static_cast<unsigned>(i) + 1);
+    requests[i].max_new = 40;
+  }
+  EngineOptions o = options(3, 0);
+  const auto spec = [&](const char* more) {
+    return test::policy_of(std::string("{leankv: {window: 8, high_from: 1.2, low_from: 0.3") + more + "}}", 8);
+  };
+  const PolicySpec device = spec(""), host = spec(", device_compaction: false");
+  CHECK(subjects().policy(device)->needs().capturable());
+  CHECK_FALSE(subjects().policy(host)->needs().capturable());
+  CHECK(serve(m, host, requests, o).texts == serve(m, device, requests, o).texts);
+}
+
 TEST_CASE("cuda serving: more rows than a streaming product takes change no bit of one") {
   constexpr int rows = 21;
   // The kernel that shares rows among blocks takes this model's heads.

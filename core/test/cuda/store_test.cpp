@@ -711,6 +711,20 @@ TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
   }
 }
 
+TEST_CASE("cuda store: what the host plans is what kernels plan") {
+  const int kind = GENERATE(range(11, 15));
+  for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 3); ++seed) {
+    StoreFixture f = fixture(kind);
+    f.options.planned_on_host = true;
+    Both both(f, seed);
+    for (int i = 0; i < 200; ++i) {
+      CAPTURE(kind, seed, i);
+      both.random_edit();
+      if (i % 5 == 4) both.check();
+    }
+  }
+}
+
 TEST_CASE("cuda store: extents of the arena go to the codec that needs them, and come back") {
   StoreFixture f = fixture(11);
   f.options.shape.layers = 1;

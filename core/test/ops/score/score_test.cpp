@@ -132,6 +132,26 @@ TEST_CASE("window_votes: two window queries by hand") {
   check_close(votes.values(), {1. / 4 + 1. / 8, 3. / 4 + 3. / 8, 4. / 8}, 1e-6);
 }
 
+TEST_CASE("window_votes: the greatest share of a group's query heads, for each query by itself") {
+  // Of two query heads, head 0 scores token t with s_t in query 0 and with 0 in query 1. Head 1 does the reverse.
+  PagedFixture cache({1, 1, 8, 4, 16});
+  for (const float score : {0.f, std::log(3.f)}) {
+    std::vector<float> k(8, 0.f);
+    k[0] = score;
+    cache.append(0, 0, k, k);
+  }
+  std::vector<float> q(32, 0.f);
+  q[0] = q[24] = std::sqrt(8.f);
+  const auto queries = View<const float, 4>::dense(q.data(), {1, 2, 2, 8});
+  Guarded<3> each({1, 2, 2}), group({1, 1, 2});
+  ops::window_votes(queries, nullptr, cache.view(), each.view(), cpu());
+  check_close(each.values(), {3. / 4, 5. / 4, 3. / 4, 5. / 4}, 1e-6);  // the greatest sums
+  ops::window_votes(queries, nullptr, cache.view(), group.view(), cpu());
+  check_close(group.values(), {1, 6. / 4}, 1e-6);
+  Guarded<3> wrong({1, 3, 2});
+  CHECK_THROWS_AS(ops::window_votes(queries, nullptr, cache.view(), wrong.view(), cpu()), Error);
+}
+
 TEST_CASE("page_score: Quest's boxes by hand, every group rule, means") {
   // One page, box m = (-1, -2), M = (5, 4) and zeros elsewhere.
   PagedFixture cache = one_head(4);

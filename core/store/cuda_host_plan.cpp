@@ -1,0 +1,109 @@
+// CudaStore has the host plan (Needs::planned_on_host).
+#include <algorithm>
+#include <vector>
+
+#include "store/cuda_store.hpp"
+#include "store/host_plan.hpp"
+
+namespace kvlab {
+namespace {
+
+// Copies to and from the host. The vectors live until the copies have run.
+class Crossing {
+ public:
+  explicit Crossing(Stream stream) : stream_(stream) {}
+  template <class T>
+  std::vector<T> here(const T* there, std::size_t count) const {
+    std::vector<T> out(count);
+    copy_memory(out.data(), there, count * sizeof(T), stream_);
+    return out;
+  }
+  // The elements of a view from the first to the last, whatever lies between them.
+  template <class T, int Rank>
+  std::vector<T> here(const View<const T, Rank>& there) const {
+    std::size_t last = 0;
+    for (int i = 0; i < Rank; ++i)
+      if (there.extent[i] > 0) last += static_cast<std::size_t>((there.extent[i] - 1) * there.stride[i]);
+    return here(there.data, last + 1);
+  }
+  template <class T>
+  void back(const std::vector<T>& from, T* there) const {
+    copy_memory(there, from.data(), from.size() * sizeof(T), stream_);
+  }
+  void wait() const { synchronize(stream_); }
+
+ private:
+  Stream stream_;
+};
+
+// A layer whose numbers are copies of the host.
+struct LayerHere {
+  CudaStoreLayer layer;
+  std::vector<CudaStoreCounters> counters;
+  std::vector<std::int32_t> length, lower, free[pools];
+
+  LayerHere(const CudaStoreLayer& there, int slots, const Crossing& cross) : layer(there) {
+    const auto heads = static_cast<std::size_t>(slots) * static_cast<std::size_t>(there.kv_heads);
+    counters = cross.here(there.counters, 1);
+    length = cross.here(there.length, heads);
+    if (there.lower_pages) lower = cross.here(there.lower_pages, heads);
+    cross.wait();
+    layer.counters = counters.data();
+    layer.length = length.data();
+    if (there.lower_pages) layer.lower_pages = lower.data();
+    for (const CudaPool pool : {device_pool, lower_pool}) {
+      if (!there.pool[pool].free) continue;
+      free[pool] = cross.here(there.pool[pool].free, static_cast<std::size_t>(counters[0].free[pool]));
+      layer.pool[pool] = {free[pool].data(), &counters[0].free[pool]};
+    }
+  }
+};
+
+int end_of(const std::vector<std::int32_t>& slots) { return 1 + *std::max_element(slots.begin(), slots.end()); }
+
+}  // namespace
+
+void CudaStore::plan_on_host(const CudaStoreLevels& a, int index, const std::vector<std::int32_t>& slots) {
+  const Crossing cross(stream_);
+  const CudaStoreLayer there = layer(index);
+  LayerHere here(there, end_of(slots), cross);
+  const std::vector<std::uint8_t> levels = cross.here(a.levels);
+  const auto heads = slots.size() * static_cast<std::size_t>(there.kv_heads), most = static_cast<std::size_t>(a.most),
+             p = static_cast<std::size_t>(there.layout.page_size);
+  std::vector<std::int32_t> order(heads * most);
+  std::vector<PageEntry> fresh(heads * ((most + p - 1) / p));
+  std::vector<CudaStoreLevels::Plan> plans(heads);
+  CudaStoreLevels own = a;
+  own.slots = slots.data();
+  own.levels.data = levels.data();
+  own.order = order.data(), own.fresh = fresh.data(), own.plans = plans.data();
+  cross.wait();
+  host_plan::levels(here.layer, own);
+  cross.back(order, a.order), cross.back(fresh, a.fresh), cross.back(plans, a.plans);
+  cross.back(here.counters, there.counters);
+  cross.wait();
+}
+
+void CudaStore::plan_on_host(const CudaStoreEncode& a, int index, const std::vector<std::int32_t>& slots) {
+  const Crossing cross(stream_);
+  const CudaStoreLayer there = layer(index);
+  LayerHere here(there, end_of(slots), cross);
+  std::vector<PageEntry> table = cross.here(there.table[0], here.length.size() * static_cast<std::size_t>(there.pages));
+  const std::vector<std::int32_t> list = cross.here(a.index), count = cross.here(a.count);
+  const auto heads = slots.size() * static_cast<std::size_t>(there.kv_heads);
+  std::vector<int> runs(heads);
+  std::vector<PageEntry> before(heads * static_cast<std::size_t>(a.index.extent[2]));
+  here.layer.table[0] = table.data();
+  CudaStoreEncode own = a;
+  own.slots = slots.data();
+  own.index.data = list.data(), own.count.data = count.data();
+  own.runs = runs.data(), own.before = before.data();
+  cross.wait();
+  host_plan::encode(here.layer, own);
+  cross.back(table, there.table[0]), cross.back(here.lower, there.lower_pages);
+  cross.back(runs, a.runs), cross.back(before, a.before);
+  cross.back(here.counters, there.counters);
+  cross.wait();
+}
+
+}  // namespace kvlab
