@@ -48,8 +48,6 @@ class Recall {
 
   // Brings pages first to first + count - 1 of the list. The stream's later work runs after it.
   void run(int first, int count);
-  using Pinned = std::unique_ptr<std::byte, void (*)(void*)>;
-  static Pinned pinned(std::size_t bytes);
   // Brings all pages in two runs. Returns whether their frames have their bytes and the other frames none.
   bool right();
   void require_right();  // Errc::internal if they do not
@@ -57,6 +55,8 @@ class Recall {
   Stream stream() const { return stream_; }
 
  private:
+  using Pinned = std::unique_ptr<std::byte, void (*)(void*)>;
+  static Pinned pinned(std::size_t bytes);
   // Gathers pages in the buffers from byte `at` on, copies them and scatters them.
   void stage(int first, int count, std::int64_t at, Stream s);
 

@@ -5,7 +5,6 @@
 #include <kvlab/kv.hpp>
 
 #include <cstdint>
-#include <vector>
 
 namespace kvlab::ops {
 
@@ -22,8 +21,6 @@ void gather_rows_reference(const PagedKv& kv, int row, int head, KvSide side, in
 void token_ranks_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* rank);
 void token_positions_reference(const PagedKv& kv, int row, int head, int tokens, std::int32_t* positions);
 void rotate_reference(float* x, const RopeTable& rope, double position);
-// A side as lossless_pack leaves it, without the bytes that fill it up to a multiple of 16. x: its numbers of bf16.
-std::vector<std::uint8_t> lossless_side_reference(const std::vector<std::uint16_t>& x);
 void re_rotate_reference(const PagedKv& kv, int row, int head, int tokens, const std::int32_t* delta);
 
 }  // namespace kvlab::ops
