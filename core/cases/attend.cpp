@@ -459,15 +459,15 @@ void check_logits(Place& place, Check& check, const AttendShape& shape, unsigned
   const std::int64_t head = std::int64_t{scene.room} * shape.group, row = count * head + (seed % 3 ? 0 : 1);
   std::vector<float> wanted(static_cast<std::size_t>(o.rows * row), before);
   const auto logits_of = [&](float* data, const std::int32_t* of_heads, View<const std::uint8_t, 2> marks) {
-    return Logits{View<float, 4>{data, {o.rows, count, scene.room, shape.group}, {row, head, shape.group, 1}}, of_heads,
-                  Heads::flagged(marks)};
+    return HeadLogits{View<float, 4>{data, {o.rows, count, scene.room, shape.group}, {row, head, shape.group, 1}},
+                      of_heads, Heads::flagged(marks)};
   };
   const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads});
   const AttendOutputs outputs = scene.outputs();
-  ops::AttendArgs plain = scene.inputs();
-  plain.out = outputs.out.view();
-  plain.logits = logits_of(wanted.data(), index.data(), marks);
-  attend_reference_of_rows(plain);
+  ops::AttendArgs by_reference = scene.inputs();
+  by_reference.out = outputs.out.view();
+  by_reference.logits = logits_of(wanted.data(), index.data(), marks);
+  attend_reference_of_rows(by_reference);
   if (shape.half) scene.cache.to_half();
   ops::AttendArgs a = scene.put(place);
   a.out = place.unwritten(outputs.out.view().extent);
@@ -494,9 +494,14 @@ void add_logits(std::vector<Case>& v) {
     s.lengths = {700, 1, 2 * page + 5, 0, 37, 4 * page};
     return s;
   };
-  std::vector<AttendShape> shapes{shape({}, 128, 16, 4),          shape({}, 64, 16, 16),       shape({}, 80, 16, 3),
-                                  shape({}, 96, 32, 1),           shape({{8}, {4}}, 128, 32, 8), shape({}, 64, 8, 6),
-                                  shape({}, 32, 16, 4, DType::f32), shape({{8}, {8}}, 64, 8, 2)};
+  std::vector<AttendShape> shapes{shape({}, 128, 16, 4),
+                                  shape({}, 64, 16, 16),
+                                  shape({}, 80, 16, 3),
+                                  shape({}, 96, 32, 1),
+                                  shape({{8}, {4}}, 128, 32, 8),
+                                  shape({}, 64, 8, 6),
+                                  shape({}, 32, 16, 4, DType::f32),
+                                  shape({{8}, {8}}, 64, 8, 2)};
   for (const std::size_t i : {0, 2}) {
     shapes.push_back(shapes[i]);
     shapes.back().window = 50;

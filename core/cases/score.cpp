@@ -591,7 +591,8 @@ void check_logits(Place& place, Check& check) {
   std::mt19937 rng(7);
   for (int n = 0; n < 60; n += quick() ? 7 : 1) {
     const auto scope = check.in(fmt::format("logits {}", n));
-    const int rows = 1 + n % 3, heads = 1 + n % 5, group = std::array{4, 1, 3, 8, 16, 7}[static_cast<std::size_t>(n % 6)];
+    const int rows = 1 + n % 3, heads = 1 + n % 5,
+              group = std::array{4, 1, 3, 8, 16, 7}[static_cast<std::size_t>(n % 6)];
     const int most = n % 7 == 0 ? 9000 : n % 2 ? 600 : 40;
     std::vector<std::int32_t> length, slots, index(static_cast<std::size_t>(heads), -1);
     std::vector<std::uint8_t> flags;
@@ -610,9 +611,9 @@ void check_logits(Place& place, Check& check) {
     std::vector<float> x(static_cast<std::size_t>(rows * count * room * group));
     for (float& y : x) y = rng() % 40 ? 20 + normal(rng) : -std::numeric_limits<float>::infinity();
     const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {rows, heads});
-    const Logits logits{View<float, 4>::dense(x.data(), {rows, count, room, group}), index.data(),
-                        Heads::flagged(marks)};
-    const Logits logits_there{place.put(logits.out), place.put(index), Heads::flagged(place.put(marks))};
+    const HeadLogits logits{View<float, 4>::dense(x.data(), {rows, count, room, group}), index.data(),
+                            Heads::flagged(marks)};
+    const HeadLogits logits_there{place.put(logits.out), place.put(index), Heads::flagged(place.put(marks))};
     using enum GroupRule;
     const ops::VotePooling pooling{std::array{Pooling::average, Pooling::max, Pooling::none}[rng() % 3],
                                    n % 10 == 9 ? 201 : 1 + 2 * static_cast<int>(rng() % 5),

@@ -323,8 +323,7 @@ void check_drifted(Place& place, Check& check) {
     for (int step = 0; step < steps; ++step) {
       const auto in_step = check.in(fmt::format("step {}", step));
       std::vector<float> values(static_cast<std::size_t>(rows * heads * room));
-      for (float& x : values)
-        x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
+      for (float& x : values) x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
       const auto scores = View<float, 3>::dense(values.data(), {rows, heads, room});
       if (step == 0) {
         const float any = ops::overlap_reference(kv, scores, TokenList{list}, 0, 0);

@@ -496,8 +496,9 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
                     "them after it: next_attention");
   if (!edits.logits().empty()) {
     if (edits.logits().size() > 1 || list || needs_.any_mass() != Mass::none)
-      throw Error(Errc::plugin, "select: got logits to keep twice, beside a list to attend to or with mass, wanted "
-                                "them once and alone");
+      throw Error(Errc::plugin,
+                  "select: got logits to keep twice, beside a list to attend to or with mass, wanted "
+                  "them once and alone");
     read.logits = edits.logits().front();
   }
   waiting_ = std::move(after);

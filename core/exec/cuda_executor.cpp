@@ -369,7 +369,7 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     TokenList tokens = read.tokens ? *read.tokens : TokenList{};
     View<float, 3> sums = mass;
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
-    Logits logits = read.logits;
+    HeadLogits logits = read.logits;
     if (logits.out) logits.out.data += r * logits.out.stride[0], logits.out.extent[0] = 1;
     attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits}, sums,
                 mass_into);

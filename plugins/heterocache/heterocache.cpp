@@ -103,8 +103,7 @@ class HeteroCache final : public kvlab::Policy {
     for (const std::int64_t count : pivots) {
       const std::int64_t numbers = count * shape.max_slots * shape.max_tokens * shape.group();
       auto* room = static_cast<float*>(w.room("logits", static_cast<std::size_t>(numbers) * sizeof(float)));
-      logits_.push_back(
-          kvlab::View<float, 4>::dense(room, {shape.max_slots, count, shape.max_tokens, shape.group()}));
+      logits_.push_back(kvlab::View<float, 4>::dense(room, {shape.max_slots, count, shape.max_tokens, shape.group()}));
     }
     missed_ = kvlab::KeptSeries("missed", shape, window_, w);
     rests_ = kvlab::KeptFlags("rests", shape, w);
@@ -172,7 +171,7 @@ class HeteroCache final : public kvlab::Policy {
  private:
   bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
   kvlab::ops::DriftWatch watch(const kvlab::LayerKv& kv) const { return {missed_.of(kv), rests_.of(kv)}; }
-  kvlab::Logits logits(const kvlab::LayerKv& kv) const {
+  kvlab::HeadLogits logits(const kvlab::LayerKv& kv) const {
     return {logits_[static_cast<std::size_t>(kv.layer)], of_logits_.of(kv), Heads::flagged(rests_.of(kv), false)};
   }
 

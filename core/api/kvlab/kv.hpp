@@ -239,7 +239,7 @@ struct Heads {
 // Where a decode step's attention leaves the logits of some KV heads (Edits::keep_logits): [row, i, token place, query
 // head of the group], f32, times log2(e). So 2^x are the weights of the softmax; -inf = a sliding window hides the
 // token. The last two indices are dense. A head that holds more tokens than there is room for gets none.
-struct Logits {
+struct HeadLogits {
   View<float, 4> out;
   const std::int32_t* index = nullptr;  // [kv_head] i of the head, -1 = none: HeadOfHead
   Heads heads;                          // the others have none either

@@ -97,7 +97,7 @@ void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling
 // out[row, kv_head, token] = what pooled_votes finds by the queries whose logits attention left. The softmax is over
 // the tokens of `kv`, which may be the first ones of those that attention read. softmax_mean is Errc::unsupported. It
 // leaves heads without logits alone and reads no page. Bytes: the logits, twice, and out.
-void pooled_logits(const PagedKv& kv, const Logits& logits, const VotePooling& pooling, Scores out, Stream s);
+void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s);
 
 // out[row, kv_head, token] from in[row, head, token] of all heads of the layer, query heads or KV heads: mean, max or
 // sum over the heads that hold a token of the same text position. Heads that hold the same positions then have the same

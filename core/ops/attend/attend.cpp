@@ -38,7 +38,8 @@ void check(const AttendArgs& a, int group) {
     fail(Errc::internal, op, "got token state to add mass to, and no room for the mass");
   }
   if (a.logits.out) {
-    if (a.pages || a.tokens || a.mass) fail(Errc::internal, op, "got logits to keep with a list or mass, wanted them alone");
+    if (a.pages || a.tokens || a.mass)
+      fail(Errc::internal, op, "got logits to keep with a list or mass, wanted them alone");
     if (!a.logits.index || a.logits.out.extent[0] < kv.rows || a.logits.out.extent[3] != group ||
         a.logits.out.stride[3] != 1 || a.logits.out.stride[2] != group)
       fail(Errc::internal, op, "got logits of another shape, wanted dense [row, i, token, query head of the group]");

@@ -31,7 +31,7 @@ struct AttendArgs {
   MassColumn mass_into;
   // Optional, without lists and mass: [row, i, token place, query head of the group]; kvlab/kv.hpp says more. Room for
   // fewer tokens than a head holds is Errc::internal on the CPU.
-  Logits logits;
+  HeadLogits logits;
 };
 
 // Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the

@@ -33,7 +33,7 @@ struct Args {
   View<const std::int32_t, 2> list_count;  // null = no list
   View<float, 3> out, mass;
   View<float, 2> lse;
-  Logits logits;
+  HeadLogits logits;
   const std::int32_t* last;
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
   float2* softmax;           // [row, query head, part] maximum in units of log2, and sum

@@ -137,7 +137,7 @@ int scores_at_once(const AttendArgs& in) {
   return fits(4) ? 4 : fits(2) ? 2 : 1;
 }
 
-int logits_at_once(const Logits& logits) {
+int logits_at_once(const HeadLogits& logits) {
   const auto& out = logits.out;
   const auto even = [](std::int64_t x) { return x % 2 == 0; };
   return even(out.extent[3]) && even(out.stride[0]) && even(out.stride[1]) &&

@@ -44,7 +44,7 @@ void pool_head(const float* logits, int group, int n, const VotePooling& pooling
 
 }  // namespace
 
-void pooled_logits(const PagedKv& kv, const Logits& logits, const VotePooling& pooling, Scores out, Stream s) {
+void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s) {
   const char* op = "pooled_logits";
   check_kv(kv, op, s);
   check_kv_scores(kv, out, "out", op, s);

@@ -20,7 +20,7 @@ constexpr unsigned all_lanes = ~0u;
 
 struct Args {
   DeviceKv kv;
-  Logits logits;
+  HeadLogits logits;
   View<float, 3> out;
   float2* partial;  // [row, i, chunk, query head of the group] maximum, and sum of 2^(x - maximum)
   VotePooling pooling;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
 
 }  // namespace
 
-static void pooled_logits_cuda(const PagedKv& kv, const Logits& logits, const VotePooling& pooling, Scores out,
+static void pooled_logits_cuda(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out,
                                Stream s) {
   const int heads = static_cast<int>(logits.out.extent[1]);
   if (kv.rows == 0 || heads == 0) return;

@@ -23,7 +23,7 @@ void recency_reference(const PagedKv& kv, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                             Scores votes, const Heads& heads = {});
 // pooling.rule: mean, max or sum.
-void pooled_logits_reference(const PagedKv& kv, const Logits& logits, const VotePooling& pooling, Scores out);
+void pooled_logits_reference(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out);
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& heads = {});
 void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out,
                             const Heads& heads = {});

@@ -131,7 +131,7 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
   for_heads(kv, vote, heads);
 }
 
-void pooled_logits_reference(const PagedKv& kv, const Logits& logits, const VotePooling& pooling, Scores out) {
+void pooled_logits_reference(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out) {
   for_heads(kv, [&](int r, int h) {
     const int n = kv.tokens(r, h), group = static_cast<int>(logits.out.extent[3]);
     const float* of = logits.of(r, kv.slots[r], h, n);

@@ -47,8 +47,7 @@ void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenLi
   check_watch(kv, watch, rule.window, op);
   if (drifted.extent[1] < kv.kv_heads || !leaders || !rule.steps || rule.period < 1)
     fail(Errc::internal, op, "got too few flags, no leaders or no steps, wanted [slot, kv_head], [kv_head] and [slot]");
-  if (s.device() == Device::cuda)
-    return on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
+  if (s.device() == Device::cuda) return on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
   for (int r = 0; r < kv.rows; ++r) {
     const int slot = kv.slots[r], left = steps_to_check(rule, rule.steps[slot]);
     std::vector<char> moved(static_cast<std::size_t>(kv.kv_heads), 0);
