@@ -443,6 +443,81 @@ void add_sums(std::vector<Case>& v) {
   }
 }
 
+// Logits of some heads. Those of the others stay as they are.
+void check_logits(Place& place, Check& check, const AttendShape& shape, unsigned seed) {
+  constexpr float before = 7777;
+  AttendScene scene(shape, seed);
+  const PagedOptions& o = shape.options;
+  std::mt19937 rng(seed);
+  std::vector<std::int32_t> index(static_cast<std::size_t>(o.kv_heads), -1);
+  std::vector<std::uint8_t> flags;
+  std::int64_t count = 0;
+  for (int h = o.kv_heads - 1; h >= 0; --h)
+    if (h % 3 != 1) index[static_cast<std::size_t>(h)] = static_cast<std::int32_t>(count++);
+  for (int i = 0; i < o.rows * o.kv_heads; ++i) flags.push_back(rng() % 4 > 0);
+  // Rows that lie side by side, and rows at any place, which no store of several numbers fits.
+  const std::int64_t head = std::int64_t{scene.room} * shape.group, row = count * head + (seed % 3 ? 0 : 1);
+  std::vector<float> wanted(static_cast<std::size_t>(o.rows * row), before);
+  const auto logits_of = [&](float* data, const std::int32_t* of_heads, View<const std::uint8_t, 2> marks) {
+    return HeadLogits{View<float, 4>{data, {o.rows, count, scene.room, shape.group}, {row, head, shape.group, 1}},
+                      of_heads, Heads::flagged(marks)};
+  };
+  const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads});
+  const AttendOutputs outputs = scene.outputs();
+  ops::AttendArgs by_reference = scene.inputs();
+  by_reference.out = outputs.out.view();
+  by_reference.logits = logits_of(wanted.data(), index.data(), marks);
+  attend_reference_of_rows(by_reference);
+  if (shape.half) scene.cache.to_half();
+  ops::AttendArgs a = scene.put(place);
+  a.out = place.unwritten(outputs.out.view().extent);
+  float* data = place.put(std::vector<float>(wanted.size(), before));
+  a.logits = logits_of(data, place.put(index), place.put(marks));
+  ops::attend(a, scene.workspace, place.stream());
+  compare_values(place, check, "out", place.get(a.out), outputs.out.values(), Tolerance{}.output);
+  const auto all = View<float, 1>::dense(data, {static_cast<std::int64_t>(wanted.size())});
+  const std::vector<float> got = place.get(all);
+  std::vector<float> seen, seen_wanted;
+  bool same = true;
+  for (std::size_t i = 0; i < got.size(); ++i)
+    if (wanted[i] == before || wanted[i] == -std::numeric_limits<float>::infinity())
+      same = same && got[i] == wanted[i];
+    else
+      seen.push_back(got[i]), seen_wanted.push_back(wanted[i]);
+  check.that("other logits stay, and those of hidden tokens are -inf", same);
+  compare_values(place, check, "logits", seen, seen_wanted, 10 * Tolerance{}.output);
+}
+
+void add_logits(std::vector<Case>& v) {
+  const auto shape = [](CodecSpec codec, int dim, int page, int group, DType dtype = DType::bf16) {
+    AttendShape s = shape_of(3, 2, dim, page, dtype, codec, group);
+    s.lengths = {700, 1, 2 * page + 5, 0, 37, 4 * page};
+    return s;
+  };
+  std::vector<AttendShape> shapes{shape({}, 128, 16, 4),
+                                  shape({}, 64, 16, 16),
+                                  shape({}, 80, 16, 3),
+                                  shape({}, 96, 32, 1),
+                                  shape({{8}, {4}}, 128, 32, 8),
+                                  shape({}, 64, 8, 6),
+                                  shape({}, 32, 16, 4, DType::f32),
+                                  shape({{8}, {8}}, 64, 8, 2)};
+  for (const std::size_t i : {0, 2}) {
+    shapes.push_back(shapes[i]);
+    shapes.back().window = 50;
+  }
+  shapes.push_back(shape({{8}, {4}}, 128, 16, 4));
+  shapes.back().lower = CodecSpec{{4}, {2}};
+  shapes.push_back(shape_of(2, 5, 128, 16, DType::bf16, {}, 4));  // pairs that blocks share
+  shapes.back().lengths = {5000, 17, 3001};
+  unsigned n = 0;
+  for (const AttendShape& s : shapes) {
+    ++n;
+    v.push_back(checked("attend", fmt::format("logits of some heads, {}", name_of(s)),
+                        [=](Place& place, Check& check) { check_logits(place, check, s, n); }));
+  }
+}
+
 void check_random_caches(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; ++n) {
     RandomCache r(n);
@@ -697,6 +772,7 @@ std::vector<Case> list() {
   add_steps(v);
   add_two_codecs(v);
   add_sums(v);
+  add_logits(v);
   return v;
 }
 

@@ -533,34 +533,21 @@ class ScratchOf final : public Workspace {
   Place& place_;
 };
 
-// Queries of several steps are kept, and each has a row of attention of its own. Rows are pooled and reduced by step.
+// Each query of a group has a row of attention of its own. Rows are pooled and reduced by step.
 void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& there, int group, std::mt19937& rng,
                   double margin) {
   const int steps = 1 + static_cast<int>(rng() % 5);
   const std::int64_t rows = kv.rows, kv_heads = kv.kv_heads, count = std::int64_t{steps} * group, dim = kv.head_dim;
-  const std::int64_t room = kv.table.extent[2] * kv.page_size + 3, slots = kv.table.extent[0];
-  const auto numbers = [&](std::int64_t n) {
-    std::normal_distribution<float> normal;
-    std::vector<float> x(static_cast<std::size_t>(n));
-    for (float& y : x) y = normal(rng);
-    return x;
-  };
+  const std::int64_t room = kv.table.extent[2] * kv.page_size + 3;
   const SomeHeads some(kv, there, place, rng);
   const Stream s = place.stream();
-  std::vector<float> old = numbers(slots * kv_heads * count * dim);
-  const auto kept = View<float, 4>::dense(old.data(), {slots, kv_heads, count, dim});
-  const View<float, 4> kept_there = place.put(kept);
   const Guarded<4> window({rows, kv_heads * count, 1, dim});
+  std::normal_distribution<float> normal;
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t q = 0; q < kv_heads * count; ++q)
+      for (std::int64_t d = 0; some.heads.on(kv.slots[r], static_cast<int>(q / count)) && d < dim; ++d)
+        window(r, q, 0, d) = normal(rng);
   const View<float, 4> window_there = place.put(window.view());
-  for (const bool copies : {false, true}) {
-    const std::vector<float> now = numbers(rows * kv_heads * group * dim);
-    const auto queries = View<const float, 3>::dense(now.data(), {rows, kv_heads * group, dim});
-    ops::keep_window(Tensor<3>(place.put(queries)), some.there, kept_there, copies ? window_there : View<float, 4>{}, s,
-                     some.heads_there);
-    ops::keep_window_reference(queries, some.kv, kept, copies ? window.view() : View<float, 4>{}, some.heads);
-  }
-  check.equal("keep_window, kept", place.get(kept_there), old, 0);
-  check.equal("keep_window, window", place.get(window_there), Guarded<4>::copy(window.view()), 0);
 
   // Heads that are left out have a poisoned window, and their queries give votes that nobody wants.
   const Guarded<3> votes({rows, kv_heads * count, room}), reduced({rows, kv_heads * steps, room});
@@ -597,6 +584,46 @@ void check_window(Place& place, Check& check, const PagedKv& kv, const PagedKv& 
 void check_windows(OnCache& x) {
   check_window(x.place, x.check, x.kv, x.there, x.c.group, x.c.rng,
                x.stream().device() == Device::cpu ? 5 * Tolerance{}.probability : 2e-4);
+}
+
+// Logits of some heads, of caches that have grown since: the softmax is over the first tokens.
+void check_logits(Place& place, Check& check) {
+  std::mt19937 rng(7);
+  for (int n = 0; n < 60; n += quick() ? 7 : 1) {
+    const auto scope = check.in(fmt::format("logits {}", n));
+    const int rows = 1 + n % 3, heads = 1 + n % 5,
+              group = std::array{4, 1, 3, 8, 16, 7}[static_cast<std::size_t>(n % 6)];
+    const int most = n % 7 == 0 ? 9000 : n % 2 ? 600 : 40;
+    std::vector<std::int32_t> length, slots, index(static_cast<std::size_t>(heads), -1);
+    std::vector<std::uint8_t> flags;
+    for (int i = 0; i < rows * heads; ++i)
+      length.push_back(static_cast<int>(rng() % static_cast<unsigned>(most))), flags.push_back(rng() % 4 > 0);
+    for (int r = 0; r < rows; ++r) slots.push_back(rows - 1 - r);
+    int count = 0;
+    for (int h = heads - 1; h >= 0; --h)
+      if (h % 3 != 1) index[static_cast<std::size_t>(h)] = count++;
+    const LengthsOnly memory(rows, heads, 16, length);
+    PagedKv kv = memory.view();
+    kv.slots = slots.data();
+    const PagedKv there = place.put(kv, memory.bytes());
+    const std::int64_t room = kv.table.extent[2] * 16 + 3;
+    std::normal_distribution<float> normal(0, 3);
+    std::vector<float> x(static_cast<std::size_t>(rows * count * room * group));
+    for (float& y : x) y = rng() % 40 ? 20 + normal(rng) : -std::numeric_limits<float>::infinity();
+    const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {rows, heads});
+    const HeadLogits logits{View<float, 4>::dense(x.data(), {rows, count, room, group}), index.data(),
+                            Heads::flagged(marks)};
+    const HeadLogits logits_there{place.put(logits.out), place.put(index), Heads::flagged(place.put(marks))};
+    using enum GroupRule;
+    const ops::VotePooling pooling{std::array{Pooling::average, Pooling::max, Pooling::none}[rng() % 3],
+                                   n % 10 == 9 ? 201 : 1 + 2 * static_cast<int>(rng() % 5),
+                                   std::array{max, max, mean, sum}[rng() % 4]};
+    const Guarded<3> out({rows, heads, room});
+    const View<float, 3> out_there = place.put(out.view());
+    ops::pooled_logits(there, logits_there, pooling, out_there, place.stream());
+    ops::pooled_logits_reference(kv, logits, pooling, out.view());
+    check.equal("pooled_logits", place.get(out_there), Guarded<3>::copy(out.view()), 5 * Tolerance{}.probability);
+  }
 }
 
 // Shapes of the tensor cores, with a group that fills several tiles of queries.
@@ -639,6 +666,7 @@ std::vector<Case> list() {
                              {.bytes = 4. * Layer::query_heads * tokens + 4 * column}));
   add("windows of queries of some heads", check_windows);
   v.push_back(checked("score", "windows of queries in the tensor cores' shapes", check_wide_windows));
+  v.push_back(checked("score", "logits that attention left", check_logits));
   return v;
 }
 

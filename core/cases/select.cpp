@@ -276,26 +276,28 @@ void check_choices(Place& place, Check& check) {
   }
 }
 
-// Lists that agree with the best tokens more or less. The threshold is one of the medians, or lies beside one.
+// Lists that agree with the best tokens more or less, for some steps. The threshold is an overlap, or lies beside one.
 void check_drifted(Place& place, Check& check) {
   for (unsigned n = 0; n < 60; n += quick() ? 7 : 1) {
     const auto scope = check.in(fmt::format("cache {}", n));
     std::mt19937 rng(100 + n);
+    const bool tall = n % 9 == 0;
     const int rows = 1 + static_cast<int>(rng() % 3), heads = 1 + static_cast<int>(rng() % 5);
-    const int window = 1 + static_cast<int>(rng() % 6), most = n % 9 ? 90 : 9000;
-    Ints length, leaders(static_cast<std::size_t>(heads));
+    const int most = tall ? 9000 : 90, steps = tall ? 3 : 24;
+    ops::DriftRule rule;
+    rule.window = 1 + static_cast<int>(rng() % 6), rule.period = 1 + static_cast<int>(rng() % 7);
+    rule.lead = static_cast<int>(rng() % 9);
+    Ints length, leaders(static_cast<std::size_t>(heads)), count_of_steps;
     for (int i = 0; i < rows * heads; ++i) length.push_back(1 + static_cast<int>(rng() % static_cast<unsigned>(most)));
     for (int h = 0; h < heads; ++h)  // the first head of three leads the two others, and every fifth head has no leader
       leaders[static_cast<std::size_t>(h)] = h % 5 == 4 ? -1 : h / 3 * 3;
+    for (int r = 0; r < rows; ++r) count_of_steps.push_back(static_cast<int>(rng() % 5));
     const Ints slots = backwards(rows);
     const LengthsOnly memory(rows, heads, 16, length);
     PagedKv kv = memory.view();
     kv.slots = slots.data();
     const PagedKv there = place.put(kv, memory.bytes());
     const std::int64_t room = kv.table.extent[2] * 16;
-    std::vector<float> values(static_cast<std::size_t>(rows * heads * window * room));
-    for (float& x : values) x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
-    const auto scores = View<const float, 3>::dense(values.data(), {rows, heads * window, room});
     ListMemory of_lists;
     IndexList list = of_lists.empty({rows, heads, room});
     for (int r = 0; r < rows; ++r)
@@ -308,24 +310,62 @@ void check_drifted(Place& place, Check& check) {
       }
     IndexList list_there = place.put(list);
     list.slots = kv.slots, list_there.slots = there.slots;
-    const auto medians = ops::median_overlaps_reference(kv, scores, TokenList{list});
-    const float middle = medians[rng() % medians.size()];
-    const float threshold = std::isnan(middle) ? .5f : rng() % 2 ? middle : std::nextafter(middle, 2.f);
-    std::vector<std::uint8_t> flags(static_cast<std::size_t>(rows * heads)), wanted(flags.size(), 7);
-    for (auto& f : flags) f = rng() % 4 > 0;
-    const auto marks = View<const std::uint8_t, 2>::dense(flags.data(), {rows, heads});
-    for (int r = 0; r < rows; ++r)
-      for (int h = 0; h < heads; ++h) {
-        const int leader = leaders[static_cast<std::size_t>(h)], slot = kv.slots[r];
-        wanted[static_cast<std::size_t>(slot * heads + h)] =
-            leader >= 0 && marks(slot, leader) &&
-            medians[static_cast<std::size_t>(r * heads + leader)] < threshold;  // no list: NaN
+    std::vector<std::uint8_t> flags(static_cast<std::size_t>(rows * heads));
+    const std::vector<float> none(static_cast<std::size_t>(rows * heads * rule.window));
+    const auto of_heads = View<std::uint8_t, 2>::dense(flags.data(), {rows, heads});
+    const ops::DriftWatch watch{
+        place.put(View<float, 3>::dense(const_cast<float*>(none.data()), {rows, heads, rule.window})),
+        place.put(of_heads)};
+    const HeadFlags drifted = place.put(of_heads);
+    // Overlaps of each head and row since its list is new, the oldest first.
+    std::vector<std::vector<float>> overlaps(flags.size());
+    const std::int32_t* leaders_there = place.put(leaders);
+    for (int step = 0; step < steps; ++step) {
+      const auto in_step = check.in(fmt::format("step {}", step));
+      std::vector<float> values(static_cast<std::size_t>(rows * heads * room));
+      for (float& x : values) x = value_of(static_cast<int>(n % 9), static_cast<int>(&x - values.data()), 90, rng);
+      const auto scores = View<float, 3>::dense(values.data(), {rows, heads, room});
+      if (step == 0) {
+        const float any = ops::overlap_reference(kv, scores, TokenList{list}, 0, 0);
+        rule.threshold = std::isnan(any) ? .5f : rng() % 2 ? any : std::nextafter(any, 2.f);
       }
-    std::vector<std::uint8_t> before(flags.size(), 7);
-    const HeadFlags drifted = place.put(View<std::uint8_t, 2>::dense(before.data(), {rows, heads}));
-    ops::drifted_heads(there, place.put(scores), TokenList{list_there}, threshold, place.put(leaders), drifted,
-                       place.stream(), Heads::flagged(place.put(marks)));
-    check.that("drifted heads are marked", place.get(drifted) == wanted);
+      if (rng() % 12 == 0) {
+        ops::forget_overlaps(there, watch, place.stream());
+        for (auto& o : overlaps) o.clear();
+      }
+      const std::vector<std::uint8_t> rests = place.get(watch.rests);
+      std::vector<std::uint8_t> moved(flags.size()), wanted(flags.size());
+      for (int r = 0; r < rows; ++r)
+        for (int h = 0; h < heads; ++h) {
+          const auto at = static_cast<std::size_t>(kv.slots[r] * heads + h);
+          if (leaders[static_cast<std::size_t>(h)] != h || list.count(kv.slots[r], h) == 0) continue;
+          auto& known = overlaps[at];
+          known.push_back(ops::overlap_reference(kv, scores, TokenList{list}, r, h));
+          if (rests[at]) std::fill_n(&scores(r, h, 0), room, std::numeric_limits<float>::quiet_NaN());
+          if ((count_of_steps[static_cast<std::size_t>(kv.slots[r])] + rule.lead) % rule.period) continue;
+          std::vector<float> last(static_cast<std::size_t>(rule.window), 1.f);
+          const std::size_t all = std::min(known.size(), last.size());
+          std::copy_n(known.end() - static_cast<std::ptrdiff_t>(all), all, last.begin());
+          std::ranges::sort(last);
+          const std::size_t middle = last.size() / 2;
+          const float median = last.size() % 2 ? last[middle] : (last[middle - 1] + last[middle]) / 2;
+          moved[at] = median < rule.threshold;
+          if (moved[at]) known.clear();
+          check.that("a head that drifts has scores", !moved[at] || !rests[at]);
+        }
+      for (int r = 0; r < rows; ++r)
+        for (int h = 0; h < heads; ++h) {
+          const int leader = leaders[static_cast<std::size_t>(h)];
+          wanted[static_cast<std::size_t>(kv.slots[r] * heads + h)] =
+              leader >= 0 && moved[static_cast<std::size_t>(kv.slots[r] * heads + leader)];
+        }
+      ops::DriftRule rule_there = rule;
+      rule_there.steps = place.put(count_of_steps);
+      ops::drifted_heads(there, place.put(scores), TokenList{list_there}, rule_there, leaders_there, watch, drifted,
+                         place.stream());
+      check.that("drifted heads are marked", place.get(drifted) == wanted);
+      for (auto& x : count_of_steps) ++x;
+    }
   }
 }
 

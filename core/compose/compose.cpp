@@ -35,6 +35,7 @@ class CountedWorkspace final : public Workspace {
   const void* constant(const char* tag, const void* from, std::size_t bytes) override {
     return w_.constant(tag, from, bytes);
   }
+  void* room(const char* tag, std::size_t bytes) override { return w_.room(tag, bytes); }
   std::size_t bytes_per_slot() const { return bytes_per_slot_; }
 
  private:

@@ -122,7 +122,7 @@ CacheMemory Engine::memory(const Model& model, Policy& policy, const EngineOptio
   // Beside the store's: question and steps of each slot, and what policies keep of each row or of each of its heads.
   m.tables = taken.tables + (slots + 1) * (8 + s.kv_heads) * 2 * number;
   m.summaries = taken.summaries;
-  m.state = workspace.state_bytes() + workspace.constant_bytes();
+  m.state = workspace.state_bytes() + workspace.constant_bytes() + workspace.room_bytes();
   // Of each layer, and once more for the layer whose queries are replaced. Keys and values may lie between the queries.
   if (o.prefill_chunk > 0)
     m.queries =
@@ -495,6 +495,13 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
         throw Error(Errc::plugin,
                     "select: got tokens that leave or move before the attention that a list of places is for, wanted "
                     "them after it: next_attention");
+  if (!edits.logits().empty()) {
+    if (edits.logits().size() > 1 || list || needs_.any_mass() != Mass::none)
+      throw Error(Errc::plugin,
+                  "select: got logits to keep twice, beside a list to attend to or with mass, wanted "
+                  "them once and alone");
+    read.logits = edits.logits().front();
+  }
   waiting_ = std::move(after);
   fit = apply(before, *l.slots);
   if (fit == Fit::ok && list) {

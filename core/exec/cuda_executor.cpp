@@ -342,6 +342,7 @@ void CudaExecutor::attend_rows(const PagedKv& kv, std::int64_t first_row, const 
   a.queries.data += first_row * a.queries.stride[0];
   a.pages = read.pages;
   a.tokens = read.tokens;
+  a.logits = read.logits;
   a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
   a.window = c.sliding_window;
   a.last = position_.as<std::int32_t>() + first_row;
@@ -369,7 +370,9 @@ void CudaExecutor::attend_each(const PagedKv& kv, const Selection& read, const V
     TokenList tokens = read.tokens ? *read.tokens : TokenList{};
     View<float, 3> sums = mass;
     if (sums) sums.data += r * sums.stride[0], sums.extent[0] = 1;
-    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr}, sums,
+    HeadLogits logits = read.logits;
+    if (logits.out) logits.out.data += r * logits.out.stride[0], logits.out.extent[0] = 1;
+    attend_rows(one, r, {read.pages ? of_row(pages) : nullptr, read.tokens ? of_row(tokens) : nullptr, logits}, sums,
                 mass_into);
   }
 }

@@ -36,6 +36,7 @@ struct PromptLayer : LayerRows {
 struct Selection {
   const PageList* pages = nullptr;
   const TokenList* tokens = nullptr;
+  HeadLogits logits;  // what it leaves of its scores
 };
 
 // One layer of one decode step.

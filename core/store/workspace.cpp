@@ -74,20 +74,30 @@ void StoreWorkspace::reset() {
   for (auto& b : blocks_) b.used = 0;
 }
 
-void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {
+StoreWorkspace::State StoreWorkspace::take(const char* tag, std::size_t bytes_per_slot, int slots) {
   State s;
   s.tag = tag;
   s.stride = bytes_per_slot;
   s.slots = slots;
-  if (stream_.device() == Device::cpu) {
+  if (stream_.device() == Device::cpu)
     s.mapped = MappedArray(s.bytes());
-  } else {
+  else
     s.memory = StreamMemory(stream_, static_cast<std::size_t>(s.bytes()));
-    zero_memory(s.data(), s.memory.bytes(), stream_);
-  }
+  return s;
+}
+
+void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {
+  states_.push_back(take(tag, bytes_per_slot, slots));
+  const State& s = states_.back();
+  if (s.memory) zero_memory(s.data(), s.memory.bytes(), stream_);
   ledger_->hold(Tier::device, Tag::scores, s.bytes());
-  states_.push_back(std::move(s));
-  return states_.back().data();
+  return s.data();
+}
+
+void* StoreWorkspace::room(const char* tag, std::size_t bytes) {
+  rooms_.push_back(take(tag, bytes, 1));
+  ledger_->hold(Tier::device, Tag::workspace, rooms_.back().bytes());
+  return rooms_.back().data();
 }
 
 void StoreWorkspace::clear_slot(int slot) {
@@ -103,6 +113,12 @@ std::size_t StoreWorkspace::slot_bytes() const {
 std::int64_t StoreWorkspace::state_bytes() const {
   std::int64_t sum = 0;
   for (auto& s : states_) sum += s.bytes();
+  return sum;
+}
+
+std::int64_t StoreWorkspace::room_bytes() const {
+  std::int64_t sum = 0;
+  for (auto& r : rooms_) sum += r.bytes();
   return sum;
 }
 

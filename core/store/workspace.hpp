@@ -22,6 +22,7 @@ class StoreWorkspace final : public Workspace {
   void* state(const char* tag, std::size_t bytes_per_slot, int slots) override;
   const void* upload(const char* tag, const void* from, std::size_t bytes) override;  // Errc::plugin in a graph's step
   const void* constant(const char* tag, const void* from, std::size_t bytes) override;
+  void* room(const char* tag, std::size_t bytes) override;
 
   void in_graph(bool yes) { in_graph_ = yes; }  // whether a graph holds the step that is running, or is to hold it
   [[noreturn]] static void refuse_upload(const char* tag);
@@ -31,6 +32,7 @@ class StoreWorkspace final : public Workspace {
   std::size_t slot_bytes() const;
   std::int64_t state_bytes() const;  // bytes of state of all slots
   std::int64_t constant_bytes() const;
+  std::int64_t room_bytes() const;
   void save_slot(int slot, std::byte* out) const;  // out: slot_bytes() of host memory
   void load_slot(int slot, const std::byte* from);
 
@@ -49,6 +51,7 @@ class StoreWorkspace final : public Workspace {
     std::int64_t bytes() const { return static_cast<std::int64_t>(stride) * slots; }
   };
   void add_block(std::size_t bytes);
+  State take(const char* tag, std::size_t bytes_per_slot, int slots);
 
   Ledger* ledger_;
   Stream stream_;
@@ -58,6 +61,7 @@ class StoreWorkspace final : public Workspace {
   std::vector<Block> blocks_;
   std::vector<State> states_;
   std::vector<StreamMemory> constants_;
+  std::vector<State> rooms_;
 };
 
 }  // namespace kvlab

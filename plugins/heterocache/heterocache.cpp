@@ -56,7 +56,6 @@ class HeteroCache final : public kvlab::Policy {
         .steps(true)
         .observe_beside(when_.kind == kvlab::Deadline::next_attention)
         .profile(allocates_ || clusters_)
-        .scratch_numbers(2 * window_ + 3)  // rows of attention, a copy that pooling takes, and their maxima
         .capturable(true);
   }
 
@@ -74,16 +73,17 @@ class HeteroCache final : public kvlab::Policy {
     heads_of_layer_ = static_cast<std::size_t>(shape.kv_heads), kind_ = budget.kind;
     if (!clusters_) role_.assign(heads, anchor), pivot_of_.assign(heads, -1);
     if (!allocates_) stable_.assign(heads, 1);
-    std::vector<std::int32_t> leader(heads, -1), widest(heads);
-    std::vector<std::uint8_t> no_pivot, no_satellite;
+    std::vector<std::int32_t> leader(heads, -1), widest(heads), of_logits(heads, -1);
+    std::vector<std::int32_t> pivots(static_cast<std::size_t>(shape.layers));
+    std::vector<std::uint8_t> no_satellite;
     weights_.clear(), follows_.assign(static_cast<std::size_t>(shape.layers), false);
     for (std::size_t i = 0; i < heads; ++i) {
       const std::size_t own = i % heads_of_layer_, first = i - own;
       const bool full = role_[i] == shifting || role_[i] == pivot;
       weights_.push_back(full ? 0 : 1 / std::max(double{stable_[i]}, least_));
-      no_pivot.push_back(role_[i] != pivot), no_satellite.push_back(role_[i] != satellite);
+      no_satellite.push_back(role_[i] != satellite);
       widest[i] = static_cast<std::int32_t>(own);
-      if (role_[i] == pivot) leader[i] = widest[i];
+      if (role_[i] == pivot) leader[i] = widest[i], of_logits[i] = pivots[i / heads_of_layer_]++;
       if (role_[i] != satellite) continue;
       leader[i] = static_cast<std::int32_t>(pivot_of_[i]), follows_[i / heads_of_layer_] = true;
       for (std::size_t h = 0; h < heads_of_layer_; ++h)  // of a cluster, the least stable one keeps most
@@ -97,9 +97,16 @@ class HeteroCache final : public kvlab::Policy {
     if (!recalls_) return;
     leader_ = kvlab::HeadOfHead("pivot of", shape, leader, w);
     widest_ = kvlab::HeadOfHead("widest of the cluster", shape, widest, w);
-    no_pivot_ = kvlab::HeadClass("other than pivots", shape, no_pivot, w);
     no_satellite_ = kvlab::HeadClass("other than satellites", shape, no_satellite, w);
-    last_ = kvlab::KeptWindow("last queries", shape, window_, w);
+    of_logits_ = kvlab::HeadOfHead("pivots in order", shape, of_logits, w);
+    logits_.clear();
+    for (const std::int64_t count : pivots) {
+      const std::int64_t numbers = count * shape.max_slots * shape.max_tokens * shape.group();
+      auto* room = static_cast<float*>(w.room("logits", static_cast<std::size_t>(numbers) * sizeof(float)));
+      logits_.push_back(kvlab::View<float, 4>::dense(room, {shape.max_slots, count, shape.max_tokens, shape.group()}));
+    }
+    missed_ = kvlab::KeptSeries("missed", shape, window_, w);
+    rests_ = kvlab::KeptFlags("rests", shape, w);
     prompt_ = kvlab::KeptOfHeads<std::int32_t>("prompt", shape, w);
     best_ = kvlab::KeptTokens("best", shape, shape.max_tokens, w);
     drifted_ = kvlab::KeptFlags("drifted", shape, w);
@@ -118,38 +125,42 @@ class HeteroCache final : public kvlab::Policy {
     const std::vector<std::int32_t> all = heterocache::divided(weights_, base, n, fill_);
     std::vector<std::int32_t> kept(all.begin() + static_cast<std::ptrdiff_t>(first),
                                    all.begin() + static_cast<std::ptrdiff_t>(first + heads_of_layer_));
-    const Scores scores = score(kv, kv.pages, kv.window_queries, 1, {}, s);
+    const Scores scores = kv.kv_head_scores("scores");
+    kvlab::ops::pooled_votes(kv.window_queries, kv.pages, {.kernel = kernel_}, scores, *kv.workspace, s);
     const auto stay = kv.list<kvlab::TokenList>("kept", n);
     kvlab::ops::top_tokens(kv.pages, scores, kv.upload_heads("tokens to keep", kept.data()), nullptr, stay, s);
-    if (recalls_ && follows_[static_cast<std::size_t>(kv.layer)]) {
+    if (watches(kv)) {
       for (std::size_t h = 0; h < heads_of_layer_; ++h)
         if (role_[first + h] == pivot) kept[h] = base;
       kvlab::ops::top_tokens(kv.pages, scores, {.keep = kv.upload_heads("tokens to note", kept.data())}, best_.of(kv),
                              s);
       kvlab::ops::lengths(kv.pages, prompt_.of_row(kv), s);
-      // The prompt's last query stands for those of steps that are still to come.
-      for (int i = 0; i < window_; ++i)
-        kvlab::ops::keep_window(kv.last_queries(), kv.pages, last_.of(kv), {}, s, Heads{}.except(no_pivot_.of(kv)));
+      kvlab::ops::forget_overlaps(kv.pages, watch(kv), s);
       edits.archive(Heads{}.except(no_satellite_.of(kv)));
     }
     edits.evict_rest(stay);
   }
 
+  // A step's attention leaves the logits of pivots whose scores may still change a median.
+  void select(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream) override {
+    if (watches(step)) edits.keep_logits(logits(step));
+  }
+
   void observe(const kvlab::LayerStep& step, kvlab::Edits& edits, kvlab::Stream s) override {
-    if (!recalls_ || !follows_[static_cast<std::size_t>(step.layer)]) return;
-    const std::int64_t queries = std::int64_t{window_} * step.shape->query_heads;
-    const auto window = step.scratch<float>("window", {step.rows(), queries, 1, step.pages.head_dim});
-    kvlab::ops::keep_window(step.queries, step.pages, last_.of(step), window, s, Heads{}.except(no_pivot_.of(step)));
+    if (!watches(step)) return;
     kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
     prompt.length = prompt_.of(step);
-    const Heads due = Heads::every(step.steps, period_, 1 + stagger_ * step.layer).except(no_pivot_.of(step));
-    const Scores scores = score(step, prompt, window, window_, due, s);
-    kvlab::ops::drifted_heads(prompt, scores, best_.of(step), threshold_, leader_.of(step), drifted_.of(step), s, due);
-    Scores last = scores;  // by the last query
-    last.data += (window_ - 1) * scores.stride[1];
-    last.extent[1] = step.kv_heads(), last.stride[1] *= window_;
+    const Scores scores = step.kv_head_scores("scores");
+    kvlab::ops::pooled_logits(prompt, logits(step), {.kernel = kernel_}, scores, s);
+    kvlab::ops::drifted_heads(prompt, scores, best_.of(step),
+                              {.threshold = threshold_,
+                               .window = window_,
+                               .period = period_,
+                               .lead = 1 + stagger_ * step.layer,
+                               .steps = step.steps},
+                              leader_.of(step), watch(step), drifted_.of(step), s);
     const Heads drifted = Heads::flagged(drifted_.of(step));
-    kvlab::ops::top_tokens(prompt, last,
+    kvlab::ops::top_tokens(prompt, scores,
                            {.heads = drifted,
                             .by = leader_.of(step),
                             .among = order_ == RecallOrder::position ? widest_.of(step) : nullptr},
@@ -158,12 +169,10 @@ class HeteroCache final : public kvlab::Policy {
   }
 
  private:
-  // Pooled attention of each of `steps` queries, the greatest of a group: [row, kv_head x steps, token].
-  Scores score(const kvlab::LayerKv& kv, const kvlab::PagedKv& pages, const kvlab::Tensor<4>& queries, int steps,
-               const Heads& heads, kvlab::Stream s) const {
-    const auto scores = kv.scratch<float>("scores", {kv.rows(), std::int64_t{steps} * kv.kv_heads(), kv.max_length});
-    kvlab::ops::pooled_votes(queries, pages, {.kernel = kernel_}, scores, *kv.workspace, s, heads);
-    return scores;
+  bool watches(const kvlab::LayerKv& kv) const { return recalls_ && follows_[static_cast<std::size_t>(kv.layer)]; }
+  kvlab::ops::DriftWatch watch(const kvlab::LayerKv& kv) const { return {missed_.of(kv), rests_.of(kv)}; }
+  kvlab::HeadLogits logits(const kvlab::LayerKv& kv) const {
+    return {logits_[static_cast<std::size_t>(kv.layer)], of_logits_.of(kv), Heads::flagged(rests_.of(kv), false)};
   }
 
   [[noreturn]] static void refuse(const char* got, double amount, double least) {
@@ -183,9 +192,11 @@ class HeteroCache final : public kvlab::Policy {
   std::vector<double> weights_;                  // of the division; 0 = the head keeps all
   std::vector<bool> follows_;                    // [layer] a head of it is a satellite
   std::size_t heads_of_layer_ = 0, full_ = 0;
-  kvlab::HeadOfHead leader_, widest_;
-  kvlab::HeadClass no_pivot_, no_satellite_;
-  kvlab::KeptWindow last_;
+  kvlab::HeadOfHead leader_, widest_, of_logits_;
+  kvlab::HeadClass no_satellite_;
+  std::vector<kvlab::View<float, 4>> logits_;  // [layer] of its pivots' queries in this step
+  kvlab::KeptSeries missed_;
+  kvlab::KeptFlags rests_;
   kvlab::KeptOfHeads<std::int32_t> prompt_;
   kvlab::KeptTokens best_;  // a pivot's base set, and what a satellite holds
   kvlab::KeptFlags drifted_;

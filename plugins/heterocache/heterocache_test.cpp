@@ -74,23 +74,78 @@ TEST_CASE("the base is what the heads that keep all leave over") {
   CHECK(heterocache::base_of(8, 2, 1, 0) == 0);
 }
 
+namespace {
+
+// A watch over TwoHeads: head 0 is the pivot of both. A check is due in every fifth step.
+struct Watch {
+  explicit Watch(float threshold) : two(12) {
+    two.set(0, {1, 2, 3, 4}), two.set(1, {0, 5});
+    rule.threshold = threshold, rule.window = rule.period = 5, rule.lead = 1, rule.steps = &steps;
+  }
+  // Whether both heads drift in the next step, whose best tokens these are.
+  bool step(const Ints& best) {
+    std::vector<float> scores(2 * 12);
+    const auto of = View<float, 3>::dense(scores.data(), {1, 2, 12});
+    for (const std::int32_t t : best) of(0, 0, t) = 1;
+    const HeadFlags flags = View<std::uint8_t, 2>::dense(two.flags.data(), {1, 2});
+    ops::drifted_heads(two.kv, of, two.list, rule, leaders.data(), watch, flags, Stream::cpu());
+    ++steps;
+    CHECK(two.flags[0] == two.flags[1]);
+    return two.flags[0] != 0;
+  }
+  TwoHeads two;
+  std::int32_t steps = 0;
+  Ints leaders{0, 0};
+  std::vector<float> missed = std::vector<float>(2 * 5);
+  std::vector<std::uint8_t> rests = std::vector<std::uint8_t>(2);
+  ops::DriftRule rule;
+  ops::DriftWatch watch{View<float, 3>::dense(missed.data(), {1, 2, 5}),
+                        View<std::uint8_t, 2>::dense(rests.data(), {1, 2})};
+};
+
+const std::vector<Ints> five{{1, 2, 3, 4}, {1, 2, 8, 9}, {4, 8, 9, 10}, {3, 0, 9, 11}, {2, 3, 4, 7}};
+
+}  // namespace
+
 // Overlaps 4, 2, 1, 1 and 3 of the base set {1, 2, 3, 4}: their median is .5.
 TEST_CASE("a pivot drifts when the median overlap lies below the threshold, and not at it") {
-  TwoHeads two(12);
-  two.set(0, {1, 2, 3, 4}), two.set(1, {0, 5});
-  const std::vector<Ints> best{{1, 2, 3, 4}, {1, 2, 8, 9}, {4, 8, 9, 10}, {3, 0, 9, 11}, {2, 3, 4, 7}};
-  std::vector<float> scores(std::size_t{2} * 5 * 12);
-  const auto of = View<float, 3>::dense(scores.data(), {1, 10, 12});
-  for (std::size_t i = 0; i < 5; ++i)
-    for (const std::int32_t t : best[i]) of(0, i, t) = 1;
-  const Ints leaders{0, 0};
-  const auto drifted = [&](float threshold) {
-    const HeadFlags flags = View<std::uint8_t, 2>::dense(two.flags.data(), {1, 2});
-    ops::drifted_heads(two.kv, of, two.list, threshold, leaders.data(), flags, Stream::cpu());
-    return two.flags;
-  };
-  CHECK(drifted(.5f) == std::vector<std::uint8_t>{0, 0});
-  CHECK(drifted(.6f) == std::vector<std::uint8_t>{1, 1});  // and its satellite with it
+  for (const float threshold : {.5f, .6f}) {
+    Watch w(threshold);
+    for (int i = 0; i < 4; ++i) CHECK_FALSE(w.step(five[static_cast<std::size_t>(i)]));
+    CHECK(w.rests[0] == 0);
+    CHECK(w.step(five[4]) == (threshold > .5f));  // and its satellite with it
+    CHECK(std::ranges::count(w.missed, 0) == 10);
+  }
+}
+
+TEST_CASE("a pivot rests once three of five overlaps decide the check") {
+  Watch w(.4f);
+  CHECK_FALSE(w.step(five[0]));
+  CHECK_FALSE(w.step(five[2]));
+  CHECK_FALSE(w.step(five[1]));
+  CHECK(w.rests[0] == 0);
+  CHECK_FALSE(w.step(five[4]));  // the third of 0.5 or more
+  CHECK(w.rests[0] == 1);
+  CHECK_FALSE(w.step({8, 9, 10, 11}));  // nobody reads these scores
+  CHECK(w.rests[0] == 0);
+  CHECK(std::ranges::count(w.missed, 0) == 10);
+}
+
+TEST_CASE("a pivot that has drifted rests until the check, which needs the last scores") {
+  Watch w(.6f);
+  for (const int i : {2, 3, 2}) CHECK_FALSE(w.step(five[static_cast<std::size_t>(i)]));
+  CHECK(w.rests[0] == 1);
+  CHECK_FALSE(w.step(five[0]));
+  CHECK(w.rests[0] == 0);
+  CHECK(w.step(five[0]));
+}
+
+TEST_CASE("forgotten overlaps count as 1") {
+  Watch w(.6f);
+  for (const int i : {2, 3, 2, 2}) CHECK_FALSE(w.step(five[static_cast<std::size_t>(i)]));
+  ops::forget_overlaps(w.two.kv, w.watch, Stream::cpu());
+  CHECK(w.rests[0] == 0);
+  CHECK_FALSE(w.step(five[2]));
 }
 
 // The pivot ranks 90 > 10 > 50 > 20. A cluster's largest satellite takes 4 tokens, and this one takes 2.
@@ -204,6 +259,8 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     bases[static_cast<std::size_t>(layer)] = best_of(run, layer, 0, prompt - 1, base);
   }
   int drifts = 0, checks = 0;
+  // [layer] overlaps with the base sets of their steps; those before a drift, and before the first step, count as 1.
+  std::vector<std::vector<double>> overlaps_of(bases.size());
   const auto check = [&](int position) {
     for (int layer = 0; layer < layers; ++layer)
       for (int head = 0; head < heads; ++head) {
@@ -220,17 +277,20 @@ TEST_CASE("heterocache holds on real text what a plain implementation holds") {
     run.step();
     const int position = prompt + step;
     for (int layer = 0; x.retrieval && layer + 1 < layers; ++layer) {
-      if ((step + 1 + (x.stagger ? layer % x.every : 0)) % x.every) continue;
       auto& own = bases[static_cast<std::size_t>(layer)];
-      std::vector<double> overlaps;  // before the first step, the prompt's last query stands for others
-      for (int i = 0; i < x.window; ++i)
-        overlaps.push_back(overlap_of(best_of(run, layer, 0, std::max(prompt - 1, position - i), base), own));
+      auto& known = overlaps_of[static_cast<std::size_t>(layer)];
+      known.push_back(overlap_of(best_of(run, layer, 0, position, base), own));
+      if ((step + 1 + (x.stagger ? layer % x.every : 0)) % x.every) continue;
+      std::vector<double> overlaps(static_cast<std::size_t>(x.window), 1.);
+      const std::size_t last = std::min(known.size(), overlaps.size());
+      std::copy_n(known.end() - static_cast<std::ptrdiff_t>(last), last, overlaps.begin());
       std::sort(overlaps.begin(), overlaps.end());
       const auto middle = static_cast<std::size_t>(x.window / 2);
       const double median = x.window % 2 ? overlaps[middle] : (overlaps[middle - 1] + overlaps[middle]) / 2;
       ++checks;
       if (median >= static_cast<float>(x.threshold)) continue;
       ++drifts;
+      known.clear();
       own = best_of(run, layer, 0, position, base);
       const int most = std::max(tokens[at(layer, 1)], tokens[at(layer, 2)]);
       for (const int head : {1, 2}) {

@@ -121,6 +121,9 @@ class Edits {
   void attend(const TokenList& tokens, Pins pins = {}) {
     push(Edit::attend_tokens, tokens, {Deadline::this_attention}).pins = pins;
   }
+  // Only select() may, once, and neither beside a list to attend to nor with mass; else Errc::plugin. No edit: this
+  // step's attention writes these logits, which observe may read. Take the memory by Workspace::room, for each layer.
+  void keep_logits(const HeadLogits& logits) { logits_.push_back(logits); }
   void evict(const TokenList& tokens, Deadline when = {}) { push(Edit::evict, tokens, when); }
   void evict_rest(const TokenList& kept, Deadline when = {}) { push(Edit::evict_rest, kept, when); }
   // Finds the tokens and evicts them at once: one launch on the GPU.
@@ -174,6 +177,7 @@ class Edits {
   void for_all_layers() { layer_ = Edit::all_layers; }
 
   const std::vector<Edit>& all() const { return edits_; }
+  const std::vector<HeadLogits>& logits() const { return logits_; }
 
  private:
   Edit& push(Edit::Verb verb, const IndexList& list, Deadline when) {
@@ -188,6 +192,7 @@ class Edits {
 
   int layer_;
   std::vector<Edit> edits_;
+  std::vector<HeadLogits> logits_;
 };
 
 }  // namespace kvlab

@@ -236,6 +236,21 @@ struct Heads {
   }
 };
 
+// Where a decode step's attention leaves the logits of some KV heads (Edits::keep_logits): [row, i, token place, query
+// head of the group], f32, times log2(e). So 2^x are the weights of the softmax; -inf = a sliding window hides the
+// token. The last two indices are dense. A head that holds more tokens than there is room for gets none.
+struct HeadLogits {
+  View<float, 4> out;
+  const std::int32_t* index = nullptr;  // [kv_head] i of the head, -1 = none: HeadOfHead
+  Heads heads;                          // the others have none either
+
+  // The logits of a head of so many tokens, or null.
+  constexpr float* of(int row, int slot, int head, int tokens) const {
+    if (!out.data || index[head] < 0 || !heads.on(slot, head) || tokens > out.extent[2]) return nullptr;
+    return out.data + row * out.stride[0] + index[head] * out.stride[1];
+  }
+};
+
 // Tokens (or the page) that are kept or attended to whatever their score.
 struct Pins {
   int first = 0, last = 0;   // tokens by text position: sinks and the recent window

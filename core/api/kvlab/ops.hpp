@@ -72,12 +72,6 @@ void recency(const PagedKv& kv, Scores out, Stream s);
 void window_votes(const Tensor<4>& window_queries, const std::int32_t* seen, const PagedKv& kv, Scores votes, Stream s,
                   const Heads& heads = {});
 
-// The newest queries of a KV head, for window_votes with w = 1. kept: [slot, kv_head, i, head_dim], i < steps x group:
-// those of a group's query heads side by side, the oldest step first (KeptWindow). Drops the oldest step's and appends
-// `queries`. window: [row, kv_head x i, 1, head_dim], a copy of what is kept then; or empty. Bytes: kept, three times.
-void keep_window(const Tensor<3>& queries, const PagedKv& kv, View<float, 4> kept, View<float, 4> window, Stream s,
-                 const Heads& heads = {});
-
 // 1-D pooling in place with stride 1, for each head of `scores` (query heads or KV heads) over its tokens
 // [0, tokens - excluded). kernel is odd. average counts its zero padding in the divisor; max pads with -inf. The
 // excluded newest tokens stay as they are. The cache must be in text order, as at a prompt's end. SnapKV, PyramidKV.
@@ -101,6 +95,11 @@ struct VotePooling {
 // layer's keys, once, and the scratch twice.
 void pooled_votes(const Tensor<4>& queries, const PagedKv& kv, const VotePooling& pooling, Scores out, Workspace& w,
                   Stream s, const Heads& heads = {});
+
+// out[row, kv_head, token] = what pooled_votes finds by the queries whose logits attention left. The softmax is over
+// the tokens of `kv`, which may be the first ones of those that attention read. softmax_mean is Errc::unsupported. It
+// leaves heads without logits alone and reads no page. Bytes: the logits, twice, and out.
+void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s);
 
 // out[row, kv_head, token] from in[row, head, token] of all heads of the layer, query heads or KV heads: mean, max or
 // sum over the heads that hold a token of the same text position. Heads that hold the same positions then have the same
@@ -170,13 +169,32 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, View<const std::
 // The same with a TokenChoice. `list` may be a list that lasts.
 void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& choice, TokenList list, Stream s);
 
-// drifted[slot, kv_head] = 1 where the median of the overlaps of the head's leader lies below `threshold`, else 0. Each
-// overlap is the share of the leader's list that is among its best tokens by one of its rows of scores, as many as the
-// list holds. scores: [row, kv_head x w, token]; the median of an even w is the mean of the two middle ones. leaders:
-// [kv_head], -1 = none. No leader, an empty list, and a leader that `heads` leaves out give 0. HeteroCache, drift
-// detection. Bytes: the scores and the lists of the leaders.
-void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, float threshold,
-                   const std::int32_t* leaders, HeadFlags drifted, Stream s, const Heads& heads = {});
+// When ops::drifted_heads compares the median of the last `window` overlaps, at most 64, with the threshold: in steps
+// where (steps + lead) % period == 0, by each sequence's own count.
+struct DriftRule {
+  float threshold = 0;
+  int window = 1, period = 1, lead = 0;
+  const std::int32_t* steps = nullptr;  // [slot] LayerKv::steps
+};
+// What drifted_heads keeps of each KV head from step to step. It starts as zeros.
+struct DriftWatch {
+  View<float, 3> missed;  // [slot, kv_head, i] of a list's tokens, those that were not among the best; i < window
+  HeadFlags rests;        // [slot, kv_head] 1: the next step needs no scores of this head
+};
+
+// drifted[slot, kv_head] = 1 in a check that finds the median overlap of the head's leader below the threshold, else 0.
+// The overlap of a step is the share of the leader's list that is among its best tokens by the step's scores, as many
+// as the list holds. The median of an even number is the mean of the two middle ones. Overlaps count as 1 before
+// forget_overlaps and after a check that found drift, since the list changes then. HeteroCache, equations 9 and 10.
+// scores: [row, kv_head, token] of leaders that do not rest in this step. leaders: [kv_head], -1 = none, which gives 0
+// as an empty list does. Where checks share no steps (window <= period), a leader rests in steps that no longer change
+// the next median, unless it drifts: then it has scores in the step of the check. Bytes: the scores, three times, and
+// the lists of the leaders.
+void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
+                   const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s);
+
+// All overlaps so far count as 1, and no head rests: for new lists at a prompt's end.
+void forget_overlaps(const PagedKv& kv, const DriftWatch& watch, Stream s);
 
 // out[row, kv_head, page] = the page's score, reduced over the group. A box [lo, hi] gives sum_d max(q_d lo_d, q_d
 // hi_d), the greatest product of its points with q. A mean gives q . mean. The box of min_max gives a bound of the

@@ -71,8 +71,9 @@ class Needs {
   Needs& steps(bool yes) { return steps_ = yes, *this; }    // LayerKv::steps
   // Most scratch of a callback, in numbers for each token and query head of the batch (workspace.hpp).
   Needs& scratch_numbers(int n) { return scratch_numbers_ = n, *this; }
-  // observe reads neither mass nor output and gives no edits but `place` and `fetch`. A GPU then runs it beside the
-  // rest of the step. The next step's callbacks see all that it wrote; this step's see nothing.
+  // observe reads neither mass nor output and gives no edits but `place` and `fetch`. It may read logits that attention
+  // left (Edits::keep_logits). A GPU then runs it beside the rest of the step. The next step's callbacks see all that
+  // it wrote; this step's see nothing.
   Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }
@@ -299,23 +300,20 @@ class KeptQueries {
   std::vector<View<float, 3>> layers_;
 };
 
-// The queries of the last `steps` steps, as ops::keep_window keeps them: [slot, kv_head, steps x group, head_dim].
-class KeptWindow {
+// Some numbers for each KV head: [slot, kv_head, i] of a layer.
+class KeptSeries {
  public:
-  KeptWindow() = default;
-  KeptWindow(const char* tag, const Shape& s, int steps, Workspace& w) {
-    const std::int64_t head = std::int64_t{steps} * s.group() * s.head_dim, layer = head * s.kv_heads,
-                       slot = layer * s.layers;
+  KeptSeries() = default;
+  KeptSeries(const char* tag, const Shape& s, int count, Workspace& w) {
+    const std::int64_t layer = std::int64_t{count} * s.kv_heads, slot = layer * s.layers;
     auto* data = static_cast<float*>(w.state(tag, static_cast<std::size_t>(slot) * sizeof(float), s.max_slots));
     for (int l = 0; l < s.layers; ++l)
-      layers_.push_back({data + l * layer,
-                         {s.max_slots, s.kv_heads, std::int64_t{steps} * s.group(), s.head_dim},
-                         {slot, head, s.head_dim, 1}});
+      layers_.push_back({data + l * layer, {s.max_slots, s.kv_heads, count}, {slot, count, 1}});
   }
-  View<float, 4> of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
+  View<float, 3> of(const LayerKv& kv) const { return layers_[static_cast<std::size_t>(kv.layer)]; }
 
  private:
-  std::vector<View<float, 4>> layers_;
+  std::vector<View<float, 3>> layers_;
 };
 
 // A mark or a number for each KV head: [slot, kv_head] of a layer.

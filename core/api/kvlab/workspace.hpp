@@ -20,6 +20,9 @@ class Workspace {
   virtual void* state(const char* tag, std::size_t bytes_per_slot, int slots) = 0;  // [slot, bytes_per_slot]
   // For attach: returns a copy of host memory, for ops, that lives as long as the run.
   virtual const void* constant(const char* tag, const void* from, std::size_t bytes) = 0;
+  // For attach: memory that lives as long as the run, for what one callback leaves to a later one of the same step.
+  // Nobody saves or clears it.
+  virtual void* room(const char* tag, std::size_t bytes) { return state(tag, bytes, 1); }
   // Returns scratch with a copy of host memory, for later ops on the stream. When it returns, `from` may be changed. A
   // GPU refuses it (Errc::plugin) in decode steps of a policy that promises capturable(true): a graph would repeat one
   // step's numbers.

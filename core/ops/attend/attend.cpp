@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 #include <string>
 
 #include "base/device_op.hpp"
@@ -35,6 +36,13 @@ void check(const AttendArgs& a, int group) {
     if (a.mass.extent[1] < a.queries.extent[1]) fail(Errc::internal, op, "got mass of too few query heads");
   } else if (a.mass_into.column >= 0) {
     fail(Errc::internal, op, "got token state to add mass to, and no room for the mass");
+  }
+  if (a.logits.out) {
+    if (a.pages || a.tokens || a.mass)
+      fail(Errc::internal, op, "got logits to keep with a list or mass, wanted them alone");
+    if (!a.logits.index || a.logits.out.extent[0] < kv.rows || a.logits.out.extent[3] != group ||
+        a.logits.out.stride[3] != 1 || a.logits.out.stride[2] != group)
+      fail(Errc::internal, op, "got logits of another shape, wanted dense [row, i, token, query head of the group]");
   }
   if (a.window > 0 && !a.last) fail(Errc::internal, op, "got a window without query positions, wanted `last`");
   if (a.pages && a.tokens) fail(Errc::internal, op, "got a list of pages and a list of tokens, wanted one of the two");
@@ -76,6 +84,20 @@ bool apply_window(const AttendArgs& a, const AttendTask& task, int tokens, int g
     for (int g = 0; x.position[t] <= oldest && g < group; ++g) x.scores[g * stride + t] = minus_infinity;
   }
   return any;
+}
+
+// Leaves a chunk's scores of all query heads of the group.
+void keep_logits(const AttendArgs& a, const AttendTask& task, const Chunk& x, std::int64_t stride) {
+  const PagedKv& kv = a.kv;
+  const int group = static_cast<int>(a.logits.out.extent[3]);
+  float* to = a.logits.of(task.row, kv.slots[task.row], task.head, kv.tokens(task.row, task.head));
+  if (!to) return;
+  const float* s = x.scores.data();
+  for (const Piece& piece : x.pieces)
+    for (int i = 0; i < piece.count; ++i, ++s) {
+      float* of_token = to + (std::int64_t{piece.page} * kv.page_size + piece.begin + i) * group;
+      for (int g = 0; g < group; ++g) of_token[g] = s[g * stride] * std::numbers::log2e_v<float>;
+    }
 }
 
 // Computes one chunk's probabilities, relative to the chunk's maximum, for all query heads of the group, then their
@@ -125,6 +147,7 @@ void attend_chunk(const AttendArgs& a, const AttendPlan& plan, int index, int gr
     kernels.dot(x.runs.data(), pieces, dim, q, a.queries.stride[1], group, softmax_scale, x.scores.data(), stride);
   }
   const bool any_seen = a.window <= 0 || apply_window(a, task, tokens, group, x, stride);
+  if (a.logits.out) keep_logits(a, task, x, stride);
   for (int g = 0; g < group; ++g) {
     float* s = x.scores.data() + g * stride;
     const float maximum = any_seen ? kernels.max(s, tokens) : minus_infinity;
@@ -207,6 +230,8 @@ void attend(const AttendArgs& a, Workspace& w, Stream s) {
   if (s.device() == Device::cuda) return on_cuda<attend>(a, w, s);
   check_tables(kv, "attend");
   if (a.mass) check_scores(kv, a.mass, "mass", "attend", s);
+  if (a.logits.out && a.logits.out.extent[2] < longest(kv))
+    fail(Errc::internal, "attend", "got room for the logits of too few tokens");
   thread_local AttendPlan plan_of_thread;
   AttendPlan& plan = plan_of_thread;
   plan.fill(a, group);

@@ -139,6 +139,10 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
       a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
       a.mass_head = in.mass.stride[1];
     if (adds_scores(in)) a.by_token = scores_at_once(in);
+    if (in.logits.out) {
+      a.logits = in.logits, a.logits.out.data += begin * in.logits.out.stride[0];
+      a.by_token = logits_at_once(in.logits);
+    }
     if (in.pages) {
       const PageList& list = *in.pages;
       a.list = list.index.data + begin * list.index.stride[0];

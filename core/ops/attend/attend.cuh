@@ -25,6 +25,7 @@ inline bool adds_scores(const AttendArgs& a) {
   return a.mass_into.column >= 0 && a.mass_into.rule != GroupRule::softmax_mean;
 }
 int scores_at_once(const AttendArgs& a);
+int logits_at_once(const HeadLogits& logits);
 void add_scores(const AttendArgs& a, const View<float, 2>& lse, cudaStream_t stream);
 
 }  // namespace kvlab::ops

@@ -29,6 +29,9 @@ struct AttendArgs {
   // Optional, with `mass`: the op adds the mass to a column of `kv`. `mass` is then room for it, and may hold anything
   // afterwards.
   MassColumn mass_into;
+  // Optional, without lists and mass: [row, i, token place, query head of the group]; kvlab/kv.hpp says more. Room for
+  // fewer tokens than a head holds is Errc::internal on the CPU.
+  HeadLogits logits;
 };
 
 // Splits every row into fixed chunks of pages or of listed tokens and merges their partial softmaxes in order. So the

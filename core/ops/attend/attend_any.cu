@@ -47,6 +47,8 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
 
   const int own_x = 8 * (lane % 4) + lane / 4;  // the lane's token in a batch
   float* shares = reinterpret_cast<float*>(share_room[warp]);
+  float* logits = a.logits.of(row, a.kv.kv.slots[row], kv_head, a.kv.tokens(row, kv_head));
+  if (logits) logits += set * Heads;
   int lanes = 1;  // lanes that share one token's value
   while (lanes * chunk_elements < dim) lanes *= 2;
   for (int part = blockIdx.x; part * a.part_tokens < end; part += gridDim.x) {
@@ -72,6 +74,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
         const float full = a.rank ? dot : fmaf(dot, own.key_code.x, own.key_code.y * q.sum[h]);
         score_of_own[h] = own.key >= 0 ? full : -INFINITY;
         if (a.mass.data && own.key >= 0 && h < heads) a.mass(row, first_head + h, own.place) = full;
+        if (logits && own.place >= 0 && h < heads) logits[std::int64_t{own.place} * a.group + h] = score_of_own[h];
       }
       r.soften(score_of_own, own.value_code);
       __syncwarp();
@@ -202,6 +205,7 @@ void attend_any_cuda(const AttendArgs& in, Stream s) {
   if (in.pages) a.list = in.pages->index, a.list_count = in.pages->count;
   if (in.tokens) a.list = in.tokens->index, a.list_count = in.tokens->count;
   a.out = in.out, a.mass = in.mass, a.lse = in.lse, a.last = in.last, a.window = in.window;
+  a.logits = in.logits;
   a.group = heads / in.kv.kv_heads;
   a.scale = (in.softmax_scale != 0 ? in.softmax_scale : 1.f / std::sqrt(static_cast<float>(dim))) * log2e;
   a.room = static_cast<int>(in.kv.table.extent[2]) * in.kv.page_size;

@@ -33,6 +33,7 @@ struct Args {
   View<const std::int32_t, 2> list_count;  // null = no list
   View<float, 3> out, mass;
   View<float, 2> lse;
+  HeadLogits logits;
   const std::int32_t* last;
   const std::int32_t* rank;  // [row, kv_head, room], cache_relative only
   float2* softmax;           // [row, query head, part] maximum in units of log2, and sum
@@ -125,7 +126,7 @@ __device__ __forceinline__ void unpack(const unsigned (&from)[Words], float* to)
 struct Token {
   std::int64_t key = -1, value = -1;
   float2 key_code = {1, 0}, value_code = {1, 0};  // x = code * .x + .y
-  int place = 0, rank = 0, offset = 0;
+  int place = -1, rank = 0, offset = 0;
 };
 // The lane that owns token x of a batch. The four lanes that score tokens g, g + 8, .. own one of these each.
 __device__ __forceinline__ int owner_of(int x) { return 4 * (x % 8) + x / 8; }
@@ -165,6 +166,7 @@ __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, co
   const int offset = place.offset;
   const std::int64_t frame = std::int64_t(place.frame) * granule_bytes;
   const std::byte* at = a.kv.kv.base + frame;
+  token.place = place.t;
   if (a.window > 0 && reinterpret_cast<const std::int32_t*>(at + l.positions)[offset] <= a.last[row] - a.window)
     return token;
   token.key = frame + row_offset(l, true, offset);
@@ -172,7 +174,6 @@ __device__ __forceinline__ Token look_up(const Args& a, int row, int kv_head, co
   if (a.keys <= Elements::e4m3 && !a.grouped_keys) token.key_code = code_of(at + l.k_meta, offset);
   if (a.values <= Elements::e4m3 && !a.grouped_values) token.value_code = code_of(at + l.v_meta, offset);
   token.offset = offset;
-  token.place = place.t;
   if (a.rank) token.rank = a.rank[(std::int64_t(row) * a.kv.kv_heads + kv_head) * a.room + place.t];
   return token;
 }

@@ -79,13 +79,11 @@ struct Extra {
   __host__ __device__ constexpr int floats(int warps) const { return warps * (first + two + kept); }
 };
 
-// Writes a lane's scores of the unit's first `valid` tokens, [row, kv_head, place, query head of the group]. The code
-// of a whole unit is short, because every lane's instructions count here.
+// Writes a lane's scores of the unit's first `valid` tokens, [place, query head of the group]. The code of a whole unit
+// is short, because every lane's instructions count here.
 template <int ColumnTiles, int TileRows>
-__device__ __forceinline__ void put_scores(const Args& a, int row, int kv_head, int group, int q, int tile_row,
-                                           int valid, const int (&place)[TileRows],
-                                           const float (&s)[ColumnTiles][2 * TileRows]) {
-  float* const to = a.mass + (row * a.mass_row + kv_head * group * a.mass_head);
+__device__ __forceinline__ void put_scores(const Args& a, float* to, int group, int q, int tile_row, int valid,
+                                           const int (&place)[TileRows], const float (&s)[ColumnTiles][2 * TileRows]) {
   if (a.by_token > 1 && valid == 8 * TileRows) {
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c)
@@ -232,6 +230,14 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
     const int tile_row = R::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
     R rows(a, asked, group, g, q);
+    // The head's scores by token, or null.
+    float* scores = nullptr;
+    if (a.mass && a.by_token) {
+      scores = a.mass + (row * a.mass_row + kv_head * group * a.mass_head);
+    } else if (a.logits.out.data) {
+      const int slot = a.slots[row];
+      scores = a.logits.of(row, slot, kv_head, a.length[slot * a.length_slot + kv_head * a.length_head]);
+    }
     float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
@@ -262,7 +268,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if constexpr (!R::turned)
-        if (a.window > 0 || a.mass) find_places();
+        if (a.window > 0 || a.mass || scores) find_places();
       if (valid < R::unit || a.window > 0) {
         bool seen[tile_rows];
 #pragma unroll
@@ -285,8 +291,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
       }
-      if (a.mass && a.by_token) {
-        put_scores(a, row, kv_head, group, q, tile_row, valid, place, s);
+      if (scores) {
+        put_scores(a, scores, group, q, tile_row, valid, place, s);
       } else if (a.mass) {
 #pragma unroll
         for (int c = 0; c < ColumnTiles; ++c)

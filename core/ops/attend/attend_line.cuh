@@ -41,6 +41,7 @@ struct Args {
   int stages;
   bool joint;                // a page is one unit: its keys and values are contiguous
   bool half;                 // `rounded` is f16
+  HeadLogits logits;         // like mass with by_token, of some heads
   int by_token;              // > 0: mass is [row, kv_head, token place, query head of the group]; numbers of a store
   bool wide;                 // four elements of `out` can be one store
   float scale;               // factor of the scores, times log2(e)

@@ -137,6 +137,16 @@ int scores_at_once(const AttendArgs& in) {
   return fits(4) ? 4 : fits(2) ? 2 : 1;
 }
 
+int logits_at_once(const HeadLogits& logits) {
+  const auto& out = logits.out;
+  const auto even = [](std::int64_t x) { return x % 2 == 0; };
+  return even(out.extent[3]) && even(out.stride[0]) && even(out.stride[1]) &&
+                 reinterpret_cast<std::uintptr_t>(out.data) % 8 == 0 &&
+                 out.extent[2] * out.extent[3] < std::numeric_limits<std::int32_t>::max()
+             ? 2
+             : 1;
+}
+
 void add_scores(const AttendArgs& in, const View<float, 2>& lse, cudaStream_t stream) {
   const PagedKv& kv = in.kv;
   const int group = static_cast<int>(in.mass.extent[1]) / kv.kv_heads;

@@ -1,5 +1,6 @@
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "ops/attend/attend.hpp"
@@ -43,6 +44,10 @@ void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
     weight[t] *= scale;
     if (seen[t] && weight[t] > maximum) maximum = weight[t];
   }
+  if (float* to = a.logits.of(row, kv.slots[row], head, tokens))
+    for (int t = 0; t < tokens; ++t)
+      to[t * group + query_head % group] =
+          seen[t] ? static_cast<float>(weight[t] * std::numbers::log2e) : -std::numeric_limits<float>::infinity();
   for (int t = 0; t < tokens; ++t) {
     weight[t] = seen[t] ? std::exp(weight[t] - maximum) : 0;
     total += weight[t];

@@ -11,4 +11,7 @@ namespace kvlab::ops {
 void reduce_group(const float* in, std::int64_t stride, int group, int n, GroupRule rule, float softmax_scale,
                   float* out);
 
+// out = n numbers pooled with stride 1: average or max. in[-kernel / 2 .. n + kernel / 2) must be readable.
+void pool_row(const float* in, int n, Pooling kind, int kernel, float* out);
+
 }  // namespace kvlab::ops

@@ -5,11 +5,10 @@
 
 #include "base/device_op.hpp"
 #include "ops/page/check.hpp"
+#include "ops/score/group.hpp"
 
 namespace kvlab::ops {
-namespace {
 
-// in[-half .. n + half) must be readable.
 void pool_row(const float* in, int n, Pooling kind, int kernel, float* out) {
   const int half = kernel / 2;
   for (int t = 0; t < n; ++t) {
@@ -18,8 +17,6 @@ void pool_row(const float* in, int n, Pooling kind, int kernel, float* out) {
     out[t] = kind == Pooling::max ? x : x / static_cast<float>(kernel);
   }
 }
-
-}  // namespace
 
 void pool(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, Workspace& w, Stream s,
           const Heads& which) {

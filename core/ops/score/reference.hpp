@@ -1,6 +1,7 @@
 // The references of this folder (see ops/page/reference.hpp).
 #pragma once
 #include <kvlab/kv.hpp>
+#include <kvlab/ops.hpp>
 #include <kvlab/roles.hpp>
 
 #include <cstdint>
@@ -21,8 +22,8 @@ void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                             Scores votes, const Heads& heads = {});
-void keep_window_reference(const View<const float, 3>& queries, const PagedKv& kv, const View<float, 4>& kept,
-                           const View<float, 4>& window, const Heads& heads = {});
+// pooling.rule: mean, max or sum.
+void pooled_logits_reference(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out);
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& heads = {});
 void group_reduce_reference(const PagedKv& kv, View<const float, 3> in, GroupRule rule, Scores out,
                             const Heads& heads = {});

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "ops/page/reference.hpp"
@@ -138,21 +139,29 @@ void window_votes_reference(const View<const float, 4>& q, const std::int32_t* s
   for_heads(kv, vote, heads);
 }
 
-void keep_window_reference(const View<const float, 3>& queries, const PagedKv& kv, const View<float, 4>& kept,
-                           const View<float, 4>& window, const Heads& heads) {
-  const std::int64_t group = queries.extent[1] / kv.kv_heads, count = kept.extent[2];
-  const auto keep = [&](int r, int h) {
-    for (std::int64_t d = 0; d < kv.head_dim; ++d) {
-      std::vector<float> all;
-      for (std::int64_t i = 0; i < count; ++i) all.push_back(kept(kv.slots[r], h, i, d));
-      for (std::int64_t g = 0; g < group; ++g) all.push_back(queries(r, h * group + g, d));
-      for (std::int64_t i = 0; i < count; ++i) {
-        kept(kv.slots[r], h, i, d) = all[static_cast<std::size_t>(i + group)];
-        if (window) window(r, h * count + i, 0, d) = all[static_cast<std::size_t>(i + group)];
+void pooled_logits_reference(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out) {
+  for_heads(kv, [&](int r, int h) {
+    const int n = kv.tokens(r, h), group = static_cast<int>(logits.out.extent[3]);
+    const float* of = logits.of(r, kv.slots[r], h, n);
+    if (!of) return;
+    const int half = pooling.kind == Pooling::none ? 0 : pooling.kernel / 2;
+    std::vector<Row> pooled;
+    for (int g = 0; g < group; ++g) {
+      Row x(n);
+      for (int t = 0; t < n; ++t) x[t] = of[std::int64_t{t} * group + g] * std::numbers::ln2;
+      x = softmax(x);
+      Row y(n);
+      for (int t = 0; t < n; ++t) {
+        double sum = 0, most = -infinity;
+        for (int i = std::max(0, t - half); i <= std::min(n - 1, t + half); ++i)
+          sum += x[i], most = std::max(most, x[i]);
+        y[t] = pooling.kind == Pooling::max ? most : sum / (2 * half + 1);
       }
+      pooled.push_back(y);
     }
-  };
-  for_heads(kv, keep, heads);
+    const Row all = reduced(pooled, pooling.rule, 1);
+    for (int t = 0; t < n; ++t) out(r, h, t) = static_cast<float>(all[t]);
+  });
 }
 
 void pool_reference(const PagedKv& kv, Scores scores, Pooling kind, int kernel, int excluded, const Heads& which) {

@@ -11,8 +11,8 @@
 namespace kvlab::ops {
 namespace {
 
-// The overlap of a list of `count` tokens with as many of the best of n scores.
-float overlap(const float* scores, int n, const IndexList& lists, std::int64_t at, int head) {
+// Of a list, the tokens that are not among as many best of n scores.
+int missed_of(const float* scores, int n, const IndexList& lists, std::int64_t at, int head) {
   thread_local std::vector<std::uint64_t> keys;
   thread_local std::vector<char> listed;
   const int count = lists.count(at, head), best = std::min(count, n);
@@ -24,39 +24,58 @@ float overlap(const float* scores, int n, const IndexList& lists, std::int64_t a
     if (lists.index(at, head, i) < n) listed[static_cast<std::size_t>(lists.index(at, head, i))] = 1;
   int both = 0;
   for (int i = 0; i < best; ++i) both += listed[selection_index(keys[static_cast<std::size_t>(i)])];
-  return static_cast<float>(both) / static_cast<float>(count);
+  return count - both;
+}
+
+void check_watch(const PagedKv& kv, const DriftWatch& watch, int window, const char* op) {
+  if (window < 1 || window > most_overlaps)
+    fail(Errc::unsupported, op,
+         "got a window of " + std::to_string(window) + " steps, wanted 1 to " + std::to_string(most_overlaps));
+  if (watch.missed.extent[1] < kv.kv_heads || watch.missed.extent[2] < window || watch.missed.stride[2] != 1 ||
+      watch.rests.extent[1] < kv.kv_heads)
+    fail(Errc::internal, op, "got too few numbers, wanted [slot, kv_head, i] and [slot, kv_head]");
 }
 
 }  // namespace
 
-void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, float threshold,
-                   const std::int32_t* leaders, HeadFlags drifted, Stream s, const Heads& heads) {
+void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
+                   const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
   const char* op = "drifted_heads";
   check_kv(kv, op, s);
-  check_scores(kv, scores, "scores", op, s);
+  check_kv_scores(kv, scores, "scores", op, s);
   check_list(kv, lists, op);
-  const int window = static_cast<int>(scores.extent[1]) / kv.kv_heads;
-  if (window > most_overlaps)
-    fail(Errc::unsupported, op,
-         "got " + std::to_string(window) + " rows of scores for a KV head, wanted at most " +
-             std::to_string(most_overlaps));
-  if (drifted.extent[1] < kv.kv_heads || !leaders)
-    fail(Errc::internal, op, "got too few flags or no leaders, wanted [slot, kv_head] and [kv_head]");
-  if (s.device() == Device::cuda)
-    return on_cuda<drifted_heads>(kv, scores, lists, threshold, leaders, drifted, s, heads);
+  check_watch(kv, watch, rule.window, op);
+  if (drifted.extent[1] < kv.kv_heads || !leaders || !rule.steps || rule.period < 1)
+    fail(Errc::internal, op, "got too few flags, no leaders or no steps, wanted [slot, kv_head], [kv_head] and [slot]");
+  if (s.device() == Device::cuda) return on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
   for (int r = 0; r < kv.rows; ++r) {
+    const int slot = kv.slots[r], left = steps_to_check(rule, rule.steps[slot]);
     std::vector<char> moved(static_cast<std::size_t>(kv.kv_heads), 0);
-#pragma omp parallel for schedule(dynamic) if (worth_threads(scores.extent[1] * longest(kv)))
+#pragma omp parallel for schedule(dynamic) if (worth_threads(std::int64_t{kv.kv_heads} * longest(kv)))
     for (int h = 0; h < kv.kv_heads; ++h) {
-      if (leaders[h] != h || !heads.on(kv.slots[r], h) || lists.count(lists.at(r), h) == 0) continue;
-      float of_rows[most_overlaps];
-      for (int i = 0; i < window; ++i)
-        of_rows[i] = overlap(&scores(r, h * window + i, 0), kv.tokens(r, h), lists, lists.at(r), h);
-      moved[static_cast<std::size_t>(h)] = median_of(of_rows, window) < threshold;
+      const std::int64_t at = lists.at(r);
+      if (leaders[h] != h || lists.count(at, h) == 0) continue;
+      const bool scored = !watch.rests(slot, h) && step_counts(rule, left);
+      const int now = scored ? missed_of(&scores(r, h, 0), kv.tokens(r, h), lists, at, h) : -1;
+      const Watched w = watch_step(rule, &watch.missed(slot, h, 0), lists.count(at, h), now, left);
+      moved[static_cast<std::size_t>(h)] = w.drifted;
+      watch.rests(slot, h) = w.rests;
     }
     for (int h = 0; h < kv.kv_heads; ++h)
-      drifted(kv.slots[r], h) = leaders[h] >= 0 && moved[static_cast<std::size_t>(leaders[h])];
+      drifted(slot, h) = leaders[h] >= 0 && moved[static_cast<std::size_t>(leaders[h])];
   }
+}
+
+void forget_overlaps(const PagedKv& kv, const DriftWatch& watch, Stream s) {
+  const char* op = "forget_overlaps";
+  check_kv(kv, op, s);
+  check_watch(kv, watch, static_cast<int>(watch.missed.extent[2]), op);
+  if (s.device() == Device::cuda) return on_cuda<forget_overlaps>(kv, watch, s);
+  for (int r = 0; r < kv.rows; ++r)
+    for (int h = 0; h < kv.kv_heads; ++h) {
+      std::fill_n(&watch.missed(kv.slots[r], h, 0), watch.missed.extent[2], 0.f);
+      watch.rests(kv.slots[r], h) = 0;
+    }
 }
 
 }  // namespace kvlab::ops

@@ -1,9 +1,10 @@
 // What the CPU and the GPU share of drifted_heads.
 #pragma once
+#include <kvlab/ops.hpp>
 
 namespace kvlab::ops {
 
-inline constexpr int most_overlaps = 64;  // rows of scores of a KV head
+inline constexpr int most_overlaps = 64;  // of a window
 
 // The median of n > 0 numbers, none of them NaN; the mean of the two middle ones of an even n. Sorts them.
 constexpr float median_of(float* x, int n) {
@@ -13,6 +14,48 @@ constexpr float median_of(float* x, int n) {
       x[j] = x[j - 1], x[j - 1] = lower;
     }
   return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
+}
+
+constexpr float overlap_of(float missed, int count) {
+  return (static_cast<float>(count) - missed) / static_cast<float>(count);
+}
+
+// Steps to the next check; 0 = this step has one.
+constexpr int steps_to_check(const DriftRule& rule, int steps) {
+  const int behind = (steps + rule.lead) % rule.period;
+  return behind == 0 ? 0 : rule.period - behind;
+}
+
+// Whether scores of a step count.
+constexpr bool step_counts(const DriftRule& rule, int left) { return rule.window > rule.period || left < rule.window; }
+
+struct Watched {
+  bool drifted, rests;
+};
+
+// A leader's step. missed: its numbers, dense. now: of a list of `count` > 0 tokens, those that are not among the best,
+// or -1 without scores. left: steps to the next check.
+constexpr Watched watch_step(const DriftRule& rule, float* missed, int count, int now, int left) {
+  const int window = rule.window, majority = window / 2 + 1;
+  const bool apart = window <= rule.period;  // checks share no step
+  if (!apart)
+    for (int i = 0; i + 1 < window; ++i) missed[i] = missed[i + 1];
+  if (now >= 0 && step_counts(rule, left)) missed[apart ? window - 1 - left : window - 1] = static_cast<float>(now);
+  Watched out{false, false};
+  if (left == 0) {
+    float overlaps[most_overlaps] = {};
+    for (int i = 0; i < window; ++i) overlaps[i] = overlap_of(missed[i], count);
+    out.drifted = median_of(overlaps, window) < rule.threshold;
+    if (apart || out.drifted)
+      for (int i = 0; i < window; ++i) missed[i] = 0;
+  }
+  if (!apart) return out;
+  const int next = left == 0 ? rule.period - 1 : left - 1, known = left == 0 ? 0 : window - left;
+  int high = 0, low = 0;
+  for (int i = 0; i < known; ++i) ++(overlap_of(missed[i], count) < rule.threshold ? low : high);
+  // A majority decides the median. One below the threshold leaves the check to do, which needs that step's scores.
+  out.rests = next >= window || high >= majority || (low >= majority && next > 0);
+  return out;
 }
 
 }  // namespace kvlab::ops

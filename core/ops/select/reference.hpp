@@ -12,8 +12,8 @@ namespace kvlab::ops {
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, View<const std::int32_t, 2> keep,
                           const Pins* pins, TokenList list);
 void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& choice, TokenList list);
-// The medians that drifted_heads compares with its threshold: [row * kv_heads + kv_head]; NaN for an empty list.
-std::vector<float> median_overlaps_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists);
+// The overlap that drifted_heads finds by these scores; NaN for an empty list.
+float overlap_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, int row, int head);
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,
                          Pins pins, PageList out);
 void set_pinned_reference(const PagedKv& kv, Pins pins, float value, Scores scores);

@@ -121,26 +121,15 @@ void top_tokens_reference(const PagedKv& kv, View<const float, 3> scores, const 
   }
 }
 
-std::vector<float> median_overlaps_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists) {
-  const int window = static_cast<int>(scores.extent[1]) / kv.kv_heads;
-  std::vector<float> out;
-  for (int r = 0; r < kv.rows; ++r)
-    for (int h = 0; h < kv.kv_heads; ++h) {
-      const std::int64_t at = lists.at(r);
-      const int count = lists.count(at, h), n = kv.tokens(r, h);
-      std::vector<float> overlaps;
-      for (int i = 0; i < window; ++i) {
-        const std::vector<int> order = by_score(scores_of(scores, r, h * window + i, n));
-        int both = 0;
-        for (int x = 0; x < std::min(count, n); ++x)
-          for (int y = 0; y < count; ++y) both += order[static_cast<std::size_t>(x)] == lists.index(at, h, y);
-        overlaps.push_back(static_cast<float>(both) / static_cast<float>(count));
-      }
-      std::sort(overlaps.begin(), overlaps.end());
-      const auto middle = static_cast<std::size_t>(window / 2);
-      out.push_back(window % 2 ? overlaps[middle] : (overlaps[middle - 1] + overlaps[middle]) / 2);
-    }
-  return out;
+float overlap_reference(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, int row, int head) {
+  const std::int64_t at = lists.at(row);
+  const int count = lists.count(at, head), n = kv.tokens(row, head);
+  const std::vector<int> order = by_score(scores_of(scores, row, head, n));
+  std::vector<int> listed;
+  for (int i = 0; i < count; ++i) listed.push_back(lists.index(at, head, i));
+  const auto both = std::count_if(order.begin(), order.begin() + std::min(count, n),
+                                  [&](int t) { return std::binary_search(listed.begin(), listed.end(), t); });
+  return static_cast<float>(both) / static_cast<float>(count);
 }
 
 void top_pages_reference(const PagedKv& kv, View<const float, 3> page_scores, View<const std::int32_t, 2> page_budgets,

@@ -30,6 +30,11 @@ class OnGuardedDevice final : public Policy {
     });
   }
   void observe(const LayerStep& from, Edits& edits, Stream) override {
+    if (wanted_.out) {  // attention left these
+      const GuardedDevice::Open open;
+      std::ranges::copy(logits_, wanted_.out.data);
+      wanted_ = {};
+    }
     run(from, edits, [&](LayerStep& step, Edits& to, Stream s) {
       step.queries = device_.put(from.queries.f32());
       step.output = device_.put(from.output.f32());
@@ -73,7 +78,22 @@ class OnGuardedDevice final : public Policy {
     device_.call([&] { callback(kv, made, device_.stream()); });
     take_back(from.pages, kv.pages);
     hand_over(made, edits, *from.workspace, from.slots, *from.shape);
+    for (const HeadLogits& logits : made.logits()) edits.keep_logits(copy_of(logits, *from.shape));
     device_.reset();
+  }
+
+  // Attention writes to memory of the host, which observe copies.
+  HeadLogits copy_of(const HeadLogits& logits, const Shape& s) {
+    const GuardedDevice::Open open;
+    const auto& extent = logits.out.extent;
+    wanted_ = logits;
+    logits_.assign(logits.out.data, logits.out.data + extent[0] * extent[1] * extent[2] * extent[3]);
+    index_.assign(logits.index, logits.index + s.kv_heads);
+    on_.clear();
+    for (int slot = 0; slot < s.max_slots; ++slot)
+      for (int head = 0; head < s.kv_heads; ++head) on_.push_back(logits.heads.on(slot, head));
+    return {View<float, 4>::dense(logits_.data(), extent), index_.data(),
+            Heads::flagged(View<const std::uint8_t, 2>::dense(on_.data(), {s.max_slots, s.kv_heads}))};
   }
 
   template <class Visit>
@@ -198,6 +218,10 @@ class OnGuardedDevice final : public Policy {
 
   GuardedDevice device_;
   std::shared_ptr<Policy> inner_;
+  HeadLogits wanted_;  // where the policy wants those of this step
+  std::vector<float> logits_;
+  std::vector<std::int32_t> index_;
+  std::vector<std::uint8_t> on_;
 };
 
 Logits on_guarded_device(const std::shared_ptr<const Model>& model, const PolicySpec& spec,

@@ -503,6 +503,57 @@ TEST_CASE("mass_into sums what mass gives, in prompts and steps") {
   CHECK_THROWS_WITH(Engine(tiny(), std::make_shared<Both>(), options(1)), Catch::Contains("got mass and mass_into"));
 }
 
+TEST_CASE("attention leaves the logits that select asks for, and refuses them beside mass or twice") {
+  struct Keeper final : Policy {
+    explicit Keeper(int times = 1, Mass m = Mass::none) : times_(times), mass_(m) {}
+    Needs needs() const override { return Needs{}.mass(mass_); }
+    void attach(const Shape& shape, const BudgetAmount&, Workspace& w) override {
+      const std::int64_t numbers = std::int64_t{shape.max_slots} * shape.max_tokens * shape.group();
+      auto* room = static_cast<float*>(w.room("logits", static_cast<std::size_t>(numbers) * sizeof(float)));
+      std::vector<std::int32_t> index(static_cast<std::size_t>(shape.layers * shape.kv_heads), -1);
+      for (int l = 0; l < shape.layers; ++l) index[static_cast<std::size_t>((l + 1) * shape.kv_heads - 1)] = 0;
+      index_ = HeadOfHead("last head", shape, index, w);
+      logits_.out = View<float, 4>::dense(room, {shape.max_slots, 1, shape.max_tokens, shape.group()});
+    }
+    void select(const LayerStep& step, Edits& edits, Stream) override {
+      logits_.index = index_.of(step);
+      for (int i = 0; i < times_; ++i) edits.keep_logits(logits_);
+    }
+    void observe(const LayerStep& step, Edits&, Stream s) override {
+      const Scores got = step.kv_head_scores("got"), wanted = step.kv_head_scores("wanted");
+      ops::pooled_logits(step.pages, logits_, {}, got, s);
+      const View<const float, 3> q = step.queries.f32();
+      const View<const float, 4> window{
+          q.data, {q.extent[0], q.extent[1], 1, q.extent[2]}, {q.stride[0], q.stride[1], 0, q.stride[2]}};
+      ops::pooled_votes(window, step.pages, {}, wanted, *step.workspace, s);
+      const int head = step.kv_heads() - 1;
+      for (int t = 0; t < step.pages.tokens(0, head); ++t, ++seen)
+        CHECK(got(0, head, t) == Approx(wanted(0, head, t)).epsilon(1e-4));
+    }
+    int seen = 0;
+
+   private:
+    int times_;
+    Mass mass_;
+    HeadOfHead index_;
+    HeadLogits logits_;
+  };
+  const auto run = [](const std::shared_ptr<Keeper>& policy) {
+    Engine engine(tiny(), policy, options(1));
+    const int slot = engine.open(), token = 8;
+    REQUIRE(engine.prefill(slot, std::vector<int>{1, 2, 3, 4, 5}, true, {}) == Fit::ok);
+    for (int i = 0; i < 2; ++i) {
+      const Fit fit = engine.step({slot}, {&token, 1}, {});  // it may throw
+      REQUIRE(fit == Fit::ok);
+    }
+  };
+  const auto once = std::make_shared<Keeper>();
+  run(once);
+  CHECK(once->seen == 13 * tiny()->config.layers);
+  CHECK_THROWS_WITH(run(std::make_shared<Keeper>(2)), Catch::Contains("got logits to keep twice"));
+  CHECK_THROWS_WITH(run(std::make_shared<Keeper>(1, Mass::decode)), Catch::Contains("with mass"));
+}
+
 TEST_CASE("a second prompt's mass covers what each head still holds") {
   // After the first prompt head h keeps its first h + 1 tokens. Each query's probabilities sum to 1.
   struct Uneven final : Policy {
