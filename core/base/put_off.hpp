@@ -1,6 +1,6 @@
-// Work that ops on CUDA have put off, because an op that comes soon may do it in a launch of its own. It waits only within
-// a PutOffScope of the thread. Every call of the CUDA library (only_on_cuda), copy or wait of the thread runs it first,
-// in order, unless the next op has done it.
+// Work that ops on CUDA have put off, because an op that comes soon may do it in a launch of its own. It waits only
+// within a PutOffScope of the thread. Every call of the CUDA library (only_on_cuda), copy or wait of the thread runs it
+// first, in order, unless the next op has done it.
 #pragma once
 
 namespace kvlab {

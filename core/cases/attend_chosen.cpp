@@ -25,20 +25,25 @@ struct ChosenShape {
   GroupRule rule = GroupRule::max;
   std::vector<int> budget = {4};  // pages of heads, cycled
   bool newest = false, ties = false;
-  int nans = 0;           // the first pages of a head whose summaries are NaN
-  Pins leave_out, pins;   // of the choice, and of attention
-  bool some = false;      // some heads choose; the others have a list from before
-  bool chooses = true;    // false: all have
+  int nans = 0;          // the first pages of a head whose summaries are NaN
+  Pins leave_out, pins;  // of the choice, and of attention
+  bool some = false;     // some heads choose; the others have a list from before
+  bool chooses = true;   // false: all have
 
   std::string text() const {
     const PagedOptions& o = cache.options;
     return fmt::format("{} rows of {} KV heads in groups of {}, dim {}, pages of {}, {} tokens, {} pages, {}{}{}{}{}",
                        o.rows, o.kv_heads, cache.group, o.head_dim, o.page_size, fmt::join(cache.lengths, " "),
                        fmt::join(budget, " "), kind == Summary::mean ? "means" : "boxes",
-                       rule == GroupRule::max ? "" : rule == GroupRule::mean ? ", mean" : ", softmax_mean",
+                       rule == GroupRule::max    ? ""
+                       : rule == GroupRule::mean ? ", mean"
+                                                 : ", softmax_mean",
                        newest ? ", newest" : "", ties ? ", ties" : "", nans ? ", NaN" : "") +
-           fmt::format(", left out {} and {}, pins {} and {}{}{}", leave_out.first, leave_out.last, pins.first, pins.last,
-                       pins.newest_page ? " and newest page" : "", !chooses ? ", no choice" : some ? ", some heads" : "");
+           fmt::format(", left out {} and {}, pins {} and {}{}{}", leave_out.first, leave_out.last, pins.first,
+                       pins.last, pins.newest_page ? " and newest page" : "",
+                       !chooses ? ", no choice"
+                       : some   ? ", some heads"
+                                : "");
   }
 };
 
@@ -85,8 +90,7 @@ class ChosenScene final : public Scene {
     if (shape.some) {
       std::vector<std::uint8_t> flags(static_cast<std::size_t>(o.rows * o.kv_heads));
       for (auto& x : flags) x = rng() % 2;
-      choice_.heads =
-          Heads::flagged(place.put(View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads})));
+      choice_.heads = Heads::flagged(place.put(View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads})));
     }
     // A list of each slot, from before.
     ListMemory memory;
@@ -148,7 +152,8 @@ class ChosenScene final : public Scene {
         const int slot = kv.slots[r], n = kv.tokens(r, h), p = o.page_size;
         read.count(r, h) = 0;
         for (int page = 0; page < kv.pages(r, h); ++page) {
-          bool reads = page * p < shape_.pins.first || (shape_.pins.last > 0 && (page + 1) * p > n - shape_.pins.last) ||
+          bool reads = page * p < shape_.pins.first ||
+                       (shape_.pins.last > 0 && (page + 1) * p > n - shape_.pins.last) ||
                        (shape_.pins.newest_page && page == kv.pages(r, h) - 1);
           for (int i = 0; i < count[static_cast<std::size_t>(slot * o.kv_heads + h)]; ++i)
             reads = reads || all(slot, h, i) == page;
@@ -169,14 +174,11 @@ class ChosenScene final : public Scene {
       together_ = together;
       reset();
       run(0);
-      return Outputs{place_.get(args_.out),
-                     place_.get(args_.lse),
-                     place_.get(scores_),
-                     place_.get(list_.index),
-                     place_.get(list_.count),
-                     place_.get(read_.index),
-                     place_.get(read_.count),
-                     place_.get(View<const std::uint16_t, 3>::dense(rounded_, args_.out.extent))};
+      return Outputs{
+          place_.get(args_.out),   place_.get(args_.lse),
+          place_.get(scores_),     place_.get(list_.index),
+          place_.get(list_.count), place_.get(read_.index),
+          place_.get(read_.count), place_.get(View<const std::uint16_t, 3>::dense(rounded_, args_.out.extent))};
     };
     const Outputs apart = outputs(false);
     for (const char* time : {"first", "again, with the counters that the first run left"}) {
@@ -275,14 +277,17 @@ std::vector<ChosenShape> shapes() {
 std::vector<Case> list() {
   std::vector<Case> v;
   for (const ChosenShape& s : shapes()) {
-    v.push_back(checked("attend_chosen", s.text(), [s](Place& place, Check& check) {
-      ChosenScene(place, s, 1, true).check(check);
-    }));
+    v.push_back(checked("attend_chosen", s.text(),
+                        [s](Place& place, Check& check) { ChosenScene(place, s, 1, true).check(check); }));
     v.back().cpu = false;
   }
   for (const bool together : {false, true})
-    for (const auto& [rows, context, chosen] :
-         {std::tuple{1, 32768, 128}, {4, 32768, 128}, {8, 32768, 128}, {16, 16384, 64}, {40, 10240, 64}, {64, 8192, 64}}) {
+    for (const auto& [rows, context, chosen] : {std::tuple{1, 32768, 128},
+                                                {4, 32768, 128},
+                                                {8, 32768, 128},
+                                                {16, 16384, 64},
+                                                {40, 10240, 64},
+                                                {64, 8192, 64}}) {
       ChosenShape s;
       s.cache.options.rows = rows, s.cache.options.kv_heads = 8, s.cache.options.head_dim = 128;
       s.cache.options.page_size = 16, s.cache.options.dtype = DType::bf16;

@@ -89,8 +89,8 @@ __device__ __noinline__ void load_shares(Row& row, const page_scores::Args& c, i
   if (threadIdx.x < static_cast<unsigned>(c.group)) {
     Softmax x;
     for (int part = 0; part < parts; ++part) {
-      const float2 of = __ldcg(reinterpret_cast<const float2*>(
-          c.shares + (std::int64_t{pair} * parts + part) * c.group + threadIdx.x));
+      const float2 of = __ldcg(
+          reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * parts + part) * c.group + threadIdx.x));
       x = page_scores::joined(x, {of.x, of.y});
     }
     // A head whose softmax does not exist adds nothing.
@@ -433,8 +433,8 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
   constexpr std::int64_t of_system = 1024, own = 2048;  // bytes of each block that CUDA takes; static ones, aligned
   const int bytes = R::bytes(f.attend.group), pairs = f.attend.rows * f.attend.kv_heads,
             blocks = multiprocessors() *
-                     static_cast<int>(std::min<std::int64_t>(
-                         blocks_of_multiprocessor, (shared_bytes() + of_system) / (bytes + of_system + own)));
+                     static_cast<int>(std::min<std::int64_t>(blocks_of_multiprocessor,
+                                                             (shared_bytes() + of_system) / (bytes + of_system + own)));
   f.parts = std::clamp(blocks / pairs, 1, most_parts);
   if (Shares) {
     c.raw_step = (c.most_pages + 3) / 4 * 4;
@@ -450,8 +450,8 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
 
 template <class T, int Dim, int Chunks, int Tiles>
 void launch_rule(const FusedArgs& f, const CUtensorMap& unit_map, Stream s) {
-  f.chooses && f.choose.rule == GroupRule::softmax_mean ? launch_kernel<T, Dim, Chunks, Tiles, true>(f, unit_map, s)
-                                                        : launch_kernel<T, Dim, Chunks, Tiles, false>(f, unit_map, s);
+  f.chooses&& f.choose.rule == GroupRule::softmax_mean ? launch_kernel<T, Dim, Chunks, Tiles, true>(f, unit_map, s)
+                                                       : launch_kernel<T, Dim, Chunks, Tiles, false>(f, unit_map, s);
 }
 
 template <class T>
@@ -469,8 +469,8 @@ bool serves(const AttendArgs& in) {
   const PageLayout& l = kv.layouts[0];
   return attend_pipelined(in) && l.codec.k.bits == 0 && l.codec.v.bits == 0 && !kv.lower_pages &&
          (kv.head_dim == 64 || kv.head_dim == 128) && kv.page_size >= unit_tokens &&
-         kv.rope != RopeRegime::cache_relative && in.window == 0 && !in.mass && kv.rows * kv.kv_heads <= max_pairs &&
-         in.queries.extent[1] <= most_group * kv.kv_heads &&
+         kv.rope != RopeRegime::cache_relative && in.window == 0 && !in.mass && !in.logits.out &&
+         kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads &&
          step_multiprocessors() == multiprocessors();
 }
 
@@ -484,12 +484,14 @@ bool serves(const PagedKv& kv, const Summaries& summaries, const page_scores::Ar
 
 static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Stream s) {
   const PutOffChoice* choice = read.choice;
-  const std::int64_t pages = choice ? choice->kv.table.extent[2] : in.kv.table.extent[2];  // of the longest head, at most
+  const std::int64_t pages =
+      choice ? choice->kv.table.extent[2] : in.kv.table.extent[2];  // of the longest head, at most
   if (!serves(in) || pages > most_pages) return false;
   FusedArgs f = {};
   f.chooses = choice != nullptr;
   if (choice) {
-    f.choose = page_scores::args_of(choice->queries.f32(), choice->kv, choice->summaries, choice->choice, choice->scores);
+    f.choose =
+        page_scores::args_of(choice->queries.f32(), choice->kv, choice->summaries, choice->choice, choice->scores);
     if (!serves(choice->kv, choice->summaries, f.choose)) return false;
     f.page_step = static_cast<int>(choice->summaries.page_stride / 128);
     f.dense = choice->summaries.page_stride == std::int64_t{f.choose.box ? 4 : 2} * in.kv.head_dim;

@@ -16,8 +16,8 @@ struct ChosenRead {
   const PutOffChoice* choice = nullptr;  // null = `list` is there
   PageList list;                         // choice->out, or any list
   Pins pins;
-  FiredCount fired;        // counts once if a head leaves pages out
-  PageList out = {};       // gets the pages that were read; without an index nothing does
+  FiredCount fired;   // counts once if a head leaves pages out
+  PageList out = {};  // gets the pages that were read; without an index nothing does
   // Bits for PagedKv::error: of a list longer than its room, and of an entry that is no page.
   std::int32_t bad_count = 0, bad_entry = 0;
 };
