@@ -294,7 +294,7 @@ std::vector<Case> list() {
       s.cache.options.max_pages = context / 16;
       s.cache.group = 4, s.cache.lengths = {context};
       s.budget = {chosen};
-      Case c{"retrieve", fmt::format("{} of {} pages of 16, {} x {}", chosen, context / 16, rows, context)};
+      Case c{"attend_chosen", fmt::format("{} of {} pages of 16, {} x {}", chosen, context / 16, rows, context)};
       c.make = [s, together](Place& place, int copies) {
         return std::make_unique<ChosenScene>(place, s, copies, together);
       };
