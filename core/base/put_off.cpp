@@ -1,7 +1,5 @@
 #include "base/put_off.hpp"
 
-#include <utility>
-
 namespace kvlab {
 
 namespace detail {

@@ -32,7 +32,7 @@ const std::function<void()>* body = nullptr;
 std::vector<Warp*> runnable;
 std::string failure;
 bool failed = false;
-int waits = 0;  // for other blocks, since work went on
+int waits = 0;  // for other blocks, since the latest block began
 unsigned seed = 1;
 
 [[gnu::noinline]] void jump(std::jmp_buf& from, std::jmp_buf& to) {
