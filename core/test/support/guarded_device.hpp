@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/backend.hpp"
+#include "base/put_off.hpp"
 #include "plugin/callback.hpp"
 #include "store/workspace.hpp"
 
@@ -47,6 +48,7 @@ class GuardedDevice final : public Workspace {
     const Recorded outside(nullptr, nullptr);  // takes the callback off the record after a jump out of it
     if (sigsetjmp(back_, 1)) throw Error(Errc::plugin, "got device memory read or written by the host, wanted an op");
     work();
+    run_put_off();  // the caller reads lists without an op
   }
 
   // The host may reach the memory while an Open lives.
