@@ -17,10 +17,15 @@ constexpr int threads = 256, warps = threads / 32;
 __device__ void encode_page(const CudaStoreLayer& s, int codec, std::int32_t before, std::int32_t fresh) {
   const PageLayout &from = codec > 0 ? s.layout : s.lower_layout, &to = codec > 0 ? s.lower_layout : s.layout;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int t = warp; t < s.layout.page_size; t += warps) {
-    Carried x;
-    x.read(frame_at(s, 0, before), from, t, to, lane);
-    x.write(frame_at(s, 0, fresh), to, t, lane);
+  constexpr int each = 2;  // tokens of a warp whose loads are under way together
+  for (int t = warp; t < s.layout.page_size; t += each * warps) {
+    Carried x[each];
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (t + i * warps < s.layout.page_size) x[i].read(frame_at(s, 0, before), from, t + i * warps, to, lane);
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (t + i * warps < s.layout.page_size) x[i].write(frame_at(s, 0, fresh), to, t + i * warps, lane);
   }
   for (const bool key : {true, false})
     if (ops::side_of(to, key).grouped()) encode_groups(frame_at(s, 0, before), from, frame_at(s, 0, fresh), to, key);

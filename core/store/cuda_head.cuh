@@ -179,65 +179,132 @@ __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int pag
   summarize_as(s, s.mixed ? layout_at(s, h, page) : s.layout, h, page, tokens, lane);
 }
 
-constexpr int most_elements = 8;  // elements of a lane: head_dim <= 256
+// A lane's part of a row: 8 neighbouring elements, so that its loads and stores are wide.
+constexpr int lane_elements = 8;
 
-// A warp writes a row of codes. code(j) is that of element lane + 32 j.
-template <class Code>
-__device__ inline void put_codes(CodecSide side, std::byte* row, int head_dim, int lane, const Code& code) {
-  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+// How a warp holds both sides of a token. Rows of up to 128 elements take half a warp each; keys come first. Longer rows
+// take the whole warp, one after the other.
+struct RowLanes {
+  int turns, lanes, first;  // first: of the lane's elements
+  bool there;               // the row has them
+  int side;                 // of the lane in the first turn; 0 = keys
+
+  __device__ RowLanes(int head_dim, int lane)
+      : turns(head_dim > 128 ? 2 : 1),
+        lanes(32 * turns / 2),
+        first(lane % lanes * lane_elements),
+        there(first < head_dim),
+        side(lane / lanes) {}
+  __device__ bool key(int turn) const { return side + turn == 0; }
+};
+
+// Memory of a lane's elements as they are stored: `bytes` of it, 2 to 32, aligned to as many or to 16.
+struct LaneWords {
+  unsigned word[lane_elements];
+
+  __device__ void load(const std::byte* from, int bytes) {
+    switch (bytes) {
+      case 32: put(4, reinterpret_cast<const uint4*>(from)[1]); [[fallthrough]];
+      case 16: put(0, *reinterpret_cast<const uint4*>(from)); break;
+      case 8: {
+        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        word[0] = x.x, word[1] = x.y;
+        break;
+      }
+      case 4: word[0] = *reinterpret_cast<const unsigned*>(from); break;
+      default: word[0] = *reinterpret_cast<const unsigned short*>(from);
+    }
+  }
+  __device__ void store(std::byte* to, int bytes) const {
+    switch (bytes) {
+      case 32: reinterpret_cast<uint4*>(to)[1] = make_uint4(word[4], word[5], word[6], word[7]); [[fallthrough]];
+      case 16: *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]); break;
+      case 8: *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]); break;
+      case 4: *reinterpret_cast<unsigned*>(to) = word[0]; break;
+      default: *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(word[0]);
+    }
+  }
+  // Code i of rows of codes of so many bits.
+  __device__ unsigned code(int bits, int i) const {
+    return bits == 8 ? word[i / 4] >> 8 * (i % 4) & 0xffu : word[0] >> bits * i & ((1u << bits) - 1);
+  }
+  template <class Code>
+  __device__ void put_codes(int bits, const Code& code) {
+    unsigned low = 0, high = 0;
 #pragma unroll
-  for (int j = 0; j < most_elements; ++j) {
-    unsigned byte = code(j) << own * side.bits;
-    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
-    if (const int d = lane + 32 * j; d < head_dim && own == 0) row[d / each] = static_cast<std::byte>(byte);
+    for (int i = 0; i < lane_elements; ++i) {
+      const unsigned c = code(i);
+      if (bits == 8)
+        (i < 4 ? low : high) |= c << 8 * (i % 4);
+      else
+        low |= c << bits * i;
+    }
+    word[0] = low, word[1] = high;
+  }
+
+ private:
+  __device__ void put(int at, uint4 x) { word[at] = x.x, word[at + 1] = x.y, word[at + 2] = x.z, word[at + 3] = x.w; }
+};
+
+__device__ inline int lane_bytes(CodecSide side, DType dtype) {
+  return side.bits ? side.bits : lane_elements * static_cast<int>(dtype == DType::f32 ? 4 : 2);
+}
+
+// The lane's stored elements of a side that is not grouped, as numbers.
+__device__ inline void numbers_of(const LaneWords& words, CodecSide side, DType dtype, unsigned meta,
+                                  float (&x)[lane_elements]) {
+  const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(meta))),
+              zero = __half2float(__ushort_as_half(static_cast<unsigned short>(meta >> 16)));
+#pragma unroll
+  for (int i = 0; i < lane_elements; ++i) {
+    const unsigned two = words.word[i / 2], half = i % 2 ? two >> 16 : two & 0xffffu;
+    if (side.bits)  // the host uses no fused multiply-add here either
+      x[i] = __fadd_rn(__fmul_rn(ops::value_of(side, words.code(side.bits, i)), scale), zero);
+    else if (dtype == DType::f32)
+      x[i] = __uint_as_float(words.word[i]);
+    else if (dtype == DType::f16)
+      x[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    else
+      x[i] = __uint_as_float(half << 16);
   }
 }
 
-// A warp stores one side of a token as ops::write_token does. x[j] is element lane + 32 j.
+// Lanes store a row's elements as ops::write_token does. The whole warp calls it; lanes: of a row (RowLanes).
 __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
-                              const float (&x)[most_elements], int lane) {
-  constexpr int most = most_elements;
+                              const float (&x)[lane_elements], int first, int lanes, bool there) {
   const CodecSide side = ops::side_of(l, key);
-  std::byte* row = frame + ops::row_offset(l, key, offset);
-  const auto put = [&](auto* to, auto of) {
+  LaneWords words;
+  float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
-    for (int j = 0; j < most; ++j)
-      if (const int d = lane + 32 * j; d < l.head_dim) to[d] = of(x[j]);
-  };
+  for (int i = 0; i < lane_elements; ++i)
+    if (there) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
+  for (int d = lanes / 2; d; d /= 2)
+    lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+  if (!there) return;
   if (side.bits) {
-    float lo = INFINITY, hi = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < most; ++j)
-      if (lane + 32 * j < l.head_dim) lo = fminf(lo, x[j]), hi = fmaxf(hi, x[j]);
-    for (int d = 16; d; d /= 2)
-      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
     const ops::CodeScale exact = ops::code_scale(side, lo, hi);
     const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-    if (lane == 0) {
+    if (first == 0) {
       __half* meta = reinterpret_cast<__half*>(frame + ops::meta_offset(l, key, offset));
       meta[0] = scale, meta[1] = zero;
     }
     const ops::CodeScale of = {__half2float(scale), __half2float(zero)};
-    put_codes(side, row, l.head_dim, lane, [&](int j) { return ops::code_of(side, x[j], of); });
+    words.put_codes(side.bits, [&](int i) { return ops::code_of(side, x[i], of); });
   } else if (l.dtype == DType::f32) {
-    put(reinterpret_cast<float*>(row), [](float y) { return y; });
-  } else if (l.dtype == DType::f16) {
-    put(reinterpret_cast<__half*>(row), [](float y) { return __float2half_rn(y); });
-  } else {
-    put(reinterpret_cast<__nv_bfloat16*>(row), [](float y) { return __float2bfloat16_rn(y); });
-  }
-}
-
-template <class In>
-__device__ inline void encode_row(std::byte* frame, const PageLayout& l, bool key, int offset, const In* from,
-                                  int lane) {
-  float x[most_elements];
 #pragma unroll
-  for (int j = 0; j < most_elements; ++j) {
-    const int d = lane + 32 * j;
-    x[j] = d < l.head_dim ? static_cast<float>(from[d]) : 0.f;
+    for (int i = 0; i < lane_elements; ++i) words.word[i] = __float_as_uint(x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < lane_elements / 2; ++i) {
+      const unsigned low = l.dtype == DType::f16 ? __half_as_ushort(__float2half_rn(x[2 * i]))
+                                                 : __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * i])),
+                     high = l.dtype == DType::f16 ? __half_as_ushort(__float2half_rn(x[2 * i + 1]))
+                                                  : __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * i + 1]));
+      words.word[i] = low | high << 16;
+    }
   }
-  encode(frame, l, key, offset, x, lane);
+  const int bytes = lane_bytes(side, l.dtype);
+  words.store(frame + ops::row_offset(l, key, offset) + first / lane_elements * bytes, bytes);
 }
 
 }  // namespace kvlab::device_store

@@ -96,26 +96,53 @@ __global__ void __launch_bounds__(plan_threads)
   }
 }
 
+// The lane's elements of a row. wide: they are aligned to 16 bytes.
 template <class In>
-__global__ void append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v,
-                              std::int64_t stride, int tokens, int first, std::int32_t* nonfinite, float limit) {
+__device__ void read_elements(const In* from, bool wide, float (&x)[lane_elements]) {
+  constexpr int each = 16 / int{sizeof(In)};
+#pragma unroll
+  for (int i = 0; i < lane_elements; i += each) {
+    alignas(16) In part[each];
+    if (wide)
+      *reinterpret_cast<uint4*>(part) = *reinterpret_cast<const uint4*>(from + i);
+    else
+#pragma unroll
+      for (int e = 0; e < each; ++e) part[e] = from[i + e];
+#pragma unroll
+    for (int e = 0; e < each; ++e) x[i + e] = static_cast<float>(part[e]);
+  }
+}
+
+// A warp stores a token of a head.
+template <class In>
+__global__ void __launch_bounds__(warps * 32)
+    append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v, std::int64_t stride,
+                  bool wide, int tokens, int first, std::int32_t* nonfinite, float limit) {
   const int lane = threadIdx.x % 32;
   const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (index >= std::int64_t{tokens} * s.kv_heads) return;
   const int i = static_cast<int>(index / s.kv_heads), head = static_cast<int>(index % s.kv_heads);
+  const RowLanes at(s.layout.head_dim, lane);
+  const std::int64_t row = i * stride + std::int64_t{head} * s.layout.head_dim + at.first;
+  float x[lane_elements] = {};
+  const auto read = [&](int turn) {
+    if (at.there) read_elements((at.key(turn) ? k : v) + row, wide, x);
+  };
+  read(0);  // on its way while the page is looked up
   const Head h = head_of(s, slot, head);
   const int t = *h.length - tokens + i;
   if (t < 0) return;  // the plan found too few frames
   const PageLayout& l = s.mixed ? layout_at(s, h, t / s.layout.page_size) : s.layout;
   std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
   const int offset = t % l.page_size;
-  const std::int64_t at = i * stride + std::int64_t{head} * l.head_dim;
-  encode_row(frame, l, true, offset, k + at, lane);
-  encode_row(frame, l, false, offset, v + at, lane);
-  bool finite = true;
-  for (int d = lane; nonfinite && d < l.head_dim; d += 32)
-    finite = finite && fabsf(static_cast<float>(k[at + d])) < limit && fabsf(static_cast<float>(v[at + d])) < limit;
-  if (!finite) *nonfinite = 1;
+  for (int turn = 0; turn < at.turns; ++turn) {
+    if (turn > 0) read(turn);
+    bool finite = true;
+#pragma unroll
+    for (int e = 0; e < lane_elements; ++e) finite = finite && fabsf(x[e]) < limit;
+    if (nonfinite && !finite) *nonfinite = 1;
+    encode(frame, l, at.key(turn), offset, x, at.first, at.lanes, at.there);
+  }
   if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
   for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
 }
@@ -488,9 +515,12 @@ __global__ void absent_kernel(const __grid_constant__ CudaStoreLayer s, const __
 template <class In>
 void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
   const auto kernel = append_kernel<In>;
+  const auto aligned = [](auto bytes) { return static_cast<std::uint64_t>(bytes) % 16 == 0; };
+  const bool wide = aligned(reinterpret_cast<std::uintptr_t>(a.k)) && aligned(reinterpret_cast<std::uintptr_t>(a.v)) &&
+                    aligned(a.stride * std::int64_t{sizeof(In)});
   kernel<<<blocks_of(std::int64_t{a.tokens} * s.kv_heads), warps * 32, 0, stream>>>(
-      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, a.tokens, a.first, a.nonfinite,
-      finite_limit(s.layout.dtype));
+      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, wide, a.tokens, a.first,
+      a.nonfinite, finite_limit(s.layout.dtype));
 }
 
 }  // namespace

@@ -41,66 +41,73 @@ __device__ inline unsigned* field(std::byte* frame, const PageLayout& l, int off
 class Carried {
  public:
   __device__ void read(const std::byte* frame, const PageLayout& l, int offset, const PageLayout& to, int lane) {
+    const RowLanes at(l.head_dim, lane);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const bool key = side == 0;
+    for (int turn = 0; turn < most_turns; ++turn) {
+      if (turn >= at.turns) break;
+      const bool key = at.key(turn);
       const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
-      const std::byte* bytes = frame + ops::row_offset(l, key, offset);
-      ratio_[side] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
-      if (as.grouped() && of != as) continue;                 // encode_groups writes them
-      if (ratio_[side] == 1) {
-        const auto* row = reinterpret_cast<const unsigned*>(bytes);
+      ratio_[turn] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
+      if (!at.there || (as.grouped() && of != as)) continue;   // encode_groups writes those
+      if (of.grouped() && ratio_[turn] != 1) {
 #pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) x_[side][j] = __uint_as_float(row[i]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < most_elements; ++j) {
-          const int d = lane + 32 * j;
-          x_[side][j] = d >= l.head_dim ? 0.f
-                        : ratio_[side]  ? __uint_as_float(ops::lowered(ops::code_at(of, bytes, d), ratio_[side]))
-                                        : element(frame, l, key, offset, d);
-        }
+        for (int i = 0; i < lane_elements; ++i)
+          words_[turn].word[i] = __float_as_uint(element(frame, l, key, offset, at.first + i));
+        continue;
       }
-      if (ratio_[side] && of.bits && !of.grouped())
-        meta_[side] = *reinterpret_cast<const unsigned*>(frame + ops::meta_offset(l, key, offset));
+      const int bytes = lane_bytes(of, l.dtype);
+      words_[turn].load(frame + ops::row_offset(l, key, offset) + at.first / lane_elements * bytes, bytes);
+      if (of.bits && !of.grouped())
+        meta_[turn] = *reinterpret_cast<const unsigned*>(frame + ops::meta_offset(l, key, offset));
+      if (ratio_[turn] == 0) {
+        float x[lane_elements];
+        numbers_of(words_[turn], of, l.dtype, meta_[turn], x);
+#pragma unroll
+        for (int i = 0; i < lane_elements; ++i) words_[turn].word[i] = __float_as_uint(x[i]);
+      } else if (ratio_[turn] > 1) {
+        const LaneWords before = words_[turn];
+        words_[turn].put_codes(as.bits, [&](int i) { return ops::lowered(before.code(of.bits, i), ratio_[turn]); });
+      }
     }
     if (lane <= l.state_columns) field_ = *field(const_cast<std::byte*>(frame), l, offset, lane);
   }
   __device__ void write(std::byte* frame, const PageLayout& l, int offset, int lane) const {
+    const RowLanes at(l.head_dim, lane);
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const bool key = side == 0;
-      std::byte* bytes = frame + ops::row_offset(l, key, offset);
-      if (ratio_[side] == 1) {
-        auto* row = reinterpret_cast<unsigned*>(bytes);
+    for (int turn = 0; turn < most_turns; ++turn) {
+      if (turn >= at.turns) break;
+      const bool key = at.key(turn);
+      const CodecSide side = ops::side_of(l, key);
+      // Half a warp may encode anew while the other copies. Both take part in the search for the least and the most.
+      const bool anew = ratio_[turn] == 0 && !side.grouped();
+      if (__any_sync(~0u, anew)) {
+        float x[lane_elements];
 #pragma unroll
-        for (int j = 0; j < most_elements; ++j)
-          if (const int i = lane + 32 * j; i < side_bytes(l, key) / 4) row[i] = __float_as_uint(x_[side][j]);
-        if (ops::side_of(l, key).bits && lane == 0) *meta_at(frame, l, key, offset) = meta_[side];
-      } else if (ratio_[side]) {
-        put_codes(ops::side_of(l, key), bytes, l.head_dim, lane, [&](int j) { return __float_as_uint(x_[side][j]); });
-        if (lane == 0) *meta_at(frame, l, key, offset) = lowered_meta(meta_[side], ratio_[side]);
-      } else if (!ops::side_of(l, key).grouped()) {
-        encode(frame, l, key, offset, x_[side], lane);
+        for (int i = 0; i < lane_elements; ++i) x[i] = __uint_as_float(words_[turn].word[i]);
+        encode(frame, l, key, offset, x, at.first, at.lanes, at.there && anew);
       }
+      if (!at.there || ratio_[turn] == 0) continue;
+      const int bytes = lane_bytes(side, l.dtype);
+      words_[turn].store(frame + ops::row_offset(l, key, offset) + at.first / lane_elements * bytes, bytes);
+      if (side.bits && !side.grouped() && at.first == 0)
+        *reinterpret_cast<unsigned*>(frame + ops::meta_offset(l, key, offset)) =
+            ratio_[turn] == 1 ? meta_[turn] : lowered_meta(meta_[turn], ratio_[turn]);
     }
     if (lane <= l.state_columns) *field(frame, l, offset, lane) = field_;
   }
 
  private:
-  static __device__ unsigned* meta_at(std::byte* frame, const PageLayout& l, bool key, int offset) {
-    return reinterpret_cast<unsigned*>(frame + ops::meta_offset(l, key, offset));
-  }
+  static constexpr int most_turns = 2;
+
   static __device__ unsigned lowered_meta(unsigned meta, int ratio) {
     const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(meta)));
     return (meta & 0xffff0000u) | __half_as_ushort(__float2half_rn(ops::lowered_scale(scale, ratio)));
   }
 
-  // Elements of a side; its words where both layouts store it alike; codes where codes become codes.
-  float x_[2][most_elements];
-  unsigned meta_[2], field_;
-  int ratio_[2];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
+  // The lane's elements as both layouts store them, or the codes to come; numbers where they are encoded anew.
+  LaneWords words_[most_turns];
+  unsigned meta_[most_turns], field_;
+  int ratio_[most_turns];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
 
 // Scale and zero of the codes of numbers between lo and hi, stored in f16 if `writes`.

@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(warps * 32)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, p = s.layout.page_size, half = s.layout.head_dim / 2;
   const int row = blockIdx.x / s.kv_heads;
   const Head h = head_of(s, r.slots[row], static_cast<int>(blockIdx.x) % s.kv_heads);
+  const RowLanes at(s.layout.head_dim, lane);
   const int n = *h.length;
   before += std::int64_t{blockIdx.x} * s.pages * p, after += std::int64_t{blockIdx.x} * s.pages * p;
   float cosine[pairs], sine[pairs];
@@ -70,7 +71,10 @@ __global__ void __launch_bounds__(warps * 32)
           keys[warp][i + half] = __fadd_rn(__fmul_rn(y, cosine[j]), __fmul_rn(x, sine[j]));
         }
       __syncwarp();
-      encode_row(frame, l, true, t, keys[warp], lane);
+      float x[lane_elements];
+#pragma unroll
+      for (int i = 0; i < lane_elements; ++i) x[i] = at.there ? keys[warp][at.first + i] : 0.f;
+      encode(frame, l, true, t, x, at.first, at.lanes, at.there && at.key(0));
       __syncwarp();
     }
     if (!changed) continue;
