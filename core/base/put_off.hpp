@@ -12,11 +12,14 @@ struct PutOff {
   static constexpr int most = 4;
   PutOffWork work[most] = {};
   int count = 0, scopes = 0;
+  bool joins = false;
 };
 extern thread_local PutOff put_off;
 }  // namespace detail
 
 inline bool may_put_off() { return detail::put_off.scopes > 0 && detail::put_off.count < detail::PutOff::most; }
+// Whether what waits may join work of its kind: callbacks of several layers run one after the other.
+inline bool may_join_put_off() { return detail::put_off.joins; }
 inline void put_off(PutOffWork work) { detail::put_off.work[detail::put_off.count++] = work; }
 inline bool is_put_off(PutOffWork work) {
   for (int i = 0; i < detail::put_off.count; ++i)
@@ -46,13 +49,20 @@ class PutOffKept {
 // Its end drops what still waits: of a step that an exception ends.
 class PutOffScope {
  public:
-  PutOffScope() { ++detail::put_off.scopes; }
+  explicit PutOffScope(bool joins = false) : joined_(detail::put_off.joins) {
+    ++detail::put_off.scopes;
+    detail::put_off.joins = joins;
+  }
   ~PutOffScope() {
     --detail::put_off.scopes;
+    detail::put_off.joins = joined_;
     drop_put_off();
   }
   PutOffScope(const PutOffScope&) = delete;
   PutOffScope& operator=(const PutOffScope&) = delete;
+
+ private:
+  bool joined_;
 };
 
 }  // namespace kvlab

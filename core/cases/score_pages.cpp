@@ -8,11 +8,13 @@
 #include <tuple>
 
 #include "base/half.hpp"
+#include "base/put_off.hpp"
 #include "cases/layer.hpp"
 #include "cases/on_caches.hpp"
 #include "ops/page/reference.hpp"
 #include "ops/score/reference.hpp"
 #include "ops/select/candidates.hpp"
+#include "ops/select/chosen_pages.hpp"
 #include "ops/select/inject.hpp"
 #include "ops/select/reference.hpp"
 
@@ -523,6 +525,95 @@ class Votes final : public Scene {
   Scores out_;
 };
 
+// Choices that wait for those of other layers give what each gives alone.
+struct OfLayers {
+  int layers, rows, kv_heads, group, head_dim;
+  GroupRule rule;
+  bool flagged;
+  bool even = true;  // memory of the layers lies at a constant distance
+};
+
+void check_layers(Place& place, const OfLayers& o, Check& outer) {
+  const auto within = outer.in(fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows,
+                                           o.kv_heads, o.head_dim, o.group, static_cast<int>(o.rule),
+                                           o.flagged ? ", flagged" : "", o.even ? "" : ", uneven"));
+  constexpr int page_size = 16, pages = 70;
+  std::mt19937 rng(static_cast<unsigned>(o.layers * 131 + o.kv_heads));
+  const std::int64_t heads = std::int64_t{o.rows} * o.kv_heads, all = heads * o.layers;
+  const auto n = static_cast<std::size_t>(all);
+  Ints length(n);
+  for (auto& x : length) x = rng() % 7 ? static_cast<int>(rng() % (page_size * pages)) : 0;
+  const LengthsOnly cache(o.rows, o.kv_heads, page_size, Ints(static_cast<std::size_t>(heads), page_size * pages));
+  PagedKv plain = cache.view();
+  plain.head_dim = o.head_dim;
+  const PagedKv first = place.put(plain, LengthsOnly::bytes());
+  std::vector<bf16> boxes(n * pages * 2 * static_cast<std::size_t>(o.head_dim));
+  for (std::size_t i = 0; i < boxes.size(); ++i)
+    boxes[i] = bf16(static_cast<float>(rng() % 1000) * (i / static_cast<std::size_t>(o.head_dim) % 2 ? 1e-3f : -1e-3f));
+  std::vector<std::uint8_t> flags(n);
+  for (auto& f : flags) f = rng() % 2;
+  const std::vector<float> q = randoms(all * o.group * o.head_dim);
+  const auto* const lengths = place.put(length);
+  const auto* const boxes_there = place.put(boxes);
+  const auto* const flags_there = place.put(flags);
+  const auto* const q_there = place.put(q);
+  const auto list_of = [&](std::int64_t layers) {
+    ListMemory memory;
+    return place.put(memory.empty({layers * o.rows, o.kv_heads, pages}));
+  };
+  const IndexList apart = list_of(o.layers), together = list_of(o.layers), elsewhere = list_of(1);
+  const auto scores =
+      View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(heads * pages)), {o.rows, o.kv_heads, pages});
+  const std::int64_t page = 2 * 2 * o.head_dim;
+  const auto choose = [&](int l, const IndexList& lists) {
+    PagedKv kv = first;
+    kv.length = View<const std::int32_t, 2>::dense(lengths + l * heads, {o.rows, o.kv_heads});
+    const Summaries summaries{Summary::min_max, DType::bf16,
+                              reinterpret_cast<const std::byte*>(boxes_there) + l * heads * pages * page,
+                              o.kv_heads * pages * page, pages * page, page};
+    PageChoice choice;
+    choice.rule = o.rule, choice.scale = 0.125f, choice.budget = 9, choice.leave_out = {20, 40};
+    if (o.flagged)
+      choice.heads = Heads::flagged(
+          View<const std::uint8_t, 2>::dense(flags_there + l * heads, {o.rows, o.kv_heads}), true);
+    IndexList list = lists;
+    list.index.data += l * heads * pages, list.count.data += l * heads;
+    list.index.extent[0] = list.count.extent[0] = o.rows;
+    if (!o.even && l == 1 && lists.index.data == together.index.data) list = elsewhere;
+    list.slots = kv.slots;
+    ops::score_pages(View<const float, 3>::dense(q_there + l * heads * o.group * o.head_dim,
+                                                 {o.rows, std::int64_t{o.kv_heads} * o.group, o.head_dim}),
+                     kv, summaries, choice, scores, PageList{list}, place.stream());
+    return list;
+  };
+  for (int l = 0; l < o.layers; ++l) choose(l, apart);
+  {
+    const PutOffScope scope(true);
+    for (int l = 0; l < o.layers; ++l) choose(l, together), ops::forget_put_off_scores();
+    run_put_off();
+  }
+  Ints wanted_count = place.get(apart.count), wanted = place.get(apart.index), count = place.get(together.count),
+       got = place.get(together.index);
+  if (!o.even) {  // the second layer's lists are elsewhere
+    const auto put = [&](Ints& to, const Ints& from) {
+      std::ranges::copy(from, to.begin() + static_cast<std::ptrdiff_t>(from.size()));
+    };
+    put(count, place.get(elsewhere.count)), put(got, place.get(elsewhere.index));
+  }
+  outer.equal("counts", count, wanted_count);
+  outer.equal("entries", got, wanted);
+}
+
+void check_all_layers(Place& place, Check& check) {
+  for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean})
+    for (const bool flagged : {false, true})
+      for (const auto& [layers, rows, kv_heads, group, dim] :
+           {std::tuple{3, 2, 2, 4, 128}, std::tuple{2, 1, 8, 8, 64}, std::tuple{6, 10, 8, 2, 128}})
+        check_layers(place, {layers, rows, kv_heads, group, dim, rule, flagged}, check);
+  check_layers(place, {3, 2, 2, 4, 128, GroupRule::max, false, false}, check);
+  check_layers(place, {3, 2, 2, 3, 80, GroupRule::max, true}, check);
+}
+
 // The boxes of a step's pages, and the best pages of each head.
 struct Boxes {
   int rows, query_heads, kv_heads, head_dim, tokens, page_size;
@@ -645,6 +736,7 @@ std::vector<Case> list() {
   pages("pages: cuts at every place of a head, and in heads of a page", cuts);
   pages("pages: budgets of none, of one and of more than there is, ties", budgets_and_ties);
   pages("pages: scores that are NaN", not_numbers);
+  v.push_back(checked("score", "pages: choices of layers that wait for each other", check_all_layers));
   pages("pages: summaries and queries with gaps, heads of 64, groups of 8", gaps);
 
   const int tokens = Layer::tokens;

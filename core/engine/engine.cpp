@@ -5,11 +5,14 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/host_memory.hpp"
 #include "base/memory_reserve.hpp"
+#include "base/put_off.hpp"
 #include "base/stop.hpp"
 #include "base/threads.hpp"
+#include "ops/select/chosen_pages.hpp"
 #include "plugin/budget_tokens.hpp"
 #include "plugin/edits_author.hpp"
 #include "plugin/verified.hpp"
@@ -317,6 +320,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   position_.clear();
   step_.clear();
   sequence_.clear();
+  last_.clear();
   for (int slot : slots) {
     sequence_.push_back(sequences_[static_cast<std::size_t>(slot)]);
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
@@ -338,6 +342,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
 }
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
+  if (const Fit fit = observe_last(); fit != Fit::ok) return fit;
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -530,6 +535,11 @@ Fit Engine::observe(const DecodeLayer& l) {
     return apply_after("observe", edits.all(), *l.slots);
   }
   const bool beside = keeps_rows() && store_->in_graph();
+  // Where nothing travels, one launch for all layers costs less than one for each beside the step.
+  if (beside && !needs_.archive() && !l.read.logits.out && !store_->any_spills(*l.slots)) {
+    last_.push_back(l);
+    return Fit::ok;
+  }
   const Stream s = beside ? store_->begin_beside() : stream_;
   struct Beside {
     Store& store;
@@ -541,6 +551,21 @@ Fit Engine::observe(const DecodeLayer& l) {
   const Fit fit = apply_after("observe", edits.all(), *l.slots);
   if (beside) store_->end_beside();
   return fit;
+}
+
+Fit Engine::observe_last() {
+  const PutOffScope scope(true);
+  for (const DecodeLayer& l : std::exchange(last_, {})) {
+    Edits edits(l.layer);
+    LayerStep step = layer_step(l);
+    step.mass = {}, step.output = {};
+    policy_->observe(step, edits, stream_);
+    if (const Fit fit = apply_after("observe", edits.all(), *l.slots); fit != Fit::ok) return fit;
+    ops::forget_put_off_scores();
+    store_->workspace().reset();
+  }
+  run_put_off();
+  return Fit::ok;
 }
 
 Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {

@@ -72,8 +72,8 @@ class Needs {
   // Most scratch of a callback, in numbers for each token and query head of the batch (workspace.hpp).
   Needs& scratch_numbers(int n) { return scratch_numbers_ = n, *this; }
   // observe reads neither mass nor output and gives no edits but `place` and `fetch`. It may read logits that attention
-  // left (Edits::keep_logits). A GPU then runs it beside the rest of the step. The next step's callbacks see all that
-  // it wrote; this step's see nothing.
+  // left (Edits::keep_logits). A GPU then runs it beside the rest of the step, or for all layers at its end. The next
+  // step's callbacks see all that it wrote; this step's see nothing.
   Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }

@@ -223,8 +223,8 @@ class StoredRow {
   unsigned meta_ = 0;  // scale and zero of codes, f16
 };
 
-// stored_bounds: the kernel widens the stored bounds by the new key. bounds, mean: it reads all keys of the page.
-// centre: it reads them twice.
+// stored_bounds: the kernel widens the stored bounds by the new key. For the others it reads all keys of the page. centre
+// goes over them twice, in registers if they fit.
 enum class Summed { nothing, stored_bounds, bounds, mean, centre };
 
 // A lane's elements of a page's summary.
@@ -246,18 +246,18 @@ class PageSummary {
 #pragma unroll
     for (int j = 0; j < each; ++j) low_[j].add_distance(key.low[j], first), high_[j].add_distance(key.high[j], first);
   }
-  // Calls add or add_distance with the page's first `tokens` keys.
-  template <bool Distance, bool Coded>
-  __device__ void add_stored(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
+  // Adds the page's first `tokens` keys, and then the new one. encode() stores it and returns it as it is stored.
+  template <bool Coded, class Encode>
+  __device__ void add_page(const std::byte* frame, const PageLayout& l, int tokens, int lane, const Encode& encode) {
     if constexpr (Coded) {
-      if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3, Distance>(frame, l, tokens, lane);
-      if (l.codec.k.bits == 2) return add_rows<Element::code2, Distance>(frame, l, tokens, lane);
-      if (l.codec.k.bits == 4) return add_rows<Element::code4, Distance>(frame, l, tokens, lane);
-      if (l.codec.k.bits) return add_rows<Element::code8, Distance>(frame, l, tokens, lane);
+      if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3>(frame, l, tokens, lane, encode);
+      if (l.codec.k.bits == 2) return add_rows<Element::code2>(frame, l, tokens, lane, encode);
+      if (l.codec.k.bits == 4) return add_rows<Element::code4>(frame, l, tokens, lane, encode);
+      if (l.codec.k.bits) return add_rows<Element::code8>(frame, l, tokens, lane, encode);
     }
-    if (l.dtype == DType::f32) return add_rows<Element::f32, Distance>(frame, l, tokens, lane);
-    if (l.dtype == DType::f16) return add_rows<Element::f16, Distance>(frame, l, tokens, lane);
-    add_rows<Element::bf16, Distance>(frame, l, tokens, lane);
+    if (l.dtype == DType::f32) return add_rows<Element::f32>(frame, l, tokens, lane, encode);
+    if (l.dtype == DType::f16) return add_rows<Element::f16>(frame, l, tokens, lane, encode);
+    add_rows<Element::bf16>(frame, l, tokens, lane, encode);
   }
   __device__ void write(std::byte* summary, const PageLayout& l, int tokens, int lane) const {
     const Element e = element_of(l.dtype);
@@ -279,23 +279,35 @@ class PageSummary {
   }
 
  private:
-  template <Element E, bool Distance>
-  __device__ void add_rows(const std::byte* frame, const PageLayout& l, int tokens, int lane) {
-    constexpr int batch = 8;  // rows whose loads are in flight together
-#pragma unroll 1
-    for (int begin = 0; begin < tokens; begin += batch) {
-      StoredRow row[batch];
+  template <Element E, class Encode>
+  __device__ void add_rows(const std::byte* frame, const PageLayout& l, int tokens, int lane, const Encode& encode) {
+    constexpr int batch = E == Element::f32 ? 8 : 16;  // rows whose loads are in flight together
+    StoredRow row[batch];
+    const auto load = [&](int begin) {
 #pragma unroll
       for (int j = 0; j < batch; ++j)
         if (begin + j < tokens) row[j].load_key(frame, l, E, begin + j, lane);
+    };
+    const auto add_batch = [&](int begin) {
 #pragma unroll
       for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) {
-          if constexpr (Distance)
-            add_distance(row[j].decoded(E), begin + j == 0);
-          else
-            add(row[j].decoded(E), begin + j == 0);
-        }
+        if (begin + j < tokens) add(row[j].decoded(E), begin + j == 0);
+    };
+    load(0);
+    const Head key = encode();  // while they are on their way
+    add_batch(0);
+#pragma unroll 1
+    for (int begin = batch; begin < tokens; begin += batch) load(begin), add_batch(begin);
+    add(key, tokens == 0);
+    if constexpr (How == Summed::centre) {
+#pragma unroll 1
+      for (int begin = 0; begin < tokens; begin += batch) {
+        if (tokens > batch) load(begin);
+#pragma unroll
+        for (int j = 0; j < batch; ++j)
+          if (begin + j < tokens) add_distance(row[j].decoded(E), begin + j == 0);
+      }
+      add_distance(key, tokens == 0);
     }
   }
   template <class Of, class Bits>
@@ -428,18 +440,21 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
   if (mine) {
+    const auto encode = [&] {
+      const Head key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
+      value.encode<Coded>(frame, l, false, offset, lane, value_range);
+      return key;
+    };
     PageSummary<How> summary;
-    if constexpr (How != Summed::nothing && How != Summed::stored_bounds)
-      summary.template add_stored<false, Coded>(frame, l, offset, lane);
-    const Head key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
-    value.encode<Coded>(frame, l, false, offset, lane, value_range);
-    if constexpr (How != Summed::nothing) {
-      const Element e = element_of(l.dtype);
-      if (How == Summed::stored_bounds) summary.set_bounds(least.decoded(e), most.decoded(e));
-      summary.add(key, offset == 0);
-      if constexpr (How == Summed::centre) {
-        summary.template add_stored<true, Coded>(frame, l, offset, lane);
-        summary.add_distance(key, offset == 0);
+    if constexpr (How == Summed::nothing) {
+      encode();
+    } else {
+      if constexpr (How == Summed::stored_bounds) {
+        const Element e = element_of(l.dtype);
+        summary.set_bounds(least.decoded(e), most.decoded(e));
+        summary.add(encode(), offset == 0);
+      } else {
+        summary.template add_page<Coded>(frame, l, offset, lane, encode);
       }
       summary.write(summary_of(a, slot, kv_head, page), l, offset + 1, lane);
     }

@@ -86,34 +86,50 @@ __device__ __forceinline__ void put_shares(const page_scores::Args& c, const Sof
 // The mean of the query heads' softmaxes of n pages, into the thread's entries.
 __device__ __noinline__ void load_shares(Row& row, const page_scores::Args& c, int pair, int parts, int n,
                                          Softmax* of_head) {
-  if (threadIdx.x < static_cast<unsigned>(c.group)) {
+  const int lane = threadIdx.x % 32;
+  for (int g = threadIdx.x / 32; g < c.group; g += warps) {
     Softmax x;
-    for (int part = 0; part < parts; ++part) {
-      const float2 of = __ldcg(
-          reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * parts + part) * c.group + threadIdx.x));
-      x = page_scores::joined(x, {of.x, of.y});
+    if (lane < parts) {
+      const float2 of =
+          __ldcg(reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * parts + lane) * c.group + g));
+      x = {of.x, of.y};
     }
+    x = page_scores::joined_lanes(x, 1);
     // A head whose softmax does not exist adds nothing.
     const bool none = x.high == -INFINITY || x.high == INFINITY;
-    of_head[threadIdx.x] = {x.high, none ? 0.f : 1.f / (x.sum * static_cast<float>(c.group))};
+    if (lane == 0) of_head[g] = {x.high, none ? 0.f : 1.f / (x.sum * static_cast<float>(c.group))};
   }
-  __syncthreads();
   const float* raw = c.raw + std::int64_t{pair} * c.group * c.raw_step;
+  constexpr int together = 4, vectors = Row::each / 4;  // heads whose loads are under way at once
 #pragma unroll
-  for (int j = 0; j < Row::each / 4; ++j) {
-    const int first = Row::index(4 * j);
-    float sum[4] = {};
-#pragma unroll 4
-    for (int g = 0; g < c.group && first < n; ++g) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(raw + g * c.raw_step + first));
-      const auto [high, factor] = of_head[g];
+  for (int i = 0; i < Row::each; ++i) row.x[i] = 0;
+#pragma unroll 1
+  for (int first_head = 0; first_head < c.group; first_head += together) {
+    float4 v[together][vectors];
+#pragma unroll
+    for (int g = 0; g < together; ++g)
+#pragma unroll
+      for (int j = 0; j < vectors; ++j)
+        v[g][j] = first_head + g < c.group && Row::index(4 * j) < n
+                      ? __ldcg(reinterpret_cast<const float4*>(raw + (first_head + g) * c.raw_step + Row::index(4 * j)))
+                      : make_float4(0, 0, 0, 0);
+    if (first_head == 0) __syncthreads();
+#pragma unroll
+    for (int g = 0; g < together; ++g) {
+      if (first_head + g >= c.group) break;
+      const auto [high, factor] = of_head[first_head + g];
       if (factor == 0) continue;
-      sum[0] += expf(v.x - high) * factor, sum[1] += expf(v.y - high) * factor;
-      sum[2] += expf(v.z - high) * factor, sum[3] += expf(v.w - high) * factor;
-    }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) row.x[4 * j + e] = first + e < n ? sum[e] : NAN;
+      for (int j = 0; j < vectors; ++j) {
+        float* sum = row.x + 4 * j;
+        sum[0] += expf(v[g][j].x - high) * factor, sum[1] += expf(v[g][j].y - high) * factor;
+        sum[2] += expf(v[g][j].z - high) * factor, sum[3] += expf(v[g][j].w - high) * factor;
+      }
+    }
   }
+#pragma unroll
+  for (int i = 0; i < Row::each; ++i)
+    if (Row::index(i) >= n) row.x[i] = NAN;
 }
 
 // The pages that a head reads, ascending: [0, sinks), those of the list in between, [recent, pages).

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "ops/page/final_list.hpp"
 
@@ -21,9 +22,16 @@ struct PutOffChoice {
   Scores scores;
   PageList out;
   Stream stream;
+  bool forgotten = false;  // nobody reads the scores any more, and their memory serves others
 };
 // The choice that waits, or null.
 const PutOffChoice* put_off_choice();
+// Of the choices that wait, nobody reads scores any more.
+void forget_put_off_scores();
+
+// Makes choices of several layers, CUDA only. Where they differ in nothing but memory at a constant distance from layer
+// to layer, a launch makes those of many rows and layers. Scores go to memory of its own.
+void chosen_in_layers(const std::vector<PutOffChoice>& choices);
 
 // On CUDA: whether tensor cores score the summaries of pages, for a group of query heads, and whether the same launch
 // chooses.

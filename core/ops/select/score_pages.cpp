@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/device_op.hpp"
@@ -106,19 +107,30 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
 
 namespace {
 
-thread_local std::optional<PutOffChoice> waiting;
+thread_local std::vector<PutOffChoice> waiting;  // more than one: of layers
 
-// An op that wrote to the list in the meantime has cleared its note.
-void choose_waiting() {
-  const PutOffChoice c = *waiting;
+void choose(const PutOffChoice& c) {
   const bool noted = c.out.final && c.out.final->index;
   on_cuda<chosen_pages>(c.queries, c.kv, c.summaries, c.choice, c.scores, c.out, c.stream);
+  // An op that wrote to the list in the meantime has cleared its note.
   if (c.out.final && !noted) c.out.final->clear();
 }
 
+void choose_waiting() {
+  std::vector<PutOffChoice> now = std::exchange(waiting, {});
+  std::optional<PutOffChoice> last;
+  if (!now.back().forgotten) last = now.back(), now.pop_back();
+  if (!now.empty()) only_on_cuda<chosen_in_layers>(now);
+  if (last) choose(*last);
+}
+
 void put_off(const PutOffChoice& c) {
+  if (may_join_put_off() && is_put_off(choose_waiting)) {
+    waiting.push_back(c);
+    return;
+  }
   run_put_off();
-  waiting = c;
+  waiting = {c};
   if (chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
       is_final(c.kv, c.choice, c.scores, c.out))
     c.out.final->set(c.out, c.kv);
@@ -157,7 +169,10 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   if (kv.injected && kv.injected->lists) inject_choice(kv, c, out, s);
 }
 
-const PutOffChoice* put_off_choice() { return is_put_off(choose_waiting) ? &*waiting : nullptr; }
+const PutOffChoice* put_off_choice() { return is_put_off(choose_waiting) ? &waiting.back() : nullptr; }
+void forget_put_off_scores() {
+  for (PutOffChoice& c : waiting) c.forgotten = true;
+}
 
 // The two overloads of score_pages have one CUDA version under this name.
 void chosen_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, const PageChoice& c,

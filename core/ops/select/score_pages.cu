@@ -4,6 +4,8 @@
 // that the rings (score_pages_ring.cuh) do not take, and the kernel for any shape.
 #include <algorithm>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "base/scratch.cuh"
 #include "ops/score/reduce_pages.cuh"
@@ -260,6 +262,15 @@ void page_scores::write_to(Args& a, const View<const std::int32_t, 2>& budgets, 
     a.list += begin * a.list_row, a.count += begin * a.count_row;
 }
 
+// Gives the rule softmax_mean memory for the scores of so many query heads.
+static void make_softmax(Args& a, std::int64_t query_heads, Stream s) {
+  if (a.rule != GroupRule::softmax_mean) return;
+  a.raw_step = (a.most_pages + 3) / 4 * 4;
+  const auto scores = static_cast<std::size_t>(query_heads * a.raw_step), shares = 2 * most_blocks() * std::size_t(a.group);
+  a.raw = static_cast<float*>(fixed_scratch(s.handle(), "page scores", scores * sizeof(float)));
+  a.shares = static_cast<Softmax*>(fixed_scratch(s.handle(), "page softmax", shares * sizeof(Softmax)));
+}
+
 // Where out is null, it only scores.
 static void run(const View<const float, 3>& queries, const PagedKv& of, const Summaries& summaries, const PageChoice& c,
                 const Scores& of_scores, const PageList* out, Stream s) {
@@ -275,14 +286,7 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   Args a = args_of(queries, kv, summaries, c, of_scores);
   View<const std::int32_t, 2> budgets = c.budgets;
   const bool tiles = scores_by_tiles(kv, summaries, a.group), fused = tiles && out && a.most_pages <= most_fused_pages;
-  if (rule == GroupRule::softmax_mean) {
-    a.raw_step = (a.most_pages + 3) / 4 * 4;
-    a.raw =
-        static_cast<float*>(fixed_scratch(s.handle(), "page scores", std::size_t(kv.rows) * heads * a.raw_step * 4));
-    a.shares = static_cast<Softmax*>(
-        fixed_scratch(s.handle(), "page softmax",
-                      most_blocks() * std::size_t{2} * static_cast<std::size_t>(a.group) * sizeof(Softmax)));
-  }
+  make_softmax(a, std::int64_t{kv.rows} * heads, s);
   std::optional<Apart> apart;
   if (out && !fused) {
     apart.emplace(kv, c, out->index.extent[2], s);
@@ -334,6 +338,94 @@ static void run(const View<const float, 3>& queries, const PagedKv& of, const Su
   if (final) final->set(*out, kv);
   select();
 }
+
+// What choices of layers that share launches have in common.
+static auto common_of(const PutOffChoice& c) {
+  const View<const float, 3> q = c.queries.f32();
+  const Heads& h = c.choice.heads;
+  return std::tuple(
+      std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.head_dim, c.kv.page_size, c.kv.slots, c.kv.length.stride,
+                 c.kv.table.extent[2], q.extent, q.stride, c.scores.extent[2], c.stream.handle()),
+      std::tuple(c.summaries.kind, c.summaries.dtype, c.summaries.slot_stride, c.summaries.head_stride,
+                 c.summaries.page_stride, c.out.index.extent, c.out.index.stride, c.out.count.stride, c.out.slots),
+      std::tuple(c.choice.rule, c.choice.scale, c.choice.budget, c.choice.budgets.data, c.choice.newest_page,
+                 c.choice.leave_out.first, c.choice.leave_out.last, h.flags.data != nullptr, h.flags.stride,
+                 h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join));
+}
+
+// Distances of the layers' memory, or nullopt where they are not constant or the rest differs.
+static std::optional<Args::Layers> layers_of(const std::vector<PutOffChoice>& all) {
+  const auto common = common_of(all[0]);
+  for (const PutOffChoice& c : all)
+    if (common_of(c) != common) return {};
+  bool constant = true;
+  const auto distance = [&](const auto& of) {
+    const std::int64_t step = of(all[1]) - of(all[0]);
+    for (std::size_t i = 1; i < all.size(); ++i) constant = constant && of(all[i]) - of(all[i - 1]) == step;
+    return step;
+  };
+  Args::Layers l = {};
+  l.rows = all[0].kv.rows;
+  l.length = distance([](const PutOffChoice& c) { return c.kv.length.data; });
+  l.queries = distance([](const PutOffChoice& c) { return c.queries.f32().data; });
+  l.data = distance([](const PutOffChoice& c) { return c.summaries.data; });
+  l.flags = distance([](const PutOffChoice& c) { return c.choice.heads.flags.data; });
+  l.classes = distance([](const PutOffChoice& c) { return c.choice.heads.classes; });
+  l.list = distance([](const PutOffChoice& c) { return c.out.index.data; });
+  l.count = distance([](const PutOffChoice& c) { return c.out.count.data; });
+  if (!constant || l.data % 128) return {};
+  return l;
+}
+
+static void chosen_in_layers_cuda(const std::vector<PutOffChoice>& all) {
+  const PutOffChoice& first = all[0];
+  const PagedKv& kv = first.kv;
+  const Stream s = first.stream;
+  const cudaStream_t stream = stream_of(s);
+  const int heads = static_cast<int>(first.queries.f32().extent[1]), group = heads / kv.kv_heads,
+            at_once = most_ring_pairs / kv.kv_heads;
+  Scores scores = first.scores;
+  const auto scores_for = [&](std::int64_t rows) {
+    const std::int64_t count = rows * kv.kv_heads * scores.extent[2];
+    auto* room = static_cast<float*>(
+        fixed_scratch(s.handle(), "scores in layers", static_cast<std::size_t>(count) * sizeof(float)));
+    return Scores::dense(room, {rows, kv.kv_heads, scores.extent[2]});
+  };
+  Args a = {};
+  std::optional<Args::Layers> layers;
+  if (all.size() > 1 && kv.rows > 0 && !first.choice.budgets && kv.kv_heads <= most_ring_pairs &&
+      chooses_at_once(kv, first.summaries, group, scores))
+    layers = layers_of(all);
+  const std::int64_t rows = layers ? std::int64_t{kv.rows} * static_cast<std::int64_t>(all.size()) : 0,
+                     most = std::min<std::int64_t>(rows, at_once);
+  if (layers) {
+    scores = scores_for(most);
+    a = args_of(first.queries.f32(), kv, first.summaries, first.choice, scores);
+    write_to(a, {}, first.out, 0);
+  }
+  const int row_bytes = (a.box ? 4 : 2) * kv.head_dim;
+  // Rows of the maps of all layers count in 31 bits.
+  if (!layers || !fits_ring(a, row_bytes) ||
+      layers->data / 128 * static_cast<std::int64_t>(all.size()) >= std::int64_t{1} << 31) {
+    for (const PutOffChoice& c : all) {
+      scores.extent = c.scores.extent;
+      PageList out = c.out;
+      out.final = nullptr;
+      run(c.queries.f32(), c.kv, c.summaries, c.choice, scores_for(c.kv.rows), &out, s);
+    }
+    return;
+  }
+  make_softmax(a, most * heads, s);
+  a.arrived = static_cast<int*>(zeroed(s.handle(), "page scores arrived", max_pairs * sizeof(int)));
+  a.layers = *layers;
+  for (std::int64_t begin = 0; begin < rows; begin += most) {
+    a.layers.begin = static_cast<int>(begin);
+    a.rows = static_cast<int>(std::min(most, rows - begin));
+    first.summaries.dtype == DType::f16 ? launch_ring_width<__half>(a, row_bytes, stream)
+                                        : launch_ring_width<__nv_bfloat16>(a, row_bytes, stream);
+  }
+}
+KVLAB_ON_CUDA(chosen_in_layers, chosen_in_layers_cuda);
 
 static void page_score_cuda(const Tensor<3>& queries, const PagedKv& kv, const Summaries& summaries, GroupRule rule,
                             float scale, Scores out, Stream s) {

@@ -61,7 +61,23 @@ struct Args {
   int budget;        // where `budgets` is null
   FiredCount fired;  // null members = not to be counted
   int first;         // candidates begin with this page; data and scores begin there too
+  // Rows of several layers: row r of the launch is row (begin + r) % rows of layer (begin + r) / rows. The others are
+  // the distances of two layers in memory. rows 0: one layer.
+  struct Layers {
+    int rows, begin;
+    std::int64_t length, queries, data, flags, classes, list, count;
+  } layers;
 
+  __device__ __forceinline__ int layer_of(int row) const { return layers.rows ? (layers.begin + row) / layers.rows : 0; }
+  __device__ __forceinline__ int row_of(int row) const {
+    return layers.rows ? (layers.begin + row) % layers.rows : row;
+  }
+  __device__ __forceinline__ Heads heads_of(int layer) const {
+    Heads h = heads;
+    if (h.flags.data) h.flags.data += layer * layers.flags;
+    if (h.classes) h.classes += layer * layers.classes;
+    return h;
+  }
   __device__ __forceinline__ std::int64_t list_at(int row) const { return list_slots ? list_slots[row] : row; }
   __device__ __forceinline__ int budget_of(int row, int head) const {
     return budgets ? budgets[row * budget_row + head * budget_head] : budget;
@@ -81,14 +97,16 @@ __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 
 
 __device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
 // Candidates of a head; none in a head that is left out.
-__device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head) {
-  const int tokens = a.length[slot * a.length_slot + head * a.length_head];
-  if (!a.heads.on(static_cast<int>(slot), head)) return 0;
+__device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head, int layer = 0) {
+  const int tokens = a.length[layer * a.layers.length + slot * a.length_slot + head * a.length_head];
+  if (!a.heads_of(layer).on(static_cast<int>(slot), head)) return 0;
   return min(candidates(tokens, a.page_size, a.leave_out).count(), a.most_pages);
 }
 // Writes the empty list of a head without candidates. The list of a head that is left out stays.
 __device__ __forceinline__ void no_pages(const Args& a, int row, int head) {
-  if (a.heads.on(a.slots[row], head)) a.count[a.list_at(row) * a.count_row + head * a.count_head] = 0;
+  const int layer = a.layer_of(row), of = a.row_of(row);
+  if (a.heads_of(layer).on(a.slots[of], head))
+    a.count[layer * a.layers.count + a.list_at(of) * a.count_row + head * a.count_head] = 0;
 }
 
 // Where the block of a part of a pair keeps its Softmax of the pair's query heads, in Args::shares. A block has parts
@@ -296,13 +314,14 @@ __device__ __noinline__ inline int choose(const float* scores, const float* own,
 // Selects a head's pages by its scores and writes the list. own, stage and chosen: see `choose`.
 __device__ __forceinline__ void write_choice(const Args& a, int row, int kv_head, const float* own, int pages,
                                              int budget, float* stage, unsigned* chosen, SelectShared& s) {
-  const std::int64_t at = a.list_at(row);
-  std::int32_t* list = a.list + at * a.list_row + kv_head * a.list_head;
+  const std::int64_t at = a.list_at(a.row_of(row));
+  const int layer = a.layer_of(row);
+  std::int32_t* list = a.list + layer * a.layers.list + at * a.list_row + kv_head * a.list_head;
   const float* scores = a.scores + row * a.score_row + kv_head * a.score_head;
   const bool shares = a.rule == GroupRule::softmax_mean;
   const int count = choose(scores, own, pages, budget, a.newest, shares, list, a.list_step, a.room, stage, chosen, s);
   if (threadIdx.x == 0) {
-    a.count[at * a.count_row + kv_head * a.count_head] = count;
+    a.count[layer * a.layers.count + at * a.count_row + kv_head * a.count_head] = count;
     if (a.fired.fired && count != pages && atomicExch(a.fired.last_edit, a.fired.edit) != a.fired.edit)
       atomicAdd(a.fired.fired, 1ull);
   }

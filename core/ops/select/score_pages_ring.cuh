@@ -59,7 +59,8 @@ struct RingArgs {
 __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float* to) {
   const Args& a = r.all;
   const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
-  const float* from = a.queries + row * a.query_row + kv_head * a.group * a.query_head;
+  const float* from = a.queries + a.layer_of(row) * a.layers.queries + a.row_of(row) * a.query_row +
+                      kv_head * a.group * a.query_head;
 #pragma unroll 1
   for (int i = threadIdx.x * 4; i < a.group * a.dim; i += threads * 4) {
     const int head = i / a.dim;
@@ -81,9 +82,10 @@ __device__ __forceinline__ int lay_out(const Args& a, Place* line, SelectShared&
 #pragma unroll 1
   for (int pair = begin; pair < end; ++pair) {
     const int row = a.pair_of.row(pair), head = pair - row * a.kv_heads;
-    const std::int64_t slot = a.slots[row];
-    const int pages = pages_of(a, slot, head), tiles = tiles_of(pages);
-    line[pair] = {static_cast<int>(own), pages, static_cast<int>((slot * a.slot_stride + head * a.head_stride) / 128),
+    const std::int64_t slot = a.slots[a.row_of(row)];
+    const int layer = a.layer_of(row), pages = pages_of(a, slot, head, layer), tiles = tiles_of(pages);
+    line[pair] = {static_cast<int>(own), pages,
+                  static_cast<int>((layer * a.layers.data + slot * a.slot_stride + head * a.head_stride) / 128),
                   a.list ? a.budget_of(row, head) : 0};
     own += tiles, longest = max(longest, static_cast<unsigned>(tiles));
     if (pages == 0 && a.list && blockIdx.x == 0) no_pages(a, row, head);
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(threads, 1)
   __syncwarp();
   cuda::let_successor_start();
   if (threadIdx.x == 0) cuda::fetch_map(&tile_map);
-  if (static_cast<int>(threadIdx.x) < a.rows) cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
+  if (static_cast<int>(threadIdx.x) < (a.layers.rows ? a.layers.rows : a.rows)) cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   cuda::wait_for_predecessor();
 
   const int longest = lay_out(a, places, select);

@@ -6,6 +6,7 @@
 #include <kvlab/error.hpp>
 #include <kvlab/ops.hpp>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <random>
 
@@ -925,8 +926,7 @@ TEST_CASE("cuda store: a list that score_pages chose for an attention is attende
   // In a step the choice may wait for attention. Here the next op, or a look at memory, makes it.
   const bool waits = GENERATE(false, true);
   CAPTURE(waits);
-  std::optional<PutOffScope> scope;
-  if (waits) scope.emplace();
+  const auto scope = waits ? std::make_unique<PutOffScope>() : nullptr;
   PageChoice few, all, newest, some_pages;
   few.budget = newest.budget = some_pages.budget = 3;
   all.budget = static_cast<int>(pages);
