@@ -342,7 +342,8 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
 }
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
-  if (const Fit fit = observe_last(); fit != Fit::ok) return fit;
+  if (!last_.empty())
+    if (const Fit fit = observe_last(store_->any_spills(slots)); fit != Fit::ok) return fit;
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -529,42 +530,52 @@ Fit Engine::attended(const DecodeLayer& l) {
 }
 
 Fit Engine::observe(const DecodeLayer& l) {
-  Edits edits(l.layer);
   if (!needs_.observe_beside()) {
+    Edits edits(l.layer);
     policy_->observe(layer_step(l), edits, stream_);
     return apply_after("observe", edits.all(), *l.slots);
   }
-  const bool beside = keeps_rows() && store_->in_graph();
-  // Where nothing travels, one launch for all layers costs less than one for each beside the step.
-  if (beside && !needs_.archive() && !l.read.logits.out && !store_->any_spills(*l.slots)) {
-    last_.push_back(l);
-    return Fit::ok;
-  }
+  last_.push_back(l);
+  if (!keeps_rows() || !store_->in_graph()) return observe_last(false);
+  // A launch beside the step delays the kernels of the step, by more than it takes alone. So layers share launches: all
+  // of them at the step's end if nothing travels, else a few, so that pages start early.
+  if (needs_.archive() || l.read.logits.out) return observe_last(true);
+  const bool travels = store_->any_spills(*l.slots);
+  return travels && std::ssize(last_) == layers_beside ? observe_last(true) : Fit::ok;
+}
+
+Fit Engine::observe_last(bool beside) {
   const Stream s = beside ? store_->begin_beside() : stream_;
   struct Beside {
     Store& store;
     ~Beside() { store.leave_beside(); }
   } const until_the_end{*store_};
-  LayerStep step = layer_step(l);
-  step.mass = {}, step.output = {};
-  policy_->observe(step, edits, s);
-  const Fit fit = apply_after("observe", edits.all(), *l.slots);
-  if (beside) store_->end_beside();
-  return fit;
-}
-
-Fit Engine::observe_last() {
   const PutOffScope scope(true);
-  for (const DecodeLayer& l : std::exchange(last_, {})) {
-    Edits edits(l.layer);
+  StoreWorkspace& scratch = store_->workspace();
+  const std::vector<DecodeLayer> layers = std::exchange(last_, {});
+  std::vector<Edits> edits;
+  // Edits that read lists come after the choices of all layers.
+  const auto carry_out = [&] {
+    run_put_off();
+    for (const Edits& of : edits)
+      if (const Fit fit = apply_after("observe", of.all(), *layers[0].slots); fit != Fit::ok) return fit;
+    edits.clear();
+    scratch.reset();
+    return Fit::ok;
+  };
+  std::size_t most = 0;  // scratch of a callback
+  for (const DecodeLayer& l : layers) {
+    if (scratch.left() < most)
+      if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
+    const std::size_t before = scratch.left();
     LayerStep step = layer_step(l);
     step.mass = {}, step.output = {};
-    policy_->observe(step, edits, stream_);
-    if (const Fit fit = apply_after("observe", edits.all(), *l.slots); fit != Fit::ok) return fit;
+    policy_->observe(step, edits.emplace_back(l.layer), s);
     ops::forget_put_off_scores();
-    store_->workspace().reset();
+    most = std::max(most, before - scratch.left());
   }
-  run_put_off();
+  if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
+  if (beside) store_->end_beside();
   return Fit::ok;
 }
 

@@ -179,7 +179,7 @@ class Engine final : private LayerHooks {
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
-  Fit observe_last();
+  Fit observe_last(bool beside);
   void keep_window(const PromptLayer& l);
   // Of a callback that is not select().
   Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
@@ -211,7 +211,8 @@ class Engine final : private LayerHooks {
   StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]
-  std::vector<DecodeLayer> last_;                    // layers that observe_last is for
+  static constexpr int layers_beside = 8;            // that observe_last takes together where pages travel
+  std::vector<DecodeLayer> last_;                    // layers that it is to take
   std::vector<Edit> waiting_;                        // edits of this layer's select that are due after its attention
   PagedKv pages_;                                    // KvRows and StateColumn of the callback point to it
   PageList attended_pages_;                          // Selection points to one of these lists

@@ -3,6 +3,7 @@
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <limits>
 
 namespace kvlab {
 namespace {
@@ -84,6 +85,12 @@ StoreWorkspace::State StoreWorkspace::take(const char* tag, std::size_t bytes_pe
   else
     s.memory = StreamMemory(stream_, static_cast<std::size_t>(s.bytes()));
   return s;
+}
+
+std::size_t StoreWorkspace::left() const {
+  std::size_t used = 0;
+  for (const Block& b : blocks_) used += b.used;
+  return (grows_ ? std::numeric_limits<std::size_t>::max() : blocks_.back().bytes) - used;
 }
 
 void* StoreWorkspace::state(const char* tag, std::size_t bytes_per_slot, int slots) {

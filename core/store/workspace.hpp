@@ -27,6 +27,7 @@ class StoreWorkspace final : public Workspace {
   void in_graph(bool yes) { in_graph_ = yes; }  // whether a graph holds the step that is running, or is to hold it
   [[noreturn]] static void refuse_upload(const char* tag);
   void reset();                                  // frees all scratch; keeps the memory of the largest use
+  std::size_t left() const;                      // bytes of scratch that no callback has taken yet
   void clear_slot(int slot);                     // zeroes the slot's state
   std::int64_t moves() const { return moves_; }  // blocks allocated; each voids the addresses of earlier callbacks
   std::size_t slot_bytes() const;
