@@ -46,6 +46,7 @@ StoreOptions store_options(const Model& model, const Policy& policy, const Engin
   s.planned_on_host = needs.planned_on_host();
   s.archive = needs.archive();
   s.spill = o.spill;
+  s.copy_by_host = o.copy_by_host;
   return s;
 }
 

@@ -29,6 +29,7 @@ struct EngineOptions {
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of pages; -1 = none
   std::int64_t scratch_limit = -1;                  // bytes of a callback's scratch; -1 = none
   Spill spill = Spill::always;
+  bool copy_by_host = false;     // StoreOptions::copy_by_host; no graph holds the steps then
   bool batch_invariant = false;  // see make_executor
   bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
   bool protect_host = false;     // tests: the host tier is unreadable while attention runs
@@ -158,7 +159,7 @@ class Engine final : private LayerHooks {
 
  private:
   void count_aside(const AsideSequence& sequence, int sign);  // in the ledger and aside_bytes_
-  bool replayable() const override { return capturable_ && options_.graphs && !observer_; }
+  bool replayable() const override { return capturable_ && options_.graphs && !options_.copy_by_host && !observer_; }
   // Queries of other regimes lie in a buffer that the next layer takes.
   bool keeps_rows() const override { return needs_.observe_beside() && needs_.rope() == RopeRegime::original; }
   bool wants_prompt_mass() const override { return needs_.any_mass() == Mass::all; }

@@ -113,6 +113,7 @@ Json common(const Experiment& experiment) {
       plain[key.name] = std::visit([](const auto& v) { return Json(v); }, key.get(experiment));
   if (experiment.host_memory > 0) plain["host_memory"] = experiment.host_memory;
   if (experiment.spill != "pressure") plain["spill"] = experiment.spill;
+  if (experiment.page_copies != "kernel") plain["page_copies"] = experiment.page_copies;
   for (const auto& [name, value] : plain) json[name] = value;
   return json;
 }

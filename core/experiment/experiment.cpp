@@ -80,6 +80,7 @@ class ExperimentReader {
       if (key.plain) key.set(out_, map.params({*key.plain}));
     if (const Node* n = map.take("device_memory")) out_.device_memory = read_bytes(*n, problems_).value_or(0);
     out_.spill = map.word("spill", {"pressure", "always"}, {}, "when pages leave the device for the host");
+    out_.page_copies = map.word("page_copies", {"kernel", "memcpy"}, {}, "what a GPU copies pages with");
     if (const Node* n = map.take("host_memory")) out_.host_memory = read_bytes(*n, problems_).value_or(0);
     if (const Node* n = map.take("fidelity")) {
       MapReader fidelity(*n, "fidelity", problems_);

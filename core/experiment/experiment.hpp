@@ -59,6 +59,7 @@ struct Experiment {
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   std::int64_t host_memory = 0;          // the same of pages on the host
   std::string spill = "pressure";        // or "always": when pages leave the device for the host
+  std::string page_copies = "kernel";    // or "memcpy": what a GPU copies pages to and from the host with
   int page_size = 16;                    // tokens per page, where a policy names none
   bool batch_invariant = false;          // on CUDA: other rows of a batch change no bit of a row
   int prefill_chunk = 0;                 // prompt tokens per chunk; 0 = the whole prompt, layer by layer

@@ -38,6 +38,7 @@ const std::vector<ExperimentKey>& experiment_keys() {
       {"device_memory", "cap of the cache on the device"},
       {"host_memory", "cap of the host tier"},
       {"spill", "when pages leave the device for the host: under pressure of its memory, or always"},
+      {"page_copies", "on a GPU, pages that place edits move are copied by a kernel, or with a memcpy for each"},
       plain("page_size", &Experiment::page_size, 1, 1024, Id::no_part, "tokens per page, where a policy names none"),
       plain("prefill_chunk", &Experiment::prefill_chunk, 0, 1 << 24, Id::part,
             "prompt tokens per chunk, 0 = the whole prompt, layer by layer"),

@@ -20,6 +20,7 @@ EngineOptions engine_options(const CellInput& in, int slots) {
   o.graphs = !in.wants(Metric::parts);
   o.budget = in.policy().budget;
   o.spill = in.experiment->spill == "always" ? Spill::always : Spill::pressure;
+  o.copy_by_host = in.experiment->page_copies == "memcpy";
   o.host_limit = in.experiment->host_memory > 0 ? in.experiment->host_memory : -1;
   return o;
 }

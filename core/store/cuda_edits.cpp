@@ -120,6 +120,35 @@ void CudaStore::count_spare(const Edit& e, int slot) {
   stale_ = true;
 }
 
+// Copies the planned pages and leaves jobs that only give frames back.
+void CudaStore::copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlace& a, Stream s) const {
+  struct Job {
+    std::int32_t kind, from, to, tokens;
+  };
+  std::int32_t count = 0;
+  copy_memory(&count, a.counts, sizeof count, s);
+  synchronize(s);
+  if (count == 0) return;
+  std::vector<Job> jobs(static_cast<std::size_t>(count)), left;
+  copy_memory(jobs.data(), a.jobs, jobs.size() * sizeof(Job), s);
+  synchronize(s);
+  const auto bytes = static_cast<std::size_t>(l.layout.bytes);
+  for (Job& job : jobs) {
+    if (job.kind != CudaStorePlace::leave) {
+      const int to = job.kind == CudaStorePlace::up ? 0 : 1;
+      copy_memory(l.base[to] + std::int64_t{job.to} * granule_bytes,
+                  l.base[1 - to] + std::int64_t{job.from} * granule_bytes, bytes, s);
+    }
+    if (job.kind == CudaStorePlace::up || job.kind == CudaStorePlace::down) continue;
+    job.kind = CudaStorePlace::leave;
+    left.push_back(job);
+  }
+  count = static_cast<std::int32_t>(left.size());
+  copy_memory(a.jobs, left.data(), left.size() * sizeof(Job), s);
+  copy_memory(a.counts, &count, sizeof count, s);
+  synchronize(s);
+}
+
 // The copies of an edit for this attention run in the stream, those of others beside it.
 Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
@@ -157,12 +186,14 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     const Stream both = beside_ ? side_->stream() : stream_;
     jobs_of(beside_ ? SideStream::lanes : SideStream::lanes + 1);
     only_on_cuda<cuda_store::plan_place>(l, a, both);
+    if (options_.copy_by_host) copy_placed_by_host(l, a, both);
     only_on_cuda<cuda_store::copy_placed>(l, a, both);
     return {Fit::ok, -1};
   }
   const int lane = side_->next();
   jobs_of(lane);
   only_on_cuda<cuda_store::plan_place>(l, a, stream_);
+  if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
   only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
   side_->end(lane);
   return {Fit::ok, -1};

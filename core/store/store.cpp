@@ -35,6 +35,12 @@ void check_archive(const StoreOptions& o) {
     refuse("another codec on the host, wanted the one of the device");
 }
 
+void check_copies(const StoreOptions& o) {
+  if (o.copy_by_host && (o.codecs.size() != 1 || o.codecs[0] != o.host_codec))
+    throw Error(Errc::unsupported, "got page_copies: memcpy with pages of several codecs, wanted one of all tiers",
+                "the cache");
+}
+
 void check_waiting(const Edit& e) {
   const IndexList& list = e.list;
   if (list.index.stride[1] != list.index.extent[2] || list.index.stride[2] != 1 || list.count.stride[1] != 1)
@@ -66,6 +72,7 @@ Store::Store(const StoreOptions& options, Stream stream)
       placed_(spare_.size()),
       placed_step_(spare_.size()) {
   check_archive(options);
+  check_copies(options);
 }
 
 std::int64_t Store::summary_bytes(const StoreOptions& o) {
@@ -591,6 +598,7 @@ StoreBytes store_bytes(const StoreOptions& options, Device device) {
 
 void check_store(const StoreOptions& options, Device device) {
   check_archive(options);
+  check_copies(options);
   device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);
 }
 

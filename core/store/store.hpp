@@ -47,6 +47,9 @@ struct StoreOptions {
   bool pauses = false;                              // with host_pages: allow place edits for Deadline::sequence
   bool archive = false;                             // take the host tier for archives; archive and fetch need it
   Spill spill = Spill::always;
+  // On a GPU the host reads the list of pages that a place edit moves, and copies each with a memcpy. It is for
+  // comparisons: the host waits for the device in each edit.
+  bool copy_by_host = false;
   bool all_layers = false;       // view_all, and edits of all layers
   bool planned_on_host = false;  // see Needs::planned_on_host
 };

@@ -21,8 +21,9 @@ struct Pair {
   int vocab = model->config.vocab;
 
   // frames: of the device, for sequences that spill under pressure; 0 = enough for all, and they spill at once.
-  static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0) {
+  static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0, bool by_host = false) {
     EngineOptions o;
+    o.copy_by_host = by_host;
     o.device = Device::cuda;
     o.slots = 3;
     o.max_tokens = max_tokens;
@@ -36,14 +37,15 @@ struct Pair {
   }
   template <class Make>
   Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0,
-       const char* name = "synthetic/tiny")
+       const char* name = "synthetic/tiny", bool by_host = false)
       : model(load_model(*open_model(name, "", "."), DType::bf16, name, Device::cuda)),
         graphs(model, policy(), options(spec, max_tokens, frames)),
-        eager(model, policy(), options(spec, max_tokens)) {
+        eager(model, policy(), options(spec, max_tokens, 0, by_host)) {
     eager.observe(&nobody);
   }
+  // by_host: in the second engine the host copies pages between the tiers.
   explicit Pair(const PolicySpec& spec = test::full_spec(), std::int64_t frames = 0,
-                const char* name = "synthetic/tiny")
+                const char* name = "synthetic/tiny", bool by_host = false)
       : Pair(
             spec,
             [&] {
@@ -51,7 +53,7 @@ struct Pair {
               if (policy->needs().profile()) policy->load_profile(profile());
               return policy;
             },
-            96, frames, name) {}
+            96, frames, name, by_host) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -228,6 +230,24 @@ TEST_CASE("cuda engine: a sequence that spills in its steps gives what one gives
     p.graphs.store().check_invariants();
   }
   CHECK(known == 2);
+}
+
+TEST_CASE("cuda engine: pages that the host copies give what kernels give") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "quest" && s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
+    if (s.label == "quest") spec.placement = {.tier = Tier::host, .resident = 24};
+    Pair p(spec, 0, "synthetic/tiny", true);
+    const int a = p.open(70, 1), b = p.open(45, 2);
+    for (int i = 0; i < 6; ++i) p.step({a, b});
+    CHECK(p.eager.store().page_bytes(Tier::host) > 0);
+    CHECK(p.eager.store().page_bytes(Tier::host) == p.graphs.store().page_bytes(Tier::host));
+    p.eager.store().check_invariants();
+  }
+  CHECK(known == 3);
 }
 
 TEST_CASE("cuda engine: steps that evict are replayed") {
