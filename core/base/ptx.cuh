@@ -166,11 +166,6 @@ __device__ __forceinline__ void fetch_line(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }
 
-// The same for more: bytes is a multiple of 16, and p aligned to 16 (Hopper).
-__device__ __forceinline__ void fetch_ahead(const void* p, unsigned bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
 // ---- transaction barriers and bulk copies (Hopper) ----------------------------------------------------------------
 
 // Brings a tensor map near, so that the first copy that uses it need not wait for it.

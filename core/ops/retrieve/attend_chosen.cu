@@ -7,7 +7,6 @@
 // All blocks of a group are under way at once, because the grid is no larger than the room of the multiprocessors. No
 // block of a later kernel takes that room before all of them have begun. A larger grid has groups of one block.
 #include <algorithm>
-#include <string>
 
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
@@ -29,7 +28,6 @@ using page_scores::Softmax;
 using page_scores::tile_pages;
 
 constexpr int threads = 128, warps = threads / 32, stages = 2, most_group = 8;
-constexpr std::int64_t ahead_bytes = 32 << 20;  // of all pages that go to the L2 cache before the choice
 constexpr int blocks_of_multiprocessor = 3, most_parts = 16, most_pages = 2048, max_pairs = 1024;
 
 struct FusedArgs {
@@ -47,12 +45,6 @@ struct FusedArgs {
   int page_step;         // rows of the maps from a page's summary to the next one
   int parts;             // blocks of a pair
   bool dense;            // summaries have no gaps between them
-  // Pages whose scores are at least the least that the head chose last go to the L2 cache before the choice, so that
-  // memory does not rest meanwhile. Such a page is not chosen for certain; others are read later all the same.
-  float* least;       // [slot, kv_head], zero at first
-  std::int64_t keys;  // of a page in its frame
-  int page_bytes;     // of K and V of a page
-  float ahead_pages;  // of a head, for which there is room in the cache
 };
 
 // Order of dynamic shared memory: the stages of all warps, their barriers, the fragments of a pair's queries, and the
@@ -247,34 +239,16 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
 #pragma unroll
         for (int i = 0; i < Chunks; ++i) b[t][i] = fragments[(t * Chunks + i) * 32 + lane];
       Softmax softmax[Tiles];
-      // The last candidates of the block, and at most so many pages of the warp.
-      const int budget = c.budget_of(row, kv_head), parts_of_head = f.parts * warps;
-      const float part_ahead = fminf(1.f, f.ahead_pages / static_cast<float>(max(budget, 1)));
-      const int ahead_from = last_tile - static_cast<int>(static_cast<float>(last_tile - first_tile) * part_ahead);
-      const float least = Shares ? 0.f : f.least[slot * a.kv_heads + kv_head];
-      int ahead_left = Shares ? 0 : 2 * budget / parts_of_head + 1;
 #pragma unroll 1
       for (int tile = first_tile + warp; tile < last_tile; tile += warps) {
-        const bool looks_ahead = tile >= ahead_from && ahead_left > 0;
-        int frame = null_frame;
-        if (looks_ahead && lane < tile_pages && tile * tile_pages + lane < n)
-          frame = entries[c.first + tile * tile_pages + lane].frame;
         barrier_wait(my_barriers + 8 * here.stage, here.odd);
         float sum[Tiles][4];
         multiply_tile<T>(my_stages + here.stage * R::stage_bytes, b, sum);
         __syncwarp();
         copy_tile(tile + stages * warps, here.stage);
         here.next(stages);
-        bool likely[2] = {};
-        page_scores::write_tile<Shares>(c, sum, row, kv_head, tile * tile_pages + lane / 4, n, scores, nullptr, softmax,
-                                        [&](int i, float score) { likely[i] = score >= least; });
-        if (!looks_ahead) continue;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int of = __shfl_sync(~0u, frame, lane / 4 + 8 * i);
-          if (likely[i] && of >= 0) fetch_ahead(a.base + of * granule_bytes + f.keys, f.page_bytes);
-          ahead_left -= __popc(__ballot_sync(~0u, likely[i]));
-        }
+        page_scores::write_tile<Shares>(c, sum, row, kv_head, tile * tile_pages + lane / 4, n, scores, nullptr,
+                                        softmax);
       }
       if constexpr (Shares) {
         __syncthreads();
@@ -440,13 +414,6 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
         std::int32_t* to = c.list + at * c.list_row + kv_head * c.list_head;
         for (int i = threadIdx.x; i < count; i += threads) to[i * c.list_step] = list[i];
         if (threadIdx.x == 0) c.count[at * c.count_row + kv_head * c.count_head] = count;
-        if (!Shares && warp == 0 && count > 0) {
-          float least = INFINITY;
-          for (int i = lane; i < count; i += 32)
-            if (const int page = list[i] - c.first; !c.newest || page != n - 1) least = fminf(least, __ldcg(scores + page));
-          for (int d = 16; d; d /= 2) least = fminf(least, __shfl_xor_sync(~0u, least, d));
-          if (lane == 0) f.least[slot * a.kv_heads + kv_head] = least;
-        }
       }
       if (f.out) {
         std::int32_t* to = f.out + row * f.out_row + kv_head * f.out_head;
@@ -493,7 +460,6 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
     c.shares = static_cast<Softmax*>(
         fixed_scratch(s.handle(), "chosen softmax", rows * static_cast<std::size_t>(f.parts) * sizeof(Softmax)));
   }
-  f.ahead_pages = static_cast<float>((getenv("KVLAB_AHEAD") ? atoll(getenv("KVLAB_AHEAD")) << 20 : ahead_bytes) / (std::int64_t{pairs} * f.page_bytes));
   cuda::launch("attend_chosen", kernel, std::min(pairs * f.parts, blocks), threads, bytes, stream_of(s), true, f,
                tile_map, page_map, unit_map);
 }
@@ -558,14 +524,6 @@ static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Str
   f.error = in.kv.error, f.bad_count = read.bad_count, f.bad_entry = read.bad_entry;
   f.attend = decode::args_of(in, in.kv.layouts[0], s);
   decode::set_rows(f.attend, in, 0, in.kv.rows);
-  const PageLayout& l = in.kv.layouts[0];
-  f.keys = l.k, f.page_bytes = static_cast<int>(l.v - l.k) + in.kv.page_size * in.kv.head_dim * 2;
-  if (choice) {
-    // Each layer has lengths of its own.
-    const std::string tag = "least chosen " + std::to_string(reinterpret_cast<std::uintptr_t>(choice->kv.length.data));
-    const auto heads = static_cast<std::size_t>(choice->kv.length.extent[0] * in.kv.kv_heads);
-    f.least = static_cast<float*>(zeroed(s.handle(), tag.c_str(), heads * sizeof(float)));
-  }
   auto* counters = static_cast<int*>(zeroed(s.handle(), "attend chosen", 2 * max_pairs * sizeof(int)));
   f.scored = counters, f.merged = counters + max_pairs;
   const CUtensorMap& unit_map = decode::map_of_units(in.kv, f.attend);

@@ -184,14 +184,10 @@ __device__ __forceinline__ void multiply_tile(unsigned from, const uint4 (&b)[Ti
 // Writes the scores of pages `page` and page + 8 to `scores` and, unless it is null, to `own`. The lane's sums of a
 // tile lie as in C: column 2 h is query head h with the rounded query, and column 2 h + 1 with the rest. Where the rule
 // is softmax_mean, scores of the query heads go to Args::raw instead, and softmax[t] covers those of head 4 t + lane
-// % 4. MayBeRaw: false = another rule. Every fourth lane calls seen(i, score) with the scores of pages page + 8 i.
-struct Unseen {
-  __device__ void operator()(int, float) const {}
-};
-template <bool MayBeRaw = true, int Tiles, class Seen = Unseen>
+// % 4. MayBeRaw: false = another rule.
+template <bool MayBeRaw = true, int Tiles>
 __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Tiles][4], int row, int kv_head, int page,
-                                           int pages, float* scores, float* own, Softmax (&softmax)[Tiles],
-                                           const Seen& seen = {}) {
+                                           int pages, float* scores, float* own, Softmax (&softmax)[Tiles]) {
   const int quarter = threadIdx.x % 4;
   const bool raw = MayBeRaw && a.rule == GroupRule::softmax_mean;
   const float none = a.rule == GroupRule::max ? -INFINITY : 0.f;
@@ -230,7 +226,6 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
     if (page + 8 * half < pages) {
       scores[page + 8 * half] = best[half];
       if (own) own[page + 8 * half] = best[half];
-      seen(half, best[half]);
     }
 }
 

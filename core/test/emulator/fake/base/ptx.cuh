@@ -145,7 +145,6 @@ inline void wait_for_value(const int* p, int x) {
   while (*static_cast<const volatile int*>(p) < x) emulator::wait_for_others();
 }
 inline void fetch_line(const void*) {}
-inline void fetch_ahead(const void*, unsigned) {}
 
 inline void barrier_init(unsigned barrier, unsigned arrivals) { emulator::barrier_init(barrier, arrivals); }
 inline int add_released(int* p, int x) { return atomicAdd(p, x); }
