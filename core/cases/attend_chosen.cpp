@@ -25,10 +25,12 @@ struct ChosenShape {
   GroupRule rule = GroupRule::max;
   std::vector<int> budget = {4};  // pages of heads, cycled
   bool newest = false, ties = false;
-  int nans = 0;          // the first pages of a head whose summaries are NaN
-  Pins leave_out, pins;  // of the choice, and of attention
-  bool some = false;     // some heads choose; the others have a list from before
-  bool chooses = true;   // false: all have
+  int nans = 0;            // the first pages of a head whose summaries are NaN
+  Pins leave_out, pins;    // of the choice, and of attention
+  bool some = false;       // some heads choose; the others have a list from before
+  bool turns = false;      // those choose whose queries turned
+  bool unflagged = false;  // or the others
+  bool chooses = true;     // false: all have
 
   std::string text() const {
     const PagedOptions& o = cache.options;
@@ -42,6 +44,7 @@ struct ChosenShape {
            fmt::format(", left out {} and {}, pins {} and {}{}{}", leave_out.first, leave_out.last, pins.first,
                        pins.last, pins.newest_page ? " and newest page" : "",
                        !chooses ? ", no choice"
+                       : turns  ? ", heads whose queries turned"
                        : some   ? ", some heads"
                                 : "");
   }
@@ -92,6 +95,17 @@ class ChosenScene final : public Scene {
       for (auto& x : flags) x = rng() % 2;
       choice_.heads = Heads::flagged(place.put(View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads})));
     }
+    if (shape.turns) {
+      flags_ = place.put(std::vector<std::uint8_t>(static_cast<std::size_t>(o.rows * o.kv_heads), 7));
+      turns_.queries = args_.queries, turns_.kv = args_.kv, turns_.threshold = 0.3f, turns_.stream = place.stream();
+      turns_.turned = HeadFlags::dense(flags_, {o.rows, o.kv_heads});
+      choice_.heads = Heads::flagged(turns_.turned, !shape.unflagged);
+      // Some heads ask as before, some the opposite, and some have not asked before.
+      for (std::size_t i = 0; i < scene_.q.size(); ++i) {
+        const std::size_t head = i / static_cast<std::size_t>(o.head_dim * shape.cache.group);
+        last_.push_back(head % 3 == 0 ? 2 * scene_.q[i] : head % 3 == 1 ? -scene_.q[i] : 0);
+      }
+    }
     // A list of each slot, from before.
     ListMemory memory;
     before_ = memory.empty({o.rows, o.kv_heads, o.max_pages});
@@ -116,6 +130,7 @@ class ChosenScene final : public Scene {
     read_ = {place_.put(poison.empty({o.rows, o.kv_heads, o.max_pages}))};
     scores_ = place_.unwritten(scores_.extent);
     args_.out = place_.unwritten(args_.out.extent);
+    if (shape_.turns) turns_.last = View<float, 3>::dense(place_.put(last_), {o.rows, scene_.heads(), o.head_dim});
   }
 
   void run(int copy) override {
@@ -126,9 +141,13 @@ class ChosenScene final : public Scene {
     if (together_) {
       const ops::PutOffChoice choice{args_.queries, args_.kv, summaries_, choice_, scores_, list_, s};
       args_.pages = &read_;
-      if (!ops::attend_chosen(args_, {shape_.chooses ? &choice : nullptr, list_, shape_.pins, {}, read_}, s))
+      ops::ChosenRead read{shape_.chooses ? &choice : nullptr, list_};
+      read.pins = shape_.pins, read.out = read_;
+      if (shape_.turns) read.turns = &turns_;
+      if (!ops::attend_chosen(args_, read, s))
         throw Error(Errc::internal, "got no kernel, wanted one", "attend_chosen");
     } else {
+      if (shape_.turns) ops::turned_heads(args_.queries, args_.kv, turns_.last, turns_.threshold, turns_.turned, s);
       if (shape_.chooses) ops::score_pages(args_.queries, args_.kv, summaries_, choice_, scores_, list_, s);
       PageList chosen = list_;
       chosen.slots = nullptr;  // a timed scene has one row for each slot, and no pins
@@ -169,16 +188,19 @@ class ChosenScene final : public Scene {
       std::vector<float> out, lse, scores;
       std::vector<std::int32_t> index, count, read, read_count;
       std::vector<std::uint16_t> rounded;
+      std::vector<std::uint8_t> turned;
+      std::vector<float> last;
     };
     const auto outputs = [&](bool together) {
       together_ = together;
       reset();
       run(0);
-      return Outputs{
-          place_.get(args_.out),   place_.get(args_.lse),
-          place_.get(scores_),     place_.get(list_.index),
-          place_.get(list_.count), place_.get(read_.index),
-          place_.get(read_.count), place_.get(View<const std::uint16_t, 3>::dense(rounded_, args_.out.extent))};
+      Outputs o{place_.get(args_.out),   place_.get(args_.lse),
+                place_.get(scores_),     place_.get(list_.index),
+                place_.get(list_.count), place_.get(read_.index),
+                place_.get(read_.count), place_.get(View<const std::uint16_t, 3>::dense(rounded_, args_.out.extent))};
+      if (shape_.turns) o.turned = place_.get(turns_.turned), o.last = place_.get(turns_.last);
+      return o;
     };
     const Outputs apart = outputs(false);
     for (const char* time : {"first", "again, with the counters that the first run left"}) {
@@ -188,6 +210,8 @@ class ChosenScene final : public Scene {
         check.equal("scores", got.scores, apart.scores, 1e-6);
       else
         check.that("scores have the bits of score_pages", same_bits(got.scores, apart.scores));
+      check.that("flags", got.turned == apart.turned);
+      check.that("kept queries", got.last == apart.last);
       check.equal("counts", got.count, apart.count);
       check.equal("entries", got.index, apart.index);
       check.equal("counts of pages that were read", got.read_count, apart.read_count);
@@ -234,6 +258,9 @@ class ChosenScene final : public Scene {
   std::vector<std::int32_t> list_before_, count_before_;
   bool listing_ = false;
   std::uint16_t* rounded_;
+  ops::PutOffTurns turns_{};
+  std::uint8_t* flags_ = nullptr;
+  std::vector<float> last_;  // queries of the step before
   std::vector<std::byte*> layers_, data_;
 };
 
@@ -267,6 +294,13 @@ std::vector<ChosenShape> shapes() {
     ChosenShape& d = add(2, 2, 7, 64, 16, {3000, 1000, 17}, {12, 3});
     d.rule = rule, d.pins = {0, 20, true}, d.newest = true, d.some = rule == GroupRule::max;
   }
+  for (const bool unflagged : {false, true})
+    for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean}) {
+      ChosenShape& c = add(3, 2, 4, 128, 16, {1700, 0, 1, 40, 333, 2900}, {5, 0, 9});
+      c.rule = rule, c.leave_out = c.pins = {40, 33, false}, c.turns = true, c.unflagged = unflagged;
+    }
+  add(2, 2, 7, 64, 16, {3000, 1000, 17}, {12, 3}).turns = true;
+  add(30, 2, 1, 64, 16, {90, 300, 0, 20}, {3, 6}).turns = true;  // more heads than blocks
   add(20, 2, 3, 64, 32, {90, 700, 0, 20}, {3, 6}).rule = GroupRule::softmax_mean;
   ChosenShape& kept = add(3, 2, 4, 128, 16, {1700, 16, 1, 40, 333, 0}, {5});
   kept.chooses = false, kept.pins = {17, 100, true};

@@ -568,14 +568,17 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   const auto choose = [&](int l, const IndexList& lists) {
     PagedKv kv = first;
     kv.length = View<const std::int32_t, 2>::dense(lengths + l * heads, {o.rows, o.kv_heads});
-    const Summaries summaries{Summary::min_max, DType::bf16,
+    const Summaries summaries{Summary::min_max,
+                              DType::bf16,
                               reinterpret_cast<const std::byte*>(boxes_there) + l * heads * pages * page,
-                              o.kv_heads * pages * page, pages * page, page};
+                              o.kv_heads * pages * page,
+                              pages * page,
+                              page};
     PageChoice choice;
     choice.rule = o.rule, choice.scale = 0.125f, choice.budget = 9, choice.leave_out = {20, 40};
     if (o.flagged)
-      choice.heads = Heads::flagged(
-          View<const std::uint8_t, 2>::dense(flags_there + l * heads, {o.rows, o.kv_heads}), true);
+      choice.heads =
+          Heads::flagged(View<const std::uint8_t, 2>::dense(flags_there + l * heads, {o.rows, o.kv_heads}), true);
     IndexList list = lists;
     list.index.data += l * heads * pages, list.count.data += l * heads;
     list.index.extent[0] = list.count.extent[0] = o.rows;

@@ -182,8 +182,8 @@ __device__ inline void summarize(const CudaStoreLayer& s, const Head& h, int pag
 // A lane's part of a row: 8 neighbouring elements, so that its loads and stores are wide.
 constexpr int lane_elements = 8;
 
-// How a warp holds both sides of a token. Rows of up to 128 elements take half a warp each; keys come first. Longer rows
-// take the whole warp, one after the other.
+// How a warp holds both sides of a token. Rows of up to 128 elements take half a warp each; keys come first. Longer
+// rows take the whole warp, one after the other.
 struct RowLanes {
   int turns, lanes, first;  // first: of the lane's elements
   bool there;               // the row has them

@@ -48,7 +48,7 @@ class Carried {
       const bool key = at.key(turn);
       const CodecSide of = ops::side_of(l, key), as = ops::side_of(to, key);
       ratio_[turn] = of == as ? 1 : ops::code_ratio(of, as);  // the tiers have one dtype
-      if (!at.there || (as.grouped() && of != as)) continue;   // encode_groups writes those
+      if (!at.there || (as.grouped() && of != as)) continue;  // encode_groups writes those
       if (of.grouped() && ratio_[turn] != 1) {
 #pragma unroll
         for (int i = 0; i < lane_elements; ++i)

@@ -33,6 +33,8 @@ bool attend_chosen(const AttendArgs& a, const ChosenRead& read, Stream s) {
 
 void choose_and_attend(const AttendArgs& a, Workspace& w, Stream s) {
   const PutOffChoice* choice = put_off_choice();
+  const PutOffTurns* turns = put_off_turns();
+  if (turns && !(choice && turns->flags(choice->choice.heads))) run_put_off(), choice = nullptr, turns = nullptr;
   const bool listed = is_put_off(make_list);
   if (a.pages && (choice || listed)) {
     ChosenRead read;
@@ -42,7 +44,7 @@ void choose_and_attend(const AttendArgs& a, Workspace& w, Stream s) {
       read.list = *a.pages;
       if (choice->out.final) read.fired = choice->out.final->count;
     }
-    read.choice = choice;
+    read.choice = choice, read.turns = turns;
     const bool list = listed ? same(read.out, *a.pages) && read.out.index.extent[0] == a.kv.rows
                              : choice->out.final && choice->out.final->index;
     PutOffKept kept;  // the op's call would run what waits

@@ -45,6 +45,12 @@ struct FusedArgs {
   int page_step;         // rows of the maps from a page's summary to the next one
   int parts;             // blocks of a pair
   bool dense;            // summaries have no gaps between them
+  // turned_heads comes first; `last` becomes the queries. last: [slot, query head, Dim], null = the flags are there.
+  float* last;
+  std::int64_t last_slot, last_head;
+  std::uint8_t* turned;  // [slot, kv_head], Heads::flags of the choice
+  std::int64_t turned_slot, turned_head;
+  float threshold;
 };
 
 // Order of dynamic shared memory: the stages of all warps, their barriers, the fragments of a pair's queries, and the
@@ -132,6 +138,33 @@ __device__ __noinline__ void load_shares(Row& row, const page_scores::Args& c, i
     if (Row::index(i) >= n) row.x[i] = NAN;
 }
 
+// Whether the head's queries turned, as turned_heads finds it. The whole block calls it; cosines: shared memory.
+template <int Dim>
+__device__ __forceinline__ bool has_turned(const FusedArgs& f, int row, int slot, int kv_head, float* cosines) {
+  const page_scores::Args& c = f.choose;
+  const int lane = threadIdx.x % 32;
+  for (int g = threadIdx.x / 32; g < c.group; g += warps) {
+    const float* now = c.queries + row * c.query_row + (kv_head * c.group + g) * c.query_head;
+    const float* then = f.last + slot * f.last_slot + (kv_head * c.group + g) * f.last_head;
+    float dot = 0, a = 0, b = 0;
+#pragma unroll
+    for (int d = 0; d < Dim; d += 32) {
+      const float x = now[d + lane], y = then[d + lane];
+      dot += x * y, a += x * x, b += y * y;
+    }
+    for (int m = 16; m > 0; m /= 2) {
+      dot += __shfl_xor_sync(~0u, dot, m);
+      a += __shfl_xor_sync(~0u, a, m);
+      b += __shfl_xor_sync(~0u, b, m);
+    }
+    if (lane == 0) cosines[g] = dot / (sqrtf(a) * sqrtf(b) + 1e-12f);
+  }
+  __syncthreads();
+  float sum = 0;
+  for (int g = 0; g < c.group; ++g) sum += cosines[g];
+  return sum / static_cast<float>(c.group) < f.threshold;
+}
+
 // The pages that a head reads, ascending: [0, sinks), those of the list in between, [recent, pages).
 struct Reading {
   int sinks, recent, pages, low, high;  // low, high: of the list
@@ -168,6 +201,7 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int merges;
   __shared__ Softmax of_head[most_group];
+  __shared__ float cosines[most_group];
   const page_scores::Args& c = f.choose;
   const decode::Args& a = f.attend;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
@@ -196,8 +230,9 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads, slot = a.slots[row];
     const int tokens = a.length[slot * a.length_slot + kv_head * a.length_head],
               pages = min((tokens + a.page_size - 1) / a.page_size, most_pages);
-    const bool chooses = f.chooses && c.heads.on(slot, kv_head);
-    const int n = chooses ? page_scores::pages_of(c, slot, kv_head) : 0;
+    const bool turned = f.last && has_turned<Dim>(f, row, slot, kv_head, cosines),
+               chooses = f.last ? turned != c.heads.unflagged : f.chooses && c.heads.on(slot, kv_head);
+    const int n = chooses ? page_scores::candidates_of(c, slot, kv_head) : 0;
     const PageEntry* entries = a.table + slot * a.table_slot + kv_head * a.table_head;
 
     // Scores of the block's candidates.
@@ -415,6 +450,7 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
         for (int i = threadIdx.x; i < count; i += threads) to[i * c.list_step] = list[i];
         if (threadIdx.x == 0) c.count[at * c.count_row + kv_head * c.count_head] = count;
       }
+      if (f.last && threadIdx.x == 0) f.turned[slot * f.turned_slot + kv_head * f.turned_head] = turned;
       if (f.out) {
         std::int32_t* to = f.out + row * f.out_row + kv_head * f.out_head;
         for (int i = threadIdx.x; i < read_pages; i += threads) to[i] = reading.page(list, i);
@@ -423,6 +459,12 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
       if (threadIdx.x == 0 && f.fired.fired && read_pages != pages &&
           atomicExch(f.fired.last_edit, f.fired.edit) != f.fired.edit)
         atomicAdd(f.fired.fired, 1ull);
+    }
+    if (f.last && (f.parts == 1 || merges)) {  // all blocks of the head have read them
+      const float* from = c.queries + row * c.query_row + kv_head * c.group * c.query_head;
+      float* to = f.last + slot * f.last_slot + kv_head * c.group * f.last_head;
+      for (int i = threadIdx.x; i < c.group * Dim; i += threads)
+        to[i / Dim * f.last_head + i % Dim] = from[i / Dim * c.query_head + i % Dim];
     }
     if (f.parts > 1 && merges) {
       if (threadIdx.x == 0) f.merged[pair] = f.scored[pair] = 0;
@@ -511,6 +553,14 @@ static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Str
     if (!serves(choice->kv, choice->summaries, f.choose)) return false;
     f.page_step = static_cast<int>(choice->summaries.page_stride / 128);
     f.dense = choice->summaries.page_stride == std::int64_t{f.choose.box ? 4 : 2} * in.kv.head_dim;
+  }
+  if (const PutOffTurns* t = read.turns) {
+    if (t->queries.f32().data != choice->queries.f32().data || t->kv.slots != choice->kv.slots ||
+        t->kv.rows != in.kv.rows)
+      return false;
+    f.last = t->last.data, f.last_slot = t->last.stride[0], f.last_head = t->last.stride[1];
+    f.turned = t->turned.data, f.turned_slot = t->turned.stride[0], f.turned_head = t->turned.stride[1];
+    f.threshold = t->threshold;
   }
   if (in.kv.rows == 0) return true;
   page_scores::write_to(f.choose, choice ? choice->choice.budgets : View<const std::int32_t, 2>{}, read.list, 0);

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "ops/attend/attend.hpp"
+#include "ops/score/turned.hpp"
 #include "ops/select/chosen_pages.hpp"
 
 namespace kvlab::ops {
@@ -15,6 +16,8 @@ namespace kvlab::ops {
 struct ChosenRead {
   const PutOffChoice* choice = nullptr;  // null = `list` is there
   PageList list;                         // choice->out, or any list
+  // Finds the flags of the choice's heads first, from the choice's queries. null = they are there.
+  const PutOffTurns* turns = nullptr;
   Pins pins;
   FiredCount fired;   // counts once if a head leaves pages out
   PageList out = {};  // gets the pages that were read; without an index nothing does

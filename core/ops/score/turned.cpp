@@ -2,13 +2,27 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/put_off.hpp"
 #include "ops/page/check.hpp"
 #include "ops/score/turned.hpp"
 
 namespace kvlab::ops {
+namespace {
+
+thread_local std::optional<PutOffTurns> waiting;
+
+void find_waiting() {
+  const PutOffTurns& t = *waiting;
+  on_cuda<turned_heads>(t.queries, t.kv, t.last, t.threshold, t.turned, t.stream);
+}
+
+}  // namespace
+
+const PutOffTurns* put_off_turns() { return is_put_off(find_waiting) ? &*waiting : nullptr; }
 
 void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> last, float threshold, HeadFlags turned,
                   Stream s) {
@@ -24,7 +38,12 @@ void turned_heads(const Tensor<3>& queries, const PagedKv& kv, View<float, 3> la
     fail(Errc::internal, op, "got too few flags, wanted [slot, kv_head]");
   const InjectedTurns* injected = kv.injected ? kv.injected->turns : nullptr;
   if (injected) *kv.injected->used = true;
-  if (s.device() == Device::cuda) return on_cuda<turned_heads>(queries, kv, last, threshold, turned, s);
+  if (s.device() == Device::cuda) {
+    run_put_off();
+    if (kv.injected || !may_put_off()) return on_cuda<turned_heads>(queries, kv, last, threshold, turned, s);
+    waiting = {queries, kv, last, threshold, turned, s};
+    return put_off(find_waiting);
+  }
   const int heads = static_cast<int>(q.extent[1]), group = heads / kv.kv_heads, dim = kv.head_dim;
   for (int r = 0; r < kv.rows; ++r) {
     const std::uint32_t call = injected ? injected->calls(kv.slots[r])++ : 0;

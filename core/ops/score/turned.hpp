@@ -1,6 +1,6 @@
-// Heads that turn by a drawn pattern (`inject` of an experiment) instead of by their queries.
+// turned_heads of another op's launch, and heads that turn by a drawn pattern (`inject` of an experiment).
 #pragma once
-#include <kvlab/view.hpp>
+#include <kvlab/ops.hpp>
 
 #include <cstdint>
 
@@ -22,5 +22,21 @@ struct InjectedTurns {
     return static_cast<std::int32_t>(drawn * 1'000'000 >> 32) < share ? -2.f : 2.f;
   }
 };
+
+// A call of turned_heads on CUDA that waits (base/put_off.hpp), or null. A choice among the heads that it flags, and
+// attention, may do its work.
+struct PutOffTurns {
+  Tensor<3> queries;
+  PagedKv kv;
+  View<float, 3> last;
+  float threshold;
+  HeadFlags turned;
+  Stream stream = Stream::cpu();
+
+  bool flags(const Heads& heads) const {
+    return heads.flags.data == turned.data && heads.flags.stride == turned.stride && !heads.steps && !heads.classes;
+  }
+};
+const PutOffTurns* put_off_turns();
 
 }  // namespace kvlab::ops

@@ -10,6 +10,7 @@
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
 #include "ops/score/group.hpp"
+#include "ops/score/turned.hpp"
 #include "ops/select/candidates.hpp"
 #include "ops/select/chosen_pages.hpp"
 #include "ops/select/inject.hpp"
@@ -129,7 +130,8 @@ void put_off(const PutOffChoice& c) {
     waiting.push_back(c);
     return;
   }
-  run_put_off();
+  // Attention may find the heads that the choice is for, too.
+  if (const PutOffTurns* turns = put_off_turns(); !turns || !turns->flags(c.choice.heads)) run_put_off();
   waiting = {c};
   if (chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
       is_final(c.kv, c.choice, c.scores, c.out))

@@ -266,7 +266,8 @@ void page_scores::write_to(Args& a, const View<const std::int32_t, 2>& budgets, 
 static void make_softmax(Args& a, std::int64_t query_heads, Stream s) {
   if (a.rule != GroupRule::softmax_mean) return;
   a.raw_step = (a.most_pages + 3) / 4 * 4;
-  const auto scores = static_cast<std::size_t>(query_heads * a.raw_step), shares = 2 * most_blocks() * std::size_t(a.group);
+  const auto scores = static_cast<std::size_t>(query_heads * a.raw_step),
+             shares = 2 * most_blocks() * std::size_t(a.group);
   a.raw = static_cast<float*>(fixed_scratch(s.handle(), "page scores", scores * sizeof(float)));
   a.shares = static_cast<Softmax*>(fixed_scratch(s.handle(), "page softmax", shares * sizeof(Softmax)));
 }

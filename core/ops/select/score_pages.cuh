@@ -68,7 +68,9 @@ struct Args {
     std::int64_t length, queries, data, flags, classes, list, count;
   } layers;
 
-  __device__ __forceinline__ int layer_of(int row) const { return layers.rows ? (layers.begin + row) / layers.rows : 0; }
+  __device__ __forceinline__ int layer_of(int row) const {
+    return layers.rows ? (layers.begin + row) / layers.rows : 0;
+  }
   __device__ __forceinline__ int row_of(int row) const {
     return layers.rows ? (layers.begin + row) % layers.rows : row;
   }
@@ -96,11 +98,15 @@ __host__ __device__ constexpr int bit_bytes(int pages) { return ((pages + 31) / 
 __host__ __device__ constexpr int score_bytes(int pages) { return (pages + 3) / 4 * 16; }
 
 __device__ __forceinline__ int tiles_of(int pages) { return (pages + tile_pages - 1) / tile_pages; }
-// Candidates of a head; none in a head that is left out.
-__device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head, int layer = 0) {
+// Candidates of a head.
+__device__ __forceinline__ int candidates_of(const Args& a, std::int64_t slot, int head, int layer = 0) {
   const int tokens = a.length[layer * a.layers.length + slot * a.length_slot + head * a.length_head];
-  if (!a.heads_of(layer).on(static_cast<int>(slot), head)) return 0;
   return min(candidates(tokens, a.page_size, a.leave_out).count(), a.most_pages);
+}
+// None in a head that is left out.
+__device__ __forceinline__ int pages_of(const Args& a, std::int64_t slot, int head, int layer = 0) {
+  const int pages = candidates_of(a, slot, head, layer);
+  return a.heads_of(layer).on(static_cast<int>(slot), head) ? pages : 0;
 }
 // Writes the empty list of a head without candidates. The list of a head that is left out stays.
 __device__ __forceinline__ void no_pages(const Args& a, int row, int head) {

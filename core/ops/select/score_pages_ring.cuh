@@ -59,8 +59,8 @@ struct RingArgs {
 __device__ __forceinline__ void copy_queries(const RingArgs& r, int pair, float* to) {
   const Args& a = r.all;
   const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
-  const float* from = a.queries + a.layer_of(row) * a.layers.queries + a.row_of(row) * a.query_row +
-                      kv_head * a.group * a.query_head;
+  const float* from =
+      a.queries + a.layer_of(row) * a.layers.queries + a.row_of(row) * a.query_row + kv_head * a.group * a.query_head;
 #pragma unroll 1
   for (int i = threadIdx.x * 4; i < a.group * a.dim; i += threads * 4) {
     const int head = i / a.dim;
@@ -128,7 +128,8 @@ __global__ void __launch_bounds__(threads, 1)
   __syncwarp();
   cuda::let_successor_start();
   if (threadIdx.x == 0) cuda::fetch_map(&tile_map);
-  if (static_cast<int>(threadIdx.x) < (a.layers.rows ? a.layers.rows : a.rows)) cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
+  if (static_cast<int>(threadIdx.x) < (a.layers.rows ? a.layers.rows : a.rows))
+    cuda::keep_load(a.slots[threadIdx.x]);  // into L1; no kernel writes them
   cuda::wait_for_predecessor();
 
   const int longest = lay_out(a, places, select);
