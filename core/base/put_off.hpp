@@ -18,7 +18,7 @@ extern thread_local PutOff put_off;
 }  // namespace detail
 
 inline bool may_put_off() { return detail::put_off.scopes > 0 && detail::put_off.count < detail::PutOff::most; }
-// Whether what waits may join work of its kind: callbacks of several layers run one after the other.
+// Whether a choice may wait together with those of other layers, so that one launch makes all of them.
 inline bool may_join_put_off() { return detail::put_off.joins; }
 inline void put_off(PutOffWork work) { detail::put_off.work[detail::put_off.count++] = work; }
 inline bool is_put_off(PutOffWork work) {

@@ -183,19 +183,19 @@ void check_appends(Place& place, Check& check) {
 void check_summaries(Place& place, Check& check) {
   unsigned seed = 500;
   for (const int dim : {8, 64, 80, 128, 256})
-    for (const int page : {1, 8, 16})
+    for (const int page : {1, 8, 16, 40})
       for (int storage = 0; storage < storages; ++storage)
         for (const int mode : {0, 1, 2, 3}) {
           AppendOptions s;
           s.summary = mode == 3 ? Summary::centre_radius : mode == 2 ? Summary::mean : Summary::min_max;
           s.bounds_hold = mode == 0;
           s.dim = dim, s.page_size = page;
-          s.max_pages = 1 + 40 / page;
+          s.max_pages = 2 + 40 / page;
           store_as(s, storage);
           s.norm = seed % 2;
           s.rows = 4;
           s.heads = 6, s.kv_heads = 1 + static_cast<int>(seed % 3);
-          s.lengths = {0, 1, page - 1, page, 2 * page + 1, 2 * page - 1, 17};
+          s.lengths = {0, 1, page - 1, page, 2 * page + 1, 2 * page - 1, 17, 38};
           check_one(place, check, s, seed++);
         }
 }

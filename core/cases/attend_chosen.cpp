@@ -96,10 +96,7 @@ class ChosenScene final : public Scene {
       choice_.heads = Heads::flagged(place.put(View<const std::uint8_t, 2>::dense(flags.data(), {o.rows, o.kv_heads})));
     }
     if (shape.turns) {
-      flags_ = place.put(std::vector<std::uint8_t>(static_cast<std::size_t>(o.rows * o.kv_heads), 7));
       turns_.queries = args_.queries, turns_.kv = args_.kv, turns_.threshold = 0.3f, turns_.stream = place.stream();
-      turns_.turned = HeadFlags::dense(flags_, {o.rows, o.kv_heads});
-      choice_.heads = Heads::flagged(turns_.turned, !shape.unflagged);
       // Some heads ask as before, some the opposite, and some have not asked before.
       for (std::size_t i = 0; i < scene_.q.size(); ++i) {
         const std::size_t head = i / static_cast<std::size_t>(o.head_dim * shape.cache.group);
@@ -130,7 +127,12 @@ class ChosenScene final : public Scene {
     read_ = {place_.put(poison.empty({o.rows, o.kv_heads, o.max_pages}))};
     scores_ = place_.unwritten(scores_.extent);
     args_.out = place_.unwritten(args_.out.extent);
-    if (shape_.turns) turns_.last = View<float, 3>::dense(place_.put(last_), {o.rows, scene_.heads(), o.head_dim});
+    if (shape_.turns) {
+      flags_ = place_.put(std::vector<std::uint8_t>(static_cast<std::size_t>(o.rows * o.kv_heads), 7));
+      turns_.turned = HeadFlags::dense(flags_, {o.rows, o.kv_heads});
+      choice_.heads = Heads::flagged(turns_.turned, !shape_.unflagged);
+      turns_.last = View<float, 3>::dense(place_.put(last_), {o.rows, scene_.heads(), o.head_dim});
+    }
   }
 
   void run(int copy) override {

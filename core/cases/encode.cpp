@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <optional>
+#include <utility>
 
 #include "cases/case.hpp"
 #include "cases/paged_fixture.hpp"
@@ -156,7 +157,7 @@ std::vector<Named> codecs(std::uint16_t group) {
 }
 
 Case encoding(const Encoding& of, const std::string& name) {
-  Case c{"encode", fmt::format("{}, {} tokens of {} heads", name, of.tokens, of.kv_heads)};
+  Case c{"encode", fmt::format("{}, {} tokens of {} heads of {}", name, of.tokens, of.kv_heads, of.dim)};
   c.make = [of](Place& place, int copies) { return std::make_unique<EncodeScene>(place, of, copies); };
   c.prepared = true;
   c.work.bytes = of.bytes();
@@ -168,7 +169,8 @@ Case encoding(const Encoding& of, const std::string& name) {
 std::vector<Case> list() {
   std::vector<Case> v;
   for (const Named& n : codecs(8))
-    for (const int tokens : {64, 77}) v.push_back(encoding({n.from, n.to, 3, 32, 8, tokens}, n.name));
+    for (const auto& [dim, tokens] : {std::pair{32, 64}, {32, 77}, {16, 40}, {80, 40}, {144, 40}, {256, 40}})
+      v.push_back(encoding({n.from, n.to, 3, dim, 8, tokens}, n.name));
   for (const Named& n : codecs(32)) {
     v.push_back(encoding({n.from, n.to, 3, 64, 32, 8192}, n.name));  // SmolLM2-135M's shape
     v.back().timed_cpu = true;

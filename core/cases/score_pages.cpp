@@ -531,12 +531,14 @@ struct OfLayers {
   GroupRule rule;
   bool flagged;
   bool even = true;  // memory of the layers lies at a constant distance
+  bool classes = false, means = false;
 };
 
 void check_layers(Place& place, const OfLayers& o, Check& outer) {
-  const auto within = outer.in(fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows,
-                                           o.kv_heads, o.head_dim, o.group, static_cast<int>(o.rule),
-                                           o.flagged ? ", flagged" : "", o.even ? "" : ", uneven"));
+  const auto within = outer.in(
+      fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads, o.head_dim,
+                  o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
+                  std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") + (o.means ? ", means" : "")));
   constexpr int page_size = 16, pages = 70;
   std::mt19937 rng(static_cast<unsigned>(o.layers * 131 + o.kv_heads));
   const std::int64_t heads = std::int64_t{o.rows} * o.kv_heads, all = heads * o.layers;
@@ -564,11 +566,13 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   const IndexList apart = list_of(o.layers), together = list_of(o.layers), elsewhere = list_of(1);
   const auto scores =
       View<float, 3>::dense(place.take<float>(static_cast<std::size_t>(heads * pages)), {o.rows, o.kv_heads, pages});
-  const std::int64_t page = 2 * 2 * o.head_dim;
+  const std::int64_t page = (o.means ? 2 : 4) * o.head_dim;
+  const auto* const classes =
+      place.put(std::vector<std::uint8_t>(flags.begin(), flags.begin() + o.layers * o.kv_heads));
   const auto choose = [&](int l, const IndexList& lists) {
     PagedKv kv = first;
     kv.length = View<const std::int32_t, 2>::dense(lengths + l * heads, {o.rows, o.kv_heads});
-    const Summaries summaries{Summary::min_max,
+    const Summaries summaries{o.means ? Summary::mean : Summary::min_max,
                               DType::bf16,
                               reinterpret_cast<const std::byte*>(boxes_there) + l * heads * pages * page,
                               o.kv_heads * pages * page,
@@ -579,6 +583,7 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
     if (o.flagged)
       choice.heads =
           Heads::flagged(View<const std::uint8_t, 2>::dense(flags_there + l * heads, {o.rows, o.kv_heads}), true);
+    if (o.classes) choice.heads = choice.heads.except(classes + l * o.kv_heads);
     IndexList list = lists;
     list.index.data += l * heads * pages, list.count.data += l * heads;
     list.index.extent[0] = list.count.extent[0] = o.rows;
@@ -611,9 +616,11 @@ void check_all_layers(Place& place, Check& check) {
   for (const GroupRule rule : {GroupRule::max, GroupRule::softmax_mean})
     for (const bool flagged : {false, true})
       for (const auto& [layers, rows, kv_heads, group, dim] :
-           {std::tuple{3, 2, 2, 4, 128}, std::tuple{2, 1, 8, 8, 64}, std::tuple{6, 10, 8, 2, 128}})
+           {std::tuple{3, 2, 2, 4, 128}, std::tuple{2, 1, 8, 8, 64}, std::tuple{12, 10, 8, 2, 128}})
         check_layers(place, {layers, rows, kv_heads, group, dim, rule, flagged}, check);
   check_layers(place, {3, 2, 2, 4, 128, GroupRule::max, false, false}, check);
+  check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, true, true}, check);
+  check_layers(place, {3, 2, 2, 4, 128, GroupRule::mean, false, true, false, true}, check);
   check_layers(place, {3, 2, 2, 3, 80, GroupRule::max, true}, check);
 }
 

@@ -321,7 +321,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
   position_.clear();
   step_.clear();
   sequence_.clear();
-  last_.clear();
+  late_layers_.clear();
   for (int slot : slots) {
     sequence_.push_back(sequences_[static_cast<std::size_t>(slot)]);
     position_.push_back(store_->position(slot) + 1);  // this step's token counts as seen
@@ -343,8 +343,8 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
 }
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
-  if (!last_.empty())
-    if (const Fit fit = observe_last(store_->any_spills(slots)); fit != Fit::ok) return fit;
+  if (!late_layers_.empty())
+    if (const Fit fit = observe_late(travels(slots)); fit != Fit::ok) return fit;
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -536,16 +536,21 @@ Fit Engine::observe(const DecodeLayer& l) {
     policy_->observe(layer_step(l), edits, stream_);
     return apply_after("observe", edits.all(), *l.slots);
   }
-  last_.push_back(l);
-  if (!keeps_rows() || !store_->in_graph()) return observe_last(false);
+  late_layers_.push_back(l);
+  if (!keeps_rows() || !store_->in_graph()) return observe_late(false);
   // A launch beside the step delays the kernels of the step, by more than it takes alone. So layers share launches: all
-  // of them at the step's end if nothing travels, else a few, so that pages start early.
-  if (needs_.archive() || l.read.logits.out) return observe_last(true);
-  const bool travels = store_->any_spills(*l.slots);
-  return travels && std::ssize(last_) == layers_beside ? observe_last(true) : Fit::ok;
+  // of them at the step's end if nothing travels, else a few, so that pages start early. The ops on logits, and those
+  // of archives, have no launch for several layers.
+  if (needs_.archive() || l.read.logits.out) return observe_late(true);
+  return travels(*l.slots) && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true) : Fit::ok;
 }
 
-Fit Engine::observe_last(bool beside) {
+// Whether place edits of these slots move pages.
+bool Engine::travels(const std::vector<std::int32_t>& slots) const {
+  return needs_.host_pages() && store_->any_spills(slots);
+}
+
+Fit Engine::observe_late(bool beside) {
   const Stream s = beside ? store_->begin_beside() : stream_;
   struct Beside {
     Store& store;
@@ -553,31 +558,44 @@ Fit Engine::observe_last(bool beside) {
   } const until_the_end{*store_};
   const PutOffScope scope(true);
   StoreWorkspace& scratch = store_->workspace();
-  const std::vector<DecodeLayer> layers = std::exchange(last_, {});
+  const std::vector<DecodeLayer> layers = std::exchange(late_layers_, {});
+  const std::vector<std::int32_t>& slots = *layers[0].slots;
   std::vector<Edits> edits;
   // Edits that read lists come after the choices of all layers.
   const auto carry_out = [&] {
     run_put_off();
     for (const Edits& of : edits)
-      if (const Fit fit = apply_after("observe", of.all(), *layers[0].slots); fit != Fit::ok) return fit;
+      if (const Fit fit = apply_after("observe", of.all(), slots); fit != Fit::ok) return fit;
     edits.clear();
     scratch.reset();
     return Fit::ok;
   };
   std::size_t most = 0;  // scratch of a callback
   for (const DecodeLayer& l : layers) {
-    if (scratch.left() < most)
+    LayerStep step = layer_step(l);
+    const std::size_t of_place = !travels(slots) ? 0
+                                                 : 2 * sizeof(std::int32_t) * slots.size() *
+                                                       static_cast<std::size_t>(step.kv_heads() * step.max_pages);
+    if (scratch.left() < most + (edits.size() + 1) * of_place)
       if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
     const std::size_t before = scratch.left();
-    LayerStep step = layer_step(l);
     step.mass = {}, step.output = {};
     policy_->observe(step, edits.emplace_back(l.layer), s);
+    check_late(edits.back());
     ops::forget_put_off_scores();
     most = std::max(most, before - scratch.left());
   }
   if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
   if (beside) store_->end_beside();
   return Fit::ok;
+}
+
+void Engine::check_late(const Edits& edits) {
+  for (const Edit& e : edits.all())
+    if ((e.verb != Edit::place && e.verb != Edit::fetch) || e.when.kind == Deadline::next_step)
+      throw Error(Errc::plugin, "edit of layer " + std::to_string(e.layer) +
+                                    ": got an edit of an observe that may run beside the step, wanted place and fetch "
+                                    "edits alone, not for its end");
 }
 
 Fit Engine::apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots) {

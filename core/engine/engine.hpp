@@ -32,6 +32,7 @@ struct EngineOptions {
   bool copy_by_host = false;     // StoreOptions::copy_by_host; no graph holds the steps then
   bool batch_invariant = false;  // see make_executor
   bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
+  int layers_beside = 8;         // whose observe shares launches beside the step; tests take fewer
   bool protect_host = false;     // tests: the host tier is unreadable while attention runs
 };
 
@@ -180,7 +181,9 @@ class Engine final : private LayerHooks {
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
-  Fit observe_last(bool beside);
+  bool travels(const std::vector<std::int32_t>& slots) const;
+  Fit observe_late(bool beside);  // of late_layers_
+  static void check_late(const Edits& edits);
   void keep_window(const PromptLayer& l);
   // Of a callback that is not select().
   Fit apply_after(const char* callback, const std::vector<Edit>& edits, const std::vector<std::int32_t>& slots);
@@ -212,8 +215,7 @@ class Engine final : private LayerHooks {
   StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]
-  static constexpr int layers_beside = 8;            // that observe_last takes together where pages travel
-  std::vector<DecodeLayer> last_;                    // layers that it is to take
+  std::vector<DecodeLayer> late_layers_;             // whose observe is still to come
   std::vector<Edit> waiting_;                        // edits of this layer's select that are due after its attention
   PagedKv pages_;                                    // KvRows and StateColumn of the callback point to it
   PageList attended_pages_;                          // Selection points to one of these lists

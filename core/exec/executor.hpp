@@ -65,7 +65,7 @@ class LayerHooks {
   // Returns whether decode steps do without the host. Then the stream's work of one step serves all later steps of as
   // many rows, and an executor may leave the calls below out.
   virtual bool replayable() const { return false; }
-  // Returns whether attended() leaves work in another stream that reads this layer's rows until the step ends.
+  // Returns whether attended() leaves work that reads this layer's rows later: in another stream, or in finish_step.
   virtual bool keeps_rows() const { return false; }
   // Called after the last layer of a decode step, before the rows' counters advance. room: as DecodeLayer::room, of all
   // layers.

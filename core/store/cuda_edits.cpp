@@ -122,18 +122,16 @@ void CudaStore::count_spare(const Edit& e, int slot) {
 
 // Copies the planned pages and leaves jobs that only give frames back.
 void CudaStore::copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlace& a, Stream s) const {
-  struct Job {
-    std::int32_t kind, from, to, tokens;
-  };
+  using Move = CudaStorePlace::Move;
   std::int32_t count = 0;
   copy_memory(&count, a.counts, sizeof count, s);
   synchronize(s);
   if (count == 0) return;
-  std::vector<Job> jobs(static_cast<std::size_t>(count)), left;
-  copy_memory(jobs.data(), a.jobs, jobs.size() * sizeof(Job), s);
+  std::vector<Move> jobs(static_cast<std::size_t>(count)), left;
+  copy_memory(jobs.data(), a.jobs, jobs.size() * sizeof(Move), s);
   synchronize(s);
   const auto bytes = static_cast<std::size_t>(l.layout.bytes);
-  for (Job& job : jobs) {
+  for (Move& job : jobs) {
     if (job.kind != CudaStorePlace::leave) {
       const int to = job.kind == CudaStorePlace::up ? 0 : 1;
       copy_memory(l.base[to] + std::int64_t{job.to} * granule_bytes,
@@ -144,7 +142,7 @@ void CudaStore::copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlac
     left.push_back(job);
   }
   count = static_cast<std::int32_t>(left.size());
-  copy_memory(a.jobs, left.data(), left.size() * sizeof(Job), s);
+  copy_memory(a.jobs, left.data(), left.size() * sizeof(Move), s);
   copy_memory(a.counts, &count, sizeof count, s);
   synchronize(s);
 }

@@ -247,7 +247,7 @@ struct LaneWords {
 };
 
 __device__ inline int lane_bytes(CodecSide side, DType dtype) {
-  return side.bits ? side.bits : lane_elements * static_cast<int>(dtype == DType::f32 ? 4 : 2);
+  return side.bits ? side.bits : lane_elements * (dtype == DType::f32 ? 4 : 2);
 }
 
 // The lane's stored elements of a side that is not grouped, as numbers.
@@ -275,11 +275,13 @@ __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, i
   const CodecSide side = ops::side_of(l, key);
   LaneWords words;
   float lo = INFINITY, hi = -INFINITY;
+  if (__any_sync(~0u, side.bits != 0)) {
 #pragma unroll
-  for (int i = 0; i < lane_elements; ++i)
-    if (there) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
-  for (int d = lanes / 2; d; d /= 2)
-    lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+    for (int i = 0; i < lane_elements; ++i)
+      if (there) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
+    for (int d = lanes / 2; d; d /= 2)
+      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+  }
   if (!there) return;
   if (side.bits) {
     const ops::CodeScale exact = ops::code_scale(side, lo, hi);

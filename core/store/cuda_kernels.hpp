@@ -111,6 +111,9 @@ struct CudaStorePageEdit : CudaStoreList {
 // Jobs of four words: the kind, the frame to read, the frame to write, tokens.
 struct CudaStorePlace : CudaStoreList {
   enum Job : std::int32_t { up, down, down_and_leave, leave };
+  struct Move {  // a job as it lies in `jobs`; from, to: frames
+    std::int32_t kind, from, to, tokens;
+  };
   const std::int32_t* list_slots = nullptr;  // IndexList::slots
   Heads heads;
   Pins pins;

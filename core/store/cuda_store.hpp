@@ -134,8 +134,8 @@ class CudaStore final : public Store {
     std::int32_t frame = null_frame, granules = 0;
     std::byte* host = nullptr;
   };
-  // Copies all of them, by way of pinned memory. The copies have run when it returns.
   void copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlace& a, Stream s) const;
+  // Copies all of them, by way of pinned memory. The copies have run when it returns.
   void copy_frames(const std::vector<HostFrame>& frames, bool to_host) const;
   StreamMemory empty_table(std::size_t bytes) const;
   void update();  // makes the host's counts and lengths exact; throws the errors that kernels noted

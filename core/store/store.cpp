@@ -35,10 +35,15 @@ void check_archive(const StoreOptions& o) {
     refuse("another codec on the host, wanted the one of the device");
 }
 
+// Refuses what copies by the host do not go with.
 void check_copies(const StoreOptions& o) {
-  if (o.copy_by_host && (o.codecs.size() != 1 || o.codecs[0] != o.host_codec))
-    throw Error(Errc::unsupported, "got page_copies: memcpy with pages of several codecs, wanted one of all tiers",
-                "the cache");
+  const auto refuse = [](const std::string& what) {
+    throw Error(Errc::unsupported, "got page_copies: memcpy with " + what, "the cache");
+  };
+  if (!o.copy_by_host) return;
+  if (o.codecs.size() != 1 || o.codecs[0] != o.host_codec) refuse("pages of several codecs, wanted one of all tiers");
+  if (o.pauses) refuse("a policy that pauses sequences, wanted page_copies: kernel");
+  if (o.archive) refuse("a policy that archives heads, wanted page_copies: kernel");
 }
 
 void check_waiting(const Edit& e) {
@@ -488,9 +493,6 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
       continue;
     }
     check_edit(e, slots.size());
-    if (beside_ && ((e.verb != Edit::place && e.verb != Edit::fetch) || e.when.kind == Deadline::next_step))
-      bad(e,
-          "got an edit of an observe that runs beside the step, wanted place and fetch edits alone, not for its end");
     if (e.when.kind == Deadline::sequence && (e.verb != Edit::place || !options_.pauses))
       bad(e, "got Deadline::sequence, wanted it of a place edit of a policy with Needs::pauses and Needs::host_pages");
     if (e.when.kind == Deadline::sequence && waits_for_sequence(e.layer, slots))

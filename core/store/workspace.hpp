@@ -1,5 +1,5 @@
-// The Workspace that callbacks get: a scratch stack, which is emptied after each callback, and per-slot state. Both are
-// memory of the stream's device.
+// The Workspace that callbacks get: a scratch stack, which is emptied after a callback or some of them, and per-slot
+// state. Both are memory of the stream's device.
 #pragma once
 #include <kvlab/workspace.hpp>
 

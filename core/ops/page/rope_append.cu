@@ -223,8 +223,8 @@ class StoredRow {
   unsigned meta_ = 0;  // scale and zero of codes, f16
 };
 
-// stored_bounds: the kernel widens the stored bounds by the new key. For the others it reads all keys of the page.
-// centre goes over them twice, in registers if they fit.
+// stored_bounds: the kernel widens the stored bounds by the new key. For bounds, mean and centre it reads all keys of
+// the page. centre goes over them twice, in registers if they fit.
 enum class Summed { nothing, stored_bounds, bounds, mean, centre };
 
 // A lane's elements of a page's summary.

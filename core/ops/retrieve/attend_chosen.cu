@@ -1,6 +1,7 @@
 // Scores of pages, the choice, and attention to it, in one launch. A group of blocks has a (row, KV head) pair. Each
-// block scores a share of its candidates and waits for the scores of the others. Then each makes the same choice, from
-// all scores, and attends to a share of the pages that are read. The last block merges the results.
+// block finds whether the head chooses. It scores a share of its candidates and waits for the scores of the others.
+// Then each makes the same choice, from all scores, and attends to a share of the pages that are read. The last block
+// merges the results.
 //
 // Apart, these are two or three launches. Each of them waits for its lengths and tables, and for its last blocks.
 //
@@ -92,6 +93,7 @@ __device__ __forceinline__ void put_shares(const page_scores::Args& c, const Sof
 // The mean of the query heads' softmaxes of n pages, into the thread's entries.
 __device__ __noinline__ void load_shares(Row& row, const page_scores::Args& c, int pair, int parts, int n,
                                          Softmax* of_head) {
+  static_assert(most_parts <= 32);
   const int lane = threadIdx.x % 32;
   for (int g = threadIdx.x / 32; g < c.group; g += warps) {
     Softmax x;

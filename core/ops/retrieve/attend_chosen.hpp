@@ -16,7 +16,8 @@ namespace kvlab::ops {
 struct ChosenRead {
   const PutOffChoice* choice = nullptr;  // null = `list` is there
   PageList list;                         // choice->out, or any list
-  // Finds the flags of the choice's heads first, from the choice's queries. null = they are there.
+  // What turned_heads does comes first, from the choice's queries: it writes the flags of the choice's heads and keeps
+  // the queries. null = the flags are there.
   const PutOffTurns* turns = nullptr;
   Pins pins;
   FiredCount fired;   // counts once if a head leaves pages out

@@ -118,6 +118,7 @@ void choose(const PutOffChoice& c) {
 }
 
 void choose_waiting() {
+  const PartTimer timer(Part::score);
   std::vector<PutOffChoice> now = std::exchange(waiting, {});
   std::optional<PutOffChoice> last;
   if (!now.back().forgotten) last = now.back(), now.pop_back();
@@ -126,12 +127,14 @@ void choose_waiting() {
 }
 
 void put_off(const PutOffChoice& c) {
-  if (may_join_put_off() && is_put_off(choose_waiting)) {
+  const bool chooses = is_put_off(choose_waiting);
+  if (chooses && may_join_put_off() && waiting.back().forgotten) {
     waiting.push_back(c);
     return;
   }
   // Attention may find the heads that the choice is for, too.
-  if (const PutOffTurns* turns = put_off_turns(); !turns || !turns->flags(c.choice.heads)) run_put_off();
+  const PutOffTurns* turns = put_off_turns();
+  if (chooses || !turns || !turns->flags(c.choice.heads)) run_put_off();
   waiting = {c};
   if (chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
       is_final(c.kv, c.choice, c.scores, c.out))

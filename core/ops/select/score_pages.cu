@@ -374,7 +374,8 @@ static std::optional<Args::Layers> layers_of(const std::vector<PutOffChoice>& al
   l.classes = distance([](const PutOffChoice& c) { return c.choice.heads.classes; });
   l.list = distance([](const PutOffChoice& c) { return c.out.index.data; });
   l.count = distance([](const PutOffChoice& c) { return c.out.count.data; });
-  if (!constant || l.data % 128) return {};
+  // The kernel counts rows of 128 bytes upwards, reads queries 16 bytes at once, and fills all lists at once.
+  if (!constant || l.data < 0 || l.data % 128 || l.queries % 4 || l.list == 0 || l.count == 0) return {};
   return l;
 }
 

@@ -1,6 +1,8 @@
 // Decode steps as graphs: their logits equal those of eager steps, bit for bit.
 #include <catch2/catch.hpp>
 
+#include <functional>
+
 #include "base/backend.hpp"
 #include "engine/engine.hpp"
 #include "model/bundled.hpp"
@@ -21,9 +23,8 @@ struct Pair {
   int vocab = model->config.vocab;
 
   // frames: of the device, for sequences that spill under pressure; 0 = enough for all, and they spill at once.
-  static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0, bool by_host = false) {
+  static EngineOptions options(const PolicySpec& spec, int max_tokens, std::int64_t frames = 0) {
     EngineOptions o;
-    o.copy_by_host = by_host;
     o.device = Device::cuda;
     o.slots = 3;
     o.max_tokens = max_tokens;
@@ -35,17 +36,21 @@ struct Pair {
         frames * ops::make_layout(DType::bf16, CodecSpec{}, spec.page_size, 16, 0).bytes;  // head_dim of the model
     return o;
   }
+  using Change = std::function<void(EngineOptions& o, bool graphs)>;  // of an engine's options
+  static EngineOptions changed(EngineOptions o, bool graphs, const Change& change) {
+    if (change) change(o, graphs);
+    return o;
+  }
   template <class Make>
   Pair(const PolicySpec& spec, const Make& policy, int max_tokens = 96, std::int64_t frames = 0,
-       const char* name = "synthetic/tiny", bool by_host = false)
+       const char* name = "synthetic/tiny", const Change& change = {})
       : model(load_model(*open_model(name, "", "."), DType::bf16, name, Device::cuda)),
-        graphs(model, policy(), options(spec, max_tokens, frames)),
-        eager(model, policy(), options(spec, max_tokens, 0, by_host)) {
+        graphs(model, policy(), changed(options(spec, max_tokens, frames), true, change)),
+        eager(model, policy(), changed(options(spec, max_tokens), false, change)) {
     eager.observe(&nobody);
   }
-  // by_host: in the second engine the host copies pages between the tiers.
   explicit Pair(const PolicySpec& spec = test::full_spec(), std::int64_t frames = 0,
-                const char* name = "synthetic/tiny", bool by_host = false)
+                const char* name = "synthetic/tiny", int max_tokens = 96, const Change& change = {})
       : Pair(
             spec,
             [&] {
@@ -53,7 +58,7 @@ struct Pair {
               if (policy->needs().profile()) policy->load_profile(profile());
               return policy;
             },
-            96, frames, name, by_host) {}
+            max_tokens, frames, name, change) {}
 
   int open(int tokens, unsigned seed) {
     const int slot = graphs.open();
@@ -232,6 +237,30 @@ TEST_CASE("cuda engine: a sequence that spills in its steps gives what one gives
   CHECK(known == 2);
 }
 
+TEST_CASE("cuda engine: layers that share launches of their observe give what each gives alone") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "freekv" && s.label != "flexicache") continue;
+    CAPTURE(s.label);
+    ++known;
+    const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 200);
+    for (const int layers : {1, 2})
+      for (const Spill spill : {Spill::always, Spill::pressure})
+        for (const bool capped : {false, true}) {
+          CAPTURE(layers, spill == Spill::always, capped);
+          Pair p(spec, 0, "synthetic/tiny-wide", 800, [&](EngineOptions& o, bool) {
+            o.layers_beside = layers, o.spill = spill;
+            if (capped) o.scratch_limit = 1 << 20;
+          });
+          const int a = p.open(700, 1), b = p.open(450, 2);
+          for (int i = 0; i < 20; ++i) p.step({a, b});
+          CHECK(p.graphs.replays() == 19);
+          p.graphs.store().check_invariants();
+        }
+  }
+  CHECK(known == 2);
+}
+
 TEST_CASE("cuda engine: pages that the host copies give what kernels give") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
@@ -240,7 +269,7 @@ TEST_CASE("cuda engine: pages that the host copies give what kernels give") {
     ++known;
     PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 40);
     if (s.label == "quest") spec.placement = {.tier = Tier::host, .resident = 24};
-    Pair p(spec, 0, "synthetic/tiny", true);
+    Pair p(spec, 0, "synthetic/tiny", 96, [](EngineOptions& o, bool graphs) { o.copy_by_host = !graphs; });
     const int a = p.open(70, 1), b = p.open(45, 2);
     for (int i = 0; i < 6; ++i) p.step({a, b});
     CHECK(p.eager.store().page_bytes(Tier::host) > 0);

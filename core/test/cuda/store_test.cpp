@@ -987,6 +987,13 @@ TEST_CASE("cuda store: a list that score_pages chose for an attention is attende
     const IndexList got = both.cuda.resolve_attend(edits.all()[0], of, both.cuda.workspace());
     CHECK(got.index.data != list.index.data);
     CHECK(both.cuda.fired() == before + 1 + is("asked anew"));
+    if (is("overwritten")) {  // by the op that came later
+      const auto count = both.memory.get(list.count);
+      for (std::size_t i = 0; i < count.size(); ++i) {
+        const int tokens = both.cuda.length(0, rows[i / static_cast<std::size_t>(heads)], 0);
+        CHECK(count[i] == (tokens + s.page_size - 1) / s.page_size - 1);
+      }
+    }
     both.cuda.workspace().reset();
   }
 }
