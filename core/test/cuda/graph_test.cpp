@@ -243,7 +243,8 @@ TEST_CASE("cuda engine: layers that share launches of their observe give what ea
     if (s.label != "freekv" && s.label != "flexicache") continue;
     CAPTURE(s.label);
     ++known;
-    const PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 200);
+    PolicySpec spec = test::with_budget(s.spec, BudgetAmount::tokens, 200);
+    spec.page_size = 16;  // attention makes the choice then
     for (const int layers : {1, 2})
       for (const Spill spill : {Spill::always, Spill::pressure})
         for (const bool capped : {false, true}) {
