@@ -36,16 +36,12 @@ bool quantized(const Play& p) {
 }
 // Whether the policy and full differ in the order of the arithmetic only.
 bool exact(const Play& p) { return p.policy->needs().rope() == RopeRegime::original && !quantized(p); }
-// Most of a number that its code loses: half a step, of the range or for e4m3 of the number itself.
-double loss_of(CodecSide side) {
-  if (side.bits == 0) return 0;
-  return side.kind == CodeKind::e4m3 ? 1. / 16 : .5 / ((1 << side.bits) - 1);
-}
-// How far the logits may be from those of full. The logits of the tiny models are a few units wide.
+// How far the logits may be from those of full.
 double limit_of(const Play& p) {
   double most = tolerance;
   for (const CodecSpec& codec : p.policy->codecs())
-    for (const CodecSide side : {codec.k, codec.v}) most = std::max(most, 12 * loss_of(side));
+    for (const CodecSide side : {codec.k, codec.v})
+      if (side.bits) most = std::max(most, side.bits == 8 ? 0.1 : side.bits == 4 ? 0.4 : 1.);
   return most;
 }
 
