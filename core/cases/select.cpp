@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/joined_calls.hpp"
 #include "cases/case.hpp"
 #include "cases/paged_fixture.hpp"
 #include "cases/quick.hpp"
@@ -369,6 +370,118 @@ void check_drifted(Place& place, Check& check) {
   }
 }
 
+// Checks of drift that wait for those of other layers do what each does alone, for some steps.
+void check_drift_in_layers(Place& place, Check& check) {
+  for (unsigned n = 0; n < 24; n += quick() ? 5 : 1) {
+    const int layers = std::array{3, 1, 11, 2}[n % 4], rows = 1 + static_cast<int>(n % 3),
+              heads = 1 + static_cast<int>(n * 5 % 7), group = 1 + static_cast<int>(n % 4);
+    const bool other_rule = n % 5 == 4, shorter = n % 6 == 2, tall = n % 8 == 7;
+    const auto scope = check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}", layers, rows, heads, group,
+                                            other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
+                                            tall ? ", tall" : ""));
+    std::mt19937 rng(300 + n);
+    const int most = tall ? 9000 : 150, window = 5;
+    const Ints slots = backwards(rows);
+    const auto count_of = [](std::int64_t x) { return static_cast<std::size_t>(x); };
+    struct Layer {
+      PagedKv kv;
+      Ints index;
+      const std::int32_t *index_there, *leaders;
+      std::int64_t logits;  // heads that have them
+      IndexList list;
+    };
+    // What the ops write.
+    struct Written {
+      IndexList list;
+      ops::DriftWatch watch;
+      HeadFlags drifted;
+      View<float, 3> scores;
+    };
+    std::vector<Layer> all;
+    std::vector<Written> alone, joined;
+    const LengthsOnly memory(rows, heads, 16, Ints(count_of(rows * heads), most));
+    PagedKv plain = memory.view();
+    plain.slots = slots.data();
+    const PagedKv common = place.put(plain, LengthsOnly::bytes());
+    const std::int64_t room = common.table.extent[2] * 16;
+    ListMemory of_lists[11];
+    for (int l = 0; l < layers; ++l) {
+      Layer of{common, Ints(count_of(heads), -1), nullptr, nullptr, 0, {}};
+      Ints leaders, length;
+      for (int h = 0; h < heads; ++h) leaders.push_back((h + l) % 5 == 4 ? -1 : h / 3 * 3);
+      for (int h = heads - 1; h >= 0; --h)
+        if (leaders[count_of(h)] == h) of.index[count_of(h)] = static_cast<std::int32_t>(of.logits++);
+      for (int i = 0; i < rows * heads; ++i)
+        length.push_back(1 + static_cast<int>(rng() % static_cast<unsigned>(most)));
+      of.kv.length = View<const std::int32_t, 2>::dense(place.put(length), {rows, heads});
+      of.index_there = place.put(of.index), of.leaders = place.put(leaders);
+      of.list = of_lists[l].empty({rows, heads, room});
+      for (int r = 0; r < rows; ++r)
+        for (int h = 0; h < heads; ++h)
+          for (int t = of.list.count(r, h) = 0; t < length[count_of(r * heads + h)]; ++t)
+            if (rng() % 3 == 0) of.list.index(r, h, of.list.count(r, h)++) = t;
+      for (auto* to : {&alone, &joined}) {
+        const std::vector<float> none(count_of(rows * heads * room), -1.f);
+        std::vector<float> missed(count_of(rows * heads * window));
+        std::vector<std::uint8_t> flags(count_of(rows * heads));
+        const auto of_heads = View<std::uint8_t, 2>::dense(flags.data(), {rows, heads});
+        Written w{place.put(of.list),
+                  {place.put(View<float, 3>::dense(missed.data(), {rows, heads, window})), place.put(of_heads)},
+                  place.put(of_heads),
+                  place.put(View<float, 3>::dense(const_cast<float*>(none.data()), {rows, heads, room}))};
+        w.list.slots = common.slots;
+        to->push_back(w);
+      }
+      all.push_back(of);
+    }
+    Ints steps(count_of(rows));
+    bool some = false;
+    for (int step = 0; step < 9; ++step) {
+      const std::int32_t* const steps_there = place.put(steps);
+      std::vector<View<float, 4>> logits;
+      for (const Layer& of : all) {
+        std::normal_distribution<float> normal(0, 4);
+        std::vector<float> x(count_of(rows * of.logits * room * group));
+        for (float& y : x) y = normal(rng);
+        logits.push_back(View<float, 4>::dense(place.put(x), {rows, of.logits, room, group}));
+      }
+      const auto observe = [&](int l, Written& w) {
+        const Layer& of = all[count_of(l)];
+        const HeadLogits left{logits[count_of(l)], of.index_there, Heads::flagged(w.watch.rests, false)};
+        ops::pooled_logits(of.kv, left, {.kernel = 3}, w.scores, place.stream());
+        const ops::DriftRule rule{.threshold = .4f,
+                                  .window = window,
+                                  .period = other_rule && l == 1 ? 3 : 5,
+                                  .lead = l,
+                                  .steps = steps_there};
+        ops::drifted_heads(of.kv, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted, place.stream());
+        if (shorter && l == 1) return;
+        const TokenChoice choice{.heads = Heads::flagged(w.drifted), .by = of.leaders};
+        ops::top_tokens(of.kv, w.scores, choice, TokenList{w.list}, place.stream());
+      };
+      for (int l = 0; l < layers; ++l) observe(l, alone[count_of(l)]);
+      {
+        const PutOffScope waits(true);
+        for (int l = 0; l < layers; ++l) observe(l, joined[count_of(l)]), end_joined_callback();
+        run_put_off();
+      }
+      for (int l = 0; l < layers; ++l) {
+        const auto in_layer = check.in(fmt::format("step {}, layer {}", step, l));
+        const Written &a = alone[count_of(l)], &j = joined[count_of(l)];
+        check.that("scores", place.get(j.scores) == place.get(a.scores));
+        check.that("missed", place.get(j.watch.missed) == place.get(a.watch.missed));
+        check.that("heads that rest", place.get(j.watch.rests) == place.get(a.watch.rests));
+        check.that("heads that drifted", place.get(j.drifted) == place.get(a.drifted));
+        check.equal("counts", place.get(j.list.count), place.get(a.list.count));
+        check.equal("entries", place.get(j.list.index), place.get(a.list.index));
+        for (const std::uint8_t d : place.get(j.drifted)) some = some || d;
+      }
+      for (auto& x : steps) ++x;
+    }
+    check.that("some head drifts", some || heads == 1);
+  }
+}
+
 // A selection at the size of a real step.
 struct Step {
   int rows, kv_heads, entries, kept;
@@ -471,6 +584,7 @@ std::vector<Case> list() {
   for (const auto& [n, k] : {std::pair{2048, 128}, {8192, 128}, {8192, 512}}) v.push_back(step({40, 8, n, k}, true));
   v.push_back(checked("select", "tokens of some heads, by other heads and of other numbers", check_choices));
   v.push_back(checked("select", "heads whose best tokens moved away from their lists", check_drifted));
+  v.push_back(checked("select", "such heads of several layers at once", check_drift_in_layers));
   return v;
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/host_memory.hpp"
+#include "base/joined_calls.hpp"
 #include "base/memory_reserve.hpp"
 #include "base/put_off.hpp"
 #include "base/stop.hpp"
@@ -344,7 +345,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
   if (!late_layers_.empty())
-    if (const Fit fit = observe_late(travels(slots)); fit != Fit::ok) return fit;
+    if (const Fit fit = observe_late(needs_.archive() || places(slots)); fit != Fit::ok) return fit;
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -539,14 +540,13 @@ Fit Engine::observe(const DecodeLayer& l) {
   late_layers_.push_back(l);
   if (!keeps_rows() || !store_->in_graph()) return observe_late(false);
   // A launch beside the step delays the kernels of the step, by more than it takes alone. So layers share launches: all
-  // of them at the step's end if nothing travels, else a few, so that pages start early. The ops on logits, and those
-  // of archives, have no launch for several layers.
-  if (needs_.archive() || l.read.logits.out) return observe_late(true);
-  return travels(*l.slots) && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true) : Fit::ok;
+  // of them at the step's end if nothing travels, else a few, so that pages and tokens start early.
+  const bool travels = needs_.archive() || places(*l.slots);
+  return travels && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true) : Fit::ok;
 }
 
 // Whether place edits of these slots move pages.
-bool Engine::travels(const std::vector<std::int32_t>& slots) const {
+bool Engine::places(const std::vector<std::int32_t>& slots) const {
   return needs_.host_pages() && store_->any_spills(slots);
 }
 
@@ -573,9 +573,9 @@ Fit Engine::observe_late(bool beside) {
   std::size_t most = 0;  // scratch of a callback
   for (const DecodeLayer& l : layers) {
     LayerStep step = layer_step(l);
-    const std::size_t of_place = !travels(slots) ? 0
-                                                 : 2 * sizeof(std::int32_t) * slots.size() *
-                                                       static_cast<std::size_t>(step.kv_heads() * step.max_pages);
+    const std::size_t of_place = !places(slots) ? 0
+                                                : 2 * sizeof(std::int32_t) * slots.size() *
+                                                      static_cast<std::size_t>(step.kv_heads() * step.max_pages);
     if (scratch.left() < most + (edits.size() + 1) * of_place)
       if (const Fit fit = carry_out(); fit != Fit::ok) return fit;
     const std::size_t before = scratch.left();
@@ -583,6 +583,7 @@ Fit Engine::observe_late(bool beside) {
     policy_->observe(step, edits.emplace_back(l.layer), s);
     check_late(edits.back());
     ops::forget_put_off_scores();
+    end_joined_callback();
     most = std::max(most, before - scratch.left());
   }
   if (const Fit fit = carry_out(); fit != Fit::ok) return fit;

@@ -181,7 +181,7 @@ class Engine final : private LayerHooks {
   void count_budgets(std::span<const std::int32_t> position);  // once per step, or per layer of a prompt
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
-  bool travels(const std::vector<std::int32_t>& slots) const;
+  bool places(const std::vector<std::int32_t>& slots) const;
   Fit observe_late(bool beside);  // of late_layers_
   static void check_late(const Edits& edits);
   void keep_window(const PromptLayer& l);

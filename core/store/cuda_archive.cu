@@ -135,9 +135,10 @@ struct Jobs {
   std::int32_t* counts;
 };
 
-// The first call takes the memory of all lanes, since a graph may hold later ones. Fetches beside a step share no_lane.
+// The first call takes the memory of all lanes, since a graph may hold later ones. Fetches beside a step, as many as
+// there are lanes, fill all of it from the first lane on.
 Jobs jobs_of(const CudaStoreLayer& s, const CudaStoreFetch& a) {
-  constexpr std::size_t lanes = SideStream::no_lane + 1;
+  constexpr std::size_t lanes = SideStream::lanes;
   const auto most = static_cast<std::size_t>(std::int64_t{a.rows} * s.kv_heads * a.index.extent[2]),
              each = std::bit_ceil(most), lane = static_cast<std::size_t>(a.lane);
   void* home = a.home.handle();

@@ -226,7 +226,8 @@ Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>&
   return {};
 }
 
-// The copies run beside the stream, so the plan reads the list, which may be scratch. Beside a step both do.
+// The copies run beside the stream, so the plan reads the list, which may be scratch. Beside a step both do, and the
+// plans of some layers add to one list of copies.
 Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
@@ -235,11 +236,32 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
   stale_ = true;
   fetching_[static_cast<std::size_t>(e.layer)] = true;
   const CudaStoreLayer l = layer(e.layer);
-  a.lane = beside_ ? SideStream::no_lane : side_->next();
+  if (beside_) {
+    // A second fetch of a layer may replace tokens that the first one brings.
+    const bool joins = planned_ < SideStream::lanes && e.layer != planned_layer_ &&
+                       a.index.extent == planned_fetch_.index.extent && a.rows == planned_fetch_.rows;
+    if (!joins) copy_planned();
+    only_on_cuda<cuda_store::plan_fetch>(l, a, working());
+    planned_fetch_ = a, planned_layer_ = e.layer, ++planned_;
+    return {Fit::ok, -1};
+  }
+  a.lane = side_->next();
   only_on_cuda<cuda_store::plan_fetch>(l, a, working());
-  only_on_cuda<cuda_store::copy_fetched>(l, a, beside_ ? working() : side_->begin());
-  if (!beside_) side_->end(a.lane);
+  only_on_cuda<cuda_store::copy_fetched>(l, a, side_->begin());
+  side_->end(a.lane);
   return {Fit::ok, -1};
+}
+
+// Copies what fetches beside a step have planned. A launch of copies takes whole multiprocessors, so they share one.
+void CudaStore::copy_planned() {
+  if (planned_ == 0) return;
+  planned_ = 0, planned_layer_ = -1;
+  only_on_cuda<cuda_store::copy_fetched>(layer(0), planned_fetch_, side_->stream());
+}
+
+void CudaStore::forked() {
+  copy_planned();
+  side_->end(SideStream::no_lane);
 }
 
 // Returns the pages that a place edit copies to the host. Waits for the device.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/joined_calls.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/row_kernels.hpp"
 #include "ops/score/group.hpp"
@@ -44,6 +45,11 @@ void pool_head(const float* logits, int group, int n, const VotePooling& pooling
 
 }  // namespace
 
+void PooledLogits::run(const std::vector<PooledLogits>& calls) {
+  if (!cuda_reach_from_host()) return only_on_cuda<pooled_in_layers>(calls);
+  for (const PooledLogits& c : calls) on_cuda<pooled_logits>(c.kv, c.logits, c.pooling, c.out, c.stream);
+}
+
 void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s) {
   const char* op = "pooled_logits";
   check_kv(kv, op, s);
@@ -59,7 +65,10 @@ void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePoolin
     fail(Errc::unsupported, op,
          "got softmax_mean or " + std::to_string(group) + " query heads of a group, wanted another rule and at most " +
              std::to_string(most_logit_group));
-  if (s.device() == Device::cuda) return on_cuda<pooled_logits>(kv, logits, pooling, out, s);
+  if (s.device() == Device::cuda) {
+    if (!join_call(PooledLogits{kv, logits, pooling, out, s})) on_cuda<pooled_logits>(kv, logits, pooling, out, s);
+    return;
+  }
 #pragma omp parallel for collapse(2) schedule(dynamic) if (worth_threads(logits.out.extent[1] * kv.rows * longest(kv)))
   for (int r = 0; r < kv.rows; ++r)
     for (int h = 0; h < kv.kv_heads; ++h) {

@@ -5,7 +5,10 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <span>
+#include <tuple>
 
+#include "base/joined_calls.hpp"
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
@@ -18,28 +21,37 @@ using namespace cuda;
 constexpr int threads = 256, batch = 8, tokens_of_chunk = 2048, most_chunks = 64, most_blocks = 128;
 constexpr unsigned all_lanes = ~0u;
 
-struct Args {
-  DeviceKv kv;
+constexpr int most_layers = 8;  // of a launch
+
+struct Layer {
+  View<const std::int32_t, 2> length;
   HeadLogits logits;
   View<float, 3> out;
-  float2* partial;  // [row, i, chunk, query head of the group] maximum, and sum of 2^(x - maximum)
+};
+struct Args {
+  Layer layers[most_layers];
+  const std::int32_t* slots;
+  float2* partial;  // [layer and row, i, chunk, query head of the group] maximum, and sum of 2^(x - maximum)
   VotePooling pooling;
-  int group, chunks;
+  int rows, kv_heads, group, chunks;
   int half, entries, stride;  // half a kernel; tokens of a tile with its edges; floats between rows of a tile
 };
+static_assert(sizeof(Args) < 4000, "a kernel's arguments");
 
 // The KV head of logits i, and where they lie; null = this step has none.
 struct Of {
-  int head = -1, tokens = 0;
+  int row = 0, head = -1, tokens = 0;
   const float* logits = nullptr;
 };
-__device__ __forceinline__ Of head_of(const Args& a, int row, int i) {
+__device__ __forceinline__ Of head_of(const Args& a, const Layer& l, int i) {
   Of of;
-  for (int h = 0; h < a.kv.kv_heads; ++h)
-    if (a.logits.index[h] == i) of.head = h;
+  of.row = static_cast<int>(blockIdx.z) % a.rows;
+  const int slot = a.slots[of.row];
+  for (int h = 0; h < a.kv_heads; ++h)
+    if (l.logits.index[h] == i) of.head = h;
   if (of.head < 0) return of;
-  of.tokens = static_cast<int>(min(std::int64_t{a.kv.tokens(row, of.head)}, a.out.extent[2]));
-  of.logits = a.logits.of(row, a.kv.kv.slots[row], of.head, of.tokens);
+  of.tokens = static_cast<int>(min(std::int64_t{l.length(slot, of.head)}, l.out.extent[2]));
+  of.logits = l.logits.of(of.row, slot, of.head, of.tokens);
   return of;
 }
 
@@ -50,13 +62,13 @@ __device__ __forceinline__ void join(float2& x, const float2& other) {
   x = make_float2(high, x.y * exp2f(x.x - high) + other.y * exp2f(other.x - high));
 }
 
-// Blocks [chunk, i, row]. A thread reads logits of one query head.
+// Blocks [chunk, i, layer and row]. A thread reads logits of one query head.
 __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
   __shared__ float2 parts[threads];
   let_successor_start();
   wait_for_predecessor();
-  const int row = blockIdx.z, mine = static_cast<int>(threadIdx.x), each = threads / a.group, active = each * a.group;
-  const Of of = head_of(a, row, blockIdx.y);
+  const int mine = static_cast<int>(threadIdx.x), each = threads / a.group, active = each * a.group;
+  const Of of = head_of(a, a.layers[blockIdx.z / a.rows], blockIdx.y);
   if (!of.logits) return;
   const int share = (of.tokens + a.chunks - 1) / a.chunks;
   const std::int64_t begin = min(std::int64_t{blockIdx.x} * share, std::int64_t{of.tokens}) * a.group,
@@ -85,22 +97,24 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
     left = half;
   }
   if (mine < a.group)
-    a.partial[((std::int64_t{row} * gridDim.y + blockIdx.y) * a.chunks + blockIdx.x) * a.group + mine] = parts[mine];
+    a.partial[((std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * a.chunks + blockIdx.x) * a.group + mine] =
+        parts[mine];
 }
 
-// Blocks [part of the tiles, i, row].
+// Blocks [part of the tiles, i, layer and row].
 __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ Args a) {
   extern __shared__ float shares[];  // [query head of the group, stride]
   __shared__ float2 stats[most_logit_group];
   let_successor_start();
   wait_for_predecessor();
-  const int row = blockIdx.z, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
-  const Of of = head_of(a, row, blockIdx.y);
+  const int mine = static_cast<int>(threadIdx.x), lane = mine % 32;
+  const Layer& l = a.layers[blockIdx.z / a.rows];
+  const Of of = head_of(a, l, blockIdx.y);
   if (!of.logits) return;
   for (int g = mine / 32; g < a.group; g += threads / 32) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32)
-      join(all, a.partial[((std::int64_t{row} * gridDim.y + blockIdx.y) * a.chunks + c) * a.group + g]);
+      join(all, a.partial[((std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * a.chunks + c) * a.group + g]);
     for (int m = 16; m > 0; m /= 2)
       join(all, make_float2(__shfl_xor_sync(all_lanes, all.x, m), __shfl_xor_sync(all_lanes, all.y, m)));
     if (lane == 0) stats[g] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
@@ -108,7 +122,7 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
   __syncthreads();
   const bool maximum = a.pooling.kind == Pooling::max;
   const int width = a.entries - 2 * a.half, numbers = a.entries * a.group;
-  float* const out = &a.out(row, of.head, 0);
+  float* const out = &l.out(of.row, of.head, 0);
   for (int base = blockIdx.x * width; base < of.tokens; base += gridDim.x * width) {
     const std::int64_t begin = (std::int64_t{base} - a.half) * a.group, end = std::int64_t{of.tokens} * a.group;
     for (int first = mine; first < numbers; first += 4 * threads) {
@@ -148,18 +162,33 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
 
 }  // namespace
 
-static void pooled_logits_cuda(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out,
-                               Stream s) {
-  const int heads = static_cast<int>(logits.out.extent[1]);
-  if (kv.rows == 0 || heads == 0) return;
+// What calls that share launches have in common.
+static auto common_of(const PooledLogits& c) {
+  return std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.logits.out.extent[3],
+                    c.out.extent[2], c.pooling.kind, c.pooling.kernel, c.pooling.rule, c.stream.handle());
+}
+
+static void run(std::span<const PooledLogits> calls) {
+  const PooledLogits& first = calls[0];
+  const PagedKv& kv = first.kv;
+  const VotePooling& pooling = first.pooling;
+  const Stream s = first.stream;
   Args a = {};
-  a.kv = DeviceKv(kv);
-  a.logits = logits, a.out = out, a.pooling = pooling;
-  a.group = static_cast<int>(logits.out.extent[3]);
-  const int room = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, out.extent[2]));
+  std::int64_t heads = 0;  // most of a layer
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const PooledLogits& c = calls[i];
+    a.layers[i] = {c.kv.length, c.logits, c.out};
+    heads = std::max(heads, c.logits.out.extent[1]);
+  }
+  if (kv.rows == 0 || heads == 0) return;
+  a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.pooling = pooling;
+  a.group = static_cast<int>(first.logits.out.extent[3]);
+  const int room = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.out.extent[2]));
   a.chunks = std::clamp((room + tokens_of_chunk - 1) / tokens_of_chunk, 1, most_chunks);
-  a.partial = static_cast<float2*>(fixed_scratch(
-      s.handle(), "pooled_logits", std::size_t(kv.rows) * std::size_t(heads * a.chunks * a.group) * sizeof(float2)));
+  const auto blocks = static_cast<unsigned>(heads), layers_and_rows = static_cast<unsigned>(calls.size()) * kv.rows;
+  a.partial = static_cast<float2*>(
+      fixed_scratch(s.handle(), "pooled_logits",
+                    std::size_t{layers_and_rows} * blocks * std::size_t(a.chunks * a.group) * sizeof(float2)));
   a.half = pooling.kind == Pooling::none ? 0 : pooling.kernel / 2;
   a.entries = a.half > 32 ? threads + 2 * a.half : threads;
   a.stride = (a.entries + 31) / 32 * 32 + 8;  // so that the rows of a group of four lie in other banks
@@ -172,9 +201,20 @@ static void pooled_logits_cuda(const PagedKv& kv, const HeadLogits& logits, cons
                 "got a kernel of " + std::to_string(pooling.kernel) + " and a group of " + std::to_string(a.group) +
                     " query heads, wanted less of one: a tile must fit shared memory",
                 "op pooled_logits");
-  launch("pooled_logits", stats_kernel, dim3(a.chunks, heads, kv.rows), threads, 0, stream_of(s), true, a);
-  launch("pooled_logits", pool_kernel, dim3(std::clamp((room + width - 1) / width, 1, most_blocks), heads, kv.rows),
-         threads, bytes, stream_of(s), true, a);
+  launch("pooled_logits", stats_kernel, dim3(a.chunks, blocks, layers_and_rows), threads, 0, stream_of(s), true, a);
+  const int parts = std::clamp((room + width - 1) / width, 1, most_blocks / blocks_fewer(layers_and_rows));
+  launch("pooled_logits", pool_kernel, dim3(parts, blocks, layers_and_rows), threads, bytes, stream_of(s), true, a);
+}
+
+static void pooled_in_layers_cuda(const std::vector<PooledLogits>& calls) {
+  for_each_alike(std::span(calls), most_layers, common_of, run);
+}
+KVLAB_ON_CUDA(pooled_in_layers, pooled_in_layers_cuda);
+
+static void pooled_logits_cuda(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out,
+                               Stream s) {
+  const PooledLogits call{kv, logits, pooling, out, s};
+  run({&call, 1});
 }
 KVLAB_ON_CUDA(pooled_logits, pooled_logits_cuda);
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/joined_calls.hpp"
 #include "ops/page/check.hpp"
 #include "ops/select/drifted.hpp"
 #include "ops/select/select.hpp"
@@ -38,6 +39,12 @@ void check_watch(const PagedKv& kv, const DriftWatch& watch, int window, const c
 
 }  // namespace
 
+void DriftedHeads::run(const std::vector<DriftedHeads>& calls) {
+  if (!cuda_reach_from_host()) return only_on_cuda<drifted_in_layers>(calls);
+  for (const DriftedHeads& c : calls)
+    on_cuda<drifted_heads>(c.kv, c.scores, c.lists, c.rule, c.leaders, c.watch, c.drifted, c.stream);
+}
+
 void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
   const char* op = "drifted_heads";
@@ -47,7 +54,11 @@ void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenLi
   check_watch(kv, watch, rule.window, op);
   if (drifted.extent[1] < kv.kv_heads || !leaders || !rule.steps || rule.period < 1)
     fail(Errc::internal, op, "got too few flags, no leaders or no steps, wanted [slot, kv_head], [kv_head] and [slot]");
-  if (s.device() == Device::cuda) return on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
+  if (s.device() == Device::cuda) {
+    if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s}))
+      on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);
+    return;
+  }
   for (int r = 0; r < kv.rows; ++r) {
     const int slot = kv.slots[r], left = steps_to_check(rule, rule.steps[slot]);
     std::vector<char> moved(static_cast<std::size_t>(kv.kv_heads), 0);

@@ -6,10 +6,14 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <span>
+#include <tuple>
 
+#include "base/joined_calls.hpp"
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
+#include "ops/score/logits.hpp"
 #include "ops/select/select.cuh"
 
 namespace kvlab::ops {
@@ -31,31 +35,51 @@ struct Worst {
   unsigned arrived;
 };
 
-struct Args {
-  DeviceKv kv;
+constexpr int most_layers = 8;  // of a launch
+
+struct Layer {
+  View<const std::int32_t, 2> length;
   View<const float, 3> scores;
   IndexList lists;
   const std::int32_t* leaders;
-  DriftRule rule;
   DriftWatch watch;
   HeadFlags drifted;
-  Worst* worst;       // [row, kv_head]
-  unsigned* bins;     // [row, kv_head, digit_bins]
-  unsigned* arrived;  // [row] blocks of overlap_kernel
-  int most;
+  int lead;
+};
+struct Args {
+  Layer layers[most_layers];
+  const std::int32_t* slots;
+  DriftRule rule;     // but for its lead
+  Worst* worst;       // [layer and row, kv_head]
+  unsigned* bins;     // [layer and row, kv_head, digit_bins]
+  unsigned* arrived;  // [layer and row] blocks of overlap_kernel
+  int rows, most;
+};
+static_assert(sizeof(Args) < 4000, "a kernel's arguments");
+
+// A row of a layer, to which blocks belong by their z.
+struct Of {
+  const Layer& layer;
+  DriftRule rule;
+  std::int64_t list;
+  int row, slot, most;
+
+  __device__ explicit Of(const Args& a)
+      : layer(a.layers[blockIdx.z / a.rows]), rule(a.rule), row(static_cast<int>(blockIdx.z) % a.rows), most(a.most) {
+    slot = a.slots[row], list = layer.lists.at(row);
+    rule.lead = layer.lead;
+  }
+  __device__ int tokens(int head) const { return min(layer.length(slot, head), most); }
+  __device__ int count(int head) const { return layer.lists.count(list, head); }
+  __device__ bool leads(int head) const { return layer.leaders[head] == head && count(head) > 0; }
+  __device__ int left() const { return steps_to_check(rule, rule.steps[slot]); }
+  // Whether a leader's scores of this step count.
+  __device__ bool scored(int head) const {
+    return leads(head) && !layer.watch.rests(slot, head) && step_counts(rule, left());
+  }
 };
 
-__device__ __forceinline__ bool leads(const Args& a, int row, int head) {
-  return a.leaders[head] == head && a.lists.count(a.lists.at(row), head) > 0;
-}
-// Whether a leader's scores of this step count.
-__device__ __forceinline__ bool scored(const Args& a, int row, int head) {
-  const int slot = a.kv.kv.slots[row];
-  return leads(a, row, head) && !a.watch.rests(slot, head) &&
-         step_counts(a.rule, steps_to_check(a.rule, a.rule.steps[slot]));
-}
-
-// Blocks [share of a row, kv_head, row]. Shift: lowest bit of this launch's digit.
+// Blocks [share of a row, kv_head, layer and row]. Shift: lowest bit of this launch's digit.
 template <int Shift, int Bits>
 __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ Args a) {
   __shared__ unsigned bins[digit_bins], scan[32], found[3];
@@ -65,10 +89,11 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
   let_successor_start();
   wait_for_predecessor();
-  const int head = blockIdx.y, row = blockIdx.z;
-  if (!scored(a, row, head)) return;
-  const std::int64_t at = std::int64_t(row) * gridDim.y + head;
-  const int n = min(a.kv.tokens(row, head), a.most), count = a.lists.count(a.lists.at(row), head);
+  const int head = blockIdx.y;
+  const Of of(a);
+  if (!of.scored(head)) return;
+  const std::int64_t at = std::int64_t{blockIdx.z} * gridDim.y + head;
+  const int n = of.tokens(head), count = of.count(head);
   Worst& worst = a.worst[at];
   if (first_digit ? count >= n : worst.done != 0) {
     if (first_digit && blockIdx.x == 0 && threadIdx.x == 0) worst.done = 2;
@@ -77,7 +102,7 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   const unsigned known = first_digit ? 0 : worst.key;
   for (int i = threadIdx.x; i < digit_bins; i += threads) bins[i] = 0;
   __syncthreads();
-  const float* scores = &a.scores(row, head, 0);
+  const float* scores = &of.layer.scores(of.row, head, 0);
   const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
             end = min(n, begin + share);
   for (int first = begin + static_cast<int>(threadIdx.x); first < end; first += batch * threads) {
@@ -142,24 +167,22 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
 }
 
 // This block's share of the tokens of the list that are among the best.
-__device__ __forceinline__ void count_overlap(const Args& a, int row, int head) {
-  const std::int64_t at = a.lists.at(row);
-  const int n = min(a.kv.tokens(row, head), a.most), count = a.lists.count(at, head);
-  Worst& of = a.worst[std::int64_t(row) * gridDim.y + head];
-  const unsigned key = of.key;
-  const int last = of.last;
-  const bool all = of.done == 2;
-  const float* scores = &a.scores(row, head, 0);
+__device__ __forceinline__ void count_overlap(const Of& of, int head, Worst& worst) {
+  const int n = of.tokens(head), count = of.count(head);
+  const unsigned key = worst.key;
+  const int last = worst.last;
+  const bool all = worst.done == 2;
+  const float* scores = &of.layer.scores(of.row, head, 0);
   unsigned both = 0;
 #pragma unroll 4
   for (int x = blockIdx.x * threads + threadIdx.x; x < count; x += gridDim.x * threads) {
-    const int token = a.lists.index(at, head, x);
+    const int token = of.layer.lists.index(of.list, head, x);
     if (token >= n) continue;
     const unsigned own = all ? 0 : score_key(__ldcg(scores + token));
     both += all || own > key || (own == key && token <= last);
   }
   both = __reduce_add_sync(all_lanes, both);
-  if (threadIdx.x % 32 == 0 && both > 0) atomicAdd(&of.both, both);
+  if (threadIdx.x % 32 == 0 && both > 0) atomicAdd(&worst.both, both);
 }
 
 // Blocks as before. They share the list.
@@ -167,35 +190,35 @@ __global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant_
   __shared__ bool latest;
   let_successor_start();
   wait_for_predecessor();
-  const int row = blockIdx.z, heads = gridDim.y;
-  if (scored(a, row, blockIdx.y)) count_overlap(a, row, blockIdx.y);
+  const int heads = gridDim.y;
+  const Of of(a);
+  Worst* const worst = a.worst + std::int64_t{blockIdx.z} * heads;
+  if (of.scored(blockIdx.y)) count_overlap(of, blockIdx.y, worst[blockIdx.y]);
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) latest = atomicAdd(a.arrived + row, 1u) + 1 == gridDim.x * gridDim.y;
+  if (threadIdx.x == 0) latest = atomicAdd(a.arrived + blockIdx.z, 1u) + 1 == gridDim.x * gridDim.y;
   __syncthreads();
   if (!latest) return;
   __threadfence();
-  const int slot = a.kv.kv.slots[row], left = steps_to_check(a.rule, a.rule.steps[slot]);
-  Worst* const worst = a.worst + std::int64_t(row) * heads;
+  const DriftWatch& watch = of.layer.watch;
   for (int head = threadIdx.x; head < heads; head += threads) {
-    Worst& of = worst[head];
-    const int count = a.lists.count(a.lists.at(row), head);
+    const int count = of.count(head);
     Watched w = {};
-    if (leads(a, row, head)) {
-      const int now = scored(a, row, head) ? count - static_cast<int>(__ldcg(&of.both)) : -1;
-      w = watch_step(a.rule, &a.watch.missed(slot, head, 0), count, now, left);
-      a.watch.rests(slot, head) = w.rests;
+    if (of.leads(head)) {
+      const int now = of.scored(head) ? count - static_cast<int>(__ldcg(&worst[head].both)) : -1;
+      w = watch_step(of.rule, &watch.missed(of.slot, head, 0), count, now, of.left());
+      watch.rests(of.slot, head) = w.rests;
     }
-    of.both = w.drifted, of.done = 0;
+    worst[head].both = w.drifted, worst[head].done = 0;
   }
   __syncthreads();
   for (int head = threadIdx.x; head < heads; head += threads) {
-    const int leader = a.leaders[head];
-    a.drifted(slot, head) = leader >= 0 && worst[leader].both;
+    const int leader = of.layer.leaders[head];
+    of.layer.drifted(of.slot, head) = leader >= 0 && worst[leader].both;
   }
   __syncthreads();
   for (int head = threadIdx.x; head < heads; head += threads) worst[head].both = 0;
-  if (threadIdx.x == 0) a.arrived[row] = 0;
+  if (threadIdx.x == 0) a.arrived[blockIdx.z] = 0;
 }
 
 __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__ DriftWatch watch) {
@@ -206,27 +229,47 @@ __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__
 
 }  // namespace
 
-static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists,
-                               const DriftRule& rule, const std::int32_t* leaders, const DriftWatch& watch,
-                               HeadFlags drifted, Stream s) {
+// What calls that share launches have in common.
+static auto common_of(const DriftedHeads& c) {
+  return std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.scores.extent[2],
+                    c.rule.threshold, c.rule.window, c.rule.period, c.rule.steps, c.stream.handle());
+}
+
+static void run(std::span<const DriftedHeads> calls) {
   const char* op = "drifted_heads";
+  const DriftedHeads& first = calls[0];
+  const PagedKv& kv = first.kv;
+  const Stream s = first.stream;
   if (kv.rows == 0) return;
   Args a = {};
-  a.kv = DeviceKv(kv);
-  a.scores = scores;
-  a.lists = lists;
-  a.leaders = leaders;
-  a.rule = rule, a.watch = watch;
-  a.drifted = drifted;
-  a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, scores.extent[2]));
-  const std::size_t units = std::size_t(kv.rows) * static_cast<std::size_t>(kv.kv_heads);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const DriftedHeads& c = calls[i];
+    a.layers[i] = {c.kv.length, c.scores, c.lists, c.leaders, c.watch, c.drifted, c.rule.lead};
+  }
+  a.slots = kv.slots, a.rows = kv.rows, a.rule = first.rule;
+  a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
+  const auto layers_and_rows = static_cast<unsigned>(calls.size()) * kv.rows;
+  const std::size_t units = std::size_t{layers_and_rows} * static_cast<std::size_t>(kv.kv_heads);
   a.worst = static_cast<Worst*>(zeroed_scratch(s.handle(), op, units * sizeof(Worst)));
   a.bins = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads bins", units * digit_bins * sizeof(int)));
   a.arrived = static_cast<unsigned*>(
-      zeroed_scratch(s.handle(), "drifted_heads arrived", std::size_t(kv.rows) * sizeof(unsigned)));
-  const dim3 grid(std::clamp((a.most + tokens_of_block - 1) / tokens_of_block, 1, most_blocks), kv.kv_heads, kv.rows);
+      zeroed_scratch(s.handle(), "drifted_heads arrived", std::size_t{layers_and_rows} * sizeof(unsigned)));
+  const int share = tokens_of_block * blocks_fewer(layers_and_rows);
+  const dim3 grid(std::clamp((a.most + share - 1) / share, 1, most_blocks), kv.kv_heads, layers_and_rows);
   for (const auto kernel : {digit_kernel<21, 11>, digit_kernel<10, 11>, digit_kernel<0, 10>, overlap_kernel})
     launch(op, kernel, grid, threads, 0, stream_of(s), true, a);
+}
+
+static void drifted_in_layers_cuda(const std::vector<DriftedHeads>& calls) {
+  for_each_alike(std::span(calls), most_layers, common_of, run);
+}
+KVLAB_ON_CUDA(drifted_in_layers, drifted_in_layers_cuda);
+
+static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists,
+                               const DriftRule& rule, const std::int32_t* leaders, const DriftWatch& watch,
+                               HeadFlags drifted, Stream s) {
+  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s};
+  run({&call, 1});
 }
 KVLAB_ON_CUDA(drifted_heads, drifted_heads_cuda);
 

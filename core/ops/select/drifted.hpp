@@ -1,8 +1,25 @@
-// What the CPU and the GPU share of drifted_heads.
+// Calls of drifted_heads on CUDA that wait for those of other layers, and what the CPU and the GPU share of it.
 #pragma once
 #include <kvlab/ops.hpp>
 
+#include <vector>
+
 namespace kvlab::ops {
+
+struct DriftedHeads {
+  PagedKv kv;
+  View<const float, 3> scores;
+  TokenList lists;
+  DriftRule rule;
+  const std::int32_t* leaders;
+  DriftWatch watch;
+  HeadFlags drifted;
+  Stream stream = Stream::cpu();
+
+  static void run(const std::vector<DriftedHeads>& calls);
+};
+// CUDA only. Calls that differ in nothing but memory, and in DriftRule::lead, share launches.
+void drifted_in_layers(const std::vector<DriftedHeads>& calls);
 
 inline constexpr int most_overlaps = 64;  // of a window
 

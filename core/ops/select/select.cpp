@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/device_op.hpp"
+#include "base/joined_calls.hpp"
 #include "ops/page/check.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/select/chosen_tokens.hpp"
@@ -154,10 +155,14 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoic
   check_list(kv, list, op);
   if (c.keep.data && (c.keep.extent[0] < kv.rows || c.keep.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few numbers, wanted [row, kv_head] tokens");
-  if (s.device() == Device::cuda)
-    on_cuda<chosen_tokens>(kv, scores, c, list, s);
-  else
+  if (s.device() != Device::cuda)
     chosen_tokens(kv, scores, c, list, s);
+  else if (!join_call(ChosenTokens{kv, scores, c, list, s}))
+    on_cuda<chosen_tokens>(kv, scores, c, list, s);
+}
+
+void ChosenTokens::run(const std::vector<ChosenTokens>& calls) {
+  for (const ChosenTokens& c : calls) on_cuda<chosen_tokens>(c.kv, c.scores, c.choice, c.list, c.stream);
 }
 
 // The two overloads of top_tokens have one CUDA version under this name.

@@ -76,14 +76,15 @@ struct Pair {
   }
 
  private:
-  // Every other head is unstable. The first head leads the second one, and the others are anchors.
+  // Every other head is unstable. The first head of a layer leads its second one, and the others are anchors.
   Profile profile() const {
     ProfileArray unstable, role, leader, stable;
     unstable.extent = role.extent = leader.extent = stable.extent = {model->config.layers, model->config.kv_heads};
-    for (int i = 0; i < model->config.layers * model->config.kv_heads; ++i) {
+    const int heads = model->config.kv_heads;
+    for (int i = 0; i < model->config.layers * heads; ++i) {
       unstable.values.push_back(static_cast<float>(i % 2));
-      role.values.push_back(i == 0 ? 2.f : i == 1 ? 3.f : 0.f);
-      leader.values.push_back(i < 2 ? 0.f : -1.f);
+      role.values.push_back(i % heads == 0 ? 2.f : i % heads == 1 ? 3.f : 0.f);
+      leader.values.push_back(i % heads < 2 ? 0.f : -1.f);
       stable.values.push_back(0.8f);
     }
     return {{"unstable", unstable}, {"role", role}, {"pivot_of", leader}, {"stable", stable}};
@@ -260,6 +261,34 @@ TEST_CASE("cuda engine: layers that share launches of their observe give what ea
         }
   }
   CHECK(known == 2);
+}
+
+TEST_CASE("cuda engine: layers whose checks for drift share launches fetch what each fetches alone") {
+  int known = 0;
+  for (const test::Subject& s : test::subjects().list()) {
+    if (s.label != "heterocache") continue;
+    ++known;
+    PolicySpec spec = test::with_budget(s.spec, BudgetAmount::ratio, 0.6);
+    auto values = spec.policy->params.values();
+    values["threshold"] = 1.0;
+    values["check_every"] = values["window"] = std::int64_t{2};
+    spec.policy->params = Params(values);
+    for (const int layers : {1, 2}) {
+      CAPTURE(layers);
+      Pair p(spec, 0, "synthetic/tiny", 96, [&](EngineOptions& o, bool) { o.layers_beside = layers; });
+      const int a = p.open(70, 1), b = p.open(45, 2);
+      for (int i = 0; i < 12; ++i) p.step({a, b});
+      CHECK(p.graphs.replays() == 11);
+      CHECK(p.graphs.ledger().moved_total(Tier::device) == p.eager.ledger().moved_total(Tier::device));
+      CHECK(p.graphs.ledger().moved_total(Tier::device) > 0);
+      for (int layer = 0; layer < p.model->config.layers; ++layer)
+        for (const int slot : {a, b})
+          CHECK(p.graphs.store().positions_by_place(layer, slot, 1) ==
+                p.eager.store().positions_by_place(layer, slot, 1));
+      p.graphs.store().check_invariants();
+    }
+  }
+  CHECK(known == 1);
 }
 
 TEST_CASE("cuda engine: pages that the host copies give what kernels give") {
@@ -455,8 +484,9 @@ TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
     Deadline when;
     TokenList lasting;
     HeadClass odd;
-    explicit Fetcher(Deadline w) : when(w) {}
-    Needs needs() const override { return Needs{}.archive(true).steps(true).capturable(true); }
+    bool beside;
+    Fetcher(Deadline w, bool b) : when(w), beside(b) {}
+    Needs needs() const override { return Needs{}.archive(true).steps(true).observe_beside(beside).capturable(true); }
     void attach(const Shape& s, const BudgetAmount&, Workspace& w) override {
       std::vector<std::uint8_t> marks;
       for (int i = 0; i < s.layers * s.kv_heads; ++i) marks.push_back(i % s.kv_heads % 2);
@@ -491,9 +521,19 @@ TEST_CASE("cuda engine: steps that fetch tokens of archives are replayed") {
       edits.fetch(list, {Heads::every(step.steps, 3), when});
     }
   };
-  for (const Deadline::Kind kind : {Deadline::next_attention, Deadline::next_step}) {
-    CAPTURE(static_cast<int>(kind));
-    Pair p(test::full_spec(), [&] { return std::make_shared<Fetcher>(Deadline{kind}); });
+  struct Way {
+    Deadline::Kind kind;
+    bool beside;
+    int layers = 8;
+  };
+  for (const auto& [kind, beside, layers] :
+       {Way{Deadline::next_attention, false}, Way{Deadline::next_step, false}, Way{Deadline::next_attention, true},
+        Way{Deadline::next_attention, true, 1}}) {
+    CAPTURE(static_cast<int>(kind), beside, layers);
+    Pair p(
+        test::full_spec(),
+        [&, kind = kind, beside = beside] { return std::make_shared<Fetcher>(Deadline{kind}, beside); }, 96, 0,
+        "synthetic/tiny", [layers = layers](EngineOptions& o, bool) { o.layers_beside = layers; });
     const int a = p.open(30, 1), b = p.open(70, 2);
     for (int i = 0; i < 12; ++i) p.step({a, b});
     for (int i = 0; i < 5; ++i) p.step({b});
