@@ -21,15 +21,22 @@ using namespace cuda;
 constexpr int threads = 256, batch = 8, tokens_of_chunk = 2048, most_chunks = 64, most_blocks = 128;
 constexpr unsigned all_lanes = ~0u;
 
-constexpr int most_layers = 8;  // of a launch
+constexpr int most_layers = 32;  // of a launch
 
+// Where a layer's memory begins. The rest is that of Args.
 struct Layer {
-  View<const std::int32_t, 2> length;
-  HeadLogits logits;
-  View<float, 3> out;
+  const std::int32_t* length;
+  const float* logits;
+  std::int64_t logits_row;
+  const std::int32_t* index;
+  const std::uint8_t *flags, *classes;
+  float* out;
 };
 struct Args {
   Layer layers[most_layers];
+  View<const std::int32_t, 2> length;
+  HeadLogits logits;
+  View<float, 3> out;
   const std::int32_t* slots;
   float2* partial;  // [layer and row, i, chunk, query head of the group] maximum, and sum of 2^(x - maximum)
   VotePooling pooling;
@@ -42,16 +49,23 @@ static_assert(sizeof(Args) < 4000, "a kernel's arguments");
 struct Of {
   int row = 0, head = -1, tokens = 0;
   const float* logits = nullptr;
+  float* out = nullptr;
 };
-__device__ __forceinline__ Of head_of(const Args& a, const Layer& l, int i) {
+__device__ __forceinline__ Of head_of(const Args& a, int i) {
   Of of;
+  const Layer& l = a.layers[blockIdx.z / a.rows];
   of.row = static_cast<int>(blockIdx.z) % a.rows;
   const int slot = a.slots[of.row];
   for (int h = 0; h < a.kv_heads; ++h)
-    if (l.logits.index[h] == i) of.head = h;
+    if (l.index[h] == i) of.head = h;
   if (of.head < 0) return of;
-  of.tokens = static_cast<int>(min(std::int64_t{l.length(slot, of.head)}, l.out.extent[2]));
-  of.logits = l.logits.of(of.row, slot, of.head, of.tokens);
+  const std::int32_t tokens = l.length[slot * a.length.stride[0] + of.head * a.length.stride[1]];
+  of.tokens = static_cast<int>(min(std::int64_t{tokens}, a.out.extent[2]));
+  Heads heads = a.logits.heads;
+  heads.flags.data = const_cast<std::uint8_t*>(l.flags), heads.classes = l.classes;
+  if (!l.logits || !heads.on(slot, of.head) || of.tokens > a.logits.out.extent[2]) return of;
+  of.logits = l.logits + of.row * l.logits_row + i * a.logits.out.stride[1];
+  of.out = l.out + of.row * a.out.stride[0] + of.head * a.out.stride[1];
   return of;
 }
 
@@ -68,7 +82,7 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
   let_successor_start();
   wait_for_predecessor();
   const int mine = static_cast<int>(threadIdx.x), each = threads / a.group, active = each * a.group;
-  const Of of = head_of(a, a.layers[blockIdx.z / a.rows], blockIdx.y);
+  const Of of = head_of(a, blockIdx.y);
   if (!of.logits) return;
   const int share = (of.tokens + a.chunks - 1) / a.chunks;
   const std::int64_t begin = min(std::int64_t{blockIdx.x} * share, std::int64_t{of.tokens}) * a.group,
@@ -108,8 +122,7 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
   let_successor_start();
   wait_for_predecessor();
   const int mine = static_cast<int>(threadIdx.x), lane = mine % 32;
-  const Layer& l = a.layers[blockIdx.z / a.rows];
-  const Of of = head_of(a, l, blockIdx.y);
+  const Of of = head_of(a, blockIdx.y);
   if (!of.logits) return;
   for (int g = mine / 32; g < a.group; g += threads / 32) {
     float2 all = make_float2(-INFINITY, 0.f);
@@ -122,7 +135,6 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
   __syncthreads();
   const bool maximum = a.pooling.kind == Pooling::max;
   const int width = a.entries - 2 * a.half, numbers = a.entries * a.group;
-  float* const out = &l.out(of.row, of.head, 0);
   for (int base = blockIdx.x * width; base < of.tokens; base += gridDim.x * width) {
     const std::int64_t begin = (std::int64_t{base} - a.half) * a.group, end = std::int64_t{of.tokens} * a.group;
     for (int first = mine; first < numbers; first += 4 * threads) {
@@ -154,7 +166,7 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
         best = g == 0 ? x : a.pooling.rule != GroupRule::max ? best + x : best < x ? x : best;
       }
       if (a.pooling.rule == GroupRule::mean) best *= 1.f / static_cast<float>(a.group);
-      out[base + t] = best;
+      of.out[base + t] = best;
     }
     __syncthreads();
   }
@@ -164,8 +176,12 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
 
 // What calls that share launches have in common.
 static auto common_of(const PooledLogits& c) {
-  return std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.logits.out.extent[3],
-                    c.out.extent[2], c.pooling.kind, c.pooling.kernel, c.pooling.rule, c.stream.handle());
+  const Heads& h = c.logits.heads;
+  return std::tuple(std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2],
+                               c.kv.length.stride, c.logits.out.extent[2], c.logits.out.extent[3],
+                               c.logits.out.stride[1], c.out.extent[2], c.out.stride, c.stream.handle()),
+                    std::tuple(c.pooling.kind, c.pooling.kernel, c.pooling.rule, h.flags.data != nullptr,
+                               h.flags.stride, h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join));
 }
 
 static void run(std::span<const PooledLogits> calls) {
@@ -177,10 +193,13 @@ static void run(std::span<const PooledLogits> calls) {
   std::int64_t heads = 0;  // most of a layer
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const PooledLogits& c = calls[i];
-    a.layers[i] = {c.kv.length, c.logits, c.out};
+    a.layers[i] = {c.kv.length.data, c.logits.out.data,         c.logits.out.stride[0],
+                   c.logits.index,   c.logits.heads.flags.data, c.logits.heads.classes,
+                   c.out.data};
     heads = std::max(heads, c.logits.out.extent[1]);
   }
   if (kv.rows == 0 || heads == 0) return;
+  a.length = kv.length, a.logits = first.logits, a.out = first.out;
   a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads, a.pooling = pooling;
   a.group = static_cast<int>(first.logits.out.extent[3]);
   const int room = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.out.extent[2]));

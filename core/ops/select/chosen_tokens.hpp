@@ -18,5 +18,7 @@ struct ChosenTokens {
 
   static void run(const std::vector<ChosenTokens>& calls);
 };
+// CUDA only. Calls that differ in nothing but memory share launches.
+void chosen_tokens_in_layers(const std::vector<ChosenTokens>& calls);
 
 }  // namespace kvlab::ops

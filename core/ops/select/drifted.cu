@@ -35,21 +35,27 @@ struct Worst {
   unsigned arrived;
 };
 
-constexpr int most_layers = 8;  // of a launch
+constexpr int most_layers = 32;  // of a launch
 
+// Where a layer's memory begins. The rest is that of Args.
 struct Layer {
-  View<const std::int32_t, 2> length;
-  View<const float, 3> scores;
-  IndexList lists;
+  const std::int32_t* length;
+  const float* scores;
+  std::int32_t *index, *count;  // of the lists
   const std::int32_t* leaders;
-  DriftWatch watch;
-  HeadFlags drifted;
+  float* missed;
+  std::uint8_t *rests, *drifted;
   int lead;
 };
 struct Args {
   Layer layers[most_layers];
+  View<const std::int32_t, 2> length;
+  View<const float, 3> scores;
+  IndexList lists;
+  DriftWatch watch;
+  HeadFlags drifted;
+  DriftRule rule;
   const std::int32_t* slots;
-  DriftRule rule;     // but for its lead
   Worst* worst;       // [layer and row, kv_head]
   unsigned* bins;     // [layer and row, kv_head, digit_bins]
   unsigned* arrived;  // [layer and row] blocks of overlap_kernel
@@ -59,24 +65,46 @@ static_assert(sizeof(Args) < 4000, "a kernel's arguments");
 
 // A row of a layer, to which blocks belong by their z.
 struct Of {
+  const Args& a;
   const Layer& layer;
-  DriftRule rule;
   std::int64_t list;
-  int row, slot, most;
+  int row, slot;
 
-  __device__ explicit Of(const Args& a)
-      : layer(a.layers[blockIdx.z / a.rows]), rule(a.rule), row(static_cast<int>(blockIdx.z) % a.rows), most(a.most) {
-    slot = a.slots[row], list = layer.lists.at(row);
-    rule.lead = layer.lead;
+  __device__ explicit Of(const Args& args)
+      : a(args), layer(args.layers[blockIdx.z / args.rows]), row(static_cast<int>(blockIdx.z) % args.rows) {
+    slot = a.slots[row], list = a.lists.at(row);
   }
-  __device__ int tokens(int head) const { return min(layer.length(slot, head), most); }
-  __device__ int count(int head) const { return layer.lists.count(list, head); }
+  __device__ int tokens(int head) const {
+    return min(layer.length[slot * a.length.stride[0] + head * a.length.stride[1]], a.most);
+  }
+  __device__ int count(int head) const {
+    return layer.count[list * a.lists.count.stride[0] + head * a.lists.count.stride[1]];
+  }
+  __device__ int token(int head, int i) const {
+    const std::int64_t* stride = a.lists.index.stride.data();
+    return layer.index[list * stride[0] + head * stride[1] + i * stride[2]];
+  }
+  __device__ const float* scores(int head) const {
+    return layer.scores + row * a.scores.stride[0] + head * a.scores.stride[1];
+  }
+  __device__ float* missed(int head) const {
+    return layer.missed + slot * a.watch.missed.stride[0] + head * a.watch.missed.stride[1];
+  }
+  __device__ std::uint8_t& rests(int head) const {
+    return layer.rests[slot * a.watch.rests.stride[0] + head * a.watch.rests.stride[1]];
+  }
+  __device__ std::uint8_t& drifted(int head) const {
+    return layer.drifted[slot * a.drifted.stride[0] + head * a.drifted.stride[1]];
+  }
+  __device__ DriftRule rule() const {
+    DriftRule r = a.rule;
+    r.lead = layer.lead;
+    return r;
+  }
   __device__ bool leads(int head) const { return layer.leaders[head] == head && count(head) > 0; }
-  __device__ int left() const { return steps_to_check(rule, rule.steps[slot]); }
+  __device__ int left() const { return steps_to_check(rule(), a.rule.steps[slot]); }
   // Whether a leader's scores of this step count.
-  __device__ bool scored(int head) const {
-    return leads(head) && !layer.watch.rests(slot, head) && step_counts(rule, left());
-  }
+  __device__ bool scored(int head) const { return leads(head) && !rests(head) && step_counts(a.rule, left()); }
 };
 
 // Blocks [share of a row, kv_head, layer and row]. Shift: lowest bit of this launch's digit.
@@ -102,7 +130,7 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   const unsigned known = first_digit ? 0 : worst.key;
   for (int i = threadIdx.x; i < digit_bins; i += threads) bins[i] = 0;
   __syncthreads();
-  const float* scores = &of.layer.scores(of.row, head, 0);
+  const float* scores = of.scores(head);
   const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
             end = min(n, begin + share);
   for (int first = begin + static_cast<int>(threadIdx.x); first < end; first += batch * threads) {
@@ -172,11 +200,11 @@ __device__ __forceinline__ void count_overlap(const Of& of, int head, Worst& wor
   const unsigned key = worst.key;
   const int last = worst.last;
   const bool all = worst.done == 2;
-  const float* scores = &of.layer.scores(of.row, head, 0);
+  const float* scores = of.scores(head);
   unsigned both = 0;
 #pragma unroll 4
   for (int x = blockIdx.x * threads + threadIdx.x; x < count; x += gridDim.x * threads) {
-    const int token = of.layer.lists.index(of.list, head, x);
+    const int token = of.token(head, x);
     if (token >= n) continue;
     const unsigned own = all ? 0 : score_key(__ldcg(scores + token));
     both += all || own > key || (own == key && token <= last);
@@ -200,21 +228,20 @@ __global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant_
   __syncthreads();
   if (!latest) return;
   __threadfence();
-  const DriftWatch& watch = of.layer.watch;
   for (int head = threadIdx.x; head < heads; head += threads) {
     const int count = of.count(head);
     Watched w = {};
     if (of.leads(head)) {
       const int now = of.scored(head) ? count - static_cast<int>(__ldcg(&worst[head].both)) : -1;
-      w = watch_step(of.rule, &watch.missed(of.slot, head, 0), count, now, of.left());
-      watch.rests(of.slot, head) = w.rests;
+      w = watch_step(of.rule(), of.missed(head), count, now, of.left());
+      of.rests(head) = w.rests;
     }
     worst[head].both = w.drifted, worst[head].done = 0;
   }
   __syncthreads();
   for (int head = threadIdx.x; head < heads; head += threads) {
     const int leader = of.layer.leaders[head];
-    of.layer.drifted(of.slot, head) = leader >= 0 && worst[leader].both;
+    of.drifted(head) = leader >= 0 && worst[leader].both;
   }
   __syncthreads();
   for (int head = threadIdx.x; head < heads; head += threads) worst[head].both = 0;
@@ -231,8 +258,11 @@ __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__
 
 // What calls that share launches have in common.
 static auto common_of(const DriftedHeads& c) {
-  return std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.scores.extent[2],
-                    c.rule.threshold, c.rule.window, c.rule.period, c.rule.steps, c.stream.handle());
+  return std::tuple(
+      std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.kv.length.stride,
+                 c.scores.extent[2], c.scores.stride, c.lists.index.stride, c.lists.count.stride, c.lists.slots),
+      std::tuple(c.watch.missed.stride, c.watch.rests.stride, c.drifted.stride, c.rule.threshold, c.rule.window,
+                 c.rule.period, c.rule.steps, c.stream.handle()));
 }
 
 static void run(std::span<const DriftedHeads> calls) {
@@ -244,9 +274,12 @@ static void run(std::span<const DriftedHeads> calls) {
   Args a = {};
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const DriftedHeads& c = calls[i];
-    a.layers[i] = {c.kv.length, c.scores, c.lists, c.leaders, c.watch, c.drifted, c.rule.lead};
+    a.layers[i] = {c.kv.length.data,    c.scores.data,      c.lists.index.data, c.lists.count.data, c.leaders,
+                   c.watch.missed.data, c.watch.rests.data, c.drifted.data,     c.rule.lead};
   }
-  a.slots = kv.slots, a.rows = kv.rows, a.rule = first.rule;
+  a.length = kv.length, a.scores = first.scores, a.lists = first.lists;
+  a.watch = first.watch, a.drifted = first.drifted, a.rule = first.rule;
+  a.slots = kv.slots, a.rows = kv.rows;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
   const auto layers_and_rows = static_cast<unsigned>(calls.size()) * kv.rows;
   const std::size_t units = std::size_t{layers_and_rows} * static_cast<std::size_t>(kv.kv_heads);

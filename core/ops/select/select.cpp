@@ -162,6 +162,7 @@ void top_tokens(const PagedKv& kv, View<const float, 3> scores, const TokenChoic
 }
 
 void ChosenTokens::run(const std::vector<ChosenTokens>& calls) {
+  if (!cuda_reach_from_host()) return only_on_cuda<chosen_tokens_in_layers>(calls);
   for (const ChosenTokens& c : calls) on_cuda<chosen_tokens>(c.kv, c.scores, c.choice, c.list, c.stream);
 }
 

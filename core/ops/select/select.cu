@@ -5,7 +5,10 @@
 #include <kvlab/ops.hpp>
 
 #include <algorithm>
+#include <span>
+#include <tuple>
 
+#include "base/joined_calls.hpp"
 #include "ops/select/chosen_tokens.hpp"
 #include "ops/select/pins.cuh"
 
@@ -22,12 +25,25 @@ struct Args {
   const Pins* pins;  // [row]; top_tokens only
   View<std::int32_t, 3> list;
   View<std::int32_t, 2> count;
-  const std::int32_t* slots;       // of the list; null = entry `row` is the row's
-  const std::int32_t *by, *among;  // TokenChoice
+  const std::int32_t* slots;  // of the list; null = entry `row` is the row's
   Heads heads;
   int most;  // most entries of a row
   bool newest, staged;
 };
+
+constexpr int most_layers = 32;  // of a launch of top_tokens
+
+// Where a layer's memory begins. The rest is that of Args.
+struct TokensOfLayer {
+  const std::int32_t *length, *amount, *by, *among;
+  const float* scores;
+  std::int32_t *list, *count;
+  const std::uint8_t *flags, *classes;
+};
+struct TokensArgs : Args {
+  TokensOfLayer layers[most_layers];
+};
+static_assert(sizeof(TokensArgs) < 4000, "a kernel's arguments");
 
 // Shared memory holds the bits of a row, then the row itself where `staged`.
 __device__ __forceinline__ float* stage_of(const Args& a, unsigned* chosen) {
@@ -54,19 +70,27 @@ __global__ void __launch_bounds__(Threads, Blocks) top_pages_kernel(const __grid
   if (threadIdx.x == 0) a.count(row, head) = count;
 }
 
+// Blocks [kv_head, row, layer].
 template <int Threads, int Blocks, int Vectors>
-__global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __grid_constant__ TokensArgs a) {
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
-  const int own = blockIdx.x, row = blockIdx.y;
-  if (!a.heads.on(a.kv.kv.slots[row], own)) return;
-  const int head = a.by ? a.by[own] : own, n = min(a.kv.tokens(row, head), a.most);
+  const int own = blockIdx.x, row = blockIdx.y, slot = a.kv.kv.slots[row];
+  const TokensOfLayer& l = a.layers[blockIdx.z];
+  Heads heads = a.heads;
+  heads.flags.data = const_cast<std::uint8_t*>(l.flags), heads.classes = l.classes;
+  if (!heads.on(slot, own)) return;
+  const int head = l.by ? l.by[own] : own;
+  const int n = min(l.length[slot * a.kv.kv.length.stride[0] + head * a.kv.kv.length.stride[1]], a.most);
   const std::int64_t at = a.slots ? a.slots[row] : row;
-  const float* scores = a.scores.data + row * a.scores.stride[0] + head * a.scores.stride[1];
-  std::int32_t* list = a.list.data + at * a.list.stride[0] + own * a.list.stride[1];
-  const bool same = !a.amount.data;  // as many as the list holds
-  const int held = same ? a.count(at, own) : 0, room = same ? held : static_cast<int>(a.list.extent[2]);
-  const int keep = min(same ? a.among ? a.count(at, a.among[own]) : held : a.amount(row, own), n);
+  const float* scores = l.scores + row * a.scores.stride[0] + head * a.scores.stride[1];
+  std::int32_t* list = l.list + at * a.list.stride[0] + own * a.list.stride[1];
+  const auto count_of = [&](int h) -> std::int32_t& { return l.count[at * a.count.stride[0] + h * a.count.stride[1]]; };
+  const bool same = !l.amount;  // as many as the list holds
+  const int held = same ? count_of(own) : 0, room = same ? held : static_cast<int>(a.list.extent[2]);
+  const int keep = min(
+      same ? l.among ? count_of(l.among[own]) : held : l.amount[row * a.amount.stride[0] + own * a.amount.stride[1]],
+      n);
   auto* chosen = reinterpret_cast<unsigned*>(dynamic);
   const Pins pins = a.pins ? a.pins[row] : Pins{};
   const bool pin = pins.first > 0 || pins.last > 0;
@@ -102,12 +126,12 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
     count = write_list(chosen, n, list, a.list.stride[2], room, select);
   }
   // Another block may read a number that stays.
-  if (threadIdx.x == 0 && (!same || count != held)) a.count(at, own) = count;
+  if (threadIdx.x == 0 && (!same || count != held)) count_of(own) = count;
 }
 
 // Launches as many threads as a row has work for. Blocks of up to 8192 entries share a multiprocessor.
-template <template <int, int, int> class Kernel>
-void launch(Args a, const char* op, cudaStream_t stream) {
+template <template <int, int, int> class Kernel, class A>
+void launch(A a, const char* op, cudaStream_t stream, unsigned layers = 1) {
   const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
   const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
   if (bits > room)
@@ -117,7 +141,7 @@ void launch(Args a, const char* op, cudaStream_t stream) {
   const bool held = a.most <= 16384;
   a.staged = !held && bits + row <= 100 * 1024;
   const int bytes = static_cast<int>(bits + (a.staged ? row : 0));
-  const dim3 grid(a.kv.kv_heads, a.kv.kv.rows);
+  const dim3 grid(a.kv.kv_heads, a.kv.kv.rows, layers);
   const auto start = [&](auto kernel, int threads) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)), op);
     kernel<<<grid, threads, bytes, stream>>>(a);
@@ -176,15 +200,44 @@ void top_pages_cuda(const PagedKv& kv, View<const float, 3> scores, View<const s
 }
 KVLAB_ON_CUDA(top_pages, top_pages_cuda);
 
+// What calls that share launches have in common.
+static auto common_of(const ChosenTokens& c) {
+  const TokenChoice& o = c.choice;
+  const Heads& h = o.heads;
+  return std::tuple(std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2],
+                               c.kv.length.stride, c.scores.extent[2], c.scores.stride, c.list.index.extent[2],
+                               c.list.index.stride, c.list.count.stride, c.list.slots),
+                    std::tuple(o.keep.data != nullptr, o.keep.stride, h.flags.data != nullptr, h.flags.stride,
+                               h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join, c.stream.handle()),
+                    // Pins need the layer's table.
+                    o.pins ? c.kv.table.data : nullptr, o.pins);
+}
+
+static void run(std::span<const ChosenTokens> calls) {
+  const ChosenTokens& first = calls[0];
+  const PagedKv& kv = first.kv;
+  if (kv.rows == 0) return;
+  TokensArgs a = {};
+  static_cast<Args&>(a) = arguments(kv, first.scores, first.choice.keep, first.list, kv.table.extent[2] * kv.page_size);
+  a.pins = first.choice.pins, a.slots = first.list.slots, a.heads = first.choice.heads;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const ChosenTokens& c = calls[i];
+    const TokenChoice& o = c.choice;
+    a.layers[i] = {c.kv.length.data,  o.keep.data,        o.by,           o.among, c.scores.data, c.list.index.data,
+                   c.list.count.data, o.heads.flags.data, o.heads.classes};
+  }
+  launch<TopTokens>(a, "top_tokens", stream_of(first.stream), static_cast<unsigned>(calls.size()));
+}
+
+static void chosen_tokens_in_layers_cuda(const std::vector<ChosenTokens>& calls) {
+  for_each_alike(std::span(calls), most_layers, common_of, run);
+}
+KVLAB_ON_CUDA(chosen_tokens_in_layers, chosen_tokens_in_layers_cuda);
+
 static void chosen_tokens_cuda(const PagedKv& kv, View<const float, 3> scores, const TokenChoice& c, TokenList list,
                                Stream s) {
-  if (kv.rows == 0) return;
-  Args a = arguments(kv, scores, c.keep, list, kv.table.extent[2] * kv.page_size);
-  a.pins = c.pins;
-  a.slots = list.slots;
-  a.by = c.by, a.among = c.among;
-  a.heads = c.heads;
-  launch<TopTokens>(a, "top_tokens", stream_of(s));
+  const ChosenTokens call{kv, scores, c, list, s};
+  run({&call, 1});
 }
 KVLAB_ON_CUDA(chosen_tokens, chosen_tokens_cuda);
 
