@@ -229,8 +229,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     const int run_begin = pairs.begin(pair, run), tokens = pairs.tokens(pair, run);
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
     const int tile_row = R::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
-    R rows(a, asked, group, g, q);
-    // The head's scores by token, or null.
+    // The head's scores by token, or null. Its loads start before anything waits for the queries.
     float* scores = nullptr;
     if (a.mass && a.by_token) {
       scores = a.mass + (row * a.mass_row + kv_head * group * a.mass_head);
@@ -238,6 +237,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
       const int slot = a.slots[row];
       scores = a.logits.of(row, slot, kv_head, a.length[slot * a.length_slot + kv_head * a.length_head]);
     }
+    R rows(a, asked, group, g, q);
     float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
