@@ -242,6 +242,9 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
 
+    // Without a list, units of a run follow each other in the cache.
+    const bool in_order = !R::turned && scores && !a.list;
+    const int first_place = in_order ? __shfl_sync(~0u, current.place0, i % 32) - i * R::unit : 0;
 #pragma unroll 1
     for (; begin + i < stop; ++i) {
       const unsigned at = my_stage + static_cast<unsigned>(here.stage * stage_bytes);
@@ -268,7 +271,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if constexpr (!R::turned)
-        if (a.window > 0 || a.mass || scores) find_places();
+        if (a.window > 0 || (scores ? !in_order : a.mass != nullptr)) find_places();
       if (valid < R::unit || a.window > 0) {
         bool seen[tile_rows];
 #pragma unroll
@@ -291,7 +294,13 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
       }
-      if (scores) {
+      if (in_order) {
+        int of_unit[tile_rows];
+#pragma unroll
+        for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
+        float* to = scores + std::int64_t{first_place + i * R::unit} * group;
+        put_scores(a, to, group, q, tile_row, valid, of_unit, s);
+      } else if (scores) {
         put_scores(a, scores, group, q, tile_row, valid, place, s);
       } else if (a.mass) {
 #pragma unroll

@@ -133,19 +133,22 @@ __global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ 
   const float* scores = of.scores(head);
   const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
             end = min(n, begin + share);
-  for (int first = begin + static_cast<int>(threadIdx.x); first < end; first += batch * threads) {
-    float x[batch];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int first = begin + static_cast<int>(threadIdx.x); first - lane < end; first += batch * threads) {
+    float x[batch] = {};
 #pragma unroll
     for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
       if (first + i * threads < end) x[i] = __ldcg(scores + first + i * threads);
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
-      if (first + i * threads >= end) break;
+      const bool there = first + i * threads < end;
       const unsigned key = score_key(x[i]);
-      if constexpr (first_digit)
-        atomicAdd(&bins[mask - (key >> Shift)], 1u);
-      else if (key >> (Shift + Bits) == known >> (Shift + Bits))
+      if constexpr (first_digit) {  // many shares of a softmax have the same one
+        const unsigned digit = there ? mask - (key >> Shift) : digit_bins, peers = __match_any_sync(all_lanes, digit);
+        if (there && lane == __ffs(peers) - 1) atomicAdd(&bins[digit], static_cast<unsigned>(__popc(peers)));
+      } else if (there && key >> (Shift + Bits) == known >> (Shift + Bits)) {
         atomicAdd(&bins[mask - (key >> Shift & mask)], 1u);
+      }
     }
   }
   __syncthreads();

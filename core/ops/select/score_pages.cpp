@@ -165,13 +165,14 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   check_list(kv, out, op);
   if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
-  if (s.device() == Device::cuda && !kv.injected && may_put_off())
+  const bool replaced = kv.injected && kv.injected->lists;
+  if (s.device() == Device::cuda && !replaced && may_put_off())
     put_off({queries, kv, summaries, c, scores, out, s});
   else if (s.device() == Device::cuda)
     on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
   else
     chosen_pages(queries, kv, summaries, c, scores, out, s);
-  if (kv.injected && kv.injected->lists) inject_choice(kv, c, out, s);
+  if (replaced) inject_choice(kv, c, out, s);
 }
 
 const PutOffChoice* put_off_choice() { return is_put_off(choose_waiting) ? &waiting.back() : nullptr; }
