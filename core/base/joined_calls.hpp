@@ -1,6 +1,7 @@
 // Calls of CUDA ops that wait (base/put_off.hpp) until the callbacks of several layers have made theirs, so that one
 // launch does them for all of these layers. The first calls of all callbacks come first, then the second ones, and so
-// on. That is right because callbacks whose work may join read nothing that those of other layers write.
+// on. That is right because callbacks whose work may join use nothing that those of other layers write. A call that
+// writes where another one that waits does waits for it.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -26,16 +27,16 @@ struct CallsOf final : JoinedCalls {
   void run() override { Call::run(calls); }
 };
 // Returns the calls that one of this type joins, or null where it may not wait.
-JoinedCalls* joined_calls(const std::type_info& type, std::unique_ptr<JoinedCalls> (*make)());
+JoinedCalls* joined_calls(const std::type_info& type, const void* output, std::unique_ptr<JoinedCalls> (*make)());
 
 }  // namespace detail
 
 // Returns false where the call may not wait. Its caller then does the work at once. Call::run does waiting calls, which
-// are all of one type.
+// are all of one type. call.output() is where it writes.
 template <class Call>
 bool join_call(const Call& call) {
   const auto make = []() -> std::unique_ptr<detail::JoinedCalls> { return std::make_unique<detail::CallsOf<Call>>(); };
-  detail::JoinedCalls* calls = detail::joined_calls(typeid(Call), make);
+  detail::JoinedCalls* calls = detail::joined_calls(typeid(Call), call.output(), make);
   if (calls) static_cast<detail::CallsOf<Call>*>(calls)->calls.push_back(call);
   return calls != nullptr;
 }

@@ -375,10 +375,10 @@ void check_drift_in_layers(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; n += quick() ? 5 : 1) {
     const int layers = std::array{3, 1, 11, 2}[n % 4], rows = 1 + static_cast<int>(n % 3),
               heads = 1 + static_cast<int>(n * 5 % 7), group = 1 + static_cast<int>(n % 4);
-    const bool other_rule = n % 5 == 4, shorter = n % 6 == 2, tall = n % 8 == 7;
-    const auto scope = check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}", layers, rows, heads, group,
+    const bool other_rule = n % 7 == 3, shorter = n % 6 == 2, tall = n % 8 == 7, same_flags = n % 10 == 5;
+    const auto scope = check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}{}", layers, rows, heads, group,
                                             other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
-                                            tall ? ", tall" : ""));
+                                            tall ? ", tall" : "", same_flags ? ", the same flags" : ""));
     std::mt19937 rng(300 + n);
     const int most = tall ? 9000 : 150, window = 5;
     const Ints slots = backwards(rows);
@@ -430,6 +430,7 @@ void check_drift_in_layers(Place& place, Check& check) {
                   place.put(of_heads),
                   place.put(View<float, 3>::dense(const_cast<float*>(none.data()), {rows, heads, room}))};
         w.list.slots = common.slots;
+        if (same_flags && l > 0) w.drifted = to->front().drifted;
         to->push_back(w);
       }
       all.push_back(of);

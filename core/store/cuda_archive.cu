@@ -130,6 +130,10 @@ __global__ void __launch_bounds__(copy_threads)
   if (threadIdx.x == 0) end_copies(counts);
 }
 
+__global__ void forget_kernel(std::int32_t* counts) {
+  if (threadIdx.x < 2) counts[threadIdx.x] = 0;
+}
+
 struct Jobs {
   Job* list;
   std::int32_t* counts;
@@ -178,6 +182,12 @@ void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream strea
   launch_apart("copy_fetched", kernel, copying_multiprocessors, copy_threads, stream, s, jobs.list, jobs.counts);
 }
 KVLAB_ON_CUDA(copy_fetched, copy_fetched);
+
+void forget_fetches(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream) {
+  forget_kernel<<<1, 32, 0, stream_of(stream)>>>(jobs_of(s, a).counts);
+  check_launch("forget_fetches");
+}
+KVLAB_ON_CUDA(forget_fetches, forget_fetches);
 
 }  // namespace cuda_store
 

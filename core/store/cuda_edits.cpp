@@ -255,12 +255,22 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
 // Copies what fetches beside a step have planned. A launch of copies takes whole multiprocessors, so they share one.
 void CudaStore::copy_planned() {
   if (planned_ == 0) return;
-  planned_ = 0, planned_layer_ = -1;
+  planned_ = 0, planned_layer_ = -1, used_lanes_ = true;
   only_on_cuda<cuda_store::copy_fetched>(layer(0), planned_fetch_, side_->stream());
 }
 
+Stream CudaStore::fork() {
+  const Stream side = side_->begin();
+  // An error ended the work before between a plan and its copies.
+  if (planned_ > 0) only_on_cuda<cuda_store::forget_fetches>(layer(0), planned_fetch_, side);
+  planned_ = 0, planned_layer_ = -1, used_lanes_ = false;
+  return side;
+}
+
+// The main stream's later fetches write the jobs of lanes.
 void CudaStore::forked() {
   copy_planned();
+  for (int lane = 0; used_lanes_ && lane < SideStream::lanes; ++lane) side_->end(lane);
   side_->end(SideStream::no_lane);
 }
 

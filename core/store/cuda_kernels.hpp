@@ -212,10 +212,11 @@ void take_back(const CudaStoreLayer& s, Stream stream);
 void free_archives(const CudaStoreLayer& first, int layers, const Heads& heads, const CudaStoreRows& r, Stream stream);
 // Copies all pages of these heads to frames of the host, which the caller has reserved. They have no archive.
 void archive(const CudaStoreLayer& s, const Heads& heads, const CudaStoreRows& r, Stream stream);
-// A fetch is a plan and its copies, which may run in another stream. The plan checks the lists and adds jobs to those of
-// its lane. Plans of other layers may follow, up to one for each lane. copy_fetched does all jobs of the lane.
+// A fetch is a plan and its copies, which may run in another stream. The plan checks the lists and adds jobs to those
+// of its lane. Plans of other layers may follow, up to one for each lane. copy_fetched does all jobs of the lane.
 void plan_fetch(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
 void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
+void forget_fetches(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);  // that copy_fetched would do
 // Writes for each head of the rows whether it is meant. out: [slot, kv_head].
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.

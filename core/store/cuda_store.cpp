@@ -338,7 +338,8 @@ int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) con
 }
 
 void CudaStore::settle() {
-  if (beside_) copy_planned(), synchronize(side_->stream());
+  copy_planned();
+  if (beside_) synchronize(side_->stream());
   side_->join();
   fetching_.assign(fetching_.size(), false);
   if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;

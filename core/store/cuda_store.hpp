@@ -206,10 +206,7 @@ class CudaStore final : public Store {
   void mark_spilled(int slot) override;
   std::int64_t free_frames(Tier tier) const override;
   void exact() const override { refresh(); }
-  Stream fork() override {
-    planned_ = 0, planned_layer_ = -1;  // where an error ended the work before
-    return side_->begin();
-  }
+  Stream fork() override;
   void forked() override;
   // Reserves exactly known frames of the device. Makes sequences spill where it must.
   bool reserve_by_spilling(std::int64_t frames);
@@ -264,6 +261,7 @@ class CudaStore final : public Store {
   StreamMemory spare_counts_;               // [layer, slot] Spare
   CudaStoreFetch planned_fetch_;            // the last of those beside a step that wait for copies
   int planned_ = 0, planned_layer_ = -1;    // how many of them do; the layer of the last
+  bool used_lanes_ = false;                 // by fetches since fork()
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
   // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views

@@ -73,8 +73,9 @@ class Needs {
   Needs& scratch_numbers(int n) { return scratch_numbers_ = n, *this; }
   // observe reads neither mass nor output and gives no edits but `place` and `fetch`. It may read logits that attention
   // left (Edits::keep_logits). A GPU then runs it beside the rest of the step, or for all layers at its end. The next
-  // step's callbacks see all that it wrote; this step's see nothing. Scores that it takes from score_pages are scratch,
-  // and the lists of its edits are scratch or memory of the layer alone.
+  // step's callbacks see all that it wrote; this step's see nothing. Scores that it takes from score_pages are scratch.
+  // All else that it writes, and the lists of its edits, are scratch or memory of the layer alone: work of several
+  // layers may run at once.
   Needs& observe_beside(bool yes) { return observe_beside_ = yes, *this; }
   // All KV heads of a layer must hold the same text positions. A split that gives them different numbers is refused.
   Needs& uniform_heads(bool yes) { return uniform_heads_ = yes, *this; }

@@ -18,6 +18,7 @@ struct PooledLogits {
   Scores out;
   Stream stream = Stream::cpu();
 
+  const void* output() const { return out.data; }
   static void run(const std::vector<PooledLogits>& calls);
 };
 // CUDA only. Calls that differ in nothing but memory, and in heads that have logits, share launches.

@@ -16,6 +16,7 @@ struct ChosenTokens {
   TokenList list;
   Stream stream = Stream::cpu();
 
+  const void* output() const { return list.index.data; }
   static void run(const std::vector<ChosenTokens>& calls);
 };
 // CUDA only. Calls that differ in nothing but memory share launches.

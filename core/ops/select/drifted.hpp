@@ -16,6 +16,7 @@ struct DriftedHeads {
   HeadFlags drifted;
   Stream stream = Stream::cpu();
 
+  const void* output() const { return drifted.data; }
   static void run(const std::vector<DriftedHeads>& calls);
 };
 // CUDA only. Calls that differ in nothing but memory, and in DriftRule::lead, share launches.
