@@ -299,14 +299,19 @@ inline double overlap(const Kept& a, const Kept& b) {
 // An engine under a policy. Every call checks the store's invariants.
 class Play {
  public:
-  Play(std::shared_ptr<const Model> model, const PolicySpec& spec, EngineOptions options = {}) {
-    options.page_size = spec.page_size;
-    options.budget = spec.budget;
-    options.device = model->cuda ? Device::cuda : Device::cpu;
-    if (options.max_tokens == 0) options.max_tokens = 192;
-    policy = subjects().policy(spec, *model);
-    engine = std::make_unique<Engine>(model, policy, options);
-    vocab = model->config.vocab;
+  Play(std::shared_ptr<const Model> of, const PolicySpec& spec, EngineOptions given = {})
+      : model(std::move(of)), vocab(model->config.vocab), options_(std::move(given)) {
+    options_.page_size = spec.page_size;
+    options_.budget = spec.budget;
+    options_.device = model->cuda ? Device::cuda : Device::cpu;
+    if (options_.max_tokens == 0) options_.max_tokens = 192;
+    replace(subjects().policy(spec, *model));
+  }
+  // Takes another policy, before the first run.
+  void replace(std::shared_ptr<Policy> by) {
+    engine.reset();
+    policy = std::move(by);
+    engine = std::make_unique<Engine>(model, policy, options_);
   }
   std::vector<float> prompt(int to, const std::vector<int>& text) {
     return explained([&] {
@@ -338,12 +343,15 @@ class Play {
     return all;
   }
 
+  std::shared_ptr<const Model> model;
   std::shared_ptr<Policy> policy;
   std::unique_ptr<Engine> engine;
   int vocab = 0, slot = -1;
   Kept kept;  // after the prompt of run()
 
  private:
+  EngineOptions options_;
+
   // Returns call(). If the store refuses a list, the failure also names its usual cause.
   template <class Call>
   static auto explained(const Call& call) -> decltype(call()) {
