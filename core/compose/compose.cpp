@@ -395,6 +395,14 @@ std::unique_ptr<Policy> compose(Composition parts) {
         "same: the scorer needs heads that hold the same tokens");
   if (parts.host_codec && pages_age(*parts.host_codec))
     refuse("got a codec with a residual or with groups for pages on the host, wanted one that encodes token by token");
+  if (parts.codec && parts.codec->spec().packs)
+    refuse("got a codec that packs pages for those on the device, wanted placement: {tier: host, codec: NAME}");
+  if (parts.host_codec && parts.host_codec->spec().packs) {
+    if (parts.codec) refuse("got a codec beside one that packs pages on the host, wanted pages in the run's dtype");
+    if (parts.scorer)
+      refuse(
+          "got a scorer and a codec that packs pages on the host, wanted a selector: packed pages keep their tokens");
+  }
   if (parts.codec && pages_age(*parts.codec)) {
     const std::string codec = "got a codec with a residual or with groups ";
     if (parts.host) refuse(codec + "and placement on the host, wanted one of the two");

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "plugin/edits_author.hpp"
+#include "compose/forwarding.hpp"
 
 namespace kvlab {
 
@@ -99,39 +99,33 @@ void Injector::upload(Stream s) {
 namespace {
 
 // Points PagedKv::injected of every callback to what replaces the policy's choices.
-class InjectedPolicy final : public Policy, public EditsAuthor {
+class InjectedPolicy final : public ForwardingPolicy {
  public:
-  InjectedPolicy(Instance<Policy> policy, std::string name, Injection injection)
-      : policy_(std::move(policy)), name_(std::move(name)), injection_(std::move(injection)) {}
+  InjectedPolicy(std::shared_ptr<Policy> policy, std::string name, Injection injection)
+      : ForwardingPolicy(std::move(policy)), name_(std::move(name)), injection_(std::move(injection)) {}
 
-  std::string author() const override { return author_of(*policy_); }
   Needs needs() const override {
-    Needs n = policy_->needs();
+    Needs n = inner().needs();
     return injection_.recorded ? n.steps(true) : n;
   }
-  Demand demand(int prompt_tokens, int max_new) const override { return policy_->demand(prompt_tokens, max_new); }
-  std::vector<CodecSpec> codecs() const override { return policy_->codecs(); }
-  CodecSpec host_codec() const override { return policy_->host_codec(); }
-  void load_profile(const Profile& profile) override { policy_->load_profile(profile); }
   void attach(const Shape& shape, const BudgetAmount& budget, Workspace& w) override {
-    policy_->attach(shape, budget, w);
+    inner().attach(shape, budget, w);
     injector_.emplace(injection_, shape, w);
   }
   void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override {
     injector_->begin(kv, s);
-    policy_->prefill(with_injection(kv, nullptr), edits, s);
+    inner().prefill(with_injection(kv, nullptr), edits, s);
   }
   void select(const LayerStep& step, Edits& edits, Stream s) override {
-    policy_->select(with_injection(step, step.steps), edits, s);
+    inner().select(with_injection(step, step.steps), edits, s);
   }
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    policy_->observe(with_injection(step, step.steps), edits, s);
+    inner().observe(with_injection(step, step.steps), edits, s);
   }
   void finish_step(const Step& step, Edits& edits, Stream s) override {
     if (!used_) refuse();
-    policy_->finish_step(step, edits, s);
+    inner().finish_step(step, edits, s);
   }
-  void release(int slot) override { policy_->release(slot); }
 
  private:
   // steps: of the device; null = a prompt.
@@ -162,7 +156,6 @@ class InjectedPolicy final : public Policy, public EditsAuthor {
                 injection_.where);
   }
 
-  Instance<Policy> policy_;
   std::string name_;
   Injection injection_;
   std::optional<Injector> injector_;
@@ -174,7 +167,7 @@ class InjectedPolicy final : public Policy, public EditsAuthor {
 
 }  // namespace
 
-std::unique_ptr<Policy> injected(Instance<Policy> policy, const std::string& name, Injection injection) {
+std::unique_ptr<Policy> injected(std::shared_ptr<Policy> policy, const std::string& name, Injection injection) {
   return std::make_unique<InjectedPolicy>(std::move(policy), name, std::move(injection));
 }
 

@@ -66,6 +66,6 @@ class Injector {
 
 // The policy with an injection into ops::score_pages and ops::turned_heads. A recorded list replaces a decode step's
 // choice, not that of a prompt. A decode step throws Errc::config if the policy has called none of the ops by then.
-std::unique_ptr<Policy> injected(Instance<Policy> policy, const std::string& name, Injection injection);
+std::unique_ptr<Policy> injected(std::shared_ptr<Policy> policy, const std::string& name, Injection injection);
 
 }  // namespace kvlab

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "compose/compose.hpp"
+#include "compose/forwarding.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,9 +19,36 @@ Instance<Interface> make(const std::optional<PluginUse>& use, const PluginCatalo
   return create<Interface>(*info, use->params);
 }
 
+// A policy plugin whose pages on the host are packed.
+class Packed final : public ForwardingPolicy {
+ public:
+  Packed(std::shared_ptr<Policy> inner, const CodecSpec& codec) : ForwardingPolicy(std::move(inner)), codec_(codec) {}
+  CodecSpec host_codec() const override { return codec_; }
+
+ private:
+  CodecSpec codec_;
+};
+
+std::shared_ptr<Policy> packed(std::shared_ptr<Policy> policy, const PolicySpec& spec, const PluginCatalog& catalog) {
+  const Instance<Codec> codec = make<Codec>(spec.placement.codec, catalog);
+  if (!codec->spec().packs)
+    throw Error(Errc::config,
+                "got codec '" + spec.placement.codec->name + "' for pages on the host beside policy '" +
+                    spec.policy->name +
+                    "', wanted one that packs them without loss: the policy says how pages are kept",
+                spec.name);
+  if (!policy->needs().host_pages())
+    throw Error(Errc::config,
+                "got a codec for pages on the host beside policy '" + spec.policy->name +
+                    "', wanted none: it places no pages there",
+                spec.name);
+  return std::make_shared<Packed>(std::move(policy), codec->spec());
+}
+
 std::shared_ptr<Policy> join(const PolicySpec& spec, const PluginCatalog& catalog, std::optional<Injection> injection) {
   if (spec.policy) {
-    Instance<Policy> policy = make<Policy>(spec.policy, catalog);
+    std::shared_ptr<Policy> policy = make<Policy>(spec.policy, catalog);
+    if (spec.placement.codec) policy = packed(std::move(policy), spec, catalog);
     if (!injection) return policy;
     return injected(std::move(policy), spec.name, std::move(*injection));
   }

@@ -286,18 +286,22 @@ std::vector<EntryKey> keys_without(std::initializer_list<std::string_view> some)
   return keys;
 }
 
-// The keys that an entry of the plugin takes. A policy of its own has neither parts nor a placement.
+// The keys that an entry of the plugin takes. A policy of its own has no parts, and of placements a lossless link
+// alone.
 std::vector<EntryKey> keys_of(const PluginInfo& plugin) {
-  std::vector<EntryKey> keys = plugin.role == Role::policy
-                                   ? keys_without({"scorer", "selector", "schedule", "codec", "placement"})
+  std::vector<EntryKey> keys = plugin.role == Role::policy   ? keys_without({"scorer", "selector", "schedule", "codec"})
                                : plugin.role == Role::scorer ? keys_without({"policy", "selector"})
                                                              : keys_without({"policy", "scorer", "schedule"});
   for (EntryKey& key : keys)
-    if (plugin.role != Role::scorer && key.name == std::string_view("budget")) key.form = unsplit_budget;
+    if (plugin.role != Role::scorer && key.name == std::string_view("budget"))
+      key.form = unsplit_budget;
+    else if (plugin.role == Role::policy && key.name == std::string_view("placement"))
+      key = {"placement", "{tier: host, codec: NAME}", "a codec that packs pages on the host without loss"};
   try {
     const Needs needs = needs_of(plugin);
     std::erase_if(keys, [&](const EntryKey& k) {
       return (k.name == std::string_view("profile") && !needs.profile()) ||
+             (k.name == std::string_view("placement") && plugin.role == Role::policy && !needs.host_pages()) ||
              (k.name == std::string_view("budget") && needs.own_amount());
     });
   } catch (const Error&) {  // not known without the plugin's parameters

@@ -81,8 +81,9 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
     problems.add(place(policy.scorer ? "scorer" : "selector"),
                  fmt::format("got policy '{}' with a scorer or selector, wanted it alone: it is a whole life cycle",
                              policy.policy->name));
+  const bool packs = policy.placement.codec && policy.placement.resident == 0;  // a lossless link (build_policy)
   for (const char* key : {"codec", "placement"})
-    if (policy.policy && body.find(key))
+    if (policy.policy && body.find(key) && !(packs && key == std::string_view("placement")))
       problems.add(place(key),
                    fmt::format("got a {} beside policy '{}', wanted none: a policy plugin alone says how and "
                                "where its pages are kept",

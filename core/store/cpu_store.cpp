@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 
 namespace kvlab {
@@ -155,9 +156,10 @@ CpuStore::Place CpuStore::place(int layer, int slot, int head, int token) {
   const int page = token / options_.shape.page_size, offset = token % options_.shape.page_size;
   for (Tier tier : {Tier::device, Tier::host}) {
     const PageEntry& e = entries(tier, layer, slot, head)[page];
+    if (e.packed) break;
     if (e.frame != null_frame) return {arena(tier).at(e.frame), &layout(tier, e), offset};
   }
-  throw Error(Errc::internal, "page " + std::to_string(page) + " is in no tier");
+  throw Error(Errc::internal, "page " + std::to_string(page) + " is in no tier, or packed");
 }
 
 // Takes the frames of an append, all or none.
@@ -227,12 +229,15 @@ std::int64_t CpuStore::free_frames(Tier tier) const {
 }
 
 std::vector<std::int32_t> CpuStore::positions_by_place(int layer, int slot, int head) const {
-  const std::vector<std::int32_t> one{slot};
-  std::vector<std::int32_t> out(static_cast<std::size_t>(length(layer, slot, head)));
-  CpuStore* self = const_cast<CpuStore*>(this);
-  for (int t = 0; t < static_cast<int>(out.size()); ++t) {
-    const Place p = self->place(layer, slot, head, t);
-    std::memcpy(&out[static_cast<std::size_t>(t)], p.frame + p.layout->positions + p.offset * 4, 4);
+  const int p = options_.shape.page_size, n = length(layer, slot, head);
+  std::vector<std::int32_t> out(static_cast<std::size_t>(n));
+  for (int t = 0; t < n; t += p) {
+    const PageEntry &upper = entries(Tier::device, layer, slot, head)[t / p],
+                    &lower = entries(Tier::host, layer, slot, head)[t / p];
+    const Tier tier = upper.frame != null_frame ? Tier::device : Tier::host;
+    const PageEntry& e = tier == Tier::device ? upper : lower;
+    std::memcpy(out.data() + t, arena(tier).at(e.frame) + ops::positions_of(layout(tier, e), e),
+                static_cast<std::size_t>(std::min(p, n - t)) * 4);
   }
   return out;
 }
@@ -258,6 +263,9 @@ void CpuStore::check_invariants() const {
             ++copies;
             const std::int64_t size = layout(tier, e).bytes;
             if (tier == Tier::device && (e.codec > 0) != (page < lower)) fail("a page's codec is out of order");
+            if (e.packed && (tier == Tier::device || !packs() || e.tokens != s.page_size ||
+                             ops::packed_bytes(host_layout_, e) >= host_layout_.bytes))
+              fail("a page is packed that must not be");
             bytes[static_cast<int>(tier)] += size;
             seen[static_cast<int>(tier)].emplace_back(e.frame, size);
             if (page < pages && e.tokens != std::min(s.page_size, n - page * s.page_size))

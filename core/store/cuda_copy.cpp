@@ -121,6 +121,7 @@ std::shared_ptr<CpuStore> CudaStore::copy_of(int slot) const {
           PageEntry& copy = out->entries(tier, l, 0, head)[page];
           if (!out->take(tier, copy, e.codec)) throw Error(Errc::internal, "a copy of a slot does not fit");
           copy.tokens = e.tokens;
+          copy.packed = e.packed;
           lower += e.codec > 0;
           copy_frame(tier, e, copy);
         }

@@ -351,7 +351,7 @@ Fit CudaStore::launch_page_edit(CudaStorePageEdit e, int index, const std::vecto
     }
     if (!jobs_) jobs_ = StreamMemory(stream_, sizes(options_).jobs);
     e.job_count = jobs_.as<std::int32_t>();
-    e.jobs = e.job_count + 1;
+    e.jobs = e.job_count + 4;
     zero_memory(e.job_count, sizeof(std::int32_t), stream_);
   }
   only_on_cuda<cuda_store::page_edit>(layer(index), e, stream_);

@@ -120,6 +120,19 @@ __device__ inline void copy_frame(const CudaStoreLayer& s, const std::byte* from
                    static_cast<int>(s.layout.bytes / 16), thread, threads);
 }
 
+// For copies that run beside kernels that take frames.
+__device__ inline void give_frame_back(const CudaStoreLayer& s, std::int32_t frame) {
+  PageEntry e;
+  e.frame = frame;
+  poison_frame(s, 0, e);
+  s.returned[atomicAdd(s.returned_count, 1)] = frame;
+}
+
+// The last word of a job (CudaStorePlace) for a page whose entry on the host is `lower`.
+__device__ inline std::int32_t last_of_job(const CudaStoreLayer& s, const PageEntry& lower, int tokens) {
+  return s.packs ? static_cast<std::int32_t>(&lower - s.host_entries) : tokens;
+}
+
 // One thread of each block of copies calls it at the block's end. counts: {jobs, blocks that are done}. The last block
 // leaves both zero.
 __device__ inline void end_copies(std::int32_t* counts) {

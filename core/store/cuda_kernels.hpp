@@ -39,10 +39,11 @@ struct CudaStoreCounters {
   std::int32_t error = 0;
   // Frames of the host that heads will take for the pages that they have filled since, once a place edit named them.
   std::int32_t owed = 0;
-  unsigned long long moved[2] = {};  // pages that arrived on a tier
-  unsigned long long states = 0;     // pages whose token state a drop copied to the host
-  unsigned long long fetched = 0;    // tokens that came from archives
-  unsigned long long fired = 0;      // edits that changed something
+  unsigned long long moved[2] = {};   // pages that arrived on a tier
+  unsigned long long spared[2] = {};  // units of 16 bytes of them that did not cross, because they are packed
+  unsigned long long states = 0;      // pages whose token state a drop copied to the host
+  unsigned long long fetched = 0;     // tokens that came from archives
+  unsigned long long fired = 0;       // edits that changed something
   unsigned long long last_edit = 0;
 };
 
@@ -59,8 +60,10 @@ struct CudaStoreLayer {
   // Pages have several layouts: the tiers' codecs differ, so that pages which cross are encoded anew, or the device has
   // two codecs.
   bool mixed = false;
-  const float* inv_freq = nullptr;  // [head_dim / 2] under re_rotate, where keys follow their ranks; null otherwise
-  int kv_heads = 0, pages = 0;      // pages: entries of a head's table
+  bool packs = false;                 // full pages on the host are packed
+  PageEntry* host_entries = nullptr;  // table[1] of layer 0, in which jobs count entries
+  const float* inv_freq = nullptr;    // [head_dim / 2] under re_rotate, where keys follow their ranks; null otherwise
+  int kv_heads = 0, pages = 0;        // pages: entries of a head's table
   std::int64_t heads_per_layer = 0;
   ops::FramePool pool[pools];
   // [capacity] device frames that copies give back, and their count. take_back moves them to the pool.
@@ -105,10 +108,11 @@ struct CudaStorePageEdit : CudaStoreList {
   enum Verb : std::uint8_t { offload, recall, recall_all, drop } verb = offload;  // recall_all has no list
   Tier tier = Tier::device;                                                       // a drop frees frames of this tier
   std::int32_t* job_count = nullptr;                                              // the caller sets it to 0
-  std::int32_t* jobs = nullptr;  // [3 * entries of the list, or of the rows' tables]: frames from and to, tokens
+  std::int32_t* jobs = nullptr;  // as of CudaStorePlace, [4 * entries of the list, or of the rows' tables]
 };
 
-// Jobs of four words: the kind, the frame to read, the frame to write, tokens.
+// Jobs of four words: the kind, the frame to read, the frame to write, tokens. Where pages are packed, the last one is
+// the page's entry in CudaStoreLayer::host_entries.
 struct CudaStorePlace : CudaStoreList {
   enum Job : std::int32_t { up, down, down_and_leave, leave };
   struct Move {  // a job as it lies in `jobs`; from, to: frames

@@ -8,6 +8,7 @@
 #include "base/relay.cuh"
 #include "ops/select/select.cuh"
 #include "store/cuda_kernels.hpp"
+#include "store/cuda_packed.hpp"
 #include "store/cuda_tokens.cuh"
 
 namespace kvlab {
@@ -146,9 +147,9 @@ __global__ void __launch_bounds__(threads)
   }
   __syncthreads();
 
-  const auto job = [&](int kind, int from, int to, int tokens) {
+  const auto job = [&](int kind, int from, int to, int last) {
     const int i = atomicAdd(a.counts, 1);
-    a.jobs[4 * i] = kind, a.jobs[4 * i + 1] = from, a.jobs[4 * i + 2] = to, a.jobs[4 * i + 3] = tokens;
+    a.jobs[4 * i] = kind, a.jobs[4 * i + 1] = from, a.jobs[4 * i + 2] = to, a.jobs[4 * i + 3] = last;
   };
   bool changed = false;
   int arrived = 0, written = 0;
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(threads)
       continue;
     }
     PageEntry& to = h.table[0][coming[i]];
-    const PageEntry low = h.table[1][coming[i]];
+    const PageEntry& lower = h.table[1][coming[i]];
+    const PageEntry low = lower;
     if (gone && !a.reuse && take(s, 0, to, low.tokens, 0)) {
       job(CudaStorePlace::leave, gone->frame, null_frame, 0);
       *gone = PageEntry{};
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(threads)
     } else if (!take(s, 0, to, low.tokens, store_no_room)) {
       continue;
     }
-    job(CudaStorePlace::up, low.frame, to.frame, low.tokens);
+    job(CudaStorePlace::up, low.frame, to.frame, last_of_job(s, lower, low.tokens));
     ++arrived;
   }
   for (int page = mine; page < pages; page += threads) {
@@ -183,7 +185,8 @@ __global__ void __launch_bounds__(threads)
     if (!copies) continue;
     PageEntry &d = h.table[0][page], &low = h.table[1][page];
     if (!take(s, 1, low, d.tokens, store_no_room)) continue;
-    job(leaves ? CudaStorePlace::down_and_leave : CudaStorePlace::down, d.frame, low.frame, d.tokens);
+    job(leaves ? CudaStorePlace::down_and_leave : CudaStorePlace::down, d.frame, low.frame,
+        last_of_job(s, low, d.tokens));
     ++written;
     if (!leaves) continue;
     changed = true;
@@ -194,13 +197,6 @@ __global__ void __launch_bounds__(threads)
   if (arrived) atomicAdd(&s.counters->moved[0], static_cast<unsigned long long>(arrived));
   if (written) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(written));
   if (changed) count_fired(s, a.edit);
-}
-
-__device__ void give_frame_back(const CudaStoreLayer& s, std::int32_t frame) {
-  PageEntry e;
-  e.frame = frame;
-  poison_frame(s, 0, e);
-  s.returned[atomicAdd(s.returned_count, 1)] = frame;
 }
 
 // Blocks of one warp. A lane has a job; the first lane copies for all of them.
@@ -299,7 +295,9 @@ void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream)
 KVLAB_ON_CUDA(plan_place, plan_place);
 
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
-  if (s.mixed)
+  if (s.packs)
+    copy_packing(s, {a.jobs, a.counts, true, 0}, copying_multiprocessors, stream);
+  else if (s.mixed)
     carry_kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
   else
     launch_relay("copy_placed", relay_kernel, copying_multiprocessors, stream, s, a.jobs, a.counts);

@@ -135,7 +135,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.rows = slots * (slots + 1) / 2 * word;
   out.all_rows = o.all_layers ? n(s.layers) * out.rows : 0;
   out.inv_freq = o.rope_table.inv_freq ? n(s.head_dim / 2) * sizeof(float) : 0;
-  out.jobs = (1 + 3 * of_layer) * word;
+  out.jobs = (4 + 4 * of_layer) * word;
   out.summaries = pages * n(summary_bytes(o));
   if (o.archive) out.archive = out.table, out.archived = out.lengths;
   if (!o.host_pages) return out;
@@ -247,7 +247,9 @@ CudaStoreLayer CudaStore::layer(int index) const {
   l.layout = layouts_[0];
   l.host_layout = host_layout_;
   l.lower_layout = layouts_[1];
-  l.mixed = options_.codecs[0] != options_.host_codec || two_codecs();
+  l.mixed = !options_.codecs[0].stores_as(options_.host_codec) || two_codecs();
+  l.packs = packs();
+  l.host_entries = table_[1].as<PageEntry>();
   if (options_.rope == RopeRegime::re_rotate) l.inv_freq = inv_freq_.as<float>();
   l.kv_heads = options_.shape.kv_heads;
   l.pages = static_cast<int>(pages_per_head_);
@@ -445,13 +447,15 @@ void CudaStore::count_ledger() {
                                                   {Tag::positions, l.bytes - l.positions - columns},
                                                   {Tag::scores, columns}};
     const std::int64_t frames = in_use(t),
-                       moved = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]);
+                       moved = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.moved[t] - counted_moved_[t]),
+                       spared = t == lower_pool ? 0 : static_cast<std::int64_t>(known_.spared[t] - counted_spared_[t]);
     for (const auto& [tag, bytes] : parts) {
       ledger_.hold(tier, tag, (frames - counted_frames_[t]) * bytes);
       ledger_.move(tier, tag, moved * bytes);
     }
+    for (const Tag side : {Tag::keys, Tag::values}) ledger_.move(tier, side, -spared * 8);
     counted_frames_[t] = frames;
-    if (t != lower_pool) counted_moved_[t] = known_.moved[t];
+    if (t != lower_pool) counted_moved_[t] = known_.moved[t], counted_spared_[t] = known_.spared[t];
     std::int64_t peak = std::max<std::int64_t>(0, known_.peak_frames[t] - frames) * l.bytes;
     if (t == 0 && summary_bytes_) peak += std::max<std::int64_t>(0, known_.peak_pages - pages) * summary_bytes_;
     ledger_.raise_peak(tier, ledger_.total(tier) + peak);

@@ -6,7 +6,9 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
+#include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
+#include "store/cuda_packed.hpp"
 #include "store/cuda_tokens.cuh"
 #include "store/cuda_turn.hpp"
 
@@ -395,10 +397,9 @@ __global__ void page_edit_kernel(const __grid_constant__ CudaStoreLayer s,
     PageEntry &source = to ? d : low, &target = to ? low : d;
     if (target.frame >= 0 || source.frame < 0) continue;
     if (!take(s, to, target, source.tokens)) continue;
-    const int job = atomicAdd(a.job_count, 1);
-    a.jobs[3 * job] = source.frame;
-    a.jobs[3 * job + 1] = target.frame;
-    a.jobs[3 * job + 2] = source.tokens;
+    std::int32_t* job = a.jobs + 4 * atomicAdd(a.job_count, 1);
+    job[0] = to ? CudaStorePlace::down : CudaStorePlace::up;
+    job[1] = source.frame, job[2] = target.frame, job[3] = last_of_job(s, low, source.tokens);
     changed = true;
   }
   if (changed) count_fired(s, a.edit);
@@ -414,9 +415,9 @@ __global__ void __launch_bounds__(256) page_copy_kernel(const __grid_constant__ 
        job += static_cast<int>(gridDim.x) * all_warps) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (Mixed)
-      carry_page(s, to, jobs[3 * job], jobs[3 * job + 1], jobs[3 * job + 2], lane);
+      carry_page(s, to, jobs[4 * job + 1], jobs[4 * job + 2], jobs[4 * job + 3], lane);
     else
-      copy_frame(s, frame_at(s, 1 - to, jobs[3 * job]), frame_at(s, to, jobs[3 * job + 1]), lane, 32);
+      copy_frame(s, frame_at(s, 1 - to, jobs[4 * job + 1]), frame_at(s, to, jobs[4 * job + 2]), lane, 32);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0 && *count > 0)
     atomicAdd(&s.counters->moved[to], static_cast<unsigned long long>(*count));
@@ -441,7 +442,8 @@ __global__ void positions_kernel(const __grid_constant__ CudaStoreLayer s, int s
   if (t >= tokens) return;
   const Head h = head_of(s, slot, head);
   const std::byte* page = page_at(s, h, t / p);
-  out[t] = reinterpret_cast<const std::int32_t*>(page + layout_at(s, h, t / p).positions)[t % p];
+  const PageEntry &upper = h.table[0][t / p], &e = upper.frame >= 0 ? upper : h.table[1][t / p];
+  out[t] = reinterpret_cast<const std::int32_t*>(page + ops::positions_of(layout_at(s, h, t / p), e))[t % p];
 }
 
 // Writes the pages or tokens of a list and of the pins in ascending order.
@@ -590,8 +592,10 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
   page_edit_kernel<<<dim3(e.rows * s.kv_heads, parts), 128, 0, stream_of(stream)>>>(s, e);
   check_launch("page_edit");
   if (e.verb == CudaStorePageEdit::drop) return;
+  const int to = e.verb == CudaStorePageEdit::offload ? 1 : 0;
+  if (s.packs) return copy_packing(s, {e.jobs, e.job_count, false, to}, 64, stream);
   const auto copy = s.mixed ? page_copy_kernel<true> : page_copy_kernel<false>;
-  copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, e.verb == CudaStorePageEdit::offload ? 1 : 0);
+  copy<<<64, 256, 0, stream_of(stream)>>>(s, e.job_count, e.jobs, to);
   check_launch("page_copy");
 }
 KVLAB_ON_CUDA(page_edit, page_edit);

@@ -277,7 +277,7 @@ class CudaStore final : public Store {
   bool reserved_ = false;
   Taken taken_;
   bool tails_stay_ = true;  // nothing ever brought a partly filled last page to the host
-  StreamMemory jobs_;       // one page edit: count, then (from, to, tokens) per page; from the first such edit on
+  StreamMemory jobs_;       // one page edit: its count, then CudaStorePageEdit::jobs; from the first such edit on
   unsigned long long edit_ = 0;
   ops::FinalList final_;
   int since_refresh_ = 0;  // decode steps since update(), counted per slot
@@ -290,7 +290,7 @@ class CudaStore final : public Store {
   Frames free_bound_ = {};
   Frames counted_frames_ = {};  // counts that the ledger has
   std::int64_t counted_pages_ = 0;
-  unsigned long long counted_moved_[2] = {0, 0}, counted_states_ = 0, counted_fetched_ = 0;
+  unsigned long long counted_moved_[2] = {0, 0}, counted_spared_[2] = {0, 0}, counted_states_ = 0, counted_fetched_ = 0;
 };
 
 }  // namespace kvlab

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <span>
 
+#include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "ops/score/verify.hpp"
 #include "ops/select/select.hpp"
@@ -51,19 +52,23 @@ void CpuStore::copy_page(int layer, int slot, int head, int page, Tier from, Tie
   const PageLayout &la = layout(from, a), &lb = layout(to, b);
   const std::byte* source = arena(from).at(a.frame);
   std::byte* target = arena(to).at(b.frame);
-  if (la.bytes == lb.bytes && la.codec == lb.codec) {
+  b.packed = 0;
+  if (to == Tier::host && packs() && a.tokens == options_.shape.page_size)
+    b.packed = static_cast<std::uint8_t>(ops::pack_page(source, la, target));
+  if (a.packed)
+    ops::unpack_page(source, lb, target);
+  else if (!b.packed && la.codec.stores_as(lb.codec))
     std::memcpy(target, source, static_cast<std::size_t>(la.bytes));
-  } else {
+  else if (!b.packed)
     for (int t = 0; t < a.tokens; ++t) ops::copy_token(source, la, t, target, lb, t);
-  }
   b.tokens = a.tokens;
-  count_arrival(to, lb);
+  count_arrival(to, lb, lb.bytes - ops::packed_bytes(lb, a.packed ? a : b));
 }
 
-void CpuStore::count_arrival(Tier to, const PageLayout& l) {
+void CpuStore::count_arrival(Tier to, const PageLayout& l, std::int64_t spared) {
   const std::int64_t columns = std::int64_t{l.state_columns} * l.page_size * 4;
-  ledger_.move(to, Tag::keys, l.v - l.k);
-  ledger_.move(to, Tag::values, l.k_meta - l.v);
+  ledger_.move(to, Tag::keys, l.v - l.k - spared / 2);
+  ledger_.move(to, Tag::values, l.k_meta - l.v - spared / 2);
   ledger_.move(to, Tag::codec_metadata, l.positions - l.k_meta);
   ledger_.move(to, Tag::positions, l.bytes - l.positions - columns);
   ledger_.move(to, Tag::scores, columns);

@@ -101,6 +101,7 @@ std::vector<std::int64_t> kind_of(const StoreOptions& o, std::size_t state_bytes
     }
   };
   add(o.host_codec);
+  if (o.host_codec.packs) kind.push_back(1);
   for (const CodecSpec& c : o.codecs) add(c);
   return kind;
 }
@@ -126,6 +127,7 @@ std::vector<std::byte> CpuStore::save(int slot) const {
         for (Tier tier : {Tier::device, Tier::host}) {
           const PageEntry& e = entries(tier, layer, slot, head)[page];
           w.put(static_cast<std::uint8_t>(e.frame == null_frame ? absent : e.codec));
+          if (e.frame != null_frame && tier == Tier::host && packs()) w.put(e.packed);
           if (e.frame != null_frame) w.bytes(arena(tier).at(e.frame), static_cast<std::size_t>(layout(tier, e).bytes));
         }
         if (summary_bytes_)
@@ -250,6 +252,7 @@ void CpuStore::read_snapshot(int slot, const std::vector<std::byte>& snapshot, F
             return;
           }
           lower_pages_[head_index(layer, slot, head)] += codec > 0;
+          if (tier == Tier::host && packs()) e.packed = r.get<std::uint8_t>();
           e.tokens = static_cast<std::uint16_t>(std::min(s.page_size, n - page * s.page_size));
           const std::size_t bytes = static_cast<std::size_t>(layout(tier, e).bytes);
           std::memcpy(arena(tier).at(e.frame), r.bytes(bytes), bytes);

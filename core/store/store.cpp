@@ -7,6 +7,7 @@
 
 #include "base/part_timer.hpp"
 #include "ops/page/codes.hpp"
+#include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 #include "store/cuda_store.hpp"
@@ -44,6 +45,18 @@ void check_copies(const StoreOptions& o) {
   if (o.codecs.size() != 1 || o.codecs[0] != o.host_codec) refuse("pages of several codecs, wanted one of all tiers");
   if (o.pauses) refuse("a policy that pauses sequences, wanted page_copies: kernel");
   if (o.archive) refuse("a policy that archives heads, wanted page_copies: kernel");
+}
+
+// Refuses what packed pages do not go with.
+void check_packing(const StoreOptions& o) {
+  for (const CodecSpec& c : o.codecs)
+    if (c.packs)
+      throw Error(
+          Errc::config,
+          "got a codec that packs pages for those on the device, wanted it for the host: placement: {tier: host, "
+          "codec: NAME}");
+  if (!o.host_codec.packs) return;
+  for (const CodecSpec& c : {o.host_codec, o.codecs[0]}) ops::check_packable(frame_layout(o, c));
 }
 
 void check_waiting(const Edit& e) {
@@ -270,6 +283,12 @@ void Store::check_edit(const Edit& e, std::size_t rows) const {
   const Shape& s = options_.shape;
   if (e.layer < 0 || e.layer >= s.layers) bad(e, "got that layer, wanted 0 to " + std::to_string(s.layers - 1));
   const std::int64_t wanted = static_cast<std::int64_t>(rows);
+  const bool of_tokens = e.verb == Edit::evict || e.verb == Edit::evict_rest || e.verb == Edit::evict_surplus ||
+                         e.verb == Edit::move || e.verb == Edit::store_as || e.verb == Edit::encode;
+  if (of_tokens && packs())
+    throw Error(Errc::unsupported,
+                "got an edit of tokens with a codec that packs pages on the host, wanted edits of pages",
+                "edit of layer " + std::to_string(e.layer));
   if (e.verb == Edit::evict_surplus) return check_surplus(e, wanted);
   if (e.verb == Edit::store_as) return check_levels(e, wanted);
   check_archiving(e);
@@ -601,6 +620,7 @@ StoreBytes store_bytes(const StoreOptions& options, Device device) {
 void check_store(const StoreOptions& options, Device device) {
   check_archive(options);
   check_copies(options);
+  check_packing(options);
   device == Device::cuda ? CudaStore::check(options) : CpuStore::check(options);
 }
 

@@ -189,6 +189,8 @@ class Store {
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
  protected:
+  bool packs() const { return options_.host_codec.packs; }  // full pages on the host are packed
+
   // A waiting edit of one slot. The store owns copies of its list, dense [1, kv_head, room], unless it lasts, and of
   // marks of the heads that it means, [kv_head] u8; none = all heads.
   struct Pending {

@@ -59,8 +59,13 @@ struct CodecSide {
 
 struct CodecSpec {
   CodecSide k, v;
+  // For pages on the host alone, both sides in bf16: full pages cross the link packed, without loss. Their frames are
+  // as large as others. A packed page keeps its tokens: an edit that evicts, moves or encodes them is refused.
+  bool packs = false;
 
   bool grouped() const { return k.grouped() || v.grouped(); }
+  // Whether pages of both lie alike where they are not packed.
+  bool stores_as(const CodecSpec& other) const { return k == other.k && v == other.v; }
 
   bool operator==(const CodecSpec&) const = default;
 };
@@ -94,7 +99,8 @@ struct PageEntry {
   std::int32_t frame = null_frame;
   std::uint16_t tokens = 0;
   std::uint8_t codec = 0;  // index into PagedKv::layouts
-  std::uint8_t reserved = 0;
+  std::uint8_t packed =
+      0;  // of the host tier: units of a packed page (ops::packed_unit), 0 = it lies as its layout says
 };
 
 // inv_freq: [head_dim / 2] of the model, scaling included; only ops that rotate read it. RoPE turns the pairs (i, i +

@@ -3,6 +3,7 @@
 
 #include <catch2/catch.hpp>
 
+#include "compose/forwarding.hpp"
 #include "ops/page/paged.hpp"
 #include "support/contract.hpp"
 
@@ -46,19 +47,12 @@ double limit_of(const Play& p) {
 }
 
 // Keeps all tokens as the inner policy does, with keys of another regime.
-class KeepsAll final : public Policy {
+class KeepsAll final : public ForwardingPolicy {
  public:
-  KeepsAll(std::shared_ptr<Policy> inner, RopeRegime regime) : inner_(std::move(inner)), regime_(regime) {}
-  Needs needs() const override { return inner_->needs().rope(regime_); }
-  std::vector<CodecSpec> codecs() const override { return inner_->codecs(); }
-  CodecSpec host_codec() const override { return inner_->host_codec(); }
-  void attach(const Shape& s, const BudgetAmount& b, Workspace& w) override { inner_->attach(s, b, w); }
-  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { inner_->prefill(kv, edits, s); }
-  void finish_step(const Step& step, Edits& edits, Stream s) override { inner_->finish_step(step, edits, s); }
-  void release(int slot) override { inner_->release(slot); }
+  KeepsAll(std::shared_ptr<Policy> inner, RopeRegime regime) : ForwardingPolicy(std::move(inner)), regime_(regime) {}
+  Needs needs() const override { return inner().needs().rope(regime_); }
 
  private:
-  std::shared_ptr<Policy> inner_;
   RopeRegime regime_;
 };
 
@@ -360,24 +354,18 @@ TEST_CASE("a released slot leaves no trace, and rows of a ragged batch equal the
 namespace {
 
 // The policy under test, over a cache whose tokens change places after every step.
-class Shuffled final : public Policy {
+class Shuffled final : public ForwardingPolicy {
  public:
-  Shuffled(std::shared_ptr<Policy> inner, int layers) : inner_(std::move(inner)), layers_(layers) {}
-  Needs needs() const override { return inner_->needs(); }
-  std::vector<CodecSpec> codecs() const override { return inner_->codecs(); }
-  CodecSpec host_codec() const override { return inner_->host_codec(); }
-  void attach(const Shape& s, const BudgetAmount& b, Workspace& w) override { inner_->attach(s, b, w); }
-  void prefill(const LayerPrefill& kv, Edits& edits, Stream s) override { inner_->prefill(kv, edits, s); }
-  void select(const LayerStep& step, Edits& edits, Stream s) override { inner_->select(step, edits, s); }
+  Shuffled(std::shared_ptr<Policy> inner, int layers) : ForwardingPolicy(std::move(inner)), layers_(layers) {}
   void observe(const LayerStep& step, Edits& edits, Stream s) override {
-    inner_->observe(step, edits, s);
+    inner().observe(step, edits, s);
     lengths_.resize(static_cast<std::size_t>(layers_));
     auto& lengths = lengths_[static_cast<std::size_t>(step.layer)];
     lengths.clear();
     for (int head = 0; head < step.kv_heads(); ++head) lengths.push_back(step.pages.tokens(0, head));
   }
   void finish_step(const Step& step, Edits& edits, Stream s) override {
-    inner_->finish_step(step, edits, s);
+    inner().finish_step(step, edits, s);
     for (int layer = 0; layer < layers_; ++layer) {
       const auto& lengths = lengths_[static_cast<std::size_t>(layer)];
       const auto heads = static_cast<std::int64_t>(lengths.size());
@@ -395,11 +383,9 @@ class Shuffled final : public Policy {
       edits.move(pairs);
     }
   }
-  void release(int slot) override { inner_->release(slot); }
 
  private:
   static constexpr int exchanges = 24;
-  std::shared_ptr<Policy> inner_;
   int layers_;
   unsigned state_ = 7;
   std::vector<std::vector<int>> lengths_;

@@ -42,6 +42,31 @@ TEST_CASE("everything on the host and recalled equals everything resident, bit f
   }
 }
 
+TEST_CASE("pages that are packed on the host give the same bits") {
+  const auto model = tiny_model("llama-gqa3", DType::bf16);
+  const auto prompt = test_text(112, model->config.vocab), answer = test_text(10, model->config.vocab, 5);
+  for (const Subject& s : about("selectors, and policies that place pages on the host", [](const Subject& s) {
+         const Needs needs = subjects().policy(s.spec)->needs();
+         return !s.spec.scorer && !s.spec.codec && s.runs_with(DType::bf16) && needs.token_state().empty() &&
+                (s.spec.selector || needs.host_pages());
+       })) {
+    CAPTURE(s.label);
+    PolicySpec spec = with_budget(s.spec, BudgetAmount::tokens, 48);
+    spec.placement.tier = Tier::host;
+    Play plain(model, spec);
+    spec.placement.codec = subjects().codec("lossless");
+    Play packed(model, spec);
+    INFO("usual cause: an op reads pages of kv.host_pages. A packed page has to come to the device first.");
+    CHECK(packed.run(prompt, answer) == plain.run(prompt, answer));
+    for (const Tier tier : {Tier::device, Tier::host}) {
+      const std::int64_t moved = plain.engine->ledger().moved_total(tier);
+      REQUIRE(moved > 0);
+      CHECK(packed.engine->ledger().moved_total(tier) < moved);
+    }
+    CHECK(kept_of(packed.engine->store(), packed.slot) == kept_of(plain.engine->store(), plain.slot));
+  }
+}
+
 TEST_CASE("a second prompt reads what went to the host after the first") {
   const auto model = tiny_model("llama-gqa3");
   const auto first = test_text(70, model->config.vocab), second = test_text(30, model->config.vocab, 3),

@@ -25,7 +25,7 @@ FNR == 1 { print "#line 1 \"" FILENAME "\"" }
   sub(/^[ \t]*__shared__ /, "", text)
   sub(/;.*/, "", text)
   names = text
-  sub(/^[A-Za-z_0-9]+ /, "", names)
+  sub(/^[A-Za-z_0-9:]+ /, "", names)
   gsub(/\[[^]]*\]/, "", names)
   print "struct Shared" FNR " { " text "; }; auto& [" names "] = ::emulator::static_shared<Shared" FNR ">();"
   next

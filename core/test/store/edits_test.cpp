@@ -480,6 +480,81 @@ TEST_CASE("a host codec encodes on the way down and decodes on the way up") {
   store.check_invariants();
 }
 
+TEST_CASE("pages on the host are packed without loss, and keep their tokens") {
+  StoreFixture f;
+  f.options.shape.dtype = DType::bf16;
+  f.options.shape.head_dim = 64;
+  f.options.shape.page_size = 8;
+  f.inv_freq = test::test_inv_freq(64);
+  f.options.host_codec.packs = true;
+  f.options.summary = Summary::min_max;
+  f.wild = true;
+  CpuStore store(f.options), other(f.options);
+  const int slot = store.open();
+  f.fill(store, slot, 52);  // 6 full pages, of which 3 to 5 pack badly, and one with 4 tokens
+  const auto before = test::stored_tokens(store, 0, slot, 0);
+  const auto positions = store.positions(0, slot, 0);
+  Lists pages(2, {0, 1, 2, 3, 4, 5, 6});
+  Edits down;
+  down.offload(pages.pages());
+  down.drop(Tier::device, pages.pages());
+  one(store, slot, down);
+  const std::vector<std::int32_t> slots{slot};
+  const PagedKv host = store.view(0, slots, Tier::host);
+  std::int64_t crossed = 0;
+  const std::int64_t plain = frame_layout(f.options, {}).bytes;
+  for (int head = 0; head < 2; ++head)
+    for (int page = 0; page < 7; ++page) {
+      CAPTURE(page);
+      CHECK((host.entry(0, head, page).packed > 0) == (page < 3));
+      crossed += ops::packed_bytes(host.layout(host.entry(0, head, page)), host.entry(0, head, page));
+    }
+  CHECK(crossed < 14 * plain);
+  CHECK(store.ledger().moved_total(Tier::host) == crossed);
+  CHECK(store.ledger().total(Tier::host) == 14 * plain);  // the frames are whole
+  CHECK(test::stored_tokens(store, 0, slot, 0) == before);
+  CHECK(store.positions(0, slot, 0) == positions);
+  store.check_invariants();
+
+  const int copy = other.open();
+  REQUIRE(other.restore(copy, store.save(slot)) == Fit::ok);
+  other.check_invariants();
+  Edits up;
+  up.recall(pages.pages());
+  for (auto [of, at] : {std::pair<CpuStore*, int>{&store, slot}, {&other, copy}}) {
+    one(*of, at, up);
+    CHECK(of->ledger().moved_total(Tier::device) == crossed);
+    const std::vector<std::int32_t> one_slot{at};
+    const PagedKv kv = of->view(0, one_slot);
+    for (int page = 0; page < 7; ++page) CHECK(kv.entry(0, 0, page).packed == 0);
+    CHECK(test::stored_tokens(*of, 0, at, 0) == before);
+    f.fill(*of, at, 1, true);  // the last page goes on
+    CHECK(of->length(0, at, 0) == 53);
+    of->check_invariants();
+  }
+  for (const Edit::Verb verb : {Edit::evict, Edit::evict_rest, Edit::move}) {
+    Edits e;
+    const Lists tokens(2, {0, 1});
+    if (verb == Edit::move)
+      e.move(tokens.tokens());
+    else
+      verb == Edit::evict ? e.evict(tokens.tokens()) : e.evict_rest(tokens.tokens());
+    CHECK_THROWS_WITH(store.apply(e.all(), {slot}), Catch::Contains("packs pages"));
+  }
+  CHECK(test::stored_tokens(store, 0, slot, 0).size() == 53);
+
+  const auto refused = [&](const auto& change, const char* what) {
+    StoreOptions o = f.options;
+    change(o);
+    CHECK_THROWS_WITH(check_store(o, Device::cpu), Catch::Contains(what));
+  };
+  refused([](StoreOptions& o) { o.codecs[0].packs = true; }, "placement");
+  refused([](StoreOptions& o) { o.shape.dtype = DType::f32; }, "bf16");
+  refused([](StoreOptions& o) { o.codecs[0].k.bits = 8; }, "codes");
+  refused([](StoreOptions& o) { o.token_state = {"score"}; }, "token state");
+  refused([](StoreOptions& o) { o.copy_by_host = true; }, "several codecs");
+}
+
 TEST_CASE("an edit of n steps from now takes effect exactly then, from lists of its own, per row") {
   StoreFixture f;
   CpuStore store(f.options);

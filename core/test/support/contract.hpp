@@ -132,6 +132,7 @@ class Subjects {
   std::shared_ptr<Policy> policy(const PolicySpec& spec, const Model& model) {
     return build_policy(spec, catalog_, profile_of(spec, model));
   }
+  PluginUse codec(const std::string& name) const { return use(registry_.require(Role::codec, name)); }
   Instance<Scorer> scorer(const PolicySpec& spec) {
     return create<Scorer>(registry_.require(Role::scorer, spec.scorer->name), spec.scorer->params);
   }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cpu_store.hpp"
 
@@ -18,6 +19,7 @@ inline std::vector<float> test_inv_freq(int head_dim) {
 struct StoreFixture {
   StoreOptions options;
   std::vector<float> inv_freq;
+  bool wild = false;
 
   StoreFixture() {
     options.shape.layers = 2;
@@ -42,6 +44,9 @@ struct StoreFixture {
     std::vector<float> out(static_cast<std::size_t>(options.shape.head_dim));
     for (int d = 0; d < options.shape.head_dim; ++d)
       out[static_cast<std::size_t>(d)] = element(side, layer, slot, head, position, d);
+    // Exponents far apart, as a page that packs badly has.
+    if (wild && position / 24 % 2)
+      for (float& x : out) x = std::ldexp(x, (position * 37 + static_cast<int>(&x - out.data()) * 11) % 121 - 60);
     return out;
   }
 
@@ -120,15 +125,22 @@ inline std::vector<StoredToken> stored_tokens(const Store& store, int layer, int
     const PagedKv& kv = tiers[0].entry(0, head, page).frame != null_frame ? tiers[0] : tiers[1];
     const PageEntry& e = kv.entry(0, head, page);
     const PageLayout& l = kv.layout(e);
+    std::vector<std::byte> plain;
+    const std::byte* frame = kv.frame(e);
+    if (e.packed) {
+      plain.resize(static_cast<std::size_t>(l.bytes));
+      ops::unpack_page(kv.frame(e), l, plain.data());
+      frame = plain.data();
+    }
     StoredToken token;
     token.k.resize(static_cast<std::size_t>(s.head_dim));
     token.v.resize(static_cast<std::size_t>(s.head_dim));
-    ops::read_row(kv.frame(e), l, KvSide::key, offset, token.k.data());
-    ops::read_row(kv.frame(e), l, KvSide::value, offset, token.v.data());
-    std::memcpy(&token.position, kv.frame(e) + l.positions + offset * 4, 4);
+    ops::read_row(frame, l, KvSide::key, offset, token.k.data());
+    ops::read_row(frame, l, KvSide::value, offset, token.v.data());
+    std::memcpy(&token.position, frame + l.positions + offset * 4, 4);
     for (int c = 0; c < l.state_columns; ++c) {
       float x;
-      std::memcpy(&x, kv.frame(e) + l.state + (c * l.page_size + offset) * 4, 4);
+      std::memcpy(&x, frame + l.state + (c * l.page_size + offset) * 4, 4);
       token.state.push_back(x);
     }
     out.push_back(std::move(token));
