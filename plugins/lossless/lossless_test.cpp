@@ -58,7 +58,7 @@ TEST_CASE("lossless: what it does not go with is refused by name") {
   std::swap(spec.codec, spec.placement.codec);
   refused(spec, "got a codec that packs pages for those on the device");
   spec = built.below("lossless");
-  spec.policy = built.use(Role::policy, "streaming_llm");
+  spec.policy = built.use(Role::policy, "leankv");
   refused(spec, "it places no pages there");
   spec = built.below("int8");
   spec.policy = built.use(Role::policy, "freekv");
