@@ -556,13 +556,16 @@ class Both {
     }
   }
 
-  // A packed page's bytes; none of another page.
+  // A packed page's bytes; none of another page. Nobody writes the padding behind its text positions.
   static std::vector<std::byte> packed(const Store& store, int layer, int slot, int head, int page) {
     const std::vector<std::int32_t> slots{slot};
     const PagedKv kv = store.view(layer, slots, Tier::host);
     const PageEntry& e = kv.entry(0, head, page);
     if (!e.packed) return {};
-    return {kv.frame(e), kv.frame(e) + ops::packed_bytes(kv.layout(e), e)};
+    const PageLayout& l = kv.layout(e);
+    std::vector<std::byte> bytes(kv.frame(e), kv.frame(e) + ops::packed_bytes(l, e));
+    std::fill(bytes.begin() + 4 * l.page_size, bytes.begin() + ops::PackedPlaces(l).tail, std::byte{});
+    return bytes;
   }
 
   void check() {

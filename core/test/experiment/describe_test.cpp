@@ -108,8 +108,8 @@ TEST_CASE("describe lists the keys that an entry of the plugin takes, and no oth
   };
   CHECK(keys("knorm") == "scorer budget schedule codec placement page_size with split");
   CHECK(keys("quest") == "selector budget codec placement page_size ");
-  CHECK(keys("arkvale") == "policy budget page_size ");
-  CHECK(keys("flexicache") == "policy budget page_size profile ");
+  CHECK(keys("arkvale") == "policy budget placement page_size ");
+  CHECK(keys("flexicache") == "policy budget placement page_size profile ");
   CHECK(keys("full") == "policy codec placement page_size ");
 }
 
