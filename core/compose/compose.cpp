@@ -131,7 +131,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
     }
     if (!parts_.host || !any(last_) || kv.layer < dense_layers_) return;
     if (parts_.selector)
-      edits.place(no_pages(kv, s), {.room = resident_pages()});
+      edits.place(no_pages(kv, s), {.room = room_of(kv)});
     else
       place_rest(kv, left, kv.upload("prompts that end", last_.data()), edits, s);
   }
@@ -156,7 +156,7 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
       }
       if (injector_) injector_->replace(step, list, pins, s);
       edits.attend(list, pins);
-      if (parts_.host) edits.place(list, {.pins = pins, .room = resident_pages(), .when = {Deadline::this_attention}});
+      if (parts_.host) edits.place(list, {.pins = pins, .room = room_of(step), .when = {Deadline::this_attention}});
     } else {
       recall_all(step, edits, s);
     }
@@ -316,8 +316,8 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
 
   bool constant() const { return amount_.kind == BudgetAmount::unlimited || amount_.kind == BudgetAmount::tokens; }
 
-  int pages_of_budget(const LayerStep& step, int row) const {
-    const int tokens = total(step.position[row]), all = shape_.max_pages();
+  int pages_of_budget(const LayerKv& kv, int row) const {
+    const int tokens = total(kv.position[row]), all = shape_.max_pages();
     return tokens == unlimited ? all
                                : std::min(all, std::max({1, selector_needs_.min_pages(), tokens / shape_.page_size}));
   }
@@ -352,6 +352,14 @@ class ComposedPolicy final : public Policy, public EditsAuthor, public Verified 
   }
 
   int resident_pages() const { return std::max(1, parts_.resident_tokens / shape_.page_size); }
+
+  // The pages that a head keeps on the device. What steps choose takes so many frames anyway: a head that kept fewer
+  // would ask for them all at once.
+  int room_of(const LayerKv& kv) const {
+    int room = resident_pages();
+    for (int row = 0; row < kv.rows(); ++row) room = std::max(room, pages_of_budget(kv, row));
+    return room;
+  }
 
   static PageList no_pages(const LayerKv& kv, Stream s) {
     PageList list = kv.list<PageList>("no pages", 1);

@@ -244,8 +244,9 @@ void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (!e.list.slots || e.rooms || e.order) spill_at_once();  // such an edit cannot be carried out later
   if (spills_at_once_ || in_graph_) return;
   Edit& kept = places_[static_cast<std::size_t>(e.layer)];
+  const int room = std::max(kept.room, e.room);
   if (!kept.list.slots) kept = e;
-  kept.when = {};
+  kept.when = {}, kept.room = room;
   for (const int slot : slots)
     if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
       placed_[layer_slot(e.layer, slot)] = true;
