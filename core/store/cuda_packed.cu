@@ -1,5 +1,6 @@
-// A warp copies a page at a time through two buffers of shared memory: the next page that comes up is on its way while
-// this one is unpacked. A page that goes down is packed from one buffer into the other.
+// A team of warps copies a page at a time through two buffers of shared memory: the next page that comes up is on its
+// way while this one is unpacked, by a warp for each half of its keys and of its values. A page that goes down is
+// packed by the first warp, from one buffer into the other.
 #include "store/cuda_packed.hpp"
 
 #include <algorithm>
@@ -13,7 +14,9 @@ namespace kvlab::device_store {
 using namespace cuda;
 namespace {
 
-constexpr int most_warps = 8, most_buffers = 2 * most_warps;
+constexpr int team = 4;  // warps, as many as PackedHead::escaped counts
+constexpr int most_teams = 8, most_buffers = 2 * most_teams;
+constexpr int batch = 4;  // groups of 8 numbers that a lane has in hand
 constexpr unsigned all_bytes = 0x01010101u;
 
 // Four numbers of bf16 as bytes: their exponents, and sign and mantissa.
@@ -106,12 +109,13 @@ __device__ int pack(const std::byte* frame, const PageLayout& l, std::byte* to, 
   for (int s = 0; s < 2; ++s) {
     const auto* side = reinterpret_cast<const uint4*>(frame + (s == 0 ? l.k : l.v));
     const unsigned base = base_of(side, groups, lane);
-    const int before_side = escaped;
-    for (int begin = 0; begin < groups; begin += 32) {
-      const int g = begin + lane;
+    head.base[s] = static_cast<std::uint8_t>(base);
+    const int half = static_cast<int>(at.half / 8);
+    for (int begin = 0; begin < groups; begin = begin + 32 < half || begin >= half ? begin + 32 : half) {
+      const int g = begin + lane, end = begin < half ? half : groups;
       unsigned low = 0, high = 0, escapes = 0;
       Four two[2] = {};
-      if (g < groups) {
+      if (g < end) {
         const uint4 x = side[g];
         two[0] = Four::of(x.x, x.y), two[1] = Four::of(x.z, x.w);
 #pragma unroll
@@ -132,8 +136,8 @@ __device__ int pack(const std::byte* frame, const PageLayout& l, std::byte* to, 
         to[at.exponents + mine] = static_cast<std::byte>(two[i / 4].exponents >> 8 * (i % 4));
       }
       escaped += all;
+      head.escaped[2 * s + (begin < half ? 0 : 1)] += static_cast<std::uint16_t>(all);
     }
-    head.base[s] = static_cast<std::uint8_t>(base), head.escaped[s] = escaped - before_side;
   }
   if (lane == 0) *reinterpret_cast<ops::PackedHead*>(to + at.tail) = head;
   const int units = ops::packed_units(l, escaped);
@@ -149,76 +153,101 @@ __device__ __forceinline__ unsigned codes_of(unsigned low, unsigned high) {
   return low | (high * 0x00204081u & all_bytes) << 2;
 }
 
-// As ops::unpack_page, by a warp, from shared memory to a frame.
-__device__ void unpack(const std::byte* packed, const PageLayout& l, std::byte* frame, int lane) {
+// Puts exponents of their own in place of those that `escapes`, a bit of each byte, names. They begin at packed + at.
+__device__ __forceinline__ unsigned with_own(unsigned exponents, unsigned escapes, const std::byte* packed, int at) {
+  const unsigned* words = reinterpret_cast<const unsigned*>(packed) + at / 4;
+  const auto four = static_cast<unsigned>((std::uint64_t{words[1]} << 32 | words[0]) >> 8 * (at % 4));
+  const unsigned before = escapes * 0x01010100u,  // a byte counts the escapes before it
+      which = __byte_perm(before | before >> 4, 0, 0x4420), mask = escapes * 0xffu;
+  return (exponents & ~mask) | (__byte_perm(four, 0, which) & mask);
+}
+
+// As ops::unpack_page, from shared memory to a frame, by a team of warps. Each has its part: a half of a side.
+__device__ void unpack(const std::byte* packed, const PageLayout& l, std::byte* frame, int part, int lane) {
   const ops::PackedPlaces at(l);
-  const int groups = static_cast<int>(at.numbers / 8);
   const ops::PackedHead head = *reinterpret_cast<const ops::PackedHead*>(packed + at.tail);
-  for (int i = lane; i < static_cast<int>(at.tail / 16); i += 32)
-    reinterpret_cast<uint4*>(frame + l.positions)[i] = reinterpret_cast<const uint4*>(packed)[i];
-  const std::byte* exponents = packed + at.exponents;
-  for (int s = 0; s < 2; ++s) {
-    auto* side = reinterpret_cast<uint4*>(frame + (s == 0 ? l.k : l.v));
-    const unsigned base = head.base[s] * all_bytes;
-#pragma unroll 2
-    for (int begin = 0; begin < groups; begin += 32) {
-      const int g = begin + lane;
-      uint2 rest = {};
-      unsigned e[2] = {}, escapes[2] = {};
-      if (g < groups) {
-        rest = *reinterpret_cast<const uint2*>(packed + at.rest[s] + 8 * g);
-        const unsigned low = *reinterpret_cast<const unsigned short*>(packed + at.low[s] + 2 * g),
-                       high = static_cast<unsigned>(packed[at.high[s] + g]);
+  if (part == 0)
+    for (int i = lane; i < static_cast<int>(at.tail / 16); i += 32)
+      reinterpret_cast<uint4*>(frame + l.positions)[i] = reinterpret_cast<const uint4*>(packed)[i];
+  const bool values = part >= 2;
+  const int half = static_cast<int>(at.half / 8), first = part % 2 ? half : 0,
+            end = part % 2 ? static_cast<int>(at.numbers / 8) : half;
+  int own = static_cast<int>(at.exponents);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned codes = codes_of(low >> 8 * i & 0xffu, high >> 4 * i & 0xfu);
-          escapes[i] = codes & codes >> 1 & codes >> 2 & all_bytes;
-          e[i] = base - (codes - escapes[i]);  // the base is 6 at least, so no byte borrows
-        }
+  for (int i = 0; i + 1 < team; ++i) own += i < part ? int{head.escaped[i]} : 0;
+  const unsigned base = (values ? head.base[1] : head.base[0]) * all_bytes;
+  auto* side = reinterpret_cast<uint4*>(frame + (values ? l.v : l.k));
+  const auto* rests = reinterpret_cast<const uint2*>(packed + at.rest[values]);
+  const auto* lows = reinterpret_cast<const unsigned short*>(packed + at.low[values]);
+  const std::byte* highs = packed + at.high[values];
+  for (int begin = first; begin < end; begin += 32 * batch) {
+    uint2 rest[batch];
+    unsigned e[batch][2], escapes[batch][2], counts = 0;  // counts: a byte for each group
+#pragma unroll
+    for (int u = 0; u < batch; ++u) {
+      const int g = begin + 32 * u + lane;
+      unsigned low = 0, high = 0;
+      rest[u] = {};
+      if (g < end) rest[u] = rests[g], low = lows[g], high = static_cast<unsigned>(highs[g]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const unsigned codes = codes_of(low >> 8 * i & 0xffu, high >> 4 * i & 0xfu);
+        escapes[u][i] = codes & codes >> 1 & codes >> 2 & all_bytes;
+        e[u][i] = base - (codes - escapes[u][i]);  // the base is 6 at least, so no byte borrows
       }
-      int all, mine = escapes_before(__popc(escapes[0]) + __popc(escapes[1]), all);
+      counts |= static_cast<unsigned>(__popc(escapes[u][0] | escapes[u][1] << 1)) << 8 * u;
+    }
+    // 31 lanes of at most 8 fit into a byte.
+    unsigned before = __shfl_up_sync(~0u, counts, 1);
+    if (lane == 0) before = 0;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        for (unsigned left = escapes[i]; left; left &= left - 1, ++mine) {
-          const int bit = __ffs(static_cast<int>(left)) - 1;  // of its byte
-          e[i] = (e[i] & ~(0xffu << bit)) | static_cast<unsigned>(exponents[mine]) << bit;
-        }
-      exponents += all;
-      if (g >= groups) continue;
-      const uint2 a = Four{e[0], rest.x}.numbers(), b = Four{e[1], rest.y}.numbers();
+    for (int d = 1; d < 32; d *= 2)
+      if (const unsigned below = __shfl_up_sync(~0u, before, d); lane >= d) before += below;
+    const unsigned before_last = __shfl_sync(~0u, before, 31), of_last = __shfl_sync(~0u, counts, 31);
+#pragma unroll
+    for (int u = 0; u < batch; ++u) {
+      const int g = begin + 32 * u + lane, mine = own + static_cast<int>(before >> 8 * u & 0xffu);
+      own += static_cast<int>((before_last >> 8 * u & 0xffu) + (of_last >> 8 * u & 0xffu));
+      e[u][0] = with_own(e[u][0], escapes[u][0], packed, mine);
+      e[u][1] = with_own(e[u][1], escapes[u][1], packed, mine + __popc(escapes[u][0]));
+      if (g >= end) continue;
+      const uint2 a = Four{e[u][0], rest[u].x}.numbers(), b = Four{e[u][1], rest[u].y}.numbers();
       side[g] = {a.x, a.y, b.x, b.y};
     }
   }
 }
 
-__global__ void __launch_bounds__(most_warps * 32)
+__global__ void __launch_bounds__(most_teams* team * 32)
     packing_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ PackingJobs j) {
   extern __shared__ uint4 buffers[];
-  __shared__ std::uint64_t barriers[most_buffers];
-  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32, blocks = static_cast<int>(gridDim.x);
+  __shared__ std::uint64_t full[most_buffers], read[most_buffers];  // a team's two; `read` by all its warps
+  const int warp = static_cast<int>(threadIdx.x) / 32, part = warp % team, mine = warp / team,
+            teams = static_cast<int>(blockDim.x) / (32 * team), lane = static_cast<int>(threadIdx.x) % 32,
+            blocks = static_cast<int>(gridDim.x);
+  const bool leads = part == 0;
   const PageLayout& l = s.layout;
-  const int count = j.counts[0], step = blocks * warps;
+  const int count = j.counts[0], step = blocks * teams;
   const auto frame_bytes = static_cast<unsigned>(l.bytes);
-  const auto buffer = [&](int b) { return reinterpret_cast<std::byte*>(buffers) + (2 * warp + b) * l.bytes; };
-  const unsigned barrier[] = {shared_address(&barriers[2 * warp]), shared_address(&barriers[2 * warp + 1])};
-  if (lane == 0) {
-    for (const unsigned b : barrier) barrier_init(b, 1);
+  const auto buffer = [&](int b) { return reinterpret_cast<std::byte*>(buffers) + (2 * mine + b) * l.bytes; };
+  const auto full_at = [&](int b) { return shared_address(&full[2 * mine + b]); };
+  const auto read_at = [&](int b) { return shared_address(&read[2 * mine + b]); };
+  if (leads && lane == 0) {
+    for (int b = 0; b < 2; ++b) barrier_init(full_at(b), 1), barrier_init(read_at(b), team);
     barrier_init_fence();
   }
-  __syncwarp();
+  __syncthreads();
 
   const auto job_at = [&](int i) { return reinterpret_cast<const int4*>(j.jobs)[i]; };
   const auto entry_of = [&](const int4& job) { return s.host_entries + job.w; };
   const auto is_up = [](const int4& job) { return job.x == CudaStorePlace::up; };
   // Starts to load what a job reads.
   const auto load = [&](const int4& job, int b) {
-    if (lane != 0 || job.x == CudaStorePlace::leave) return;
+    if (!leads || lane != 0 || job.x == CudaStorePlace::leave) return;
     const std::int64_t bytes = is_up(job) ? ops::packed_bytes(l, *entry_of(job)) : l.bytes;
     before_bulk_copies();
-    barrier_expect(barrier[b], static_cast<unsigned>(bytes));
+    barrier_expect(full_at(b), static_cast<unsigned>(bytes));
     bulk_load(shared_address(buffer(b)), frame_at(s, is_up(job) ? 1 : 0, job.y), static_cast<unsigned>(bytes),
-              barrier[b]);
+              full_at(b));
   };
   const auto store = [&](std::byte* to, const std::byte* from, unsigned bytes) {
     before_bulk_copies();
@@ -228,16 +257,19 @@ __global__ void __launch_bounds__(most_warps * 32)
   };
 
   unsigned phases = 0, spared[2] = {};
-  int turn = 0;
   bool loaded = false;  // the current job's load is under way
-  for (int i = static_cast<int>(blockIdx.x) + blocks * warp; i < count; i += step, turn ^= 1) {
+  int done = 0;         // jobs of this team
+  for (int i = static_cast<int>(blockIdx.x) + blocks * mine; i < count; i += step, ++done) {
+    const int turn = done % 2;
     const int4 job = job_at(i);
     if (!loaded) load(job, turn);
+    // The job before has been read out of the other buffer.
+    if (leads && done > 0) barrier_wait(read_at(turn ^ 1), static_cast<unsigned>((done - 1) / 2 % 2));
     // A page that goes down needs the other buffer for itself.
     loaded = is_up(job) && i + step < count;
     if (loaded) load(job_at(i + step), turn ^ 1);
     if (job.x != CudaStorePlace::leave) {
-      barrier_wait(barrier[turn], phases >> turn & 1);
+      barrier_wait(full_at(turn), phases >> turn & 1);
       phases ^= 1u << turn;
       __syncwarp();
       const std::byte* got = buffer(turn);
@@ -245,12 +277,12 @@ __global__ void __launch_bounds__(most_warps * 32)
       if (is_up(job)) {
         std::byte* to = frame_at(s, 0, job.z);
         if (lower->packed) {
-          unpack(got, l, to, lane);
+          unpack(got, l, to, part, lane);
           spared[0] += static_cast<unsigned>((l.bytes - ops::packed_bytes(l, *lower)) / 16);
-        } else {
+        } else if (leads) {
           store(to, got, frame_bytes);
         }
-      } else {
+      } else if (leads) {
         const int units = lower->tokens == l.page_size ? pack(got, l, buffer(turn ^ 1), lane) : 0;
         const std::int64_t bytes = units ? units * ops::packed_unit(l) : l.bytes;
         store(frame_at(s, 1, job.z), units ? buffer(turn ^ 1) : got, static_cast<unsigned>(bytes));
@@ -259,10 +291,11 @@ __global__ void __launch_bounds__(most_warps * 32)
       }
     }
     __syncwarp();
-    if (lane == 0 && (job.x == CudaStorePlace::leave || job.x == CudaStorePlace::down_and_leave))
+    if (lane == 0) barrier_arrive(read_at(turn));
+    if (leads && lane == 0 && (job.x == CudaStorePlace::leave || job.x == CudaStorePlace::down_and_leave))
       give_frame_back(s, job.y);
   }
-  if (lane == 0)
+  if (leads && lane == 0)
     for (int to = 0; to < 2; ++to)
       if (spared[to]) atomicAdd(&s.counters->spared[to], static_cast<unsigned long long>(spared[to]));
   __syncthreads();
@@ -276,9 +309,12 @@ __global__ void __launch_bounds__(most_warps * 32)
 }  // namespace
 
 void copy_packing(const CudaStoreLayer& s, const PackingJobs& j, int blocks, Stream stream) {
-  const auto buffers = static_cast<std::int64_t>(sizeof(RelayShared)) / s.layout.bytes;
-  const int warps = static_cast<int>(std::clamp<std::int64_t>(buffers / 2, 1, most_warps));
-  launch_apart("copy_packing", packing_kernel, blocks, warps * 32, stream, s, j);
+  constexpr std::int64_t room =
+      std::int64_t{sizeof(RelayShared)} - 16;  // exponents are read a word further than they go
+  static_assert(2 * ops::most_packable <= room);
+  const auto buffers = room / s.layout.bytes;
+  const int teams = static_cast<int>(std::clamp<std::int64_t>(buffers / 2, 1, most_teams));
+  launch_apart("copy_packing", packing_kernel, blocks, teams * team * 32, stream, s, j);
 }
 
 }  // namespace kvlab::device_store

@@ -46,8 +46,7 @@ void check_packable(const PageLayout& l) {
   if (l.dtype != DType::bf16) refuse("numbers that are not bf16, wanted dtype: bf16");
   if (l.codec.k.bits || l.codec.v.bits) refuse("codes, wanted keys and values in bf16");
   if (l.state_columns > 0) refuse("token state, wanted a method without it");
-  constexpr std::int64_t most = 96 << 10;  // two fit into a multiprocessor's shared memory
-  if (l.bytes > most) refuse("pages of more than 96 KiB, wanted a smaller page_size");
+  if (l.bytes > most_packable) refuse("pages of more than 95 KiB, wanted a smaller page_size");
 }
 
 int pack_page(const std::byte* frame, const PageLayout& l, std::byte* to) {
@@ -69,7 +68,7 @@ int pack_page(const std::byte* frame, const PageLayout& l, std::byte* to) {
       if (code != packed_escape) continue;
       if (packed_units(l, escaped + 1) == 0) return 0;
       to[at.exponents + escaped++] = static_cast<std::byte>(e);
-      ++head.escaped[s];
+      ++head.escaped[2 * s + (i < at.half ? 0 : 1)];
     }
   }
   std::memcpy(to + at.tail, &head, sizeof head);

@@ -13,9 +13,9 @@ inline constexpr unsigned packed_escape = 7;
 inline constexpr int packed_bases = 10;
 
 struct PackedHead {
-  std::uint8_t base[2] = {};     // of keys, of values
-  std::int32_t escaped[2] = {};  // exponents of their own
-  std::int32_t unused = 0;
+  std::uint8_t base[2] = {};      // of keys, of values
+  std::uint16_t escaped[4] = {};  // exponents of their own in each half of the keys, and of the values
+  std::uint16_t unused[3] = {};
 };
 static_assert(sizeof(PackedHead) == 16);
 
@@ -24,11 +24,12 @@ static_assert(sizeof(PackedHead) == 16);
 // the order of its rows, little end first. Exponents of their own end the page, those of keys first.
 struct PackedPlaces {
   std::int64_t numbers = 0;  // of a side; a multiple of 8
+  std::int64_t half = 0;     // numbers of a side's first half; another multiple
   std::int64_t tail = 0;     // bytes behind K and V
   std::int64_t rest[2] = {}, low[2] = {}, high[2] = {}, exponents = 0;
 
   constexpr explicit PackedPlaces(const PageLayout& l)
-      : numbers(std::int64_t{l.page_size} * l.head_dim), tail(l.bytes - l.positions) {
+      : numbers(std::int64_t{l.page_size} * l.head_dim), half((numbers / 8 + 1) / 2 * 8), tail(l.bytes - l.positions) {
     std::int64_t at = tail + std::int64_t{sizeof(PackedHead)};
     for (std::int64_t& side : rest) side = at, at += numbers;
     for (std::int64_t& side : low) side = at, at += numbers / 4;
@@ -50,6 +51,8 @@ constexpr int packed_units(const PageLayout& l, std::int64_t escaped) {
 // Where the text positions of a page's tokens lie.
 constexpr std::int64_t positions_of(const PageLayout& l, const PageEntry& e) { return e.packed ? 0 : l.positions; }
 
+// Bytes of a page. Two fit into a multiprocessor's shared memory.
+inline constexpr std::int64_t most_packable = 95 << 10;
 // Errc::unsupported for a layout whose pages are not packed: other numbers than bf16, codes, token state.
 void check_packable(const PageLayout& l);
 // Packs a full page into `to`, which has room for a plain one and does not overlap it. Returns its units; 0 = it packs

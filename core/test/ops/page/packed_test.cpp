@@ -69,6 +69,7 @@ TEST_CASE("packed pages: the bytes of a small page by hand") {
   CHECK(std::memcmp(packed.data(), frame.data() + 128, 128) == 0);
   CHECK(at(128) == 128);  // the base of keys: codes 1 of 127, 0 of 128
   CHECK(at(129) == 120);
+  for (int i = 0; i < 8; ++i) CHECK(at(130 + i) == (i == 2));  // one exponent, of the second half of the keys
   for (int i = 0; i < 16; ++i) CHECK(at(144 + i) == (i == 3 ? 0xa0 : 0));  // -2.5 = -1.25 * 2: mantissa 0x20
   for (int i = 0; i < 16; ++i) CHECK(at(160 + i) == 0x10);                 // 1.125: mantissa 0x10
   // Low bits of the keys' codes: 1 but for number 3, whose code is 0, and number 9, whose code is 7.
