@@ -10,6 +10,9 @@ struct CudaStoreLayer;
 
 namespace kvlab::device_store {
 
+// Unpacking at the link's rate takes twice as many as plain copies take (core/bench/RESULTS.md).
+constexpr int packing_multiprocessors = 8;
+
 struct PackingJobs {
   const std::int32_t* jobs = nullptr;  // as of CudaStorePlace
   // counts[0]: jobs. With `beside`, counts[1] is 0, both are zero afterwards, and frames that pages leave are

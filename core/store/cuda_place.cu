@@ -296,7 +296,7 @@ KVLAB_ON_CUDA(plan_place, plan_place);
 
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
   if (s.packs)
-    copy_packing(s, {a.jobs, a.counts, true, 0}, copying_multiprocessors, stream);
+    copy_packing(s, {a.jobs, a.counts, true, 0}, packing_multiprocessors, stream);
   else if (s.mixed)
     carry_kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
   else
