@@ -74,16 +74,22 @@ std::int64_t page_of_heads(const PolicySpec& spec) {
 // Bytes of all pages of one sequence and one more page per KV head.
 std::int64_t whole(const PolicySpec& spec) { return (128 / spec.page_size + 1) * page_of_heads(spec); }
 
-// The least limit under which each request runs alone, and one more page per KV head.
-std::int64_t least(const PolicySpec& spec, const std::vector<Request>& all) {
+// The least limit under which each request runs alone, also if its whole text is computed anew as one prompt, and one
+// more page per KV head.
+std::int64_t least(const PolicySpec& spec, const std::vector<Request>& all, Preemption preemption) {
   const std::int64_t page = page_of_heads(spec);
   const auto longest = [&](auto tokens) {
     return *std::max_element(all.begin(), all.end(),
                              [&](const Request& a, const Request& b) { return tokens(a) < tokens(b); });
   };
-  const std::vector<Request> hardest{
-      longest([](const Request& r) { return r.prompt.size(); }),
-      longest([](const Request& r) { return r.prompt.size() + r.fed.size() + static_cast<std::size_t>(r.max_new); })};
+  std::vector<Request> hardest{longest([](const Request& r) { return r.prompt.size(); }), longest([](const Request& r) {
+                                 return r.prompt.size() + r.fed.size() + static_cast<std::size_t>(r.max_new);
+                               })};
+  if (preemption == Preemption::recompute) {
+    const Request& r = hardest[1];
+    const int text = static_cast<int>(r.prompt.size() + r.fed.size()) + r.max_new;
+    hardest.emplace_back().prompt = test_text(text - 1, tiny_model("llama-gqa3")->config.vocab, 99);
+  }
   std::int64_t low = 0, high = whole(spec) / page;  // does not fit, fits
   while (high - low > 1) {
     const std::int64_t middle = (low + high) / 2;
@@ -100,7 +106,7 @@ void check_together(const PolicySpec& spec, bool host) {
   PolicySpec placed = spec;
   if (host) placed.placement.tier = Tier::host;
   const Outcome alone = serve(placed, all, 1, -1);
-  const std::int64_t cap = host ? whole(spec) : least(spec, all);
+  const std::int64_t cap = host ? whole(spec) : least(spec, all, Preemption::swap);
   Outcome together = serve(placed, all, 6, cap);
   INFO(
       "usual cause: the policy mixes requests that share a batch, or does not forget a preempted one. Index state by "
@@ -116,6 +122,9 @@ void check_together(const PolicySpec& spec, bool host) {
   if (!host && !keeps_tokens) CHECK(together.preemptions > 0);
   INFO("the caches of preempted requests were lost, and computed anew");
   together = serve(placed, all, 6, cap, Preemption::recompute);
+  // Preempted late, a request is one long prompt, which may need more than its prompt and its cache did.
+  if (!host && !together.fits)
+    together = serve(placed, all, 6, least(spec, all, Preemption::recompute), Preemption::recompute);
   REQUIRE(together.fits);
   CHECK(together.texts == alone.texts);
 }

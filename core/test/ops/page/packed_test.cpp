@@ -94,7 +94,7 @@ TEST_CASE("packed pages: bits come back, whatever the numbers") {
     const int units = round_trip(l, frame_of(l, gauss, gauss));
     if (page_size >= 16) CHECK(static_cast<double>(units * ops::packed_unit(l)) < 0.73 * static_cast<double>(l.bytes));
     // Keys with a channel 64 times as large as others: the base does not follow it.
-    const auto loud = [&](int i) { return bits_of((i % head_dim == 5 ? 64.f : 1.f) * normal(random)); };
+    const auto loud = [&, dim = head_dim](int i) { return bits_of((i % dim == 5 ? 64.f : 1.f) * normal(random)); };
     const int of_loud = round_trip(l, frame_of(l, loud, gauss));
     if (page_size >= 16)
       CHECK(static_cast<double>(of_loud * ops::packed_unit(l)) < 0.76 * static_cast<double>(l.bytes));
