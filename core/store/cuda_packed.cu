@@ -258,42 +258,46 @@ __global__ void __launch_bounds__(most_teams* team * 32)
 
   unsigned phases = 0, spared[2] = {};
   bool loaded = false;  // the current job's load is under way
-  int done = 0;         // jobs of this team
-  for (int i = static_cast<int>(blockIdx.x) + blocks * mine; i < count; i += step, ++done) {
+  int done = 0;         // jobs of this team that took a buffer
+  for (int i = static_cast<int>(blockIdx.x) + blocks * mine; i < count; i += step) {
     const int turn = done % 2;
     const int4 job = job_at(i);
+    // It takes no buffer: nothing would hold the other warps, which could be two phases of `read` ahead.
+    if (job.x == CudaStorePlace::leave) {
+      if (leads && lane == 0) give_frame_back(s, job.y);
+      loaded = false;
+      continue;
+    }
     if (!loaded) load(job, turn);
     // The job before has been read out of the other buffer.
     if (leads && done > 0) barrier_wait(read_at(turn ^ 1), static_cast<unsigned>((done - 1) / 2 % 2));
     // A page that goes down needs the other buffer for itself.
     loaded = is_up(job) && i + step < count;
     if (loaded) load(job_at(i + step), turn ^ 1);
-    if (job.x != CudaStorePlace::leave) {
-      barrier_wait(full_at(turn), phases >> turn & 1);
-      phases ^= 1u << turn;
-      __syncwarp();
-      const std::byte* got = buffer(turn);
-      PageEntry* lower = entry_of(job);
-      if (is_up(job)) {
-        std::byte* to = frame_at(s, 0, job.z);
-        if (lower->packed) {
-          unpack(got, l, to, part, lane);
-          spared[0] += static_cast<unsigned>((l.bytes - ops::packed_bytes(l, *lower)) / 16);
-        } else if (leads) {
-          store(to, got, frame_bytes);
-        }
+    barrier_wait(full_at(turn), phases >> turn & 1);
+    phases ^= 1u << turn;
+    __syncwarp();
+    const std::byte* got = buffer(turn);
+    PageEntry* lower = entry_of(job);
+    if (is_up(job)) {
+      std::byte* to = frame_at(s, 0, job.z);
+      if (lower->packed) {
+        unpack(got, l, to, part, lane);
+        spared[0] += static_cast<unsigned>((l.bytes - ops::packed_bytes(l, *lower)) / 16);
       } else if (leads) {
-        const int units = lower->tokens == l.page_size ? pack(got, l, buffer(turn ^ 1), lane) : 0;
-        const std::int64_t bytes = units ? units * ops::packed_unit(l) : l.bytes;
-        store(frame_at(s, 1, job.z), units ? buffer(turn ^ 1) : got, static_cast<unsigned>(bytes));
-        spared[1] += static_cast<unsigned>((l.bytes - bytes) / 16);
-        if (lane == 0) lower->packed = static_cast<std::uint8_t>(units);
+        store(to, got, frame_bytes);
       }
+    } else if (leads) {
+      const int units = lower->tokens == l.page_size ? pack(got, l, buffer(turn ^ 1), lane) : 0;
+      const std::int64_t bytes = units ? units * ops::packed_unit(l) : l.bytes;
+      store(frame_at(s, 1, job.z), units ? buffer(turn ^ 1) : got, static_cast<unsigned>(bytes));
+      spared[1] += static_cast<unsigned>((l.bytes - bytes) / 16);
+      if (lane == 0) lower->packed = static_cast<std::uint8_t>(units);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(read_at(turn));
-    if (leads && lane == 0 && (job.x == CudaStorePlace::leave || job.x == CudaStorePlace::down_and_leave))
-      give_frame_back(s, job.y);
+    if (leads && lane == 0 && job.x == CudaStorePlace::down_and_leave) give_frame_back(s, job.y);
+    ++done;
   }
   if (leads && lane == 0)
     for (int to = 0; to < 2; ++to)
