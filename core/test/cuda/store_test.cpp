@@ -732,6 +732,36 @@ TEST_CASE("cuda store: random edits leave what they leave on the CPU") {
   }
 }
 
+TEST_CASE("cuda store: many packed pages leave, come and go down in one launch") {
+  StoreFixture f = fixture(15);
+  Shape& s = f.options.shape;
+  s.page_size = 64, s.head_dim = 256, s.kv_heads = s.query_heads = 2, s.max_tokens = 64 * 56, s.layers = 1;
+  f.inv_freq = test::test_inv_freq(s.head_dim);
+  f.options.rope_table = {f.inv_freq.data(), s.head_dim, 1.f};
+  f.options.summary = Summary::none;
+  Both both(f, 1);
+  both.open();
+  // Few pages fit into shared memory at once, so each team of warps has many jobs.
+  REQUIRE(both.append(both.slots[0], 64 * 48) == Fit::ok);
+  const auto keep = [&](int first, int last, bool reuse) {
+    std::vector<std::int32_t> pages;
+    for (int page = first; page < last; ++page) pages.push_back(page);
+    both.apply(both.slots, 0, {test::PerHead(2, pages)}, [&](Edits& e, const IndexList& l) {
+      e.place(PageList{l}, {.room = 1, .reuse = reuse, .when = {Deadline::this_attention}});
+    });
+    both.cuda.workspace().reset();
+    both.check();
+  };
+  keep(0, 46, true);  // two go down and leave
+  REQUIRE(both.append(both.slots[0], 64 * 2) == Fit::ok);
+  keep(0, 1, true);  // 46 leave, of which 45 are on the host
+  keep(10, 40, true);
+  keep(30, 32, true);
+  keep(0, 30, false);
+  REQUIRE(both.append(both.slots[0], 64 * 4) == Fit::ok);
+  keep(20, 21, false);
+}
+
 TEST_CASE("cuda store: what the host plans is what kernels plan") {
   const int kind = GENERATE(range(11, 15));
   for (unsigned seed = 1; seed <= (cases::quick() ? 1 : 3); ++seed) {
