@@ -25,7 +25,7 @@ struct Composition {
   bool compress_prompt = true;         // evict when the prompt ends
   std::optional<int> every;            // decode steps between evictions; nothing = as the scorer says
   bool host = false;                   // pages live on the host tier and are recalled for attention
-  int resident_tokens = 0;             // per KV head, kept on the device; 0 = what attention reads
+  int resident_tokens = 0;             // per KV head, kept on the device; at least what attention reads
   std::optional<Injection> injection;  // of the selector's lists
   std::string name;                    // for messages
 };

@@ -22,7 +22,7 @@ struct Schedule {
 
 struct Placement {
   Tier tier = Tier::device;
-  int resident = 0;  // tokens per KV head that stay on the device; 0 = those that attention reads
+  int resident = 0;  // tokens per KV head that stay on the device; at least those that attention reads
   std::optional<PluginUse> codec;
 };
 

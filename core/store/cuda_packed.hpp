@@ -10,7 +10,8 @@ struct CudaStoreLayer;
 
 namespace kvlab::device_store {
 
-// Unpacking at the link's rate takes twice as many as plain copies take (core/bench/RESULTS.md).
+// Unpacking at the link's rate takes twice as many as plain copies take. A step leaves room for those of plain copies
+// alone; whole steps were fastest so (core/bench/RESULTS.md).
 constexpr int packing_multiprocessors = 8;
 
 struct PackingJobs {

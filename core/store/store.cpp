@@ -88,7 +88,8 @@ Store::Store(const StoreOptions& options, Stream stream)
       spills_at_once_(options.spill == Spill::always),
       places_(static_cast<std::size_t>(options.shape.layers)),
       placed_(spare_.size()),
-      placed_step_(spare_.size()) {
+      placed_step_(spare_.size()),
+      placed_room_(spare_.size()) {
   check_archive(options);
   check_copies(options);
 }
@@ -234,6 +235,7 @@ bool Store::spill_one() {
   for (int layer = 0; layer < s.layers; ++layer) {
     if (!placed_[layer_slot(layer, chosen)]) continue;
     Edit e = places_[static_cast<std::size_t>(layer)];
+    e.room = placed_room_[layer_slot(layer, chosen)];
     e.list.slots = view(layer, one).slots;
     if (place_pages(e, one).fit != Fit::ok) return false;
   }
@@ -244,13 +246,13 @@ void Store::note_place(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (!e.list.slots || e.rooms || e.order) spill_at_once();  // such an edit cannot be carried out later
   if (spills_at_once_ || in_graph_) return;
   Edit& kept = places_[static_cast<std::size_t>(e.layer)];
-  const int room = std::max(kept.room, e.room);
   if (!kept.list.slots) kept = e;
-  kept.when = {}, kept.room = room;
+  kept.when = {};
   for (const int slot : slots)
     if (!placed_[layer_slot(e.layer, slot)] && !spills(slot)) {
       placed_[layer_slot(e.layer, slot)] = true;
       placed_step_[layer_slot(e.layer, slot)] = steps(slot);
+      placed_room_[layer_slot(e.layer, slot)] = e.room;
       spare_[layer_slot(e.layer, slot)] = {};
       Edit of_slot = e;
       const std::vector<std::int32_t> one{slot};

@@ -310,7 +310,8 @@ class Store {
   bool spilling_ = false;     // spill_one runs
   std::vector<Edit> places_;  // [layer] the first place edit with a list that lasts: which pages stay at a spill
   std::vector<bool> placed_;  // [layer, slot] such an edit came since the last part of the prompt
-  std::vector<std::int32_t> placed_step_;                  // [layer, slot] steps that the slot had seen then
+  std::vector<std::int32_t> placed_step_;  // [layer, slot] steps that the slot had seen then
+  std::vector<int> placed_room_;  // [layer, slot] the room of that edit: a spill leaves so many pages, as counted then
   void check_edit(const Edit& e, std::size_t rows) const;  // throws Errc::plugin
   void check_surplus(const Edit& e, std::int64_t rows) const;
   void check_levels(const Edit& e, std::int64_t rows) const;
