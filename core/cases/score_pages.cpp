@@ -531,14 +531,15 @@ struct OfLayers {
   GroupRule rule;
   bool flagged;
   bool even = true;  // memory of the layers lies at a constant distance
-  bool classes = false, means = false;
+  bool classes = false, means = false, injects = false;
 };
 
 void check_layers(Place& place, const OfLayers& o, Check& outer) {
-  const auto within = outer.in(
-      fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads, o.head_dim,
-                  o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
-                  std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") + (o.means ? ", means" : "")));
+  const auto within =
+      outer.in(fmt::format("{} layers, {} x {} heads of {}, group {}, rule {}{}{}", o.layers, o.rows, o.kv_heads,
+                           o.head_dim, o.group, static_cast<int>(o.rule), o.flagged ? ", flagged" : "",
+                           std::string(o.even ? "" : ", uneven") + (o.classes ? ", classes" : "") +
+                               (o.means ? ", means" : "") + (o.injects ? ", injected" : "")));
   constexpr int page_size = 16, pages = 70;
   std::mt19937 rng(static_cast<unsigned>(o.layers * 131 + o.kv_heads));
   const std::int64_t heads = std::int64_t{o.rows} * o.kv_heads, all = heads * o.layers;
@@ -569,8 +570,20 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
   const std::int64_t page = (o.means ? 2 : 4) * o.head_dim;
   const auto* const classes =
       place.put(std::vector<std::uint8_t>(flags.begin(), flags.begin() + o.layers * o.kv_heads));
+  const std::int64_t words = ops::inject_words(pages);
+  const auto zeros = [&] { return place.put(std::vector<std::uint32_t>(n * static_cast<std::size_t>(words))); };
+  std::uint32_t *const state_apart = zeros(), *const state_together = zeros();
+  const auto* const sequences = place.put(std::vector<std::uint32_t>(static_cast<std::size_t>(o.rows), 5));
   const auto choose = [&](int l, const IndexList& lists) {
+    bool used = false;
+    ops::InjectArgs others;
+    others.state = View<std::uint32_t, 3>::dense(
+        (lists.index.data == apart.index.data ? state_apart : state_together) + l * heads * words,
+        {o.rows, o.kv_heads, words});
+    others.sequence = sequences, others.layer = l, others.seed = 7, others.overlap = 600'000;
+    const ops::Injected injected{&others, nullptr, &used};
     PagedKv kv = first;
+    if (o.injects) kv.injected = &injected;
     kv.length = View<const std::int32_t, 2>::dense(lengths + l * heads, {o.rows, o.kv_heads});
     const Summaries summaries{o.means ? Summary::mean : Summary::min_max,
                               DType::bf16,
@@ -594,8 +607,8 @@ void check_layers(Place& place, const OfLayers& o, Check& outer) {
                      kv, summaries, choice, scores, PageList{list}, place.stream());
     return list;
   };
-  for (int l = 0; l < o.layers; ++l) choose(l, apart);
-  {
+  for (int time = 0; time <= o.injects; ++time) {  // a sequence's first list stays
+    for (int l = 0; l < o.layers; ++l) choose(l, apart);
     const PutOffScope scope(true);
     for (int l = 0; l < o.layers; ++l) choose(l, together), ops::forget_put_off_scores();
     run_put_off();
@@ -622,6 +635,8 @@ void check_all_layers(Place& place, Check& check) {
   check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, true, true}, check);
   check_layers(place, {3, 2, 2, 4, 128, GroupRule::mean, false, true, false, true}, check);
   check_layers(place, {3, 2, 2, 3, 80, GroupRule::max, true}, check);
+  for (const bool even : {true, false})
+    check_layers(place, {4, 3, 2, 4, 128, GroupRule::max, true, even, false, false, true}, check);
 }
 
 // The boxes of a step's pages, and the best pages of each head.

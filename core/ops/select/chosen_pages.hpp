@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "ops/page/final_list.hpp"
+#include "ops/select/inject.hpp"
 
 namespace kvlab::ops {
 
@@ -22,9 +24,10 @@ struct PutOffChoice {
   Scores scores;
   PageList out;
   Stream stream;
-  bool forgotten = false;  // nobody reads the scores any more, and their memory serves others
+  bool forgotten = false;                  // nobody reads the scores any more, and their memory serves others
+  std::optional<InjectArgs> injects = {};  // replaces the list afterwards
 };
-// The choice that waits, or null.
+// The choice that waits, or null. None whose list an experiment replaces.
 const PutOffChoice* put_off_choice();
 // Of the choices that wait, nobody reads scores any more.
 void forget_put_off_scores();

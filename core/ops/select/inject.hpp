@@ -4,6 +4,7 @@
 #include <kvlab/stream.hpp>
 
 #include <cstdint>
+#include <vector>
 
 #include "ops/page/injected.hpp"
 
@@ -56,6 +57,13 @@ constexpr std::int64_t inject_words(std::int64_t pages) { return inject_header +
 // on CUDA the op skips it. Bytes: lists and state.
 void inject_pages(const InjectArgs& a, Stream s);
 void inject_pages_reference(const InjectArgs& a);
+
+// The same for layers whose lists differ, CUDA only. Layers that differ in memory alone share a launch.
+struct InjectCall {
+  InjectArgs args;
+  Stream stream;
+};
+void inject_in_layers(const std::vector<InjectCall>& calls);
 
 // Which list is a head's next one, and the number to keep for the one after it. kept = that number; 0 = none of this
 // question. Without `steps` lists are counted: the number is that of the lists so far. With `steps` the list is that of

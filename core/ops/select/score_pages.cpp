@@ -115,6 +115,7 @@ void choose(const PutOffChoice& c) {
   on_cuda<chosen_pages>(c.queries, c.kv, c.summaries, c.choice, c.scores, c.out, c.stream);
   // An op that wrote to the list in the meantime has cleared its note.
   if (c.out.final && !noted) c.out.final->clear();
+  if (c.injects) inject_pages(*c.injects, c.stream);
 }
 
 void choose_waiting() {
@@ -123,6 +124,10 @@ void choose_waiting() {
   std::optional<PutOffChoice> last;
   if (!now.back().forgotten) last = now.back(), now.pop_back();
   if (!now.empty()) only_on_cuda<chosen_in_layers>(now);
+  std::vector<InjectCall> replaced;
+  for (const PutOffChoice& c : now)
+    if (c.injects) replaced.push_back({*c.injects, c.stream});
+  if (!replaced.empty()) only_on_cuda<inject_in_layers>(replaced);
   if (last) choose(*last);
 }
 
@@ -136,23 +141,24 @@ void put_off(const PutOffChoice& c) {
   const PutOffTurns* turns = put_off_turns();
   if (chooses || !turns || !turns->flags(c.choice.heads)) run_put_off();
   waiting = {c};
-  if (chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
+  if (!c.injects &&
+      chooses_at_once(c.kv, c.summaries, static_cast<int>(c.queries.extent[1]) / c.kv.kv_heads, c.scores) &&
       is_final(c.kv, c.choice, c.scores, c.out))
     c.out.final->set(c.out, c.kv);
   kvlab::put_off(choose_waiting);
 }
 
-// Replaces the lists of score_pages where an experiment injects others.
-void inject_choice(const PagedKv& kv, const PageChoice& c, const PageList& out, Stream s) {
-  const PartTimer timer(Part::other);
+// What replaces the list of a choice where an experiment injects others.
+InjectArgs injected(const PagedKv& kv, const PageChoice& c, const PageList& out) {
   InjectArgs a = *kv.injected->lists;
   a.pages = kv;
+  a.pages.injected = nullptr;
   a.list = out;
   a.pins = c.leave_out;
   a.pins.newest_page = c.newest_page;
   a.heads = c.heads;
-  inject_pages(a, s);
   *kv.injected->used = true;
+  return a;
 }
 
 }  // namespace
@@ -165,17 +171,21 @@ void score_pages(const Tensor<3>& queries, const PagedKv& kv, const Summaries& s
   check_list(kv, out, op);
   if (c.budgets && (c.budgets.extent[0] < kv.rows || c.budgets.extent[1] < kv.kv_heads))
     fail(Errc::internal, op, "got too few page budgets, wanted [row, kv_head]");
-  const bool replaced = kv.injected && kv.injected->lists;
-  if (s.device() == Device::cuda && !replaced && may_put_off())
-    put_off({queries, kv, summaries, c, scores, out, s});
-  else if (s.device() == Device::cuda)
+  std::optional<InjectArgs> injects;
+  if (kv.injected && kv.injected->lists) injects = injected(kv, c, out);
+  if (s.device() == Device::cuda && may_put_off() && (!injects || may_join_put_off()))
+    return put_off({queries, kv, summaries, c, scores, out, s, false, injects});
+  if (s.device() == Device::cuda)
     on_cuda<chosen_pages>(queries, kv, summaries, c, scores, out, s);
   else
     chosen_pages(queries, kv, summaries, c, scores, out, s);
-  if (replaced) inject_choice(kv, c, out, s);
+  const PartTimer other(Part::other);
+  if (injects) inject_pages(*injects, s);
 }
 
-const PutOffChoice* put_off_choice() { return is_put_off(choose_waiting) ? &waiting.back() : nullptr; }
+const PutOffChoice* put_off_choice() {
+  return is_put_off(choose_waiting) && !waiting.back().injects ? &waiting.back() : nullptr;
+}
 void forget_put_off_scores() {
   for (PutOffChoice& c : waiting) c.forgotten = true;
 }
