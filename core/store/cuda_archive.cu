@@ -1,4 +1,5 @@
 // Archives: copies of heads on the host, and tokens that come back from them.
+#include "base/launch.cuh"
 #include "base/relay.cuh"
 #include "base/scratch.cuh"
 #include "base/side_stream.hpp"
@@ -56,6 +57,8 @@ __global__ void __launch_bounds__(threads)
     plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreFetch a, Job* jobs,
                 std::int32_t* counts) {
   __shared__ int first;
+  let_successor_start();
+  wait_for_predecessor();
   const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x);
   if (!a.heads.on(slot, head)) return;
@@ -171,8 +174,8 @@ KVLAB_ON_CUDA(archive, archive);
 
 void plan_fetch(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream) {
   const Jobs jobs = jobs_of(s, a);
-  plan_kernel<<<a.rows * s.kv_heads, threads, 0, stream_of(stream)>>>(s, a, jobs.list, jobs.counts);
-  check_launch("plan_fetch");
+  launch("plan_fetch", plan_kernel, a.rows * s.kv_heads, threads, 0, stream_of(stream), true, s, a, jobs.list,
+         jobs.counts);
 }
 KVLAB_ON_CUDA(plan_fetch, plan_fetch);
 

@@ -115,15 +115,10 @@ __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ 
         parts[mine];
 }
 
-// Blocks [part of the tiles, i, layer and row].
-__global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ Args a) {
-  extern __shared__ float shares[];  // [query head of the group, stride]
-  __shared__ float2 stats[most_logit_group];
-  let_successor_start();
-  wait_for_predecessor();
+// The maximum and 1 / sum of each query head's softmax, from the parts that stats_kernel left. The whole block calls
+// it.
+__device__ __forceinline__ void load_stats(const Args& a, float2* stats) {
   const int mine = static_cast<int>(threadIdx.x), lane = mine % 32;
-  const Of of = head_of(a, blockIdx.y);
-  if (!of.logits) return;
   for (int g = mine / 32; g < a.group; g += threads / 32) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32)
@@ -133,6 +128,111 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
     if (lane == 0) stats[g] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
   }
   __syncthreads();
+}
+
+__device__ __forceinline__ float share_of(float logit, float2 stats) {
+  return logit != -INFINITY ? exp2f(logit - stats.x) * stats.y : 0.f;
+}
+
+// The score of a token, from its query heads' pooled shares, which come in order.
+struct GroupScore {
+  GroupRule rule;
+  float best = 0;
+
+  __device__ __forceinline__ void add(int g, float x) {
+    best = g == 0 ? x : rule != GroupRule::max ? best + x : best < x ? x : best;
+  }
+  __device__ __forceinline__ float result(int group) const {
+    return rule == GroupRule::mean ? best * (1.f / static_cast<float>(group)) : best;
+  }
+};
+
+constexpr int each = 2, vector_entries = each * threads, most_vector_half = 32;
+
+// pool_kernel for groups whose logits of a token come in vectors. The next tile's are on their way while one is pooled.
+// Half: half a kernel, -1 = Args::half.
+template <int Group, int Half>
+__global__ void __launch_bounds__(threads) pool_vectors_kernel(const __grid_constant__ Args a) {
+  constexpr int floats = Group % 4 == 0 ? 4 : Group % 2 == 0 ? 2 : 1, vectors = Group / floats;
+  using Vector = std::conditional_t<floats == 4, float4, std::conditional_t<floats == 2, float2, float>>;
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ float2 stats[Group];
+  let_successor_start();
+  wait_for_predecessor();
+  const int mine = static_cast<int>(threadIdx.x);
+  const Of of = head_of(a, blockIdx.y);
+  const int half = Half < 0 ? a.half : Half, width = vector_entries - 2 * half,
+            step = static_cast<int>(gridDim.x) * width;
+  if (!of.logits || static_cast<int>(blockIdx.x) * width >= of.tokens) return;
+  load_stats(a, stats);
+  const bool maximum = a.pooling.kind == Pooling::max;
+  const auto* logits = reinterpret_cast<const Vector*>(of.logits);
+  auto* const both = reinterpret_cast<Vector*>(memory);  // [2, token of a tile, vectors]
+  union Token {
+    Vector of[vectors];
+    float x[Group];
+    __device__ Token() {}
+  };
+  Token next[each];
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int t = base - half + mine + i * threads;
+#pragma unroll
+      for (int v = 0; v < vectors; ++v)
+        if (t >= 0 && t < of.tokens) next[i].of[v] = __ldcg(logits + std::int64_t{t} * vectors + v);
+    }
+  };
+  int base = static_cast<int>(blockIdx.x) * width;
+  load(base);
+#pragma unroll 1
+  for (int odd = 0; base < of.tokens; base += step, odd ^= 1) {
+    Vector* const shares = both + odd * vector_entries * vectors;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int e = mine + i * threads, t = base - half + e;
+      const bool there = t >= 0 && t < of.tokens;
+      Token share;
+#pragma unroll
+      for (int g = 0; g < Group; ++g) share.x[g] = there ? share_of(next[i].x[g], stats[g]) : maximum ? -INFINITY : 0.f;
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) shares[e * vectors + v] = share.of[v];
+    }
+    if (base + step < of.tokens) load(base + step);
+    __syncthreads();  // once a tile: the next one has other memory
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int o = mine + i * threads;
+      if (o >= width || base + o >= of.tokens) continue;
+      Token sum;
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) sum.of[v] = shares[o * vectors + v];
+#pragma unroll
+      for (int n = 1; n <= 2 * half; ++n) {
+        Token near;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) near.of[v] = shares[(o + n) * vectors + v];
+#pragma unroll
+        for (int g = 0; g < Group; ++g) sum.x[g] = maximum ? fmaxf(sum.x[g], near.x[g]) : sum.x[g] + near.x[g];
+      }
+      GroupScore score{a.pooling.rule};
+#pragma unroll
+      for (int g = 0; g < Group; ++g) score.add(g, maximum ? sum.x[g] : sum.x[g] / static_cast<float>(2 * half + 1));
+      of.out[base + o] = score.result(Group);
+    }
+  }
+}
+
+// Blocks [part of the tiles, i, layer and row].
+__global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ Args a) {
+  extern __shared__ float shares[];  // [query head of the group, stride]
+  __shared__ float2 stats[most_logit_group];
+  let_successor_start();
+  wait_for_predecessor();
+  const int mine = static_cast<int>(threadIdx.x);
+  const Of of = head_of(a, blockIdx.y);
+  if (!of.logits) return;
+  load_stats(a, stats);
   const bool maximum = a.pooling.kind == Pooling::max;
   const int width = a.entries - 2 * a.half, numbers = a.entries * a.group;
   for (int base = blockIdx.x * width; base < of.tokens; base += gridDim.x * width) {
@@ -151,22 +251,21 @@ __global__ void __launch_bounds__(threads) pool_kernel(const __grid_constant__ A
         if (f >= numbers) break;
         const int t = f / a.group, g = f - t * a.group;
         const std::int64_t at = begin + f;
-        const float share = x[i] != -INFINITY ? exp2f(x[i] - stats[g].x) * stats[g].y : 0.f;
+        const float share = share_of(x[i], stats[g]);
         shares[g * a.stride + t] = maximum && (at < 0 || at >= end) ? -INFINITY : share;
       }
     }
     __syncthreads();
     for (int t = mine; t < width && base + t < of.tokens; t += threads) {
-      float best = 0;
+      GroupScore score{a.pooling.rule};
       for (int g = 0; g < a.group; ++g) {
         const float* near = shares + g * a.stride + t;
         float x = near[0];
         for (int i = 1; i <= 2 * a.half; ++i) x = maximum ? fmaxf(x, near[i]) : x + near[i];
         if (!maximum) x /= static_cast<float>(2 * a.half + 1);
-        best = g == 0 ? x : a.pooling.rule != GroupRule::max ? best + x : best < x ? x : best;
+        score.add(g, x);
       }
-      if (a.pooling.rule == GroupRule::mean) best *= 1.f / static_cast<float>(a.group);
-      of.out[base + t] = best;
+      of.out[base + t] = score.result(a.group);
     }
     __syncthreads();
   }
@@ -182,6 +281,26 @@ static auto common_of(const PooledLogits& c) {
                                c.logits.out.stride[1], c.out.extent[2], c.out.stride, c.stream.handle()),
                     std::tuple(c.pooling.kind, c.pooling.kernel, c.pooling.rule, h.flags.data != nullptr,
                                h.flags.stride, h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr, h.join));
+}
+
+// pool_vectors_kernel for these calls, or null.
+static void (*vectors_kernel(const Args& a, std::span<const PooledLogits> calls))(Args) {
+  if (a.half > most_vector_half) return nullptr;
+  for (const PooledLogits& c : calls)
+    for (const std::int64_t at : {c.logits.out.stride[0], c.logits.out.stride[1],
+                                  static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(c.logits.out.data) / 4)})
+      if (at % std::min(a.group, 4) != 0) return nullptr;
+  const auto of_group = [&](auto group) {
+    constexpr int n = decltype(group)::value;
+    return a.half == 2 ? pool_vectors_kernel<n, 2> : pool_vectors_kernel<n, -1>;
+  };
+  switch (a.group) {
+    case 1: return of_group(std::integral_constant<int, 1>{});
+    case 2: return of_group(std::integral_constant<int, 2>{});
+    case 4: return of_group(std::integral_constant<int, 4>{});
+    case 8: return of_group(std::integral_constant<int, 8>{});
+    default: return nullptr;
+  }
 }
 
 static void run(std::span<const PooledLogits> calls) {
@@ -209,9 +328,16 @@ static void run(std::span<const PooledLogits> calls) {
       fixed_scratch(s.handle(), "pooled_logits",
                     std::size_t{layers_and_rows} * blocks * std::size_t(a.chunks * a.group) * sizeof(float2)));
   a.half = pooling.kind == Pooling::none ? 0 : pooling.kernel / 2;
+  launch("pooled_logits", stats_kernel, dim3(a.chunks, blocks, layers_and_rows), threads, 0, stream_of(s), true, a);
+  const auto pool = [&](const auto kernel, int width, std::size_t bytes) {
+    const int parts = std::clamp((room + width - 1) / width, 1, most_blocks / blocks_fewer(layers_and_rows));
+    launch("pooled_logits", kernel, dim3(parts, blocks, layers_and_rows), threads, bytes, stream_of(s), true, a);
+  };
+  if (const auto vectors = vectors_kernel(a, calls))
+    return pool(vectors, vector_entries - 2 * a.half, std::size_t{2} * vector_entries * a.group * sizeof(float));
   a.entries = a.half > 32 ? threads + 2 * a.half : threads;
   a.stride = (a.entries + 31) / 32 * 32 + 8;  // so that the rows of a group of four lie in other banks
-  const int bytes = a.group * a.stride * static_cast<int>(sizeof(float)), width = a.entries - 2 * a.half;
+  const int bytes = a.group * a.stride * static_cast<int>(sizeof(float));
   static const cudaError_t once = cudaFuncSetAttribute(pool_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(shared_bytes() - 2048));
   check(once, "pooled_logits");
@@ -220,9 +346,7 @@ static void run(std::span<const PooledLogits> calls) {
                 "got a kernel of " + std::to_string(pooling.kernel) + " and a group of " + std::to_string(a.group) +
                     " query heads, wanted less of one: a tile must fit shared memory",
                 "op pooled_logits");
-  launch("pooled_logits", stats_kernel, dim3(a.chunks, blocks, layers_and_rows), threads, 0, stream_of(s), true, a);
-  const int parts = std::clamp((room + width - 1) / width, 1, most_blocks / blocks_fewer(layers_and_rows));
-  launch("pooled_logits", pool_kernel, dim3(parts, blocks, layers_and_rows), threads, bytes, stream_of(s), true, a);
+  pool(pool_kernel, a.entries - 2 * a.half, static_cast<std::size_t>(bytes));
 }
 
 static void pooled_in_layers_cuda(const std::vector<PooledLogits>& calls) {

@@ -42,6 +42,7 @@ struct TokensOfLayer {
 };
 struct TokensArgs : Args {
   TokensOfLayer layers[most_layers];
+  int layer_count;
 };
 static_assert(sizeof(TokensArgs) < 4000, "a kernel's arguments");
 
@@ -70,68 +71,75 @@ __global__ void __launch_bounds__(Threads, Blocks) top_pages_kernel(const __grid
   if (threadIdx.x == 0) a.count(row, head) = count;
 }
 
-// Blocks [kv_head, row, layer].
+// An item is [layer, row, kv_head]. A block takes several, where few heads are likely to choose.
 template <int Threads, int Blocks, int Vectors>
 __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __grid_constant__ TokensArgs a) {
   extern __shared__ uint4 dynamic[];
   __shared__ SelectShared select;
-  const int own = blockIdx.x, row = blockIdx.y, slot = a.kv.kv.slots[row];
-  const TokensOfLayer& l = a.layers[blockIdx.z];
-  Heads heads = a.heads;
-  heads.flags.data = const_cast<std::uint8_t*>(l.flags), heads.classes = l.classes;
-  if (!heads.on(slot, own)) return;
-  const int head = l.by ? l.by[own] : own;
-  const int n = min(l.length[slot * a.kv.kv.length.stride[0] + head * a.kv.kv.length.stride[1]], a.most);
-  const std::int64_t at = a.slots ? a.slots[row] : row;
-  const float* scores = l.scores + row * a.scores.stride[0] + head * a.scores.stride[1];
-  std::int32_t* list = l.list + at * a.list.stride[0] + own * a.list.stride[1];
-  const auto count_of = [&](int h) -> std::int32_t& { return l.count[at * a.count.stride[0] + h * a.count.stride[1]]; };
-  const bool same = !l.amount;  // as many as the list holds
-  const int held = same ? count_of(own) : 0, room = same ? held : static_cast<int>(a.list.extent[2]);
-  const int keep = min(
-      same ? l.among ? count_of(l.among[own]) : held : l.amount[row * a.amount.stride[0] + own * a.amount.stride[1]],
-      n);
-  auto* chosen = reinterpret_cast<unsigned*>(dynamic);
-  const Pins pins = a.pins ? a.pins[row] : Pins{};
-  const bool pin = pins.first > 0 || pins.last > 0;
-  const PinLimits limits = pin ? pin_limits(a.kv, row, head, n, pins, select) : PinLimits{};
-  int count;
-  unsigned of_thread = 0, pinned = 0;
-  if constexpr (Vectors > 0) {
-    Held<Threads, Vectors> held;
-    held.load(scores, n);
-    if (pin) {
-      held.pin(n, [&](int t) { return limits.pinned(a.kv.position(row, head, t)); });
-      block_scan(__popc(held.chosen), select.scan, pinned);
-    }
-    count = choose_held(held, scores, n, static_cast<int>(pinned), keep - static_cast<int>(pinned), list,
-                        a.list.stride[2], room, chosen, select);
-  } else {
-    const int lane = threadIdx.x % 32;
-    if (pin) {
-      for (int base = threadIdx.x - lane; base < n; base += Threads) {
-        const int t = base + lane;
-        const unsigned bits = __ballot_sync(all_lanes, t < n && limits.pinned(a.kv.position(row, head, t)));
-        if (lane == 0) chosen[base >> 5] = bits, of_thread += __popc(bits);
+  const int rows = a.kv.kv.rows, kv_heads = a.kv.kv_heads, items = a.layer_count * rows * kv_heads;
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int own = item % kv_heads, row = item / kv_heads % rows, slot = a.kv.kv.slots[row];
+    const TokensOfLayer& l = a.layers[item / kv_heads / rows];
+    Heads heads = a.heads;
+    heads.flags.data = const_cast<std::uint8_t*>(l.flags), heads.classes = l.classes;
+    if (!heads.on(slot, own)) continue;
+    const int head = l.by ? l.by[own] : own;
+    const int n = min(l.length[slot * a.kv.kv.length.stride[0] + head * a.kv.kv.length.stride[1]], a.most);
+    const std::int64_t at = a.slots ? a.slots[row] : row;
+    const float* scores = l.scores + row * a.scores.stride[0] + head * a.scores.stride[1];
+    std::int32_t* list = l.list + at * a.list.stride[0] + own * a.list.stride[1];
+    const auto count_of = [&](int h) -> std::int32_t& {
+      return l.count[at * a.count.stride[0] + h * a.count.stride[1]];
+    };
+    const bool same = !l.amount;  // as many as the list holds
+    const int held = same ? count_of(own) : 0, room = same ? held : static_cast<int>(a.list.extent[2]);
+    const int keep = min(
+        same ? l.among ? count_of(l.among[own]) : held : l.amount[row * a.amount.stride[0] + own * a.amount.stride[1]],
+        n);
+    auto* chosen = reinterpret_cast<unsigned*>(dynamic);
+    const Pins pins = a.pins ? a.pins[row] : Pins{};
+    const bool pin = pins.first > 0 || pins.last > 0;
+    const PinLimits limits = pin ? pin_limits(a.kv, row, head, n, pins, select) : PinLimits{};
+    int count;
+    unsigned of_thread = 0, pinned = 0;
+    if constexpr (Vectors > 0) {
+      Held<Threads, Vectors> held;
+      held.load(scores, n);
+      if (pin) {
+        held.pin(n, [&](int t) { return limits.pinned(a.kv.position(row, head, t)); });
+        block_scan(__popc(held.chosen), select.scan, pinned);
       }
-      block_scan(of_thread, select.scan, pinned);
+      count = choose_held(held, scores, n, static_cast<int>(pinned), keep - static_cast<int>(pinned), list,
+                          a.list.stride[2], room, chosen, select);
     } else {
-      fill_bits(chosen, n, false);
+      const int lane = threadIdx.x % 32;
+      if (pin) {
+        for (int base = threadIdx.x - lane; base < n; base += Threads) {
+          const int t = base + lane;
+          const unsigned bits = __ballot_sync(all_lanes, t < n && limits.pinned(a.kv.position(row, head, t)));
+          if (lane == 0) chosen[base >> 5] = bits, of_thread += __popc(bits);
+        }
+        block_scan(of_thread, select.scan, pinned);
+      } else {
+        fill_bits(chosen, n, false);
+      }
+      const int wanted = keep - static_cast<int>(pinned);
+      if (keep >= n)
+        fill_bits(chosen, n, true);
+      else if (wanted > 0)
+        select_best(load_row(scores, n, stage_of(a, chosen), false), n, wanted, chosen, select);
+      count = write_list(chosen, n, list, a.list.stride[2], room, select);
     }
-    const int wanted = keep - static_cast<int>(pinned);
-    if (keep >= n)
-      fill_bits(chosen, n, true);
-    else if (wanted > 0)
-      select_best(load_row(scores, n, stage_of(a, chosen), false), n, wanted, chosen, select);
-    count = write_list(chosen, n, list, a.list.stride[2], room, select);
+    // Another block may read a number that stays.
+    if (threadIdx.x == 0 && (!same || count != held)) count_of(own) = count;
+    __syncthreads();
   }
-  // Another block may read a number that stays.
-  if (threadIdx.x == 0 && (!same || count != held)) count_of(own) = count;
 }
 
 // Launches as many threads as a row has work for. Blocks of up to 8192 entries share a multiprocessor.
 template <template <int, int, int> class Kernel, class A>
-void launch(A a, const char* op, cudaStream_t stream, unsigned layers = 1) {
+void launch(A a, const char* op, cudaStream_t stream, dim3 grid) {
   const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
   const std::int64_t room = shared_bytes() - static_cast<std::int64_t>(sizeof(SelectShared)) - 1024;
   if (bits > room)
@@ -141,7 +149,6 @@ void launch(A a, const char* op, cudaStream_t stream, unsigned layers = 1) {
   const bool held = a.most <= 16384;
   a.staged = !held && bits + row <= 100 * 1024;
   const int bytes = static_cast<int>(bits + (a.staged ? row : 0));
-  const dim3 grid(a.kv.kv_heads, a.kv.kv.rows, layers);
   const auto start = [&](auto kernel, int threads) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)), op);
     kernel<<<grid, threads, bytes, stream>>>(a);
@@ -196,7 +203,7 @@ void top_pages_cuda(const PagedKv& kv, View<const float, 3> scores, View<const s
   if (kv.rows == 0) return;
   Args a = arguments(kv, scores, page_budgets, out, kv.table.extent[2]);
   a.newest = pins.newest_page;
-  launch<TopPages>(a, "top_pages", stream_of(s));
+  launch<TopPages>(a, "top_pages", stream_of(s), dim3(kv.kv_heads, kv.rows));
 }
 KVLAB_ON_CUDA(top_pages, top_pages_cuda);
 
@@ -226,7 +233,12 @@ static void run(std::span<const ChosenTokens> calls) {
     a.layers[i] = {c.kv.length.data,  o.keep.data,        o.by,           o.among, c.scores.data, c.list.index.data,
                    c.list.count.data, o.heads.flags.data, o.heads.classes};
   }
-  launch<TopTokens>(a, "top_tokens", stream_of(first.stream), static_cast<unsigned>(calls.size()));
+  a.layer_count = static_cast<int>(calls.size());
+  // A block of long rows needs a multiprocessor to itself, for which it waits beside a step. Few layers' heads choose.
+  constexpr int most_blocks_of_layers = 32;
+  const int items = a.layer_count * kv.rows * kv.kv_heads;
+  const bool few = a.layer_count > 1 && a.heads.flags.data;
+  launch<TopTokens>(a, "top_tokens", stream_of(first.stream), few ? std::min(items, most_blocks_of_layers) : items);
 }
 
 static void chosen_tokens_in_layers_cuda(const std::vector<ChosenTokens>& calls) {
