@@ -51,6 +51,13 @@ __device__ __forceinline__ unsigned halves_of_e4m3(unsigned two) {
   return r;
 }
 
+// The e4m3 numbers nearest to two floats, the first in the low byte. They saturate.
+__device__ __forceinline__ unsigned e4m3_of_floats(float low, float high) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // Both f16 numbers of a word.
 __device__ __forceinline__ unsigned sub_halves(unsigned x, unsigned y) {
   unsigned r;

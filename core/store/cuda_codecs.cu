@@ -13,10 +13,263 @@ namespace {
 
 constexpr int threads = 256, warps = threads / 32;
 
+// Gives back frames of one pool of the device. The whole block calls it.
+__device__ void give_all_back(const CudaStoreLayer& s, int pool, const PageEntry* entries, int count) {
+  __shared__ int at;
+  const int mine = static_cast<int>(threadIdx.x);
+  for (int i = mine; s.poison && i < count; i += threads) poison_frame(s, 0, entries[i]);
+  if (mine == 0) {
+    at = atomicAdd(s.pool[pool].free_count, count);
+    atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - at);
+  }
+  __syncthreads();
+  for (int i = mine; i < count; i += threads) s.pool[pool].free[at + i] = entries[i].frame;
+}
+
+// ---- pages in another codec ----------------------------------------------------------------------------------------
+
+// Whether each side of a page stays as it is or becomes shorter codes. Then its rows are one run of bytes.
+__device__ bool only_lowers(const PageLayout& from, const PageLayout& to) {
+  for (const bool key : {true, false}) {
+    const CodecSide of = ops::side_of(from, key), as = ops::side_of(to, key);
+    const std::int64_t elements = std::int64_t{from.page_size} * from.head_dim;
+    if (of.grouped() || (of != as && ops::code_ratio(of, as) == 0) || elements * (of.bits ? of.bits : 16) % 128 != 0)
+      return false;
+  }
+  return true;
+}
+
+// Calls f(i, word i of 16 bytes) for a run of bytes. A warp has several on their way.
+template <class F>
+__device__ void for_words(const std::byte* from, int words, int lane, const F& f) {
+  constexpr int batch = 8;
+  const auto* in = reinterpret_cast<const uint4*>(from);
+  for (int first = lane; first < words; first += 32 * batch) {
+    uint4 x[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) x[i] = in[min(first + 32 * i, words - 1)];
+#pragma unroll
+    for (int i = 0; i < batch; ++i)
+      if (first + 32 * i < words) f(first + 32 * i, x[i]);
+  }
+}
+template <int From, int To>
+__device__ void lower_words(const std::byte* from, std::byte* to, int words, int lane) {
+  for_words(from, words, lane, [&](int i, uint4 codes) {
+    const ops::Lowered<From, To> x(codes);
+    if constexpr (x.bytes == 8)
+      reinterpret_cast<uint2*>(to)[i] = make_uint2(x.word[0], x.word[1]);
+    else
+      reinterpret_cast<unsigned*>(to)[i] = x.word[0];
+  });
+}
+
+// A warp stores a page whose layouts are only_lowers.
+__device__ void lower_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, int lane) {
+  const int p = lf.page_size;
+  for (const bool key : {true, false}) {
+    const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
+    const std::byte* rows = from + ops::row_offset(lf, key, 0);
+    std::byte* out = to + ops::row_offset(lt, key, 0);
+    const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
+    if (of == as)
+      for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
+    else if (of.bits == 4)
+      lower_words<4, 2>(rows, out, words, lane);
+    else if (as.bits == 4)
+      lower_words<8, 4>(rows, out, words, lane);
+    else
+      lower_words<8, 2>(rows, out, words, lane);
+    const int ratio = of == as ? 1 : ops::code_ratio(of, as);
+    for (int t = lane; of.bits && t < p; t += 32) {
+      const unsigned meta = *reinterpret_cast<const unsigned*>(from + ops::meta_offset(lf, key, t));
+      *reinterpret_cast<unsigned*>(to + ops::meta_offset(lt, key, t)) = ratio > 1 ? lowered_meta(meta, ratio) : meta;
+    }
+  }
+  for (int t = lane; t < p; t += 32)
+    for (int i = 0; i <= lf.state_columns; ++i) *field(to, lt, t, i) = *field(const_cast<std::byte*>(from), lf, t, i);
+}
+
+// Scale and zero of the codes of numbers between lo and hi, stored in f16 if `writes`.
+__device__ ops::CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* at, bool writes) {
+  const ops::CodeScale exact = ops::code_scale(side, lo, hi);
+  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
+  if (writes) {
+    __half* meta = reinterpret_cast<__half*>(at);
+    meta[0] = scale, meta[1] = zero;
+  }
+  return {__half2float(scale), __half2float(zero)};
+}
+
+// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
+// group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
+template <class Number>
+__device__ void encode_groups_of(const Number& number, std::byte* to, const PageLayout& l, bool key) {
+  constexpr int batch = 8;
+  const CodecSide side = ops::side_of(l, key);
+  const bool channel = side.axis == CodeAxis::channel;
+  const int p = l.page_size, dim = l.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+  const auto put = [&](float x, const ops::CodeScale& of, int t, int d) {
+    unsigned byte = d < dim ? ops::code_of(side, x, of) << own * side.bits : 0;
+    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
+    if (d < dim && own == 0) to[ops::row_offset(l, key, t) + d / each] = static_cast<std::byte>(byte);
+  };
+  // Calls f(t, x) for tokens first to end - 1, a batch after the other.
+  const auto for_tokens = [&](int first, int end, int d, const auto& f) {
+    for (int t = first; t < end; t += batch) {
+      float x[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) x[i] = number(min(t + i, end - 1), d);
+#pragma unroll
+      for (int i = 0; i < batch; ++i)
+        if (t + i < end) f(t + i, x[i]);
+    }
+  };
+  const int tokens = channel ? group : batch, shares = (p + tokens - 1) / tokens * tiles;
+  const bool in_lanes = group < 32 ? (group & (group - 1)) == 0 && dim % 32 == 0 : group == 32;
+  for (int share = static_cast<int>(threadIdx.x) / 32; share < shares; share += warps) {
+    const int first = share / tiles * tokens, end = min(p, first + tokens), d = share % tiles * 32 + lane,
+              within = min(d, dim - 1);
+    if (channel) {
+      float lo = INFINITY, hi = -INFINITY;
+      for_tokens(first, end, within, [&](int, float x) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+      const ops::CodeScale of = put_scale(side, lo, hi, to + ops::meta_offset(l, key, first, within), d < dim);
+      for_tokens(first, end, within, [&](int t, float x) { put(x, of, t, d); });
+    } else {
+      for_tokens(first, end, within, [&](int t, float x) {
+        float lo = x, hi = x;
+        if (in_lanes) {
+          lo = x == x ? x : INFINITY, hi = x == x ? x : -INFINITY;
+          for (int m = 1; m < group; m *= 2)
+            lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
+        } else {
+          lo = INFINITY, hi = -INFINITY;
+          for (int i = 0, begin = within / group * group; i < group; ++i) {
+            const float y = number(t, begin + i);
+            lo = fminf(lo, y), hi = fmaxf(hi, y);
+          }
+        }
+        put(x, put_scale(side, lo, hi, to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0), t, d);
+      });
+    }
+  }
+}
+
+// The same for rows of bf16 up to 128 elements: a lane holds four neighbours of a warp's few tokens.
+constexpr int most_held_tokens = 8;
+__device__ bool groups_are_held(const PageLayout& lf, const PageLayout& lt, bool key) {
+  const CodecSide side = ops::side_of(lt, key);
+  const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
+  if (ops::side_of(lf, key).bits || lf.dtype != DType::bf16 || dim > 128 || p % warps || own > most_held_tokens)
+    return false;
+  return side.axis == CodeAxis::channel ? group % own == 0 : group % 4 == 0 && (group & (group - 1)) == 0;
+}
+__device__ void encode_held_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                                   bool key) {
+  constexpr int each = 4;
+  __shared__ float2 ranges[warps][128];
+  const CodecSide side = ops::side_of(lt, key);
+  const bool channel = side.axis == CodeAxis::channel;
+  const int p = lf.page_size, dim = lf.head_dim, group = ops::group_of(side, p, dim);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, own = p / warps,
+            first = warp * own, d = lane * each;
+  const bool there = d < dim;
+  uint2 held[most_held_tokens];
+#pragma unroll
+  for (int t = 0; t < most_held_tokens; ++t)
+    if (t < own && there) held[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first + t) + d * 2);
+  const auto number = [&](int t, int e) {
+    const unsigned word = e < 2 ? held[t].x : held[t].y;
+    return __uint_as_float(e % 2 ? word & 0xffff0000u : word << 16);
+  };
+  // A lane's codes of a token are 4 * bits bits.
+  const auto put = [&](int t, const auto& of) {
+    unsigned codes = 0;
+#pragma unroll
+    for (int e = 0; e < each; ++e) codes |= of(e).code(side, number(t, e)) << e * side.bits;
+    std::byte* at = to + ops::row_offset(lt, key, first + t) + d * side.bits / 8;
+    if (side.bits == 8)
+      *reinterpret_cast<unsigned*>(at) = codes;
+    else if (side.bits == 4)
+      *reinterpret_cast<unsigned short*>(at) = static_cast<unsigned short>(codes);
+    else
+      *at = static_cast<std::byte>(codes);
+  };
+  if (channel) {
+    float2 range[each];
+#pragma unroll
+    for (int e = 0; e < each; ++e) range[e] = make_float2(INFINITY, -INFINITY);
+#pragma unroll
+    for (int t = 0; t < most_held_tokens; ++t)
+      if (t < own && there)
+#pragma unroll
+        for (int e = 0; e < each; ++e) {
+          const float x = number(t, e);
+          range[e].x = fminf(range[e].x, x), range[e].y = fmaxf(range[e].y, x);
+        }
+    __syncthreads();  // the other side's are read
+    if (there)
+#pragma unroll
+      for (int e = 0; e < each; ++e) ranges[warp][d + e] = range[e];
+    __syncthreads();
+    if (!there) return;
+    const int sharers = group / own, begin = warp / sharers * sharers;  // warps of this group
+    const auto scale_of = [&](int e) {
+      float2 all = ranges[begin][d + e];
+      for (int w = begin + 1; w < begin + sharers; ++w) {
+        const float2 other = ranges[w][d + e];
+        all.x = fminf(all.x, other.x), all.y = fmaxf(all.y, other.y);
+      }
+      return ops::SharedScale(
+          put_scale(side, all.x, all.y, to + ops::meta_offset(lt, key, first, d + e), warp == begin));
+    };
+    static_assert(each == 4);
+    const ops::SharedScale of[each] = {scale_of(0), scale_of(1), scale_of(2), scale_of(3)};
+#pragma unroll
+    for (int t = 0; t < most_held_tokens; ++t)
+      if (t < own) put(t, [&](int e) { return of[e]; });
+    return;
+  }
+#pragma unroll
+  for (int t = 0; t < most_held_tokens; ++t) {
+    if (t >= own) break;
+    float lo = INFINITY, hi = -INFINITY;
+#pragma unroll
+    for (int e = 0; e < each; ++e)
+      if (there) lo = fminf(lo, number(t, e)), hi = fmaxf(hi, number(t, e));
+#pragma unroll
+    for (int m = 1; m < 32; m *= 2)
+      if (m * each < group) lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
+    if (!there) continue;
+    const ops::SharedScale of(put_scale(side, lo, hi, to + ops::meta_offset(lt, key, first + t, d), d % group == 0));
+    put(t, [&](int) { return of; });
+  }
+}
+
+__device__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                              bool key) {
+  if (groups_are_held(lf, lt, key)) return encode_held_groups(from, lf, to, lt, key);
+  const int dim = lf.head_dim;
+  const std::byte* rows = from + ops::row_offset(lf, key, 0);
+  if (ops::side_of(lf, key).bits == 0 && lf.dtype == DType::bf16)
+    return encode_groups_of(
+        [&](int t, int d) {
+          return static_cast<float>(reinterpret_cast<const __nv_bfloat16*>(rows)[std::int64_t{t} * dim + d]);
+        },
+        to, lt, key);
+  encode_groups_of([&](int t, int d) { return element(from, lf, key, t, d); }, to, lt, key);
+}
+
 // Stores a page of the first codec in the second, or the other way. The whole block calls it.
 __device__ void encode_page(const CudaStoreLayer& s, int codec, std::int32_t before, std::int32_t fresh) {
   const PageLayout &from = codec > 0 ? s.layout : s.lower_layout, &to = codec > 0 ? s.lower_layout : s.layout;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (only_lowers(from, to)) {
+    if (warp == 0) lower_page(frame_at(s, 0, before), from, frame_at(s, 0, fresh), to, lane);
+    return;
+  }
   constexpr int each = 2;  // tokens of a warp whose loads are under way together
   for (int t = warp; t < s.layout.page_size; t += each * warps) {
     Carried x[each];
@@ -77,6 +330,17 @@ __global__ void __launch_bounds__(threads)
   const Head h = head_of(s, a.slots[row], head);
   const PageEntry* before = a.before + std::int64_t{of} * a.index.extent[2];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
+  if (only_lowers(from, to)) {  // each warp takes pages
+    for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < a.runs[of];
+         i += static_cast<int>(gridDim.x) * warps) {
+      const int page = a.index(row, head, i);
+      lower_page(frame_at(s, 0, before[i].frame), from, frame_at(s, 0, h.table[0][page].frame), to, lane);
+      __syncwarp();
+      summarize(s, h, page, s.layout.page_size, lane);
+    }
+    return;
+  }
   for (int i = static_cast<int>(blockIdx.x); i < a.runs[of]; i += static_cast<int>(gridDim.x)) {
     const int page = a.index(row, head, i);
     encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
@@ -93,7 +357,7 @@ __global__ void __launch_bounds__(threads)
   const Head h = head_of(s, a.slots[row], head);
   if (a.runs && a.runs[blockIdx.x] > 0) {
     PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
-    for (int i = mine; i < a.runs[blockIdx.x]; i += threads) give_back(s, 0, before[i]);
+    give_all_back(s, pool_of(0, before[0].codec), before, a.runs[blockIdx.x]);
     return;
   }
   const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "base/copy_units.cuh"
-#include "ops/page/codes.hpp"
+#include "ops/page/codes.cuh"
 #include "ops/page/summary.cuh"
 #include "store/cuda_kernels.hpp"
 
@@ -292,8 +292,9 @@ __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, i
 #pragma unroll
     for (int i = 0; i < lane_elements; ++i)
       if (there) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
-    for (int d = lanes / 2; d; d /= 2)
-      lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
+#pragma unroll
+    for (int d = 16; d; d /= 2)
+      if (d < lanes) lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
   }
   if (!there) return;
   if (side.bits) {
@@ -304,7 +305,8 @@ __device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, i
       meta[0] = scale, meta[1] = zero;
     }
     const ops::CodeScale of = {__half2float(scale), __half2float(zero)};
-    words.put_codes(side.bits, [&](int i) { return ops::code_of(side, x[i], of); });
+    const ops::EightCodes codes = ops::codes_of(side, x, of);
+    words.word[0] = codes.low, words.word[1] = codes.high;
   } else if (l.dtype == DType::f32) {
 #pragma unroll
     for (int i = 0; i < lane_elements; ++i) words.word[i] = __float_as_uint(x[i]);

@@ -115,38 +115,48 @@ __device__ void read_elements(const In* from, bool wide, float (&x)[lane_element
   }
 }
 
-// A warp stores a token of a head.
-template <class In>
+// A warp stores keys and values of neighbouring tokens of a head, `append_passes` times 32 / Lanes of them. `Lanes`
+// neighbouring lanes have a row.
+constexpr int append_passes = 2;
+template <class In, int Lanes>
 __global__ void __launch_bounds__(warps * 32)
     append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v, std::int64_t stride,
                   bool wide, int tokens, int first, std::int32_t* nonfinite, float limit) {
-  const int lane = threadIdx.x % 32;
-  const std::int64_t index = std::int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  if (index >= std::int64_t{tokens} * s.kv_heads) return;
-  const int i = static_cast<int>(index / s.kv_heads), head = static_cast<int>(index % s.kv_heads);
-  const RowLanes at(s.layout.head_dim, lane);
-  const std::int64_t row = i * stride + std::int64_t{head} * s.layout.head_dim + at.first;
-  float x[lane_elements] = {};
-  const auto read = [&](int turn) {
-    if (at.there) read_elements((at.key(turn) ? k : v) + row, wide, x);
-  };
-  read(0);  // on its way while the page is looked up
+  constexpr int rows = 32 / Lanes;  // of a pass
+  const PageLayout& l = s.layout;
+  const int lane = threadIdx.x % 32, d = lane % Lanes * lane_elements;
+  const unsigned item = blockIdx.x * warps + threadIdx.x / 32, heads = static_cast<unsigned>(s.kv_heads);
+  const int head = static_cast<int>(item % heads), begin = static_cast<int>(item / heads) * rows * append_passes;
+  if (begin >= tokens) return;
+  const auto token_of = [&](int pass) { return begin + pass * rows + lane / Lanes; };
+  const auto there = [&](int pass) { return d < l.head_dim && token_of(pass) < tokens; };
+  float x[2][append_passes][lane_elements] = {};
+#pragma unroll
+  for (int side = 0; side < 2; ++side)  // on their way while pages are looked up
+#pragma unroll
+    for (int pass = 0; pass < append_passes; ++pass)
+      if (there(pass))
+        read_elements((side ? v : k) + token_of(pass) * stride + std::int64_t{head} * l.head_dim + d, wide,
+                      x[side][pass]);
   const Head h = head_of(s, slot, head);
-  const int t = *h.length - tokens + i;
-  if (t < 0) return;  // the plan found too few frames
-  const PageLayout& l = s.mixed ? layout_at(s, h, t / s.layout.page_size) : s.layout;
-  std::byte* frame = frame_at(s, 0, h.table[0][t / l.page_size].frame);
-  const int offset = t % l.page_size;
-  for (int turn = 0; turn < at.turns; ++turn) {
-    if (turn > 0) read(turn);
+  const int length = *h.length - tokens;
+  if (length < 0) return;  // the plan found too few frames
+#pragma unroll
+  for (int pass = 0; pass < append_passes; ++pass) {
+    const int i = min(token_of(pass), tokens - 1), t = length + i, page = t / l.page_size, offset = t % l.page_size;
+    std::byte* frame = frame_at(s, 0, h.table[0][page].frame);
     bool finite = true;
 #pragma unroll
-    for (int e = 0; e < lane_elements; ++e) finite = finite && fabsf(x[e]) < limit;
+    for (int side = 0; side < 2; ++side) {
+#pragma unroll
+      for (int e = 0; e < lane_elements; ++e) finite = finite && fabsf(x[side][pass][e]) < limit;
+      encode(frame, l, side == 0, offset, x[side][pass], d, Lanes, there(pass));
+    }
     if (nonfinite && !finite) *nonfinite = 1;
-    encode(frame, l, at.key(turn), offset, x, at.first, at.lanes, at.there);
+    if (token_of(pass) >= tokens) continue;
+    if (d == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
+    for (int c = lane % Lanes; c < l.state_columns; c += Lanes) *field(frame, l, offset, 1 + c) = 0;
   }
-  if (lane == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
-  for (int c = lane; c < l.state_columns; c += 32) *field(frame, l, offset, 1 + c) = 0;
 }
 
 __global__ void append_summaries_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens, int pages) {
@@ -514,15 +524,24 @@ __global__ void absent_kernel(const __grid_constant__ CudaStoreLayer s, const __
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-template <class In>
-void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
-  const auto kernel = append_kernel<In>;
+template <class In, int Lanes>
+void append_rows(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
+  constexpr int tokens_of_warp = 32 / Lanes * append_passes;
   const auto aligned = [](auto bytes) { return static_cast<std::uint64_t>(bytes) % 16 == 0; };
   const bool wide = aligned(reinterpret_cast<std::uintptr_t>(a.k)) && aligned(reinterpret_cast<std::uintptr_t>(a.v)) &&
                     aligned(a.stride * std::int64_t{sizeof(In)});
-  kernel<<<blocks_of(std::int64_t{a.tokens} * s.kv_heads), warps * 32, 0, stream>>>(
-      s, a.slot, static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, wide, a.tokens, a.first,
-      a.nonfinite, finite_limit(s.layout.dtype));
+  const std::int64_t items = std::int64_t{(a.tokens + tokens_of_warp - 1) / tokens_of_warp} * s.kv_heads;
+  const auto kernel = append_kernel<In, Lanes>;
+  kernel<<<blocks_of(items), warps * 32, 0, stream>>>(s, a.slot, static_cast<const In*>(a.k),
+                                                      static_cast<const In*>(a.v), a.stride, wide, a.tokens, a.first,
+                                                      a.nonfinite, finite_limit(s.layout.dtype));
+}
+template <class In>
+void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
+  const int dim = s.layout.head_dim;
+  return dim <= 64    ? append_rows<In, 8>(s, a, stream)
+         : dim <= 128 ? append_rows<In, 16>(s, a, stream)
+                      : append_rows<In, 32>(s, a, stream);
 }
 
 }  // namespace

@@ -37,6 +37,12 @@ __device__ inline unsigned* field(std::byte* frame, const PageLayout& l, int off
   return reinterpret_cast<unsigned*>(frame + at) + offset;
 }
 
+// Scale and zero of codes that become shorter.
+__device__ inline unsigned lowered_meta(unsigned meta, int ratio) {
+  const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(meta)));
+  return (meta & 0xffff0000u) | __half_as_ushort(__float2half_rn(ops::lowered_scale(scale, ratio)));
+}
+
 // A token between layouts in a warp's registers, converted as ops::copy_token does.
 class Carried {
  public:
@@ -99,95 +105,11 @@ class Carried {
  private:
   static constexpr int most_turns = 2;
 
-  static __device__ unsigned lowered_meta(unsigned meta, int ratio) {
-    const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(meta)));
-    return (meta & 0xffff0000u) | __half_as_ushort(__float2half_rn(ops::lowered_scale(scale, ratio)));
-  }
-
   // The lane's elements as both layouts store them, or the codes to come; numbers where they are encoded anew.
   LaneWords words_[most_turns];
   unsigned meta_[most_turns], field_;
   int ratio_[most_turns];  // 1: stored alike. 0: encoded anew. Else ops::code_ratio
 };
-
-// Scale and zero of the codes of numbers between lo and hi, stored in f16 if `writes`.
-__device__ inline ops::CodeScale put_scale(CodecSide side, float lo, float hi, std::byte* at, bool writes) {
-  const ops::CodeScale exact = ops::code_scale(side, lo, hi);
-  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-  if (writes) {
-    __half* meta = reinterpret_cast<__half*>(at);
-    meta[0] = scale, meta[1] = zero;
-  }
-  return {__half2float(scale), __half2float(zero)};
-}
-
-// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
-// group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
-template <class Number>
-__device__ void encode_groups_of(const Number& number, std::byte* to, const PageLayout& l, bool key) {
-  constexpr int batch = 8;
-  const CodecSide side = ops::side_of(l, key);
-  const bool channel = side.axis == CodeAxis::channel;
-  const int p = l.page_size, dim = l.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warps = static_cast<int>(blockDim.x) / 32;
-  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
-  const auto put = [&](float x, const ops::CodeScale& of, int t, int d) {
-    unsigned byte = d < dim ? ops::code_of(side, x, of) << own * side.bits : 0;
-    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
-    if (d < dim && own == 0) to[ops::row_offset(l, key, t) + d / each] = static_cast<std::byte>(byte);
-  };
-  // Calls f(t, x) for tokens first to end - 1, a batch after the other.
-  const auto for_tokens = [&](int first, int end, int d, const auto& f) {
-    for (int t = first; t < end; t += batch) {
-      float x[batch];
-#pragma unroll
-      for (int i = 0; i < batch; ++i) x[i] = number(min(t + i, end - 1), d);
-#pragma unroll
-      for (int i = 0; i < batch; ++i)
-        if (t + i < end) f(t + i, x[i]);
-    }
-  };
-  const int tokens = channel ? group : batch, shares = (p + tokens - 1) / tokens * tiles;
-  const bool in_lanes = group < 32 ? (group & (group - 1)) == 0 && dim % 32 == 0 : group == 32;
-  for (int share = static_cast<int>(threadIdx.x) / 32; share < shares; share += warps) {
-    const int first = share / tiles * tokens, end = min(p, first + tokens), d = share % tiles * 32 + lane,
-              within = min(d, dim - 1);
-    if (channel) {
-      float lo = INFINITY, hi = -INFINITY;
-      for_tokens(first, end, within, [&](int, float x) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
-      const ops::CodeScale of = put_scale(side, lo, hi, to + ops::meta_offset(l, key, first, within), d < dim);
-      for_tokens(first, end, within, [&](int t, float x) { put(x, of, t, d); });
-    } else {
-      for_tokens(first, end, within, [&](int t, float x) {
-        float lo = x, hi = x;
-        if (in_lanes) {
-          lo = x == x ? x : INFINITY, hi = x == x ? x : -INFINITY;
-          for (int m = 1; m < group; m *= 2)
-            lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
-        } else {
-          lo = INFINITY, hi = -INFINITY;
-          for (int i = 0, begin = within / group * group; i < group; ++i) {
-            const float y = number(t, begin + i);
-            lo = fminf(lo, y), hi = fmaxf(hi, y);
-          }
-        }
-        put(x, put_scale(side, lo, hi, to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0), t, d);
-      });
-    }
-  }
-}
-__device__ inline void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
-                                     bool key) {
-  const int dim = lf.head_dim;
-  const std::byte* rows = from + ops::row_offset(lf, key, 0);
-  if (ops::side_of(lf, key).bits == 0 && lf.dtype == DType::bf16)
-    return encode_groups_of(
-        [&](int t, int d) {
-          return static_cast<float>(reinterpret_cast<const __nv_bfloat16*>(rows)[std::int64_t{t} * dim + d]);
-        },
-        to, lt, key);
-  encode_groups_of([&](int t, int d) { return element(from, lf, key, t, d); }, to, lt, key);
-}
 
 // Does the work of move_tokens where the tiers' layouts differ. Each warp moves one token at a time.
 template <class From, class To>

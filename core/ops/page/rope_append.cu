@@ -1,9 +1,11 @@
 // `width` neighbouring lanes take one head of a row. They norm and rotate a query or key head, and write a KV head's
 // key and value to its page. rope_kernel appends nothing; there the same lanes take several heads.
 #include <bit>
+#include <type_traits>
 
 #include "base/finite.hpp"
 #include "base/launch.cuh"
+#include "ops/page/codes.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/page/rope_append.hpp"
 #include "ops/page/summary.cuh"
@@ -20,8 +22,9 @@ constexpr int most_dim = 2 * 32 * each;
 struct Args {
   RopeAppendArgs in;
   PageLayout layouts[DeviceKv::most_codecs];
-  int width = 0;    // lanes of a head, a power of two
-  float limit = 0;  // finite_limit of the cache's dtype
+  int width = 0;         // lanes of a head, a power of two
+  int query_blocks = 0;  // where blocks of their own have a KV head each
+  float limit = 0;       // finite_limit of the cache's dtype
 };
 
 __device__ __forceinline__ void load4(const float* from, float* to) {
@@ -40,15 +43,6 @@ __device__ __forceinline__ void store4(T* to, const float* x) {
 // What read_row makes of a code. The host uses no fused multiply-add here either.
 __device__ __forceinline__ float decode(float code, float scale, float zero) {
   return __fadd_rn(__fmul_rn(code, scale), zero);
-}
-
-// x / scale, rounded as a division rounds it, for what no code saturates: Markstein's theorem. inverse: 1 / scale. The
-// scale is a number of f16.
-__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
-  const float most = 1024 * scale;  // NaN stays NaN
-  x = x > most ? most : x < -most ? -most : x;
-  const float y = x * inverse;
-  return fmaf(fmaf(-y, scale, x), inverse, y);
 }
 
 // A lane's elements of a head: [4 lane, 4 lane + 4) and the same range head_dim / 2 further. They are zero in lanes
@@ -169,21 +163,22 @@ __device__ __forceinline__ constexpr int bits_of(Element e) {
   return e == Element::f32 ? 32 : !coded(e) ? 16 : e == Element::code4 ? 4 : e == Element::code2 ? 2 : 8;
 }
 
-// A lane's elements of a stored row. They are decoded later, so that many loads are in flight.
-class StoredRow {
+// stored_bounds: the kernel widens the stored bounds by the new key. For bounds, mean and centre it reads all keys of
+// the page.
+enum class Summed { nothing, stored_bounds, bounds, mean, centre };
+__device__ __forceinline__ constexpr bool reads_page(Summed how) { return how >= Summed::bounds; }
+
+// A lane's elements of a page's stored bounds. They are unpacked later, so that other loads are in flight.
+class StoredBound {
  public:
   __device__ void load(const std::byte* row, Element e, int half, int lane) {
     low_ = four(row, e, each * lane);
     high_ = four(row, e, half + each * lane);
   }
-  __device__ void load_key(const std::byte* frame, const PageLayout& l, Element e, int offset, int lane) {
-    load(frame + row_offset(l, true, offset), e, l.head_dim / 2, lane);
-    if (coded(e)) meta_ = reinterpret_cast<const unsigned*>(frame + l.k_meta)[offset];
-  }
-  __device__ Head decoded(Element e) const {
+  __device__ Head unpacked(Element e) const {
     Head out;
-    decode_four(low_, e, out.low);
-    decode_four(high_, e, out.high);
+    unpack_four(low_, e, out.low);
+    unpack_four(high_, e, out.high);
     return out;
   }
 
@@ -191,23 +186,11 @@ class StoredRow {
   static __device__ uint4 four(const std::byte* row, Element e, int at) {
     const std::byte* from = row + at * bits_of(e) / 8;
     if (e == Element::f32) return *reinterpret_cast<const uint4*>(from);
-    if (e == Element::code4) return make_uint4(*reinterpret_cast<const unsigned short*>(from), 0, 0, 0);
-    if (e == Element::code2) return make_uint4(static_cast<unsigned>(*from), 0, 0, 0);
-    if (coded(e)) return make_uint4(*reinterpret_cast<const unsigned*>(from), 0, 0, 0);
     const uint2 x = *reinterpret_cast<const uint2*>(from);
     return make_uint4(x.x, x.y, 0, 0);
   }
-  __device__ void decode_four(const uint4& x, Element e, float* to) const {
-    if (coded(e)) {
-      float scale, zero;
-      Pair<__half>::unpack(meta_, scale, zero);
-      const int bits = bits_of(e);
-#pragma unroll
-      for (int j = 0; j < each; ++j) {
-        const unsigned code = x.x >> bits * j & static_cast<unsigned>(most_code(bits));
-        to[j] = decode(e == Element::e4m3 ? from_e4m3(code) : static_cast<float>(code), scale, zero);
-      }
-    } else if (e == Element::f32) {
+  static __device__ void unpack_four(const uint4& x, Element e, float* to) {
+    if (e == Element::f32) {
       to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
       to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
     } else if (e == Element::f16) {
@@ -220,112 +203,135 @@ class StoredRow {
   }
 
   uint4 low_ = {}, high_ = {};
-  unsigned meta_ = 0;  // scale and zero of codes, f16
 };
 
-// stored_bounds: the kernel widens the stored bounds by the new key. For bounds, mean and centre it reads all keys of
-// the page. centre goes over them twice, in registers if they fit.
-enum class Summed { nothing, stored_bounds, bounds, mean, centre };
-
-// A lane's elements of a page's summary.
-template <Summed How>
-class PageSummary {
- public:
-  __device__ void set_bounds(const Head& least, const Head& most) {
+// Lanes write the bounds of a page: those that were stored, widened by the new key. first: it is the page's only one.
+__device__ void write_bounds(std::byte* summary, const PageLayout& l, const StoredBound& least, const StoredBound& most,
+                             const Head& key, bool first, int lane) {
+  const Element e = element_of(l.dtype);
+  const int half = l.head_dim / 2;
+  const bool f16 = e == Element::f16;
+  const auto put = [&](std::byte* row, const Head& stored, bool upper) {
+    const auto four = [&](int at, const float* old, const float* now) {
+      float x[each];
 #pragma unroll
-    for (int j = 0; j < each; ++j) {
-      low_[j].least = least.low[j], high_[j].least = least.high[j];
-      low_[j].most = most.low[j], high_[j].most = most.high[j];
-    }
-  }
-  __device__ void add(const Head& key, bool first) {
-#pragma unroll
-    for (int j = 0; j < each; ++j) low_[j].add(key.low[j], first), high_[j].add(key.high[j], first);
-  }
-  __device__ void add_distance(const Head& key, bool first) {
-#pragma unroll
-    for (int j = 0; j < each; ++j) low_[j].add_distance(key.low[j], first), high_[j].add_distance(key.high[j], first);
-  }
-  // Adds the page's first `tokens` keys, and then the new one. encode() stores it and returns it as it is stored.
-  template <bool Coded, class Encode>
-  __device__ void add_page(const std::byte* frame, const PageLayout& l, int tokens, int lane, const Encode& encode) {
-    if constexpr (Coded) {
-      if (l.codec.k.kind == CodeKind::e4m3) return add_rows<Element::e4m3>(frame, l, tokens, lane, encode);
-      if (l.codec.k.bits == 2) return add_rows<Element::code2>(frame, l, tokens, lane, encode);
-      if (l.codec.k.bits == 4) return add_rows<Element::code4>(frame, l, tokens, lane, encode);
-      if (l.codec.k.bits) return add_rows<Element::code8>(frame, l, tokens, lane, encode);
-    }
-    if (l.dtype == DType::f32) return add_rows<Element::f32>(frame, l, tokens, lane, encode);
-    if (l.dtype == DType::f16) return add_rows<Element::f16>(frame, l, tokens, lane, encode);
-    add_rows<Element::bf16>(frame, l, tokens, lane, encode);
-  }
-  __device__ void write(std::byte* summary, const PageLayout& l, int tokens, int lane) const {
-    const Element e = element_of(l.dtype);
-    const int half = l.head_dim / 2;
-    const bool f16 = e == Element::f16;
-    if constexpr (How == Summed::mean) {
-      put(
-          summary, e, half, lane, [=](const KeyElement& x) { return x.mean(tokens); },
-          [=](float x) { return nearest_bits(x, f16); });
-    } else {
-      put(
-          summary, e, half, lane, [=](const KeyElement& x) { return How == Summed::centre ? x.low(tokens) : x.least; },
-          [=](float x) { return bound_bits(x, false, f16); });
-      put(
-          summary + l.head_dim * bits_of(e) / 8, e, half, lane,
-          [=](const KeyElement& x) { return How == Summed::centre ? x.high(tokens) : x.most; },
-          [=](float x) { return bound_bits(x, true, f16); });
-    }
-  }
-
- private:
-  template <Element E, class Encode>
-  __device__ void add_rows(const std::byte* frame, const PageLayout& l, int tokens, int lane, const Encode& encode) {
-    constexpr int batch = E == Element::f32 ? 8 : 16;  // rows whose loads are in flight together
-    StoredRow row[batch];
-    const auto load = [&](int begin) {
-#pragma unroll
-      for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) row[j].load_key(frame, l, E, begin + j, lane);
-    };
-    const auto add_batch = [&](int begin) {
-#pragma unroll
-      for (int j = 0; j < batch; ++j)
-        if (begin + j < tokens) add(row[j].decoded(E), begin + j == 0);
-    };
-    load(0);
-    const Head key = encode();  // while they are on their way
-    add_batch(0);
-#pragma unroll 1
-    for (int begin = batch; begin < tokens; begin += batch) load(begin), add_batch(begin);
-    add(key, tokens == 0);
-    if constexpr (How == Summed::centre) {
-#pragma unroll 1
-      for (int begin = 0; begin < tokens; begin += batch) {
-        if (tokens > batch) load(begin);
-#pragma unroll
-        for (int j = 0; j < batch; ++j)
-          if (begin + j < tokens) add_distance(row[j].decoded(E), begin + j == 0);
-      }
-      add_distance(key, tokens == 0);
-    }
-  }
-  template <class Of, class Bits>
-  __device__ void put(std::byte* row, Element e, int half, int lane, Of of, Bits bits) const {
-    const auto put_four = [&](int at, const KeyElement* k) {
-      const float x[each] = {of(k[0]), of(k[1]), of(k[2]), of(k[3])};
-      const auto two = [&](int j) { return bits(x[j]) | static_cast<unsigned>(bits(x[j + 1])) << 16; };
+      for (int j = 0; j < each; ++j) x[j] = first || (upper ? old[j] < now[j] : now[j] < old[j]) ? now[j] : old[j];
+      const auto two = [&](int j) {
+        return bound_bits(x[j], upper, f16) | static_cast<unsigned>(bound_bits(x[j + 1], upper, f16)) << 16;
+      };
       if (e == Element::f32)
         store4(reinterpret_cast<float*>(row) + at, x);
       else
         *reinterpret_cast<uint2*>(row + 2 * at) = make_uint2(two(0), two(2));
     };
-    put_four(each * lane, low_);
-    put_four(half + each * lane, high_);
+    four(each * lane, stored.low, key.low);
+    four(half + each * lane, stored.high, key.high);
+  };
+  put(summary, least.unpacked(e), false);
+  put(summary + l.head_dim * bits_of(e) / 8, most.unpacked(e), true);
+}
+
+// One element of neighbouring keys of a page. They are decoded later, so that their loads are in flight together.
+template <Element E>
+class Column {
+ public:
+  static constexpr int batch = 16;
+
+  __device__ __forceinline__ void load(const std::byte* frame, const PageLayout& l, int begin, int tokens, int d) {
+    constexpr int bits = bits_of(E);
+    const std::byte* row = frame + row_offset(l, true, begin) + d * bits / 8;
+    const int step = l.head_dim * bits / 8;
+#pragma unroll
+    for (int j = 0; j < batch; ++j, row += step) {
+      if (begin + j >= tokens) break;
+      if (E == Element::f32)
+        raw_[j] = *reinterpret_cast<const unsigned*>(row);
+      else if (!coded(E))
+        raw_[j] = *reinterpret_cast<const unsigned short*>(row);
+      else
+        raw_[j] = static_cast<unsigned>(*row),
+        meta_[j] = reinterpret_cast<const unsigned*>(frame + l.k_meta)[begin + j];
+    }
+  }
+  __device__ __forceinline__ float number(int j, int d) const {
+    if constexpr (E == Element::f32) {
+      return __uint_as_float(raw_[j]);
+    } else if constexpr (E == Element::f16) {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(raw_[j])));
+    } else if constexpr (E == Element::bf16) {
+      return __uint_as_float(raw_[j] << 16);
+    } else {
+      constexpr int bits = bits_of(E);
+      float scale, zero;
+      Pair<__half>::unpack(meta_[j], scale, zero);
+      const unsigned code = raw_[j] >> d * bits % 8 & static_cast<unsigned>(most_code(bits));
+      return decode(E == Element::e4m3 ? from_e4m3(code) : static_cast<float>(code), scale, zero);
+    }
   }
 
-  KeyElement low_[each], high_[each];
+ private:
+  unsigned raw_[batch], meta_[coded(E) ? batch : 1];
 };
+
+// The block writes the summary of a page of `tokens` keys before the new one, which key [head_dim] holds once store()
+// returns true. The whole block calls store(), and each thread has elements of its own.
+template <Summed How, Element E, class Store>
+__device__ void sum_columns(const std::byte* frame, const PageLayout& l, int tokens, const float* key,
+                            std::byte* summary, const Store& store) {
+  const int mine = static_cast<int>(threadIdx.x), dim = l.head_dim;
+  const Element e = element_of(l.dtype);
+  const bool f16 = e == Element::f16;
+  Column<E> column;
+  if (mine < dim) column.load(frame, l, 0, tokens, mine);
+  if (!store()) return;
+#pragma unroll 1
+  for (int d = mine; d < dim; d += threads) {
+    KeyElement x;
+    const auto for_keys = [&](bool again, const auto& add) {
+#pragma unroll 1
+      for (int begin = 0; begin < tokens; begin += column.batch) {
+        if (again || begin > 0) column.load(frame, l, begin, tokens, d);
+#pragma unroll
+        for (int j = 0; j < column.batch; ++j)
+          if (begin + j < tokens) add(column.number(j, d), begin + j == 0);
+      }
+      add(key[d], tokens == 0);
+    };
+    for_keys(d != mine, [&](float k, bool first) { x.add(k, first); });
+    if (How == Summed::centre) for_keys(tokens > column.batch, [&](float k, bool first) { x.add_distance(k, first); });
+    const auto put = [&](int at, float y, unsigned short bits) {
+      if (e == Element::f32)
+        reinterpret_cast<float*>(summary)[at] = y;
+      else
+        reinterpret_cast<unsigned short*>(summary)[at] = bits;
+    };
+    if constexpr (How == Summed::mean) {
+      const float mean = x.mean(tokens + 1);
+      put(d, mean, nearest_bits(mean, f16));
+    } else {
+      const float low = How == Summed::centre ? x.low(tokens + 1) : x.least,
+                  high = How == Summed::centre ? x.high(tokens + 1) : x.most;
+      put(d, low, bound_bits(low, false, f16));
+      put(dim + d, high, bound_bits(high, true, f16));
+    }
+  }
+}
+template <Summed How, bool Coded, class Store>
+__device__ void sum_page(const std::byte* frame, const PageLayout& l, int tokens, const float* key, std::byte* summary,
+                         const Store& store) {
+  const auto sum = [&](auto element) {
+    sum_columns<How, decltype(element)::value>(frame, l, tokens, key, summary, store);
+  };
+  if constexpr (Coded) {
+    if (l.codec.k.kind == CodeKind::e4m3) return sum(std::integral_constant<Element, Element::e4m3>{});
+    if (l.codec.k.bits == 2) return sum(std::integral_constant<Element, Element::code2>{});
+    if (l.codec.k.bits == 4) return sum(std::integral_constant<Element, Element::code4>{});
+    if (l.codec.k.bits) return sum(std::integral_constant<Element, Element::code8>{});
+  }
+  if (l.dtype == DType::f32) return sum(std::integral_constant<Element, Element::f32>{});
+  if (l.dtype == DType::f16) return sum(std::integral_constant<Element, Element::f16>{});
+  sum(std::integral_constant<Element, Element::bf16>{});
+}
 
 // A lane's cosines and sines of a position; ones and zeros without `turn`.
 struct Angles {
@@ -390,10 +396,17 @@ template <Summed How, bool Coded>
 __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_constant__ Args all) {
   RopeAppendArgs a = all.in;
   a.layouts = all.layouts;
-  const int width = all.width, lane = threadIdx.x % width, index = (blockIdx.x * threads + threadIdx.x) / width,
-            heads = a.heads + a.kv_heads, dim = a.head_dim, half = dim / 2;
-  const bool there = index < a.rows * heads, mine = there && lane < half / each;
-  const int row = there ? index / heads : 0, head = there ? index % heads : 0;
+  // Where the kernel reads a page's keys, blocks of their own have a KV head each. Lanes of the first warp append.
+  const bool whole_block = reads_page(How) && blockIdx.x >= static_cast<unsigned>(all.query_blocks);
+  const int width = all.width, lane = threadIdx.x % width, dim = a.head_dim, half = dim / 2,
+            index = whole_block ? static_cast<int>(blockIdx.x) - all.query_blocks
+                                : static_cast<int>(blockIdx.x * threads + threadIdx.x) / width,
+            heads = whole_block       ? a.kv_heads
+                    : reads_page(How) ? a.heads
+                                      : a.heads + a.kv_heads;
+  const bool of_row = index < a.rows * heads, there = of_row && (!whole_block || threadIdx.x < width),
+             mine = there && lane < half / each;
+  const int row = of_row ? index / heads : 0, head = (of_row ? index % heads : 0) + (whole_block ? a.heads : 0);
   const bool query = head < a.heads;
   float* x = a.qkv + row * a.qkv_stride + std::int64_t{head} * dim;
   let_successor_start();
@@ -405,9 +418,9 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   Head h, value;
   if (mine) h.load(x, half, lane);
   if (mine && !query) value.load(x + std::int64_t{a.kv_heads} * dim, half, lane);
-  const int kv_head = head - a.heads, n = there && !query ? *length_of(a, slot, kv_head) : 0,
+  const int kv_head = head - a.heads, n = of_row && !query ? *length_of(a, slot, kv_head) : 0,
             page = n / a.layouts->page_size, offset = n % a.layouts->page_size;
-  StoredRow least, most;
+  StoredBound least, most;
   if constexpr (How == Summed::stored_bounds)
     if (mine && !query && offset > 0 && page < a.table.extent[2]) {
       const std::byte* summary = summary_of(a, slot, kv_head, page);
@@ -415,7 +428,11 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
       least.load(summary, e, half, lane);
       most.load(summary + dim * bits_of(e) / 8, e, half, lane);
     }
-  __syncwarp();  // take_place changes the length that all lanes of the head read
+  // take_place changes the length that all lanes of the head read.
+  if (whole_block)
+    __syncthreads();
+  else
+    __syncwarp();
   Place p;
   if (there && lane == 0) {
     if (!known)
@@ -436,33 +453,42 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   p.codec = __shfl_sync(~0u, p.codec, first);
   float2 key_range = make_float2(0, 0), value_range = key_range;
   if constexpr (Coded) key_range = h.range(width, mine), value_range = value.range(width, mine);
-  if (p.frame < 0) return;
   const PageLayout& l = a.layouts[p.codec];
   std::byte* frame = a.base + std::int64_t{p.frame} * granule_bytes;
-  if (mine) {
-    const auto encode = [&] {
-      const Head key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
+  const bool placed = there && p.frame >= 0;
+  const auto append = [&] {
+    Head key;
+    if (placed && mine) {
+      key = h.encode<Coded>(frame, l, true, offset, lane, key_range);
       value.encode<Coded>(frame, l, false, offset, lane, value_range);
-      return key;
-    };
-    PageSummary<How> summary;
-    if constexpr (How == Summed::nothing) {
-      encode();
-    } else {
-      if constexpr (How == Summed::stored_bounds) {
-        const Element e = element_of(l.dtype);
-        summary.set_bounds(least.decoded(e), most.decoded(e));
-        summary.add(encode(), offset == 0);
-      } else {
-        summary.template add_page<Coded>(frame, l, offset, lane, encode);
-      }
-      summary.write(summary_of(a, slot, kv_head, page), l, offset + 1, lane);
     }
+    if (placed && lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
+    for (int c = lane; placed && c < l.state_columns; c += width)
+      reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
+    if (How != Summed::nothing && placed && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
+    return key;
+  };
+  if constexpr (reads_page(How)) {
+    if (!whole_block) return;  // a query
+    __shared__ float key[most_dim];
+    __shared__ bool has_place;
+    PageEntry last;
+    if (offset > 0 && page < a.table.extent[2])
+      last = a.table.data[slot * a.table.stride[0] + kv_head * a.table.stride[1] + page * a.table.stride[2]];
+    const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
+    sum_page<How, Coded>(keys, a.layouts[offset > 0 ? last.codec : a.codec], last.frame >= 0 ? offset : 0, key,
+                         summary_of(a, slot, kv_head, page), [&] {
+                           const Head stored = append();
+                           if (mine) stored.store(key, half, lane);
+                           if (threadIdx.x == 0) has_place = placed;
+                           __syncthreads();
+                           return has_place;
+                         });
+  } else {
+    const Head key = append();
+    if (How == Summed::stored_bounds && placed && mine)
+      write_bounds(summary_of(a, slot, kv_head, page), l, least, most, key, offset == 0, lane);
   }
-  if (How != Summed::nothing && lane == 0 && offset == 0) atomicAdd(a.pages, 1);
-  if (lane == 0) reinterpret_cast<std::int32_t*>(frame + l.positions)[offset] = at;
-  for (int c = lane; c < l.state_columns; c += width)
-    reinterpret_cast<float*>(frame + l.state)[std::int64_t{c} * l.page_size + offset] = 0;
 }
 
 // Norms and rotates without appending.
@@ -545,7 +571,12 @@ static void rope_append_cuda(const RopeAppendArgs& in, Stream s) {
     coded = coded || in.layouts[c].codec.k.bits || in.layouts[c].codec.v.bits;
   }
   const auto kernel = coded ? kernel_of<true>(in) : kernel_of<false>(in);
-  launch("rope_append", kernel, blocks(heads), threads, 0, stream_of(s), true, a);
+  unsigned all = blocks(heads);
+  if (in.summary != Summary::none && !(in.summary == Summary::min_max && in.bounds_hold)) {
+    a.query_blocks = static_cast<int>(blocks(in.heads));
+    all = static_cast<unsigned>(a.query_blocks + in.rows * in.kv_heads);
+  }
+  launch("rope_append", kernel, all, threads, 0, stream_of(s), true, a);
 }
 KVLAB_ON_CUDA(rope_append, rope_append_cuda);
 

@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "ops/page/codes.hpp"
+
 namespace kvlab::cuda {
 
 template <class T>
@@ -31,6 +33,10 @@ inline unsigned halves_of_e4m3(unsigned two) {
     return x & 0x80 ? -size : size;
   };
   return Pair<__half>::pack(number(two), number(two >> 8));
+}
+
+inline unsigned e4m3_of_floats(float low, float high) {
+  return ops::to_e4m3(low) | static_cast<unsigned>(ops::to_e4m3(high)) << 8;
 }
 
 // A sum is exact in double. It rounds to f32 and then to f16, which differs from a GPU's at ties alone.

@@ -1,0 +1,105 @@
+// Codes of a row in kernels: the codes that codes.hpp gives, in fewer instructions.
+#pragma once
+#include "base/ptx.cuh"
+#include "ops/page/codes.hpp"
+
+namespace kvlab::ops {
+
+// x / scale, rounded as a division rounds it, for what no code saturates: Markstein's theorem. inverse: 1 / scale. The
+// scale is a number of f16.
+__device__ __forceinline__ float quotient(float x, float scale, float inverse) {
+  const float most = 1024 * scale;  // NaN stays NaN
+  x = x > most ? most : x < -most ? -most : x;
+  const float y = x * inverse;
+  return fmaf(fmaf(-y, scale, x), inverse, y);
+}
+
+// Codes of numbers that share scale and zero, which are numbers of f16.
+struct SharedScale {
+  float scale, zero, inverse, limit;
+
+  __device__ __forceinline__ explicit SharedScale(CodeScale of)
+      : scale(of.scale), zero(of.zero), inverse(of.scale > 0 ? 1 / of.scale : 0.f), limit(1024 * of.scale) {}
+
+  __device__ __forceinline__ std::uint32_t integer(float x, int bits) const {
+    const float above = fminf(fmaxf(x - zero, 0.f), limit);  // NaN is 0
+    const float y = above * inverse;
+    const float code = fminf(fmaf(fmaf(-y, scale, above), inverse, y), static_cast<float>(most_code(bits)));
+    constexpr float shift = 0x1.8p23f;  // a sum with it has the integer in its low bits
+    return __float_as_uint(code + shift) - std::bit_cast<std::uint32_t>(shift);
+  }
+  __device__ __forceinline__ float e4m3(float x) const {  // not yet rounded
+    return copysignf(quotient(x - zero, scale, inverse), x);  // a zero keeps its sign
+  }
+  __device__ __forceinline__ std::uint32_t code(CodecSide side, float x) const {
+    return side.kind == CodeKind::e4m3 ? cuda::e4m3_of_floats(e4m3(x), 0) & 0xffu : integer(x, side.bits);
+  }
+};
+
+// The codes of eight numbers, the first in the lowest bits.
+struct EightCodes {
+  unsigned low, high;  // high: of 8 bits
+};
+
+template <int Bits>
+__device__ __forceinline__ EightCodes integer_codes(const float (&x)[8], const SharedScale& of) {
+  constexpr int of_word = Bits == 8 ? 4 : 8;
+  unsigned word[2] = {};
+#pragma unroll
+  for (int i = 7; i >= 0; --i) word[i / of_word] = (word[i / of_word] << Bits) + of.integer(x[i], Bits);
+  return {word[0], word[1]};
+}
+
+__device__ __forceinline__ EightCodes e4m3_codes(const float (&x)[8], const SharedScale& of) {
+  unsigned two[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) two[i] = cuda::e4m3_of_floats(of.e4m3(x[2 * i]), of.e4m3(x[2 * i + 1]));
+  return {two[0] | two[1] << 16, two[2] | two[3] << 16};
+}
+
+__device__ __forceinline__ EightCodes codes_of(CodecSide side, const float (&x)[8], CodeScale scale) {
+  const SharedScale of(scale);
+  if (side.kind == CodeKind::e4m3) return e4m3_codes(x, of);
+  return side.bits == 8 ? integer_codes<8>(x, of) : side.bits == 4 ? integer_codes<4>(x, of) : integer_codes<2>(x, of);
+}
+
+// ops::lowered of all codes of 16 bytes, in order: 8 bytes from 8 bits to 4 or from 4 to 2, else 4 bytes.
+template <int From, int To>
+struct Lowered {
+  static constexpr int bytes = 16 * To / From;
+  unsigned word[bytes / 4];
+
+  __device__ __forceinline__ explicit Lowered(uint4 codes) {
+    const unsigned from[4] = {codes.x, codes.y, codes.z, codes.w};
+    unsigned part[4];  // of each word, in its low bits
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = lower(from[i]);
+#pragma unroll
+    for (int w = 0; w < bytes / 4; ++w) {
+      constexpr int parts = 16 / bytes, bits = 32 / parts;
+      word[w] = 0;
+#pragma unroll
+      for (int i = 0; i < parts; ++i) word[w] |= part[w * parts + i] << i * bits;
+    }
+  }
+
+ private:
+  // The quotient of a small number is a product and a shift, in lanes that hold the product.
+  static __device__ __forceinline__ unsigned lower(unsigned w) {
+    if constexpr (From == 4) {  // (code + 2) / 5 = (code + 2) * 13 >> 6 up to 17, in 8 bits
+      const auto nibbles = [](unsigned x) { return ((x & 0x0f0f0f0fu) + 0x02020202u) * 13 >> 6 & 0x03030303u; };
+      const unsigned low = nibbles(w) | nibbles(w >> 4) << 2;  // four bits in each byte
+      const unsigned pairs = (low | low >> 4) & 0x00ff00ffu;
+      return (pairs | pairs >> 8) & 0xffffu;
+    } else {
+      // (code + 8) / 17 = (code + 8) * 241 >> 12 and (code + 42) / 85 = (code + 42) * 193 >> 14, in 16 bits
+      constexpr unsigned add = To == 4 ? 0x00080008u : 0x002a002au, factor = To == 4 ? 241 : 193;
+      constexpr unsigned shift = To == 4 ? 12 : 14, mask = To == 4 ? 0x000f000fu : 0x00030003u;
+      const auto bytes_of = [](unsigned x) { return ((x & 0x00ff00ffu) + add) * factor >> shift & mask; };
+      const unsigned pairs = bytes_of(w) | bytes_of(w >> 8) << To;
+      return (pairs | pairs >> (16 - 2 * To)) & ((1u << 4 * To) - 1);
+    }
+  }
+};
+
+}  // namespace kvlab::ops
