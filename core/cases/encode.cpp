@@ -91,7 +91,7 @@ class EncodeScene final : public Scene {
     o.shape.query_heads = o.shape.kv_heads = of_.kv_heads;
     o.shape.head_dim = of_.dim;
     o.shape.page_size = of_.page_size;
-    o.shape.max_slots = 1;
+    o.shape.max_slots = 2;  // free frames beyond those of a run, so that the host need not ask how many are left
     o.shape.max_tokens = of_.tokens;
     o.shape.dtype = DType::bf16;
     o.codecs = of_.from ? std::vector{*of_.from, of_.to} : std::vector{of_.to};

@@ -282,46 +282,86 @@ __device__ inline void numbers_of(const LaneWords& words, CodecSide side, DType 
   }
 }
 
-// Lanes store a row's elements as ops::write_token does. The whole warp calls it; lanes: of a row (RowLanes).
-__device__ inline void encode(std::byte* frame, const PageLayout& l, bool key, int offset,
-                              const float (&x)[lane_elements], int first, int lanes, bool there) {
+// A lane's elements of a row: Parts times lane_elements neighbours from `first` on, `step` apart.
+template <int Parts>
+struct RowParts {
+  float x[Parts][lane_elements];
+  int first, step;
+  bool there;  // the row has the first ones
+
+  __device__ bool has(int part, int head_dim) const { return there && (part == 0 || first + part * step < head_dim); }
+};
+
+// The least and the most of a row. The whole warp calls it; `lanes` neighbours have a row.
+template <int Parts>
+__device__ float2 range_of(const RowParts<Parts>& row, int head_dim, int lanes) {
+  float2 r = make_float2(INFINITY, -INFINITY);
+#pragma unroll
+  for (int part = 0; part < Parts; ++part) {
+    float lo = row.x[part][0], hi = lo;
+#pragma unroll
+    for (int i = 1; i < lane_elements; ++i) lo = fminf(lo, row.x[part][i]), hi = fmaxf(hi, row.x[part][i]);
+    if (row.has(part, head_dim)) r.x = fminf(r.x, lo), r.y = fmaxf(r.y, hi);
+  }
+#pragma unroll
+  for (int d = 16; d; d /= 2)
+    if (d < lanes) r.x = fminf(r.x, __shfl_xor_sync(~0u, r.x, d)), r.y = fmaxf(r.y, __shfl_xor_sync(~0u, r.y, d));
+  return r;
+}
+
+// Stores scale and zero if `writes`, and returns them as they are stored.
+__device__ inline ops::SharedScale put_scale(ops::CodeScale exact, std::byte* at, bool writes) {
+  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
+  if (writes)
+    *reinterpret_cast<unsigned*>(at) = __half_as_ushort(scale) | static_cast<unsigned>(__half_as_ushort(zero)) << 16;
+  return ops::SharedScale({__half2float(scale), __half2float(zero)});
+}
+
+// Lanes store a row's elements as ops::write_token does. The whole warp calls it; `lanes` neighbours have a row.
+template <int Parts>
+__device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const RowParts<Parts>& row,
+                       int lanes) {
   const CodecSide side = ops::side_of(l, key);
-  LaneWords words;
-  float lo = INFINITY, hi = -INFINITY;
-  if (__any_sync(~0u, side.bits != 0)) {
-#pragma unroll
-    for (int i = 0; i < lane_elements; ++i)
-      if (there) lo = fminf(lo, x[i]), hi = fmaxf(hi, x[i]);
-#pragma unroll
-    for (int d = 16; d; d /= 2)
-      if (d < lanes) lo = fminf(lo, __shfl_xor_sync(~0u, lo, d)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, d));
-  }
-  if (!there) return;
-  if (side.bits) {
-    const ops::CodeScale exact = ops::code_scale(side, lo, hi);
-    const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-    if (first == 0) {
-      __half* meta = reinterpret_cast<__half*>(frame + ops::meta_offset(l, key, offset));
-      meta[0] = scale, meta[1] = zero;
-    }
-    const ops::CodeScale of = {__half2float(scale), __half2float(zero)};
-    const ops::EightCodes codes = ops::codes_of(side, x, of);
-    words.word[0] = codes.low, words.word[1] = codes.high;
-  } else if (l.dtype == DType::f32) {
-#pragma unroll
-    for (int i = 0; i < lane_elements; ++i) words.word[i] = __float_as_uint(x[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < lane_elements / 2; ++i) {
-      const unsigned low = l.dtype == DType::f16 ? __half_as_ushort(__float2half_rn(x[2 * i]))
-                                                 : __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * i])),
-                     high = l.dtype == DType::f16 ? __half_as_ushort(__float2half_rn(x[2 * i + 1]))
-                                                  : __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * i + 1]));
-      words.word[i] = low | high << 16;
-    }
-  }
   const int bytes = lane_bytes(side, l.dtype);
-  words.store(frame + ops::row_offset(l, key, offset) + first / lane_elements * bytes, bytes);
+  std::byte* to = frame + ops::row_offset(l, key, offset);
+  const auto put = [&](int part, const LaneWords& words) {
+    words.store(to + (row.first + part * row.step) / lane_elements * bytes, bytes);
+  };
+  float2 range = make_float2(0, 0);
+  if (__any_sync(~0u, side.bits != 0)) range = range_of(row, l.head_dim, lanes);
+  if (!row.there) return;
+  const auto put_codes = [&](auto bits) {
+    const ops::SharedScale of =
+        put_scale(ops::scale_of<bits>(range.x, range.y), frame + ops::meta_offset(l, key, offset), row.first == 0);
+#pragma unroll
+    for (int part = 0; part < Parts; ++part)
+      if (row.has(part, l.head_dim)) {
+        const ops::EightCodes codes = ops::codes_of<bits>(row.x[part], of);
+        LaneWords words;
+        words.word[0] = codes.low, words.word[1] = codes.high;
+        put(part, words);
+      }
+  };
+  if (side.kind == CodeKind::e4m3) return put_codes(std::integral_constant<int, 0>{});
+  if (side.bits == 8) return put_codes(std::integral_constant<int, 8>{});
+  if (side.bits == 4) return put_codes(std::integral_constant<int, 4>{});
+  if (side.bits == 2) return put_codes(std::integral_constant<int, 2>{});
+#pragma unroll
+  for (int part = 0; part < Parts; ++part) {
+    if (!row.has(part, l.head_dim)) continue;
+    const float(&x)[lane_elements] = row.x[part];
+    LaneWords words;
+    if (l.dtype == DType::f32) {
+#pragma unroll
+      for (int i = 0; i < lane_elements; ++i) words.word[i] = __float_as_uint(x[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < lane_elements / 2; ++i)
+        words.word[i] = l.dtype == DType::f16 ? cuda::Pair<__half>::pack(x[2 * i], x[2 * i + 1])
+                                              : cuda::Pair<__nv_bfloat16>::pack(x[2 * i], x[2 * i + 1]);
+    }
+    put(part, words);
+  }
 }
 
 }  // namespace kvlab::device_store

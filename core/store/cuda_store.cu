@@ -6,6 +6,7 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
+#include "base/launch.cuh"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
 #include "store/cuda_packed.hpp"
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(plan_threads)
     append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
   extern __shared__ AppendPlan plans[];  // [kv_head]
   __shared__ int sum, left;
+  let_successor_start();
   const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   for (int head = mine; head < s.kv_heads; head += threads) {
     const Head h = head_of(s, slot, head);
@@ -115,48 +117,47 @@ __device__ void read_elements(const In* from, bool wide, float (&x)[lane_element
   }
 }
 
-// A warp stores keys and values of neighbouring tokens of a head, `append_passes` times 32 / Lanes of them. `Lanes`
-// neighbouring lanes have a row.
-constexpr int append_passes = 2;
+// A warp stores keys and values of 32 / Lanes neighbouring tokens of a head. `Lanes` neighbouring lanes have a row.
+constexpr int append_parts = 2;
 template <class In, int Lanes>
 __global__ void __launch_bounds__(warps * 32)
     append_kernel(const __grid_constant__ CudaStoreLayer s, int slot, const In* k, const In* v, std::int64_t stride,
                   bool wide, int tokens, int first, std::int32_t* nonfinite, float limit) {
-  constexpr int rows = 32 / Lanes;  // of a pass
-  const PageLayout& l = s.layout;
+  const int dim = s.layout.head_dim, p = s.layout.page_size;
   const int lane = threadIdx.x % 32, d = lane % Lanes * lane_elements;
   const unsigned item = blockIdx.x * warps + threadIdx.x / 32, heads = static_cast<unsigned>(s.kv_heads);
-  const int head = static_cast<int>(item % heads), begin = static_cast<int>(item / heads) * rows * append_passes;
+  const int head = static_cast<int>(item % heads), begin = static_cast<int>(item / heads) * (32 / Lanes),
+            i = begin + lane / Lanes;
   if (begin >= tokens) return;
-  const auto token_of = [&](int pass) { return begin + pass * rows + lane / Lanes; };
-  const auto there = [&](int pass) { return d < l.head_dim && token_of(pass) < tokens; };
-  float x[2][append_passes][lane_elements] = {};
+  const RowParts<append_parts> empty = {{}, d, Lanes * lane_elements, d < dim && i < tokens};
+  RowParts<append_parts> row[2] = {empty, empty};  // on their way while the plan ends and pages are looked up
 #pragma unroll
-  for (int side = 0; side < 2; ++side)  // on their way while pages are looked up
+  for (int side = 0; side < 2; ++side)
 #pragma unroll
-    for (int pass = 0; pass < append_passes; ++pass)
-      if (there(pass))
-        read_elements((side ? v : k) + token_of(pass) * stride + std::int64_t{head} * l.head_dim + d, wide,
-                      x[side][pass]);
+    for (int part = 0; part < append_parts; ++part)
+      if (empty.has(part, dim))
+        read_elements((side ? v : k) + i * stride + std::int64_t{head} * dim + d + part * empty.step, wide,
+                      row[side].x[part]);
+  wait_for_predecessor();
   const Head h = head_of(s, slot, head);
   const int length = *h.length - tokens;
   if (length < 0) return;  // the plan found too few frames
+  const int t = length + min(i, tokens - 1), page = t / p, offset = t % p;
+  const PageLayout& l = s.mixed ? layout_at(s, h, page) : s.layout;  // a page of the second codec may have lost tokens
+  std::byte* frame = frame_at(s, 0, h.table[0][page].frame);
+  bool finite = true;
 #pragma unroll
-  for (int pass = 0; pass < append_passes; ++pass) {
-    const int i = min(token_of(pass), tokens - 1), t = length + i, page = t / l.page_size, offset = t % l.page_size;
-    std::byte* frame = frame_at(s, 0, h.table[0][page].frame);
-    bool finite = true;
+  for (int side = 0; side < 2; ++side) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
+    for (int part = 0; part < append_parts; ++part)
 #pragma unroll
-      for (int e = 0; e < lane_elements; ++e) finite = finite && fabsf(x[side][pass][e]) < limit;
-      encode(frame, l, side == 0, offset, x[side][pass], d, Lanes, there(pass));
-    }
-    if (nonfinite && !finite) *nonfinite = 1;
-    if (token_of(pass) >= tokens) continue;
-    if (d == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
-    for (int c = lane % Lanes; c < l.state_columns; c += Lanes) *field(frame, l, offset, 1 + c) = 0;
+      for (int e = 0; e < lane_elements; ++e) finite = finite && fabsf(row[side].x[part][e]) < limit;
+    encode(frame, l, side == 0, offset, row[side], Lanes);
   }
+  if (nonfinite && !finite) *nonfinite = 1;
+  if (i >= tokens) return;
+  if (d == 0) *reinterpret_cast<std::int32_t*>(field(frame, l, offset, 0)) = first + i;
+  for (int c = lane % Lanes; c < l.state_columns; c += Lanes) *field(frame, l, offset, 1 + c) = 0;
 }
 
 __global__ void append_summaries_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens, int pages) {
@@ -526,22 +527,21 @@ __global__ void absent_kernel(const __grid_constant__ CudaStoreLayer s, const __
 
 template <class In, int Lanes>
 void append_rows(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
-  constexpr int tokens_of_warp = 32 / Lanes * append_passes;
+  constexpr int tokens_of_warp = 32 / Lanes;
   const auto aligned = [](auto bytes) { return static_cast<std::uint64_t>(bytes) % 16 == 0; };
   const bool wide = aligned(reinterpret_cast<std::uintptr_t>(a.k)) && aligned(reinterpret_cast<std::uintptr_t>(a.v)) &&
                     aligned(a.stride * std::int64_t{sizeof(In)});
   const std::int64_t items = std::int64_t{(a.tokens + tokens_of_warp - 1) / tokens_of_warp} * s.kv_heads;
-  const auto kernel = append_kernel<In, Lanes>;
-  kernel<<<blocks_of(items), warps * 32, 0, stream>>>(s, a.slot, static_cast<const In*>(a.k),
-                                                      static_cast<const In*>(a.v), a.stride, wide, a.tokens, a.first,
-                                                      a.nonfinite, finite_limit(s.layout.dtype));
+  launch("append", append_kernel<In, Lanes>, blocks_of(items), warps * 32, 0, stream, true, s, a.slot,
+         static_cast<const In*>(a.k), static_cast<const In*>(a.v), a.stride, wide, a.tokens, a.first, a.nonfinite,
+         finite_limit(s.layout.dtype));
 }
 template <class In>
 void append_of(const CudaStoreLayer& s, const CudaStoreAppend& a, cudaStream_t stream) {
   const int dim = s.layout.head_dim;
-  return dim <= 64    ? append_rows<In, 8>(s, a, stream)
-         : dim <= 128 ? append_rows<In, 16>(s, a, stream)
-                      : append_rows<In, 32>(s, a, stream);
+  return dim <= 64    ? append_rows<In, 4>(s, a, stream)
+         : dim <= 128 ? append_rows<In, 8>(s, a, stream)
+                      : append_rows<In, 16>(s, a, stream);
 }
 
 }  // namespace
@@ -557,7 +557,6 @@ void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream to) {
                                                                                                              a.tokens);
   check_launch("append_plan");
   a.dtype == DType::f32 ? append_of<float>(s, a, stream) : append_of<__nv_bfloat16>(s, a, stream);
-  check_launch("append");
   if (s.summary == Summary::none) return;
   const int pages = (a.tokens + s.layout.page_size - 1) / s.layout.page_size + 1;
   append_summaries_kernel<<<blocks_of(std::int64_t{pages} * s.kv_heads), warps * 32, 0, stream>>>(s, a.slot, a.tokens,

@@ -87,10 +87,10 @@ class Carried {
       // Half a warp may encode anew while the other copies. Both take part in the search for the least and the most.
       const bool anew = ratio_[turn] == 0 && !side.grouped();
       if (__any_sync(~0u, anew)) {
-        float x[lane_elements];
+        RowParts<1> row = {{}, at.first, 0, at.there && anew};
 #pragma unroll
-        for (int i = 0; i < lane_elements; ++i) x[i] = __uint_as_float(words_[turn].word[i]);
-        encode(frame, l, key, offset, x, at.first, at.lanes, at.there && anew);
+        for (int i = 0; i < lane_elements; ++i) row.x[0][i] = __uint_as_float(words_[turn].word[i]);
+        encode(frame, l, key, offset, row, at.lanes);
       }
       if (!at.there || ratio_[turn] == 0) continue;
       const int bytes = lane_bytes(side, l.dtype);

@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(warps * 32)
           keys[warp][i + half] = __fadd_rn(__fmul_rn(y, cosine[j]), __fmul_rn(x, sine[j]));
         }
       __syncwarp();
-      float x[lane_elements];
+      RowParts<1> row = {{}, at.first, 0, at.there && at.key(0)};
 #pragma unroll
-      for (int i = 0; i < lane_elements; ++i) x[i] = at.there ? keys[warp][at.first + i] : 0.f;
-      encode(frame, l, true, t, x, at.first, at.lanes, at.there && at.key(0));
+      for (int i = 0; i < lane_elements; ++i) row.x[0][i] = at.there ? keys[warp][at.first + i] : 0.f;
+      encode(frame, l, true, t, row, at.lanes);
       __syncwarp();
     }
     if (!changed) continue;

@@ -14,21 +14,35 @@ __device__ __forceinline__ float quotient(float x, float scale, float inverse) {
   return fmaf(fmaf(-y, scale, x), inverse, y);
 }
 
+// code_scale for numbers that are integers of so many bits or, with 0, e4m3. A division by a constant is a product and
+// a correction, by the same theorem.
+template <int Bits>
+__device__ __forceinline__ CodeScale scale_of(float min, float max) {
+  if (!(min <= max)) return {};
+  constexpr float divisor = Bits ? static_cast<float>(most_code(Bits)) : 448.f, inverse = 1 / divisor, most = 65504;
+  const auto within = [](float x) { return fminf(fmaxf(x, -most), most); };
+  const float x = Bits ? max - min : fmaxf(-min, max), y = x * inverse;
+  const float quotient = fmaf(fmaf(-y, divisor, x), inverse, y);
+  const float scale = quotient < most ? quotient : most;  // NaN is of an infinite x
+  if (Bits == 0) return {scale + 0.f, 0};
+  return {min < max ? scale : 0, within(min) + 0.f};
+}
+
 // Codes of numbers that share scale and zero, which are numbers of f16.
 struct SharedScale {
-  float scale, zero, inverse, limit;
+  float scale, zero, inverse;
 
   __device__ __forceinline__ explicit SharedScale(CodeScale of)
-      : scale(of.scale), zero(of.zero), inverse(of.scale > 0 ? 1 / of.scale : 0.f), limit(1024 * of.scale) {}
+      : scale(of.scale), zero(of.zero), inverse(of.scale > 0 ? 1 / of.scale : 0.f) {}
 
+  // NaN is 0. An infinite x makes the correction NaN, which is the most.
   __device__ __forceinline__ std::uint32_t integer(float x, int bits) const {
-    const float above = fminf(fmaxf(x - zero, 0.f), limit);  // NaN is 0
-    const float y = above * inverse;
+    const float above = fmaxf(x - zero, 0.f), y = above * inverse;
     const float code = fminf(fmaf(fmaf(-y, scale, above), inverse, y), static_cast<float>(most_code(bits)));
     constexpr float shift = 0x1.8p23f;  // a sum with it has the integer in its low bits
     return __float_as_uint(code + shift) - std::bit_cast<std::uint32_t>(shift);
   }
-  __device__ __forceinline__ float e4m3(float x) const {  // not yet rounded
+  __device__ __forceinline__ float e4m3(float x) const {      // not yet rounded
     return copysignf(quotient(x - zero, scale, inverse), x);  // a zero keeps its sign
   }
   __device__ __forceinline__ std::uint32_t code(CodecSide side, float x) const {
@@ -57,10 +71,12 @@ __device__ __forceinline__ EightCodes e4m3_codes(const float (&x)[8], const Shar
   return {two[0] | two[1] << 16, two[2] | two[3] << 16};
 }
 
-__device__ __forceinline__ EightCodes codes_of(CodecSide side, const float (&x)[8], CodeScale scale) {
-  const SharedScale of(scale);
-  if (side.kind == CodeKind::e4m3) return e4m3_codes(x, of);
-  return side.bits == 8 ? integer_codes<8>(x, of) : side.bits == 4 ? integer_codes<4>(x, of) : integer_codes<2>(x, of);
+template <int Bits>  // 0 = e4m3
+__device__ __forceinline__ EightCodes codes_of(const float (&x)[8], const SharedScale& of) {
+  if constexpr (Bits == 0)
+    return e4m3_codes(x, of);
+  else
+    return integer_codes<Bits>(x, of);
 }
 
 // ops::lowered of all codes of 16 bytes, in order: 8 bytes from 8 bits to 4 or from 4 to 2, else 4 bytes.

@@ -1,0 +1,460 @@
+// Pages that are stored in another codec of a device with two. Pages of the second codec come first in a head's table.
+// No kernel here takes frames of a pool and also gives some back.
+#include <algorithm>
+
+#include "base/launch.cuh"
+#include "ops/page/paged.hpp"
+#include "store/cuda_tokens.cuh"
+
+namespace kvlab {
+using namespace cuda;
+using namespace device_store;
+namespace {
+
+constexpr int threads = 256, warps = threads / 32;
+
+// Gives back frames of one pool of the device. The whole block calls it.
+__device__ void give_all_back(const CudaStoreLayer& s, int pool, const PageEntry* entries, int count) {
+  __shared__ int at;
+  const int mine = static_cast<int>(threadIdx.x);
+  for (int i = mine; s.poison && i < count; i += threads) poison_frame(s, 0, entries[i]);
+  if (mine == 0) {
+    at = atomicAdd(s.pool[pool].free_count, count);
+    atomicMax(&s.counters->peak_frames[pool], s.counters->frames[pool] - at);
+  }
+  __syncthreads();
+  for (int i = mine; i < count; i += threads) s.pool[pool].free[at + i] = entries[i].frame;
+}
+
+// Threads copy positions and state of a page.
+__device__ void copy_fields(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, int thread,
+                            int threads) {
+  for (int t = thread; t < lf.page_size; t += threads)
+    for (int i = 0; i <= lf.state_columns; ++i) *field(to, lt, t, i) = *field(const_cast<std::byte*>(from), lf, t, i);
+}
+
+// Whether each side of a page stays as it is or becomes shorter codes. Then its rows are one run of bytes.
+__host__ __device__ bool only_lowers(const PageLayout& from, const PageLayout& to) {
+  for (const bool key : {true, false}) {
+    const CodecSide of = ops::side_of(from, key), as = ops::side_of(to, key);
+    const std::int64_t elements = std::int64_t{from.page_size} * from.head_dim;
+    if (of.grouped() || (of != as && ops::code_ratio(of, as) == 0) || elements * (of.bits ? of.bits : 16) % 128 != 0)
+      return false;
+  }
+  return true;
+}
+
+// Calls f(i, word i of 16 bytes) for a run of bytes. A warp has several on their way.
+template <class F>
+__device__ void for_words(const std::byte* from, int words, int lane, const F& f) {
+  constexpr int batch = 8;
+  const auto* in = reinterpret_cast<const uint4*>(from);
+  for (int first = lane; first < words; first += 32 * batch) {
+    uint4 x[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) x[i] = in[min(first + 32 * i, words - 1)];
+#pragma unroll
+    for (int i = 0; i < batch; ++i)
+      if (first + 32 * i < words) f(first + 32 * i, x[i]);
+  }
+}
+template <int From, int To>
+__device__ void lower_words(const std::byte* from, std::byte* to, int words, int lane) {
+  for_words(from, words, lane, [&](int i, uint4 codes) {
+    const ops::Lowered<From, To> x(codes);
+    if constexpr (x.bytes == 8)
+      reinterpret_cast<uint2*>(to)[i] = make_uint2(x.word[0], x.word[1]);
+    else
+      reinterpret_cast<unsigned*>(to)[i] = x.word[0];
+  });
+}
+
+// A warp stores a page whose layouts are only_lowers.
+__device__ void lower_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, int lane) {
+  const int p = lf.page_size;
+  for (const bool key : {true, false}) {
+    const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
+    const std::byte* rows = from + ops::row_offset(lf, key, 0);
+    std::byte* out = to + ops::row_offset(lt, key, 0);
+    const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
+    if (of == as)
+      for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
+    else if (of.bits == 4)
+      lower_words<4, 2>(rows, out, words, lane);
+    else if (as.bits == 4)
+      lower_words<8, 4>(rows, out, words, lane);
+    else
+      lower_words<8, 2>(rows, out, words, lane);
+    const int ratio = of == as ? 1 : ops::code_ratio(of, as);
+    for (int t = lane; of.bits && t < p; t += 32) {
+      const unsigned meta = *reinterpret_cast<const unsigned*>(from + ops::meta_offset(lf, key, t));
+      *reinterpret_cast<unsigned*>(to + ops::meta_offset(lt, key, t)) = ratio > 1 ? lowered_meta(meta, ratio) : meta;
+    }
+  }
+  copy_fields(from, lf, to, lt, lane, 32);
+}
+
+// A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
+// group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
+template <class Number>
+__device__ void encode_groups_of(const Number& number, std::byte* to, const PageLayout& l, bool key) {
+  constexpr int batch = 8;
+  const CodecSide side = ops::side_of(l, key);
+  const bool channel = side.axis == CodeAxis::channel;
+  const int p = l.page_size, dim = l.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int each = 8 / side.bits, own = lane % each;  // neighbouring lanes share a byte
+  const auto put = [&](float x, const ops::SharedScale& of, int t, int d) {
+    unsigned byte = d < dim ? of.code(side, x) << own * side.bits : 0;
+    for (int m = 1; m < each; m *= 2) byte |= __shfl_xor_sync(~0u, byte, m);
+    if (d < dim && own == 0) to[ops::row_offset(l, key, t) + d / each] = static_cast<std::byte>(byte);
+  };
+  // Calls f(t, x) for tokens first to end - 1, a batch after the other.
+  const auto for_tokens = [&](int first, int end, int d, const auto& f) {
+    for (int t = first; t < end; t += batch) {
+      float x[batch];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) x[i] = number(min(t + i, end - 1), d);
+#pragma unroll
+      for (int i = 0; i < batch; ++i)
+        if (t + i < end) f(t + i, x[i]);
+    }
+  };
+  const int tokens = channel ? group : batch, shares = (p + tokens - 1) / tokens * tiles;
+  const bool in_lanes = group < 32 ? (group & (group - 1)) == 0 && dim % 32 == 0 : group == 32;
+  for (int share = static_cast<int>(threadIdx.x) / 32; share < shares; share += warps) {
+    const int first = share / tiles * tokens, end = min(p, first + tokens), d = share % tiles * 32 + lane,
+              within = min(d, dim - 1);
+    if (channel) {
+      float lo = INFINITY, hi = -INFINITY;
+      for_tokens(first, end, within, [&](int, float x) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+      const ops::SharedScale of =
+          put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, first, within), d < dim);
+      for_tokens(first, end, within, [&](int t, float x) { put(x, of, t, d); });
+    } else {
+      for_tokens(first, end, within, [&](int t, float x) {
+        float lo = x, hi = x;
+        if (in_lanes) {
+          lo = x == x ? x : INFINITY, hi = x == x ? x : -INFINITY;
+          for (int m = 1; m < group; m *= 2)
+            lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
+        } else {
+          lo = INFINITY, hi = -INFINITY;
+          for (int i = 0, begin = within / group * group; i < group; ++i) {
+            const float y = number(t, begin + i);
+            lo = fminf(lo, y), hi = fmaxf(hi, y);
+          }
+        }
+        put(x, put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0), t, d);
+      });
+    }
+  }
+}
+
+// Rows of bf16 up to 128 elements, of which each lane holds four neighbours of its warp's few tokens.
+constexpr int most_held_tokens = 8, most_held_dim = 128, held_elements = 4;
+using HeldRanges = float2[warps][most_held_dim];  // [warp, channel]: the least and the most; later scale and zero
+__host__ __device__ bool are_held(const PageLayout& lf, const PageLayout& lt, bool key) {
+  const CodecSide side = ops::side_of(lt, key);
+  const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
+  if (!side.grouped() || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 || dim > most_held_dim || p % warps ||
+      own > most_held_tokens)
+    return false;
+  return side.axis == CodeAxis::channel ? group % own == 0
+                                        : group % held_elements == 0 && (group & (group - 1)) == 0;
+}
+
+class HeldRows {
+ public:
+  __device__ HeldRows(const std::byte* from, const PageLayout& lf, bool key)
+      : key_(key),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        own_(lf.page_size / warps),
+        first_(warp_ * own_),
+        d_(lane_ * held_elements),
+        there_(d_ < lf.head_dim) {
+#pragma unroll
+    for (int t = 0; t < most_held_tokens; ++t)
+      if (t < own_ && there_)
+        held_[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first_ + t) + d_ * 2);
+  }
+  // The block stores the side as ops::copy_page does. Tokens of a group of channels are of several warps.
+  __device__ void store(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
+    if (ops::side_of(lt, key_).axis == CodeAxis::channel)
+      store_channels(to, lt, ranges);
+    else
+      store_tokens(to, lt);
+  }
+
+ private:
+  __device__ float number(int t, int e) const {
+    const unsigned word = e < 2 ? held_[t].x : held_[t].y;
+    return __uint_as_float(e % 2 ? word & 0xffff0000u : word << 16);
+  }
+  template <class Of>
+  __device__ void put(std::byte* to, const PageLayout& lt, int t, const Of& of) const {
+    const CodecSide side = ops::side_of(lt, key_);
+    unsigned codes = 0;
+#pragma unroll
+    for (int e = 0; e < held_elements; ++e) codes |= of(e).code(side, number(t, e)) << e * side.bits;
+    std::byte* at = to + ops::row_offset(lt, key_, first_ + t) + d_ * side.bits / 8;
+    if (side.bits == 8)
+      *reinterpret_cast<unsigned*>(at) = codes;
+    else if (side.bits == 4)
+      *reinterpret_cast<unsigned short*>(at) = static_cast<unsigned short>(codes);
+    else
+      *at = static_cast<std::byte>(codes);
+  }
+  __device__ void store_channels(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
+    const CodecSide side = ops::side_of(lt, key_);
+    const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), sharers = group / own_;
+    if (there_)
+#pragma unroll
+      for (int e = 0; e < held_elements; ++e) {
+        float2 range = make_float2(INFINITY, -INFINITY);
+#pragma unroll
+        for (int t = 0; t < most_held_tokens; ++t)
+          if (t < own_) range.x = fminf(range.x, number(t, e)), range.y = fmaxf(range.y, number(t, e));
+        ranges[warp_][d_ + e] = range;
+      }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < p / group * dim; i += threads) {
+      const int begin = i / dim * sharers, d = i % dim;
+      float2 all = ranges[begin][d];
+      for (int w = begin + 1; w < begin + sharers; ++w)
+        all.x = fminf(all.x, ranges[w][d].x), all.y = fmaxf(all.y, ranges[w][d].y);
+      const ops::SharedScale of =
+          put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * own_, d), true);
+      ranges[begin][d] = make_float2(of.scale, of.zero);
+    }
+    __syncthreads();
+    if (!there_) return;
+    const auto of_channel = [&](int e) {
+      const float2 of = ranges[warp_ / sharers * sharers][d_ + e];
+      return ops::SharedScale({of.x, of.y});
+    };
+    static_assert(held_elements == 4);
+    const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
+#pragma unroll
+    for (int t = 0; t < most_held_tokens; ++t)
+      if (t < own_) put(to, lt, t, [&](int e) { return of[e]; });
+  }
+  __device__ void store_tokens(std::byte* to, const PageLayout& lt) const {
+    const CodecSide side = ops::side_of(lt, key_);
+    const int group = ops::group_of(side, lt.page_size, lt.head_dim);
+#pragma unroll
+    for (int t = 0; t < most_held_tokens; ++t) {
+      if (t >= own_) break;
+      float lo = INFINITY, hi = -INFINITY;
+#pragma unroll
+      for (int e = 0; e < held_elements; ++e)
+        if (there_) lo = fminf(lo, number(t, e)), hi = fmaxf(hi, number(t, e));
+#pragma unroll
+      for (int m = 1; m < 32; m *= 2)
+        if (m * held_elements < group)
+          lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
+      if (!there_) continue;
+      const ops::SharedScale of =
+          put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(lt, key_, first_ + t, d_), d_ % group == 0);
+      put(to, lt, t, [&](int) { return of; });
+    }
+  }
+
+  bool key_;
+  int lane_, warp_, own_, first_, d_;
+  bool there_;  // the rows have the lane's elements
+  uint2 held_[most_held_tokens];
+};
+
+__device__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, bool key) {
+  __shared__ HeldRanges ranges;
+  if (are_held(lf, lt, key)) {
+    __syncthreads();  // the other side's ranges are read
+    HeldRows(from, lf, key).store(to, lt, ranges);
+    return;
+  }
+  const int dim = lf.head_dim;
+  const std::byte* rows = from + ops::row_offset(lf, key, 0);
+  if (ops::side_of(lf, key).bits == 0 && lf.dtype == DType::bf16)
+    return encode_groups_of(
+        [&](int t, int d) {
+          return static_cast<float>(reinterpret_cast<const __nv_bfloat16*>(rows)[std::int64_t{t} * dim + d]);
+        },
+        to, lt, key);
+  encode_groups_of([&](int t, int d) { return element(from, lf, key, t, d); }, to, lt, key);
+}
+
+// Stores a page of the first codec in the second, or the other way. The whole block calls it.
+__device__ void encode_page(const CudaStoreLayer& s, int codec, std::int32_t before, std::int32_t fresh) {
+  const PageLayout &from = codec > 0 ? s.layout : s.lower_layout, &to = codec > 0 ? s.lower_layout : s.layout;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr int each = 2;  // tokens of a warp whose loads are under way together
+  for (int t = warp; t < s.layout.page_size; t += each * warps) {
+    Carried x[each];
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (t + i * warps < s.layout.page_size) x[i].read(frame_at(s, 0, before), from, t + i * warps, to, lane);
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (t + i * warps < s.layout.page_size) x[i].write(frame_at(s, 0, fresh), to, t + i * warps, lane);
+  }
+  for (const bool key : {true, false})
+    if (ops::side_of(to, key).grouped()) encode_groups(frame_at(s, 0, before), from, frame_at(s, 0, fresh), to, key);
+}
+
+// A list that goes on where the pages of the second codec end, as a prompt's does: a block takes all its frames at
+// once, and no page changes its place. encode_run_kernel then stores the pages side by side.
+__global__ void __launch_bounds__(threads)
+    encode_plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x);
+  const Head h = head_of(s, a.slots[row], head);
+  let_successor_start();
+  const int n = *h.length, count = a.count(row, head), first = *h.lower_pages;
+  bool runs = count > 0 && count <= a.index.extent[2] && (first + count) * p <= n;
+  for (int i = mine; runs && i < count; i += threads) {
+    const PageEntry& e = h.table[0][first + i];
+    runs = a.index(row, head, i) == first + i && e.frame >= 0 && e.codec != a.codec;
+  }
+  if (__syncthreads_or(!runs)) {
+    if (mine == 0) a.runs[blockIdx.x] = 0;
+    return;
+  }
+  __shared__ int left;
+  const ops::FramePool& pool = s.pool[pool_of(0, a.codec)];
+  if (mine == 0) left = atomicSub(pool.free_count, count);
+  __syncthreads();
+  if (left < count) {
+    if (mine == 0) fail(s, store_no_frame), a.runs[blockIdx.x] = 0;
+    return;
+  }
+  PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
+  for (int i = mine; i < count; i += threads) {
+    PageEntry& e = h.table[0][first + i];
+    before[i] = e;
+    e.frame = pool.free[left - 1 - i];
+    e.codec = static_cast<std::uint8_t>(a.codec);
+  }
+  if (mine == 0) {
+    a.runs[blockIdx.x] = count;
+    *h.lower_pages = first + count;
+    count_fired(s, a.edit);
+  }
+}
+
+// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides.
+enum class How { lowers, groups, any };
+
+// Blocks [share of a run, head].
+template <How how>
+__global__ void __launch_bounds__(threads)
+    encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
+  const Head h = head_of(s, a.slots[row], head);
+  const PageEntry* before = a.before + std::int64_t{of} * a.index.extent[2];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const PageLayout &from = a.codec > 0 ? s.layout : s.lower_layout, &to = a.codec > 0 ? s.lower_layout : s.layout;
+  let_successor_start();
+  wait_for_predecessor();
+  const int pages = a.runs[of];
+  if constexpr (how == How::lowers) {  // each warp takes pages
+    for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < pages; i += static_cast<int>(gridDim.x) * warps) {
+      const int page = a.index(row, head, i);
+      lower_page(frame_at(s, 0, before[i].frame), from, frame_at(s, 0, h.table[0][page].frame), to, lane);
+      __syncwarp();
+      summarize(s, h, page, s.layout.page_size, lane);
+    }
+  } else {
+    __shared__ HeldRanges ranges[how == How::groups ? 2 : 1];
+    for (int i = static_cast<int>(blockIdx.x); i < pages; i += static_cast<int>(gridDim.x)) {
+      const int page = a.index(row, head, i);
+      if constexpr (how == How::groups) {
+        const std::byte* old = frame_at(s, 0, before[i].frame);
+        std::byte* fresh = frame_at(s, 0, h.table[0][page].frame);
+        const HeldRows keys(old, from, true), values(old, from, false);
+        copy_fields(old, from, fresh, to, static_cast<int>(threadIdx.x), threads);
+        keys.store(fresh, to, ranges[0]), values.store(fresh, to, ranges[1]);
+      } else {
+        encode_page(s, a.codec, before[i].frame, h.table[0][page].frame);
+      }
+      __syncthreads();
+      if (warp == 0) summarize(s, h, page, s.layout.page_size, lane);
+    }
+  }
+}
+
+// A block stores a head's listed pages in another codec, one after the other. Of a run it gives the old frames back.
+__global__ void __launch_bounds__(threads)
+    encode_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
+  const int row = blockIdx.x / s.kv_heads, head = blockIdx.x % s.kv_heads, p = s.layout.page_size;
+  const int mine = static_cast<int>(threadIdx.x), warp = mine / 32, lane = mine % 32;
+  const Head h = head_of(s, a.slots[row], head);
+  wait_for_predecessor();
+  if (a.runs && a.runs[blockIdx.x] > 0) {
+    PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
+    give_all_back(s, pool_of(0, before[0].codec), before, a.runs[blockIdx.x]);
+    return;
+  }
+  const int n = *h.length, pages = (n + p - 1) / p, count = a.count(row, head);
+  if (wrong_list(s, a, row, head, pages)) return;
+  __shared__ PageEntry before, fresh;
+  __shared__ bool changes;
+  for (int i = 0; i < count; ++i) {
+    // Pages that change places are never on the list behind the one that does.
+    const int page = a.index(row, head, a.codec > 0 ? i : count - 1 - i);
+    if (mine == 0) {
+      before = h.table[0][page];
+      changes = before.frame >= 0 && before.codec != a.codec && (page + 1) * p <= n &&
+                (a.codec > 0 || *h.lower_pages * p <= n) && take(s, 0, fresh, before.tokens, store_no_frame, a.codec);
+      if (before.frame < 0) fail(s, ops::page_absent);
+    }
+    __syncthreads();
+    const bool goes = changes;
+    if (goes) encode_page(s, a.codec, before.frame, fresh.frame);
+    __syncthreads();
+    if (!goes) continue;
+    const int other = a.codec > 0 ? *h.lower_pages : *h.lower_pages - 1;
+    __syncthreads();
+    if (mine == 0) {
+      h.table[0][page] = h.table[0][other];
+      h.table[0][other] = fresh;
+      *h.lower_pages = a.codec > 0 ? other + 1 : other;
+      give_back(s, 0, before);
+      count_fired(s, a.edit);
+    }
+    __syncthreads();
+    if (warp < 2) summarize(s, h, warp ? other : page, min(p, n - (warp ? other : page) * p), lane);
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+namespace cuda_store {
+
+void plan_encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream stream) {
+  encode_plan_kernel<<<static_cast<unsigned>(e.rows * s.kv_heads), threads, 0, stream_of(stream)>>>(s, e);
+  check_launch("plan_encode");
+}
+KVLAB_ON_CUDA(plan_encode, plan_encode);
+
+void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
+  const cudaStream_t stream = stream_of(to);
+  const auto heads = static_cast<unsigned>(e.rows * s.kv_heads);
+  if (e.runs) {
+    const PageLayout &from = e.codec > 0 ? s.layout : s.lower_layout, &as = e.codec > 0 ? s.lower_layout : s.layout;
+    const bool lowers = only_lowers(from, as), groups = are_held(from, as, true) && are_held(from, as, false);
+    const std::int64_t pages = e.index.extent[2], shares = lowers ? (pages + warps - 1) / warps : pages;
+    const auto kernel = lowers   ? encode_run_kernel<How::lowers>
+                        : groups ? encode_run_kernel<How::groups>
+                                 : encode_run_kernel<How::any>;
+    launch("encode", kernel, dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, 1024)), heads), threads, 0,
+           stream, true, s, e);
+  }
+  launch("encode", encode_kernel, heads, threads, 0, stream, e.runs != nullptr, s, e);
+}
+KVLAB_ON_CUDA(encode, encode);
+
+}  // namespace cuda_store
+}  // namespace kvlab
