@@ -162,7 +162,7 @@ Case encoding(const Encoding& of, const std::string& name) {
   c.prepared = true;
   c.work.bytes = of.bytes();
   c.work.copy = Work::Copy::in_memory;
-  c.copies = 2;
+  c.copies = 4;
   return c;
 }
 

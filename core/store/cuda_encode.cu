@@ -26,11 +26,12 @@ __device__ void give_all_back(const CudaStoreLayer& s, int pool, const PageEntry
   for (int i = mine; i < count; i += threads) s.pool[pool].free[at + i] = entries[i].frame;
 }
 
-// Threads copy positions and state of a page.
-__device__ void copy_fields(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, int thread,
-                            int threads) {
-  for (int t = thread; t < lf.page_size; t += threads)
-    for (int i = 0; i <= lf.state_columns; ++i) *field(to, lt, t, i) = *field(const_cast<std::byte*>(from), lf, t, i);
+// Threads copy fields of a page from the `first` on: positions, then state.
+__device__ void copy_fields(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                            int thread, int threads, int first = 0) {
+  for (int i = first; i <= lf.state_columns; ++i)
+    for (int t = thread; t < lf.page_size; t += threads)
+      *field(to, lt, t, i) = *field(const_cast<std::byte*>(from), lf, t, i);
 }
 
 // Whether each side of a page stays as it is or becomes shorter codes. Then its rows are one run of bytes.
@@ -69,29 +70,36 @@ __device__ void lower_words(const std::byte* from, std::byte* to, int words, int
   });
 }
 
-// A warp stores a page whose layouts are only_lowers.
-__device__ void lower_page(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, int lane) {
+// A warp stores a side of a page whose layouts are only_lowers, with keys its positions and state. Loads of the first
+// tokens' scales and positions are under way with those of the rows.
+__device__ void lower_side(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, bool key,
+                           int lane) {
   const int p = lf.page_size;
-  for (const bool key : {true, false}) {
-    const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
-    const std::byte* rows = from + ops::row_offset(lf, key, 0);
-    std::byte* out = to + ops::row_offset(lt, key, 0);
-    const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
-    if (of == as)
-      for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
-    else if (of.bits == 4)
-      lower_words<4, 2>(rows, out, words, lane);
-    else if (as.bits == 4)
-      lower_words<8, 4>(rows, out, words, lane);
-    else
-      lower_words<8, 2>(rows, out, words, lane);
-    const int ratio = of == as ? 1 : ops::code_ratio(of, as);
-    for (int t = lane; of.bits && t < p; t += 32) {
-      const unsigned meta = *reinterpret_cast<const unsigned*>(from + ops::meta_offset(lf, key, t));
-      *reinterpret_cast<unsigned*>(to + ops::meta_offset(lt, key, t)) = ratio > 1 ? lowered_meta(meta, ratio) : meta;
-    }
-  }
-  copy_fields(from, lf, to, lt, lane, 32);
+  const CodecSide of = ops::side_of(lf, key), as = ops::side_of(lt, key);
+  const int ratio = of == as ? 1 : ops::code_ratio(of, as);
+  const auto* metas = reinterpret_cast<const unsigned*>(from + ops::meta_offset(lf, key, 0));
+  const auto put_meta = [&](int t, unsigned meta) {
+    *reinterpret_cast<unsigned*>(to + ops::meta_offset(lt, key, t)) = ratio > 1 ? lowered_meta(meta, ratio) : meta;
+  };
+  const bool first = lane < p;
+  const unsigned meta = of.bits && first ? metas[lane] : 0,
+                 position = key && first ? *field(const_cast<std::byte*>(from), lf, lane, 0) : 0;
+  const std::byte* rows = from + ops::row_offset(lf, key, 0);
+  std::byte* out = to + ops::row_offset(lt, key, 0);
+  const int words = static_cast<int>(p * ops::row_bytes(lf, key) / 16);
+  if (of == as)
+    for_words(rows, words, lane, [&](int i, uint4 x) { reinterpret_cast<uint4*>(out)[i] = x; });
+  else if (of.bits == 4)
+    lower_words<4, 2>(rows, out, words, lane);
+  else if (as.bits == 4)
+    lower_words<8, 4>(rows, out, words, lane);
+  else
+    lower_words<8, 2>(rows, out, words, lane);
+  if (of.bits && first) put_meta(lane, meta);
+  for (int t = lane + 32; of.bits && t < p; t += 32) put_meta(t, metas[t]);
+  if (!key) return;
+  if (first) *field(to, lt, lane, 0) = position;
+  copy_fields(from, lf, to, lt, lane, 32, p > 32 ? 0 : 1);
 }
 
 // A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
@@ -145,39 +153,40 @@ __device__ void encode_groups_of(const Number& number, std::byte* to, const Page
             lo = fminf(lo, y), hi = fmaxf(hi, y);
           }
         }
-        put(x, put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0), t, d);
+        put(x,
+            put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, t, within),
+                      d < dim && d % group == 0),
+            t, d);
       });
     }
   }
 }
 
 // Rows of bf16 up to 128 elements, of which each lane holds four neighbours of its warp's few tokens.
-constexpr int most_held_tokens = 8, most_held_dim = 128, held_elements = 4;
+constexpr int most_held_dim = 128, held_elements = 4;
 using HeldRanges = float2[warps][most_held_dim];  // [warp, channel]: the least and the most; later scale and zero
 __host__ __device__ bool are_held(const PageLayout& lf, const PageLayout& lt, bool key) {
   const CodecSide side = ops::side_of(lt, key);
   const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
-  if (!side.grouped() || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 || dim > most_held_dim || p % warps ||
-      own > most_held_tokens)
+  if (!side.grouped() || side.kind != CodeKind::integer || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 ||
+      dim > most_held_dim || p % warps || (own != 1 && own != 2 && own != 4))
     return false;
-  return side.axis == CodeAxis::channel ? group % own == 0
-                                        : group % held_elements == 0 && (group & (group - 1)) == 0;
+  return side.axis == CodeAxis::channel ? group % own == 0 : group % held_elements == 0 && (group & (group - 1)) == 0;
 }
 
+template <int Own>  // tokens of a warp
 class HeldRows {
  public:
   __device__ HeldRows(const std::byte* from, const PageLayout& lf, bool key)
       : key_(key),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
-        own_(lf.page_size / warps),
-        first_(warp_ * own_),
+        first_(warp_ * Own),
         d_(lane_ * held_elements),
         there_(d_ < lf.head_dim) {
 #pragma unroll
-    for (int t = 0; t < most_held_tokens; ++t)
-      if (t < own_ && there_)
-        held_[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first_ + t) + d_ * 2);
+    for (int t = 0; t < Own; ++t)
+      if (there_) held_[t] = *reinterpret_cast<const uint2*>(from + ops::row_offset(lf, key, first_ + t) + d_ * 2);
   }
   // The block stores the side as ops::copy_page does. Tokens of a group of channels are of several warps.
   __device__ void store(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
@@ -197,7 +206,7 @@ class HeldRows {
     const CodecSide side = ops::side_of(lt, key_);
     unsigned codes = 0;
 #pragma unroll
-    for (int e = 0; e < held_elements; ++e) codes |= of(e).code(side, number(t, e)) << e * side.bits;
+    for (int e = 0; e < held_elements; ++e) codes |= of(e).integer(number(t, e), side.bits) << e * side.bits;
     std::byte* at = to + ops::row_offset(lt, key_, first_ + t) + d_ * side.bits / 8;
     if (side.bits == 8)
       *reinterpret_cast<unsigned*>(at) = codes;
@@ -208,14 +217,13 @@ class HeldRows {
   }
   __device__ void store_channels(std::byte* to, const PageLayout& lt, HeldRanges& ranges) const {
     const CodecSide side = ops::side_of(lt, key_);
-    const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), sharers = group / own_;
+    const int p = lt.page_size, dim = lt.head_dim, group = ops::group_of(side, p, dim), sharers = group / Own;
     if (there_)
 #pragma unroll
       for (int e = 0; e < held_elements; ++e) {
         float2 range = make_float2(INFINITY, -INFINITY);
 #pragma unroll
-        for (int t = 0; t < most_held_tokens; ++t)
-          if (t < own_) range.x = fminf(range.x, number(t, e)), range.y = fmaxf(range.y, number(t, e));
+        for (int t = 0; t < Own; ++t) range.x = fminf(range.x, number(t, e)), range.y = fmaxf(range.y, number(t, e));
         ranges[warp_][d_ + e] = range;
       }
     __syncthreads();
@@ -225,7 +233,7 @@ class HeldRows {
       for (int w = begin + 1; w < begin + sharers; ++w)
         all.x = fminf(all.x, ranges[w][d].x), all.y = fmaxf(all.y, ranges[w][d].y);
       const ops::SharedScale of =
-          put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * own_, d), true);
+          put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * Own, d), true);
       ranges[begin][d] = make_float2(of.scale, of.zero);
     }
     __syncthreads();
@@ -237,15 +245,13 @@ class HeldRows {
     static_assert(held_elements == 4);
     const ops::SharedScale of[] = {of_channel(0), of_channel(1), of_channel(2), of_channel(3)};
 #pragma unroll
-    for (int t = 0; t < most_held_tokens; ++t)
-      if (t < own_) put(to, lt, t, [&](int e) { return of[e]; });
+    for (int t = 0; t < Own; ++t) put(to, lt, t, [&](int e) { return of[e]; });
   }
   __device__ void store_tokens(std::byte* to, const PageLayout& lt) const {
     const CodecSide side = ops::side_of(lt, key_);
     const int group = ops::group_of(side, lt.page_size, lt.head_dim);
 #pragma unroll
-    for (int t = 0; t < most_held_tokens; ++t) {
-      if (t >= own_) break;
+    for (int t = 0; t < Own; ++t) {
       float lo = INFINITY, hi = -INFINITY;
 #pragma unroll
       for (int e = 0; e < held_elements; ++e)
@@ -262,17 +268,21 @@ class HeldRows {
   }
 
   bool key_;
-  int lane_, warp_, own_, first_, d_;
+  int lane_, warp_, first_, d_;
   bool there_;  // the rows have the lane's elements
-  uint2 held_[most_held_tokens];
+  uint2 held_[Own];
 };
 
-__device__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt, bool key) {
+__device__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
+                              bool key) {
   __shared__ HeldRanges ranges;
   if (are_held(lf, lt, key)) {
     __syncthreads();  // the other side's ranges are read
-    HeldRows(from, lf, key).store(to, lt, ranges);
-    return;
+    switch (lf.page_size / warps) {
+      case 1: return HeldRows<1>(from, lf, key).store(to, lt, ranges);
+      case 2: return HeldRows<2>(from, lf, key).store(to, lt, ranges);
+      default: return HeldRows<4>(from, lf, key).store(to, lt, ranges);
+    }
   }
   const int dim = lf.head_dim;
   const std::byte* rows = from + ops::row_offset(lf, key, 0);
@@ -343,12 +353,12 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides.
+// How a run's pages change. lowers: only_lowers. groups: are_held holds for both sides, and a warp has Own tokens.
 enum class How { lowers, groups, any };
 
 // Blocks [share of a run, head].
-template <How how>
-__global__ void __launch_bounds__(threads)
+template <How how, int Own = 1>
+__global__ void __launch_bounds__(threads, how == How::any ? 2 : 4)
     encode_run_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreEncode a) {
   const int of = static_cast<int>(blockIdx.y), row = of / s.kv_heads, head = of % s.kv_heads;
   const Head h = head_of(s, a.slots[row], head);
@@ -358,12 +368,14 @@ __global__ void __launch_bounds__(threads)
   let_successor_start();
   wait_for_predecessor();
   const int pages = a.runs[of];
-  if constexpr (how == How::lowers) {  // each warp takes pages
-    for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < pages; i += static_cast<int>(gridDim.x) * warps) {
-      const int page = a.index(row, head, i);
-      lower_page(frame_at(s, 0, before[i].frame), from, frame_at(s, 0, h.table[0][page].frame), to, lane);
+  if constexpr (how == How::lowers) {  // a warp takes a side of a page
+    const int each = static_cast<int>(gridDim.x) * warps;
+    for (int i = static_cast<int>(blockIdx.x) * warps + warp; i < 2 * pages; i += each) {
+      const int page = a.index(row, head, i / 2);
+      const bool key = i % 2 == 0;
+      lower_side(frame_at(s, 0, before[i / 2].frame), from, frame_at(s, 0, h.table[0][page].frame), to, key, lane);
       __syncwarp();
-      summarize(s, h, page, s.layout.page_size, lane);
+      if (key) summarize(s, h, page, s.layout.page_size, lane);
     }
   } else {
     __shared__ HeldRanges ranges[how == How::groups ? 2 : 1];
@@ -372,7 +384,7 @@ __global__ void __launch_bounds__(threads)
       if constexpr (how == How::groups) {
         const std::byte* old = frame_at(s, 0, before[i].frame);
         std::byte* fresh = frame_at(s, 0, h.table[0][page].frame);
-        const HeldRows keys(old, from, true), values(old, from, false);
+        const HeldRows<Own> keys(old, from, true), values(old, from, false);
         copy_fields(old, from, fresh, to, static_cast<int>(threadIdx.x), threads);
         keys.store(fresh, to, ranges[0]), values.store(fresh, to, ranges[1]);
       } else {
@@ -445,10 +457,13 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
   if (e.runs) {
     const PageLayout &from = e.codec > 0 ? s.layout : s.lower_layout, &as = e.codec > 0 ? s.lower_layout : s.layout;
     const bool lowers = only_lowers(from, as), groups = are_held(from, as, true) && are_held(from, as, false);
-    const std::int64_t pages = e.index.extent[2], shares = lowers ? (pages + warps - 1) / warps : pages;
-    const auto kernel = lowers   ? encode_run_kernel<How::lowers>
-                        : groups ? encode_run_kernel<How::groups>
-                                 : encode_run_kernel<How::any>;
+    const std::int64_t pages = e.index.extent[2], shares = lowers ? (2 * pages + warps - 1) / warps : pages;
+    const int own = s.layout.page_size / warps;
+    const auto kernel = lowers     ? encode_run_kernel<How::lowers>
+                        : !groups  ? encode_run_kernel<How::any>
+                        : own == 1 ? encode_run_kernel<How::groups, 1>
+                        : own == 2 ? encode_run_kernel<How::groups, 2>
+                                   : encode_run_kernel<How::groups, 4>;
     launch("encode", kernel, dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, 1024)), heads), threads, 0,
            stream, true, s, e);
   }

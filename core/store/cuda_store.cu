@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(plan_threads)
     append_plan_kernel(const __grid_constant__ CudaStoreLayer s, int slot, int tokens) {
   extern __shared__ AppendPlan plans[];  // [kv_head]
   __shared__ int sum, left;
-  let_successor_start();
+  wait_for_predecessor();
+  let_successor_start();  // only now: append_kernel reads tokens of earlier kernels at once
   const int p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   for (int head = mine; head < s.kv_heads; head += threads) {
     const Head h = head_of(s, slot, head);
@@ -553,9 +554,8 @@ void append(const CudaStoreLayer& s, const CudaStoreAppend& a, Stream to) {
   if (a.dtype != DType::f32 && a.dtype != DType::bf16)
     throw Error(Errc::unsupported, "got tokens of " + std::string(name_of(a.dtype)) + ", wanted f32 or bf16",
                 "store append (CUDA)");
-  append_plan_kernel<<<1, plan_threads, static_cast<std::size_t>(s.kv_heads) * sizeof(AppendPlan), stream>>>(s, a.slot,
-                                                                                                             a.tokens);
-  check_launch("append_plan");
+  launch("append_plan", append_plan_kernel, 1, plan_threads, static_cast<std::size_t>(s.kv_heads) * sizeof(AppendPlan),
+         stream, true, s, a.slot, a.tokens);
   a.dtype == DType::f32 ? append_of<float>(s, a, stream) : append_of<__nv_bfloat16>(s, a, stream);
   if (s.summary == Summary::none) return;
   const int pages = (a.tokens + s.layout.page_size - 1) / s.layout.page_size + 1;
