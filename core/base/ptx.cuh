@@ -113,6 +113,9 @@ __device__ __forceinline__ uint4 load_once16(const void* p) {
 __device__ __forceinline__ void store8(float* p, float x, float y) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
 }
+__device__ __forceinline__ void store8(std::byte* p, unsigned x, unsigned y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+}
 
 // Copies 16 bytes to shared memory. The calling thread sees them after wait_copies.
 __device__ __forceinline__ void copy_async16(unsigned to, const void* from) {

@@ -424,6 +424,10 @@ void add_sums(std::vector<Case>& v) {
                                   shape({}, 64, 16, 6)};
   shapes.push_back(shape({}, 128, 16, 4));
   shapes.back().listed = true, shapes.back().window = 50;
+  shapes.push_back(shape({{4}, {4}}, 128, 32, 3));
+  shapes.push_back(shape({}, 64, 8, 2));
+  shapes.back().listed = true;
+  shapes.push_back(shape({}, 64, 64, 1));
   shapes.push_back(shape({{8}, {8}}, 128, 16, 4));
   shapes.back().tokens = 0.4;
   for (const CodecSpec& lower : {CodecSpec{{4}, {2}}, CodecSpec{{4}, {4}}}) {
@@ -432,7 +436,7 @@ void add_sums(std::vector<Case>& v) {
     shapes.back().window = lower.v.bits == 4 ? 40 : 0;
   }
   using enum GroupRule;
-  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max, mean, softmax_mean, max, sum};
+  const GroupRule rules[] = {max, max, mean, softmax_mean, sum, max, max, mean, max, sum, mean, softmax_mean, max, sum};
   unsigned n = 0;
   for (const AttendShape& s : shapes) {
     const GroupRule rule = rules[n++];

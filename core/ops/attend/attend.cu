@@ -114,16 +114,15 @@ const CUtensorMap& decode::map_of_units(const PagedKv& kv, const Args& a) {
 }
 
 // Attends to the pages of one layout. lower: the layout of lower runs that the same launch reads. prior: the result of
-// the lower pages, with Args::rest.
-static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLayout* lower, Args::Part part,
-                        const AttendArgs* prior, Stream s) {
+// the lower pages, with Args::rest. shares: where they go instead of scores.
+static void attend_part(const AttendArgs& in, const MassShares* shares, const PageLayout& l, const PageLayout* lower,
+                        Args::Part part, const AttendArgs* prior, Stream s) {
   const PagedKv& kv = in.kv;
   const cudaStream_t stream = cuda::stream_of(s);
   const int dim = kv.head_dim, heads = static_cast<int>(in.queries.extent[1]);
   const bool codes = l.codec.k.bits != 0;
   Args a = decode::args_of(in, l, s);
   a.part = part;
-  if (lower) a.lower_positions = lower->positions;
   const CUtensorMap* map = codes ? nullptr : &decode::map_of_units(kv, a);
   const bool turn = kv.rope == RopeRegime::cache_relative;
   const std::int32_t* ranks = turn ? token_ranks(DeviceKv(kv), s.handle()) : nullptr;
@@ -135,13 +134,15 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
     if (prior)
       a.prior_out = prior->out.data + begin * prior->out.stride[0],
       a.prior_lse = prior->lse.data + std::int64_t{begin} * heads;
-    if (in.mass)
+    if (shares) {
+      a.shares = *shares, a.shares.data += begin * shares->row;
+    } else if (in.mass) {
       a.mass = in.mass.data + begin * in.mass.stride[0], a.mass_row = in.mass.stride[0],
       a.mass_head = in.mass.stride[1];
-    if (adds_scores(in)) a.by_token = scores_at_once(in);
+    }
     if (in.logits.out) {
       a.logits = in.logits, a.logits.out.data += begin * in.logits.out.stride[0];
-      a.by_token = logits_at_once(in.logits);
+      a.logits_at_once = logits_at_once(in.logits);
     }
     if (in.pages) {
       const PageList& list = *in.pages;
@@ -164,9 +165,10 @@ static void attend_part(const AttendArgs& in, const PageLayout& l, const PageLay
 }
 
 // One launch, or two: the first reads the pages of the second codec, and the next one merges that into its result.
-static void attend_both(const AttendArgs& in, Stream s) {
-  if (decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]))
-    return attend_part(in, in.kv.layouts[0], &in.kv.layouts[1], Args::all, nullptr, s);
+static void attend_both(const AttendArgs& in, const MassShares* shares, Stream s) {
+  const bool plain = in.window == 0 && !in.logits.out.data && (!in.mass || shares);
+  if (plain && decode::takes_both(in.kv.layouts[0], in.kv.layouts[1]))
+    return attend_part(in, shares, in.kv.layouts[0], &in.kv.layouts[1], Args::all, nullptr, s);
   const std::int64_t rows = in.kv.rows, heads = in.queries.extent[1], dim = in.kv.head_dim;
   auto* prior = static_cast<float*>(
       cuda::fixed_scratch(s.handle(), "attend prior", static_cast<std::size_t>(rows * heads * (dim + 1)) * 4));
@@ -174,12 +176,12 @@ static void attend_both(const AttendArgs& in, Stream s) {
   first.out = View<float, 3>::dense(prior, {rows, heads, dim});
   first.lse = View<float, 2>::dense(prior + rows * heads * dim, {rows, heads});
   first.rounded = nullptr;
-  attend_part(first, in.kv.layouts[1], nullptr, Args::lower, nullptr, s);
-  attend_part(in, in.kv.layouts[0], nullptr, Args::rest, &first, s);
+  attend_part(first, shares, in.kv.layouts[1], nullptr, Args::lower, nullptr, s);
+  attend_part(in, shares, in.kv.layouts[0], nullptr, Args::rest, &first, s);
 }
 
 static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
-  const bool into = in.mass_into.column >= 0, sums = adds_scores(in);
+  const bool into = in.mass_into.column >= 0;
   if (!attend_pipelined(in)) {
     attend_any_cuda(in, s);
     if (in.rounded) round_output(in, s);
@@ -195,13 +197,14 @@ static void attend_cuda(const AttendArgs& in, Workspace&, Stream s) {
     a.lse = View<float, 2>::dense(
         static_cast<float*>(cuda::fixed_scratch(s.handle(), "attend lse", std::size_t(kv.rows) * heads * 4)),
         {kv.rows, heads});
-  if (in.mass && (!sums || in.pages)) clear_scores(in, stream);
-  kv.lower_pages ? attend_both(a, s) : attend_part(a, kv.layouts[0], nullptr, Args::all, nullptr, s);
-  if (sums)
-    add_scores(a, a.lse, stream);
-  else if (in.mass)
-    scores_to_mass(in.mass, a.lse, kv.rows, stream);
-  if (into && !sums) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
+  MassShares room;
+  const bool sums = into && in.mass_into.rule != GroupRule::softmax_mean && room.fill(in.mass, kv);
+  const MassShares* shares = sums ? &room : nullptr;
+  if (in.mass && (!sums || in.pages)) sums ? clear_shares(in, room, stream) : clear_scores(in, stream);
+  kv.lower_pages ? attend_both(a, shares, s) : attend_part(a, shares, kv.layouts[0], nullptr, Args::all, nullptr, s);
+  if (sums) return add_shares(a, room, a.lse, stream);
+  if (in.mass) scores_to_mass(in.mass, a.lse, kv.rows, stream);
+  if (into) add_mass_cuda(in.mass, in.mass_into.rule, {&in.kv, in.mass_into.column}, s);
 }
 KVLAB_ON_CUDA(attend, attend_cuda);
 

@@ -17,15 +17,14 @@ void attend_any_cuda(const AttendArgs& a, Stream s);
 
 // Mass of the pipelined kernel (attend_mass.cu). It writes scores times log2(e) of the tokens that it reads, -inf for
 // those that the window hides. clear_scores writes -inf for all others. scores_to_mass makes them probabilities.
-// With adds_scores, `mass` holds them as [row, kv_head, token place, query head of the group], and add_scores adds
-// their probabilities to the column of AttendArgs::mass_into. scores_at_once: of a token, that one load or store takes.
 void clear_scores(const AttendArgs& a, cudaStream_t stream);
 void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int rows, cudaStream_t stream);
-inline bool adds_scores(const AttendArgs& a) {
-  return a.mass_into.column >= 0 && a.mass_into.rule != GroupRule::softmax_mean;
-}
-int scores_at_once(const AttendArgs& a);
+// In place of scores the kernel may leave shares (attend_shares.cuh). add_shares adds their probabilities to the column
+// of AttendArgs::mass_into, by any rule but softmax_mean. clear_shares: for tokens that a list leaves out.
+struct MassShares;
+void clear_shares(const AttendArgs& a, const MassShares& shares, cudaStream_t stream);
+void add_shares(const AttendArgs& a, const MassShares& shares, const View<float, 2>& lse, cudaStream_t stream);
+// Logits of a token that one store of the pipelined kernel takes.
 int logits_at_once(const HeadLogits& logits);
-void add_scores(const AttendArgs& a, const View<float, 2>& lse, cudaStream_t stream);
 
 }  // namespace kvlab::ops

@@ -238,7 +238,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
       }
   }
 
-  // Adds the unit's first `valid` tokens. scores: -inf where nothing is seen.
+  // Adds the unit's first `valid` tokens. scores: -inf where nothing is seen; on return, the shares 2^(score - high).
   __device__ __forceinline__ void add(unsigned at, int valid, float (&scores)[1][4 * halves], float (&highs)[1][2],
                                       float (&sums)[1][2]) {
     float(&s)[4 * halves] = scores[0], (&high)[2] = highs[0], (&sum)[2] = sums[0];
@@ -298,6 +298,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
     for (int r = 0; r < 2 * halves; ++r) {
       const float x = exp2_fast(s[2 * r] - shift[0]), y = exp2_fast(s[2 * r + 1] - shift[1]),
                   share = scale[r] * unit_scale;
+      s[2 * r] = x, s[2 * r + 1] = y;
       sum[0] += x, sum[1] += y;
       zeros[0] += x * zero[r], zeros[1] += y * zero[r];
       p[r] = Pair<__half>::pack(x * share, y * share);

@@ -108,7 +108,7 @@ struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim 
       for (int i = 0; i < 4; ++i) scores[0][4 * u + i] = (c[u][0][i] + c[u][1][i]) * factor;
   }
 
-  // Adds the unit's first `valid` tokens. scores: -inf where nothing is seen.
+  // Adds the unit's first `valid` tokens. scores: -inf where nothing is seen; on return, the shares 2^(score - high).
   __device__ __forceinline__ void add(unsigned at, int valid, float (&scores)[1][4 * halves], float (&highs)[1][2],
                                       float (&sums)[1][2]) {
     float(&s)[4 * halves] = scores[0], (&high)[2] = highs[0], (&sum)[2] = sums[0];
@@ -150,6 +150,7 @@ struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim 
 #pragma unroll
     for (int r = 0; r < 2 * halves; ++r) {
       const float x = exp2_fast(s[2 * r] - shift[0]), y = exp2_fast(s[2 * r + 1] - shift[1]);
+      s[2 * r] = x, s[2 * r + 1] = y;
       sum[0] += x, sum[1] += y;
       p[r] = Pair<__half>::pack(x, y);
     }

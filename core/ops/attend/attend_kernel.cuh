@@ -84,12 +84,12 @@ struct Extra {
 template <int ColumnTiles, int TileRows>
 __device__ __forceinline__ void put_scores(const Args& a, float* to, int group, int q, int tile_row, int valid,
                                            const int (&place)[TileRows], const float (&s)[ColumnTiles][2 * TileRows]) {
-  if (a.by_token > 1 && valid == 8 * TileRows) {
+  if (a.logits_at_once > 1 && valid == 8 * TileRows) {
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c)
       if (const int head = c * 8 + 2 * q; head < group)
 #pragma unroll
-        for (int r = 0; r < TileRows; ++r)  // scores_at_once sees to it that 32 bits hold the product
+        for (int r = 0; r < TileRows; ++r)  // logits_at_once sees to it that 32 bits hold the product
           store8(to + (place[r] * group + head), s[c][2 * r], s[c][2 * r + 1]);
     return;
   }
@@ -106,12 +106,45 @@ __device__ __forceinline__ void put_scores(const Args& a, float* to, int group, 
   }
 }
 
+// Where a lane leaves its shares of a head (attend_shares.cuh).
+struct LaneShares {
+  std::byte* to;  // in the head's first record
+  int high;       // bytes from there to the lane's `high`
+
+  __device__ LaneShares(const MassShares& shares, std::byte* head, int pairs, int token, int q) {
+    const int at = shares.behind_high + (token * pairs + q) * shares.of_pair;
+    to = head + at, high = 8 * q - at;
+  }
+  // record: of the unit's tokens from 0 and from 16 on. All of both are written: those from `valid` on have share 0.
+  template <int ColumnTiles, int Values>
+  __device__ __forceinline__ void put(const MassShares& shares, int group, int g, int q, int valid,
+                                      const int (&record)[2], const float (&share)[ColumnTiles][Values],
+                                      const float (&highs)[ColumnTiles][2]) const {
+#pragma unroll
+    for (int u = 0; u < Values / 4; ++u) {
+      std::byte* const at = to + std::int64_t{record[u]} * shares.record;
+#pragma unroll
+      for (int c = 0; c < ColumnTiles; ++c) {
+        if (8 * c + 2 * q >= group || 16 * u >= valid) continue;
+        const float(&x)[Values] = share[c];
+        if (group == 1)
+          *reinterpret_cast<unsigned*>(at) = Pair<__half>::pack(x[4 * u], x[4 * u + 2]);
+        else
+          store8(at + 32 * c, Pair<__half>::pack(x[4 * u], x[4 * u + 1]),
+                 Pair<__half>::pack(x[4 * u + 2], x[4 * u + 3]));
+        if (g == u) store8(reinterpret_cast<float*>(at + high + 32 * c), highs[c][0], highs[c][1]);
+      }
+    }
+  }
+};
+
 template <class Rows, class Lower>
 __global__ void __launch_bounds__(Rows::warps * 32, 1)
     attend_kernel(const __grid_constant__ Args a, const __grid_constant__ Maps<Storage<Rows, Lower>::runs> maps) {
   using T = typename Rows::Element;
   using Kind = Storage<Rows, Lower>;
   constexpr int Dim = Rows::dim, ColumnTiles = Rows::column_tiles, runs = Kind::runs, last_run = runs - 1;
+  constexpr bool scores_leave = runs == 1;  // two kinds of rows have no registers for that, nor for a window
   using P = Partial<Dim, ColumnTiles>;
   constexpr int warps = Rows::warps, threads = warps * 32, stage_bytes = Kind::stage_bytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -229,21 +262,24 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
     const int run_begin = pairs.begin(pair, run), tokens = pairs.tokens(pair, run);
     const int row = a.pair_of.row(pair), kv_head = pair - row * a.kv_heads;
     const int tile_row = R::token_of(g);  // token of tile row g; row g + 8 is 8 tokens on
-    // The head's scores by token, or null. Its loads start before anything waits for the queries.
+    // Where the head's shares go, or its scores by token. Loads of the latter start before anything waits for the
+    // queries.
+    std::byte* shares = nullptr;
     float* scores = nullptr;
-    if (a.mass && a.by_token) {
-      scores = a.mass + (row * a.mass_row + kv_head * group * a.mass_head);
-    } else if (a.logits.out.data) {
+    if (a.shares.data) {
+      shares = a.shares.of(row, kv_head);
+    } else if (scores_leave && a.logits.out.data) {
       const int slot = a.slots[row];
       scores = a.logits.of(row, slot, kv_head, a.length[slot * a.length_slot + kv_head * a.length_head]);
     }
+    const LaneShares lane_shares(a.shares, shares, (group + 1) / 2, tile_row, q);
     R rows(a, asked, group, g, q);
     float(&high)[ColumnTiles][2] = result.high, (&sum)[ColumnTiles][2] = result.sum;
 #pragma unroll
     for (int c = 0; c < ColumnTiles; ++c) high[c][0] = high[c][1] = -INFINITY, sum[c][0] = sum[c][1] = 0;
 
     // Without a list, units of a run follow each other in the cache.
-    const bool in_order = !R::turned && scores && !a.list;
+    const bool in_order = !R::turned && (scores || shares) && !a.list;
     const int first_place = in_order ? __shfl_sync(~0u, current.place0, i % 32) - i * R::unit : 0;
 #pragma unroll 1
     for (; begin + i < stop; ++i) {
@@ -271,20 +307,19 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
         rows.score(at, s);
       }
       if constexpr (!R::turned)
-        if (a.window > 0 || (scores ? !in_order : a.mass != nullptr)) find_places();
-      if (valid < R::unit || a.window > 0) {
+        if (scores_leave && (a.window > 0 || (scores && !in_order) || a.mass)) find_places();
+      if (valid < R::unit || (scores_leave && a.window > 0)) {
         bool seen[tile_rows];
 #pragma unroll
         for (int r = 0; r < tile_rows; ++r) seen[r] = tile_row + 8 * r < valid;
-        if (a.window > 0) {
+        if (scores_leave && a.window > 0) {
           const int oldest = a.last[row] - a.window;  // this position and older ones are not seen
           const PageEntry* entries = a.table + a.slots[row] * a.table_slot + kv_head * a.table_head;
-          const std::int64_t positions = runs == 2 && run == 0 ? a.lower_positions : a.positions;
 #pragma unroll
           for (int r = 0; r < tile_rows; ++r) {
             if (!seen[r]) continue;
             const std::byte* frame = a.base + entries[place[r] / a.page_size].frame * granule_bytes;
-            seen[r] = reinterpret_cast<const std::int32_t*>(frame + positions)[place[r] % a.page_size] > oldest;
+            seen[r] = reinterpret_cast<const std::int32_t*>(frame + a.positions)[place[r] % a.page_size] > oldest;
           }
         }
 #pragma unroll
@@ -294,7 +329,8 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
             for (int h = 0; h < 2; ++h) s[c][2 * r + h] = seen[r] ? s[c][2 * r + h] : -INFINITY;
       }
-      if (in_order) {
+      if (!scores_leave) {
+      } else if (in_order && scores) {
         int of_unit[tile_rows];
 #pragma unroll
         for (int r = 0; r < tile_rows; ++r) of_unit[r] = tile_row + 8 * r;
@@ -316,6 +352,14 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
           }
       }
       rows.add(at, valid, s, high, sum);
+      if (shares) {
+        int first = first_place + i * R::unit, second = first + 16;
+        if (!in_order) {
+          first = __shfl_sync(~0u, current.place0, i % 32), second = __shfl_sync(~0u, current.place1, i % 32);
+          if (a.page_size > 16) second = first + 16;
+        }
+        lane_shares.put(a.shares, group, g, q, valid, {first / 16, second / 16}, s, high);
+      }
       const int freed = here.stage;
       here.next(a.stages);
       __syncwarp();
@@ -477,7 +521,7 @@ void launch_turned(const Args& a, int dim, bool half, const CUtensorMap& map, cu
 // Whether the kernel has rows for pages of codes (attend_codes.cu), with groups up to 8; launches it on them.
 bool takes_codes(const PageLayout& l);
 void launch_codes(const Args& a, const PageLayout& l, cudaStream_t stream);
-// The same for both runs of a cache of two codecs in one launch.
+// The same for both runs of a cache of two codecs in one launch, without a window, logits and mass, but with shares.
 bool takes_both(const PageLayout& l, const PageLayout& lower);
 void launch_both(const Args& a, const PageLayout& l, const PageLayout& lower, cudaStream_t stream);
 

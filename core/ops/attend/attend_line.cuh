@@ -3,6 +3,7 @@
 #pragma once
 #include "base/launch.cuh"
 #include "base/line.cuh"
+#include "ops/attend/attend_shares.cuh"
 #include "ops/attend/attend_unit.cuh"
 
 namespace kvlab::ops::decode {
@@ -33,16 +34,17 @@ struct Args {
   const std::int32_t* last;
   float* partial;
   int* arrived;
-  std::int64_t positions, lower_positions;  // offset of the positions in a frame, and in one of a lower run
+  std::int64_t positions;  // offset of the positions in a frame
   int rows, kv_heads, group, page_size, window;
   PairOf pair_of;
   int blocks_each;  // whole blocks that every pair could have
   int value_rows;   // 128-byte rows from a page's keys to its values
   int stages;
-  bool joint;                // a page is one unit: its keys and values are contiguous
-  bool half;                 // `rounded` is f16
-  HeadLogits logits;         // like mass with by_token, of some heads
-  int by_token;              // > 0: mass is [row, kv_head, token place, query head of the group]; numbers of a store
+  bool joint;  // a page is one unit: its keys and values are contiguous
+  bool half;   // `rounded` is f16
+  HeadLogits logits;
+  int logits_at_once;        // numbers of a store
+  MassShares shares;         // data null = none
   bool wide;                 // four elements of `out` can be one store
   float scale;               // factor of the scores, times log2(e)
   const std::int32_t* rank;  // [row, kv_head, rank_room] if the kernel rotates keys

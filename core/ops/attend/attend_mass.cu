@@ -1,11 +1,11 @@
-// The mass of attend's pipelined kernel, which writes scores times log2(e): their probabilities, or their sums in a
-// column of token state.
+// The mass of attend's pipelined kernel. It writes scores times log2(e), which become probabilities, or shares, whose
+// probabilities are summed up in a column of token state.
 #include <algorithm>
 #include <limits>
 
 #include "base/launch.cuh"
 #include "ops/attend/attend.cuh"
-#include "ops/attend/attend_unit.cuh"
+#include "ops/attend/attend_shares.cuh"
 #include "ops/page/paged.cuh"
 
 namespace kvlab::ops {
@@ -20,19 +20,6 @@ __device__ __forceinline__ float shift_of(const View<const float, 2>& lse, int r
 }
 __device__ __forceinline__ float probability(float score, float shift) {
   return score == -INFINITY ? 0.f : exp2_fast(score - shift);
-}
-
-template <int Vector>
-__device__ __forceinline__ void load(const float* from, float (&to)[Vector]) {
-  if constexpr (Vector == 4) {
-    const float4 x = *reinterpret_cast<const float4*>(from);
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  } else if constexpr (Vector == 2) {
-    const float2 x = *reinterpret_cast<const float2*>(from);
-    to[0] = x.x, to[1] = x.y;
-  } else {
-    to[0] = *from;
-  }
 }
 
 __global__ void __launch_bounds__(threads) fill_kernel(View<float, 3> out, float value) {
@@ -52,59 +39,121 @@ __global__ void __launch_bounds__(threads) mass_kernel(View<float, 3> scores, Vi
 struct AddArgs {
   PagedKv kv;
   FrameColumn column;
-  const float* scores;  // [row, kv_head, token place, query head of the group]
-  std::int64_t row, head;
+  MassShares shares;
   View<const float, 2> lse;
   int group, room;
   GroupRule rule;
 };
 
-// A thread takes `each` tokens. Vector: scores of one load.
-template <int Vector, int Page>
+// What clear_shares writes in place of `high`: no token of the span is seen, whatever its shares.
+constexpr float unseen = INFINITY;
+__device__ __forceinline__ float factor_of(float high, float lse) {
+  return high == unseen ? -1.f : probability(high, lse * log2e);
+}
+__device__ __forceinline__ float product(float share, float factor) { return factor < 0 ? 0.f : share * factor; }
+
+// A token's probability of the group, from those of its query heads, which come in order.
+struct Sum {
+  GroupRule rule;
+  float value = 0;
+  __device__ __forceinline__ void add(int head, float x) {
+    value = head == 0 ? x : rule != GroupRule::max ? value + x : value < x ? x : value;
+  }
+};
+
+// The numbers of 8 bytes that follow each other.
+template <int Count>
+__device__ __forceinline__ void load(const std::byte* from, uint2 (&to)[Count]) {
+  if constexpr (Count % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i];
+      to[2 * i] = make_uint2(x.x, x.y), to[2 * i + 1] = make_uint2(x.z, x.w);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) to[i] = reinterpret_cast<const uint2*>(from)[i];
+  }
+}
+
+// A thread takes tokens t, t + 1, t + 8 and t + 9 of a record. Pairs: of query heads, 0 = any.
+constexpr int each = 4, of_record = MassShares::tokens / each;
+template <int Pairs>
 __global__ void __launch_bounds__(threads) add_kernel(const __grid_constant__ AddArgs a) {
-  constexpr int each = 4;
   let_successor_start();
   wait_for_predecessor();
   const int head = blockIdx.y, row = blockIdx.z, slot = a.kv.slots[row], n = min(a.kv.length(slot, head), a.room);
-  const HeadTokens<Page> tokens(a.kv, slot, head);
-  const float* scores = a.scores + row * a.row + head * a.head;
-  const float factor = a.rule == GroupRule::mean ? 1.f / static_cast<float>(a.group) : 1.f;
-  for (int first = blockIdx.x * threads * each + threadIdx.x; first < n; first += gridDim.x * threads * each) {
-    float* state[each];
-    float sum[each], old[each];
+  const HeadTokens<0> tokens(a.kv, slot, head);
+  const std::byte* from = a.shares.of(row, head);
+  const float* lse = &a.lse(row, head * a.group);
+  const float weight = a.rule == GroupRule::mean ? 1.f / static_cast<float>(a.group) : 1.f;
+  for (int i = blockIdx.x * threads + threadIdx.x; i / of_record * MassShares::tokens < n; i += gridDim.x * threads) {
+    const int t = i / of_record * MassShares::tokens + i % of_record * 2;
+    if (t >= n) continue;
+    const PageEntry e = tokens.entry(t);
+    if (e.frame < 0) continue;
+    float* const state = tokens.template number<float>(e, a.column, t);
+    const std::byte* record = from + std::int64_t{i / of_record} * a.shares.record;
+    const std::byte* shares = record + a.shares.behind_high;
+    float2 old[2];
 #pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int t = first + i * threads;
-      state[i] = nullptr, sum[i] = old[i] = 0;
-      if (t >= n) continue;
-      const PageEntry e = tokens.entry(t);
-      if (e.frame >= 0) state[i] = tokens.template number<float>(e, a.column, t);
-    }
+    for (int k = 0; k < 2; ++k) old[k] = reinterpret_cast<const float2*>(state)[4 * k];
+    Sum sum[2][2];  // [token / 8, token % 2]
 #pragma unroll
-    for (int i = 0; i < each; ++i)
-      if (state[i]) old[i] = *state[i];
-#pragma unroll 1
-    for (int j = 0; j < a.group; j += Vector) {
-      float x[each][Vector];
+    for (int k = 0; k < 4; ++k) sum[k / 2][k % 2].rule = a.rule;
+    const auto add_pair = [&](int pair, const float2& high, const uint2(&of)[2]) {
 #pragma unroll
-      for (int i = 0; i < each; ++i) {
-        const int t = min(first + i * threads, n - 1);
-        load<Vector>(scores + std::int64_t{t} * a.group + j, x[i]);
-      }
+      for (int h = 0; h < 2; ++h) {
+        const int j = 2 * pair + h;
+        if (j >= a.group) break;
+        const float factor = factor_of(h ? high.y : high.x, lse[j]);
 #pragma unroll
-      for (int k = 0; k < Vector; ++k) {
-        const float shift = shift_of(a.lse, row, head * a.group + j + k);
-#pragma unroll
-        for (int i = 0; i < each; ++i) {
-          const float p = probability(x[i][k], shift);
-          sum[i] = j + k == 0 ? p : a.rule != GroupRule::max ? sum[i] + p : sum[i] < p ? p : sum[i];
+        for (int k = 0; k < 4; ++k) {
+          float x[2];
+          Pair<__half>::unpack(k / 2 ? of[k % 2].y : of[k % 2].x, x[0], x[1]);
+          sum[k / 2][k % 2].add(j, product(x[h], factor));
         }
       }
+    };
+    if constexpr (Pairs > 0) {
+      uint2 high[Pairs], of[2 * Pairs];
+      load(record, high);
+      load(shares + t % 8 * (8 * Pairs), of);
+#pragma unroll
+      for (int p = 0; p < Pairs; ++p)
+        add_pair(p, make_float2(__uint_as_float(high[p].x), __uint_as_float(high[p].y)), {of[p], of[Pairs + p]});
+    } else if (a.group == 1) {
+      const uint2 of = reinterpret_cast<const uint2*>(shares)[t % 8 / 2];
+      const float factor = factor_of(*reinterpret_cast<const float*>(record), lse[0]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float x[2];
+        Pair<__half>::unpack(k ? of.y : of.x, x[0], x[1]);
+        sum[0][k].add(0, product(x[0], factor)), sum[1][k].add(0, product(x[1], factor));
+      }
+    } else {
+      const int pairs = (a.group + 1) / 2;
+      for (int p = 0; p < pairs; ++p) {
+        const uint2* of = reinterpret_cast<const uint2*>(shares) + t % 8 * pairs + p;
+        add_pair(p, reinterpret_cast<const float2*>(record)[p], {of[0], of[pairs]});
+      }
     }
 #pragma unroll
-    for (int i = 0; i < each; ++i)
-      if (state[i]) *state[i] = old[i] + sum[i] * factor;
+    for (int k = 0; k < 2; ++k) {
+      old[k].x += sum[k][0].value * weight, old[k].y += sum[k][1].value * weight;
+      if (t + 8 * k + 1 < n)
+        reinterpret_cast<float2*>(state)[4 * k] = old[k];
+      else if (t + 8 * k < n)
+        state[8 * k] = old[k].x;
+    }
   }
+}
+
+__global__ void __launch_bounds__(threads) clear_kernel(MassShares shares, int records) {
+  std::byte* const head = shares.of(blockIdx.z, blockIdx.y);
+  const int of_record = shares.behind_high / 4, count = records * of_record;
+  for (int i = blockIdx.x * threads + threadIdx.x; i < count; i += gridDim.x * threads)
+    reinterpret_cast<float*>(head + std::int64_t{i / of_record} * shares.record)[i % of_record] = unseen;
 }
 
 dim3 grid_of(const View<float, 3>& mass, std::int64_t rows) {
@@ -115,9 +164,14 @@ dim3 grid_of(const View<float, 3>& mass, std::int64_t rows) {
 }  // namespace
 
 void clear_scores(const AttendArgs& in, cudaStream_t stream) {
-  View<float, 3> scores = in.mass;
-  if (adds_scores(in)) scores.extent[2] = scores.stride[1];  // each KV head has whole tokens in the room of its heads
-  fill_kernel<<<grid_of(scores, in.kv.rows), threads, 0, stream>>>(scores, -INFINITY);
+  fill_kernel<<<grid_of(in.mass, in.kv.rows), threads, 0, stream>>>(in.mass, -INFINITY);
+  check_launch("attend mass");
+}
+
+void clear_shares(const AttendArgs& in, const MassShares& shares, cudaStream_t stream) {
+  const dim3 grid(4, static_cast<unsigned>(in.kv.kv_heads), static_cast<unsigned>(in.kv.rows));
+  const int records = static_cast<int>((in.mass.extent[2] + MassShares::tokens - 1) / MassShares::tokens);
+  clear_kernel<<<grid, threads, 0, stream>>>(shares, records);
   check_launch("attend mass");
 }
 
@@ -127,16 +181,6 @@ void scores_to_mass(const View<float, 3>& mass, const View<float, 2>& lse, int r
 }
 
 // A store of several needs 32 bits for a token's place times the group.
-int scores_at_once(const AttendArgs& in) {
-  const int group = static_cast<int>(in.mass.extent[1]) / in.kv.kv_heads;
-  const auto fits = [&](int n) {
-    return group % n == 0 && in.mass.stride[0] % n == 0 &&
-           reinterpret_cast<std::uintptr_t>(in.mass.data) % (4 * n) == 0 &&
-           in.mass.stride[1] * group < std::numeric_limits<std::int32_t>::max();
-  };
-  return fits(4) ? 4 : fits(2) ? 2 : 1;
-}
-
 int logits_at_once(const HeadLogits& logits) {
   const auto& out = logits.out;
   const auto even = [](std::int64_t x) { return x % 2 == 0; };
@@ -147,28 +191,20 @@ int logits_at_once(const HeadLogits& logits) {
              : 1;
 }
 
-void add_scores(const AttendArgs& in, const View<float, 2>& lse, cudaStream_t stream) {
+void add_shares(const AttendArgs& in, const MassShares& shares, const View<float, 2>& lse, cudaStream_t stream) {
   const PagedKv& kv = in.kv;
-  const int group = static_cast<int>(in.mass.extent[1]) / kv.kv_heads;
-  const AddArgs a{kv,
-                  FrameColumn::state(kv, in.mass_into.column),
-                  in.mass.data,
-                  in.mass.stride[0],
-                  in.mass.stride[1] * group,
-                  lse,
-                  group,
-                  static_cast<int>(in.mass.extent[2]),
-                  in.mass_into.rule};
-  const std::int64_t of_block = std::int64_t{threads} * 4, blocks = (a.room + of_block - 1) / of_block,
+  const int group = static_cast<int>(in.mass.extent[1]) / kv.kv_heads, room = static_cast<int>(in.mass.extent[2]);
+  const AddArgs a{kv, FrameColumn::state(kv, in.mass_into.column), shares, lse, group, room, in.mass_into.rule};
+  const std::int64_t of_block = std::int64_t{threads} * each, blocks = (room + of_block - 1) / of_block,
                      most = 16384 / (std::int64_t{kv.kv_heads} * kv.rows) + 1;
   const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, most)), static_cast<unsigned>(kv.kv_heads),
                   static_cast<unsigned>(kv.rows));
-  const int vector = scores_at_once(in);
-  with_page_size(kv.page_size, [&](auto page) {
-    constexpr int size = decltype(page)::value;
-    const auto kernel = vector == 4 ? add_kernel<4, size> : vector == 2 ? add_kernel<2, size> : add_kernel<1, size>;
-    cuda::launch("attend mass", kernel, grid, threads, 0, stream, true, a);
-  });
+  const auto kernel = group == 1                 ? add_kernel<0>
+                      : group == 2               ? add_kernel<1>
+                      : group == 3 || group == 4 ? add_kernel<2>
+                      : group == 7 || group == 8 ? add_kernel<4>
+                                                 : add_kernel<0>;
+  cuda::launch("attend mass", kernel, grid, threads, 0, stream, true, a);
 }
 
 }  // namespace kvlab::ops

@@ -61,7 +61,8 @@ struct PlainRows {
     score_turned_unit<T, Dim>(at, row, row + 8, q, rank0, rank1, turns, turn_scale, qf, s);
     apply_scale(s);
   }
-  // Adds the unit's first `valid` tokens. s: scores times log2(e), -inf where nothing is seen.
+  // Adds the unit's first `valid` tokens. s: scores times log2(e), -inf where nothing is seen; on return, the shares
+  // 2^(score - high).
   __device__ __forceinline__ void add(unsigned at, int valid, float (&s)[ColumnTiles][4], float (&high)[ColumnTiles][2],
                                       float (&sum)[ColumnTiles][2]) {
     unsigned p[ColumnTiles][2];

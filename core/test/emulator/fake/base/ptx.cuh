@@ -67,6 +67,9 @@ inline uint4 load_shared16(unsigned address) {
   return *static_cast<const uint4*>(emulator::shared_memory(address, 16, 16));
 }
 inline void store8(float* p, float x, float y) { p[0] = x, p[1] = y; }
+inline void store8(std::byte* p, unsigned x, unsigned y) {
+  reinterpret_cast<unsigned*>(p)[0] = x, reinterpret_cast<unsigned*>(p)[1] = y;
+}
 inline uint2 load_shared8(unsigned address) {
   return *static_cast<const uint2*>(emulator::shared_memory(address, 8, 8));
 }
