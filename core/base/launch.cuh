@@ -8,7 +8,8 @@
 namespace kvlab::cuda {
 
 // early: the kernel may start before the previous one has ended. It calls wait_for_predecessor before it touches memory
-// that earlier kernels of the stream write. Earlier copies and fills have always ended.
+// that earlier kernels of the stream write. Earlier copies and fills have always ended. So has all that came before a
+// predecessor that was not early itself.
 template <class... P, class... A>
 void launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
             bool early, A&&... arguments) {

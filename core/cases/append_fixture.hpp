@@ -52,6 +52,13 @@ struct AppendFixture {
     qkv.assign(static_cast<std::size_t>(s.rows * stride()), std::numeric_limits<float>::quiet_NaN());
     for (int r = 0; r < s.rows; ++r)
       for (std::int64_t i = 0; i < stride() - 8; ++i) qkv[static_cast<std::size_t>(r * stride() + i)] = normal(rng);
+    // Values that codes may mistake: -0, and of every third row numbers too small for a scale.
+    for (int r = 0; r < s.rows; ++r)
+      for (int i = 0; i < s.kv_heads * s.dim; ++i) {
+        float& x = qkv[static_cast<std::size_t>(r * stride() + (s.heads + s.kv_heads) * s.dim + i)];
+        if (r % 3 == 1) x *= 1e-9f;
+        if (i % 7 == 2) x = -0.f;
+      }
     for (int i = 0; i < s.dim; ++i) query_norm.push_back(normal(rng)), key_norm.push_back(normal(rng));
     for (int p = 0; p < angles; ++p)
       for (int i = 0; i < s.dim / 2; ++i) {

@@ -42,12 +42,9 @@ __device__ bool take_pages(const CudaStoreLayer& s, PageEntry* fresh, int first,
   const ops::FramePool& pool = s.pool[pool_of(0, codec)];
   const int count = end - first, p = s.layout.page_size;
   __syncthreads();
-  if (threadIdx.x == 0) left = atomicSub(pool.free_count, count);
+  if (threadIdx.x == 0) left = take_frames(s, pool_of(0, codec), count);
   __syncthreads();
-  if (left < count) {
-    if (threadIdx.x == 0) fail(s, store_no_frame);
-    return false;
-  }
+  if (left < 0) return false;
   for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
     PageEntry e;
     e.frame = pool.free[left - 1 - i];

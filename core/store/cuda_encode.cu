@@ -104,9 +104,8 @@ __device__ void lower_side(const std::byte* from, const PageLayout& lf, std::byt
 
 // A block stores a grouped side of a full page, as ops::copy_page does. A warp takes 32 elements, one a lane: of a
 // group's tokens, or of `batch` tokens, whose loads do not wait for each other. number(t, d) is an element.
-template <class Number>
+template <int batch, class Number>
 __device__ void encode_groups_of(const Number& number, std::byte* to, const PageLayout& l, bool key) {
-  constexpr int batch = 8;
   const CodecSide side = ops::side_of(l, key);
   const bool channel = side.axis == CodeAxis::channel;
   const int p = l.page_size, dim = l.head_dim, group = ops::group_of(side, p, dim), tiles = (dim + 31) / 32;
@@ -136,8 +135,8 @@ __device__ void encode_groups_of(const Number& number, std::byte* to, const Page
     if (channel) {
       float lo = INFINITY, hi = -INFINITY;
       for_tokens(first, end, within, [&](int, float x) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
-      const ops::SharedScale of =
-          put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, first, within), d < dim);
+      const ops::SharedScale of(
+          ops::put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, first, within), d < dim));
       for_tokens(first, end, within, [&](int t, float x) { put(x, of, t, d); });
     } else {
       for_tokens(first, end, within, [&](int t, float x) {
@@ -153,10 +152,9 @@ __device__ void encode_groups_of(const Number& number, std::byte* to, const Page
             lo = fminf(lo, y), hi = fmaxf(hi, y);
           }
         }
-        put(x,
-            put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(l, key, t, within),
-                      d < dim && d % group == 0),
-            t, d);
+        const ops::SharedScale of(ops::put_scale(ops::code_scale(side, lo, hi),
+                                                 to + ops::meta_offset(l, key, t, within), d < dim && d % group == 0));
+        put(x, of, t, d);
       });
     }
   }
@@ -169,7 +167,7 @@ __host__ __device__ bool are_held(const PageLayout& lf, const PageLayout& lt, bo
   const CodecSide side = ops::side_of(lt, key);
   const int p = lf.page_size, own = p / warps, dim = lf.head_dim, group = ops::group_of(side, p, dim);
   if (!side.grouped() || side.kind != CodeKind::integer || ops::side_of(lf, key).bits || lf.dtype != DType::bf16 ||
-      dim > most_held_dim || p % warps || (own != 1 && own != 2 && own != 4))
+      dim > most_held_dim || p % warps || (own != 2 && own != 4))
     return false;
   return side.axis == CodeAxis::channel ? group % own == 0 : group % held_elements == 0 && (group & (group - 1)) == 0;
 }
@@ -232,8 +230,8 @@ class HeldRows {
       float2 all = ranges[begin][d];
       for (int w = begin + 1; w < begin + sharers; ++w)
         all.x = fminf(all.x, ranges[w][d].x), all.y = fmaxf(all.y, ranges[w][d].y);
-      const ops::SharedScale of =
-          put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * Own, d), true);
+      const ops::CodeScale of =
+          ops::put_scale(ops::code_scale(side, all.x, all.y), to + ops::meta_offset(lt, key_, begin * Own, d), true);
       ranges[begin][d] = make_float2(of.scale, of.zero);
     }
     __syncthreads();
@@ -261,8 +259,8 @@ class HeldRows {
         if (m * held_elements < group)
           lo = fminf(lo, __shfl_xor_sync(~0u, lo, m)), hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, m));
       if (!there_) continue;
-      const ops::SharedScale of =
-          put_scale(ops::code_scale(side, lo, hi), to + ops::meta_offset(lt, key_, first_ + t, d_), d_ % group == 0);
+      const ops::SharedScale of(ops::put_scale(ops::code_scale(side, lo, hi),
+                                               to + ops::meta_offset(lt, key_, first_ + t, d_), d_ % group == 0));
       put(to, lt, t, [&](int) { return of; });
     }
   }
@@ -273,26 +271,24 @@ class HeldRows {
   uint2 held_[Own];
 };
 
-__device__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to, const PageLayout& lt,
-                              bool key) {
+// Called once, because compilers take long for it.
+__device__ __noinline__ void encode_groups(const std::byte* from, const PageLayout& lf, std::byte* to,
+                                           const PageLayout& lt, bool key) {
   __shared__ HeldRanges ranges;
   if (are_held(lf, lt, key)) {
     __syncthreads();  // the other side's ranges are read
-    switch (lf.page_size / warps) {
-      case 1: return HeldRows<1>(from, lf, key).store(to, lt, ranges);
-      case 2: return HeldRows<2>(from, lf, key).store(to, lt, ranges);
-      default: return HeldRows<4>(from, lf, key).store(to, lt, ranges);
-    }
+    if (lf.page_size / warps == 2) return HeldRows<2>(from, lf, key).store(to, lt, ranges);
+    return HeldRows<4>(from, lf, key).store(to, lt, ranges);
   }
   const int dim = lf.head_dim;
   const std::byte* rows = from + ops::row_offset(lf, key, 0);
   if (ops::side_of(lf, key).bits == 0 && lf.dtype == DType::bf16)
-    return encode_groups_of(
+    return encode_groups_of<8>(
         [&](int t, int d) {
           return static_cast<float>(reinterpret_cast<const __nv_bfloat16*>(rows)[std::int64_t{t} * dim + d]);
         },
         to, lt, key);
-  encode_groups_of([&](int t, int d) { return element(from, lf, key, t, d); }, to, lt, key);
+  encode_groups_of<1>([&](int t, int d) { return any_element(from, lf, key, t, d); }, to, lt, key);
 }
 
 // Stores a page of the first codec in the second, or the other way. The whole block calls it.
@@ -333,10 +329,10 @@ __global__ void __launch_bounds__(threads)
   }
   __shared__ int left;
   const ops::FramePool& pool = s.pool[pool_of(0, a.codec)];
-  if (mine == 0) left = atomicSub(pool.free_count, count);
+  if (mine == 0) left = take_frames(s, pool_of(0, a.codec), count);
   __syncthreads();
-  if (left < count) {
-    if (mine == 0) fail(s, store_no_frame), a.runs[blockIdx.x] = 0;
+  if (left < 0) {
+    if (mine == 0) a.runs[blockIdx.x] = 0;
     return;
   }
   PageEntry* before = a.before + std::int64_t{blockIdx.x} * a.index.extent[2];
@@ -461,7 +457,6 @@ void encode(const CudaStoreLayer& s, const CudaStoreEncode& e, Stream to) {
     const int own = s.layout.page_size / warps;
     const auto kernel = lowers     ? encode_run_kernel<How::lowers>
                         : !groups  ? encode_run_kernel<How::any>
-                        : own == 1 ? encode_run_kernel<How::groups, 1>
                         : own == 2 ? encode_run_kernel<How::groups, 2>
                                    : encode_run_kernel<How::groups, 4>;
     launch("encode", kernel, dim3(static_cast<unsigned>(std::clamp<std::int64_t>(shares, 1, 1024)), heads), threads, 0,

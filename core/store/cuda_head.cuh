@@ -80,6 +80,17 @@ __device__ inline bool take(const CudaStoreLayer& s, int tier, PageEntry& e, int
   return true;
 }
 
+// Takes `count` frames of a pool: its list's last ones below the returned place. -1: there are too few, which is noted.
+// Then those that there are stay taken, since other blocks may have found the list empty meanwhile.
+__device__ inline int take_frames(const CudaStoreLayer& s, int pool, int count) {
+  std::int32_t* free_count = s.pool[pool].free_count;
+  const int left = atomicSub(free_count, count);
+  if (left >= count) return left;
+  atomicAdd(free_count, count - max(left, 0));
+  fail(s, store_no_frame);
+  return -1;
+}
+
 __device__ inline void fewer_pages(const CudaStoreLayer& s, int pages) {
   if (s.summary != Summary::none && pages > 0) atomicMax(&s.counters->peak_pages, atomicSub(&s.counters->pages, pages));
 }
@@ -155,6 +166,12 @@ __device__ inline float element(const std::byte* frame, const PageLayout& l, boo
   if (l.dtype == DType::f32) return reinterpret_cast<const float*>(row)[d];
   if (l.dtype == DType::f16) return __half2float(reinterpret_cast<const __half*>(row)[d]);
   return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[d]);
+}
+
+// The same as a call, for code that seldom needs it.
+__device__ __noinline__ inline float any_element(const std::byte* frame, const PageLayout& l, bool key, int token,
+                                                 int d) {
+  return element(frame, l, key, token, d);
 }
 
 // A warp writes the page's summary.
@@ -309,14 +326,6 @@ __device__ float2 range_of(const RowParts<Parts>& row, int head_dim, int lanes) 
   return r;
 }
 
-// Stores scale and zero if `writes`, and returns them as they are stored.
-__device__ inline ops::SharedScale put_scale(ops::CodeScale exact, std::byte* at, bool writes) {
-  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-  if (writes)
-    *reinterpret_cast<unsigned*>(at) = __half_as_ushort(scale) | static_cast<unsigned>(__half_as_ushort(zero)) << 16;
-  return ops::SharedScale({__half2float(scale), __half2float(zero)});
-}
-
 // Lanes store a row's elements as ops::write_token does. The whole warp calls it; `lanes` neighbours have a row.
 template <int Parts>
 __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offset, const RowParts<Parts>& row,
@@ -331,8 +340,8 @@ __device__ void encode(std::byte* frame, const PageLayout& l, bool key, int offs
   if (__any_sync(~0u, side.bits != 0)) range = range_of(row, l.head_dim, lanes);
   if (!row.there) return;
   const auto put_codes = [&](auto bits) {
-    const ops::SharedScale of =
-        put_scale(ops::scale_of<bits>(range.x, range.y), frame + ops::meta_offset(l, key, offset), row.first == 0);
+    const ops::SharedScale of(ops::put_scale(ops::scale_of<bits>(range.x, range.y),
+                                             frame + ops::meta_offset(l, key, offset), row.first == 0));
 #pragma unroll
     for (int part = 0; part < Parts; ++part)
       if (row.has(part, l.head_dim)) {

@@ -58,7 +58,7 @@ class Carried {
       if (of.grouped() && ratio_[turn] != 1) {
 #pragma unroll
         for (int i = 0; i < lane_elements; ++i)
-          words_[turn].word[i] = __float_as_uint(element(frame, l, key, offset, at.first + i));
+          words_[turn].word[i] = __float_as_uint(any_element(frame, l, key, offset, at.first + i));
         continue;
       }
       const int bytes = lane_bytes(of, l.dtype);

@@ -189,11 +189,16 @@ struct Queries {
 template <int count = 8>
 __device__ __forceinline__ void scale_groups(const Args& a, bool key, std::int64_t row, int offset, int d, float* x) {
   const PageLayout& l = a.kv.layouts[a.codec];
-  const std::byte* frame = a.kv.kv.base + row - row_offset(l, key, offset);
+  const CodecSide side = side_of(l, key);
+  const std::byte* metas = a.kv.kv.base + row - row_offset(l, key, offset) + meta_offset(l, key, offset, d);
+  // Neighbours along the axis of tokens share a scale, those of channels do not. One division is for all of them.
+  const int sharers = side.axis == CodeAxis::channel ? 1 : group_of(side, l.page_size, l.head_dim);
+  int at = 0, left = sharers - d % sharers;
 #pragma unroll
   for (int e = 0; e < count; ++e) {
-    const float2 code = code_of(frame + meta_offset(l, key, offset, d + e), 0);
+    const float2 code = code_of(metas, at);
     x[e] = fmaf(x[e], code.x, code.y);
+    if (--left == 0) left = sharers, ++at;
   }
 }
 

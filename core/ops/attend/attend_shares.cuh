@@ -16,8 +16,8 @@ namespace kvlab::ops {
 struct MassShares {
   static constexpr int tokens = unit_tokens;
 
-  float* data = nullptr;           // null = none; each row begins at the next multiple of 16 bytes
-  std::int64_t row = 0, head = 0;  // floats between rows, bytes between heads
+  float* data = nullptr;                         // null = none; each row begins at the next multiple of 16 bytes
+  std::int64_t row = 0, head = 0;                // floats between rows, bytes between heads
   int record = 0, behind_high = 0, of_pair = 0;  // bytes: of a record, of `high` in it, of a pair's shares of a token
 
   // False if the room is too small.

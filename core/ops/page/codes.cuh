@@ -1,12 +1,14 @@
 // Codes of a row in kernels: the codes that codes.hpp gives, in fewer instructions.
 #pragma once
+#include <cuda_fp16.h>
+
 #include "base/ptx.cuh"
 #include "ops/page/codes.hpp"
 
 namespace kvlab::ops {
 
-// x / scale, rounded as a division rounds it, for what no code saturates: Markstein's theorem. inverse: 1 / scale. The
-// scale is a number of f16.
+// x / scale, rounded as a division rounds it, for what no code saturates. inverse: 1 / scale. The scale is a number of
+// f16: by Markstein's theorem one correction is enough where a divisor has so few bits.
 __device__ __forceinline__ float quotient(float x, float scale, float inverse) {
   const float most = 1024 * scale;  // NaN stays NaN
   x = x > most ? most : x < -most ? -most : x;
@@ -28,26 +30,42 @@ __device__ __forceinline__ CodeScale scale_of(float min, float max) {
   return {min < max ? scale : 0, within(min) + 0.f};
 }
 
-// Codes of numbers that share scale and zero, which are numbers of f16.
-struct SharedScale {
-  float scale, zero, inverse;
+// Stores scale and zero if `writes`, and returns them as they are stored.
+__device__ __forceinline__ CodeScale put_scale(CodeScale exact, std::byte* at, bool writes) {
+  const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
+  if (writes)
+    *reinterpret_cast<unsigned*>(at) = __half_as_ushort(scale) | static_cast<unsigned>(__half_as_ushort(zero)) << 16;
+  return {__half2float(scale), __half2float(zero)};
+}
 
+// Codes of numbers that share scale and zero, which are numbers of f16.
+class SharedScale {
+ public:
+  // Scale 0 makes all integers 0, also of what is above the zero, and all e4m3 +0.
   __device__ __forceinline__ explicit SharedScale(CodeScale of)
-      : scale(of.scale), zero(of.zero), inverse(of.scale > 0 ? 1 / of.scale : 0.f) {}
+      : scale_(of.scale),
+        zero_(of.scale > 0 ? of.zero : INFINITY),
+        inverse_(of.scale > 0 ? 1 / of.scale : 0.f),
+        sign_(of.scale > 0 ? 0x80000000u : 0) {}
 
   // NaN is 0. An infinite x makes the correction NaN, which is the most.
   __device__ __forceinline__ std::uint32_t integer(float x, int bits) const {
-    const float above = fmaxf(x - zero, 0.f), y = above * inverse;
-    const float code = fminf(fmaf(fmaf(-y, scale, above), inverse, y), static_cast<float>(most_code(bits)));
+    const float above = fmaxf(x - zero_, 0.f), y = above * inverse_;
+    const float code = fminf(fmaf(fmaf(-y, scale_, above), inverse_, y), static_cast<float>(most_code(bits)));
     constexpr float shift = 0x1.8p23f;  // a sum with it has the integer in its low bits
     return __float_as_uint(code + shift) - std::bit_cast<std::uint32_t>(shift);
   }
-  __device__ __forceinline__ float e4m3(float x) const {      // not yet rounded
-    return copysignf(quotient(x - zero, scale, inverse), x);  // a zero keeps its sign
+  __device__ __forceinline__ float e4m3(float x) const {  // not yet rounded; a zero keeps its sign
+    const float y = quotient(x, scale_, inverse_);
+    return __uint_as_float((__float_as_uint(y) & 0x7fffffffu) | (__float_as_uint(x) & sign_));
   }
   __device__ __forceinline__ std::uint32_t code(CodecSide side, float x) const {
     return side.kind == CodeKind::e4m3 ? cuda::e4m3_of_floats(e4m3(x), 0) & 0xffu : integer(x, side.bits);
   }
+
+ private:
+  float scale_, zero_, inverse_;
+  std::uint32_t sign_;
 };
 
 // The codes of eight numbers, the first in the lowest bits.

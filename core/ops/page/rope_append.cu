@@ -111,21 +111,14 @@ struct Head {
     std::byte* row = frame + row_offset(l, key, offset);
     Head out = *this;
     if (Coded && side.bits) {
-      const CodeScale exact = code_scale(side, range.x, range.y);
-      const __half scale = __float2half_rn(exact.scale), zero = __float2half_rn(exact.zero);
-      if (lane == 0) {
-        __half* meta = reinterpret_cast<__half*>(frame + meta_offset(l, key, offset));
-        meta[0] = scale, meta[1] = zero;
-      }
-      const CodeScale of = {__half2float(scale), __half2float(zero)};
-      const float inverse = 1 / of.scale;
+      const CodeScale of =
+          put_scale(code_scale(side, range.x, range.y), frame + meta_offset(l, key, offset), lane == 0);
+      const SharedScale shared(of);
       const auto put = [&](int at, float* x) {
         unsigned word = 0;
 #pragma unroll
         for (int j = 0; j < each; ++j) {
-          const unsigned code = nearest_code(side, of.scale > 0   ? quotient(x[j] - of.zero, of.scale, inverse)
-                                                   : x[j] != x[j] ? x[j]
-                                                                  : 0.f);
+          const unsigned code = shared.code(side, x[j]);
           word |= code << side.bits * j;
           x[j] = decode(value_of(side, code), of.scale, of.zero);
         }
@@ -428,7 +421,10 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
       least.load(summary, e, half, lane);
       most.load(summary + dim * bits_of(e) / 8, e, half, lane);
     }
-  // take_place changes the length that all lanes of the head read.
+  PageEntry last;
+  if (whole_block && of_row && offset > 0 && page < a.table.extent[2])
+    last = a.table.data[slot * a.table.stride[0] + kv_head * a.table.stride[1] + page * a.table.stride[2]];
+  // take_place changes the length and the entry that all lanes of the head read.
   if (whole_block)
     __syncthreads();
   else
@@ -470,11 +466,9 @@ __global__ void __launch_bounds__(threads) rope_append_kernel(const __grid_const
   };
   if constexpr (reads_page(How)) {
     if (!whole_block) return;  // a query
-    __shared__ float key[most_dim];
+    __shared__ float4 aligned[most_dim / 4];
     __shared__ bool has_place;
-    PageEntry last;
-    if (offset > 0 && page < a.table.extent[2])
-      last = a.table.data[slot * a.table.stride[0] + kv_head * a.table.stride[1] + page * a.table.stride[2]];
+    float* key = reinterpret_cast<float*>(aligned);
     const std::byte* keys = a.base + std::int64_t{last.frame} * granule_bytes;
     sum_page<How, Coded>(keys, a.layouts[offset > 0 ? last.codec : a.codec], last.frame >= 0 ? offset : 0, key,
                          summary_of(a, slot, kv_head, page), [&] {

@@ -328,8 +328,8 @@ static void run(std::span<const PooledLogits> calls) {
       fixed_scratch(s.handle(), "pooled_logits",
                     std::size_t{layers_and_rows} * blocks * std::size_t(a.chunks * a.group) * sizeof(float2)));
   a.half = pooling.kind == Pooling::none ? 0 : pooling.kernel / 2;
-  launch("pooled_logits", stats_kernel, dim3(a.chunks, blocks, layers_and_rows), threads, 0, stream_of(s), true, a);
   const auto pool = [&](const auto kernel, int width, std::size_t bytes) {
+    launch("pooled_logits", stats_kernel, dim3(a.chunks, blocks, layers_and_rows), threads, 0, stream_of(s), true, a);
     const int parts = std::clamp((room + width - 1) / width, 1, most_blocks / blocks_fewer(layers_and_rows));
     launch("pooled_logits", kernel, dim3(parts, blocks, layers_and_rows), threads, bytes, stream_of(s), true, a);
   };

@@ -137,7 +137,9 @@ __global__ void __launch_bounds__(Threads, Blocks) top_tokens_kernel(const __gri
   }
 }
 
-// Launches as many threads as a row has work for. Blocks of up to 8192 entries share a multiprocessor.
+constexpr int shared_rows = 8192;  // blocks of rows up to here share a multiprocessor
+
+// Launches as many threads as a row has work for.
 template <template <int, int, int> class Kernel, class A>
 void launch(A a, const char* op, cudaStream_t stream, dim3 grid) {
   const std::int64_t bits = std::int64_t{(a.most + 31) / 32 + 3} / 4 * 16, row = std::int64_t{a.most} * 4;
@@ -156,7 +158,7 @@ void launch(A a, const char* op, cudaStream_t stream, dim3 grid) {
   };
   if (a.most <= 2048)
     start(Kernel<256, 6, 2>::run, 256);
-  else if (a.most <= 8192)
+  else if (a.most <= shared_rows)
     start(Kernel<512, 3, 4>::run, 512);
   else if (held)
     start(Kernel<1024, 1, 4>::run, 1024);
@@ -235,9 +237,10 @@ static void run(std::span<const ChosenTokens> calls) {
   }
   a.layer_count = static_cast<int>(calls.size());
   // A block of long rows needs a multiprocessor to itself, for which it waits beside a step. Few layers' heads choose.
-  constexpr int most_blocks_of_layers = 32;
+  // A prime number of blocks spreads a head that chooses in many layers.
+  constexpr int most_blocks_of_layers = 31;
   const int items = a.layer_count * kv.rows * kv.kv_heads;
-  const bool few = a.layer_count > 1 && a.heads.flags.data;
+  const bool few = a.layer_count > 1 && a.heads.flags.data && a.most > shared_rows;
   launch<TopTokens>(a, "top_tokens", stream_of(first.stream), few ? std::min(items, most_blocks_of_layers) : items);
 }
 
