@@ -449,13 +449,13 @@ void check_drift_in_layers(Place& place, Check& check) {
       const auto observe = [&](int l, Written& w) {
         const Layer& of = all[count_of(l)];
         const HeadLogits left{logits[count_of(l)], of.index_there, Heads::flagged(w.watch.rests, false)};
-        ops::pooled_logits(of.kv, left, {.kernel = 3}, w.scores, place.stream());
         const ops::DriftRule rule{.threshold = .4f,
                                   .window = window,
                                   .period = other_rule && l == 1 ? 3 : 5,
                                   .lead = l,
                                   .steps = steps_there};
-        ops::drifted_heads(of.kv, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted, place.stream());
+        ops::drifted_by_logits(of.kv, left, {.kernel = 3}, w.scores, TokenList{w.list}, rule, of.leaders, w.watch,
+                               w.drifted, place.stream());
         if (shorter && l == 1) return;
         const TokenChoice choice{.heads = Heads::flagged(w.drifted), .by = of.leaders};
         ops::top_tokens(of.kv, w.scores, choice, TokenList{w.list}, place.stream());

@@ -264,6 +264,7 @@ Stream CudaStore::fork() {
   // An error ended the work before between a plan and its copies.
   if (planned_ > 0) only_on_cuda<cuda_store::forget_fetches>(layer(0), planned_fetch_, side);
   planned_ = 0, planned_layer_ = -1, used_lanes_ = false;
+  only_on_cuda<cuda_store::launch_beside>(true);
   return side;
 }
 
@@ -272,6 +273,11 @@ void CudaStore::forked() {
   copy_planned();
   for (int lane = 0; used_lanes_ && lane < SideStream::lanes; ++lane) side_->end(lane);
   side_->end(SideStream::no_lane);
+}
+
+void CudaStore::leave_beside() {
+  only_on_cuda<cuda_store::launch_beside>(false);
+  Store::leave_beside();
 }
 
 // Returns the pages that a place edit copies to the host. Waits for the device.

@@ -208,6 +208,7 @@ class CudaStore final : public Store {
   void exact() const override { refresh(); }
   Stream fork() override;
   void forked() override;
+  void leave_beside() override;
   // Reserves exactly known frames of the device. Makes sequences spill where it must.
   bool reserve_by_spilling(std::int64_t frames);
   // Of the next token; exact after exact().

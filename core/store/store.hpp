@@ -184,7 +184,7 @@ class Store {
   // work, and settle() joins it. It takes place and fetch edits alone. Returns its stream: on the CPU the store's own.
   Stream begin_beside();
   void end_beside();
-  void leave_beside() { beside_ = false; }    // where an error ends it
+  virtual void leave_beside() { beside_ = false; }  // where an error ends it
   virtual void protect_host(bool on) = 0;     // makes any access of the host tier fault; Errc::unsupported on CUDA
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 

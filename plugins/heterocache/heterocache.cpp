@@ -151,14 +151,13 @@ class HeteroCache final : public kvlab::Policy {
     kvlab::PagedKv prompt = step.pages;  // pivots keep it in text order
     prompt.length = prompt_.of(step);
     const Scores scores = step.kv_head_scores("scores");
-    kvlab::ops::pooled_logits(prompt, logits(step), {.kernel = kernel_}, scores, s);
-    kvlab::ops::drifted_heads(prompt, scores, best_.of(step),
-                              {.threshold = threshold_,
-                               .window = window_,
-                               .period = period_,
-                               .lead = 1 + stagger_ * step.layer,
-                               .steps = step.steps},
-                              leader_.of(step), watch(step), drifted_.of(step), s);
+    kvlab::ops::drifted_by_logits(prompt, logits(step), {.kernel = kernel_}, scores, best_.of(step),
+                                  {.threshold = threshold_,
+                                   .window = window_,
+                                   .period = period_,
+                                   .lead = 1 + stagger_ * step.layer,
+                                   .steps = step.steps},
+                                  leader_.of(step), watch(step), drifted_.of(step), s);
     const Heads drifted = Heads::flagged(drifted_.of(step));
     kvlab::ops::top_tokens(prompt, scores,
                            {.heads = drifted,

@@ -193,6 +193,12 @@ struct DriftWatch {
 void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s);
 
+// pooled_logits into `scores`, then drifted_heads by them: one launch on the GPU. Bytes: the logits, twice, the scores
+// four times, and the lists of the leaders.
+void drifted_by_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores scores,
+                       const TokenList& lists, const DriftRule& rule, const std::int32_t* leaders,
+                       const DriftWatch& watch, HeadFlags drifted, Stream s);
+
 // All overlaps so far count as 1, and no head rests: for new lists at a prompt's end.
 void forget_overlaps(const PagedKv& kv, const DriftWatch& watch, Stream s);
 

@@ -50,8 +50,8 @@ void PooledLogits::run(const std::vector<PooledLogits>& calls) {
   for (const PooledLogits& c : calls) on_cuda<pooled_logits>(c.kv, c.logits, c.pooling, c.out, c.stream);
 }
 
-void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s) {
-  const char* op = "pooled_logits";
+void check_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, View<const float, 3> out,
+                  const char* op, Stream s) {
   check_kv(kv, op, s);
   check_kv_scores(kv, out, "out", op, s);
   const int group = static_cast<int>(logits.out.extent[3]);
@@ -65,6 +65,11 @@ void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePoolin
     fail(Errc::unsupported, op,
          "got softmax_mean or " + std::to_string(group) + " query heads of a group, wanted another rule and at most " +
              std::to_string(most_logit_group));
+}
+
+void pooled_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores out, Stream s) {
+  check_logits(kv, logits, pooling, out, "pooled_logits", s);
+  const int group = static_cast<int>(logits.out.extent[3]);
   if (s.device() == Device::cuda) {
     if (!join_call(PooledLogits{kv, logits, pooling, out, s})) on_cuda<pooled_logits>(kv, logits, pooling, out, s);
     return;

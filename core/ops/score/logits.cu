@@ -12,14 +12,15 @@
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
+#include "ops/score/logits.cuh"
 
 namespace kvlab::ops {
 namespace {
 
 using namespace cuda;
+using namespace device;
 
 constexpr int threads = 256, batch = 8, tokens_of_chunk = 2048, most_chunks = 64, most_blocks = 128;
-constexpr unsigned all_lanes = ~0u;
 
 constexpr int most_layers = 32;  // of a launch
 
@@ -69,13 +70,6 @@ __device__ __forceinline__ Of head_of(const Args& a, int i) {
   return of;
 }
 
-// Joins (maximum, sum of 2^(x - maximum)) of two sets.
-__device__ __forceinline__ void join(float2& x, const float2& other) {
-  const float high = fmaxf(x.x, other.x);
-  if (high == -INFINITY) return;
-  x = make_float2(high, x.y * exp2f(x.x - high) + other.y * exp2f(other.x - high));
-}
-
 // Blocks [chunk, i, layer and row]. A thread reads logits of one query head.
 __global__ void __launch_bounds__(threads) stats_kernel(const __grid_constant__ Args a) {
   __shared__ float2 parts[threads];
@@ -123,104 +117,28 @@ __device__ __forceinline__ void load_stats(const Args& a, float2* stats) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32)
       join(all, a.partial[((std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * a.chunks + c) * a.group + g]);
-    for (int m = 16; m > 0; m /= 2)
-      join(all, make_float2(__shfl_xor_sync(all_lanes, all.x, m), __shfl_xor_sync(all_lanes, all.y, m)));
-    if (lane == 0) stats[g] = make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f);
+    join_lanes(all);
+    if (lane == 0) stats[g] = stats_of(all);
   }
   __syncthreads();
 }
 
-__device__ __forceinline__ float share_of(float logit, float2 stats) {
-  return logit != -INFINITY ? exp2f(logit - stats.x) * stats.y : 0.f;
-}
-
-// The score of a token, from its query heads' pooled shares, which come in order.
-struct GroupScore {
-  GroupRule rule;
-  float best = 0;
-
-  __device__ __forceinline__ void add(int g, float x) {
-    best = g == 0 ? x : rule != GroupRule::max ? best + x : best < x ? x : best;
-  }
-  __device__ __forceinline__ float result(int group) const {
-    return rule == GroupRule::mean ? best * (1.f / static_cast<float>(group)) : best;
-  }
-};
-
 constexpr int each = 2, vector_entries = each * threads, most_vector_half = 32;
 
-// pool_kernel for groups whose logits of a token come in vectors. The next tile's are on their way while one is pooled.
-// Half: half a kernel, -1 = Args::half.
+// pool_kernel for groups whose logits of a token come in vectors. Half: half a kernel, -1 = Args::half.
 template <int Group, int Half>
 __global__ void __launch_bounds__(threads) pool_vectors_kernel(const __grid_constant__ Args a) {
-  constexpr int floats = Group % 4 == 0 ? 4 : Group % 2 == 0 ? 2 : 1, vectors = Group / floats;
-  using Vector = std::conditional_t<floats == 4, float4, std::conditional_t<floats == 2, float2, float>>;
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ float2 stats[Group];
   let_successor_start();
   wait_for_predecessor();
-  const int mine = static_cast<int>(threadIdx.x);
   const Of of = head_of(a, blockIdx.y);
-  const int half = Half < 0 ? a.half : Half, width = vector_entries - 2 * half,
-            step = static_cast<int>(gridDim.x) * width;
+  const int half = Half < 0 ? a.half : Half, width = vector_entries - 2 * half;
   if (!of.logits || static_cast<int>(blockIdx.x) * width >= of.tokens) return;
   load_stats(a, stats);
-  const bool maximum = a.pooling.kind == Pooling::max;
-  const auto* logits = reinterpret_cast<const Vector*>(of.logits);
-  auto* const both = reinterpret_cast<Vector*>(memory);  // [2, token of a tile, vectors]
-  union Token {
-    Vector of[vectors];
-    float x[Group];
-    __device__ Token() {}
-  };
-  Token next[each];
-  const auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int t = base - half + mine + i * threads;
-#pragma unroll
-      for (int v = 0; v < vectors; ++v)
-        if (t >= 0 && t < of.tokens) next[i].of[v] = __ldcg(logits + std::int64_t{t} * vectors + v);
-    }
-  };
-  int base = static_cast<int>(blockIdx.x) * width;
-  load(base);
-#pragma unroll 1
-  for (int odd = 0; base < of.tokens; base += step, odd ^= 1) {
-    Vector* const shares = both + odd * vector_entries * vectors;
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int e = mine + i * threads, t = base - half + e;
-      const bool there = t >= 0 && t < of.tokens;
-      Token share;
-#pragma unroll
-      for (int g = 0; g < Group; ++g) share.x[g] = there ? share_of(next[i].x[g], stats[g]) : maximum ? -INFINITY : 0.f;
-#pragma unroll
-      for (int v = 0; v < vectors; ++v) shares[e * vectors + v] = share.of[v];
-    }
-    if (base + step < of.tokens) load(base + step);
-    __syncthreads();  // once a tile: the next one has other memory
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      const int o = mine + i * threads;
-      if (o >= width || base + o >= of.tokens) continue;
-      Token sum;
-#pragma unroll
-      for (int v = 0; v < vectors; ++v) sum.of[v] = shares[o * vectors + v];
-#pragma unroll
-      for (int n = 1; n <= 2 * half; ++n) {
-        Token near;
-#pragma unroll
-        for (int v = 0; v < vectors; ++v) near.of[v] = shares[(o + n) * vectors + v];
-#pragma unroll
-        for (int g = 0; g < Group; ++g) sum.x[g] = maximum ? fmaxf(sum.x[g], near.x[g]) : sum.x[g] + near.x[g];
-      }
-      GroupScore score{a.pooling.rule};
-#pragma unroll
-      for (int g = 0; g < Group; ++g) score.add(g, maximum ? sum.x[g] : sum.x[g] / static_cast<float>(2 * half + 1));
-      of.out[base + o] = score.result(Group);
-    }
-  }
+  pool_tiles<Group, Half, threads, each>(of.logits, of.tokens, stats, a.pooling, half, blockIdx.x, gridDim.x,
+                                         reinterpret_cast<float*>(memory),
+                                         [&](int t, float score) { of.out[t] = score; });
 }
 
 // Blocks [part of the tiles, i, layer and row].
@@ -287,9 +205,7 @@ static auto common_of(const PooledLogits& c) {
 static void (*vectors_kernel(const Args& a, std::span<const PooledLogits> calls))(Args) {
   if (a.half > most_vector_half) return nullptr;
   for (const PooledLogits& c : calls)
-    for (const std::int64_t at : {c.logits.out.stride[0], c.logits.out.stride[1],
-                                  static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(c.logits.out.data) / 4)})
-      if (at % std::min(a.group, 4) != 0) return nullptr;
+    if (!logit_vectors(c.logits)) return nullptr;
   const auto of_group = [&](auto group) {
     constexpr int n = decltype(group)::value;
     return a.half == 2 ? pool_vectors_kernel<n, 2> : pool_vectors_kernel<n, -1>;
@@ -349,7 +265,7 @@ static void run(std::span<const PooledLogits> calls) {
   pool(pool_kernel, a.entries - 2 * a.half, static_cast<std::size_t>(bytes));
 }
 
-static void pooled_in_layers_cuda(const std::vector<PooledLogits>& calls) {
+void pooled_in_layers_cuda(const std::vector<PooledLogits>& calls) {
   for_each_alike(std::span(calls), most_layers, common_of, run);
 }
 KVLAB_ON_CUDA(pooled_in_layers, pooled_in_layers_cuda);

@@ -21,6 +21,10 @@ struct PooledLogits {
   const void* output() const { return out.data; }
   static void run(const std::vector<PooledLogits>& calls);
 };
+// Throws for arguments that pooled_logits does not take.
+void check_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, View<const float, 3> out,
+                  const char* op, Stream s);
+
 // CUDA only. Calls that differ in nothing but memory, and in heads that have logits, share launches.
 void pooled_in_layers(const std::vector<PooledLogits>& calls);
 

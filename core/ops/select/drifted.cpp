@@ -6,6 +6,7 @@
 #include "base/device_op.hpp"
 #include "base/joined_calls.hpp"
 #include "ops/page/check.hpp"
+#include "ops/score/logits.hpp"
 #include "ops/select/drifted.hpp"
 #include "ops/select/select.hpp"
 
@@ -37,23 +38,46 @@ void check_watch(const PagedKv& kv, const DriftWatch& watch, int window, const c
     fail(Errc::internal, op, "got too few numbers, wanted [slot, kv_head, i] and [slot, kv_head]");
 }
 
+void check_drift(const DriftedHeads& c, const char* op) {
+  const PagedKv& kv = c.kv;
+  check_kv(kv, op, c.stream);
+  check_kv_scores(kv, c.scores, "scores", op, c.stream);
+  check_list(kv, c.lists, op);
+  check_watch(kv, c.watch, c.rule.window, op);
+  if (c.drifted.extent[1] < kv.kv_heads || !c.leaders || !c.rule.steps || c.rule.period < 1)
+    fail(Errc::internal, op, "got too few flags, no leaders or no steps, wanted [slot, kv_head], [kv_head] and [slot]");
+}
+
 }  // namespace
 
 void DriftedHeads::run(const std::vector<DriftedHeads>& calls) {
   if (!cuda_reach_from_host()) return only_on_cuda<drifted_in_layers>(calls);
   for (const DriftedHeads& c : calls)
-    on_cuda<drifted_heads>(c.kv, c.scores, c.lists, c.rule, c.leaders, c.watch, c.drifted, c.stream);
+    if (c.logits.out.data)
+      on_cuda<drifted_by_logits>(c.kv, c.logits, c.pooling, c.written_scores(), c.lists, c.rule, c.leaders, c.watch,
+                                 c.drifted, c.stream);
+    else
+      on_cuda<drifted_heads>(c.kv, c.scores, c.lists, c.rule, c.leaders, c.watch, c.drifted, c.stream);
+}
+
+void drifted_by_logits(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling, Scores scores,
+                       const TokenList& lists, const DriftRule& rule, const std::int32_t* leaders,
+                       const DriftWatch& watch, HeadFlags drifted, Stream s) {
+  if (s.device() == Device::cuda) {
+    const char* op = "drifted_by_logits";
+    check_logits(kv, logits, pooling, scores, op, s);
+    check_drift({kv, scores, lists, rule, leaders, watch, drifted, s}, op);
+    if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling}))
+      on_cuda<drifted_by_logits>(kv, logits, pooling, scores, lists, rule, leaders, watch, drifted, s);
+    return;
+  }
+  pooled_logits(kv, logits, pooling, scores, s);
+  drifted_heads(kv, scores, lists, rule, leaders, watch, drifted, s);
 }
 
 void drifted_heads(const PagedKv& kv, View<const float, 3> scores, const TokenList& lists, const DriftRule& rule,
                    const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
-  const char* op = "drifted_heads";
-  check_kv(kv, op, s);
-  check_kv_scores(kv, scores, "scores", op, s);
-  check_list(kv, lists, op);
-  check_watch(kv, watch, rule.window, op);
-  if (drifted.extent[1] < kv.kv_heads || !leaders || !rule.steps || rule.period < 1)
-    fail(Errc::internal, op, "got too few flags, no leaders or no steps, wanted [slot, kv_head], [kv_head] and [slot]");
+  check_drift({kv, scores, lists, rule, leaders, watch, drifted, s}, "drifted_heads");
   if (s.device() == Device::cuda) {
     if (!join_call(DriftedHeads{kv, scores, lists, rule, leaders, watch, drifted, s}))
       on_cuda<drifted_heads>(kv, scores, lists, rule, leaders, watch, drifted, s);

@@ -1,6 +1,6 @@
-// Overlaps of lists with the best tokens by a row of scores. Several blocks share a row, and each launch of them fixes
-// some bits of the worst key among the best: the last block of a row to arrive finds them. Then tokens of the list that
-// reach the key are counted, and the last block of all heads decides.
+// Overlaps of lists with the best tokens by a row of scores. A block takes a head: it makes the scores of logits, finds
+// the worst key among the best by its digits, counts the tokens of the list that reach it, and decides. Blocks ask for
+// heads, so few of them do: beside a step these have the multiprocessors that the step leaves free.
 #include "ops/select/drifted.hpp"
 
 #include <kvlab/ops.hpp>
@@ -8,11 +8,14 @@
 #include <algorithm>
 #include <span>
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "base/joined_calls.hpp"
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
+#include "ops/score/logits.cuh"
 #include "ops/score/logits.hpp"
 #include "ops/select/select.cuh"
 
@@ -22,56 +25,48 @@ namespace {
 using namespace cuda;
 using namespace device;
 
-constexpr int threads = 256, digit_bits = 11, digit_bins = 1 << digit_bits;
-constexpr int tokens_of_block = 4096, most_blocks = 32;
-
-// The launches know this of a row of scores. All is zero between calls but `key` and `last`.
-struct Worst {
-  unsigned key;     // the bits that are known
-  unsigned wanted;  // entries still to choose among those with these bits
-  int last;         // entries with this key are chosen up to this one
-  unsigned done;    // 1 = entries with the known bits are all chosen, 2 = there are none to leave out
-  unsigned both;    // entries of the list that are chosen
-  unsigned arrived;
-};
-
-constexpr int most_layers = 32;  // of a launch
+constexpr int threads = 512, digit_bits = 11, digit_bins = 1 << digit_bits, blocks_of_multiprocessor = 2;
+constexpr int most_layers = 16;  // of a launch
+constexpr int most_half = 32;    // of a kernel, where the launch reads logits
 
 // Where a layer's memory begins. The rest is that of Args.
 struct Layer {
   const std::int32_t* length;
-  const float* scores;
+  float* scores;
   std::int32_t *index, *count;  // of the lists
   const std::int32_t* leaders;
   float* missed;
   std::uint8_t *rests, *drifted;
+  const float* logits;
+  std::int64_t logits_row;
+  const std::int32_t* of_logits;
+  const std::uint8_t *flags, *classes;  // of heads with logits
   int lead;
 };
 struct Args {
   Layer layers[most_layers];
   View<const std::int32_t, 2> length;
-  View<const float, 3> scores;
+  View<float, 3> scores;
   IndexList lists;
   DriftWatch watch;
   HeadFlags drifted;
   DriftRule rule;
+  HeadLogits logits;
+  VotePooling pooling;
   const std::int32_t* slots;
-  Worst* worst;       // [layer and row, kv_head]
-  unsigned* bins;     // [layer and row, kv_head, digit_bins]
-  unsigned* arrived;  // [layer and row] blocks of overlap_kernel
-  int rows, most;
+  unsigned* asked;                          // pieces that blocks have asked for, and blocks that have ended
+  int rows, kv_heads, most, pieces, piece;  // a piece: so many heads of a row of a layer
 };
 static_assert(sizeof(Args) < 4000, "a kernel's arguments");
 
-// A row of a layer, to which blocks belong by their z.
+// A row of a layer.
 struct Of {
   const Args& a;
   const Layer& layer;
   std::int64_t list;
   int row, slot;
 
-  __device__ explicit Of(const Args& args)
-      : a(args), layer(args.layers[blockIdx.z / args.rows]), row(static_cast<int>(blockIdx.z) % args.rows) {
+  __device__ Of(const Args& args, int at) : a(args), layer(args.layers[at / args.rows]), row(at % args.rows) {
     slot = a.slots[row], list = a.lists.at(row);
   }
   __device__ int tokens(int head) const {
@@ -84,7 +79,7 @@ struct Of {
     const std::int64_t* stride = a.lists.index.stride.data();
     return layer.index[list * stride[0] + head * stride[1] + i * stride[2]];
   }
-  __device__ const float* scores(int head) const {
+  __device__ float* scores(int head) const {
     return layer.scores + row * a.scores.stride[0] + head * a.scores.stride[1];
   }
   __device__ float* missed(int head) const {
@@ -95,6 +90,14 @@ struct Of {
   }
   __device__ std::uint8_t& drifted(int head) const {
     return layer.drifted[slot * a.drifted.stride[0] + head * a.drifted.stride[1]];
+  }
+  // The logits that attention left, or null.
+  __device__ const float* logits(int head) const {
+    if (!layer.logits || layer.of_logits[head] < 0) return nullptr;
+    Heads heads = a.logits.heads;
+    heads.flags.data = const_cast<std::uint8_t*>(layer.flags), heads.classes = layer.classes;
+    if (!heads.on(slot, head) || tokens(head) > a.logits.out.extent[2]) return nullptr;
+    return layer.logits + row * layer.logits_row + layer.of_logits[head] * a.logits.out.stride[1];
   }
   __device__ DriftRule rule() const {
     DriftRule r = a.rule;
@@ -107,148 +110,201 @@ struct Of {
   __device__ bool scored(int head) const { return leads(head) && !rests(head) && step_counts(a.rule, left()); }
 };
 
-// Blocks [share of a row, kv_head, layer and row]. Shift: lowest bit of this launch's digit.
-template <int Shift, int Bits>
-__global__ void __launch_bounds__(threads) digit_kernel(const __grid_constant__ Args a) {
-  __shared__ unsigned bins[digit_bins], scan[32], found[3];
-  __shared__ bool latest;
-  constexpr bool first_digit = Shift + Bits == 32;
-  constexpr int batch = 8;
-  constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
-  let_successor_start();
-  wait_for_predecessor();
-  const int head = blockIdx.y;
-  const Of of(a);
-  if (!of.scored(head)) return;
-  const std::int64_t at = std::int64_t{blockIdx.z} * gridDim.y + head;
-  const int n = of.tokens(head), count = of.count(head);
-  Worst& worst = a.worst[at];
-  if (first_digit ? count >= n : worst.done != 0) {
-    if (first_digit && blockIdx.x == 0 && threadIdx.x == 0) worst.done = 2;
-    return;
-  }
-  const unsigned known = first_digit ? 0 : worst.key;
-  for (int i = threadIdx.x; i < digit_bins; i += threads) bins[i] = 0;
-  __syncthreads();
-  const float* scores = of.scores(head);
-  const int share = (n + gridDim.x - 1) / static_cast<int>(gridDim.x), begin = blockIdx.x * share,
-            end = min(n, begin + share);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int first = begin + static_cast<int>(threadIdx.x); first - lane < end; first += batch * threads) {
-    float x[batch] = {};
+constexpr int tokens_each(int group) { return group > 4 ? 2 : 4; }  // of a thread, in a tile
+
+struct Shared {
+  unsigned bins[digit_bins], scan[32], found[3];
+  float2 parts[threads / 32 * 8], stats[8];
+  int piece;
+};
+
+// Calls f(token, score) for a row of scores that this block or an earlier launch has written.
+template <class F>
+__device__ __forceinline__ void for_each_score(const float* scores, int n, const F& f) {
+  constexpr int batch = 4;
+  const int mine = static_cast<int>(threadIdx.x),
+            past = static_cast<int>(reinterpret_cast<std::uintptr_t>(scores) / 4 % 4);
+  const int first = min(n, (4 - past) % 4), vectors = (n - first) / 4, rest = first + vectors * 4;
+  if (mine < first) f(mine, __ldcg(scores + mine));
+  const auto* all = reinterpret_cast<const float4*>(scores + first);
+#pragma unroll 1
+  for (int v = mine; v < vectors; v += batch * threads) {
+    float4 x[batch];
 #pragma unroll
     for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
-      if (first + i * threads < end) x[i] = __ldcg(scores + first + i * threads);
+      x[i] = __ldcg(all + min(v + i * threads, vectors - 1));
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
-      const bool there = first + i * threads < end;
-      const unsigned key = score_key(x[i]);
-      if constexpr (first_digit) {  // many shares of a softmax have the same one
-        const unsigned digit = there ? mask - (key >> Shift) : digit_bins, peers = __match_any_sync(all_lanes, digit);
-        if (there && lane == __ffs(peers) - 1) atomicAdd(&bins[digit], static_cast<unsigned>(__popc(peers)));
-      } else if (there && key >> (Shift + Bits) == known >> (Shift + Bits)) {
-        atomicAdd(&bins[mask - (key >> Shift & mask)], 1u);
-      }
+      if (v + i * threads >= vectors) break;
+      const int t = first + (v + i * threads) * 4;
+      f(t, x[i].x), f(t + 1, x[i].y), f(t + 2, x[i].z), f(t + 3, x[i].w);
     }
   }
-  __syncthreads();
-  unsigned* all = a.bins + at * digit_bins;
-  for (int i = threadIdx.x; i < digit_bins; i += threads)
-    if (bins[i] > 0) atomicAdd(all + i, bins[i]);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) latest = atomicAdd(&worst.arrived, 1u) + 1 == gridDim.x;
-  __syncthreads();
-  if (!latest) return;
-  __threadfence();
-  const unsigned wanted = first_digit ? static_cast<unsigned>(count) : worst.wanted;
+  if (rest + mine < n) f(rest + mine, __ldcg(scores + rest + mine));
+}
+
+// Of a row of scores: the key of the worst entry among the best, and of the entries with this key the last one.
+struct Worst {
+  unsigned key = 0;     // the bits that are known
+  unsigned wanted = 0;  // entries still to choose among those with these bits
+  int last = 0;
+  bool done = false;  // entries with the known bits are all chosen
+};
+
+// Finds the digit in the bins, which count entries from the greatest digit on.
+template <int Shift, int Bits>
+__device__ __forceinline__ void take_digit(Worst& w, Shared& s) {
+  constexpr unsigned mask = (1u << Bits) - 1, each = digit_bins / threads;
   unsigned own[each], sum = 0, total;
 #pragma unroll
-  for (unsigned i = 0; i < each; ++i) {
-    own[i] = __ldcg(all + threadIdx.x * each + i), sum += own[i];
-    all[threadIdx.x * each + i] = 0;
-  }
-  unsigned above = block_scan(sum, scan, total);
-  if (above < wanted && wanted <= above + sum)
+  for (unsigned i = 0; i < each; ++i) own[i] = s.bins[threadIdx.x * each + i], sum += own[i];
+  unsigned above = block_scan(sum, s.scan, total);
+  if (above < w.wanted && w.wanted <= above + sum)
     for (unsigned i = 0; i < each; ++i) {
-      if (wanted <= above + own[i]) {
-        found[0] = threadIdx.x * each + i, found[1] = above, found[2] = own[i];
+      if (w.wanted <= above + own[i]) {
+        s.found[0] = threadIdx.x * each + i, s.found[1] = above, s.found[2] = own[i];
         break;
       }
       above += own[i];
     }
   __syncthreads();
-  const unsigned key = known | (mask - found[0]) << Shift, left = wanted - found[1];
-  const bool done = left == found[2];
-  int last = a.most;
-  if (Shift == 0 && !done) {  // a tie: the first entries with this key
-    unsigned before = 0;
-    for (int base = 0; base < n && before < left; base += threads) {
-      const int t = base + static_cast<int>(threadIdx.x);
-      const bool same = t < n && score_key(__ldcg(scores + t)) == key;
-      unsigned of_block;
-      const unsigned place = before + block_scan(same, scan, of_block);
-      if (same && place + 1 == left) found[0] = static_cast<unsigned>(t);
-      before += of_block;
-    }
-    __syncthreads();
-    last = static_cast<int>(found[0]);
-  }
-  if (threadIdx.x == 0) worst.key = key, worst.wanted = left, worst.last = last, worst.done = done, worst.arrived = 0;
+  w.key |= (mask - s.found[0]) << Shift, w.wanted -= s.found[1], w.done = w.wanted == s.found[2];
 }
 
-// This block's share of the tokens of the list that are among the best.
-__device__ __forceinline__ void count_overlap(const Of& of, int head, Worst& worst) {
-  const int n = of.tokens(head), count = of.count(head);
-  const unsigned key = worst.key;
-  const int last = worst.last;
-  const bool all = worst.done == 2;
+__device__ __forceinline__ void clear_bins(Shared& s) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < digit_bins; i += threads) s.bins[i] = 0;
+  __syncthreads();
+}
+
+// The bins of a digit, of entries with the known bits above it.
+template <int Shift, int Bits>
+__device__ __forceinline__ void next_digit(Worst& w, const float* scores, int n, Shared& s) {
+  constexpr unsigned mask = (1u << Bits) - 1;
+  if (w.done) return;
+  clear_bins(s);
+  for_each_score(scores, n, [&](int, float x) {
+    const unsigned key = score_key(x);
+    if (key >> (Shift + Bits) == w.key >> (Shift + Bits)) atomicAdd(&s.bins[mask - (key >> Shift & mask)], 1u);
+  });
+  __syncthreads();
+  take_digit<Shift, Bits>(w, s);
+}
+
+// The first entries with the worst key, as many as are wanted.
+__device__ __noinline__ int last_of_tie(const Worst& w, const float* scores, int n, Shared& s) {
+  unsigned before = 0;
+  for (int base = 0; base < n && before < w.wanted; base += threads) {
+    const int t = base + static_cast<int>(threadIdx.x);
+    const bool same = t < n && score_key(__ldcg(scores + t)) == w.key;
+    unsigned of_block;
+    const unsigned place = before + block_scan(same, s.scan, of_block);
+    if (same && place + 1 == w.wanted) s.found[0] = static_cast<unsigned>(t);
+    before += of_block;
+  }
+  __syncthreads();
+  return static_cast<int>(s.found[0]);
+}
+
+// The block's number of tokens of the list that are among the best.
+__device__ __forceinline__ unsigned overlap(const Of& of, int head, int n, const Worst& w, bool all, Shared& s) {
+  constexpr int batch = 8;
+  const int count = of.count(head);
   const float* scores = of.scores(head);
-  unsigned both = 0;
-#pragma unroll 4
-  for (int x = blockIdx.x * threads + threadIdx.x; x < count; x += gridDim.x * threads) {
-    const int token = of.token(head, x);
-    if (token >= n) continue;
-    const unsigned own = all ? 0 : score_key(__ldcg(scores + token));
-    both += all || own > key || (own == key && token <= last);
+  unsigned both = 0, total;
+  for (int first = threadIdx.x; first < count; first += batch * threads) {
+    int token[batch];
+    float x[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) token[i] = first + i * threads < count ? of.token(head, first + i * threads) : n;
+#pragma unroll
+    for (int i = 0; i < batch; ++i) x[i] = all || token[i] >= n ? 0.f : __ldcg(scores + token[i]);
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      const unsigned key = score_key(x[i]);
+      both += token[i] < n && (all || key > w.key || (key == w.key && token[i] <= w.last));
+    }
   }
-  both = __reduce_add_sync(all_lanes, both);
-  if (threadIdx.x % 32 == 0 && both > 0) atomicAdd(&worst.both, both);
+  block_scan(both, s.scan, total);
+  return total;
 }
 
-// Blocks as before. They share the list.
-__global__ void __launch_bounds__(threads) overlap_kernel(const __grid_constant__ Args a) {
-  __shared__ bool latest;
-  let_successor_start();
-  wait_for_predecessor();
-  const int heads = gridDim.y;
-  const Of of(a);
-  Worst* const worst = a.worst + std::int64_t{blockIdx.z} * heads;
-  if (of.scored(blockIdx.y)) count_overlap(of, blockIdx.y, worst[blockIdx.y]);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) latest = atomicAdd(a.arrived + blockIdx.z, 1u) + 1 == gridDim.x * gridDim.y;
-  __syncthreads();
-  if (!latest) return;
-  __threadfence();
-  for (int head = threadIdx.x; head < heads; head += threads) {
-    const int count = of.count(head);
-    Watched w = {};
-    if (of.leads(head)) {
-      const int now = of.scored(head) ? count - static_cast<int>(__ldcg(&worst[head].both)) : -1;
-      w = watch_step(of.rule(), of.missed(head), count, now, of.left());
-      of.rests(head) = w.rests;
+// Pools a head's logits, if there are some, and counts the first digit of its scores. Group 0: it reads scores.
+template <int Group, int Half>
+__device__ __forceinline__ void score_head(const Of& of, int head, bool counts, float* memory, Shared& s) {
+  constexpr int shift = 32 - digit_bits;
+  constexpr unsigned mask = (1u << digit_bits) - 1;
+  const int n = of.tokens(head);
+  float* const scores = of.scores(head);
+  const auto count = [&](float x) { atomicAdd(&s.bins[mask - (score_key(x) >> shift)], 1u); };
+  if (counts) clear_bins(s);
+  if constexpr (Group > 0) {
+    const int half = of.a.pooling.kind == Pooling::none ? 0 : of.a.pooling.kernel / 2;
+    if (const float* logits = of.logits(head); logits && n > 0) {
+      softmax_stats<Group, threads>(logits, n, s.parts, s.stats);
+      pool_tiles<Group, Half, threads, tokens_each(Group)>(logits, n, s.stats, of.a.pooling, half, 0, 1, memory,
+                                                           [&](int t, float x) {
+                                                             scores[t] = x;
+                                                             if (counts) count(x);
+                                                           });
+      __syncthreads();
+      return;
     }
-    worst[head].both = w.drifted, worst[head].done = 0;
   }
+  if (counts) for_each_score(scores, n, [&](int, float x) { count(x); });
   __syncthreads();
-  for (int head = threadIdx.x; head < heads; head += threads) {
-    const int leader = of.layer.leaders[head];
-    of.drifted(head) = leader >= 0 && worst[leader].both;
+}
+
+template <int Group, int Half>
+__device__ __forceinline__ void watch_head(const Of& of, int head, float* memory, Shared& s) {
+  const bool leads = of.leads(head), scored = of.scored(head);
+  const int n = of.tokens(head), count = leads ? of.count(head) : 0;
+  const bool counts = scored && count < n;
+  score_head<Group, Half>(of, head, counts, memory, s);
+  int now = -1;
+  if (scored) {
+    Worst w;
+    if (counts) {
+      w.wanted = static_cast<unsigned>(count);
+      take_digit<21, 11>(w, s);
+      next_digit<10, 11>(w, of.scores(head), n, s);
+      next_digit<0, 10>(w, of.scores(head), n, s);
+      w.last = w.done ? of.a.most : last_of_tie(w, of.scores(head), n, s);
+    }
+    now = count - static_cast<int>(overlap(of, head, n, w, !counts, s));
   }
-  __syncthreads();
-  for (int head = threadIdx.x; head < heads; head += threads) worst[head].both = 0;
-  if (threadIdx.x == 0) a.arrived[blockIdx.z] = 0;
+  __syncthreads();  // all threads know whether the head rests
+  Watched watched = {};
+  if (leads && threadIdx.x == 0) {
+    watched = watch_step(of.rule(), of.missed(head), count, now, of.left());
+    of.rests(head) = watched.rests;
+  }
+  if (threadIdx.x != 0) return;
+  const std::int32_t* leaders = of.layer.leaders;
+  if (leaders[head] < 0 || leaders[leaders[head]] != leaders[head]) of.drifted(head) = 0;
+  if (leaders[head] != head) return;
+  for (int h = 0; h < of.a.kv_heads; ++h)
+    if (leaders[h] == head) of.drifted(h) = watched.drifted;
+}
+
+template <int Group, int Half>
+__global__ void __launch_bounds__(threads, blocks_of_multiprocessor) watch_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ Shared s;
+  wait_for_predecessor();  // a successor would take room from the step
+  const int of_row = (a.kv_heads + a.piece - 1) / a.piece;
+  for (;;) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.piece = static_cast<int>(atomicAdd(a.asked, 1u));
+    __syncthreads();
+    const int piece = s.piece;
+    if (piece >= a.pieces) break;
+    const Of of(a, piece / of_row);
+    const int begin = piece % of_row * a.piece;
+    for (int head = begin; head < min(begin + a.piece, a.kv_heads); ++head)
+      watch_head<Group, Half>(of, head, reinterpret_cast<float*>(memory), s);
+  }
+  if (threadIdx.x == 0 && atomicAdd(a.asked + 1, 1u) + 1 == gridDim.x) a.asked[0] = a.asked[1] = 0;
 }
 
 __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__ DriftWatch watch) {
@@ -261,39 +317,81 @@ __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__
 
 // What calls that share launches have in common.
 static auto common_of(const DriftedHeads& c) {
+  const Heads& h = c.logits.heads;
   return std::tuple(
       std::tuple(c.kv.rows, c.kv.kv_heads, c.kv.page_size, c.kv.slots, c.kv.table.extent[2], c.kv.length.stride,
                  c.scores.extent[2], c.scores.stride, c.lists.index.stride, c.lists.count.stride, c.lists.slots),
       std::tuple(c.watch.missed.stride, c.watch.rests.stride, c.drifted.stride, c.rule.threshold, c.rule.window,
-                 c.rule.period, c.rule.steps, c.stream.handle()));
+                 c.rule.period, c.rule.steps, c.stream.handle()),
+      std::tuple(c.logits.out.data != nullptr, c.logits.out.extent[2], c.logits.out.extent[3], c.logits.out.stride[1],
+                 c.pooling.kind, c.pooling.kernel, c.pooling.rule),
+      std::tuple(h.flags.data != nullptr, h.flags.stride, h.unflagged, h.steps, h.period, h.lead, h.classes != nullptr,
+                 h.join));
+}
+
+static void launch_watch(Args& a, int group, int layers, Stream s) {
+  const auto launch_with = [&](auto kernel, int floats) {
+    const std::size_t bytes = static_cast<std::size_t>(floats) * sizeof(float);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          "drifted_heads");
+    const int own = own_multiprocessors();
+    a.piece = own < multiprocessors() ? a.kv_heads : 1;
+    a.pieces = layers * a.rows * ((a.kv_heads + a.piece - 1) / a.piece);
+    launch("drifted_heads", kernel, dim3(std::min(a.pieces, blocks_of_multiprocessor * own)), threads, bytes,
+           stream_of(s), true, a);
+  };
+  const auto of_group = [&](auto size) {
+    constexpr int n = decltype(size)::value, floats = pool_floats<n, threads, tokens_each(n)>;
+    launch_with(a.pooling.kind != Pooling::none && a.pooling.kernel == 5 ? watch_kernel<n, 2> : watch_kernel<n, -1>,
+                floats);
+  };
+  switch (group) {
+    case 0: return launch_with(watch_kernel<0, 0>, 0);
+    case 1: return of_group(std::integral_constant<int, 1>{});
+    case 2: return of_group(std::integral_constant<int, 2>{});
+    case 4: return of_group(std::integral_constant<int, 4>{});
+    default: return of_group(std::integral_constant<int, 8>{});
+  }
+}
+
+// Of calls that have all in common: whether the launch pools logits itself.
+static bool pools(std::span<const DriftedHeads> calls) {
+  const int group = static_cast<int>(calls[0].logits.out.extent[3]);
+  const VotePooling& pooling = calls[0].pooling;
+  if (group != 1 && group != 2 && group != 4 && group != 8) return false;
+  if (pooling.kind != Pooling::none && pooling.kernel / 2 > most_half) return false;
+  for (const DriftedHeads& c : calls)
+    if (!logit_vectors(c.logits)) return false;
+  return true;
 }
 
 static void run(std::span<const DriftedHeads> calls) {
-  const char* op = "drifted_heads";
   const DriftedHeads& first = calls[0];
   const PagedKv& kv = first.kv;
   const Stream s = first.stream;
   if (kv.rows == 0) return;
+  const bool by_logits = first.logits.out.data && pools(calls);
+  if (first.logits.out.data && !by_logits) {
+    std::vector<PooledLogits> pooled;
+    for (const DriftedHeads& c : calls) pooled.push_back({c.kv, c.logits, c.pooling, c.written_scores(), c.stream});
+    pooled_in_layers_cuda(pooled);
+  }
   Args a = {};
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const DriftedHeads& c = calls[i];
-    a.layers[i] = {c.kv.length.data,    c.scores.data,      c.lists.index.data, c.lists.count.data, c.leaders,
-                   c.watch.missed.data, c.watch.rests.data, c.drifted.data,     c.rule.lead};
+    const HeadLogits logits = by_logits ? c.logits : HeadLogits{};
+    a.layers[i] = {
+        c.kv.length.data,    c.written_scores().data, c.lists.index.data,   c.lists.count.data, c.leaders,
+        c.watch.missed.data, c.watch.rests.data,      c.drifted.data,       logits.out.data,    logits.out.stride[0],
+        logits.index,        logits.heads.flags.data, logits.heads.classes, c.rule.lead};
   }
-  a.length = kv.length, a.scores = first.scores, a.lists = first.lists;
+  a.length = kv.length, a.scores = first.written_scores(), a.lists = first.lists;
   a.watch = first.watch, a.drifted = first.drifted, a.rule = first.rule;
-  a.slots = kv.slots, a.rows = kv.rows;
+  a.logits = first.logits, a.pooling = first.pooling;
+  a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
-  const auto layers_and_rows = static_cast<unsigned>(calls.size()) * kv.rows;
-  const std::size_t units = std::size_t{layers_and_rows} * static_cast<std::size_t>(kv.kv_heads);
-  a.worst = static_cast<Worst*>(zeroed_scratch(s.handle(), op, units * sizeof(Worst)));
-  a.bins = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads bins", units * digit_bins * sizeof(int)));
-  a.arrived = static_cast<unsigned*>(
-      zeroed_scratch(s.handle(), "drifted_heads arrived", std::size_t{layers_and_rows} * sizeof(unsigned)));
-  const int share = tokens_of_block * blocks_fewer(layers_and_rows);
-  const dim3 grid(std::clamp((a.most + share - 1) / share, 1, most_blocks), kv.kv_heads, layers_and_rows);
-  for (const auto kernel : {digit_kernel<21, 11>, digit_kernel<10, 11>, digit_kernel<0, 10>, overlap_kernel})
-    launch(op, kernel, grid, threads, 0, stream_of(s), true, a);
+  a.asked = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads", 2 * sizeof(unsigned)));
+  launch_watch(a, by_logits ? static_cast<int>(first.logits.out.extent[3]) : 0, static_cast<int>(calls.size()), s);
 }
 
 static void drifted_in_layers_cuda(const std::vector<DriftedHeads>& calls) {
@@ -308,6 +406,14 @@ static void drifted_heads_cuda(const PagedKv& kv, View<const float, 3> scores, c
   run({&call, 1});
 }
 KVLAB_ON_CUDA(drifted_heads, drifted_heads_cuda);
+
+static void drifted_by_logits_cuda(const PagedKv& kv, const HeadLogits& logits, const VotePooling& pooling,
+                                   Scores scores, const TokenList& lists, const DriftRule& rule,
+                                   const std::int32_t* leaders, const DriftWatch& watch, HeadFlags drifted, Stream s) {
+  const DriftedHeads call{kv, scores, lists, rule, leaders, watch, drifted, s, logits, pooling};
+  run({&call, 1});
+}
+KVLAB_ON_CUDA(drifted_by_logits, drifted_by_logits_cuda);
 
 static void forget_overlaps_cuda(const PagedKv& kv, const DriftWatch& watch, Stream s) {
   if (kv.rows == 0) return;

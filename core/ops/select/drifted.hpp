@@ -1,4 +1,5 @@
-// Calls of drifted_heads on CUDA that wait for those of other layers, and what the CPU and the GPU share of it.
+// Calls of drifted_heads and drifted_by_logits on CUDA that wait for those of other layers, and what the CPU and the
+// GPU share of it.
 #pragma once
 #include <kvlab/ops.hpp>
 
@@ -15,7 +16,11 @@ struct DriftedHeads {
   DriftWatch watch;
   HeadFlags drifted;
   Stream stream = Stream::cpu();
+  HeadLogits logits = {};  // none: drifted_heads; else drifted_by_logits, into `scores`
+  VotePooling pooling = {};
 
+  // Where drifted_by_logits leaves the scores.
+  View<float, 3> written_scores() const { return {const_cast<float*>(scores.data), scores.extent, scores.stride}; }
   const void* output() const { return drifted.data; }
   static void run(const std::vector<DriftedHeads>& calls);
 };

@@ -1,0 +1,177 @@
+// Softmax, pooling and reduction of the logits that attention left, for groups whose logits of a token come in vectors.
+#pragma once
+#include <kvlab/ops.hpp>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "base/cuda.cuh"
+#include "ops/score/logits.hpp"
+
+namespace kvlab::ops {
+
+decltype(pooled_in_layers) pooled_in_layers_cuda;
+
+// Whether each token's logits begin where a vector may.
+inline bool logit_vectors(const HeadLogits& logits) {
+  const std::int64_t floats = std::min<std::int64_t>(logits.out.extent[3], 4);
+  for (const std::int64_t at : {logits.out.stride[0], logits.out.stride[1],
+                                static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(logits.out.data) / 4)})
+    if (at % floats != 0) return false;
+  return true;
+}
+
+}  // namespace kvlab::ops
+
+namespace kvlab::ops::device {
+
+// Joins (maximum, sum of 2^(x - maximum)) of two sets.
+__device__ __forceinline__ void join(float2& x, const float2& other) {
+  const float high = fmaxf(x.x, other.x);
+  if (high == -INFINITY) return;
+  x = make_float2(high, x.y * exp2f(x.x - high) + other.y * exp2f(other.x - high));
+}
+__device__ __forceinline__ void join_lanes(float2& x) {
+  for (int m = 16; m > 0; m /= 2)
+    join(x, make_float2(__shfl_xor_sync(~0u, x.x, m), __shfl_xor_sync(~0u, x.y, m)));
+}
+
+// stats: the maximum and 1 / sum.
+__device__ __forceinline__ float2 stats_of(float2 all) { return make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f); }
+__device__ __forceinline__ float share_of(float logit, float2 stats) {
+  return logit != -INFINITY ? exp2f(logit - stats.x) * stats.y : 0.f;
+}
+
+// The score of a token, from its query heads' pooled shares, which come in order.
+struct GroupScore {
+  GroupRule rule;
+  float best = 0;
+
+  __device__ __forceinline__ void add(int g, float x) {
+    best = g == 0 ? x : rule != GroupRule::max ? best + x : best < x ? x : best;
+  }
+  __device__ __forceinline__ float result(int group) const {
+    return rule == GroupRule::mean ? best * (1.f / static_cast<float>(group)) : best;
+  }
+};
+
+// A token's logits.
+template <int Group>
+union TokenLogits {
+  static constexpr int floats = Group % 4 == 0 ? 4 : Group % 2 == 0 ? 2 : 1, vectors = Group / floats;
+  using Vector = std::conditional_t<floats == 4, float4, std::conditional_t<floats == 2, float2, float>>;
+  Vector of[vectors];
+  float x[Group];
+  __device__ TokenLogits() {}
+
+  __device__ __forceinline__ void load(const float* logits, int t) {
+#pragma unroll
+    for (int v = 0; v < vectors; ++v)
+      of[v] = __ldcg(reinterpret_cast<const Vector*>(logits) + std::int64_t{t} * vectors + v);
+  }
+};
+
+// stats[g] of a row of tokens, by a block. parts: shared memory [warps, Group].
+template <int Group, int Threads>
+__device__ __forceinline__ void softmax_stats(const float* logits, int tokens, float2* parts, float2* stats) {
+  constexpr int batch = Group > 4 ? 32 / Group : 8, warps = Threads / 32;
+  const int mine = static_cast<int>(threadIdx.x);
+  float2 all[Group];
+#pragma unroll
+  for (int g = 0; g < Group; ++g) all[g] = make_float2(-INFINITY, 0.f);
+#pragma unroll 1
+  for (int first = mine; first < tokens; first += batch * Threads) {
+    TokenLogits<Group> next[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i)  // all loads first: none waits for another
+      next[i].load(logits, min(first + i * Threads, tokens - 1));
+#pragma unroll
+    for (int g = 0; g < Group; ++g) {
+      float high = all[g].x;
+#pragma unroll
+      for (int i = 0; i < batch; ++i) high = fmaxf(high, next[i].x[g]);  // a token twice changes no maximum
+      if (high == -INFINITY) continue;
+      float sum = all[g].y * exp2f(all[g].x - high);
+#pragma unroll
+      for (int i = 0; i < batch; ++i) sum += first + i * Threads < tokens ? exp2f(next[i].x[g] - high) : 0.f;
+      all[g] = make_float2(high, sum);
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < Group; ++g) {
+    join_lanes(all[g]);
+    if (mine % 32 == 0) parts[mine / 32 * Group + g] = all[g];
+  }
+  __syncthreads();
+  if (mine < Group) {
+    float2 sum = parts[mine];
+    for (int w = 1; w < warps; ++w) join(sum, parts[w * Group + mine]);
+    stats[mine] = stats_of(sum);
+  }
+  __syncthreads();
+}
+
+// Floats of pool_tiles's shared memory.
+template <int Group, int Threads, int Each>
+constexpr int pool_floats = 2 * Threads * Each * Group;
+
+// Calls put(token, score) for the tokens of a row in tiles of Threads * Each with their edges: tiles `tile`, tile +
+// step, ... The next tile's logits are on their way while one is pooled. Half: half a kernel, -1 = `half`. The whole
+// block calls it, with pool_floats floats of shared memory.
+template <int Group, int Half, int Threads, int Each, class Put>
+__device__ __forceinline__ void pool_tiles(const float* logits, int tokens, const float2* stats, VotePooling pooling,
+                                           int given_half, int tile, int tiles, float* memory, const Put& put) {
+  using Token = TokenLogits<Group>;
+  using Vector = typename Token::Vector;
+  constexpr int vectors = Token::vectors, entries = Threads * Each;
+  const int mine = static_cast<int>(threadIdx.x), half = Half < 0 ? given_half : Half, width = entries - 2 * half,
+            step = tiles * width;
+  const bool maximum = pooling.kind == Pooling::max;
+  auto* const both = reinterpret_cast<Vector*>(memory);  // [2, token of a tile, vectors]
+  Token next[Each];
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < Each; ++i)
+      if (const int t = base - half + mine + i * Threads; t >= 0 && t < tokens) next[i].load(logits, t);
+  };
+  int base = tile * width;
+  load(base);
+#pragma unroll 1
+  for (int odd = 0; base < tokens; base += step, odd ^= 1) {
+    Vector* const shares = both + odd * entries * vectors;
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      const int e = mine + i * Threads, t = base - half + e;
+      const bool there = t >= 0 && t < tokens;
+      Token share;
+#pragma unroll
+      for (int g = 0; g < Group; ++g) share.x[g] = there ? share_of(next[i].x[g], stats[g]) : maximum ? -INFINITY : 0.f;
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) shares[e * vectors + v] = share.of[v];
+    }
+    if (base + step < tokens) load(base + step);
+    __syncthreads();  // once a tile: the next one has other memory
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      const int o = mine + i * Threads;
+      if (o >= width || base + o >= tokens) continue;
+      Token sum;
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) sum.of[v] = shares[o * vectors + v];
+#pragma unroll
+      for (int n = 1; n <= 2 * half; ++n) {
+        Token near;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) near.of[v] = shares[(o + n) * vectors + v];
+#pragma unroll
+        for (int g = 0; g < Group; ++g) sum.x[g] = maximum ? fmaxf(sum.x[g], near.x[g]) : sum.x[g] + near.x[g];
+      }
+      GroupScore score{pooling.rule};
+#pragma unroll
+      for (int g = 0; g < Group; ++g) score.add(g, maximum ? sum.x[g] : sum.x[g] / static_cast<float>(2 * half + 1));
+      put(base + o, score.result(Group));
+    }
+  }
+}
+
+}  // namespace kvlab::ops::device
