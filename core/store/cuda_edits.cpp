@@ -259,12 +259,12 @@ void CudaStore::copy_planned() {
   only_on_cuda<cuda_store::copy_fetched>(layer(0), planned_fetch_, side_->stream());
 }
 
-Stream CudaStore::fork() {
+Stream CudaStore::fork(bool step_ends) {
   const Stream side = side_->begin();
   // An error ended the work before between a plan and its copies.
   if (planned_ > 0) only_on_cuda<cuda_store::forget_fetches>(layer(0), planned_fetch_, side);
   planned_ = 0, planned_layer_ = -1, used_lanes_ = false;
-  only_on_cuda<cuda_store::launch_beside>(true);
+  only_on_cuda<cuda_store::launch_beside>(!step_ends);
   return side;
 }
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "base/cuda.cuh"
+#include "base/ptx.cuh"
 #include "ops/score/logits.hpp"
 
 namespace kvlab::ops {
@@ -32,14 +33,13 @@ __device__ __forceinline__ void join(float2& x, const float2& other) {
   x = make_float2(high, x.y * exp2f(x.x - high) + other.y * exp2f(other.x - high));
 }
 __device__ __forceinline__ void join_lanes(float2& x) {
-  for (int m = 16; m > 0; m /= 2)
-    join(x, make_float2(__shfl_xor_sync(~0u, x.x, m), __shfl_xor_sync(~0u, x.y, m)));
+  for (int m = 16; m > 0; m /= 2) join(x, make_float2(__shfl_xor_sync(~0u, x.x, m), __shfl_xor_sync(~0u, x.y, m)));
 }
 
 // stats: the maximum and 1 / sum.
 __device__ __forceinline__ float2 stats_of(float2 all) { return make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f); }
 __device__ __forceinline__ float share_of(float logit, float2 stats) {
-  return logit != -INFINITY ? exp2f(logit - stats.x) * stats.y : 0.f;
+  return logit != -INFINITY ? cuda::exp2_fast(logit - stats.x) * stats.y : 0.f;
 }
 
 // The score of a token, from its query heads' pooled shares, which come in order.
@@ -91,9 +91,9 @@ __device__ __forceinline__ void softmax_stats(const float* logits, int tokens, f
 #pragma unroll
       for (int i = 0; i < batch; ++i) high = fmaxf(high, next[i].x[g]);  // a token twice changes no maximum
       if (high == -INFINITY) continue;
-      float sum = all[g].y * exp2f(all[g].x - high);
+      float sum = all[g].y * cuda::exp2_fast(all[g].x - high);
 #pragma unroll
-      for (int i = 0; i < batch; ++i) sum += first + i * Threads < tokens ? exp2f(next[i].x[g] - high) : 0.f;
+      for (int i = 0; i < batch; ++i) sum += first + i * Threads < tokens ? cuda::exp2_fast(next[i].x[g] - high) : 0.f;
       all[g] = make_float2(high, sum);
     }
   }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void softmax_stats(const float* logits, int tokens, f
 
 // Floats of pool_tiles's shared memory.
 template <int Group, int Threads, int Each>
-constexpr int pool_floats = 2 * Threads * Each * Group;
+constexpr int pool_floats = 2 * Threads* Each* Group;
 
 // Calls put(token, score) for the tokens of a row in tiles of Threads * Each with their edges: tiles `tile`, tile +
 // step, ... The next tile's logits are on their way while one is pooled. Half: half a kernel, -1 = `half`. The whole
@@ -170,6 +170,56 @@ __device__ __forceinline__ void pool_tiles(const float* logits, int tokens, cons
 #pragma unroll
       for (int g = 0; g < Group; ++g) score.add(g, maximum ? sum.x[g] : sum.x[g] / static_cast<float>(2 * half + 1));
       put(base + o, score.result(Group));
+    }
+  }
+}
+
+// pool_tiles of averages over five tokens, by one block. A thread makes the scores of four neighbours. put(token, its
+// score and the next three, how many of them there are).
+template <int Group, int Threads, int Each, class Put>
+__device__ __forceinline__ void pool_fives(const float* logits, int tokens, const float2* stats, GroupRule rule,
+                                           float* memory, const Put& put) {
+  constexpr int entries = Threads * Each, edge = 4, width = entries - 2 * edge, half = 2;
+  const int mine = static_cast<int>(threadIdx.x);
+  float2 fifths[Group];
+#pragma unroll
+  for (int g = 0; g < Group; ++g) fifths[g] = make_float2(stats[g].x, stats[g].y * (1.f / (2 * half + 1)));
+  TokenLogits<Group> next[Each];
+  const auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < Each; ++i)
+      if (const int t = base - edge + mine + i * Threads; t >= 0 && t < tokens) next[i].load(logits, t);
+  };
+  load(0);
+#pragma unroll 1
+  for (int base = 0, odd = 0; base < tokens; base += width, odd ^= 1) {
+    float* const shares = memory + odd * entries * Group;  // [query head of the group, token of a tile]
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      const int e = mine + i * Threads, t = base - edge + e;
+      const bool there = t >= 0 && t < tokens;
+#pragma unroll
+      for (int g = 0; g < Group; ++g) shares[g * entries + e] = there ? share_of(next[i].x[g], fifths[g]) : 0.f;
+    }
+    if (base + width < tokens) load(base + width);
+    __syncthreads();  // once a tile: the next one has other memory
+#pragma unroll 1
+    for (int o = mine * 4; o < width && base + o < tokens; o += Threads * 4) {
+      GroupScore score[4] = {{rule}, {rule}, {rule}, {rule}};
+#pragma unroll
+      for (int g = 0; g < Group; ++g) {
+        const auto* near = reinterpret_cast<const float4*>(shares + g * entries + o);
+        const float4 before = near[0], own = near[1], behind = near[2];
+        const float inner = own.y + own.z, outer = behind.x + behind.y;
+        const float first = own.x + inner, last = inner + own.w;
+        score[0].add(g, before.z + before.w + first);
+        score[1].add(g, before.w + first + own.w);
+        score[2].add(g, first + own.w + behind.x);
+        score[3].add(g, last + outer);
+      }
+      put(base + o,
+          make_float4(score[0].result(Group), score[1].result(Group), score[2].result(Group), score[3].result(Group)),
+          min(4, tokens - base - o));
     }
   }
 }

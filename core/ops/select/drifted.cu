@@ -230,7 +230,7 @@ __device__ __forceinline__ unsigned overlap(const Of& of, int head, int n, const
 }
 
 // Pools a head's logits, if there are some, and counts the first digit of its scores. Group 0: it reads scores.
-template <int Group, int Half>
+template <int Group, bool Fives>
 __device__ __forceinline__ void score_head(const Of& of, int head, bool counts, float* memory, Shared& s) {
   constexpr int shift = 32 - digit_bits;
   constexpr unsigned mask = (1u << digit_bits) - 1;
@@ -239,14 +239,30 @@ __device__ __forceinline__ void score_head(const Of& of, int head, bool counts, 
   const auto count = [&](float x) { atomicAdd(&s.bins[mask - (score_key(x) >> shift)], 1u); };
   if (counts) clear_bins(s);
   if constexpr (Group > 0) {
-    const int half = of.a.pooling.kind == Pooling::none ? 0 : of.a.pooling.kernel / 2;
     if (const float* logits = of.logits(head); logits && n > 0) {
       softmax_stats<Group, threads>(logits, n, s.parts, s.stats);
-      pool_tiles<Group, Half, threads, tokens_each(Group)>(logits, n, s.stats, of.a.pooling, half, 0, 1, memory,
+      if constexpr (Fives) {
+        const bool vectors = reinterpret_cast<std::uintptr_t>(scores) % sizeof(float4) == 0;
+        pool_fives<Group, threads, tokens_each(Group)>(
+            logits, n, s.stats, of.a.pooling.rule, memory, [&](int t, float4 x, int some) {
+              if (vectors && some == 4)
+                *reinterpret_cast<float4*>(scores + t) = x;
+              else
+                for (int i = 0; i < some; ++i) scores[t + i] = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+              if (!counts) return;
+              count(x.x);
+              if (some > 1) count(x.y);
+              if (some > 2) count(x.z);
+              if (some > 3) count(x.w);
+            });
+      } else {
+        const int half = of.a.pooling.kind == Pooling::none ? 0 : of.a.pooling.kernel / 2;
+        pool_tiles<Group, -1, threads, tokens_each(Group)>(logits, n, s.stats, of.a.pooling, half, 0, 1, memory,
                                                            [&](int t, float x) {
                                                              scores[t] = x;
                                                              if (counts) count(x);
                                                            });
+      }
       __syncthreads();
       return;
     }
@@ -255,12 +271,12 @@ __device__ __forceinline__ void score_head(const Of& of, int head, bool counts, 
   __syncthreads();
 }
 
-template <int Group, int Half>
+template <int Group, bool Fives>
 __device__ __forceinline__ void watch_head(const Of& of, int head, float* memory, Shared& s) {
   const bool leads = of.leads(head), scored = of.scored(head);
   const int n = of.tokens(head), count = leads ? of.count(head) : 0;
   const bool counts = scored && count < n;
-  score_head<Group, Half>(of, head, counts, memory, s);
+  score_head<Group, Fives>(of, head, counts, memory, s);
   int now = -1;
   if (scored) {
     Worst w;
@@ -287,7 +303,7 @@ __device__ __forceinline__ void watch_head(const Of& of, int head, float* memory
     if (leaders[h] == head) of.drifted(h) = watched.drifted;
 }
 
-template <int Group, int Half>
+template <int Group, bool Fives>
 __global__ void __launch_bounds__(threads, blocks_of_multiprocessor) watch_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared s;
@@ -302,7 +318,7 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor) watch_kerne
     const Of of(a, piece / of_row);
     const int begin = piece % of_row * a.piece;
     for (int head = begin; head < min(begin + a.piece, a.kv_heads); ++head)
-      watch_head<Group, Half>(of, head, reinterpret_cast<float*>(memory), s);
+      watch_head<Group, Fives>(of, head, reinterpret_cast<float*>(memory), s);
   }
   if (threadIdx.x == 0 && atomicAdd(a.asked + 1, 1u) + 1 == gridDim.x) a.asked[0] = a.asked[1] = 0;
 }
@@ -342,11 +358,12 @@ static void launch_watch(Args& a, int group, int layers, Stream s) {
   };
   const auto of_group = [&](auto size) {
     constexpr int n = decltype(size)::value, floats = pool_floats<n, threads, tokens_each(n)>;
-    launch_with(a.pooling.kind != Pooling::none && a.pooling.kernel == 5 ? watch_kernel<n, 2> : watch_kernel<n, -1>,
-                floats);
+    launch_with(
+        a.pooling.kind == Pooling::average && a.pooling.kernel == 5 ? watch_kernel<n, true> : watch_kernel<n, false>,
+        floats);
   };
   switch (group) {
-    case 0: return launch_with(watch_kernel<0, 0>, 0);
+    case 0: return launch_with(watch_kernel<0, false>, 0);
     case 1: return of_group(std::integral_constant<int, 1>{});
     case 2: return of_group(std::integral_constant<int, 2>{});
     case 4: return of_group(std::integral_constant<int, 4>{});
