@@ -9,6 +9,7 @@
 #include "cases/case.hpp"
 #include "cases/paged_fixture.hpp"
 #include "cases/quick.hpp"
+#include "ops/score/reference.hpp"
 #include "ops/select/reference.hpp"
 
 namespace kvlab::cases {
@@ -375,6 +376,8 @@ void check_drift_in_layers(Place& place, Check& check) {
   for (unsigned n = 0; n < 24; n += quick() ? 5 : 1) {
     const int layers = std::array{3, 1, 11, 2}[n % 4], rows = 1 + static_cast<int>(n % 3),
               heads = 1 + static_cast<int>(n * 5 % 7), group = 1 + static_cast<int>(n % 4);
+    const ops::VotePooling pooling{n % 5 == 4 ? Pooling::max : Pooling::average, n % 4 == 1 ? 3 : 5,
+                                   n % 3 == 2 ? GroupRule::mean : GroupRule::max};
     const bool other_rule = n % 7 == 3, shorter = n % 6 == 2, tall = n % 8 == 7, same_flags = n % 10 == 5;
     const auto scope = check.in(fmt::format("{} layers, {} x {} heads, group {}{}{}{}{}", layers, rows, heads, group,
                                             other_rule ? ", another rule" : "", shorter ? ", a shorter callback" : "",
@@ -385,7 +388,7 @@ void check_drift_in_layers(Place& place, Check& check) {
     const auto count_of = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     struct Layer {
       PagedKv kv;
-      Ints index;
+      Ints index, length;
       const std::int32_t *index_there, *leaders;
       std::int64_t logits;  // heads that have them
       IndexList list;
@@ -406,8 +409,8 @@ void check_drift_in_layers(Place& place, Check& check) {
     const std::int64_t room = common.table.extent[2] * 16;
     ListMemory of_lists[11];
     for (int l = 0; l < layers; ++l) {
-      Layer of{common, Ints(count_of(heads), -1), nullptr, nullptr, 0, {}};
-      Ints leaders, length;
+      Layer of{common, Ints(count_of(heads), -1), {}, nullptr, nullptr, 0, {}};
+      Ints leaders, &length = of.length;
       for (int h = 0; h < heads; ++h) leaders.push_back((h + l) % 5 == 4 ? -1 : h / 3 * 3);
       for (int h = heads - 1; h >= 0; --h)
         if (leaders[count_of(h)] == h) of.index[count_of(h)] = static_cast<std::int32_t>(of.logits++);
@@ -440,11 +443,22 @@ void check_drift_in_layers(Place& place, Check& check) {
     for (int step = 0; step < 9; ++step) {
       const std::int32_t* const steps_there = place.put(steps);
       std::vector<View<float, 4>> logits;
+      std::vector<std::vector<float>> wanted;  // scores of each layer
       for (const Layer& of : all) {
         std::normal_distribution<float> normal(0, 4);
         std::vector<float> x(count_of(rows * of.logits * room * group));
         for (float& y : x) y = normal(rng);
-        logits.push_back(View<float, 4>::dense(place.put(x), {rows, of.logits, room, group}));
+        const std::array<std::int64_t, 4> extent{rows, of.logits, room, group};
+        logits.push_back(View<float, 4>::dense(place.put(x), extent));
+        const Written& before = alone[wanted.size()];
+        std::vector<std::uint8_t> rests = place.get(before.watch.rests);
+        wanted.push_back(place.get(before.scores));
+        PagedKv kv = plain;
+        kv.length = View<const std::int32_t, 2>::dense(of.length.data(), {rows, heads});
+        const auto marks = View<std::uint8_t, 2>::dense(rests.data(), {rows, heads});
+        const HeadLogits left{View<float, 4>::dense(x.data(), extent), of.index.data(), Heads::flagged(marks, false)};
+        ops::pooled_logits_reference(kv, left, pooling,
+                                     View<float, 3>::dense(wanted.back().data(), {rows, heads, room}));
       }
       const auto observe = [&](int l, Written& w) {
         const Layer& of = all[count_of(l)];
@@ -454,8 +468,8 @@ void check_drift_in_layers(Place& place, Check& check) {
                                   .period = other_rule && l == 1 ? 3 : 5,
                                   .lead = l,
                                   .steps = steps_there};
-        ops::drifted_by_logits(of.kv, left, {.kernel = 3}, w.scores, TokenList{w.list}, rule, of.leaders, w.watch,
-                               w.drifted, place.stream());
+        ops::drifted_by_logits(of.kv, left, pooling, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted,
+                               place.stream());
         if (shorter && l == 1) return;
         const TokenChoice choice{.heads = Heads::flagged(w.drifted), .by = of.leaders};
         ops::top_tokens(of.kv, w.scores, choice, TokenList{w.list}, place.stream());
@@ -469,6 +483,7 @@ void check_drift_in_layers(Place& place, Check& check) {
       for (int l = 0; l < layers; ++l) {
         const auto in_layer = check.in(fmt::format("step {}, layer {}", step, l));
         const Written &a = alone[count_of(l)], &j = joined[count_of(l)];
+        check.equal("scores", place.get(a.scores), wanted[count_of(l)], 5 * Tolerance{}.probability);
         check.that("scores", place.get(j.scores) == place.get(a.scores));
         check.that("missed", place.get(j.watch.missed) == place.get(a.watch.missed));
         check.that("heads that rest", place.get(j.watch.rests) == place.get(a.watch.rests));

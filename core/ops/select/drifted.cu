@@ -25,7 +25,7 @@ namespace {
 using namespace cuda;
 using namespace device;
 
-constexpr int threads = 512, digit_bits = 11, digit_bins = 1 << digit_bits, blocks_of_multiprocessor = 2;
+constexpr int threads = 1024, digit_bits = 11, digit_bins = 1 << digit_bits;
 constexpr int most_layers = 16;  // of a launch
 constexpr int most_half = 32;    // of a kernel, where the launch reads logits
 
@@ -304,7 +304,7 @@ __device__ __forceinline__ void watch_head(const Of& of, int head, float* memory
 }
 
 template <int Group, bool Fives>
-__global__ void __launch_bounds__(threads, blocks_of_multiprocessor) watch_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(threads) watch_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared s;
   wait_for_predecessor();  // a successor would take room from the step
@@ -346,15 +346,16 @@ static auto common_of(const DriftedHeads& c) {
 }
 
 static void launch_watch(Args& a, int group, int layers, Stream s) {
+  const int own = own_multiprocessors(),
+            most = static_cast<int>(shared_bytes()) - static_cast<int>(sizeof(Shared)) - 1024;
+  const bool beside = own < multiprocessors();
+  a.piece = beside ? a.kv_heads : 1;
+  a.pieces = layers * a.rows * ((a.kv_heads + a.piece - 1) / a.piece);
+  // Beside a step a block takes all shared memory of its multiprocessor: two blocks then keep no two from the step.
   const auto launch_with = [&](auto kernel, int floats) {
-    const std::size_t bytes = static_cast<std::size_t>(floats) * sizeof(float);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-          "drifted_heads");
-    const int own = own_multiprocessors();
-    a.piece = own < multiprocessors() ? a.kv_heads : 1;
-    a.pieces = layers * a.rows * ((a.kv_heads + a.piece - 1) / a.piece);
-    launch("drifted_heads", kernel, dim3(std::min(a.pieces, blocks_of_multiprocessor * own)), threads, bytes,
-           stream_of(s), true, a);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "drifted_heads");
+    launch("drifted_heads", kernel, dim3(std::min(a.pieces, own)), threads,
+           static_cast<std::size_t>(beside ? most : floats * static_cast<int>(sizeof(float))), stream_of(s), true, a);
   };
   const auto of_group = [&](auto size) {
     constexpr int n = decltype(size)::value, floats = pool_floats<n, threads, tokens_each(n)>;
