@@ -38,13 +38,6 @@ inline int step_multiprocessors() {
   const bool copies = copies_beside.of_cache || copies_beside.of_others;
   return copies && all >= 16 * copying_multiprocessors ? all - copying_multiprocessors : all;
 }
-// Whether launches run beside a step now. A block that finds no room beside the step delays the step's next kernel, so
-// such launches fill no more than the multiprocessors that the step leaves free.
-extern bool launches_beside;
-inline int own_multiprocessors() {
-  const int all = multiprocessors(), left = all - step_multiprocessors();
-  return launches_beside && left > 0 ? left : all;
-}
 std::int64_t shared_bytes();  // shared memory that one block may have
 // Device memory that is kept for the stream and the tag. zeroed(): zero at first, and every user leaves it zero.
 // kept(): uninitialised.

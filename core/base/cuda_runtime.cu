@@ -147,7 +147,6 @@ void free_pinned(void* block) {
 }  // namespace
 
 CopiesBeside copies_beside;
-bool launches_beside = false;
 int multiprocessors() {
   static const int count = attribute(cudaDevAttrMultiProcessorCount);
   return count;

@@ -345,7 +345,7 @@ Fit Engine::step(const std::vector<std::int32_t>& slots, std::span<const int> to
 
 Fit Engine::finish_step(const std::vector<std::int32_t>& slots, int room) {
   if (!late_layers_.empty())
-    if (const Fit fit = observe_late(needs_.archive() || places(slots), true); fit != Fit::ok) return fit;
+    if (const Fit fit = observe_late(needs_.archive() || places(slots)); fit != Fit::ok) return fit;
   Step step;
   step.shape = &store_->shape();
   step.rows = static_cast<int>(slots.size());
@@ -540,10 +540,8 @@ Fit Engine::observe(const DecodeLayer& l) {
   late_layers_.push_back(l);
   if (!keeps_rows() || !store_->in_graph()) return observe_late(false);
   // A launch beside the step delays the kernels of the step, by more than it takes alone. So layers share launches: all
-  // of them at the step's end if nothing travels, else a few, so that pages and tokens start early. The last ones may
-  // fill the device: what is left of the step takes less time.
-  const bool travels = needs_.archive() || places(*l.slots), last = l.layer + 1 == store_->shape().layers;
-  return travels && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true, last) : Fit::ok;
+  // of them at the step's end, or a few where pages travel, so that these start early. Tokens of archives seldom do.
+  return places(*l.slots) && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true) : Fit::ok;
 }
 
 // Whether place edits of these slots move pages.
@@ -551,8 +549,8 @@ bool Engine::places(const std::vector<std::int32_t>& slots) const {
   return needs_.host_pages() && store_->any_spills(slots);
 }
 
-Fit Engine::observe_late(bool beside, bool step_ends) {
-  const Stream s = beside ? store_->begin_beside(step_ends) : stream_;
+Fit Engine::observe_late(bool beside) {
+  const Stream s = beside ? store_->begin_beside() : stream_;
   struct Beside {
     Store& store;
     ~Beside() { store.leave_beside(); }

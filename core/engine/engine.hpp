@@ -182,7 +182,7 @@ class Engine final : private LayerHooks {
   LayerStep layer_step(const DecodeLayer& l);
   Fit observe(const DecodeLayer& l);
   bool places(const std::vector<std::int32_t>& slots) const;
-  Fit observe_late(bool beside, bool step_ends = false);  // of late_layers_
+  Fit observe_late(bool beside);  // of late_layers_
   static void check_late(const Edits& edits);
   void keep_window(const PromptLayer& l);
   // Of a callback that is not select().

@@ -259,12 +259,11 @@ void CudaStore::copy_planned() {
   only_on_cuda<cuda_store::copy_fetched>(layer(0), planned_fetch_, side_->stream());
 }
 
-Stream CudaStore::fork(bool step_ends) {
+Stream CudaStore::fork() {
   const Stream side = side_->begin();
   // An error ended the work before between a plan and its copies.
   if (planned_ > 0) only_on_cuda<cuda_store::forget_fetches>(layer(0), planned_fetch_, side);
   planned_ = 0, planned_layer_ = -1, used_lanes_ = false;
-  only_on_cuda<cuda_store::launch_beside>(!step_ends);
   return side;
 }
 
@@ -273,11 +272,6 @@ void CudaStore::forked() {
   copy_planned();
   for (int lane = 0; used_lanes_ && lane < SideStream::lanes; ++lane) side_->end(lane);
   side_->end(SideStream::no_lane);
-}
-
-void CudaStore::leave_beside() {
-  only_on_cuda<cuda_store::launch_beside>(false);
-  Store::leave_beside();
 }
 
 // Returns the pages that a place edit copies to the host. Waits for the device.

@@ -211,8 +211,6 @@ void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream)
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 // Says whether the steps to come have such copies: kernels of the step then leave them room.
 void leave_room(bool yes);
-// Says whether the launches to come run beside a step.
-void launch_beside(bool yes);
 void take_back(const CudaStoreLayer& s, Stream stream);
 // Frees the archives of these heads, in `layers` layers from `first` on.
 void free_archives(const CudaStoreLayer& first, int layers, const Heads& heads, const CudaStoreRows& r, Stream stream);

@@ -308,9 +308,6 @@ KVLAB_ON_CUDA(copy_placed, copy_placed);
 void leave_room(bool yes) { copies_beside.of_cache = yes; }
 KVLAB_ON_CUDA(leave_room, leave_room);
 
-void launch_beside(bool yes) { launches_beside = yes; }
-KVLAB_ON_CUDA(launch_beside, launch_beside);
-
 void take_back(const CudaStoreLayer& s, Stream stream) {
   take_back_kernel<<<1, 1024, 0, stream_of(stream)>>>(s);
   check_launch("take_back");

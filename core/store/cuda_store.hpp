@@ -206,9 +206,8 @@ class CudaStore final : public Store {
   void mark_spilled(int slot) override;
   std::int64_t free_frames(Tier tier) const override;
   void exact() const override { refresh(); }
-  Stream fork(bool step_ends) override;
+  Stream fork() override;
   void forked() override;
-  void leave_beside() override;
   // Reserves exactly known frames of the device. Makes sequences spill where it must.
   bool reserve_by_spilling(std::int64_t frames);
   // Of the next token; exact after exact().

@@ -486,8 +486,8 @@ Applied Store::carry_out(const Edit& e, const std::vector<std::int32_t>& slots, 
   return one;
 }
 
-Stream Store::begin_beside(bool step_ends) {
-  const Stream s = fork(step_ends);
+Stream Store::begin_beside() {
+  const Stream s = fork();
   if (!beside_workspace_) beside_workspace_ = std::make_unique<StoreWorkspace>(ledger_, s, options_.scratch_limit);
   beside_workspace_->in_graph(in_graph_);
   beside_ = true;

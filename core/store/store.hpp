@@ -182,10 +182,9 @@ class Store {
   }
   // Of a step that a graph holds or is to hold: work that edits give, until end_beside, runs beside the step's later
   // work, and settle() joins it. It takes place and fetch edits alone. Returns its stream: on the CPU the store's own.
-  // step_ends: there is next to no later work.
-  Stream begin_beside(bool step_ends);
+  Stream begin_beside();
   void end_beside();
-  virtual void leave_beside() { beside_ = false; }  // where an error ends it
+  void leave_beside() { beside_ = false; }    // where an error ends it
   virtual void protect_host(bool on) = 0;     // makes any access of the host tier fault; Errc::unsupported on CUDA
   virtual void check_invariants() const = 0;  // throws Errc::internal that names the broken invariant
 
@@ -223,7 +222,7 @@ class Store {
   virtual std::int64_t free_frames(Tier tier) const = 0;  // a lower bound; exact after exact()
   virtual void exact() const {}
   virtual bool end_reloads() const { return false; }  // waits for all; whether exact numbers may have changed
-  virtual Stream fork(bool /*step_ends*/) { return stream_; }
+  virtual Stream fork() { return stream_; }
   virtual Stream working() const { return stream_; }  // that callbacks give their work to
   virtual void forked() {}
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;

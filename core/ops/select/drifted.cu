@@ -1,6 +1,5 @@
 // Overlaps of lists with the best tokens by a row of scores. A block takes a head: it makes the scores of logits, finds
-// the worst key among the best by its digits, counts the tokens of the list that reach it, and decides. Blocks ask for
-// heads, so few of them do: beside a step these have the multiprocessors that the step leaves free.
+// the worst key among the best by its digits, counts the tokens of the list that reach it, and decides.
 #include "ops/select/drifted.hpp"
 
 #include <kvlab/ops.hpp>
@@ -13,7 +12,6 @@
 
 #include "base/joined_calls.hpp"
 #include "base/launch.cuh"
-#include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 #include "ops/score/logits.cuh"
 #include "ops/score/logits.hpp"
@@ -26,7 +24,7 @@ using namespace cuda;
 using namespace device;
 
 constexpr int threads = 1024, digit_bits = 11, digit_bins = 1 << digit_bits;
-constexpr int most_layers = 16;  // of a launch
+constexpr int most_layers = 32;  // of a launch
 constexpr int most_half = 32;    // of a kernel, where the launch reads logits
 
 // Where a layer's memory begins. The rest is that of Args.
@@ -54,10 +52,9 @@ struct Args {
   HeadLogits logits;
   VotePooling pooling;
   const std::int32_t* slots;
-  unsigned* asked;                          // pieces that blocks have asked for, and blocks that have ended
-  int rows, kv_heads, most, pieces, piece;  // a piece: so many heads of a row of a layer
+  int rows, kv_heads, most;
 };
-static_assert(sizeof(Args) < 4000, "a kernel's arguments");
+static_assert(sizeof(Args) < 8000, "a kernel's arguments, of which CUDA takes 32764 bytes");
 
 // A row of a layer.
 struct Of {
@@ -115,7 +112,6 @@ constexpr int tokens_each(int group) { return group > 4 ? 2 : 4; }  // of a thre
 struct Shared {
   unsigned bins[digit_bins], scan[32], found[3];
   float2 parts[threads / 32 * 8], stats[8];
-  int piece;
 };
 
 // Calls f(token, score) for a row of scores that this block or an earlier launch has written.
@@ -303,24 +299,14 @@ __device__ __forceinline__ void watch_head(const Of& of, int head, float* memory
     if (leaders[h] == head) of.drifted(h) = watched.drifted;
 }
 
+// Blocks [kv_head, layer and row].
 template <int Group, bool Fives>
 __global__ void __launch_bounds__(threads) watch_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared s;
-  wait_for_predecessor();  // a successor would take room from the step
-  const int of_row = (a.kv_heads + a.piece - 1) / a.piece;
-  for (;;) {
-    __syncthreads();
-    if (threadIdx.x == 0) s.piece = static_cast<int>(atomicAdd(a.asked, 1u));
-    __syncthreads();
-    const int piece = s.piece;
-    if (piece >= a.pieces) break;
-    const Of of(a, piece / of_row);
-    const int begin = piece % of_row * a.piece;
-    for (int head = begin; head < min(begin + a.piece, a.kv_heads); ++head)
-      watch_head<Group, Fives>(of, head, reinterpret_cast<float*>(memory), s);
-  }
-  if (threadIdx.x == 0 && atomicAdd(a.asked + 1, 1u) + 1 == gridDim.x) a.asked[0] = a.asked[1] = 0;
+  let_successor_start();
+  wait_for_predecessor();
+  watch_head<Group, Fives>(Of(a, static_cast<int>(blockIdx.y)), blockIdx.x, reinterpret_cast<float*>(memory), s);
 }
 
 __global__ void forget_kernel(const std::int32_t* slots, const __grid_constant__ DriftWatch watch) {
@@ -345,17 +331,12 @@ static auto common_of(const DriftedHeads& c) {
                  h.join));
 }
 
-static void launch_watch(Args& a, int group, int layers, Stream s) {
-  const int own = own_multiprocessors(),
-            most = static_cast<int>(shared_bytes()) - static_cast<int>(sizeof(Shared)) - 1024;
-  const bool beside = own < multiprocessors();
-  a.piece = beside ? a.kv_heads : 1;
-  a.pieces = layers * a.rows * ((a.kv_heads + a.piece - 1) / a.piece);
-  // Beside a step a block takes all shared memory of its multiprocessor: two blocks then keep no two from the step.
+static void launch_watch(const Args& a, int group, int layers, Stream s) {
+  const dim3 grid(a.kv_heads, layers * a.rows);
   const auto launch_with = [&](auto kernel, int floats) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "drifted_heads");
-    launch("drifted_heads", kernel, dim3(std::min(a.pieces, own)), threads,
-           static_cast<std::size_t>(beside ? most : floats * static_cast<int>(sizeof(float))), stream_of(s), true, a);
+    const int bytes = floats * static_cast<int>(sizeof(float));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "drifted_heads");
+    launch("drifted_heads", kernel, grid, threads, bytes, stream_of(s), true, a);
   };
   const auto of_group = [&](auto size) {
     constexpr int n = decltype(size)::value, floats = pool_floats<n, threads, tokens_each(n)>;
@@ -408,7 +389,6 @@ static void run(std::span<const DriftedHeads> calls) {
   a.logits = first.logits, a.pooling = first.pooling;
   a.slots = kv.slots, a.rows = kv.rows, a.kv_heads = kv.kv_heads;
   a.most = static_cast<int>(std::min(kv.table.extent[2] * kv.page_size, first.scores.extent[2]));
-  a.asked = static_cast<unsigned*>(zeroed_scratch(s.handle(), "drifted_heads", 2 * sizeof(unsigned)));
   launch_watch(a, by_logits ? static_cast<int>(first.logits.out.extent[3]) : 0, static_cast<int>(calls.size()), s);
 }
 

@@ -241,7 +241,6 @@ kvlab::LibraryState stand_in(const char* name, const char* variable) {
 namespace kvlab::cuda {
 
 CopiesBeside copies_beside;
-bool launches_beside = false;
 int multiprocessors() {
   static const int count = emulator::number("KVLAB_EMULATED_MULTIPROCESSORS", 132);
   return count;
