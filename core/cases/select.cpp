@@ -401,7 +401,7 @@ void check_drift_in_layers(Place& place, Check& check) {
       View<float, 3> scores;
     };
     std::vector<Layer> all;
-    std::vector<Written> alone, joined;
+    std::vector<Written> alone, joined, by_scores;  // the last: without logits, by the scores of the first
     const LengthsOnly memory(rows, heads, 16, Ints(count_of(rows * heads), most));
     PagedKv plain = memory.view();
     plain.slots = slots.data();
@@ -423,7 +423,7 @@ void check_drift_in_layers(Place& place, Check& check) {
         for (int h = 0; h < heads; ++h)
           for (int t = of.list.count(r, h) = 0; t < length[count_of(r * heads + h)]; ++t)
             if (rng() % 3 == 0) of.list.index(r, h, of.list.count(r, h)++) = t;
-      for (auto* to : {&alone, &joined}) {
+      for (auto* to : {&alone, &joined, &by_scores}) {
         const std::vector<float> none(count_of(rows * heads * room), -1.f);
         std::vector<float> missed(count_of(rows * heads * window));
         std::vector<std::uint8_t> flags(count_of(rows * heads));
@@ -468,13 +468,20 @@ void check_drift_in_layers(Place& place, Check& check) {
                                   .period = other_rule && l == 1 ? 3 : 5,
                                   .lead = l,
                                   .steps = steps_there};
-        ops::drifted_by_logits(of.kv, left, pooling, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted,
-                               place.stream());
+        if (&w == &by_scores[count_of(l)])
+          ops::drifted_heads(of.kv, w.scores, TokenList{w.list}, rule, of.leaders, w.watch, w.drifted, place.stream());
+        else
+          ops::drifted_by_logits(of.kv, left, pooling, w.scores, TokenList{w.list}, rule, of.leaders, w.watch,
+                                 w.drifted, place.stream());
         if (shorter && l == 1) return;
         const TokenChoice choice{.heads = Heads::flagged(w.drifted), .by = of.leaders};
         ops::top_tokens(of.kv, w.scores, choice, TokenList{w.list}, place.stream());
       };
-      for (int l = 0; l < layers; ++l) observe(l, alone[count_of(l)]);
+      for (int l = 0; l < layers; ++l) {
+        observe(l, alone[count_of(l)]);
+        by_scores[count_of(l)].scores = alone[count_of(l)].scores;
+        observe(l, by_scores[count_of(l)]);
+      }
       {
         const PutOffScope waits(true);
         for (int l = 0; l < layers; ++l) observe(l, joined[count_of(l)]), end_joined_callback();
@@ -485,6 +492,7 @@ void check_drift_in_layers(Place& place, Check& check) {
         const Written &a = alone[count_of(l)], &j = joined[count_of(l)];
         check.equal("scores", place.get(a.scores), wanted[count_of(l)], 5 * Tolerance{}.probability);
         check.that("scores", place.get(j.scores) == place.get(a.scores));
+        check.that("missed by scores", place.get(by_scores[count_of(l)].watch.missed) == place.get(a.watch.missed));
         check.that("missed", place.get(j.watch.missed) == place.get(a.watch.missed));
         check.that("heads that rest", place.get(j.watch.rests) == place.get(a.watch.rests));
         check.that("heads that drifted", place.get(j.drifted) == place.get(a.drifted));
