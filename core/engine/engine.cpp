@@ -563,8 +563,9 @@ Fit Engine::observe_late(bool beside) {
   // Edits that read lists come after the choices of all layers.
   const auto carry_out = [&] {
     run_put_off();
-    for (const Edits& of : edits)
-      if (const Fit fit = apply_after("observe", of.all(), slots); fit != Fit::ok) return fit;
+    std::vector<Edit> all;
+    for (const Edits& of : edits) all.insert(all.end(), of.all().begin(), of.all().end());
+    if (const Fit fit = apply_after("observe", all, slots); fit != Fit::ok) return fit;
     edits.clear();
     scratch.reset();
     return Fit::ok;

@@ -3,6 +3,7 @@
 #include "base/relay.cuh"
 #include "base/scratch.cuh"
 #include "base/side_stream.hpp"
+#include "ops/select/select.cuh"
 #include "store/cuda_tokens.cuh"
 
 namespace kvlab {
@@ -49,108 +50,174 @@ __global__ void __launch_bounds__(threads)
   if (lane == 0 && copied) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(copied));
 }
 
-// A job: the frames of the host and of the device, and the token's places in them.
-using Job = int4;
-
-// A block takes a head.
-__global__ void __launch_bounds__(threads)
-    plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreFetch a, Job* jobs,
-                std::int32_t* counts) {
-  __shared__ int first;
-  let_successor_start();
-  wait_for_predecessor();
-  const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
-            slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x);
-  if (!a.heads.on(slot, head)) return;
-  const Head h = head_of(s, slot, head);
-  const std::int64_t at = std::int64_t{slot} * s.kv_heads + head, of = a.list_slots ? a.list_slots[row] : row;
-  const int archived = s.archived[at], count = a.count(of, head);
-  bool bad = count < 0 || count > a.index.extent[2] || count > *h.length;
-  for (int i = mine; !bad && i < count; i += threads) {
-    const int place = a.index(of, head, i);
-    bad = place < 0 || place >= archived || (i > 0 && place <= a.index(of, head, i - 1));
-  }
-  if (__syncthreads_or(bad)) {
-    if (mine == 0) fail(s, store_bad_list);
-    return;
-  }
-  if (count == 0) return;
-  if (mine == 0) {
-    first = atomicAdd(counts, count);
-    atomicAdd(&s.counters->fetched, static_cast<unsigned long long>(count));
-    count_fired(s, a.edit);
-  }
-  __syncthreads();
-  for (int i = mine; i < count; i += threads) {
-    const int place = a.index(of, head, i);
-    jobs[first + i] = Job{s.archive[at * s.pages + place / p].frame, h.table[0][i / p].frame, place % p, i % p};
-  }
-}
-
 constexpr int copy_threads = 1024;
-constexpr int tokens_of_warp = 4;  // tokens that a warp has under way
+constexpr int tokens_of_warp = 4;    // tokens that a warp has under way
+constexpr int planned_of_warp = 16;  // tokens whose places it reads at once
 static_assert(tokens_of_warp * most_fields == 32, "a lane has one field");
 
-// A few blocks that have their multiprocessors to themselves: a block that reads the host would keep a step's kernel
-// waiting.
-template <class Unit>
-__global__ void __launch_bounds__(copy_threads)
-    fetch_kernel(const __grid_constant__ CudaStoreLayer s, const Job* jobs, std::int32_t* counts) {
-  constexpr int each = tokens_of_warp, warps = copy_threads / 32;
-  const PageLayout& l = s.layout;
-  const int lane = static_cast<int>(threadIdx.x) % 32, units = Token<Unit>::units(l), fields = fields_of(l);
-  const int count = counts[0], step = static_cast<int>(gridDim.x) * warps * each;
-  for (int first = (static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / 32) * each; first < count;
-       first += step) {
-    const int tokens = min(each, count - first);
-    Job mine = {};
-    if (lane < tokens) mine = jobs[first + lane];
-    const auto frame_of = [&](int tier, int token) {
-      return frame_at(s, tier, __shfl_sync(~0u, tier ? mine.x : mine.y, token));
-    };
-    for (int begin = 0; begin < units; begin += 32) {
-      const int unit = begin + lane;
-      Unit x[each];
-#pragma unroll
-      for (int j = 0; j < each; ++j) {
-        std::byte* from = frame_of(1, j);
-        const int offset = __shfl_sync(~0u, mine.z, j);
-        if (j < tokens && unit < units) x[j] = *Token<Unit>::unit(from, l, offset, unit);
-      }
-#pragma unroll
-      for (int j = 0; j < each; ++j) {
-        std::byte* to = frame_of(0, j);
-        const int offset = __shfl_sync(~0u, mine.w, j);
-        if (j < tokens && unit < units) *Token<Unit>::unit(to, l, offset, unit) = x[j];
-      }
-    }
-    const int token = lane / most_fields, which = lane % most_fields;
-    std::byte *from = frame_of(1, token), *to = frame_of(0, token);
-    const int offset = __shfl_sync(~0u, mine.z, token), target = __shfl_sync(~0u, mine.w, token);
-    if (token < tokens && which < fields) *field(to, l, target, which) = *field(from, l, offset, which);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) end_copies(counts);
-}
-
-__global__ void forget_kernel(std::int32_t* counts) {
-  if (threadIdx.x < 2) counts[threadIdx.x] = 0;
-}
-
-struct Jobs {
-  Job* list;
-  std::int32_t* counts;
+struct Fetches {
+  CudaStoreLayer first;
+  CudaStoreFetch of[most_fetches];  // of as many rows each
+  int count;
 };
 
-// The first call takes the memory of all lanes, since a graph may hold later ones. Fetches beside a step, as many as
-// there are lanes, fill all of it from the first lane on.
-Jobs jobs_of(const CudaStoreLayer& s, const CudaStoreFetch& a) {
-  constexpr std::size_t lanes = SideStream::lanes;
-  const auto most = static_cast<std::size_t>(std::int64_t{a.rows} * s.kv_heads * a.index.extent[2]),
-             each = std::bit_ceil(most), lane = static_cast<std::size_t>(a.lane);
-  void* home = a.home.handle();
-  return {static_cast<Job*>(fixed_scratch(home, "fetches", lanes * each * sizeof(Job))) + lane * each,
-          static_cast<std::int32_t*>(zeroed(home, "fetch counts", lanes * 2 * sizeof(std::int32_t))) + lane * 2};
+// A KV head of a fetch.
+struct FetchedHead {
+  const CudaStoreFetch* a;
+  int fetch, slot, head;
+  std::int64_t at;  // of archived
+  Head h;
+
+  __device__ FetchedHead(const Fetches& f, int i)
+      : fetch(i / (f.of[0].rows * f.first.kv_heads)),
+        head(i % f.first.kv_heads),
+        row_(i / f.first.kv_heads % f.of[0].rows) {
+    a = &f.of[fetch], slot = a->slots[row_];
+    // Slots of later layers follow those of the first.
+    const int of_layers = a->layer * static_cast<int>(f.first.heads_per_layer / f.first.kv_heads) + slot;
+    at = std::int64_t{of_layers} * f.first.kv_heads + head, h = head_of(f.first, of_layers, head);
+  }
+  __device__ bool on() const { return a->heads.on(slot, head); }
+  __device__ int count() const { return a->count(list(), head); }
+  __device__ int place(int i) const { return a->index(list(), head, i); }
+
+ private:
+  __device__ std::int64_t list() const { return a->list_slots ? slot : row_; }
+  int row_;
+};
+
+struct FetchShared {
+  unsigned scan[32];
+  unsigned tokens[copy_threads];  // of a head
+  unsigned before[copy_threads];  // of the heads before
+  unsigned on[copy_threads];      // heads with tokens
+  std::uint8_t fired[most_fetches];
+};
+
+struct TokenCopy {
+  std::byte *from, *to;
+  int offset, target;
+};
+
+// The copy of a token that these heads fetch.
+__device__ inline TokenCopy copy_of(const Fetches& f, const FetchShared& s, int first_head, unsigned token) {
+  int low = 0, high = copy_threads;  // the last head that begins at the token or before it
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (s.before[middle] <= token ? low : high) = middle;
+  }
+  const FetchedHead fetched(f, first_head + low);
+  const int i = static_cast<int>(token - s.before[low]), place = fetched.place(i), p = f.first.layout.page_size;
+  return {frame_at(f.first, 1, f.first.archive[fetched.at * f.first.pages + place / p].frame),
+          frame_at(f.first, 0, fetched.h.table[0][i / p].frame), place % p, i % p};
+}
+
+__device__ inline std::byte* pointer_of(std::byte* p, int lane) {
+  return reinterpret_cast<std::byte*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p), lane));
+}
+
+// Copies the tokens of lanes first .. first + tokens - 1.
+template <class Unit>
+__device__ inline void copy_tokens(const PageLayout& l, const TokenCopy& mine, int first, int tokens) {
+  constexpr int each = tokens_of_warp;
+  const int lane = static_cast<int>(threadIdx.x) % 32, units = Token<Unit>::units(l), fields = fields_of(l);
+  for (int begin = 0; begin < units; begin += 32) {
+    const int unit = begin + lane;
+    Unit x[each];
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      std::byte* from = pointer_of(mine.from, first + j);
+      const int offset = __shfl_sync(~0u, mine.offset, first + j);
+      if (j < tokens && unit < units) x[j] = *Token<Unit>::unit(from, l, offset, unit);
+    }
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      std::byte* to = pointer_of(mine.to, first + j);
+      const int target = __shfl_sync(~0u, mine.target, first + j);
+      if (j < tokens && unit < units) *Token<Unit>::unit(to, l, target, unit) = x[j];
+    }
+  }
+  const int token = lane / most_fields, which = lane % most_fields;
+  std::byte *from = pointer_of(mine.from, first + token), *to = pointer_of(mine.to, first + token);
+  const int offset = __shfl_sync(~0u, mine.offset, first + token),
+            target = __shfl_sync(~0u, mine.target, first + token);
+  if (token < tokens && which < fields) *field(to, l, target, which) = *field(from, l, offset, which);
+}
+
+// Sets tokens[] of heads, one for each thread. A bad list gives none. All blocks find the same.
+__device__ inline void check_lists(const Fetches& f, FetchShared& s, int first_head, int heads) {
+  const int mine = static_cast<int>(threadIdx.x);
+  int count = 0;
+  bool bad = false;
+  if (mine < heads) {
+    const FetchedHead fetched(f, first_head + mine);
+    if (fetched.on())
+      count = fetched.count(), bad = count < 0 || count > fetched.a->index.extent[2] || count > *fetched.h.length;
+  }
+  if (bad && blockIdx.x == 0) fail(f.first, store_bad_list);
+  s.tokens[mine] = bad ? 0 : static_cast<unsigned>(count);
+  unsigned all;
+  const unsigned place = ops::device::block_scan(s.tokens[mine] > 0, s.scan, all);
+  if (s.tokens[mine] > 0) s.on[place] = static_cast<unsigned>(mine);
+  __syncthreads();
+  for (unsigned u = 0; u < all; ++u) {
+    const int of = static_cast<int>(s.on[u]), tokens = static_cast<int>(s.tokens[of]);
+    const FetchedHead fetched(f, first_head + of);
+    const int archived = f.first.archived[fetched.at];
+    bad = false;
+    for (int i = mine; i < tokens; i += copy_threads) {
+      const int token = fetched.place(i);
+      bad = bad || token < 0 || token >= archived || (i > 0 && token <= fetched.place(i - 1));
+    }
+    if (!__syncthreads_or(bad)) continue;
+    if (mine == 0) s.tokens[of] = 0;
+    if (mine == 0 && blockIdx.x == 0) fail(f.first, store_bad_list);
+  }
+  __syncthreads();
+}
+
+// A few blocks that have their multiprocessors to themselves: a block that reads the host would keep a step's kernel
+// waiting. They share the tokens of all lists.
+template <class Wide>
+__global__ void __launch_bounds__(copy_threads) fetch_kernel(const __grid_constant__ Fetches f) {
+  extern __shared__ uint4 memory[];
+  FetchShared& s = *reinterpret_cast<FetchShared*>(memory);
+  const int mine = static_cast<int>(threadIdx.x), lane = mine % 32, heads = f.count * f.of[0].rows * f.first.kv_heads;
+  if (mine < most_fetches) s.fired[mine] = 0;
+  for (int begin = 0; begin < heads; begin += copy_threads) {
+    check_lists(f, s, begin, min(heads - begin, copy_threads));
+    unsigned all;
+    const unsigned before = ops::device::block_scan(s.tokens[mine], s.scan, all);
+    s.before[mine] = before;
+    if (s.tokens[mine] > 0) s.fired[FetchedHead(f, begin + mine).fetch] = 1;
+    if (mine == 0 && blockIdx.x == 0 && all > 0)
+      atomicAdd(&f.first.counters->fetched, static_cast<unsigned long long>(all));
+    __syncthreads();
+    const unsigned step = gridDim.x * (copy_threads / 32) * planned_of_warp;
+    for (unsigned first = (blockIdx.x * (copy_threads / 32) + mine / 32) * planned_of_warp; first < all;
+         first += step) {
+      const int tokens = static_cast<int>(min(all - first, static_cast<unsigned>(planned_of_warp)));
+      TokenCopy copy = {};
+      if (lane < tokens) copy = copy_of(f, s, begin, first + lane);
+      for (int i = 0; i < tokens; i += tokens_of_warp)
+        copy_tokens<Wide>(f.first.layout, copy, i, min(tokens - i, tokens_of_warp));
+    }
+    __syncthreads();
+  }
+  for (int i = 0; mine == 0 && blockIdx.x == 0 && i < f.count; ++i)
+    if (s.fired[i]) count_fired(f.first, f.of[i].edit);
+}
+
+// Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A count that is no count stays.
+__global__ void hold_kernel(int kv_heads, const __grid_constant__ CudaStoreFetch a, std::int32_t* out,
+                            std::int32_t* out_count) {
+  const int row = static_cast<int>(blockIdx.x) / kv_heads, head = static_cast<int>(blockIdx.x) % kv_heads,
+            slot = a.slots[row];
+  const std::int64_t of = a.list_slots ? slot : row, room = a.index.extent[2];
+  const int count = a.heads.on(slot, head) ? a.count(of, head) : 0;
+  if (threadIdx.x == 0) out_count[blockIdx.x] = count;
+  for (int i = static_cast<int>(threadIdx.x); count <= room && i < count; i += static_cast<int>(blockDim.x))
+    out[blockIdx.x * room + i] = a.index(of, head, i);
 }
 
 }  // namespace
@@ -172,25 +239,32 @@ void archive(const CudaStoreLayer& s, const Heads& heads, const CudaStoreRows& r
 }
 KVLAB_ON_CUDA(archive, archive);
 
-void plan_fetch(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream) {
-  const Jobs jobs = jobs_of(s, a);
-  launch("plan_fetch", plan_kernel, a.rows * s.kv_heads, threads, 0, stream_of(stream), true, s, a, jobs.list,
-         jobs.counts);
+void fetch(const CudaStoreLayer& first, const std::vector<CudaStoreFetch>& all, Stream stream) {
+  Fetches f = {first, {}, static_cast<int>(all.size())};
+  std::copy(all.begin(), all.end(), f.of);
+  const auto kernel = wide(first.layout) ? fetch_kernel<uint4> : fetch_kernel<unsigned>;
+  launch_apart("fetch", kernel, copying_multiprocessors, copy_threads, stream, f);
 }
-KVLAB_ON_CUDA(plan_fetch, plan_fetch);
+KVLAB_ON_CUDA(fetch, fetch);
 
-void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream) {
-  const Jobs jobs = jobs_of(s, a);
-  const auto kernel = wide(s.layout) ? fetch_kernel<uint4> : fetch_kernel<unsigned>;
-  launch_apart("copy_fetched", kernel, copying_multiprocessors, copy_threads, stream, s, jobs.list, jobs.counts);
+// The first call takes the memory of all lanes, since a graph may hold later ones.
+CudaStoreFetch hold_list(const CudaStoreFetch& a, int kv_heads, Stream home, int lane, Stream stream) {
+  const std::int64_t heads = std::int64_t{a.rows} * kv_heads, room = a.index.extent[2];
+  const auto numbers = [&](const char* tag, std::int64_t each) {
+    const std::size_t of_lane = std::bit_ceil(static_cast<std::size_t>(each));
+    void* all = fixed_scratch(home.handle(), tag, SideStream::lanes * of_lane * sizeof(std::int32_t));
+    return static_cast<std::int32_t*>(all) + static_cast<std::size_t>(lane) * of_lane;
+  };
+  auto *index = numbers("fetched", heads * room), *count = numbers("fetched counts", heads);
+  hold_kernel<<<static_cast<unsigned>(heads), threads, 0, stream_of(stream)>>>(kv_heads, a, index, count);
+  check_launch("hold_list");
+  CudaStoreFetch held = a;
+  held.index = View<const std::int32_t, 3>::dense(index, {a.rows, kv_heads, room});
+  held.count = View<const std::int32_t, 2>::dense(count, {a.rows, kv_heads});
+  held.list_slots = nullptr, held.heads = Heads{};
+  return held;
 }
-KVLAB_ON_CUDA(copy_fetched, copy_fetched);
-
-void forget_fetches(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream) {
-  forget_kernel<<<1, 32, 0, stream_of(stream)>>>(jobs_of(s, a).counts);
-  check_launch("forget_fetches");
-}
-KVLAB_ON_CUDA(forget_fetches, forget_fetches);
+KVLAB_ON_CUDA(hold_list, hold_list);
 
 }  // namespace cuda_store
 

@@ -175,6 +175,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     side_->end(SideStream::no_lane);
     return {Fit::ok, -1};
   }
+  fetch_waiting();  // into places of pages that this edit may move
   placing_[static_cast<std::size_t>(e.layer)] = true;
   const auto jobs_of = [&](int lane) {
     a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer(s);
@@ -226,53 +227,42 @@ Applied CudaStore::archive_heads(const Edit& e, const std::vector<std::int32_t>&
   return {};
 }
 
-// The copies run beside the stream, so the plan reads the list, which may be scratch. Beside a step both do, and the
-// plans of some layers add to one list of copies.
+// The copies run beside the stream, by a copy of the list, which may be scratch. Beside a step, fetches of some layers
+// share a launch when their edits end.
 Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   auto a = list_of<CudaStoreFetch>(e, rows_of(slots), slots.size(), ++edit_);
   a.heads = e.heads;
-  a.home = stream_;
+  a.layer = e.layer;
   stale_ = true;
   fetching_[static_cast<std::size_t>(e.layer)] = true;
-  const CudaStoreLayer l = layer(e.layer);
   if (beside_) {
     // A second fetch of a layer may replace tokens that the first one brings.
-    const bool joins = planned_ < SideStream::lanes && e.layer != planned_layer_ &&
-                       a.index.extent == planned_fetch_.index.extent && a.rows == planned_fetch_.rows;
-    if (!joins) copy_planned();
-    only_on_cuda<cuda_store::plan_fetch>(l, a, working());
-    planned_fetch_ = a, planned_layer_ = e.layer, ++planned_;
+    const bool joins = std::ssize(fetches_) < most_fetches && std::ranges::none_of(fetches_, [&](const auto& other) {
+                         return other.layer == a.layer || other.rows != a.rows;
+                       });
+    if (!joins) fetch_waiting();
+    fetches_.push_back(a);
     return {Fit::ok, -1};
   }
-  a.lane = side_->next();
-  only_on_cuda<cuda_store::plan_fetch>(l, a, working());
-  only_on_cuda<cuda_store::copy_fetched>(l, a, side_->begin());
-  side_->end(a.lane);
+  const int lane = side_->next();
+  const auto held = only_on_cuda<cuda_store::hold_list>(a, options_.shape.kv_heads, stream_, lane, stream_);
+  only_on_cuda<cuda_store::fetch>(layer(0), std::vector{held}, side_->begin());
+  side_->end(lane);
   return {Fit::ok, -1};
 }
 
-// Copies what fetches beside a step have planned. A launch of copies takes whole multiprocessors, so they share one.
-void CudaStore::copy_planned() {
-  if (planned_ == 0) return;
-  planned_ = 0, planned_layer_ = -1, used_lanes_ = true;
-  only_on_cuda<cuda_store::copy_fetched>(layer(0), planned_fetch_, side_->stream());
+void CudaStore::fetch_waiting() {
+  if (fetches_.empty()) return;
+  only_on_cuda<cuda_store::fetch>(layer(0), std::exchange(fetches_, {}), side_->stream());
 }
 
 Stream CudaStore::fork() {
-  const Stream side = side_->begin();
-  // An error ended the work before between a plan and its copies.
-  if (planned_ > 0) only_on_cuda<cuda_store::forget_fetches>(layer(0), planned_fetch_, side);
-  planned_ = 0, planned_layer_ = -1, used_lanes_ = false;
-  return side;
+  fetches_.clear();  // an error ended the work before
+  return side_->begin();
 }
 
-// The main stream's later fetches write the jobs of lanes.
-void CudaStore::forked() {
-  copy_planned();
-  for (int lane = 0; used_lanes_ && lane < SideStream::lanes; ++lane) side_->end(lane);
-  side_->end(SideStream::no_lane);
-}
+void CudaStore::forked() { side_->end(SideStream::no_lane); }
 
 // Returns the pages that a place edit copies to the host. Waits for the device.
 CudaStore::Uncopied CudaStore::uncopied(const Edit& e, const std::vector<std::int32_t>& slots) {

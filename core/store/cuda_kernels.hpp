@@ -169,13 +169,12 @@ struct CudaExtents {
   }
 };
 
-// Jobs lie in memory that is kept for the stream `home`, a set for each lane of a SideStream.
 struct CudaStoreFetch : CudaStoreList {
   const std::int32_t* list_slots = nullptr;  // IndexList::slots
   Heads heads;
-  Stream home = Stream::cpu();
-  int lane = 0;
+  int layer = 0;
 };
+inline constexpr int most_fetches = 32;  // of a launch
 
 struct CudaStoreAttend : CudaStoreList {
   const std::int32_t* list_slots = nullptr;  // IndexList::slots
@@ -216,11 +215,12 @@ void take_back(const CudaStoreLayer& s, Stream stream);
 void free_archives(const CudaStoreLayer& first, int layers, const Heads& heads, const CudaStoreRows& r, Stream stream);
 // Copies all pages of these heads to frames of the host, which the caller has reserved. They have no archive.
 void archive(const CudaStoreLayer& s, const Heads& heads, const CudaStoreRows& r, Stream stream);
-// A fetch is a plan and its copies, which may run in another stream. The plan checks the lists and adds jobs to those
-// of its lane. Plans of other layers may follow, up to one for each lane. copy_fetched does all jobs of the lane.
-void plan_fetch(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
-void copy_fetched(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);
-void forget_fetches(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream stream);  // that copy_fetched would do
+// Copies the listed tokens of archives, for up to most_fetches fetches of as many rows, each of a layer of its own.
+// first: the first layer. A head whose list is bad gets none of its tokens.
+void fetch(const CudaStoreLayer& first, const std::vector<CudaStoreFetch>& all, Stream stream);
+// Returns the fetch with a copy of its list, so that it may run later. The copy lies in memory that is kept for the
+// stream `home`, for each lane of a SideStream.
+CudaStoreFetch hold_list(const CudaStoreFetch& a, int kv_heads, Stream home, int lane, Stream stream);
 // Writes for each head of the rows whether it is meant. out: [slot, kv_head].
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
 // Counts CudaStoreCounters::owed of all layers and slots. first: the first layer.

@@ -340,8 +340,7 @@ int CudaStore::max_length(int index, const std::vector<std::int32_t>& slots) con
 }
 
 void CudaStore::settle() {
-  copy_planned();
-  if (beside_) synchronize(side_->stream());
+  if (beside_) fetch_waiting(), synchronize(side_->stream());
   side_->join();
   fetching_.assign(fetching_.size(), false);
   if (std::find(placing_.begin(), placing_.end(), true) == placing_.end()) return;

@@ -194,7 +194,8 @@ class CudaStore final : public Store {
   void plan_on_host(const CudaStoreEncode& a, int layer, const std::vector<std::int32_t>& slots);
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
-  void copy_planned();
+  void applied() override { fetch_waiting(); }
+  void fetch_waiting();
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
   // Later work runs after all copies for Deadline::sequence. Returns whether there were some.
@@ -259,9 +260,7 @@ class CudaStore final : public Store {
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
-  CudaStoreFetch planned_fetch_;            // the last of those beside a step that wait for copies
-  int planned_ = 0, planned_layer_ = -1;    // how many of them do; the layer of the last
-  bool used_lanes_ = false;                 // by fetches since fork()
+  std::vector<CudaStoreFetch> fetches_;     // of edits beside a step that are under way
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
   // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views

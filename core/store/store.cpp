@@ -532,6 +532,7 @@ Applied Store::apply(const std::vector<Edit>& edits, const std::vector<std::int3
     total += carry_out(e, slots, nan);
     if (total.fit != Fit::ok) break;
   }
+  applied();
   return total;
 }
 

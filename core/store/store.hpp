@@ -225,6 +225,7 @@ class Store {
   virtual Stream fork() { return stream_; }
   virtual Stream working() const { return stream_; }  // that callbacks give their work to
   virtual void forked() {}
+  virtual void applied() {}  // apply() calls it last
   virtual IndexList attend_list(const Edit& e, const std::vector<std::int32_t>& slots, Workspace& w) = 0;
   virtual void advanced(bool /*decode*/) {}  // advance() calls it last
 
