@@ -210,12 +210,12 @@ __global__ void __launch_bounds__(copy_threads) fetch_kernel(const __grid_consta
 
 // Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A count that is no count stays.
 __global__ void hold_kernel(int kv_heads, const __grid_constant__ CudaStoreFetch a, std::int32_t* out,
-                            std::int32_t* out_count) {
+                            std::int32_t* out_count, std::int32_t* out_slots) {
   const int row = static_cast<int>(blockIdx.x) / kv_heads, head = static_cast<int>(blockIdx.x) % kv_heads,
             slot = a.slots[row];
   const std::int64_t of = a.list_slots ? slot : row, room = a.index.extent[2];
   const int count = a.heads.on(slot, head) ? a.count(of, head) : 0;
-  if (threadIdx.x == 0) out_count[blockIdx.x] = count;
+  if (threadIdx.x == 0) out_count[blockIdx.x] = count, out_slots[row] = slot;
   for (int i = static_cast<int>(threadIdx.x); count <= room && i < count; i += static_cast<int>(blockDim.x))
     out[blockIdx.x * room + i] = a.index(of, head, i);
 }
@@ -255,13 +255,14 @@ CudaStoreFetch hold_list(const CudaStoreFetch& a, int kv_heads, Stream home, int
     void* all = fixed_scratch(home.handle(), tag, SideStream::lanes * of_lane * sizeof(std::int32_t));
     return static_cast<std::int32_t*>(all) + static_cast<std::size_t>(lane) * of_lane;
   };
-  auto *index = numbers("fetched", heads * room), *count = numbers("fetched counts", heads);
-  hold_kernel<<<static_cast<unsigned>(heads), threads, 0, stream_of(stream)>>>(kv_heads, a, index, count);
+  auto *index = numbers("fetched", heads * room), *count = numbers("fetched counts", heads),
+       *slots = numbers("fetched slots", a.rows);
+  hold_kernel<<<static_cast<unsigned>(heads), threads, 0, stream_of(stream)>>>(kv_heads, a, index, count, slots);
   check_launch("hold_list");
   CudaStoreFetch held = a;
   held.index = View<const std::int32_t, 3>::dense(index, {a.rows, kv_heads, room});
   held.count = View<const std::int32_t, 2>::dense(count, {a.rows, kv_heads});
-  held.list_slots = nullptr, held.heads = Heads{};
+  held.slots = slots, held.list_slots = nullptr, held.heads = Heads{};
   return held;
 }
 KVLAB_ON_CUDA(hold_list, hold_list);
