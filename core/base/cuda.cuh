@@ -25,18 +25,19 @@ inline cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(h
 inline cudaStream_t stream_of(Stream s) { return stream_of(s.handle()); }
 
 int multiprocessors();  // of the current device
-// Copies beside a decode step have some multiprocessors to themselves: a kernel of the step whose block waits for one
-// of these would take twice as long. copies_beside: whether the step that is launched next may have such copies, of its
-// own cache and of others.
+// Work beside a decode step has some multiprocessors to itself: a kernel of the step whose block waits for one of these
+// would take twice as long. left_free: how many kernels of the step that are launched next leave to their own cache's
+// work and to that of others.
 constexpr int copying_multiprocessors = 4;
-struct CopiesBeside {
-  bool of_cache = false, of_others = false;
+constexpr int checking_multiprocessors = 32;  // of checks for drift beside the next-token layer
+struct LeftFree {
+  int to_cache = 0, to_others = 0;
 };
-extern CopiesBeside copies_beside;
+extern LeftFree left_free;
 inline int step_multiprocessors() {
-  const int all = multiprocessors();
-  const bool copies = copies_beside.of_cache || copies_beside.of_others;
-  return copies && all >= 16 * copying_multiprocessors ? all - copying_multiprocessors : all;
+  const int all = multiprocessors(),
+            left = left_free.to_cache > left_free.to_others ? left_free.to_cache : left_free.to_others;
+  return all >= 64 ? all - left : all;
 }
 std::int64_t shared_bytes();  // shared memory that one block may have
 // Device memory that is kept for the stream and the tag. zeroed(): zero at first, and every user leaves it zero.

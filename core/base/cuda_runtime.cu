@@ -146,7 +146,7 @@ void free_pinned(void* block) {
 
 }  // namespace
 
-CopiesBeside copies_beside;
+LeftFree left_free;
 int multiprocessors() {
   static const int count = attribute(cudaDevAttrMultiProcessorCount);
   return count;

@@ -53,7 +53,7 @@ KVLAB_ON_CUDA(gather, gather);
 void relay(const ScatteredCopy& c, int blocks, Stream s) { cuda::launch_relay("relay", relay_kernel, blocks, s, c); }
 KVLAB_ON_CUDA(relay, relay);
 
-void relays_beside(bool yes) { cuda::copies_beside.of_others = yes; }
+void relays_beside(bool yes) { cuda::left_free.to_others = yes ? cuda::copying_multiprocessors : 0; }
 KVLAB_ON_CUDA(relays_beside, relays_beside);
 
 void page_2d(const std::byte* from, std::byte* to, int pieces, int piece_bytes, std::int64_t stride, Stream s) {

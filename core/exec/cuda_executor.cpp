@@ -555,6 +555,7 @@ void CudaExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_las
 }
 
 void CudaExecutor::head(std::int64_t rows, const StepResult&) {
+  store_.leave_room_to_checks();
   logits_of_rows(0, rows);
   const PartTimer timer(Part::other);
   ops::ArgmaxArgs a;
@@ -641,7 +642,7 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     make_room(replay_of(slots), slots);
     room_ = replay_of(slots).room;
   }
-  store_.leave_room(slots);
+  store_.leave_room(slots, keeps_rows_);
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;

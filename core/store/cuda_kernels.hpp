@@ -208,8 +208,9 @@ void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream strea
 // copies may run in another stream, beside kernels that take frames: the frames that they give back are `returned`.
 void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
-// Says whether the steps to come have such copies: kernels of the step then leave them room.
-void leave_room(bool yes);
+// Says what runs beside the kernels of a step that are launched next. They leave it room.
+enum class BesideStep : std::uint8_t { nothing, copies, checks };
+void leave_room(BesideStep work);
 void take_back(const CudaStoreLayer& s, Stream stream);
 // Frees the archives of these heads, in `layers` layers from `first` on.
 void free_archives(const CudaStoreLayer& first, int layers, const Heads& heads, const CudaStoreRows& r, Stream stream);

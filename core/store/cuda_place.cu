@@ -305,7 +305,11 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
 }
 KVLAB_ON_CUDA(copy_placed, copy_placed);
 
-void leave_room(bool yes) { copies_beside.of_cache = yes; }
+void leave_room(BesideStep work) {
+  left_free.to_cache = work == BesideStep::checks   ? checking_multiprocessors
+                       : work == BesideStep::copies ? copying_multiprocessors
+                                                    : 0;
+}
 KVLAB_ON_CUDA(leave_room, leave_room);
 
 void take_back(const CudaStoreLayer& s, Stream stream) {

@@ -525,8 +525,14 @@ void CudaStore::count_edits_anew() {
   zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
 }
 
-void CudaStore::leave_room(const std::vector<std::int32_t>& slots) const {
-  only_on_cuda<cuda_store::leave_room>((options_.host_pages && any_spills(slots)) || options_.archive);
+void CudaStore::leave_room(const std::vector<std::int32_t>& slots, bool late) const {
+  const bool copies = (options_.host_pages && any_spills(slots)) || (options_.archive && !late);
+  only_on_cuda<cuda_store::leave_room>(copies ? cuda_store::BesideStep::copies : cuda_store::BesideStep::nothing);
+}
+
+// Tokens of archives travel with these checks, if at all.
+void CudaStore::leave_room_to_checks() const {
+  if (options_.archive && side_->busy()) only_on_cuda<cuda_store::leave_room>(cuda_store::BesideStep::checks);
 }
 
 void CudaStore::make_way(const std::vector<std::int32_t>& slots) {

@@ -56,8 +56,11 @@ class CudaStore final : public Store {
   void note_absent(int layer, const std::vector<std::int32_t>& slots, const IndexList& pages = {}) const;
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return pages_below() && !tails_stay_; }
-  // Says which rows the next step has, so that its kernels leave room for copies beside it.
-  void leave_room(const std::vector<std::int32_t>& slots) const;
+  // Says which rows the next step has, so that its kernels leave room for copies beside it. late: fetches come after
+  // its last layer.
+  void leave_room(const std::vector<std::int32_t>& slots, bool late) const;
+  // The same for the kernels after the last layer: checks for drift may have begun beside them.
+  void leave_room_to_checks() const;
   // Makes sequences spill, if one more token of every row does not fit otherwise.
   void make_way(const std::vector<std::int32_t>& slots);
   using Frames = std::array<std::int64_t, pools>;

@@ -240,7 +240,7 @@ kvlab::LibraryState stand_in(const char* name, const char* variable) {
 
 namespace kvlab::cuda {
 
-CopiesBeside copies_beside;
+LeftFree left_free;
 int multiprocessors() {
   static const int count = emulator::number("KVLAB_EMULATED_MULTIPROCESSORS", 132);
   return count;
