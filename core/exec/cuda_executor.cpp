@@ -555,7 +555,11 @@ void CudaExecutor::prompt_logits(std::int64_t rows, const View<float, 2>& of_las
 }
 
 void CudaExecutor::head(std::int64_t rows, const StepResult&) {
-  store_.leave_room_to_checks();
+  struct RoomForChecks {
+    const CudaStore& store;
+    explicit RoomForChecks(const CudaStore& s) : store(s) { store.leave_room_to_checks(true); }
+    ~RoomForChecks() { store.leave_room_to_checks(false); }
+  } const until_the_end(store_);
   logits_of_rows(0, rows);
   const PartTimer timer(Part::other);
   ops::ArgmaxArgs a;
@@ -642,7 +646,7 @@ Fit CudaExecutor::run(const std::vector<std::int32_t>& slots, LayerHooks& hooks,
     make_room(replay_of(slots), slots);
     room_ = replay_of(slots).room;
   }
-  store_.leave_room(slots, keeps_rows_);
+  store_.leave_room(slots, hooks.keeps_rows());
   if (replayable && replay(slots, hooks, out)) return Fit::ok;
   watch_.begin(stream_);
   if (const Fit fit = run_layers(slots, hooks, out); fit != Fit::ok) return fit;

@@ -144,6 +144,17 @@ __device__ inline void copy_tokens(const PageLayout& l, const TokenCopy& mine, i
   if (token < tokens && which < fields) *field(to, l, target, which) = *field(from, l, offset, which);
 }
 
+// Whether an entry of a list that falls to this thread is bad.
+template <class Place>
+__device__ inline bool bad_entries(const Place& place, int count, int archived) {
+  bool bad = false;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+    const int token = place(i);
+    bad = bad || token < 0 || token >= archived || (i > 0 && token <= place(i - 1));
+  }
+  return bad;
+}
+
 // Sets tokens[] of heads, one for each thread. A bad list gives none. All blocks find the same.
 __device__ inline void check_lists(const Fetches& f, FetchShared& s, int first_head, int heads) {
   const int mine = static_cast<int>(threadIdx.x);
@@ -164,11 +175,7 @@ __device__ inline void check_lists(const Fetches& f, FetchShared& s, int first_h
     const int of = static_cast<int>(s.on[u]), tokens = static_cast<int>(s.tokens[of]);
     const FetchedHead fetched(f, first_head + of);
     const int archived = f.first.archived[fetched.at];
-    bad = false;
-    for (int i = mine; i < tokens; i += copy_threads) {
-      const int token = fetched.place(i);
-      bad = bad || token < 0 || token >= archived || (i > 0 && token <= fetched.place(i - 1));
-    }
+    bad = bad_entries([&](int i) { return fetched.place(i); }, tokens, archived);
     if (!__syncthreads_or(bad)) continue;
     if (mine == 0) s.tokens[of] = 0;
     if (mine == 0 && blockIdx.x == 0) fail(f.first, store_bad_list);
@@ -205,19 +212,29 @@ __global__ void __launch_bounds__(copy_threads) fetch_kernel(const __grid_consta
     __syncthreads();
   }
   for (int i = 0; mine == 0 && blockIdx.x == 0 && i < f.count; ++i)
-    if (s.fired[i]) count_fired(f.first, f.of[i].edit);
+    if (s.fired[i] && f.of[i].edit) count_fired(f.first, f.of[i].edit);
 }
 
-// Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A count that is no count stays.
-__global__ void hold_kernel(int kv_heads, const __grid_constant__ CudaStoreFetch a, std::int32_t* out,
-                            std::int32_t* out_count, std::int32_t* out_slots) {
-  const int row = static_cast<int>(blockIdx.x) / kv_heads, head = static_cast<int>(blockIdx.x) % kv_heads,
-            slot = a.slots[row];
+// Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A bad list becomes an empty one. It counts the edit
+// here, in the order of the stream's edits.
+__global__ void hold_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStoreFetch a,
+                            std::int32_t* out, std::int32_t* out_count, std::int32_t* out_slots) {
+  const int row = static_cast<int>(blockIdx.x) / s.kv_heads, head = static_cast<int>(blockIdx.x) % s.kv_heads,
+            slot = a.slots[row], mine = static_cast<int>(threadIdx.x);
   const std::int64_t of = a.list_slots ? slot : row, room = a.index.extent[2];
-  const int count = a.heads.on(slot, head) ? a.count(of, head) : 0;
-  if (threadIdx.x == 0) out_count[blockIdx.x] = count, out_slots[row] = slot;
-  for (int i = static_cast<int>(threadIdx.x); count <= room && i < count; i += static_cast<int>(blockDim.x))
-    out[blockIdx.x * room + i] = a.index(of, head, i);
+  int count = a.heads.on(slot, head) ? a.count(of, head) : 0;
+  const std::int64_t at = std::int64_t{slot} * s.kv_heads + head;
+  bool bad = count < 0 || count > room || count > *head_of(s, slot, head).length;
+  if (!bad) bad = bad_entries([&](int i) { return a.index(of, head, i); }, count, s.archived[at]);
+  if (__syncthreads_or(bad)) {
+    if (mine == 0) fail(s, store_bad_list);
+    count = 0;
+  }
+  if (mine == 0) {
+    out_count[blockIdx.x] = count, out_slots[row] = slot;
+    if (count > 0) count_fired(s, a.edit);
+  }
+  for (int i = mine; i < count; i += static_cast<int>(blockDim.x)) out[blockIdx.x * room + i] = a.index(of, head, i);
 }
 
 }  // namespace
@@ -248,8 +265,8 @@ void fetch(const CudaStoreLayer& first, const std::vector<CudaStoreFetch>& all, 
 KVLAB_ON_CUDA(fetch, fetch);
 
 // The first call takes the memory of all lanes, since a graph may hold later ones.
-CudaStoreFetch hold_list(const CudaStoreFetch& a, int kv_heads, Stream home, int lane, Stream stream) {
-  const std::int64_t heads = std::int64_t{a.rows} * kv_heads, room = a.index.extent[2];
+CudaStoreFetch hold_list(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream home, int lane, Stream stream) {
+  const std::int64_t heads = std::int64_t{a.rows} * s.kv_heads, room = a.index.extent[2];
   const auto numbers = [&](const char* tag, std::int64_t each) {
     const std::size_t of_lane = std::bit_ceil(static_cast<std::size_t>(each));
     void* all = fixed_scratch(home.handle(), tag, SideStream::lanes * of_lane * sizeof(std::int32_t));
@@ -257,12 +274,12 @@ CudaStoreFetch hold_list(const CudaStoreFetch& a, int kv_heads, Stream home, int
   };
   auto *index = numbers("fetched", heads * room), *count = numbers("fetched counts", heads),
        *slots = numbers("fetched slots", a.rows);
-  hold_kernel<<<static_cast<unsigned>(heads), threads, 0, stream_of(stream)>>>(kv_heads, a, index, count, slots);
+  hold_kernel<<<static_cast<unsigned>(heads), threads, 0, stream_of(stream)>>>(s, a, index, count, slots);
   check_launch("hold_list");
   CudaStoreFetch held = a;
-  held.index = View<const std::int32_t, 3>::dense(index, {a.rows, kv_heads, room});
-  held.count = View<const std::int32_t, 2>::dense(count, {a.rows, kv_heads});
-  held.slots = slots, held.list_slots = nullptr, held.heads = Heads{};
+  held.index = View<const std::int32_t, 3>::dense(index, {a.rows, s.kv_heads, room});
+  held.count = View<const std::int32_t, 2>::dense(count, {a.rows, s.kv_heads});
+  held.slots = slots, held.list_slots = nullptr, held.heads = Heads{}, held.edit = 0;
   return held;
 }
 KVLAB_ON_CUDA(hold_list, hold_list);

@@ -246,7 +246,7 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
     return {Fit::ok, -1};
   }
   const int lane = side_->next();
-  const auto held = only_on_cuda<cuda_store::hold_list>(a, options_.shape.kv_heads, stream_, lane, stream_);
+  const auto held = only_on_cuda<cuda_store::hold_list>(layer(e.layer), a, stream_, lane, stream_);
   only_on_cuda<cuda_store::fetch>(layer(0), std::vector{held}, side_->begin());
   side_->end(lane);
   return {Fit::ok, -1};

@@ -525,14 +525,17 @@ void CudaStore::count_edits_anew() {
   zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
 }
 
-void CudaStore::leave_room(const std::vector<std::int32_t>& slots, bool late) const {
-  const bool copies = (options_.host_pages && any_spills(slots)) || (options_.archive && !late);
-  only_on_cuda<cuda_store::leave_room>(copies ? cuda_store::BesideStep::copies : cuda_store::BesideStep::nothing);
+void CudaStore::leave_room(const std::vector<std::int32_t>& slots, bool late) {
+  late_ = options_.archive && late;
+  copies_ = (options_.host_pages && any_spills(slots)) || (options_.archive && !late);
+  leave_room_to_checks(false);
 }
 
-// Tokens of archives travel with these checks, if at all.
-void CudaStore::leave_room_to_checks() const {
-  if (options_.archive && side_->busy()) only_on_cuda<cuda_store::leave_room>(cuda_store::BesideStep::checks);
+void CudaStore::leave_room_to_checks(bool yes) const {
+  using cuda_store::BesideStep;
+  only_on_cuda<cuda_store::leave_room>(yes && late_ ? BesideStep::checks
+                                       : copies_    ? BesideStep::copies
+                                                    : BesideStep::nothing);
 }
 
 void CudaStore::make_way(const std::vector<std::int32_t>& slots) {

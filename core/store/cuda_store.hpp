@@ -56,11 +56,11 @@ class CudaStore final : public Store {
   void note_absent(int layer, const std::vector<std::int32_t>& slots, const IndexList& pages = {}) const;
   // Whether a partly filled last page may be on the host alone, so that before_step has work.
   bool tails_below() const { return pages_below() && !tails_stay_; }
-  // Says which rows the next step has, so that its kernels leave room for copies beside it. late: fetches come after
-  // its last layer.
-  void leave_room(const std::vector<std::int32_t>& slots, bool late) const;
-  // The same for the kernels after the last layer: checks for drift may have begun beside them.
-  void leave_room_to_checks() const;
+  // Says which rows the next step has, so that its kernels leave room for copies beside it. late: those of archives
+  // come after its last layer. It may not depend on graphs, because room decides how kernels cut sums.
+  void leave_room(const std::vector<std::int32_t>& slots, bool late);
+  // After the last layer of a step whose fetches come late, which their checks precede; false: as before.
+  void leave_room_to_checks(bool yes) const;
   // Makes sequences spill, if one more token of every row does not fit otherwise.
   void make_way(const std::vector<std::int32_t>& slots);
   using Frames = std::array<std::int64_t, pools>;
@@ -197,7 +197,9 @@ class CudaStore final : public Store {
   void plan_on_host(const CudaStoreEncode& a, int layer, const std::vector<std::int32_t>& slots);
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
-  void applied() override { fetch_waiting(); }
+  void applied() override {
+    if (beside_) fetch_waiting();
+  }
   void fetch_waiting();
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
@@ -264,6 +266,7 @@ class CudaStore final : public Store {
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
   std::vector<CudaStoreFetch> fetches_;     // of edits beside a step that are under way
+  bool late_ = false, copies_ = false;      // of the latest leave_room: fetches come late; there may be copies
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one
   // codec, so ops take their fast kernels: also in a prompt's later layers, when the first ones are stored anew. Views
