@@ -174,6 +174,7 @@ __device__ inline void check_lists(const Fetches& f, FetchShared& s, int first_h
   for (unsigned u = 0; u < all; ++u) {
     const int of = static_cast<int>(s.on[u]), tokens = static_cast<int>(s.tokens[of]);
     const FetchedHead fetched(f, first_head + of);
+    if (fetched.a->held) continue;
     const int archived = f.first.archived[fetched.at];
     bad = bad_entries([&](int i) { return fetched.place(i); }, tokens, archived);
     if (!__syncthreads_or(bad)) continue;
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(copy_threads) fetch_kernel(const __grid_consta
     __syncthreads();
   }
   for (int i = 0; mine == 0 && blockIdx.x == 0 && i < f.count; ++i)
-    if (s.fired[i] && f.of[i].edit) count_fired(f.first, f.of[i].edit);
+    if (s.fired[i] && !f.of[i].held) count_fired(f.first, f.of[i].edit);
 }
 
 // Grid [row and kv_head]. out, out_count: [row, kv_head], dense. A bad list becomes an empty one. It counts the edit
@@ -279,7 +280,7 @@ CudaStoreFetch hold_list(const CudaStoreLayer& s, const CudaStoreFetch& a, Strea
   CudaStoreFetch held = a;
   held.index = View<const std::int32_t, 3>::dense(index, {a.rows, s.kv_heads, room});
   held.count = View<const std::int32_t, 2>::dense(count, {a.rows, s.kv_heads});
-  held.slots = slots, held.list_slots = nullptr, held.heads = Heads{}, held.edit = 0;
+  held.slots = slots, held.list_slots = nullptr, held.heads = Heads{}, held.held = true;
   return held;
 }
 KVLAB_ON_CUDA(hold_list, hold_list);

@@ -173,6 +173,7 @@ struct CudaStoreFetch : CudaStoreList {
   const std::int32_t* list_slots = nullptr;  // IndexList::slots
   Heads heads;
   int layer = 0;
+  bool held = false;  // hold_list has checked the list and counted the edit
 };
 inline constexpr int most_fetches = 32;  // of a launch
 
@@ -220,7 +221,7 @@ void archive(const CudaStoreLayer& s, const Heads& heads, const CudaStoreRows& r
 // first: the first layer. A head whose list is bad gets none of its tokens.
 void fetch(const CudaStoreLayer& first, const std::vector<CudaStoreFetch>& all, Stream stream);
 // Returns the fetch with a copy of its list and slots, so that it may run later. The copy lies in memory that is kept
-// for the stream `home`, for each lane of a SideStream. It counts the edit, so the fetch that it returns has none.
+// for the stream `home`, for each lane of a SideStream.
 CudaStoreFetch hold_list(const CudaStoreLayer& s, const CudaStoreFetch& a, Stream home, int lane, Stream stream);
 // Writes for each head of the rows whether it is meant. out: [slot, kv_head].
 void mark_heads(const Heads& heads, const CudaStoreRows& r, HeadFlags out, Stream stream);
