@@ -140,11 +140,13 @@ std::vector<Cell> cells(const Experiment& experiment, const PluginCatalog& catal
     if (fingerprints.model) json["content"] = fingerprints.model(model);
     models.push_back(json.dump());
   }
-  for (const TaskSpec& task : experiment.tasks)
-    tasks.push_back(Json{{"name", task.name},
-                         {"task", to_json(task)},
-                         {"depends", dependencies(task.task, experiment, catalog, fingerprints)}}
-                        .dump());
+  for (const TaskSpec& task : experiment.tasks) {
+    Json json = {{"name", task.name},
+                 {"task", to_json(task)},
+                 {"depends", dependencies(task.task, experiment, catalog, fingerprints)}};
+    if (task.metric) json["depends"].push_back(dependencies(*task.metric, experiment, catalog, fingerprints));
+    tasks.push_back(json.dump());
+  }
   for (const PolicySpec& policy : experiment.policies) {
     policies.push_back(describe(policy, experiment, catalog, fingerprints).dump());
     params.push_back(params_of(policy, experiment).dump());
@@ -226,6 +228,8 @@ std::string task_text(const Experiment& experiment, const TaskSpec& task) {
   if (differs([&](const TaskSpec& o) { return o.questions == task.questions; }))
     add(fmt::format("questions {}", task.questions));
   if (differs([&](const TaskSpec& o) { return o.turns == task.turns; })) add(fmt::format("turns {}", task.turns));
+  const auto metric = [](const TaskSpec& t) { return t.metric ? t.metric->name : "its own"; };
+  if (differs([&](const TaskSpec& o) { return metric(o) == metric(task); })) add("metric " + metric(task));
   return varying.empty() ? task.name : task.name + " (" + varying + ")";
 }
 

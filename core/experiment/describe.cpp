@@ -51,13 +51,15 @@ const std::vector<Kind>& kinds() {
                                         {"budgets", {Role::budget}},
                                         {"codecs", {Role::codec}},
                                         {"profilers", {Role::profiler}},
-                                        {"tasks", {Role::task}}};
+                                        {"tasks", {Role::task}},
+                                        {"metrics", {Role::metric}}};
   return all;
 }
 
 std::vector<Role> roles_of(const std::string& kind) {
   if (kind.empty())
-    return {Role::policy, Role::scorer, Role::selector, Role::budget, Role::codec, Role::profiler, Role::task};
+    return {Role::policy, Role::scorer,   Role::selector, Role::budget,
+            Role::codec,  Role::profiler, Role::task,     Role::metric};
   std::vector<std::string> words;
   for (const Kind& k : kinds()) {
     if (k.word == kind) return k.roles;
@@ -180,6 +182,7 @@ std::string example(Registry& registry, const PluginInfo& plugin) {
     }
     case Role::profiler: return "profilers:\n  - " + entry_text(plugin, "") + "\n";
     case Role::task: return experiment(entry_text(plugin, ""), "");
+    case Role::metric: return experiment(any_task(registry) + ": {metric: " + use_text(plugin) + "}", "");
   }
   return "";
 }

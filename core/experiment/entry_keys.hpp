@@ -36,6 +36,7 @@ inline const std::vector<EntryKey>& task_keys() {
       {"questions", "N", "questions over one context; each starts from the cache as it was after the context"},
       {"turns", "N", "questions after each of these, one after the other: earlier answers stay in the cache"},
       {"seed", "N", "of the samples, in place of the experiment's"},
+      {"metric", "NAME", "scores the answers, in place of the task's; `kvlab list metrics` has the names"},
   };
   return keys;
 }

@@ -45,6 +45,8 @@ enum class Question : std::uint8_t { prompt, decode };  // seen before the polic
 struct TaskSpec {
   std::string name;  // the entry's label
   PluginUse task;
+  std::optional<PluginUse> metric;  // the entry's, else the one that the task names; nothing = the task's own
+  bool names_metric = false;        // the entry does: the task's own is not asked
   Question question = Question::prompt;
   int questions = 1;
   int turns = 1;                     // questions of one conversation, in which each follows the one before
@@ -55,6 +57,9 @@ struct TaskSpec {
 // `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong.
 std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&);
 std::optional<TaskSpec> read_task(const yaml::Node& entry, const PluginCatalog&, Problems&);
+
+// The metric of this name with its defaults; nothing when there is none.
+std::optional<PluginUse> metric_named(const std::string& name, const PluginCatalog&);
 
 // `policy` with the named component switched off, labelled "LABEL -COMPONENT"; nothing when no plugin of it declares
 // that component or it is off already.

@@ -100,7 +100,7 @@ class Builder {
 
   Json build() {
     Json defs = Json::object();
-    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::budget, Role::codec})
+    for (const Role role : {Role::policy, Role::scorer, Role::selector, Role::budget, Role::codec, Role::metric})
       defs[name_of(role)] = use(role);
     defs["bytes"] = {{"anyOf", {integer(1), {{"type", "string"}, {"pattern", "^[0-9.eE+]+ ?([KMGT]i?B|B)?$"}}}}};
     defs["budget_amount"] = {
@@ -181,6 +181,7 @@ class Builder {
     shared["questions"].update(axis(integer(1)));
     shared["turns"].update(axis(integer(1)));
     shared["seed"].update(axis(integer(0)));
+    shared["metric"].update(axis(ref("metric")));
     Json named = Json::object(), names = Json::array();
     for (const PluginInfo* p : registry_.list(Role::task)) {
       Json properties = params(p->params);

@@ -54,6 +54,7 @@ Json to_json(const TaskSpec& task) {
   json["question"] = task.question == Question::decode ? "decode" : "prompt";
   json["questions"] = task.questions;
   if (task.turns > 1) json["turns"] = task.turns;
+  if (task.metric) json["metric"] = {{task.metric->name, to_json(task.metric->params)}};
   return json;
 }
 

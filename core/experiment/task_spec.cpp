@@ -2,10 +2,33 @@
 
 #include "experiment/entry.hpp"
 #include "experiment/policy_spec.hpp"
+#include "plugin/loader.hpp"
+#include "plugin/parameters.hpp"
 
 namespace kvlab {
 
 using yaml::Node;
+
+namespace {
+
+// The plugin that the task names as its metric; nothing where the metric is the task's own. A task that cannot be made
+// says why when its prompts are.
+std::optional<PluginUse> metric_of(const PluginInfo& plugin, const Params& params, const PluginCatalog& catalog) {
+  if (!plugin.create) return std::nullopt;
+  try {
+    return metric_named(create<Task>(plugin, params)->metric(), catalog);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::optional<PluginUse> metric_named(const std::string& name, const PluginCatalog& catalog) {
+  const PluginInfo* plugin = catalog.find(Role::metric, name);
+  if (!plugin) return std::nullopt;
+  return PluginUse{Role::metric, name, resolve(*plugin, {})};
+}
 
 std::optional<TaskSpec> read_task(const Node& entry, const PluginCatalog& catalog, Problems& problems) {
   UseReader uses(catalog, problems);
@@ -44,8 +67,12 @@ std::optional<TaskSpec> read_task(const Node& entry, const PluginCatalog& catalo
     task.seed = map.get<std::int64_t>(make_param("seed", 0, 0, 9e15, "seed of the samples"));
   else
     map.take("seed");
+  const Node* metric = map.take("metric");
+  task.names_metric = metric != nullptr;
+  if (metric) task.metric = uses.use(*metric, Role::metric);
   task.task = {Role::task, name.text, uses.params(*plugin, map.rest(), names_of(task_keys()))};
   if (problems.size() != before) return std::nullopt;
+  if (!metric) task.metric = metric_of(*plugin, task.task.params, catalog);
   return task;
 }
 

@@ -71,6 +71,11 @@ class Guard : public Interface {
     return p;
   }
 
+  double check_score(double score) const {
+    if (!(score >= 0 && score <= 1)) who_.refuse("score", fmt::format("got {}, wanted 0 to 1", score));
+    return score;
+  }
+
   Callee who_;
   Instance<Interface> object_;
 };
@@ -318,8 +323,20 @@ class GuardedTask final : public Guard<Task> {
   }
   std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
     const auto score = ask("score", [&](const Task& t) { return t.score(answer, references); });
-    if (score && !(*score >= 0 && *score <= 1)) who_.refuse("score", fmt::format("got {}, wanted 0 to 1", *score));
+    if (score) check_score(*score);
     return score;
+  }
+};
+
+class GuardedMetric final : public Guard<AnswerMetric> {
+ public:
+  using Guard::Guard;
+  double score(const std::string& answer, const std::vector<std::string>& references,
+               const Record& record) const override {
+    return check_score(ask("score", [&](const AnswerMetric& m) { return m.score(answer, references, record); }));
+  }
+  void check(const std::vector<std::string>& references, const Record& record) const override {
+    ask("check", [&](const AnswerMetric& m) { m.check(references, record); });
   }
 };
 
@@ -351,6 +368,9 @@ Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object) 
 }
 Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object) {
   return behind<Task, GuardedTask>(plugin, std::move(object));
+}
+Instance<AnswerMetric> guarded(const PluginInfo& plugin, Instance<AnswerMetric> object) {
+  return behind<AnswerMetric, GuardedMetric>(plugin, std::move(object));
 }
 
 }  // namespace kvlab

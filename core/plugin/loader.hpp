@@ -60,6 +60,7 @@ Instance<Budget> guarded(const PluginInfo& plugin, Instance<Budget> object);
 Instance<Codec> guarded(const PluginInfo& plugin, Instance<Codec> object);
 Instance<Profiler> guarded(const PluginInfo& plugin, Instance<Profiler> object);
 Instance<Task> guarded(const PluginInfo& plugin, Instance<Task> object);
+Instance<AnswerMetric> guarded(const PluginInfo& plugin, Instance<AnswerMetric> object);
 
 // Interface: Policy, Scorer, ...; must be the plugin's role. params as resolve() gave them.
 template <class Interface>

@@ -6,8 +6,8 @@
 
 #include "base/sha256.hpp"
 #include "run/answer.hpp"
+#include "run/averages.hpp"
 #include "run/device.hpp"
-#include "run/metrics.hpp"
 #include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
 #include "run/shadow.hpp"

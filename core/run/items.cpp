@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 
 #include "base/log.hpp"
 #include "base/sha256.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
-#include "run/metrics.hpp"
 #include "run/task_env.hpp"
 
 namespace kvlab {
@@ -55,6 +55,11 @@ void check_amount(int samples, int done, std::int64_t tokens, const std::string&
                 where);
 }
 
+const Record& record_of(const Item& item) {
+  static const Record none;
+  return item.record ? *item.record : none;
+}
+
 // Every answer would match an empty reference.
 void check_references(const std::vector<std::string>& references, const std::string& where) {
   for (const std::string& r : references)
@@ -62,12 +67,26 @@ void check_references(const std::vector<std::string>& references, const std::str
       throw Error(Errc::data, "got an empty reference, wanted text that only a right answer has", where);
 }
 
-Error unknown_metric(const std::string& metric, const TaskSpec& spec) {
-  const auto shared = metric_names();
-  return Error(Errc::config,
-               "got metric '" + metric + "', wanted the task's score() or one of: " + join(shared) +
-                   did_you_mean(metric, shared),
-               spec.where);
+Error unknown_metric(const std::string& metric, const PluginCatalog& catalog) {
+  const auto known = catalog.names(Role::metric);
+  return Error(Errc::config, "got metric '" + metric + "', wanted the task's score() or one of: " + join(known) +
+                                 did_you_mean(metric, known));
+}
+
+// The metric by which answers are scored. A task with one of its own needs no plugin.
+void choose_metric(TaskItems& out, std::shared_ptr<const Task> task, const TaskSpec& spec,
+                   const PluginCatalog& catalog) {
+  const auto use = spec.metric ? spec.metric : metric_named(task->metric(), catalog);
+  out.metric = use ? use->name : task->metric();
+  if (use) out.plugin = create<AnswerMetric>(*catalog.find(Role::metric, use->name), use->params);
+  if (!spec.names_metric) out.task = std::move(task);
+}
+
+// Refuses an item with references that nothing can score.
+void check_metric(const TaskItems& out, const Item& item, const PluginCatalog& catalog) {
+  if (item.references.empty()) return;
+  if (out.task && !out.plugin && !out.task->score("", item.references)) throw unknown_metric(out.metric, catalog);
+  if (out.plugin) out.plugin->check(item.references, record_of(item));
 }
 
 }  // namespace
@@ -77,10 +96,13 @@ int Item::most_tokens() const {
   return static_cast<int>(prompt.size() + fed.size() + answer) + before;
 }
 
-double TaskItems::score(const std::string& answer, const std::vector<std::string>& references) const {
-  if (task && !references.empty())
-    if (const auto own = task->score(answer, references)) return *own;
-  return kvlab::score(metric, answer, references);
+double TaskItems::score(const Item& item, const std::string& answer) const {
+  if (item.references.empty()) return std::numeric_limits<double>::quiet_NaN();
+  if (task)
+    if (const auto own = task->score(answer, item.references)) return *own;
+  if (!plugin)
+    throw Error(Errc::plugin, "got no score by the task's own metric '" + metric + "', wanted one of every answer");
+  return plugin->score(answer, item.references, record_of(item));
 }
 
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,
@@ -93,10 +115,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
                          spec.questions, spec.turns);
   TaskItems out;
-  out.task = task;
-  out.metric = task->metric();
-  const auto shared = metric_names();
-  bool scored = std::find(shared.begin(), shared.end(), out.metric) != shared.end();
+  placed(spec.where, [&] { choose_metric(out, task, spec, catalog); });
   out.samples = placed(spec.where, [&] { return task->samples(env); });
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
   std::int64_t prompt_tokens = 0;  // of all items so far
@@ -134,6 +153,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
       item.forced = question.forced;
       item.max_new = question.max_new_tokens;
       item.references = question.references;
+      item.record = question.record;
       item.follows = question.follows;
       if (item.follows) {
         const Item& last = out.items.back();
@@ -147,10 +167,7 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
         item.shared = conversations > 1;
       }
       check_references(item.references, where);
-      if (!scored && !item.references.empty()) {
-        if (!placed(where, [&] { return task->score("", item.references); })) throw unknown_metric(out.metric, spec);
-        scored = true;
-      }
+      placed(where, [&] { check_metric(out, item, catalog); });
       if (item.prompt.empty()) throw Error(Errc::data, "got an empty prompt, wanted at least one token", where);
       if (item.forced.empty() && item.max_new < 1)
         throw Error(Errc::data, "got a question that asks for no token, wanted max_new_tokens of at least 1", where);

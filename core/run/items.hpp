@@ -1,5 +1,6 @@
 // The questions of a task's samples as tokens: a prompt to prefill, a question to feed, an answer to force or to make.
 #pragma once
+#include <kvlab/metric.hpp>
 #include <kvlab/task.hpp>
 
 #include <memory>
@@ -22,19 +23,21 @@ struct Item {
   std::vector<int> forced;  // scored instead of generated
   int max_new = 0;
   std::vector<std::string> references;
-  std::string sha256;  // of prompt and fed tokens of the conversation so far, little-endian i32
+  std::shared_ptr<const Record> record;  // of the question; or null
+  std::string sha256;                    // of prompt and fed tokens of the conversation so far, little-endian i32
 
   int most_tokens() const;  // of the conversation to this answer's end
 };
 
 struct TaskItems {
   std::vector<Item> items;
-  std::string metric;
-  std::shared_ptr<const Task> task;  // that may have a metric of its own; or null
+  std::string metric;                          // its name
+  std::shared_ptr<const Task> task;            // asked first: it may have a metric of its own; or null
+  std::shared_ptr<const AnswerMetric> plugin;  // the metric; or null, where the task has its own
   int samples = 0;
 
-  // 0 to 1; NaN without references. By the task's own metric, or kvlab's of this name.
-  double score(const std::string& answer, const std::vector<std::string>& references) const;
+  // 0 to 1; NaN without references.
+  double score(const Item& item, const std::string& answer) const;
 };
 // Throws Errc::data or Errc::config for samples that cannot run on this model (too long, empty context, bad token).
 TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::shared_ptr<const Tokenizer> tokenizer,

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "run/averages.hpp"
 #include "run/disturbance.hpp"
-#include "run/metrics.hpp"
 #include "run/nonfinite.hpp"
 #include "run/sampling.hpp"
 #include "run/warm_up.hpp"
@@ -159,7 +159,7 @@ void PlainPass::finish_item(Row& row) {
   s.stop = name_of(answer.stop());
   if (timed_) s.ttft_ms = row.ttft;
   if (row.item->forced.empty()) {
-    s.score = in_.items->score(s.output, row.item->references);
+    s.score = in_.items->score(*row.item, s.output);
     if (!row.item->references.empty()) want_finite(s.score, "a score by '" + in_.items->metric + "'", row.number);
   } else {
     const auto tokens = static_cast<double>(row.item->forced.size());

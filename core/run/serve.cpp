@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "base/part_events.hpp"
+#include "run/averages.hpp"
 #include "run/disturbance.hpp"
-#include "run/metrics.hpp"
 #include "run/nonfinite.hpp"
 #include "run/requests.hpp"
 #include "run/step_log.hpp"
@@ -24,7 +24,7 @@ results::SampleRow sample_of(const CellInput& in, std::size_t index, const Serve
   s.output = in.model->tokenizer->decode(text);
   s.output_tokens = static_cast<std::int64_t>(served.tokens.size());
   s.stop = served.ended ? "eos" : "length";
-  s.score = in.items->score(s.output, item.references);
+  s.score = in.items->score(item, s.output);
   if (!item.references.empty()) want_finite(s.score, "a score by '" + in.items->metric + "'", s.sample);
   s.preemptions = served.preemptions;
   s.pauses = served.pauses;

@@ -6,9 +6,9 @@
 
 #include "base/content_hash.hpp"
 #include "experiment/variants.hpp"
+#include "run/averages.hpp"
 #include "run/device.hpp"
 #include "run/interval.hpp"
-#include "run/metrics.hpp"
 
 namespace kvlab {
 namespace {
@@ -41,6 +41,7 @@ std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpe
                                            const PluginCatalog& catalog) {
   std::vector<results::PluginRow> rows;
   add_plugin(rows, task.task, catalog);
+  if (task.metric) add_plugin(rows, *task.metric, catalog);
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
     if (*use) add_plugin(rows, **use, catalog);

@@ -1,6 +1,8 @@
 // Questions from a data file: one JSON object per line (or an array of them), like LongBench and most data sets.
 #include <kvlab/plugin.hpp>
 
+#include <memory>
+
 #include "template.hpp"
 
 namespace {
@@ -25,7 +27,6 @@ class Jsonl final : public kvlab::Task {
   explicit Jsonl(const kvlab::Params& p)
       : data_(p.get<std::string>("data")),
         references_(p.get<std::string>("references")),
-        metric_(p.get<std::string>("metric")),
         prompt_(p.get<std::string>("prompt"), "prompt"),
         question_(p.get<std::string>("question_text"), "question_text"),
         opening_(p.get<std::string>("answer_opening"), "answer_opening"),
@@ -43,7 +44,7 @@ class Jsonl final : public kvlab::Task {
 
   int samples(const kvlab::TaskEnv& env) const override { return static_cast<int>(groups(env).size()); }
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override;
-  std::string metric() const override { return metric_; }
+  std::string metric() const override { return "f1"; }
 
  private:
   struct Group {
@@ -54,21 +55,22 @@ class Jsonl final : public kvlab::Task {
   const std::vector<Group>& groups(const kvlab::TaskEnv& env) const;
   Tokens fitted(Tokens prompt, std::size_t others, const Group& group) const;
 
-  std::string data_, references_, metric_;
+  std::string data_, references_;
   jsonl::Template prompt_, question_, opening_;
   int max_new_, limit_, max_context_;
   Truncate truncate_;
   bool shuffle_, chat_;
-  mutable std::vector<kvlab::Record> records_;  // read once
+  mutable std::vector<std::shared_ptr<const kvlab::Record>> records_;  // read once
   mutable std::vector<Group> groups_;
 };
 
 // With one question per context each record is a group. Else up to so many neighbours with one prompt are.
 const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
   if (!groups_.empty()) return groups_;
-  records_ = env.records(data_);
+  for (kvlab::Record& record : env.records(data_))
+    records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
   for (std::size_t i = 0; i < records_.size(); ++i) {
-    std::string prompt = prompt_.render(records_[i], place(i));
+    std::string prompt = prompt_.render(*records_[i], place(i));
     if (groups_.empty() || static_cast<int>(groups_.back().records.size()) == env.questions() ||
         groups_.back().prompt != prompt)
       groups_.push_back({std::move(prompt), {}});
@@ -108,8 +110,9 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
   const Tokens close = chat_ ? env.chat_close() : Tokens{};
   std::size_t longest = 0, conversation = 0;
   for (const std::size_t i : group.records) {
-    const kvlab::Record& record = records_[i];
+    const kvlab::Record& record = *records_[i];
     kvlab::TaskQuestion q;
+    q.record = records_[i];
     q.follows = out.questions.size() % static_cast<std::size_t>(env.turns()) != 0;
     if (q.follows && chat_) q.tokens = env.chat_next();
     append(q.tokens, env.encode_next(question_.render(record, place(i))));
@@ -142,19 +145,19 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
 
 }  // namespace
 
-KVLAB_PLUGIN(
-    kvlab::task<Jsonl>("jsonl", "questions out of a file of JSON records, with a prompt template and a metric by name")
-        .param("data", std::string(), "JSON lines, or a JSON array")
-        .param("prompt", std::string("{context}\n"),
-               "text before the question; {field} is replaced, {{ and }} are braces")
-        .param("question_text", std::string("\n{input}\n"), "the part that is the question; may be empty")
-        .param("answer_opening", std::string(), "first words of the model's answer")
-        .param("references", std::string("answers"),
-               "field with the accepted answers; answers.text: a part of an object")
-        .param("metric", std::string("f1"), "contains, contains_all, exact, prefix, f1, rouge_l or choice")
-        .param("max_new_tokens", 64, 1, 100000, "longest answer")
-        .param("limit", 0, 0, kvlab::any, "samples; 0 = all")
-        .param("shuffle", false, "in an order that follows from the seed, before the limit")
-        .param("chat", true, "put the model's chat template around the prompt")
-        .param("max_context", 0, 0, kvlab::any, "most tokens of template, prompt and longest answer; 0 = no limit")
-        .param("truncate", Truncate::none, "what to do with a longer prompt: refuse it, or cut out its middle"))
+KVLAB_PLUGIN(kvlab::task<Jsonl>("jsonl", "questions out of a file of JSON records, with a prompt template")
+                 .param("data", std::string(), "JSON lines, or a JSON array")
+                 .param("prompt", std::string("{context}\n"),
+                        "text before the question; {field} is replaced, {{ and }} are braces")
+                 .param("question_text", std::string("\n{input}\n"), "the part that is the question; may be empty")
+                 .param("answer_opening", std::string(), "first words of the model's answer")
+                 .param("references", std::string("answers"),
+                        "field with the accepted answers; answers.text: a part of an object")
+                 .param("max_new_tokens", 64, 1, 100000, "longest answer")
+                 .param("limit", 0, 0, kvlab::any, "samples; 0 = all")
+                 .param("shuffle", false, "in an order that follows from the seed, before the limit")
+                 .param("chat", true, "put the model's chat template around the prompt")
+                 .param("max_context", 0, 0, kvlab::any,
+                        "most tokens of template, prompt and longest answer; 0 = no limit")
+                 .param("truncate", Truncate::none,
+                        "what to do with a longer prompt: refuse it, or cut out its middle"))

@@ -32,6 +32,7 @@ TEST_CASE("jsonl: LongBench's fields are the defaults") {
   REQUIRE(s.questions.size() == 1);
   CHECK(env.decode(s.questions[0].tokens) == "\nWho sails?\n");
   CHECK(s.questions[0].references == std::vector<std::string>{"Ann", "ann"});
+  CHECK(s.questions[0].record->at("length") == std::vector<std::string>{"4"});
   CHECK(s.questions[0].max_new_tokens == 64);
   const TaskSample u = task->sample(2, env);
   CHECK(env.decode(u.context) == "漢字 {not a field}\n");
@@ -56,7 +57,6 @@ TEST_CASE("jsonl: templates") {
                               {"question_text", std::string()},
                               {"answer_opening", std::string(" Answer {n}:")},
                               {"references", std::string("list")},
-                              {"metric", std::string("contains_all")},
                               {"max_new_tokens", std::int64_t{5}}}))
                      ->sample(0, env);
   CHECK(env.decode(s.questions[0].tokens) == " Answer 3:");

@@ -23,6 +23,7 @@ class RandomPrompts final : public kvlab::Task {
         answer_max_(p.get<int>("answer_max")),
         samples_(p.get<int>("samples")) {}
 
+  std::string metric() const override { return "none"; }
   int samples(const kvlab::TaskEnv& env) const override {
     return file_.empty() ? samples_ : static_cast<int>(lines(env).size());
   }

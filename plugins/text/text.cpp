@@ -12,6 +12,7 @@ class Text final : public kvlab::Task {
         samples_(p.get<int>("samples")),
         bos_(p.get<bool>("bos")) {}
 
+  std::string metric() const override { return "perplexity"; }
   int samples(const kvlab::TaskEnv& env) const override {
     opening(env);
     return samples_;

@@ -15,6 +15,7 @@
 
 #include "kvlab/abi.hpp"
 #include "kvlab/error.hpp"
+#include "kvlab/metric.hpp"
 #include "kvlab/note.hpp"
 #include "kvlab/ops.hpp"
 #include "kvlab/params.hpp"
@@ -37,6 +38,7 @@ inline constexpr Role role_of = [] {
   if constexpr (std::is_same_v<Interface, Codec>) return Role::codec;
   if constexpr (std::is_same_v<Interface, Profiler>) return Role::profiler;
   if constexpr (std::is_same_v<Interface, Task>) return Role::task;
+  if constexpr (std::is_same_v<Interface, AnswerMetric>) return Role::metric;
 }();
 
 namespace detail {
@@ -187,6 +189,10 @@ constexpr Registration profiler(std::string_view name, std::string_view help) {
 template <class T>
 constexpr Registration task(std::string_view name, std::string_view help) {
   return Registration::of<Task, T>(name, help);
+}
+template <class T>
+constexpr Registration metric(std::string_view name, std::string_view help) {
+  return Registration::of<AnswerMetric, T>(name, help);
 }
 
 namespace detail {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,12 +11,17 @@
 
 namespace kvlab {
 
+// One record of a data file: field -> text, or several texts (a JSON array).
+using Record = std::map<std::string, std::vector<std::string>, std::less<>>;
+
 struct TaskQuestion {
   std::vector<int> tokens;              // appended to the context: the question and whatever opens the answer
   std::vector<std::string> references;  // accepted answers
   int max_new_tokens = 0;
   std::vector<int> forced;  // instead of an answer: these tokens are fed one by one and their loss is measured
   bool follows = false;     // asked after the previous question's answer, which stays in the cache (a turn)
+  // The data of the question, for metrics that read more than references; or null.
+  std::shared_ptr<const Record> record;
 };
 
 struct TaskSample {
@@ -23,9 +29,6 @@ struct TaskSample {
   std::vector<TaskQuestion>
       questions;  // each starts from the cache as it was after the context, unless it follows the one before
 };
-
-// One record of a data file: field -> text, or several texts (a JSON array).
-using Record = std::map<std::string, std::vector<std::string>, std::less<>>;
 
 // What core offers a task.
 class TaskEnv {
@@ -57,9 +60,10 @@ class Task {
   virtual ~Task() = default;
   virtual int samples(const TaskEnv& env) const = 0;
   virtual TaskSample sample(int index, const TaskEnv& env) const = 0;
-  // The metric that scores an answer: kvlab's of this name (core/run/metrics.hpp), or the task's own.
+  // The metric that scores an answer: the plugin of this name (metric.hpp), or the task's own. The experiment may name
+  // another one.
   virtual std::string metric() const { return "contains"; }
-  // The score by the task's own metric, 0 to 1; nothing = kvlab's metric decides. references: the question's, never
+  // The score by the task's own metric, 0 to 1; nothing = the plugin decides. references: the question's, never
   // empty.
   virtual std::optional<double> score(const std::string& /*answer*/,
                                       const std::vector<std::string>& /*references*/) const {

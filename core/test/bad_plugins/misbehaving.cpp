@@ -1,5 +1,5 @@
-// One scorer, one selector, one budget, one policy, one profiler and one task. In the callback that the parameter `in`
-// names they do what `deed` says.
+// One scorer, one selector, one budget, one policy, one profiler, one task and one metric. In the callback that the
+// parameter `in` names they do what `deed` says.
 #include <kvlab/plugin.hpp>
 
 #include <unistd.h>
@@ -196,9 +196,23 @@ class BadTask final : public kvlab::Task {
     deed_("sample");
     kvlab::TaskSample s;
     s.context = env.encode("a b c");
-    s.questions.push_back({env.encode("d"), {"e"}, 2, {}, false});
+    s.questions.push_back({env.encode("d"), {"e"}, 2, {}, false, nullptr});
     return s;
   }
+
+ private:
+  Deed deed_;
+};
+
+class BadMetric final : public kvlab::AnswerMetric {
+ public:
+  explicit BadMetric(const kvlab::Params& p) : deed_(p) {}
+  double score(const std::string&, const std::vector<std::string>&, const kvlab::Record&) const override {
+    deed_("score");
+    if (deed_.is("score", "nan")) return std::numeric_limits<double>::quiet_NaN();
+    return deed_.is("score", "high") ? 1.5 : 1;
+  }
+  void check(const std::vector<std::string>&, const kvlab::Record&) const override { deed_("check"); }
 
  private:
   Deed deed_;
@@ -216,4 +230,5 @@ KVLAB_PLUGIN(told(kvlab::scorer<BadScorer>("bad_scorer", "misbehaves")).componen
              told(kvlab::budget<BadBudget>("bad_budget", "misbehaves")),
              told(kvlab::policy<BadPolicy>("bad_policy", "misbehaves")),
              told(kvlab::profiler<BadProfiler>("bad_profiler", "misbehaves")),
-             told(kvlab::task<BadTask>("bad_task", "misbehaves")))
+             told(kvlab::task<BadTask>("bad_task", "misbehaves")),
+             told(kvlab::metric<BadMetric>("bad_metric", "misbehaves")))

@@ -63,7 +63,7 @@ model: {path: models/tiny, dtype: f32}
 backend: cpu
 tasks:
   - niah: {context: [2048, 8192], depth: 3, question: decode, questions: 2, seed: 5}
-  - text
+  - text: {metric: {similar: {ratio: 0.25}}}
 policies:
   - full
   - snapkv: {budget: {tokens: 512, split: {pyramid: {beta: 7}}}, window: 16, schedule: {prefill: false, every: 8}}
@@ -106,6 +106,11 @@ plugin_path: [mine, /opt/plugins]
   CHECK(e.tasks[1].seed == 5);
   CHECK(e.tasks[2].name == "text");
   CHECK(!e.tasks[2].seed);
+  CHECK((!e.tasks[0].metric && !e.tasks[0].names_metric));
+  REQUIRE(e.tasks[2].metric);
+  CHECK(e.tasks[2].names_metric);
+  CHECK(e.tasks[2].metric->name == "similar");
+  CHECK(e.tasks[2].metric->params.get<double>("ratio") == 0.25);
 
   REQUIRE(names(e) == std::vector<std::string>{"full", "snapkv", "mine", "quest"});
   CHECK(!e.policies[0].policy);
@@ -298,6 +303,10 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
   refused(with_task("niah: {contxt: 3}"), "exp.yaml:4:12: got unknown key 'contxt'", {"did you mean 'context'?"});
   refused(with_task("niah: {question: late}"), "exp.yaml:4:22: got 'late'", {"prompt | decode"});
   refused(with_task("niah: {turns: 0}"), "exp.yaml:4:19: got 0, wanted", {"'turns'"});
+  refused(with_task("niah: {metric: f2}"), "exp.yaml:4:20: got unknown metric 'f2', wanted one of: f1, similar",
+          {"did you mean 'f1'?"});
+  refused(with_task("niah: {metric: niah}"), "exp.yaml:4:20: got unknown metric 'niah'", {"'niah' is a task"});
+  refused(with_task("niah: {metric: {similar: {ratio: 2}}}"), "exp.yaml:4:38: got 2");
   refused(with_task("niah: {context: []}"), "exp.yaml:4:21: got an empty list");
   refused(with_task("niah: {context: [[1]]}"), "exp.yaml:4:22: got a list inside a list");
 }
@@ -569,6 +578,12 @@ TEST_CASE("a cell's id follows what its result depends on") {
            "5}]\n") != base);
   CHECK(id("model: m\ntasks: [niah: {context: 64, depth: 2}]\npolicies: [snapkv: {window: 9, kernel: 5}]\n") != base);
 
+  const std::string scored = "model: m\npolicies: [full]\ntasks: [niah: {metric: ";
+  const std::string by_f1 = id(scored + "f1}]\n");
+  CHECK(by_f1 != id("model: m\npolicies: [full]\ntasks: [niah]\n"));
+  CHECK(by_f1 != id(scored + "similar}]\n"));
+  CHECK(id(scored + "similar}]\n") != id(scored + "{similar: {ratio: 0.25}}}]\n"));
+
   // Injected lists count only where pages are chosen, corrections only for policies.
   CHECK(id("inject: {overlap: 1}\nmodel: m\ntasks: [niah: {context: 64, depth: 2}]\n"
            "policies: [snapkv: {window: 8, kernel: 5}, quest]\n") == base);
@@ -597,6 +612,9 @@ TEST_CASE("a cell's id follows what its result depends on") {
   one.plugin = [](const PluginInfo& p) { return p.name + "1"; };
   two.plugin = [](const PluginInfo& p) { return p.name == "snapkv" ? "snapkv2" : p.name + "1"; };
   CHECK(id(text, one) != id(text, two));
+  two.plugin = [](const PluginInfo& p) { return p.name == "f1" ? "f2" : p.name + "1"; };
+  CHECK(id(text, one) == id(text, two));
+  CHECK(id(scored + "f1}]\n", one) != id(scored + "f1}]\n", two));
 }
 
 TEST_CASE("every key of a policy is a part of its cell's id and of its parameters") {

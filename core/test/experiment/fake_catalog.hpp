@@ -31,6 +31,8 @@ class FakeCatalog final : public PluginCatalog {
         {make_param("context", 4096, 1, any, ""), make_param("depth", 5, 1, any, ""),
          make_param("samples", 1, 1, any, ""), make_param("haystack", std::string(), "")});
     add(Role::task, "text", {make_param("prefix", 1024, 1, any, ""), make_param("path", std::string(), "")});
+    add(Role::metric, "f1", {});
+    add(Role::metric, "similar", {make_param("ratio", 0.5, 0, 1, "")});
   }
 
   void add(Role role, const std::string& name, std::vector<ParamSpec> params) {

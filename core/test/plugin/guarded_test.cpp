@@ -83,6 +83,8 @@ TEST_CASE("what a callback throws names plugin, file and callback, whatever it i
          Profile p;
          told<Profiler>("finish", d)->finish(p);
        }},
+      {"bad_metric", "score", [](const char* d) { told<AnswerMetric>("score", d)->score("", {"x"}, {}); }},
+      {"bad_metric", "check", [](const char* d) { told<AnswerMetric>("check", d)->check({"x"}, {}); }},
   };
   for (const Call& call : calls) {
     CAPTURE(call.plugin, call.callback);
@@ -118,6 +120,11 @@ TEST_CASE("numbers that no contract allows are refused where they enter") {
   CHECK(every.where() == place("bad_scorer", "every"));
   CHECK_THAT(every.message(), Catch::Contains("got -1"));
   CHECK_NOTHROW(told<Scorer>("nowhere", "nothing")->pins(8));
+  for (const char* deed : {"nan", "high"}) {
+    const Error score = error_of([&] { told<AnswerMetric>("score", deed)->score("", {"x"}, {}); });
+    CHECK(score.where() == place("bad_metric", "score"));
+    CHECK_THAT(score.message(), Catch::Contains("wanted 0 to 1"));
+  }
 }
 
 TEST_CASE("an array that the profile does not have is told with those that it has") {

@@ -32,7 +32,7 @@ struct Scripted final : Task {
   }
 };
 
-TaskItems made(Question question, int context = 100) {
+TaskItems made(Question question, int context = 100, const char* metric = nullptr) {
   static const Registration registration = task<Scripted>("scripted", "a test's own");
   Registry registry({test::plugin_folder()});
   registry.add(registration);
@@ -41,10 +41,13 @@ TaskItems made(Question question, int context = 100) {
   spec.where = "exp.yaml:3:5";
   spec.task = {Role::task, "scripted", Params()};
   spec.question = question;
+  const RegistryCatalog catalog(registry);
+  spec.names_metric = metric != nullptr;
+  if (metric) spec.metric = metric_named(metric, catalog);
   ModelConfig config;
   config.vocab = 50;
   config.context = context;
-  return make_items(spec, RegistryCatalog(registry), test::test_vocabulary("gpt-2"), config, Experiment(), 1);
+  return make_items(spec, catalog, test::test_vocabulary("gpt-2"), config, Experiment(), 1);
 }
 
 TaskQuestion asked(std::vector<int> tokens, int max_new = 3) {
@@ -175,13 +178,50 @@ TEST_CASE("a task's own metric scores its answers") {
   script = {{{{1}, {asked({2})}}}, "mine", "", 0.25};
   const TaskItems own = made(Question::prompt);
   CHECK(own.metric == "mine");
-  CHECK(own.score("whatever", {"yes"}) == 0.25);
-  CHECK(std::isnan(own.score("whatever", {})));
+  CHECK(own.score(own.items[0], "whatever") == 0.25);
+  CHECK(std::isnan(own.score(Item(), "whatever")));
   for (const double wrong : {1.5, -0.5, std::numeric_limits<double>::quiet_NaN()}) {
     script.score = wrong;
-    CHECK_THROWS_WITH(own.score("whatever", {"yes"}),
+    CHECK_THROWS_WITH(own.score(own.items[0], "whatever"),
                       Catch::Contains("scripted, score()") && Catch::Contains("wanted 0 to 1"));
   }
+  script.score.reset();
+  CHECK_THROWS_WITH(own.score(own.items[0], "whatever"), Catch::Contains("got no score by the task's own metric"));
   script = {{{{1}, {asked({2})}}}, "exact", ""};
-  CHECK(made(Question::prompt).score("Yes", {"yes"}) == 1);
+  const TaskItems shared = made(Question::prompt);
+  CHECK(shared.score(shared.items[0], "Yes") == 1);
+}
+
+TEST_CASE("the entry's metric goes before the task's own, and reads the question's record") {
+  script = {{{{1}, {asked({2})}}}, "mine", "", 0.25};
+  const TaskItems items = made(Question::prompt, 100, "exact");
+  CHECK(items.metric == "exact");
+  CHECK(items.score(items.items[0], "Yes") == 1);
+
+  CHECK_THROWS_WITH(made(Question::prompt, 100, "classification"),
+                    Catch::Contains("exp.yaml:3:5: sample 0: plugin classification") &&
+                        Catch::Contains("got no texts in the field 'all_classes'"));
+  TaskQuestion question = asked({2});
+  question.record = std::make_shared<Record>(Record{{"all_classes", {"yes", "no"}}});
+  script = {{{{1}, {question}}}, "mine", "", 0.25};
+  const TaskItems classes = made(Question::prompt, 100, "classification");
+  CHECK(classes.score(classes.items[0], "yes or no") == 0.5);
+}
+
+TEST_CASE("a task's metric is known from its entry, for ids and results") {
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  const auto metric = [&](const std::string& entry) -> std::string {
+    const yaml::Document document = yaml::parse_text(entry, "exp.yaml");
+    Problems problems(document);
+    const auto task = read_task(document.root, catalog, problems);
+    problems.raise();
+    return task->metric ? task->metric->name : "";
+  };
+  CHECK(metric("niah") == "contains");
+  CHECK(metric("passkey") == "first_integer");
+  CHECK(metric("passkey: {metric: word}") == "word");
+  CHECK(metric("jsonl: {data: x.jsonl}") == "f1");
+  CHECK(metric("ordered_list") == "");
+  CHECK(metric("text") == "");
 }

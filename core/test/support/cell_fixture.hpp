@@ -39,6 +39,7 @@ struct CellFixture {
     experiment.metrics = std::move(metrics);
     cell.id = "cell";
     items.metric = "contains";
+    items.plugin = create<AnswerMetric>(*built_catalog().find(Role::metric, items.metric), {});
   }
 
   // follows: this item is a further turn of the item before it, in the same sample.

@@ -1,0 +1,23 @@
+#include "test/support/metric_fixture.hpp"
+
+using namespace kvlab;
+using test::check_golden;
+using test::score;
+using List = std::vector<std::string>;
+
+TEST_CASE("first_integer and word are InfiniteBench's rules") {
+  check_golden("first_integer");
+  check_golden("word");
+  CHECK(score("first_integer", " 71432. Remember it. 71432", List{"71432"}) == 1);
+  CHECK(score("first_integer", "key 7143 2", List{"71432"}) == 0);
+  CHECK(score("first_integer", "none", List{"71432"}) == 0);
+  CHECK(score("word", "\"ab-1\".", List{"ab-1"}) == 1);
+  CHECK(score("word", "it is {x:ab-1}, I think", List{"ab-1"}) == 1);
+  CHECK(score("word", "ab-12", List{"ab-1"}) == 0);
+}
+
+TEST_CASE("infinitebench_choice takes the letter or its text") {
+  check_golden("infinitebench_choice");
+  CHECK(score("infinitebench_choice", "the answer is: Ann", List{"C", "Ann"}) == 1);
+  CHECK(score("infinitebench_choice", "", List{"C", "Ann"}) == 0);
+}

@@ -1,0 +1,23 @@
+#include "test/support/metric_fixture.hpp"
+
+using namespace kvlab;
+using test::check_golden;
+using test::metric;
+using test::score;
+using List = std::vector<std::string>;
+
+TEST_CASE("choice takes the first letter that stands alone") {
+  CHECK(score("choice", "B", List{"B"}) == 1);
+  CHECK(score("choice", " (c) because", List{"C"}) == 1);
+  CHECK(score("choice", "The answer is D.", List{"d"}) == 1);
+  CHECK(score("choice", "Because of A, not B", List{"A"}) == 1);
+  CHECK(score("choice", "It is a case of B", List{"B"}) == 1);
+  CHECK(score("choice", "Dogs", List{"D"}) == 0);
+  CHECK(score("choice", "", List{"A"}) == 0);
+}
+
+TEST_CASE("longbench_v2_choice reads the phrase that the prompt asks for") {
+  check_golden("longbench_v2_choice");
+  CHECK(score("longbench_v2_choice", "The correct answer is A, or: The correct answer is (B).", List{"B"}) == 1);
+  CHECK_THROWS_WITH(metric("longbench_v2_choice")->check({"E"}, {}), Catch::Contains("wanted A, B, C or D"));
+}

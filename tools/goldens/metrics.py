@@ -1,0 +1,438 @@
+"""Writes core/test/golden/metrics.json: answers, references and the scores that the public scorers give them.
+
+    pip install rouge==1.0.1 rouge-score==0.1.2 python-Levenshtein
+    python tools/goldens/metrics.py [--check]
+
+ROUGE and a ratio of code come from these packages, the other ratio from difflib. Everything else is written here from the
+scorers' definitions, with Python's own str and re. Random cases have seed 1.
+"""
+
+import json
+import random
+import re
+import string
+import sys
+from collections import Counter
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import Levenshtein
+from rouge import Rouge
+from rouge_score.rouge_scorer import RougeScorer
+
+FILE = Path(__file__).parents[2] / "core/test/golden/metrics.json"
+
+
+# SQuAD
+
+
+def words(text):
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(the|an|a)\b", " ", text).split()
+
+
+def token_f1(answer, reference, of_nothing):
+    a, r = words(answer), words(reference)
+    if not a or not r:
+        return float(a == r) if of_nothing else 0.0
+    common = sum((Counter(a) & Counter(r)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(a), common / len(r)
+    return 2 * precision * recall / (precision + recall)
+
+
+# ROUGE
+
+SCORER = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+
+
+def rouge_score(kind):
+    return lambda answer, reference: SCORER.score(reference, answer)[kind].fmeasure
+
+
+def longbench_rouge(answer, reference):
+    try:
+        return Rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"]
+    except ValueError:  # a text without sentences
+        return 0.0
+
+
+# LongBench
+
+
+def first_line(answer):
+    return answer.lstrip("\n").split("\n")[0]
+
+
+def share(numbers, right):
+    return numbers.count(right) / len(numbers) if numbers else 0.0
+
+
+def count(answer, reference):
+    return share(re.findall(r"\d+", answer), reference)
+
+
+def retrieval(word):
+    return lambda answer, reference: share(re.findall(r"\d+", answer), re.search(word + r"(\d+)", reference)[1])
+
+
+def classification(answer, reference, classes):
+    named = [c for c in classes if c in answer]
+    for one in named:  # the scorer walks the list that it shortens
+        if one in reference and one != reference:
+            named.remove(one)
+    return 1 / len(named) if reference in named else 0.0
+
+
+def code_sim(ratio):
+    def score(answer, reference):
+        lines = [x for x in answer.lstrip("\n").split("\n") if not re.search("[`#]|//", x)]
+        line = lines[0] if lines else ""
+        if line == reference:
+            return 1.0
+        return round(100 * ratio(line, reference)) / 100 if line and reference else 0.0
+
+    return score
+
+
+def difflib_ratio(a, b):
+    return SequenceMatcher(None, a, b).ratio()
+
+
+# RULER
+
+
+def string_match(answer, reference):
+    answer = re.sub("[\x00-\x1f]", "\n", answer.strip()).strip()
+    return float(reference.lower() in answer.lower())
+
+
+# Choices
+
+
+def longbench_v2_choice(answer, reference):
+    answer = answer.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", answer) or re.search(r"The correct answer is ([A-D])", answer)
+    return float(bool(found) and found[1] == reference)
+
+
+def infinitebench_choice(answer, references):
+    if not answer:
+        return 0.0
+    if answer[0] in "ABCD":
+        return float(answer[0] in references)
+    text = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", answer))
+    for phrase in ("answer is:", "answer:", "answer is", "option is"):
+        at = text.find(phrase)
+        if at >= 0:
+            rest = text[at + len(phrase) + 1 :]
+            return float(len(text) > at + len(phrase) and any(rest.startswith(r) for r in references))
+    letters = [w for w in text.split() if w in "ABCD"]
+    return float(bool(letters) and letters[0] in references)
+
+
+def infinitebench_word(answer, reference):
+    return float(reference in re.sub("[\n:\"'.,?!{}]", " ", answer).split())
+
+
+def first_integer(answer, reference):
+    found = re.search("[0-9]+", answer)
+    return float((found[0] if found else "") == reference)
+
+
+# Mathematics
+
+
+def last_box(text):
+    at = text.rfind("\\boxed")
+    if at < 0 or not text.startswith("\\boxed{", at):
+        return None
+    depth = 0
+    for i in range(at + 6, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[at + 7 : i]
+    return None
+
+
+class Unreadable(Exception):
+    pass
+
+
+def normalized(text):
+    for old, new in (("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", "")):
+        text = text.replace(old, new)
+    for old in ("\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(old, "")
+    if text.count("\\text{ ") > 1:
+        raise Unreadable
+    text = text.partition("\\text{ ")[0].replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    if text.count("=") == 1 and len(text.partition("=")[0]) <= 2:
+        text = text.partition("=")[2]
+    if text.endswith("\\sqrt") or "\\sqrt\\sqrt" in text:
+        raise Unreadable
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text, flags=re.S).replace(" ", "")
+    start, *rest = text.split("\\frac")
+    out = start
+    for piece in rest:
+        if not piece:
+            raise Unreadable
+        if piece[0] != "{" and len(piece) == 1:
+            out = text
+            break
+        braced = re.sub(r"^([^{])", r"{\1}", piece, flags=re.S)
+        out += "\\frac" + (re.sub(r"^(\{.\})([^{])", r"\1{\2}", braced, flags=re.S) if piece[0] != "{" else piece)
+    out = "\\frac{1}{2}" if out == "0.5" else out
+    integer = r"(0|-?[1-9][0-9]*)"
+    return re.sub(f"^{integer}/{integer}$(?!\n)", r"\\frac{\1}{\2}", out)
+
+
+def boxed(answer, reference):
+    box, own = last_box(answer), last_box(reference)
+    right = reference if own is None else own
+    if box is None:
+        return 0.0
+    try:
+        return float(normalized(box) == normalized(right))
+    except Unreadable:
+        return float(box == right)
+
+
+def marked(text):
+    found = re.search(r"#### (-?[0-9.,]+)", text)
+    return found[1].replace(",", "") if found else None
+
+
+def gsm8k(answer, reference):
+    right = marked(reference) or reference.replace(",", "")
+    return float(marked(answer) == right)
+
+
+def last_number(answer, reference):
+    found = [a or b for a, b in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", answer)]
+
+    def bare(text):
+        for pattern in (",", r"\$", "(?s).*#### ", r"\.$"):
+            text = re.sub(pattern, "", text)
+        return text
+
+    return float(bare(found[-1] if found else "[invalid]") == bare(reference))
+
+
+# Cases
+
+NASTY = [
+    "",
+    " ",
+    "\r\n",
+    "...",
+    "?!,;:",
+    "the a an",
+    "The cat sat on a mat.",
+    "the\tcat\r\nsat\r\non the mat",
+    "cat cat cat dog",
+    "\u201cThe\u201d answer\u2014a \u2018test\u2019 \u2013 an end",
+    "\u00c9COLE na\u00efve \u0130stanbul stra\u00dfe \u03a3\u0391\u03a3",
+    "\u00e9cole NA\u00cfVE i\u0307stanbul STRASSE \u03c3\u03b1\u03c2",
+    "\u6f22\u5b57 \u3002\u7b54\u6848\u662f\uff11\uff12",
+    "\u00a0non\u2003breaking\u3000space ",
+    "a_b the_c x-ray they're",
+    "\U0001f363 sushi \U0001f363",
+    "One. Two. Three. One two three",
+    "line one\n\nline two. ",
+    "The cat. The dog. A bird . ",
+    "\x1cunit\x1f separators\x00null",
+]
+
+
+def nasty(count, reference_count=1):
+    pairs = [(a, [b]) for a in NASTY for b in NASTY if b.strip()]
+    random.seed(1)
+    random.shuffle(pairs)
+    made = pairs[:count]
+    made += [(a, random.sample([x for x in NASTY if x.strip()], 4)) for a in NASTY] if reference_count > 1 else []
+    return made
+
+
+def texts(count, alphabet, longest):
+    def text():
+        return "".join(random.choice(alphabet) for _ in range(random.randint(0, longest)))
+
+    random.seed(1)
+    made = []
+    while len(made) < count:
+        answer, reference = text(), text()
+        if reference.strip():
+            made.append((answer, [reference]))
+    return made
+
+
+WORDS = ["the ", "a ", "an ", "cat ", "Cat, ", "dog. ", "dog", ".", "ran ", "\n", "\u201cthe\u201d ", "\u00c9a ", "x_y "]
+CODE = list("abcdef(){}[]=+ .,;xyzif") + ["return ", "    ", "self.", "int "]
+
+
+def best(function, cases):
+    return [{"answer": a, "references": r, "score": max(function(a, x) for x in r)} for a, r in cases]
+
+
+def mean(function, cases):
+    return [{"answer": a, "references": r, "score": sum(function(a, x) for x in r) / len(r)} for a, r in cases]
+
+
+def with_params(made, **params):
+    return [{**case, "params": params} for case in made]
+
+
+def on_first_line(function):
+    return lambda answer, reference: function(first_line(answer), reference)
+
+
+def prose():
+    return nasty(40, 4) + texts(40, WORDS, 14) + [("\n\n" + a + "\nmore", r) for a, r in texts(10, WORDS, 8)]
+
+
+def long_texts():
+    """Texts of 10000 words, as a pattern and how often it is repeated; a scorer in Python needs seconds."""
+    answer, reference = "alpha beta gamma delta epsilon ", "alpha gamma beta zeta "
+    return answer, 2000, reference, 2500
+
+
+def long_case(function):
+    answer, n, reference, m = long_texts()
+    return [{"answer": answer, "references": [reference], "times": [n, m], "score": function(answer * n, reference * m)}]
+
+
+def classes():
+    kinds = ["Person", "Person name", "Food", "Food, drink", "City", "Ci", "", "Zahl \u00e9"]
+    kinds = [k for k in kinds if k]
+    answers = ["", "Food", "Food, drink", "Person name and City", "City Ci", "none", "\n\nFood\nPerson", "Zahl \u00e9",
+               "Person, Person name, Food, Food, drink, City", "food"]  # fmt: skip
+    made = []
+    for order in (kinds, kinds[::-1]):
+        for first in (False, True):
+            for answer in answers:
+                for reference in kinds:
+                    text = first_line(answer) if first else answer
+                    made.append({"answer": answer, "references": [reference], "record": {"all_classes": order},
+                                 "params": {"first_line": first}, "score": classification(text, reference, order)})  # fmt: skip
+    return made[::3]
+
+
+def numbers():
+    answers = ["", "Paragraph 3", "3", "Paragraph 3, or 13 or 3.", "none", "\uff13 3", "12 012", "the 7th\r\n7 7", "-3"]
+    return [(a, [r]) for a in answers for r in ("Paragraph 3", "see Paragraph  and Paragraph 12, Paragraph 3",
+                                                "Paragraph \uff13", "xParagraph 7th")]  # fmt: skip
+
+
+def chinese():
+    return [(a, [r]) for a in ("", "\u6bb5\u843d3", "\u6bb5\u843d\uff13\u6216 3", "12") for r in
+            ("\u6bb5\u843d3", "\u5728\u6bb5\u843d\u548c\u6bb5\u843d12")]  # fmt: skip
+
+
+def counts():
+    return [(a, [r]) for a in ("", "3", "There are 3 of 30", "3 3 4", "\uff13", "three", "03") for r in ("3", "\uff13", "03")]
+
+
+def code():
+    made = texts(40, CODE, 20)
+    made += [("\n\n# comment\n// other\n```python\n" + a, r) for a, r in texts(10, CODE, 16)]
+    made += [(a * 12, [r[0] * 11]) for a, r in texts(10, CODE, 20)]  # more than 200 characters: popular ones start no run
+    made += [("return x\n", ["return x"]), ("`only` code", ["x"]), ("\n", ["x"]), ("h\u00e9llo = 1", ["hello = 1"]),
+             ("x = 1\r\ny", ["x = 1"]), ("# all", ["# all"]), ("ab" * 3, ["ba" * 3])]  # fmt: skip
+    return made
+
+
+def choices():
+    phrase = "The correct answer is "
+    answers = ["", "A", phrase + "(A)", phrase + "A", phrase + "(A", phrase + "**(B)**", phrase + "E. " + phrase + "(C)",
+               phrase + "B " + phrase + "(D)", "the correct answer is (A)", phrase + "\n(A)", phrase + "(AB)",
+               phrase + "(E) or " + phrase + "Bob"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in "ABCD"]
+
+
+def books():
+    answers = ["", "A", "B. text", "answer is: C", "the answer is:", "The answer is  D.", "option is A", "I say ABC",
+               "BC or A", "answer:B", "answer is Long name!", "no idea", " A", "{D}", "answer is\n\nC, answer: A"]  # fmt: skip
+    return [(a, [r, t]) for a in answers for r, t in zip("ABCD", ("Long name", "B side", "Cat", "D"))]
+
+
+def keys():
+    return [(a, [r]) for a in ("", "ab-1", '"ab-1".', "{x:ab-1}", "ab-12", "ab-1\u00a0y", "AB-1") for r in ("ab-1", "12")]
+
+
+def integers():
+    return [(a, [r]) for a in ("", "12", "x12.5", "-12", "\uff11 12", "1 2") for r in ("12", "1")]
+
+
+def boxes():
+    latex = ["\\frac12", "\\frac{1}{2}", "\\dfrac{1}{2}", "0.5", ".5", "1/2", "-1/2", "01/2", "\\frac1{72}", "\\frac{1}2",
+             "\\sqrt3", "\\sqrt{3}", "2\\sqrt 3", "x=5", "k = 5", "abc=5", "5", "5\\%", "5\\text{ cm}", "90^\\circ",
+             "90^{\\circ}", "\\left(1,2\\right)", "(1, 2)", "\\$5", "\\frac", "\\frac1", "\\sqrt", "a\\text{ b}\\text{ c}",
+             "", "10\\!000", "10000", "x = .5", "{.5}", "{0.5}", "\\frac\u00bd3", "3/4/5", "\\tfrac34", "a\n5", "\\\\frac12",
+             "\\sqrt\\sqrt2", "-0/2", "\\frac{\\frac12}3", "025"]  # fmt: skip
+    made = [(f"so \\boxed{{{a}}}.", [b]) for a in latex for b in latex if b]
+    random.seed(1)
+    random.shuffle(made)
+    same = [(f"\\boxed{{{a}}}", [b]) for a, b in (("\\frac12", "0.5"), ("1/2", "\\dfrac{1}{2}"), ("x=5", "5"), (".5", "0.5"),
+            ("5\\text{ cm}", "5"), ("\\frac", "\\frac"), ("90^\\circ", "90"), ("\\sqrt3", "\\sqrt{3}"), ("3\\%", "3"))]  # fmt: skip
+    shapes = ["5", "\\boxed{4} then \\boxed{5}", "\\boxed{5", "\\boxed 5", "\\fbox{5}", "\\boxed {5}", "\\boxed{{5}}", "",
+              "\\boxed{5} \\boxed", "\\boxed{}", "\\boxed{5}\\fbox{4}", "\\boxed{5}}", "\\boxedx{5}"]  # fmt: skip
+    made = made[:150] + same + [(a, [r]) for a in shapes for r in ("5", "thus \\boxed{5}")]
+    return made
+
+
+def sums():
+    answers = ["", "#### 1,234", "so\n#### -5", "####5", "#### $5", "5", "is 5.", "#### 5.", "costs $1,234.50.", "#### x #### 5",
+               "1,234", "-5", "- 5", "5 and 6", "\uff15", "#### 5\n#### 6", "...", "a-7b", "x $", "#### -"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("1 + 4 = 5\n#### 5", "#### 1,234", "-5", "1,234.50", "6")]
+
+
+def needles():
+    made = nasty(40, 4) + [("\x00\x01 a\tb \x1f", ["a\nb"]), ("a\tb", ["a b"]), ("X\u03a3", ["x\u03c2"]), ("7", ["7 "])]
+    return made + [("red and blue", ["red", "green", "Blue", "and "]), ("RED\n", ["red"])]
+
+
+def cases():
+    lenient, strict = (lambda a, r: token_f1(a, r, True)), (lambda a, r: token_f1(a, r, False))
+    fuzzy = {"difflib": difflib_ratio, "levenshtein": Levenshtein.ratio}
+    return {
+        "f1": best(lenient, prose()),
+        "longbench_f1": best(strict, prose()) + with_params(best(on_first_line(strict), prose()[::2]), first_line=True),
+        "exact_match": best(lambda a, r: float(words(a) == words(r)), prose()),
+        "rouge_1": best(rouge_score("rouge1"), prose()) + long_case(rouge_score("rouge1")),
+        "rouge_2": best(rouge_score("rouge2"), prose()) + long_case(rouge_score("rouge2")),
+        "rouge_l": best(rouge_score("rougeL"), prose()) + long_case(rouge_score("rougeL")),
+        "longbench_rouge": best(longbench_rouge, prose())
+        + with_params(best(on_first_line(longbench_rouge), prose()[::2]), first_line=True),
+        "classification": classes(),
+        "count": best(count, counts()),
+        "retrieval": best(retrieval("Paragraph "), numbers()),
+        "retrieval_zh": best(retrieval("\u6bb5\u843d"), chinese()),
+        "code_sim": best(code_sim(difflib_ratio), code()[::9])
+        + [c for name, f in fuzzy.items() for c in with_params(best(code_sim(f), code()), ratio=name)],
+        "string_match_part": best(string_match, needles()),
+        "string_match_all": mean(string_match, needles()),
+        "longbench_v2_choice": best(longbench_v2_choice, choices()),
+        "infinitebench_choice": [{"answer": a, "references": r, "score": infinitebench_choice(a, r)} for a, r in books()],
+        "word": best(infinitebench_word, keys()),
+        "first_integer": best(first_integer, integers()),
+        "boxed": best(boxed, boxes()),
+        "gsm8k": best(gsm8k, sums()),
+        "last_number": best(last_number, sums()),
+    }
+
+
+def main():
+    lines = [f'"{name}": [\n' + ",\n".join(json.dumps(c) for c in made) + "\n]" for name, made in cases().items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if "--check" in sys.argv:
+        sys.exit(text != FILE.read_text())
+    FILE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
