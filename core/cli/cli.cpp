@@ -24,6 +24,7 @@
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
+#include "result/attempts.hpp"
 #include "result/plugin_report.hpp"
 #include "result/profile_file.hpp"
 #include "result/profile_report.hpp"
@@ -137,7 +138,7 @@ class CommandLine {
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false, plugins_ = false;
+       check_ = false, plugins_ = false, attempts_ = false;
   GenerateOptions generate_;
   ConformOptions conform_;
   bench::ModelChoice choice_;
@@ -243,28 +244,30 @@ std::string CommandLine::report_text() const {
   const results::Format format = results::parse_format(format_);
   const std::string& file = files_.front();
   if (files_.size() > 1) {
-    if (plugins_ || !array_.empty())
-      throw Error(Errc::config, "got several files, wanted one with --plugins or --array", "kvlab report");
+    if (plugins_ || attempts_ || !array_.empty())
+      throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
     return results::head_overlap(files_, format);
   }
   if (plugins_) return results::plugin_report(file, format);
+  if (attempts_) return results::attempts_report(file, format);
   if (!array_.empty()) return results::head_map(results::read_profile(file), array_, format);
   return results::is_profile(file) ? results::profile_report(results::read_profile(file), format)
                                    : results::report(file, format);
 }
 
 void CommandLine::add_rest() {
-  CLI::App* list =
-      add("list", "what there is: policies, budgets, codecs, profilers, tasks, models", "kvlab list policies", [this] {
-        if (word_ == "models") {
-          fmt::print("{}", models_text());
-          return 0;
-        }
-        Registry r = registry();
-        fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
-        return 0;
-      });
-  list->add_option("KIND", word_, "policies, budgets, codecs, profilers, tasks or models; nothing = all plugins");
+  CLI::App* list = add("list", "what there is: policies, budgets, codecs, profilers, tasks, metrics, models",
+                       "kvlab list policies", [this] {
+                         if (word_ == "models") {
+                           fmt::print("{}", models_text());
+                           return 0;
+                         }
+                         Registry r = registry();
+                         fmt::print("{}", json_ ? list_json(r, word_) : list_text(r, word_));
+                         return 0;
+                       });
+  list->add_option("KIND", word_,
+                   "policies, budgets, codecs, profilers, tasks, metrics or models; nothing = all plugins");
   list->add_flag("--json", json_, "plugins with their parameters, for programs");
   add_plugin_path(list);
 
@@ -325,6 +328,8 @@ void CommandLine::add_rest() {
   report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
   report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
   report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
+  report->add_flag("--attempts", attempts_,
+                   "in place of the tables: pass@k and avg@k of questions with several answers");
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {

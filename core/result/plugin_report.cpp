@@ -43,17 +43,6 @@ void fill(ReportPage& page, const std::string& path) {
                             ": an earlier kvlab ran them");
 }
 
-std::string csv(const ReportTable& table) {
-  std::string out;
-  const auto line = [&](const std::vector<std::string>& row) {
-    for (std::size_t c = 0; c < row.size(); ++c) out += (c ? "," : "") + quote_csv(row[c]);
-    out += "\n";
-  };
-  line(table.header);
-  for (const auto& row : table.rows) line(row);
-  return out;
-}
-
 }  // namespace
 
 std::string plugin_report(const std::string& path, Format format) {
@@ -66,7 +55,7 @@ std::string plugin_report(const std::string& path, Format format) {
     fill(page, read_profile(path));
   else
     fill(page, path);
-  if (format == Format::csv) return csv(table);
+  if (format == Format::csv) return render_csv(table);
   for (auto& row : table.rows)
     for (std::string& word : row) word = word.empty() ? "-" : one_line(word);
   return render(page, format);

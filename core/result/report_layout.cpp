@@ -162,4 +162,15 @@ std::string render(const ReportPage& page, Format format) {
   return out;
 }
 
+std::string render_csv(const ReportTable& table) {
+  std::string out;
+  const auto line = [&](const std::vector<std::string>& row) {
+    for (std::size_t c = 0; c < row.size(); ++c) out += (c ? "," : "") + quote_csv(row[c]);
+    out += "\n";
+  };
+  line(table.header);
+  for (const auto& row : table.rows) line(row);
+  return out;
+}
+
 }  // namespace kvlab::results

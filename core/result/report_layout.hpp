@@ -23,6 +23,7 @@ struct ReportPage {
 };
 
 std::string render(const ReportPage& page, Format format);  // not csv
+std::string render_csv(const ReportTable& table);           // header and rows
 
 std::size_t display_width(std::string_view text);  // terminal columns of UTF-8
 std::string escape_markdown(std::string_view text);

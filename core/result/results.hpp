@@ -182,6 +182,9 @@ Summary read_summary(const std::string& out_path);
 // The plugins of the cells of read_summary(), by the cell's id.
 std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& out_path);
 
+// The samples of the cells of read_summary(), by the cell's id.
+std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path);
+
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);
 
