@@ -54,6 +54,13 @@ void check_norms(OnCache& x) {
   x.same<3>(
       "recency", Guarded<3>(own).view(), 0, [&](Scores out) { ops::recency(x.there, out, s); },
       [&](Scores out) { ops::recency_reference(x.kv, out); });
+  std::vector<std::uint64_t> keys;
+  for (std::int64_t r = 0; r < x.c.rows(); ++r) keys.push_back(x.c.rng() * 0x100000001ull);
+  const std::uint64_t* keys_there = x.place.put(keys);
+  x.same<3>(
+      "random_scores", Guarded<3>(own).view(), 0,
+      [&](Scores out) { ops::random_scores(x.there, keys_there, out, s); },
+      [&](Scores out) { ops::random_scores_reference(x.kv, keys.data(), out); });
   x.same<3>(
       "scale", Guarded<3>(own).view(), 0, [&](Scores out) { ops::scale(out, -3.f, s); },
       [&](Scores out) { ops::scale_reference(out, -3.f); });
@@ -649,7 +656,7 @@ std::vector<Case> list() {
     v.push_back(on_caches("score", shape, 36, check));
   };
   add("arithmetic", check_combine);
-  add("norms and recency", check_norms);
+  add("norms, recency and draws", check_norms);
   add("groups, mass and pooling", check_groups);
   add("softmax, pins, layers and sums of pages", check_tokens);
   add("blended state", check_state);

@@ -62,6 +62,13 @@ void normalised_mean(const KvRows& rows, View<float, 3> out, Stream s);
 // out[row, kv_head, token] = text position (newer = higher).
 void recency(const PagedKv& kv, Scores out, Stream s);
 
+// out[row, kv_head, token] = a number of [0, 1), a multiple of 2^-24, that only keys[row], the KV head and the token's
+// text position decide. Number h of the SplitMix64 sequence (Steele, Lea and Flood 2014) that starts at the key starts
+// the sequence of KV head h, and the top bits of its number p are the draw of text position p. Both count from 0. Draws
+// of different keys, heads and positions are as good as independent. keys: [row] memory of the stream's device. Bytes:
+// positions and out.
+void random_scores(const PagedKv& kv, const std::uint64_t* keys, Scores out, Stream s);
+
 // votes[row, query head, token] = sum over the w window queries of softmax_j(q . k_j / sqrt(D)), f32. SnapKV steps 2
 // and 3. Votes of [row, kv_head, token] are sums over the w queries of the greatest share that a query head of the
 // group gives. The softmax is over the cached tokens up to the query's own text position. seen: [row] text tokens seen

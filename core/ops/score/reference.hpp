@@ -20,6 +20,7 @@ void row_dot_reference(const KvRows& rows, View<const float, 3> vectors, bool co
 void row_quadratic_reference(const KvRows& rows, View<const float, 4> matrix, Scores out);
 void normalised_mean_reference(const KvRows& rows, View<float, 3> out);
 void recency_reference(const PagedKv& kv, Scores out);
+void random_scores_reference(const PagedKv& kv, const std::uint64_t* keys, Scores out);
 void window_votes_reference(const View<const float, 4>& window_queries, const std::int32_t* seen, const PagedKv& kv,
                             Scores votes, const Heads& heads = {});
 // pooling.rule: mean, max or sum.

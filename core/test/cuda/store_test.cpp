@@ -1335,6 +1335,8 @@ TEST_CASE("cuda store: an op that reads a page of the host alone is refused and 
                               stream);
        }},
       {"recency", [&] { ops::recency(kv, scores(s.kv_heads), stream); }},
+      {"random_scores",
+       [&] { ops::random_scores(kv, there.put(std::vector<std::uint64_t>{1}), scores(s.kv_heads), stream); }},
       {"layer_reduce",
        [&] { ops::layer_reduce(kv, ones(s.query_heads, s.max_tokens), GroupRule::mean, scores(s.kv_heads), stream); }},
       {"set_pinned", [&] { ops::set_pinned(kv, {.first = 4}, 0, scores(s.kv_heads), stream); }},

@@ -116,6 +116,29 @@ TEST_CASE("row_norm, negate, recency") {
   }
 }
 
+TEST_CASE("random_scores: published numbers of SplitMix64, whatever a token's place") {
+  PagedFixture cache({1, 1, 8, 2, 16});
+  const std::vector<float> zeros(8, 0.f);
+  for (const int position : {4, 0, 2, 1, 3}) cache.append(0, 0, zeros, zeros, position);
+  const PagedKv kv = cache.view();
+  // Number 0 of the sequence that starts at this key is 1234567. Vigna's published numbers of that seed follow.
+  const std::uint64_t key = 0xa53c84059609e98eull;
+  const std::uint64_t published[] = {6457827717110365317ull, 3203168211198807973ull, 9817491932198370423ull,
+                                     4593380528125082431ull, 16408922859458223821ull};
+  const Guarded<3> out({1, 1, 5});
+  ops::random_scores(kv, &key, out.view(), cpu());
+  int place = 0;
+  for (const int position : {4, 0, 2, 1, 3}) {
+    const float wanted = static_cast<float>(std::ldexp(static_cast<double>(published[position] >> 40), -24));
+    CHECK(out(0, 0, place++) == wanted);
+  }
+  CHECK_THROWS_AS(ops::random_scores(kv, nullptr, out.view(), cpu()), Error);
+  const Guarded<3> small({1, 1, 4});
+  CHECK_THROWS_AS(ops::random_scores(kv, &key, small.view(), cpu()), Error);
+  cache.unmap(0, 0, 1);
+  CHECK_THROWS_AS(ops::random_scores(kv, &key, out.view(), cpu()), Error);
+}
+
 TEST_CASE("window_votes: two window queries by hand") {
   // Key of token t: k[0] = s_t. The query (sqrt(8), 0, ...) scores it s_t. Query 0 sees tokens 0 and 1, query 1 all.
   PagedFixture cache({1, 1, 8, 4, 16});
