@@ -58,8 +58,7 @@ void check_norms(OnCache& x) {
   for (std::int64_t r = 0; r < x.c.rows(); ++r) keys.push_back(x.c.rng() * 0x100000001ull);
   const std::uint64_t* keys_there = x.place.put(keys);
   x.same<3>(
-      "random_scores", Guarded<3>(own).view(), 0,
-      [&](Scores out) { ops::random_scores(x.there, keys_there, out, s); },
+      "random_scores", Guarded<3>(own).view(), 0, [&](Scores out) { ops::random_scores(x.there, keys_there, out, s); },
       [&](Scores out) { ops::random_scores_reference(x.kv, keys.data(), out); });
   x.same<3>(
       "scale", Guarded<3>(own).view(), 0, [&](Scores out) { ops::scale(out, -3.f, s); },

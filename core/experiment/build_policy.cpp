@@ -82,4 +82,13 @@ std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog
   return policy;
 }
 
+bool takes_budget(const PolicySpec& spec, const PluginCatalog& catalog) {
+  if (!spec.policy) return spec.scorer || spec.selector;
+  try {
+    return !make<Policy>(spec.policy, catalog)->needs().own_amount();
+  } catch (const Error&) {  // what is wrong with it is said where it is built
+    return true;
+  }
+}
+
 }  // namespace kvlab

@@ -16,4 +16,7 @@ namespace kvlab {
 std::shared_ptr<Policy> build_policy(const PolicySpec& spec, const PluginCatalog& catalog,
                                      const Profile* profile = nullptr, std::optional<Injection> injection = {});
 
+// Whether the policy keeps or reads as much as a budget says: neither the full cache nor one that decides by itself.
+bool takes_budget(const PolicySpec& spec, const PluginCatalog& catalog);
+
 }  // namespace kvlab

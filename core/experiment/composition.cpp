@@ -6,7 +6,7 @@ namespace kvlab {
 
 using yaml::Node;
 
-void read_budget(const Node& node, UseReader& uses, PolicySpec& policy) {
+void read_budget(const Node& node, UseReader& uses, PolicySpec& policy, bool split_alone) {
   Problems& problems = uses.problems();
   static const ParamSpec tokens = make_param("tokens", 1, 1, 1e9, "tokens per KV head, pins included");
   static const ParamSpec ratio = make_param("ratio", 1.0, 1e-6, 1, "share of the tokens seen so far");
@@ -29,6 +29,7 @@ void read_budget(const Node& node, UseReader& uses, PolicySpec& policy) {
     if (const auto v = read_bytes(*n, problems)) set(BudgetAmount::bytes, static_cast<double>(*v));
   if (const Node* n = map.take("split")) policy.split = uses.use(*n, Role::budget);
   map.finish();
+  if (amounts == 0 && split_alone && policy.split) return;
   if (amounts != 1) problems.add(node.place, fmt::format("got a budget with {} amounts, {}", amounts, wanted));
 }
 

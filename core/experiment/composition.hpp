@@ -5,8 +5,8 @@
 
 namespace kvlab {
 
-// budget: {tokens | ratio | bytes: AMOUNT, split: NAME}
-void read_budget(const yaml::Node& node, UseReader& uses, PolicySpec& policy);
+// budget: {tokens | ratio | bytes: AMOUNT, split: NAME}. split_alone: the amount comes from elsewhere.
+void read_budget(const yaml::Node& node, UseReader& uses, PolicySpec& policy, bool split_alone);
 // schedule: {prefill: BOOL, every: N}
 void read_schedule(const yaml::Node& node, Problems& problems, Schedule& out);
 // placement: {tier: WORD, resident: N, codec: NAME}

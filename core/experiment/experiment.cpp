@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/text.hpp"
+#include "experiment/build_policy.hpp"
 #include "experiment/entry.hpp"
 #include "experiment/experiment_keys.hpp"
 #include "experiment/overrides.hpp"
@@ -78,6 +79,7 @@ class ExperimentReader {
     out_.backend_where = backend ? document_.where(backend->place) : out_.file.string();
     for (const ExperimentKey& key : experiment_keys())
       if (key.plain) key.set(out_, map.params({*key.plain}));
+    if (const Node* n = map.take("equal_bytes")) out_.equal_bytes = read_bytes(*n, problems_).value_or(0);
     if (const Node* n = map.take("device_memory")) out_.device_memory = read_bytes(*n, problems_).value_or(0);
     out_.spill = map.word("spill", {"pressure", "always"}, {}, "when pages leave the device for the host");
     out_.page_copies = map.word("page_copies", {"kernel", "memcpy"}, {}, "what a GPU copies pages with");
@@ -160,6 +162,10 @@ class ExperimentReader {
       out_.workloads.push_back(read_workload(one, problems_));
     if (!map.take("batch")) out_.batch = workload_batch;
     if (map.take("profilers")) problems_.add(entry->key.place, "got a workload beside profilers, wanted one of them");
+    if (const yaml::Entry* bytes = map.take_entry("equal_bytes"))
+      problems_.add(bytes->key.place,
+                    "got equal_bytes with a workload, wanted batches of samples: requests hold bytes together",
+                    Errc::unsupported);
     const Node* metrics = map.take("metrics");
     if (!metrics) {
       out_.metrics.erase(Metric::fidelity);
@@ -238,9 +244,10 @@ class ExperimentReader {
       const Node* list = nullptr;
       std::vector<std::string> own;
       for (const Node& one : entry_axes(entry, "policy", out_.policies.size())) {
-        auto policy = read_policy(one, out_.page_size, catalog_, problems_);
+        auto policy = read_policy(one, out_.page_size, catalog_, problems_, out_.equal_bytes > 0);
         own.push_back(entry_label(one));
         if (!policy) continue;
+        if (out_.equal_bytes > 0) equal_budget(one, *policy);
         if (ablate)
           if (const yaml::Entry* e = ablate->value.find(policy->name)) list = &e->value;
         const PolicySpec base = *policy;
@@ -257,7 +264,17 @@ class ExperimentReader {
                                                  join(labels), did_you_mean(e.key.text, labels)));
   }
 
+  void equal_budget(const Node& entry, PolicySpec& policy) {
+    if (policy.budget.kind != BudgetAmount::unlimited)
+      problems_.add(entry.place, "got a budget of '" + policy.name +
+                                     "' beside equal_bytes, wanted one of them: equal_bytes gives each policy its own");
+    else if (takes_budget(policy, catalog_))
+      policy.budget = {BudgetAmount::bytes, static_cast<double>(out_.equal_bytes)};
+  }
+
   void profilers(MapReader& map, const Node& node) {
+    if (const yaml::Entry* bytes = map.take_entry("equal_bytes"))
+      problems_.add(bytes->key.place, "got equal_bytes beside profilers, wanted policies: profilers have no budget");
     if (const yaml::Entry* policies = map.take_entry("policies"))
       problems_.add(policies->key.place,
                     "got policies beside profilers, wanted one of them: a profile is of the full cache");

@@ -56,6 +56,7 @@ struct Experiment {
   std::filesystem::path output;          // relative to the current folder
   int batch = 1;                         // sequences at once; with a workload, at most
   int threads = 0;                       // at most most_threads(), 0 = as use_threads(0)
+  std::int64_t equal_bytes = 0;          // each policy's budget is the one that holds so many bytes; 0 = it has its own
   std::int64_t device_memory = 0;        // cap in bytes, 0 = none
   std::int64_t host_memory = 0;          // the same of pages on the host
   std::string spill = "pressure";        // or "always": when pages leave the device for the host

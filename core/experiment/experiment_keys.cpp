@@ -35,6 +35,7 @@ const std::vector<ExperimentKey>& experiment_keys() {
       plain("batch", &Experiment::batch, 1, 4096, Id::part, "sequences at once"),
       plain("threads", &Experiment::threads, 0, most_threads(), Id::part,
             "0 = OMP_NUM_THREADS, else the cores free to us"),
+      {"equal_bytes", "in place of budgets: each policy gets the one with which it holds so many bytes on the device"},
       {"device_memory", "cap of the cache on the device"},
       {"host_memory", "cap of the host tier"},
       {"spill", "when pages leave the device for the host: under pressure of its memory, or always"},

@@ -101,7 +101,7 @@ void check_combination(const Node& entry, const Node& body, Problems& problems, 
 }  // namespace
 
 std::optional<PolicySpec> read_policy(const Node& entry, int page_size, const PluginCatalog& catalog,
-                                      Problems& problems) {
+                                      Problems& problems, bool amount_follows) {
   UseReader uses(catalog, problems);
   const std::size_t before = problems.size();
   auto parts = split_entry(entry, "policy", problems);
@@ -118,7 +118,7 @@ std::optional<PolicySpec> read_policy(const Node& entry, int page_size, const Pl
       if (main_roles[r] != Role::policy || use_name(*n) != full_name) *slots[r] = uses.use(*n, main_roles[r]);
       if (name.text.empty()) name.text = use_name(*n);
     }
-  if (const Node* n = map.take("budget")) read_budget(*n, uses, policy);
+  if (const Node* n = map.take("budget")) read_budget(*n, uses, policy, amount_follows);
   if (const Node* n = map.take("schedule")) read_schedule(*n, problems, policy.schedule);
   if (const Node* n = map.take("codec")) policy.codec = uses.use(*n, Role::codec);
   if (const Node* n = map.take("placement")) read_placement(*n, uses, policy.placement);

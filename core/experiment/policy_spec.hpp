@@ -54,8 +54,10 @@ struct TaskSpec {
   std::string where;
 };
 
-// `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong.
-std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&);
+// `entry` holds no lists (expand_axes). Nothing, and notes, when it is wrong. amount_follows: its budget may be a split
+// without an amount, because equal_bytes gives one.
+std::optional<PolicySpec> read_policy(const yaml::Node& entry, int page_size, const PluginCatalog&, Problems&,
+                                      bool amount_follows = false);
 std::optional<TaskSpec> read_task(const yaml::Node& entry, const PluginCatalog&, Problems&);
 
 // The metric of this name with its defaults; nothing when there is none.

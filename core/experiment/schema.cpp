@@ -221,7 +221,7 @@ class Builder {
                      {"correction", number("number", 0, 1)},
                      {"trace", text()},
                      {"cell", text()}});
-    if (key == "device_memory" || key == "host_memory") return ref("bytes");
+    if (key == "equal_bytes" || key == "device_memory" || key == "host_memory") return ref("bytes");
     if (key == "spill") return words({"pressure", "always"});
     if (key == "page_copies") return words({"kernel", "memcpy"});
     if (key == "plugin_path") return axis(text());

@@ -127,8 +127,11 @@ std::string score_text(const Group& group) {
 
 std::string budget_text(const Group& group) {
   const SummaryRow& row = group.first();
-  if (row.budget_bytes >= 0) return fmt::format("{:.4g} MB", static_cast<double>(row.budget_bytes) / 1e6);
-  return mean(group, [](const SummaryRow& r) { return r.budget_tokens < 0 ? not_measured : r.budget_tokens; });
+  const std::string tokens =
+      mean(group, [](const SummaryRow& r) { return r.budget_tokens < 0 ? not_measured : r.budget_tokens; });
+  if (row.budget_bytes < 0) return tokens;
+  const std::string bytes = fmt::format("{:.4g} MB", static_cast<double>(row.budget_bytes) / 1e6);
+  return tokens == "-" ? bytes : bytes + " = " + tokens;
 }
 
 // Rows of one policy are told apart by the parameters in which they differ.
@@ -157,6 +160,7 @@ class Notes {
 constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"simulated", "times or transfers are computed, not measured"},
     {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
+    {"oracle", "knows what no method can know in time: a bound, never timed"},
     {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
     {"legacy", "keeps one cache per query head as the original code does"},
     {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},

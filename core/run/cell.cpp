@@ -8,6 +8,7 @@
 #include "base/stream_memory.hpp"
 #include "result/warnings.hpp"
 #include "run/cannot_go_on.hpp"
+#include "run/equal_bytes.hpp"
 #include "run/fidelity.hpp"
 #include "run/nonfinite.hpp"
 #include "run/plain_pass.hpp"
@@ -43,7 +44,10 @@ CellResult broken_cell(const CellInput& in, const NonFinite& error) {
 
 namespace {
 
-CellResult passes(const CellInput& in) {
+CellResult passes(const CellInput& given) {
+  CellInput in = given;
+  const std::optional<HeldBytes> found = equal_budget(in);
+  if (found) in.found_budget = BudgetAmount{BudgetAmount::tokens, static_cast<double>(found->tokens)};
   CellResult out;
   describe_cell(in, out);
   if (in.workload()) {
@@ -61,6 +65,7 @@ CellResult passes(const CellInput& in) {
     measure_fidelity(in, answers.outputs, out);
   }
   summarize(in, answers.forced, out);
+  note_equal_bytes(in, found, out.summary.device_bytes_decode);
   return out;
 }
 
@@ -87,10 +92,21 @@ CellResult passes_or_error(const CellInput& in) {
   }
 }
 
+// Whether the policy is an oracle. What is wrong with it becomes the cell's error later.
+bool is_oracle(const CellInput& in) {
+  try {
+    return cell_policy(in)->needs().oracle();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 }  // namespace
 
-CellResult run_cell(const CellInput& in) {
+CellResult run_cell(const CellInput& given) {
   const log::Collected said;
+  CellInput in = given;
+  in.oracle = is_oracle(given);
   CellResult out = passes_or_error(in);
   if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);
   out.summary.warnings = results::column_of(said.warnings());

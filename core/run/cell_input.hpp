@@ -2,6 +2,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "compose/injection.hpp"
@@ -23,12 +24,19 @@ struct CellInput {
   std::shared_ptr<const Profile> profile;                                      // null without `profile: FILE`
   std::shared_ptr<const RecordedTrace> recorded;                               // null unless inject: {trace: FILE}
   std::function<void(const std::string& what, int done, int total)> progress;  // counts the items of a pass
+  std::optional<BudgetAmount> found_budget;                                    // by equal_bytes
+  bool oracle = false;                                                         // Needs::oracle of the policy
 
   const PolicySpec& policy() const { return experiment->policies[cell->policy]; }
   const WorkloadSpec* workload() const {  // null = none
     return experiment->workloads.empty() ? nullptr : &experiment->workloads[cell->workload];
   }
-  bool wants(Metric metric) const { return experiment->metrics.count(metric) != 0; }
+  BudgetAmount budget() const { return found_budget.value_or(policy().budget); }
+  // An oracle has no times.
+  bool wants(Metric metric) const {
+    return experiment->metrics.count(metric) != 0 &&
+           !(oracle && (metric == Metric::latency || metric == Metric::parts));
+  }
 };
 
 // Options for the cell's policy, with room for the cell's longest item in each slot.

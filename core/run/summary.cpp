@@ -68,6 +68,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   s.model = in.model->name;
   if (in.model->synthetic) add_label(s, "synthetic");
   if (e.inject.used(policy)) add_label(s, "injected");
+  if (in.oracle) add_label(s, "oracle");
   if (device_of(e) == Device::cuda && in.wants(Metric::parts)) add_label(s, "eager");
   s.policy = policy.name;
   s.params = in.cell->params;
@@ -78,9 +79,9 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   s.repeat = in.cell->repeat;
   for (const Item& item : in.items->items)
     s.context_tokens = std::max<std::int64_t>(s.context_tokens, item.most_tokens());
-  if (policy.budget.kind == BudgetAmount::tokens) s.budget_tokens = policy.budget.value;
-  if (policy.budget.kind == BudgetAmount::ratio)
-    s.budget_tokens = policy.budget.value * static_cast<double>(s.context_tokens);
+  const BudgetAmount budget = in.budget();
+  if (budget.kind == BudgetAmount::tokens) s.budget_tokens = budget.value;
+  if (budget.kind == BudgetAmount::ratio) s.budget_tokens = budget.value * static_cast<double>(s.context_tokens);
   if (policy.budget.kind == BudgetAmount::bytes) s.budget_bytes = static_cast<std::int64_t>(policy.budget.value);
 }
 

@@ -85,6 +85,9 @@ class Needs {
   Needs& planned_on_host(bool yes) { return planned_on_host_ = yes, *this; }
   // The policy decides by itself how many tokens a head keeps. It then takes no budget: Errc::config.
   Needs& own_amount(bool yes) { return own_amount_ = yes, *this; }
+  // The policy knows what no method can know in time, so that it bounds those of its kind. Its rows carry the label
+  // `oracle`, and core measures no times of it.
+  Needs& oracle(bool yes) { return oracle_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -106,6 +109,7 @@ class Needs {
   bool all_layers() const { return all_layers_; }
   bool planned_on_host() const { return planned_on_host_; }
   bool own_amount() const { return own_amount_; }
+  bool oracle() const { return oracle_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
@@ -131,6 +135,7 @@ class Needs {
   bool all_layers_ = false;
   bool planned_on_host_ = false;
   bool own_amount_ = false;
+  bool oracle_ = false;
   bool profile_ = false;
   bool host_pages_ = false;
   bool archive_ = false;

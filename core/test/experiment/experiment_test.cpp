@@ -217,6 +217,11 @@ TEST_CASE("unknown keys and wrong values name what is allowed") {
           {"0 to " + std::to_string(most_threads()), "'threads'"});
   refused(p + "  - full\nthreads: -1\n", "exp.yaml:5:10: got -1");
   CHECK(load(p + "  - full\nthreads: " + std::to_string(most_threads()) + "\n").threads == most_threads());
+  refused(p + "  - full\nequal_bytes: much\n", "exp.yaml:5:14: got 'much'", {"GiB"});
+  refused(p + "  - snapkv: {budget: {tokens: 8}}\nequal_bytes: 1MiB\n", "exp.yaml:4:5: got a budget of 'snapkv'",
+          {"beside equal_bytes"});
+  refused(p + "  - snapkv: {budget: {split: pyramid}}\n", "exp.yaml:4:22: got a budget with 0 amounts");
+  refused(p + "  - full\nequal_bytes: 1MiB\nworkload: {}\n", "exp.yaml:5:1: got equal_bytes with a workload");
   refused(p + "  - full\ndevice_memory: 68 goats\n", "exp.yaml:5:16: got '68 goats'", {"GiB"});
   refused(p + "  - full\nmetrics: [score, speed]\n", "exp.yaml:5:18: got 'speed'", {"score | fidelity"});
   refused(p + "  - full\nworkload: {request: 3}\n", "exp.yaml:5:12: got unknown key 'request'",
@@ -788,4 +793,34 @@ TEST_CASE("cut and flipped files never crash") {
     survives(t);
   }
   SUCCEED();
+}
+
+TEST_CASE("equal_bytes is the budget of each policy that takes one, and part of a cell's id") {
+  const std::string text = R"(model: models/tiny
+tasks: [niah]
+policies:
+  - full
+  - {name: codes, policy: full, codec: int8}
+  - snapkv
+  - {name: split, scorer: knorm, budget: {split: pyramid}}
+  - quest
+)";
+  const Experiment e = load(text + "equal_bytes: 2MiB\n");
+  REQUIRE(names(e) == std::vector<std::string>{"full", "codes", "snapkv", "split", "quest"});
+  CHECK(e.equal_bytes == 2 << 20);
+  for (std::size_t i = 0; i < e.policies.size(); ++i) {
+    CAPTURE(e.policies[i].name);
+    CHECK(budget_text(e.policies[i]) == (i < 2 ? "-" : "2 MiB"));
+  }
+  CHECK(e.policies[3].split->name == "pyramid");
+  const Experiment own = load(R"(model: models/tiny
+tasks: [niah]
+policies: [snapkv: {budget: {bytes: 2MiB}}]
+)");
+  const auto id_of = [](const Experiment& of, std::size_t policy) {
+    for (const Cell& cell : plain_cells(of))
+      if (cell.policy == policy) return cell.id;
+    return std::string();
+  };
+  CHECK(id_of(e, 2) != id_of(own, 0));
 }

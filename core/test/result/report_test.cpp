@@ -65,6 +65,14 @@ TEST_CASE("cells with a workload have a table of their own, one for each workloa
   CHECK(text.find("overhead %") == text.rfind("overhead %"));  // only where it was measured
 }
 
+TEST_CASE("a budget of equal bytes shows the tokens that were found") {
+  auto bytes = row("a", "snapkv", not_measured, 1), equal = row("b", "random", 320, 1);
+  bytes.budget_bytes = equal.budget_bytes = 1'500'000;
+  const std::string text = text_of({bytes, equal});
+  CHECK_THAT(line_with(text, "snapkv"), Contains("1.5 MB") && !Contains("="));
+  CHECK_THAT(line_with(text, "random"), Contains("1.5 MB = 320"));
+}
+
 TEST_CASE("one block per model, task and context, one row per policy and budget") {
   auto other = row("d", "full", not_measured, 1);
   other.context_tokens = 8192;

@@ -148,7 +148,7 @@ class OnText final : public EngineObserver {
     PolicySpec spec;
     spec.name = name;
     const PluginUse use{role, name, resolve(registry.require(role, name), params)};
-    (role == Role::scorer ? spec.scorer : spec.policy) = use;
+    (role == Role::scorer ? spec.scorer : role == Role::selector ? spec.selector : spec.policy) = use;
     EngineOptions o;
     o.budget = {BudgetAmount::tokens, static_cast<double>(budget)};
     o.max_tokens = tokens;
