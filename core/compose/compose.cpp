@@ -420,6 +420,8 @@ std::unique_ptr<Policy> compose(Composition parts) {
     if (needs.rope() != RopeRegime::original)
       refuse(codec + "and keys that rotate with their rank, wanted keys at their text positions");
   }
+  if (parts.host && parts.selector && parts.selector->needs().oracle())
+    refuse("got an oracle and placement on the host, wanted pages on the device: it reads all of them in each step");
   if (parts.split && !parts.scorer) refuse("got a budget split without a scorer, wanted a scorer that it divides for");
   if (parts.every && *parts.every > 0 && !parts.scorer) refuse("got a schedule without a scorer, wanted a scorer");
   if (parts.scorer && parts.every.value_or(parts.scorer->every()) > 0 && parts.scorer->needs().window_queries() > 0 &&

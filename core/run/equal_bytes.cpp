@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t trial_contexts = 4;
+constexpr std::size_t trial_contexts = 2;
 
 std::string megabytes(double bytes) { return fmt::format("{:.4g} MB", bytes / 1e6); }
 
@@ -152,8 +152,8 @@ void note_equal_bytes(const CellInput& in, const std::optional<HeldBytes>& found
   // Sequences of a batch hold bytes together; then the trial's sequence speaks for each.
   const double held = in.experiment->batch == 1 ? measured : found->bytes;
   if (const double off = held / wanted - 1; std::fabs(off) > bytes_apart)
-    log::warn(fmt::format("equal_bytes: '{}' holds {} in place of {}, {:+.1f} %: no budget comes closer", policy.name,
-                          megabytes(held), megabytes(wanted), 100 * off));
+    log::warn(fmt::format("equal_bytes: '{}' holds {} in place of {}, {:+.1f} %; its nearest budget held {} in trials",
+                          policy.name, megabytes(held), megabytes(wanted), 100 * off, megabytes(found->bytes)));
 }
 
 }  // namespace kvlab

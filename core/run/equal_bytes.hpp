@@ -14,7 +14,7 @@ struct HeldBytes {
 
 inline constexpr int most_trials = 16;        // of a search
 inline constexpr double bytes_apart = 0.02;   // share of `equal_bytes`: a cell that is farther off gets a warning
-inline constexpr double bytes_equal = 0.002;  // share at which a search ends
+inline constexpr double bytes_equal = 0.005;  // share at which a search ends
 
 // The trial whose bytes are nearest to `wanted`, among the budgets of [least, most] tokens. Of equal bytes the larger
 // budget wins. held(tokens) is measured; it grows with the tokens, often page by page. Each budget is tried at most

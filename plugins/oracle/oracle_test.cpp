@@ -76,3 +76,14 @@ TEST_CASE("oracle: no selector keeps more mass of the same pages") {
       CHECK(mine < most - 1e-3);
   }
 }
+
+TEST_CASE("oracle: placement on the host is refused") {
+  Registry registry;
+  PolicySpec spec;
+  spec.name = "oracle";
+  spec.selector = PluginUse{Role::selector, "oracle", resolve(registry.require(Role::selector, "oracle"), {})};
+  const RegistryCatalog catalog(registry);
+  CHECK_NOTHROW(build_policy(spec, catalog));
+  spec.placement.tier = Tier::host;
+  CHECK_THROWS_WITH(build_policy(spec, catalog), Catch::Matchers::Contains("wanted pages on the device"));
+}

@@ -456,7 +456,7 @@ TEST_CASE("saved, restored in another slot and continued equals uninterrupted") 
       CAPTURE(s.label, host);
       PolicySpec spec = limited(s);
       if (host) spec.placement.tier = Tier::host;
-      if (host && (spec.policy || s.keeps_tokens)) continue;
+      if (host && !subjects().on_either_tier(spec)) continue;
       Play whole(model, spec);
       const Logits expected = whole.run(text.prompt, text.answer);
       EngineOptions options;

@@ -102,7 +102,7 @@ void check_together(const PolicySpec& spec, bool host) {
   CAPTURE(spec.name, host);
   const auto all = requests(tiny_model("llama-gqa3")->config.vocab);
   const bool keeps_tokens = subjects().keeps_tokens(spec);
-  if (host && (spec.policy || keeps_tokens || (on_cuda() && spec.codec))) return;
+  if (host && (!subjects().on_either_tier(spec) || (on_cuda() && spec.codec))) return;
   PolicySpec placed = spec;
   if (host) placed.placement.tier = Tier::host;
   const Outcome alone = serve(placed, all, 1, -1);

@@ -142,6 +142,11 @@ class Subjects {
     return created;
   }
 
+  // Whether core runs it with placement on the host. An oracle reads all pages in each step.
+  bool on_either_tier(PolicySpec spec) {
+    spec.placement = {};
+    return !spec.policy && !keeps_tokens(spec) && !policy(spec)->needs().oracle();
+  }
   // Subject::keeps_tokens
   bool keeps_tokens(const PolicySpec& spec) {
     if (!spec.codec) return false;
