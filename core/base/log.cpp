@@ -21,6 +21,7 @@
 #include <set>
 #include <utility>
 
+#include "base/terminal.hpp"
 #include "base/text.hpp"
 #include "base/utf8.hpp"
 
@@ -63,17 +64,11 @@ std::string_view beginning(std::string_view text, std::size_t most) {
   return text.substr(0, at);
 }
 
-bool is_set(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value && *value;
-}
-
 class Stderr final : public spdlog::sinks::base_sink<std::mutex> {
  public:
   Stderr() {
-    const char* term = std::getenv("TERM");
-    terminal_ = isatty(STDERR_FILENO) && term && *term && std::strcmp(term, "dumb") != 0;
-    colour_ = terminal_ && !is_set("NO_COLOR");
+    terminal_ = is_terminal(STDERR_FILENO);
+    colour_ = takes_colour(STDERR_FILENO);
   }
   void status(std::string_view line) {
     if (!terminal_ || !should_log(spdlog::level::info)) return;

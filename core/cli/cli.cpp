@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -16,6 +18,7 @@
 #include "base/log.hpp"
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
+#include "base/terminal.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "bench/bench.hpp"
@@ -134,7 +137,7 @@ class CommandLine {
   std::function<int()> action_;
   std::vector<std::string> names_;
   std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", backend_ = "auto";
-  std::vector<std::string> files_;
+  std::vector<std::string> files_, compare_;
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
@@ -243,16 +246,19 @@ void CommandLine::add_generate() {
 std::string CommandLine::report_text() const {
   const results::Format format = results::parse_format(format_);
   const std::string& file = files_.front();
-  if (files_.size() > 1) {
-    if (plugins_ || attempts_ || !array_.empty())
-      throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
-    return results::head_overlap(files_, format);
-  }
+  const bool several = files_.size() > 1, profiles = results::is_profile(file);
+  if (several && (plugins_ || attempts_ || !array_.empty()))
+    throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
+  if (!compare_.empty() && (plugins_ || attempts_ || !array_.empty() || profiles))
+    throw Error(Errc::config, "got --compare, wanted a result file, without --plugins, --attempts and --array",
+                "kvlab report");
   if (plugins_) return results::plugin_report(file, format);
   if (attempts_) return results::attempts_report(file, format);
   if (!array_.empty()) return results::head_map(results::read_profile(file), array_, format);
-  return results::is_profile(file) ? results::profile_report(results::read_profile(file), format)
-                                   : results::report(file, format);
+  if (profiles)
+    return several ? results::head_overlap(files_, format)
+                   : results::profile_report(results::read_profile(file), format);
+  return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO)});
 }
 
 void CommandLine::add_rest() {
@@ -314,6 +320,7 @@ void CommandLine::add_rest() {
   CLI::App* report =
       add("report", "a result file as tables, a profile as tables and pictures",
           "kvlab report results/quickstart.h5 --format md\n"
+          "kvlab report results/mine.h5 --compare 'POLICY 64' OTHER\n"
           "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too",
           [this] {
@@ -321,10 +328,13 @@ void CommandLine::add_rest() {
             return 0;
           });
   report
-      ->add_option("FILE", files_,
-                   "result or profile file (HDF5), also of a run under way; several profile files: "
-                   "the heads that they have in common, and a map of them")
+      ->add_option(
+          "FILE", files_,
+          "result or profile file (HDF5), also of a run under way; several result files: their rows in one "
+          "table, as FILE:POLICY; several profile files: the heads that they have in common, and a map of them")
       ->required();
+  report->add_option("--compare", compare_, "in place of the tables: two rows of them by name, question by question")
+      ->expected(2);
   report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
   report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
   report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");

@@ -16,7 +16,7 @@ std::vector<std::string> words_of(const PluginRow& p) { return {p.role, p.name, 
 std::string counted(std::size_t cells) { return std::to_string(cells) + (cells == 1 ? " cell" : " cells"); }
 
 void fill(ReportPage& page, const ProfileFile& profile) {
-  page.head = profile.model;
+  page.origins = {profile.model};
   ReportTable& table = page.tables.front();
   for (const PluginRow& plugin : profile.plugins) table.rows.push_back(words_of(plugin));
   if (profile.plugins.empty())
@@ -25,7 +25,7 @@ void fill(ReportPage& page, const ProfileFile& profile) {
 
 void fill(ReportPage& page, const std::string& path) {
   const auto by_cell = read_plugins(path);
-  page.head = counted(by_cell.size());
+  page.origins = {counted(by_cell.size())};
   std::map<PluginRow, int> cells;
   std::size_t without = 0;
   for (const auto& [cell, plugins] : by_cell) {

@@ -282,7 +282,7 @@ ProfileArray files_of_heads(const std::vector<const ProfileArray*>& sets) {
 std::string profile_report(const ProfileFile& profile, Format format) {
   refuse_csv(format);
   ReportPage page;
-  page.head = profile.model;
+  page.origins = {profile.model};
   for (const ProfilerOutput& one : profile.profilers) {
     page.tables.push_back(quantile_table(one));
     const HeadSet set = set_of(one.profile);
@@ -303,7 +303,7 @@ std::string profile_report(const ProfileFile& profile, Format format) {
 std::string head_map(const ProfileFile& profile, const std::string& name, Format format) {
   refuse_csv(format);
   ReportPage page;
-  page.head = profile.model;
+  page.origins = {profile.model};
   std::vector<std::string> known;
   for (const ProfilerOutput& one : profile.profilers)
     for (const auto& [array_name, array] : one.profile) {
@@ -336,7 +336,7 @@ std::string head_overlap(const std::vector<std::string>& paths, Format format) {
                   path);
   }
   ReportPage page;
-  page.head = files.front().model;
+  page.origins = {files.front().model};
   for (const ProfilerOutput& one : files.front().profilers)
     for (const auto& [name, array] : one.profile) {
       std::vector<const ProfileArray*> sets;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <kvlab/error.hpp>
 #include <map>
@@ -11,6 +12,8 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "result/compare_report.hpp"
+#include "result/report_blocks.hpp"
 #include "result/report_layout.hpp"
 #include "result/rows.hpp"
 #include "result/varying.hpp"
@@ -18,79 +21,6 @@
 
 namespace kvlab::results {
 namespace {
-
-// Repeats and seeds of one policy with one set of parameters.
-struct Group {
-  std::vector<const SummaryRow*> good, bad;
-  const SummaryRow& first() const { return good.empty() ? *bad.front() : *good.front(); }
-};
-
-struct Block {
-  std::string model, task, workload;
-  std::int64_t context = 0;
-  std::vector<Group> groups;
-};
-
-bool measured(double v) { return !std::isnan(v); }
-
-bool near(double a, double b) {
-  return a == b || (!measured(a) && !measured(b)) || std::fabs(a - b) <= 0.05 * std::fabs(b);
-}
-
-std::vector<std::string> split_labels(const std::string& labels) {
-  std::vector<std::string> out;
-  for (std::size_t at = 0; at <= labels.size();) {
-    const std::size_t end = std::min(labels.find_first_of(", ", at), labels.size());
-    if (end > at) out.push_back(labels.substr(at, end - at));
-    at = end + 1;
-  }
-  return out;
-}
-
-// A row's labels without "disturbed", which tells about other processes and not about the cell.
-std::vector<std::string> identity_of(const SummaryRow& row) {
-  auto labels = split_labels(row.labels);
-  std::erase(labels, "disturbed");
-  return labels;
-}
-
-bool belongs(const Group& group, const SummaryRow& row) {
-  const SummaryRow& first = group.first();
-  if (row.policy != first.policy || row.params != first.params || identity_of(row) != identity_of(first) ||
-      row.budget_bytes != first.budget_bytes)
-    return false;
-  // Failed cells may have no measured budget. The same seed and repeat twice mean two configurations.
-  if (row.status == "ok" && first.status == "ok" && !near(row.budget_tokens, first.budget_tokens)) return false;
-  const auto same_run = [&](const SummaryRow* other) { return other->seed == row.seed && other->repeat == row.repeat; };
-  return std::none_of(group.good.begin(), group.good.end(), same_run) &&
-         std::none_of(group.bad.begin(), group.bad.end(), same_run);
-}
-
-std::vector<Block> blocks_of(const std::vector<SummaryRow>& rows) {
-  std::vector<Block> blocks;
-  for (const SummaryRow& row : rows) {
-    auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block& b) {
-      return b.model == row.model && b.task == row.task && b.workload == row.workload &&
-             b.context == row.context_tokens;
-    });
-    if (block == blocks.end())
-      block = blocks.insert(blocks.end(), {row.model, row.task, row.workload, row.context_tokens, {}});
-    auto group =
-        std::find_if(block->groups.begin(), block->groups.end(), [&](const Group& g) { return belongs(g, row); });
-    if (group == block->groups.end()) group = block->groups.insert(group, Group{});
-    (row.status == "ok" ? group->good : group->bad).push_back(&row);
-  }
-  return blocks;
-}
-
-// Text for a table's row: line ends and tabs become blanks.
-std::string of_one_row(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return c == '\n' || c == '\t'; }, ' ');
-  return printable(text);
-}
-
-std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
 
 double as_double(std::int64_t v) { return v < 0 ? not_measured : static_cast<double>(v); }
 
@@ -124,38 +54,6 @@ std::string score_text(const Group& group) {
   if (!has_interval(row)) return text + " (-)";
   return fmt::format("{} ({}-{})", text, number(row.score_lo), number(row.score_hi));
 }
-
-std::string budget_text(const Group& group) {
-  const SummaryRow& row = group.first();
-  const std::string tokens =
-      mean(group, [](const SummaryRow& r) { return r.budget_tokens < 0 ? not_measured : r.budget_tokens; });
-  if (row.budget_bytes < 0) return tokens;
-  const std::string bytes = fmt::format("{:.4g} MB", static_cast<double>(row.budget_bytes) / 1e6);
-  return tokens == "-" ? bytes : bytes + " = " + tokens;
-}
-
-// Rows of one policy are told apart by the parameters in which they differ.
-std::string policy_text(const Group& group, const Block& block) {
-  std::vector<std::string> params;
-  for (const Group& other : block.groups)
-    if (other.first().policy == group.first().policy) params.push_back(other.first().params);
-  const std::string varying = varying_text(group.first().params, params);
-  return of_one_row(group.first().policy + (varying.empty() ? "" : " " + varying));
-}
-
-class Notes {
- public:
-  explicit Notes(std::vector<std::string>& list) : list_(list) {}
-  std::string mark(const std::string& note) {
-    const auto found = std::find(list_.begin(), list_.end(), note);
-    const std::size_t index = static_cast<std::size_t>(found - list_.begin());
-    if (found == list_.end()) list_.push_back(note);
-    return fmt::format(" [{}]", index + 1);
-  }
-
- private:
-  std::vector<std::string>& list_;
-};
 
 constexpr std::pair<const char*, const char*> label_meanings[] = {
     {"simulated", "times or transfers are computed, not measured"},
@@ -264,9 +162,7 @@ std::vector<ReportColumn> columns_for(const Block& block) {
 ReportTable table_of(const Block& block, ReportPage& page) {
   Notes notes(page.notes);
   ReportTable table;
-  table.title = of_one_row(block.model + ", " + block.task) +
-                (block.context >= 0 ? fmt::format(", context {}", block.context) : std::string()) +
-                (block.workload.empty() ? "" : ", " + of_one_row(block.workload));
+  table.title = title_of(block);
   const auto columns = columns_for(block);
   table.header = {"policy", "budget", "n"};
   for (const auto& column : columns) table.header.emplace_back(column.name);
@@ -340,6 +236,57 @@ std::string head_of(const RunInfo& info) {
   return of_one_row(head);
 }
 
+// Result files together.
+struct Read {
+  std::vector<RunInfo> infos;
+  std::vector<SummaryRow> rows;
+  std::vector<RowSamples> samples;  // of each row, or none
+  std::vector<std::string> warnings;
+};
+
+// "cpu" for results/cpu.h5; the whole path where another file has that name, too.
+std::string name_of(const std::string& path, const std::vector<std::string>& paths) {
+  const auto stem = [](const std::string& p) { return std::filesystem::path(p).stem().string(); };
+  const auto same = std::count_if(paths.begin(), paths.end(), [&](const auto& p) { return stem(p) == stem(path); });
+  return same > 1 ? path : stem(path);
+}
+
+Read read_all(const std::vector<std::string>& paths) {
+  Read out;
+  for (std::size_t file = 0; file < paths.size(); ++file) {
+    Summary summary = read_summary(paths[file]);
+    auto samples = read_samples(paths[file]);
+    for (SummaryRow& row : summary.rows) {
+      out.samples.push_back({file, std::move(samples[row.cell])});
+      if (paths.size() > 1) row.policy = name_of(paths[file], paths) + ":" + row.policy;
+      out.rows.push_back(std::move(row));
+    }
+    out.infos.push_back(std::move(summary.info));
+    out.warnings.insert(out.warnings.end(), summary.warnings.begin(), summary.warnings.end());
+  }
+  return out;
+}
+
+ReportPage page_of(const Read& read, const std::vector<std::string>& compare) {
+  ReportPage page;
+  for (const RunInfo& info : read.infos) page.origins.push_back(head_of(info));
+  Samples samples;
+  for (std::size_t r = 0; r < read.samples.size(); ++r) samples.emplace(&read.rows[r], &read.samples[r]);
+  const std::vector<Block> blocks = blocks_of(read.rows);
+  if (compare.size() == 2) {
+    page.tables = against(compare[0], compare[1], blocks, samples, page.notes);
+  } else {
+    for (const Block& block : blocks) {
+      page.tables.push_back(table_of(block, page));
+      if (auto table = against_full(block, samples, page.notes)) page.tables.push_back(std::move(*table));
+    }
+    for (const std::string& warning : cell_warnings(read.rows)) page.warnings.push_back(of_one_row(warning));
+  }
+  for (const std::string& warning : read.warnings) page.warnings.push_back(of_one_row(warning));
+  if (read.rows.empty()) page.warnings.emplace_back("no cell has finished yet");
+  return page;
+}
+
 }  // namespace
 
 Format parse_format(std::string_view word) {
@@ -350,17 +297,21 @@ Format parse_format(std::string_view word) {
   throw Error(Errc::config, "got format '" + std::string(word) + "', wanted table, md, csv or latex");
 }
 
-std::string report(const Summary& summary, Format format) {
-  if (format == Format::csv) return csv(summary.rows);
-  ReportPage page;
-  page.head = head_of(summary.info);
-  for (const Block& block : blocks_of(summary.rows)) page.tables.push_back(table_of(block, page));
-  for (const std::string& warning : cell_warnings(summary.rows)) page.warnings.push_back(of_one_row(warning));
-  for (const std::string& warning : summary.warnings) page.warnings.push_back(of_one_row(warning));
-  if (summary.rows.empty()) page.warnings.emplace_back("no cell has finished yet");
-  return render(page, format);
+std::string report(const std::vector<std::string>& paths, const ReportOptions& options) {
+  if (options.format == Format::csv && !options.compare.empty())
+    throw Error(Errc::config, "got csv, wanted table, md or latex", "--compare");
+  const Read read = read_all(paths);
+  if (options.format == Format::csv) return csv(read.rows);
+  return render(page_of(read, options.compare), options.format, options.colour);
 }
 
-std::string report(const std::string& path, Format format) { return report(read_summary(path), format); }
+std::string report(const std::string& path, Format format) {
+  return report(std::vector<std::string>{path}, {format, {}, false});
+}
+
+std::string report(const Summary& summary, Format format) {
+  if (format == Format::csv) return csv(summary.rows);
+  return render(page_of({{summary.info}, summary.rows, {}, summary.warnings}, {}), format);
+}
 
 }  // namespace kvlab::results

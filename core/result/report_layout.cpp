@@ -29,24 +29,26 @@ std::string join(const std::vector<std::string>& cells, const char* between) {
   return line;
 }
 
-void table_as_text(const ReportTable& table, std::string& out) {
+void table_as_text(const ReportTable& table, bool colour, std::string& out) {
   std::vector<std::size_t> width;
   for (const std::string& h : table.header) width.push_back(display_width(h));
   for (const auto& row : table.rows)
     for (std::size_t c = 0; c < row.size(); ++c) width[c] = std::max(width[c], display_width(row[c]));
   std::size_t total = 0;
-  const auto line = [&](const std::vector<std::string>& cells) {
+  const auto line = [&](const std::vector<std::string>& cells, bool grey) {
     std::string text;
     for (std::size_t c = 0; c < cells.size(); ++c)
       text += (c ? "  " : "") + padded(cells[c], width[c], c >= table.text_columns);
     total = display_width(text);
     text.erase(text.find_last_not_of(' ') + 1);
-    out += text + "\n";
+    out += grey ? "\x1b[90m" + text + "\x1b[0m\n" : text + "\n";
   };
   out += table.title + "\n";
-  line(table.header);
+  line(table.header, false);
   out += std::string(total, '-') + "\n";
-  for (const auto& row : table.rows) line(row);
+  for (std::size_t r = 0; r < table.rows.size(); ++r)
+    line(table.rows[r], colour && std::count(table.faint.begin(), table.faint.end(), r) > 0);
+  for (const std::string& text : table.under) out += text + "\n";
 }
 
 void table_as_markdown(const ReportTable& table, std::string& out) {
@@ -59,6 +61,7 @@ void table_as_markdown(const ReportTable& table, std::string& out) {
   for (std::size_t c = 0; c < table.header.size(); ++c) out += c < table.text_columns ? "|---" : "|---:";
   out += "|\n";
   for (const auto& row : table.rows) line(row);
+  for (const std::string& text : table.under) out += "\n" + escape_markdown(text) + "\n";
 }
 
 void table_as_latex(const ReportTable& table, std::string& out) {
@@ -72,7 +75,9 @@ void table_as_latex(const ReportTable& table, std::string& out) {
   line(table.header);
   out += "\\hline\n";
   for (const auto& row : table.rows) line(row);
-  out += "\\hline\n\\end{tabular}\n\\end{table}\n";
+  out += "\\hline\n\\end{tabular}\n";
+  for (const std::string& text : table.under) out += "\n" + escape_latex(text) + "\n";
+  out += "\\end{table}\n";
 }
 
 }  // namespace
@@ -141,16 +146,18 @@ std::string quote_csv(std::string_view text) {
   return out + "\"";
 }
 
-std::string render(const ReportPage& page, Format format) {
+std::string render(const ReportPage& page, Format format, bool colour) {
   const auto spell = [&](const std::string& text) {
     return format == Format::md ? escape_markdown(text) : format == Format::latex ? escape_latex(text) : text;
   };
   // Markdown and LaTeX join the lines of a paragraph, so each note is a paragraph.
   const char* end = format == Format::table ? "\n" : "\n\n";
-  std::string out = format == Format::latex ? "% " + page.head + "\n" : spell(page.head) + end;
+  std::string out;
+  for (const std::string& origin : page.origins)
+    out += format == Format::latex ? "% " + origin + "\n" : spell(origin) + end;
   for (const ReportTable& table : page.tables) {
     if (format != Format::md) out += "\n";
-    if (format == Format::table) table_as_text(table, out);
+    if (format == Format::table) table_as_text(table, colour, out);
     if (format == Format::md) table_as_markdown(table, out);
     if (format == Format::latex) table_as_latex(table, out);
     if (format == Format::md) out += "\n";

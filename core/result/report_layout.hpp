@@ -13,17 +13,20 @@ struct ReportTable {
   std::vector<std::string> header;
   std::vector<std::vector<std::string>> rows;  // each as long as the header
   std::size_t text_columns = 1;                // the first ones, flush left; the others are numbers
+  std::vector<std::size_t> faint{};            // rows that a terminal shows in grey
+  std::vector<std::string> under{};            // lines below the table
 };
 
 struct ReportPage {
-  std::string head;  // version, time, machine and device of the run
+  std::vector<std::string> origins;  // of each file: version, time, machine and device of the run
   std::vector<ReportTable> tables;
   std::vector<std::string> notes;  // without their number: note i is [i + 1] in the tables
   std::vector<std::string> warnings;
 };
 
-std::string render(const ReportPage& page, Format format);  // not csv
-std::string render_csv(const ReportTable& table);           // header and rows
+// Not csv. colour: `faint` rows of Format::table are grey (an escape sequence of a terminal).
+std::string render(const ReportPage& page, Format format, bool colour = false);
+std::string render_csv(const ReportTable& table);  // header and rows
 
 std::size_t display_width(std::string_view text);  // terminal columns of UTF-8
 std::string escape_markdown(std::string_view text);

@@ -132,6 +132,17 @@ Summary gather(const std::string& out_path, const Visit& visit) {
   return out;
 }
 
+// A table of each cell of read_summary(); empty where the cell has none.
+template <class Row>
+std::map<std::string, std::vector<Row>> tables_of_cells(const std::string& out_path, const std::string& name) {
+  std::map<std::string, std::vector<Row>> tables;
+  gather(out_path, [&](const h5::File& file, const std::string& id) {
+    const std::string table = "cells/" + id + "/" + name;
+    tables[id] = file.has(table) ? read_rows<Row>(file, table) : std::vector<Row>();
+  });
+  return tables;
+}
+
 }  // namespace
 
 std::string parts_folder(const std::string& out_path) { return follow_links(out_path) + ".parts"; }
@@ -221,12 +232,11 @@ Summary read_summary(const std::string& out_path) {
 }
 
 std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& out_path) {
-  std::map<std::string, std::vector<PluginRow>> plugins;
-  gather(out_path, [&](const h5::File& file, const std::string& id) {
-    const std::string table = "cells/" + id + "/plugins";
-    plugins[id] = file.has(table) ? read_rows<PluginRow>(file, table) : std::vector<PluginRow>();
-  });
-  return plugins;
+  return tables_of_cells<PluginRow>(out_path, "plugins");
+}
+
+std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path) {
+  return tables_of_cells<SampleRow>(out_path, "samples");
 }
 
 std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path) {

@@ -20,6 +20,7 @@
 #include "base/memory_reserve.hpp"
 #include "base/stop.hpp"
 #include "base/stream_memory.hpp"
+#include "base/terminal.hpp"
 #include "base/threads.hpp"
 #include "base/version.hpp"
 #include "experiment/build_policy.hpp"
@@ -323,7 +324,7 @@ void Run::say_others() const {
 }
 
 void Run::print_report(bool made) const {
-  fmt::print("{}", results::report(out_, results::Format::table));
+  fmt::print("{}", results::report({out_}, {results::Format::table, {}, takes_colour(STDOUT_FILENO)}));
   if (made) fmt::print("results: {}\n", out_);
 }
 

@@ -6,9 +6,9 @@
 
 #include "base/content_hash.hpp"
 #include "experiment/variants.hpp"
+#include "result/interval.hpp"
 #include "run/averages.hpp"
 #include "run/device.hpp"
-#include "run/interval.hpp"
 
 namespace kvlab {
 namespace {

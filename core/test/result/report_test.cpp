@@ -217,6 +217,121 @@ TEST_CASE("csv has a column per parameter, empty where a policy does not have it
   ends(2, R"(,,"a,b",,)");
 }
 
+namespace {
+
+constexpr const char* snap = R"({"scorer": {"snap": {}}})";
+
+// A cell of policy NAME with one 0/1 answer per context: `rights` has a '1' for each right one.
+CellResult answered(const std::string& id, const std::string& policy, const std::string& params,
+                    const std::string& rights) {
+  CellResult c;
+  c.id = id;
+  c.summary = row(id, policy, params == snap ? 64 : not_measured, not_measured);
+  c.summary.params = params;
+  for (std::size_t i = 0; i < rights.size(); ++i) {
+    SampleRow s;
+    s.sample = s.task_sample = static_cast<std::int64_t>(i);
+    s.question = 0;
+    s.prompt_sha256 = "prompt " + std::to_string(i);
+    s.score = rights[i] - '0';
+    s.output = rights[i] == '1' ? "it" : "a b a b a b";
+    s.output_tokens = rights[i] == '1' ? 2 : 6;
+    s.stop = rights[i] == '1' ? "eos" : "length";
+    c.samples.push_back(s);
+  }
+  return c;
+}
+
+std::string words_of(const std::string& line) {  // single blanks
+  std::istringstream in(line);
+  std::string out;
+  for (std::string word; in >> word;) out += (out.empty() ? "" : " ") + word;
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("under a table of scores stands one of differences to what keeps everything") {
+  const TemporaryFolder dir;
+  write_part(dir / "o.h5", answered("a", "full", R"({"page_size": 16})", "1111111100"), sample_info());
+  write_part(dir / "o.h5", answered("b", "snap", snap, "0000000110"), sample_info());
+  const std::string text = report(dir / "o.h5", Format::table);
+  CHECK_THAT(text, Contains("against full [1]: 10 questions in 10 contexts\n"));
+  const std::string differences = text.substr(text.find("against full"));
+  // 7 lost, 1 won: p = 2 * (1 + 8) / 256. 28 and 52 tokens. The last word of a cut answer does not count for a loop.
+  CHECK_THAT(words_of(line_with(differences, "snap")),
+             Catch::StartsWith("snap 64 ~-0.6 (") && Catch::EndsWith(") 0.07 7 1 1 1 1.86 8 0"));
+  CHECK_THAT(words_of(line_with(differences, "full     ")), Catch::StartsWith("full - - - - -"));
+  CHECK_THAT(text, Contains("smallest difference that this table can detect: ") && !Contains("noise floor"));
+  CHECK_THAT(report(dir / "o.h5", Format::latex), Contains("smallest difference that this table"));
+  const std::string csv = report(dir / "o.h5", Format::csv);
+  CHECK(std::count(csv.begin(), csv.end(), '\n') == 3);
+}
+
+TEST_CASE("several policies have adjusted tests and ranks, and what keeps everything twice is the noise floor") {
+  const TemporaryFolder dir;
+  const std::string right(40, '1'), wrong(40, '0');
+  write_part(dir / "o.h5", answered("a", "full", "{}", right), sample_info());
+  write_part(dir / "o.h5", answered("b", "again", "{}", "0" + right.substr(1)), sample_info());
+  write_part(dir / "o.h5", answered("c", "bad", snap, wrong), sample_info());
+  write_part(dir / "o.h5", answered("d", "mild", snap, "00" + right.substr(2)), sample_info());
+  const std::string text = report(dir / "o.h5", Format::table), under = text.substr(text.find("against full"));
+  CHECK_THAT(line_with(under, "difference ["), Contains("Holm") && Contains("rank"));
+  CHECK_THAT(words_of(line_with(under, "bad ")), Contains("<1e-4 <1e-4 40 0 0 0") && Catch::EndsWith("3 (3-3)"));
+  CHECK_THAT(words_of(line_with(under, "mild ")), Contains("~-0.05") && Contains(" 0.5 0.5 2 0 38 0 "));
+  CHECK_THAT(words_of(line_with(under, "again ")), Contains("~-0.025") && Contains(" 1 - 1 0 39 0 "));
+  CHECK_THAT(text, Contains("noise floor, full against full in 1 comparison: a difference of 0.025 at most, 1 of 40 "
+                            "answers flipped, 1 other texts\n"));
+  const std::string grey = report({dir / "o.h5"}, {Format::table, {}, true});
+  CHECK_THAT(grey, Contains("\x1b[90mmild") && Contains("\x1b[90magain") && !Contains("\x1b[90mbad"));
+  CHECK(text.find('\x1b') == std::string::npos);
+}
+
+TEST_CASE("repeats of what keeps everything measure the noise floor, too") {
+  const TemporaryFolder dir;
+  auto again = answered("b", "full", "{}", "0111111111");
+  again.summary.repeat = 1;
+  write_part(dir / "o.h5", answered("a", "full", "{}", "1111111111"), sample_info());
+  write_part(dir / "o.h5", again, sample_info());
+  write_part(dir / "o.h5", answered("c", "snap", snap, "1111111111"), sample_info());
+  CHECK_THAT(report(dir / "o.h5", Format::table),
+             Contains("a difference of 0.1 at most, 1 of 10 answers flipped, 1 other texts"));
+}
+
+TEST_CASE("any two rows are compared by name, and names that fit none or several are refused") {
+  const TemporaryFolder dir;
+  write_part(dir / "o.h5", answered("a", "snap", snap, "1111111100"), sample_info());
+  auto wide = answered("b", "snap", snap, "0000000110");
+  wide.summary.budget_tokens = 256;
+  write_part(dir / "o.h5", wide, sample_info());
+  write_part(dir / "o.h5", answered("c", "quest", snap, "1111111111"), sample_info());
+  const auto compared = [&](const std::string& a, const std::string& b) {
+    return report({dir / "o.h5"}, {Format::table, {a, b}, false});
+  };
+  const std::string text = compared("snap 256", "snap 64");
+  CHECK_THAT(text, Contains("snap 256 against snap 64 [1]: 10 questions"));
+  CHECK_THAT(words_of(line_with(text, "256  ")), Contains(" 7 1 1 1 "));
+  CHECK_THAT(compared("quest", "snap 64"), Contains("quest 64 against snap 64"));
+  CHECK(report(dir / "o.h5", Format::table).find("against") == std::string::npos);  // nothing keeps everything
+  CHECK_THROWS_WITH(compared("snap", "quest"), Contains("which 2 rows of") && Contains("snap 64, snap 256"));
+  CHECK_THROWS_WITH(compared("none", "quest"), Contains("wanted two of: quest 64, snap 256, snap 64"));
+  CHECK_THROWS_AS(report({dir / "o.h5"}, {Format::csv, {"quest", "snap 64"}, false}), kvlab::Error);
+}
+
+TEST_CASE("rows of several files share a table, each with its file's name, against that file's full") {
+  const TemporaryFolder dir;
+  write_part(dir / "cpu.h5", answered("a", "full", "{}", "1111111111"), sample_info());
+  write_part(dir / "cpu.h5", answered("b", "snap", snap, "1111111110"), sample_info());
+  write_part(dir / "gpu.h5", answered("a", "full", "{}", "1111111100"), sample_info());
+  write_part(dir / "gpu.h5", answered("b", "snap", snap, "1111111000"), sample_info());
+  const std::string text = report({dir / "cpu.h5", dir / "gpu.h5"}, {});
+  const std::string under = text.substr(text.find("against cpu:full"));
+  CHECK_THAT(words_of(line_with(under, "gpu:full")), Contains("-0.2 ("));
+  CHECK_THAT(words_of(line_with(under, "cpu:snap")), Contains("-0.1 ("));
+  CHECK_THAT(words_of(line_with(under, "gpu:snap")), Contains("-0.1 ("));
+  CHECK_THAT(text, Contains("noise floor, full against full in 1 comparison"));
+}
+
 TEST_CASE("formats have names and a report can be made of a file") {
   CHECK(parse_format("latex") == Format::latex);
   CHECK_THROWS_AS(parse_format("html"), kvlab::Error);

@@ -188,6 +188,19 @@ TEST_CASE("forced tokens are the answer of the trace") {
   CHECK(std::equal(result.trace.tokens.begin() + 22, result.trace.tokens.end(), f.items.items[0].forced.begin()));
 }
 
+TEST_CASE("a cell's interval takes turns over one context together") {
+  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score});
+  for (unsigned i = 0; i < 3; ++i) {
+    f.add(test::test_text(8, f.model->config.vocab, i), {}, 2);
+    f.add({}, test::test_text(2, f.model->config.vocab, 9 + i), 2, true);
+    f.items.items[2 * i].references = f.items.items[2 * i + 1].references = {""};  // every answer contains ""
+  }
+  const results::SummaryRow s = f.run().summary;
+  CHECK(s.score == 1);
+  CHECK(s.score_lo == Approx(0.43850).margin(1e-5));  // 3 observations, not 6
+  CHECK(s.score_hi == 1);
+}
+
 TEST_CASE("the summary names the component that is switched off") {
   Fixture f;
   f.add(f.text(20, 1), {}, 2);

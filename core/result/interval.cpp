@@ -1,4 +1,4 @@
-#include "run/interval.hpp"
+#include "result/interval.hpp"
 
 #include <kvlab/random.hpp>
 
@@ -19,8 +19,8 @@ constexpr int resamples = 5000;
 constexpr std::size_t fewest_contexts = 6;
 constexpr Interval none{std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::quiet_NaN()};
 
-double normal_quantile() {
-  static const double z = boost::math::quantile(boost::math::complement(boost::math::normal(), upper_tail));
+double z_score() {
+  static const double z = normal_quantile(upper_tail);
   return z;
 }
 
@@ -88,25 +88,32 @@ Interval bootstrap(const std::vector<Context>& contexts) {
   return {ratios[rank], ratios[resamples - 1 - rank]};
 }
 
+// Of sum(values) / sum(weights); 2 contexts or more.
+double ratio_variance(const std::vector<Context>& contexts) {
+  const auto n = static_cast<double>(contexts.size());
+  const Context all = total(contexts);
+  double squares = 0;
+  for (const Context& c : contexts) squares += std::pow(c.value - all.value / all.weight * c.weight, 2);
+  return n / (n - 1) * squares / (all.weight * all.weight);
+}
+
 // How many independent 0/1 scores count as much as these?
 double effective_questions(const std::vector<Context>& contexts) {
   const auto n = static_cast<double>(contexts.size());
   const Context all = total(contexts);
   if (all.weight == n) return n;
   const double share = all.value / all.weight;
-  double squares = 0;
-  for (const Context& c : contexts) squares += std::pow(c.value - share * c.weight, 2);
   if (share == 0 || share == 1) return n;  // equal scores do not show the design effect: assume the worst
-  const double variance = n / (n - 1) * squares / (all.weight * all.weight);
+  const double variance = ratio_variance(contexts);
   const double design_effect = variance / (share * (1 - share) / all.weight);
-  const double few = std::pow(normal_quantile() / t_quantile(n), 2);
+  const double few = std::pow(z_score() / t_quantile(n), 2);
   return std::clamp(few * all.weight / design_effect, n, all.weight);
 }
 
 }  // namespace
 
 Interval wilson_interval(double share, double n) {
-  const double z = normal_quantile(), z2 = z * z / n;
+  const double z = z_score(), z2 = z * z / n;
   const double middle = share + z2 / 2, half = z * std::sqrt((share * (1 - share) + z2 / 4) / n);
   return {share <= 0 ? 0 : (middle - half) / (1 + z2), share >= 1 ? 1 : (middle + half) / (1 + z2)};
 }
@@ -131,6 +138,28 @@ Interval perplexity_interval(const std::vector<Scored>& texts) {
   if (contexts.size() < fewest_contexts || alike(contexts)) return none;
   const Interval nll = bootstrap(contexts);
   return {std::exp(nll.low), std::exp(nll.high)};
+}
+
+Interval difference_interval(const std::vector<Scored>& differences, ScoreRange range) {
+  std::vector<Context> contexts = contexts_of(differences);
+  if (contexts.size() < 2) return none;
+  const bool enough = contexts.size() >= fewest_contexts && !alike(contexts);
+  if (range == ScoreRange::zero_one || (range == ScoreRange::share && !enough)) {
+    contexts.push_back({1, 1});
+    contexts.push_back({-1, 1});
+  } else if (!enough) {
+    return none;
+  }
+  return bootstrap(contexts);
+}
+
+double clustered_error(const std::vector<Scored>& questions) {
+  const std::vector<Context> contexts = contexts_of(questions);
+  return contexts.size() < 2 ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(ratio_variance(contexts));
+}
+
+double normal_quantile(double tail) {
+  return boost::math::quantile(boost::math::complement(boost::math::normal(), tail));
 }
 
 }  // namespace kvlab

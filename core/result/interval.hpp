@@ -13,7 +13,12 @@
 // of one observation per context. Their variance is at most that of 0/1 scores of the same mean (Bhatia and Davis
 // 2000). This interval is then rather too wide than too narrow. Perplexities then have no interval. A missing interval
 // is NaN at both ends. A single context has none, because it does not show how contexts differ.
+//
+// A mean paired difference has the same bootstrap. Where nearly all pairs are equal, a resample holds too few of the
+// others. So differences of 0/1 scores get two contexts more, of one question each, that differ by +1 and by -1 (Bonett
+// and Price 2012 add these to Wald's interval). So do other scores from 0 to 1 with few contexts, or all alike.
 #pragma once
+#include <cstdint>
 #include <vector>
 
 namespace kvlab {
@@ -33,5 +38,18 @@ Interval wilson_interval(double share, double n);
 
 Interval score_interval(const std::vector<Scored>& questions);   // value = score, weight = 1
 Interval perplexity_interval(const std::vector<Scored>& texts);  // value = nll in nats, weight = tokens
+
+// What is known of scores whose differences are taken: 0 or 1 each, from 0 to 1, or nothing.
+enum class ScoreRange : std::uint8_t { zero_one, share, unbounded };
+
+// Of sum(value) / sum(weight); value = a question's difference. `range` is that of the scores.
+Interval difference_interval(const std::vector<Scored>& differences, ScoreRange range);
+
+// The standard error of sum(value) / sum(weight) over contexts (Cochran 1977, a ratio's linearized variance). NaN for
+// fewer than two contexts.
+double clustered_error(const std::vector<Scored>& questions);
+
+// The quantile of the standard normal distribution above which `upper_tail` lies.
+double normal_quantile(double upper_tail);
 
 }  // namespace kvlab

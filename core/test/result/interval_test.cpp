@@ -1,12 +1,10 @@
-#include "run/interval.hpp"
+#include "result/interval.hpp"
 
 #include <kvlab/random.hpp>
 
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <limits>
-
-#include "support/cell_fixture.hpp"
 
 using namespace kvlab;
 
@@ -194,19 +192,6 @@ TEST_CASE("perplexity's interval is exp of the nll per token, each text with its
   CHECK(i.low < without.low + 0.5);
   CHECK(nothing(perplexity_interval({{0, 20, 10}, {1, 30, 10}, {2, 25, 10}})));
   CHECK(nothing(perplexity_interval(std::vector<Scored>(8, {0, 20, 10}))));
-}
-
-TEST_CASE("a cell's interval takes turns over one context together") {
-  test::CellFixture f(test::tiny_model("llama-gqa3"), test::full_spec(), {Metric::score});
-  for (unsigned i = 0; i < 3; ++i) {
-    f.add(test::test_text(8, f.model->config.vocab, i), {}, 2);
-    f.add({}, test::test_text(2, f.model->config.vocab, 9 + i), 2, true);
-    f.items.items[2 * i].references = f.items.items[2 * i + 1].references = {""};  // every answer contains ""
-  }
-  const results::SummaryRow s = f.run().summary;
-  CHECK(s.score == 1);
-  CHECK(s.score_lo == Approx(0.43850).margin(1e-5));  // 3 observations, not 6
-  CHECK(s.score_hi == 1);
 }
 
 TEST_CASE("the same scores have the same interval") {
