@@ -212,3 +212,28 @@ def selected(path, cell):
         pages[event.layer] = pages[event.layer] or [None] * heads
         pages[event.layer][event.kv_head] = trace["trace/selected"][event.begin : event.begin + event.count]
     return out
+
+
+def paired(path, a, b):
+    """The questions that both cells answered, a row each, to compare the two question by question.
+
+    The index is (task_sample, question, prompt_sha256); rows of one task_sample share a context. The other columns of
+    `samples` come twice, as "score_a" and "score_b". `difference` is score_a - score_b. ValueError for cells of several
+    tasks, models or seeds, whose questions are not the same, and for files that do not tell questions apart.
+    """
+    rows = summary(path).set_index("cell")
+    ids = [find(path, name) for name in (a, b)]
+    for column in ("model", "task", "seed"):
+        values = [rows.loc[id].get(column) for id in ids]
+        if values[0] != values[1]:
+            raise ValueError(f"{path}: got cells of {column} {values[0]!r} and {values[1]!r}, wanted the same")
+    keys = ["task_sample", "question", "prompt_sha256"]
+    sides = []
+    for id in ids:
+        samples = cell(path, id).get("samples")
+        if samples is None or not set(keys) <= set(samples) or (samples["task_sample"] < 0).any():
+            raise ValueError(f"{path}: got cell {id!r} without the numbers of its questions, wanted those of its samples")
+        sides.append(samples.set_index(keys))
+    both = sides[0].merge(sides[1], left_index=True, right_index=True, suffixes=("_a", "_b"))
+    both["difference"] = both["score_a"] - both["score_b"]
+    return both

@@ -153,6 +153,41 @@ metrics: [score, trace]
 """
 
 
+class Pairs(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = os.path.join(self.folder.name, "p.h5")
+        with h5py.File(self.path, "w") as file:
+            file.attrs["schema_version"] = 1
+            table(file, "summary", {
+                "cell": ["aa", "bb", "cc", "dd"], "model": ["m"] * 4, "policy": ["full", "snapkv", "quest", "old"],
+                "params": ["{}"] * 4, "task": ["niah", "niah", "kv", "niah"], "seed": [1, 1, 1, 1],
+            })  # fmt: skip
+            for cell, samples, scores in (("aa", [0, 0, 1], [1, 1, 0]), ("bb", [1, 0, 0], [1, 0, 1]),
+                                          ("cc", [0, 0, 1], [1, 1, 1]), ("dd", [-1, -1, -1], [1, 1, 1])):  # fmt: skip
+                questions = [0, 0, 1] if cell == "bb" else [0, 1, 0]
+                table(file.create_group(f"cells/{cell}"), "samples", {
+                    "task_sample": samples, "question": questions, "score": scores,
+                    "prompt_sha256": [f"{s} {q}" for s, q in zip(samples, questions)],
+                })  # fmt: skip
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def test_questions_are_paired_whatever_their_order(self):
+        frame = kr.paired(self.path, "snapkv", "full").sort_index()
+        self.assertEqual([index[:2] for index in frame.index], [(0, 0), (0, 1), (1, 0)])
+        self.assertEqual(list(frame.score_a), [0, 1, 1])
+        self.assertEqual(list(frame.score_b), [1, 1, 0])
+        self.assertEqual(list(frame.difference), [-1, 0, 1])
+
+    def test_cells_of_other_questions_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "task 'kv' and 'niah'"):
+            kr.paired(self.path, "quest", "full")
+        with self.assertRaisesRegex(ValueError, "without the numbers of its questions"):
+            kr.paired(self.path, "old", "full")
+
+
 @unittest.skipUnless(KVLAB.exists(), f"no {KVLAB}")
 class OfKvlab(unittest.TestCase):
     @classmethod

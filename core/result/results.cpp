@@ -239,14 +239,6 @@ std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& ou
   return tables_of_cells<SampleRow>(out_path, "samples");
 }
 
-std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path) {
-  std::map<std::string, std::vector<SampleRow>> samples;
-  gather(out_path, [&](const h5::File& file, const std::string& id) {
-    samples[id] = read_rows<SampleRow>(file, "cells/" + id + "/samples");
-  });
-  return samples;
-}
-
 void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }
 
 CellResult read_cell(const std::string& file, const std::string& id) {
