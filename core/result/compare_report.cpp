@@ -335,6 +335,19 @@ bool keeps_everything(const SummaryRow& row) {
   return params.is_object() && params.size() == params.count("page_size");
 }
 
+Interval pooled_interval(const Group& group, const Samples& samples) {
+  const Answers answers = answers_of(group, samples);
+  Contexts contexts;
+  contexts.add(answers);
+  std::vector<Scored> scored;
+  bool forced = false;
+  for (const auto& [question, a] : answers) {
+    scored.push_back({contexts.of(question), a.score * a.weight, a.weight});
+    forced |= a.forced;
+  }
+  return forced ? perplexity_interval(scored) : score_interval(scored);
+}
+
 std::optional<ReportTable> against_full(const Block& block, const Samples& samples, std::vector<std::string>& notes) {
   std::map<std::size_t, const Group*> fulls;  // by file: the first that keeps everything
   for (const Group& group : block.groups)

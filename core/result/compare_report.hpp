@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "result/interval.hpp"
 #include "result/report_blocks.hpp"
 #include "result/report_layout.hpp"
 
@@ -20,6 +21,9 @@ using Samples = std::map<const SummaryRow*, const RowSamples*>;
 
 // Does the policy keep everything, in the run's dtype and on its device? Its params then name nothing but a page size.
 bool keeps_everything(const SummaryRow& row);
+
+// The 95 % interval of the score of all of a group's cells, over their contexts (result/interval.hpp).
+Interval pooled_interval(const Group& group, const Samples& samples);
 
 // Every row of the block against the first one that keeps everything, or that of its own file. Another one that keeps
 // everything, and its repeats, measure the noise floor. None if the block has no such row, no other row or no scores,

@@ -44,15 +44,23 @@ std::string mean(const Group& group, Get get) {
   return text.substr(0, text.find(" ±"));
 }
 
-bool has_interval(const SummaryRow& row) { return measured(row.score_lo) && measured(row.score_hi); }
+// That of the cell's row, or of all cells' answers where there are several.
+Interval interval_of(const Group& group, const Samples& samples) {
+  if (group.good.size() > 1) return pooled_interval(group, samples);
+  return {group.first().score_lo, group.first().score_hi};
+}
 
-std::string score_text(const Group& group) {
+bool has_interval(const Group& group, const Samples& samples) {
+  return !group.good.empty() && measured(interval_of(group, samples).low);
+}
+
+std::string score_text(const Group& group, const Samples& samples) {
   if (group.good.empty()) return group.first().status;
-  const SummaryRow& row = group.first();
   const std::string text = spread(group, [](const SummaryRow& r) { return r.score; });
-  if (group.good.size() > 1 || !measured(row.score)) return text;
-  if (!has_interval(row)) return text + " (-)";
-  return fmt::format("{} ({}-{})", text, number(row.score_lo), number(row.score_hi));
+  if (text == "-") return text;
+  const Interval interval = interval_of(group, samples);
+  if (!measured(interval.low)) return group.good.size() > 1 ? text : text + " (-)";
+  return fmt::format("{} ({}-{})", text, number(interval.low), number(interval.high));
 }
 
 constexpr std::pair<const char*, const char*> label_meanings[] = {
@@ -125,9 +133,9 @@ ReportColumn mean_of(const char* name, Get get) {
 }
 
 // The columns after policy, budget and n.
-std::vector<ReportColumn> columns_for(const Block& block) {
+std::vector<ReportColumn> columns_for(const Block& block, const Samples& samples) {
   using Row = const SummaryRow&;
-  const ReportColumn score{"score", score_text};
+  const ReportColumn score{"score", [&samples](const Group& group) { return score_text(group, samples); }};
   const auto compression = mean_of("compr. ×", [](Row r) { return r.compression; });
   const auto fired = mean_of("fired", [](Row r) { return as_double(r.fired); });
   if (block.workload.empty())
@@ -159,15 +167,15 @@ std::vector<ReportColumn> columns_for(const Block& block) {
   return columns;
 }
 
-ReportTable table_of(const Block& block, ReportPage& page) {
+ReportTable table_of(const Block& block, const Samples& samples, ReportPage& page) {
   Notes notes(page.notes);
   ReportTable table;
   table.title = title_of(block);
-  const auto columns = columns_for(block);
+  const auto columns = columns_for(block, samples);
   table.header = {"policy", "budget", "n"};
   for (const auto& column : columns) table.header.emplace_back(column.name);
   if (std::any_of(block.groups.begin(), block.groups.end(),
-                  [](const Group& g) { return g.good.size() == 1 && has_interval(g.first()); }))
+                  [&](const Group& group) { return has_interval(group, samples); }))
     table.header[3] += notes.mark(interval_note);  // of the score
   for (const Group& group : block.groups) {
     std::string policy = policy_text(group, block);
@@ -277,7 +285,7 @@ ReportPage page_of(const Read& read, const std::vector<std::string>& compare) {
     page.tables = against(compare[0], compare[1], blocks, samples, page.notes);
   } else {
     for (const Block& block : blocks) {
-      page.tables.push_back(table_of(block, page));
+      page.tables.push_back(table_of(block, samples, page));
       if (auto table = against_full(block, samples, page.notes)) page.tables.push_back(std::move(*table));
     }
     for (const std::string& warning : cell_warnings(read.rows)) page.warnings.push_back(of_one_row(warning));

@@ -287,6 +287,20 @@ TEST_CASE("several policies have adjusted tests and ranks, and what keeps everyt
   CHECK(text.find('\x1b') == std::string::npos);
 }
 
+TEST_CASE("the interval of several cells is over all of their contexts, and repeats add none") {
+  const TemporaryFolder dir;
+  auto later = answered("b", "snap", snap, "11"), repeat = answered("c", "snap", snap, "1");
+  for (SampleRow& s : later.samples) s.prompt_sha256 += " of another seed";
+  later.summary.seed = 2;
+  repeat.summary.repeat = 1;
+  for (CellResult cell : {answered("a", "snap", snap, "1"), later, repeat}) {
+    cell.summary.score = 1;
+    write_part(dir / "o.h5", cell, sample_info());
+  }
+  // Wilson's interval of 3 of 3: 1 / (1 + 1.96^2 / 3).
+  CHECK_THAT(report(dir / "o.h5", Format::table), Contains("1 ± 0 (0.4385-1)"));
+}
+
 TEST_CASE("repeats of what keeps everything measure the noise floor, too") {
   const TemporaryFolder dir;
   auto again = answered("b", "full", "{}", "0111111111");

@@ -1,0 +1,50 @@
+// `kvlab report` on result files: several of them, and two rows by name.
+#include <catch2/catch.hpp>
+
+#include "result/results_sample.hpp"
+#include "support/child.hpp"
+
+using namespace kvlab;
+using Catch::Contains;
+
+namespace {
+
+// A file whose cell of `policy` answered six contexts rightly.
+void write_file(const std::string& file, const std::string& policy) {
+  results::CellResult cell;
+  cell.id = policy;
+  cell.summary.cell = cell.summary.policy = policy;
+  cell.summary.params = policy == "everything" ? "{}" : R"({"policy": {"some": {}}})";
+  cell.summary.model = "m";
+  cell.summary.task = "t";
+  for (int i = 0; i < 6; ++i) {
+    results::SampleRow& s = cell.samples.emplace_back();
+    s.sample = s.task_sample = i;
+    s.question = 0;
+    s.score = 1;
+    s.stop = "eos";
+  }
+  results::write_part(file, cell, results::sample_info());
+}
+
+}  // namespace
+
+TEST_CASE("several result files are reported together, and two rows of them by name") {
+  const test::TemporaryFolder dir;
+  const std::string one = dir / "one.h5", two = dir / "two.h5";
+  write_file(one, "everything");
+  write_file(one, "some");
+  write_file(two, "some");
+  const auto both = test::run_kvlab({"report", one, two});
+  CHECK(both.code == 0);
+  CHECK_THAT(both.said, Contains("against one:everything") && Contains("two:some") && !Contains("\x1b"));
+  const auto compared = test::run_kvlab({"report", one, two, "--compare", "two:some", "one:some"});
+  CHECK(compared.code == 0);
+  CHECK_THAT(compared.said, Contains("two:some against one:some [1]: 6 questions in 6 contexts"));
+  const auto names = test::run_kvlab({"report", one, "--compare", "some", "other"});
+  CHECK(names.code == 2);
+  CHECK_THAT(names.said, Contains("wanted two of: everything, some"));
+  CHECK(test::run_kvlab({"report", one, "--compare", "some"}).code == 2);
+  CHECK(test::run_kvlab({"report", one, "--compare", "some", "everything", "--format", "csv"}).code == 2);
+  CHECK(test::run_kvlab({"report", one, "--compare", "some", "everything", "--plugins"}).code == 2);
+}
