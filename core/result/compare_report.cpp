@@ -368,7 +368,7 @@ std::optional<ReportTable> against_full(const Block& block, const Samples& sampl
                     references.at(other), is_full(group)});
   }
   if (comparison.empty()) return std::nullopt;
-  return comparison.table("against " + policy_text(*first, block));
+  return comparison.table(title_of(block) + ", against " + policy_text(*first, block));
 }
 
 std::vector<ReportTable> against(const std::string& own, const std::string& other, const std::vector<Block>& blocks,
