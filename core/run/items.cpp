@@ -76,8 +76,9 @@ Error unknown_metric(const std::string& metric, const PluginCatalog& catalog) {
 // The metric by which answers are scored. A task with one of its own needs no plugin.
 void choose_metric(TaskItems& out, std::shared_ptr<const Task> task, const TaskSpec& spec,
                    const PluginCatalog& catalog) {
-  const auto use = spec.metric ? spec.metric : metric_named(task->metric(), catalog);
+  const auto use = spec.names_metric ? spec.metric : metric_named(task->metric(), catalog);
   out.metric = use ? use->name : task->metric();
+  out.use = use;
   if (use) out.plugin = create<AnswerMetric>(*catalog.find(Role::metric, use->name), use->params);
   if (!spec.names_metric) out.task = std::move(task);
 }
@@ -115,8 +116,8 @@ TaskItems make_items(const TaskSpec& spec, const PluginCatalog& catalog, std::sh
   const ModelTaskEnv env(tokenizer, experiment.folder, static_cast<std::uint64_t>(spec.seed.value_or(seed)),
                          spec.questions, spec.turns);
   TaskItems out;
-  placed(spec.where, [&] { choose_metric(out, task, spec, catalog); });
   out.samples = placed(spec.where, [&] { return task->samples(env); });
+  placed(spec.where, [&] { choose_metric(out, task, spec, catalog); });  // after samples(): a data file may name it
   if (out.samples <= 0) throw Error(Errc::data, "got a task without samples, wanted at least one", spec.where);
   std::int64_t prompt_tokens = 0;  // of all items so far
   const auto start = std::chrono::steady_clock::now();

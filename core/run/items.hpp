@@ -4,6 +4,7 @@
 #include <kvlab/task.hpp>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,7 @@ struct Item {
 struct TaskItems {
   std::vector<Item> items;
   std::string metric;                          // its name
+  std::optional<PluginUse> use;                // the metric's plugin; nothing where the task has its own
   std::shared_ptr<const Task> task;            // asked first: it may have a metric of its own; or null
   std::shared_ptr<const AnswerMetric> plugin;  // the metric; or null, where the task has its own
   int samples = 0;

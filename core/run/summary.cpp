@@ -37,11 +37,13 @@ double perplexity(const std::vector<Scored>& texts) {
 }
 
 // The plugins, and the profile file that the policy reads.
-std::vector<results::PluginRow> plugins_of(const TaskSpec& task, const PolicySpec& policy, const Experiment& e,
-                                           const PluginCatalog& catalog) {
+std::vector<results::PluginRow> plugins_of(const CellInput& in) {
+  const Experiment& e = *in.experiment;
+  const PolicySpec& policy = in.policy();
+  const PluginCatalog& catalog = *in.catalog;
   std::vector<results::PluginRow> rows;
-  add_plugin(rows, task.task, catalog);
-  if (task.metric) add_plugin(rows, *task.metric, catalog);
+  add_plugin(rows, e.tasks[in.cell->task].task, catalog);
+  if (in.items->use) add_plugin(rows, *in.items->use, catalog);
   for (const auto* use :
        {&policy.policy, &policy.scorer, &policy.selector, &policy.split, &policy.codec, &policy.placement.codec})
     if (*use) add_plugin(rows, **use, catalog);
@@ -64,7 +66,7 @@ void describe_cell(const CellInput& in, results::CellResult& out) {
   const PolicySpec& policy = in.policy();
   auto& s = out.summary;
   out.id = s.cell = in.cell->id;
-  out.plugins = plugins_of(e.tasks[in.cell->task], policy, e, *in.catalog);
+  out.plugins = plugins_of(in);
   s.model = in.model->name;
   if (in.model->synthetic) add_label(s, "synthetic");
   if (e.inject.used(policy)) add_label(s, "injected");

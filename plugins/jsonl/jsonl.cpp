@@ -1,50 +1,93 @@
-// Questions from a data file: one JSON object per line (or an array of them), like LongBench and most data sets.
+// Questions from a data file: one JSON object per line (or an array of them), like LongBench and most data sets. A file
+// of datasets/convert.py begins with a header: what its set prescribes where the experiment says nothing.
 #include <kvlab/plugin.hpp>
 
 #include <memory>
+#include <optional>
 
+#include "header.hpp"
 #include "template.hpp"
 
 namespace {
 
 using Tokens = std::vector<int>;
 
-enum class Truncate { none, middle };
+enum class Truncate { automatic, none, middle };
+enum class Chat { automatic, yes, no };
 
 }  // namespace
 
 template <>
 struct kvlab::Choices<Truncate> {
-  static constexpr std::pair<Truncate, const char*> all[] = {{Truncate::none, "none"}, {Truncate::middle, "middle"}};
+  static constexpr std::pair<Truncate, const char*> all[] = {
+      {Truncate::automatic, "auto"}, {Truncate::none, "none"}, {Truncate::middle, "middle"}};
+};
+template <>
+struct kvlab::Choices<Chat> {
+  static constexpr std::pair<Chat, const char*> all[] = {
+      {Chat::automatic, "auto"}, {Chat::yes, "true"}, {Chat::no, "false"}};
 };
 
 namespace {
 
+constexpr const char* usual_question = "\n{input}\n";
+
 void append(Tokens& to, const Tokens& more) { to.insert(to.end(), more.begin(), more.end()); }
+
+// What an entry leaves open comes from the file's header, else it is the usual. A template is one: an entry with a
+// prompt of its own brings all three parts.
+struct Settings {
+  Settings(const kvlab::Params& p, const jsonl::Header& header)
+      : prompt(template_of(p, header, "prompt", header.prompt, "", "{context}\n")),
+        question(template_of(p, header, "question_text", header.question_text, usual_question, usual_question)),
+        opening(template_of(p, header, "answer_opening", header.answer_opening, "", "")),
+        references(text(p, "references", header.references, "answers")),
+        metric(header.there ? header.metric : "f1"),
+        max_new(p.get<int>("max_new_tokens")),
+        cut(p.get<Truncate>("truncate") == Truncate::middle),
+        chat(p.get<Chat>("chat") != Chat::no) {
+    if (max_new == 0) max_new = header.there ? header.max_new_tokens : 64;
+    if (p.get<Truncate>("truncate") == Truncate::automatic) cut = header.truncate == "middle";
+    if (p.get<Chat>("chat") == Chat::automatic) chat = header.chat;
+  }
+
+  jsonl::Template prompt, question, opening;
+  std::string references, metric;
+  int max_new;
+  bool cut, chat;  // cut: a prompt that is too long loses its middle
+
+ private:
+  // given, where it is not the parameter's default; else the header's, else the usual
+  static jsonl::Template template_of(const kvlab::Params& p, const jsonl::Header& header, const char* name,
+                                     const std::string& headers, const std::string& unset, const std::string& usual) {
+    const auto given = p.get<std::string>(name);
+    const bool whole = !header.there || !p.get<std::string>("prompt").empty();
+    if (given != unset) return {given, name};
+    return {whole ? usual : headers, name};
+  }
+  static std::string text(const kvlab::Params& p, const char* name, const std::string& headers, const char* usual) {
+    const auto given = p.get<std::string>(name);
+    return !given.empty() ? given : !headers.empty() ? headers : usual;
+  }
+};
 
 class Jsonl final : public kvlab::Task {
  public:
   explicit Jsonl(const kvlab::Params& p)
-      : data_(p.get<std::string>("data")),
-        references_(p.get<std::string>("references")),
-        prompt_(p.get<std::string>("prompt"), "prompt"),
-        question_(p.get<std::string>("question_text"), "question_text"),
-        opening_(p.get<std::string>("answer_opening"), "answer_opening"),
-        max_new_(p.get<int>("max_new_tokens")),
+      : given_(p),
+        data_(p.get<std::string>("data")),
         limit_(p.get<int>("limit")),
         max_context_(p.get<int>("max_context")),
-        truncate_(p.get<Truncate>("truncate")),
-        shuffle_(p.get<bool>("shuffle")),
-        chat_(p.get<bool>("chat")) {
+        shuffle_(p.get<bool>("shuffle")) {
     if (data_.empty()) throw kvlab::Error(kvlab::Errc::config, "got no data, wanted the path of a JSON lines file");
-    if (prompt_.empty()) throw kvlab::Error(kvlab::Errc::config, "got an empty prompt, wanted a template");
-    if (truncate_ == Truncate::middle && max_context_ == 0)
+    if (p.get<Truncate>("truncate") == Truncate::middle && max_context_ == 0)
       throw kvlab::Error(kvlab::Errc::config, "got truncate: middle without max_context, wanted the tokens to cut to");
+    settings_.emplace(p, jsonl::Header());
   }
 
   int samples(const kvlab::TaskEnv& env) const override { return static_cast<int>(groups(env).size()); }
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override;
-  std::string metric() const override { return "f1"; }
+  std::string metric() const override { return settings_->metric; }  // the header's is known after samples()
 
  private:
   struct Group {
@@ -55,11 +98,11 @@ class Jsonl final : public kvlab::Task {
   const std::vector<Group>& groups(const kvlab::TaskEnv& env) const;
   Tokens fitted(Tokens prompt, std::size_t others, const Group& group) const;
 
-  std::string data_, references_;
-  jsonl::Template prompt_, question_, opening_;
-  int max_new_, limit_, max_context_;
-  Truncate truncate_;
-  bool shuffle_, chat_;
+  kvlab::Params given_;
+  std::string data_;
+  int limit_, max_context_;
+  bool shuffle_;
+  mutable std::optional<Settings> settings_;
   mutable std::vector<std::shared_ptr<const kvlab::Record>> records_;  // read once
   mutable std::vector<Group> groups_;
 };
@@ -67,10 +110,12 @@ class Jsonl final : public kvlab::Task {
 // With one question per context each record is a group. Else up to so many neighbours with one prompt are.
 const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const {
   if (!groups_.empty()) return groups_;
-  for (kvlab::Record& record : env.records(data_))
+  std::vector<kvlab::Record> records = env.records(data_);
+  settings_.emplace(given_, jsonl::take_header(records, data_));
+  for (kvlab::Record& record : records)
     records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
   for (std::size_t i = 0; i < records_.size(); ++i) {
-    std::string prompt = prompt_.render(*records_[i], place(i));
+    std::string prompt = settings_->prompt.render(*records_[i], place(i));
     if (groups_.empty() || static_cast<int>(groups_.back().records.size()) == env.questions() ||
         groups_.back().prompt != prompt)
       groups_.push_back({std::move(prompt), {}});
@@ -86,7 +131,7 @@ Tokens Jsonl::fitted(Tokens prompt, std::size_t others, const Group& group) cons
   const auto limit = static_cast<std::size_t>(max_context_);
   if (limit == 0 || prompt.size() + others <= limit) return prompt;
   const std::string where = place(group.records.front());
-  if (truncate_ == Truncate::none)
+  if (!settings_->cut)
     throw kvlab::Error(kvlab::Errc::config,
                        "got " + std::to_string(prompt.size() + others) +
                            " tokens of template, prompt and longest answer, wanted at most max_context: " +
@@ -105,35 +150,37 @@ Tokens Jsonl::fitted(Tokens prompt, std::size_t others, const Group& group) cons
 
 kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
   const Group& group = groups(env)[static_cast<std::size_t>(index)];
+  const Settings& set = *settings_;
   kvlab::TaskSample out;
-  out.context = chat_ ? env.chat_open() : env.text_open();
-  const Tokens close = chat_ ? env.chat_close() : Tokens{};
+  out.context = set.chat ? env.chat_open() : env.text_open();
+  const Tokens close = set.chat ? env.chat_close() : Tokens{};
   std::size_t longest = 0, conversation = 0;
   for (const std::size_t i : group.records) {
     const kvlab::Record& record = *records_[i];
     kvlab::TaskQuestion q;
     q.record = records_[i];
     q.follows = out.questions.size() % static_cast<std::size_t>(env.turns()) != 0;
-    if (q.follows && chat_) q.tokens = env.chat_next();
-    append(q.tokens, env.encode_next(question_.render(record, place(i))));
+    if (q.follows && set.chat) q.tokens = env.chat_next();
+    append(q.tokens, env.encode_next(set.question.render(record, place(i))));
     append(q.tokens, close);
-    append(q.tokens, env.encode_next(opening_.render(record, place(i))));
-    q.references = jsonl::field(record, references_, place(i));
-    if (jsonl::has_parts(record, references_))
+    append(q.tokens, env.encode_next(set.opening.render(record, place(i))));
+    q.references = jsonl::field(record, set.references, place(i));
+    if (jsonl::has_parts(record, set.references))
       throw kvlab::Error(kvlab::Errc::data,
-                         "got an object or nested lists in '" + references_ + "', wanted texts: name a part, like '" +
-                             record.lower_bound(references_ + ".")->first + "'",
+                         "got an object or nested lists in '" + set.references +
+                             "', wanted texts: name a part, like '" + record.lower_bound(set.references + ".")->first +
+                             "'",
                          place(i));
     if (q.references.empty())
-      throw kvlab::Error(kvlab::Errc::data, "got no texts in '" + references_ + "', wanted at least one reference",
+      throw kvlab::Error(kvlab::Errc::data, "got no texts in '" + set.references + "', wanted at least one reference",
                          place(i));
     if (std::any_of(q.references.begin(), q.references.end(), jsonl::blank))
       throw kvlab::Error(
           kvlab::Errc::data,
-          "got an empty text in '" + references_ + "', wanted a reference: every answer contains an empty one",
+          "got an empty text in '" + set.references + "', wanted a reference: every answer contains an empty one",
           place(i));
-    q.max_new_tokens = max_new_;
-    conversation = (q.follows ? conversation : 0) + q.tokens.size() + static_cast<std::size_t>(max_new_);
+    q.max_new_tokens = set.max_new;
+    conversation = (q.follows ? conversation : 0) + q.tokens.size() + static_cast<std::size_t>(set.max_new);
     longest = std::max(longest, conversation);
     out.questions.push_back(std::move(q));
   }
@@ -145,19 +192,22 @@ kvlab::TaskSample Jsonl::sample(int index, const kvlab::TaskEnv& env) const {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::task<Jsonl>("jsonl", "questions out of a file of JSON records, with a prompt template")
-                 .param("data", std::string(), "JSON lines, or a JSON array")
-                 .param("prompt", std::string("{context}\n"),
-                        "text before the question; {field} is replaced, {{ and }} are braces")
-                 .param("question_text", std::string("\n{input}\n"), "the part that is the question; may be empty")
-                 .param("answer_opening", std::string(), "first words of the model's answer")
-                 .param("references", std::string("answers"),
-                        "field with the accepted answers; answers.text: a part of an object")
-                 .param("max_new_tokens", 64, 1, 100000, "longest answer")
-                 .param("limit", 0, 0, kvlab::any, "samples; 0 = all")
-                 .param("shuffle", false, "in an order that follows from the seed, before the limit")
-                 .param("chat", true, "put the model's chat template around the prompt")
-                 .param("max_context", 0, 0, kvlab::any,
-                        "most tokens of template, prompt and longest answer; 0 = no limit")
-                 .param("truncate", Truncate::none,
-                        "what to do with a longer prompt: refuse it, or cut out its middle"))
+KVLAB_PLUGIN(
+    kvlab::task<Jsonl>("jsonl", "questions out of a file of JSON records, with a prompt template")
+        .param("data", std::string(), "JSON lines, or a JSON array")
+        .param("prompt", std::string(),
+               "text before the question; {field} is replaced, {{ and }} are braces; empty: the file's, else {context} "
+               "and a line end")
+        .param("question_text", std::string(usual_question),
+               "the part that is the question; may be empty; a file with a header has its own")
+        .param("answer_opening", std::string(), "first words of the model's answer")
+        .param("references", std::string(),
+               "field with the accepted answers; answers.text: a part of an object; empty: the file's, else answers")
+        .param("max_new_tokens", 0, 0, 100000, "longest answer; 0 = the file's, else 64")
+        .param("limit", 0, 0, kvlab::any, "samples; 0 = all")
+        .param("shuffle", false, "in an order that follows from the seed, before the limit")
+        .param("chat", Chat::automatic,
+               "put the model's chat template around the prompt; auto: as the file says, else true")
+        .param("max_context", 0, 0, kvlab::any, "most tokens of template, prompt and longest answer; 0 = no limit")
+        .param("truncate", Truncate::automatic,
+               "what to do with a longer prompt: refuse it, or cut out its middle; auto: as the file says, else none"))

@@ -1,3 +1,5 @@
+#include <nlohmann/json.hpp>
+
 #include "test/support/task_fixture.hpp"
 
 using namespace kvlab;
@@ -12,6 +14,19 @@ const char* const longbench =
     R"({"input": "Who walks?", "context": "Ann sails. Bob walks.", "answers": ["Bob"], "length": 4})"
     "\n"
     R"({"input": "\u00bfQui\u00e9n? \ud83c\udf63", "context": "漢字 {not a field}", "answers": "née", "length": 2})";
+
+// A header as datasets/convert.py writes it, with `changes` on top. null takes a key away.
+std::string header(const nlohmann::json& changes = nlohmann::json::object()) {
+  nlohmann::json keys = {{"schema", 1},         {"prompt", "Read.{context}"}, {"question_text", " Q:{input}"},
+                         {"records", 1},        {"answer_opening", " A:"},    {"references", "gold"},
+                         {"metric", "rouge_l"}, {"max_new_tokens", 7},        {"chat", false},
+                         {"truncate", "middle"}};
+  keys.merge_patch(changes);
+  return nlohmann::json{{"kvlab_dataset", keys}}.dump() + "\n";
+}
+
+const char* const converted = R"({"context": " 0 1 2 3 4 5 6 7 8 9", "input": " why", "gold": ["x"], "answers": ["y"]})"
+                              "\n";
 
 Given with(Given more) {
   more.emplace("data", std::string("data.jsonl"));
@@ -146,6 +161,97 @@ TEST_CASE("jsonl: a long prompt loses its middle") {
   CHECK_THROWS_WITH(f.task(with({{"truncate", std::string("middle")}})), Catch::Contains("without max_context"));
 }
 
+TEST_CASE("jsonl: a header's settings hold where the entry gives none") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", header() + converted);
+  const auto env = f.env(1);
+  const auto made = [&](Given given) {
+    const auto task = f.task(with(std::move(given)));
+    REQUIRE(task->samples(env) == 1);
+    return std::pair(task->sample(0, env), task->metric());
+  };
+  const auto [s, metric] = made({});
+  CHECK(env.decode(s.context) == "Read. 0 1 2 3 4 5 6 7 8 9");
+  CHECK(env.decode(s.questions[0].tokens) == " Q: why A:");
+  CHECK(s.questions[0].references == std::vector<std::string>{"x"});
+  CHECK(s.questions[0].max_new_tokens == 7);
+  CHECK(metric == "rouge_l");
+
+  const auto [own, own_metric] = made({{"references", std::string("answers")},
+                                       {"metric", std::string("f1")},
+                                       {"max_new_tokens", std::int64_t{64}},
+                                       {"question_text", std::string()}});
+  CHECK(env.decode(own.context) == env.decode(s.context));
+  CHECK(env.decode(own.questions[0].tokens) == " A:");
+  CHECK(own.questions[0].references == std::vector<std::string>{"y"});
+  CHECK(own.questions[0].max_new_tokens == 64);
+  CHECK(own_metric == "f1");
+}
+
+TEST_CASE("jsonl: a prompt of the entry's own replaces the header's whole template") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl", header() + converted);
+  const auto env = f.env(1);
+  const TaskSample s = f.task(with({{"prompt", std::string("Mine.{context}")}}))->sample(0, env);
+  CHECK(env.decode(s.context) == "Mine. 0 1 2 3 4 5 6 7 8 9");
+  CHECK(env.decode(s.questions[0].tokens) == "\n why\n");
+}
+
+TEST_CASE("jsonl: the header's truncation and chat template, unless the entry says otherwise") {
+  const TaskFixture f("jsonl");
+  f.write("data.jsonl",
+          header({{"prompt", "{context}"}, {"question_text", "{input}"}, {"answer_opening", ""}}) + converted);
+  const auto env = f.env(1);
+  const auto made = [&](const char* truncate) {
+    return f.task(with({{"max_context", std::int64_t{13}}, {"truncate", std::string(truncate)}}));
+  };
+  CHECK(env.decode(made("auto")->sample(0, env).context) == " 0 1 2 8 9");  // 1 of question and 7 of answer: 5 stay
+  CHECK_THROWS_WITH(made("none")->sample(0, env), Catch::Contains("data.jsonl: record 1: got 18 tokens"));
+
+  const std::string chatml =
+      "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+      "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+  const std::shared_ptr<const Tokenizer> tokenizer =
+      tokenizer_from_json(test::source_root() / "datasets/models/recall/tokenizer.json", {-1, {}, chatml});
+  const ModelTaskEnv chats(tokenizer, f.path("."), 1, 1);
+  const auto open = chats.chat_open();
+  REQUIRE(!open.empty());
+  const auto opened = [&](bool chat, const char* given) {
+    f.write("data.jsonl", header({{"chat", chat}, {"prompt", "{context}"}}) + converted);
+    const auto context = f.task(with({{"chat", std::string(given)}}))->sample(0, chats).context;
+    return context.size() > open.size() && std::equal(open.begin(), open.end(), context.begin());
+  };
+  CHECK(!opened(false, "auto"));
+  CHECK(opened(true, "auto"));
+  CHECK(opened(false, "true"));
+  CHECK(!opened(true, "false"));
+}
+
+TEST_CASE("jsonl: a header that is wrong is refused, and so is a file that lost records") {
+  const TaskFixture f("jsonl");
+  const auto env = f.env(1);
+  const auto fails = [&](const std::string& data, const std::string& message) {
+    f.write("data.jsonl", data);
+    CHECK_THROWS_WITH(f.task(with({}))->samples(env), Catch::Contains("data.jsonl: " + message));
+  };
+  for (const char* key : {"schema", "prompt", "question_text", "answer_opening", "references", "metric",
+                          "max_new_tokens", "chat", "truncate", "records"})
+    fails(header({{key, nullptr}}) + converted, std::string("got nothing as '") + key + "' of the header");
+  fails(header({{"schema", 2}}) + converted, "got 2 as 'schema' of the header, wanted 1");
+  fails(header({{"prompt", ""}}) + converted, "got an empty text as 'prompt' of the header");
+  fails(header({{"metric", nlohmann::json::array()}}) + converted, "got no text as 'metric' of the header");
+  fails(header({{"max_new_tokens", "7 or so"}}) + converted, "got '7 or so' as 'max_new_tokens' of the header");
+  fails(header({{"max_new_tokens", 0}}) + converted, "got '0' as 'max_new_tokens' of the header");
+  fails(header({{"chat", "maybe"}}) + converted, "got 'maybe' as 'chat' of the header, wanted true or false");
+  fails(header({{"truncate", "left"}}) + converted, "got 'left' as 'truncate' of the header, wanted none or middle");
+  fails(header({{"records", 3}}) + converted, "got 1 records, wanted the header's 3");
+  fails(header(), "got 0 records, wanted the header's 1");
+  fails(header({{"records", 2}}) + converted + header(), "record 2: got a second header");
+  fails(converted + header(), "record 2: got a second header");
+  f.write("data.jsonl", header({{"prompt", "{nothing}"}}) + converted);
+  CHECK_THROWS_WITH(f.task(with({}))->samples(env), Catch::Contains("data.jsonl: record 1: got no field 'nothing'"));
+}
+
 TEST_CASE("jsonl: what is wrong is named with file and record") {
   const TaskFixture f("jsonl");
   const auto env = f.env(1);
@@ -180,5 +286,4 @@ TEST_CASE("jsonl: what is wrong is named with file and record") {
                       Catch::Contains("at byte") || Catch::Contains("no field"));
   CHECK_THROWS_WITH(f.task({}), Catch::Contains("got no data"));
   CHECK_THROWS_WITH(f.task({{"data", std::string("none.jsonl")}})->samples(env), Catch::Contains("none.jsonl"));
-  CHECK_THROWS_WITH(f.task(with({{"prompt", std::string()}})), Catch::Contains("got an empty prompt"));
 }

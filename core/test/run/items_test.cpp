@@ -174,6 +174,29 @@ TEST_CASE("numbers that no machine could serve are refused before the prompts ar
   refused("samples", 100000);
 }
 
+TEST_CASE("a task may learn its metric from its data, in samples()") {
+  struct Late final : Task {
+    int samples(const TaskEnv&) const override {
+      name = "rouge_l";
+      return 1;
+    }
+    TaskSample sample(int, const TaskEnv&) const override { return {{1}, {asked({2})}}; }
+    std::string metric() const override { return name; }
+    mutable std::string name = "f1";
+  };
+  static const Registration registration = task<Late>("late", "a test's own");
+  Registry registry({test::plugin_folder()});
+  registry.add(registration);
+  TaskSpec spec;
+  spec.name = "late";
+  spec.task = {Role::task, "late", Params()};
+  ModelConfig config;
+  config.vocab = 50;
+  config.context = 100;
+  CHECK(make_items(spec, RegistryCatalog(registry), test::test_vocabulary("gpt-2"), config, Experiment(), 1).metric ==
+        "rouge_l");
+}
+
 TEST_CASE("a task's own metric scores its answers") {
   script = {{{{1}, {asked({2})}}}, "mine", "", 0.25};
   const TaskItems own = made(Question::prompt);
