@@ -1,0 +1,32 @@
+"""LongBench v2 (Bai et al. 2025): 503 questions with four choices. The prompt is its prompts/0shot.txt: MIT licence, copyright
+(c) 2023 THU-KEG & Zhipu AI.
+"""
+
+from common import DataError, DataSet, asked, choices, field, record
+
+TEMPLATE = ("Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
+            "What is the correct answer to this question: {input}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n"
+            "(D) {choice_D}\n\nFormat your response as follows: \"The correct answer is (insert answer here)\".")
+FILES = ("data.json", "data.jsonl")
+CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
+
+
+def read(_name, source, _options):
+    for place, value in source.records(source.need(*FILES)):
+        answer = field(value, "answer", place)
+        if answer not in "ABCD" or len(answer) != 1:
+            raise DataError(place, f"got the answer '{answer}', wanted A, B, C or D")
+        yield record(place, field(value, "_id", place), field(value, "question", place).strip(), [answer],
+                     field(value, "context", place).strip(), **dict(zip(CHOICES, choices(value, CHOICES, place))),
+                     **{key: field(value, key, place) for key in ("domain", "sub_domain", "difficulty", "length")})
+
+
+SET = DataSet(
+    name="longbench_v2", title="LongBench v2, 503 questions with four choices", paper="Bai et al. 2025, arXiv 2412.15204",
+    source="https://huggingface.co/datasets/THUDM/LongBench-v2 (data.json, 465 MB)",
+    version="prompt of github.com/THUDM/LongBench at 2e00731f8d0b", licence="Apache-2.0 as its page says; texts of many sources",
+    prompt_source="LongBench prompts/0shot.txt (MIT)",
+    wanted="data.json, an array of objects with _id, domain, sub_domain, difficulty, length, question, choice_A to choice_D, "
+           "answer and context",
+    tasks={"longbench_v2": asked(TEMPLATE, metric="choice_v2", max_new_tokens=128, truncate="middle", files=FILES)},
+    read=read, note="FreeKV and its rivals cut the inputs to 64K tokens: max_context: 65536.")
