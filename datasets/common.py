@@ -98,11 +98,6 @@ def record(place, id, input, answers, context="", **more):
 # Templates
 
 
-def escaped(text):
-    """The text as a part of a template."""
-    return text.replace("{", "{{").replace("}", "}}")
-
-
 def asked(template, **settings):
     """A Task of a whole template: the part up to {context} is its prompt, the rest its question."""
     at = template.find("{context}")

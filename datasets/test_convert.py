@@ -164,6 +164,21 @@ class Details(Folder):
         self.assertEqual((len(tasks), len(common.load_set("longbench_e").tasks)), (21, 13))
         self.assertEqual({t.truncate for t in tasks.values()}, {"middle"})
 
+    def test_longbench_metrics_are_those_of_its_paper(self):
+        groups = {"f1": "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique", "f1_zh": "multifieldqa_zh",
+                  "rouge_l": "gov_report qmsum multi_news", "rouge_l_zh": "dureader vcsum", "f1_first_line": "triviaqa",
+                  "rouge_l_first_line": "samsum", "classification_first_line": "trec lsht", "count": "passage_count",
+                  "retrieval": "passage_retrieval_en passage_retrieval_zh", "code_similarity": "lcc repobench-p"}
+        self.assertEqual({name: task.metric for name, task in common.load_set("longbench").tasks.items()},
+                         {name: metric for metric, names in groups.items() for name in names.split()})
+
+    def test_a_question_begins_behind_its_context(self):
+        for name in ("longbench", "longbench_v2", "leval", "infinitebench", "niah", "u_niah"):
+            for task, made in common.load_set(name).tasks.items():
+                with self.subTest(task):
+                    self.assertTrue(made.prompt.endswith("{context}"))
+                    self.assertNotIn("{context}", made.question_text)
+
     def test_leval_parts_a_judgment_from_the_truth(self):
         _, records = self.records("leval", "sci_fi")
         self.assertEqual([(r["answers"], r["fact"]) for r in records], [(["True"], "False"), (["False"], "True")])
@@ -316,6 +331,14 @@ class Files(Folder):
         self.assertIn("record 2", said)
         self.assertEqual(path.read_bytes(), old)
         self.assertEqual([p for p in self.out.iterdir() if p.name.startswith(".")], [])
+
+    def test_a_full_disk_leaves_the_old_file(self):
+        path = self.folder / "file"
+        path.write_bytes(b"old")
+        with self.assertRaises(OSError), written.Replacement(path) as file:
+            file.write(b"ne")
+            raise OSError(28, "No space left on device")
+        self.assertEqual([(p.name, p.read_bytes()) for p in self.folder.iterdir()], [("file", b"old")])
 
     def test_source_files_are_never_replaced(self):
         files = {"multifieldqa_en.jsonl": [fixtures.longbench()]}
