@@ -2,6 +2,7 @@
 
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -60,13 +61,21 @@ Json closed(Json properties) {
   return {{"type", {"object", "null"}}, {"properties", std::move(properties)}, {"additionalProperties", false}};
 }
 
+// The words of a choice. An editor takes a bare true or false for a boolean.
+Json words(const std::vector<std::string>& choices) {
+  Json out = choices;
+  for (const bool truth : {true, false})
+    if (std::find(choices.begin(), choices.end(), truth ? "true" : "false") != choices.end()) out.push_back(truth);
+  return out;
+}
+
 Json value(const ParamSpec& spec) {
   switch (spec.kind) {
     case ParamKind::boolean: return {{"type", "boolean"}};
     case ParamKind::integer: return number("integer", spec.low, spec.high);
     case ParamKind::real: return number("number", spec.low, spec.high);
     case ParamKind::text: return text();
-    case ParamKind::choice: return {{"enum", spec.choices}};
+    case ParamKind::choice: return {{"enum", words(spec.choices)}};
   }
   return {};
 }

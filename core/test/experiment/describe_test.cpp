@@ -140,6 +140,14 @@ TEST_CASE("the schema is generated from the declarations") {
   CHECK(named["properties"]["part"]["default"] == true);
 }
 
+TEST_CASE("the schema takes a bare true or false where these are words of a choice") {
+  Registry registry({test::plugin_folder() / "libjsonl.so"});
+  const auto schema = nlohmann::json::parse(schema_text(registry));
+  const auto& named = schema["$defs"]["task_entry"]["anyOf"][1]["properties"]["jsonl"]["properties"];
+  CHECK(named["chat"]["anyOf"][0]["enum"] == nlohmann::json({"auto", "true", "false", true, false}));
+  CHECK(named["truncate"]["anyOf"][0]["enum"] == nlohmann::json({"auto", "none", "middle"}));
+}
+
 TEST_CASE("describe spells texts as YAML does, and cuts long ones in the table only") {
   Registry registry({good});
   const std::string text = describe_text(registry, "good");
