@@ -271,6 +271,22 @@ class Details(Folder):
         self.assertEqual(code, 2)
         self.assertIn("got --words 5, wanted more than the needles' 21 words", said)
 
+    def test_u_niah_reads_yaml_where_pyyaml_is(self):
+        text = ("shared: &shared\n  - \" Figs are one. \"\n  - Ham is two.\n"
+                "pizza:\n  needles: *shared\n  question: Which are they?\n  true_answer: Figs and ham.\n")
+        files = {"config/needle_cases.yaml": text, "b.txt": fixtures.BOOK}
+        code, said = self.converted("u_niah", files=files)
+        try:
+            import yaml  # noqa: F401
+        except ImportError:
+            self.assertEqual(code, 2)
+            self.assertIn("needle_cases.yaml: got a YAML file and no Python package yaml", said)
+            return
+        self.assertEqual(code, 0, said)
+        _, records = read(self.out / "u_niah.jsonl")
+        self.assertIn("Figs are one.", records[0]["context"])
+        self.assertEqual(self.converted("u_niah", files={**files, "config/needle_cases.yaml": "a: [1"})[0], 2)
+
     def test_u_niah_takes_the_cases_that_are_asked_for(self):
         code, said = self.converted("u_niah", "--case", "pasta")
         self.assertEqual(code, 2)
@@ -355,15 +371,19 @@ class Files(Folder):
         self.assertEqual([p.name for p in self.out.iterdir()], ["dataset.yaml"])
         self.assertEqual((self.out / "dataset.yaml").read_text(encoding="utf-8"), "name: mine\n")
 
-    def test_parquet_without_pyarrow_says_so(self):
-        files = {"test.parquet": b"PAR1"}
-        code, said = self.converted("math500", files=files)
+    def test_parquet_needs_pyarrow(self):
+        code, said = self.converted("math500", files={"test.parquet": b"PAR1"})
         self.assertEqual(code, 2)
         try:
-            import pyarrow  # noqa: F401
-            self.assertIn("test.parquet: got no Parquet data", said)
+            import pyarrow
+            from pyarrow import parquet
         except ImportError:
             self.assertIn("test.parquet: got a Parquet file and no Python package pyarrow", said)
+            return
+        self.assertIn("test.parquet: got no Parquet data", said)
+        parquet.write_table(pyarrow.Table.from_pylist([fixtures.MATH]), self.source / "test.parquet")
+        self.assertEqual(run("math500", "--from", self.source, "--to", self.out)[0], 0)
+        self.assertEqual(read(self.out / "math500.jsonl")[1][0]["answers"], ["\\frac{1}{1}"])
 
     def test_samples_are_what_their_headers_say(self):
         samples = sorted(common.FOLDER.glob("*/sample/*.jsonl"))
