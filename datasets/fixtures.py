@@ -188,7 +188,8 @@ BAD = [
     ("longbench", "data/multifieldqa_en.jsonl", lambda v: json.dumps(v[0]) + "\n\n{\"input\"", "multifieldqa_en.jsonl:3: got text that is no"),
     ("longbench", "data/multifieldqa_en.jsonl", lambda _: "5\n", "record 1: got JSON that is no object"),
     ("longbench", "data/multifieldqa_en.jsonl", lambda _: " \n", "multifieldqa_en.jsonl: got no records"),
-    ("longbench", "data/multifieldqa_en.jsonl", lambda _: b"\xff\xfe", "got a byte at offset 0 that is no UTF-8"),
+    ("longbench", "data/multifieldqa_en.jsonl", lambda v: json.dumps(v[0]).encode() + b"\n\xff\xfe", "en.jsonl:2: got bytes that are no"),
+    ("longbench", "data/multifieldqa_en.jsonl", lambda _: b"\xff\xfe", "en.jsonl:1: got bytes that are no UTF-8"),
     ("longbench", "data/multifieldqa_en.jsonl", lambda _: "version https://git-lfs.github.com/spec/v1\n", "got a Git LFS pointer"),
     ("longbench", "data/trec.jsonl", having(all_classes=None), "trec.jsonl: record 1: got no 'all_classes'"),
     ("longbench_e", "samsum_e.jsonl", without("_id"), "samsum_e.jsonl: record 1: got no field '_id'"),
@@ -224,7 +225,7 @@ BAD = [
     ("humaneval_plus", "test.jsonl", lambda v: [{**without("test")(v)[0], "plus_input": []}], "record 1: got EvalPlus's own release"),
     ("humaneval_plus", "HumanEval.jsonl.gz", lambda v: v[:20], "HumanEval.jsonl.gz: got no gzip data"),
     ("mbpp_plus", "test.jsonl", having(test_list=[]), "test.jsonl: record 1: got an empty 'test_list'"),
-    ("niah", "essays/b.txt", lambda _: b"\xff", "b.txt: got a byte at offset 0 that is no UTF-8"),
+    ("niah", "essays/b.txt", lambda _: b"\xff", "b.txt:1: got bytes that are no UTF-8"),
     ("u_niah", "needle_cases.json", text('"question"', '"ask"'), "needle_cases.json: record pizza: got no field 'question'"),
     ("u_niah", "needle_cases.json", lambda _: "[]", "needle_cases.json: got no map of cases"),
 ]

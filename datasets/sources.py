@@ -7,6 +7,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 
@@ -53,26 +54,33 @@ class Source:
             raise DataError(self.path, f"got no {' or '.join(names)}, wanted {self.wanted}")
         return found
 
-    def bytes(self, name):
-        """The file's bytes, unpacked where its name ends with .gz."""
-        data = self.zip.read(name) if self.zip else (self.path / name).read_bytes()
-        self.read[name] = hashlib.sha256(data).hexdigest()
-        if not name.endswith(".gz"):
-            return data
-        try:
-            return gzip.decompress(data)
-        except (OSError, EOFError) as error:
-            raise DataError(self.place(name), f"got no gzip data ({error}), wanted a whole .gz file") from None
+    def opened(self, name):
+        """The file's bytes as a stream, unpacked where its name ends with .gz. Remembers the hash of the file as it is."""
+        raw = (lambda: self.zip.open(name)) if self.zip else (lambda: open(self.path / name, "rb"))
+        digest = hashlib.sha256()
+        with raw() as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        self.read[name] = digest.hexdigest()
+        return gzip.GzipFile(fileobj=raw()) if name.endswith(".gz") else raw()
+
+    def lines(self, name):
+        """Yields (line number, text without its end)."""
+        with self.opened(name) as file:
+            number = 0
+            try:
+                for number, line in enumerate(file, 1):
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\n")
+                    if text.startswith("version https://git-lfs"):
+                        raise DataError(self.place(name), "got a Git LFS pointer, wanted the file itself (git lfs pull)")
+                    yield number, text
+            except UnicodeDecodeError:
+                raise DataError(f"{self.place(name)}:{number + (number == 0)}", "got bytes that are no UTF-8") from None
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise DataError(self.place(name), f"got no gzip data ({error}), wanted a whole .gz file") from None
 
     def text(self, name):
-        data = self.bytes(name)
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(self.place(name), f"got a byte at offset {error.start} that is no UTF-8") from None
-        if text.startswith("version https://git-lfs"):
-            raise DataError(self.place(name), "got a Git LFS pointer, wanted the file itself (git lfs pull)")
-        return text
+        return "\n".join(text for _, text in self.lines(name))
 
     def place(self, name, record=None):
         return f"{self.path / name}" + (f": record {record}" if record is not None else "")
@@ -92,11 +100,10 @@ class Source:
             raise DataError(self.place(name), "got no records")
 
     def _jsonl(self, name):
-        text = self.text(name)
-        if text.lstrip()[:1] == "[":
-            yield from self._json(name)
-            return
-        for number, line in enumerate(text.split("\n"), 1):
+        for number, line in self.lines(name):
+            if number == 1 and line.lstrip()[:1] == "[":
+                yield from self._json(name)
+                return
             if line.strip():
                 yield self._parse(line, f"{self.place(name)}:{number}")
 
@@ -135,6 +142,6 @@ class Source:
             raise DataError(self.place(name), "got a Parquet file and no Python package pyarrow, wanted pyarrow "
                             "(pip install pyarrow), or the same records as .jsonl") from None
         try:
-            yield from parquet.read_table(io.BytesIO(self.bytes(name))).to_pylist()
+            yield from parquet.read_table(io.BytesIO(self.opened(name).read())).to_pylist()
         except Exception as error:  # pyarrow has many kinds
             raise DataError(self.place(name), f"got no Parquet data ({error})") from None

@@ -96,6 +96,15 @@ def read_header(path):
     return first.get(HEADER) if isinstance(first, dict) else None
 
 
+def digest_of(file):
+    """(lines, SHA-256) of the rest of the file."""
+    count, digest = 0, hashlib.sha256()
+    for line in file:
+        count += 1
+        digest.update(line)
+    return count, digest.hexdigest()
+
+
 def checked(path):
     """The number of records of a converted file, which must be what its header says."""
     header = read_header(path)
@@ -103,8 +112,7 @@ def checked(path):
         raise DataError(path, "got no header, wanted a file that convert.py wrote")
     with open(path, "rb") as file:
         file.readline()
-        body = file.read()
-    count, digest = body.count(b"\n"), hashlib.sha256(body).hexdigest()
+        count, digest = digest_of(file)
     if (count, digest) != (header.get("records"), header.get("records_sha256")):
         raise DataError(path, f"got {count} records with SHA-256 {digest}, wanted the header's {header.get('records')} with "
                         f"{header.get('records_sha256')}")
@@ -127,8 +135,9 @@ def write_summary(dataset, folder):
     for path in sorted(Path(folder).glob("*.jsonl")):
         header = read_header(path)
         if header and header.get("set") == dataset.name:
-            data = path.read_bytes()
-            lines.append(f"  {path.name}: {{bytes: {len(data)}, sha256: {hashlib.sha256(data).hexdigest()}, "
+            with open(path, "rb") as file:
+                digest = digest_of(file)[1]
+            lines.append(f"  {path.name}: {{bytes: {path.stat().st_size}, sha256: {digest}, "
                          f"records: {header['records']}, metric: {header['metric']}}}\n")
     quoted = {key: json.dumps(getattr(dataset, key), ensure_ascii=False)
               for key in ("title", "paper", "source", "version", "licence", "prompt_source")}

@@ -93,7 +93,7 @@ SET = DataSet(
     name="infinitebench", title="InfiniteBench, 12 tasks", paper="Zhang et al. 2024, arXiv 2402.13718",
     source="https://huggingface.co/datasets/xinrongzhang2022/InfiniteBench",
     version="prompts and limits of github.com/OpenBMB/InfiniteBench at 88b3daa6989d",
-    licence="MIT for the collection; the books are under the terms of their sources",
+    licence="MIT (repository), Apache-2.0 (Hugging Face page) for the collection; the books have their own terms",
     prompt_source="src/prompt.py, the templates for YaRN-Mistral, and src/eval_utils.py (MIT)",
     wanted="TASK.jsonl, an object a line with id, context, input, answer and options",
     tasks={name: task_of(name) for name in TABLE}, read=read)
