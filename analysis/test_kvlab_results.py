@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import tracemalloc
 import unittest
 
 import h5py
@@ -95,6 +96,15 @@ class ByHand(unittest.TestCase):
         kept = kr.kept(self.path, "aa11")
         self.assertEqual([[[head.tolist() for head in layer] for layer in sample] for sample in kept], KEPT)
 
+    def test_kept_of_an_open_file(self):
+        with kr.open(self.path) as results:
+            kept = results.kept("aa11")
+            self.assertEqual([[[head.tolist() for head in layer] for layer in sample] for sample in kept], KEPT)
+            self.assertEqual(kept[1:][0][1][0].tolist(), KEPT[1][1][0])
+            self.assertEqual(dict(results.info()), kr.info(self.path))
+            for name, piece in kr.cell(self.path, "aa11").items():
+                np.testing.assert_array_equal(piece, results.cell("aa11")[name])
+
     def test_tokens(self):
         self.assertEqual([tuple(part.tolist() for part in sample) for sample in kr.tokens(self.path, "aa11")], TOKENS)
 
@@ -143,6 +153,51 @@ class ByHand(unittest.TestCase):
         self.assertEqual(whole["params.seed"].dropna().tolist(), [9])  # `seed` is the cell's
         self.assertEqual(whole["seed"].tolist(), [1, 1, 1, 10])
         self.assertEqual(len(whole), 4)
+
+
+class OfABigTrace(unittest.TestCase):
+    """2^30 positions, 4 GB when they are read whole. Only those of the last head are in the file."""
+
+    LENGTH = 1 << 30
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.path = os.path.join(cls.folder.name, "big.h5")
+        write_by_hand(cls.path)
+        with h5py.File(cls.path, "r+") as file:
+            trace = file["cells/aa11/trace"]
+            del trace["kept"], trace["kept_offsets"]
+            kept = trace.create_dataset("kept", (cls.LENGTH,), np.int32, chunks=(1 << 16,))
+            kept[-3:] = [4, 8, 9]
+            ends = [[0, cls.LENGTH - 3], [cls.LENGTH - 3, cls.LENGTH]]
+            trace["kept_offsets"] = np.array(ends).reshape(1, 1, 2, 2)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    def test_it_is_read_in_parts(self):
+        tracemalloc.start()
+        with kr.open(self.path) as results:
+            cell = results.cell("aa11")
+            self.assertIn("trace/kept", list(cell))
+            self.assertEqual(cell["trace/kept"].shape, (self.LENGTH,))
+            self.assertEqual(cell["trace/kept"][-2:].tolist(), [8, 9])
+            kept = results.kept("aa11")
+            self.assertEqual([len(kept), len(kept[0]), len(kept[0][0])], [1, 1, 2])
+            self.assertEqual(kept[0][0][1].tolist(), [4, 8, 9])
+        self.assertEqual([tuple(part.tolist() for part in sample) for sample in kr.tokens(self.path, "aa11")], TOKENS)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        self.assertLess(peak, 16 << 20)
+
+    def test_pieces_that_are_not_there(self):
+        with kr.open(self.path) as results:
+            with self.assertRaises(KeyError):
+                results.cell("aa11")["trace"]  # a group, not a piece
+            with self.assertRaisesRegex(LookupError, "aa22.*metrics: \\[trace\\]"):
+                results.kept("aa22")
 
 
 EXPERIMENT = """

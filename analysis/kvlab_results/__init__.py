@@ -6,6 +6,8 @@
 >>> kr.cell("results/quickstart.h5", "3f2a...")    # a dict: tables as DataFrames, arrays as numpy arrays
 >>> kr.kept("results/mine.h5", "snapkv/tokens=64")[0][3][1]  # sample 0, layer 3, KV head 1: positions kept
 >>> kr.tokens("results/mine.h5", "snapkv/tokens=64")[0].prompt  # the token ids that were prefilled
+>>> with kr.open("results/mine.h5") as results:    # reads no array before it is asked for, and then the wanted part
+...     results.kept("snapkv/tokens=64")[0][3][1]
 
 A cell is named by its id, by the beginning of it, or by words that fit no other cell, joined by "/". A word is the
 policy, the task or `seed=N`, whole or in part, or a parameter as `window=32`. kept, tokens and selected need
@@ -18,6 +20,7 @@ Without this file (text comes as bytes):
 
 import json
 from collections import namedtuple
+from collections.abc import Mapping, Sequence
 
 import h5py
 import pandas as pd
@@ -106,7 +109,10 @@ def _fits(row, flat, word):
 
 def find(path, cell):
     """The id of the one cell that `cell` names (see above). LookupError when none or several fit."""
-    rows = summary(path)
+    return _find(path, summary(path), cell)
+
+
+def _find(path, rows, cell):
     if cell in set(rows["cell"]):
         return cell
     begins = [id for id in rows["cell"] if cell and id.startswith(cell)]
@@ -135,34 +141,108 @@ def warnings(path):
     return found
 
 
+class Cell(Mapping):
+    """The pieces of one cell of an open file, by their path below /cells/<id>. A table is read when it is asked for. An
+    array is an h5py.Dataset: array[begin:end] reads these entries, array[:] reads all. Valid while the file is open."""
+
+    def __init__(self, group):
+        self._group = group
+        self._names = []
+        group.visititems(lambda name, node: self._names.append(name) if isinstance(node, h5py.Dataset) else None)
+
+    def __getitem__(self, name):
+        if name not in self._names:
+            raise KeyError(name)
+        node = self._group[name]
+        if node.dtype.names:
+            return _table(node)
+        return pd.DataFrame(node[:], columns=list(node.attrs["parts"])) if "parts" in node.attrs else node
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self):
+        return len(self._names)
+
+
+class Kept(Sequence):
+    """[sample][layer][kv_head] -> numpy array, read from the open file when the last index is given."""
+
+    def __init__(self, values, offsets):
+        self._values, self._offsets = values, offsets
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Kept(self._values, self._offsets[index])
+        at = self._offsets[index]
+        return self._values[at[0] : at[1]] if at.ndim == 1 else Kept(self._values, at)
+
+    def __len__(self):
+        return len(self._offsets)
+
+
+class Results:
+    """An open result file. Close it, or use it in a `with`."""
+
+    def __init__(self, path):
+        self.path = path
+        self._file = _open(path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self._file.close()
+
+    def info(self):
+        return dict(self._file.attrs)
+
+    def summary(self):
+        return _table(self._file["summary"])
+
+    def cell(self, cell):
+        """A Cell. Only the names of its pieces are read."""
+        return Cell(self._file["cells"][_find(self.path, self.summary(), cell)])
+
+    def kept(self, cell):
+        """As kept() below, but a head's positions are read when it is indexed."""
+        pieces = _with_trace(self.path, cell, self.cell(cell), "trace/kept_offsets")
+        return Kept(pieces["trace/kept"], pieces["trace/kept_offsets"][:])
+
+
+def open(path):
+    """The file as Results, which read no more than what is asked for: for traces that do not fit in memory."""
+    return Results(path)
+
+
+def _read(piece):
+    return piece[:] if isinstance(piece, h5py.Dataset) else piece
+
+
 def cell(path, cell):
     """Everything about one cell by its path below /cells/<id>, e.g. "samples", "fidelity/kl", "trace/kept_offsets".
 
     Tables are DataFrames, arrays numpy arrays; step_parts is a DataFrame with one column per part. Pieces that were not
     measured are absent.
     """
-    pieces = {}
-
-    def take(name, node):
-        if not isinstance(node, h5py.Dataset):
-            return
-        if node.dtype.names:
-            pieces[name] = _table(node)
-        elif "parts" in node.attrs:
-            pieces[name] = pd.DataFrame(node[:], columns=list(node.attrs["parts"]))
-        else:
-            pieces[name] = node[:]
-
-    with _open(path) as file:
-        file["cells"][find(path, cell)].visititems(take)
-    return pieces
+    with open(path) as results:
+        return {name: _read(piece) for name, piece in results.cell(cell).items()}
 
 
-def _traced(path, id, piece):
-    pieces = cell(path, id)
+def _with_trace(path, id, pieces, piece):
     if piece not in pieces:
         raise LookupError(f"{path}: got cell {id!r} without {piece}, wanted a run with metrics: [trace]")
     return pieces
+
+
+def _traced(path, id, *wanted):
+    """The wanted pieces, read whole. The first one must be there."""
+    with open(path) as results:
+        pieces = _with_trace(path, id, results.cell(id), wanted[0])
+        return {name: _read(pieces[name]) for name in wanted if name in pieces}
 
 
 def kept(path, cell):
@@ -170,7 +250,7 @@ def kept(path, cell):
 
     A later turn has the positions that the cache held before its question.
     """
-    trace = _traced(path, cell, "trace/kept_offsets")
+    trace = _traced(path, cell, "trace/kept_offsets", "trace/kept")
     values = trace["trace/kept"]
     return [[[values[begin:end] for begin, end in heads] for heads in layers] for layers in trace["trace/kept_offsets"]]
 
@@ -182,7 +262,7 @@ Tokens = namedtuple("Tokens", "prompt fed answer")
 
 def tokens(path, cell):
     """The token ids of every sample, as the model was fed them: [sample] -> Tokens."""
-    trace = _traced(path, cell, "trace/token_offsets")
+    trace = _traced(path, cell, "trace/token_offsets", "trace/tokens")
     ids = trace["trace/tokens"]
     return [Tokens(ids[a:b], ids[b:c], ids[c:d]) for a, b, c, d in trace["trace/token_offsets"]]
 
@@ -194,7 +274,7 @@ Step = namedtuple("Step", "token pages")
 
 def selected(path, cell):
     """The pages that attention read: [sample][step] -> Step. Steps without a list of pages are left out."""
-    trace = _traced(path, cell, "trace/kept_offsets")
+    trace = _traced(path, cell, "trace/kept_offsets", "trace/events", "trace/selected")
     samples, layers, heads, _ = trace["trace/kept_offsets"].shape
     out = [[] for _ in range(samples)]
     if "trace/events" not in trace:
