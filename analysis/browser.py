@@ -1,0 +1,105 @@
+"""Headless Chromium for tests, over its DevTools pipe: no port, no package."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find():
+    """The browser's path, or None."""
+    return next((path for path in map(shutil.which, NAMES) if path), None)
+
+
+class Browser:
+    """One page. `requests` has the addresses that were asked for, `errors` what the console said."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory()
+        to_read, self._to = os.pipe()
+        self._from, to_write = os.pipe()
+        command = [find(), "--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe",
+                   f"--user-data-dir={self._folder.name}", "about:blank"]  # fmt: skip
+        if os.getuid() == 0:
+            command.insert(1, "--no-sandbox")  # Chromium refuses to start as root with it
+
+        def pipes():
+            # The browser reads from 3 and writes to 4. Copies above them first: the pipes may have these numbers.
+            high = os.dup(to_read), os.dup(to_write)
+            while min(high) < 5:
+                high = os.dup(high[0]), os.dup(high[1])
+            os.dup2(high[0], 3)
+            os.dup2(high[1], 4)
+
+        self._process = subprocess.Popen(command, preexec_fn=pipes, pass_fds=(3, 4), stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL)  # fmt: skip
+        os.close(to_read)
+        os.close(to_write)
+        self._buffer, self._count, self._session = b"", 0, None
+        self.requests, self.errors, self._loaded = [], [], False
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Network", "Log", "Runtime"):
+            self.send(f"{domain}.enable")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.kill()
+        self._process.wait()
+        os.close(self._to)
+        os.close(self._from)
+        self._folder.cleanup()
+
+    def _receive(self):
+        while b"\0" not in self._buffer:
+            more = os.read(self._from, 1 << 16)
+            if not more:
+                raise RuntimeError("the browser ended")
+            self._buffer += more
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        message = json.loads(message)
+        method, params = message.get("method"), message.get("params", {})
+        if method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        elif method == "Log.entryAdded":
+            self.errors.append(params["entry"]["text"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif method == "Page.loadEventFired":
+            self._loaded = True
+        return message
+
+    def send(self, method, **params):
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._count:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+
+    def show(self, path, width, dark=False):
+        """Loads a file at a width in CSS pixels, as a phone does below 600."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.send("Emulation.setEmulatedMedia",
+                  features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])  # fmt: skip
+        self._loaded = False
+        self.send("Page.navigate", url=path.absolute().as_uri())
+        while not self._loaded:
+            self._receive()
+
+    def run(self, script):
+        """The value of a JavaScript expression."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(str(answer["exceptionDetails"]))
+        return answer["result"].get("value")

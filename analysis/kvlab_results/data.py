@@ -1,0 +1,185 @@
+"""What a report reads: cells of result files, grouped as `kvlab report` groups them, and arrays of profile files."""
+
+import json
+import pathlib
+from collections import namedtuple
+
+import h5py
+import numpy as np
+import pandas as pd
+
+import kvlab_results as kr
+
+# What the labels of core/result/report.cpp mean. A cell with one of CAUTION has hollow marks in figures.
+LABELS = {
+    "simulated": "times or transfers are computed, not measured",
+    "injected": "the selection follows a recorded or made-up trace, not this model's attention",
+    "functional": "the format is attended through a dequantized copy: bytes are measured, speed says nothing",
+    "legacy": "keeps one cache per query head as the original code does",
+    "synthetic": "random weights: times and bytes count, scores and fidelity say nothing",
+    "graph": "decode steps are launched as CUDA graphs",
+    "disturbed": "other processes took cores that this cell needed: its times are too long",
+    "eager": "steps are launched kernel by kernel with events between their parts, which costs time",
+}
+CAUTION = {"simulated", "injected", "functional", "legacy", "synthetic", "disturbed"}
+
+# Columns of /summary that a report reads. Files of earlier versions lack some.
+_TEXT = ["cell", "model", "policy", "params", "ablated", "task", "workload", "status", "error", "labels", "warnings"]
+_NUMBERS = [
+    "context_tokens", "budget_tokens", "budget_bytes", "seed", "repeat", "samples", "score", "score_lo", "score_hi", "kl",
+    "top1", "mass", "device_bytes_peak", "host_bytes_peak", "device_bytes_decode", "compression", "fired", "ttft_ms",
+    "tpot_ms_p50", "tpot_ms_p95", "tpot_ms_mean", "tokens_per_s", "ttft_ms_p95", "queue_ms_p50", "preemptions",
+]  # fmt: skip
+
+
+class ReportError(Exception):
+    """Something is wrong with what was given."""
+
+
+ResultFile = namedtuple("ResultFile", "name results info")
+# profilers: {profiler: {array: Array}}
+ProfileFile = namedtuple("ProfileFile", "name info profilers")
+Array = namedtuple("Array", "values unit")
+
+
+def split_labels(text):
+    return text.replace(",", " ").split()
+
+
+class Row:
+    """Seeds and repeats of one policy with one set of parameters."""
+
+    def __init__(self, cells, name):
+        self.good, self.bad = cells[cells.status == "ok"], cells[cells.status != "ok"]
+        self.first = (self.good if len(self.good) else self.bad).iloc[0]
+        self.policy = self.first.policy
+        self.source = self.first.source
+        self.name = name  # with the parameters in which it differs from rows of the same policy
+        self.params = json.loads(self.first.params or "{}")
+
+    def values(self, column):
+        return self.good[column].dropna()
+
+    def mean(self, column):
+        values = self.values(column)
+        return values.mean() if len(values) else np.nan
+
+    def deviation(self, column):
+        """The sample standard deviation; NaN for fewer than two cells."""
+        return self.values(column).std(ddof=1)
+
+    @property
+    def labels(self):
+        """In the order of the first cell that has each."""
+        return list(dict.fromkeys(label for text in self.good.labels for label in split_labels(text)))
+
+    @property
+    def caution(self):
+        return [label for label in self.labels if label in CAUTION]
+
+    @property
+    def budget(self):
+        if self.first.budget_bytes >= 0:
+            return f"{self.first.budget_bytes / 1e6:.4g} MB"
+        tokens = self.mean("budget_tokens")
+        return f"{tokens:.4g}" if tokens >= 0 else ""
+
+    @property
+    def label(self):
+        """Name and budget, for a figure."""
+        return f"{self.name} {self.budget}".strip()
+
+
+Block = namedtuple("Block", "model task context workload rows")
+
+
+def title_of(block, context=True):
+    parts = [block.model, block.task]
+    if context and block.context >= 0:
+        parts.append(f"context {block.context:.0f}")
+    return ", ".join(parts + [block.workload] * bool(block.workload))
+
+
+def _varying(params, others):
+    """The parameters in which `params` differs from `others`, as text. A budget has a column of its own."""
+    flats = [kr._flat(other) for other in others]
+    own = kr._flat(params)
+    names = sorted(n for n in set().union(*flats, own) if not n.startswith("budget."))
+    return " ".join(f"{n}={own[n]}" for n in names if n in own and any(f.get(n) != own[n] for f in flats))
+
+
+def blocks_of(cells):
+    """Blocks in the order of the file, with their rows."""
+    cells = cells.assign(identity=[" ".join(n for n in split_labels(t) if n != "disturbed") for t in cells.labels])
+    own = ["source", "policy", "params", "ablated", "identity", "budget_bytes"]
+    blocks = []
+    for key, of in cells.groupby(["model", "task", "context_tokens", "workload"], sort=False, dropna=False):
+        model, task, context, workload = key
+        # The same seed and repeat twice mean two configurations.
+        of = of.assign(again=of.groupby(own + ["seed", "repeat"], dropna=False).cumcount())
+        params = {policy: list(group.params) for policy, group in of.groupby("policy", sort=False)}
+        rows = []
+        for _, group in of.groupby(own + ["again"], sort=False, dropna=False):
+            first = group.iloc[0]
+            rows.append(Row(group, f"{first.policy} {_varying(first.params, params[first.policy])}".strip()))
+        blocks.append(Block(model, task, context, workload, rows))
+    return blocks
+
+
+def _names(paths):
+    """The files' names without folders, so that a report does not depend on where they lie; numbers tell equal ones
+    apart."""
+    names, seen = [], {}
+    for path in paths:
+        stem = pathlib.Path(path).stem
+        seen[stem] = seen.get(stem, 0) + 1
+        names.append(stem if seen[stem] == 1 else f"{stem} ({seen[stem]})")
+    return names
+
+
+def _profile(file):
+    found = {}
+    for profiler, group in file["profilers"].items():
+        arrays = {n: d for n, d in group.items() if isinstance(d, h5py.Dataset) and not d.dtype.names}
+        found[profiler] = {name: Array(data[:], data.attrs.get("units", "")) for name, data in arrays.items()}
+    return found
+
+
+class Inputs:
+    """The files of a report. A trace or a ledger is read when a figure needs it."""
+
+    def __init__(self, paths):
+        self.files, self.profiles = [], []
+        frames = []
+        for path, name in zip(paths, _names(paths)):
+            try:
+                self._add(path, name, frames)
+            except (OSError, KeyError, ValueError) as error:
+                self.close()
+                raise ReportError(f"{path}: got no readable file ({error}), wanted one that kvlab wrote") from error
+        self.cells = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_TEXT + _NUMBERS + ["source"])
+        self.blocks = blocks_of(self.cells) if frames else []
+
+    def _add(self, path, name, frames):
+        with h5py.File(path, "r") as file:
+            if file.attrs.get("kind") == "profile":
+                self.profiles.append(ProfileFile(name, dict(file.attrs), _profile(file)))
+                return
+        results = kr.open(path)
+        self.files.append(ResultFile(name, results, results.info()))
+        frame = results.summary()
+        for column in _TEXT:
+            frame[column] = frame[column] if column in frame else ""
+        for column in _NUMBERS:
+            frame[column] = frame[column].astype(float) if column in frame else np.nan
+            if column not in ("context_tokens", "seed", "repeat", "kl", "score", "score_lo", "score_hi"):
+                frame[column] = frame[column].where(frame[column] != -1)  # not measured
+        frames.append(frame[_TEXT + _NUMBERS].assign(source=len(self.files) - 1))
+
+    def close(self):
+        for file in self.files:
+            file.results.close()
+
+    def cell(self, row):
+        """The pieces of the row's first cell."""
+        return self.files[row.source].results.cell(row.first.cell)
