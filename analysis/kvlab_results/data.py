@@ -127,11 +127,13 @@ def blocks_of(cells):
 
 
 def _names(paths):
-    """The files' names without folders, so that a report does not depend on where they lie; numbers tell equal ones
-    apart."""
+    """The files' names without folders, so that a report does not depend on where they lie. Equal names get their folder's
+    in front, and numbers where that is not enough."""
     names, seen = [], {}
-    for path in paths:
-        stem = pathlib.Path(path).stem
+    stems = [pathlib.Path(path).stem for path in paths]
+    for path, stem in zip(map(pathlib.Path, paths), stems):
+        if stems.count(stem) > 1 and path.parent.name:
+            stem = f"{path.parent.name}/{stem}"
         seen[stem] = seen.get(stem, 0) + 1
         names.append(stem if seen[stem] == 1 else f"{stem} ({seen[stem]})")
     return names

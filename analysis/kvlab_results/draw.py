@@ -17,6 +17,12 @@ def mark(axes, x, y, its, hollow, below=None, above=None, vertical=True):
     axes.plot([x], [y], its.mark, color=its.colour, markerfacecolor=style.SURFACE if hollow else its.colour, zorder=3)
 
 
+def name(axes, x, y, text):
+    """A small text beside a mark."""
+    if text:
+        axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=style.MUTED)
+
+
 def line(axes, x, y, its):
     axes.plot(x, y, color=its.colour, linewidth=1.2, zorder=1)
 

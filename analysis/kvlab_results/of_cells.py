@@ -17,17 +17,26 @@ def steps(inputs):
         for row in (row for row in block.rows if len(row.good)):
             pieces = inputs.cell(row)
             if "step_parts" in pieces and len(pieces["step_parts"]):
-                rows.append((row, pieces["step_parts"].mean()))
+                rows.append((row, _middle_steps(pieces["step_parts"])))
         if rows:
             names = list(dict.fromkeys([*names, *(name for _, means in rows for name in means.index)]))
             panels.append(_steps_panel(block, rows, names))
     if not panels:
         return None
-    lead = ("Milliseconds of a decode step in each of its parts, mean over the steps of a row's first cell. On a GPU the "
-            "parts are times between events, and such rows carry the label eager.")  # fmt: skip
+    lead = ("Milliseconds of an engine step in each of its parts, in a row's first cell. It is the mean over the middle half of "
+            "the steps by their time: steps that hold a prompt are slower. On a GPU the parts are times between events, and "
+            "such rows carry the label eager.")  # fmt: skip
     count = len(draw.style.SERIES)
     legend = swatches(names, [f"s{i % count}" if i < count else "muted" for i in range(len(names))])
-    return Section("steps", "What a step spends its time on", lead, panels, extra=legend)
+    return Section("steps", "What a step spends its time on", lead, panels, above=legend)
+
+
+def _middle_steps(parts):
+    """The mean of each part over the half of the steps that is neither the fastest nor the slowest quarter. Steps that
+    hold a prompt are among the slowest."""
+    order = parts.sum(axis=1).sort_values(kind="stable").index
+    quarter = len(order) // 4
+    return parts.loc[order[quarter : len(order) - quarter]].mean()
 
 
 def _steps_panel(block, rows, names):

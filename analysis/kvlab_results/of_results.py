@@ -12,12 +12,14 @@ from kvlab_results.page import Panel, Section, Table, number
 
 def _notes(rows):
     """What the marks of these rows do not say: labels, and cells that are not there."""
-    notes = [f"{row.label}: {', '.join(row.labels)}" for row in rows if row.caution]
+    found = {}
     for row in rows:
+        for label in row.caution:
+            found.setdefault(label, []).append(row.label)
         if len(row.bad):
-            notes.append(f"{row.label}: {len(row.bad)} of {len(row.bad) + len(row.good)} cells "
-                         f"{' and '.join(dict.fromkeys(row.bad.status))}")  # fmt: skip
-    return notes
+            statuses = " and ".join(dict.fromkeys(row.bad.status))
+            found.setdefault(statuses, []).append(f"{row.label} ({len(row.bad)} of {len(row.bad) + len(row.good)} cells)")
+    return [f"{label}: {', '.join(dict.fromkeys(names))}" for label, names in found.items()]
 
 
 def _drawn(inputs, row):
@@ -52,6 +54,14 @@ def _lines(inputs, axes, rows, x, y):
         draw.line(axes, [x(r) for r in own], [y(r) for r in own], _drawn(inputs, own[0]))
 
 
+def _several_budgets(rows):
+    """The policies whose budget has to stand beside their marks."""
+    budgets = {}
+    for row in rows:
+        budgets.setdefault(row.policy, set()).add(row.budget)
+    return {policy for policy, found in budgets.items() if len(found) > 1}
+
+
 def _share(row):
     return 100 / row.mean("compression")
 
@@ -67,8 +77,10 @@ def _bytes_panel(inputs, block, column, rows):
             return row.mean(column) if column == "score" else max(row.mean(column), least / 3)
 
         _lines(inputs, axes, rows, _share, y)
+        several = _several_budgets(rows)
         for row in rows:
             draw.mark(axes, _share(row), y(row), _drawn(inputs, row), row.caution, *interval(row, column))
+            draw.name(axes, _share(row), y(row), row.budget if row.policy in several else "")
         if column == "kl":
             draw.log_axis(axes)
         elif not perplexity:
@@ -160,7 +172,8 @@ def _needle_panel(model, task, rows, scores):
     title = f"{model}, {task}, {label}"
     numbers = [[f"{d:g} %", *(number(float(v)) for v in of)] for d, of in zip(depths, means)]
     counts = sorted({len(values) for found in scores.values() for values in found.values()})
-    notes = [f"{' to '.join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))} answers a cell", *_notes(rows)]
+    count = " to ".join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))
+    notes = [f"answers behind each number: {count}", *_notes(rows)]
     return Panel(title, picture, Table(title, ["depth", *(f"context {c}" for c in contexts)], numbers), notes,
                  min(1.6 + 0.22 * len(depths), 4))  # fmt: skip
 
@@ -176,7 +189,10 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
             continue
 
         def picture(axes, series=series, contexts=contexts):
+            several = _several_budgets([row for pairs in series for _, row in pairs])
             for pairs in (sorted(pairs, key=lambda p: p[0]) for pairs in series if pairs):
+                last = pairs[-1]
+                draw.name(axes, last[0], last[1].mean(column) / scale, last[1].budget if last[1].policy in several else "")
                 its = _drawn(inputs, pairs[0][1])
                 draw.line(axes, [c for c, _ in pairs], [row.mean(column) / scale for _, row in pairs], its)
                 for context, row in pairs:

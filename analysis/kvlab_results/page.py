@@ -102,11 +102,13 @@ class Section:
     tables: list = field(default_factory=list)
     policies: list = field(default_factory=list)
     hollow: bool = False
-    extra: str = ""  # HTML, made by the functions of this file
+    above: str = ""  # HTML before and behind the rest, made by the functions of this file
+    extra: str = ""
 
     def html(self, styles):
         parts = [f'<section id="{self.key}" aria-labelledby="{self.key}-h"><h2 id="{self.key}-h">{escape(self.title)}</h2>'
                  f"<p>{escape(self.lead)}</p>\n"]  # fmt: skip
+        parts.append(self.above)
         if self.policies:
             parts.append(legend(self.policies, styles, self.hollow))
         if self.panels:

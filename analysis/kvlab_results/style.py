@@ -125,7 +125,13 @@ def _for_page(text, name, title):
                 value = re.sub(r"#0b0[bcd][0-9a-f]{2}", lambda m: f"var(--{_VARIABLES[m.group()]})", value)
                 if key == "style":  # the page's font and the drawing's size
                     value = re.sub(r"font: ([0-9.]+px) [^;]*", r"font-size: \1", value)
+                elif key in ("d", "transform", "points", "x", "y"):
+                    value = re.sub(r"-?[0-9]+\.[0-9]{3,}", lambda m: f"{float(m.group()):.2f}", value)
                 node.set(key, value)
+        cell = re.fullmatch(r"fill: var\(--(q\d)\); stroke: var\(--\1\); stroke-width: 0.3", node.get("style", ""))
+        if cell:  # there are many: a class takes less room
+            del node.attrib["style"]
+            node.set("class", cell.group(1))
     for size in ("width", "height", "version"):
         root.attrib.pop(size, None)
     root.set("role", "img")
@@ -140,4 +146,5 @@ def css_variables():
     """The rules that give the variables their light and dark values."""
     pairs = {**PAGE, **{f"s{i}": c for i, c in enumerate(SERIES)}, **{f"q{i}": c for i, c in enumerate(RAMP)}}
     light, dark = ("".join(f"--{name}:{pair[mode]};" for name, pair in pairs.items()) for mode in (0, 1))
-    return f":root{{color-scheme:light dark;{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    cells = "".join(f".q{i}{{fill:var(--q{i});stroke:var(--q{i});stroke-width:.3}}" for i in range(len(RAMP)))
+    return f":root{{color-scheme:light dark;{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{cells}"
