@@ -26,11 +26,16 @@ def lacking():
 
 def main(words):
     parser = argparse.ArgumentParser(prog="kvlab_results", description="Reports of kvlab's result files.")
-    report = parser.add_subparsers(dest="command", required=True).add_parser("report", help="one HTML page of some files")
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="one HTML page of some files")
     report.add_argument("files", nargs="+", metavar="F.h5", help="result or profile files")
     report.add_argument("-o", "--output", required=True, help="a folder, which gets index.html, or a file *.html")
+    commands.add_parser("packages", help="end with 3 where a package of a report is missing")
     args = parser.parse_args(words)
     missing = lacking()
+    if args.command == "packages":
+        print(missing or "all there")
+        return 3 if missing else 0
     if missing:
         print(f"error: {missing}", file=sys.stderr)
         return 3

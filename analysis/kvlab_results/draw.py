@@ -20,7 +20,7 @@ def mark(axes, x, y, its, hollow, below=None, above=None, vertical=True):
 def name(axes, x, y, text):
     """A small text beside a mark."""
     if text:
-        axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=style.MUTED)
+        axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8, color=style.MUTED)
 
 
 def line(axes, x, y, its):
@@ -76,25 +76,24 @@ def heat(axes, values, low, high, unit, show=False):
                 axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=8,
                           color=_text_colour(norm, value))
     bar = axes.figure.colorbar(mesh, ax=axes, label=unit, shrink=0.9, ticks=[low, (low + norm.boundaries[-1]) / 2,
-                                                                             norm.boundaries[-1]], format=plain)
+                                                                             norm.boundaries[-1]], format=FuncFormatter(lambda v, _: f"{v:.3g}"))
     bar.outline.set_visible(False)
 
 
-def classes(axes, values, letters):
+def classes(axes, values, letters, colours):
     """values[row, column]: a class's index. Each cell has its colour and its letter."""
     values = np.asarray(values, float)
     known = np.ma.masked_where(~((values >= 0) & (values < len(letters))), values)
     rows, columns = values.shape
-    count = len(style.COLOURS)
-    axes.pcolormesh(np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5, known % count, vmin=-0.5, vmax=count - 0.5,
-                    cmap=ListedColormap(style.COLOURS), edgecolors=style.SURFACE, linewidth=0.8)
+    axes.pcolormesh(np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5, known, vmin=-0.5, vmax=len(colours) - 0.5,
+                    cmap=ListedColormap(colours), edgecolors=style.SURFACE, linewidth=0.8)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     if columns <= 16:
         for (row, column), value in np.ndenumerate(known):
             if not np.ma.is_masked(value):
-                axes.text(column, row, letters[int(value)], ha="center", va="center", fontsize=7, color=style.SURFACE)
+                axes.text(column, row, letters[int(value)], ha="center", va="center", fontsize=8, color=style.SURFACE)
     whole_numbers(axes)
 
 

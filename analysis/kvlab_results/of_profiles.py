@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvlab_results import draw
-from kvlab_results.page import Panel, Section, Table, number, swatches
+from kvlab_results.page import Panel, Section, Table, number
 
 
 def classes_of(array):
@@ -134,16 +134,19 @@ def _curves_panel(title, groups, unit, by):
 
 
 def roles(inputs):
-    panels, legends = [], {}
+    panels = []
     for file, profiler, name, array in _all(inputs):
         names = classes_of(array) or (["other heads", name] if is_set(array) else [])
         if not names:
             continue
-        letters = [n[:1] if classes_of(array) else ("", "•")[i] for i, n in enumerate(names)]
-        legends.update({n: f"s{i % len(draw.style.SERIES)}" for i, n in enumerate(names) if n not in legends})
+        if classes_of(array):
+            letters = [n[:1] for n in names]
+            colours = [draw.style.COLOURS[i % len(draw.style.COLOURS)] for i in range(len(names))]
+        else:
+            letters, colours = ["", "•"], [draw.style.STEPS[1], draw.style.COLOURS[1]]
 
-        def picture(axes, array=array, letters=letters):
-            draw.classes(axes, array.values, letters)
+        def picture(axes, array=array, letters=letters, colours=colours):
+            draw.classes(axes, array.values, letters, colours)
 
         counts = [[names[i], str(int((array.values == i).sum()))] for i in range(len(names))]
         title = _title(file, profiler, name)

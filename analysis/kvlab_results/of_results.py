@@ -4,6 +4,7 @@ not hold what it shows."""
 import re
 
 import numpy as np
+import pandas as pd
 
 from kvlab_results import draw, experiment
 from kvlab_results.data import title_of
@@ -116,8 +117,8 @@ def _depth_scores(inputs, row, block):
     found = {}
     for _, cell in row.good.iterrows():
         file = inputs.files[cell.source]
-        samples = file.results.cell(cell["cell"])["samples"]
-        if not {"task_sample", "question"} <= set(samples.columns):
+        samples = file.results.cell(cell["cell"]).get("samples")
+        if samples is None or not {"task_sample", "question"} <= set(samples.columns):
             return {}
         depths = experiment.depths(str(file.info.get("experiment_yaml", "")), block.task, samples.task_sample.nunique())
         if not depths:
@@ -148,7 +149,7 @@ def needle(inputs):
         for pairs in series.values():
             scores = {block.context: _depth_scores(inputs, row, block) for block, row in pairs if len(row.good)}
             scores = {context: found for context, found in sorted(scores.items()) if found}
-            if scores:
+            if sum(map(len, scores.values())) > 1:
                 panels.append(_needle_panel(model, task, [row for _, row in pairs], scores))
     lead = ("The mean score of questions about a fact, by its depth in the text and by the length of the prompt. "
             "0 % is the beginning.")  # fmt: skip
@@ -255,7 +256,7 @@ def throughput(inputs):
         for block in blocks:
             for row in (row for row in block.rows if np.isfinite(row.mean("tokens_per_s"))):
                 text = str(inputs.files[row.source].info.get("experiment_yaml", ""))
-                batch = _at_once(inputs.cell(row)["samples"]) if workload else experiment.batch(text)
+                batch = _at_once(inputs.cell(row).get("samples", pd.DataFrame())) if workload else experiment.batch(text)
                 if batch is not None and np.isfinite(batch):
                     points.append((batch, row, block))
         batches = {batch for batch, _, _ in points}

@@ -24,6 +24,7 @@
 #include "bench/bench.hpp"
 #include "cli/conform.hpp"
 #include "cli/doctor.hpp"
+#include "cli/html_report.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
@@ -136,10 +137,11 @@ class CommandLine {
   CLI::App app_{top_help, "kvlab"};
   std::function<int()> action_;
   std::vector<std::string> names_;
-  std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", backend_ = "auto";
+  std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", html_, backend_ = "auto";
   std::vector<std::string> files_, compare_;
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
+  CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
        check_ = false, plugins_ = false, attempts_ = false;
   GenerateOptions generate_;
@@ -322,8 +324,10 @@ void CommandLine::add_rest() {
           "kvlab report results/quickstart.h5 --format md\n"
           "kvlab report results/mine.h5 --compare 'POLICY 64' OTHER\n"
           "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
-          "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too",
+          "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
+          "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",
           [this] {
+            if (report_html_->count()) return html_report(files_, html_);
             fmt::print("{}", report_text());
             return 0;
           });
@@ -333,13 +337,21 @@ void CommandLine::add_rest() {
           "result or profile file (HDF5), also of a run under way; several result files: their rows in one "
           "table, as FILE:POLICY; several profile files: the heads that they have in common, and a map of them")
       ->required();
-  report->add_option("--compare", compare_, "in place of the tables: two rows of them by name, question by question")
-      ->expected(2);
-  report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
-  report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
-  report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
-  report->add_flag("--attempts", attempts_,
-                   "in place of the tables: pass@k and avg@k of questions with several answers");
+  CLI::Option* compare = report
+                             ->add_option("--compare", compare_,
+                                          "in place of the tables: two rows of them by name, question by question")
+                             ->expected(2);
+  CLI::Option* array =
+      report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
+  CLI::Option* format = report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
+  CLI::Option* plugins =
+      report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
+  CLI::Option* attempts = report->add_flag("--attempts", attempts_,
+                                           "in place of the tables: pass@k and avg@k of questions with several answers");
+  report_html_ = report->add_option("--html", html_,
+                                    "in place of the tables: a page with tables and figures of all FILEs, as a folder "
+                                    "or a file *.html");
+  report_html_->excludes(array)->excludes(format)->excludes(plugins)->excludes(compare)->excludes(attempts);
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {

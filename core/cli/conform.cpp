@@ -2,8 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,9 +14,11 @@
 #include <kvlab/error.hpp>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "base/backend.hpp"
+#include "cli/child.hpp"
 #include "plugin/loader.hpp"
 #include "run/device.hpp"
 
@@ -48,27 +48,14 @@ fs::path suite() {
 // Starts the suite. out: takes its standard output; -1 = ours does.
 pid_t start(const fs::path& program, std::vector<std::string> words, int out = -1) {
   words.insert(words.begin(), program.string());
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  std::fflush(stdout);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  if (out >= 0) posix_spawn_file_actions_adddup2(&actions, out, STDOUT_FILENO);
-  pid_t child = 0;
-  const int error = posix_spawn(&child, program.c_str(), &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  if (error) throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(error)), program.string());
-  return child;
+  return start_child(std::move(words), out);
 }
 
 // Returns whether the suite ended without a failure.
 bool succeeded(pid_t child) {
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0)
-    if (errno != EINTR) return false;
-  if (WIFSIGNALED(status)) fmt::print("FAIL   the suite was ended by signal {}\n", WTERMSIG(status));
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  const ChildEnd end = wait_for(child);
+  if (end.signal) fmt::print("FAIL   the suite was ended by signal {}\n", end.signal);
+  return end.good();
 }
 
 // The names of the promises, a line each.

@@ -21,6 +21,10 @@ install(DIRECTORY ${PROJECT_SOURCE_DIR}/core/api/ ${PROJECT_BINARY_DIR}/include/
 install(EXPORT kvlabTargets NAMESPACE kvlab:: DESTINATION ${package_dir})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
+# What `kvlab report --html` starts.
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/kvlab_results DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/analysis
+  FILES_MATCHING PATTERN "*.py" PATTERN __pycache__ EXCLUDE)
+
 # The conformance suite, which `kvlab conform` starts, with its models and vocabularies.
 if(TARGET test_contract)
   install(PROGRAMS $<TARGET_FILE:test_contract> DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/kvlab RENAME conform)

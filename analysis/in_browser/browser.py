@@ -1,9 +1,10 @@
 """Headless Chromium for tests, over its DevTools pipe: no port, no package."""
 
+import fcntl
 import json
 import os
 import shutil
-import subprocess
+import signal
 import tempfile
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -18,24 +19,19 @@ class Browser:
     """One page. `requests` has the addresses that were asked for, `errors` what the console said."""
 
     def __init__(self):
-        self._folder = tempfile.TemporaryDirectory()
-        to_read, self._to = os.pipe()
-        self._from, to_write = os.pipe()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        low = [*os.pipe(), *os.pipe()]
+        pipes = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low]
+        for end in low:
+            os.close(end)
+        to_read, self._to, self._from, to_write = pipes
         command = [find(), "--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe",
                    f"--user-data-dir={self._folder.name}", "about:blank"]  # fmt: skip
         if os.getuid() == 0:
             command.insert(1, "--no-sandbox")  # Chromium refuses to start as root with it
-
-        def pipes():
-            # The browser reads from 3 and writes to 4. Copies above them first: the pipes may have these numbers.
-            high = os.dup(to_read), os.dup(to_write)
-            while min(high) < 5:
-                high = os.dup(high[0]), os.dup(high[1])
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
-        self._process = subprocess.Popen(command, preexec_fn=pipes, pass_fds=(3, 4), stdout=subprocess.DEVNULL,
-                                         stderr=subprocess.DEVNULL)  # fmt: skip
+        nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+        ends = [(os.POSIX_SPAWN_DUP2, to_read, 3), (os.POSIX_SPAWN_DUP2, to_write, 4)]  # where the browser wants them
+        self._process = os.posix_spawn(command[0], command, os.environ, file_actions=nowhere + ends)
         os.close(to_read)
         os.close(to_write)
         self._buffer, self._count, self._session = b"", 0, None
@@ -49,8 +45,8 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
         os.close(self._to)
         os.close(self._from)
         self._folder.cleanup()

@@ -1,0 +1,499 @@
+"""Tests of the HTML report, on the committed files of testdata and experiments and on files made by hand. in_browser has
+those that need Chromium.
+
+    python3 test_report.py     # needs h5py, numpy, pandas, matplotlib and PyYAML
+"""
+
+import functools
+import html.parser
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import h5py
+import numpy as np
+import pandas as pd
+
+import kvlab_results as kr
+
+HERE = pathlib.Path(__file__).resolve().parent
+LACKING = [name for name in ("matplotlib", "yaml") if importlib.util.find_spec(name) is None]
+if LACKING:
+    print(f"skipped: no {', '.join(LACKING)}")
+    sys.exit(0)
+
+from kvlab_results import data, draw, experiment, of_cells, of_profiles, of_results, report, style  # noqa: E402
+
+DATA = HERE / "testdata"
+SMALL, TRACE, SERVED, SYNTHETIC, HEADS = (DATA / f"{n}.h5" for n in ("small", "trace", "served", "synthetic", "heads"))
+UNSTABLE = HERE.parent / "experiments/retrieval/heads.h5"
+ROLES = HERE.parent / "experiments/quality/heads.h5"
+ALL = [SMALL, TRACE, SERVED, SYNTHETIC, HEADS, UNSTABLE, ROLES]
+VOID = {"meta", "br", "img", "input", "hr", "link"}
+EVIL = '<script>document.title="x"</script>&"\'$\\frac{1}{'
+
+
+@functools.lru_cache
+def whole():
+    return report.build(ALL)
+
+
+class Page(html.parser.HTMLParser):
+    """A page's elements, and the texts of its tables: {caption: [[cell, ...], ...]}, the header first."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.wrong, self.tables, self.text, self._cell = [], [], [], {}, [], None
+        self.feed(text)
+        self.wrong += self.open
+        self.text = "".join(self.text)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        if tag == "table":
+            self._rows = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("th", "td", "caption"):
+            self._cell = ""
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+        if tag in ("th", "td"):
+            self._rows[-1].append(self._cell)
+        elif tag == "caption":
+            self._caption = self._cell
+        elif tag == "table":
+            self.tables.setdefault(self._caption, self._rows)
+
+    def handle_data(self, text):
+        self.text.append(text)
+        if self._cell is not None:
+            self._cell += text
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.elements if name == tag]
+
+    @property
+    def sections(self):
+        return [attrs["id"] for attrs in self.all("section")]
+
+
+def write_by_hand(path, rows, cells=None, info=None):
+    """A result file with these rows of /summary, each a dict, and pieces of cells: {id: {path: DataFrame or array}}."""
+    blank = {"model": "m", "params": "", "ablated": "", "task": "t", "workload": "", "status": "ok", "error": "",
+             "labels": "", "warnings": "", "context_tokens": 64, "budget_tokens": np.nan, "budget_bytes": -1, "seed": 0,
+             "repeat": 0}  # fmt: skip
+    frame = pd.DataFrame([{"cell": f"c{i}", **blank, **row} for i, row in enumerate(rows)])
+    with h5py.File(path, "w") as file:
+        file.attrs["schema_version"] = 1
+        for key, value in (info or {}).items():
+            file.attrs[key] = value
+
+        def add(group, name, frame):
+            types_ = [(c, h5py.string_dtype() if frame[c].dtype == object else frame[c].dtype) for c in frame.columns]
+            table = np.empty(len(frame), types_)
+            for column in frame.columns:
+                table[column] = frame[column]
+            group.create_dataset(name, data=table).attrs["units"] = [""] * len(frame.columns)
+
+        add(file, "summary", frame)
+        for cell in frame.cell:
+            group = file.create_group(f"cells/{cell}")
+            for name, piece in (cells or {}).get(cell, {}).items():
+                if isinstance(piece, pd.DataFrame):
+                    add(group, name, piece)
+                else:
+                    group[name] = piece
+    return path
+
+
+def budget(plugin, tokens):
+    return json.dumps({"scorer": {plugin: {}}, "budget": {"tokens": tokens}})
+
+
+def inputs_of(*paths):
+    inputs = data.Inputs(paths)
+    inputs.styles = style.styles(inputs.cells.policy)
+    return inputs
+
+
+class WithFolder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+
+def evil(folder):
+    """The page of a file whose every text is EVIL."""
+    rows = [{"policy": EVIL + str(i), "task": EVIL, "model": EVIL, "score": 0.5, "compression": 2.0 + i, "labels": EVIL,
+             "warnings": EVIL, "error": EVIL, "params": json.dumps({"policy": {EVIL: {EVIL: EVIL}}})} for i in range(2)]
+    parts = {f"c{i}": {"step_parts": np.ones((4, 2), np.float32)} for i in range(2)}
+    path = write_by_hand(folder / "e.h5", rows, parts, {"experiment_yaml": f"# {EVIL}", "command": EVIL})
+    with h5py.File(path, "r+") as file:
+        for i in range(2):
+            file[f"cells/c{i}/step_parts"].attrs["parts"] = [EVIL, "b"]
+    return report.build([path])
+
+
+class Whole(WithFolder):
+    """The page of all committed files."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.html = whole()
+        cls.page = Page(cls.html)
+
+    def test_every_figure_but_the_ladder_is_there(self):
+        wanted = ["results", "quality", "needle", "latency", "memory", "throughput", "steps", "kept", "overlap", "rco",
+                  "roles", "maps", "missing", "sources"]  # fmt: skip
+        self.assertEqual(self.page.sections, wanted)
+        self.assertEqual([a["href"] for a in self.page.all("a")], [f"#{key}" for key in wanted])
+
+    def test_equal_files_give_equal_bytes_wherever_they_lie(self):
+        moved = [self.folder / path.parent.name / path.name for path in ALL]
+        for old, new in zip(ALL, moved):
+            new.parent.mkdir(exist_ok=True)
+            shutil.copy(old, new)
+        command = [sys.executable, "-B", HERE / "kvlab_results", "report", *moved, "-o", self.folder / "page.html"]
+        settings = self.folder / "matplotlibrc"
+        settings.write_text("font.size: 20\nsvg.fonttype: path\nlines.linewidth: 9\n")
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "MATPLOTLIBRC": str(settings)})
+        self.assertEqual((self.folder / "page.html").read_text(), self.html)
+
+    def test_it_is_one_file_without_scripts(self):
+        self.assertEqual(self.page.wrong, [])
+        self.assertEqual(self.page.all("script") + self.page.all("link") + self.page.all("img"), [])
+        for tag, attrs in self.page.elements:
+            for key, value in attrs.items():
+                self.assertFalse(key.startswith("on"), (tag, key))
+                if key in ("src", "href", "xlink:href"):
+                    self.assertTrue(value.startswith("#"), (tag, value))
+        self.assertNotRegex(self.html, r"url\((?!#)|@import")
+
+    def test_ids_are_unique_and_every_reference_leads_to_one(self):
+        ids = [attrs["id"] for _, attrs in self.page.elements if "id" in attrs]
+        self.assertEqual(len(ids), len(set(ids)))
+        used = re.findall(r'(?:href="#|url\(#|labelledby=")([^")]+)', self.html)
+        self.assertGreater(len(used), 100)
+        self.assertEqual(set(used) - set(ids), set())
+
+    def test_tables_and_figures_say_what_they_are(self):
+        self.assertGreater(len(self.page.all("table")), 20)
+        self.assertEqual(len(self.page.all("caption")), len(self.page.all("table")))
+        self.assertTrue(all(attrs.get("scope") in ("col", "row") for attrs in self.page.all("th")))
+        for caption, rows in self.page.tables.items():
+            self.assertEqual({len(row) for row in rows}, {len(rows[0])}, caption)
+        pictures = [attrs for attrs in self.page.all("svg") if attrs.get("role") == "img"]
+        self.assertEqual(len(pictures), len(self.page.all("figure")))
+        self.assertEqual(len(self.page.all("figure")), len(self.page.all("figcaption")))
+
+    def test_no_stand_in_colour_is_left(self):
+        self.assertNotRegex(self.html, "#0b0[bcd][0-9a-f]{2}|#000000|black")
+        defined = set(re.findall(r"--([a-z0-9]+):", self.html))
+        self.assertEqual(set(re.findall(r"var\(--([a-z0-9]+)\)", self.html)) - defined, set())
+
+    def test_labels_are_with_the_data(self):
+        for title, rows in self.page.tables.items():
+            if title.startswith("synthetic/tiny, random_prompts, context"):
+                labels = {row[0]: row[-1] for row in rows[1:]}
+                self.assertIn("synthetic", labels["full"])
+                self.assertIn("injected", labels["quest"])
+        self.assertIn("random weights: times and bytes count", self.page.text)
+        self.assertRegex(self.page.text, "injected: quest")
+
+
+class Content(WithFolder):
+    """What the page says, worked out from the files in another way."""
+
+    def test_the_table_has_the_cells_numbers(self):
+        page = Page(report.build([SMALL]))
+        for cell in kr.summary(SMALL).itertuples():
+            rows = page.tables[f"bundled/recall, niah, context {cell.context_tokens}"]
+            tokens = "-" if np.isnan(cell.budget_tokens) else f"{cell.budget_tokens:.4g}"
+            found = [dict(zip(rows[0], row)) for row in rows[1:] if row[0] == cell.policy and row[1] == tokens]
+            self.assertEqual(len(found), 1, cell)
+            self.assertEqual(found[0]["KL"], f"{cell.kl:.4g}")
+            self.assertEqual(found[0]["device MB"], f"{cell.device_bytes_decode / 1e6:.4g}")
+            self.assertEqual(found[0]["score"], f"{cell.score:.4g} ({cell.score_lo:.4g}-{cell.score_hi:.4g})")
+
+    def test_needle_numbers_are_the_samples_scores(self):
+        page = Page(report.build([SMALL]))
+        summary = kr.summary(SMALL)
+        for name, policy, tokens in (("full", "full", None), ("snapkv 32", "snapkv", 32), ("window 64", "window", 64)):
+            rows = page.tables[f"bundled/recall, niah, {name}"]
+            self.assertEqual([row[0] for row in rows], ["depth", "0 %", "50 %", "100 %"])
+            self.assertEqual(rows[0][1:], ["context 192", "context 256"])
+            for column, context in enumerate((192, 256), 1):
+                cell = summary[(summary.policy == policy) & (summary.context_tokens == context)]
+                cell = cell[cell.budget_tokens == tokens] if tokens else cell
+                scores = kr.cell(SMALL, cell.cell.iloc[0])["samples"].sort_values("task_sample").score
+                self.assertEqual([row[column] for row in rows[1:]], [f"{s:.4g}" for s in scores])
+
+    def test_kept_shares_are_those_of_the_trace(self):
+        kept, tokens = kr.kept(TRACE, "snapkv")[0], kr.tokens(TRACE, "snapkv")[0]
+        length = len(tokens.prompt)
+        share, counts = of_cells._kept_share(kept, length)
+        self.assertEqual(counts.tolist(), [[len(head) for head in layer] for layer in kept])
+        edges = [round(length * i / 32) for i in range(33)]
+        for layer, heads in enumerate(kept):
+            for part, (begin, end) in enumerate(zip(edges, edges[1:])):
+                there = sum(begin <= position < end for head in heads for position in head)
+                self.assertAlmostEqual(share[layer, part], there / (end - begin) / len(heads))
+        self.assertIn("kept", Page(report.build([TRACE])).sections)
+
+    def test_a_figure_that_the_files_do_not_hold_is_named_with_its_key(self):
+        page = Page(report.build([TRACE]))
+        self.assertEqual(page.sections, ["results", "kept", "missing", "sources"])
+        for words in ("kvlab profile with heterocache_heads", "metrics: [latency] at two or more contexts"):
+            self.assertIn(words, page.text)
+        self.assertNotIn("metrics: [trace] with", page.text)
+        self.assertEqual(Page(report.build([ROLES])).sections, ["roles", "maps", "missing", "sources"])
+
+    def test_overlap_of_sets(self):
+        """Of 4 and 2 heads 1 is common: 1/4 and 1/2. Chance is the share of all 8 heads."""
+        paths = []
+        for name, heads in (("a", [1, 1, 1, 1, 0, 0, 0, 0]), ("b", [0, 0, 0, 1, 1, 0, 0, 0])):
+            paths.append(self.folder / f"{name}.h5")
+            with h5py.File(paths[-1], "w") as file:
+                file.attrs.update({"kind": "profile", "model": "m", "model_fingerprint": "f"})
+                array = np.array(heads, np.float32).reshape(2, 4)
+                file.create_dataset("profilers/p/set", data=array).attrs["units"] = "1 = in it"
+        rows = Page(report.build(paths)).tables["m: p set"]
+        self.assertEqual(rows, [["heads of", "a", "b"], ["a", "1", "0.25"], ["b", "0.5", "1"], ["by chance", "0.5", "0.25"]])
+
+    def test_curves_are_means_inside_and_outside_of_the_set(self):
+        file = data.Inputs([UNSTABLE]).profiles[0]
+        arrays = file.profilers["flexicache_heads"]
+        inside = arrays["unstable"].values == 1
+        wanted = arrays["rank_change_overlap"].values[inside].mean(axis=0)
+        rows = next(v for k, v in Page(report.build([UNSTABLE])).tables.items() if "rank_change_overlap" in k)
+        self.assertEqual([row[1] for row in rows[1:]], [f"{v:.3g}" for v in wanted])
+        self.assertIn(f"unstable ({inside.sum()})", rows[0][1])
+
+    def test_roles_are_counted(self):
+        values = data.Inputs([ROLES]).profiles[0].profilers["heterocache_heads"]["role"].values
+        rows = next(v for k, v in Page(report.build([ROLES])).tables.items() if "heterocache_heads role: heads" in k)
+        self.assertEqual([row[0] for row in rows[1:]], ["anchor", "volatile", "pivot", "satellite"])
+        self.assertEqual([int(row[1]) for row in rows[1:]], [int((values == i).sum()) for i in range(4)])
+
+    def test_the_ladder(self):
+        rows = [{"policy": name, "params": budget(plugin, 64), "budget_tokens": 64.0, "score": score, "score_lo": 0.0,
+                 "score_hi": 1.0}
+                for name, plugin, score in (("random", "random", 0.2), ("snapkv", "snapkv", 0.5), ("best", "oracle", 0.8))]
+        rows += [{"policy": "full", "score": 1.0}, {"policy": "other", "params": budget("other", 32), "budget_tokens": 32.0,
+                                                    "score": 0.1}]  # fmt: skip
+        page = Page(report.build([write_by_hand(self.folder / "l.h5", rows)]))
+        self.assertIn("ladder", page.sections)
+        table = page.tables["m, t, context 64, budget 64"]
+        self.assertEqual([(row[0], row[4]) for row in table[1:]],
+                         [("full", "133"), ("best 64", "100"), ("snapkv 64", "50"), ("random 64", "0")])  # fmt: skip
+        without = [row for row in rows if row["policy"] != "random"]
+        self.assertNotIn("ladder", Page(report.build([write_by_hand(self.folder / "w.h5", without)])).sections)
+
+    def test_seeds_are_one_row_with_a_deviation(self):
+        rows = [{"policy": "p", "score": s, "seed": i, "tpot_ms_p50": 2.0, "labels": "disturbed" * (i == 1)}
+                for i, s in enumerate((0.25, 0.75))]  # fmt: skip
+        rows += [{"policy": "p", "score": 0.5, "labels": "synthetic"}]  # another label: another row
+        table = Page(report.build([write_by_hand(self.folder / "s.h5", rows)])).tables["m, t, context 64"]
+        found = [dict(zip(table[0], row)) for row in table[1:]]
+        self.assertEqual([(r["n"], r["score"], r["labels"]) for r in found],
+                         [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5", "synthetic")])  # fmt: skip
+
+    def test_cells_that_did_not_end_are_named(self):
+        rows = [{"policy": "a", "score": 0.5, "compression": 2.0}, {"policy": "b", "score": 0.25, "compression": 4.0},
+                {"policy": "c", "status": "oom", "error": "no room"},
+                {"policy": "d", "status": "failed", "error": "bad number", "warnings": "slow disk"}]  # fmt: skip
+        page = Page(report.build([write_by_hand(self.folder / "f.h5", rows)]))
+        table = page.tables["m, t, context 64"]
+        self.assertEqual([row[0] for row in table[1:]], ["a", "b", "c", "d"])
+        self.assertEqual([row[-1] for row in table[3:]], ["oom: no room", "failed: bad number"])
+        self.assertIn("oom: c (1 of 1 cells)", page.text)  # below the figure
+        self.assertIn("slow disk (1 of 4 cells: c3)", page.text)
+
+    def test_a_marked_cell_is_hollow(self):
+        rows = [{"policy": p, "score": 0.5, "compression": 2.0, "labels": labels}
+                for p, labels in (("a", ""), ("b", "synthetic"))]  # fmt: skip
+        text = report.build([write_by_hand(self.folder / "h.h5", rows)])
+        picture = text[text.index("<figure>") : text.index("</figure>")]
+        marks = re.findall(r'<use [^>]*style="fill: var\(--(\w+)\); stroke: var\(--(\w+)\)', picture)
+        self.assertIn(("s0", "s0"), marks)
+        self.assertIn(("surface", "s1"), marks)
+        self.assertNotIn(("s1", "s1"), marks)
+        self.assertIn("hollow: read its labels first", text)
+
+    def test_text_of_files_does_nothing(self):
+        text = evil(self.folder)
+        page = Page(text)
+        self.assertEqual((page.wrong, page.all("script")), ([], []))
+        self.assertGreater(page.text.count(EVIL), 10)
+        self.assertIn("steps", page.sections)
+
+
+class Parts(unittest.TestCase):
+    def test_depths_of_an_experiment(self):
+        for text, samples, wanted in (
+            ("tasks: [niah]", 5, 5),
+            ("tasks: [niah: {depth: 3, samples: 2}]", 6, 3),
+            ("tasks: [niah: {depth: 3, samples: 2}]", 5, None),  # another number of samples: not these depths
+            ("tasks: [niah: {depth: [2, 5]}]", 5, 5),
+            ("tasks: [niah: {depth: [2, 4], samples: [2, 1]}]", 4, None),  # 2 x 2 or 4 x 1
+            ("tasks: [{name: far, task: niah, depth: 4}]", 4, None),  # the label is not niah
+            ("tasks: [niah: {ask: 1}]", 5, None),  # the question is about another needle
+            ("tasks: [niah: {depth: 2}]\nsweep: {niah.depth: [3]}", 3, 3),
+            ("tasks: [niah: {depth: 2}]\n# --set niah.depth=7\n", 7, 7),
+            ("tasks: [niah: {depth: 2}]\n# --set tasks.niah.depth=[3, 7]\n# --set niah.samples=2\n", 14, 7),
+            ("# --set niah.depth=7\ntasks: [niah: {depth: 2}]", 2, 2),  # a comment of the author
+            ("tasks: [text: {depth: 2}]", 2, None),
+            (": [", 5, None),
+            ("", 5, None),
+        ):
+            self.assertEqual(experiment.depths(text, "niah question=decode", samples), wanted, text)
+        self.assertEqual(experiment.depths("tasks: [{name: far, task: niah, depth: 4}]", "far", 4), 4)
+
+    def test_batch_of_an_experiment(self):
+        self.assertEqual([experiment.batch(t) for t in ("batch: 8", "a: 1", "batch: 8\n# --set batch=2\n")], [8, 1, 2])
+
+    def test_tasks_with_depths_are_those_of_the_plugins(self):
+        plugins = json.loads((HERE.parent / "plugins/plugins.json").read_text())
+        plugins = plugins["plugins"] if isinstance(plugins, dict) else plugins
+        found = {p["name"]: q["default"] for p in plugins for q in p.get("params", []) if q["name"] == "depth"}
+        self.assertEqual(experiment.DEPTHS, found)
+
+    def test_requests_at_once(self):
+        """One from 0 to 4, one from 2 to 6, none until 10, one until 12: 10 request-ms in 8 ms."""
+        samples = pd.DataFrame({"arrival_ms": [0.0, 1.0, 10.0], "queue_ms": [0.0, 1.0, 0.0], "end_ms": [4.0, 6.0, 12.0]})
+        self.assertAlmostEqual(of_results._at_once(samples), 10 / 8)
+        self.assertTrue(np.isnan(of_results._at_once(samples * np.nan)))
+
+    def test_steps_that_hold_a_prompt_do_not_count(self):
+        parts = pd.DataFrame({"gemm": [1.0, 100.0, 2.0, 3.0], "other": [1.0, 100.0, 2.0, 3.0]})
+        self.assertEqual(of_cells._middle_steps(parts).tolist(), [2.5, 2.5])
+
+    def test_rows_of_one_policy_show_what_differs(self):
+        params = [json.dumps({"scorer": {"snapkv": {"window": w, "kernel": 5}}, "budget": {"tokens": w}}) for w in (8, 16)]
+        self.assertEqual([data._varying(p, params) for p in params], ["window=8", "window=16"])
+        self.assertEqual(data._varying(params[0], params[:1]), "")
+
+    def test_styles_are_different(self):
+        styles = style.styles(["a", "full", *map(str, range(50)), "a"])
+        self.assertEqual(styles["full"].variable, "ink")
+        self.assertEqual(len({(its.variable, its.mark) for its in styles.values()}), len(styles))
+        self.assertEqual(styles["a"], style.styles(["full", "a"])["a"])
+
+
+# Machado, Oliveira and Fernandes 2009: linear RGB as people without red or green cones see it.
+SEEN = [np.eye(3),
+        np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+        np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]])]
+
+
+def linear(colour):
+    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """WCAG 2.1."""
+    low, high = sorted(linear(c) @ [0.2126, 0.7152, 0.0722] for c in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def oklab(rgb):
+    """Ottosson 2020."""
+    lms = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                    [0.0883024619, 0.2817188376, 0.6299787005]]) @ np.clip(rgb, 0, 1)  # fmt: skip
+    return np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
+                     [0.0259040371, 0.7827717662, -0.8086757660]]) @ np.cbrt(lms)  # fmt: skip
+
+
+class Colours(unittest.TestCase):
+    def test_text_is_readable(self):
+        for mode in (0, 1):
+            for name in ("ink", "muted", "link"):
+                for ground in ("surface", "raised"):
+                    self.assertGreater(contrast(style.PAGE[name][mode], style.PAGE[ground][mode]), 4.5, (name, ground))
+            norm = draw._norm(0, 1)
+            for i, colour in enumerate(style.RAMP):
+                text = {style.INK: "ink", style.SURFACE: "surface"}[draw._text_colour(norm, (i + 0.5) / len(style.RAMP))]
+                self.assertGreater(contrast(style.PAGE[text][mode], colour[mode]), 4.5, (mode, i))
+
+    def test_series_stand_out_and_differ_for_colour_blind_eyes(self):
+        for mode in (0, 1):
+            for i, colour in enumerate(style.SERIES):
+                self.assertGreater(contrast(colour[mode], style.PAGE["surface"][mode]), 3)
+                for other in style.SERIES[:i]:
+                    for seen in SEEN:
+                        apart = oklab(seen @ linear(colour[mode])) - oklab(seen @ linear(other[mode]))
+                        self.assertGreater(np.linalg.norm(apart), 0.095, (mode, colour, other))
+
+    def test_the_ramp_rises(self):
+        for mode in (0, 1):
+            steps = [contrast(colour[mode], style.PAGE["surface"][mode]) for colour in style.RAMP]
+            self.assertTrue(all(low * 1.05 < high for low, high in zip(steps, steps[1:])), steps)
+
+
+class CommandLine(WithFolder):
+    def run_it(self, *words, options=("-B",)):
+        command = [sys.executable, *options, HERE / "kvlab_results", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
+        return done.returncode, done.stdout, done.stderr
+
+    def test_a_folder_gets_an_index(self):
+        self.assertEqual(self.run_it("report", ROLES, "-o", "page"), (0, "page/index.html\n", ""))
+        self.assertEqual([p.name for p in (self.folder / "page").iterdir()], ["index.html"])
+
+    def test_as_a_module(self):
+        command = [sys.executable, "-B", "-m", "kvlab_results", "report", ROLES, "-o", self.folder / "p.html"]
+        subprocess.run(command, check=True, capture_output=True, cwd=HERE)
+        self.assertEqual((self.folder / "p.html").read_text(), report.build([ROLES]))
+
+    def test_files_that_are_none(self):
+        (self.folder / "text.h5").write_text("no HDF5")
+        with h5py.File(self.folder / "foreign.h5", "w") as file:
+            file["x"] = 1
+        cut = SMALL.read_bytes()
+        (self.folder / "cut.h5").write_bytes(cut[: len(cut) // 2])
+        for name in ("none.h5", "text.h5", "foreign.h5", "cut.h5"):
+            code, out, said = self.run_it("report", SMALL, name, "-o", "page")
+            self.assertEqual((code, out), (2, ""), name)
+            self.assertRegex(said, f"^error: {name}: got no readable file .*wanted one that kvlab wrote\n$")
+        self.assertFalse((self.folder / "page").exists())
+
+    def test_missing_packages_are_named(self):
+        for words in (("report", SMALL, "-o", "page"), ("packages",)):
+            code, out, said = self.run_it(*words, options=("-B", "-S"))  # -S: nothing that is installed
+            self.assertEqual(code, 3)
+            self.assertRegex(out + said, "got no h5py.*apt-get install python3-h5py .*pip install h5py .*PyYAML")
+        self.assertEqual(self.run_it("packages"), (0, "all there\n", ""))
+
+    @unittest.skipUnless(importlib.util.find_spec("pip") and importlib.util.find_spec("setuptools"), "no pip or setuptools")
+    def test_pip_installs_it(self):
+        shutil.copytree(HERE, self.folder / "analysis", ignore=shutil.ignore_patterns("__pycache__", "testdata"))
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet",
+                   "--target", self.folder / "site", self.folder / "analysis"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        environment = {**os.environ, "PYTHONPATH": str(self.folder / "site")}
+        command = [sys.executable, "-B", "-m", "kvlab_results", "report", ROLES, "-o", self.folder / "p.html"]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder, env=environment)
+        self.assertEqual((self.folder / "p.html").read_text(), report.build([ROLES]))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,82 @@
+#include "cli/html_report.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <kvlab/error.hpp>
+#include <optional>
+#include <system_error>
+
+#include "base/log.hpp"
+#include "base/text.hpp"
+#include "cli/child.hpp"
+#include "result/sealed.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+constexpr const char* where = "kvlab report --html";
+constexpr const char* packages = "python3 python3-h5py python3-matplotlib python3-numpy python3-pandas python3-yaml";
+
+// The package as a folder that Python runs: an installation's, else the source tree's.
+fs::path package() {
+  const fs::path prefix = fs::read_symlink("/proc/self/exe").parent_path().parent_path();
+  const fs::path installed = prefix / "share" / "kvlab" / "analysis" / "kvlab_results";
+  if (fs::exists(installed)) return installed;
+  const fs::path source = fs::path(KVLAB_ANALYSIS_DIR) / "kvlab_results";
+  if (fs::exists(source)) return source;
+  throw Error(Errc::config,
+              fmt::format("got no {}, wanted the folder analysis of kvlab's source tree", installed.string()), where);
+}
+
+// Whether the interpreter has what a report needs; nothing where it cannot be started.
+std::optional<bool> is_complete(const std::string& python, const std::string& program) {
+  const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+  if (nowhere < 0) throw std::system_error(errno, std::generic_category(), "/dev/null");
+  std::optional<bool> complete;
+  try {
+    complete = wait_for(start_child({python, "-B", program, "packages"}, nowhere)).good();
+  } catch (const Error& e) {
+    log::debug(e.what());
+  }
+  close(nowhere);
+  return complete;
+}
+
+// One that has the packages. Where none has, the first one: it says what is missing.
+std::string interpreter(const std::string& program) {
+  const char* own = std::getenv("KVLAB_PYTHON");
+  const std::vector<std::string> candidates =
+      own && *own ? std::vector<std::string>{own} : std::vector<std::string>{"python3", "/usr/bin/python3"};
+  std::string first;
+  for (const std::string& python : candidates) {
+    const std::optional<bool> complete = is_complete(python, program);
+    if (complete.value_or(false)) return python;
+    if (complete && first.empty()) first = python;
+  }
+  if (!first.empty()) return first;
+  throw Error(Errc::network,
+              fmt::format("got no Python as {}, wanted one with its packages: apt-get install {}",
+                          join(candidates, " or "), packages),
+              where);
+}
+
+}  // namespace
+
+int html_report(const std::vector<std::string>& files, const std::string& out) {
+  if (out.empty()) throw Error(Errc::config, "got an empty name, wanted a folder or a file", "--html");
+  for (const std::string& file : files) results::open_sealed(file);
+  const std::string program = package().string();
+  std::vector<std::string> words{interpreter(program), "-B", program, "report", "-o", out, "--"};
+  words.insert(words.end(), files.begin(), files.end());
+  const ChildEnd end = wait_for(start_child(words));
+  if (end.signal) throw Error(Errc::io, fmt::format("got signal {}, wanted a page", end.signal), words[0]);
+  return end.code;
+}
+
+}  // namespace kvlab
