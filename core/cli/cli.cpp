@@ -157,7 +157,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
       "to\n"
       "stop before its end; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing "
       "was\n"
-      "run; 3 no network, device or driver; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
+      "run; 3 no network, device, driver or Python package; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
   add_run();
   add_profile();
   add_generate();

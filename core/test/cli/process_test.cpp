@@ -99,7 +99,7 @@ TEST_CASE("the exit codes of --help and of its page are the same, in three lines
   const std::string codes = between(help, begin, end);
   for (const char* what :
        {"0 done", "1 a cell failed or did not fit in memory, or the run had to stop before its end",
-        "no memory to prepare", "nothing was run", "3 no network, device or driver", "129, 130, 143"})
+        "no memory to prepare", "nothing was run", "3 no network, device, driver or Python package", "129, 130, 143"})
     CHECK_THAT(plain(codes), Contains(what));
   CHECK(plain(codes) == plain(between(readme, begin, end)));
   std::istringstream lines(help.substr(std::min(help.size(), help.rfind('\n', help.find(begin)) + 1)));
