@@ -1,5 +1,5 @@
-"""Tests of the HTML report, on the committed files of testdata and experiments and on files made by hand. in_browser has
-those that need Chromium.
+"""Tests of the HTML report, on the committed files of testdata and experiments and on files made by hand. in_browser
+has those that need Chromium.
 
     python3 test_report.py     # needs h5py, numpy, pandas, matplotlib and PyYAML
 """
@@ -29,7 +29,7 @@ if LACKING:
     print(f"skipped: no {', '.join(LACKING)}")
     sys.exit(0)
 
-from kvlab_results import data, draw, experiment, of_cells, of_profiles, of_results, report, style  # noqa: E402
+from kvlab_results import data, draw, experiment, of_cells, of_results, report, style  # noqa: E402
 
 DATA = HERE / "testdata"
 SMALL, TRACE, SERVED, SYNTHETIC, HEADS = (DATA / f"{n}.h5" for n in ("small", "trace", "served", "synthetic", "heads"))
@@ -95,9 +95,22 @@ class Page(html.parser.HTMLParser):
 
 def write_by_hand(path, rows, cells=None, info=None):
     """A result file with these rows of /summary, each a dict, and pieces of cells: {id: {path: DataFrame or array}}."""
-    blank = {"model": "m", "params": "", "ablated": "", "task": "t", "workload": "", "status": "ok", "error": "",
-             "labels": "", "warnings": "", "context_tokens": 64, "budget_tokens": np.nan, "budget_bytes": -1, "seed": 0,
-             "repeat": 0}  # fmt: skip
+    blank = {
+        "model": "m",
+        "params": "",
+        "ablated": "",
+        "task": "t",
+        "workload": "",
+        "status": "ok",
+        "error": "",
+        "labels": "",
+        "warnings": "",
+        "context_tokens": 64,
+        "budget_tokens": np.nan,
+        "budget_bytes": -1,
+        "seed": 0,
+        "repeat": 0,
+    }
     frame = pd.DataFrame([{"cell": f"c{i}", **blank, **row} for i, row in enumerate(rows)])
     with h5py.File(path, "w") as file:
         file.attrs["schema_version"] = 1
@@ -141,8 +154,20 @@ class WithFolder(unittest.TestCase):
 
 def evil(folder):
     """The page of a file whose every text is EVIL."""
-    rows = [{"policy": EVIL + str(i), "task": EVIL, "model": EVIL, "score": 0.5, "compression": 2.0 + i, "labels": EVIL,
-             "warnings": EVIL, "error": EVIL, "params": json.dumps({"policy": {EVIL: {EVIL: EVIL}}})} for i in range(2)]
+    rows = [
+        {
+            "policy": EVIL + str(i),
+            "task": EVIL,
+            "model": EVIL,
+            "score": 0.5,
+            "compression": 2.0 + i,
+            "labels": EVIL,
+            "warnings": EVIL,
+            "error": EVIL,
+            "params": json.dumps({"policy": {EVIL: {EVIL: EVIL}}}),
+        }
+        for i in range(2)
+    ]
     parts = {f"c{i}": {"step_parts": np.ones((4, 2), np.float32)} for i in range(2)}
     path = write_by_hand(folder / "e.h5", rows, parts, {"experiment_yaml": f"# {EVIL}", "command": EVIL})
     with h5py.File(path, "r+") as file:
@@ -160,8 +185,22 @@ class Whole(WithFolder):
         cls.page = Page(cls.html)
 
     def test_every_figure_but_the_ladder_is_there(self):
-        wanted = ["results", "quality", "needle", "latency", "memory", "throughput", "steps", "kept", "overlap", "rco",
-                  "roles", "maps", "missing", "sources"]  # fmt: skip
+        wanted = [
+            "results",
+            "quality",
+            "needle",
+            "latency",
+            "memory",
+            "throughput",
+            "steps",
+            "kept",
+            "overlap",
+            "rco",
+            "roles",
+            "maps",
+            "missing",
+            "sources",
+        ]
         self.assertEqual(self.page.sections, wanted)
         self.assertEqual([a["href"] for a in self.page.all("a")], [f"#{key}" for key in wanted])
 
@@ -265,6 +304,29 @@ class Content(WithFolder):
         self.assertNotIn("metrics: [trace] with", page.text)
         self.assertEqual(Page(report.build([ROLES])).sections, ["roles", "maps", "missing", "sources"])
 
+    def test_similarities_of_a_layers_heads(self):
+        values = data.Inputs([HEADS]).profiles[0].profilers["head_stats"]["similarity"].values
+        self.assertTrue(np.isfinite(values).any())
+        page = Page(report.build([HEADS]))
+        rows = page.tables["bundled/recall, heads: head_stats similarity: share of the top pages"]
+        self.assertEqual(len(rows), 1 + values.shape[0] * values.shape[1])
+        layer, head = 2, 3
+        row = rows[1 + layer * values.shape[1] + head]
+        self.assertEqual(row, [f"{layer}, {head}", *(f"{v:.3g}" for v in values[layer, head])])
+
+    def test_arrays_without_a_number_have_no_picture(self):
+        path = self.folder / "p.h5"
+        with h5py.File(path, "w") as file:
+            file.attrs.update({"kind": "profile", "model": "m", "model_fingerprint": "f"})
+            for name, shape, unit in (
+                ("map", (2, 4), "nats"),
+                ("same", (2, 4, 4), "share"),
+                ("curve", (2, 4, 3), "x, by y"),
+            ):
+                array = np.full(shape, np.nan, np.float32)
+                file.create_dataset(f"profilers/p/{name}", data=array).attrs["units"] = unit
+        self.assertEqual(Page(report.build([path])).sections, ["missing", "sources"])
+
     def test_overlap_of_sets(self):
         """Of 4 and 2 heads 1 is common: 1/4 and 1/2. Chance is the share of all 8 heads."""
         paths = []
@@ -275,7 +337,9 @@ class Content(WithFolder):
                 array = np.array(heads, np.float32).reshape(2, 4)
                 file.create_dataset("profilers/p/set", data=array).attrs["units"] = "1 = in it"
         rows = Page(report.build(paths)).tables["m: p set"]
-        self.assertEqual(rows, [["heads of", "a", "b"], ["a", "1", "0.25"], ["b", "0.5", "1"], ["by chance", "0.5", "0.25"]])
+        self.assertEqual(
+            rows, [["heads of", "a", "b"], ["a", "1", "0.25"], ["b", "0.5", "1"], ["by chance", "0.5", "0.25"]]
+        )
 
     def test_curves_are_means_inside_and_outside_of_the_set(self):
         file = data.Inputs([UNSTABLE]).profiles[0]
@@ -293,32 +357,51 @@ class Content(WithFolder):
         self.assertEqual([int(row[1]) for row in rows[1:]], [int((values == i).sum()) for i in range(4)])
 
     def test_the_ladder(self):
-        rows = [{"policy": name, "params": budget(plugin, 64), "budget_tokens": 64.0, "score": score, "score_lo": 0.0,
-                 "score_hi": 1.0}
-                for name, plugin, score in (("random", "random", 0.2), ("snapkv", "snapkv", 0.5), ("best", "oracle", 0.8))]
-        rows += [{"policy": "full", "score": 1.0}, {"policy": "other", "params": budget("other", 32), "budget_tokens": 32.0,
-                                                    "score": 0.1}]  # fmt: skip
+        rows = [
+            {
+                "policy": name,
+                "params": budget(plugin, 64),
+                "budget_tokens": 64.0,
+                "score": score,
+                "score_lo": 0.0,
+                "score_hi": 1.0,
+            }
+            for name, plugin, score in (("random", "random", 0.2), ("snapkv", "snapkv", 0.5), ("best", "oracle", 0.8))
+        ]
+        rows += [
+            {"policy": "full", "score": 1.0},
+            {"policy": "other", "params": budget("other", 32), "budget_tokens": 32.0, "score": 0.1},
+        ]
         page = Page(report.build([write_by_hand(self.folder / "l.h5", rows)]))
         self.assertIn("ladder", page.sections)
         table = page.tables["m, t, context 64, budget 64"]
-        self.assertEqual([(row[0], row[4]) for row in table[1:]],
-                         [("full", "133"), ("best 64", "100"), ("snapkv 64", "50"), ("random 64", "0")])  # fmt: skip
+        self.assertEqual(
+            [(row[0], row[4]) for row in table[1:]],
+            [("full", "133"), ("best 64", "100"), ("snapkv 64", "50"), ("random 64", "0")],
+        )
         without = [row for row in rows if row["policy"] != "random"]
         self.assertNotIn("ladder", Page(report.build([write_by_hand(self.folder / "w.h5", without)])).sections)
 
     def test_seeds_are_one_row_with_a_deviation(self):
-        rows = [{"policy": "p", "score": s, "seed": i, "tpot_ms_p50": 2.0, "labels": "disturbed" * (i == 1)}
-                for i, s in enumerate((0.25, 0.75))]  # fmt: skip
+        rows = [
+            {"policy": "p", "score": s, "seed": i, "tpot_ms_p50": 2.0, "labels": "disturbed" * (i == 1)}
+            for i, s in enumerate((0.25, 0.75))
+        ]
         rows += [{"policy": "p", "score": 0.5, "labels": "synthetic"}]  # another label: another row
         table = Page(report.build([write_by_hand(self.folder / "s.h5", rows)])).tables["m, t, context 64"]
         found = [dict(zip(table[0], row)) for row in table[1:]]
-        self.assertEqual([(r["n"], r["score"], r["labels"]) for r in found],
-                         [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5", "synthetic")])  # fmt: skip
+        self.assertEqual(
+            [(r["n"], r["score"], r["labels"]) for r in found],
+            [("2", "0.5 ± 0.35", "disturbed"), ("1", "0.5", "synthetic")],
+        )
 
     def test_cells_that_did_not_end_are_named(self):
-        rows = [{"policy": "a", "score": 0.5, "compression": 2.0}, {"policy": "b", "score": 0.25, "compression": 4.0},
-                {"policy": "c", "status": "oom", "error": "no room"},
-                {"policy": "d", "status": "failed", "error": "bad number", "warnings": "slow disk"}]  # fmt: skip
+        rows = [
+            {"policy": "a", "score": 0.5, "compression": 2.0},
+            {"policy": "b", "score": 0.25, "compression": 4.0},
+            {"policy": "c", "status": "oom", "error": "no room"},
+            {"policy": "d", "status": "failed", "error": "bad number", "warnings": "slow disk"},
+        ]
         page = Page(report.build([write_by_hand(self.folder / "f.h5", rows)]))
         table = page.tables["m, t, context 64"]
         self.assertEqual([row[0] for row in table[1:]], ["a", "b", "c", "d"])
@@ -327,8 +410,10 @@ class Content(WithFolder):
         self.assertIn("slow disk (1 of 4 cells: c3)", page.text)
 
     def test_a_marked_cell_is_hollow(self):
-        rows = [{"policy": p, "score": 0.5, "compression": 2.0, "labels": labels}
-                for p, labels in (("a", ""), ("b", "synthetic"))]  # fmt: skip
+        rows = [
+            {"policy": p, "score": 0.5, "compression": 2.0, "labels": labels}
+            for p, labels in (("a", ""), ("b", "synthetic"))
+        ]
         text = report.build([write_by_hand(self.folder / "h.h5", rows)])
         picture = text[text.index("<figure>") : text.index("</figure>")]
         marks = re.findall(r'<use [^>]*style="fill: var\(--(\w+)\); stroke: var\(--(\w+)\)', picture)
@@ -336,6 +421,28 @@ class Content(WithFolder):
         self.assertIn(("surface", "s1"), marks)
         self.assertNotIn(("s1", "s1"), marks)
         self.assertIn("hollow: read its labels first", text)
+
+    def test_odd_text_of_files_is_written_out(self):
+        """Control characters, a turn of the direction of writing, a name that is wider than a picture."""
+        rows = [
+            {"policy": name, "score": 0.5, "compression": 2.0, "error": "\x07"}
+            for name in ("a\x1b[2Jb\u202ec", "w" * 300)
+        ]
+        parts = {f"c{i}": {"step_parts": np.ones((4, 1), np.float32)} for i in range(2)}
+        path = write_by_hand(self.folder / "o.h5", rows, parts)
+        with h5py.File(path, "r+") as file:
+            for i in range(2):
+                file[f"cells/c{i}/step_parts"].attrs["parts"] = ["gemm"]
+        page = Page(report.build([path]))
+        self.assertIn("a\\x1b[2Jb\\u202ec", page.text)
+        self.assertNotRegex(page.text, "[\x07\x1b\u202e]")
+        self.assertIn("w" * 300, page.text)
+        self.assertIn("steps", page.sections)
+
+    def test_parameters_that_are_no_json_are_refused(self):
+        path = write_by_hand(self.folder / "j.h5", [{"policy": "a", "params": "{"}])
+        with self.assertRaisesRegex(data.ReportError, "j.h5: got no readable file"):
+            report.build([path])
 
     def test_text_of_files_does_nothing(self):
         text = evil(self.folder)
@@ -377,7 +484,9 @@ class Parts(unittest.TestCase):
 
     def test_requests_at_once(self):
         """One from 0 to 4, one from 2 to 6, none until 10, one until 12: 10 request-ms in 8 ms."""
-        samples = pd.DataFrame({"arrival_ms": [0.0, 1.0, 10.0], "queue_ms": [0.0, 1.0, 0.0], "end_ms": [4.0, 6.0, 12.0]})
+        samples = pd.DataFrame(
+            {"arrival_ms": [0.0, 1.0, 10.0], "queue_ms": [0.0, 1.0, 0.0], "end_ms": [4.0, 6.0, 12.0]}
+        )
         self.assertAlmostEqual(of_results._at_once(samples), 10 / 8)
         self.assertTrue(np.isnan(of_results._at_once(samples * np.nan)))
 
@@ -386,7 +495,9 @@ class Parts(unittest.TestCase):
         self.assertEqual(of_cells._middle_steps(parts).tolist(), [2.5, 2.5])
 
     def test_rows_of_one_policy_show_what_differs(self):
-        params = [json.dumps({"scorer": {"snapkv": {"window": w, "kernel": 5}}, "budget": {"tokens": w}}) for w in (8, 16)]
+        params = [
+            json.dumps({"scorer": {"snapkv": {"window": w, "kernel": 5}}, "budget": {"tokens": w}}) for w in (8, 16)
+        ]
         self.assertEqual([data._varying(p, params) for p in params], ["window=8", "window=16"])
         self.assertEqual(data._varying(params[0], params[:1]), "")
 
@@ -398,9 +509,11 @@ class Parts(unittest.TestCase):
 
 
 # Machado, Oliveira and Fernandes 2009: linear RGB as people without red or green cones see it.
-SEEN = [np.eye(3),
-        np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-        np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]])]
+SEEN = [
+    np.eye(3),
+    np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+]
 
 
 def linear(colour):
@@ -416,10 +529,20 @@ def contrast(one, other):
 
 def oklab(rgb):
     """Ottosson 2020."""
-    lms = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
-                    [0.0883024619, 0.2817188376, 0.6299787005]]) @ np.clip(rgb, 0, 1)  # fmt: skip
-    return np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
-                     [0.0259040371, 0.7827717662, -0.8086757660]]) @ np.cbrt(lms)  # fmt: skip
+    lms = np.array(
+        [
+            [0.4122214708, 0.5363325363, 0.0514459929],
+            [0.2119034982, 0.6806995451, 0.1073969566],
+            [0.0883024619, 0.2817188376, 0.6299787005],
+        ]
+    ) @ np.clip(rgb, 0, 1)
+    return np.array(
+        [
+            [0.2104542553, 0.7936177850, -0.0040720468],
+            [1.9779984951, -2.4285922050, 0.4505937099],
+            [0.0259040371, 0.7827717662, -0.8086757660],
+        ]
+    ) @ np.cbrt(lms)
 
 
 class Colours(unittest.TestCase):
@@ -430,7 +553,9 @@ class Colours(unittest.TestCase):
                     self.assertGreater(contrast(style.PAGE[name][mode], style.PAGE[ground][mode]), 4.5, (name, ground))
             norm = draw._norm(0, 1)
             for i, colour in enumerate(style.RAMP):
-                text = {style.INK: "ink", style.SURFACE: "surface"}[draw._text_colour(norm, (i + 0.5) / len(style.RAMP))]
+                text = {style.INK: "ink", style.SURFACE: "surface"}[
+                    draw._text_colour(norm, (i + 0.5) / len(style.RAMP))
+                ]
                 self.assertGreater(contrast(style.PAGE[text][mode], colour[mode]), 4.5, (mode, i))
 
     def test_series_stand_out_and_differ_for_colour_blind_eyes(self):
@@ -482,11 +607,24 @@ class CommandLine(WithFolder):
             self.assertRegex(out + said, "got no h5py.*apt-get install python3-h5py .*pip install h5py .*PyYAML")
         self.assertEqual(self.run_it("packages"), (0, "all there\n", ""))
 
-    @unittest.skipUnless(importlib.util.find_spec("pip") and importlib.util.find_spec("setuptools"), "no pip or setuptools")
+    @unittest.skipUnless(
+        importlib.util.find_spec("pip") and importlib.util.find_spec("setuptools"), "no pip or setuptools"
+    )
     def test_pip_installs_it(self):
         shutil.copytree(HERE, self.folder / "analysis", ignore=shutil.ignore_patterns("__pycache__", "testdata"))
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet",
-                   "--target", self.folder / "site", self.folder / "analysis"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--quiet",
+            "--target",
+            self.folder / "site",
+            self.folder / "analysis",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         environment = {**os.environ, "PYTHONPATH": str(self.folder / "site")}

@@ -25,8 +25,15 @@ class Browser:
         for end in low:
             os.close(end)
         to_read, self._to, self._from, to_write = pipes
-        command = [find(), "--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe",
-                   f"--user-data-dir={self._folder.name}", "about:blank"]  # fmt: skip
+        command = [
+            find(),
+            "--headless",
+            "--disable-gpu",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._folder.name}",
+            "about:blank",
+        ]
         if os.getuid() == 0:
             command.insert(1, "--no-sandbox")  # Chromium refuses to start as root with it
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
@@ -85,9 +92,13 @@ class Browser:
 
     def show(self, path, width, dark=False):
         """Loads a file at a width in CSS pixels, as a phone does below 600."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
-        self.send("Emulation.setEmulatedMedia",
-                  features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])  # fmt: skip
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         self._loaded = False
         self.send("Page.navigate", url=path.absolute().as_uri())
         while not self._loaded:

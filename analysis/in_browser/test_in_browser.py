@@ -54,8 +54,10 @@ class InABrowser(WithFolder):
                 texts = self.browser.run(TEXTS)
                 self.assertEqual(texts["out"], [], width)
                 self.assertGreater(texts["least"], 8.4)
-                found = [f"#{int(r):02x}{int(g):02x}{int(b):02x}" for r, g, b in
-                         (re.findall(r"\d+", c)[:3] for c in self.browser.run(COLOURS))]  # fmt: skip
+                found = [
+                    f"#{int(r):02x}{int(g):02x}{int(b):02x}"
+                    for r, g, b in (re.findall(r"\d+", c)[:3] for c in self.browser.run(COLOURS))
+                ]
                 self.assertEqual(found, [style.PAGE["surface"][dark], style.PAGE["ink"][dark], style.PAGE["ink"][dark]])
         self.assertEqual(set(self.browser.requests), {self.path.as_uri()})
         self.assertEqual(self.browser.errors, [])
@@ -63,8 +65,10 @@ class InABrowser(WithFolder):
     def test_every_picture_has_ink(self):
         self.path.write_text(whole())
         self.browser.show(self.path, 1200)
-        sizes = self.browser.run("[...document.querySelectorAll('figure svg')].map(s => [s.getBoundingClientRect().width,"
-                                 " s.getBoundingClientRect().height, s.querySelectorAll('path, use').length])")  # fmt: skip
+        sizes = self.browser.run(
+            "[...document.querySelectorAll('figure svg')].map(s => [s.getBoundingClientRect().width,"
+            " s.getBoundingClientRect().height, s.querySelectorAll('path, use').length])"
+        )
         self.assertGreater(len(sizes), 20)
         for width, height, shapes in sizes:
             self.assertGreater(min(width, height), 80)

@@ -187,6 +187,7 @@ class Results:
     def __init__(self, path):
         self.path = path
         self._file = _open(path)
+        self._rows = None
 
     def __enter__(self):
         return self
@@ -201,7 +202,9 @@ class Results:
         return dict(self._file.attrs)
 
     def summary(self):
-        return _table(self._file["summary"])
+        if self._rows is None:
+            self._rows = _table(self._file["summary"])
+        return self._rows.copy()
 
     def cell(self, cell):
         """A Cell. Only the names of its pieces are read."""

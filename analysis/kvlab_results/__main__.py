@@ -20,8 +20,10 @@ def lacking():
         return None
     debian = " ".join(f"python3-{name}" for name in missing)
     pip = " ".join(NEEDED[name] for name in missing)
-    return (f"{sys.executable}: got no {', '.join(missing)}, wanted the Python packages of a report: "
-            f"apt-get install {debian}, or {sys.executable} -m pip install {pip}")  # fmt: skip
+    return (
+        f"{sys.executable}: got no {', '.join(missing)}, wanted the Python packages of a report: "
+        f"apt-get install {debian}, or {sys.executable} -m pip install {pip}"
+    )
 
 
 def main(words):

@@ -26,10 +26,32 @@ CAUTION = {"simulated", "injected", "functional", "legacy", "synthetic", "distur
 # Columns of /summary that a report reads. Files of earlier versions lack some.
 _TEXT = ["cell", "model", "policy", "params", "ablated", "task", "workload", "status", "error", "labels", "warnings"]
 _NUMBERS = [
-    "context_tokens", "budget_tokens", "budget_bytes", "seed", "repeat", "samples", "score", "score_lo", "score_hi", "kl",
-    "top1", "mass", "device_bytes_peak", "host_bytes_peak", "device_bytes_decode", "compression", "fired", "ttft_ms",
-    "tpot_ms_p50", "tpot_ms_p95", "tpot_ms_mean", "tokens_per_s", "ttft_ms_p95", "queue_ms_p50", "preemptions",
-]  # fmt: skip
+    "context_tokens",
+    "budget_tokens",
+    "budget_bytes",
+    "seed",
+    "repeat",
+    "samples",
+    "score",
+    "score_lo",
+    "score_hi",
+    "kl",
+    "top1",
+    "mass",
+    "device_bytes_peak",
+    "host_bytes_peak",
+    "device_bytes_decode",
+    "compression",
+    "fired",
+    "ttft_ms",
+    "tpot_ms_p50",
+    "tpot_ms_p95",
+    "tpot_ms_mean",
+    "tokens_per_s",
+    "ttft_ms_p95",
+    "queue_ms_p50",
+    "preemptions",
+]
 
 
 class ReportError(Exception):
@@ -55,7 +77,8 @@ class Row:
         self.policy = self.first.policy
         self.source = self.first.source
         self.name = name  # with the parameters in which it differs from rows of the same policy
-        self.params = json.loads(self.first.params or "{}")
+        params = json.loads(self.first.params or "{}")
+        self.params = params if isinstance(params, dict) else {}
 
     def values(self, column):
         return self.good[column].dropna()
@@ -127,8 +150,8 @@ def blocks_of(cells):
 
 
 def _names(paths):
-    """The files' names without folders, so that a report does not depend on where they lie. Equal names get their folder's
-    in front, and numbers where that is not enough."""
+    """The files' names without folders, so that a report does not depend on where they lie. Equal names get their
+    folder's in front, and numbers where that is not enough."""
     names, seen = [], {}
     stems = [pathlib.Path(path).stem for path in paths]
     for path, stem in zip(map(pathlib.Path, paths), stems):
@@ -159,7 +182,9 @@ class Inputs:
             except (OSError, KeyError, ValueError) as error:
                 self.close()
                 raise ReportError(f"{path}: got no readable file ({error}), wanted one that kvlab wrote") from error
-        self.cells = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_TEXT + _NUMBERS + ["source"])
+        self.cells = (
+            pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_TEXT + _NUMBERS + ["source"])
+        )
         self.blocks = blocks_of(self.cells) if frames else []
 
     def _add(self, path, name, frames):
@@ -176,6 +201,8 @@ class Inputs:
             frame[column] = frame[column].astype(float) if column in frame else np.nan
             if column not in ("context_tokens", "seed", "repeat", "kl", "score", "score_lo", "score_hi"):
                 frame[column] = frame[column].where(frame[column] != -1)  # not measured
+        for params in frame.params:
+            json.loads(params or "{}")  # refuses what is none
         frames.append(frame[_TEXT + _NUMBERS].assign(source=len(self.files) - 1))
 
     def close(self):

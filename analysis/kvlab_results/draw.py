@@ -23,6 +23,11 @@ def name(axes, x, y, text):
         axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8, color=style.MUTED)
 
 
+def short(text, most=26):
+    """For a label of an axis. The table below a picture has the whole text."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def line(axes, x, y, its):
     axes.plot(x, y, color=its.colour, linewidth=1.2, zorder=1)
 
@@ -65,18 +70,32 @@ def heat(axes, values, low, high, unit, show=False):
     values = np.ma.masked_invalid(np.asarray(values, float))
     norm = _norm(low, high)
     rows, columns = values.shape
-    mesh = axes.pcolormesh(np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5, values, cmap=style.SEQUENTIAL,
-                           norm=norm, edgecolors="face", linewidth=0.3)
+    mesh = axes.pcolormesh(
+        np.arange(columns + 1) - 0.5,
+        np.arange(rows + 1) - 0.5,
+        values,
+        cmap=style.SEQUENTIAL,
+        norm=norm,
+        edgecolors="face",
+        linewidth=0.3,
+    )
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     if show:
         for (row, column), value in np.ndenumerate(values):
             if not np.ma.is_masked(value):
-                axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=8,
-                          color=_text_colour(norm, value))
-    bar = axes.figure.colorbar(mesh, ax=axes, label=unit, shrink=0.9, ticks=[low, (low + norm.boundaries[-1]) / 2,
-                                                                             norm.boundaries[-1]], format=FuncFormatter(lambda v, _: f"{v:.3g}"))
+                axes.text(
+                    column, row, f"{value:.2g}", ha="center", va="center", fontsize=8, color=_text_colour(norm, value)
+                )
+    bar = axes.figure.colorbar(
+        mesh,
+        ax=axes,
+        label=unit,
+        shrink=0.9,
+        ticks=[low, (low + norm.boundaries[-1]) / 2, norm.boundaries[-1]],
+        format=FuncFormatter(lambda v, _: f"{v:.3g}"),
+    )
     bar.outline.set_visible(False)
 
 
@@ -85,8 +104,16 @@ def classes(axes, values, letters, colours):
     values = np.asarray(values, float)
     known = np.ma.masked_where(~((values >= 0) & (values < len(letters))), values)
     rows, columns = values.shape
-    axes.pcolormesh(np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5, known, vmin=-0.5, vmax=len(colours) - 0.5,
-                    cmap=ListedColormap(colours), edgecolors=style.SURFACE, linewidth=0.8)
+    axes.pcolormesh(
+        np.arange(columns + 1) - 0.5,
+        np.arange(rows + 1) - 0.5,
+        known,
+        vmin=-0.5,
+        vmax=len(colours) - 0.5,
+        cmap=ListedColormap(colours),
+        edgecolors=style.SURFACE,
+        linewidth=0.8,
+    )
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
@@ -94,11 +121,11 @@ def classes(axes, values, letters, colours):
         for (row, column), value in np.ndenumerate(known):
             if not np.ma.is_masked(value):
                 axes.text(column, row, letters[int(value)], ha="center", va="center", fontsize=8, color=style.SURFACE)
-    whole_numbers(axes)
+    whole_numbers(axes, "KV head")
 
 
-def whole_numbers(axes):
-    axes.set_xlabel("KV head")
+def whole_numbers(axes, heads):
+    axes.set_xlabel(heads)
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=10))

@@ -1,11 +1,14 @@
 """What an experiment's text says of the runs: the depths of a task's facts, and the batch. It needs PyYAML."""
 
+import functools
+
 import yaml
 
 # Tasks with a grid of depths, and the default of `depth`. plugins/plugins.json has the same; a test compares them.
 DEPTHS = {"kv": 5, "multikey": 5, "niah": 5, "passkey": 5}
 
 
+@functools.lru_cache
 def _document(text):
     """The YAML document, and the overrides that kvlab wrote behind it as [(key, value)]."""
     lines = text.rstrip("\n").split("\n")

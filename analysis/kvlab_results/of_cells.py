@@ -23,9 +23,11 @@ def steps(inputs):
             panels.append(_steps_panel(block, rows, names))
     if not panels:
         return None
-    lead = ("Milliseconds of an engine step in each of its parts, in a row's first cell. It is the mean over the middle half of "
-            "the steps by their time: steps that hold a prompt are slower. On a GPU the parts are times between events, and "
-            "such rows carry the label eager.")  # fmt: skip
+    lead = (
+        "Milliseconds of an engine step in each of its parts, in a row's first cell. It is the mean over the middle half "
+        "of the steps by their time: steps that hold a prompt are slower. On a GPU the parts are times between events, "
+        "and such rows carry the label eager."
+    )
     count = len(draw.style.SERIES)
     legend = swatches(names, [f"s{i % count}" if i < count else "muted" for i in range(len(names))])
     return Section("steps", "What a step spends its time on", lead, panels, above=legend)
@@ -50,7 +52,7 @@ def _steps_panel(block, rows, names):
                 colour = draw.style.COLOURS[i] if i < len(draw.style.COLOURS) else draw.style.MUTED
                 axes.barh(place, width, 0.62, left, color=colour, edgecolor=draw.style.SURFACE, linewidth=0.6)
                 left += width
-        axes.set_yticks(range(len(rows)), [row.label for row, _ in rows])
+        axes.set_yticks(range(len(rows)), [draw.short(row.label) for row, _ in rows])
         axes.invert_yaxis()
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -58,8 +60,10 @@ def _steps_panel(block, rows, names):
         axes.set_xlabel("ms per step")
 
     title = title_of(block)
-    numbers = [[row.label, *(number(float(means.get(n, np.nan))) for n in names), number(float(means.sum())), _labels(row)]
-               for row, means in rows]  # fmt: skip
+    numbers = [
+        [row.label, *(number(float(means.get(n, np.nan))) for n in names), number(float(means.sum())), _labels(row)]
+        for row, means in rows
+    ]
     table = Table(title, ["policy", *names, "sum", "labels"], numbers)
     return Panel(title, picture, table, _notes(block.rows), 1.0 + 0.26 * len(rows))
 
@@ -95,8 +99,10 @@ def kept(inputs):
                 panels.append(_kept_panel(block, row, share, counts, prompt))
     if not panels:
         return None
-    lead = (f"The share of KV heads that still hold a position after the first sample's prompt, by layer, in {BINS} parts of "
-            "the prompt.")  # fmt: skip
+    lead = (
+        f"The share of KV heads that still hold a position after the first sample's prompt, by layer, in {BINS} parts "
+        "of the prompt."
+    )
     section = Section("kept", "Which tokens stay", lead, panels)
     if whole:
         section.lead += f" Nothing was dropped, so there is no picture: {'; '.join(whole)}."

@@ -35,8 +35,10 @@ def _title(file, profiler, name):
 
 def overlap(inputs):
     panels = [*_set_overlaps(inputs), *_head_similarities(inputs)]
-    lead = ("How much heads have in common: sets of heads of profiles of one model (the share of the row's heads that the "
-            "column's file has too), and the heads of a layer among each other.")  # fmt: skip
+    lead = (
+        "How much heads have in common: sets of heads of profiles of one model (the share of the row's heads that the "
+        "column's file has too), and the heads of a layer among each other."
+    )
     return Section("overlap", "Head overlap", lead, panels) if panels else None
 
 
@@ -56,8 +58,9 @@ def _set_overlaps(inputs):
 
         def picture(axes, share=share, names=names):
             draw.heat(axes, share, 0, 1, "share", show=len(names) <= 8)
-            axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-            axes.set_yticks(range(len(names)), names)
+            labels = [draw.short(n, 18) for n in names]
+            axes.set_xticks(range(len(names)), labels, rotation=30, ha="right")
+            axes.set_yticks(range(len(names)), labels)
 
         title = f"{sets[0][0].info.get('model', '')}: {profiler} {name}"
         rows = [[n, *(number(float(v), 3) for v in of)] for n, of in zip(names, share)]
@@ -69,7 +72,13 @@ def _head_similarities(inputs):
     """Arrays [layer, head, head], whose layers are laid out as tiles."""
     for file, profiler, name, array in _all(inputs):
         values = array.values
-        if values.ndim != 3 or values.shape[1] != values.shape[2] or ", by " in array.unit or values.shape[1] < 2:
+        if (
+            values.ndim != 3
+            or values.shape[1] != values.shape[2]
+            or ", by " in array.unit
+            or values.shape[1] < 2
+            or not np.isfinite(values).any()
+        ):
             continue
         layers, heads, _ = values.shape
         across = int(np.ceil(np.sqrt(layers)))
@@ -80,8 +89,7 @@ def _head_similarities(inputs):
             tiles[row : row + heads, column : column + heads] = matrix
 
         def picture(axes, tiles=tiles, heads=heads, across=across, array=array):
-            high = float(np.nanmax(tiles)) if np.isfinite(tiles).any() else 1
-            draw.heat(axes, tiles, min(0, float(np.nanmin(tiles))) if np.isfinite(tiles).any() else 0, high, array.unit)
+            draw.heat(axes, tiles, min(0, float(np.nanmin(tiles))), float(np.nanmax(tiles)), array.unit)
             middle = (heads - 1) / 2
             axes.set_xticks([middle + i * (heads + 1) for i in range(across)], [f"+{i}" for i in range(across)])
             down = range(tiles.shape[0] // (heads + 1))
@@ -89,8 +97,11 @@ def _head_similarities(inputs):
             axes.set_ylabel("layer")
 
         title = _title(file, profiler, name)
-        rows = [[f"{layer}, {head}", *(number(float(v), 3) for v in values[layer, head])]
-                for layer in range(layers) for head in range(heads)]  # fmt: skip
+        rows = [
+            [f"{layer}, {head}", *(number(float(v), 3) for v in values[layer, head])]
+            for layer in range(layers)
+            for head in range(heads)
+        ]
         table = Table(f"{title}: {array.unit}", ["layer, head", *(f"head {h}" for h in range(heads))], rows)
         yield Panel(title, picture, table, ["A tile is a layer: its heads across and down."], min(2 + 0.35 * down, 4.5))
 
@@ -108,9 +119,12 @@ def curves(inputs):
         else:
             groups = {"all heads": array.values.reshape(-1, array.values.shape[2])}
         groups = {n: v for n, v in groups.items() if len(v) and np.isfinite(v).any(axis=0).all()}
-        panels.append(_curves_panel(_title(file, profiler, name), groups, unit, by))
-    lead = ("How long a head's best pages stay its best: rank-change overlap with an earlier step, mean of heads. 0 is "
-            "chance. The band holds half of the heads.")  # fmt: skip
+        if groups:
+            panels.append(_curves_panel(_title(file, profiler, name), groups, unit, by))
+    lead = (
+        "How long a head's best pages stay its best: rank-change overlap with an earlier step, mean of heads. 0 is "
+        "chance. The band holds half of the heads."
+    )
     return Section("rco", "RCO curves", lead, panels) if panels else None
 
 
@@ -120,7 +134,9 @@ def _curves_panel(title, groups, unit, by):
     def picture(axes):
         for (name, values), its in zip(groups.items(), marks):
             x = np.arange(1, values.shape[1] + 1)
-            axes.fill_between(x, *np.nanquantile(values, [0.25, 0.75], axis=0), color=its.colour, alpha=0.18, linewidth=0)
+            axes.fill_between(
+                x, *np.nanquantile(values, [0.25, 0.75], axis=0), color=its.colour, alpha=0.18, linewidth=0
+            )
             means = np.nanmean(values, axis=0)
             axes.plot(x, means, its.mark, color=its.colour, linestyle="-", label=name)
         axes.xaxis.set_major_locator(draw.MaxNLocator(integer=True))
@@ -128,7 +144,9 @@ def _curves_panel(title, groups, unit, by):
         draw.frame(axes, by, "overlap")
 
     steps = next(iter(groups.values())).shape[1]
-    rows = [[str(step + 1), *(number(float(np.nanmean(v[:, step])), 3) for v in groups.values())] for step in range(steps)]
+    rows = [
+        [str(step + 1), *(number(float(np.nanmean(v[:, step])), 3) for v in groups.values())] for step in range(steps)
+    ]
     table = Table(f"{title}: {unit}", [by, *(f"{n} ({len(v)})" for n, v in groups.items())], rows)
     return Panel(title, picture, table, [unit])
 
@@ -151,8 +169,15 @@ def roles(inputs):
         counts = [[names[i], str(int((array.values == i).sum()))] for i in range(len(names))]
         title = _title(file, profiler, name)
         note = ", ".join(f"{letter or 'blank'} = {n}" for n, letter in zip(names, letters))
-        panels.append(Panel(title, picture, Table(f"{title}: heads", ["class", "heads"], counts), [note],
-                            draw.map_height(len(array.values))))  # fmt: skip
+        panels.append(
+            Panel(
+                title,
+                picture,
+                Table(f"{title}: heads", ["class", "heads"], counts),
+                [note],
+                draw.map_height(len(array.values)),
+            )
+        )
     lead = "The class of each KV head, by layer: roles, and sets of heads that a profiler tells apart."
     return Section("roles", "Role maps", lead, panels) if panels else None
 
@@ -167,10 +192,17 @@ def maps(inputs):
 
         def picture(axes, values=values, low=low, high=high):
             draw.heat(axes, values, low, high, "")
-            draw.whole_numbers(axes)
+            draw.whole_numbers(axes, "head")
 
         title = _title(file, profiler, name)
-        panels.append(Panel(title, picture, draw.map_table(f"{title}: {array.unit}", values), [array.unit],
-                            draw.map_height(len(values))))  # fmt: skip
+        panels.append(
+            Panel(
+                title,
+                picture,
+                draw.map_table(f"{title}: {array.unit}", values),
+                [array.unit],
+                draw.map_height(len(values)),
+            )
+        )
     lead = "What profilers measured of each head, by layer."
     return Section("maps", "Maps of heads", lead, panels) if panels else None

@@ -19,7 +19,9 @@ def _notes(rows):
             found.setdefault(label, []).append(row.label)
         if len(row.bad):
             statuses = " and ".join(dict.fromkeys(row.bad.status))
-            found.setdefault(statuses, []).append(f"{row.label} ({len(row.bad)} of {len(row.bad) + len(row.good)} cells)")
+            found.setdefault(statuses, []).append(
+                f"{row.label} ({len(row.bad)} of {len(row.bad) + len(row.good)} cells)"
+            )
     return [f"{label}: {', '.join(dict.fromkeys(names))}" for label, names in found.items()]
 
 
@@ -42,7 +44,9 @@ def interval(row, column="score"):
 def _section(key, title, lead, panels, rows, tables=()):
     if not panels and not tables:
         return None
-    return Section(key, title, lead, panels, list(tables), [row.policy for row in rows], any(row.caution for row in rows))
+    return Section(
+        key, title, lead, panels, list(tables), [row.policy for row in rows], any(row.caution for row in rows)
+    )
 
 
 def _lines(inputs, axes, rows, x, y):
@@ -69,7 +73,9 @@ def _share(row):
 
 def _bytes_panel(inputs, block, column, rows):
     perplexity = column == "score" and any(row.mean("score") > 1 for row in rows)
-    name = {"score": "perplexity (lower is better)" if perplexity else "score", "kl": "KL from the full cache, nats"}[column]
+    name = {"score": "perplexity (lower is better)" if perplexity else "score", "kl": "KL from the full cache, nats"}[
+        column
+    ]
 
     def picture(axes):
         least = min((row.mean("kl") for row in rows if row.mean("kl") > 0), default=1)
@@ -88,8 +94,10 @@ def _bytes_panel(inputs, block, column, rows):
             axes.set_ylim(-0.03, 1.03)
         draw.frame(axes, "device bytes, % of the bare full cache", name)
 
-    numbers = [[row.label, number(_share(row)), number(row.mean(column)), *map(number, interval(row, column)), _labels(row)]
-               for row in rows]  # fmt: skip
+    numbers = [
+        [row.label, number(_share(row)), number(row.mean(column)), *map(number, interval(row, column)), _labels(row)]
+        for row in rows
+    ]
     notes = _notes(block.rows)
     zeros = [row.label for row in rows if column == "kl" and row.mean("kl") == 0]
     if zeros:
@@ -106,9 +114,11 @@ def quality(inputs):
             if len(rows) > 1 and (column == "score" or any(row.mean("kl") > 0 for row in rows)):
                 panels.append(_bytes_panel(inputs, block, column, rows))
                 shown += rows
-    lead = ("What is left of the answers for the bytes that a policy holds on the device, metadata included, mean over "
-            "decode steps. Bars are 95 % intervals over contexts like these; where seeds or repeats made several cells, "
-            "mean ± standard deviation. A line joins the budgets of one policy.")  # fmt: skip
+    lead = (
+        "What is left of the answers for the bytes that a policy holds on the device, metadata included, mean over "
+        "decode steps. Bars are 95 % intervals over contexts like these; where seeds or repeats made several cells, "
+        "mean ± standard deviation. A line joins the budgets of one policy."
+    )
     return _section("quality", "Quality against bytes", lead, panels, shown)
 
 
@@ -151,8 +161,10 @@ def needle(inputs):
             scores = {context: found for context, found in sorted(scores.items()) if found}
             if sum(map(len, scores.values())) > 1:
                 panels.append(_needle_panel(model, task, [row for _, row in pairs], scores))
-    lead = ("The mean score of questions about a fact, by its depth in the text and by the length of the prompt. "
-            "0 % is the beginning.")  # fmt: skip
+    lead = (
+        "The mean score of questions about a fact, by its depth in the text and by the length of the prompt. "
+        "0 % is the beginning."
+    )
     return _section("needle", "Needle in a haystack", lead, panels, [])
 
 
@@ -175,16 +187,22 @@ def _needle_panel(model, task, rows, scores):
     counts = sorted({len(values) for found in scores.values() for values in found.values()})
     count = " to ".join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))
     notes = [f"answers behind each number: {count}", *_notes(rows)]
-    return Panel(title, picture, Table(title, ["depth", *(f"context {c}" for c in contexts)], numbers), notes,
-                 min(1.6 + 0.22 * len(depths), 4))  # fmt: skip
+    return Panel(
+        title,
+        picture,
+        Table(title, ["depth", *(f"context {c}" for c in contexts)], numbers),
+        notes,
+        min(1.6 + 0.22 * len(depths), 4),
+    )
 
 
 def _against_context(inputs, column, unit, what, above=None, scale=1):
     """Panels of `column` by context, one per model and task, and their rows."""
     panels, shown = [], []
     for (model, task, workload), series in _series(inputs.blocks).items():
-        series = [[(block.context, row) for block, row in pairs if np.isfinite(row.mean(column))]
-                  for pairs in series.values()]  # fmt: skip
+        series = [
+            [(block.context, row) for block, row in pairs if np.isfinite(row.mean(column))] for pairs in series.values()
+        ]
         contexts = {context for pairs in series for context, _ in pairs}
         if workload or len(contexts) < 2:
             continue
@@ -193,7 +211,9 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
             several = _several_budgets([row for pairs in series for _, row in pairs])
             for pairs in (sorted(pairs, key=lambda p: p[0]) for pairs in series if pairs):
                 last = pairs[-1]
-                draw.name(axes, last[0], last[1].mean(column) / scale, last[1].budget if last[1].policy in several else "")
+                draw.name(
+                    axes, last[0], last[1].mean(column) / scale, last[1].budget if last[1].policy in several else ""
+                )
                 its = _drawn(inputs, pairs[0][1])
                 draw.line(axes, [c for c, _ in pairs], [row.mean(column) / scale for _, row in pairs], its)
                 for context, row in pairs:
@@ -209,8 +229,12 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
         pairs = [pair for of in series for pair in of]
         title = f"{model}, {task}: {what}"
         columns = ["policy", "context", unit] + ([f"{unit}, p95"] if above else []) + ["labels"]
-        numbers = [[row.label, f"{context:.0f}", number(row.mean(column) / scale)]
-                   + ([number(row.mean(above) / scale)] if above else []) + [_labels(row)] for context, row in pairs]
+        numbers = [
+            [row.label, f"{context:.0f}", number(row.mean(column) / scale)]
+            + ([number(row.mean(above) / scale)] if above else [])
+            + [_labels(row)]
+            for context, row in pairs
+        ]
         rows = [row for _, row in pairs]
         panels.append(Panel(title, picture, Table(title, columns, numbers), _notes(rows)))
         shown += rows
@@ -220,8 +244,10 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
 def latency(inputs):
     steps, rows = _against_context(inputs, "tpot_ms_p50", "ms per token", "time per token", "tpot_ms_p95")
     first, more = _against_context(inputs, "ttft_ms", "ms to the first token", "time to the first token")
-    lead = ("Medians. A bar over a token's time goes up to the 95th percentile; where seeds or repeats made several "
-            "cells, mean ± standard deviation.")  # fmt: skip
+    lead = (
+        "Medians. A bar over a token's time goes up to the 95th percentile; where seeds or repeats made several "
+        "cells, mean ± standard deviation."
+    )
     return _section("latency", "Latency against context", lead, steps + first, rows + more)
 
 
@@ -256,7 +282,9 @@ def throughput(inputs):
         for block in blocks:
             for row in (row for row in block.rows if np.isfinite(row.mean("tokens_per_s"))):
                 text = str(inputs.files[row.source].info.get("experiment_yaml", ""))
-                batch = _at_once(inputs.cell(row).get("samples", pd.DataFrame())) if workload else experiment.batch(text)
+                batch = (
+                    _at_once(inputs.cell(row).get("samples", pd.DataFrame())) if workload else experiment.batch(text)
+                )
                 if batch is not None and np.isfinite(batch):
                     points.append((batch, row, block))
         batches = {batch for batch, _, _ in points}
@@ -265,31 +293,48 @@ def throughput(inputs):
 
         def picture(axes, points=points, workload=workload):
             for batch, row, _ in points:
-                draw.mark(axes, batch, row.mean("tokens_per_s"), _drawn(inputs, row), row.caution,
-                          *interval(row, "tokens_per_s"))
+                draw.mark(
+                    axes,
+                    batch,
+                    row.mean("tokens_per_s"),
+                    _drawn(inputs, row),
+                    row.caution,
+                    *interval(row, "tokens_per_s"),
+                )
             axes.set_ylim(bottom=0)
+            axes.set_xlim(left=0)
             draw.frame(axes, "requests at once, mean" if workload else "batch", "tokens per second")
 
         title = f"{model}, {task}: throughput"
-        numbers = [[row.label, block.workload or f"context {block.context:.0f}", number(float(batch)),
-                    number(row.mean("tokens_per_s")), number(row.mean("preemptions")), _labels(row)]
-                   for batch, row, block in points]  # fmt: skip
+        numbers = [
+            [
+                row.label,
+                block.workload or f"context {block.context:.0f}",
+                number(float(batch)),
+                number(row.mean("tokens_per_s")),
+                number(row.mean("preemptions")),
+                _labels(row),
+            ]
+            for batch, row, block in points
+        ]
         columns = ["policy", "workload or context", "at once", "tokens per second", "preemptions", "labels"]
         panels.append(Panel(title, picture, Table(title, columns, numbers, 2), _notes([row for _, row, _ in points])))
         shown += [row for _, row, _ in points]
-    lead = ("Tokens per second by the sequences that were under way together. With a workload this is the mean number of "
-            "requests that had been let in and were not done, preempted ones included, and the rate is over the whole "
-            "time. Without one it is the experiment's batch, and the rate is of decode steps.")  # fmt: skip
+    lead = (
+        "Tokens per second by the sequences that were under way together. With a workload this is the mean number of "
+        "requests that had been let in and were not done, preempted ones included, and the rate is over the whole "
+        "time. Without one it is the experiment's batch, and the rate is of decode steps."
+    )
     return _section("throughput", "Throughput and batch", lead, panels, shown)
 
 
 def _is(row, word):
-    """Is the row's policy, or a plugin of it, called `word` or `word` with more behind it?"""
-    names = [row.policy, *row.params.keys()]
+    """Is the plugin of the row's policy called `word`, or the policy `word` with or without words behind it?"""
+    plugins = []
     for role in ("policy", "scorer", "selector"):
         of = row.params.get(role)
-        names += list(of) if isinstance(of, dict) else [of] * isinstance(of, str)
-    return any(re.match(rf"{word}\b|{word}_", name) for name in names)
+        plugins += list(of) if isinstance(of, dict) else [of]
+    return word in plugins or bool(re.match(rf"{word}(\b|_)", row.policy))
 
 
 def ladder(inputs):
@@ -305,8 +350,10 @@ def ladder(inputs):
                 top = max(row.mean("score") for row in rungs if _is(row, "oracle"))
                 panels.append(_ladder_panel(inputs, block, budget, rungs, np.mean(floors), top))
                 shown += rungs
-    lead = ("Policies of one budget between the one that chooses at random and the one that knows. The way is 0 % for "
-            "random and 100 % for the oracle.")  # fmt: skip
+    lead = (
+        "Policies of one budget between the one that chooses at random and the one that knows. The way is 0 % for "
+        "random and 100 % for the oracle."
+    )
     return _section("ladder", "From random to oracle", lead, panels, shown)
 
 
@@ -319,7 +366,7 @@ def _ladder_panel(inputs, block, budget, rungs, floor, top):
         for place, row in enumerate(rungs):
             low, high = interval(row)
             draw.mark(axes, row.mean("score"), place, _drawn(inputs, row), row.caution, low, high, vertical=False)
-        axes.set_yticks(range(len(rungs)), [row.name for row in rungs])
+        axes.set_yticks(range(len(rungs)), [draw.short(row.name) for row in rungs])
         axes.set_xlim(-0.03, 1.03)
         axes.set_ylim(-0.6, len(rungs) - 0.4)
         draw.frame(axes, "score", "")
@@ -328,7 +375,9 @@ def _ladder_panel(inputs, block, budget, rungs, floor, top):
         return number(100 * (row.mean("score") - floor) / (top - floor) if top != floor else np.nan, 3)
 
     title = f"{title_of(block)}, budget {budget or '-'}"
-    numbers = [[row.label, number(row.mean("score")), *map(number, interval(row)), way(row), _labels(row)]
-               for row in reversed(rungs)]  # fmt: skip
+    numbers = [
+        [row.label, number(row.mean("score")), *map(number, interval(row)), way(row), _labels(row)]
+        for row in reversed(rungs)
+    ]
     table = Table(title, ["policy", "score", "low", "high", "way %", "labels"], numbers)
     return Panel(title, picture, table, _notes(block.rows), 1.2 + 0.22 * len(rungs))

@@ -10,7 +10,8 @@ CSS = """
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1rem;max-width:76rem;background:var(--surface);color:var(--ink);
 font:1rem/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;margin:.5rem 0}h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-top:1px solid var(--grid);padding-top:1rem}
+h1{font-size:1.6rem;margin:.5rem 0}
+h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-top:1px solid var(--grid);padding-top:1rem}
 h3{font-size:1rem;margin:1.2rem 0 .3rem}
 a{color:var(--link)}p,ul,dl{margin:.5rem 0;max-width:60rem}
 .note{color:var(--muted);font-size:.9rem}
@@ -37,7 +38,7 @@ dt{font-weight:600}dd{margin:0 0 .4rem 1rem}
 
 
 def escape(value):
-    return html.escape(str(value), quote=True)
+    return html.escape(style.printable(str(value)), quote=True)
 
 
 def number(value, digits=4):
@@ -49,8 +50,8 @@ def number(value, digits=4):
 
 @dataclass
 class Table:
-    """header: column names. The first `text` columns are text, and the first one heads its row. long: columns whose text
-    may wrap."""
+    """header: column names. The first `text` columns are text, and the first one heads its row. long: columns whose
+    text may wrap."""
 
     caption: str
     header: list
@@ -69,9 +70,11 @@ class Table:
             cells = [f'<th scope="row"{class_of(0)}>{escape(row[0])}</th>']
             cells += [f"<td{class_of(i)}>{escape(value)}</td>" for i, value in enumerate(row) if i]
             body.append(f"<tr>{''.join(cells)}</tr>")
-        return (f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(self.caption)}"><table>'
-                f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
-                f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>\n")  # fmt: skip
+        return (
+            f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(self.caption)}"><table>'
+            f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>\n{chr(10).join(body)}\n</tbody></table></div>\n"
+        )
 
 
 @dataclass
@@ -87,8 +90,10 @@ class Panel:
     def html(self, name):
         svg = style.figure_svg(self.draw, name, f"{self.title}. The numbers are in the table below.", self.height)
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in self.notes)
-        return (f"<div><figure><figcaption>{escape(self.title)}</figcaption>{svg}</figure>{notes}"
-                f"<details><summary>Numbers</summary>{self.table.html()}</details></div>\n")  # fmt: skip
+        return (
+            f"<div><figure><figcaption>{escape(self.title)}</figcaption>{svg}</figure>{notes}"
+            f"<details><summary>Numbers</summary>{self.table.html()}</details></div>\n"
+        )
 
 
 @dataclass
@@ -106,8 +111,10 @@ class Section:
     extra: str = ""
 
     def html(self, styles):
-        parts = [f'<section id="{self.key}" aria-labelledby="{self.key}-h"><h2 id="{self.key}-h">{escape(self.title)}</h2>'
-                 f"<p>{escape(self.lead)}</p>\n"]  # fmt: skip
+        parts = [
+            f'<section id="{self.key}" aria-labelledby="{self.key}-h"><h2 id="{self.key}-h">{escape(self.title)}</h2>'
+            f"<p>{escape(self.lead)}</p>\n"
+        ]
         parts.append(self.above)
         if self.policies:
             parts.append(legend(self.policies, styles, self.hollow))
@@ -119,8 +126,10 @@ class Section:
 
 def _mark(shape, variable, filled=True):
     fill = f"var(--{variable})" if filled else "var(--surface)"
-    return (f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><g fill="{fill}" stroke="var(--{variable})" stroke-width="1.4">'
-            f"{style.SHAPES[shape]}</g></svg>")  # fmt: skip
+    return (
+        f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><g fill="{fill}" stroke="var(--{variable})" stroke-width="1.4">'
+        f"{style.SHAPES[shape]}</g></svg>"
+    )
 
 
 def legend(policies, styles, hollow):
@@ -132,18 +141,23 @@ def legend(policies, styles, hollow):
 
 def swatches(names, variables):
     """A legend of areas: {name: CSS variable}."""
-    items = [f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="var(--{v})"/></svg>'
-             f"{escape(n)}</li>" for n, v in zip(names, variables)]  # fmt: skip
+    items = [
+        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="var(--{v})"/></svg>'
+        f"{escape(n)}</li>"
+        for n, v in zip(names, variables)
+    ]
     return f'<ul class="legend">{"".join(items)}</ul>\n'
 
 
 def details(summary, text):
-    return f"<details><summary>{escape(summary)}</summary><pre tabindex=\"0\">{escape(text)}</pre></details>\n"
+    return f'<details><summary>{escape(summary)}</summary><pre tabindex="0">{escape(text)}</pre></details>\n'
 
 
 def document(title, parts):
-    return ('<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">\n'
-            f"<title>{escape(title)}</title>\n<style>\n{style.css_variables()}{CSS}</style>\n</head>\n<body>\n"
-            f"{''.join(parts)}</body>\n</html>\n")  # fmt: skip
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style.css_variables()}{CSS}</style>\n</head>\n<body>\n"
+        f"{''.join(parts)}</body>\n</html>\n"
+    )

@@ -1,7 +1,7 @@
 """Colours, marks and figures of a report, for light and dark pages alike.
 
-matplotlib draws with stand-in colours. figure_svg() replaces them by the page's CSS variables, so one drawing serves both
-modes. Text stays text, in the page's font. Equal drawings give equal bytes.
+matplotlib draws with stand-in colours. figure_svg() replaces them by the page's CSS variables, so one drawing serves
+both modes. Text stays text, in the page's font. Equal drawings give equal bytes.
 """
 
 import io
@@ -28,15 +28,27 @@ PAGE = {
     "link": ("#1a56b8", "#8ab8ff"),
 }
 SERIES = [
-    ("#2062ce", "#2d6fdc"), ("#9a5505", "#fc9e47"), ("#98004e", "#b53e95"), ("#2b9095", "#52b0ab"),
-    ("#a17adf", "#d59bff"), ("#2d4608", "#edee45"), ("#ec5d4b", "#a06604"), ("#4f0e8a", "#99f7fc"),
-]  # fmt: skip
+    ("#2062ce", "#2d6fdc"),
+    ("#9a5505", "#fc9e47"),
+    ("#98004e", "#b53e95"),
+    ("#2b9095", "#52b0ab"),
+    ("#a17adf", "#d59bff"),
+    ("#2d4608", "#edee45"),
+    ("#ec5d4b", "#a06604"),
+    ("#4f0e8a", "#99f7fc"),
+]
 # Low to high, from the surface to the ink.
 RAMP = [
-    ("#eef3fa", "#1c2430"), ("#d8e5f5", "#1f3048"), ("#bdd4ee", "#234062"), ("#9dbfe5", "#2b5480"),
-    ("#7fabdb", "#35659a"), ("#3f75b8", "#5b92cc"), ("#2a60a4", "#79a8da"), ("#1a4a89", "#a8caee"),
+    ("#eef3fa", "#1c2430"),
+    ("#d8e5f5", "#1f3048"),
+    ("#bdd4ee", "#234062"),
+    ("#9dbfe5", "#2b5480"),
+    ("#7fabdb", "#35659a"),
+    ("#3f75b8", "#5b92cc"),
+    ("#2a60a4", "#79a8da"),
+    ("#1a4a89", "#a8caee"),
     ("#0b3468", "#dcebfc"),
-]  # fmt: skip
+]
 
 INK, MUTED, GRID, SURFACE = "#0b0b01", "#0b0b02", "#0b0b03", "#0b0b04"
 _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface"}
@@ -60,6 +72,22 @@ SHAPES = {
 }
 MARKS = list(SHAPES)
 
+# Control characters, which XML forbids, characters that turn the direction of writing, and halves of pairs.
+_NOT_PRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def printable(text):
+    """The text with such characters written as \\x1b or \\u202e, as kvlab's tables write them."""
+
+    def written(found):
+        code = ord(found.group())
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return _NOT_PRINTABLE.sub(written, text)
+
+
 Style = namedtuple("Style", "colour mark variable")
 
 
@@ -81,13 +109,34 @@ def styles(policies):
 
 
 _SETTINGS = {
-    "svg.fonttype": "none", "text.parse_math": False, "text.usetex": False, "font.size": 9, "font.family": "DejaVu Sans",
-    "axes.edgecolor": MUTED, "axes.labelcolor": INK, "axes.titlecolor": INK, "text.color": INK, "xtick.color": MUTED,
-    "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True, "axes.facecolor": "none", "figure.facecolor": "none",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "lines.linewidth": 1.4,
-    "lines.markersize": 5, "axes.formatter.useoffset": False, "axes.unicode_minus": True,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "text.usetex": False,
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    "axes.formatter.useoffset": False,
+    "axes.unicode_minus": True,
+}
 
 WIDTH = 3.75  # inches: 360 CSS pixels, a phone's width
 
@@ -109,7 +158,7 @@ def figure_svg(draw, name, title, height=2.7):
 def _for_page(text, name, title):
     ET.register_namespace("", SVG)
     ET.register_namespace("xlink", XLINK)
-    root = ET.fromstring(text)
+    root = ET.fromstring(printable(text))
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in (f"{{{SVG}}}style", f"{{{SVG}}}metadata"):
