@@ -6,6 +6,7 @@ both modes. Text stays text, in the page's font. Equal drawings give equal bytes
 
 import io
 import re
+import warnings
 import xml.etree.ElementTree as ET
 from collections import namedtuple
 
@@ -144,13 +145,14 @@ WIDTH = 3.75  # inches: 360 CSS pixels, a phone's width
 def figure_svg(draw, name, title, height=2.7):
     """The SVG text of what draw(axes) draws. name: unique on the page, in front of every id. title: for readers who do
     not see the picture."""
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # a user's matplotlibrc changes nothing
         matplotlib.rcParams.update({**_SETTINGS, "svg.hashsalt": name})
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure.add_subplot())
         out = io.StringIO()
+        warnings.filterwarnings("ignore", "Glyph")  # the page's font draws the text
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return _for_page(out.getvalue(), name, title)
 
