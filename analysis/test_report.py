@@ -51,6 +51,7 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.elements, self.open, self.wrong, self.tables, self.text, self._cell = [], [], [], {}, [], None
+        self.all_tables = []
         self.feed(text)
         self.wrong += self.open
         self.text = "".join(self.text)
@@ -79,6 +80,7 @@ class Page(html.parser.HTMLParser):
             self._caption = self._cell
         elif tag == "table":
             self.tables.setdefault(self._caption, self._rows)
+            self.all_tables.append(self._rows)
 
     def handle_data(self, text):
         self.text.append(text)
@@ -443,6 +445,39 @@ class Content(WithFolder):
         path = write_by_hand(self.folder / "j.h5", [{"policy": "a", "params": "{"}])
         with self.assertRaisesRegex(data.ReportError, "j.h5: got no readable file"):
             report.build([path])
+
+    def test_disturbed_cells_are_hollow_in_figures_of_times_alone(self):
+        rows = [
+            {
+                "policy": "a",
+                "score": 0.5,
+                "compression": 2.0,
+                "context_tokens": c,
+                "ttft_ms": 1.0,
+                "labels": "disturbed",
+            }
+            for c in (64, 128)
+        ] + [{"policy": "b", "score": 0.5, "compression": 2.0, "context_tokens": 64}]
+        text = report.build([write_by_hand(self.folder / "d.h5", rows)])
+        for section, fill in (("quality", "s0"), ("latency", "surface")):
+            begin = text.index(f'<section id="{section}"')
+            picture = text[text.index("<figure>", begin) : text.index("</figure>", begin)]
+            self.assertIn(
+                (fill, "s0"), re.findall(r'<use [^>]*style="fill: var\(--(\w+)\); stroke: var\(--(\w+)\)', picture)
+            )
+        self.assertIn("disturbed: a", Page(text).text)  # the score's figure says it, too
+
+    def test_needles_of_one_length_stand_side_by_side(self):
+        samples = {
+            f"c{i}": {"samples": pd.DataFrame({"task_sample": [0, 1], "question": [0, 0], "score": scores})}
+            for i, scores in enumerate(([1.0, 0.0], [0.5, 0.25]))
+        }
+        rows = [{"policy": p, "task": "niah"} for p in ("a", "b")]
+        info = {"experiment_yaml": "tasks: [niah: {depth: 2}]"}
+        page = Page(report.build([write_by_hand(self.folder / "n.h5", rows, samples, info)]))
+        wanted = [["depth", "a", "b"], ["0 %", "1", "0.5"], ["100 %", "0", "0.25"]]
+        self.assertEqual(page.tables["m, niah, context 64"][:1], [["policy", "budget", "n", "score", "labels"]])
+        self.assertIn(wanted, page.all_tables)
 
     def test_text_of_files_does_nothing(self):
         text = evil(self.folder)

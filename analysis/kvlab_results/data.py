@@ -96,9 +96,9 @@ class Row:
         """In the order of the first cell that has each."""
         return list(dict.fromkeys(label for text in self.good.labels for label in split_labels(text)))
 
-    @property
-    def caution(self):
-        return [label for label in self.labels if label in CAUTION]
+    def caution(self, times=False):
+        """The labels that make the row's marks hollow. times: `disturbed` too, which makes times too long."""
+        return [label for label in self.labels if label in CAUTION and (times or label != "disturbed")]
 
     @property
     def budget(self):

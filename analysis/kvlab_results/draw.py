@@ -17,10 +17,27 @@ def mark(axes, x, y, its, hollow, below=None, above=None, vertical=True):
     axes.plot([x], [y], its.mark, color=its.colour, markerfacecolor=style.SURFACE if hollow else its.colour, zorder=3)
 
 
-def name(axes, x, y, text):
-    """A small text beside a mark."""
-    if text:
-        axes.annotate(text, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8, color=style.MUTED)
+def names(axes, texts):
+    """Small texts beside marks: [(x, y, text)]. One that would cover another is left out: equal texts often meet, and
+    the table has all. Call it when the axes have their limits."""
+    placed = []
+    to_axes = axes.transData + axes.transAxes.inverted()
+    for x, y, text in texts:
+        across, up = to_axes.transform((x, y))
+        left = across > 0.85
+        begin = across - 0.03 * len(text) - 0.02 if left else across + 0.02
+        box = (begin, up, begin + 0.03 * len(text), up + 0.09)
+        if text and not any(a < box[2] and box[0] < c and b < box[3] and box[1] < d for a, b, c, d in placed):
+            placed.append(box)
+            axes.annotate(
+                text,
+                (x, y),
+                xytext=(-4 if left else 4, 3),
+                ha="right" if left else "left",
+                textcoords="offset points",
+                fontsize=8,
+                color=style.MUTED,
+            )
 
 
 def short(text, most=26):

@@ -15,14 +15,19 @@ def _notes(rows):
     """What the marks of these rows do not say: labels, and cells that are not there."""
     found = {}
     for row in rows:
-        for label in row.caution:
+        for label in row.caution(times=True):
             found.setdefault(label, []).append(row.label)
         if len(row.bad):
             statuses = " and ".join(dict.fromkeys(row.bad.status))
             found.setdefault(statuses, []).append(
                 f"{row.label} ({len(row.bad)} of {len(row.bad) + len(row.good)} cells)"
             )
-    return [f"{label}: {', '.join(dict.fromkeys(names))}" for label, names in found.items()]
+    every = {row.label for row in rows}
+    said = {label: dict.fromkeys(names) for label, names in found.items()}
+    return [
+        f"{label}: {'every row' if len(every) > 1 and set(names) == every else ', '.join(names)}"
+        for label, names in said.items()
+    ]
 
 
 def _drawn(inputs, row):
@@ -41,12 +46,11 @@ def interval(row, column="score"):
     return (row.mean("score_lo"), row.mean("score_hi")) if column == "score" else (np.nan, np.nan)
 
 
-def _section(key, title, lead, panels, rows, tables=()):
-    if not panels and not tables:
+def _section(key, title, lead, panels, rows, times=False):
+    if not panels:
         return None
-    return Section(
-        key, title, lead, panels, list(tables), [row.policy for row in rows], any(row.caution for row in rows)
-    )
+    hollow = any(row.caution(times) for row in rows)
+    return Section(key, title, lead, panels, policies=[row.policy for row in rows], hollow=hollow)
 
 
 def _lines(inputs, axes, rows, x, y):
@@ -86,13 +90,13 @@ def _bytes_panel(inputs, block, column, rows):
         _lines(inputs, axes, rows, _share, y)
         several = _several_budgets(rows)
         for row in rows:
-            draw.mark(axes, _share(row), y(row), _drawn(inputs, row), row.caution, *interval(row, column))
-            draw.name(axes, _share(row), y(row), row.budget if row.policy in several else "")
+            draw.mark(axes, _share(row), y(row), _drawn(inputs, row), row.caution(), *interval(row, column))
         if column == "kl":
             draw.log_axis(axes)
         elif not perplexity:
             axes.set_ylim(-0.03, 1.03)
         draw.frame(axes, "device bytes, % of the bare full cache", name)
+        draw.names(axes, [(_share(row), y(row), row.budget) for row in rows if row.policy in several])
 
     numbers = [
         [row.label, number(_share(row)), number(row.mean(column)), *map(number, interval(row, column)), _labels(row)]
@@ -156,47 +160,51 @@ def _series(blocks):
 def needle(inputs):
     panels = []
     for (model, task, _), series in _series(inputs.blocks).items():
+        found = []  # (rows, {context: {depth: scores}}) of each policy
         for pairs in series.values():
             scores = {block.context: _depth_scores(inputs, row, block) for block, row in pairs if len(row.good)}
-            scores = {context: found for context, found in sorted(scores.items()) if found}
-            if sum(map(len, scores.values())) > 1:
-                panels.append(_needle_panel(model, task, [row for _, row in pairs], scores))
+            scores = {context: of for context, of in sorted(scores.items()) if of}
+            if scores:
+                found.append(([row for _, row in pairs], scores))
+        contexts = {context for _, scores in found for context in scores}
+        if len(contexts) > 1:
+            for rows, scores in found:
+                label = rows[0].label if len({row.budget for row in rows}) == 1 else rows[0].name
+                columns = [(f"{context:.0f}", of) for context, of in scores.items()]
+                panels.append(_needle_panel(f"{model}, {task}, {label}", rows, columns, "context, tokens"))
+        elif sum(len(of) for _, scores in found for of in scores.values()) > 1:
+            columns = [(rows[0].label, next(iter(scores.values()))) for rows, scores in found]
+            title = f"{model}, {task}, context {contexts.pop():.0f}"
+            panels.append(_needle_panel(title, [row for rows, _ in found for row in rows], columns, ""))
     lead = (
-        "The mean score of questions about a fact, by its depth in the text and by the length of the prompt. "
-        "0 % is the beginning."
+        "The mean score of questions about a fact, by its depth in the text and by the length of the prompt; with a "
+        "single length, by policy. 0 % is the beginning."
     )
     return _section("needle", "Needle in a haystack", lead, panels, [])
 
 
-def _needle_panel(model, task, rows, scores):
-    depths = sorted({depth for found in scores.values() for depth in found})
-    means = np.array([[np.mean(found[d]) if d in found else np.nan for found in scores.values()] for d in depths])
-    contexts = [f"{context:.0f}" for context in scores]
+def _needle_panel(title, rows, columns, name):
+    """columns: [(its label, {depth in %: scores})]; name: of their axis, empty where they are policies."""
+    depths = sorted({depth for _, found in columns for depth in found})
+    means = np.array([[np.mean(found[d]) if d in found else np.nan for _, found in columns] for d in depths])
 
     def picture(axes):
-        draw.heat(axes, means, 0, 1, "score", show=len(contexts) <= 8)
-        axes.set_xticks(range(len(contexts)), contexts)
+        draw.heat(axes, means, 0, 1, "score", show=len(columns) <= 8)
+        turned = {} if name and len(columns) <= 6 else {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(columns)), [draw.short(label, 18) for label, _ in columns], **turned)
         axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths])
-        axes.set_xlabel("context, tokens")
+        axes.set_xlabel(name)
         axes.set_ylabel("depth, %")
 
-    row = rows[0]
-    label = row.label if len({r.budget for r in rows}) == 1 else row.name
-    title = f"{model}, {task}, {label}"
     numbers = [[f"{d:g} %", *(number(float(v)) for v in of)] for d, of in zip(depths, means)]
-    counts = sorted({len(values) for found in scores.values() for values in found.values()})
+    counts = sorted({len(values) for _, found in columns for values in found.values()})
     count = " to ".join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))
     notes = [f"answers behind each number: {count}", *_notes(rows)]
-    return Panel(
-        title,
-        picture,
-        Table(title, ["depth", *(f"context {c}" for c in contexts)], numbers),
-        notes,
-        min(1.6 + 0.22 * len(depths), 4),
-    )
+    table = Table(title, ["depth", *(f"context {label}" if name else label for label, _ in columns)], numbers)
+    return Panel(title, picture, table, notes, min((1.6 if name else 2.3) + 0.22 * len(depths), 4))
 
 
-def _against_context(inputs, column, unit, what, above=None, scale=1):
+def _against_context(inputs, column, unit, what, above=None, scale=1, times=True):
     """Panels of `column` by context, one per model and task, and their rows."""
     panels, shown = [], []
     for (model, task, workload), series in _series(inputs.blocks).items():
@@ -210,10 +218,6 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
         def picture(axes, series=series, contexts=contexts):
             several = _several_budgets([row for pairs in series for _, row in pairs])
             for pairs in (sorted(pairs, key=lambda p: p[0]) for pairs in series if pairs):
-                last = pairs[-1]
-                draw.name(
-                    axes, last[0], last[1].mean(column) / scale, last[1].budget if last[1].policy in several else ""
-                )
                 its = _drawn(inputs, pairs[0][1])
                 draw.line(axes, [c for c, _ in pairs], [row.mean(column) / scale for _, row in pairs], its)
                 for context, row in pairs:
@@ -221,10 +225,13 @@ def _against_context(inputs, column, unit, what, above=None, scale=1):
                     low, high = interval(row, column)
                     if above and len(row.values(column)) == 1:
                         low, high = row.mean(column), row.mean(above)
-                    draw.mark(axes, context, y, its, row.caution, low / scale, high / scale)
+                    draw.mark(axes, context, y, its, row.caution(times), low / scale, high / scale)
             draw.context_axis(axes, contexts)
             axes.set_ylim(bottom=0)
             draw.frame(axes, "context, tokens", unit)
+            ends = [max(pairs, key=lambda p: p[0]) for pairs in series if pairs]
+            ends = [(c, row.mean(column) / scale, row.budget) for c, row in ends if row.policy in several]
+            draw.names(axes, ends)
 
         pairs = [pair for of in series for pair in of]
         title = f"{model}, {task}: {what}"
@@ -248,11 +255,13 @@ def latency(inputs):
         "Medians. A bar over a token's time goes up to the 95th percentile; where seeds or repeats made several "
         "cells, mean ± standard deviation."
     )
-    return _section("latency", "Latency against context", lead, steps + first, rows + more)
+    return _section("latency", "Latency against context", lead, steps + first, rows + more, times=True)
 
 
 def memory(inputs):
-    panels, rows = _against_context(inputs, "device_bytes_decode", "MB on the device", "bytes on the device", scale=1e6)
+    panels, rows = _against_context(
+        inputs, "device_bytes_decode", "MB on the device", "bytes on the device", scale=1e6, times=False
+    )
     lead = "The KV cache's bytes on the device, metadata included, mean over decode steps."
     return _section("memory", "Memory against length", lead, panels, rows)
 
@@ -298,7 +307,7 @@ def throughput(inputs):
                     batch,
                     row.mean("tokens_per_s"),
                     _drawn(inputs, row),
-                    row.caution,
+                    row.caution(times=True),
                     *interval(row, "tokens_per_s"),
                 )
             axes.set_ylim(bottom=0)
@@ -325,7 +334,7 @@ def throughput(inputs):
         "requests that had been let in and were not done, preempted ones included, and the rate is over the whole "
         "time. Without one it is the experiment's batch, and the rate is of decode steps."
     )
-    return _section("throughput", "Throughput and batch", lead, panels, shown)
+    return _section("throughput", "Throughput and batch", lead, panels, shown, times=True)
 
 
 def _is(row, word):
@@ -365,7 +374,7 @@ def _ladder_panel(inputs, block, budget, rungs, floor, top):
             axes.axvline(end, color=draw.style.MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
         for place, row in enumerate(rungs):
             low, high = interval(row)
-            draw.mark(axes, row.mean("score"), place, _drawn(inputs, row), row.caution, low, high, vertical=False)
+            draw.mark(axes, row.mean("score"), place, _drawn(inputs, row), row.caution(), low, high, vertical=False)
         axes.set_yticks(range(len(rungs)), [draw.short(row.name) for row in rungs])
         axes.set_xlim(-0.03, 1.03)
         axes.set_ylim(-0.6, len(rungs) - 0.4)
