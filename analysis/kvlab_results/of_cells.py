@@ -82,7 +82,7 @@ def _kept_share(kept, prompt):
 
 
 def kept(inputs):
-    panels, whole = [], []
+    panels, whole, pictured = [], {}, set()
     for block in inputs.blocks:
         for row in (row for row in block.rows if len(row.good)):
             pieces = inputs.cell(row)
@@ -94,9 +94,10 @@ def kept(inputs):
                 continue
             share, counts = _kept_share(inputs.files[row.source].results.kept(row.first.cell)[0], prompt)
             if (counts == prompt).all():
-                whole.append(f"{title_of(block)}: {row.label}")
+                whole.setdefault(row.label, []).append(title_of(block))
             else:
                 panels.append(_kept_panel(block, row, share, counts, prompt))
+                pictured.add(row.label)
     if not panels:
         return None
     lead = (
@@ -105,7 +106,9 @@ def kept(inputs):
     )
     section = Section("kept", "Which tokens stay", lead, panels)
     if whole:
-        section.lead += f" Nothing was dropped, so there is no picture: {'; '.join(whole)}."
+        # Titles only where the same policy has pictures of other blocks.
+        names = [f"{n} ({', '.join(titles)})" if n in pictured else n for n, titles in whole.items()]
+        section.lead += f" Nothing was dropped, so there is no picture: {'; '.join(names)}."
     return section
 
 
