@@ -9,6 +9,9 @@
 namespace kvlab::cuda {
 
 constexpr int relay_piece = 4224, relay_stages = 46;  // most bytes of a piece
+// Pieces of a block that are on their way at once: beside a decode step, and where the stream waits for them. With more
+// of them a step's own reads of the host come later; fewer do not fill the link.
+constexpr unsigned relay_beside = 16, relay_awaited = relay_stages - 2;
 
 struct RelayShared {
   alignas(128) unsigned char stage[relay_stages][relay_piece];
@@ -41,7 +44,8 @@ void launch_relay(const char* name, void (*kernel)(P...), int blocks, Stream s, 
 // Of one thread, which calls start() first.
 class Relay {
  public:
-  __device__ explicit Relay(RelayShared& s) : s_(s) {}
+  // The latest store may still read its stage while the next load begins, so `ahead` is at most relay_stages - 2.
+  __device__ Relay(RelayShared& s, unsigned ahead) : s_(s), ahead_(ahead) {}
   __device__ void start() {
     for (int i = 0; i < relay_stages; ++i) barrier_init(shared_address(&s_.loaded[i]), 1);
     barrier_init_fence();
@@ -59,16 +63,13 @@ class Relay {
   }
 
  private:
-  // Loads that no store follows yet. The latest store may still read its stage while the next load begins.
-  static constexpr unsigned ahead = relay_stages - 2;
-
   __device__ void load(const std::byte* from, std::byte* to, unsigned bytes) {
     const unsigned i = begun_ % relay_stages, barrier = shared_address(&s_.loaded[i]);
     wait_stores_read<1>();
     s_.to[i] = to, s_.bytes[i] = bytes;
     barrier_expect(barrier, bytes);
     bulk_load(shared_address(s_.stage[i]), from, bytes, barrier);
-    if (++begun_ - stored_ > ahead) store();
+    if (++begun_ - stored_ > ahead_) store();
   }
   __device__ void store() {
     const unsigned i = stored_ % relay_stages;
@@ -79,6 +80,7 @@ class Relay {
   }
 
   RelayShared& s_;
+  unsigned ahead_;  // loads that no store follows yet
   unsigned begun_ = 0, stored_ = 0;
 };
 

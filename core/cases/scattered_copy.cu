@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(256) gather_kernel(const __grid_constant__ Sca
 }
 
 __global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ ScatteredCopy c) {
-  cuda::Relay relay(cuda::relay_shared());
+  cuda::Relay relay(cuda::relay_shared(), cuda::relay_beside);
   const int lane = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x);
   if (lane == 0) relay.start();
   for (int first = static_cast<int>(blockIdx.x); first < c.pages; first += 32 * blocks) {

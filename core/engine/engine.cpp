@@ -541,7 +541,10 @@ Fit Engine::observe(const DecodeLayer& l) {
   if (!keeps_rows() || !store_->in_graph()) return observe_late(false);
   // A launch beside the step delays the kernels of the step, by more than it takes alone. So layers share launches: all
   // of them at the step's end, or a few where pages travel, so that these start early. Tokens of archives seldom do.
-  return places(*l.slots) && std::ssize(late_layers_) >= options_.layers_beside ? observe_late(true) : Fit::ok;
+  // No group is larger than what follows it. So the last groups are small, and little travels when the step has ended.
+  const int follow = store_->shape().layers - 1 - l.layer;
+  const auto group = std::min<std::ptrdiff_t>(options_.layers_beside, follow);
+  return follow > 0 && places(*l.slots) && std::ssize(late_layers_) >= group ? observe_late(true) : Fit::ok;
 }
 
 // Whether place edits of these slots move pages.

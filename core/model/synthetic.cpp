@@ -61,6 +61,7 @@ std::vector<std::pair<std::string, ModelConfig>> make_shapes() {
   add("smollm2-135m", shape("llama", {30, 576, 9, 3, 64, 1536, 49152, 8192}, 1e5f, llama_eps)).tied_embeddings = true;
   add("tiny", shape("llama", {2, 64, 4, 2, 16, 128, 512, 4096}, 1e4f, llama_eps));
   add("tiny-wide", shape("llama", {2, 64, 4, 2, 64, 128, 512, 4096}, 1e4f, llama_eps));  // heads that GPU kernels take
+  add("tiny-deep", shape("llama", {6, 64, 4, 2, 64, 128, 512, 4096}, 1e4f, llama_eps));
   return all;
 }
 

@@ -84,6 +84,7 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
 
 CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t>& slots) {
   auto a = list_of<CudaStorePlace>(e, rows_of(slots), slots.size(), ++edit_);
+  a.last = last_places_.as<unsigned long long>() + e.layer;
   a.heads = e.heads;
   a.pins = e.pins;
   a.room = e.room;
@@ -116,7 +117,7 @@ void CudaStore::count_spare(const Edit& e, int slot) {
   if (a.most == 0) return;
   a.spare = spare_counts_.as<Spare>() + layer_slot(e.layer, 0);
   zero_memory(a.spare + slot, sizeof *a.spare, stream_);
-  only_on_cuda<cuda_store::plan_place>(layer(e.layer), a, stream_);
+  only_on_cuda<cuda_store::plan_places>(layer(e.layer), std::vector{a}, stream_);
   stale_ = true;
 }
 
@@ -147,7 +148,8 @@ void CudaStore::copy_placed_by_host(const CudaStoreLayer& l, const CudaStorePlac
   synchronize(s);
 }
 
-// The copies of an edit for this attention run in the stream, those of others beside it.
+// The copies of an edit for this attention run in the stream, those of others beside it. Beside a step, edits of some
+// layers share launches.
 Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& slots) {
   if (slots.empty()) return {Fit::ok, -1};
   const Shape& s = options_.shape;
@@ -171,7 +173,7 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
   const CudaStoreLayer l = layer(e.layer);
   if (e.when.kind == Deadline::sequence) {
     reloads_->plan_to(a);
-    only_on_cuda<cuda_store::plan_place>(l, a, side_->begin());  // beside the step's logits
+    only_on_cuda<cuda_store::plan_places>(l, std::vector{a}, side_->begin());  // beside the step's logits
     side_->end(SideStream::no_lane);
     return {Fit::ok, -1};
   }
@@ -181,21 +183,42 @@ Applied CudaStore::place_pages(const Edit& e, const std::vector<std::int32_t>& s
     a.jobs = place_jobs_.as<std::int32_t>() + 4 * lane * most_pages_of_layer(s);
     a.counts = place_counts_.as<std::int32_t>() + 2 * lane;
   };
-  if (beside_ || e.when.kind == Deadline::this_attention) {
-    const Stream both = beside_ ? side_->stream() : stream_;
-    jobs_of(beside_ ? SideStream::lanes : SideStream::lanes + 1);
-    only_on_cuda<cuda_store::plan_place>(l, a, both);
-    if (options_.copy_by_host) copy_placed_by_host(l, a, both);
-    only_on_cuda<cuda_store::copy_placed>(l, a, both);
+  if (beside_) {
+    const bool joins = places_.size() < cuda_store::most_places &&
+                       std::ranges::none_of(
+                           places_, [&](const auto& other) { return other.layer == e.layer || other.rows != a.rows; });
+    if (!joins) place_waiting();
+    a.layer = e.layer;
+    jobs_of(lane_of_beside);
+    places_.push_back(a);
+    if (options_.copy_by_host) place_waiting();
+    return {Fit::ok, -1};
+  }
+  if (e.when.kind == Deadline::this_attention) {
+    jobs_of(lane_of_stream);
+    a.awaited = true;
+    only_on_cuda<cuda_store::plan_places>(l, std::vector{a}, stream_);
+    if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
+    only_on_cuda<cuda_store::copy_placed>(l, a, stream_);
     return {Fit::ok, -1};
   }
   const int lane = side_->next();
   jobs_of(lane);
-  only_on_cuda<cuda_store::plan_place>(l, a, stream_);
+  only_on_cuda<cuda_store::plan_places>(l, std::vector{a}, stream_);
   if (options_.copy_by_host) copy_placed_by_host(l, a, stream_);
   only_on_cuda<cuda_store::copy_placed>(l, a, side_->begin());
   side_->end(lane);
   return {Fit::ok, -1};
+}
+
+void CudaStore::place_waiting() {
+  if (places_.empty()) return;
+  const std::vector<CudaStorePlace> all = std::exchange(places_, {});
+  const CudaStoreLayer first = layer(0);
+  const Stream s = side_->stream();
+  only_on_cuda<cuda_store::plan_places>(first, all, s);
+  if (options_.copy_by_host) copy_placed_by_host(first, all[0], s);
+  only_on_cuda<cuda_store::copy_placed>(first, all[0], s);
 }
 
 // Reserves the frames of these heads' archives, which may take those of the archives before.
@@ -237,6 +260,7 @@ Applied CudaStore::fetch_tokens(const Edit& e, const std::vector<std::int32_t>& 
   stale_ = true;
   fetching_[static_cast<std::size_t>(e.layer)] = true;
   if (beside_) {
+    place_waiting();  // pages that the list counts on
     // A second fetch of a layer may replace tokens that the first one brings.
     const bool joins = std::ssize(fetches_) < most_fetches && std::ranges::none_of(fetches_, [&](const auto& other) {
                          return other.layer == a.layer || other.rows != a.rows;
@@ -258,7 +282,7 @@ void CudaStore::fetch_waiting() {
 }
 
 Stream CudaStore::fork() {
-  fetches_.clear();  // an error ended the work before
+  fetches_.clear(), places_.clear();  // an error ended the work before
   return side_->begin();
 }
 

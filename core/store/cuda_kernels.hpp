@@ -7,6 +7,7 @@
 #include <kvlab/stream.hpp>
 
 #include <cstdint>
+#include <vector>
 
 #include "ops/page/rope_append.hpp"
 #include "store/spare.hpp"
@@ -125,6 +126,7 @@ struct CudaStorePlace : CudaStoreList {
   View<const std::int32_t, 2> rooms;
   bool reuse = true;
   View<const float, 3> order;
+  int layer = 0;                          // counted from the one of the CudaStoreLayer that a call gets
   int most = 0;                           // no head has more pages
   std::int32_t* lists = nullptr;          // scratch [row, kv_head, 2, most]
   std::int32_t* jobs = nullptr;           // [4 * rows * kv_heads * most]
@@ -132,6 +134,8 @@ struct CudaStorePlace : CudaStoreList {
   Spare* spare = nullptr;                 // [slot] the numbers of pages are added, and nothing else is done; or null
   std::int32_t* counts = nullptr;         // {jobs, blocks that are done}; zero before and after
   std::int32_t* busy = nullptr;           // [slot] becomes 1 where the plan writes jobs; or null
+  bool awaited = false;                   // the step waits for the copies
+  unsigned long long* last = nullptr;     // the layer's latest edit that counted as fired; edits are numbered from 1
 };
 
 struct CudaStoreEncode : CudaStoreList {
@@ -207,7 +211,10 @@ void swap_places(const CudaStoreLayer& s, const CudaStoreList& pairs, Stream str
 void page_edit(const CudaStoreLayer& s, const CudaStorePageEdit& e, Stream stream);
 // A place edit is a plan and its copies. The plan takes frames of the pools, changes the tables and writes jobs. The
 // copies may run in another stream, beside kernels that take frames: the frames that they give back are `returned`.
-void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
+// Up to most_places edits, each of a layer of its own, share the plan's launch. They have as many rows each, and may
+// share jobs and counts, which then have room for all of them.
+inline constexpr std::size_t most_places = 4;
+void plan_places(const CudaStoreLayer& first, const std::vector<CudaStorePlace>& all, Stream stream);
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream);
 // Says what runs beside the kernels of a step that are launched next. They leave it room.
 enum class BesideStep : std::uint8_t { nothing, copies, checks };

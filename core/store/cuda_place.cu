@@ -3,6 +3,7 @@
 //
 // The plan takes frames of the pools. Copies may run beside plans and appends of later layers, so the frames that they
 // give back wait in a list of their own until take_back.
+#include <algorithm>
 #include <string>
 
 #include "base/relay.cuh"
@@ -17,6 +18,8 @@ using namespace device_store;
 namespace {
 
 constexpr int threads = 256;
+// Blocks that copy while the step waits. With more requests under way they get more of the link than copies beside it.
+constexpr int awaited_blocks = 16;
 
 // Sums `mine` over the lanes before this one; `all` gets the warp's sum.
 __device__ int before_in_warp(int mine, int& all) {
@@ -60,8 +63,15 @@ __device__ void keep_lowest(const float* order, int pages, int all, int count, u
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(threads)
-    plan_kernel(const __grid_constant__ CudaStoreLayer s, const __grid_constant__ CudaStorePlace a) {
+struct Places {
+  CudaStoreLayer first;
+  CudaStorePlace of[cuda_store::most_places];
+};
+
+// Grid [row and kv_head, edit].
+__global__ void __launch_bounds__(threads) plan_kernel(const __grid_constant__ Places f) {
+  const CudaStoreLayer& s = f.first;
+  const CudaStorePlace& a = f.of[blockIdx.y];
   extern __shared__ unsigned bits[];
   __shared__ int ups, reusable;
   __shared__ RadixShared radix;
@@ -69,8 +79,10 @@ __global__ void __launch_bounds__(threads)
             slot = a.slots[row], p = s.layout.page_size, mine = static_cast<int>(threadIdx.x), lane = mine % 32;
   if (a.spilled && !a.spilled[slot] && !a.spare) return;
   if (!a.heads.on(slot, head)) return;
-  if (mine == 0 && !a.spare) s.placed[slot * s.kv_heads + head] = 1;
-  const Head h = head_of(s, slot, head);
+  // Slots of later layers follow those of the first.
+  const int of_layers = a.layer * static_cast<int>(s.heads_per_layer / s.kv_heads) + slot;
+  if (mine == 0 && !a.spare) s.placed[of_layers * s.kv_heads + head] = 1;
+  const Head h = head_of(s, of_layers, head);
   const int n = *h.length, pages = min((n + p - 1) / p, a.most), words = (pages + 31) / 32;
   if (pages == 0) return;
   unsigned *chosen = bits, *come = bits + words, *leave = bits + 2 * words, *copy = bits + 3 * words;
@@ -196,15 +208,16 @@ __global__ void __launch_bounds__(threads)
   if (a.busy && (changed || written)) a.busy[slot] = 1;
   if (arrived) atomicAdd(&s.counters->moved[0], static_cast<unsigned long long>(arrived));
   if (written) atomicAdd(&s.counters->moved[1], static_cast<unsigned long long>(written));
-  if (changed) count_fired(s, a.edit);
+  // Edits of other layers run at the same time, so each layer knows its own.
+  if (changed && atomicExch(a.last, a.edit) != a.edit) atomicAdd(&s.counters->fired, 1ull);
 }
 
 // Blocks of one warp. A lane has a job; the first lane copies for all of them.
-__global__ void __launch_bounds__(32)
-    relay_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs, std::int32_t* counts) {
+__global__ void __launch_bounds__(32) relay_kernel(const __grid_constant__ CudaStoreLayer s, const std::int32_t* jobs,
+                                                   std::int32_t* counts, unsigned ahead) {
   const int lane = static_cast<int>(threadIdx.x), blocks = static_cast<int>(gridDim.x), count = counts[0];
   if (static_cast<int>(blockIdx.x) < count) {
-    Relay relay(relay_shared());
+    Relay relay(relay_shared(), ahead);
     if (lane == 0) relay.start();
     for (int first = static_cast<int>(blockIdx.x); first < count; first += 32 * blocks) {
       const int job = first + lane * blocks;
@@ -284,15 +297,20 @@ __global__ void __launch_bounds__(32) owed_kernel(const __grid_constant__ CudaSt
 
 namespace cuda_store {
 
-void plan_place(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
-  const std::size_t shared = (static_cast<std::size_t>(a.most) + 31) / 32 * 4 * sizeof(unsigned);
+void plan_places(const CudaStoreLayer& first, const std::vector<CudaStorePlace>& all, Stream stream) {
+  Places f = {first, {}};
+  std::copy(all.begin(), all.end(), f.of);
+  int most = 0;
+  for (const CudaStorePlace& a : all) most = std::max(most, a.most);
+  const std::size_t shared = (static_cast<std::size_t>(most) + 31) / 32 * 4 * sizeof(unsigned);
   if (shared > 46 * 1024)
-    throw Error(Errc::unsupported, "got " + std::to_string(a.most) + " pages of a head, wanted at most 94208",
+    throw Error(Errc::unsupported, "got " + std::to_string(most) + " pages of a head, wanted at most 94208",
                 "store place (CUDA)");
-  plan_kernel<<<a.rows * s.kv_heads, threads, shared, stream_of(stream)>>>(s, a);
-  check_launch("plan_place");
+  const dim3 grid(static_cast<unsigned>(all[0].rows * first.kv_heads), static_cast<unsigned>(all.size()));
+  plan_kernel<<<grid, threads, shared, stream_of(stream)>>>(f);
+  check_launch("plan_places");
 }
-KVLAB_ON_CUDA(plan_place, plan_place);
+KVLAB_ON_CUDA(plan_places, plan_places);
 
 void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream) {
   if (s.packs)
@@ -300,7 +318,8 @@ void copy_placed(const CudaStoreLayer& s, const CudaStorePlace& a, Stream stream
   else if (s.mixed)
     carry_kernel<<<64, threads, 0, stream_of(stream)>>>(s, a.jobs, a.counts);
   else
-    launch_relay("copy_placed", relay_kernel, copying_multiprocessors, stream, s, a.jobs, a.counts);
+    launch_relay("copy_placed", relay_kernel, a.awaited ? awaited_blocks : copying_multiprocessors, stream, s, a.jobs,
+                 a.counts, a.awaited ? relay_awaited : relay_beside);
   check_launch("copy_placed");
 }
 KVLAB_ON_CUDA(copy_placed, copy_placed);

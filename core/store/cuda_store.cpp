@@ -139,8 +139,9 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.summaries = pages * n(summary_bytes(o));
   if (o.archive) out.archive = out.table, out.archived = out.lengths;
   if (!o.host_pages) return out;
-  out.place_jobs = 4 * (SideStream::lanes + 2) * of_layer * word;
-  out.place_counts = 2 * (SideStream::lanes + 2) * word;
+  out.place_jobs = 4 * (lane_of_beside + cuda_store::most_places) * of_layer * word;
+  out.place_counts = 2 * (lane_of_beside + 1) * word;
+  out.last_places = n(s.layers) * sizeof(unsigned long long);
   out.placed_flags = heads;
   out.spilled_flags = slots;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
@@ -157,8 +158,8 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t places = o.host_pages ? 2 : 1;
   // A place in the list of each codec and in that of reclaim, and what an extent has.
   if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
-  const std::size_t lists =
-      s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags + s.spare_counts + s.reloads;
+  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.last_places + s.placed_flags + s.spilled_flags +
+                            s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived +
                                     sizeof(CudaStoreCounters) + s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,
@@ -173,6 +174,7 @@ void CudaStore::prepare_places(const Sizes& taken) {
   };
   place_jobs_ = StreamMemory(stream_, taken.place_jobs);
   place_counts_ = zeros(taken.place_counts);
+  last_places_ = zeros(taken.last_places);
   returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
   placed_flags_ = zeros(taken.placed_flags);
   spilled_flags_ = zeros(taken.spilled_flags);

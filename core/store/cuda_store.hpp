@@ -118,7 +118,8 @@ class CudaStore final : public Store {
   struct Sizes {
     std::size_t table = 0, lengths = 0, lower_pages = 0, rows = 0, all_rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
     std::size_t archive = 0, archived = 0;
-    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
+    std::size_t place_jobs = 0, place_counts = 0, last_places = 0, placed_flags = 0, spilled_flags = 0,
+                spare_counts = 0,
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
@@ -198,8 +199,9 @@ class CudaStore final : public Store {
   Applied archive_heads(const Edit& e, const std::vector<std::int32_t>& slots) override;
   Applied fetch_tokens(const Edit& e, const std::vector<std::int32_t>& slots) override;
   void applied() override {
-    if (beside_) fetch_waiting();
+    if (beside_) place_waiting(), fetch_waiting();
   }
+  void place_waiting();
   void fetch_waiting();
   void count_spare(const Edit& e, int slot) override;
   void mark_heads(const Heads& heads, const std::vector<std::int32_t>& slots, HeadFlags out) override;
@@ -256,16 +258,19 @@ class CudaStore final : public Store {
   mutable StreamMemory rows_, all_rows_;
   mutable std::vector<std::vector<std::int32_t>> rows_known_, all_rows_known_;  // [n] the list of n slots
   mutable StreamMemory positions_;  // result of the latest positions_by_place
-  // Place edits: one set of jobs for each lane of side_, one for plans in side_ itself, and one for copies in the
-  // stream.
+  // Place edits: one set of jobs for each lane of side_, one for copies in the stream, and the last ones for
+  // cuda_store::most_places edits beside a step.
+  static constexpr int lane_of_stream = SideStream::lanes, lane_of_beside = SideStream::lanes + 1;
   std::unique_ptr<SideStream> side_;
   std::unique_ptr<Reloads> reloads_;        // with StoreOptions::pauses
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
+  StreamMemory last_places_;                // [layer] CudaStorePlace::last
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
   StreamMemory spare_counts_;               // [layer, slot] Spare
-  std::vector<CudaStoreFetch> fetches_;     // of edits beside a step that are under way
+  std::vector<CudaStorePlace> places_;      // edits beside a step that wait for a launch
+  std::vector<CudaStoreFetch> fetches_;     // the same
   bool late_ = false, copies_ = false;      // of the latest leave_room: fetches come late; there may be copies
   std::vector<bool> placing_, fetching_;    // [layer] such edits since settle(); empty where there are none
   // Whether a layer of the sequence may have pages of the second codec. Views of the others say that there is one

@@ -492,7 +492,7 @@ void launch_kernel(FusedArgs f, const CUtensorMap& unit_map, Stream s) {
                     page_map = matrix_map(summaries, half, any, 64, 64, R::page_rows);
   constexpr std::int64_t of_system = 1024, own = 2048;  // bytes of each block that CUDA takes; static ones, aligned
   const int bytes = R::bytes(f.attend.group), pairs = f.attend.rows * f.attend.kv_heads,
-            blocks = multiprocessors() *
+            blocks = step_multiprocessors() *
                      static_cast<int>(std::min<std::int64_t>(blocks_of_multiprocessor,
                                                              (shared_bytes() + of_system) / (bytes + of_system + own)));
   f.parts = std::clamp(blocks / pairs, 1, most_parts);
@@ -530,8 +530,7 @@ bool serves(const AttendArgs& in) {
   return attend_pipelined(in) && l.codec.k.bits == 0 && l.codec.v.bits == 0 && !kv.lower_pages &&
          (kv.head_dim == 64 || kv.head_dim == 128) && kv.page_size >= unit_tokens &&
          kv.rope != RopeRegime::cache_relative && in.window == 0 && !in.mass && !in.logits.out &&
-         kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads &&
-         step_multiprocessors() == multiprocessors();
+         kv.rows * kv.kv_heads <= max_pairs && in.queries.extent[1] <= most_group * kv.kv_heads;
 }
 
 bool serves(const PagedKv& kv, const Summaries& summaries, const page_scores::Args& c) {
@@ -547,6 +546,8 @@ static bool attend_chosen_cuda(const AttendArgs& in, const ChosenRead& read, Str
   const std::int64_t pages =
       choice ? choice->kv.table.extent[2] : in.kv.table.extent[2];  // of the longest head, at most
   if (!serves(in) || pages > most_pages) return false;
+  // Blocks that choose wait for one another, and other work holds the multiprocessors that a step leaves free.
+  if (choice && step_multiprocessors() != multiprocessors()) return false;
   FusedArgs f = {};
   f.chooses = choice != nullptr;
   if (choice) {
