@@ -67,18 +67,18 @@ SETS = {
         "multifieldqa_en",
         [{"id": "a1", "input": "Who sails?", "context": "Ann sails. Bob walks.", "answers": ["Ann", "Ann Lee"], "length": 4},
          {"id": "a2", "answers": ["Bob"]}],
-        {"metric": "f1", "max_new_tokens": 64, "chat": True, "truncate": "middle", "records": 2},
+        {"metric": "longbench_f1", "max_new_tokens": 64, "chat": True, "truncate": "middle", "records": 2},
         prompt="Read the following text and answer briefly.\n\nAnn sails. Bob walks.\n\nNow, answer the following question based on "
                "the above text, only give me the answer and do not output any other words.\n\nQuestion: Who sails?\nAnswer:"),
     "longbench_e": Fixture(
         {"samsum_e.jsonl": [longbench(_id="e1")], "samsum.jsonl": [longbench(_id="no")]}, "samsum_e",
-        [{"id": "e1"}], {"metric": "rouge_l_first_line", "max_new_tokens": 128, "chat": False, "stop": ["\n"], "set": "longbench_e"},
+        [{"id": "e1"}], {"metric": "longbench_rouge_first_line", "max_new_tokens": 128, "chat": False, "stop": ["\n"], "set": "longbench_e"},
         prompt="Summarize the dialogue into a few short sentences. The following are some examples.\n\nAnn sails. Bob walks.\n\n"
                "Who sails?"),
     "longbench_v2": Fixture(
         {"data.json": json.dumps([V2])}, "longbench_v2",
         [{"id": "v1", "input": "Who sails?", "context": "Ann sails.", "answers": ["A"], "choice_C": "Cid", "difficulty": "easy"}],
-        {"metric": "choice_v2", "max_new_tokens": 128, "chat": True},
+        {"metric": "longbench_v2_choice", "max_new_tokens": 128, "chat": True},
         prompt="Please read the following text and answer the question below.\n\n<text>\nAnn sails.\n</text>\n\nWhat is the correct "
                "answer to this question: Who sails?\nChoices:\n(A) Ann\n(B) Bob\n(C) Cid\n(D) Dee\n\nFormat your response as "
                "follows: \"The correct answer is (insert answer here)\"."),
@@ -111,7 +111,7 @@ SETS = {
         "niah_single_1_4096",
         [{"id": "3", "answers": ["77"], "opening": RULER_OPENING, "length": 60, "context": RULER_TEXT[:RULER_TEXT.rindex("\n")],
           "input": "\nWhat is the special magic number for sea mentioned in the provided text?"}],
-        {"metric": "contains_all", "max_new_tokens": 128, "chat": True, "truncate": "none"}, prompt=RULER_TEXT + RULER_OPENING),
+        {"metric": "string_match_all", "max_new_tokens": 128, "chat": True, "truncate": "none"}, prompt=RULER_TEXT + RULER_OPENING),
     "longgenbench": Fixture(
         {"Dataset_short.json": json.dumps([LONGGEN])}, "short",
         [{"id": "short-1", "answers": ["1: garden", "2: bakery", "3: garden"], "type": "Floor", "number": 3}],
@@ -124,12 +124,12 @@ SETS = {
                "1 + 1 = 2\n#### 2\n\nQuestion: Ann has 1,200 eggs and sells 100. How many stay?\nAnswer:"),
     "math500": Fixture(
         {"test.jsonl": [MATH]}, "math500", [{"id": "test/a.json", "answers": ["\\frac{1}{1}"], "level": 2, "subject": "Algebra"}],
-        {"metric": "boxed_math", "max_new_tokens": 16384},
+        {"metric": "boxed", "max_new_tokens": 16384},
         prompt="Let $\\{x\\}$ hold 1. Find $x$.\nPlease reason step by step, and put your final answer within \\boxed{}."),
     "aime24": Fixture({"aime24.jsonl": AIME}, "aime24", [{"id": "1", "answers": ["25"]}],
-                      {"metric": "boxed_math", "records": 1, "left_out": {"other years": 1}}),
+                      {"metric": "boxed", "records": 1, "left_out": {"other years": 1}}),
     "gpqa": Fixture({"gpqa_diamond.csv": GPQA}, "gpqa_diamond", [{"id": "r1", "input": "Which is red, of these?", "domain": "Colours"}],
-                    {"metric": "choice_v2", "max_new_tokens": 16384}),
+                    {"metric": "longbench_v2_choice", "max_new_tokens": 16384}),
     "mmlu": Fixture(
         MMLU, "mmlu", [{"id": "sea_life-1", "answers": ["A"], "subject": "sea_life"}, {"id": "sea_life-2", "answers": ["B"]}],
         {"metric": "choice", "chat": False}, ("--shots", "1"),

@@ -21,37 +21,37 @@ TABLE = {
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question asconcisely "
         "as you can, using a single phrase if possible. Do not provide any explanation.\n\nStory: {context}\n\nNow, answer the "
         "question based on the story asconcisely as you can, using a single phrase if possible. Do not provide any "
-        "explanation.\n\nQuestion: {input}\n\nAnswer:", 128, "f1", {}),
+        "explanation.\n\nQuestion: {input}\n\nAnswer:", 128, "longbench_f1", {}),
     "qasper": ("You are given a scientific article and a question. Answer the question " + QASPER +
                "Article: {context}\n\n Answer the question based on the above article " + QASPER +
-               "Question: {input}\n\nAnswer:", 128, "f1", {}),
+               "Question: {input}\n\nAnswer:", 128, "longbench_f1", {}),
     "multifieldqa_en": (
         "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above text, "
-        "only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:", 64, "f1", {}),
+        "only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:", 64, "longbench_f1", {}),
     "multifieldqa_zh": (
         "阅读以下文字并用中文简短回答：\n\n{context}\n\n现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n"
         "问题：{input}\n回答：", 64, "f1_zh", {"note": NO_WORD_METRIC}),
-    "hotpotqa": (PASSAGES, 32, "f1", {}),
-    "2wikimqa": (PASSAGES, 32, "f1", {}),
-    "musique": (PASSAGES, 32, "f1", {}),
+    "hotpotqa": (PASSAGES, 32, "longbench_f1", {}),
+    "2wikimqa": (PASSAGES, 32, "longbench_f1", {}),
+    "musique": (PASSAGES, 32, "longbench_f1", {}),
     "dureader": ("请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
                  128, "rouge_l_zh", {"note": NO_WORD_METRIC}),
     "gov_report": ("You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
-                   "\n\nNow, write a one-page summary of the report.\n\nSummary:", 512, "rouge_l", {}),
+                   "\n\nNow, write a one-page summary of the report.\n\nSummary:", 512, "longbench_rouge", {}),
     "qmsum": ("You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or "
               "more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one "
-              "or more sentences.\n\nQuery: {input}\nAnswer:", 512, "rouge_l", {}),
+              "or more sentences.\n\nQuery: {input}\nAnswer:", 512, "longbench_rouge", {}),
     "multi_news": ("You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, "
-                   "write a one-page summary of all the news.\n\nSummary:", 512, "rouge_l", {}),
+                   "write a one-page summary of all the news.\n\nSummary:", 512, "longbench_rouge", {}),
     "vcsum": ("下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：", 512, "rouge_l_zh",
               {"note": NO_WORD_METRIC}),
     "trec": ("Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}", 64,
              "classification_first_line", {"chat": False, "note": FIRST_LINE}),
     "triviaqa": ("Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
-                 "following are some examples.\n\n{context}\n\n{input}", 32, "f1_first_line",
+                 "following are some examples.\n\n{context}\n\n{input}", 32, "longbench_f1_first_line",
                  {"chat": False, "note": FIRST_LINE}),
     "samsum": ("Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}", 128,
-               "rouge_l_first_line", {"chat": False, "stop": ("\n",), "note": NEWLINE}),
+               "longbench_rouge_first_line", {"chat": False, "stop": ("\n",), "note": NEWLINE}),
     "lsht": ("请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}", 64, "classification_first_line",
              {"chat": False, "note": FIRST_LINE}),
     "passage_count": (
@@ -66,9 +66,9 @@ TABLE = {
         "is from. The answer format must be like \"Paragraph 1\", \"Paragraph 2\", etc.\n\nThe answer is: ", 32, "retrieval", {}),
     "passage_retrieval_zh": (
         "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n下面是一个摘要\n\n{input}\n\n"
-        "请输入摘要所属段落的编号。答案格式必须是\"段落1\"，\"段落2\"等格式\n\n答案是：", 32, "retrieval", {}),
-    "lcc": ("Please complete the code given below. \n{context}Next line of code:\n", 64, "code_similarity", {"chat": False}),
-    "repobench-p": ("Please complete the code given below. \n{context}{input}Next line of code:\n", 64, "code_similarity",
+        "请输入摘要所属段落的编号。答案格式必须是\"段落1\"，\"段落2\"等格式\n\n答案是：", 32, "retrieval_zh", {}),
+    "lcc": ("Please complete the code given below. \n{context}Next line of code:\n", 64, "code_sim", {"chat": False}),
+    "repobench-p": ("Please complete the code given below. \n{context}{input}Next line of code:\n", 64, "code_sim",
                     {"chat": False}),
 }
 

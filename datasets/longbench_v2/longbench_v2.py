@@ -28,5 +28,5 @@ SET = DataSet(
     prompt_source="LongBench prompts/0shot.txt (MIT)",
     wanted="data.json, an array of objects with _id, domain, sub_domain, difficulty, length, question, choice_A to choice_D, "
            "answer and context",
-    tasks={"longbench_v2": asked(TEMPLATE, metric="choice_v2", max_new_tokens=128, truncate="middle", files=FILES)},
+    tasks={"longbench_v2": asked(TEMPLATE, metric="longbench_v2_choice", max_new_tokens=128, truncate="middle", files=FILES)},
     read=read, note="FreeKV and its rivals cut the inputs to 64K tokens: max_context: 65536.")

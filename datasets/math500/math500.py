@@ -21,7 +21,7 @@ SET = DataSet(
     version="500 problems", licence="MIT",
     prompt_source="the demand that https://github.com/deepseek-ai/DeepSeek-R1 recommends (MIT)",
     wanted="test.jsonl, an object a line with problem, answer, subject, level and perhaps unique_id",
-    tasks={"math500": Task(prompt="{input}" + BOXED, metric="boxed_math", max_new_tokens=16384,
+    tasks={"math500": Task(prompt="{input}" + BOXED, metric="boxed", max_new_tokens=16384,
                            files=FILES)},
     read=read, note="FreeKV takes 50 problems (limit: 50, shuffle: true), at temperature 0.6, 8 answers each; kvlab's are greedy.",
     sample="sample/, 4 problems (MIT)")

@@ -9,13 +9,13 @@ from common import DataError, DataSet, Task, field, record
 NIAH = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
         "niah_multivalue", "niah_multiquery")
 # name: (longest answer, metric, the question's first words, the first words of the answer); the last place of each counts
-TABLE = {name: (128, "contains_all", r"\nWhat (?:is|are) (?:all )?the special magic ", r" The special magic ") for name in NIAH}
+TABLE = {name: (128, "string_match_all", r"\nWhat (?:is|are) (?:all )?the special magic ", r" The special magic ") for name in NIAH}
 TABLE |= {
-    "vt": (30, "contains_all", r"\nQuestion: Find all variables ", r" Answer: "),
-    "cwe": (120, "contains_all", r"\nQuestion: What are the 10 most common words", r" Answer: "),
-    "fwe": (50, "contains_all", r"\nQuestion: Do not provide any explanation", r" Answer: "),
-    "qa_1": (32, "contains", r"\n\nAnswer the question based on the given documents", r" ?Answer:"),
-    "qa_2": (32, "contains", r"\n\nAnswer the question based on the given documents", r" ?Answer:"),
+    "vt": (30, "string_match_all", r"\nQuestion: Find all variables ", r" Answer: "),
+    "cwe": (120, "string_match_all", r"\nQuestion: What are the 10 most common words", r" Answer: "),
+    "fwe": (50, "string_match_all", r"\nQuestion: Do not provide any explanation", r" Answer: "),
+    "qa_1": (32, "string_match_part", r"\n\nAnswer the question based on the given documents", r" ?Answer:"),
+    "qa_2": (32, "string_match_part", r"\n\nAnswer the question based on the given documents", r" ?Answer:"),
 }
 
 

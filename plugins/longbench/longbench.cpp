@@ -95,6 +95,9 @@ class Retrieval final : public kvlab::PairMetric {
 KVLAB_PLUGIN(kvlab::metric<Classification>("classification", "LongBench: one over the classes in the answer, if right")
                  .param("first_line", false, "score the answer's first line alone, as for trec and lsht")
                  .param("classes", std::string("all_classes"), "the record's field with all classes"),
+             kvlab::metric<Classification>("classification_first_line", "classification of the answer's first line")
+                 .param("first_line", true, "as of classification")
+                 .param("classes", std::string("all_classes"), "as of classification"),
              kvlab::metric<kvlab::FunctionMetric<count>>("count",
                                                          "LongBench: the share of the answer's numbers that are right"),
              kvlab::metric<Retrieval<english>>("retrieval",

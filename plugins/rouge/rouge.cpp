@@ -89,4 +89,6 @@ KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<rouge_n<1>>>("rouge_1", "ROUGE-
              kvlab::metric<kvlab::FunctionMetric<rouge_n<2>>>("rouge_2", "ROUGE-2 F1: pairs of words in common"),
              kvlab::metric<kvlab::FunctionMetric<rouge_l>>("rouge_l", "ROUGE-L F1: longest common subsequence"),
              kvlab::metric<LongBenchRouge>("longbench_rouge", "LongBench: ROUGE-L of distinct words over sentences")
-                 .param("first_line", false, "score the answer's first line alone, as for samsum"))
+                 .param("first_line", false, "score the answer's first line alone, as for samsum"),
+             kvlab::metric<LongBenchRouge>("longbench_rouge_first_line", "longbench_rouge of the answer's first line")
+                 .param("first_line", true, "as of longbench_rouge"))

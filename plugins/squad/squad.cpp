@@ -71,4 +71,6 @@ KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<f1>>("f1", "SQuAD 2.0: F1 of wo
                                                                "SQuAD: the words of a reference, in order"),
              kvlab::metric<LongBenchF1>("longbench_f1",
                                         "LongBench's qa_f1_score: as f1, but 0 where a text has no words")
-                 .param("first_line", false, "score the answer's first line alone, as for triviaqa"))
+                 .param("first_line", false, "score the answer's first line alone, as for triviaqa"),
+             kvlab::metric<LongBenchF1>("longbench_f1_first_line", "longbench_f1 of the answer's first line")
+                 .param("first_line", true, "as of longbench_f1"))
