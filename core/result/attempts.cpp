@@ -100,7 +100,7 @@ double pass_at_k(int n, int right, int k) {
 
 std::string attempts_report(const std::string& path, Format format) {
   ReportPage page;
-  page.head = "several answers to each question";
+  page.origins = {"several answers to each question"};
   std::string all;
   for (const auto& [key, policies] : tables_of(path)) {
     const auto& [model, task] = key;
