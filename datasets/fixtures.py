@@ -98,8 +98,8 @@ SETS = {
          "math_find.jsonl": [{**INFINITE, "input": "The smallest number is?", "answer": [3]}],
          "math_calc.jsonl": [{**INFINITE, "answer": [1, 4, 8]}],
          "passkey.jsonl": [{**INFINITE, "answer": "01234"}]},
-        "longbook_choice_eng", [{"id": "7", "answers": ["C"], "option_D": "Dee"}],
-        {"metric": "choice", "max_new_tokens": 40, "chat": False},
+        "longbook_choice_eng", [{"id": "7", "answers": ["C", "Ann"], "option_D": "Dee"}],
+        {"metric": "infinitebench_choice", "max_new_tokens": 40, "chat": False},
         prompt="Read the book and answer the question.\n\nAnn is keen.\n\nQuestion: Who is keen?\nA. Bob\nB. Cid\nC. Ann\nD. Dee\n\nThe "
                "letter of the correct answer is"),
     "ruler": Fixture(
@@ -119,7 +119,7 @@ SETS = {
         prompt=LONGGEN["prompt"]),
     "gsm8k": Fixture(
         {"test.jsonl": [GSM], "train.jsonl": [GSM_SHOT, GSM]}, "gsm8k", [{"id": "test-1", "answers": ["1100"], "shots": 1}],
-        {"metric": "last_number", "chat": True}, ("--shots", "1"),
+        {"metric": "gsm8k", "chat": True}, ("--shots", "1"),
         prompt="Answer the last question as the others are answered. End with #### and the number.\n\nQuestion: What is 1 + 1?\nAnswer: "
                "1 + 1 = 2\n#### 2\n\nQuestion: Ann has 1,200 eggs and sells 100. How many stay?\nAnswer:"),
     "math500": Fixture(

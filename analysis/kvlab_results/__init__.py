@@ -302,7 +302,8 @@ def paired(path, a, b):
 
     The index is (task_sample, question, prompt_sha256); rows of one task_sample share a context. The other columns of
     `samples` come twice, as "score_a" and "score_b". `difference` is score_a - score_b. ValueError for cells of several
-    tasks, models or seeds, whose questions are not the same, and for files that do not tell questions apart.
+    tasks, models or seeds, whose questions are not the same, for files that do not tell questions apart, and for workloads that ask one
+    several times.
     """
     rows = summary(path).set_index("cell")
     ids = [find(path, name) for name in (a, b)]
@@ -316,6 +317,8 @@ def paired(path, a, b):
         samples = cell(path, id).get("samples")
         if samples is None or not set(keys) <= set(samples) or (samples["task_sample"] < 0).any():
             raise ValueError(f"{path}: got cell {id!r} without the numbers of its questions, wanted those of its samples")
+        if samples.duplicated(keys).any():
+            raise ValueError(f"{path}: got cell {id!r} with several answers to a question, wanted one")
         sides.append(samples.set_index(keys))
     both = sides[0].merge(sides[1], left_index=True, right_index=True, suffixes=("_a", "_b"))
     both["difference"] = both["score_a"] - both["score_b"]

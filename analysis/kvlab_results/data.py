@@ -15,13 +15,14 @@ LABELS = {
     "simulated": "times or transfers are computed, not measured",
     "injected": "the selection follows a recorded or made-up trace, not this model's attention",
     "functional": "the format is attended through a dequantized copy: bytes are measured, speed says nothing",
+    "oracle": "knows what no method can know in time: a bound, never timed",
     "legacy": "keeps one cache per query head as the original code does",
     "synthetic": "random weights: times and bytes count, scores and fidelity say nothing",
     "graph": "decode steps are launched as CUDA graphs",
     "disturbed": "other processes took cores that this cell needed: its times are too long",
     "eager": "steps are launched kernel by kernel with events between their parts, which costs time",
 }
-CAUTION = {"simulated", "injected", "functional", "legacy", "synthetic", "disturbed"}
+CAUTION = {"simulated", "injected", "functional", "oracle", "legacy", "synthetic", "disturbed"}
 
 # Columns of /summary that a report reads. Files of earlier versions lack some.
 _TEXT = ["cell", "model", "policy", "params", "ablated", "task", "workload", "status", "error", "labels", "warnings"]

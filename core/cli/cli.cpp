@@ -337,17 +337,17 @@ void CommandLine::add_rest() {
           "result or profile file (HDF5), also of a run under way; several result files: their rows in one "
           "table, as FILE:POLICY; several profile files: the heads that they have in common, and a map of them")
       ->required();
-  CLI::Option* compare = report
-                             ->add_option("--compare", compare_,
-                                          "in place of the tables: two rows of them by name, question by question")
-                             ->expected(2);
+  CLI::Option* compare =
+      report
+          ->add_option("--compare", compare_, "in place of the tables: two rows of them by name, question by question")
+          ->expected(2);
   CLI::Option* array =
       report->add_option("--array", array_, "in place of a profile's tables: this array as a map of layers and heads");
   CLI::Option* format = report->add_option("--format", format_, "table, md, csv or latex")->capture_default_str();
   CLI::Option* plugins =
       report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
-  CLI::Option* attempts = report->add_flag("--attempts", attempts_,
-                                           "in place of the tables: pass@k and avg@k of questions with several answers");
+  CLI::Option* attempts = report->add_flag(
+      "--attempts", attempts_, "in place of the tables: pass@k and avg@k of questions with several answers");
   report_html_ = report->add_option("--html", html_,
                                     "in place of the tables: a page with tables and figures of all FILEs, as a folder "
                                     "or a file *.html");

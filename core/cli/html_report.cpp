@@ -72,7 +72,7 @@ int html_report(const std::vector<std::string>& files, const std::string& out) {
   if (out.empty()) throw Error(Errc::config, "got an empty name, wanted a folder or a file", "--html");
   for (const std::string& file : files) results::open_sealed(file);
   const std::string program = package().string();
-  std::vector<std::string> words{interpreter(program), "-B", program, "report", "-o", out, "--"};
+  std::vector<std::string> words{interpreter(program), "-B", program, "report", "--output=" + out, "--"};
   words.insert(words.end(), files.begin(), files.end());
   const ChildEnd end = wait_for(start_child(words));
   if (end.signal) throw Error(Errc::io, fmt::format("got signal {}, wanted a page", end.signal), words[0]);

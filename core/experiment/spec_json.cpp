@@ -54,7 +54,9 @@ Json to_json(const TaskSpec& task) {
   json["question"] = task.question == Question::decode ? "decode" : "prompt";
   json["questions"] = task.questions;
   if (task.turns > 1) json["turns"] = task.turns;
-  if (task.metric) json["metric"] = {{task.metric->name, to_json(task.metric->params)}};
+  // Data may change what the task names, but not what its entry names.
+  if (task.metric)
+    json[task.names_metric ? "metric" : "task_metric"] = {{task.metric->name, to_json(task.metric->params)}};
   return json;
 }
 

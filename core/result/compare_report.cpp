@@ -86,6 +86,8 @@ class Comparison {
   std::size_t compared_ = 0, policies_ = 0;  // rows that are compared; those that are no noise
   bool forced_ = false, mcnemar_ = true;
   double smallest_ = not_measured;  // difference that can be told from none
+  // Neither large enough for this table nor, by its own test, told from none.
+  bool undetected(const Difference& d) const { return std::fabs(d.mean) < smallest_ && !(d.p < 0.05); }
   struct {
     std::int64_t comparisons = 0, pairs = 0, flipped = 0, other_text = 0;
     double most = 0, error = 0, churn = 0;
@@ -216,7 +218,7 @@ std::vector<std::string> Comparison::words_of(const Row& row, double holm, const
   const bool compared = row.other;
   const auto count = [&](std::int64_t n) { return compared ? std::to_string(n) : "-"; };
   std::vector<std::string> out{row.policy, row.budget};
-  out.push_back(compared ? difference_text(d, std::fabs(d.mean) < smallest_) : "-");
+  out.push_back(compared ? difference_text(d, undetected(d)) : "-");
   out.push_back(compared ? p_text(d.p) : "-");
   if (policies_ > 1) out.push_back(p_text(holm));
   out.push_back(count(d.lost));
@@ -265,14 +267,13 @@ ReportTable Comparison::table(const std::string& title) {
     if (row.noise) row.policy += notes_.mark(noise_note);
     if (row.other && row.difference.pairs < pairs)
       row.policy += notes_.mark(fmt::format("only {} of the questions are paired", row.difference.pairs));
-    if (row.other && std::fabs(row.difference.mean) < smallest_) out.faint.push_back(r);
+    if (row.other && undetected(row.difference)) out.faint.push_back(r);
     out.rows.push_back(words_of(row, adjusted[r], ranks.empty() ? "" : ranks[r]));
   }
-  out.under.push_back(
-      measured(smallest_)
-          ? fmt::format("smallest difference that this table can detect: {} (power 80 %, two-sided 5 %); ~ is smaller",
-                        short_number(smallest_))
-          : "too few contexts to detect a difference (power 80 %, two-sided 5 %)");
+  out.under.push_back(measured(smallest_) ? fmt::format("smallest difference that this table can detect: {} (power "
+                                                        "about 80 %, two-sided 5 %); ~ is smaller, with p from 0.05",
+                                                        short_number(smallest_))
+                                          : "too few contexts to detect a difference (power 80 %, two-sided 5 %)");
   if (noise_.comparisons > 0) out.under.push_back(noise_text());
   return out;
 }

@@ -20,7 +20,10 @@ bool belongs(const Group& group, const SummaryRow& row) {
       row.budget_bytes != first.budget_bytes)
     return false;
   // Failed cells may have no measured budget. The same seed and repeat twice mean two configurations.
-  if (row.status == "ok" && first.status == "ok" && !near(row.budget_tokens, first.budget_tokens)) return false;
+  // Equal bytes may be other tokens for each seed.
+  if (row.budget_bytes < 0 && row.status == "ok" && first.status == "ok" &&
+      !near(row.budget_tokens, first.budget_tokens))
+    return false;
   const auto same_run = [&](const SummaryRow* other) { return other->seed == row.seed && other->repeat == row.repeat; };
   return std::none_of(group.good.begin(), group.good.end(), same_run) &&
          std::none_of(group.bad.begin(), group.bad.end(), same_run);

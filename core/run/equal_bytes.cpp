@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <new>
 #include <vector>
 
 #include "base/log.hpp"
+#include "base/stream_memory.hpp"
 #include "run/plain_pass.hpp"
 
 namespace kvlab {
@@ -27,6 +30,9 @@ TaskItems first_contexts(const TaskItems& all) {
   return first;
 }
 
+// What a budget holds that does not fit in memory, and one that the policy refuses when it sees a prompt.
+constexpr double too_many_bytes = std::numeric_limits<double>::infinity(), refused_budget = -too_many_bytes;
+
 // Runs the cell's first contexts with a budget, without times and traces.
 class Trials {
  public:
@@ -41,7 +47,17 @@ class Trials {
   double held(int tokens) {
     results::CellResult out;
     in_.found_budget = of(tokens);
-    PlainPass(in_, out).run();
+    try {
+      PlainPass(in_, out).run();
+    } catch (const OutOfMemory&) {
+      return too_many_bytes;
+    } catch (const std::bad_alloc&) {
+      return too_many_bytes;
+    } catch (const Error& e) {
+      if (e.code() != Errc::config) throw;
+      refusal_ = e;
+      return refused_budget;
+    }
     if (!std::isfinite(out.summary.device_bytes_decode))
       throw Error(Errc::config, "got answers of one token with equal_bytes, wanted decode steps to measure bytes in");
     return out.summary.device_bytes_decode;
@@ -60,12 +76,19 @@ class Trials {
 
   int most_tokens() const { return engine_options(in_, 1).max_tokens; }
 
+  // For a search that found no budget.
+  [[noreturn]] void give_up() const {
+    if (refusal_) throw *refusal_;
+    throw NoRoom("got no room for the smallest budget of equal_bytes");
+  }
+
  private:
   static BudgetAmount of(int tokens) { return {BudgetAmount::tokens, static_cast<double>(tokens)}; }
 
   Experiment experiment_;
   TaskItems items_;
   CellInput in_;
+  std::optional<Error> refusal_;
 };
 
 // The next budget to try between two that bracket the bytes: on the line through both, and every second time at their
@@ -73,7 +96,8 @@ class Trials {
 // those.
 int between(const HeldBytes& low, const HeldBytes& high, double wanted, int page_size, std::size_t trials) {
   const double line = (wanted - low.bytes) / (high.bytes - low.bytes) * (high.tokens - low.tokens);
-  const double at = trials % 2 == 0 ? low.tokens + line : std::sqrt(1. * low.tokens * high.tokens);
+  const double at = trials % 2 == 0 && std::isfinite(high.bytes - low.bytes) ? low.tokens + line
+                                                                             : std::sqrt(1. * low.tokens * high.tokens);
   const int inside = static_cast<int>(std::lround(at));
   const int pages = (inside + page_size / 2) / page_size * page_size;
   if (pages > low.tokens && pages < high.tokens) return pages;
@@ -129,6 +153,7 @@ std::optional<HeldBytes> equal_budget(const CellInput& in) {
     if (in.progress) in.progress("equal_bytes", ++done, most_trials);
     return trials.held(tokens);
   });
+  if (!std::isfinite(found.bytes)) trials.give_up();
   log::debug(fmt::format("cell {}: {} tokens hold {:.0f} bytes", in.cell->id, found.tokens, found.bytes));
   if (found.tokens == least && found.bytes > wanted * (1 + bytes_apart))
     throw Error(Errc::config,

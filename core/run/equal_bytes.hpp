@@ -17,14 +17,14 @@ inline constexpr double bytes_apart = 0.02;   // share of `equal_bytes`: a cell 
 inline constexpr double bytes_equal = 0.005;  // share at which a search ends
 
 // The trial whose bytes are nearest to `wanted`, among the budgets of [least, most] tokens. Of equal bytes the larger
-// budget wins. held(tokens) is measured; it grows with the tokens, often page by page. Each budget is tried at most
-// once.
+// budget wins. held(tokens) is measured; it grows with the tokens, often page by page. It is infinite for a budget that
+// does not fit, and minus infinity for one that is too small. Each budget is tried at most once.
 HeldBytes nearest_budget(double wanted, int least, int most, int page_size, const std::function<double(int)>& held);
 
 // Finds the budget of a cell whose experiment has equal_bytes; nothing where the entry has no budget, or where it
 // chooses pages and evicts nothing. A trial runs the cell's first contexts, one sequence at a time, and takes the
 // ledger's mean over decode steps, as the column `device_bytes_decode` does. Errc::config where the smallest budget
-// that the policy takes holds more than that, by more than bytes_apart.
+// that the policy takes holds more than that, by more than bytes_apart. NoRoom where not even that one fits.
 std::optional<HeldBytes> equal_budget(const CellInput& in);
 
 // Says in a warning what equal_bytes means for the cell where it is not met within bytes_apart. measured: the cell's

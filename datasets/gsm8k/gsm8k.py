@@ -47,6 +47,6 @@ SET = DataSet(
     source="https://github.com/openai/grade-school-math (grade_school_math/data)", version="files at 3101c7d50724",
     licence="MIT", prompt_source="our own frame around examples of train.jsonl",
     wanted="test.jsonl, and train.jsonl for --shots, an object a line with question and answer, which ends with #### and a number",
-    tasks={"gsm8k": Task(prompt="{context}", question_text="Question: {input}\nAnswer:", metric="last_number", max_new_tokens=512,
+    tasks={"gsm8k": Task(prompt="{context}", question_text="Question: {input}\nAnswer:", metric="gsm8k", max_new_tokens=512,
                          files=("test.jsonl",), stop=("\n\nQuestion:",))},
     read=read, options=options, note="LeanKV's paper does not say how it asks.", sample="sample/, 4 questions (MIT)")

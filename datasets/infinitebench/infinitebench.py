@@ -23,11 +23,11 @@ TABLE = {
                      "word", ""),
     "longbook_sum_eng": ("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_l", "Published: rougeLsum."),
     "longbook_qa_eng": ("Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {input}\n"
-                        "Answer:", 40, "f1", ""),
-    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_zh",
-                        "The published score splits Chinese into words with jieba; kvlab has no such metric."),
+                        "Answer:", 40, "longbench_f1", ""),
+    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_characters",
+                        "The published score is F1 of characters; kvlab has no such metric."),
     "longbook_choice_eng": ("Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\n" + OPTIONS +
-                            "The letter of the correct answer is", 40, "choice", ""),
+                            "The letter of the correct answer is", 40, "infinitebench_choice", ""),
     "longdialogue_qa_eng": (MASK, 40, "contains", "The published score wants the name as a whole word."),
     "math_find": ("{prompt}\n\n{context}\n\n{input}", 3, "first_integer", "Published: the first number, also with a fraction."),
     "math_calc": (CALC, 30000, "leading_numbers", "Published: the share of the numbers before the first wrong one; kvlab has no "
@@ -81,7 +81,8 @@ def read(name, source, _options):
         answers = field({"answer": answers if isinstance(answers, list) else [answers]}, "answer", place, list)
         more = more_fields(name, value, place)
         if name in FOUR:
-            answers = [right_letter(answers, field(value, "options", place, list), place)]
+            letter = right_letter(answers, field(value, "options", place, list), place)
+            answers = [letter, *answers] if name == "longbook_choice_eng" else [letter]
         if name == "math_calc":
             answers = [json.dumps([int(a) for a in answers])]
         context = value.get("context", value.get("content"))

@@ -1,5 +1,5 @@
 // Metrics of InfiniteBench's passkey and number_string, kv_retrieval and longbook_choice (Zhang et al. 2024;
-// compute_scores.py of OpenBMB/InfiniteBench). An empty answer to a choice ends that scorer; here it is wrong.
+// compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
 #include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/unicode.hpp>
@@ -31,6 +31,13 @@ double word(const std::string& answer, const std::string& reference) {
   return has(kvlab::unicode::words(with_spaces_for(from_utf8(answer), marks)), from_utf8(reference));
 }
 
+Text stripped(const Text& text) {
+  std::size_t begin = 0, end = text.size();
+  while (begin < end && kvlab::unicode::is_space(text[begin])) ++begin;
+  while (end > begin && kvlab::unicode::is_space(text[end - 1])) --end;
+  return text.substr(begin, end - begin);
+}
+
 // One blank for each run of blanks.
 Text single_spaced(const Text& text) {
   Text out;
@@ -54,9 +61,10 @@ class Choice final : public kvlab::AnswerMetric {
                const kvlab::Record& /*record*/) const override {
     Words right;
     for (const std::string& reference : references) right.push_back(from_utf8(reference));
-    Text text = from_utf8(answer);
+    Text text = stripped(from_utf8(answer));
     if (text.empty()) return 0;
     if (text[0] >= U'A' && text[0] <= U'D') return has(right, text.substr(0, 1));
+    if (has(right, text)) return 1;
     text = single_spaced(with_spaces_for(text, U"\n\"'.,?!{}"));
     if (const auto after = after_phrase(text, {U"answer is:", U"answer:", U"answer is", U"option is"}))
       return std::any_of(right.begin(), right.end(), [&](const Text& r) { return after->rfind(r, 0) == 0; });

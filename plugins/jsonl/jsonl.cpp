@@ -112,8 +112,7 @@ const std::vector<Jsonl::Group>& Jsonl::groups(const kvlab::TaskEnv& env) const 
   if (!groups_.empty()) return groups_;
   std::vector<kvlab::Record> records = env.records(data_);
   settings_.emplace(given_, jsonl::take_header(records, data_));
-  for (kvlab::Record& record : records)
-    records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
+  for (kvlab::Record& record : records) records_.push_back(std::make_shared<const kvlab::Record>(std::move(record)));
   for (std::size_t i = 0; i < records_.size(); ++i) {
     std::string prompt = settings_->prompt.render(*records_[i], place(i));
     if (groups_.empty() || static_cast<int>(groups_.back().records.size()) == env.questions() ||

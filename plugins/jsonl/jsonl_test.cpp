@@ -177,9 +177,8 @@ TEST_CASE("jsonl: a header's settings hold where the entry gives none") {
   CHECK(s.questions[0].max_new_tokens == 7);
   CHECK(metric == "rouge_l");
 
-  const auto [own, own_metric] = made({{"references", std::string("answers")},
-                                       {"max_new_tokens", std::int64_t{64}},
-                                       {"question_text", std::string()}});
+  const auto [own, own_metric] = made(
+      {{"references", std::string("answers")}, {"max_new_tokens", std::int64_t{64}}, {"question_text", std::string()}});
   CHECK(env.decode(own.context) == env.decode(s.context));
   CHECK(env.decode(own.questions[0].tokens) == " A:");
   CHECK(own.questions[0].references == std::vector<std::string>{"y"});

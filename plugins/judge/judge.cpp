@@ -3,10 +3,10 @@
 #include <kvlab/plugin.hpp>
 
 #include <charconv>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <random>
 
 #include "json.hpp"
 
@@ -21,9 +21,10 @@ namespace {
 // A folder that only this user can read. It goes with the object.
 class Folder {
  public:
-  Folder() : path_(fs::temp_directory_path() / ("kvlab-judge-" + std::to_string(std::random_device()()))) {
-    if (!fs::create_directory(path_)) fail("the folder " + path_.string() + " of somebody else");
-    fs::permissions(path_, fs::perms::owner_all);
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "kvlab-judge-XXXXXX").string();
+    if (!mkdtemp(name.data())) fail("no folder like " + name);
+    path_ = name;
   }
   ~Folder() {
     std::error_code ignored;
@@ -45,18 +46,24 @@ std::string word(const std::string& text) {
 
 // What the command prints for this input.
 std::string output_of(const std::string& command, const std::string& input, double seconds) {
-  constexpr int late = 124, per_code = 256;  // the exit code of timeout, and how std::system encodes it
+  constexpr int late = 124, per_code = 256;  // the exit code of timeout, and how pclose encodes it
   const Folder folder;
   if (!(std::ofstream(folder.file("in"), std::ios::binary) << input << std::flush)) fail("no room for a judge's input");
-  const std::string line = "timeout -k 1 " + std::to_string(seconds) + " sh -c " + word(command) + " < " +
-                           word(folder.file("in")) + " > " + word(folder.file("out"));
-  const int status = std::system(line.c_str());
+  // Ctrl-C is kvlab's to see: the judge may end, and the run stops after it.
+  const std::string line = "trap '' INT; timeout -k 1 " + std::to_string(seconds) + " sh -c " + word(command) + " < " +
+                           word(folder.file("in"));
+  std::FILE* pipe = popen(line.c_str(), "r");
+  if (!pipe) fail("no process for a judge");
+  constexpr std::size_t most = 1 << 20;  // of what it prints; a number is shorter
+  std::string printed, part(4096, ' ');
+  for (std::size_t n; (n = std::fread(part.data(), 1, part.size(), pipe)) > 0;)
+    if (printed.size() < most) printed.append(part, 0, n);
+  const int status = pclose(pipe);
   if (status == late * per_code) fail("no answer of the judge in " + std::to_string(seconds) + " seconds");
   if (status != 0)
     fail(status > 0 && status % per_code == 0 ? "a judge with exit code " + std::to_string(status / per_code)
                                               : "a judge that did not end by itself");
-  std::ifstream file(folder.file("out"), std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
+  return printed;
 }
 
 // The number that the program printed. Anything else is an error: an answer without a score is not a wrong one.

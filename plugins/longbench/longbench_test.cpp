@@ -15,6 +15,8 @@ TEST_CASE("classification passes over the class after one that it removes") {
   CHECK(one->score("City or Town", {"City"}, record) == 0.5);
   // "Ci" goes and "it" is passed over, so it counts.
   CHECK(one->score("City", {"City"}, {{"all_classes", {"Ci", "it", "City"}}}) == 0.5);
+  CHECK(one->score("City\nTown", {"City"}, record) == 0.5);
+  CHECK(metric("classification_first_line")->score("City\nTown", {"City"}, record) == 1);
 }
 
 TEST_CASE("longbench: questions that cannot be scored are refused") {

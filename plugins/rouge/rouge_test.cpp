@@ -27,6 +27,7 @@ TEST_CASE("longbench_rouge counts distinct words over sentences") {
   check_golden("longbench_rouge");
   // The sentence's end is a sentence of one empty word: 3 of 4 words, and 3 of 3.
   CHECK(score("longbench_rouge", "a b. a c. ", {"a b. a c"}) == Approx(2 * 0.75 / 1.75).epsilon(1e-7));
+  CHECK(score("longbench_rouge_first_line", "\na b\nc d", {"a b"}) == score("longbench_rouge", "a b", {"a b"}));
 }
 
 TEST_CASE("longbench_rouge reads long sentences, where the scorer has no stack left") {

@@ -23,6 +23,7 @@ TEST_CASE("longbench_f1 gives nothing for nothing, and may look at the first lin
   const auto first = metric("longbench_f1", {{"first_line", true}});
   CHECK(first->score("\n\ncat\ndog", List{"the cat"}, {}) == 1);
   CHECK(first->score("\n", List{"cat"}, {}) == 0);
+  CHECK(score("longbench_f1_first_line", "\n\ncat\ndog", List{"the cat"}) == 1);
 }
 
 TEST_CASE("exact_match wants the same words in the same order") {

@@ -118,10 +118,13 @@ def longbench_v2_choice(answer, reference):
 
 
 def infinitebench_choice(answer, references):
+    answer = answer.strip()
     if not answer:
         return 0.0
     if answer[0] in "ABCD":
         return float(answer[0] in references)
+    if answer in references:
+        return 1.0
     text = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", answer))
     for phrase in ("answer is:", "answer:", "answer is", "option is"):
         at = text.find(phrase)
@@ -356,7 +359,7 @@ def choices():
 
 def books():
     answers = ["", "A", "B. text", "answer is: C", "the answer is:", "The answer is  D.", "option is A", "I say ABC",
-               "BC or A", "answer:B", "answer is Long name!", "no idea", " A", "{D}", "answer is\n\nC, answer: A"]  # fmt: skip
+               "BC or A", "answer:B", "answer is Long name!", "no idea", " A", "{D}", "answer is\n\nC, answer: A", "Long name", "\nB side\t", "Long name.", " \n "]  # fmt: skip
     return [(a, [r, t]) for a in answers for r, t in zip("ABCD", ("Long name", "B side", "Cat", "D"))]
 
 

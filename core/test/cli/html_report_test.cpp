@@ -47,7 +47,7 @@ TEST_CASE("report --html gives Python the files and passes its exit code on") {
   CHECK(ended.said == "what it says\n");
   CHECK_THAT(text_of(folder / "words"),
              Contains("kvlab_results packages\n") &&
-                 Contains("kvlab_results report -o " + out + " -- " + profile() + " " + profile() + "\n"));
+                 Contains("kvlab_results report --output=" + out + " -- " + profile() + " " + profile() + "\n"));
 }
 
 TEST_CASE("report --html says what Python lacks, and ends with 3") {

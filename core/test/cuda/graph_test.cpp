@@ -252,15 +252,15 @@ TEST_CASE("cuda engine: layers that share launches of their observe give what ea
       bool capped;
     };
     // Groups of one layer, of two, of three at most, and of as many as the scratch memory holds.
-    for (const auto& [layers, spill, capped] : {Way{1, Spill::always, false}, Way{2, Spill::always, false},
-                                                Way{8, Spill::always, false}, Way{8, Spill::always, true},
-                                                Way{8, Spill::pressure, false}, Way{8, Spill::pressure, true}}) {
+    for (const auto& [layers, spill, capped] :
+         {Way{1, Spill::always, false}, Way{2, Spill::always, false}, Way{8, Spill::always, false},
+          Way{8, Spill::always, true}, Way{8, Spill::pressure, false}, Way{8, Spill::pressure, true}}) {
       CAPTURE(layers, spill == Spill::always, capped);
-      Pair p(spec, 0, "synthetic/tiny-deep", 800, [&, layers = layers, spill = spill, capped = capped](
-                                                      EngineOptions& o, bool) {
-        o.layers_beside = layers, o.spill = spill;
-        if (capped) o.scratch_limit = 1 << 20;
-      });
+      Pair p(spec, 0, "synthetic/tiny-deep", 800,
+             [&, layers = layers, spill = spill, capped = capped](EngineOptions& o, bool) {
+               o.layers_beside = layers, o.spill = spill;
+               if (capped) o.scratch_limit = 1 << 20;
+             });
       const int a = p.open(700, 1), b = p.open(450, 2);
       for (int i = 0; i < 20; ++i) p.step({a, b});
       CHECK(p.graphs.replays() == 19);

@@ -63,6 +63,13 @@ TEST_CASE("a budget by bytes is the nearest one, and of equal bytes the largest"
         CHECK(found.bytes == held(found.tokens));
         CHECK(tried.size() <= most_trials);
       }
+  // Budgets below 40 are refused when they run, and those above 500 do not fit.
+  const auto within = [&](int tokens) { return tokens < 40 ? -INFINITY : tokens > 500 ? INFINITY : smooth(tokens); };
+  for (const int wanted : {40, 41, 100, 480, 500}) {
+    const HeldBytes found = nearest_budget(smooth(wanted), 1, 30'000, page, within);
+    CAPTURE(wanted, found.tokens);
+    CHECK(std::fabs(found.bytes - smooth(wanted)) <= bytes_apart * smooth(wanted));
+  }
   CHECK(nearest_budget(pages(64) + 5, 1, 1000, page, pages).tokens == 64);
   CHECK(nearest_budget(pages(64) - 5, 1, 1000, page, pages).tokens == 64);
 }

@@ -193,8 +193,17 @@ TEST_CASE("a task may learn its metric from its data, in samples()") {
   ModelConfig config;
   config.vocab = 50;
   config.context = 100;
-  CHECK(make_items(spec, RegistryCatalog(registry), test::test_vocabulary("gpt-2"), config, Experiment(), 1).metric ==
-        "rouge_l");
+  const RegistryCatalog catalog(registry);
+  const auto items = [&] { return make_items(spec, catalog, test::test_vocabulary("gpt-2"), config, Experiment(), 1); };
+  const TaskItems named_late = items();
+  CHECK(named_late.metric == "rouge_l");
+  REQUIRE(named_late.use);
+  CHECK(named_late.use->name == "rouge_l");
+  // The entry's metric goes first.
+  spec.names_metric = true;
+  spec.metric = metric_named("exact", catalog);
+  CHECK(items().metric == "exact");
+  CHECK(items().use->name == "exact");
 }
 
 TEST_CASE("a task's own metric scores its answers") {
