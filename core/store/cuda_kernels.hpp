@@ -45,6 +45,7 @@ struct CudaStoreCounters {
   unsigned long long states = 0;      // pages whose token state a drop copied to the host
   unsigned long long fetched = 0;     // tokens that came from archives
   unsigned long long fired = 0;       // edits that changed something
+  // The latest edit that counted. Behind it stand those of place edits, [layer], where there are such edits.
   unsigned long long last_edit = 0;
 };
 

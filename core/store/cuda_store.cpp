@@ -67,7 +67,7 @@ CudaStore::CudaStore(const StoreOptions& options, Stream stream) : Store(options
   ledger_.hold(
       Tier::device, Tag::tables,
       static_cast<std::int64_t>(2 * taken.table + taken.lengths + taken.lower_pages + taken.archive + taken.archived));
-  counters_ = StreamMemory(stream_, sizeof(CudaStoreCounters));
+  counters_ = StreamMemory(stream_, taken.counters);
   zero_memory(counters_.as<>(), counters_.bytes(), stream_);
   const std::size_t slots = static_cast<std::size_t>(s.max_slots);
   rows_ = StreamMemory(stream_, taken.rows);
@@ -134,6 +134,7 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   out.lower_pages = o.codecs.size() > 1 ? out.lengths : 0;
   out.rows = slots * (slots + 1) / 2 * word;
   out.all_rows = o.all_layers ? n(s.layers) * out.rows : 0;
+  out.counters = sizeof(CudaStoreCounters) + n(o.host_pages ? s.layers : 0) * sizeof(CudaStoreCounters::last_edit);
   out.inv_freq = o.rope_table.inv_freq ? n(s.head_dim / 2) * sizeof(float) : 0;
   out.jobs = (4 + 4 * of_layer) * word;
   out.summaries = pages * n(summary_bytes(o));
@@ -141,7 +142,6 @@ CudaStore::Sizes CudaStore::sizes(const StoreOptions& o) {
   if (!o.host_pages) return out;
   out.place_jobs = 4 * (lane_of_beside + cuda_store::most_places) * of_layer * word;
   out.place_counts = 2 * (lane_of_beside + 1) * word;
-  out.last_places = n(s.layers) * sizeof(unsigned long long);
   out.placed_flags = heads;
   out.spilled_flags = slots;
   out.spare_counts = n(s.layers) * slots * sizeof(Spare);
@@ -158,10 +158,10 @@ StoreBytes CudaStore::bytes(const StoreOptions& o) {
   std::int64_t places = o.host_pages ? 2 : 1;
   // A place in the list of each codec and in that of reclaim, and what an extent has.
   if (o.codecs.size() > 1) places = 3 + 2 * (frame / frame_layout(o, o.codecs[1]).bytes + 1);
-  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.last_places + s.placed_flags + s.spilled_flags +
+  const std::size_t lists = s.jobs + s.place_jobs + s.place_counts + s.placed_flags + s.spilled_flags +
                             s.spare_counts + s.reloads;
   return {static_cast<std::int64_t>(2 * s.table + s.lengths + s.lower_pages + s.archive + s.archived +
-                                    sizeof(CudaStoreCounters) + s.rows + s.all_rows + s.inv_freq + lists) +
+                                    s.counters + s.rows + s.all_rows + s.inv_freq + lists) +
               (host_frames + 2) * place + before_frames,
           static_cast<std::int64_t>(s.summaries), frame, places * place};
 }
@@ -174,7 +174,6 @@ void CudaStore::prepare_places(const Sizes& taken) {
   };
   place_jobs_ = StreamMemory(stream_, taken.place_jobs);
   place_counts_ = zeros(taken.place_counts);
-  last_places_ = zeros(taken.last_places);
   returned_ = zeros(static_cast<std::size_t>(1 + capacity_[0]) * sizeof(std::int32_t));
   placed_flags_ = zeros(taken.placed_flags);
   spilled_flags_ = zeros(taken.spilled_flags);
@@ -523,8 +522,8 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
 }
 
 void CudaStore::count_edits_anew() {
-  auto* counters = counters_.as<CudaStoreCounters>();
-  zero_memory(&counters->last_edit, sizeof counters->last_edit, stream_);
+  constexpr std::size_t before = offsetof(CudaStoreCounters, last_edit);
+  zero_memory(counters_.as<>() + before, counters_.bytes() - before, stream_);
 }
 
 void CudaStore::leave_room(const std::vector<std::int32_t>& slots, bool late) {
@@ -569,7 +568,7 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken
   for (int l = 0; l < options_.shape.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
   // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.
-  zero_memory(&counters_.as<CudaStoreCounters>()->last_edit, sizeof(CudaStoreCounters::last_edit), stream_);
+  count_edits_anew();
   stale_ = true;
   return true;
 }

@@ -117,9 +117,8 @@ class CudaStore final : public Store {
   // Bytes of what the store takes on the device.
   struct Sizes {
     std::size_t table = 0, lengths = 0, lower_pages = 0, rows = 0, all_rows = 0, inv_freq = 0, jobs = 0, summaries = 0;
-    std::size_t archive = 0, archived = 0;
-    std::size_t place_jobs = 0, place_counts = 0, last_places = 0, placed_flags = 0, spilled_flags = 0,
-                spare_counts = 0,
+    std::size_t archive = 0, archived = 0, counters = 0;
+    std::size_t place_jobs = 0, place_counts = 0, placed_flags = 0, spilled_flags = 0, spare_counts = 0,
                 reloads = 0;  // for place edits
   };
   static Sizes sizes(const StoreOptions& options);
@@ -264,7 +263,6 @@ class CudaStore final : public Store {
   std::unique_ptr<SideStream> side_;
   std::unique_ptr<Reloads> reloads_;        // with StoreOptions::pauses
   StreamMemory place_jobs_, place_counts_;  // CudaStorePlace::jobs, counts
-  StreamMemory last_places_;                // [layer] CudaStorePlace::last
   StreamMemory returned_;                   // CudaStoreLayer::returned, behind its count
   StreamMemory placed_flags_;               // [layer, slot, kv_head] u8: CudaStoreLayer::placed
   StreamMemory spilled_flags_;              // [slot] u8
