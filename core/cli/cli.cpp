@@ -25,6 +25,8 @@
 #include "cli/conform.hpp"
 #include "cli/doctor.hpp"
 #include "cli/html_report.hpp"
+#include "cli/loaded.hpp"
+#include "cli/reproduce.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
@@ -71,21 +73,6 @@ std::string joined(const std::vector<std::string>& words) {
   return text;
 }
 
-// An experiment with the plugins that it names.
-struct Loaded {
-  // plugin_path: searched before the file's.
-  Loaded(const std::string& file, const std::vector<std::string>& sets, const std::vector<std::string>& plugin_path) {
-    std::vector<std::filesystem::path> places(plugin_path.begin(), plugin_path.end());
-    for (const std::string& place : plugin_path_of(file, sets)) places.emplace_back(place);
-    registry.emplace(places);
-    catalog.emplace(*registry);
-    experiment = load_experiment(file, sets, *catalog);
-  }
-  std::optional<Registry> registry;
-  std::optional<RegistryCatalog> catalog;
-  Experiment experiment;
-};
-
 class CommandLine {
  public:
   CommandLine(int argc, char** argv);
@@ -120,6 +107,7 @@ class CommandLine {
   void add_run();
   void add_profile();
   void add_generate();
+  void add_reproduce();
   void add_rest();
   std::string report_text() const;
   // The words that the user typed, also in the process of an isolated cell.
@@ -127,9 +115,6 @@ class CommandLine {
     std::vector<std::string> words(argv_, argv_ + argc_);
     if (!isolated_cell_.empty()) words.erase(words.begin() + 2, words.begin() + 4);
     return words;
-  }
-  int not_yet(const char* name) {
-    throw Error(Errc::unsupported, fmt::format("got '{}', which is not in this version of kvlab", name), "kvlab");
   }
 
   int argc_;
@@ -146,6 +131,7 @@ class CommandLine {
        check_ = false, plugins_ = false, attempts_ = false;
   GenerateOptions generate_;
   ConformOptions conform_;
+  ReproduceOptions reproduce_;
   bench::ModelChoice choice_;
 };
 
@@ -161,6 +147,7 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
   add_run();
   add_profile();
   add_generate();
+  add_reproduce();
   add_rest();
 }
 
@@ -242,6 +229,32 @@ void CommandLine::add_generate() {
       ->capture_default_str();
   command->add_option("--seed", generate_.seed, "of the sampling")->capture_default_str();
   command->add_flag("--raw", generate_.raw, "the prompt as it is, without the chat template");
+  add_plugin_path(command);
+}
+
+void CommandLine::add_reproduce() {
+  CLI::App* command = add("reproduce", "tables and figures of papers: what they publish beside what runs here",
+                          "kvlab reproduce                          every table and figure, and what it needs\n"
+                          "kvlab reproduce PAPER/table2 --model DIR  its experiment, then the paper's values beside ours\n"
+                          "kvlab reproduce PAPER/table2 --small      the same question to a model that is at hand",
+                          [this] {
+                            reproduce_.sets = sets_;
+                            reproduce_.plugin_path = plugin_path_;
+                            reproduce_.quiet = quiet_;
+                            reproduce_.command = joined(typed());
+                            return reproduce(reproduce_);
+                          });
+  command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
+  command->add_option("--model", reproduce_.model, "in place of the experiment's: GGUF file, safetensors folder, "
+                                                   "bundled/NAME or synthetic/NAME");
+  command->add_option("--adapter", reproduce_.adapter, "PEFT folder merged into that model");
+  command->add_flag("--small", reproduce_.small, "experiments that need no weights and data but kvlab's own");
+  CLI::Option* check = command->add_flag("--check", reproduce_.check, "only check what would run");
+  command->add_flag("--report", reproduce_.report, "run nothing, show what earlier calls left")->excludes(check);
+  command->add_flag("--fresh", reproduce_.fresh, "run finished cells and profiles again");
+  command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
+  command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();
+  command->add_option("--set", sets_, "key=value in place of the experiments'; repeatable")->allow_extra_args(false);
   add_plugin_path(command);
 }
 
@@ -389,8 +402,6 @@ void CommandLine::add_rest() {
         return 0;
       });
   add_plugin_path(doctor);
-
-  add("reproduce", "not in this version", "", [this] { return not_yet("reproduce"); })->allow_extras();
 }
 
 void CommandLine::start_log() const {

@@ -13,6 +13,7 @@
 #include "base/log.hpp"
 #include "base/text.hpp"
 #include "cli/child.hpp"
+#include "cli/shared_files.hpp"
 #include "result/sealed.hpp"
 
 namespace fs = std::filesystem;
@@ -23,15 +24,10 @@ namespace {
 constexpr const char* where = "kvlab report --html";
 constexpr const char* packages = "python3 python3-h5py python3-matplotlib python3-numpy python3-pandas python3-yaml";
 
-// The package as a folder that Python runs: an installation's, else the source tree's.
+// The package as a folder that Python runs.
 fs::path package() {
-  const fs::path prefix = fs::read_symlink("/proc/self/exe").parent_path().parent_path();
-  const fs::path installed = prefix / "share" / "kvlab" / "analysis" / "kvlab_results";
-  if (fs::exists(installed)) return installed;
-  const fs::path source = fs::path(KVLAB_ANALYSIS_DIR) / "kvlab_results";
-  if (fs::exists(source)) return source;
-  throw Error(Errc::config,
-              fmt::format("got no {}, wanted the folder analysis of kvlab's source tree", installed.string()), where);
+  const fs::path folder = fs::path("analysis") / "kvlab_results";
+  return shared_files(folder, where) / folder;
 }
 
 // Whether the interpreter has what a report needs; nothing where it cannot be started.

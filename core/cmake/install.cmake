@@ -25,6 +25,12 @@ install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/kvlab_results DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/analysis
   FILES_MATCHING PATTERN "*.py" PATTERN __pycache__ EXCLUDE)
 
+# What `kvlab reproduce` reads.
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/analysis/papers DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab/analysis
+  FILES_MATCHING PATTERN "*.yaml")
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/experiments DESTINATION ${CMAKE_INSTALL_DATADIR}/kvlab
+  FILES_MATCHING PATTERN "*.yaml" PATTERN "*.csv" PATTERN "*.h5")
+
 # The conformance suite, which `kvlab conform` starts, with its models and vocabularies.
 if(TARGET test_contract)
   install(PROGRAMS $<TARGET_FILE:test_contract> DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/kvlab RENAME conform)

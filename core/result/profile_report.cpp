@@ -221,13 +221,6 @@ const ProfileArray* find(const ProfileFile& profile, const std::string& profiler
   return nullptr;
 }
 
-// |a and b| / |a|; NaN where a is empty.
-double common_share(const ProfileArray& a, const ProfileArray& b) {
-  double both = 0, all = 0;
-  for (std::size_t i = 0; i < a.values.size(); ++i) both += a.values[i] * b.values[i], all += a.values[i];
-  return all > 0 ? both / all : std::numeric_limits<double>::quiet_NaN();
-}
-
 // The mean over the sets other than `own`.
 template <class Get>
 double mean_of_others(const std::vector<const ProfileArray*>& sets, std::size_t own, Get get) {
@@ -254,16 +247,16 @@ ReportTable overlap_table(const std::string& title, const std::vector<std::strin
     std::string map;
     if (format != Format::latex) row.emplace_back();
     for (const ProfileArray* set : sets) {
-      const double share = common_share(*sets[a], *set);
+      const double share = shared_heads(*sets[a], *set);
       map += shade(share, shares);
       row.push_back(share_text(share));
     }
     if (format != Format::latex) row[1] = map;
     row.push_back(
-        share_text(mean_of_others(sets, a, [&](const ProfileArray& b) { return common_share(*sets[a], b); })));
+        share_text(mean_of_others(sets, a, [&](const ProfileArray& b) { return shared_heads(*sets[a], b); })));
     row.push_back(share_text(mean_of_others(sets, a, [](const ProfileArray& b) {
       const ProfileArray all{b.extent, std::vector<float>(b.values.size(), 1), {}};
-      return common_share(all, b);
+      return shared_heads(all, b);
     })));
     table.rows.push_back(std::move(row));
   }
@@ -278,6 +271,12 @@ ProfileArray files_of_heads(const std::vector<const ProfileArray*>& sets) {
 }
 
 }  // namespace
+
+double shared_heads(const ProfileArray& a, const ProfileArray& b) {
+  double both = 0, all = 0;
+  for (std::size_t i = 0; i < a.values.size(); ++i) both += a.values[i] * b.values[i], all += a.values[i];
+  return all > 0 ? both / all : std::numeric_limits<double>::quiet_NaN();
+}
 
 std::string profile_report(const ProfileFile& profile, Format format) {
   refuse_csv(format);

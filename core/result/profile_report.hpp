@@ -12,6 +12,9 @@ namespace kvlab::results {
 // of a [layer, head] array name the classes 0, 1, 2, ...; their first letters differ. All functions refuse Format::csv
 // with Errc::config. LaTeX has numbers in place of shades and bars.
 
+// |a and b| / |a|, for two sets of heads of one shape; NaN where a is empty.
+double shared_heads(const ProfileArray& a, const ProfileArray& b);
+
 // A table of quantiles of each array's values. Where a profiler wrote a set, its other arrays follow as pictures, in
 // which the set's heads are told apart: maps of [layer, head] arrays, and curves of [layer, head, entry] arrays. A
 // curve has a bar for each entry, counted from 1: the mean over the set's heads, and over the others. The words after

@@ -1,0 +1,214 @@
+#include "cli/reproduce.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <kvlab/error.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "base/log.hpp"
+#include "base/terminal.hpp"
+#include "base/text.hpp"
+#include "cli/loaded.hpp"
+#include "cli/shared_files.hpp"
+#include "papers/beside.hpp"
+#include "plugin/callback.hpp"
+#include "result/report.hpp"
+#include "run/profile.hpp"
+#include "run/runner.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+constexpr const char* where = "kvlab reproduce";
+
+std::string state_of(const papers::Item& item) {
+  if (!item.why_not.empty()) return "no experiment: " + item.why_not;
+  std::string out = item.needs.empty() ? "" : "needs " + join(item.needs);
+  if (!item.small.empty()) out += out.empty() ? "also --small" : "; --small does without";
+  return out;
+}
+
+std::string list_text(const std::vector<papers::Paper>& all, const std::string& only) {
+  std::string out;
+  for (const papers::Paper& paper : all) {
+    if (!only.empty() && paper.name != only) continue;
+    out += fmt::format("{}{}: {} ({})\n", out.empty() ? "" : "\n", paper.name, paper.title, paper.source);
+    std::size_t width = 0;
+    for (const papers::Item& item : paper.items) width = std::max(width, paper.name.size() + 1 + item.name.size());
+    for (const papers::Item& item : paper.items) {
+      out += fmt::format("  {:<{}}  {:<7}  {}\n", paper.name + "/" + item.name, width, item.kind, item.title);
+      if (const std::string state = state_of(item); !state.empty())
+        out += fmt::format("  {:<{}}  {:<7}  {}\n", "", width, "", state);
+    }
+  }
+  return out;
+}
+
+struct Chosen {
+  const papers::Paper* paper;
+  const papers::Item* item;
+  std::string name() const { return paper->name + "/" + item->name; }
+};
+
+Chosen choose(const std::vector<papers::Paper>& all, const std::string& name) {
+  std::vector<std::string> known;
+  for (const papers::Paper& paper : all)
+    for (const papers::Item& item : paper.items) {
+      known.push_back(paper.name + "/" + item.name);
+      if (name == known.back()) return {&paper, &item};
+    }
+  throw Error(Errc::config,
+              fmt::format("got '{}', wanted a table or figure{}: `kvlab reproduce` lists them", name,
+                          did_you_mean(name, known)),
+              where);
+}
+
+// The model as `--set` spells it. A path starts at the current folder, as for `kvlab generate`.
+std::string model_set(const ReproduceOptions& o) {
+  constexpr const char* synthetic = "synthetic/";
+  nlohmann::json model;
+  const auto absolute = [](const std::string& path) {
+    return path.starts_with("bundled/") ? path : fs::absolute(path).string();
+  };
+  if (o.model.starts_with(synthetic))
+    model["synthetic"] = o.model.substr(std::string(synthetic).size());
+  else
+    model["path"] = absolute(o.model);
+  if (!o.adapter.empty()) model["adapter"] = absolute(o.adapter);
+  return "model=" + model.dump();
+}
+
+class Reproduction {
+ public:
+  Reproduction(const ReproduceOptions& options, Chosen chosen, const fs::path& tree) : o_(options), chosen_(chosen) {
+    const papers::Item& item = *chosen.item;
+    if (!item.why_not.empty())
+      throw Error(Errc::config, fmt::format("got {}, which has no experiment: {}", chosen.name(), item.why_not), where);
+    if (o_.small && item.small.empty())
+      throw Error(Errc::config, fmt::format("got {}, which has no small experiment, wanted it without --small", chosen.name()),
+                  where);
+    std::vector<std::string> sets = o_.sets;
+    if (!o_.model.empty()) sets.push_back(model_set(o_));
+    for (const std::string& file : o_.small ? item.small : item.run) {
+      const std::string path = (tree / file).string(), stem = fs::path(file).stem().string();
+      runs_.push_back({stem, std::make_unique<Loaded>(path, sets, o_.plugin_path)});
+      Experiment& e = runs_.back().loaded->experiment;
+      // A policy reads a profile from where its experiment writes it.
+      if (!is_profile(runs_.back())) e.output = fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
+    }
+  }
+
+  void check() const {
+    for (const Run& run : runs_) {
+      if (is_profile(run)) continue;
+      const Checked checked = check_experiment(run.loaded->experiment, *run.loaded->catalog);
+      if (o_.check) fmt::print("{}", checked.table);
+      if (checked.absent) throw Error(*checked.absent);
+    }
+  }
+
+  int run() const {
+    int code = 0;
+    for (const Run& run : runs_)
+      if (is_profile(run)) code = std::max(code, profile(run));
+    check();
+    for (const Run& run : runs_) {
+      if (is_profile(run)) continue;
+      log::info(fmt::format("{}: {}", chosen_.name(), run.loaded->experiment.file.string()));
+      code = std::max(code,
+                      run_experiment(run.loaded->experiment, *run.loaded->catalog, {o_.command, o_.fresh, true, {}}));
+    }
+    return code;
+  }
+
+  std::string text() const {
+    const results::Format format = results::parse_format(o_.format);
+    if (o_.small) return results::report(result_files(), {format, {}, takes_colour(STDOUT_FILENO)});
+    const results::ReportPage page = papers::beside(chosen_.paper->name, *chosen_.item, ours());
+    return format == results::Format::csv ? results::render_csv(page.tables.back()) : results::render(page, format);
+  }
+
+ private:
+  struct Run {
+    std::string stem;
+    std::unique_ptr<Loaded> loaded;
+  };
+
+  static bool is_profile(const Run& run) { return !run.loaded->experiment.profilers.empty(); }
+
+  int profile(const Run& run) const {
+    const fs::path out = run.loaded->experiment.output;
+    if (!o_.fresh && fs::exists(out) && results::is_profile(out.string())) {
+      log::info(out.string() + " is there; --fresh makes it anew");
+      return 0;
+    }
+    return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.command, false, true, {}});
+  }
+
+  std::vector<std::string> result_files() const {
+    std::vector<std::string> out;
+    for (const Run& run : runs_)
+      if (!is_profile(run)) out.push_back(run.loaded->experiment.output.string());
+    return out;
+  }
+
+  papers::Ours ours() const {
+    papers::Ours out;
+    for (const Run& run : runs_) {
+      const std::string file = run.loaded->experiment.output.string();
+      if (is_profile(run)) {
+        if (fs::exists(file)) out.profiles.emplace(run.stem, results::read_profile(file));
+      } else if (fs::exists(file) || fs::exists(results::parts_folder(file))) {
+        out.runs.emplace(run.stem, papers::OurRun{results::read_summary(file), results::read_samples(file)});
+      }
+    }
+    return out;
+  }
+
+  const ReproduceOptions& o_;
+  Chosen chosen_;
+  std::vector<Run> runs_;
+};
+
+}  // namespace
+
+int reproduce(const ReproduceOptions& o) {
+  const fs::path papers = "analysis/papers", tree = shared_files(papers, where);
+  const std::vector<papers::Paper> all = papers::read_papers(tree / papers);
+  const auto is_paper = [&](const std::string& name) {
+    return std::any_of(all.begin(), all.end(), [&](const papers::Paper& p) { return p.name == name; });
+  };
+  if (o.items.empty() || (o.items.size() == 1 && is_paper(o.items.front()))) {
+    fmt::print("{}", list_text(all, o.items.empty() ? "" : o.items.front()));
+    return 0;
+  }
+  std::vector<Chosen> chosen;
+  for (const std::string& name : o.items) chosen.push_back(choose(all, name));
+  int code = 0;
+  for (const Chosen& one : chosen) {
+    try {
+      name_callback_at_end();
+      const Reproduction reproduction(o, one, tree);
+      if (o.check) {
+        reproduction.check();
+        continue;
+      }
+      if (!o.report) code = std::max(code, reproduction.run());
+      fmt::print("{}", reproduction.text());
+    } catch (const Error&) {
+      if (!o.small && !one.item->needs.empty())
+        log::info(fmt::format("{} needs {}{}", one.name(), join(one.item->needs),
+                              one.item->small.empty() ? "" : "; --small does without"));
+      throw;
+    }
+  }
+  return code;
+}
+
+}  // namespace kvlab

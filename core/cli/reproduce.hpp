@@ -1,0 +1,24 @@
+// `kvlab reproduce`: the tables and figures of papers as commands.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+struct ReproduceOptions {
+  std::vector<std::string> items;  // "PAPER/ITEM" to run; "PAPER" or nothing = a list
+  std::string model, adapter;      // in place of the experiments' models; empty: theirs
+  std::vector<std::string> sets, plugin_path;
+  std::string folder = "results/reproduce", format = "table";
+  bool small = false;   // the experiments that need no more than what is at hand
+  bool check = false;   // run nothing
+  bool report = false;  // run nothing, show what there is
+  bool fresh = false, quiet = false;
+  std::string command;  // as typed
+};
+
+// Runs each item's experiments and prints our values beside the published ones. Returns 0, or 1 when a cell failed. An
+// unknown item is Errc::config. Errors of experiments pass through, after a line with what the item needs.
+int reproduce(const ReproduceOptions& options);
+
+}  // namespace kvlab

@@ -1,0 +1,279 @@
+#include "papers/beside.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+#include <set>
+
+#include "base/text.hpp"
+#include "result/answers.hpp"
+#include "result/compare_report.hpp"
+#include "result/profile_report.hpp"
+#include "result/report_blocks.hpp"
+
+namespace kvlab::papers {
+namespace {
+
+using results::Block;
+using results::Group;
+using results::measured;
+using results::not_measured;
+using results::SummaryRow;
+
+constexpr double near = 0.1;  // a run's prompts and budgets come out a little off the numbers that name them
+
+using Get = std::function<double(const SummaryRow&)>;
+
+double of_count(std::int64_t n) { return n < 0 ? not_measured : static_cast<double>(n); }
+
+Get getter(const std::string& read) {
+  static const std::map<std::string, Get> all{
+      {"score", [](const SummaryRow& r) { return r.score; }},
+      {"kl", [](const SummaryRow& r) { return r.kl; }},
+      {"top1", [](const SummaryRow& r) { return r.top1; }},
+      {"mass", [](const SummaryRow& r) { return r.mass; }},
+      {"compression", [](const SummaryRow& r) { return r.compression; }},
+      {"device_bytes_peak", [](const SummaryRow& r) { return of_count(r.device_bytes_peak); }},
+      {"device_bytes_decode", [](const SummaryRow& r) { return r.device_bytes_decode; }},
+      {"host_bytes_peak", [](const SummaryRow& r) { return of_count(r.host_bytes_peak); }},
+      {"ttft_ms", [](const SummaryRow& r) { return r.ttft_ms; }},
+      {"tpot_ms_mean", [](const SummaryRow& r) { return r.tpot_ms_mean; }},
+      {"tpot_ms_p50", [](const SummaryRow& r) { return r.tpot_ms_p50; }},
+      {"tpot_ms_p95", [](const SummaryRow& r) { return r.tpot_ms_p95; }},
+      {"tpot_ms_p99", [](const SummaryRow& r) { return r.tpot_ms_p99; }},
+      {"tokens_per_s", [](const SummaryRow& r) { return r.tokens_per_s; }},
+      {"overhead", [](const SummaryRow& r) { return r.overhead; }},
+  };
+  return all.at(read);
+}
+
+bool fits(const std::optional<double>& wanted, double got) {
+  return !wanted || std::fabs(got - *wanted) <= near * std::fabs(*wanted);
+}
+
+// A run's cells with what reports know of them.
+class Cells {
+ public:
+  explicit Cells(const OurRun& run) : blocks_(results::blocks_of(run.summary.rows)) {
+    for (const SummaryRow& row : run.summary.rows) {
+      const auto own = run.samples.find(row.cell);
+      rows_.push_back({0, own == run.samples.end() ? std::vector<results::SampleRow>() : own->second});
+    }
+    for (std::size_t r = 0; r < rows_.size(); ++r) samples_.emplace(&run.summary.rows[r], &rows_[r]);
+  }
+
+  std::vector<const Block*> blocks(const Reading& r) const {
+    std::vector<const Block*> out;
+    for (const Block& b : blocks_)
+      if ((r.task.empty() || r.over_tasks || b.task == r.task) && (r.model.empty() || b.model == r.model) &&
+          fits(r.context, static_cast<double>(b.context)))
+        out.push_back(&b);
+    return out;
+  }
+
+  // The only group with this label. A budget tells several apart.
+  static const Group* group(const Block& block, const std::string& policy, const std::optional<double>& budget,
+                            std::string& why) {
+    const Group* found = nullptr;
+    for (const Group& g : block.groups) {
+      if (!policy.empty() && g.first().policy != policy) continue;
+      if (budget && !g.good.empty() && !fits(budget, g.first().budget_tokens)) continue;
+      if (found) return why = "several rows fit", nullptr;
+      found = &g;
+    }
+    if (!found) return why = "not run", nullptr;
+    if (found->good.empty()) return why = found->first().status, nullptr;
+    return found;
+  }
+
+  Interval score_interval(const Group& g) const {
+    if (g.good.size() > 1) return results::pooled_interval(g, samples_);
+    return {g.first().score_lo, g.first().score_hi};
+  }
+
+  // Of own / other: the paired difference of scores, over the other's score as if that were known.
+  Interval retained_interval(const Group& own, const Group& other, double score) const {
+    results::Contexts contexts;
+    const results::Answers a = answers(own), b = answers(other);
+    contexts.add(a), contexts.add(b);
+    const Difference d = difference_of(results::paired(a, b, contexts).pairs);
+    if (d.pairs == 0 || !(score > 0)) return {not_measured, not_measured};
+    return {1 + d.interval.low / score, 1 + d.interval.high / score};
+  }
+
+ private:
+  results::Answers answers(const Group& g) const {
+    std::vector<results::CellSamples> cells;
+    for (const SummaryRow* row : g.good) cells.push_back({row->seed, &samples_.at(row)->samples});
+    return results::answers_of(cells);
+  }
+
+  std::vector<Block> blocks_;
+  std::vector<results::RowSamples> rows_;
+  results::Samples samples_;
+};
+
+OurValue in_unit(OurValue v, const std::string& as) {
+  const auto each = [&](const std::function<double(double)>& f) {
+    v.value = f(v.value);
+    v.interval = {f(v.interval.low), f(v.interval.high)};
+    if (v.interval.low > v.interval.high) std::swap(v.interval.low, v.interval.high);
+  };
+  if (as == "percent" || as == "retained") each([](double x) { return 100 * x; });
+  if (as == "saved") each([](double x) { return 100 * (1 - x); });
+  if (as == "inverse") each([](double x) { return 1 / x; });
+  return v;
+}
+
+OurValue of_block(const Reading& r, const Cells& cells, const Block& block) {
+  OurValue out;
+  const Group* own = Cells::group(block, r.policy, r.budget, out.why);
+  if (!own) return out;
+  const Get get = getter(r.read);
+  out.value = results::mean_over(*own, get);
+  const bool scored = r.read == "score";
+  if (r.as == "value" || r.as == "percent") {
+    if (scored) out.interval = cells.score_interval(*own);
+  } else {
+    const Group* other = Cells::group(block, r.against, std::nullopt, out.why);
+    if (!other) return {not_measured, out.interval, r.against + ": " + out.why};
+    const double base = results::mean_over(*other, get);
+    if (scored) out.interval = cells.retained_interval(*own, *other, base);
+    out.value /= base;
+  }
+  if (!measured(out.value)) out.why = "not measured";
+  return in_unit(out, r.as);
+}
+
+OurValue shared_heads(const Reading& r, const Ours& ours) {
+  const ProfileArray* sets[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    const auto file = ours.profiles.find(r.pair[static_cast<std::size_t>(i)]);
+    if (file == ours.profiles.end()) return {not_measured, {not_measured, not_measured}, "not run"};
+    for (const results::ProfilerOutput& one : file->second.profilers)
+      if (const auto found = one.profile.find(r.array); found != one.profile.end()) sets[i] = &found->second;
+    if (!sets[i]) return {not_measured, {not_measured, not_measured}, "no array " + r.array};
+  }
+  OurValue out;
+  if (sets[0]->extent != sets[1]->extent) return {not_measured, out.interval, "other shapes"};
+  out.value = results::shared_heads(*sets[0], *sets[1]);
+  return in_unit(out, r.as);
+}
+
+std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
+
+// Inside the interval or not; without one the difference in percent of the published value.
+std::string verdict(double published, const OurValue& own) {
+  if (!measured(published)) return "-";
+  if (!measured(own.value)) return own.why;
+  if (measured(own.interval.low))
+    return published < own.interval.low    ? "ours is higher"
+           : published > own.interval.high ? "ours is lower"
+                                           : "inside";
+  if (published == 0) return fmt::format("{:+.3g}", own.value);
+  return fmt::format("{:+.3g} %", 100 * (own.value / published - 1));
+}
+
+std::string joined(const std::set<std::string>& words) {
+  return words.empty() ? "-" : results::of_one_row(join({words.begin(), words.end()}));
+}
+
+// What ran here, for the settings that a result knows.
+std::map<std::string, std::string> settings_here(const Ours& ours) {
+  std::set<std::string> models, gpus, tasks, budgets, labels;
+  for (const auto& [stem, run] : ours.runs) {
+    const results::RunInfo& info = run.summary.info;
+    gpus.insert(info.backend == "cuda" ? info.gpu : "none, " + info.cpu);
+    for (const SummaryRow& row : run.summary.rows) {
+      models.insert(row.model), tasks.insert(row.task);
+      if (measured(row.budget_tokens)) budgets.insert(number(row.budget_tokens));
+      for (const std::string& label : results::identity_of(row))
+        if (label != "graph" && label != "eager") labels.insert(label);
+    }
+  }
+  for (const auto& [stem, profile] : ours.profiles) models.insert(profile.model);
+  return {{"model", joined(models)},
+          {"gpu", joined(gpus)},
+          {"data", joined(tasks) + (labels.empty() ? "" : " (" + joined(labels) + ")")},
+          {"budget", budgets.empty() ? "-" : joined(budgets) + " tokens"}};
+}
+
+results::ReportTable setting_table(const Item& item, const Ours& ours) {
+  results::ReportTable table;
+  table.title = "what may differ";
+  table.header = {"setting", "the paper", "here"};
+  table.text_columns = 3;
+  const auto here = settings_here(ours);
+  for (const auto& [key, text] : item.setting) {
+    const auto own = here.find(key);
+    table.rows.push_back({key, text, own == here.end() ? "see the experiment" : own->second});
+  }
+  return table;
+}
+
+results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours,
+                                 results::Notes& notes) {
+  results::ReportTable table;
+  table.title = title;
+  table.header = {"row", "column", "published", "ours", "95 %", "verdict"};
+  table.text_columns = 2;
+  for (const PublishedRow& row : item.rows) {
+    const std::string name = row.name + (row.missing.empty() ? "" : notes.mark(row.name + ": " + row.missing));
+    for (std::size_t c = 0; c < row.values.size(); ++c) {
+      const Published& p = row.values[c];
+      if (!measured(p.value)) continue;
+      const std::string column = item.columns[c] + (p.reading.unit.empty() ? "" : " [" + p.reading.unit + "]");
+      if (!row.missing.empty()) {
+        table.rows.push_back({name, column, number(p.value), "-", "-", "cannot run"});
+        continue;
+      }
+      const OurValue own = our_value(p.reading, ours);
+      const std::string interval =
+          measured(own.interval.low) ? fmt::format("{}-{}", number(own.interval.low), number(own.interval.high)) : "-";
+      table.rows.push_back({name, column, number(p.value), number(own.value), interval, verdict(p.value, own)});
+    }
+  }
+  return table;
+}
+
+}  // namespace
+
+OurValue our_value(const Reading& r, const Ours& ours) {
+  if (r.read == "shared_heads") return shared_heads(r, ours);
+  OurValue out;
+  out.why = "not run";
+  if (r.run.empty() && ours.runs.size() > 1) out.why = "no run is named";
+  const auto run = r.run.empty() && ours.runs.size() == 1 ? ours.runs.begin() : ours.runs.find(r.run);
+  if (run == ours.runs.end()) return out;
+  const Cells cells(run->second);
+  const auto blocks = cells.blocks(r);
+  if (blocks.empty()) return out;
+  if (!r.over_tasks) {
+    if (blocks.size() == 1) return of_block(r, cells, *blocks.front());
+    out.why = "several tables fit";
+    return out;
+  }
+  double sum = 0;
+  for (const Block* block : blocks) {
+    const OurValue one = of_block(r, cells, *block);
+    if (!measured(one.value)) {
+      out.why = block->task + ": " + one.why;
+      return out;
+    }
+    sum += one.value;
+  }
+  return {sum / static_cast<double>(blocks.size()), out.interval, ""};
+}
+
+results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours) {
+  results::ReportPage page;
+  page.origins = {paper + "/" + item.name + ": " + item.title};
+  results::Notes notes(page.notes);
+  page.tables.push_back(setting_table(item, ours));
+  if (!item.rows.empty()) page.tables.push_back(value_table(item.title, item, ours, notes));
+  for (const std::string& note : item.notes) notes.mark(note);
+  return page;
+}
+
+}  // namespace kvlab::papers

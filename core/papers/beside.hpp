@@ -1,0 +1,38 @@
+// Published values beside the cells of our own results.
+#pragma once
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "papers/paper.hpp"
+#include "result/interval.hpp"
+#include "result/profile_file.hpp"
+#include "result/report_layout.hpp"
+#include "result/results.hpp"
+
+namespace kvlab::papers {
+
+// The results of an item's experiments, by the stem of the experiment's file.
+struct OurRun {
+  results::Summary summary;
+  std::map<std::string, std::vector<results::SampleRow>> samples;  // by the cell's id
+};
+struct Ours {
+  std::map<std::string, OurRun> runs;
+  std::map<std::string, results::ProfileFile> profiles;
+};
+
+// What we have for one published value, in the paper's unit.
+struct OurValue {
+  double value = results::not_measured;
+  Interval interval{results::not_measured, results::not_measured};  // 95 %, of scores
+  std::string why;                                                  // there is none
+};
+
+OurValue our_value(const Reading& reading, const Ours& ours);
+
+// The item's settings beside what ran here, then each published value beside ours.
+results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours);
+
+}  // namespace kvlab::papers

@@ -1,0 +1,51 @@
+// What papers publish: files of analysis/papers, whose README describes them.
+#pragma once
+#include <filesystem>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvlab::papers {
+
+// Which cells of a result a published value belongs to, and what is read of them.
+struct Reading {
+  std::string policy, task, model, run;  // labels, and the stem of an experiment's file; empty: there is only one
+  std::optional<double> context, budget;
+  std::string read = "score", as = "value", against = "full", unit;
+  bool over_tasks = false;        // the mean over the tasks
+  std::vector<std::string> pair;  // of shared_heads: the stems of two profile experiments
+  std::string array;              // their set of heads
+};
+
+struct Published {
+  double value = std::numeric_limits<double>::quiet_NaN();  // NaN: nobody printed it
+  Reading reading;
+};
+
+struct PublishedRow {
+  std::string name, missing;      // missing: why it cannot run here; empty: it can
+  std::vector<Published> values;  // as many as there are columns
+};
+
+struct Item {
+  std::string name, title, kind, where;  // "table2"; where: file and line
+  std::vector<std::pair<std::string, std::string>> setting;
+  std::vector<std::string> needs, run, small, notes;  // run, small: paths from the folder that has analysis/
+  std::string why_not;                                // why there is no experiment
+  std::vector<std::string> columns;
+  std::vector<PublishedRow> rows;
+};
+
+struct Paper {
+  std::string name, title, source;  // name: the file's stem
+  std::vector<Item> items;
+};
+
+// ExperimentError with every error found; Errc::io when the file cannot be read.
+Paper read_paper(const std::filesystem::path& file);
+// All papers of the folder, by name. Errc::io when there is none.
+std::vector<Paper> read_papers(const std::filesystem::path& folder);
+
+}  // namespace kvlab::papers

@@ -1,0 +1,1 @@
+// Its target precompiles the headers of all tests.

@@ -1,0 +1,160 @@
+#include "papers/beside.hpp"
+
+#include <catch2/catch.hpp>
+#include <cmath>
+
+using namespace kvlab;
+using namespace kvlab::papers;
+using results::SummaryRow;
+
+namespace {
+
+SummaryRow cell(const std::string& policy, const std::string& task, double score, double ms, double budget = NAN) {
+  static int count = 0;
+  SummaryRow row;
+  row.cell = "cell" + std::to_string(++count);
+  row.model = "m", row.policy = policy, row.task = task;
+  row.params = std::isnan(budget) ? "{}" : "{\"budget\": " + std::to_string(budget) + "}";
+  row.context_tokens = 1000;
+  row.budget_tokens = budget;
+  row.seed = 0;
+  row.score = score, row.score_lo = score - 0.1, row.score_hi = score + 0.1;
+  row.tpot_ms_p50 = ms;
+  return row;
+}
+
+Ours one_run(std::vector<SummaryRow> rows) {
+  Ours out;
+  out.runs["table1"].summary.rows = std::move(rows);
+  return out;
+}
+
+Reading reading(const std::string& policy, const std::string& task = "t1") {
+  Reading r;
+  r.policy = policy, r.task = task;
+  return r;
+}
+
+// Ten questions of a context each: `right` of them are right.
+std::vector<results::SampleRow> answers(int right) {
+  std::vector<results::SampleRow> out;
+  for (int i = 0; i < 10; ++i) {
+    results::SampleRow row;
+    row.sample = row.task_sample = i, row.question = 0;
+    row.prompt_sha256 = "p" + std::to_string(i);
+    row.score = i < right;
+    out.push_back(row);
+  }
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a published value is set beside the cell that it names") {
+  const Ours ours = one_run({cell("full", "t1", 0.5, 10), cell("mine", "t1", 0.4, 4, 64),
+                             cell("mine", "t1", 0.45, 5, 128), cell("full", "t2", 0.9, 10),
+                             cell("mine", "t2", 0.7, 5, 64)});
+  Reading r = reading("mine");
+  CHECK(our_value(r, ours).why == "several rows fit");
+  r.budget = 64;
+  CHECK(our_value(r, ours).value == 0.4);
+  CHECK(our_value(r, ours).interval.low == Approx(0.3));
+  r.as = "percent";
+  CHECK(our_value(r, ours).value == Approx(40));
+  CHECK(our_value(r, ours).interval.high == Approx(50));
+  r.as = "ratio", r.read = "tpot_ms_p50";
+  CHECK(our_value(r, ours).value == Approx(0.4));
+  CHECK(std::isnan(our_value(r, ours).interval.low));
+  r.as = "inverse";
+  CHECK(our_value(r, ours).value == Approx(2.5));
+  r.as = "saved";
+  CHECK(our_value(r, ours).value == Approx(60));
+  r.as = "retained", r.read = "score";
+  CHECK(our_value(r, ours).value == Approx(80));
+
+  r = reading("mine"), r.over_tasks = true, r.budget = 64;
+  CHECK(our_value(r, ours).value == Approx(0.55));
+}
+
+TEST_CASE("what is not there has a reason in place of a value") {
+  SummaryRow failed = cell("broken", "t1", 0, 0);
+  failed.status = "oom";
+  Ours ours = one_run({cell("full", "t1", NAN, 10), failed, cell("mine", "t1", 0.4, 4)});
+  CHECK(our_value(reading("other"), ours).why == "not run");
+  CHECK(our_value(reading("full", "t9"), ours).why == "not run");
+  CHECK(our_value(reading("broken"), ours).why == "oom");
+  CHECK(our_value(reading("full"), ours).why == "not measured");
+  Reading r = reading("mine");
+  r.as = "retained", r.against = "none";
+  CHECK(our_value(r, ours).why == "none: not run");
+  r = reading("mine"), r.context = 2000;
+  CHECK(our_value(r, ours).why == "not run");
+  r.context = 1010;
+  CHECK(our_value(r, ours).value == 0.4);
+  ours.runs["table2"] = ours.runs["table1"];
+  CHECK(our_value(r, ours).why == "no run is named");
+  r.run = "table2";
+  CHECK(our_value(r, ours).value == 0.4);
+}
+
+TEST_CASE("what a policy retains has the interval of its paired difference") {
+  Ours ours = one_run({cell("full", "t1", 0.8, 1), cell("mine", "t1", 0.6, 1)});
+  OurRun& run = ours.runs["table1"];
+  run.samples[run.summary.rows[0].cell] = answers(8);
+  run.samples[run.summary.rows[1].cell] = answers(6);
+  Reading r = reading("mine");
+  r.as = "retained";
+  const OurValue v = our_value(r, ours);
+  CHECK(v.value == Approx(75));
+  CHECK(v.interval.low < 75);
+  CHECK(v.interval.high > 75);
+  CHECK(v.interval.low > 0);
+}
+
+TEST_CASE("shared heads are those of the first profile that the second has, too") {
+  const auto profile = [](std::vector<float> heads) {
+    results::ProfileFile file;
+    file.model = "m";
+    file.profilers = {{"watch", "{}", {{"set", ProfileArray{{2, 2}, std::move(heads), ""}}}}};
+    return file;
+  };
+  Ours ours;
+  ours.profiles = {{"a", profile({1, 1, 1, 0})}, {"b", profile({0, 1, 0, 1})}};
+  Reading r;
+  r.read = "shared_heads", r.as = "percent", r.pair = {"a", "b"}, r.array = "set";
+  CHECK(our_value(r, ours).value == Approx(100. / 3));
+  r.pair = {"b", "a"};
+  CHECK(our_value(r, ours).value == Approx(50));
+  r.pair = {"b", "c"};
+  CHECK(our_value(r, ours).why == "not run");
+  r.pair = {"b", "a"}, r.array = "none";
+  CHECK(our_value(r, ours).why == "no array none");
+}
+
+TEST_CASE("the page says of each value whether the paper's lies in our interval") {
+  Item item;
+  item.name = "table1", item.title = "Scores";
+  item.setting = {{"model", "big"}, {"gpu", "one"}, {"engine", "theirs"}};
+  item.columns = {"t1"};
+  const auto row = [](const std::string& name, const std::string& missing, double value, const std::string& read) {
+    PublishedRow out{name, missing, {{value, reading("mine")}}};
+    out.values[0].reading.read = read;
+    return out;
+  };
+  item.rows = {row("in", "", 0.45, "score"),         row("above", "", 0.9, "score"),
+               row("below", "", 0.1, "score"),       row("time", "", 5, "tpot_ms_p50"),
+               row("absent", "no code", 1, "score"), row("unprinted", "", NAN, "score")};
+  const results::ReportPage page = beside("known", item, one_run({cell("mine", "t1", 0.4, 4)}));
+  REQUIRE(page.tables.size() == 2);
+  using Words = std::vector<std::string>;
+  CHECK(page.tables[0].rows[0] == Words{"model", "big", "m"});
+  CHECK(page.tables[0].rows[2] == Words{"engine", "theirs", "see the experiment"});
+  const auto& rows = page.tables[1].rows;
+  REQUIRE(rows.size() == 5);
+  CHECK(rows[0] == Words{"in", "t1", "0.45", "0.4", "0.3-0.5", "inside"});
+  CHECK(rows[1].back() == "ours is lower");
+  CHECK(rows[2].back() == "ours is higher");
+  CHECK(rows[3] == Words{"time", "t1", "5", "4", "-", "-20 %"});
+  CHECK(rows[4] == Words{"absent [1]", "t1", "1", "-", "-", "cannot run"});
+  CHECK(page.notes == Words{"absent: no code"});
+}
