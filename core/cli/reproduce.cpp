@@ -158,6 +158,15 @@ class Reproduction {
     return out;
   }
 
+  static papers::OurRun read_run(const std::string& file) {
+    papers::OurRun out{results::read_summary(file), results::read_samples(file), {}};
+    for (const results::SummaryRow& row : out.summary.rows) {
+      const std::string part = results::part_path(file, row.cell);
+      out.parts[row.cell] = papers::mean_parts(results::read_cell(fs::exists(part) ? part : file, row.cell));
+    }
+    return out;
+  }
+
   papers::Ours ours() const {
     papers::Ours out;
     for (const Run& run : runs_) {
@@ -165,7 +174,7 @@ class Reproduction {
       if (is_profile(run)) {
         if (fs::exists(file)) out.profiles.emplace(run.stem, results::read_profile(file));
       } else if (fs::exists(file) || fs::exists(results::parts_folder(file))) {
-        out.runs.emplace(run.stem, papers::OurRun{results::read_summary(file), results::read_samples(file)});
+        out.runs.emplace(run.stem, read_run(file));
       }
     }
     return out;

@@ -27,7 +27,28 @@ using Get = std::function<double(const SummaryRow&)>;
 
 double of_count(std::int64_t n) { return n < 0 ? not_measured : static_cast<double>(n); }
 
-Get getter(const std::string& read) {
+// Sums parts of a cell's mean step; NaN where one was not measured.
+double part_sum(const OurRun& run, const std::string& cell, const std::vector<std::string>& parts) {
+  const auto own = run.parts.find(cell);
+  if (own == run.parts.end()) return not_measured;
+  double sum = 0;
+  for (const std::string& part : parts) {
+    const auto ms = own->second.find(part);
+    sum += ms == own->second.end() ? not_measured : ms->second;
+  }
+  return sum;
+}
+
+Get getter(const Reading& reading, const OurRun& run) {
+  if (reading.read == "part_ms")
+    return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
+  if (reading.read == "part_share")
+    return [&](const SummaryRow& row) {
+      double all = 0;
+      if (const auto own = run.parts.find(row.cell); own != run.parts.end())
+        for (const auto& [part, ms] : own->second) all += ms;
+      return part_sum(run, row.cell, reading.parts) / all;
+    };
   static const std::map<std::string, Get> all{
       {"score", [](const SummaryRow& r) { return r.score; }},
       {"kl", [](const SummaryRow& r) { return r.kl; }},
@@ -45,7 +66,7 @@ Get getter(const std::string& read) {
       {"tokens_per_s", [](const SummaryRow& r) { return r.tokens_per_s; }},
       {"overhead", [](const SummaryRow& r) { return r.overhead; }},
   };
-  return all.at(read);
+  return all.at(reading.read);
 }
 
 bool fits(const std::optional<double>& wanted, double got) {
@@ -126,11 +147,11 @@ OurValue in_unit(OurValue v, const std::string& as) {
   return v;
 }
 
-OurValue of_block(const Reading& r, const Cells& cells, const Block& block) {
+OurValue of_block(const Reading& r, const OurRun& run, const Cells& cells, const Block& block) {
   OurValue out;
   const Group* own = Cells::group(block, r.policy, r.budget, out.why);
   if (!own) return out;
-  const Get get = getter(r.read);
+  const Get get = getter(r, run);
   out.value = results::mean_over(*own, get);
   const bool scored = r.read == "score";
   if (r.as == "value" || r.as == "percent") {
@@ -239,6 +260,19 @@ results::ReportTable value_table(const std::string& title, const Item& item, con
 
 }  // namespace
 
+std::map<std::string, double> mean_parts(const results::CellResult& cell) {
+  std::map<std::string, double> sums;
+  double steps = 0;
+  const std::size_t parts = cell.parts.size();
+  for (std::size_t step = 0; step < cell.step_device_ms.size() && (step + 1) * parts <= cell.step_parts.size(); ++step) {
+    if (!std::isfinite(cell.step_device_ms[step])) continue;  // a prompt
+    ++steps;
+    for (std::size_t p = 0; p < parts; ++p) sums[cell.parts[p]] += double{cell.step_parts[step * parts + p]};
+  }
+  for (auto& [part, ms] : sums) ms /= steps;
+  return sums;
+}
+
 OurValue our_value(const Reading& r, const Ours& ours) {
   if (r.read == "shared_heads") return shared_heads(r, ours);
   OurValue out;
@@ -250,13 +284,13 @@ OurValue our_value(const Reading& r, const Ours& ours) {
   const auto blocks = cells.blocks(r);
   if (blocks.empty()) return out;
   if (!r.over_tasks) {
-    if (blocks.size() == 1) return of_block(r, cells, *blocks.front());
+    if (blocks.size() == 1) return of_block(r, run->second, cells, *blocks.front());
     out.why = "several tables fit";
     return out;
   }
   double sum = 0;
   for (const Block* block : blocks) {
-    const OurValue one = of_block(r, cells, *block);
+    const OurValue one = of_block(r, run->second, cells, *block);
     if (!measured(one.value)) {
       out.why = block->task + ": " + one.why;
       return out;

@@ -17,6 +17,7 @@ namespace kvlab::papers {
 struct OurRun {
   results::Summary summary;
   std::map<std::string, std::vector<results::SampleRow>> samples;  // by the cell's id
+  std::map<std::string, std::map<std::string, double>> parts;      // ms of a decode step, by the cell's id and the part
 };
 struct Ours {
   std::map<std::string, OurRun> runs;
@@ -29,6 +30,9 @@ struct OurValue {
   Interval interval{results::not_measured, results::not_measured};  // 95 %, of scores
   std::string why;                                                  // there is none
 };
+
+// The mean over a cell's decode steps on a GPU. Empty where it has no such parts.
+std::map<std::string, double> mean_parts(const results::CellResult& cell);
 
 OurValue our_value(const Reading& reading, const Ours& ours);
 

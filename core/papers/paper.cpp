@@ -33,10 +33,12 @@ const std::vector<std::string> reads{"score",
                                      "tpot_ms_p99",
                                      "tokens_per_s",
                                      "overhead",
+                                     "part_ms",
+                                     "part_share",
                                      "shared_heads"};
 const std::vector<std::string> forms{"value", "percent", "ratio", "inverse", "saved", "retained"};
 const std::vector<std::string> reading_keys{"policy", "task", "model", "context", "budget", "run",   "read",
-                                            "as",     "against", "over", "pair",  "array",  "unit"};
+                                            "as",     "against", "over", "pair",  "array",  "unit",  "parts"};
 
 class Reader {
  public:
@@ -132,6 +134,7 @@ class Reader {
     set("read", [&](const Node& n) { r.read = word(n, reads); });
     set("as", [&](const Node& n) { r.as = word(n, forms); });
     set("over", [&](const Node& n) { r.over_tasks = word(n, {"tasks"}) == "tasks"; });
+    set("parts", [&](const Node& n) { r.parts = texts(&n); });
     set("pair", [&](const Node& n) {
       r.pair = texts(&n);
       if (r.pair.size() != 2) wrong(n, fmt::format("{} names", r.pair.size()), "the stems of two experiments");
@@ -182,6 +185,7 @@ class Reader {
   }
 
   void check(const Reading& r, const Node& at) {
+    if (r.read.starts_with("part_") && r.parts.empty()) wrong(at, r.read + " without 'parts'", "the parts of a step");
     if (r.read == "shared_heads" && (r.pair.size() != 2 || r.array.empty()))
       wrong(at, "shared_heads without 'pair' and 'array'", "two profile experiments and their set of heads");
   }

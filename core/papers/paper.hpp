@@ -17,6 +17,7 @@ struct Reading {
   bool over_tasks = false;        // the mean over the tasks
   std::vector<std::string> pair;  // of shared_heads: the stems of two profile experiments
   std::string array;              // their set of heads
+  std::vector<std::string> parts;  // of part_ms and part_share: the parts of a step
 };
 
 struct Published {

@@ -158,3 +158,22 @@ TEST_CASE("the page says of each value whether the paper's lies in our interval"
   CHECK(rows[4] == Words{"absent [1]", "t1", "1", "-", "-", "cannot run"});
   CHECK(page.notes == Words{"absent: no code"});
 }
+
+TEST_CASE("parts of a step are means over decode steps") {
+  results::CellResult log;
+  log.parts = {"gemm", "score", "select"};
+  log.step_device_ms = {NAN, 4, 6};  // the first step is a prompt
+  log.step_parts = {100, 100, 100, 4, 1, 0, 6, 2, 3};
+  const auto means = mean_parts(log);
+  CHECK(means == std::map<std::string, double>{{"gemm", 5}, {"score", 1.5}, {"select", 1.5}});
+  Ours ours = one_run({cell("mine", "t1", NAN, 1)});
+  OurRun& run = ours.runs["table1"];
+  run.parts[run.summary.rows[0].cell] = means;
+  Reading r = reading("mine");
+  r.read = "part_ms", r.parts = {"score", "select"};
+  CHECK(our_value(r, ours).value == Approx(3));
+  r.read = "part_share", r.as = "percent";
+  CHECK(our_value(r, ours).value == Approx(37.5));
+  r.parts = {"recall"};
+  CHECK(our_value(r, ours).why == "not measured");
+}
