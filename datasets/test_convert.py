@@ -179,6 +179,13 @@ class Details(Folder):
                     self.assertTrue(made.prompt.endswith("{context}"))
                     self.assertNotIn("{context}", made.question_text)
 
+    def test_longbench_v2_has_a_task_for_each_length(self):
+        for task, ids in {"longbench_v2": ["v1", "v2", "v3"], "short": ["v1"], "medium": ["v2"], "long": ["v3"]}.items():
+            with self.subTest(task):
+                header, records = self.records("longbench_v2", task)
+                self.assertEqual([record["id"] for record in records], ids)
+                self.assertEqual(header["left_out"], {} if task == "longbench_v2" else {"other lengths": 2})
+
     def test_leval_parts_a_judgment_from_the_truth(self):
         _, records = self.records("leval", "sci_fi")
         self.assertEqual([(r["answers"], r["fact"]) for r in records], [(["True"], "False"), (["False"], "True")])

@@ -9,13 +9,21 @@ TEMPLATE = ("Please read the following text and answer the question below.\n\n<t
             "(D) {choice_D}\n\nFormat your response as follows: \"The correct answer is (insert answer here)\".")
 FILES = ("data.json", "data.jsonl")
 CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
+ALL = "longbench_v2"
+LENGTHS = ("short", "medium", "long")  # of the inputs, as the set names them; a task each
 
 
-def read(_name, source, _options):
+def read(name, source, _options):
     for place, value in source.records(source.need(*FILES)):
         answer = field(value, "answer", place)
         if answer not in "ABCD" or len(answer) != 1:
             raise DataError(place, f"got the answer '{answer}', wanted A, B, C or D")
+        length = field(value, "length", place)
+        if length not in LENGTHS:
+            raise DataError(place, f"got the length '{length}', wanted one of: {', '.join(LENGTHS)}")
+        if name not in (ALL, length):
+            source.left_out["other lengths"] = source.left_out.get("other lengths", 0) + 1
+            continue
         yield record(place, field(value, "_id", place), field(value, "question", place).strip(), [answer],
                      field(value, "context", place).strip(), **dict(zip(CHOICES, choices(value, CHOICES, place))),
                      **{key: field(value, key, place) for key in ("domain", "sub_domain", "difficulty", "length")})
@@ -28,5 +36,6 @@ SET = DataSet(
     prompt_source="LongBench prompts/0shot.txt (MIT)",
     wanted="data.json, an array of objects with _id, domain, sub_domain, difficulty, length, question, choice_A to choice_D, "
            "answer and context",
-    tasks={"longbench_v2": asked(TEMPLATE, metric="longbench_v2_choice", max_new_tokens=128, truncate="middle", files=FILES)},
+    tasks={task: asked(TEMPLATE, metric="longbench_v2_choice", max_new_tokens=128, truncate="middle", files=FILES)
+           for task in (ALL, *LENGTHS)},
     read=read, note="FreeKV and its rivals cut the inputs to 64K tokens: max_context: 65536.")
