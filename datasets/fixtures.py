@@ -76,7 +76,8 @@ SETS = {
         prompt="Summarize the dialogue into a few short sentences. The following are some examples.\n\nAnn sails. Bob walks.\n\n"
                "Who sails?"),
     "longbench_v2": Fixture(
-        {"data.json": json.dumps([V2, {**V2, "_id": "v2", "length": "medium"}, {**V2, "_id": "v3", "length": "long"}])}, "longbench_v2",
+        {"data.json": json.dumps([V2, {**V2, "_id": "v2", "length": "medium"}, {**V2, "_id": "v3", "length": "long",
+                                                                                            "difficulty": "hard"}])}, "longbench_v2",
         [{"id": "v1", "input": "Who sails?", "context": "Ann sails.", "answers": ["A"], "choice_C": "Cid", "difficulty": "easy"}],
         {"metric": "longbench_v2_choice", "max_new_tokens": 128, "chat": True},
         prompt="Please read the following text and answer the question below.\n\n<text>\nAnn sails.\n</text>\n\nWhat is the correct "
@@ -196,6 +197,7 @@ BAD = [
     ("longbench_v2", "data.json", text('"answer": "A"', '"answer": "E"'), "data.json: record 1: got the answer 'E', wanted A, B, C or D"),
     ("longbench_v2", "data.json", text("choice_D", "choice_E"), "record 1: got no field 'choice_D'"),
     ("longbench_v2", "data.json", text('"short"', '"tiny"'), "record 1: got the length 'tiny', wanted one of: short, medium, long"),
+    ("longbench_v2", "data.json", text('"hard"', '"harder"'), "record 3: got the difficulty 'harder', wanted one of: easy, hard"),
     ("longbench_v2", "data.json", text("[{", '{"a": {'), "data.json: got text that is no JSON"),
     ("leval", "Open-ended-tasks/financial_qa.jsonl", having(outputs=["Ann"]), "record 1: got 2 instructions and 1 outputs"),
     ("leval", "Open-ended-tasks/financial_qa.jsonl", having(outputs=["Ann", ""]), "record 1, question 2: got an empty answer"),

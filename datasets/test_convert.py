@@ -186,6 +186,13 @@ class Details(Folder):
                 self.assertEqual([record["id"] for record in records], ids)
                 self.assertEqual(header["left_out"], {} if task == "longbench_v2" else {"other lengths": 2})
 
+    def test_longbench_v2_has_a_task_for_each_difficulty(self):
+        for task, ids in {"easy": ["v1", "v2"], "hard": ["v3"]}.items():
+            with self.subTest(task):
+                header, records = self.records("longbench_v2", task)
+                self.assertEqual([record["id"] for record in records], ids)
+                self.assertEqual(header["left_out"], {"other difficulties": 3 - len(ids)})
+
     def test_leval_parts_a_judgment_from_the_truth(self):
         _, records = self.records("leval", "sci_fi")
         self.assertEqual([(r["answers"], r["fact"]) for r in records], [(["True"], "False"), (["False"], "True")])

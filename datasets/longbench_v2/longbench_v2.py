@@ -11,6 +11,7 @@ FILES = ("data.json", "data.jsonl")
 CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
 ALL = "longbench_v2"
 LENGTHS = ("short", "medium", "long")  # of the inputs, as the set names them; a task each
+DIFFICULTIES = ("easy", "hard")  # likewise
 
 
 def read(name, source, _options):
@@ -21,8 +22,12 @@ def read(name, source, _options):
         length = field(value, "length", place)
         if length not in LENGTHS:
             raise DataError(place, f"got the length '{length}', wanted one of: {', '.join(LENGTHS)}")
-        if name not in (ALL, length):
-            source.left_out["other lengths"] = source.left_out.get("other lengths", 0) + 1
+        difficulty = field(value, "difficulty", place)
+        if difficulty not in DIFFICULTIES:
+            raise DataError(place, f"got the difficulty '{difficulty}', wanted one of: {', '.join(DIFFICULTIES)}")
+        if name not in (ALL, length, difficulty):
+            why = "other lengths" if name in LENGTHS else "other difficulties"
+            source.left_out[why] = source.left_out.get(why, 0) + 1
             continue
         yield record(place, field(value, "_id", place), field(value, "question", place).strip(), [answer],
                      field(value, "context", place).strip(), **dict(zip(CHOICES, choices(value, CHOICES, place))),
@@ -37,5 +42,5 @@ SET = DataSet(
     wanted="data.json, an array of objects with _id, domain, sub_domain, difficulty, length, question, choice_A to choice_D, "
            "answer and context",
     tasks={task: asked(TEMPLATE, metric="longbench_v2_choice", max_new_tokens=128, truncate="middle", files=FILES)
-           for task in (ALL, *LENGTHS)},
+           for task in (ALL, *LENGTHS, *DIFFICULTIES)},
     read=read, note="FreeKV and its rivals cut the inputs to 64K tokens: max_context: 65536.")
