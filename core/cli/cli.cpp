@@ -27,6 +27,7 @@
 #include "cli/html_report.hpp"
 #include "cli/loaded.hpp"
 #include "cli/reproduce.hpp"
+#include "cli/verify.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
 #include "plugin/callback.hpp"
@@ -128,10 +129,11 @@ class CommandLine {
   std::optional<std::string> log_file_;
   CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
-       check_ = false, plugins_ = false, attempts_ = false;
+       check_ = false, plugins_ = false, attempts_ = false, ladder_ = false;
   GenerateOptions generate_;
   ConformOptions conform_;
   ReproduceOptions reproduce_;
+  VerifyOptions verify_;
   bench::ModelChoice choice_;
 };
 
@@ -233,20 +235,22 @@ void CommandLine::add_generate() {
 }
 
 void CommandLine::add_reproduce() {
-  CLI::App* command = add("reproduce", "tables and figures of papers: what they publish beside what runs here",
-                          "kvlab reproduce                          every table and figure, and what it needs\n"
-                          "kvlab reproduce PAPER/table2 --model DIR  its experiment, then the paper's values beside ours\n"
-                          "kvlab reproduce PAPER/table2 --small      the same question to a model that is at hand",
-                          [this] {
-                            reproduce_.sets = sets_;
-                            reproduce_.plugin_path = plugin_path_;
-                            reproduce_.quiet = quiet_;
-                            reproduce_.command = joined(typed());
-                            return reproduce(reproduce_);
-                          });
+  CLI::App* command =
+      add("reproduce", "tables and figures of papers: what they publish beside what runs here",
+          "kvlab reproduce                          every table and figure, and what it needs\n"
+          "kvlab reproduce PAPER/table2 --model DIR  its experiment, then the paper's values beside ours\n"
+          "kvlab reproduce PAPER/table2 --small      the same question to a model that is at hand",
+          [this] {
+            reproduce_.sets = sets_;
+            reproduce_.plugin_path = plugin_path_;
+            reproduce_.quiet = quiet_;
+            reproduce_.command = joined(typed());
+            return reproduce(reproduce_);
+          });
   command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
-  command->add_option("--model", reproduce_.model, "in place of the experiment's: GGUF file, safetensors folder, "
-                                                   "bundled/NAME or synthetic/NAME");
+  command->add_option("--model", reproduce_.model,
+                      "in place of the experiment's: GGUF file, safetensors folder, "
+                      "bundled/NAME or synthetic/NAME");
   command->add_option("--adapter", reproduce_.adapter, "PEFT folder merged into that model");
   command->add_flag("--small", reproduce_.small, "experiments that need no weights and data but kvlab's own");
   CLI::Option* check = command->add_flag("--check", reproduce_.check, "only check what would run");
@@ -262,6 +266,7 @@ std::string CommandLine::report_text() const {
   const results::Format format = results::parse_format(format_);
   const std::string& file = files_.front();
   const bool several = files_.size() > 1, profiles = results::is_profile(file);
+  if (ladder_ && profiles) throw Error(Errc::config, "got --ladder, wanted a result file", "kvlab report");
   if (several && (plugins_ || attempts_ || !array_.empty()))
     throw Error(Errc::config, "got several files, wanted one with --plugins, --attempts or --array", "kvlab report");
   if (!compare_.empty() && (plugins_ || attempts_ || !array_.empty() || profiles))
@@ -273,7 +278,7 @@ std::string CommandLine::report_text() const {
   if (profiles)
     return several ? results::head_overlap(files_, format)
                    : results::profile_report(results::read_profile(file), format);
-  return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO)});
+  return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO), ladder_});
 }
 
 void CommandLine::add_rest() {
@@ -336,6 +341,7 @@ void CommandLine::add_rest() {
       add("report", "a result file as tables, a profile as tables and pictures",
           "kvlab report results/quickstart.h5 --format md\n"
           "kvlab report results/mine.h5 --compare 'POLICY 64' OTHER\n"
+          "kvlab report results/controls.h5 --ladder\n"
           "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
           "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",
@@ -361,10 +367,17 @@ void CommandLine::add_rest() {
       report->add_flag("--plugins", plugins_, "in place of the tables: the plugins that wrote the file, with SHA-256");
   CLI::Option* attempts = report->add_flag(
       "--attempts", attempts_, "in place of the tables: pass@k and avg@k of questions with several answers");
+  CLI::Option* ladder = report->add_flag(
+      "--ladder", ladder_,
+      "in place of the tables: where each policy stands between random eviction and an oracle of the same budget");
+  ladder->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare);
   report_html_ = report->add_option("--html", html_,
                                     "in place of the tables: a page with tables and figures of all FILEs, as a folder "
                                     "or a file *.html");
   report_html_->excludes(array)->excludes(format)->excludes(plugins)->excludes(compare)->excludes(attempts);
+  report_html_->excludes(ladder);
+
+  add_verify_options(add("verify", verify_help, verify_examples, [this] { return verify(verify_); }), verify_);
 
   CLI::App* bench =
       add("bench", "speed of the ops against what this machine can do", "kvlab bench attend --json", [this] {

@@ -2,12 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <unistd.h>
 #include <algorithm>
 #include <filesystem>
 #include <kvlab/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include "base/log.hpp"
 #include "base/terminal.hpp"
@@ -91,7 +91,8 @@ class Reproduction {
     if (!item.why_not.empty())
       throw Error(Errc::config, fmt::format("got {}, which has no experiment: {}", chosen.name(), item.why_not), where);
     if (o_.small && item.small.empty())
-      throw Error(Errc::config, fmt::format("got {}, which has no small experiment, wanted it without --small", chosen.name()),
+      throw Error(Errc::config,
+                  fmt::format("got {}, which has no small experiment, wanted it without --small", chosen.name()),
                   where);
     std::vector<std::string> sets = o_.sets;
     if (!o_.model.empty()) sets.push_back(model_set(o_));

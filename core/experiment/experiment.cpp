@@ -401,6 +401,10 @@ Experiment load_experiment(const std::string& path, const std::vector<std::strin
 std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets) {
   yaml::Document document = yaml::parse_file(path);
   document.sets = sets;
+  return plugin_path_of(std::move(document));
+}
+
+std::vector<std::string> plugin_path_of(yaml::Document document) {
   Problems ignored(document), problems(document);
   apply_sets(document, ignored);
   std::vector<std::string> places;
@@ -409,7 +413,7 @@ std::vector<std::string> plugin_path_of(const std::string& path, const std::vect
   for (const Node* item : one_or_list(found->value)) {
     if (!item->is(Node::Kind::scalar) || item->text.empty()) continue;
     const fs::path place(item->text);
-    places.push_back((place.is_absolute() ? place : fs::path(path).parent_path() / place).string());
+    places.push_back((place.is_absolute() ? place : fs::path(document.file).parent_path() / place).string());
     std::error_code error;
     if (!fs::exists(places.back(), error))
       problems.add(item->place, "got no file or folder " + places.back() +

@@ -79,6 +79,7 @@ Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog
 // Reads `plugin_path` alone, because the catalog depends on it. ExperimentError if a place does not exist. Nothing when
 // the key itself is wrong, which load_experiment reports.
 std::vector<std::string> plugin_path_of(const std::string& path, const std::vector<std::string>& sets);
+std::vector<std::string> plugin_path_of(yaml::Document document);
 
 struct Cell {
   std::string id;                               // 16 hexadecimal digits

@@ -189,9 +189,7 @@ std::string verdict(double published, const OurValue& own) {
   if (!measured(published)) return "-";
   if (!measured(own.value)) return own.why;
   if (measured(own.interval.low))
-    return published < own.interval.low    ? "ours is higher"
-           : published > own.interval.high ? "ours is lower"
-                                           : "inside";
+    return published < own.interval.low ? "ours is higher" : published > own.interval.high ? "ours is lower" : "inside";
   if (published == 0) return fmt::format("{:+.3g}", own.value);
   return fmt::format("{:+.3g} %", 100 * (own.value / published - 1));
 }
@@ -233,8 +231,7 @@ results::ReportTable setting_table(const Item& item, const Ours& ours) {
   return table;
 }
 
-results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours,
-                                 results::Notes& notes) {
+results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours, results::Notes& notes) {
   results::ReportTable table;
   table.title = title;
   table.header = {"row", "column", "published", "ours", "95 %", "verdict"};

@@ -40,6 +40,12 @@ constexpr std::pair<const char*, std::string RunInfo::*> info_texts[] = {
     {"backend", &RunInfo::backend},
 };
 
+// Those that files of earlier versions do not have.
+constexpr std::pair<const char*, std::string RunInfo::*> later_info_texts[] = {
+    {"experiment_file", &RunInfo::experiment_file},
+    {"models", &RunInfo::models},
+};
+
 void check_schema(const h5::File& file) {
   const std::int64_t got = file.integer_attribute(".", "schema_version");
   if (got != schema_version)
@@ -101,6 +107,7 @@ void check_lengths(const CellResult& cell) {
 void write_info(const h5::File& file, const RunInfo& info) {
   file.set_attribute(".", "schema_version", std::int64_t{info.schema});
   for (const auto& [name, member] : info_texts) file.set_attribute(".", name, info.*member);
+  for (const auto& [name, member] : later_info_texts) file.set_attribute(".", name, info.*member);
   file.set_attribute(".", "threads", std::int64_t{info.threads});
 }
 
@@ -108,6 +115,8 @@ RunInfo read_info(const h5::File& file) {
   check_schema(file);
   RunInfo info;
   for (const auto& [name, member] : info_texts) info.*member = file.text_attribute(".", name);
+  for (const auto& [name, member] : later_info_texts)
+    if (file.has_attribute(".", name)) info.*member = file.text_attribute(".", name);
   info.threads = static_cast<int>(file.integer_attribute(".", "threads"));
   return info;
 }

@@ -278,15 +278,6 @@ ReportTable Comparison::table(const std::string& title) {
   return out;
 }
 
-// The group's cells of `repeat`, or all of them for -1.
-Answers answers_of(const Group& group, const Samples& samples, std::int64_t repeat = -1) {
-  std::vector<CellSamples> cells;
-  for (const SummaryRow* row : group.good)
-    if (const auto found = samples.find(row); found != samples.end() && (repeat < 0 || row->repeat == repeat))
-      cells.push_back({row->seed, &found->second->samples});
-  return answers_of(cells);
-}
-
 std::size_t file_of(const Group& group, const Samples& samples) {
   const auto found = samples.find(&group.first());
   return found == samples.end() ? 0 : found->second->file;
@@ -334,6 +325,14 @@ bool keeps_everything(const SummaryRow& row) {
   if (!row.ablated.empty()) return false;
   const nlohmann::json params = nlohmann::json::parse(row.params, nullptr, false);
   return params.is_object() && params.size() == params.count("page_size");
+}
+
+Answers answers_of(const Group& group, const Samples& samples, std::int64_t repeat) {
+  std::vector<CellSamples> cells;
+  for (const SummaryRow* row : group.good)
+    if (const auto found = samples.find(row); found != samples.end() && (repeat < 0 || row->repeat == repeat))
+      cells.push_back({row->seed, &found->second->samples});
+  return answers_of(cells);
 }
 
 Interval pooled_interval(const Group& group, const Samples& samples) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "result/answers.hpp"
 #include "result/interval.hpp"
 #include "result/report_blocks.hpp"
 #include "result/report_layout.hpp"
@@ -21,6 +22,9 @@ using Samples = std::map<const SummaryRow*, const RowSamples*>;
 
 // Does the policy keep everything, in the run's dtype and on its device? Its params then name nothing but a page size.
 bool keeps_everything(const SummaryRow& row);
+
+// The answers of the group's cells of `repeat`, or of all of them for -1.
+Answers answers_of(const Group& group, const Samples& samples, std::int64_t repeat = -1);
 
 // The 95 % interval of the score of all of a group's cells, over their contexts (result/interval.hpp).
 Interval pooled_interval(const Group& group, const Samples& samples);

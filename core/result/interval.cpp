@@ -14,9 +14,7 @@ namespace {
 
 constexpr double confidence = 0.95;
 constexpr double upper_tail = (1 - confidence) / 2;
-constexpr int resamples = 5000;
-// The range of fewer independent values misses their mean in more than 1 - confidence of all cases: 2^(1 - n).
-constexpr std::size_t fewest_contexts = 6;
+constexpr int resamples = bootstrap_resamples;
 constexpr Interval none{std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::quiet_NaN()};
 
 double z_score() {
@@ -61,16 +59,16 @@ bool alike(const std::vector<Context>& contexts) {
 }
 
 // How many contexts of equal size count as much as these? Fewer, where few contexts have most questions (Kish 1965).
-double contexts_of_equal_size(const std::vector<Context>& contexts) {
-  double squares = 0;
-  for (const Context& c : contexts) squares += c.weight * c.weight;
-  return std::max(2., std::pow(total(contexts).weight, 2) / squares);
+double contexts_of_equal_size(const std::vector<double>& weights) {
+  double sum = 0, squares = 0;
+  for (const double w : weights) sum += w, squares += w * w;
+  return std::max(2., sum * sum / squares);
 }
 
 Interval bootstrap(const std::vector<Context>& contexts) {
   const std::size_t n = contexts.size();
   Random random(20240607, n);
-  std::vector<double> ratios(resamples);
+  std::vector<double> ratios(resamples), weights;
   for (double& ratio : ratios) {
     Context drawn;
     for (std::size_t i = 0; i < n; ++i) {
@@ -81,10 +79,8 @@ Interval bootstrap(const std::vector<Context>& contexts) {
     ratio = drawn.value / drawn.weight;
   }
   std::sort(ratios.begin(), ratios.end());
-  const double equal = contexts_of_equal_size(contexts);
-  const double widened = -std::sqrt(equal / (equal - 1)) * t_quantile(equal);
-  const double tail = boost::math::cdf(boost::math::normal(), widened);
-  const auto rank = static_cast<std::size_t>(tail * resamples);  // as many ratios lie outside, on either side
+  for (const Context& c : contexts) weights.push_back(c.weight);
+  const std::size_t rank = bootstrap_outside(weights);
   return {ratios[rank], ratios[resamples - 1 - rank]};
 }
 
@@ -156,6 +152,13 @@ Interval difference_interval(const std::vector<Scored>& differences, ScoreRange 
 double clustered_error(const std::vector<Scored>& questions) {
   const std::vector<Context> contexts = contexts_of(questions);
   return contexts.size() < 2 ? std::numeric_limits<double>::quiet_NaN() : std::sqrt(ratio_variance(contexts));
+}
+
+std::size_t bootstrap_outside(const std::vector<double>& weights) {
+  const double equal = contexts_of_equal_size(weights);
+  const double widened = -std::sqrt(equal / (equal - 1)) * t_quantile(equal);
+  const double tail = boost::math::cdf(boost::math::normal(), widened);
+  return static_cast<std::size_t>(tail * resamples);
 }
 
 double normal_quantile(double tail) {

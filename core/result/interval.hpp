@@ -18,6 +18,7 @@
 // others. So differences of 0/1 scores get two contexts more, of one question each, that differ by +1 and by -1 (Bonett
 // and Price 2012 add these to Wald's interval). So do other scores from 0 to 1 with few contexts, or all alike.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -48,6 +49,13 @@ Interval difference_interval(const std::vector<Scored>& differences, ScoreRange 
 // The standard error of sum(value) / sum(weight) over contexts (Cochran 1977, a ratio's linearized variance). NaN for
 // fewer than two contexts.
 double clustered_error(const std::vector<Scored>& questions);
+
+// The bootstrap behind the intervals above, for other statistics. The range of fewer independent values than
+// fewest_contexts misses their mean in more than 5 % of all cases: 2^(1 - n). bootstrap_outside: how many resamples lie
+// outside of the interval, on either side; weights: of each context.
+inline constexpr int bootstrap_resamples = 5000;
+inline constexpr std::size_t fewest_contexts = 6;
+std::size_t bootstrap_outside(const std::vector<double>& weights);
 
 // The quantile of the standard normal distribution above which `upper_tail` lies.
 double normal_quantile(double upper_tail);

@@ -67,15 +67,6 @@ double drawn_p(const std::vector<double>& sums, double observed, double slack) {
   return (1. + far) / (1. + draws);
 }
 
-ScoreRange range_of(std::span<const Pair> pairs) {
-  const auto every = [&](auto holds) {
-    return std::all_of(pairs.begin(), pairs.end(),
-                       [&](const Pair& p) { return p.weight == 1 && holds(p.own) && holds(p.other); });
-  };
-  if (every([](double v) { return v == 0 || v == 1; })) return ScoreRange::zero_one;
-  return every([](double v) { return v >= 0 && v <= 1; }) ? ScoreRange::share : ScoreRange::unbounded;
-}
-
 double mean_of(const std::vector<double>& values, const std::vector<double>& weights,
                const std::vector<std::size_t>& drawn) {
   double value = 0, weight = 0;
@@ -119,6 +110,15 @@ double sign_flip_p(const std::vector<double>& all) {
     return whole_number_p(sums, reach, observed);
   const double slack = 1e-9 * reach;  // totals that differ by rounding are equal
   return sums.size() <= most_enumerated ? enumerated_p(sums, observed, slack) : drawn_p(sums, observed, slack);
+}
+
+ScoreRange range_of(std::span<const Pair> pairs) {
+  const auto every = [&](auto holds) {
+    return std::all_of(pairs.begin(), pairs.end(),
+                       [&](const Pair& p) { return p.weight == 1 && holds(p.own) && holds(p.other); });
+  };
+  if (every([](double v) { return v == 0 || v == 1; })) return ScoreRange::zero_one;
+  return every([](double v) { return v >= 0 && v <= 1; }) ? ScoreRange::share : ScoreRange::unbounded;
 }
 
 Difference difference_of(std::span<const Pair> given) {

@@ -28,6 +28,9 @@ struct Difference {
   std::int64_t lost = 0, won = 0;  // own below other, own above other
 };
 
+// What the scores of these pairs show.
+ScoreRange range_of(std::span<const Pair> pairs);
+
 // Pairs whose scores are not finite are left out.
 Difference difference_of(std::span<const Pair> pairs);
 

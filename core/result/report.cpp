@@ -13,6 +13,7 @@
 
 #include "base/text.hpp"
 #include "result/compare_report.hpp"
+#include "result/ladder.hpp"
 #include "result/report_blocks.hpp"
 #include "result/report_layout.hpp"
 #include "result/rows.hpp"
@@ -63,26 +64,8 @@ std::string score_text(const Group& group, const Samples& samples) {
   return fmt::format("{} ({}-{})", text, number(interval.low), number(interval.high));
 }
 
-constexpr std::pair<const char*, const char*> label_meanings[] = {
-    {"simulated", "times or transfers are computed, not measured"},
-    {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
-    {"oracle", "knows what no method can know in time: a bound, never timed"},
-    {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
-    {"legacy", "keeps one cache per query head as the original code does"},
-    {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
-    {"graph", "decode steps are launched as CUDA graphs"},
-    {"disturbed", "other processes took cores that this cell needed: its times are too long"},
-    {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
-};
-
 constexpr const char* interval_note =
     "in brackets: 95 % interval over contexts like these; Wilson's for answers right or wrong, else bootstrap";
-
-std::string label_note(const std::string& label) {
-  for (const auto& [name, meaning] : label_meanings)
-    if (label == name) return label + ": " + meaning;
-  return label;
-}
 
 // The group's own labels, and "disturbed" if any of its good cells was.
 std::vector<std::string> labels_of(const Group& group) {
@@ -275,13 +258,20 @@ Read read_all(const std::vector<std::string>& paths) {
   return out;
 }
 
-ReportPage page_of(const Read& read, const std::vector<std::string>& compare) {
-  ReportPage page;
-  for (const RunInfo& info : read.infos) page.origins.push_back(head_of(info));
+Samples samples_of(const Read& read) {
   Samples samples;
   for (std::size_t r = 0; r < read.samples.size(); ++r) samples.emplace(&read.rows[r], &read.samples[r]);
+  return samples;
+}
+
+ReportPage page_of(const Read& read, const ReportOptions& options) {
+  ReportPage page;
+  for (const RunInfo& info : read.infos) page.origins.push_back(head_of(info));
+  const Samples samples = samples_of(read);
   const std::vector<Block> blocks = blocks_of(read.rows);
-  if (compare.size() == 2) {
+  if (options.ladder) {
+    add_ladders(blocks, samples, page);
+  } else if (const auto& compare = options.compare; compare.size() == 2) {
     page.tables = against(compare[0], compare[1], blocks, samples, page.notes);
   } else {
     for (const Block& block : blocks) {
@@ -309,17 +299,18 @@ std::string report(const std::vector<std::string>& paths, const ReportOptions& o
   if (options.format == Format::csv && !options.compare.empty())
     throw Error(Errc::config, "got csv, wanted table, md or latex", "--compare");
   const Read read = read_all(paths);
-  if (options.format == Format::csv) return csv(read.rows);
-  return render(page_of(read, options.compare), options.format, options.colour);
+  if (options.format == Format::csv)
+    return options.ladder ? ladders_csv(blocks_of(read.rows), samples_of(read)) : csv(read.rows);
+  return render(page_of(read, options), options.format, options.colour);
 }
 
 std::string report(const std::string& path, Format format) {
-  return report(std::vector<std::string>{path}, {format, {}, false});
+  return report(std::vector<std::string>{path}, {.format = format});
 }
 
 std::string report(const Summary& summary, Format format) {
   if (format == Format::csv) return csv(summary.rows);
-  return render(page_of({{summary.info}, summary.rows, {}, summary.warnings}, {}), format);
+  return render(page_of({{summary.info}, summary.rows, {}, summary.warnings}, {.format = format}), format);
 }
 
 }  // namespace kvlab::results

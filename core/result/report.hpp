@@ -14,8 +14,9 @@ Format parse_format(std::string_view word);  // Errc::config names the four word
 
 struct ReportOptions {
   Format format = Format::table;
-  std::vector<std::string> compare;  // two rows' names (result/compare_report.hpp), in place of the tables
-  bool colour = false;               // for a terminal that takes it
+  std::vector<std::string> compare{};  // two rows' names (result/compare_report.hpp), in place of the tables
+  bool colour = false;                 // for a terminal that takes it
+  bool ladder = false;                 // ladders (result/ladder.hpp), in place of the tables
 };
 
 // A row has the mean ± standard deviation of its n repeats and seeds; '-' = not measured. Under a table of scores

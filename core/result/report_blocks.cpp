@@ -10,6 +10,18 @@
 namespace kvlab::results {
 namespace {
 
+constexpr std::pair<const char*, const char*> label_meanings[] = {
+    {"simulated", "times or transfers are computed, not measured"},
+    {"injected", "the selection follows a recorded or made-up trace, not this model's attention"},
+    {"oracle", "knows what no method can know in time: a bound, never timed"},
+    {"functional", "the format is attended through a dequantized copy: bytes are measured, speed says nothing"},
+    {"legacy", "keeps one cache per query head as the original code does"},
+    {"synthetic", "random weights: times and bytes count, scores and fidelity say nothing"},
+    {"graph", "decode steps are launched as CUDA graphs"},
+    {"disturbed", "other processes took cores that this cell needed: its times are too long"},
+    {"eager", "steps are launched kernel by kernel with events between their parts, which costs time"},
+};
+
 bool near(double a, double b) {
   return a == b || (!measured(a) && !measured(b)) || std::fabs(a - b) <= 0.05 * std::fabs(b);
 }
@@ -39,6 +51,12 @@ std::vector<std::string> split_labels(const std::string& labels) {
     at = end + 1;
   }
   return out;
+}
+
+std::string label_note(const std::string& label) {
+  for (const auto& [name, meaning] : label_meanings)
+    if (label == name) return label + ": " + meaning;
+  return label;
 }
 
 std::vector<std::string> identity_of(const SummaryRow& row) {

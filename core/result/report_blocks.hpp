@@ -30,6 +30,7 @@ std::string budget_text(const Group& group);                      // tokens or m
 // The labels of a row without "disturbed", which tells about other processes and not about the cell.
 std::vector<std::string> identity_of(const SummaryRow& row);
 std::vector<std::string> split_labels(const std::string& labels);
+std::string label_note(const std::string& label);  // "synthetic: random weights ..."
 
 inline bool measured(double v) { return !std::isnan(v); }
 std::string number(double v);              // 4 digits; "-" = not measured

@@ -24,13 +24,17 @@ struct RunInfo {
   int schema = schema_version;
   std::string kvlab_version, git_commit, created_utc, command, experiment_yaml, host, cpu, gpu, backend;
   int threads = 0;
+  // Empty in files of earlier versions.
+  std::string experiment_file;  // its absolute path; relative paths in the text start at its folder
+  std::string models;           // JSON: run/model_record.hpp
 };
 
 // One row of /summary. NaN or -1 = not measured. Text is UTF-8; other bytes become U+FFFD when it is written.
 struct SummaryRow {
   std::string cell, model, policy;
-  std::string params;   // JSON
-  std::string ablated;  // the component that `ablate` switched off; empty: none
+  std::string params;        // JSON
+  std::string ablated;       // the component that `ablate` switched off; empty: none
+  std::int64_t by_age = -1;  // 1 = the scorer ranks tokens by their age alone (Scorer::by_age)
   std::string task;
   std::int64_t context_tokens = -1;
   double budget_tokens = not_measured;  // mean per KV head; NaN = the policy has no budget

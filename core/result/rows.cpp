@@ -85,6 +85,7 @@ const std::vector<Field<SummaryRow>>& fields(const SummaryRow*) {
       {"voluntary_switches", &R::voluntary_switches, "", false, true},
       {"threads", &R::threads, "threads", false, true},
       {"pauses", &R::pauses, "steps", false, true},
+      {"by_age", &R::by_age, "1 = ranks by age alone", false, true},
   };
   return list;
 }

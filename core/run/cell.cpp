@@ -101,6 +101,18 @@ bool is_oracle(const CellInput& in) {
   }
 }
 
+// 1 if the policy's scorer ranks tokens by their age alone, 0 if not; -1 without a scorer, or if it cannot be asked.
+std::int64_t ranks_by_age(const CellInput& in) {
+  const std::optional<PluginUse>& use = in.policy().scorer;
+  const PluginInfo* plugin = use ? in.catalog->find(use->role, use->name) : nullptr;
+  if (!plugin) return -1;
+  try {
+    return create<Scorer>(*plugin, use->params)->by_age();
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
 }  // namespace
 
 CellResult run_cell(const CellInput& given) {
@@ -108,6 +120,7 @@ CellResult run_cell(const CellInput& given) {
   CellInput in = given;
   in.oracle = is_oracle(given);
   CellResult out = passes_or_error(in);
+  out.summary.by_age = ranks_by_age(in);
   if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);
   out.summary.warnings = results::column_of(said.warnings());
   return out;

@@ -34,6 +34,7 @@
 #include "run/cell.hpp"
 #include "run/device.hpp"
 #include "run/isolated.hpp"
+#include "run/model_record.hpp"
 #include "run/prepare.hpp"
 #include "run/progress.hpp"
 
@@ -184,7 +185,7 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
       out_(e.output.string()),
       ids_(ids_of(prepared.cells)),
       held_(results::open_output(out_, options.command, results::OutputKind::results, ids_)),
-      info_(run_info(e, options.command)),
+      info_(run_info(e, options.command, models_text(prepared.models))),
       before_(finished_before()),
       progress_(static_cast<int>(all().size())) {
   for (const std::string& warning : before_.warnings) log::warn(warning);
@@ -377,6 +378,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     Prepared prepared = prepare(e, catalog, id);
     if (prepared.cells.empty())
       throw Error(Errc::data, "got other cells than the run that asks for it: the file or its data has changed", id);
+    const std::string written_models = models_text(prepared.models);
     ModelInUse models(e, prepared);
     ReferenceCache references;
     CellInput in = input(e, catalog, prepared, prepared.cells.front());
@@ -385,7 +387,7 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
     telling::begun();
     begun = true;
     const results::CellResult result = run_here(in, models);
-    put_on_disk(e.output.string(), result, run_info(e, command));
+    put_on_disk(e.output.string(), result, run_info(e, command, written_models));
     telling::written();
     return result.summary.status == "ok" ? 0 : 1;
   } catch (const stop::Interrupted& stopped) {
@@ -402,13 +404,15 @@ int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, con
   return 1;
 }
 
-results::RunInfo run_info(const Experiment& e, const std::string& command) {
+results::RunInfo run_info(const Experiment& e, const std::string& command, const std::string& models) {
   results::RunInfo info;
   info.kvlab_version = version();
   info.git_commit = git_commit();
   info.created_utc = fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
   info.command = command;
   info.experiment_yaml = e.text;
+  info.experiment_file = e.file.empty() ? "" : std::filesystem::absolute(e.file).lexically_normal().string();
+  info.models = models;
   char host[256] = "";
   gethostname(host, sizeof host - 1);
   info.host = host;

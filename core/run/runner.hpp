@@ -30,8 +30,8 @@ int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, c
 int run_isolated_cell(const Experiment& experiment, const PluginCatalog& catalog, const std::string& id,
                       const std::string& command);
 
-// Versions, command and machine, for the head of a result file.
-results::RunInfo run_info(const Experiment& experiment, const std::string& command);
+// Versions, command and machine, for the head of a result file. models: of run/model_record.hpp.
+results::RunInfo run_info(const Experiment& experiment, const std::string& command, const std::string& models = {});
 
 // Makes a run's checks before its first cell, without reading weights. table: the cells, as `kvlab check` prints them.
 // absent: why a bundled model is not on this machine; its prompts, budgets and profiles are then not checked.

@@ -48,3 +48,21 @@ TEST_CASE("several result files are reported together, and two rows of them by n
   CHECK(test::run_kvlab({"report", one, "--compare", "some", "everything", "--format", "csv"}).code == 2);
   CHECK(test::run_kvlab({"report", one, "--compare", "some", "everything", "--plugins"}).code == 2);
 }
+
+TEST_CASE("a ladder is one of the reports that stand in place of the tables") {
+  const test::TemporaryFolder dir;
+  const std::string file = dir / "one.h5";
+  write_file(file, "everything");
+  const auto ladder = test::run_kvlab({"report", file, "--ladder"});
+  CHECK(ladder.code == 0);
+  CHECK_THAT(ladder.said, Contains("m, t: no ladder: wanted a finished row of the policy random"));
+  CHECK_THAT(test::run_kvlab({"report", file, "--ladder", "--format", "csv"}).said,
+             Contains("place,place_lo,place_hi"));
+  for (const std::vector<std::string>& other : std::vector<std::vector<std::string>>{
+           {"--plugins"}, {"--attempts"}, {"--array", "x"}, {"--html", "page"}, {"--compare", "a", "b"}}) {
+    std::vector<std::string> words{"report", file, "--ladder"};
+    words.insert(words.end(), other.begin(), other.end());
+    CAPTURE(other.front());
+    CHECK(test::run_kvlab(words).code == 2);
+  }
+}

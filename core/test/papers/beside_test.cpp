@@ -51,9 +51,9 @@ std::vector<results::SampleRow> answers(int right) {
 }  // namespace
 
 TEST_CASE("a published value is set beside the cell that it names") {
-  const Ours ours = one_run({cell("full", "t1", 0.5, 10), cell("mine", "t1", 0.4, 4, 64),
-                             cell("mine", "t1", 0.45, 5, 128), cell("full", "t2", 0.9, 10),
-                             cell("mine", "t2", 0.7, 5, 64)});
+  const Ours ours =
+      one_run({cell("full", "t1", 0.5, 10), cell("mine", "t1", 0.4, 4, 64), cell("mine", "t1", 0.45, 5, 128),
+               cell("full", "t2", 0.9, 10), cell("mine", "t2", 0.7, 5, 64)});
   Reading r = reading("mine");
   CHECK(our_value(r, ours).why == "several rows fit");
   r.budget = 64;

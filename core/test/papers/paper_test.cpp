@@ -8,8 +8,8 @@
 
 using namespace kvlab;
 using namespace kvlab::papers;
-using test::Folder;
 using Catch::Contains;
+using test::Folder;
 
 namespace {
 

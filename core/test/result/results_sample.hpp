@@ -19,6 +19,8 @@ inline RunInfo sample_info() {
   info.cpu = "cpu";
   info.backend = "cpu";
   info.threads = 2;
+  info.experiment_file = "/somewhere/été.yaml";
+  info.models = R"([{"name": "récall"}])";
   return info;
 }
 
@@ -63,6 +65,7 @@ inline CellResult sample_cell(const std::string& id, int n = 0) {
   s.preemptions = 4;
   s.overhead = 0.125;
   s.ablated = "window";
+  s.by_age = 1;
   s.warnings = "été\na second one";
   s.nonfinite = 7;
   c.samples.resize(2);

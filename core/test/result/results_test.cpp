@@ -133,6 +133,8 @@ TEST_CASE("a part and OUT give back every field") {
   CHECK(got.gpu.empty());
   CHECK(got.backend == wanted.backend);
   CHECK(got.threads == 2);
+  CHECK(got.experiment_file == wanted.experiment_file);
+  CHECK(got.models == wanted.models);
   CHECK(fs::exists(part));
 }
 

@@ -1,0 +1,100 @@
+#include "cli/verify.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <kvlab/error.hpp>
+
+#include "base/log.hpp"
+#include "base/sha256.hpp"
+#include "base/stop.hpp"
+#include "base/text.hpp"
+#include "experiment/document.hpp"
+#include "plugin/callback.hpp"
+#include "result/profile_file.hpp"
+#include "result/report_layout.hpp"
+#include "run/verify.hpp"
+
+namespace fs = std::filesystem;
+
+namespace kvlab {
+namespace {
+
+// The experiment's file: the one that the user names, else the one that was recorded, where its folder is here.
+std::string place_of(const VerifyOptions& options, const results::RunInfo& info) {
+  if (!options.experiment.empty()) return options.experiment;
+  std::error_code error;
+  if (!info.experiment_file.empty() && fs::is_directory(fs::path(info.experiment_file).parent_path(), error))
+    return info.experiment_file;
+  log::info(fmt::format("{}: relative paths start at the current folder; --experiment FILE gives another one",
+                        info.experiment_file.empty() ? "the file does not name its experiment's folder"
+                                                     : "got no folder of " + info.experiment_file));
+  return (fs::current_path() /
+          (info.experiment_file.empty() ? "experiment.yaml" : fs::path(info.experiment_file).filename().string()))
+      .string();
+}
+
+// The text of the file that the experiment came from, as it is now.
+Compared compare_text(const yaml::Document& recorded, bool named) {
+  Compared out{"experiment " + fs::path(recorded.file).filename().string(), sha256_hex(recorded.text), "",
+               Finding::not_here};
+  std::error_code error;
+  if (!named && !fs::exists(recorded.file, error)) return out;
+  out.here = sha256_hex(yaml::parse_file(recorded.file).text);
+  out.finding = out.here == out.recorded ? Finding::same : Finding::differs;
+  return out;
+}
+
+// Hashes that are the same are shown by their first digits.
+std::string shown(const Compared& line, const std::string& text) {
+  constexpr std::size_t digits = 12;
+  if (text.empty()) return "-";
+  const bool hash = text.size() == 64 && text.find_first_not_of("0123456789abcdef") == text.npos;
+  return hash && line.finding != Finding::differs ? text.substr(0, digits) : one_line(text);
+}
+
+std::string table_of(const std::vector<Compared>& lines, const std::string& title, results::Format format) {
+  results::ReportPage page;
+  results::ReportTable& table = page.tables.emplace_back();
+  table.title = title;
+  table.header = {"what", "recorded", "here", "finding"};
+  table.text_columns = table.header.size();
+  const bool csv = format == results::Format::csv;
+  for (const Compared& line : lines)
+    table.rows.push_back({one_line(line.what), csv ? line.recorded : shown(line, line.recorded),
+                          csv ? line.here : shown(line, line.here), name_of(line.finding)});
+  return csv ? results::render_csv(table) : results::render(page, format);
+}
+
+}  // namespace
+
+void add_verify_options(CLI::App* command, VerifyOptions& options) {
+  command->add_option("FILE", options.file, "result file (HDF5), also of a run under way")->required();
+  command->add_option("--experiment", options.experiment,
+                      "the experiment's file here: relative paths start at its folder, and its text is compared");
+  command->add_option("--format", options.format, "table, md, csv or latex")->capture_default_str();
+  command->add_option("--plugin-path", options.plugin_path, "folder or library of plugins, searched first; repeatable")
+      ->allow_extra_args(false);
+}
+
+int verify(const VerifyOptions& options) {
+  const results::Format format = results::parse_format(options.format);
+  stop::watch();
+  name_callback_at_end();
+  if (results::is_profile(options.file))
+    throw Error(Errc::result_file, "got a profile file, wanted a result file", options.file);
+  const results::RunInfo info = results::read_summary(options.file).info;
+  const yaml::Document document = recorded_experiment(info.experiment_yaml, place_of(options, info));
+  std::vector<fs::path> places(options.plugin_path.begin(), options.plugin_path.end());
+  for (const std::string& place : plugin_path_of(document)) places.emplace_back(place);
+  Registry registry(places);
+  const RegistryCatalog catalog(registry);
+  std::vector<Compared> lines{compare_text(document, !options.experiment.empty())};
+  const std::vector<Compared> others = compare_with_tree(options.file, read_experiment(document, catalog), catalog);
+  lines.insert(lines.end(), others.begin(), others.end());
+  fmt::print("{}", table_of(lines, options.file + " against this tree", format));
+  return std::ranges::any_of(lines, [](const Compared& line) { return line.finding == Finding::differs; }) ? 1 : 0;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,103 @@
+#include "result/place.hpp"
+
+#include <kvlab/random.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <vector>
+
+namespace kvlab {
+namespace {
+
+constexpr double not_known = std::numeric_limits<double>::quiet_NaN();
+constexpr double infinite = std::numeric_limits<double>::infinity();
+
+struct Context {
+  double above = 0, span = 0, weight = 0;  // sums of own - low, high - low and the questions' weights
+};
+
+std::vector<Context> contexts_of(const std::vector<Rung>& rungs) {
+  std::map<int, Context> sums;
+  for (const Rung& r : rungs) {
+    Context& c = sums[r.context];
+    c.above += r.own - r.low;
+    c.span += r.high - r.low;
+    c.weight += r.weight;
+  }
+  std::vector<Context> out;
+  for (const auto& [id, sum] : sums) out.push_back(sum);
+  return out;
+}
+
+bool alike(const std::vector<Context>& contexts) {
+  return std::all_of(contexts.begin(), contexts.end(), [&](const Context& c) {
+    return c.above * contexts.front().span == contexts.front().above * c.span;
+  });
+}
+
+Interval bootstrap(const std::vector<Context>& contexts) {
+  const std::size_t n = contexts.size();
+  std::vector<double> weights, ratios;
+  for (const Context& c : contexts) weights.push_back(c.weight);
+  Random random(20240607, n);
+  for (int r = 0; r < bootstrap_resamples; ++r) {
+    Context drawn;
+    for (std::size_t i = 0; i < n; ++i) {
+      const Context& c = contexts[random.below(n)];
+      drawn.above += c.above;
+      drawn.span += c.span;
+    }
+    if (drawn.span > 0) ratios.push_back(drawn.above / drawn.span);
+  }
+  std::sort(ratios.begin(), ratios.end());
+  const std::size_t without = bootstrap_resamples - ratios.size(), outside = bootstrap_outside(weights);
+  if (without > outside) return {-infinite, infinite};
+  return {ratios[outside - without], ratios[ratios.size() - 1 - (outside - without)]};
+}
+
+Interval interval_of(std::vector<Context> contexts, ScoreRange range) {
+  const bool enough = contexts.size() >= fewest_contexts && !alike(contexts);
+  if (range == ScoreRange::zero_one || (range == ScoreRange::share && !enough)) {
+    contexts.push_back({1, 0, 1});
+    contexts.push_back({-1, 0, 1});
+  } else if (!enough) {
+    return {not_known, not_known};
+  }
+  return bootstrap(contexts);
+}
+
+}  // namespace
+
+Place place_of(std::span<const Rung> given) {
+  std::vector<Rung> rungs;
+  std::copy_if(given.begin(), given.end(), std::back_inserter(rungs), [](const Rung& r) {
+    return std::isfinite(r.own) && std::isfinite(r.low) && std::isfinite(r.high) && r.weight > 0;
+  });
+  Place out;
+  out.span = out.place = not_known;
+  out.span_interval = out.interval = {not_known, not_known};
+  if (rungs.empty()) return out;
+  std::vector<Pair> pairs;
+  std::vector<Scored> spans;
+  for (const Rung& r : rungs) {
+    pairs.push_back({r.context, r.high, r.low, r.weight});
+    spans.push_back({r.context, r.high - r.low, r.weight});
+  }
+  out.span_interval = difference_interval(spans, range_of(pairs));
+  const std::vector<Context> contexts = contexts_of(rungs);
+  Context all;
+  for (const Context& c : contexts) all.above += c.above, all.span += c.span, all.weight += c.weight;
+  out.questions = static_cast<std::int64_t>(rungs.size());
+  out.contexts = static_cast<std::int64_t>(contexts.size());
+  out.span = all.span / all.weight;
+  if (!(out.span_interval.low > 0)) return out;
+  for (const Rung& r : rungs) pairs.push_back({r.context, r.own, r.low, r.weight});
+  out.place = all.above / all.span;
+  out.interval = interval_of(contexts, range_of(pairs));
+  return out;
+}
+
+}  // namespace kvlab

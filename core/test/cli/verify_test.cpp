@@ -1,0 +1,168 @@
+// `kvlab verify`: what a result file was made of, against what is here now.
+#include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "result/results.hpp"
+#include "support/child.hpp"
+
+using namespace kvlab;
+using Catch::Contains;
+using test::Ended;
+using test::Folder;
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string prose(int words, int first) {
+  std::string out;
+  for (int i = 0; i < words; ++i) out += "word" + std::to_string(first + i * 7 % 90) + " ";
+  return out;
+}
+
+// A result of a tiny model on two texts, and a copy of everything that it was made of.
+class Result {
+ public:
+  Result() {
+    fs::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3", fs::path(folder_ / "m"));
+    folder_.write("t.txt", prose(120, 100));
+    folder_.write("e.yaml", text_);
+    REQUIRE(test::run_kvlab({"run", folder_ / "e.yaml", "-o", file(), "--set", "text.samples=2"}).code == 0);
+  }
+  std::string file() const { return folder_ / "o.h5"; }
+  const Folder& folder() const { return folder_; }
+  Ended verify(std::vector<std::string> more = {}) const {
+    more.insert(more.begin(), {"verify", file()});
+    return test::run_kvlab(more);
+  }
+  // What `verify` says about each thing: "same", "differs" ...
+  std::map<std::string, std::string> findings(const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> words{"-q", "--format", "csv"};
+    words.insert(words.end(), more.begin(), more.end());
+    std::map<std::string, std::string> out;
+    std::istringstream in(verify(words).said);
+    for (std::string line; std::getline(in, line);) {
+      if (line.empty()) continue;
+      const std::size_t first = line.front() == '"' ? line.find('"', 1) + 1 : line.find(',');
+      const std::size_t quote = line.front() == '"';
+      out[line.substr(quote, first - 2 * quote)] = line.substr(line.rfind(',') + 1);
+    }
+    return out;
+  }
+  // Writes a value into a JSON file of the model.
+  void set(const std::string& json_file, const std::string& key, const nlohmann::json& value) const {
+    std::ifstream in(folder_ / json_file);
+    nlohmann::json json = nlohmann::json::parse(in);
+    json[key] = value;
+    folder_.write(json_file, json.dump());
+  }
+
+ private:
+  Folder folder_;
+  std::string text_ =
+      "model: {path: m, dtype: f32}\n"
+      "tasks: [text: {file: t.txt, prefix: [24, 32], forced: 4}]\n"
+      "policies:\n  - full\n  - {name: newest, scorer: window, budget: {tokens: 8}}\n"
+      "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n";
+};
+
+}  // namespace
+
+TEST_CASE("verify finds nothing that differs where nothing has changed") {
+  const Result result;
+  const Ended ended = result.verify();
+  CAPTURE(ended.said);
+  CHECK(ended.code == 0);
+  CHECK_THAT(ended.said, !Contains("differs") && !Contains("not recorded") && !Contains("not here"));
+  const auto found = result.findings();
+  for (const char* what :
+       {"experiment e.yaml", "kvlab version", "commit", "m: content", "m: tokenizer", "m: chat template", "m: stop ids",
+        "scorer window: version", "scorer window: SHA-256", "task text: SHA-256", "cells", "prompts"}) {
+    CAPTURE(what);
+    REQUIRE(found.count(what) == 1);
+    CHECK(found.at(what) == "same");
+  }
+  // Two texts of two lengths under two policies.
+  CHECK_THAT(result.verify({"--format", "csv"}).said,
+             Contains("cells,4,4 with the same id") && Contains("prompts,8,8 the same") && Contains(",[1],[1],same"));
+}
+
+TEST_CASE("verify names the prompts and cells that other data make") {
+  const Result result;
+  result.folder().write("t.txt", prose(120, 101));
+  const Ended ended = result.verify();
+  CAPTURE(ended.said);
+  CHECK(ended.code == 1);
+  const auto found = result.findings();
+  CHECK(found.at("cells") == "differs");
+  CHECK(found.at("prompts") == "differs");
+  CHECK(found.at("m: content") == "same");
+  CHECK(found.at("task text: SHA-256") == "same");
+  CHECK_THAT(ended.said, Contains("0 with the same id") && Contains("0 the same") && Contains("2 of 2 differ"));
+  // In full: the hash that the file has.
+  const auto samples = results::read_samples(result.file());
+  CHECK_THAT(ended.said, Contains(samples.begin()->second.front().prompt_sha256));
+}
+
+TEST_CASE(
+    "verify tells a model's stop ids, chat template and tokenizer from its content, and still makes its prompts") {
+  const Result result;
+  result.set("m/config.json", "eos_token_id", nlohmann::json::array({1, 2}));
+  auto found = result.findings();
+  CHECK(found.at("m: stop ids") == "differs");
+  CHECK(found.at("m: content") == "differs");
+  CHECK(found.at("m: tokenizer") == "same");
+  CHECK(found.at("m: chat template") == "same");
+  CHECK(found.at("cells") == "differs");
+  CHECK(found.at("prompts") == "same");
+  fs::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3/config.json", fs::path(result.folder() / "m"),
+           fs::copy_options::overwrite_existing);
+  CHECK(result.verify().code == 0);
+  result.set("m/tokenizer_config.json", "chat_template", "{{ '<|im_start|>' }}");
+  found = result.findings();
+  CHECK(found.at("m: chat template") == "differs");
+  CHECK(found.at("m: stop ids") == "same");
+}
+
+TEST_CASE("verify without the model compares what is left") {
+  const Result result;
+  fs::rename(result.folder() / "m", result.folder() / "elsewhere");
+  const auto found = result.findings();
+  CHECK(found.at("m: content") == "not here");
+  CHECK(found.at("cells") == "not here");
+  CHECK(found.at("prompts") == "not here");
+  CHECK(found.at("scorer window: SHA-256") == "same");
+  CHECK(result.verify().code == 0);
+}
+
+TEST_CASE("verify reads the experiment of the file, and compares the one that stands in its place") {
+  const Result result;
+  std::ofstream(result.folder() / "e.yaml", std::ios::app) << "# a word more\n";
+  auto found = result.findings();
+  CHECK(found.at("experiment e.yaml") == "differs");
+  CHECK(found.at("cells") == "same");
+  // Another folder, as on another machine.
+  const Folder other;
+  fs::copy(result.folder() / "m", fs::path(other / "m"));
+  fs::copy(result.folder() / "t.txt", fs::path(other / "t.txt"));
+  fs::copy(result.folder() / "e.yaml", fs::path(other / "mine.yaml"));
+  fs::remove_all(result.folder() / "m");
+  found = result.findings({"--experiment", other / "mine.yaml"});
+  CHECK(found.at("experiment mine.yaml") == "differs");
+  CHECK(found.at("cells") == "same");
+  CHECK(found.at("prompts") == "same");
+}
+
+TEST_CASE("verify says what an earlier file does not record, and refuses what is no result file") {
+  const fs::path data = test::source_root() / "analysis/testdata";
+  const Ended earlier = test::run_kvlab({"verify", (data / "small.h5").string()});
+  CAPTURE(earlier.said);
+  CHECK_THAT(earlier.said, Contains("bundled/recall: stop ids") && Contains("not recorded") &&
+                               Contains("--experiment FILE gives another one"));
+  CHECK(test::run_kvlab({"verify", (data / "heads.h5").string()}).code == 2);
+  CHECK(test::run_kvlab({"verify", (data / "small.yaml").string()}).code == 2);
+  CHECK(test::run_kvlab({"verify", "none.h5"}).code == 2);
+}
