@@ -27,6 +27,7 @@
 #include "cli/html_report.hpp"
 #include "cli/loaded.hpp"
 #include "cli/reproduce.hpp"
+#include "cli/spread.hpp"
 #include "cli/verify.hpp"
 #include "experiment/describe.hpp"
 #include "experiment/schema.hpp"
@@ -111,12 +112,8 @@ class CommandLine {
   void add_reproduce();
   void add_rest();
   std::string report_text() const;
-  // The words that the user typed, also in the process of an isolated cell.
-  std::vector<std::string> typed() const {
-    std::vector<std::string> words(argv_, argv_ + argc_);
-    if (!isolated_cell_.empty()) words.erase(words.begin() + 2, words.begin() + 4);
-    return words;
-  }
+  // The words that the user typed, also in the process of a worker or of an isolated cell.
+  std::vector<std::string> typed() const { return as_typed({argv_, argv_ + argc_}); }
 
   int argc_;
   char** argv_;
@@ -130,6 +127,7 @@ class CommandLine {
   CLI::Option* report_html_ = nullptr;
   bool fresh_ = false, resume_ = false, quiet_ = false, verbose_ = false, isolate_ = false, json_ = false,
        check_ = false, plugins_ = false, attempts_ = false, ladder_ = false;
+  SpreadWords spread_;
   GenerateOptions generate_;
   ConformOptions conform_;
   ReproduceOptions reproduce_;
@@ -154,17 +152,17 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
 }
 
 void CommandLine::add_run() {
-  CLI::App* run =
-      add("run", "run an experiment; cells that are finished are not run again",
-          "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
-            Loaded loaded(file_, sets_, plugin_path_);
-            if (!output_.empty()) loaded.experiment.output = output_;
-            const std::string command = joined(typed());
-            if (!isolated_cell_.empty())
-              return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, command);
-            return run_experiment(loaded.experiment, *loaded.catalog,
-                                  {command, fresh_, quiet_, isolate_ ? typed() : std::vector<std::string>()});
-          });
+  CLI::App* run = add("run", "run an experiment; cells that are finished are not run again",
+                      "kvlab run exp.yaml --set POLICY.budget.tokens=256 -o results/tokens256.h5", [this] {
+                        Loaded loaded(file_, sets_, plugin_path_);
+                        if (!output_.empty()) loaded.experiment.output = output_;
+                        RunOptions options{joined(typed()), fresh_, quiet_};
+                        if (isolate_) options.isolate.assign(argv_, argv_ + argc_);
+                        spread_.apply(options, typed());
+                        if (!isolated_cell_.empty())
+                          return run_isolated_cell(loaded.experiment, *loaded.catalog, isolated_cell_, options);
+                        return run_experiment(loaded.experiment, *loaded.catalog, options);
+                      });
   add_experiment(run);
   run->add_option("-o,--output", output_, "result file in place of the experiment's");
   CLI::Option* fresh = run->add_flag("--fresh", fresh_,
@@ -175,6 +173,7 @@ void CommandLine::add_run() {
                 "each cell in a process of its own, so that a plugin that ends it costs that cell only; the model is "
                 "loaded and the full cache's reference made anew for each cell");
   run->add_option("--isolated-cell", isolated_cell_, "what --isolate starts")->group("");
+  spread_.add_to(run);
 
   CLI::App* check = add("check", "everything that `run` checks before its first cell, and the cells; runs nothing",
                         "kvlab check exp.yaml", [this] {

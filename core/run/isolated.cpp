@@ -149,6 +149,8 @@ namespace telling {
 
 void begin() {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  pollfd reader{descriptor, POLLOUT, 0};
+  if (poll(&reader, 1, 0) > 0 && (reader.revents & POLLERR)) _exit(1);  // the other process has ended before
   signal(SIGPIPE, SIG_IGN);
   fcntl(descriptor, F_SETFD, FD_CLOEXEC);
   name_callback_at_end(descriptor);

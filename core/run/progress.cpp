@@ -22,7 +22,7 @@ std::string duration_text(double seconds) {
   return fmt::format("{} h {:02} min", s / 3600, s % 3600 / 60);
 }
 
-Progress::Progress(int cells) : cells_(cells) {}
+Progress::Progress(int cells, bool shown) : cells_(cells), shown_(shown) {}
 Progress::~Progress() { log::status(""); }
 
 void Progress::skip() {
@@ -45,18 +45,35 @@ void Progress::begin(const std::string& name) {
 }
 
 void Progress::item(const std::string& pass, int done, int total) {
-  if (seconds_since(drawn_) < 0.1) return;
+  if (!shown_ || seconds_since(drawn_) < 0.1) return;
   drawn_ = Clock::now();
   log::status(fmt::format("[{}/{}] {}: {} {}/{}{}", done_ + 1, cells_, name_, pass, done, total,
                           eta(static_cast<double>(done) / std::max(1, total) * 0.5)));
 }
 
+void Progress::say(const std::string& line, const std::string& outcome) const {
+  if (!shown_) return;
+  log::status("");
+  outcome == "ok" ? log::info(line) : log::error(line);
+}
+
 void Progress::end(const std::string& outcome) {
   ++done_;
-  log::status("");
-  const std::string line = fmt::format("[{}/{}] {}: {} in {}{}", done_, cells_, name_, outcome,
-                                       duration_text(seconds_since(cell_start_)), done_ < cells_ ? eta(0) : "");
-  outcome == "ok" ? log::info(line) : log::error(line);
+  say(fmt::format("[{}/{}] {}: {} in {}{}", done_, cells_, name_, outcome, duration_text(seconds_since(cell_start_)),
+                  done_ < cells_ ? eta(0) : ""),
+      outcome);
+}
+
+void Progress::waiting(std::size_t running, const std::string& where) {
+  if (!shown_ || seconds_since(drawn_) < 0.5) return;
+  drawn_ = Clock::now();
+  log::status(fmt::format("[{}/{}] {} {} under way on {}{}", done_, cells_, running, running == 1 ? "cell" : "cells",
+                          where, eta(0)));
+}
+
+void Progress::ended_elsewhere(const std::string& name, const std::string& outcome) {
+  ++done_;
+  say(fmt::format("[{}/{}] {}: {}{}", done_, cells_, name, outcome, done_ < cells_ ? eta(0) : ""), outcome);
 }
 
 }  // namespace kvlab

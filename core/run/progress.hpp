@@ -7,7 +7,7 @@ namespace kvlab {
 
 class Progress {
  public:
-  explicit Progress(int cells);
+  explicit Progress(int cells, bool shown = true);
   ~Progress();
 
   void skip();  // a cell that is finished already
@@ -15,11 +15,18 @@ class Progress {
   void item(const std::string& pass, int done, int total);
   void end(const std::string& outcome);  // "ok", or an error: "failed: ...", "oom: ..."
 
+  // Of cells that other processes run.
+  void waiting(std::size_t running, const std::string& where);
+  void ended_elsewhere(const std::string& name, const std::string& outcome);
+
  private:
   using Clock = std::chrono::steady_clock;
   std::string eta(double part_of_cell) const;
 
+  void say(const std::string& line, const std::string& outcome) const;
+
   int cells_, done_ = 0, skipped_ = 0;
+  bool shown_;
   std::string name_;
   Clock::time_point start_ = Clock::now(), cell_start_ = start_, drawn_{};
 };

@@ -2,10 +2,12 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
 #include <algorithm>
+#include <csignal>
 #include <ctime>
 #include <map>
 #include <memory>
@@ -33,10 +35,13 @@
 #include "run/cannot_go_on.hpp"
 #include "run/cell.hpp"
 #include "run/device.hpp"
+#include "run/gpus.hpp"
 #include "run/isolated.hpp"
 #include "run/model_record.hpp"
 #include "run/prepare.hpp"
 #include "run/progress.hpp"
+#include "run/run_here.hpp"
+#include "run/shared_cells.hpp"
 
 namespace kvlab {
 namespace {
@@ -56,58 +61,6 @@ std::vector<std::string> ids_of(const std::vector<Cell>& cells) {
   return ids;
 }
 
-// One model at a time holds its weights. Its files are closed once they are read.
-class ModelInUse {
- public:
-  ModelInUse(const Experiment& e, Prepared& prepared) : e_(e), prepared_(prepared) {}
-
-  // Throws NoRoom where the weights do not fit and NonFinite where some are not finite. Later calls throw the same
-  // without another try.
-  void need(std::size_t model) {
-    if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
-    if (nonfinite_.count(model)) throw nonfinite_.at(model);
-    if (outline_ && model_ == model) return;
-    if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
-    const ModelSpec& spec = e_.models[model];
-    const log::Timed timed("weights of " + spec.name());
-    auto checkpoint = std::move(prepared_.checkpoints[model]);
-    try {
-      if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
-      outline_ =
-          std::exchange(prepared_.models[model], load_model(*checkpoint, spec.dtype, spec.name(), device_of(e_)));
-    } catch (const std::bad_alloc& e) {
-      throw NoRoom(no_room_[model] = std::string("weights of ") + spec.name() + ": " + e.what());
-    } catch (const NonFinite& e) {
-      nonfinite_.emplace(model, e);
-      throw;
-    }
-    model_ = model;
-  }
-  std::shared_ptr<const Model> model(std::size_t model) const { return prepared_.models[model]; }
-
- private:
-  const Experiment& e_;
-  Prepared& prepared_;
-  std::shared_ptr<const Model> outline_;
-  std::map<std::size_t, std::string> no_room_;  // models that did not fit
-  std::map<std::size_t, NonFinite> nonfinite_;  // models with such weights
-  std::size_t model_ = 0;
-};
-
-// Loads the cell's model and runs the cell in this process.
-results::CellResult run_here(const CellInput& in, ModelInUse& models) {
-  try {
-    models.need(in.cell->model);
-  } catch (const NoRoom& no_room) {
-    return broken_cell(in, "oom", no_room.what());
-  } catch (const NonFinite& weights) {
-    return broken_cell(in, weights);
-  }
-  CellInput with_weights = in;
-  with_weights.model = models.model(in.cell->model);
-  return run_cell(with_weights);
-}
-
 // Returns whether `write` succeeded and logs what is lost if not. A disk that is full or away ends a run, but finished
 // cells stay.
 template <class Write>
@@ -121,11 +74,8 @@ bool written(const std::string& what, const std::string& then, Write write) {
   }
 }
 
-void put_on_disk(const std::string& out, const results::CellResult& result, const results::RunInfo& info) {
-  const std::string part =
-      on_own_file("its part could not be written", [&] { return results::write_part(out, result, info); });
-  log::debug("cell " + result.id + ": written to " + part);
-}
+// Two workers that ended may be a coincidence, but then the cell costs a third one.
+constexpr int most_ends = 2;
 
 // A cell's result.
 struct Ran {
@@ -147,9 +97,12 @@ class Run {
   std::string goes_on() const;
 
   void run_cells();
+  std::vector<const Cell*> unfinished();
+  void run_by_others(std::vector<const Cell*> left);
   bool finished_already(const Cell& cell);
-  bool run_and_write(const Cell& cell);
-  Ran run_one(const Cell& cell);
+  void note_finished_elsewhere(const Cell& cell);
+  bool run_and_write(const Cell& cell, const Claim& claim);
+  Ran run_one(const Cell& cell, const Claim& claim);
   Ran run_apart(const Cell& cell, const CellInput& in) const;
   void stop_at(const Cell& cell, const std::string& name, const std::string& why);
 
@@ -169,12 +122,14 @@ class Run {
   std::vector<std::string> ids_;  // of the experiment's cells
   std::unique_ptr<results::OutputLock> held_;
   results::RunInfo info_;
-  results::Finished before_;   // by earlier runs
+  results::Finished before_;  // by earlier runs
+  SharedCells shared_;
   std::set<std::string> new_;  // cells that this run has finished
   Progress progress_;
   bool trouble_ = false;  // a cell failed, did not fit or could not be written
-  int stopped_ = 0;       // by this signal
-  int skipped_ = 0;       // cells
+  bool cannot_go_on_ = false, left_to_workers_ = false;
+  int stopped_ = 0;  // by this signal
+  int skipped_ = 0;  // cells
 };
 
 Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared)
@@ -184,14 +139,23 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
       prepared_(prepared),
       out_(e.output.string()),
       ids_(ids_of(prepared.cells)),
-      held_(results::open_output(out_, options.command, results::OutputKind::results, ids_)),
+      held_(options.worker ? nullptr : results::open_output(out_, options.command, results::OutputKind::results, ids_)),
       info_(run_info(e, options.command, models_text(prepared.models))),
       before_(finished_before()),
-      progress_(static_cast<int>(all().size())) {
+      shared_(out_, options.worker),
+      progress_(static_cast<int>(all().size()), options.worker_of.empty()) {
   for (const std::string& warning : before_.warnings) log::warn(warning);
+  if (!options.worker_of.empty()) shared_.ask_run();
+  if (options.worker) return;
+  forget_ended(shared_.folder());
+  std::vector<std::string> replaced;
+  for (const Cell& c : all())
+    if (options.fresh || !before_.cells.count(c.id)) replaced.push_back(c.id);
+  shared_.replaces(replaced);
 }
 
 results::Finished Run::finished_before() const {
+  if (options_.worker) return {};  // the run that it works for has looked
   const FreedReserve room;
   return results::finished(out_);
 }
@@ -214,18 +178,65 @@ int Run::run() {
     stopped_ = by.signal;
   } catch (const std::exception& e) {
     log::error(fmt::format("the run stops here: {}; {}", e.what(), goes_on()));
-    trouble_ = true;
+    trouble_ = cannot_go_on_ = true;
   }
   return end();
 }
 
 void Run::run_cells() {
-  for (const Cell& c : all()) {
-    if (finished_already(c)) continue;
-    stop::check();
-    keep_reserve();
-    if (!run_and_write(c)) return;
+  std::vector<const Cell*> left = unfinished();
+  if (options_.spread.on != WorkersOn::nothing) return run_by_others(std::move(left));
+  for (bool said = options_.worker; !left.empty();) {
+    std::vector<const Cell*> others;  // whose claims other processes hold
+    for (const Cell* c : left) {
+      stop::check();
+      keep_reserve();
+      const auto claim = shared_.finished(c->id) ? std::nullopt : shared_.claim(c->id);
+      if (shared_.finished(c->id))
+        note_finished_elsewhere(*c);
+      else if (!claim)
+        others.push_back(c);
+      else if (!run_and_write(*c, *claim))
+        return;
+    }
+    if (options_.worker) return;
+    if (!others.empty() && !std::exchange(said, true))
+      log::info(fmt::format("other workers run {} of the cells; this run waits for them", others.size()));
+    if (others.size() == left.size()) usleep(200'000);
+    left = std::move(others);
   }
+}
+
+std::vector<const Cell*> Run::unfinished() {
+  std::vector<const Cell*> left;
+  for (const Cell& c : all())
+    if (!finished_already(c)) left.push_back(&c);
+  return left;
+}
+
+// --jobs, --on: this process only watches.
+void Run::run_by_others(std::vector<const Cell*> left) {
+  struct Heard final : WorkersHeard {
+    explicit Heard(Run& run) : run_(run) {}
+    void finished(const Cell& cell) override { run_.note_finished_elsewhere(cell); }
+    void waiting(std::size_t running, const std::string& where) override { run_.progress_.waiting(running, where); }
+    Run& run_;
+  } heard(*this);
+  left = run_by_workers(options_.spread, e_, hash_of(all()), std::move(left), shared_, heard);
+  left_to_workers_ = !left.empty() && !options_.spread.wait;
+  if (left.empty() || left_to_workers_ || stop::requested()) return;
+  trouble_ = true;
+  log::error(
+      fmt::format("got the end of all workers and {} unfinished cells, wanted none; {}", left.size(), goes_on()));
+}
+
+void Run::note_finished_elsewhere(const Cell& c) {
+  new_.insert(c.id);
+  if (options_.worker) return progress_.skip();
+  const results::SummaryRow s =
+      on_own_file("a part could not be read", [&] { return results::read_cell(shared_.part(c.id), c.id); }).summary;
+  trouble_ |= s.status != "ok";
+  progress_.ended_elsewhere(cell_name(e_, c), s.status == "ok" ? "ok" : s.status + ": " + s.error);
 }
 
 bool Run::finished_already(const Cell& c) {
@@ -239,12 +250,12 @@ bool Run::finished_already(const Cell& c) {
 }
 
 // Returns false, which ends the run, where kvlab cannot write its own files.
-bool Run::run_and_write(const Cell& c) {
+bool Run::run_and_write(const Cell& c, const Claim& claim) {
   const std::string name = cell_name(e_, c);
   log::debug("cell " + c.id + ": " + name);
   progress_.begin(name);
   try {
-    const Ran ran = run_one(c);
+    const Ran ran = run_one(c, claim);
     if (!ran.on_disk) put_on_disk(out_, ran.result, info_);
     const results::SummaryRow& s = ran.result.summary;
     trouble_ |= s.status != "ok";
@@ -258,17 +269,23 @@ bool Run::run_and_write(const Cell& c) {
 }
 
 void Run::stop_at(const Cell& c, const std::string& name, const std::string& why) {
-  trouble_ = true;
+  trouble_ = cannot_go_on_ = true;
   progress_.end("not finished");
   log::error(fmt::format("cell {} ({}): {}; the run stops here, and {}", c.id, name, why, goes_on()));
 }
 
-Ran Run::run_one(const Cell& c) {
+Ran Run::run_one(const Cell& c, const Claim& claim) {
   CellInput in = input(e_, catalog_, prepared_, c);
   in.references = &references_;
   in.progress = [this](const std::string& pass, int done, int total) { progress_.item(pass, done, total); };
+  if (claim.ended() >= most_ends)
+    return {broken_cell(in, "failed",
+                        fmt::format("got the end of {} workers while they ran this cell, the last of them {}; wanted "
+                                    "a result",
+                                    claim.ended(), claim.last()))};
   try {
-    return options_.isolate.empty() ? Ran{run_here(in, models_)} : run_apart(c, in);
+    if (!options_.isolate.empty()) return run_apart(c, in);
+    return {run_here(in, models_, shared_.folder())};
   } catch (const std::bad_alloc& e) {  // outside the cell's own passes
     return {broken_cell(in, "oom", e.what())};
   }
@@ -286,6 +303,8 @@ Ran Run::run_apart(const Cell& c, const CellInput& in) const {
 }
 
 int Run::end() {
+  if (options_.worker) return stopped_ ? stop::exit_code(stopped_) : cannot_go_on_ ? 1 : 0;
+  if (left_to_workers_) return 0;
   if (skipped_)
     log::info(fmt::format("{} of {} cells were finished already (--fresh runs them again)", skipped_, all().size()));
   const bool made = make_output();
@@ -329,10 +348,6 @@ void Run::print_report(bool made) const {
   if (made) fmt::print("results: {}\n", out_);
 }
 
-void want_reserve() {
-  if (!keep_reserve()) throw NoRoom("got none for what ends a run in order, wanted 16 MiB");
-}
-
 // Runs body(). Without memory to prepare the first cell there is no cell that could record the error.
 template <class Body>
 void with_memory(Body body) {
@@ -346,13 +361,17 @@ void with_memory(Body body) {
 
 }  // namespace
 
-int run_experiment(const Experiment& given, const PluginCatalog& catalog, const RunOptions& options) {
+int run_experiment(const Experiment& file, const PluginCatalog& catalog, const RunOptions& options) {
+  const Experiment given = as_run_says(file, options.worker_of);
   if (!given.profilers.empty())
     throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
                 given.file.string());
+  if (options.worker) place_rank(given);
+  if (options.worker_of.starts_with("here:")) prctl(PR_SET_PDEATHSIG, SIGTERM);  // a worker ends with its run
   stop::watch();
   name_callback_at_end();
   const Experiment e = with_backend(given);
+  if (options.spread.on == WorkersOn::here) check_beside(e, options.spread.jobs, usable_cores(), "--jobs");
   use_threads(e.threads);
   std::optional<Prepared> prepared;
   std::optional<Run> run;
@@ -360,48 +379,15 @@ int run_experiment(const Experiment& given, const PluginCatalog& catalog, const 
     want_reserve();
     start_threads();
     prepared.emplace(prepare(e, catalog));
+    if (!options.worker_of.empty() && WorkerOf::parse(options.worker_of).cells != hash_of(prepared->cells))
+      throw Error(Errc::data, "got other cells than the run that started this worker: the file or its data has changed",
+                  e.file.string());
     run.emplace(e, catalog, options, *prepared);
   });
+  const std::string folder = results::parts_folder(e.output.string());
+  const bool measures = options.worker || (options.spread.on == WorkersOn::nothing && has_claimed_gpus(folder));
+  const std::optional<Claim> gpu = measures ? claim_gpu(e, folder) : std::nullopt;
   return run->run();
-}
-
-int run_isolated_cell(const Experiment& given, const PluginCatalog& catalog, const std::string& id,
-                      const std::string& command) {
-  telling::begin();
-  stop::watch();
-  bool begun = false;  // the cell has begun: missing memory is then its result, as in a run without --isolate
-  try {
-    const Experiment e = with_backend(given);
-    use_threads(e.threads);
-    want_reserve();
-    start_threads();
-    Prepared prepared = prepare(e, catalog, id);
-    if (prepared.cells.empty())
-      throw Error(Errc::data, "got other cells than the run that asks for it: the file or its data has changed", id);
-    const std::string written_models = models_text(prepared.models);
-    ModelInUse models(e, prepared);
-    ReferenceCache references;
-    CellInput in = input(e, catalog, prepared, prepared.cells.front());
-    in.references = &references;
-    in.progress = telling::progress;
-    telling::begun();
-    begun = true;
-    const results::CellResult result = run_here(in, models);
-    put_on_disk(e.output.string(), result, run_info(e, command, written_models));
-    telling::written();
-    return result.summary.status == "ok" ? 0 : 1;
-  } catch (const stop::Interrupted& stopped) {
-    telling::cannot_go_on(fmt::format("the cell's process was stopped by {}", stop::name_of(stopped.signal)));
-    return stop::exit_code(stopped.signal);
-  } catch (const std::bad_alloc& no_memory) {
-    if (begun)
-      telling::no_memory(no_memory.what());
-    else
-      telling::cannot_go_on(fmt::format("got no memory to prepare the cell: {}", no_memory.what()));
-  } catch (const std::exception& error) {
-    telling::cannot_go_on(error.what());
-  }
-  return 1;
 }
 
 results::RunInfo run_info(const Experiment& e, const std::string& command, const std::string& models) {

@@ -9,6 +9,7 @@
 
 #include "experiment/experiment.hpp"
 #include "result/results.hpp"
+#include "run/workers.hpp"
 
 namespace kvlab {
 
@@ -19,6 +20,11 @@ struct RunOptions {
   // The command that runs a cell in a process of its own, with `--isolated-cell ID` put behind its first two words.
   // Empty: cells run in this process.
   std::vector<std::string> isolate = {};
+  Spread spread = {};  // the workers that run the cells
+  // This process is a worker: it runs the cells that it can claim, and makes no result file. worker_of: what the run
+  // that started it said; "" = somebody started it by hand.
+  bool worker = false;
+  std::string worker_of = {};
 };
 
 // Returns exit code 0, or 1 when a cell failed or did not fit, or a result could not be written. Throws before the
@@ -28,7 +34,7 @@ int run_experiment(const Experiment& experiment, const PluginCatalog& catalog, c
 // The work of that process: it runs the cell, writes its part and reports to the run (run/isolated.hpp). The run holds
 // the output and makes the result file.
 int run_isolated_cell(const Experiment& experiment, const PluginCatalog& catalog, const std::string& id,
-                      const std::string& command);
+                      const RunOptions& options);
 
 // Versions, command and machine, for the head of a result file. models: of run/model_record.hpp.
 results::RunInfo run_info(const Experiment& experiment, const std::string& command, const std::string& models = {});

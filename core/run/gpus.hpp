@@ -1,0 +1,27 @@
+// The GPUs of this machine as the driver names them. Nothing here makes a CUDA context: a worker chooses its GPU first.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "experiment/experiment.hpp"
+#include "run/claims.hpp"
+
+namespace kvlab {
+
+// Names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use.
+std::vector<std::string> gpu_names();
+
+// The first of them as every process knows it, 32 hexadecimal digits; "" without a driver.
+std::string gpu_uuid();
+
+bool measures_times(const Experiment& e);
+
+// Claims this process's GPU while it measures times. Errc::config where another process of this output holds it. Slurm
+// and people may give one GPU to two workers. Nothing where there is no GPU. folder: OUT.parts.
+std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder);
+// The same with the GPU's name given, for tests.
+Claim claim_gpu(const std::string& uuid, const std::string& folder);
+bool has_claimed_gpus(const std::string& folder);  // whether a worker ever did so
+
+}  // namespace kvlab

@@ -1,0 +1,81 @@
+#include "run/run_here.hpp"
+
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "base/log.hpp"
+#include "base/memory_reserve.hpp"
+#include "model/bundled.hpp"
+#include "run/cannot_go_on.hpp"
+#include "run/cell.hpp"
+#include "run/claims.hpp"
+#include "run/device.hpp"
+
+namespace kvlab {
+
+using results::CellResult;
+
+namespace {
+
+CellResult run_alone(const CellInput& in, ModelInUse& models) {
+  try {
+    models.need(in.cell->model);
+  } catch (const NoRoom& no_room) {
+    return broken_cell(in, "oom", no_room.what());
+  } catch (const NonFinite& weights) {
+    return broken_cell(in, weights);
+  }
+  CellInput with_weights = in;
+  with_weights.model = models.model(in.cell->model);
+  return run_cell(with_weights);
+}
+
+// Whether another cell makes this one's times longer: on a CPU cells share caches and memory.
+bool lengthened(const CellInput& in, const std::string& folder) {
+  return in.experiment->backend == "cpu" && in.wants(Metric::latency) && runs_beside(folder, in.cell->id);
+}
+
+}  // namespace
+
+void ModelInUse::need(std::size_t model) {
+  if (no_room_.count(model)) throw NoRoom(no_room_.at(model));
+  if (nonfinite_.count(model)) throw nonfinite_.at(model);
+  if (outline_ && model_ == model) return;
+  if (outline_) prepared_.models[model_] = std::exchange(outline_, nullptr);
+  const ModelSpec& spec = e_.models[model];
+  const log::Timed timed("weights of " + spec.name());
+  auto checkpoint = std::move(prepared_.checkpoints[model]);
+  try {
+    if (!checkpoint) checkpoint = open_model(spec.path, spec.adapter, e_.folder);
+    outline_ = std::exchange(prepared_.models[model], load_model(*checkpoint, spec.dtype, spec.name(), device_of(e_)));
+  } catch (const std::bad_alloc& e) {
+    throw NoRoom(no_room_[model] = std::string("weights of ") + spec.name() + ": " + e.what());
+  } catch (const NonFinite& e) {
+    nonfinite_.emplace(model, e);
+    throw;
+  }
+  model_ = model;
+}
+
+CellResult run_here(const CellInput& in, ModelInUse& models, const std::string& folder) {
+  const bool before = lengthened(in, folder);
+  CellResult result = run_alone(in, models);
+  results::SummaryRow& row = result.summary;
+  const bool timed = row.status == "ok" && row.threads > 0;  // an oracle is not
+  if (timed && !row.labels.ends_with("disturbed") && (before || lengthened(in, folder)))
+    results::add_label(row, "disturbed");
+  return result;
+}
+
+void put_on_disk(const std::string& out, const results::CellResult& result, const results::RunInfo& info) {
+  const std::string part =
+      on_own_file("its part could not be written", [&] { return results::write_part(out, result, info); });
+  log::debug("cell " + result.id + ": written to " + part);
+}
+
+void want_reserve() {
+  if (!keep_reserve()) throw NoRoom("got none for what ends a run in order, wanted 16 MiB");
+}
+
+}  // namespace kvlab

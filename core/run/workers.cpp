@@ -1,0 +1,318 @@
+#include "run/workers.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+#include <kvlab/error.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+
+#include "base/log.hpp"
+#include "base/new_file.hpp"
+#include "base/sha256.hpp"
+#include "base/text.hpp"
+#include "base/threads.hpp"
+#include "run/claims.hpp"
+#include "run/gpus.hpp"
+#include "run/programs.hpp"
+
+namespace kvlab {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char *visible = "CUDA_VISIBLE_DEVICES", *omp_threads = "OMP_NUM_THREADS";
+constexpr const char *local_rank = "OMPI_COMM_WORLD_LOCAL_RANK", *local_ranks = "OMPI_COMM_WORLD_LOCAL_SIZE";
+
+// The variables of worker `index` of `count` on this machine. A machine without GPUs gives none.
+Environment share(const Experiment& e, int index, int count, bool divide_cores) {
+  Environment set;
+  if (e.backend != "cpu")
+    if (const auto gpus = gpu_names(); !gpus.empty())
+      set[visible] = gpus[static_cast<std::size_t>(index) % gpus.size()];
+  if (divide_cores && e.threads == 0 && !std::getenv(omp_threads))
+    set[omp_threads] = std::to_string(std::max(1, usable_cores() / count));
+  return set;
+}
+
+// The words of a worker: `kvlab run --worker-of X ...`.
+std::vector<std::string> worker_words(const Spread& spread, const WorkerOf& of) {
+  std::vector<std::string> words = spread.command;
+  words.insert(words.begin() + 2, {"--worker-of", of.word()});
+  return words;
+}
+
+std::string own_program() {
+  std::error_code error;
+  return fs::read_symlink("/proc/self/exe", error).string();
+}
+
+// The same words for another process's command line.
+std::vector<std::string> started_elsewhere(const Spread& spread, const WorkerOf& of) {
+  std::vector<std::string> words = worker_words(spread, of);
+  words.front() = own_program();
+  return words;
+}
+
+void write_script(const std::string& path, const std::string& text) {
+  NewFile file(path, text.size());
+  file.write(text.data(), text.size());
+  file.take_name();
+}
+
+class Here final : public Workers {
+ public:
+  Here(const Spread& spread, const Experiment& e, const WorkerOf& of, int count, std::string folder)
+      : words_(worker_words(spread, of)), folder_(std::move(folder)) {
+    for (int i = 0; i < count; ++i) all_.push_back({share(e, i, count, true), -1});
+    for (Worker& worker : all_) start(worker);
+  }
+  ~Here() override {
+    for (const Worker& worker : all_)
+      if (worker.process > 0) kill(worker.process, SIGTERM);
+  }
+  bool any() override {
+    bool some = false;
+    for (Worker& worker : all_) {
+      ProgramEnd end;
+      if (worker.process > 0 && has_ended(worker.process, end)) ended(worker, end);
+      some |= worker.process > 0;
+    }
+    return some;
+  }
+  void stop(int signal) override {
+    stopping_ = true;
+    for (const Worker& worker : all_)
+      if (worker.process > 0) kill(worker.process, signal);
+  }
+  std::string name() const override { return all_.size() == 1 ? "1 worker" : fmt::format("{} workers", all_.size()); }
+  std::string messages() const override { return ""; }
+
+ private:
+  struct Worker {
+    Environment set;
+    pid_t process;
+  };
+
+  void start(Worker& worker) { worker.process = start_program("/proc/self/exe", words_, worker.set); }
+
+  // Starts a worker in place of one that ended in a cell. Its claim counts such ends, so this ends, too.
+  void ended(Worker& worker, const ProgramEnd& end) {
+    const long process = worker.process;
+    worker.process = -1;
+    if (stopping_) return;
+    const std::string how = end.signal ? fmt::format("signal {} ({})", end.signal, strsignal(end.signal))
+                                       : fmt::format("exit code {}", end.code);
+    const auto claims = claims_in(folder_);
+    const auto held = std::find_if(claims.begin(), claims.end(), [&](const ClaimSeen& c) {
+      return c.owner.process == process && c.owner.host == host_name() && !lives(c.owner);
+    });
+    if (held != claims.end()) {
+      log::warn(fmt::format("got {} for a worker (process {}) in cell {}; another one takes its place", how, process,
+                            held->id));
+      start(worker);
+    } else if (end.signal) {
+      log::error(fmt::format("got {} for a worker (process {}) outside of a cell", how, process));
+    }
+  }
+
+  std::vector<std::string> words_;
+  std::string folder_;
+  std::vector<Worker> all_;
+  bool stopping_ = false;
+};
+
+// mpirun ends all ranks when one of them ends badly. A rank is therefore a shell that ends well.
+std::string mpi_script(const Spread& spread, const WorkerOf& of) {
+  const std::string count = spread.jobs > 0 ? fmt::format(" -n {}", spread.jobs) : "";
+  const std::string args = spread.mpi_args.empty() ? "" : " " + spread.mpi_args;
+  return fmt::format("#!/bin/sh\nexec mpirun{} --bind-to none{} sh -c '\"$@\"; exit 0' worker {}\n", count, args,
+                     shell_quoted(started_elsewhere(spread, of)));
+}
+
+class Mpi final : public Workers {
+ public:
+  Mpi(const Spread& spread, const WorkerOf& of, const std::string& folder) {
+    if (run_program({"sh", "-c", "command -v mpirun"}).code != 0)
+      throw Error(Errc::config, "got no program mpirun, wanted OpenMPI's in a folder of PATH", "--on mpi");
+    const std::string script = folder + "/mpi.sh";
+    write_script(script, mpi_script(spread, of));
+    process_ = start_program("sh", {"sh", script});
+  }
+  ~Mpi() override {
+    if (process_ > 0) kill(process_, SIGTERM);
+  }
+  bool any() override {
+    ProgramEnd end;
+    if (process_ > 0 && has_ended(process_, end)) {
+      process_ = -1;
+      if (end.signal || end.code)
+        log::warn(end.signal ? fmt::format("got signal {} for mpirun, wanted its end", end.signal)
+                             : fmt::format("got exit code {} of mpirun, wanted 0", end.code));
+    }
+    return process_ > 0;
+  }
+  void stop(int) override {
+    if (process_ > 0) kill(process_, SIGTERM);
+  }
+  std::string name() const override { return "mpirun"; }
+  std::string messages() const override { return ""; }
+
+ private:
+  pid_t process_ = -1;
+};
+
+// slurm_args stand in the script: a shell would have to quote them.
+std::string slurm_script(const Spread& spread, const WorkerOf& of) {
+  const std::string args = spread.slurm_args.empty() ? "" : "#SBATCH " + spread.slurm_args + "\n";
+  return fmt::format("#!/bin/sh\n#SBATCH --job-name=kvlab\n{}exec {}\n", args,
+                     shell_quoted(started_elsewhere(spread, of)));
+}
+
+// Slurm's default for MaxArraySize allows no more.
+constexpr std::size_t longest_array = 1000;
+
+class Slurm final : public Workers {
+ public:
+  Slurm(const Spread& spread, const WorkerOf& of, std::size_t cells, const std::string& folder) : folder_(folder) {
+    if (run_program({"sh", "-c", "command -v sbatch"}).code != 0)
+      throw Error(Errc::config, "got no program sbatch, wanted Slurm's in a folder of PATH", "--on slurm");
+    if (go_on()) return;
+    const std::size_t count = spread.jobs > 0 ? static_cast<std::size_t>(spread.jobs) : std::min(cells, longest_array);
+    const std::string script = folder + "/slurm.sh";
+    write_script(script, slurm_script(spread, of));
+    const ProgramEnd end = run_program({"sbatch", "--parsable", fmt::format("--array=0-{}", count - 1),
+                                        "--output=" + folder + "/slurm-%A_%a.log", script});
+    if (end.code || end.signal)
+      throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job", one_line(end.said)), script);
+    // "12", or "12;CLUSTER", behind warnings.
+    std::istringstream lines(end.said);
+    for (std::string line; std::getline(lines, line);)
+      if (!line.empty()) job_ = line.substr(0, line.find(';'));
+    if (job_.empty() || job_.find_first_not_of("0123456789") != job_.npos)
+      throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job's number", one_line(end.said)), script);
+    write_script(job_file(), job_ + "\n");
+    log::info(fmt::format("job {} of Slurm: {} {}", job_, count, count == 1 ? "worker" : "workers"));
+  }
+  // Asks every few seconds: squeue is work for Slurm's controller.
+  bool any() override {
+    const auto now = std::chrono::steady_clock::now();
+    if (over_ || now < next_) return !over_;
+    next_ = now + std::chrono::seconds(2);
+    over_ = !queued(job_);
+    return !over_;
+  }
+  void stop(int) override { run_program({"scancel", job_}); }
+  std::string name() const override { return fmt::format("job {} of Slurm", job_); }
+  std::string messages() const override { return fmt::format("{}/slurm-{}_*.log", folder_, job_); }
+
+ private:
+  std::string job_file() const { return folder_ + "/slurm.job"; }
+
+  // Waits for the job of a run that did not wait, or that was killed.
+  bool go_on() {
+    std::ifstream in(job_file());
+    std::string job;
+    if (!(in >> job) || job.find_first_not_of("0123456789") != job.npos || !queued(job)) return false;
+    job_ = job;
+    log::info(fmt::format("job {} of Slurm, which an earlier run submitted, is not over", job_));
+    return true;
+  }
+
+  // A controller that does not answer has not forgotten the job.
+  static bool queued(const std::string& job) {
+    const ProgramEnd end = run_program({"squeue", "--noheader", "--format=%T", "--jobs=" + job});
+    if (end.code == 0 && end.signal == 0) return end.said.find_first_not_of(" \n") != std::string::npos;
+    if (end.said.find("Invalid job id") != std::string::npos) return false;
+    log::warn(fmt::format("got '{}' of squeue, wanted the state of job {}", one_line(end.said), job));
+    return true;
+  }
+
+  std::string folder_, job_;
+  std::chrono::steady_clock::time_point next_{};
+  bool over_ = false;
+};
+
+}  // namespace
+
+WorkerOf WorkerOf::parse(const std::string& word) {
+  const std::size_t first = word.find(':'), second = word.find(':', first + 1);
+  if (first == word.npos || second == word.npos)
+    throw Error(Errc::config, "got '" + word + "', wanted ENGINE:BACKEND:HASH", "--worker-of");
+  return {word.substr(0, first), word.substr(first + 1, second - first - 1), word.substr(second + 1)};
+}
+
+Experiment as_run_says(Experiment e, const std::string& worker_of) {
+  if (worker_of.empty()) return e;
+  e.backend = WorkerOf::parse(worker_of).backend;
+  return e;
+}
+
+std::string hash_of(const std::vector<Cell>& cells) {
+  Sha256 hash;
+  for (const Cell& cell : cells) hash.add(cell.id + "\n");
+  return hash.hex().substr(0, 16);
+}
+
+void check_beside(const Experiment& e, int count, int cores, const std::string& option) {
+  if (count <= 1 || !measures_times(e)) return;
+  const auto gpus = e.backend == "cpu" ? std::vector<std::string>() : gpu_names();
+  if (e.backend == "cuda" || !gpus.empty()) {
+    const int most = std::max(1, static_cast<int>(gpus.size()));
+    if (count <= most) return;
+    throw Error(Errc::config,
+                fmt::format("got {} workers and {} GPU{} on one machine, wanted a GPU for each worker: the metrics "
+                            "measure times",
+                            count, most, most == 1 ? "" : "s"),
+                option);
+  }
+  if (e.threads > 0 && count * e.threads <= cores) return;
+  throw Error(
+      Errc::config,
+      fmt::format("got {} workers{} and {} cores on one machine, wanted `threads` in the file and so many cores "
+                  "for each worker: the metrics measure times",
+                  count, e.threads > 0 ? fmt::format(" of {} threads", e.threads) : "", cores),
+      option);
+}
+
+void place_rank(const Experiment& e) {
+  const char *rank = std::getenv(local_rank), *ranks = std::getenv(local_ranks);
+  if (!rank || !ranks) return;
+  const int count = std::max(1, std::atoi(ranks));
+  const bool bound = std::getenv("OMPI_MCA_orte_bound_at_launch") != nullptr;  // its cores are its own already
+  check_beside(e, count, bound ? count * usable_cores() : usable_cores(), "mpirun");
+  for (const auto& [name, value] : share(e, std::atoi(rank), count, !bound)) setenv(name.c_str(), value.c_str(), 1);
+  unsetenv(local_rank);  // the process that follows is placed
+  std::ifstream in("/proc/self/cmdline", std::ios::binary);
+  const std::string line{std::istreambuf_iterator<char>(in), {}};
+  std::vector<std::string> words;
+  for (std::size_t at = 0; at < line.size(); at += words.back().size() + 1) words.emplace_back(line.c_str() + at);
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  execv("/proc/self/exe", argv.data());
+  throw Error(Errc::io, fmt::format("got '{}', wanted to start kvlab again", std::strerror(errno)), "mpirun");
+}
+
+std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
+                                       std::size_t cells, const std::string& folder) {
+  const auto of = [&](const char* engine) { return WorkerOf{engine, e.backend, cells_hash}; };
+  switch (spread.on) {
+    case WorkersOn::mpi: return std::make_unique<Mpi>(spread, of("mpi"), folder);
+    case WorkersOn::slurm: return std::make_unique<Slurm>(spread, of("slurm"), cells, folder);
+    default: {
+      const int count = static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(spread.jobs), cells));
+      return std::make_unique<Here>(spread, e, of("here"), count, folder);
+    }
+  }
+}
+
+}  // namespace kvlab

@@ -1,0 +1,57 @@
+// The processes that run an experiment's cells beside each other, and what starts them: this process, mpirun or Slurm.
+// Each is kvlab again. It claims a cell, runs it, writes its part, and ends when no cell is left to claim. Nothing here
+// decides which worker runs which cell.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "experiment/experiment.hpp"
+
+namespace kvlab {
+
+enum class WorkersOn : std::uint8_t { nothing, here, mpi, slurm };  // nothing: the run itself runs the cells
+
+struct Spread {
+  WorkersOn on = WorkersOn::nothing;
+  int jobs = 0;      // workers; 0 = not said
+  bool wait = true;  // for a batch job's end
+  std::string mpi_args, slurm_args;
+  std::vector<std::string> command;  // as typed; a worker gets `--worker-of ...` behind the first two words
+};
+
+// What a run tells its workers, as one word. A worker whose cells are others would do useless work.
+struct WorkerOf {
+  std::string engine, backend, cells;  // cells: a hash of their ids
+
+  std::string word() const { return engine + ":" + backend + ":" + cells; }
+  static WorkerOf parse(const std::string& word);  // Errc::config
+};
+// The device of a worker is that of its run: a cell of another device is another cell. worker_of: a word(), or "".
+Experiment as_run_says(Experiment e, const std::string& worker_of);
+std::string hash_of(const std::vector<Cell>& cells);
+
+// Errc::config where `count` workers that share `cores` of one machine would lengthen each other's times, which are
+// measured. e: its backend may be auto, then it has the GPUs. option: what asks for so many.
+void check_beside(const Experiment& e, int count, int cores, const std::string& option);
+
+// Gives a rank of mpirun its GPU and its share of the machine's cores: kvlab starts itself again with them. Returns in
+// every other process. Call it before CUDA is used.
+void place_rank(const Experiment& e);
+
+// Workers at work.
+class Workers {
+ public:
+  virtual ~Workers() = default;
+  virtual bool any() = 0;                    // false once all have ended; called again and again
+  virtual void stop(int signal) = 0;         // asks them to
+  virtual std::string name() const = 0;      // "2 workers", "job 12 of Slurm"
+  virtual std::string messages() const = 0;  // where they are; "" = among this process's
+};
+
+// folder: OUT.parts; it takes scripts and messages. cells: how many are left to run.
+std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
+                                       std::size_t cells, const std::string& folder);
+
+}  // namespace kvlab
