@@ -40,8 +40,7 @@ double part_sum(const OurRun& run, const std::string& cell, const std::vector<st
 }
 
 Get getter(const Reading& reading, const OurRun& run) {
-  if (reading.read == "part_ms")
-    return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
+  if (reading.read == "part_ms") return [&](const SummaryRow& row) { return part_sum(run, row.cell, reading.parts); };
   if (reading.read == "part_share")
     return [&](const SummaryRow& row) {
       double all = 0;
@@ -261,7 +260,8 @@ std::map<std::string, double> mean_parts(const results::CellResult& cell) {
   std::map<std::string, double> sums;
   double steps = 0;
   const std::size_t parts = cell.parts.size();
-  for (std::size_t step = 0; step < cell.step_device_ms.size() && (step + 1) * parts <= cell.step_parts.size(); ++step) {
+  for (std::size_t step = 0; step < cell.step_device_ms.size() && (step + 1) * parts <= cell.step_parts.size();
+       ++step) {
     if (!std::isfinite(cell.step_device_ms[step])) continue;  // a prompt
     ++steps;
     for (std::size_t p = 0; p < parts; ++p) sums[cell.parts[p]] += double{cell.step_parts[step * parts + p]};

@@ -37,8 +37,8 @@ const std::vector<std::string> reads{"score",
                                      "part_share",
                                      "shared_heads"};
 const std::vector<std::string> forms{"value", "percent", "ratio", "inverse", "saved", "retained"};
-const std::vector<std::string> reading_keys{"policy", "task", "model", "context", "budget", "run",   "read",
-                                            "as",     "against", "over", "pair",  "array",  "unit",  "parts"};
+const std::vector<std::string> reading_keys{"policy", "task",    "model", "context", "budget", "run",  "read",
+                                            "as",     "against", "over",  "pair",    "array",  "unit", "parts"};
 
 class Reader {
  public:
@@ -200,7 +200,8 @@ class Reader {
     out.title = text(keys["title"], "title", e.value);
     if (const Node* kind = keys["kind"]) out.kind = word(*kind, kinds);
     for (auto& [key, own] : settings(keys["setting"])) {
-      const auto same = std::find_if(out.setting.begin(), out.setting.end(), [&](const auto& s) { return s.first == key; });
+      const auto same =
+          std::find_if(out.setting.begin(), out.setting.end(), [&](const auto& s) { return s.first == key; });
       if (same == out.setting.end())
         out.setting.emplace_back(key, own);
       else
