@@ -209,6 +209,19 @@ TEST_CASE("the summary names the component that is switched off") {
   CHECK(f.run().summary.ablated == "window");
 }
 
+TEST_CASE("the summary says whether the policy's scorer ranks tokens by their age alone") {
+  const std::pair<const char*, int> cases[] = {{"{window: {budget: {tokens: 8}}}", 1},
+                                               {"{streaming_llm: {budget: {tokens: 8}}}", 1},
+                                               {"{snapkv: {budget: {tokens: 40}}}", 0},
+                                               {"{quest: {budget: {tokens: 40}}}", -1}};
+  for (const auto& [policy, wanted] : cases) {
+    Fixture f(test::policy_of(policy, 4));
+    f.add(f.text(60, 1), {}, 2);
+    CAPTURE(policy);
+    CHECK(f.run().summary.by_age == wanted);
+  }
+}
+
 TEST_CASE("a cell that does not fit says what it held of its limit, and keeps no half of its results") {
   Fixture f;
   f.conversations();
