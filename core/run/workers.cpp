@@ -177,6 +177,13 @@ std::string slurm_script(const Spread& spread, const WorkerOf& of) {
                      shell_quoted(started_elsewhere(spread, of)));
 }
 
+// Slurm reads %x in a file's name as a pattern.
+std::string without_patterns(const std::string& path) {
+  std::string text;
+  for (const char c : path) text += c == '%' ? "%%" : std::string(1, c);
+  return text;
+}
+
 // Slurm's default for MaxArraySize allows no more.
 constexpr std::size_t longest_array = 1000;
 
@@ -190,7 +197,7 @@ class Slurm final : public Workers {
     const std::string script = folder + "/slurm.sh";
     write_script(script, slurm_script(spread, of));
     const ProgramEnd end = run_program({"sbatch", "--parsable", fmt::format("--array=0-{}", count - 1),
-                                        "--output=" + folder + "/slurm-%A_%a.log", script});
+                                        "--output=" + without_patterns(folder) + "/slurm-%A_%a.log", script});
     if (end.code || end.signal)
       throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job", one_line(end.said)), script);
     // "12", or "12;CLUSTER", behind warnings.
