@@ -192,7 +192,7 @@ class Slurm final : public Workers {
   Slurm(const Spread& spread, const WorkerOf& of, std::size_t cells, const std::string& folder) : folder_(folder) {
     if (run_program({"sh", "-c", "command -v sbatch"}).code != 0)
       throw Error(Errc::config, "got no program sbatch, wanted Slurm's in a folder of PATH", "--on slurm");
-    if (go_on()) return;
+    if (go_on(of)) return;
     const std::size_t count = spread.jobs > 0 ? static_cast<std::size_t>(spread.jobs) : std::min(cells, longest_array);
     const std::string script = folder + "/slurm.sh";
     write_script(script, slurm_script(spread, of));
@@ -206,7 +206,7 @@ class Slurm final : public Workers {
       if (!line.empty()) job_ = line.substr(0, line.find(';'));
     if (job_.empty() || job_.find_first_not_of("0123456789") != job_.npos)
       throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job's number", one_line(end.said)), script);
-    write_script(job_file(), job_ + "\n");
+    write_script(job_file(), job_ + " " + of.word() + "\n");
     log::info(fmt::format("job {} of Slurm: {} {}", job_, count, count == 1 ? "worker" : "workers"));
   }
   // Asks every few seconds: squeue is work for Slurm's controller.
@@ -224,11 +224,12 @@ class Slurm final : public Workers {
  private:
   std::string job_file() const { return folder_ + "/slurm.job"; }
 
-  // Waits for the job of a run that did not wait, or that was killed.
-  bool go_on() {
+  // Waits for the job of a run that did not wait, or that was killed, if its workers run the same cells.
+  bool go_on(const WorkerOf& of) {
     std::ifstream in(job_file());
-    std::string job;
-    if (!(in >> job) || job.find_first_not_of("0123456789") != job.npos || !queued(job)) return false;
+    std::string job, word;
+    if (!(in >> job >> word) || word != of.word() || job.find_first_not_of("0123456789") != job.npos || !queued(job))
+      return false;
     job_ = job;
     log::info(fmt::format("job {} of Slurm, which an earlier run submitted, is not over", job_));
     return true;
