@@ -16,6 +16,7 @@
 #include "cli/shared_files.hpp"
 #include "papers/beside.hpp"
 #include "plugin/callback.hpp"
+#include "result/profile_report.hpp"
 #include "result/report.hpp"
 #include "run/profile.hpp"
 #include "run/runner.hpp"
@@ -130,7 +131,7 @@ class Reproduction {
 
   std::string text() const {
     const results::Format format = results::parse_format(o_.format);
-    if (o_.small) return results::report(result_files(), {format, {}, takes_colour(STDOUT_FILENO)});
+    if (o_.small) return small_text(format);
     const results::ReportPage page = papers::beside(chosen_.paper->name, *chosen_.item, ours());
     return format == results::Format::csv ? results::render_csv(page.tables.back()) : results::render(page, format);
   }
@@ -152,11 +153,13 @@ class Reproduction {
     return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.command, false, true, {}});
   }
 
-  std::vector<std::string> result_files() const {
-    std::vector<std::string> out;
-    for (const Run& run : runs_)
-      if (!is_profile(run)) out.push_back(run.loaded->experiment.output.string());
-    return out;
+  // Profiles that no run here reads are what the item asks for.
+  std::string small_text(results::Format format) const {
+    std::vector<std::string> files, profiles;
+    for (const Run& run : runs_) (is_profile(run) ? profiles : files).push_back(run.loaded->experiment.output.string());
+    if (!files.empty()) return results::report(files, {format, {}, takes_colour(STDOUT_FILENO)});
+    if (profiles.size() == 1) return results::profile_report(results::read_profile(profiles.front()), format);
+    return results::head_overlap(profiles, format);
   }
 
   static papers::OurRun read_run(const std::string& file) {
