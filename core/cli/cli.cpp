@@ -248,7 +248,7 @@ void CommandLine::add_reproduce() {
           });
   command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
   command->add_option("--model", reproduce_.model,
-                      "in place of the experiment's: GGUF file, safetensors folder, "
+                      "in place of the experiments': GGUF file, safetensors folder, "
                       "bundled/NAME or synthetic/NAME");
   command->add_option("--adapter", reproduce_.adapter, "PEFT folder merged into that model");
   command->add_flag("--small", reproduce_.small, "experiments that need no weights and data but kvlab's own");

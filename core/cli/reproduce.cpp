@@ -8,12 +8,14 @@
 #include <kvlab/error.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/log.hpp"
 #include "base/terminal.hpp"
 #include "base/text.hpp"
 #include "cli/loaded.hpp"
 #include "cli/shared_files.hpp"
+#include "experiment/variants.hpp"
 #include "papers/beside.hpp"
 #include "plugin/callback.hpp"
 #include "result/profile_report.hpp"
@@ -30,8 +32,8 @@ constexpr const char* where = "kvlab reproduce";
 
 std::string state_of(const papers::Item& item) {
   if (!item.why_not.empty()) return "no experiment: " + item.why_not;
-  std::string out = item.needs.empty() ? "" : "needs " + join(item.needs);
-  if (!item.small.empty()) out += out.empty() ? "also --small" : "; --small does without";
+  std::string out = item.needs.empty() ? "" : "needs " + join(item.needs, "; ");
+  if (!item.small.empty()) out += out.empty() ? "also --small" : ". --small does without";
   return out;
 }
 
@@ -97,18 +99,36 @@ class Reproduction {
                   where);
     std::vector<std::string> sets = o_.sets;
     if (!o_.model.empty()) sets.push_back(model_set(o_));
+    std::set<std::string> models;
     for (const std::string& file : o_.small ? item.small : item.run) {
       const std::string path = (tree / file).string(), stem = fs::path(file).stem().string();
       runs_.push_back({stem, std::make_unique<Loaded>(path, sets, o_.plugin_path)});
+      if (!o_.model.empty())
+        for (const ModelSpec& model : load_experiment(path, o_.sets, *runs_.back().loaded->catalog).models)
+          models.insert(model.name());
       Experiment& e = runs_.back().loaded->experiment;
-      // A policy reads a profile from where its experiment writes it.
-      if (!is_profile(runs_.back())) e.output = fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
+      // A policy reads a profile from the place below the tree where its experiment writes it.
+      e.output =
+          is_profile(runs_.back()) ? tree / e.output : fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
     }
+    // Published rows of other models would stand beside the one of --model.
+    if (models.size() > 1)
+      log::warn(fmt::format("--model takes the place of {}: compare the rows of its own model alone",
+                            join({models.begin(), models.end()}, " and ")));
   }
 
+  // Runs that need a profile are checked once it is there.
   void check() const {
     for (const Run& run : runs_) {
-      if (is_profile(run)) continue;
+      const fs::path file = run.loaded->experiment.file;
+      if (is_profile(run)) {
+        if (o_.check) fmt::print("{}: makes {}\n", file.string(), run.loaded->experiment.output.string());
+        continue;
+      }
+      if (o_.check && lacks_profile()) {
+        fmt::print("{}: is checked once the profiles before it are made\n", file.string());
+        continue;
+      }
       const Checked checked = check_experiment(run.loaded->experiment, *run.loaded->catalog);
       if (o_.check) fmt::print("{}", checked.table);
       if (checked.absent) throw Error(*checked.absent);
@@ -117,6 +137,7 @@ class Reproduction {
 
   int run() const {
     int code = 0;
+    if (!lacks_profile()) check();
     for (const Run& run : runs_)
       if (is_profile(run)) code = std::max(code, profile(run));
     check();
@@ -132,8 +153,8 @@ class Reproduction {
   std::string text() const {
     const results::Format format = results::parse_format(o_.format);
     if (o_.small) return small_text(format);
-    const results::ReportPage page = papers::beside(chosen_.paper->name, *chosen_.item, ours());
-    return format == results::Format::csv ? results::render_csv(page.tables.back()) : results::render(page, format);
+    if (format == results::Format::csv) return papers::beside_csv(*chosen_.item, ours());
+    return results::render(papers::beside(chosen_.paper->name, *chosen_.item, ours()), format);
   }
 
  private:
@@ -144,10 +165,20 @@ class Reproduction {
 
   static bool is_profile(const Run& run) { return !run.loaded->experiment.profilers.empty(); }
 
+  // Whether its file is there, and of the model that it would be made for.
+  static bool has_profile(const Run& run) {
+    const Experiment& e = run.loaded->experiment;
+    const std::string file = e.output.string();
+    return fs::exists(file) && results::is_profile(file) &&
+           results::read_profile(file).model == e.models.front().name();
+  }
+  bool lacks_profile() const {
+    return std::any_of(runs_.begin(), runs_.end(), [](const Run& r) { return is_profile(r) && !has_profile(r); });
+  }
+
   int profile(const Run& run) const {
-    const fs::path out = run.loaded->experiment.output;
-    if (!o_.fresh && fs::exists(out) && results::is_profile(out.string())) {
-      log::info(out.string() + " is there; --fresh makes it anew");
+    if (!o_.fresh && has_profile(run)) {
+      log::info(run.loaded->experiment.output.string() + " is there; --fresh makes it anew");
       return 0;
     }
     return run_profile(run.loaded->experiment, *run.loaded->catalog, {o_.command, false, true, {}});
@@ -162,8 +193,18 @@ class Reproduction {
     return results::head_overlap(profiles, format);
   }
 
-  static papers::OurRun read_run(const std::string& file) {
-    papers::OurRun out{results::read_summary(file), results::read_samples(file), {}};
+  bool reads_parts() const {
+    for (const papers::PublishedRow& row : chosen_.item->rows)
+      for (const papers::Published& p : row.values)
+        if (!p.reading.parts.empty()) return true;
+    return false;
+  }
+
+  papers::OurRun read_run(const Run& run, const std::string& file) const {
+    std::set<std::string> tasks;
+    for (const TaskSpec& task : run.loaded->experiment.tasks) tasks.insert(task_label(task));
+    papers::OurRun out{results::read_summary(file), tasks.size(), results::read_samples(file), {}};
+    if (!reads_parts()) return out;
     for (const results::SummaryRow& row : out.summary.rows) {
       const std::string part = results::part_path(file, row.cell);
       out.parts[row.cell] = papers::mean_parts(results::read_cell(fs::exists(part) ? part : file, row.cell));
@@ -178,7 +219,7 @@ class Reproduction {
       if (is_profile(run)) {
         if (fs::exists(file)) out.profiles.emplace(run.stem, results::read_profile(file));
       } else if (fs::exists(file) || fs::exists(results::parts_folder(file))) {
-        out.runs.emplace(run.stem, read_run(file));
+        out.runs.emplace(run.stem, read_run(run, file));
       }
     }
     return out;
@@ -201,23 +242,27 @@ int reproduce(const ReproduceOptions& o) {
     fmt::print("{}", list_text(all, o.items.empty() ? "" : o.items.front()));
     return 0;
   }
+  results::parse_format(o.format);
+  if (!o.adapter.empty() && o.model.empty())
+    throw Error(Errc::config, "got --adapter, wanted --model beside it", where);
   std::vector<Chosen> chosen;
   for (const std::string& name : o.items) chosen.push_back(choose(all, name));
+  std::vector<Reproduction> reproductions;
+  for (const Chosen& one : chosen) reproductions.emplace_back(o, one, tree);
   int code = 0;
-  for (const Chosen& one : chosen) {
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
     try {
       name_callback_at_end();
-      const Reproduction reproduction(o, one, tree);
       if (o.check) {
-        reproduction.check();
+        reproductions[i].check();
         continue;
       }
-      if (!o.report) code = std::max(code, reproduction.run());
-      fmt::print("{}", reproduction.text());
+      if (!o.report) code = std::max(code, reproductions[i].run());
+      fmt::print("{}", reproductions[i].text());
     } catch (const Error&) {
-      if (!o.small && !one.item->needs.empty())
-        log::info(fmt::format("{} needs {}{}", one.name(), join(one.item->needs),
-                              one.item->small.empty() ? "" : "; --small does without"));
+      if (const papers::Item& item = *chosen[i].item; !o.small && !item.needs.empty())
+        log::info(fmt::format("{} needs {}{}", chosen[i].name(), join(item.needs, "; "),
+                              item.small.empty() ? "" : ". --small does without"));
       throw;
     }
   }

@@ -95,15 +95,19 @@ class Cells {
   // The only group with this label. A budget tells several apart.
   static const Group* group(const Block& block, const std::string& policy, const std::optional<double>& budget,
                             std::string& why) {
-    const Group* found = nullptr;
+    const Group *found = nullptr, *failed = nullptr;  // a failed cell may know no budget
     for (const Group& g : block.groups) {
       if (!policy.empty() && g.first().policy != policy) continue;
-      if (budget && !g.good.empty() && !fits(budget, g.first().budget_tokens)) continue;
+      const bool known = !g.good.empty() || measured(g.first().budget_tokens);
+      if (budget && known && !fits(budget, g.first().budget_tokens)) continue;
+      if (g.good.empty()) {
+        failed = &g;
+        continue;
+      }
       if (found) return why = "several rows fit", nullptr;
       found = &g;
     }
-    if (!found) return why = "not run", nullptr;
-    if (found->good.empty()) return why = found->first().status, nullptr;
+    if (!found) why = failed ? failed->first().status : "not run";
     return found;
   }
 
@@ -182,6 +186,7 @@ OurValue shared_heads(const Reading& r, const Ours& ours) {
 }
 
 std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
+std::string printed(double v) { return fmt::format("{:g}", v); }  // as the paper has it
 
 // Inside the interval or not; without one the difference in percent of the published value.
 std::string verdict(double published, const OurValue& own) {
@@ -230,25 +235,25 @@ results::ReportTable setting_table(const Item& item, const Ours& ours) {
   return table;
 }
 
-results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours, results::Notes& notes) {
+results::ReportTable value_table(const std::string& title, const Item& item, const Ours& ours, results::Notes* notes) {
   results::ReportTable table;
   table.title = title;
   table.header = {"row", "column", "published", "ours", "95 %", "verdict"};
   table.text_columns = 2;
   for (const PublishedRow& row : item.rows) {
-    const std::string name = row.name + (row.missing.empty() ? "" : notes.mark(row.name + ": " + row.missing));
+    const std::string name = row.name + (row.missing.empty() || !notes ? "" : notes->mark(row.missing));
     for (std::size_t c = 0; c < row.values.size(); ++c) {
       const Published& p = row.values[c];
       if (!measured(p.value)) continue;
       const std::string column = item.columns[c] + (p.reading.unit.empty() ? "" : " [" + p.reading.unit + "]");
       if (!row.missing.empty()) {
-        table.rows.push_back({name, column, number(p.value), "-", "-", "cannot run"});
+        table.rows.push_back({name, column, printed(p.value), "-", "-", "cannot run"});
         continue;
       }
       const OurValue own = our_value(p.reading, ours);
       const std::string interval =
           measured(own.interval.low) ? fmt::format("{}-{}", number(own.interval.low), number(own.interval.high)) : "-";
-      table.rows.push_back({name, column, number(p.value), number(own.value), interval, verdict(p.value, own)});
+      table.rows.push_back({name, column, printed(p.value), number(own.value), interval, verdict(p.value, own)});
     }
   }
   return table;
@@ -285,6 +290,16 @@ OurValue our_value(const Reading& r, const Ours& ours) {
     out.why = "several tables fit";
     return out;
   }
+  std::set<std::string> tasks;
+  for (const Block* block : blocks)
+    if (!tasks.insert(block->task).second) {
+      out.why = "several tables of " + block->task;
+      return out;
+    }
+  if (tasks.size() != run->second.tasks) {
+    out.why = fmt::format("{} of {} tasks", tasks.size(), run->second.tasks);
+    return out;
+  }
   double sum = 0;
   for (const Block* block : blocks) {
     const OurValue one = of_block(r, run->second, cells, *block);
@@ -302,9 +317,13 @@ results::ReportPage beside(const std::string& paper, const Item& item, const Our
   page.origins = {paper + "/" + item.name + ": " + item.title};
   results::Notes notes(page.notes);
   page.tables.push_back(setting_table(item, ours));
-  if (!item.rows.empty()) page.tables.push_back(value_table(item.title, item, ours, notes));
+  if (!item.rows.empty()) page.tables.push_back(value_table(item.title, item, ours, &notes));
   for (const std::string& note : item.notes) notes.mark(note);
   return page;
+}
+
+std::string beside_csv(const Item& item, const Ours& ours) {
+  return results::render_csv(value_table(item.title, item, ours, nullptr));
 }
 
 }  // namespace kvlab::papers

@@ -16,6 +16,7 @@ namespace kvlab::papers {
 // The results of an item's experiments, by the stem of the experiment's file.
 struct OurRun {
   results::Summary summary;
+  std::size_t tasks = 1;                                           // of the experiment, also those that have not run
   std::map<std::string, std::vector<results::SampleRow>> samples;  // by the cell's id
   std::map<std::string, std::map<std::string, double>> parts;      // ms of a decode step, by the cell's id and the part
 };
@@ -38,5 +39,7 @@ OurValue our_value(const Reading& reading, const Ours& ours);
 
 // The item's settings beside what ran here, then each published value beside ours.
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours);
+// The values as csv: row, column, published value, ours, the interval, verdict.
+std::string beside_csv(const Item& item, const Ours& ours);
 
 }  // namespace kvlab::papers

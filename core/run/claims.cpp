@@ -104,6 +104,16 @@ Lock lock(int fd, const std::string& path) {
   return same ? Lock::taken : Lock::gone;
 }
 
+// remove: without locks the file would stand for a claim that nobody holds.
+Lock lock_or_remove(int fd, const std::string& path, bool remove) {
+  try {
+    return lock(fd, path);
+  } catch (const NoLocks&) {
+    if (remove) ::unlink(path.c_str());
+    throw;
+  }
+}
+
 std::vector<std::string> claim_files(const std::string& folder) {
   std::vector<std::string> files;
   std::error_code ignored;
@@ -117,7 +127,11 @@ std::vector<std::string> claim_files(const std::string& folder) {
 Lock try_lock(const std::string& path, std::optional<Descriptor>& opened) {
   opened.emplace(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (*opened < 0 || !is_claim(text_of(*opened))) return Lock::gone;
-  return lock(*opened, path);
+  try {
+    return lock(*opened, path);
+  } catch (const NoLocks&) {
+    return Lock::gone;  // no claim holds anybody off
+  }
 }
 
 }  // namespace
@@ -134,13 +148,14 @@ std::optional<Claim> Claim::take(const std::string& folder, const std::string& i
   fs::create_directories(folder, error);
   for (;;) {
     int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+    const bool made = fd >= 0;
     if (fd < 0 && errno == EEXIST) fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0 && errno == ENOENT && fs::is_directory(folder, error)) continue;  // it was removed meanwhile
     if (fd < 0) refuse(fmt::format("got '{}', wanted to make a claim", std::strerror(errno)), path);
     auto opened = std::make_unique<Descriptor>(fd);
     if (!is_claim(text_of(fd)))
       refuse("got a file that kvlab did not write, wanted to make a claim of this name: move it away", path);
-    const Lock got = lock(fd, path);
+    const Lock got = lock_or_remove(fd, path, made);
     if (got == Lock::held) return std::nullopt;
     if (got == Lock::gone) continue;
     Claim claim(std::move(opened), path);

@@ -69,15 +69,15 @@ Claim claim_gpu(const std::string& uuid, const std::string& folder) {
   return std::move(*claim);
 }
 
-std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder) {
+std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder, bool strict) {
   const std::string uuid = e.backend == "cuda" && measures_times(e) ? gpu_uuid() : "";
   if (uuid.empty()) return std::nullopt;
-  return claim_gpu(uuid, folder);
-}
-
-bool has_claimed_gpus(const std::string& folder) {
-  std::error_code ignored;
-  return std::filesystem::is_directory(gpus_folder(folder), ignored);
+  try {
+    return claim_gpu(uuid, folder);
+  } catch (const NoLocks&) {
+    if (strict) throw;
+    return std::nullopt;
+  }
 }
 
 }  // namespace kvlab

@@ -18,10 +18,10 @@ std::string gpu_uuid();
 bool measures_times(const Experiment& e);
 
 // Claims this process's GPU while it measures times. Errc::config where another process of this output holds it. Slurm
-// and people may give one GPU to two workers. Nothing where there is no GPU. folder: OUT.parts.
-std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder);
+// and people may give one GPU to two workers. Nothing where there is no GPU, or no locks and not strict. folder:
+// OUT.parts.
+std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder, bool strict);
 // The same with the GPU's name given, for tests.
 Claim claim_gpu(const std::string& uuid, const std::string& folder);
-bool has_claimed_gpus(const std::string& folder);  // whether a worker ever did so
 
 }  // namespace kvlab

@@ -108,6 +108,7 @@ class Run {
 
   int end();
   bool make_output() const;
+  results::RunInfo info_of_cells() const;
   int say_stopped() const;
   void say_others() const;
   void print_report(bool made) const;
@@ -122,8 +123,8 @@ class Run {
   std::vector<std::string> ids_;  // of the experiment's cells
   std::unique_ptr<results::OutputLock> held_;
   results::RunInfo info_;
-  results::Finished before_;  // by earlier runs
-  SharedCells shared_;
+  SharedCells shared_;         // looks at the parts before `before_` does: one that appears in between is new
+  results::Finished before_;   // by earlier runs
   std::set<std::string> new_;  // cells that this run has finished
   Progress progress_;
   bool trouble_ = false;  // a cell failed, did not fit or could not be written
@@ -141,17 +142,15 @@ Run::Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& op
       ids_(ids_of(prepared.cells)),
       held_(options.worker ? nullptr : results::open_output(out_, options.command, results::OutputKind::results, ids_)),
       info_(run_info(e, options.command, models_text(prepared.models))),
+      shared_(out_, options.worker, ids_),
       before_(finished_before()),
-      shared_(out_, options.worker),
       progress_(static_cast<int>(all().size()), options.worker_of.empty()) {
   for (const std::string& warning : before_.warnings) log::warn(warning);
   if (!options.worker_of.empty()) shared_.ask_run();
   if (options.worker) return;
   forget_ended(shared_.folder());
-  std::vector<std::string> replaced;
   for (const Cell& c : all())
-    if (options.fresh || !before_.cells.count(c.id)) replaced.push_back(c.id);
-  shared_.replaces(replaced);
+    if (options.fresh || !before_.cells.count(c.id)) shared_.replaces(c.id, before_.cells.count(c.id));
 }
 
 results::Finished Run::finished_before() const {
@@ -315,13 +314,22 @@ int Run::end() {
   return trouble_ || !made ? 1 : 0;
 }
 
+// The machine of the first cell that workers ran, which may be another one than this.
+results::RunInfo Run::info_of_cells() const {
+  results::RunInfo info = info_;
+  if (options_.spread.on == WorkersOn::nothing || new_.empty()) return info;
+  const results::RunInfo there = results::read_summary(shared_.part(*new_.begin())).info;
+  info.host = there.host, info.cpu = there.cpu, info.gpu = there.gpu, info.threads = there.threads;
+  return info;
+}
+
 bool Run::make_output() const {
   const std::string then = finished() == 0
                                ? "there is no finished cell yet"
                                : fmt::format("its cells are in {}, and the same command{} makes it of them",
                                              results::parts_folder(out_), options_.fresh ? " without --fresh" : "");
   return written("the result file", then, [&] {
-    for (const std::string& warning : results::rebuild(out_, info_, ids_)) log::warn(warning);
+    for (const std::string& warning : results::rebuild(out_, info_of_cells(), ids_)) log::warn(warning);
   });
 }
 
@@ -361,13 +369,19 @@ void with_memory(Body body) {
 
 }  // namespace
 
+// Known before plugins are loaded, which takes time.
+static const pid_t parent_at_start = getppid();
+
 int run_experiment(const Experiment& file, const PluginCatalog& catalog, const RunOptions& options) {
   const Experiment given = as_run_says(file, options.worker_of);
   if (!given.profilers.empty())
     throw Error(Errc::config, "got an experiment with profilers, wanted policies: `kvlab profile` runs this file",
                 given.file.string());
   if (options.worker) place_rank(given);
-  if (options.worker_of.starts_with("here:")) prctl(PR_SET_PDEATHSIG, SIGTERM);  // a worker ends with its run
+  if (options.worker_of.starts_with("here:")) {  // a worker ends with its run, which may have ended already
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    if (getppid() != parent_at_start) return 1;
+  }
   stop::watch();
   name_callback_at_end();
   const Experiment e = with_backend(given);
@@ -385,8 +399,8 @@ int run_experiment(const Experiment& file, const PluginCatalog& catalog, const R
     run.emplace(e, catalog, options, *prepared);
   });
   const std::string folder = results::parts_folder(e.output.string());
-  const bool measures = options.worker || (options.spread.on == WorkersOn::nothing && has_claimed_gpus(folder));
-  const std::optional<Claim> gpu = measures ? claim_gpu(e, folder) : std::nullopt;
+  const bool runs_cells = options.worker || options.spread.on == WorkersOn::nothing;
+  const std::optional<Claim> gpu = runs_cells ? claim_gpu(e, folder, options.worker) : std::nullopt;
   return run->run();
 }
 

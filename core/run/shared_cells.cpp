@@ -51,6 +51,7 @@ void watch(Workers& workers, const SharedCells& shared, std::vector<const Cell*>
   for (int times = 0; workers.any(); ++times) {
     if (times % 5 == 0) {
       look(shared, left, heard);
+      if (left.empty()) workers.no_cells_left();
       heard.waiting(claims_in(shared.folder()).size(), workers.name());
     }
     if (const int signal = stop::requested(); signal && !handed_on) workers.stop(handed_on = signal);
@@ -61,8 +62,11 @@ void watch(Workers& workers, const SharedCells& shared, std::vector<const Cell*>
 
 }  // namespace
 
-SharedCells::SharedCells(std::string out, bool strict)
-    : out_(std::move(out)), folder_(results::parts_folder(out_)), strict_(strict) {}
+SharedCells::SharedCells(std::string out, bool strict, const std::vector<std::string>& ids)
+    : out_(std::move(out)), folder_(results::parts_folder(out_)), strict_(strict) {
+  for (const std::string& id : ids)
+    if (const std::string now = stamp(part(id)); !now.empty()) first_[id] = now;
+}
 
 std::string SharedCells::part(const std::string& id) const { return results::part_path(out_, id); }
 
@@ -76,16 +80,21 @@ bool SharedCells::finished(const std::string& id) const {
 std::optional<Claim> SharedCells::claim(const std::string& id) const {
   try {
     return Claim::take(folder_, id);
-  } catch (const Error& error) {
+  } catch (const NoLocks& error) {
     if (strict_) throw;
     log::debug(fmt::format("cell {} has no claim: {}", id, error.what()));
+    return Claim::none();
+  } catch (const Error& error) {
+    if (strict_) throw;
+    log::warn(fmt::format("cell {} has no claim, so workers beside this run may run it, too: {}", id, error.what()));
     return Claim::none();
   }
 }
 
-void SharedCells::replaces(const std::vector<std::string>& ids) {
-  for (const std::string& id : ids)
-    if (const std::string now = stamp(part(id)); !now.empty()) old_[id] = now;
+void SharedCells::replaces(const std::string& id, bool known) {
+  const auto first = first_.find(id);
+  const std::string old = known ? stamp(part(id)) : first == first_.end() ? "" : first->second;
+  if (!old.empty()) old_[id] = old;
 }
 
 void SharedCells::tell_workers() const {

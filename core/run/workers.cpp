@@ -14,6 +14,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 #include "base/log.hpp"
 #include "base/new_file.hpp"
@@ -218,6 +219,9 @@ class Slurm final : public Workers {
     return !over_;
   }
   void stop(int) override { run_program({"scancel", job_}); }
+  void no_cells_left() override {
+    if (!std::exchange(told_, true)) run_program({"scancel", "--state=PENDING", job_});
+  }
   std::string name() const override { return fmt::format("job {} of Slurm", job_); }
   std::string messages() const override { return fmt::format("{}/slurm-{}_*.log", folder_, job_); }
 
@@ -246,7 +250,7 @@ class Slurm final : public Workers {
 
   std::string folder_, job_;
   std::chrono::steady_clock::time_point next_{};
-  bool over_ = false;
+  bool over_ = false, told_ = false;
 };
 
 }  // namespace

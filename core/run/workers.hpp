@@ -46,6 +46,7 @@ class Workers {
   virtual ~Workers() = default;
   virtual bool any() = 0;                    // false once all have ended; called again and again
   virtual void stop(int signal) = 0;         // asks them to
+  virtual void no_cells_left() {}            // those that have not begun need not
   virtual std::string name() const = 0;      // "2 workers", "job 12 of Slurm"
   virtual std::string messages() const = 0;  // where they are; "" = among this process's
 };

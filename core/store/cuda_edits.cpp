@@ -84,7 +84,7 @@ Applied CudaStore::edit_pages(const Edit& e, const std::vector<std::int32_t>& sl
 
 CudaStorePlace CudaStore::place_of(const Edit& e, const std::vector<std::int32_t>& slots) {
   auto a = list_of<CudaStorePlace>(e, rows_of(slots), slots.size(), ++edit_);
-  a.last = &counters_.as<CudaStoreCounters>()->last_edit + 1 + e.layer;
+  a.last = reinterpret_cast<unsigned long long*>(counters_.as<>() + sizeof(CudaStoreCounters)) + e.layer;
   a.heads = e.heads;
   a.pins = e.pins;
   a.room = e.room;

@@ -523,6 +523,7 @@ Fit CudaStore::append(int index, int slot, const void* k, const void* v, DType d
 
 void CudaStore::count_edits_anew() {
   constexpr std::size_t before = offsetof(CudaStoreCounters, last_edit);
+  static_assert(before + sizeof(CudaStoreCounters::last_edit) == sizeof(CudaStoreCounters));
   zero_memory(counters_.as<>() + before, counters_.bytes() - before, stream_);
 }
 

@@ -72,8 +72,12 @@ TEST_CASE("a published value is set beside the cell that it names") {
   r.as = "retained", r.read = "score";
   CHECK(our_value(r, ours).value == Approx(80));
 
+  Ours both = ours;
+  both.runs["table1"].tasks = 2;
   r = reading("mine"), r.over_tasks = true, r.budget = 64;
-  CHECK(our_value(r, ours).value == Approx(0.55));
+  CHECK(our_value(r, both).value == Approx(0.55));
+  both.runs["table1"].tasks = 3;
+  CHECK(our_value(r, both).why == "2 of 3 tasks");
 }
 
 TEST_CASE("what is not there has a reason in place of a value") {
@@ -83,6 +87,8 @@ TEST_CASE("what is not there has a reason in place of a value") {
   CHECK(our_value(reading("other"), ours).why == "not run");
   CHECK(our_value(reading("full", "t9"), ours).why == "not run");
   CHECK(our_value(reading("broken"), ours).why == "oom");
+  failed.policy = "mine";
+  CHECK(our_value(reading("mine"), one_run({cell("mine", "t1", 0.4, 4), failed})).value == 0.4);
   CHECK(our_value(reading("full"), ours).why == "not measured");
   Reading r = reading("mine");
   r.as = "retained", r.against = "none";
@@ -156,7 +162,8 @@ TEST_CASE("the page says of each value whether the paper's lies in our interval"
   CHECK(rows[2].back() == "ours is higher");
   CHECK(rows[3] == Words{"time", "t1", "5", "4", "-", "-20 %"});
   CHECK(rows[4] == Words{"absent [1]", "t1", "1", "-", "-", "cannot run"});
-  CHECK(page.notes == Words{"absent: no code"});
+  CHECK(page.notes == Words{"no code"});
+  CHECK(beside_csv(item, one_run({})).find("\nabsent,t1,1,-,-,cannot run\n") != std::string::npos);
 }
 
 TEST_CASE("parts of a step are means over decode steps") {
