@@ -32,9 +32,19 @@ std::vector<Context> contexts_of(const std::vector<Rung>& rungs) {
   return out;
 }
 
+Context sum_of(const std::vector<Context>& contexts) {
+  Context all;
+  for (const Context& c : contexts) all.above += c.above, all.span += c.span, all.weight += c.weight;
+  return all;
+}
+
+// Resamples of such contexts all have the same place, so they tell no interval.
 bool alike(const std::vector<Context>& contexts) {
+  constexpr double rounding = 1e-12;
+  const Context all = sum_of(contexts);  // not one context: all are like one whose sums are 0
   return std::all_of(contexts.begin(), contexts.end(), [&](const Context& c) {
-    return c.above * contexts.front().span == contexts.front().above * c.span;
+    const double one = c.above * all.span, other = all.above * c.span;
+    return std::fabs(one - other) <= rounding * (std::fabs(one) + std::fabs(other));
   });
 }
 
@@ -88,8 +98,7 @@ Place place_of(std::span<const Rung> given) {
   }
   out.span_interval = difference_interval(spans, range_of(pairs));
   const std::vector<Context> contexts = contexts_of(rungs);
-  Context all;
-  for (const Context& c : contexts) all.above += c.above, all.span += c.span, all.weight += c.weight;
+  const Context all = sum_of(contexts);
   out.questions = static_cast<std::int64_t>(rungs.size());
   out.contexts = static_cast<std::int64_t>(contexts.size());
   out.span = all.span / all.weight;

@@ -75,12 +75,43 @@ TEST_CASE("a place is the share of the way from the lower to the upper policy") 
   CHECK(place_of(right_in(20, 4, 0, 20)).place == Approx(-0.25));  // worse than the lower one
 }
 
+TEST_CASE("the order of contexts changes no interval, also where the three agree in the first") {
+  // Scores from 0 to 1, and the same scores tenfold, which have no bounds. The low one is 0 and the high one 1, but for
+  // one context.
+  for (const double unit : {1., 10.}) {
+    std::vector<Rung> rungs{{0, 0.5, 0.5, 0.5}};
+    for (int c = 1; c < 20; ++c) rungs.push_back({c, 0.5 + 0.02 * c, 0, 1});
+    for (Rung& r : rungs) r.own *= unit, r.low *= unit, r.high *= unit;
+    const Place first = place_of(rungs);
+    for (Rung& r : rungs) r.context = 19 - r.context;
+    const Place last = place_of(rungs);
+    CAPTURE(unit);
+    // 0.5 + 0.02 * 10 on average. All places are from 0.52 to 0.88, so a mean of 19 or so is well within 0.1 of it.
+    for (const Place& p : {first, last}) {
+      CHECK(p.place == Approx(0.7));
+      CHECK((p.interval.low > 0.6 && p.interval.low < 0.7));
+      CHECK((p.interval.high < 0.8 && p.interval.high > 0.7));
+    }
+    // Resamples draw by number, so their noise stays.
+    CHECK(last.interval.low == Approx(first.interval.low).margin(0.005));
+    CHECK(last.interval.high == Approx(first.interval.high).margin(0.005));
+  }
+}
+
 TEST_CASE("a policy that answers as an end does has an interval with a width") {
   for (const int own : {4, 20}) {
     const Place p = place_of(right_in(20, 4, own, 20));
     CHECK(p.interval.low < p.place);
     CHECK(p.interval.high > p.place);
   }
+}
+
+TEST_CASE("contexts that differ only by rounding have an interval with a width") {
+  std::vector<Rung> rungs;
+  for (int c = 0; c < 20; ++c) rungs.push_back({c, 0.1, 0, 0.3});  // the sums are not 2 and 6
+  const Place p = place_of(rungs);
+  CHECK(p.place == Approx(1 / 3.));
+  CHECK(width(p.interval) > 0.01);
 }
 
 TEST_CASE("a place of texts weighs nats by tokens") {
