@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "base/log.hpp"
 #include "base/text.hpp"
 #include "result/place.hpp"
 
@@ -349,6 +350,7 @@ std::string ladders_csv(const std::vector<Block>& blocks, const Samples& samples
                             exact(p.span_interval.low),
                             exact(p.span_interval.high)});
       }
+  for (const std::string& reason : why_not) log::warn(reason);  // csv has no place for them
   return render_csv(all);
 }
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <sstream>
 
+#include "base/log.hpp"
 #include "result/results_sample.hpp"
 
 using namespace kvlab::results;
@@ -151,7 +152,10 @@ TEST_CASE("a ladder refuses random weights, and a file without its ends") {
   File synthetic;
   synthetic.add({"random", 4, "synthetic"}).add({"oracle", 20, "oracle,synthetic"});
   CHECK_THAT(synthetic.text(), Contains("m, t: no ladder: random weights"));
+  const kvlab::log::Collected collected;
   CHECK(synthetic.rows().empty());
+  REQUIRE(collected.warnings().size() == 1);  // csv has no place for the reason
+  CHECK_THAT(collected.warnings()[0], Contains("m, t: no ladder: random weights"));
   File plain;
   plain.add({"full", 20, "", not_measured}).add({"some", 12});
   CHECK_THAT(plain.text(), Contains("m, t: no ladder: wanted a finished row of the policy random and one with"));
