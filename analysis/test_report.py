@@ -503,6 +503,7 @@ class Parts(unittest.TestCase):
             ("tasks: [niah: {depth: 2}]\nsweep: {niah.depth: [3]}", 3, 3),
             ("tasks: [niah: {depth: 2}]\n# --set niah.depth=7\n", 7, 7),
             ("tasks: [niah: {depth: 2}]\n# --set tasks.niah.depth=[3, 7]\n# --set niah.samples=2\n", 14, 7),
+            ("tasks: [niah: {depth: 2}]\n# --set niah.depth=7\n# overrides:\n# --set niah.samples=1\n", 2, 2),
             ("# --set niah.depth=7\ntasks: [niah: {depth: 2}]", 2, 2),  # a comment of the author
             ("tasks: [text: {depth: 2}]", 2, None),
             (": [", 5, None),

@@ -8,6 +8,7 @@
 #include "experiment/build_policy.hpp"
 #include "experiment/entry.hpp"
 #include "experiment/experiment_keys.hpp"
+#include "experiment/override_lines.hpp"
 #include "experiment/overrides.hpp"
 #include "model/bundled.hpp"
 #include "model/synthetic.hpp"
@@ -385,9 +386,7 @@ Experiment read_experiment(yaml::Document document, const PluginCatalog& catalog
   apply_sweep(document.root, problems);
   Experiment experiment = ExperimentReader(document, catalog, problems).read();
   problems.raise();
-  experiment.text = document.text;
-  if (!document.sets.empty() && !experiment.text.empty() && experiment.text.back() != '\n') experiment.text += '\n';
-  for (const std::string& set : document.sets) experiment.text += "# --set " + set + "\n";
+  experiment.text = add_overrides(document.text, document.sets);
   return experiment;
 }
 

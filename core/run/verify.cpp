@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +14,7 @@
 #include "base/content_hash.hpp"
 #include "base/log.hpp"
 #include "base/version.hpp"
+#include "experiment/override_lines.hpp"
 #include "experiment/variants.hpp"
 #include "model/bundled.hpp"
 #include "run/items.hpp"
@@ -25,17 +27,17 @@ using results::PluginRow;
 using results::SampleRow;
 using results::SummaryRow;
 
-constexpr const char* override_mark = "# --set ";
-
 // A cell of the file, and the one of this tree that stands in its place.
 struct Matched {
   const SummaryRow* row = nullptr;
   const Cell* cell = nullptr;  // null: not here
 };
 
-// Prompts of one model, task and seed, or why they cannot be made here.
+// Prompts of one model, task and seed; nothing where they cannot be made here.
 struct Prompts {
   std::optional<TaskItems> items;
+  std::map<std::pair<std::int64_t, std::int64_t>, const Item*> by_question;  // by sample and question
+  bool no_file = false;                                                      // the task reads a file that is not here
 };
 
 class Verification {
@@ -54,6 +56,7 @@ class Verification {
   std::vector<Compared> run() {
     text("kvlab version", summary_.info.kvlab_version, version());
     text("commit", summary_.info.git_commit, git_commit());
+    for (Compared& line : out_) line.counts = false;  // what they change shows in the lines below
     compare_models();
     compare_plugins();
     match_cells();
@@ -77,6 +80,7 @@ class Verification {
   void compare_cells();
   void compare_prompts();
   const Prompts& prompts_of(const Cell& cell);
+  bool has_files(const Cell& cell);
   std::string name_of_cell(const SummaryRow& row) const;
 
   Experiment e_;
@@ -212,6 +216,20 @@ std::string Verification::name_of_cell(const SummaryRow& row) const {
   return name;
 }
 
+// Whether the files that a cell names are here.
+bool Verification::has_files(const Cell& cell) {
+  const PolicySpec& policy = e_.policies[cell.policy];
+  std::vector<std::string> files{policy.profile};
+  if (e_.inject.used(policy)) files.push_back(e_.inject.trace);
+  if (!e_.workloads.empty()) files.push_back(e_.workloads[cell.workload].file);
+  const auto lacks = [&](const std::string& file) {
+    std::error_code error;
+    return !file.empty() && !std::filesystem::is_regular_file(e_.resolve(file), error);
+  };
+  // Only the task knows which of its texts is a file.
+  return std::ranges::none_of(files, lacks) && !prompts_of(cell).no_file;
+}
+
 void Verification::compare_cells() {
   std::size_t same = 0, differ = 0, absent = 0;
   std::vector<Compared> lines;
@@ -220,6 +238,8 @@ void Verification::compare_cells() {
     const bool known = m.cell && checkpoints_[m.cell->model];
     if (known && m.cell->id == m.row->cell)
       ++same;
+    else if (known && !has_files(*m.cell))
+      ++absent;
     else if (known || std::ranges::all_of(checkpoints_, [](const auto& c) { return c != nullptr; }))
       ++differ,
           lines.push_back({"cell " + name_of_cell(*m.row), m.row->cell, known ? m.cell->id : "none", Finding::differs});
@@ -241,22 +261,23 @@ const Prompts& Verification::prompts_of(const Cell& cell) {
   if (!fresh || !model) return at->second;
   try {
     at->second.items = make_items(e_.tasks[cell.task], catalog_, model->tokenizer(), model->config(), e_, cell.seed);
+    for (const Item& item : at->second.items->items)
+      at->second.by_question.try_emplace({item.sample, item.question}, &item);
   } catch (const Error& error) {
+    at->second.no_file = error.code() == Errc::io;
     log::warn(error.what());
   }
   return at->second;
 }
 
 // The prompt of a question here. Samples of earlier versions have only their number, which counts the items in turn.
-const Item* item_of(const TaskItems& prompts, const SampleRow& sample) {
-  const std::vector<Item>& items = prompts.items;
+const Item* item_of(const Prompts& prompts, const SampleRow& sample) {
+  const std::vector<Item>& items = prompts.items->items;
   if (sample.task_sample < 0)
     return items.empty() || sample.sample < 0 ? nullptr
                                               : &items[static_cast<std::size_t>(sample.sample) % items.size()];
-  const auto found = std::find_if(items.begin(), items.end(), [&](const Item& item) {
-    return item.sample == sample.task_sample && item.question == sample.question;
-  });
-  return found == items.end() ? nullptr : &*found;
+  const auto found = prompts.by_question.find({sample.task_sample, sample.question});
+  return found == prompts.by_question.end() ? nullptr : found->second;
 }
 
 void Verification::compare_prompts() {
@@ -276,7 +297,7 @@ void Verification::compare_prompts() {
         ++absent;
         continue;
       }
-      const Item* item = item_of(*here->items, sample);
+      const Item* item = item_of(*here, sample);
       if (item && item->sha256 == sample.prompt_sha256) {
         ++same;
         continue;
@@ -312,15 +333,7 @@ const char* name_of(Finding finding) {
 
 yaml::Document recorded_experiment(const std::string& text, const std::string& file) {
   std::string rest = text;
-  std::vector<std::string> sets;
-  while (rest.ends_with('\n')) {
-    const std::size_t before = rest.size() < 2 ? std::string::npos : rest.rfind('\n', rest.size() - 2);
-    const std::size_t begin = before == std::string::npos ? 0 : before + 1;
-    const std::string line = rest.substr(begin, rest.size() - 1 - begin);
-    if (!line.starts_with(override_mark) || line.find('=') == std::string::npos) break;
-    sets.insert(sets.begin(), line.substr(std::string_view(override_mark).size()));
-    rest.erase(begin);
-  }
+  std::vector<std::string> sets = take_overrides(rest);
   yaml::Document document = yaml::parse_text(rest, file);
   document.sets = std::move(sets);
   return document;

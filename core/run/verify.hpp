@@ -19,10 +19,11 @@ const char* name_of(Finding finding);  // "same", "differs", "not recorded", "no
 struct Compared {
   std::string what, recorded, here;
   Finding finding = Finding::same;
+  bool counts = true;  // false: says what made the file, but another one alone changes no result
 };
 
-// The experiment that a file's text describes, as it was given: without its last lines, "# --set ...", which are the
-// overrides. `file` gives messages a name and relative paths their folder.
+// The experiment that a file's text describes, as it was given: its overrides stand in `sets`. `file` gives messages a
+// name and relative paths their folder.
 yaml::Document recorded_experiment(const std::string& text, const std::string& file);
 
 // Compares versions, models (content, tokenizer, chat template, stop ids), plugins, profile files, the cells' ids and

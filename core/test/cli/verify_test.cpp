@@ -23,14 +23,21 @@ std::string prose(int words, int first) {
   return out;
 }
 
+const std::string text_experiment =
+    "model: {path: m, dtype: f32}\n"
+    "tasks: [text: {file: t.txt, prefix: [24, 32], forced: 4}]\n"
+    "policies:\n  - full\n  - {name: newest, scorer: window, budget: {tokens: 8}}\n"
+    "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n";
+
 // A result of a tiny model on two texts, and a copy of everything that it was made of.
 class Result {
  public:
-  Result() {
+  explicit Result(const std::string& more = "") : Result(text_experiment + more, "text.samples=2") {}
+  Result(const std::string& text, const std::string& override) {
     fs::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3", fs::path(folder_ / "m"));
     folder_.write("t.txt", prose(120, 100));
-    folder_.write("e.yaml", text_);
-    REQUIRE(test::run_kvlab({"run", folder_ / "e.yaml", "-o", file(), "--set", "text.samples=2"}).code == 0);
+    folder_.write("e.yaml", text);
+    REQUIRE(test::run_kvlab({"run", folder_ / "e.yaml", "-o", file(), "--set", override}).code == 0);
   }
   std::string file() const { return folder_ / "o.h5"; }
   const Folder& folder() const { return folder_; }
@@ -62,11 +69,6 @@ class Result {
 
  private:
   Folder folder_;
-  std::string text_ =
-      "model: {path: m, dtype: f32}\n"
-      "tasks: [text: {file: t.txt, prefix: [24, 32], forced: 4}]\n"
-      "policies:\n  - full\n  - {name: newest, scorer: window, budget: {tokens: 8}}\n"
-      "metrics: [score]\nbackend: cpu\nthreads: 1\npage_size: 4\n";
 };
 
 }  // namespace
@@ -135,6 +137,60 @@ TEST_CASE("verify without the model compares what is left") {
   CHECK(found.at("cells") == "not here");
   CHECK(found.at("prompts") == "not here");
   CHECK(found.at("scorer window: SHA-256") == "same");
+  CHECK(result.verify().code == 0);
+}
+
+TEST_CASE("verify calls cells whose data file is absent neither the same nor different") {
+  const Result result;
+  fs::remove(result.folder() / "t.txt");
+  const auto found = result.findings();
+  CHECK(found.at("cells") == "not here");
+  CHECK(found.at("prompts") == "not here");
+  const Ended ended = result.verify();
+  CHECK_THAT(ended.said, Contains("0 with the same id, 4 not here") && !Contains("differs"));
+  CHECK(ended.code == 0);
+}
+
+TEST_CASE("verify calls a cell whose trace is absent neither the same nor different") {
+  const Folder traces;
+  std::ofstream(traces / "w.txt") << "0\n0.01\n";
+  const Result result(
+      "model: {path: m, dtype: f32}\ntasks: [random_prompts: {prompt: 16, answer: 4, samples: 2}]\n"
+      "policies: [full]\nbatch: 2\nbackend: cpu\nthreads: 1\n"
+      "workload: {arrivals: trace, file: " +
+          (traces / "w.txt") + "}\n",
+      "page_size=4");
+  CHECK(result.findings().at("cells") == "same");
+  fs::remove(traces / "w.txt");
+  CHECK(result.findings().at("cells") == "not here");
+  CHECK(result.findings().at("prompts") == "same");
+  CHECK(result.verify().code == 0);
+}
+
+TEST_CASE("verify shows another version and commit, which alone are no failure") {
+  const Result result;
+  const auto summary = results::read_summary(result.file());
+  results::RunInfo info = summary.info;
+  info.kvlab_version = "0.0.0";
+  info.git_commit = "another";
+  const std::string other = result.folder() / "other.h5";
+  std::vector<std::string> ids;
+  for (const auto& row : summary.rows) {
+    ids.push_back(row.cell);
+    results::write_part(other, results::read_cell(result.file(), row.cell), info);
+  }
+  results::rebuild(other, info, ids);
+  const Ended ended = test::run_kvlab({"verify", other, "--format", "csv"});
+  CAPTURE(ended.said);
+  CHECK_THAT(ended.said, Contains("kvlab version,0.0.0,") && Contains("commit,another,") && Contains(",differs"));
+  CHECK(ended.code == 0);
+}
+
+TEST_CASE("verify tells overrides from the author's comments, and needs no final newline") {
+  const Result result("# --set text.samples=7");  // run with another override, which adds a newline
+  const auto found = result.findings();
+  CHECK(found.at("experiment e.yaml") == "same");
+  CHECK(found.at("cells") == "same");
   CHECK(result.verify().code == 0);
 }
 

@@ -3,6 +3,7 @@
 #include <catch2/catch.hpp>
 #include <kvlab/error.hpp>
 
+#include "experiment/override_lines.hpp"
 #include "run/model_record.hpp"
 #include "support/contract.hpp"
 
@@ -16,6 +17,20 @@ TEST_CASE("the overrides at the end of a recorded experiment are taken off it in
   CHECK(d.file == "x.yaml");
   CHECK(recorded_experiment("a: 1", "x.yaml").sets.empty());
   CHECK(recorded_experiment("# --set a=2\n", "x.yaml").text.empty());
+}
+
+TEST_CASE("an author's last lines that look like overrides stay in the text") {
+  const std::vector<std::string> none, two{"a=2", "b=\"x\""};
+  for (const std::string text : {"a: 1\n# --set a=3\n", "# --set a=3\n", "a: 1\n# overrides:\n", "a: 1\n", "",
+                                 "a: 1\n# --set a=3\n# overrides:\n# --set a=4\n"})
+    for (const auto& sets : {none, two}) {
+      CAPTURE(text, sets);
+      const yaml::Document d = recorded_experiment(add_overrides(text, sets), "x.yaml");
+      CHECK(d.text == text);
+      CHECK(d.sets == sets);
+    }
+  CHECK(recorded_experiment(add_overrides("a: 1\n# --set a=3", two), "x.yaml").text == "a: 1\n# --set a=3\n");
+  CHECK(add_overrides("a: 1", none) == "a: 1");
 }
 
 TEST_CASE("models are recorded with tokenizer, chat template and stop ids") {
