@@ -151,6 +151,26 @@ TEST_CASE("verify calls cells whose data file is absent neither the same nor dif
   CHECK(ended.code == 0);
 }
 
+TEST_CASE("verify calls a cell whose profile is absent neither the same nor different") {
+  const Folder profiles;
+  fs::copy(test::source_root() / "core/test/golden/tiny/llama-gqa3", fs::path(profiles / "m"));
+  profiles.write("t.txt", prose(120, 100));
+  profiles.write("p.yaml",
+                 "model: {path: m, dtype: f32}\ntasks: [text: {file: t.txt, prefix: 24, forced: 40}]\n"
+                 "profilers: [flexicache_heads: {window: 4, top_pages: 2}]\nbackend: cpu\nthreads: 1\npage_size: 4\n");
+  REQUIRE(test::run_kvlab({"profile", profiles / "p.yaml", "-o", profiles / "p.h5"}).code == 0);
+  const Result result(
+      "model: {path: m, dtype: f32}\ntasks: [text: {file: t.txt, prefix: 24, forced: 4}]\n"
+      "policies: [full, {policy: flexicache, budget: {tokens: 20}, profile: " +
+          (profiles / "p.h5") + "}]\nmetrics: [score]\nbackend: cpu\nthreads: 1\n",
+      "page_size=4");
+  CHECK(result.findings().at("cells") == "same");
+  fs::remove(profiles / "p.h5");
+  CHECK_THAT(result.verify({"--format", "csv"}).said,
+             Contains("cells,2,\"1 with the same id, 1 not here\",same") && !Contains(",differs"));
+  CHECK(result.verify().code == 0);
+}
+
 TEST_CASE("verify calls a cell whose trace is absent neither the same nor different") {
   const Folder traces;
   std::ofstream(traces / "w.txt") << "0\n0.01\n";
