@@ -11,6 +11,7 @@
 #include <set>
 
 #include "base/log.hpp"
+#include "base/stop.hpp"
 #include "base/terminal.hpp"
 #include "base/text.hpp"
 #include "cli/loaded.hpp"
@@ -140,9 +141,11 @@ class Reproduction {
     if (!lacks_profile()) check();
     for (const Run& run : runs_)
       if (is_profile(run)) code = std::max(code, profile(run));
+    if (stop::requested()) return code;
     check();
     for (const Run& run : runs_) {
       if (is_profile(run)) continue;
+      if (stop::requested()) break;
       log::info(fmt::format("{}: {}", chosen_.name(), run.loaded->experiment.file.string()));
       code = std::max(code,
                       run_experiment(run.loaded->experiment, *run.loaded->catalog, {o_.command, o_.fresh, true, {}}));
@@ -258,6 +261,7 @@ int reproduce(const ReproduceOptions& o) {
         continue;
       }
       if (!o.report) code = std::max(code, reproductions[i].run());
+      if (!o.report && stop::requested()) return code;
       fmt::print("{}", reproductions[i].text());
     } catch (const Error&) {
       if (const papers::Item& item = *chosen[i].item; !o.small && !item.needs.empty())

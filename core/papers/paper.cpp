@@ -199,9 +199,10 @@ class Reader {
                      {"title", "kind", "setting", "needs", "run", "small", "why_not", "notes", "values"}, out.name);
     out.title = text(keys["title"], "title", e.value);
     if (const Node* kind = keys["kind"]) out.kind = word(*kind, kinds);
-    for (auto& [key, own] : settings(keys["setting"])) {
+    for (auto& one : settings(keys["setting"])) {
+      auto& [key, own] = one;
       const auto same =
-          std::find_if(out.setting.begin(), out.setting.end(), [&](const auto& s) { return s.first == key; });
+          std::find_if(out.setting.begin(), out.setting.end(), [&](const auto& s) { return s.first == one.first; });
       if (same == out.setting.end())
         out.setting.emplace_back(key, own);
       else
