@@ -17,6 +17,7 @@
 #include "base/backend.hpp"
 #include "base/log.hpp"
 #include "base/memory_reserve.hpp"
+#include "base/program.hpp"
 #include "base/stop.hpp"
 #include "base/terminal.hpp"
 #include "base/text.hpp"
@@ -68,9 +69,7 @@ std::string joined(const std::vector<std::string>& words) {
       text += " " + word;
       continue;
     }
-    text += " '";
-    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    text += "'";
+    text += " " + shell_quoted(word);
   }
   return text;
 }

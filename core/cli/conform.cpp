@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "base/backend.hpp"
-#include "cli/child.hpp"
+#include "base/program.hpp"
 #include "plugin/loader.hpp"
 #include "run/device.hpp"
 
@@ -48,12 +48,14 @@ fs::path suite() {
 // Starts the suite. out: takes its standard output; -1 = ours does.
 pid_t start(const fs::path& program, std::vector<std::string> words, int out = -1) {
   words.insert(words.begin(), program.string());
-  return start_child(std::move(words), out);
+  ProgramStart how{.file = "", .reads = true};
+  if (out >= 0) how.descriptors = {{out, STDOUT_FILENO}};
+  return start_program(std::move(words), how);
 }
 
 // Returns whether the suite ended without a failure.
 bool succeeded(pid_t child) {
-  const ChildEnd end = wait_for(child);
+  const ProgramEnd end = wait_for(child);
   if (end.signal) fmt::print("FAIL   the suite was ended by signal {}\n", end.signal);
   return end.good();
 }

@@ -11,8 +11,8 @@
 #include <system_error>
 
 #include "base/log.hpp"
+#include "base/program.hpp"
 #include "base/text.hpp"
-#include "cli/child.hpp"
 #include "cli/shared_files.hpp"
 #include "result/sealed.hpp"
 
@@ -36,7 +36,8 @@ std::optional<bool> is_complete(const std::string& python, const std::string& pr
   if (nowhere < 0) throw std::system_error(errno, std::generic_category(), "/dev/null");
   std::optional<bool> complete;
   try {
-    complete = wait_for(start_child({python, "-B", program, "packages"}, nowhere)).good();
+    complete = wait_for(start_program({python, "-B", program, "packages"}, {.descriptors = {{nowhere, STDOUT_FILENO}}}))
+                   .good();
   } catch (const Error& e) {
     log::debug(e.what());
   }
@@ -70,7 +71,7 @@ int html_report(const std::vector<std::string>& files, const std::string& out) {
   const std::string program = package().string();
   std::vector<std::string> words{interpreter(program), "-B", program, "report", "--output=" + out, "--"};
   words.insert(words.end(), files.begin(), files.end());
-  const ChildEnd end = wait_for(start_child(words));
+  const ProgramEnd end = wait_for(start_program(words));
   if (end.signal) throw Error(Errc::io, fmt::format("got signal {}, wanted a page", end.signal), words[0]);
   return end.code;
 }

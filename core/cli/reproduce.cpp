@@ -262,7 +262,7 @@ int reproduce(const ReproduceOptions& o) {
       }
       if (!o.report) code = std::max(code, reproductions[i].run());
       if (!o.report && stop::requested()) return code;
-      fmt::print("{}", reproductions[i].text());
+      if (o.report || !o.quiet) fmt::print("{}", reproductions[i].text());
     } catch (const Error&) {
       if (const papers::Item& item = *chosen[i].item; !o.small && !item.needs.empty())
         log::info(fmt::format("{} needs {}{}", chosen[i].name(), join(item.needs, "; "),

@@ -19,6 +19,7 @@ using results::Block;
 using results::Group;
 using results::measured;
 using results::not_measured;
+using results::number;
 using results::SummaryRow;
 
 constexpr double near = 0.1;  // a run's prompts and budgets come out a little off the numbers that name them
@@ -185,7 +186,6 @@ OurValue shared_heads(const Reading& r, const Ours& ours) {
   return in_unit(out, r.as);
 }
 
-std::string number(double v) { return measured(v) ? fmt::format("{:.4g}", v) : "-"; }
 std::string printed(double v) { return fmt::format("{:g}", v); }  // as the paper has it
 
 // Inside the interval or not; without one the difference in percent of the published value.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
-#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,12 +15,11 @@
 #include <optional>
 
 #include "base/descriptor.hpp"
+#include "base/program.hpp"
 #include "base/stop.hpp"
 #include "base/text.hpp"
 #include "plugin/callback.hpp"
 #include "run/cannot_go_on.hpp"
-
-extern char** environ;
 
 namespace kvlab {
 namespace {
@@ -44,18 +42,12 @@ std::optional<long> killed_for_memory() {
 }
 
 pid_t start(const std::vector<std::string>& command, int told) {
-  std::vector<std::string> words = command;
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, told, telling::descriptor);
-  pid_t child = -1;
-  const int error = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, argv.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  if (error) throw CannotGoOn(Errc::io, fmt::format("got '{}', wanted a process for a cell", std::strerror(error)));
-  return child;
+  try {
+    return start_program(command,
+                         {.file = "/proc/self/exe", .reads = true, .descriptors = {{told, telling::descriptor}}});
+  } catch (const Error& error) {
+    throw CannotGoOn(Errc::io, fmt::format("{}, as a process for a cell", error.what()));
+  }
 }
 
 // Reads the lines that a cell's process writes.

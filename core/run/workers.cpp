@@ -18,12 +18,12 @@
 
 #include "base/log.hpp"
 #include "base/new_file.hpp"
+#include "base/program.hpp"
 #include "base/sha256.hpp"
 #include "base/text.hpp"
 #include "base/threads.hpp"
 #include "run/claims.hpp"
 #include "run/gpus.hpp"
-#include "run/programs.hpp"
 
 namespace kvlab {
 namespace {
@@ -103,7 +103,7 @@ class Here final : public Workers {
     pid_t process;
   };
 
-  void start(Worker& worker) { worker.process = start_program("/proc/self/exe", words_, worker.set); }
+  void start(Worker& worker) { worker.process = start_program(words_, {.file = "/proc/self/exe", .set = worker.set}); }
 
   // Starts a worker in place of one that ended in a cell. Its claim counts such ends, so this ends, too.
   void ended(Worker& worker, const ProgramEnd& end) {
@@ -146,7 +146,7 @@ class Mpi final : public Workers {
       throw Error(Errc::config, "got no program mpirun, wanted OpenMPI's in a folder of PATH", "--on mpi");
     const std::string script = folder + "/mpi.sh";
     write_script(script, mpi_script(spread, of));
-    process_ = start_program("sh", {"sh", script});
+    process_ = start_program({"sh", script});
   }
   ~Mpi() override {
     if (process_ > 0) kill(process_, SIGTERM);

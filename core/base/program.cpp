@@ -1,4 +1,4 @@
-#include "run/programs.hpp"
+#include "base/program.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -8,6 +8,7 @@
 #include <kvlab/error.hpp>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "base/descriptor.hpp"
@@ -38,21 +39,27 @@ ProgramEnd end_of(int status) {
 
 }  // namespace
 
-pid_t start_program(const std::string& file, std::vector<std::string> words, const Environment& set, int out) {
-  std::vector<std::string> variables = environment_with(set);
+pid_t start_program(std::vector<std::string> words, const ProgramStart& how) {
+  std::vector<std::string> variables = environment_with(how.set);
+  const std::string file = how.file.empty() ? words.front() : how.file;
+  std::fflush(stdout);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-  if (out >= 0) {
-    posix_spawn_file_actions_adddup2(&actions, out, STDOUT_FILENO);
-    posix_spawn_file_actions_adddup2(&actions, out, STDERR_FILENO);
-  }
+  if (!how.reads) posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  for (const auto& [own, its] : how.descriptors) posix_spawn_file_actions_adddup2(&actions, own, its);
   pid_t child = -1;
   const int error =
       posix_spawnp(&child, file.c_str(), &actions, nullptr, pointers(words).data(), pointers(variables).data());
   posix_spawn_file_actions_destroy(&actions);
   if (error) throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(error)), file);
   return child;
+}
+
+ProgramEnd wait_for(pid_t program) {
+  int status = 0;
+  while (waitpid(program, &status, 0) < 0)
+    if (errno != EINTR) return {1, 0, ""};
+  return end_of(status);
 }
 
 ProgramEnd run_program(const std::vector<std::string>& words) {
@@ -63,16 +70,13 @@ ProgramEnd run_program(const std::vector<std::string>& words) {
   pid_t child = -1;
   {
     const Descriptor to(ends[1]);
-    child = start_program(words.front(), words, {}, to);
+    child = start_program(words, {.descriptors = {{to, STDOUT_FILENO}, {to, STDERR_FILENO}}});
   }
   std::string said;
   char bytes[4096];
   for (ssize_t n = 0; (n = read(from, bytes, sizeof bytes)) > 0 || (n < 0 && errno == EINTR);)
     if (n > 0) said.append(bytes, static_cast<std::size_t>(n));
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  ProgramEnd end = end_of(status);
+  ProgramEnd end = wait_for(child);
   end.said = std::move(said);
   return end;
 }
@@ -84,13 +88,15 @@ bool has_ended(pid_t process, ProgramEnd& end) {
   return true;
 }
 
+std::string shell_quoted(const std::string& word) {
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
 std::string shell_quoted(const std::vector<std::string>& words) {
   std::string text;
-  for (const std::string& word : words) {
-    text += text.empty() ? "'" : " '";
-    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
-    text += "'";
-  }
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + shell_quoted(word);
   return text;
 }
 
