@@ -568,8 +568,6 @@ bool CudaStore::reserve_step(const std::vector<std::int32_t>& slots, const Taken
   if (down > 0 && !reserve(Tier::host, down)) return false;
   for (int l = 0; l < options_.shape.layers; ++l)
     for (int slot : slots) ++bound(l, slot);
-  // A replayed step has the edit numbers of the captured one, which may equal the latest. Zeroing makes them count.
-  count_edits_anew();
   stale_ = true;
   return true;
 }
