@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/cuda.cuh"
+#include "base/lanes.cuh"
 #include "ops/page/paged.hpp"
 #include "store/cuda_tokens.cuh"
 
@@ -22,9 +23,7 @@ struct BlockSums {
 __device__ BlockSums sum_block(int own) {
   __shared__ int of_warps[warps];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  int sum = own;
-  for (int d = 1; d < 32; d *= 2)
-    if (const int x = __shfl_up_sync(~0u, sum, d); lane >= d) sum += x;
+  const int sum = cuda::sum_through_lane(own);
   __syncthreads();
   if (lane == 31) of_warps[warp] = sum;
   __syncthreads();

@@ -1,6 +1,7 @@
 // A team of warps copies a page at a time through two buffers of shared memory: the next page that comes up is on its
 // way while this one is unpacked, by a warp for each half of its keys and of its values. A page that goes down is
 // packed by the first warp, from one buffer into the other.
+#include "base/lanes.cuh"
 #include "store/cuda_packed.hpp"
 
 #include <algorithm>
@@ -200,9 +201,7 @@ __device__ void unpack(const std::byte* packed, const PageLayout& l, std::byte* 
     // 31 lanes of at most 8 fit into a byte.
     unsigned before = __shfl_up_sync(~0u, counts, 1);
     if (lane == 0) before = 0;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2)
-      if (const unsigned below = __shfl_up_sync(~0u, before, d); lane >= d) before += below;
+    before = sum_through_lane(before);
     const unsigned before_last = __shfl_sync(~0u, before, 31), of_last = __shfl_sync(~0u, counts, 31);
 #pragma unroll
     for (int u = 0; u < batch; ++u) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/lanes.cuh"
 #include "base/relay.cuh"
 #include "ops/select/select.cuh"
 #include "store/cuda_kernels.hpp"
@@ -23,10 +24,7 @@ constexpr int awaited_blocks = 16;
 
 // Sums `mine` over the lanes before this one; `all` gets the warp's sum.
 __device__ int before_in_warp(int mine, int& all) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int sum = mine;
-  for (int d = 1; d < 32; d *= 2)
-    if (const int below = __shfl_up_sync(~0u, sum, d); lane >= d) sum += below;
+  const int sum = sum_through_lane(mine);
   all = __shfl_sync(~0u, sum, 31);
   return sum - mine;
 }

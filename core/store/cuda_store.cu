@@ -6,6 +6,7 @@
 
 #include "base/cuda.cuh"
 #include "base/finite.hpp"
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/page/packed.hpp"
 #include "ops/page/paged.hpp"
@@ -500,9 +501,7 @@ __global__ void attend_kernel(const __grid_constant__ CudaStoreLayer s, const __
   for (int begin = 0; begin < words; begin += 32) {
     unsigned word = begin + mine < words ? chosen[begin + mine] : 0;
     const int here = __popc(word);
-    int sum = here;
-    for (int d = 1; d < 32; d *= 2)
-      if (const int before = __shfl_up_sync(~0u, sum, d); mine >= d) sum += before;
+    const int sum = sum_through_lane(here);
     for (int next = out + sum - here; word; word &= word - 1)
       a.out(row, head, next++) = (begin + mine) * 32 + __ffs(static_cast<int>(word)) - 1;
     out += __shfl_sync(~0u, sum, 31);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/score/verify.hpp"
 #include "ops/select/surplus.cuh"
@@ -258,8 +259,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int i = 0; i < rounds; ++i) frames[i] = frame_of(4 * (begin + (rounds + i) * threads) >> shift);
     }
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) own.worst = min(own.worst, __shfl_xor_sync(all_lanes, own.worst, d));
+    own.worst = least_of_lanes(own.worst);
     own.first = __reduce_add_sync(all_lanes, own.first);
     if constexpr (by != By::age) own.last = __reduce_add_sync(all_lanes, own.last);
     if (mine % 32 == 0) found[mine / 32] = own;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
       reinterpret_cast<float*>(q.x[h])[d] = x;
       sum += x;
     }
-    sum = warp_sum(sum);
+    sum = sum_of_lanes<1, 16>(sum);
     if (lane == 0) q.sum[h] = sum;
   }
   if (a.rank)
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(threads, Heads > 4 ? 2 : 3) part_kernel(const 
     }
 #pragma unroll
     for (int h = 0; h < Heads; ++h) {
-      r.sum[h] = warp_sum(r.sum[h]), r.zero[h] = warp_sum(r.zero[h]);
+      r.sum[h] = sum_of_lanes<1, 16>(r.sum[h]), r.zero[h] = sum_of_lanes<1, 16>(r.zero[h]);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) r.o[h][e] = warp_sum(r.o[h][e], lanes);
+      for (int e = 0; e < 8; ++e) r.o[h][e] = sum_of_lanes_from(lanes, r.o[h][e]);
       if (lane == 0) highs[h][warp] = r.high[h], sums[h][warp] = r.sum[h], zeros[h][warp] = r.zero[h];
     }
     __syncthreads();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(merge_warps * 32) merge_kernel(const __grid_co
   const float4* from = reinterpret_cast<const float4*>(a.part_out + pair * a.parts * dim);
   float top = -INFINITY, sum = 0;
   for (int i = lane; i < parts; i += 32) top = fmaxf(top, softmax[i].x);
-  top = warp_max(top);
+  top = most_of_lanes(top);
   float4 o[2] = {};
 #pragma unroll 4
   for (int i = warp; i < parts; i += merge_warps) {

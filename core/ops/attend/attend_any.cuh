@@ -2,6 +2,7 @@
 // chunk of its row. They score four tokens at once, so that one load of the queries from shared memory serves four
 // tokens. Softmax: a lane owns a token and the scale and zero of its codes. Values: a lane owns a chunk of head_dim.
 #pragma once
+#include "base/lanes.cuh"
 #include "ops/attend/attend_unit.cuh"
 #include "ops/page/paged.cuh"
 
@@ -379,15 +380,6 @@ __device__ __forceinline__ void with_type(Elements elements, const F& f) {
   }
 }
 
-__device__ __forceinline__ float warp_sum(float x, int from = 1) {
-  for (int m = from; m < 32; m *= 2) x += __shfl_xor_sync(~0u, x, m);
-  return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-  for (int m = 1; m < 32; m *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, m));
-  return x;
-}
-
 // A warp's running softmax. high is the warp's, sums are the lane's.
 template <int Heads>
 struct Running {
@@ -409,7 +401,7 @@ struct Running {
     if (__any_sync(~0u, rises)) {
 #pragma unroll
       for (int h = 0; h < Heads; ++h) {
-        const float fresh = fmaxf(high[h], warp_max(s[h]));
+        const float fresh = fmaxf(high[h], most_of_lanes(s[h]));
         const float shrink = high[h] == -INFINITY ? 0.f : exp2_fast(high[h] - fresh);
         high[h] = fresh, sum[h] *= shrink, zero[h] *= shrink;
 #pragma unroll

@@ -8,6 +8,7 @@
 // and the second sum is one number of a query. Scales and zeros of keys apply to the scores of a token. Those of values
 // go with the token's probability: the scale into it, the zero into a sum of its own.
 #pragma once
+#include "base/lanes.cuh"
 #include "ops/attend/attend_kernel.cuh"
 
 namespace kvlab::ops::decode {
@@ -157,7 +158,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
             x[4 * i + 3] = asked[0][i].w;
 #pragma unroll
     for (int i = 0; i < own_keys; ++i) x[i] *= a.scale, top = fmaxf(top, fabsf(x[i]));
-    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    top = most_of_lanes(top);
     // The group's largest element becomes 16 to 32.
     const int exponent = max(-100, min(100, static_cast<int>(__float_as_uint(top) >> 23) - 127));
     const float scale = __uint_as_float(static_cast<unsigned>(127 - exponent + 4) << 23);
@@ -175,10 +176,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
         Pair<__half>::unpack(to, low, high);
         own_bias += low + high, own_sum += (low + high) * static_cast<float>(1 << n);
       }
-    for (int d = 1; d < 4; d *= 2) {
-      own_bias += __shfl_xor_sync(~0u, own_bias, d);
-      own_sum += __shfl_xor_sync(~0u, own_sum, d);
-    }
+    own_bias = sum_of_lanes<1, 2>(own_bias), own_sum = sum_of_lanes<1, 2>(own_sum);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int from = 4 * (2 * q + h);
@@ -274,7 +272,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
     }
     // All three rise rarely.
     if (__any_sync(~0u, top[0] > high[0] || top[1] > high[1] || largest > most)) {
-      for (int d = 4; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+      largest = most_of_lanes<4, 16>(largest);
       float more = 1;
       if (largest > most) {  // it becomes 16 to 32
         const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
@@ -283,7 +281,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        for (int d = 4; d < 32; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], d));
+        top[h] = most_of_lanes<4, 16>(top[h]);
         const float shrink = high[h] == -INFINITY ? 0.f : exp2_fast(high[h] - top[h]);
         high[h] = top[h];
         sum[h] *= shrink, zeros[h] *= shrink;
@@ -326,7 +324,7 @@ struct CodeRows : CodePages<Page, Page*(Dim*(K::bits + V::bits) / 8 + 8)> {
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      for (int d = 4; d < 32; d *= 2) zeros[h] += __shfl_xor_sync(~0u, zeros[h], d);
+      zeros[h] = sum_of_lanes<4, 16>(zeros[h]);
 #pragma unroll
       for (int t = 0; t < tiles; ++t)
 #pragma unroll

@@ -7,6 +7,7 @@
 // code * scale + zero. A channel's scale and zero serve four tokens of a lane, a value's sixteen channels. Scales and
 // zeros are halved, so that no number overflows.
 #pragma once
+#include "base/lanes.cuh"
 #include "ops/attend/attend_codes.cuh"
 
 namespace kvlab::ops::decode {
@@ -51,7 +52,7 @@ struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim 
             x[4 * i + 3] = asked[0][i].w;
 #pragma unroll
     for (int i = 0; i < own_keys; ++i) x[i] *= a.scale, top = fmaxf(top, fabsf(x[i]));
-    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    top = most_of_lanes(top);
     // The group's largest element becomes 16 to 32.
     const int exponent = max(-100, min(100, static_cast<int>(__float_as_uint(top) >> 23) - 127));
     const float scale = __uint_as_float(static_cast<unsigned>(127 - exponent + 4) << 23);
@@ -137,7 +138,7 @@ struct GroupRows : CodePages<Page, Page * Dim * Bits / 4 + Dim * 4 + Page * Dim 
     if (__any_sync(~0u, top[0] > high[0] || top[1] > high[1])) {  // both rise rarely
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        for (int d = 4; d < 32; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], d));
+        top[h] = most_of_lanes<4, 16>(top[h]);
         const float shrink = high[h] == -INFINITY ? 0.f : exp2_fast(high[h] - top[h]);
         high[h] = top[h];
         sum[h] *= shrink;

@@ -14,6 +14,7 @@
 #pragma once
 #include <algorithm>
 
+#include "base/lanes.cuh"
 #include "ops/attend/attend.hpp"
 #include "ops/attend/attend_merge.cuh"
 
@@ -380,8 +381,7 @@ __global__ void __launch_bounds__(Rows::warps * 32, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) result.o[c][t][e] = rows.o[c][t][e];
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        for (int d = 4; d < 32; d *= 2) sum[c][h] += __shfl_xor_sync(~0u, sum[c][h], d);
+      for (int h = 0; h < 2; ++h) sum[c][h] = sum_of_lanes<4, 16>(sum[c][h]);
     }
   };
 

@@ -1,6 +1,7 @@
 // Work of the blocks of attention's decode kernel (attend_kernel.cuh): arguments, the line of units and its parts, and
 // the pages of a unit.
 #pragma once
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "base/line.cuh"
 #include "ops/attend/attend_shares.cuh"
@@ -184,12 +185,8 @@ __device__ __forceinline__ int count_units(const Args& a, const Pairs<Runs>& to,
       most = max(most, own - before);
     }
   }
-  int before = own;
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, before, d);
-    if (lane >= d) before += other;
-  }
-  for (int d = 1; d < 32; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+  const int before = sum_through_lane(own);
+  most = most_of_lanes(most);
   if (lane == 31) warp_sum[warp] = before, warp_most[warp] = most;
   __syncthreads();
   int offset = before - own;

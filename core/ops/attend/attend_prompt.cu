@@ -7,6 +7,7 @@
 // all queries that see them, in order. So a sum does not depend on the schedule of blocks.
 #include <cmath>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "ops/attend/attend_prompt.cuh"
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(32 * warps, 1)
   for (int c = 0; c < columns; ++c)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      for (int d = 4; d < 32; d *= 2) sum[c][h] += __shfl_xor_sync(~0u, sum[c][h], d);
+      sum[c][h] = sum_of_lanes<4, 16>(sum[c][h]);
       const int token = first + c * 8 + 2 * q + h;
       if (!works || token >= a.tokens) continue;
       const float share = 1 / sum[c][h];  // sum > 0: a token sees itself
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(32 * warps, 1) sums_kernel(const __grid_consta
   for (int u = 0; u < U::units; ++u)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      for (int d = 1; d < 4; d *= 2) sum[u][r] += __shfl_xor_sync(~0u, sum[u][r], d);
+      sum[u][r] = sum_of_lanes<1, 2>(sum[u][r]);
       const int t = place + u * unit_tokens + g + 8 * r;
       if (q == 0 && t < total) a.sums[head * a.sum_head + t] = sum[u][r];
     }

@@ -8,6 +8,7 @@
 #include <new>
 #include <type_traits>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
@@ -131,8 +132,7 @@ __global__ void __launch_bounds__(threads, 1)
   wait_products(even);
 
 #pragma unroll
-  for (int i = 0; i < 32; ++i)
-    for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+  for (int i = 0; i < 32; ++i) sum[i] = sum_of_lanes<4, 16>(sum[i]);
   __syncthreads();  // all products are done
   float* of_warps = reinterpret_cast<float*>(memory);
   if (g == 0)

@@ -7,6 +7,7 @@
 #include <kvlab/kv.hpp>
 
 #include "base/cuda.cuh"
+#include "base/lanes.cuh"
 
 namespace kvlab::ops {
 
@@ -160,7 +161,7 @@ __device__ __forceinline__ void soften_unit(float (&s)[4], float (&high)[2], flo
   if (__any_sync(~0u, top[0] > high[0] || top[1] > high[1])) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      for (int d = 4; d < 32; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], d));
+      top[h] = cuda::most_of_lanes<4, 16>(top[h]);
       const float fresh = fmaxf(top[h], high[h]);
       const float shrink = high[h] == -INFINITY ? 0.f : cuda::exp2_fast(high[h] - fresh);
       high[h] = fresh;

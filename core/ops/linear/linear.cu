@@ -15,6 +15,7 @@
 // uneven (core/bench/RESULTS.md). With one, the next kernel's first copies start there as soon as this block ends.
 #include <algorithm>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "base/tensor_map.hpp"
 #include "ops/linear/linear.cuh"
@@ -142,7 +143,7 @@ __device__ __forceinline__ void take_norm(const Args& a, int g, int q, float* sc
   }
 #pragma unroll
   for (int i = 0; i < 2 * Columns; ++i) {
-    for (int d = 4; d < 32; d *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+    sum[i] = sum_of_lanes<4, 16>(sum[i]);
     if (g == 0) scales[4 * i + q] = 1 / sqrtf(sum[i] / static_cast<float>(a.k) + a.taken.eps);
   }
 }
@@ -197,7 +198,7 @@ __device__ void finish(const Args& a, int first, int low, int high, int g, int q
         if (put_low) out[low] = static_cast<T>(x * before.weight[0]);
         if (put_high) out[high] = static_cast<T>(y * before.weight[1]);
         float squares = x * x + y * y;
-        for (int d = 4; d < 32; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
+        squares = sum_of_lanes<4, 16>(squares);
         if (g == 0 && put_low) a.left.squares[(row * std::int64_t{a.n} + first) / norm_piece] = squares;
       }
     }

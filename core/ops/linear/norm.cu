@@ -2,6 +2,7 @@
 // the preceding kernel in the stream ends, and lets the next kernel start early too.
 #include <algorithm>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/linear/argmax.hpp"
 #include "ops/linear/embed.hpp"
@@ -20,7 +21,7 @@ __device__ __forceinline__ void put4(T* to, float4 v) {
 
 // Sum over a block, the same in every thread. `shared` has one float per warp.
 __device__ float block_sum(float x, float* shared) {
-  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  x = sum_of_lanes(x);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   x = 0;

@@ -9,6 +9,7 @@
 // block of a later kernel takes that room before all of them have begun. A larger grid has groups of one block.
 #include <algorithm>
 
+#include "base/lanes.cuh"
 #include "base/scratch.cuh"
 #include "base/tensor_map.hpp"
 #include "ops/attend/attend.cuh"
@@ -79,7 +80,7 @@ __device__ __forceinline__ void put_shares(const page_scores::Args& c, const Sof
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    const Softmax x = page_scores::joined_lanes(of_lane[t], 4);
+    const Softmax x = page_scores::joined_lanes<4>(of_lane[t]);
     if (lane < 4) of_warp[(4 * t + lane) * warps + warp] = x;
   }
   __syncthreads();
@@ -102,7 +103,7 @@ __device__ __noinline__ void load_shares(Row& row, const page_scores::Args& c, i
           __ldcg(reinterpret_cast<const float2*>(c.shares + (std::int64_t{pair} * parts + lane) * c.group + g));
       x = {of.x, of.y};
     }
-    x = page_scores::joined_lanes(x, 1);
+    x = page_scores::joined_lanes<1>(x);
     // A head whose softmax does not exist adds nothing.
     const bool none = x.high == -INFINITY || x.high == INFINITY;
     if (lane == 0) of_head[g] = {x.high, none ? 0.f : 1.f / (x.sum * static_cast<float>(c.group))};
@@ -154,11 +155,7 @@ __device__ __forceinline__ bool has_turned(const FusedArgs& f, int row, int slot
       const float x = now[d + lane], y = then[d + lane];
       dot += x * y, a += x * x, b += y * y;
     }
-    for (int m = 16; m > 0; m /= 2) {
-      dot += __shfl_xor_sync(~0u, dot, m);
-      a += __shfl_xor_sync(~0u, a, m);
-      b += __shfl_xor_sync(~0u, b, m);
-    }
+    dot = sum_of_lanes(dot), a = sum_of_lanes(a), b = sum_of_lanes(b);
     if (lane == 0) cosines[g] = dot / (sqrtf(a) * sqrtf(b) + 1e-12f);
   }
   __syncthreads();
@@ -410,8 +407,7 @@ __global__ void __launch_bounds__(threads, blocks_of_multiprocessor)
 #pragma unroll
       for (int e = 0; e < 4; ++e) result.o[0][t][e] = rows.o[0][t][e];
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      for (int d = 4; d < 32; d *= 2) sum[0][h] += __shfl_xor_sync(~0u, sum[0][h], d);
+    for (int h = 0; h < 2; ++h) sum[0][h] = sum_of_lanes<4, 16>(sum[0][h]);
 
     // Results meet: those of the warps in shared memory, those of the blocks in global memory.
     const auto slot_of = [&](int w) {

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(score_threads)
 template <class Join>
 __device__ float over_block(float x, Join join, float* parts) {
   const int lane = threadIdx.x % 32;
-  for (int m = 16; m > 0; m /= 2) x = join(x, __shfl_xor_sync(all_lanes, x, m));
+  x = join_lanes(x, join);
   if (lane == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
   x = parts[0];

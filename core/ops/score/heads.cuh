@@ -2,13 +2,13 @@
 #pragma once
 #include <algorithm>
 
+#include "base/lanes.cuh"
 #include "base/scratch.cuh"
 #include "ops/page/paged.cuh"
 
 namespace kvlab::ops {
 
 constexpr int score_threads = 256;
-constexpr unsigned all_lanes = ~0u;
 
 // Grid [blocks, heads, rows]: enough blocks to fill the device, and no more than `entries` gives work to.
 inline dim3 grid_of(std::int64_t heads, std::int64_t rows, std::int64_t entries, int entries_of_block = score_threads) {
@@ -21,11 +21,6 @@ inline std::int64_t capacity(const PagedKv& kv) { return kv.table.extent[2] * kv
 // Entries of a head: tokens, or pages of `unit` tokens; never more than `room`.
 __device__ __forceinline__ int entries_of(const DeviceKv& kv, int row, int head, int unit, std::int64_t room) {
   return static_cast<int>(min(static_cast<std::int64_t>((kv.tokens(row, head) + unit - 1) / unit), room));
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
-  return x;
 }
 
 }  // namespace kvlab::ops

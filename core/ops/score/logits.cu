@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_stats(const Args& a, float2* stats) {
     float2 all = make_float2(-INFINITY, 0.f);
     for (int c = lane; c < a.chunks; c += 32)
       join(all, a.partial[((std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * a.chunks + c) * a.group + g]);
-    join_lanes(all);
+    all = join_lanes(all, Join{});
     if (lane == 0) stats[g] = stats_of(all);
   }
   __syncthreads();

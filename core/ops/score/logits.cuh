@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "base/cuda.cuh"
+#include "base/lanes.cuh"
 #include "base/ptx.cuh"
 #include "ops/score/logits.hpp"
 
@@ -32,9 +33,12 @@ __device__ __forceinline__ void join(float2& x, const float2& other) {
   if (high == -INFINITY) return;
   x = make_float2(high, x.y * exp2f(x.x - high) + other.y * exp2f(other.x - high));
 }
-__device__ __forceinline__ void join_lanes(float2& x) {
-  for (int m = 16; m > 0; m /= 2) join(x, make_float2(__shfl_xor_sync(~0u, x.x, m), __shfl_xor_sync(~0u, x.y, m)));
-}
+struct Join {
+  __device__ __forceinline__ float2 operator()(float2 x, float2 other) const {
+    join(x, other);
+    return x;
+  }
+};
 
 // stats: the maximum and 1 / sum.
 __device__ __forceinline__ float2 stats_of(float2 all) { return make_float2(all.x, all.y > 0 ? 1.f / all.y : 0.f); }
@@ -99,7 +103,7 @@ __device__ __forceinline__ void softmax_stats(const float* logits, int tokens, f
   }
 #pragma unroll
   for (int g = 0; g < Group; ++g) {
-    join_lanes(all[g]);
+    all[g] = cuda::join_lanes(all[g], Join{});
     if (mine % 32 == 0) parts[mine / 32 * Group + g] = all[g];
   }
   __syncthreads();

@@ -1,3 +1,4 @@
+#include "base/lanes.cuh"
 #include "ops/score/rows.hpp"
 
 #include <kvlab/ops.hpp>
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(score_threads)
       x[i] = d < dim ? rows.at(row, head, t, d) : 0.f;
       own += x[i] * x[i];
     }
-    if (cosine) own = warp_sum(own);
+    if (cosine) own = sum_of_lanes(own);
     for (int q = head * group; q < (head + 1) * group; ++q) {
       float dot = 0, other = 0;
 #pragma unroll
@@ -67,9 +68,9 @@ __global__ void __launch_bounds__(score_threads)
           dot += x[i] * y;
           other += y * y;
         }
-      dot = warp_sum(dot);
+      dot = sum_of_lanes(dot);
       if (cosine) {
-        const float by = sqrtf(own) * sqrtf(warp_sum(other));
+        const float by = sqrtf(own) * sqrtf(sum_of_lanes(other));
         dot = by > 0 ? dot / by : 0.f;
       }
       if (lane == 0) out(row, q, t) = dot;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(score_threads)
         x[i] = d < dim ? rows.at(row, head, t, d) : 0.f;
         own += x[i] * x[i];
       }
-      own = sqrtf(warp_sum(own));
+      own = sqrtf(sum_of_lanes(own));
       if (own > 0)
 #pragma unroll
         for (int i = 0; i < most_parts; ++i) sum[i] += x[i] / own;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads)
         sum = square_sum(reinterpret_cast<const __nv_bfloat16*>(side) + at, l.head_dim * 2, lane);
       }
     }
-    for (int m = 1; m < 8; m *= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    sum = sum_of_lanes<1, 4>(sum);
     if (t < n && lane == 0) out(row, head, t) = sqrtf(sum);
   }
 }
@@ -146,14 +146,14 @@ __global__ void __launch_bounds__(threads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float high = -INFINITY, sum = 0;
   for (int t = threadIdx.x; t < n; t += threads) high = fmaxf(high, in(row, head, t) * scale);
-  for (int m = 16; m > 0; m /= 2) high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
+  high = most_of_lanes(high);
   if (lane == 0) parts[warp] = high;
   __syncthreads();
   for (int w = 0; w < threads / 32; ++w) high = fmaxf(high, parts[w]);
   __syncthreads();
   if (fabsf(high) < INFINITY)
     for (int t = threadIdx.x; t < n; t += threads) sum += expf(in(row, head, t) * scale - high);
-  for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+  sum = sum_of_lanes(sum);
   if (lane == 0) parts[warp] = sum;
   __syncthreads();
   sum = 0;

@@ -1,6 +1,7 @@
 // Finds heads whose query turned. One block takes a row, one warp a query head at a time.
 #include <kvlab/ops.hpp>
 
+#include "base/lanes.cuh"
 #include "base/launch.cuh"
 #include "ops/score/turned.hpp"
 
@@ -30,11 +31,7 @@ __global__ void __launch_bounds__(threads)
       dot += x * y, a += x * x, b += y * y;
       then[d] = x;
     }
-    for (int m = 16; m > 0; m /= 2) {
-      dot += __shfl_xor_sync(~0u, dot, m);
-      a += __shfl_xor_sync(~0u, a, m);
-      b += __shfl_xor_sync(~0u, b, m);
-    }
+    dot = sum_of_lanes(dot), a = sum_of_lanes(a), b = sum_of_lanes(b);
     if (lane == 0)
       cosine[h] =
           injected.calls.data && b > 0 ? injected.cosine(slot, h / group, call) : dot / (sqrtf(a) * sqrtf(b) + 1e-12f);

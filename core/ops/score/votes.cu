@@ -2,6 +2,7 @@
 // for the probabilities. Tensor cores multiply tiles of 16 tokens with all queries of a query head. A query takes two
 // columns: its rounded value and the rest. bf16 holds what a code means. A key is code * scale + zero, so its product
 // with q is scale * (q . codes) + zero * sum(q).
+#include "base/lanes.cuh"
 #include "ops/score/votes.hpp"
 
 #include <algorithm>
@@ -17,7 +18,6 @@ using namespace cuda;
 
 constexpr int threads = 256, warps = threads / 32, tile_tokens = 16, chunk_bytes = 64;
 constexpr int most_queries = 128;  // longest window that the tensor cores take
-constexpr unsigned all_lanes = ~0u;
 constexpr float log2e = 1.4426950408889634f;
 
 struct Args {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void for_scores(const Args& a, int row, const Pass& p
     float sum = 0;
     for (int d = lane; d < a.kv.head_dim; d += 32)
       sum += a.queries(row, pass.head + i / pass.count, pass.first + i % pass.count, d);
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    sum = sum_of_lanes(sum);
     if (lane == 0) query_sum[i] = sum;
   }
   __syncthreads();
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(threads) votes_kernel(const __grid_constant__ 
         if (a.each) return;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          for (int m = 1; m < 4; m *= 2) vote[half] += __shfl_xor_sync(all_lanes, vote[half], m);
+          vote[half] = sum_of_lanes<1, 2>(vote[half]);
           if (quarter == 0 && t[half] < tokens) a.votes(row, head, t[half]) = vote[half];
           vote[half] = 0;
         }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(threads) group_votes_kernel(const __grid_const
         [&](const int(&t)[2], int tokens) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            for (int m = 1; m < 4; m *= 2) vote[half] += __shfl_xor_sync(all_lanes, vote[half], m);
+            vote[half] = sum_of_lanes<1, 2>(vote[half]);
             if (quarter == 0 && t[half] < tokens) {
               float& to = a.votes(row, kv_head, t[half]);
               to = first == 0 ? vote[half] : to + vote[half];
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
       const auto token = a.kv.token(row, kv_head, t);
       float x = 0;
       for (int d = lane; d < dim; d += 32) x += q[d] * (rank ? a.kv.rotated_key(token, d, rank[t]) : token.key(d));
-      for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
+      x = sum_of_lanes(x);
       x = token.position() <= newest ? x * a.scale : -INFINITY;
       if (lane == 0) logits[t] = x;
       high = fmaxf(high, x);
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(threads) votes_any_kernel(const __grid_constan
     __syncthreads();
     const bool sees = high != -INFINITY;
     for (int t = threadIdx.x; sees && t < tokens; t += threads) sum += exp2f(logits[t] - high);
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(all_lanes, sum, m);
+    sum = sum_of_lanes(sum);
     if (lane == 0) parts[warp] = sum;
     __syncthreads();
     sum = 0;

@@ -1,4 +1,5 @@
 // Budgets per head: one block per row takes the best tokens of all heads together and counts those of each head.
+#include "base/lanes.cuh"
 #include "ops/select/allot.hpp"
 
 #include <kvlab/ops.hpp>
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(threads, 1) by_score_kernel(const __grid_const
         unsigned long long k = 0;
         own += key(h, t, static_cast<unsigned>(s.first[h] + t), k) && k >= least;
       }
-      for (int m = 16; m > 0; m /= 2) own += __shfl_xor_sync(all_lanes, own, m);
+      own = sum_of_lanes(own);
       if (lane == 0 && own) atomicAdd(of_head + h, own);
     }
     __syncthreads();

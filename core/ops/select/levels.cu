@@ -1,4 +1,5 @@
 // Levels of tokens. A block takes a head, or all heads of a row where these keep the same numbers.
+#include "base/lanes.cuh"
 #include "ops/select/levels.hpp"
 
 #include "ops/page/paged.cuh"
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(threads) demote_kernel(const __grid_constant__
     __syncthreads();  // every thread has read what the head before has found
 #pragma unroll
     for (int k = 0; k < keys; ++k) {
-      for (int d = 16; d > 0; d /= 2) least[k] = min(least[k], __shfl_xor_sync(all_lanes, least[k], d));
+      least[k] = least_of_lanes(least[k]);
       if (threadIdx.x % 32 == 0) found.of_warps[threadIdx.x / 32][k] = least[k];
     }
     __syncthreads();

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/lanes.cuh"
 #include "base/scratch.cuh"
 #include "ops/score/reduce_pages.cuh"
 #include "ops/select/chosen_pages.hpp"
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(threads, 4) score_any_kernel(const __grid_cons
         const bool upper = a.box && e >= a.dim;
         x += box_query(a, q[upper ? e - a.dim : e], upper) * summary_element(summary, dtype, e);
       }
-      for (int m = 16; m > 0; m /= 2) x += __shfl_xor_sync(all_lanes, x, m);
+      x = sum_of_lanes(x);
       if (raw && lane == 0) a.raw[(std::int64_t(row) * a.kv_heads * a.group + head) * a.raw_step + page] = x;
       best = g == 0 ? x : a.rule == GroupRule::max ? fmaxf(best, x) : best + x;
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <kvlab/roles.hpp>
 
+#include "base/lanes.cuh"
 #include "base/line.cuh"
 #include "ops/page/final_list.hpp"
 #include "ops/select/candidates.hpp"
@@ -25,10 +26,12 @@ __device__ __forceinline__ Softmax joined(Softmax a, Softmax b) {
   const auto rest = [&](Softmax x) { return x.high == high ? x.sum : x.sum * expf(x.high - high); };
   return {high, rest(a) + rest(b)};
 }
-__device__ __forceinline__ Softmax joined_lanes(Softmax x, int step) {
-  for (int m = step; m < 32; m *= 2)
-    x = joined(x, {__shfl_xor_sync(all_lanes, x.high, m), __shfl_xor_sync(all_lanes, x.sum, m)});
-  return x;
+template <int Step>
+__device__ __forceinline__ Softmax joined_lanes(Softmax x) {
+  struct Join {
+    __device__ __forceinline__ Softmax operator()(Softmax a, Softmax b) const { return joined(a, b); }
+  };
+  return cuda::join_lanes<Step, 16>(x, Join{});
 }
 
 struct Args {
@@ -219,11 +222,8 @@ __device__ __forceinline__ void write_tile(const Args& a, const float (&sum)[Til
   if (raw) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int m = 1; m < 4; m *= 2) {
-      const float other = __shfl_xor_sync(all_lanes, best[half], m);
-      best[half] = a.rule == GroupRule::max ? fmaxf(best[half], other) : best[half] + other;
-    }
+    best[half] =
+        a.rule == GroupRule::max ? cuda::most_of_lanes<1, 2>(best[half]) : cuda::sum_of_lanes<1, 2>(best[half]);
     if (a.rule == GroupRule::mean) best[half] *= 1.f / static_cast<float>(a.group);
   }
   if (quarter != 0) return;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void join_block(const Args& a, const Softmax (&of_lan
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    const Softmax x = joined_lanes(of_lane[t], 4);
+    const Softmax x = joined_lanes<4>(of_lane[t]);
     if (lane < 4) of_warp[(4 * t + lane) * warps + warp] = x;
   }
   __syncthreads();
@@ -273,7 +273,7 @@ __device__ __noinline__ inline void softmax_mean(const Args& a, const Line& line
             reinterpret_cast<const float2*>(a.shares + place_of_share(line, begin, first_block + part, a.group) + g));
         x = joined(x, {of.x, of.y});
       }
-    if (parts > 1) x = joined_lanes(x, 1);
+    if (parts > 1) x = joined_lanes<1>(x);
     __syncwarp();
     // A head whose softmax does not exist adds nothing.
     const bool none = x.high == -INFINITY || x.high == INFINITY;

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/cuda.cuh"
+#include "base/lanes.cuh"
 
 namespace kvlab::ops {
 decltype(top_pages) top_pages_cuda;
@@ -14,7 +15,7 @@ decltype(top_pages) top_pages_cuda;
 namespace kvlab::ops::device {
 
 constexpr int select_bins = 2048, most_candidates = 256;
-constexpr unsigned all_lanes = ~0u;
+using cuda::all_lanes;
 
 struct alignas(16) SelectShared {
   unsigned bins[select_bins];
@@ -45,12 +46,7 @@ __device__ __forceinline__ bool has_bit(const unsigned* bits, int i) { return bi
 // Returns the exclusive prefix sum of `value` over the threads; `total` is the block's sum.
 __device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch, unsigned& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  unsigned inclusive = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned below = __shfl_up_sync(all_lanes, inclusive, d);
-    if (lane >= d) inclusive += below;
-  }
+  const unsigned inclusive = cuda::sum_through_lane(value);
   if (lane == 31) scratch[warp] = inclusive;
   __syncthreads();
   unsigned before = 0, sum = 0;
@@ -67,8 +63,7 @@ __device__ __forceinline__ unsigned block_scan(unsigned value, unsigned* scratch
 // Returns the block's largest value.
 __device__ __forceinline__ int block_max(int value, unsigned* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) value = max(value, __shfl_xor_sync(all_lanes, value, d));
+  value = cuda::most_of_lanes(value);
   if (lane == 0) scratch[warp] = static_cast<unsigned>(value);
   __syncthreads();
   for (int w = 0; w < warps; ++w) value = max(value, static_cast<int>(scratch[w]));
@@ -171,11 +166,7 @@ __device__ __forceinline__ int bin_of(float x, float low, float scale) {
 __device__ inline void select_best(const Row& row, int n, int wanted, unsigned* chosen, SelectShared& s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float low = row.low, high = row.high;
-#pragma unroll
-  for (int m = 16; m > 0; m /= 2) {
-    low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
-    high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
-  }
+  low = cuda::least_of_lanes(low), high = cuda::most_of_lanes(high);
   if (lane == 0) s.low[warp] = low, s.high[warp] = high;
   for (int i = threadIdx.x; i < select_bins; i += blockDim.x) s.bins[i] = 0;
   if (threadIdx.x == 0) s.candidates = 0;

@@ -3,6 +3,7 @@
 // few entries above that bound finds it; with one vector per thread, a histogram of all entries does. Rows for which
 // Held::select fails go to select_best.
 #pragma once
+#include "base/lanes.cuh"
 #include "ops/select/select.cuh"
 
 namespace kvlab::ops::device {
@@ -35,13 +36,7 @@ __device__ __noinline__ bool find_bin(unsigned need, SelectShared& s) {
   const unsigned total = __reduce_add_sync(all_lanes, other);
   const unsigned below = __reduce_add_sync(all_lanes, lane < warp ? other : 0);
   if (below < need && need <= below + of_warp) {
-    unsigned before = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned x = __shfl_up_sync(all_lanes, before, d);
-      if (lane >= d) before += x;
-    }
-    before += below - sum;
+    unsigned before = cuda::sum_through_lane(sum) + below - sum;
     if (before < need && need <= before + sum) {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
@@ -124,22 +119,14 @@ struct Held {
 #pragma unroll
       for (int i = 0; i < each; ++i) widen(level(x[i], shares), low, high);
     }
-#pragma unroll
-    for (int m = 16; m > 0; m /= 2) {
-      low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
-      high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
-    }
+    low = cuda::least_of_lanes(low), high = cuda::most_of_lanes(high);
     if (lane == 0) s.low[warp] = low, s.high[warp] = high;
 #pragma unroll
     for (int i = 0; i < select_bins / Threads; ++i) s.bins[i * Threads + threadIdx.x] = 0;
     if (threadIdx.x == 0) s.candidates = 0;
     __syncthreads();
     low = s.low[lane % warps], high = s.high[lane % warps];
-#pragma unroll
-    for (int m = warps / 2; m > 0; m /= 2) {
-      low = fminf(low, __shfl_xor_sync(all_lanes, low, m));
-      high = fmaxf(high, __shfl_xor_sync(all_lanes, high, m));
-    }
+    low = cuda::least_of_lanes<warps / 2>(low), high = cuda::most_of_lanes<warps / 2>(high);
 
     // At least `wanted` entries reach `edge`: the greatest of as many fours do. Half a bin exceeds bin_of's error.
     float edge = -INFINITY;
@@ -272,12 +259,7 @@ struct Held {
     unsigned counts = 0;  // byte j: chosen entries of vector j
 #pragma unroll
     for (int j = 0; j < Vectors; ++j) counts |= __popc(chosen >> 4 * j & 15u) << 8 * j;
-    unsigned before = counts;  // at most 128 a byte
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned below = __shfl_up_sync(all_lanes, before, d);
-      if (lane >= d) before += below;
-    }
+    unsigned before = cuda::sum_through_lane(counts);  // at most 128 a byte
     __syncthreads();
     if (lane == 31)
 #pragma unroll

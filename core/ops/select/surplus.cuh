@@ -1,5 +1,6 @@
 // One block finds the tokens of a head that evict_surplus evicts.
 #pragma once
+#include "base/lanes.cuh"
 #include "ops/select/pins.cuh"
 
 namespace kvlab::ops::device {
@@ -11,8 +12,7 @@ struct Leaving {
 
 __device__ inline unsigned long long block_min(unsigned long long value, unsigned long long* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) value = min(value, __shfl_xor_sync(all_lanes, value, d));
+  value = cuda::least_of_lanes(value);
   if (lane == 0) scratch[warp] = value;
   __syncthreads();
   for (int w = 0; w < warps; ++w) value = min(value, scratch[w]);

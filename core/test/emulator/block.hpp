@@ -1,12 +1,12 @@
 // Blocks under way and the fibers that are their threads.
 #pragma once
-#include <csetjmp>
 #include <memory>
 #include <random>
 #include <unordered_map>
 #include <vector>
 
 #include "emulator.hpp"
+#include "stacks.hpp"
 
 namespace emulator {
 
@@ -16,7 +16,7 @@ struct Warp;
 struct Fiber {
   Warp* warp = nullptr;
   unsigned thread = 0;
-  std::jmp_buf context;
+  Place place;
   std::unique_ptr<std::byte[]> stack;
   bool usable = false;  // waits at the end of a kernel for the next one
 };

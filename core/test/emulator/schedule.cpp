@@ -1,6 +1,3 @@
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
@@ -24,8 +21,7 @@ struct Failure {
   std::string what;
 };
 
-std::jmp_buf scheduler;
-ucontext_t creator;
+Place scheduler;
 Fiber* current = nullptr;  // null: the scheduler runs
 const Launch* launch = nullptr;
 const std::function<void()>* body = nullptr;
@@ -35,14 +31,10 @@ bool failed = false;
 int waits = 0;  // for other blocks, since the latest block began
 unsigned seed = 1;
 
-[[gnu::noinline]] void jump(std::jmp_buf& from, std::jmp_buf& to) {
-  if (!_setjmp(from)) _longjmp(to, 1);
-}
-
-void resume(Fiber& f, std::jmp_buf& from) {
+void resume(Fiber& f, Place& from) {
   current = &f;
   now.thread.x = f.thread;
-  jump(from, f.context);
+  go(from, f.place);
 }
 
 void finish(Fiber& f) {
@@ -54,7 +46,6 @@ void finish(Fiber& f) {
 
 void entry() {
   Fiber* const self = current;
-  if (!_setjmp(self->context)) setcontext(&creator);
   for (;;) {
     (*body)();
     finish(*self);
@@ -64,15 +55,7 @@ void entry() {
 void create(Fiber& f) {
   if (!f.stack) f.stack.reset(new std::byte[stack_bytes]);
   std::memset(f.stack.get(), stack_mark, 64);
-  ucontext_t made;
-  getcontext(&made);
-  made.uc_stack.ss_sp = f.stack.get();
-  made.uc_stack.ss_size = stack_bytes;
-  made.uc_link = nullptr;
-  makecontext(&made, entry, 0);
-  current = &f;
-  swapcontext(&creator, &made);
-  current = nullptr;
+  start_at(f.place, f.stack.get(), stack_bytes, entry);
   f.usable = true;
 }
 
@@ -168,7 +151,8 @@ void fail(const std::string& what) {
   if (!current) throw Failure{what};
   failure = what;
   failed = true;
-  _longjmp(scheduler, 1);
+  go(current->place, scheduler);
+  std::abort();  // nobody resumes a thread that failed
 }
 
 void make_ready(Warp& warp, std::uint32_t lanes) {
@@ -183,22 +167,22 @@ void make_ready(Warp& warp, std::uint32_t lanes) {
 void leave() {
   Fiber& self = *current;
   Warp& warp = *self.warp;
-  if (!warp.ready) return jump(self.context, scheduler);
+  if (!warp.ready) return go(self.place, scheduler);
   const int next = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
   warp.ready &= ~(1u << next);
-  resume(*warp.block->fibers[warp.first + static_cast<unsigned>(next)], self.context);
+  resume(*warp.block->fibers[warp.first + static_cast<unsigned>(next)], self.place);
 }
 
 void pause() {
   if (random()() % 4) return;
   current->warp->ready |= 1u << (current->thread % 32);
-  jump(current->context, scheduler);
+  go(current->place, scheduler);
 }
 
 void wait_for_others() {
   ++waits;
   current->warp->ready |= 1u << (current->thread % 32);
-  jump(current->context, scheduler);
+  go(current->place, scheduler);
 }
 
 void* bring(std::size_t bytes) { return current->warp->in + bytes * (current->thread % 32); }

@@ -1,0 +1,24 @@
+// Stacks that take turns on one thread of the CPU.
+#pragma once
+#include <cstddef>
+
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+namespace emulator {
+
+// Where a stack was left. On x86-64 the stack itself holds the registers.
+#ifdef __x86_64__
+using Place = void*;
+#else
+using Place = ucontext_t;
+#endif
+
+// Leaves the running stack, whose place goes to `from`, and goes on at `to`.
+void go(Place& from, Place& to);
+
+// A place on the stack [stack, stack + bytes) from which go() calls entry, which must not return.
+void start_at(Place& place, std::byte* stack, std::size_t bytes, void (*entry)());
+
+}  // namespace emulator
