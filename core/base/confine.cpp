@@ -34,7 +34,8 @@ void want(bool good, Step step) {
   if (!good) fail(step);
 }
 
-// Leaves input, output twice and the report, as 0 to 3, and closes all others. A lock that kvlab holds is not held here.
+// Leaves input, output twice and the report, as 0 to 3, and closes all others. A lock that kvlab holds is not held
+// here.
 void take_descriptors(const Plan& plan) {
   want(dup2(plan.report, report_to) >= 0, child);
   want(dup2(plan.input, 0) >= 0 && dup2(plan.output, 1) >= 0 && dup2(plan.output, 2) >= 0, child);
@@ -109,12 +110,15 @@ void refuse_calls() {
 #elif defined(__aarch64__)
   constexpr unsigned machine = AUDIT_ARCH_AARCH64, largest = 0xffffffff;
 #endif
-  constexpr unsigned refused[] = {SYS_socket,           SYS_io_uring_setup, SYS_ptrace,  SYS_process_vm_readv,
-                                  SYS_process_vm_writev, SYS_unshare,        SYS_setns,   SYS_mount,
-                                  SYS_umount2,          SYS_pivot_root,     SYS_bpf,     SYS_perf_event_open,
-                                  SYS_userfaultfd,      SYS_add_key,        SYS_keyctl,  SYS_request_key};
+  constexpr unsigned refused[] = {
+      SYS_socket,     SYS_io_uring_setup,  SYS_ptrace,      SYS_process_vm_readv, SYS_process_vm_writev,
+      SYS_unshare,    SYS_setns,           SYS_mount,       SYS_umount2,          SYS_pivot_root,
+      SYS_bpf,        SYS_perf_event_open, SYS_userfaultfd, SYS_add_key,          SYS_keyctl,
+      SYS_request_key};
   constexpr std::size_t count = sizeof refused / sizeof *refused;
-  const auto to_last = [](std::size_t from) { return static_cast<unsigned char>(count + 4 - from); };  // a jump's distance
+  const auto to_last = [](std::size_t from) {
+    return static_cast<unsigned char>(count + 4 - from);
+  };  // a jump's distance
   sock_filter code[count + 6] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, arch)),
       BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, machine, 0, to_last(1)),

@@ -20,10 +20,10 @@ struct Plan {
   std::vector<std::string> folders;                        // made in this order: places of what is shown
   std::vector<Shown> shown;                                // and cannot be written
   std::vector<std::pair<std::string, std::string>> links;  // place and text of symbolic links
-  std::string room, user_map, group_map;  // options of the current folder; the maps of a user without root's rights
-  std::string program;                    // a path
-  std::vector<char*> words, variables;    // as execve wants them
-  bool root = false;                      // root's rights are there, and are given up
+  std::string room, user_map, group_map;     // options of the current folder; the maps of a user without root's rights
+  std::string program;                       // a path
+  std::vector<char*> words, variables;       // as execve wants them
+  bool root = false;                         // root's rights are there, and are given up
   int input = -1, output = -1, report = -1;  // descriptors above 9
   unsigned long memory = 0, storage = 0, processes = 0, seconds = 0;
 };

@@ -54,9 +54,13 @@ int high(int descriptor, const char* what) {
 class Pipe {
  public:
   Pipe() : Pipe(made()) {}
-  void close_to() { to_.reset(); }
-  int to() const { return *to_; }
-  Descriptor from;
+  ~Pipe() { close_to(); }
+  Pipe(const Pipe&) = delete;
+  void close_to() {
+    if (to_ >= 0) close(std::exchange(to_, -1));
+  }
+  int to() const { return to_; }
+  const Descriptor from;
 
  private:
   static std::array<int, 2> made() {
@@ -65,10 +69,9 @@ class Pipe {
       throw Error(Errc::io, fmt::format("got '{}', wanted a pipe", std::strerror(errno)));
     return ends;
   }
-  explicit Pipe(std::array<int, 2> ends) : from(high(ends[0], "a pipe")) {
-    to_.emplace(high(ends[1], "a pipe"));
-  }
-  std::optional<Descriptor> to_;
+  explicit Pipe(std::array<int, 2> ends) : from(high(ends[0], "a pipe")), to_(high(ends[1], "a pipe")) {}
+
+  int to_;
 };
 
 // A file in memory that has the text.

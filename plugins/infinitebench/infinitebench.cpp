@@ -1,11 +1,14 @@
-// Metrics of InfiniteBench's passkey and number_string, kv_retrieval and longbook_choice (Zhang et al. 2024;
-// compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
+// Metrics of InfiniteBench's passkey and number_string, kv_retrieval, longbook_choice, longbook_qa_chn and math_calc
+// (Zhang et al. 2024; compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
 #include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/unicode.hpp>
 
+#include <algorithm>
 #include <initializer_list>
+#include <iterator>
 #include <optional>
+#include <utility>
 
 namespace {
 
@@ -74,10 +77,70 @@ class Choice final : public kvlab::AnswerMetric {
   }
 };
 
+// What the scorer calls Chinese punctuation, as ranges.
+constexpr std::pair<char32_t, char32_t> chinese_marks[] = {
+    {0x2013, 0x2014}, {0x2018, 0x2019}, {0x201b, 0x201f}, {0x2026, 0x2027}, {0x3001, 0x3003},
+    {0x300b, 0x3011}, {0x3014, 0x301f}, {0x3030, 0x3030}, {0x303e, 0x303f}, {0xfe4f, 0xfe4f},
+    {0xff01, 0xff0d}, {0xff0f, 0xff0f}, {0xff1a, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff64}};
+
+// The characters that count, in order of their codes.
+Text characters(const std::string& text) {
+  Text out;
+  for (const char32_t c : kvlab::unicode::lower(from_utf8(text)))
+    if (!kvlab::unicode::is_space(c) && !kvlab::unicode::is_punctuation(c) &&
+        std::none_of(std::begin(chinese_marks), std::end(chinese_marks),
+                     [c](const auto& range) { return c >= range.first && c <= range.second; }))
+      out.push_back(c);
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+double f1_characters(const std::string& answer, const std::string& reference) {
+  const Text own = characters(answer), right = characters(reference);
+  Text common;
+  std::set_intersection(own.begin(), own.end(), right.begin(), right.end(), std::back_inserter(common));
+  if (common.empty()) return 0;
+  return kvlab::answers::f_score(static_cast<double>(common.size()), own.size(), right.size());
+}
+
+// Runs of digits as numbers, without leading zeros. signs: a minus in front counts.
+std::vector<std::string> integers(const std::string& text, bool signs) {
+  constexpr const char* digits = "0123456789";
+  std::vector<std::string> out;
+  for (std::size_t at = 0, end = 0; (at = text.find_first_of(digits, end)) != text.npos;) {
+    end = std::min(text.find_first_not_of(digits, at), text.size());
+    const std::string number = text.substr(std::min(text.find_first_not_of('0', at), end - 1), end);
+    const bool minus = signs && at > 0 && text[at - 1] == '-';
+    out.push_back((minus ? "-" : "") + number.substr(0, number.find_first_not_of(digits)));
+  }
+  return out;
+}
+
+// The reference is a list of numbers.
+class LeadingNumbers final : public kvlab::PairMetric {
+ public:
+  void check(const std::vector<std::string>& references, const kvlab::Record& /*record*/) const override {
+    for (const std::string& reference : references)
+      if (integers(reference, true).empty())
+        throw kvlab::Error(kvlab::Errc::data, "got the reference '" + reference + "', wanted a list of numbers");
+  }
+
+ protected:
+  // The share of its numbers before the first that the answer's numbers miss, place by place.
+  double pair(const std::string& answer, const std::string& reference, const kvlab::Record& /*record*/) const override {
+    const std::vector<std::string> own = integers(answer, false), right = integers(reference, true);
+    const auto first_wrong = std::mismatch(right.begin(), right.end(), own.begin(), own.end()).first;
+    return static_cast<double>(first_wrong - right.begin()) / static_cast<double>(right.size());
+  }
+};
+
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<first_integer>>("first_integer",
-                                                                 "InfiniteBench: the first run of digits"),
-             kvlab::metric<kvlab::FunctionMetric<word>>("word",
-                                                        "InfiniteBench's kv_retrieval: one of the answer's words"),
-             kvlab::metric<Choice>("infinitebench_choice", "InfiniteBench's longbook_choice: the letter or its text"))
+KVLAB_PLUGIN(
+    kvlab::metric<kvlab::FunctionMetric<first_integer>>("first_integer", "InfiniteBench: the first run of digits"),
+    kvlab::metric<kvlab::FunctionMetric<word>>("word", "InfiniteBench's kv_retrieval: one of the answer's words"),
+    kvlab::metric<kvlab::FunctionMetric<f1_characters>>("f1_characters",
+                                                        "InfiniteBench's longbook_qa_chn: F1 of the characters"),
+    kvlab::metric<LeadingNumbers>("leading_numbers",
+                                  "InfiniteBench's math_calc: the share of numbers before the first wrong one"),
+    kvlab::metric<Choice>("infinitebench_choice", "InfiniteBench's longbook_choice: the letter or its text"))

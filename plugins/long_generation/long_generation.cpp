@@ -1,8 +1,7 @@
 // A long document in numbered entries. Demands name one entry, a range, or every so many entries, after LongGenBench's
 // skyscraper (Wu et al. 2024). `form: document` is the original: demands are rules, entries are prose behind #*#, and
 // the first heading opens the answer; small models do not follow it. `form: list` hides one use per floor in a text and
-// asks for one numbered line per floor. Score: the share of demanded entries that name their use, checked by rule.
-#include <kvlab/answers.hpp>
+// asks for one numbered line per floor.
 #include <kvlab/prompt.hpp>
 
 #include <map>
@@ -19,41 +18,6 @@ struct kvlab::Choices<Form> {
 };
 
 namespace {
-
-// The share of references "N: text" for which entry N has the text.
-using Entries = std::map<std::string, std::string>;
-double met(const Entries& entries, const std::vector<std::string>& references) {
-  double count = 0;
-  for (const std::string& r : references) {
-    const auto entry = entries.find(kvlab::answers::first_integer(r));
-    count += entry != entries.end() &&
-             kvlab::answers::contains(entry->second, kvlab::answers::trimmed(r.substr(r.find(':') + 1), " "));
-  }
-  return count / static_cast<double>(references.size());
-}
-
-Entries entries_of(const std::string& answer) {
-  constexpr std::string_view mark = "#*#";
-  Entries entries;
-  for (std::size_t at = 0;;) {
-    const std::size_t end = answer.find(mark, at);
-    const std::string entry = answer.substr(at, end - at);
-    entries[at == 0 ? "1" : kvlab::answers::first_integer(entry)] =
-        entry;  // the prompt ends with the first entry's heading
-    if (end == std::string::npos) break;
-    at = end + mark.size();
-  }
-  return entries;
-}
-
-Entries lines_of(const std::string& answer) {
-  Entries entries;
-  for (const std::string& line : kvlab::answers::split(answer, "\n"))
-    if (const std::string item = kvlab::answers::trimmed(line, " \t\r");
-        !item.empty() && std::isdigit(static_cast<unsigned char>(item[0])))
-      entries.emplace(kvlab::answers::first_integer(item), item);
-  return entries;
-}
 
 class LongGeneration final : public kvlab::PromptTask {
  public:
@@ -72,13 +36,8 @@ class LongGeneration final : public kvlab::PromptTask {
                                                   ", wanted both within entries: " + std::to_string(entries_));
   }
 
-  // References are "N: text". `demands`: entry N of the answer contains the text; entries begin with #*# and their
-  // number, the first one is number 1 (LongGenBench's STIC-2, with a rule in place of a judging model).
-  // `listed_demands`: entry N is the answer's first line that begins with N.
+  // References are "N: text": what entry N must name.
   std::string metric() const override { return form_ == Form::list ? "listed_demands" : "demands"; }
-  std::optional<double> score(const std::string& answer, const std::vector<std::string>& references) const override {
-    return met(form_ == Form::list ? lines_of(answer) : entries_of(answer), references);
-  }
 
   kvlab::TaskSample sample(int index, const kvlab::TaskEnv& env) const override {
     one_question(env, "the document is written once");

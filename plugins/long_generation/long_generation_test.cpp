@@ -61,29 +61,3 @@ TEST_CASE("long_generation: a list has each floor once, with all that is demande
   for (const std::string& d : q.references)
     CHECK(floors.at(std::stoi(d)).find(d.substr(d.find(": ") + 2)) != std::string::npos);
 }
-
-TEST_CASE("long_generation: a demand of the document is looked for in the entry of its number") {
-  const TaskFixture f("long_generation");
-  const auto task = f.task({{"context", std::int64_t{3000}}, {"form", std::string("document")}});
-  const auto score = [&](const char* answer, const std::vector<std::string>& references) {
-    return task->score(answer, references).value();
-  };
-  const std::vector<std::string> wanted{"1: library", "3: yoga studio", "10: library"};
-  CHECK(score(" a Library.\n#*# Floor 2: x\n#*# Floor 3: A yoga\nstudio\n#*# Floor 10: library", wanted) == 1);
-  CHECK(score("lobby\n#*# Floor 3: library, 10 rooms", wanted) == 0);
-  CHECK(score("library\n#*# Floor 10 (top): yoga studio", wanted) == Approx(1. / 3));
-  CHECK(score("", wanted) == 0);
-}
-
-TEST_CASE("long_generation: a demand of the list is looked for in the line of its number") {
-  const TaskFixture f("long_generation");
-  const auto task = f.task({{"context", std::int64_t{1500}}});
-  const auto score = [&](const char* answer, const std::vector<std::string>& references) {
-    return task->score(answer, references).value();
-  };
-  const std::vector<std::string> wanted{"1: library", "3: yoga studio", "10: library"};
-  CHECK(score("1. Library\n2. x\n3. a yoga studio and a bakery\n10. library", wanted) == 1);
-  CHECK(score("1. x\n1. library\n 3) yoga studio\n4. library", wanted) == Approx(1. / 3));
-  CHECK(score("library\nyoga studio", wanted) == 0);
-  CHECK(score("", wanted) == 0);
-}

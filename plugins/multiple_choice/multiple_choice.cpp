@@ -1,6 +1,7 @@
 // Metrics of questions whose reference is a letter.
 #include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
+#include <kvlab/unicode.hpp>
 
 #include <cctype>
 
@@ -51,9 +52,74 @@ class LongBenchV2 final : public kvlab::PairMetric {
   }
 };
 
+// compute_accuracy.py of MMLU-Pro (Wang et al. 2024) has ten letters and three rules. For an answer without a letter it
+// draws one, always with the same seed: G.
+class MmluPro final : public kvlab::PairMetric {
+ public:
+  explicit MmluPro(const kvlab::Params& p) : drawn_(p.get<bool>("guess") ? U'G' : U'\0') {}
+  void check(const std::vector<std::string>& references, const kvlab::Record& /*record*/) const override {
+    for (const std::string& reference : references)
+      if (reference.size() != 1 || !is_letter(reference[0]))
+        throw kvlab::Error(kvlab::Errc::data, "got the reference '" + reference + "', wanted a letter A to J");
+  }
+
+ protected:
+  double pair(const std::string& answer, const std::string& reference, const kvlab::Record& /*record*/) const override {
+    const Text text = kvlab::unicode::from_utf8(answer);
+    char32_t letter = after_is(text);
+    if (!letter) letter = after_colon(text);
+    if (!letter) letter = last_alone(text);
+    if (!letter) letter = drawn_;
+    return letter == static_cast<unsigned char>(reference[0]);
+  }
+
+ private:
+  using Text = kvlab::unicode::Text;
+  static bool is_letter(char32_t c) { return c >= U'A' && c <= U'J'; }
+  static char32_t letter_at(const Text& text, std::size_t at) {
+    return at < text.size() && is_letter(text[at]) ? text[at] : 0;
+  }
+  // "answer is X" or "answer is (X": the first.
+  static char32_t after_is(const Text& text) {
+    const Text phrase = U"answer is ";
+    for (std::size_t at = text.find(phrase); at != Text::npos; at = text.find(phrase, at + 1)) {
+      const std::size_t place = at + phrase.size();
+      if (const char32_t c = letter_at(text, place + (place < text.size() && text[place] == U'('))) return c;
+    }
+    return 0;
+  }
+  // "answer:", white space, X: the last of the first line that has one.
+  static char32_t after_colon(const Text& text) {
+    const Text phrase = U"nswer:";
+    char32_t found = 0;
+    for (std::size_t at = text.find(phrase), line = 0; at != Text::npos; at = text.find(phrase, at + 1)) {
+      const std::size_t end = text.find(U'\n', line);
+      if (end < at) {
+        if (found) break;
+        line = text.rfind(U'\n', at) + 1;
+      }
+      std::size_t place = at + phrase.size();
+      while (place < text.size() && kvlab::unicode::is_space(text[place])) ++place;
+      const char32_t c = letter_at(text, place);
+      if (c && at > 0 && (text[at - 1] == U'a' || text[at - 1] == U'A')) found = c;
+    }
+    return found;
+  }
+  static char32_t last_alone(const Text& text) {
+    const auto is_part = [&](std::size_t i) { return i < text.size() && kvlab::unicode::is_word(text[i]); };
+    for (std::size_t i = text.size(); i-- > 0;)
+      if (is_letter(text[i]) && !is_part(i + 1) && !(i > 0 && is_part(i - 1))) return text[i];
+    return 0;
+  }
+
+  char32_t drawn_;
+};
+
 }  // namespace
 
 KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<choice>>("choice",
                                                           "the answer's first letter A to D that stands alone"),
              kvlab::metric<LongBenchV2>("longbench_v2_choice",
-                                        "LongBench v2: the letter after 'The correct answer is'"))
+                                        "LongBench v2: the letter after 'The correct answer is'"),
+             kvlab::metric<MmluPro>("choice_pro", "MMLU-Pro: the letter A to J of 'the answer is (X)'")
+                 .param("guess", true, "an answer without a letter counts as G, as in the scorer; false: it is wrong"))

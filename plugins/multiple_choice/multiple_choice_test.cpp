@@ -21,3 +21,15 @@ TEST_CASE("longbench_v2_choice reads the phrase that the prompt asks for") {
   CHECK(score("longbench_v2_choice", "The correct answer is A, or: The correct answer is (B).", List{"B"}) == 1);
   CHECK_THROWS_WITH(metric("longbench_v2_choice")->check({"E"}, {}), Catch::Contains("wanted A, B, C or D"));
 }
+
+TEST_CASE("choice_pro has ten letters and three rules") {
+  check_golden("choice_pro");
+  CHECK(score("choice_pro", "A is wrong. The answer is (J).", List{"J"}) == 1);
+  CHECK(score("choice_pro", "The answer is (C). Or is it D", List{"D"}) == 0);
+  CHECK(score("choice_pro", "Answer: E", List{"E"}) == 1);
+  CHECK(score("choice_pro", "Not B, so I take F", List{"F"}) == 1);
+  CHECK(score("choice_pro", "no letter", List{"A"}) == 0);
+  CHECK(score("choice_pro", "no letter", List{"G"}) == 1);
+  CHECK(metric("choice_pro", {{"guess", false}})->score("no letter", List{"G"}, {}) == 0);
+  CHECK_THROWS_WITH(metric("choice_pro")->check({"K"}, {}), Catch::Contains("wanted a letter A to J"));
+}

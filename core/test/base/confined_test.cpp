@@ -5,6 +5,7 @@
 
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -27,7 +28,8 @@ ConfinedEnd run(const std::string& text, double seconds = 20) {
   return run_confined(program);
 }
 
-// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are printed.
+// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are
+// printed.
 bool confines() {
   try {
     run("true");
