@@ -23,7 +23,8 @@ double score(const std::string& answer, const std::vector<std::string>& referenc
   return metric("unit_tests", allowed(given))->score(answer, references, record);
 }
 
-// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are printed.
+// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are
+// printed.
 bool confines() {
   try {
     run_confined({.words = {"true"}});
@@ -56,14 +57,14 @@ TEST_CASE("unit_tests: right code passes, and wrong code does not") {
 
 TEST_CASE("unit_tests: the code is taken out of the answer") {
   if (!confines()) return;
-  CHECK(score(right + "```\nIt adds one.\n") == 1);              // the prompt opened the block
-  CHECK(score("```python\n" + right + "```\nDone.") == 1);       // a block of the answer
+  CHECK(score(right + "```\nIt adds one.\n") == 1);         // the prompt opened the block
+  CHECK(score("```python\n" + right + "```\nDone.") == 1);  // a block of the answer
   CHECK(score("This is it:\n\n" + right + "\nIt adds one.") == 1);
-  CHECK(score(right + "\nassert next_one(2) == 9\n") == 1);      // statements that define nothing are left out
+  CHECK(score(right + "\nassert next_one(2) == 9\n") == 1);  // statements that define nothing are left out
   CHECK(score(right + "\nif __name__ == '__main__':\n    import no_such_module\n") == 1);
   CHECK(score("from math import floor\n\nONE = floor(1.5)\n\n\ndef add(a):\n    return a + ONE\n\n\n"
               "def next_one(n):\n    return add(n)\n") == 1);
-  CHECK(score("broken = no_such_name\n\n\n" + right) == 1);      // nothing needs it
+  CHECK(score("broken = no_such_name\n\n\n" + right) == 1);           // nothing needs it
   CHECK(score(right + "\n\ndef next_one(n):\n    return 0\n") == 1);  // the first of a name counts
   CHECK(score("    return n + 1\n") == 0);
   CHECK(score("    return n + 1\n", tests, {{"before", std::string("input")}}) == 1);
@@ -71,10 +72,11 @@ TEST_CASE("unit_tests: the code is taken out of the answer") {
 
 TEST_CASE("unit_tests: a program that ends early has passed nothing") {
   if (!confines()) return;
-  for (const char* text : {"import sys\n\ndef next_one(n):\n    sys.exit(0)\n    return 1\n",
-                           "import os\n\ndef next_one(n):\n    os._exit(0)\n    return 1\n",
-                           "def next_one(n):\n    print('passed')\n    raise SystemExit\n    return 1\n",
-                           "import os, signal\n\ndef next_one(n):\n    os.kill(os.getpid(), signal.SIGKILL)\n    return 1\n"}) {
+  for (const char* text :
+       {"import sys\n\ndef next_one(n):\n    sys.exit(0)\n    return 1\n",
+        "import os\n\ndef next_one(n):\n    os._exit(0)\n    return 1\n",
+        "def next_one(n):\n    print('passed')\n    raise SystemExit\n    return 1\n",
+        "import os, signal\n\ndef next_one(n):\n    os.kill(os.getpid(), signal.SIGKILL)\n    return 1\n"}) {
     CAPTURE(text);
     CHECK(score(text) == 0);
   }
@@ -113,7 +115,8 @@ TEST_CASE("unit_tests: a Python that cannot run the tests is an error, never a s
                                              "/usr/bin/python3") &&
                                  Catch::Contains("wanted a Python that starts"));
   }
-  CHECK_THROWS_WITH(score(right, tests, {{"python", std::string("/no/such")}}), Catch::Contains("got no program '/no/such'"));
+  CHECK_THROWS_WITH(score(right, tests, {{"python", std::string("/no/such")}}),
+                    Catch::Contains("got no program '/no/such'"));
   CHECK_THROWS_WITH(score(right, tests, {{"python", std::string("false")}}), Catch::Contains("got 'nothing' of false"));
   CHECK_THROWS_WITH(score(right, tests, {{"before", std::string("prompt")}}),
                     Catch::Contains("got no text in the field 'prompt'"));

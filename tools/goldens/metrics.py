@@ -135,6 +135,13 @@ def infinitebench_choice(answer, references):
     return float(bool(letters) and letters[0] in references)
 
 
+def choice_pro(answer, reference):
+    found = (re.search(r"answer is \(?([A-J])\)?", answer) or re.search(r".*[aA]nswer:\s*([A-J])", answer)
+             or re.search(r"(\b[A-J]\b)(?!.*\b[A-J]\b)", answer, re.DOTALL))  # fmt: skip
+    random.seed(12345)
+    return float((found[1] if found else random.choice("ABCDEFGHIJ")) == reference)
+
+
 def infinitebench_word(answer, reference):
     return float(reference in re.sub("[\n:\"'.,?!{}]", " ", answer).split())
 
@@ -142,6 +149,34 @@ def infinitebench_word(answer, reference):
 def first_integer(answer, reference):
     found = re.search("[0-9]+", answer)
     return float((found[0] if found else "") == reference)
+
+
+CHINESE_MARKS = (
+    "\uff01\uff1f\uff61\u3002\uff02\uff03\uff04\uff05\uff06\uff07\uff08\uff09\uff0a\uff0b\uff0c\uff0d\uff0f\uff1a\uff1b\uff1c\uff1d\uff1e"
+    "\uff20\uff3b\uff3c\uff3d\uff3e\uff3f\uff40\uff5b\uff5c\uff5d\uff5e\uff5f\uff60\uff62\uff63\uff64\u3001\u3003\u300b\u300c\u300d\u300e"
+    "\u300f\u3010\u3011\u3014\u3015\u3016\u3017\u3018\u3019\u301a\u301b\u301c\u301d\u301e\u301f\u3030\u303e\u303f\u2013\u2014\u2018\u2019"
+    "\u201b\u201c\u201d\u201e\u201f\u2026\u2027\ufe4f."
+)
+
+
+def f1_characters(answer, reference):
+    def characters(text):
+        return list("".join("".join(c for c in text.lower() if c not in set(string.punctuation + CHINESE_MARKS)).split()))
+
+    a, r = characters(answer), characters(reference)
+    common = sum((Counter(a) & Counter(r)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(a), common / len(r)
+    return 2 * precision * recall / (precision + recall)
+
+
+def leading_numbers(answer, reference):
+    numbers, right = [int(n) for n in re.split("[^0-9]", answer) if n], json.loads(reference)
+    count = 0
+    while count < min(len(numbers), len(right)) and numbers[count] == right[count]:
+        count += 1
+    return count / len(right)
 
 
 # Mathematics
@@ -357,6 +392,27 @@ def choices():
     return [(a, [r]) for a in answers for r in "ABCD"]
 
 
+def ten_choices():
+    phrase = "The answer is "
+    answers = ["", "A", phrase + "(J).", phrase + "J", phrase + "(K) or (C)", phrase + "((B)", phrase + "(K). answer is I", phrase + " (A)",
+               "answer is B. " + phrase + "C", "Answer: E", "answer:\n\n F", "Answer: K\nanswer: G H", "answer: A, Answer: B\nAnswer: C",
+               "xnswer: D", "Answer:\u00a0C", "x\nAnswer: (D)", "I take F", "A_ B1 C\u00e9 \u6f22D", "D\u2014E.", "G", "none at all", "Answer:",
+               "nswer: J", phrase + "(", "ABC", "the ANSWER IS D: H\n", "answer: x answer:\n\nD\nanswer: E"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in "ABCDEFGHIJ"][::3]
+
+
+def sequences():
+    answers = ["", "1", "[1, 5, 8]", "1 5 9", "Values: [1, 5, 8, 9]", "01, 005", "-1 5", "1.5.8", "no", "\uff11, 5", "1,5,8,", "0",
+               "123456789012345678901234567890", "8, 3, 5, -4"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("[1, 5, 8]", "[1]", "[-1, 5]", "[0, 1]", "[123456789012345678901234567890, 2]",
+                                               "[8, 3, 5, -4]")]  # fmt: skip
+
+
+def chinese_texts():
+    alphabet = ["\u5f20", "\u4e09", "\u674e", "\u3002", "\uff0c", " ", "\u300a", "\u300b", "a", "B", ".", "\u2014", "\u00a0", "\u3000"]
+    return texts(60, alphabet, 9) + nasty(40, 4)
+
+
 def books():
     answers = ["", "A", "B. text", "answer is: C", "the answer is:", "The answer is  D.", "option is A", "I say ABC",
                "BC or A", "answer:B", "answer is Long name!", "no idea", " A", "{D}", "answer is\n\nC, answer: A", "Long name", "\nB side\t", "Long name.", " \n "]  # fmt: skip
@@ -421,6 +477,9 @@ def cases():
         "string_match_all": mean(string_match, needles()),
         "longbench_v2_choice": best(longbench_v2_choice, choices()),
         "infinitebench_choice": [{"answer": a, "references": r, "score": infinitebench_choice(a, r)} for a, r in books()],
+        "choice_pro": best(choice_pro, ten_choices()),
+        "f1_characters": best(f1_characters, chinese_texts()),
+        "leading_numbers": best(leading_numbers, sequences()),
         "word": best(infinitebench_word, keys()),
         "first_integer": best(first_integer, integers()),
         "boxed": best(boxed, boxes()),
