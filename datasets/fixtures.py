@@ -146,14 +146,14 @@ SETS = {
     "humaneval_plus": Fixture(
         {"test.jsonl": [HUMAN], "HumanEval.jsonl.gz": gzip.compress(json.dumps(HUMAN).encode(), mtime=0)}, "humaneval_plus",
         [{"id": "HumanEval/0", "tests": ["def check(candidate):\n    assert candidate() == 1\n\ncheck(one)\n"], "entry_point": "one"}],
-        {"metric": "pass_at_k", "references": "tests", "max_new_tokens": 768, "stop": ["\n```"]},
+        {"metric": "unit_tests", "references": "tests", "max_new_tokens": 768, "stop": ["\n```"]},
         prompt="Please provide a self-contained Python script that solves the following problem in a markdown code block:\n```python\n"
                "def one():\n    \"\"\"Returns {1}.\"\"\"\n```\nBelow is a Python script with a self-contained function that solves the "
                "problem and passes corresponding tests:\n```python\n"),
     "mbpp_plus": Fixture(
         {"test.jsonl": [MBPP], "mbpp_sanitized_test.jsonl": [{k: v for k, v in MBPP.items() if k != "test"}]}, "mbpp_plus",
         [{"id": "2", "input": '"""\nWrite a function that returns 1.\nassert one() == 1\n"""',
-          "tests": ["import math\nassert one() == 1\n"]}], {"metric": "pass_at_k", "references": "tests"}),
+          "entry_point": "one", "tests": ["import math\nassert one() == 1\n"]}], {"metric": "unit_tests", "references": "tests"}),
     "niah": Fixture({"essays/b.txt": BOOK, "essays/a.txt": "First. ", "README.txt": "no"}, "niah", [{"id": "sandwich-60-0"}],
                     {"metric": "rouge_1", "max_new_tokens": 50, "records": 3}, ("--words", "60", "--depths", "3")),
     "u_niah": Fixture({"needle_cases.json": json.dumps(CASES), "b.txt": BOOK}, "u_niah",
@@ -228,6 +228,7 @@ BAD = [
     ("humaneval_plus", "test.jsonl", lambda v: [{**without("test")(v)[0], "plus_input": []}], "record 1: got EvalPlus's own release"),
     ("humaneval_plus", "HumanEval.jsonl.gz", lambda v: v[:20], "HumanEval.jsonl.gz: got no gzip data"),
     ("mbpp_plus", "test.jsonl", having(test_list=[]), "test.jsonl: record 1: got an empty 'test_list'"),
+    ("mbpp_plus", "test.jsonl", having(code="ONE = 1"), "test.jsonl: record 1: got no call of a function in the first test"),
     ("niah", "essays/b.txt", lambda _: b"\xff", "b.txt:1: got bytes that are no UTF-8"),
     ("u_niah", "needle_cases.json", text('"question"', '"ask"'), "needle_cases.json: record pizza: got no field 'question'"),
     ("u_niah", "needle_cases.json", lambda _: "[]", "needle_cases.json: got no map of cases"),

@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -108,16 +109,18 @@ fs::path found(const std::string& name) {
   throw Error(Errc::io, fmt::format("got no program '{}', wanted one of PATH, or a path", name));
 }
 
-// What a program was installed as: the folder above the `bin` of its path, else the file alone, and the same for each
-// path that this is a link to.
-std::set<fs::path> installations(fs::path program) {
-  std::set<fs::path> all;
+// Places that a program needs, each with the text of its link, or none: the folder above the `bin` of its path, else
+// the file alone. A file that is a link needs the places of what it names, too.
+std::map<fs::path, std::string> installation(fs::path program) {
+  std::map<fs::path, std::string> all;
   for (int links = 0; links < 40; ++links) {
     const fs::path folder = program.parent_path(), above = folder.parent_path();
-    all.insert(folder.filename() == "bin" && above != above.root_path() ? above : program);
-    if (!fs::is_symlink(program)) break;
-    const fs::path next = folder / fs::read_symlink(program);
-    program = fs::canonical(next.parent_path()) / next.filename();
+    const bool whole = folder.filename() == "bin" && above != above.root_path(), is_link = fs::is_symlink(program);
+    fs::path next = is_link ? folder / fs::read_symlink(program) : fs::path();
+    if (is_link) next = fs::canonical(next.parent_path()) / next.filename();
+    all[whole ? above : program] = whole ? "" : next.string();
+    if (!is_link) break;
+    program = next;
   }
   return all;
 }
@@ -126,33 +129,32 @@ bool inside(const fs::path& path, const fs::path& folder) {
   return std::mismatch(folder.begin(), folder.end(), path.begin(), path.end()).first == folder.end();
 }
 
-void show(Plan& plan, const fs::path& path) {
+void show(Plan& plan, const fs::path& path, const std::string& link = "") {
   if (!fs::exists(path)) return;
   std::vector<std::string> above;
   for (fs::path folder = path.parent_path(); folder != folder.root_path(); folder = folder.parent_path())
     above.push_back(folder.string());
   plan.folders.insert(plan.folders.end(), above.rbegin(), above.rend());
-  plan.shown.push_back({confine::old_root + path.string(), path.string(), fs::is_directory(path)});
+  if (link.empty())
+    plan.shown.push_back({confine::old_root + path.string(), path.string(), fs::is_directory(path)});
+  else
+    plan.links.emplace_back(path.string(), link);
 }
 
 // What a program of this system reads to start: no user's files, no devices but these.
 void show_system(Plan& plan, const fs::path& program) {
   std::set<fs::path> shown;
   for (const char* name : {"/usr", "/bin", "/lib", "/lib64"}) {
-    if (fs::is_symlink(name)) {
-      plan.links.emplace_back(name, fs::read_symlink(name).string());
-    } else {
-      show(plan, name);
-    }
+    show(plan, name, fs::is_symlink(name) ? fs::read_symlink(name).string() : "");
     shown.insert(name);
   }
   for (const char* name : {"/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d",
                            "/etc/localtime", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"})
     show(plan, name);
-  for (const fs::path& own : installations(program))
-    if (std::none_of(shown.begin(), shown.end(), [&](const fs::path& s) { return inside(own, s); })) {
-      show(plan, own);
-      shown.insert(own);
+  for (const auto& [place, link] : installation(program))
+    if (std::none_of(shown.begin(), shown.end(), [&](const fs::path& s) { return inside(place, s); })) {
+      show(plan, place, link);
+      shown.insert(place);
     }
 }
 

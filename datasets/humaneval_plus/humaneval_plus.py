@@ -9,14 +9,14 @@ PROMPT = ("Please provide a self-contained Python script that solves the followi
 OPENING = ("Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
            "```python\n")
 EVALPLUS = "EvalPlus's prompt for chat models, github.com/evalplus/evalplus (Apache-2.0)"
-NOTE = ("Scoring runs the answers' code. The answer ends at the closing fence, which is the metric's to find: kvlab has no stop "
-        "texts. EvalPlus ends answers there.")
+NOTE = ("Scoring runs the answers' code: metric: {unit_tests: {execute_code: true}}. The metric finds the closing fence, where "
+        "EvalPlus ends an answer: kvlab has no stop texts.")
 FILES = {"humaneval_plus": ("HumanEvalPlus.jsonl", "HumanEvalPlus.jsonl.gz", "test.jsonl"),
          "humaneval": ("HumanEval.jsonl.gz", "HumanEval.jsonl")}
 
 
 def task_of(files):
-    return Task(prompt=PROMPT, answer_opening=OPENING, metric="pass_at_k", max_new_tokens=768, references="tests", files=files,
+    return Task(prompt=PROMPT, answer_opening=OPENING, metric="unit_tests", max_new_tokens=768, references="tests", files=files,
                 stop=("\n```",))
 
 

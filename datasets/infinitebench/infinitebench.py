@@ -24,14 +24,12 @@ TABLE = {
     "longbook_sum_eng": ("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_l", "Published: rougeLsum."),
     "longbook_qa_eng": ("Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {input}\n"
                         "Answer:", 40, "longbench_f1", ""),
-    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_characters",
-                        "The published score is F1 of characters; kvlab has no such metric."),
+    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_characters", ""),
     "longbook_choice_eng": ("Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\n" + OPTIONS +
                             "The letter of the correct answer is", 40, "infinitebench_choice", ""),
     "longdialogue_qa_eng": (MASK, 40, "contains", "The published score wants the name as a whole word."),
     "math_find": ("{prompt}\n\n{context}\n\n{input}", 3, "first_integer", "Published: the first number, also with a fraction."),
-    "math_calc": (CALC, 30000, "leading_numbers", "Published: the share of the numbers before the first wrong one; kvlab has no "
-                  "such metric."),
+    "math_calc": (CALC, 30000, "leading_numbers", ""),
     "code_run": ("There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact value of "
                  "{func_call}. The value of {func_call} is", 5, "last_number", ""),
     "code_debug": ("Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "

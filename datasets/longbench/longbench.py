@@ -11,7 +11,8 @@ PASSAGES = ("Answer the question based on the given passages. Only give me the a
 QASPER = ("as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
           "on the information in the article, write \"unanswerable\". If the question is a yes/no question, answer \"yes\", "
           "\"no\", or \"unanswerable\". Do not provide any explanation.\n\n")
-NO_WORD_METRIC = "The published score splits Chinese into words with jieba; kvlab has no such metric, so name another one."
+WORDS = ("The published score splits Chinese into words with jieba, which kvlab does not have. With jieba in Python: "
+         "metric: {{judge: {{command: python3 datasets/judge.py {}}}}}")
 FIRST_LINE = "The published score reads the answer's first line."
 NEWLINE = "A line end stops the published answer. Here the metric reads the first line."
 
@@ -30,12 +31,12 @@ TABLE = {
         "only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:", 64, "longbench_f1", {}),
     "multifieldqa_zh": (
         "阅读以下文字并用中文简短回答：\n\n{context}\n\n现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n"
-        "问题：{input}\n回答：", 64, "f1_zh", {"note": NO_WORD_METRIC}),
+        "问题：{input}\n回答：", 64, "f1_zh", {"note": WORDS.format("f1_zh")}),
     "hotpotqa": (PASSAGES, 32, "longbench_f1", {}),
     "2wikimqa": (PASSAGES, 32, "longbench_f1", {}),
     "musique": (PASSAGES, 32, "longbench_f1", {}),
     "dureader": ("请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
-                 128, "rouge_l_zh", {"note": NO_WORD_METRIC}),
+                 128, "rouge_l_zh", {"note": WORDS.format("rouge_l_zh")}),
     "gov_report": ("You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
                    "\n\nNow, write a one-page summary of the report.\n\nSummary:", 512, "longbench_rouge", {}),
     "qmsum": ("You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or "
@@ -44,7 +45,7 @@ TABLE = {
     "multi_news": ("You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\nNow, "
                    "write a one-page summary of all the news.\n\nSummary:", 512, "longbench_rouge", {}),
     "vcsum": ("下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：", 512, "rouge_l_zh",
-              {"note": NO_WORD_METRIC}),
+              {"note": WORDS.format("rouge_l_zh")}),
     "trec": ("Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}", 64,
              "classification_first_line", {"chat": False, "note": FIRST_LINE}),
     "triviaqa": ("Answer the question based on the given passage. Only give me the answer and do not output any other words. The "

@@ -50,5 +50,5 @@ SET = DataSet(
     version="files at 62c0e869219c", licence="none stated", prompt_source="the files themselves",
     wanted="Dataset_short.json or Dataset_long.json, an array of objects with prompt, prefix, type, number, checks_once, "
            "checks_range and checks_periodic", tasks=TASKS, read=read,
-    note="`demands` is a metric of the task long_generation: a name in place of the published judge. The published run feeds the "
+    note="`demands` looks for the demand's text in its entry, in place of the published judge. The published run feeds the "
          "prompt without a chat template, at temperature 0.95; kvlab's answers are greedy.")

@@ -3,6 +3,7 @@ humaneval_plus; the problem is the text and the first of its tests, as EvalPlus 
 """
 
 import dataclasses
+import re
 
 from common import DataError, field, load_set, record
 
@@ -21,12 +22,22 @@ def tests_of(name, value, place):
     return "\n".join(field(value, "test_imports", place, list, blank=True) + field(value, "test_list", place, list)) + "\n"
 
 
+def entry_point(code, test, place):
+    """The function that the first test calls, of those that the code defines."""
+    defined = re.findall(r"^(?:def|class) +(\w+)", code, re.MULTILINE)
+    called = [name for name in re.findall(r"(\w+) *\(", test) if name in defined]
+    if not called:
+        raise DataError(place, f"got no call of {' or '.join(defined) or 'a function'} in the first test")
+    return called[0]
+
+
 def read(name, source, _options):
     for number, (place, value) in enumerate(source.records(source.need(*FILES[name])), 1):
         first = field(value, "test_list", place, list)[0]
         id = value.get("task_id", f"{name}-{number}")
-        yield record(place, id, f'"""\n{field(value, "prompt", place).strip()}\n{first.strip()}\n"""',
-                     [field(value, "code", place)], tests=[tests_of(name, value, place)])
+        code = field(value, "code", place)
+        yield record(place, id, f'"""\n{field(value, "prompt", place).strip()}\n{first.strip()}\n"""', [code],
+                     entry_point=entry_point(code, first, place), tests=[tests_of(name, value, place)])
 
 
 SET = dataclasses.replace(

