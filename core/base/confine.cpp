@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
-#include <linux/mount.h>
 #include <linux/seccomp.h>
 #include <sched.h>
 #include <signal.h>
@@ -17,7 +16,7 @@
 
 #include <cerrno>
 #include <cstddef>
-#include <cstring>
+#include <cstdint>
 
 namespace kvlab::confine {
 namespace {
@@ -58,14 +57,19 @@ void write_file(const char* path, const std::string& text) {
   close(file);
 }
 
+// mount_setattr(2); the headers of glibc and of Linux do not go together.
+struct Attributes {
+  std::uint64_t set = 0, clear = 0, propagation = 0, user = 0;
+};
+constexpr std::uint64_t read_only = 1, no_set_id = 2;
+
 void show(const Shown& what) {
   if (what.folder)
     want(mkdir(what.to.c_str(), 0755) == 0 || errno == EEXIST, showing);
   else
     want(close(open(what.to.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644)) == 0, showing);
   want(mount(what.from.c_str(), what.to.c_str(), nullptr, MS_BIND | MS_REC, nullptr) == 0, showing);
-  mount_attr closed{};
-  closed.attr_set = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID;
+  const Attributes closed{.set = read_only | no_set_id};
   want(syscall(SYS_mount_setattr, AT_FDCWD, what.to.c_str(), AT_RECURSIVE, &closed, sizeof closed) == 0, showing);
 }
 

@@ -13,7 +13,7 @@ const Record record{{"all_classes", {"A", "B"}}};
 
 // References that the metric can score; none where it refuses all of these.
 List accepted(const AnswerMetric& metric) {
-  for (const List& references : {List{"A", "B"}, List{"Paragraph 3"}, List{"\u6bb5\u843d3"}}) {
+  for (const List& references : {List{"A", "B"}, List{"Paragraph 3"}, List{"\u6bb5\u843d3"}, List{"1: A"}}) {
     try {
       metric.check(references, record);
       return references;
