@@ -151,10 +151,10 @@ void show_system(Plan& plan, const fs::path& program) {
   for (const char* name : {"/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d",
                            "/etc/localtime", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"})
     show(plan, name);
-  for (const auto& [place, link] : installation(program))
-    if (std::none_of(shown.begin(), shown.end(), [&](const fs::path& s) { return inside(place, s); })) {
-      show(plan, place, link);
-      shown.insert(place);
+  for (const auto& own : installation(program))
+    if (std::none_of(shown.begin(), shown.end(), [&](const fs::path& s) { return inside(own.first, s); })) {
+      show(plan, own.first, own.second);
+      shown.insert(own.first);
     }
 }
 
