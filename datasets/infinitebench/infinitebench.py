@@ -21,19 +21,19 @@ TABLE = {
     "number_string": (HIDDEN.format("", "The sequence of digits is"), 12, "first_integer", ""),
     "kv_retrieval": ("Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}", 50,
                      "word", ""),
-    "longbook_sum_eng": ("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_l", "Published: rougeLsum."),
+    "longbook_sum_eng": ("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_lsum", ""),
     "longbook_qa_eng": ("Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\nQuestion: {input}\n"
                         "Answer:", 40, "longbench_f1", ""),
     "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "f1_characters", ""),
     "longbook_choice_eng": ("Read the book and answer the question.\n\n{context}\n\nQuestion: {input}\n" + OPTIONS +
                             "The letter of the correct answer is", 40, "infinitebench_choice", ""),
     "longdialogue_qa_eng": (MASK, 40, "contains", "The published score wants the name as a whole word."),
-    "math_find": ("{prompt}\n\n{context}\n\n{input}", 3, "first_integer", "Published: the first number, also with a fraction."),
+    "math_find": ("{prompt}\n\n{context}\n\n{input}", 3, "first_number", ""),
     "math_calc": (CALC, 30000, "leading_numbers", ""),
     "code_run": ("There is a function called {func} in the following Python code.\n\n{context}\n\nPlease compute the exact value of "
-                 "{func_call}. The value of {func_call} is", 5, "last_number", ""),
+                 "{func_call}. The value of {func_call} is", 5, "last_integer", ""),
     "code_debug": ("Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-                   "crash.\n\n{context}\n\nOptions:\n" + OPTIONS + "The correct option is:", 5, "choice", ""),
+                   "crash.\n\n{context}\n\nOptions:\n" + OPTIONS + "The correct option is:", 5, "infinitebench_option", ""),
 }
 FOUR = ("longbook_choice_eng", "code_debug")
 
@@ -80,7 +80,7 @@ def read(name, source, _options):
         more = more_fields(name, value, place)
         if name in FOUR:
             letter = right_letter(answers, field(value, "options", place, list), place)
-            answers = [letter, *answers] if name == "longbook_choice_eng" else [letter]
+            answers = [letter, *(a for a in answers if a != letter)]
         if name == "math_calc":
             answers = [json.dumps([int(a) for a in answers])]
         context = value.get("context", value.get("content"))

@@ -1,4 +1,4 @@
-// Metrics of InfiniteBench's passkey and number_string, kv_retrieval, longbook_choice, longbook_qa_chn and math_calc
+// Metrics of InfiniteBench's passkey and number_string, kv_retrieval, longbook_choice and longbook_qa_chn
 // (Zhang et al. 2024; compute_scores.py of OpenBMB/InfiniteBench at 88b3daa6989d).
 #include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
@@ -103,37 +103,6 @@ double f1_characters(const std::string& answer, const std::string& reference) {
   return kvlab::answers::f_score(static_cast<double>(common.size()), own.size(), right.size());
 }
 
-// Runs of digits as numbers, without leading zeros. signs: a minus in front counts.
-std::vector<std::string> integers(const std::string& text, bool signs) {
-  constexpr const char* digits = "0123456789";
-  std::vector<std::string> out;
-  for (std::size_t at = 0, end = 0; (at = text.find_first_of(digits, end)) != text.npos;) {
-    end = std::min(text.find_first_not_of(digits, at), text.size());
-    const std::string number = text.substr(std::min(text.find_first_not_of('0', at), end - 1), end);
-    const bool minus = signs && at > 0 && text[at - 1] == '-';
-    out.push_back((minus ? "-" : "") + number.substr(0, number.find_first_not_of(digits)));
-  }
-  return out;
-}
-
-// The reference is a list of numbers.
-class LeadingNumbers final : public kvlab::PairMetric {
- public:
-  void check(const std::vector<std::string>& references, const kvlab::Record& /*record*/) const override {
-    for (const std::string& reference : references)
-      if (integers(reference, true).empty())
-        throw kvlab::Error(kvlab::Errc::data, "got the reference '" + reference + "', wanted a list of numbers");
-  }
-
- protected:
-  // The share of its numbers before the first that the answer's numbers miss, place by place.
-  double pair(const std::string& answer, const std::string& reference, const kvlab::Record& /*record*/) const override {
-    const std::vector<std::string> own = integers(answer, false), right = integers(reference, true);
-    const auto first_wrong = std::mismatch(right.begin(), right.end(), own.begin(), own.end()).first;
-    return static_cast<double>(first_wrong - right.begin()) / static_cast<double>(right.size());
-  }
-};
-
 }  // namespace
 
 KVLAB_PLUGIN(
@@ -141,6 +110,4 @@ KVLAB_PLUGIN(
     kvlab::metric<kvlab::FunctionMetric<word>>("word", "InfiniteBench's kv_retrieval: one of the answer's words"),
     kvlab::metric<kvlab::FunctionMetric<f1_characters>>("f1_characters",
                                                         "InfiniteBench's longbook_qa_chn: F1 of the characters"),
-    kvlab::metric<LeadingNumbers>("leading_numbers",
-                                  "InfiniteBench's math_calc: the share of numbers before the first wrong one"),
     kvlab::metric<Choice>("infinitebench_choice", "InfiniteBench's longbook_choice: the letter or its text"))

@@ -28,11 +28,3 @@ TEST_CASE("f1_characters counts characters, without spaces and marks") {
   CHECK(score("f1_characters", "\u5f20\u4e09\u662f", List{"\u5f20\u4e09"}) == Approx(0.8));  // precision 2/3, recall 1
   CHECK(score("f1_characters", "\u3002", List{"\u3002"}) == 0);
 }
-
-TEST_CASE("leading_numbers counts up to the first wrong number") {
-  check_golden("leading_numbers");
-  CHECK(score("leading_numbers", "[1, 5, 9]", List{"[1, 5, 8, 9]"}) == 0.5);
-  CHECK(score("leading_numbers", "1, 5, 8, 9, 9", List{"[1, 5, 8, 9]"}) == 1);
-  CHECK(score("leading_numbers", "8, -5", List{"[8, -5]"}) == 0.5);  // the scorer reads no signs of an answer
-  CHECK_THROWS_WITH(test::metric("leading_numbers")->check({"[]"}, {}), Catch::Contains("wanted a list of numbers"));
-}

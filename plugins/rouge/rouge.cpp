@@ -1,9 +1,11 @@
 // ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004): F1 as the package rouge-score counts it, without stems. Words are runs of
 // a-z and 0-9 in lower case.
+#include <kvlab/answers.hpp>
 #include <kvlab/plugin.hpp>
 #include <kvlab/unicode.hpp>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,6 +69,41 @@ double rouge_l(const std::string& answer, const std::string& reference) {
   return f1(common.length(), a.size(), r.size());
 }
 
+// The words of each line.
+std::vector<Numbers> lines(const std::string& text, Known& known) {
+  std::vector<Numbers> out;
+  for (const std::string& line : kvlab::answers::split(text, "\n"))
+    if (!line.empty()) out.push_back(words(line, known));
+  return out;
+}
+
+// How often each word stands in the lines.
+std::map<int, std::size_t> counts(const std::vector<Numbers>& lines) {
+  std::map<int, std::size_t> out;
+  for (const Numbers& line : lines)
+    for (const int word : line) ++out[word];
+  return out;
+}
+
+// Of each line of the reference, the words count that a common subsequence with any line of the answer has, but no word
+// more often than in either text.
+double rouge_lsum(const std::string& answer, const std::string& reference) {
+  Known known;
+  const auto own = lines(answer, known), right = lines(reference, known);
+  auto left = counts(own), left_right = counts(right);
+  std::size_t hits = 0, in_own = 0, in_right = 0;
+  for (const auto& count : left) in_own += count.second;
+  for (const auto& count : left_right) in_right += count.second;
+  for (const Numbers& line : right) {
+    std::set<std::size_t> places;
+    for (const Numbers& other : own)
+      rouge::each_common(other, line, [&](std::size_t, std::size_t place) { places.insert(place); });
+    for (const std::size_t place : places)
+      if (left[line[place]] > 0 && left_right[line[place]] > 0) --left[line[place]], --left_right[line[place]], ++hits;
+  }
+  return f1(hits, in_own, in_right);
+}
+
 // The first line begins at the first character that ends no line.
 class LongBenchRouge final : public kvlab::PairMetric {
  public:
@@ -88,6 +125,7 @@ class LongBenchRouge final : public kvlab::PairMetric {
 KVLAB_PLUGIN(kvlab::metric<kvlab::FunctionMetric<rouge_n<1>>>("rouge_1", "ROUGE-1 F1: words in common"),
              kvlab::metric<kvlab::FunctionMetric<rouge_n<2>>>("rouge_2", "ROUGE-2 F1: pairs of words in common"),
              kvlab::metric<kvlab::FunctionMetric<rouge_l>>("rouge_l", "ROUGE-L F1: longest common subsequence"),
+             kvlab::metric<kvlab::FunctionMetric<rouge_lsum>>("rouge_lsum", "ROUGE-Lsum F1: the same, line by line"),
              kvlab::metric<LongBenchRouge>("longbench_rouge", "LongBench: ROUGE-L of distinct words over sentences")
                  .param("first_line", false, "score the answer's first line alone, as for samsum"),
              kvlab::metric<LongBenchRouge>("longbench_rouge_first_line", "longbench_rouge of the answer's first line")

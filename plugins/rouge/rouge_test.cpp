@@ -6,7 +6,7 @@ using test::score;
 using List = std::vector<std::string>;
 
 TEST_CASE("rouge counts as the package rouge-score does") {
-  for (const char* name : {"rouge_1", "rouge_2", "rouge_l"}) check_golden(name);
+  for (const char* name : {"rouge_1", "rouge_2", "rouge_l", "rouge_lsum"}) check_golden(name);
 }
 
 TEST_CASE("rouge_l is the F1 of the longest common subsequence") {
@@ -14,6 +14,14 @@ TEST_CASE("rouge_l is the F1 of the longest common subsequence") {
   CHECK(score("rouge_l", "police killed the gunman", List{"police kill the gunman"}) == Approx(0.75));
   CHECK(score("rouge_l", "the gunman kill police", List{"police kill the gunman"}) == Approx(0.5));
   CHECK(score("rouge_l", "a b c", List{"x y", "c b a d e"}) == Approx(2 * (1. / 3) * 0.2 / (1. / 3 + 0.2)));
+}
+
+TEST_CASE("rouge_lsum takes the common subsequences of lines together") {
+  // Lin 2004, 3.2: w1 w2 and w1 w3 w5 are common with w1 w2 w3 w4 w5: 4 of 5 words, and 4 of 10.
+  CHECK(score("rouge_lsum", "w1 w2 w6 w7 w8\nw1 w3 w8 w9 w5", List{"w1 w2 w3 w4 w5"}) == Approx(2 * 0.8 * 0.4 / 1.2));
+  CHECK(score("rouge_lsum", "b\na", List{"a\nb"}) == 1);  // in any order of lines
+  CHECK(score("rouge_lsum", "b a", List{"a b"}) == 0.5);
+  CHECK(score("rouge_lsum", "\n", List{"a"}) == 0);
 }
 
 TEST_CASE("rouge_1 and rouge_2 count each n-gram as often as both have it") {

@@ -28,9 +28,11 @@ inline std::vector<Numbers> sentences(const std::string& text, std::map<Text, in
   return out;
 }
 
-// Adds the words of a longest common subsequence. From the ends backwards, equal words are taken. Else a word of `r` is
-// skipped if the subsequence without it is longer than that without the word of `a`, or the word of `a`.
-inline void add_common(const Numbers& r, const Numbers& a, std::set<int>& words) {
+// Calls take with the place in `r` and in `a` of each word of a longest common subsequence. From the ends backwards,
+// equal words are taken. Else a word of `r` is skipped if the subsequence without it is longer than that without the
+// word of `a`, or the word of `a`.
+template <class Take>
+void each_common(const Numbers& r, const Numbers& a, Take take) {
   Subsequence common(a);
   std::vector<std::vector<std::uint64_t>> open;  // after each word of r
   for (const int word : r) {
@@ -39,8 +41,7 @@ inline void add_common(const Numbers& r, const Numbers& a, std::set<int>& words)
   }
   for (std::size_t i = r.size(), j = a.size(); i > 0 && j > 0;) {
     if (r[i - 1] == a[j - 1]) {
-      words.insert(r[i - 1]);
-      --i, --j;
+      take(--i, --j);
     } else if ((open[i - 1][(j - 1) / 64] >> ((j - 1) % 64) & 1) == 0) {
       --i;
     } else {
@@ -63,7 +64,8 @@ inline double summary_level(const std::string& answer, const std::string& refere
   if (a.empty() || r.empty()) return 0;
   std::set<int> common;
   for (const Numbers& sentence : r)
-    for (const Numbers& other : a) add_common(sentence, other, common);
+    for (const Numbers& other : a)
+      each_common(sentence, other, [&](std::size_t i, std::size_t) { common.insert(sentence[i]); });
   const double recall = static_cast<double>(common.size()) / static_cast<double>(distinct(r));
   const double precision = static_cast<double>(common.size()) / static_cast<double>(distinct(a));
   return 2.0 * ((precision * recall) / (precision + recall + 1e-8));

@@ -45,10 +45,15 @@ def token_f1(answer, reference, of_nothing):
 # ROUGE
 
 SCORER = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+LINES = RougeScorer(["rougeLsum"], use_stemmer=False)
 
 
 def rouge_score(kind):
     return lambda answer, reference: SCORER.score(reference, answer)[kind].fmeasure
+
+
+def rouge_lsum(answer, reference):
+    return LINES.score(reference, answer)["rougeLsum"].fmeasure
 
 
 def longbench_rouge(answer, reference):
@@ -177,6 +182,34 @@ def leading_numbers(answer, reference):
     while count < min(len(numbers), len(right)) and numbers[count] == right[count]:
         count += 1
     return count / len(right)
+
+
+def first_number(answer, reference):
+    found = re.search(r"\d+\.\d+|\d+", answer)
+    if not found:
+        return 0.0
+    if "." in reference:
+        return float(float(found[0]) == float(reference))
+    return float("." not in found[0] and int(found[0]) == int(reference))
+
+
+def last_integer(answer, reference):
+    words = re.sub("[\n.`'\":]", " ", answer).split()
+    try:
+        return float(int(words[-1]) == int(reference))
+    except (IndexError, ValueError):
+        return 0.0
+
+
+def infinitebench_option(answer, references):
+    if answer[:2] in (references[0] + ".", references[0] + ":"):
+        return 1.0
+    text = re.sub(" +", " ", re.sub("[\n`'\"*-]|[Oo]ption", " ", answer.strip()))
+    for phrase in ("answer is:", "is:", "answer:"):
+        _, there, rest = text.partition(phrase)
+        if there:
+            return float(rest != "" and rest[1:].startswith(tuple(references)))
+    return 0.0
 
 
 # Mathematics
@@ -333,6 +366,10 @@ def prose():
     return nasty(40, 4) + texts(40, WORDS, 14) + [("\n\n" + a + "\nmore", r) for a, r in texts(10, WORDS, 8)]
 
 
+def summaries():
+    return texts(60, ["a ", "b ", "c ", "the ", "cat ", "dog ", "ran ", "\n", "\n", " \n"], 24)
+
+
 def long_texts():
     """Texts of 10000 words, as a pattern and how often it is repeated; a scorer in Python needs seconds."""
     answer, reference = "alpha beta gamma delta epsilon ", "alpha gamma beta zeta "
@@ -408,6 +445,23 @@ def sequences():
                                                "[8, 3, 5, -4]")]  # fmt: skip
 
 
+def found_numbers():
+    answers = ["", "42", "x 42.5 y", "042", "4 2", "-42", "42.", "42.x", ".5", "\uff14\uff12", "4\uff12.5", "1e3", "0.50", "none", "42.50 42"]
+    return [(a, [r]) for a in answers for r in ("42", "42.5", "0.5", "4", "-42", "5", "2.0")]
+
+
+def run_values():
+    answers = ["", "7", "It is 7.", "7 apples", "= -7", "+7", "- 7", "`7`", "x: 007", "7_0", "7__0", "_7", "7_", "\uff17", "7.5", "--7", "-",
+               "-0", "the value is: -70\n", "7\u00a0", "7\u200b", "seven", "'-7'"]  # fmt: skip
+    return [(a, [r]) for a in answers for r in ("7", "-7", "70", "0", "-70", "5")]
+
+
+def options():
+    answers = ["", "B", "B.", "B: g", " B. g", "The answer is: B", "answer is:B", "answer is:", "answer is: \n", "it is: `g`", "answer:\n- **g**",
+               "The error is: Option B", "option g", "Answer is: g", "answer:  C, is: B", "is:  gg", "A. answer is: B", "answer is: h\n", "answer: Optiong"]  # fmt: skip
+    return [(a, [r, t]) for a in answers for r, t in zip("ABC", ("f", "g", "h"))]
+
+
 def chinese_texts():
     alphabet = ["\u5f20", "\u4e09", "\u674e", "\u3002", "\uff0c", " ", "\u300a", "\u300b", "a", "B", ".", "\u2014", "\u00a0", "\u3000"]
     return texts(60, alphabet, 9) + nasty(40, 4)
@@ -465,6 +519,7 @@ def cases():
         "rouge_1": best(rouge_score("rouge1"), prose()) + long_case(rouge_score("rouge1")),
         "rouge_2": best(rouge_score("rouge2"), prose()) + long_case(rouge_score("rouge2")),
         "rouge_l": best(rouge_score("rougeL"), prose()) + long_case(rouge_score("rougeL")),
+        "rouge_lsum": best(rouge_lsum, prose() + summaries()),
         "longbench_rouge": best(longbench_rouge, prose())
         + with_params(best(on_first_line(longbench_rouge), prose()[::2]), first_line=True),
         "classification": classes(),
@@ -480,6 +535,9 @@ def cases():
         "choice_pro": best(choice_pro, ten_choices()),
         "f1_characters": best(f1_characters, chinese_texts()),
         "leading_numbers": best(leading_numbers, sequences()),
+        "first_number": best(first_number, found_numbers()),
+        "last_integer": best(last_integer, run_values()),
+        "infinitebench_option": [{"answer": a, "references": r, "score": infinitebench_option(a, r)} for a, r in options()],
         "word": best(infinitebench_word, keys()),
         "first_integer": best(first_integer, integers()),
         "boxed": best(boxed, boxes()),
