@@ -1,4 +1,4 @@
-// Starts programs and waits for them.
+// Starts programs and waits for them. One that nobody has read is started by <kvlab/confined.hpp>.
 #pragma once
 #include <sys/types.h>
 
