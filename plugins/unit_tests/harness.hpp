@@ -5,10 +5,13 @@ namespace unit_tests {
 
 // Its input: a secret, the function's name, what stands before the answer, the tests and the answer, with a NUL between
 // them. It prints the secret when the program has come to its end. The code is taken out as EvalPlus's sanitize.py does
-// (evalplus/evalplus at e5936083f8e3). That one parses with tree-sitter, this one with Python itself. An answer ends at
-// the texts where EvalPlus ends it.
+// (evalplus/evalplus at e5936083f8e3). That one parses with tree-sitter, this one with Python itself. Functions that
+// the tests name stay too: those of HumanEval/50 call one of the prompt. An answer ends at the texts where EvalPlus
+// ends it.
 inline constexpr const char* harness = R"python(
 import ast, os, re, sys
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def parses(text):
     try:
@@ -47,21 +50,21 @@ def names(node):
             out.update(text.split(".") if isinstance(text, str) else [])
     return out
 
-def sanitize(answer, entry):
+def sanitize(answer, entry, called=()):
     text = extract(answer)
     imports, kept = [], {}
     for node in ast.parse(text).body if parses(text) else []:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             if getattr(node, "module", "") != "__future__":
                 imports.append(node)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        elif isinstance(node, DEFINITIONS):
             whole = isinstance(node, ast.ClassDef) or any(isinstance(n, ast.Return) for n in ast.walk(node))
             if whole and not node.decorator_list:
                 kept.setdefault(node.name, node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             kept.setdefault(target(node), node)
     if entry:
-        wanted, new = set(), {entry}
+        wanted, new = set(), {entry} | {n for n, node in kept.items() if n in called and isinstance(node, DEFINITIONS)}
         while new:
             name = new.pop()
             wanted.add(name)
@@ -73,7 +76,7 @@ def sanitize(answer, entry):
 def main():
     secret, entry, before, tests, answer = sys.stdin.buffer.read().decode("utf-8", "replace").split("\0", 4)
     answer = re.split(r"\n```(?:\n|$)|\nif __name__|\ndef main\(|\nprint\(", answer)[0]
-    program = sanitize(before + answer, entry) + "\n\n" + tests
+    program = sanitize(before + answer, entry, set(re.findall(r"\w+", tests))) + "\n\n" + tests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     exec(compile(program, "answer", "exec"), {})
     os.write(1, secret.encode())

@@ -69,6 +69,7 @@ TEST_CASE("unit_tests: the code is taken out of the answer") {
               "def next_one(n):\n    return add(n)\n") == 1);
   CHECK(score("broken = no_such_name\n\n\n" + right) == 1);           // nothing needs it
   CHECK(score(right + "\n\ndef next_one(n):\n    return 0\n") == 1);  // the first of a name counts
+  CHECK(score("def two():\n    return 2\n\n\n" + right, {"assert next_one(two()) == 3\n"}) == 1);
   CHECK(score("    return n + 1\n") == 0);
   CHECK(score("    return n + 1\n", tests, {{"before", std::string("input")}}) == 1);
 }
