@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/program.hpp"
+#include "base/stop.hpp"
 #include "support/temporary_folder.hpp"
 
 using namespace kvlab;
@@ -95,6 +96,13 @@ TEST_CASE("confined: a loop and a sleep end with the time") {
     CHECK(seconds_of([&] { end = run(text, 0.5); }) < 20);
     CHECK(end.late);
   }
+}
+
+TEST_CASE("confined: a request to stop ends the program") {
+  if (!confines()) return;
+  stop::detail::signal = SIGINT;
+  CHECK(seconds_of([] { CHECK_THROWS_AS(run("sleep 60", 60), stop::Interrupted); }) < 20);
+  stop::detail::signal = 0;
 }
 
 TEST_CASE("confined: a program that takes memory ends, and so does one that fills its folder") {
