@@ -243,6 +243,11 @@ void CommandLine::add_reproduce() {
             reproduce_.plugin_path = plugin_path_;
             reproduce_.quiet = quiet_;
             reproduce_.command = joined(typed());
+            reproduce_.spread = spread_.spread();
+            reproduce_.worker_begin = {argv_[0], "run"};
+            if (quiet_) reproduce_.worker_end.emplace_back("-q");
+            if (verbose_) reproduce_.worker_end.emplace_back("-v");
+            if (log_file_) reproduce_.worker_end.insert(reproduce_.worker_end.end(), {"--log", *log_file_});
             return reproduce(reproduce_);
           });
   command->add_option("ITEM", reproduce_.items, "PAPER/ITEM to run; PAPER or nothing = a list");
@@ -257,6 +262,7 @@ void CommandLine::add_reproduce() {
   command->add_option("-o,--output", reproduce_.folder, "folder of the result files")->capture_default_str();
   command->add_option("--format", reproduce_.format, "table, md, csv or latex")->capture_default_str();
   command->add_option("--set", sets_, "key=value in place of the experiments'; repeatable")->allow_extra_args(false);
+  spread_.add_starters_to(command);
   add_plugin_path(command);
 }
 

@@ -98,12 +98,12 @@ class Reproduction {
       throw Error(Errc::config,
                   fmt::format("got {}, which has no small experiment, wanted it without --small", chosen.name()),
                   where);
-    std::vector<std::string> sets = o_.sets;
-    if (!o_.model.empty()) sets.push_back(model_set(o_));
+    sets_ = o_.sets;
+    if (!o_.model.empty()) sets_.push_back(model_set(o_));
     std::set<std::string> models;
     for (const std::string& file : o_.small ? item.small : item.run) {
       const std::string path = (tree / file).string(), stem = fs::path(file).stem().string();
-      runs_.push_back({stem, std::make_unique<Loaded>(path, sets, o_.plugin_path)});
+      runs_.push_back({stem, std::make_unique<Loaded>(path, sets_, o_.plugin_path)});
       if (!o_.model.empty())
         for (const ModelSpec& model : load_experiment(path, o_.sets, *runs_.back().loaded->catalog).models)
           models.insert(model.name());
@@ -111,6 +111,7 @@ class Reproduction {
       // A policy reads a profile from the place below the tree where its experiment writes it.
       e.output =
           is_profile(runs_.back()) ? tree / e.output : fs::path(o_.folder) / (chosen.paper->name + "-" + stem + ".h5");
+      if (!is_profile(runs_.back()) && !o_.report) check_spread(o_.spread, e);
     }
     // Published rows of other models would stand beside the one of --model.
     if (models.size() > 1)
@@ -147,8 +148,7 @@ class Reproduction {
       if (is_profile(run)) continue;
       if (stop::requested()) break;
       log::info(fmt::format("{}: {}", chosen_.name(), run.loaded->experiment.file.string()));
-      code = std::max(code,
-                      run_experiment(run.loaded->experiment, *run.loaded->catalog, {o_.command, o_.fresh, true, {}}));
+      code = std::max(code, run_experiment(run.loaded->experiment, *run.loaded->catalog, options_of(run)));
     }
     return code;
   }
@@ -167,6 +167,19 @@ class Reproduction {
   };
 
   static bool is_profile(const Run& run) { return !run.loaded->experiment.profilers.empty(); }
+
+  // A worker runs the same cells by `kvlab run`.
+  RunOptions options_of(const Run& run) const {
+    const Experiment& e = run.loaded->experiment;
+    RunOptions options{o_.command, o_.fresh, true};
+    options.spread = o_.spread;
+    std::vector<std::string>& words = options.spread.command = o_.worker_begin;
+    words.insert(words.end(), {e.file.string(), "-o", e.output.string()});
+    for (const std::string& set : sets_) words.insert(words.end(), {"--set", set});
+    for (const std::string& place : o_.plugin_path) words.insert(words.end(), {"--plugin-path", place});
+    words.insert(words.end(), o_.worker_end.begin(), o_.worker_end.end());
+    return options;
+  }
 
   // Whether its file is there, and of the model that it would be made for.
   static bool has_profile(const Run& run) {
@@ -230,6 +243,7 @@ class Reproduction {
 
   const ReproduceOptions& o_;
   Chosen chosen_;
+  std::vector<std::string> sets_;
   std::vector<Run> runs_;
 };
 

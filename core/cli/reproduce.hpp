@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "run/workers.hpp"
+
 namespace kvlab {
 
 struct ReproduceOptions {
@@ -15,6 +17,9 @@ struct ReproduceOptions {
   bool report = false;  // run nothing, show what there is
   bool fresh = false, quiet = false;
   std::string command;  // as typed
+  Spread spread = {};   // the workers that run the cells of each experiment
+  // `kvlab run` and the options of messages: the begin and the end of a worker's command.
+  std::vector<std::string> worker_begin = {}, worker_end = {};
 };
 
 // Runs each item's experiments and prints our values beside the published ones. Returns 0, or 1 when a cell failed. An

@@ -1,4 +1,4 @@
-// The options of `kvlab run` that let several processes run the cells.
+// The options of `kvlab run` and `kvlab reproduce` that let several processes run the cells.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <string>
@@ -11,8 +11,11 @@ namespace kvlab {
 class SpreadWords {
  public:
   void add_to(CLI::App* run);
+  void add_starters_to(CLI::App* command);  // of those, the ones that start workers and wait for them
   // typed: the words of the command. Errc::config where options do not fit together.
   void apply(RunOptions& options, const std::vector<std::string>& typed) const;
+  // The workers that are asked for, but for their command. Errc::config where options do not fit together.
+  Spread spread() const;
 
  private:
   int jobs_ = 0;

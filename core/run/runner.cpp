@@ -385,7 +385,7 @@ int run_experiment(const Experiment& file, const PluginCatalog& catalog, const R
   stop::watch();
   name_callback_at_end();
   const Experiment e = with_backend(given);
-  if (options.spread.on == WorkersOn::here) check_beside(e, options.spread.jobs, usable_cores(), "--jobs");
+  check_spread(options.spread, e);
   use_threads(e.threads);
   std::optional<Prepared> prepared;
   std::optional<Run> run;

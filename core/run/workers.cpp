@@ -142,8 +142,6 @@ std::string mpi_script(const Spread& spread, const WorkerOf& of) {
 class Mpi final : public Workers {
  public:
   Mpi(const Spread& spread, const WorkerOf& of, const std::string& folder) {
-    if (run_program({"sh", "-c", "command -v mpirun"}).code != 0)
-      throw Error(Errc::config, "got no program mpirun, wanted OpenMPI's in a folder of PATH", "--on mpi");
     const std::string script = folder + "/mpi.sh";
     write_script(script, mpi_script(spread, of));
     process_ = start_program({"sh", script});
@@ -191,8 +189,6 @@ constexpr std::size_t longest_array = 1000;
 class Slurm final : public Workers {
  public:
   Slurm(const Spread& spread, const WorkerOf& of, std::size_t cells, const std::string& folder) : folder_(folder) {
-    if (run_program({"sh", "-c", "command -v sbatch"}).code != 0)
-      throw Error(Errc::config, "got no program sbatch, wanted Slurm's in a folder of PATH", "--on slurm");
     if (go_on(of)) return;
     const std::size_t count = spread.jobs > 0 ? static_cast<std::size_t>(spread.jobs) : std::min(cells, longest_array);
     const std::string script = folder + "/slurm.sh";
@@ -253,7 +249,19 @@ class Slurm final : public Workers {
   bool over_ = false, told_ = false;
 };
 
+void need_program(const std::string& name, const std::string& whose, const std::string& option) {
+  if (run_program({"sh", "-c", "command -v " + name}).good()) return;
+  throw Error(Errc::config, fmt::format("got no program {}, wanted {} in a folder of PATH", name, whose), option);
+}
+
 }  // namespace
+
+void check_spread(const Spread& spread, const Experiment& e) {
+  if (spread.on == WorkersOn::here) check_beside(e, spread.jobs, usable_cores(), "--jobs");
+  if (spread.on == WorkersOn::mpi) need_program("mpirun", "OpenMPI's", "--on mpi");
+  if (spread.on == WorkersOn::slurm)
+    for (const char* name : {"sbatch", "squeue", "scancel"}) need_program(name, "Slurm's", "--on slurm");
+}
 
 WorkerOf WorkerOf::parse(const std::string& word) {
   const std::size_t first = word.find(':'), second = word.find(':', first + 1);

@@ -18,8 +18,11 @@ struct Spread {
   int jobs = 0;      // workers; 0 = not said
   bool wait = true;  // for a batch job's end
   std::string mpi_args, slurm_args;
-  std::vector<std::string> command;  // as typed; a worker gets `--worker-of ...` behind the first two words
+  std::vector<std::string> command;  // `kvlab run ...`; a worker gets `--worker-of ...` behind the first two words
 };
+// Errc::config where these workers cannot be started here, or would lengthen times that are measured. A run asks before
+// it writes anything.
+void check_spread(const Spread& spread, const Experiment& e);
 
 // What a run tells its workers, as one word. A worker whose cells are others would do useless work.
 struct WorkerOf {

@@ -2,7 +2,9 @@
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
+#include "result/results.hpp"
 #include "support/child.hpp"
 
 using namespace kvlab;
@@ -50,6 +52,45 @@ TEST_CASE("reproduce runs an item's experiments and sets the published values be
   REQUIRE(row != std::string::npos);
   CHECK(std::atof(csv.said.c_str() + csv.said.find("1.9,", row) + 4) > 0);  // a ratio of two measured times
   CHECK_THAT(csv.said, !Contains(",not run"));
+}
+
+TEST_CASE("reproduce --jobs 2: two workers run the cells of every experiment, each once") {
+  const test::Folder folder;
+  std::vector<std::string> words{"reproduce", "freekv/figure7", "--model", "synthetic/tiny", "--jobs", "2"};
+  for (const char* set : {"backend=cpu", "threads=1", "metrics=[score]",
+                          "tasks=[{random_prompts: {prompt: [64, 100], samples: 1, answer: 4}}]"})
+    words.insert(words.end(), {"--set", set});
+  words.insert(words.end(), {"-o", folder / "out", "-v", "--log", folder / "log"});
+  const Ended ran = run_kvlab(words);
+  INFO(ran.said);
+  CHECK(ran.code == 0);
+  std::map<std::string, int> written;  // by the messages of all processes
+  std::ifstream log(folder / "log");
+  for (std::string line; std::getline(log, line);)
+    if (const std::size_t to = line.find(": written to "); to != line.npos) ++written[line.substr(to)];
+  std::size_t cells = 0, files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "out")) {
+    if (entry.path().extension() != ".h5") continue;
+    const results::Summary summary = results::read_summary(entry.path().string());
+    CHECK(summary.info.command.find("kvlab reproduce freekv/figure7") == 0);
+    const std::string all = std::to_string(summary.rows.size());
+    CHECK_THAT(ran.said, Contains("[" + all + "/" + all + "] random_prompts"));
+    for (const results::SummaryRow& row : summary.rows) CHECK(row.status == "ok");
+    cells += summary.rows.size();
+    ++files;
+  }
+  CHECK(files == 4);  // that the paper's file names
+  CHECK(written.size() == cells);
+  for (const auto& [part, times] : written) CHECK(times == 1);
+}
+
+TEST_CASE("reproduce --jobs is refused for every experiment that measures times before one is run") {
+  const test::Folder folder;
+  const Ended ended = run_kvlab({"reproduce", "freekv/figure8", "--model", "synthetic/tiny", "--set", "backend=cpu",
+                                 "--jobs", "2", "-o", folder / "out"});
+  CHECK(ended.code == 2);
+  CHECK_THAT(ended.said, Contains("--jobs: got 2 workers") && Contains("the metrics measure times"));
+  CHECK_FALSE(std::filesystem::exists(folder / "out"));
 }
 
 TEST_CASE("reproduce refuses what it cannot do before it runs anything") {
