@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -107,7 +108,7 @@ class Spread(unittest.TestCase):
         self.assertEqual(one.returncode, 0, one.stderr)
         self.assertEqual(self.report(self.out), self.report(alone), said)
         self.assertEqual(sorted(self.written().values()), [1] * CELLS, said)
-        self.assertEqual(list(self.parts.glob("*.claim")), [])
+        self.assertEqual([p.name for p in self.parts.iterdir() if p.suffix not in (".h5", ".log")], [])
 
     def check_same_result(self):
         run = self.run_kvlab(FAST, *self.how)
@@ -135,6 +136,17 @@ class Mpi(Spread):
 
     def test_a_killed_rank_costs_no_cell(self):
         self.check_killed_worker()
+
+    def test_after_the_run_was_killed_its_ranks_end_and_the_next_run_repeats_nothing(self):
+        with subprocess.Popen(self.words(SLOW, *self.how), env=self.environment, **PIPES) as run:
+            ranks = wait_for(lambda: self.finished() and self.at_work())
+            run.kill()
+            said = run.communicate(timeout=120)[1]
+        self.assertTrue(ranks, said)
+        self.assertTrue(wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 20), ranks)
+        again = self.run_kvlab(SLOW, *self.how)
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.check_whole(again.stderr, SLOW)
 
     def test_ranks_started_by_hand_are_workers_too(self):
         words = ["mpirun", "-n", "2", *self.how[-1].split(), *self.words(FAST, "--worker")]
@@ -239,7 +251,6 @@ class Slurm(Spread):
 
     def test_the_result_is_that_of_one_process(self):
         self.check_same_result()
-        self.assertIn("#SBATCH --ntasks=1 --comment='two words'\n", (self.parts / "slurm.sh").read_text())
 
     def test_a_killed_worker_costs_no_cell(self):
         self.check_killed_worker()
@@ -251,6 +262,7 @@ class Slurm(Spread):
         self.assertTrue(job, sent.stderr)
         self.assertIn(job[1], self.jobs())
         self.assertFalse(self.out.exists())
+        self.assertIn("#SBATCH --ntasks=1 --comment='two words'\n", (self.parts / "slurm.sh").read_text())
         collected = self.run_kvlab(SLOW, *self.how)
         self.assertEqual(collected.returncode, 0, collected.stderr)
         self.assertIn(f"job {job[1]} of Slurm, which an earlier run submitted", collected.stderr)
@@ -270,10 +282,14 @@ class Slurm(Spread):
 
     def test_a_job_that_sbatch_refuses_is_an_error_with_its_words(self):
         run = self.run_kvlab(FAST, "--on", "slurm", "--slurm-args", "--partition=nowhere")
-        self.assertNotEqual(run.returncode, 0)
+        self.assertEqual(run.returncode, 2, run.stderr)
         self.assertIn("invalid partition specified: nowhere", run.stderr)
-        self.assertEqual(self.finished(), 0)
+        self.assertFalse(self.parts.exists())
+        self.assertFalse(self.out.exists())
 
 
 if __name__ == "__main__":
-    unittest.main()
+    tests = unittest.main(exit=False)
+    for test, reason in tests.result.skipped:
+        print(f"skipped: {test}: {reason}")
+    sys.exit(not tests.result.wasSuccessful())

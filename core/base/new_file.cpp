@@ -61,6 +61,12 @@ std::string follow_links(const std::string& path) {
   return at.string();
 }
 
+void write_text(const std::string& path, const std::string& text) {
+  NewFile file(path, text.size());
+  file.write(text.data(), text.size());
+  file.take_name();
+}
+
 std::int64_t free_bytes(const std::string& folder) {
   struct statvfs info {};
   if (::statvfs(folder.c_str(), &info) != 0) return -1;

@@ -33,6 +33,9 @@ class NewFile {
   int fd_ = -1;
 };
 
+// Writes a whole text by NewFile.
+void write_text(const std::string& path, const std::string& text);
+
 // Bytes that a process without privileges may still write in the folder's file system; -1 = not known.
 std::int64_t free_bytes(const std::string& folder);
 

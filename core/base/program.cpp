@@ -2,14 +2,20 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <poll.h>
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
 
+#include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 #include "base/descriptor.hpp"
 
@@ -37,12 +43,50 @@ ProgramEnd end_of(int status) {
   return {WIFEXITED(status) ? WEXITSTATUS(status) : 0, WIFSIGNALED(status) ? WTERMSIG(status) : 0, ""};
 }
 
+// posix_spawn cannot ask for a signal at this process's end. Between fork and exec there are only calls that other
+// threads' locks cannot stop.
+pid_t fork_program(const char* file, char* const* words, char* const* variables, const ProgramStart& how) {
+  const pid_t parent = getpid(), child = fork();
+  if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, how.at_our_end);
+  if (getppid() != parent) _exit(127);
+  if (!how.reads) dup2(open("/dev/null", O_RDONLY | O_CLOEXEC), STDIN_FILENO);
+  for (const auto& [own, its] : how.descriptors) dup2(own, its);
+  execvpe(file, words, variables);
+  _exit(127);
+}
+
+using Clock = std::chrono::steady_clock;
+
+// Adds what the pipe gives until its end or `end`. Returns whether its end came.
+bool read_until(int from, Clock::time_point end, std::string& said) {
+  char bytes[4096];
+  for (;;) {
+    pollfd wait{from, POLLIN, 0};
+    const long left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
+    if (left <= 0) return false;
+    const int ready = poll(&wait, 1, static_cast<int>(std::min(left, 1'000'000L)));
+    if (ready < 0 && errno != EINTR) return true;
+    if (ready <= 0) continue;
+    const ssize_t n = read(from, bytes, sizeof bytes);
+    if (n > 0)
+      said.append(bytes, static_cast<std::size_t>(n));
+    else if (n == 0 || errno != EINTR)
+      return true;
+  }
+}
+
 }  // namespace
 
 pid_t start_program(std::vector<std::string> words, const ProgramStart& how) {
   std::vector<std::string> variables = environment_with(how.set);
   const std::string file = how.file.empty() ? words.front() : how.file;
   std::fflush(stdout);
+  if (how.at_our_end) {
+    const pid_t child = fork_program(file.c_str(), pointers(words).data(), pointers(variables).data(), how);
+    if (child < 0) throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(errno)), file);
+    return child;
+  }
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   if (!how.reads) posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
@@ -62,7 +106,7 @@ ProgramEnd wait_for(pid_t program) {
   return end_of(status);
 }
 
-ProgramEnd run_program(const std::vector<std::string>& words) {
+ProgramEnd run_program(const std::vector<std::string>& words, std::chrono::seconds limit) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
     throw Error(Errc::io, fmt::format("got '{}', wanted a pipe", std::strerror(errno)), words.front());
@@ -73,12 +117,20 @@ ProgramEnd run_program(const std::vector<std::string>& words) {
     child = start_program(words, {.descriptors = {{to, STDOUT_FILENO}, {to, STDERR_FILENO}}});
   }
   std::string said;
-  char bytes[4096];
-  for (ssize_t n = 0; (n = read(from, bytes, sizeof bytes)) > 0 || (n < 0 && errno == EINTR);)
-    if (n > 0) said.append(bytes, static_cast<std::size_t>(n));
+  const bool in_time = read_until(from, limit.count() ? Clock::now() + limit : Clock::time_point::max(), said);
+  if (!in_time) kill(child, SIGKILL);
   ProgramEnd end = wait_for(child);
   end.said = std::move(said);
+  end.in_time = in_time;
   return end;
+}
+
+bool has_program(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(path ? path : "");
+  for (std::string folder; std::getline(folders, folder, ':');)
+    if (access(((folder.empty() ? "." : folder) + "/" + name).c_str(), X_OK) == 0) return true;
+  return false;
 }
 
 bool has_ended(pid_t process, ProgramEnd& end) {

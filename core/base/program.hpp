@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/types.h>
 
+#include <chrono>
 #include <map>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@ struct ProgramStart {
   std::string file;  // "" = words[0]
   Environment set{};
   bool reads = false;                              // this process's input; else it reads nothing
+  int at_our_end = 0;                              // a signal that it gets when this process ends, however that ends
   std::vector<std::pair<int, int>> descriptors{};  // of this process, and the program's number for it
 };
 // Starts a path or a program of PATH with the words as its arguments; words[0] is its name. Throws Errc::io where it
@@ -24,10 +26,14 @@ pid_t start_program(std::vector<std::string> words, const ProgramStart& how = {}
 // The end of a program that was waited for. signal: what ended it; 0 = it ended by itself.
 struct ProgramEnd {
   int code = 0, signal = 0;
-  std::string said;  // by run_program: both of its outputs
+  std::string said;     // by run_program: both of its outputs
+  bool in_time = true;  // false: run_program ended it at the limit
   bool good() const { return code == 0 && signal == 0; }
 };
-ProgramEnd run_program(const std::vector<std::string>& words);
+// limit: how long it may run; 0 = as long as it likes.
+ProgramEnd run_program(const std::vector<std::string>& words, std::chrono::seconds limit = {});
+
+bool has_program(const std::string& name);  // in a folder of PATH
 
 ProgramEnd wait_for(pid_t program);
 

@@ -241,6 +241,11 @@ std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& ou
 
 void add_label(SummaryRow& row, const std::string& label) { row.labels += (row.labels.empty() ? "" : ", ") + label; }
 
+SummaryRow read_new_part(const std::string& out_path, const std::string& id) {
+  const auto held = h5::lock();
+  return part_row(open_sealed(part_path(out_path, id), Look::at_length), id);
+}
+
 CellResult read_cell(const std::string& file, const std::string& id) {
   const auto held = h5::lock();
   check_id(id);

@@ -189,6 +189,10 @@ std::map<std::string, std::vector<PluginRow>> read_plugins(const std::string& ou
 // The samples of the cells of read_summary(), by the cell's id.
 std::map<std::string, std::vector<SampleRow>> read_samples(const std::string& out_path);
 
+// The row of a part that another process has just written. It does not read the cell's arrays, so it does not see
+// whether they are damaged; rebuild() does.
+SummaryRow read_new_part(const std::string& out_path, const std::string& id);
+
 // Everything about one cell from one file (OUT or a part).
 CellResult read_cell(const std::string& file, const std::string& id);
 

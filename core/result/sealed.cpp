@@ -122,7 +122,7 @@ void write_sealed(const std::string& path, const std::function<void(const h5::Fi
   write_image(path, image);
 }
 
-h5::File open_sealed(const std::string& path) {
+h5::File open_sealed(const std::string& path, Look look) {
   {
     const Descriptor file(open_to_read(path));
     if (file < 0) fail_io("open the file", path);
@@ -142,7 +142,7 @@ h5::File open_sealed(const std::string& path) {
       throw Error(Errc::result_file,
                   "got " + std::to_string(size + block) + " bytes, wanted " + std::to_string(wanted.bytes + block),
                   path);
-    if (measure(file, path).sum != wanted.sum)
+    if (look == Look::at_all_bytes && measure(file, path).sum != wanted.sum)
       throw Error(Errc::result_file, "got other bytes than kvlab wrote, wanted an unchanged file", path);
   }
   return h5::File::open(path);

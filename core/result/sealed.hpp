@@ -2,6 +2,7 @@
 // A sealed file begins with a 512-byte HDF5 user block: "kvlab sealed 1\nbytes N\nsum HEX\n", zero padded; N and HEX
 // cover everything after the block. Every HDF5 reader skips it.
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -18,7 +19,10 @@ Origin origin_of(const std::string& path);  // foreign: also if it is no regular
 // Errc::result_file if `path` is a file that kvlab did not write. Memory: the size of the file.
 void write_sealed(const std::string& path, const std::function<void(const h5::File&)>& fill);
 
+// at_length sees a cut file and no other damage, but it reads no more than HDF5 does.
+enum class Look : std::uint8_t { at_all_bytes, at_length };
+
 // Errc::io if the file cannot be read; Errc::result_file if it is cut, changed or not sealed.
-h5::File open_sealed(const std::string& path);
+h5::File open_sealed(const std::string& path, Look look = Look::at_all_bytes);
 
 }  // namespace kvlab::results

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/inotify.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -145,8 +146,8 @@ bool lives(const ProcessName& name) { return name.started != 0 && name == proces
 std::optional<Claim> Claim::take(const std::string& folder, const std::string& id) {
   const std::string path = claim_path(folder, id);
   std::error_code error;
-  fs::create_directories(folder, error);
   for (;;) {
+    fs::create_directories(folder, error);  // each time: a run that has finished all cells removes empty folders
     int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
     const bool made = fd >= 0;
     if (fd < 0 && errno == EEXIST) fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
@@ -220,6 +221,28 @@ bool any_held(const std::string& folder) {
 bool runs_beside(const std::string& folder, const std::string& id) {
   const auto all = claims_in(folder);
   return std::any_of(all.begin(), all.end(), [&](const ClaimSeen& c) { return c.id != id && lives(c.owner); });
+}
+
+Neighbours::Neighbours(std::string folder, std::string id)
+    : folder_(std::move(folder)), id_(std::move(id)), events_(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC)) {
+  if (events_ >= 0) ::inotify_add_watch(events_, folder_.c_str(), IN_CREATE | IN_MODIFY);
+  seen_ = runs_beside(folder_, id_);
+}
+
+bool Neighbours::any() { return seen_ = seen_ || claimed_meanwhile() || runs_beside(folder_, id_); }
+
+bool Neighbours::claimed_meanwhile() const {
+  alignas(inotify_event) char bytes[16 * 1024];
+  for (ssize_t got = 0; events_ >= 0 && (got = ::read(events_, bytes, sizeof bytes)) > 0;) {
+    for (const char* at = bytes; at < bytes + got;) {
+      const auto* event = reinterpret_cast<const inotify_event*>(at);
+      if (event->mask & IN_Q_OVERFLOW) return true;  // so many files were not written by this process
+      const fs::path name = event->len ? event->name : "";
+      if (name.extension() == ending && name.stem() != id_) return true;
+      at += sizeof *event + event->len;
+    }
+  }
+  return false;
 }
 
 }  // namespace kvlab

@@ -76,4 +76,20 @@ bool any_held(const std::string& folder);
 // Whether a process of this machine runs another cell than `id` now.
 bool runs_beside(const std::string& folder, const std::string& id);
 
+// Whether a process of this machine has run another cell than `id` since this object was made, however shortly. The
+// kernel notes claims that such processes write (inotify), so nothing has to look meanwhile. Where it takes no more
+// watches, only cells that run at the begin and at the end are seen.
+class Neighbours {
+ public:
+  Neighbours(std::string folder, std::string id);
+  bool any();
+
+ private:
+  bool claimed_meanwhile() const;
+
+  std::string folder_, id_;
+  Descriptor events_;
+  bool seen_;
+};
+
 }  // namespace kvlab

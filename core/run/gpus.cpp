@@ -30,9 +30,9 @@ struct Driver {
   }
 };
 
-std::string gpus_folder(const std::string& folder) { return folder + "/gpus"; }
-
 }  // namespace
+
+std::string gpus_folder(const std::string& folder) { return folder + "/gpus"; }
 
 std::vector<std::string> gpu_names() {
   std::vector<std::string> names;

@@ -21,6 +21,7 @@ bool measures_times(const Experiment& e);
 // and people may give one GPU to two workers. Nothing where there is no GPU, or no locks and not strict. folder:
 // OUT.parts.
 std::optional<Claim> claim_gpu(const Experiment& e, const std::string& folder, bool strict);
+std::string gpus_folder(const std::string& folder);  // of these claims
 // The same with the GPU's name given, for tests.
 Claim claim_gpu(const std::string& uuid, const std::string& folder);
 

@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/log.hpp"
@@ -31,10 +32,8 @@ CellResult run_alone(const CellInput& in, ModelInUse& models) {
   return run_cell(with_weights);
 }
 
-// Whether another cell makes this one's times longer: on a CPU cells share caches and memory.
-bool lengthened(const CellInput& in, const std::string& folder) {
-  return in.experiment->backend == "cpu" && in.wants(Metric::latency) && runs_beside(folder, in.cell->id);
-}
+// Whether another cell may make this one's times longer: on a CPU cells share caches and memory.
+bool may_be_lengthened(const CellInput& in) { return in.experiment->backend == "cpu" && in.wants(Metric::latency); }
 
 }  // namespace
 
@@ -59,11 +58,12 @@ void ModelInUse::need(std::size_t model) {
 }
 
 CellResult run_here(const CellInput& in, ModelInUse& models, const std::string& folder) {
-  const bool before = lengthened(in, folder);
+  std::optional<Neighbours> neighbours;
+  if (may_be_lengthened(in)) neighbours.emplace(folder, in.cell->id);
   CellResult result = run_alone(in, models);
   results::SummaryRow& row = result.summary;
   const bool timed = row.status == "ok" && row.threads > 0;  // an oracle is not
-  if (timed && !row.labels.ends_with("disturbed") && (before || lengthened(in, folder)))
+  if (timed && !row.labels.ends_with("disturbed") && neighbours && neighbours->any())
     results::add_label(row, "disturbed");
   return result;
 }

@@ -88,7 +88,8 @@ class Run {
  public:
   // Locks the output until this object ends.
   Run(const Experiment& e, const PluginCatalog& catalog, const RunOptions& options, Prepared& prepared);
-  int run();  // the exit code
+  int run();          // the exit code; CannotStart where nothing was run for lack of workers
+  void tidy() const;  // once no claim is held any more
 
  private:
   const std::vector<Cell>& all() const { return prepared_.cells; }
@@ -176,10 +177,18 @@ int Run::run() {
   } catch (const stop::Interrupted& by) {  // the cell under way leaves no result
     stopped_ = by.signal;
   } catch (const std::exception& e) {
+    if (dynamic_cast<const CannotStart*>(&e) && new_.empty()) {
+      shared_.tidy();
+      throw;
+    }
     log::error(fmt::format("the run stops here: {}; {}", e.what(), goes_on()));
     trouble_ = cannot_go_on_ = true;
   }
   return end();
+}
+
+void Run::tidy() const {
+  if (!options_.worker && finished() == all().size()) shared_.tidy();
 }
 
 void Run::run_cells() {
@@ -233,7 +242,7 @@ void Run::note_finished_elsewhere(const Cell& c) {
   new_.insert(c.id);
   if (options_.worker) return progress_.skip();
   const results::SummaryRow s =
-      on_own_file("a part could not be read", [&] { return results::read_cell(shared_.part(c.id), c.id); }).summary;
+      on_own_file("a part could not be read", [&] { return results::read_new_part(out_, c.id); });
   trouble_ |= s.status != "ok";
   progress_.ended_elsewhere(cell_name(e_, c), s.status == "ok" ? "ok" : s.status + ": " + s.error);
 }
@@ -400,8 +409,11 @@ int run_experiment(const Experiment& file, const PluginCatalog& catalog, const R
   });
   const std::string folder = results::parts_folder(e.output.string());
   const bool runs_cells = options.worker || options.spread.on == WorkersOn::nothing;
-  const std::optional<Claim> gpu = runs_cells ? claim_gpu(e, folder, options.worker) : std::nullopt;
-  return run->run();
+  std::optional<Claim> gpu = runs_cells ? claim_gpu(e, folder, options.worker) : std::nullopt;
+  const int code = run->run();
+  gpu.reset();
+  run->tidy();
+  return code;
 }
 
 results::RunInfo run_info(const Experiment& e, const std::string& command, const std::string& models) {

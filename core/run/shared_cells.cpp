@@ -13,6 +13,7 @@
 #include "base/new_file.hpp"
 #include "base/stop.hpp"
 #include "result/results.hpp"
+#include "run/gpus.hpp"
 
 namespace kvlab {
 namespace {
@@ -100,9 +101,16 @@ void SharedCells::replaces(const std::string& id, bool known) {
 void SharedCells::tell_workers() const {
   std::string text;
   for (const auto& [id, when] : old_) text += id + " " + when + "\n";
-  NewFile file(old_parts_file(folder_), text.size());
-  file.write(text.data(), text.size());
-  file.take_name();
+  write_text(old_parts_file(folder_), text);
+}
+
+void SharedCells::tidy() const {
+  std::error_code ignored;
+  for (const char* name : {"old_parts", "mpi.sh", "slurm.sh", "slurm.job"}) fs::remove(folder_ + "/" + name, ignored);
+  remove_abandoned(folder_);
+  forget_ended(gpus_folder(folder_));
+  fs::remove(gpus_folder(folder_), ignored);  // these two only where they are empty
+  fs::remove(folder_, ignored);
 }
 
 void SharedCells::ask_run() {
@@ -139,10 +147,6 @@ std::vector<const Cell*> run_by_workers(const Spread& spread, const Experiment& 
     look(shared, left, heard);
     if (stop::requested() || !left_behind) break;
     without_end = left.size() < before ? 0 : without_end + 1;
-  }
-  if (left.empty()) {
-    std::error_code ignored;
-    fs::remove(old_parts_file(shared.folder()), ignored);
   }
   if (left.empty() || stop::requested()) return left;
   for (const std::string& place : places) log::error("messages of the workers: " + place);

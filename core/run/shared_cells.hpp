@@ -29,6 +29,7 @@ class SharedCells {
   void replaces(const std::string& id, bool known);
   void tell_workers() const;  // which parts these are
   void ask_run();             // the worker's side
+  void tidy() const;          // removes what workers need beside the parts
 
   const std::string& folder() const { return folder_; }
   std::string part(const std::string& id) const;

@@ -6,24 +6,22 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <sstream>
 #include <utility>
 
 #include "base/log.hpp"
 #include "base/new_file.hpp"
 #include "base/program.hpp"
 #include "base/sha256.hpp"
-#include "base/text.hpp"
 #include "base/threads.hpp"
 #include "run/claims.hpp"
 #include "run/gpus.hpp"
+#include "run/slurm.hpp"
 
 namespace kvlab {
 namespace {
@@ -61,12 +59,6 @@ std::vector<std::string> started_elsewhere(const Spread& spread, const WorkerOf&
   std::vector<std::string> words = worker_words(spread, of);
   words.front() = own_program();
   return words;
-}
-
-void write_script(const std::string& path, const std::string& text) {
-  NewFile file(path, text.size());
-  file.write(text.data(), text.size());
-  file.take_name();
 }
 
 class Here final : public Workers {
@@ -143,8 +135,8 @@ class Mpi final : public Workers {
  public:
   Mpi(const Spread& spread, const WorkerOf& of, const std::string& folder) {
     const std::string script = folder + "/mpi.sh";
-    write_script(script, mpi_script(spread, of));
-    process_ = start_program({"sh", script});
+    write_text(script, mpi_script(spread, of));
+    process_ = start_program({"sh", script}, {.at_our_end = SIGTERM});  // mpirun then ends its ranks
   }
   ~Mpi() override {
     if (process_ > 0) kill(process_, SIGTERM);
@@ -169,88 +161,8 @@ class Mpi final : public Workers {
   pid_t process_ = -1;
 };
 
-// slurm_args stand in the script: a shell would have to quote them.
-std::string slurm_script(const Spread& spread, const WorkerOf& of) {
-  const std::string args = spread.slurm_args.empty() ? "" : "#SBATCH " + spread.slurm_args + "\n";
-  return fmt::format("#!/bin/sh\n#SBATCH --job-name=kvlab\n{}exec {}\n", args,
-                     shell_quoted(started_elsewhere(spread, of)));
-}
-
-// Slurm reads %x in a file's name as a pattern.
-std::string without_patterns(const std::string& path) {
-  std::string text;
-  for (const char c : path) text += c == '%' ? "%%" : std::string(1, c);
-  return text;
-}
-
-// Slurm's default for MaxArraySize allows no more.
-constexpr std::size_t longest_array = 1000;
-
-class Slurm final : public Workers {
- public:
-  Slurm(const Spread& spread, const WorkerOf& of, std::size_t cells, const std::string& folder) : folder_(folder) {
-    if (go_on(of)) return;
-    const std::size_t count = spread.jobs > 0 ? static_cast<std::size_t>(spread.jobs) : std::min(cells, longest_array);
-    const std::string script = folder + "/slurm.sh";
-    write_script(script, slurm_script(spread, of));
-    const ProgramEnd end = run_program({"sbatch", "--parsable", fmt::format("--array=0-{}", count - 1),
-                                        "--output=" + without_patterns(folder) + "/slurm-%A_%a.log", script});
-    if (end.code || end.signal)
-      throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job", one_line(end.said)), script);
-    // "12", or "12;CLUSTER", behind warnings.
-    std::istringstream lines(end.said);
-    for (std::string line; std::getline(lines, line);)
-      if (!line.empty()) job_ = line.substr(0, line.find(';'));
-    if (job_.empty() || job_.find_first_not_of("0123456789") != job_.npos)
-      throw Error(Errc::config, fmt::format("got '{}' of sbatch, wanted a job's number", one_line(end.said)), script);
-    write_script(job_file(), job_ + " " + of.word() + "\n");
-    log::info(fmt::format("job {} of Slurm: {} {}", job_, count, count == 1 ? "worker" : "workers"));
-  }
-  // Asks every few seconds: squeue is work for Slurm's controller.
-  bool any() override {
-    const auto now = std::chrono::steady_clock::now();
-    if (over_ || now < next_) return !over_;
-    next_ = now + std::chrono::seconds(2);
-    over_ = !queued(job_);
-    return !over_;
-  }
-  void stop(int) override { run_program({"scancel", job_}); }
-  void no_cells_left() override {
-    if (!std::exchange(told_, true)) run_program({"scancel", "--state=PENDING", job_});
-  }
-  std::string name() const override { return fmt::format("job {} of Slurm", job_); }
-  std::string messages() const override { return fmt::format("{}/slurm-{}_*.log", folder_, job_); }
-
- private:
-  std::string job_file() const { return folder_ + "/slurm.job"; }
-
-  // Waits for the job of a run that did not wait, or that was killed, if its workers run the same cells.
-  bool go_on(const WorkerOf& of) {
-    std::ifstream in(job_file());
-    std::string job, word;
-    if (!(in >> job >> word) || word != of.word() || job.find_first_not_of("0123456789") != job.npos || !queued(job))
-      return false;
-    job_ = job;
-    log::info(fmt::format("job {} of Slurm, which an earlier run submitted, is not over", job_));
-    return true;
-  }
-
-  // A controller that does not answer has not forgotten the job.
-  static bool queued(const std::string& job) {
-    const ProgramEnd end = run_program({"squeue", "--noheader", "--format=%T", "--jobs=" + job});
-    if (end.code == 0 && end.signal == 0) return end.said.find_first_not_of(" \n") != std::string::npos;
-    if (end.said.find("Invalid job id") != std::string::npos) return false;
-    log::warn(fmt::format("got '{}' of squeue, wanted the state of job {}", one_line(end.said), job));
-    return true;
-  }
-
-  std::string folder_, job_;
-  std::chrono::steady_clock::time_point next_{};
-  bool over_ = false, told_ = false;
-};
-
 void need_program(const std::string& name, const std::string& whose, const std::string& option) {
-  if (run_program({"sh", "-c", "command -v " + name}).good()) return;
+  if (has_program(name)) return;
   throw Error(Errc::config, fmt::format("got no program {}, wanted {} in a folder of PATH", name, whose), option);
 }
 
@@ -327,7 +239,8 @@ std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e
   const auto of = [&](const char* engine) { return WorkerOf{engine, e.backend, cells_hash}; };
   switch (spread.on) {
     case WorkersOn::mpi: return std::make_unique<Mpi>(spread, of("mpi"), folder);
-    case WorkersOn::slurm: return std::make_unique<Slurm>(spread, of("slurm"), cells, folder);
+    case WorkersOn::slurm:
+      return start_slurm(spread, of("slurm"), started_elsewhere(spread, of("slurm")), cells, folder);
     default: {
       const int count = static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(spread.jobs), cells));
       return std::make_unique<Here>(spread, e, of("here"), count, folder);

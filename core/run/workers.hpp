@@ -2,6 +2,8 @@
 // Each is kvlab again. It claims a cell, runs it, writes its part, and ends when no cell is left to claim. Nothing here
 // decides which worker runs which cell.
 #pragma once
+#include <kvlab/error.hpp>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -43,6 +45,12 @@ void check_beside(const Experiment& e, int count, int cores, const std::string& 
 // every other process. Call it before CUDA is used.
 void place_rank(const Experiment& e);
 
+// What the user gave starts no worker.
+class CannotStart final : public Error {
+ public:
+  explicit CannotStart(const std::string& what, const std::string& where = {}) : Error(Errc::config, what, where) {}
+};
+
 // Workers at work.
 class Workers {
  public:
@@ -54,7 +62,8 @@ class Workers {
   virtual std::string messages() const = 0;  // where they are; "" = among this process's
 };
 
-// folder: OUT.parts; it takes scripts and messages. cells: how many are left to run.
+// folder: OUT.parts; it takes scripts and messages. cells: how many are left to run. CannotStart where Slurm refuses
+// the job.
 std::unique_ptr<Workers> start_workers(const Spread& spread, const Experiment& e, const std::string& cells_hash,
                                        std::size_t cells, const std::string& folder);
 

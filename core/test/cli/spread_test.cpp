@@ -1,5 +1,7 @@
 // --jobs, --worker: several processes run the cells, and the result is that of one.
 #include <catch2/catch.hpp>
+#include <cstdlib>
+#include <functional>
 #include <map>
 #include <set>
 #include <sstream>
@@ -274,6 +276,88 @@ TEST_CASE("--jobs is refused where workers would lengthen each other's times, wh
   const Ended fits = run(folder, narrow.c_str(), "out.h5", {"--jobs", "2"});
   INFO(fits.said);
   CHECK(fits.code == 0);
+}
+
+TEST_CASE("--on: without its programs a run is refused, and nothing is written") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml", six_cells);
+  for (const std::string on : {"mpi", "slurm"}) {
+    const Ended ended = test::run_kvlab({"run", file, "-o", folder / "out.h5", "--on", on, "--jobs", "2"},
+                                        [&] { setenv("PATH", (folder / ".").c_str(), 1); });
+    INFO(ended.said);
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.said, Catch::Contains("--on " + on + ": got no program " + (on == "mpi" ? "mpirun" : "sbatch")));
+  }
+  CHECK(folder.files(".", ".h5") == 0);
+  CHECK_FALSE(std::filesystem::exists(folder / "out.h5.parts"));
+}
+
+namespace {
+
+// Programs in place of Slurm's. Each waits for nothing but what its text says.
+class FakeSlurm {
+ public:
+  FakeSlurm(const std::string& sbatch, const std::string& squeue, const std::string& scancel) {
+    for (const auto& [name, text] : {std::pair{"sbatch", sbatch}, {"squeue", squeue}, {"scancel", scancel}})
+      std::filesystem::permissions(folder_.write(name, "#!/bin/sh\n" + text + "\n"), std::filesystem::perms::owner_all);
+  }
+  std::function<void()> setup() const {
+    return [path = (folder_ / ".") + ":" + std::getenv("PATH")] {
+      setenv("PATH", path.c_str(), 1);
+      setenv("KVLAB_SLURM_SECONDS", "1", 1);
+    };
+  }
+
+ private:
+  Folder folder_;
+};
+
+const std::string hangs = "exec sleep 1000";
+
+}  // namespace
+
+TEST_CASE("--on slurm: sbatch that hangs or refuses ends the run with 2, and nothing is left") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml", six_cells);
+  const auto [sbatch, says] = GENERATE(table<std::string, std::string>(
+      {{hangs, "got no answer of sbatch within 1 s, wanted a job"},
+       {"echo 'no such partition' >&2; exit 1", "got 'no such partition' of sbatch, wanted a job"},
+       {"echo soon", "got 'soon' of sbatch, wanted a job's number"}}));
+  const FakeSlurm slurm(sbatch, "exit 1", "exit 1");
+  const Ended ended = test::run_kvlab({"run", file, "-o", folder / "out.h5", "--on", "slurm"}, slurm.setup());
+  INFO(ended.said);
+  CHECK(ended.code == 2);
+  CHECK_THAT(ended.said, Catch::Contains(says));
+  CHECK_FALSE(std::filesystem::exists(folder / "out.h5"));
+  CHECK_FALSE(std::filesystem::exists(folder / "out.h5.parts"));
+}
+
+TEST_CASE("--on slurm: with all cells there a run ends, though squeue and scancel hang") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml", six_cells);
+  const FakeSlurm slurm("for script; do :; done; sh \"$script\" >/dev/null 2>&1 & echo 7", hangs, hangs);
+  const Ended ended =
+      test::run_kvlab({"run", file, "-o", folder / "out.h5", "--on", "slurm", "--jobs", "1"}, slurm.setup());
+  INFO(ended.said);
+  CHECK(ended.code == 0);
+  check_good(folder / "out.h5", 6);
+  CHECK_THAT(ended.said, Catch::Contains("got no answer of squeue within"));
+  CHECK(folder.files("out.h5.parts", ".h5") == 6);
+  for (const char* name : {"slurm.sh", "slurm.job", "old_parts", "gpus"})
+    CHECK_FALSE(std::filesystem::exists(folder / ("out.h5.parts/" + std::string(name))));
+}
+
+TEST_CASE("--on slurm: a signal ends the run, though scancel hangs, and the error names the job") {
+  const Folder folder;
+  const std::string file = folder.write("e.yaml", six_cells);
+  const FakeSlurm slurm("echo 7", "echo RUNNING", hangs);
+  Child run(test::kvlab_command({"run", file, "-o", folder / "out.h5", "--on", "slurm"}), slurm.setup());
+  REQUIRE(run.reaches([&] { return std::filesystem::exists(folder / "out.h5.parts/slurm.job"); }));
+  run.kill(SIGTERM);
+  const Ended ended = run.wait();
+  INFO(ended.said);
+  CHECK(ended.code == 128 + SIGTERM);
+  CHECK_THAT(ended.said, Catch::Contains("got no answer of scancel within 1 s, wanted the end of job 7"));
 }
 
 TEST_CASE("options of workers that do not fit together are refused") {

@@ -404,6 +404,27 @@ TEST_CASE("a part of several MiB comes back, and a changed byte at its end is se
   CHECK_THROWS_WITH(read_cell(part, "a"), Catch::Contains("wanted an unchanged file"));
 }
 
+TEST_CASE("the row of a new part is read without the bytes of its arrays") {
+  const TemporaryFolder dir;
+  CellResult cell = sample_cell("a");
+  cell.step_ms.assign(700'000, 1.25f);
+  cell.step_device_ms.clear(), cell.step_parts.clear(), cell.parts.clear();
+  const std::string part = write_part(dir / "o.h5", cell, sample_info());
+  std::string bytes = bytes_of(part);
+  const float value = 1.25f;
+  const std::string three = std::string(reinterpret_cast<const char*>(&value), 4) +
+                            std::string(reinterpret_cast<const char*>(&value), 4) +
+                            std::string(reinterpret_cast<const char*>(&value), 4);
+  const std::size_t at = bytes.find(three);
+  REQUIRE(at != bytes.npos);
+  bytes[at] = static_cast<char>(bytes[at] ^ 1);
+  write_bytes(part, bytes);
+  CHECK_THROWS_WITH(read_cell(part, "a"), Catch::Contains("wanted an unchanged file"));
+  CHECK(read_new_part(dir / "o.h5", "a").context_tokens == cell.summary.context_tokens);
+  write_bytes(part, bytes.substr(0, bytes.size() - 1));
+  CHECK_THROWS_WITH(read_new_part(dir / "o.h5", "a"), Catch::Contains("bytes, wanted"));
+}
+
 TEST_CASE("a sealed file of another layout is an error, not a crash") {
   const TemporaryFolder dir;
   const auto held = h5::lock();

@@ -191,6 +191,31 @@ TEST_CASE("claims: a process runs beside a cell while it lives and holds another
   CHECK_FALSE(runs_beside(folder / ".", "a"));
 }
 
+TEST_CASE("claims: a neighbour that began and ended between two looks was there, too") {
+  const TemporaryFolder folder;
+  const auto own = Claim::take(folder / ".", "a");
+  Neighbours alone(folder / ".", "a");
+  std::ofstream(folder / "a.h5") << "a part";
+  claim_gpu("0123", folder / ".");
+  CHECK_FALSE(alone.any());
+  { Holder other(folder / ".", "b"); }
+  CHECK_FALSE(runs_beside(folder / ".", "a"));
+  CHECK(alone.any());
+  CHECK(alone.any());
+
+  Neighbours after(folder / ".", "a");
+  CHECK_FALSE(after.any());
+  Holder killed(folder / ".", "c");
+  killed.kill_it();
+  CHECK(after.any());
+  Neighbours taken_over(folder / ".", "a");  // the file of the killed one is there already
+  CHECK_FALSE(taken_over.any());
+  { Holder next(folder / ".", "c"); }
+  CHECK(taken_over.any());
+  Holder there(folder / ".", "d");
+  CHECK(Neighbours(folder / ".", "a").any());
+}
+
 TEST_CASE("claims: a GPU that measures times has one worker, and a killed worker's GPU is free") {
   const TemporaryFolder folder;
   Holder other(folder / "gpus", "0123");
