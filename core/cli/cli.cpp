@@ -138,11 +138,12 @@ CommandLine::CommandLine(int argc, char** argv) : argc_(argc), argv_(argv) {
   app_.require_subcommand(1);
   app_.set_version_flag("--version", fmt::format("kvlab {} ({})", version(), git_commit()));
   app_.footer(
-      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or the run had "
-      "to\n"
-      "stop before its end; 2 something is wrong with what was given, or there is no memory to prepare it, and nothing "
-      "was\n"
-      "run; 3 no network, device, driver or Python package; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM.");
+      "kvlab COMMAND --help says more. Exit codes: 0 done; 1 a cell failed or did not fit in memory, or the run had to "
+      "stop\n"
+      "before its end; 2 something is wrong with what was given, a missing file too, or there is no memory to prepare "
+      "it, and\n"
+      "nothing was run; 3 no network, device, driver or Python package; 129, 130, 143 stopped by SIGHUP, SIGINT, "
+      "SIGTERM.");
   add_run();
   add_profile();
   add_generate();
