@@ -109,4 +109,20 @@ Place place_of(std::span<const Rung> given) {
   return out;
 }
 
+Interval ratio_interval(std::span<const Pair> given) {
+  std::vector<Rung> rungs;
+  std::vector<Pair> pairs;
+  for (const Pair& p : given) {
+    if (!std::isfinite(p.own) || !std::isfinite(p.other) || !(p.weight > 0)) continue;
+    rungs.push_back({p.context, p.own, 0, p.other, p.weight});
+    pairs.push_back(p);
+  }
+  const std::vector<Context> contexts = contexts_of(rungs);
+  if (contexts.size() < 2) return {not_known, not_known};
+  const ScoreRange range = range_of(pairs);
+  Interval out = interval_of(contexts, range);
+  if (range != ScoreRange::unbounded) out.low = std::max(0., out.low);
+  return std::isfinite(out.high) ? out : Interval{not_known, not_known};
+}
+
 }  // namespace kvlab

@@ -29,4 +29,9 @@ struct Place {
 // Questions whose scores are not finite are left out.
 Place place_of(std::span<const Rung> rungs);
 
+// The 95 % interval of sum(own) / sum(other), which is the place above 0 with `other` as the upper policy. Each
+// resample draws both sums, so neither counts as known. Scores from 0 to 1 have the same two contexts more, and no end
+// below 0. NaN with too few contexts, and where so many resamples have no ratio that an end would be infinite.
+Interval ratio_interval(std::span<const Pair> pairs);
+
 }  // namespace kvlab

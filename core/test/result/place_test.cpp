@@ -64,6 +64,65 @@ const std::vector<Population> populations = {
 
 }  // namespace
 
+TEST_CASE("the interval of a ratio holds the true ratio of two policies in 95 of 100 cases") {
+  for (const Population& p : populations)
+    for (const int contexts : {25, 100}) {
+      const int trials = 300;
+      int held = 0;
+      for (int t = 0; t < trials; ++t) {
+        Random random(static_cast<std::uint64_t>(contexts), static_cast<std::uint64_t>(t));
+        std::vector<Rung> rungs;
+        for (int c = 0; c < contexts; ++c) p.draw(random, c, rungs);
+        std::vector<Pair> pairs;
+        for (const Rung& r : rungs) pairs.push_back({r.context, r.own, r.high, r.weight});
+        const Interval i = ratio_interval(pairs);
+        const double truth = p.binary ? p.own / p.high : (p.own / 2 + 0.25) / (p.high / 2 + 0.25);
+        held += i.low <= truth && truth <= i.high;
+      }
+      CAPTURE(contexts, p.questions, p.own, p.high, p.binary);
+      CHECK(held > 0.915 * trials);
+      CHECK(held < 0.985 * trials);
+    }
+}
+
+TEST_CASE("the interval of a ratio draws both sums, and has the width of the linearized ratio") {
+  // own is other / 2 and a little noise. The difference varies as other does, the ratio as the noise does.
+  Random random(5, 0);
+  std::vector<Pair> pairs;
+  double own = 0, other = 0;
+  for (int c = 0; c < 400; ++c) {
+    const double o = random.unit();
+    pairs.push_back({c, o / 2 + 0.05 * (random.unit() - 0.5), o, 1});
+    own += pairs.back().own, other += o;
+  }
+  const double ratio = own / other;
+  double squares = 0;
+  for (const Pair& p : pairs) squares += std::pow(p.own - ratio * p.other, 2);
+  const double error = std::sqrt(400. / 399 * squares) / other;  // Cochran 1977
+  const Interval i = ratio_interval(pairs);
+  CHECK(i.low == Approx(ratio - 1.96 * error).margin(0.3 * error));
+  CHECK(i.high == Approx(ratio + 1.96 * error).margin(0.3 * error));
+}
+
+TEST_CASE(
+    "the interval of a ratio has a width where both answer alike, no end below 0, and is not there for one context") {
+  const auto pairs_of = [](int n, int own, int other) {
+    std::vector<Pair> pairs;
+    for (int c = 0; c < n; ++c) pairs.push_back({c, double(c < own), double(c < other), 1});
+    return pairs;
+  };
+  const Interval same = ratio_interval(pairs_of(20, 20, 20));
+  CHECK(same.low < 1);
+  CHECK(same.high > 1);
+  CHECK(same.low > 0.7);
+  const Interval none = ratio_interval(pairs_of(20, 0, 20));
+  CHECK(none.low == 0);
+  CHECK(none.high > 0);
+  CHECK(none.high < 0.3);
+  CHECK(std::isnan(ratio_interval(pairs_of(1, 1, 1)).low));
+  CHECK(std::isnan(ratio_interval(pairs_of(20, 5, 0)).high));  // over a score of 0 there is no ratio
+}
+
 TEST_CASE("a place is the share of the way from the lower to the upper policy") {
   const Place p = place_of(right_in(20, 4, 8, 20));  // (8 - 4) / (20 - 4)
   CHECK(p.place == Approx(0.25));
