@@ -9,6 +9,7 @@
 #include "base/text.hpp"
 #include "result/answers.hpp"
 #include "result/compare_report.hpp"
+#include "result/place.hpp"
 #include "result/profile_report.hpp"
 #include "result/report_blocks.hpp"
 
@@ -117,14 +118,15 @@ class Cells {
     return {g.first().score_lo, g.first().score_hi};
   }
 
-  // Of own / other: the paired difference of scores, over the other's score as if that were known.
-  Interval retained_interval(const Group& own, const Group& other, double score) const {
+  // Of own / other, whose answers are paired. The ratio of two perplexities is exp of the difference in nats.
+  Interval ratio_interval(const Group& own, const Group& other) const {
     results::Contexts contexts;
     const results::Answers a = answers(own), b = answers(other);
     contexts.add(a), contexts.add(b);
-    const Difference d = difference_of(results::paired(a, b, contexts).pairs);
-    if (d.pairs == 0 || !(score > 0)) return {not_measured, not_measured};
-    return {1 + d.interval.low / score, 1 + d.interval.high / score};
+    const std::vector<Pair> pairs = results::paired(a, b, contexts).pairs;
+    if (a.empty() || !a.begin()->second.forced) return kvlab::ratio_interval(pairs);
+    const Interval nats = difference_of(pairs).interval;
+    return {std::exp(nats.low), std::exp(nats.high)};
   }
 
  private:
@@ -164,11 +166,37 @@ OurValue of_block(const Reading& r, const OurRun& run, const Cells& cells, const
     const Group* other = Cells::group(block, r.against, std::nullopt, out.why);
     if (!other) return {not_measured, out.interval, r.against + ": " + out.why};
     const double base = results::mean_over(*other, get);
-    if (scored) out.interval = cells.retained_interval(*own, *other, base);
+    if (scored) out.interval = cells.ratio_interval(*own, *other);
     out.value /= base;
   }
   if (!measured(out.value)) out.why = "not measured";
   return in_unit(out, r.as);
+}
+
+// The mean over these tasks; none: over all of the run.
+OurValue over_tasks(const Reading& r, const OurRun& run, const Cells& cells, const std::vector<std::string>& wanted) {
+  OurValue out;
+  std::set<std::string> tasks;
+  double sum = 0;
+  for (const Block* block : cells.blocks(r)) {
+    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), block->task) == wanted.end()) continue;
+    if (!tasks.insert(block->task).second) {
+      out.why = "several tables of " + block->task;
+      return out;
+    }
+    const OurValue one = of_block(r, run, cells, *block);
+    if (!measured(one.value)) {
+      out.why = block->task + ": " + one.why;
+      return out;
+    }
+    sum += one.value;
+  }
+  const std::size_t all = wanted.empty() ? run.tasks : wanted.size();
+  if (tasks.size() == all)
+    out.value = sum / static_cast<double>(all);
+  else
+    out.why = fmt::format("{} of {} tasks", tasks.size(), all);
+  return out;
 }
 
 OurValue shared_heads(const Reading& r, const Ours& ours) {
@@ -290,26 +318,16 @@ OurValue our_value(const Reading& r, const Ours& ours) {
     out.why = "several tables fit";
     return out;
   }
-  std::set<std::string> tasks;
-  for (const Block* block : blocks)
-    if (!tasks.insert(block->task).second) {
-      out.why = "several tables of " + block->task;
-      return out;
-    }
-  if (tasks.size() != run->second.tasks) {
-    out.why = fmt::format("{} of {} tasks", tasks.size(), run->second.tasks);
-    return out;
-  }
+  if (r.groups.empty()) return over_tasks(r, run->second, cells, {});
   double sum = 0;
-  for (const Block* block : blocks) {
-    const OurValue one = of_block(r, run->second, cells, *block);
-    if (!measured(one.value)) {
-      out.why = block->task + ": " + one.why;
-      return out;
-    }
+  for (const std::vector<std::string>& group : r.groups) {
+    const OurValue one = over_tasks(r, run->second, cells, group);
+    if (!measured(one.value)) return one;
     sum += one.value;
   }
-  return {sum / static_cast<double>(blocks.size()), out.interval, ""};
+  out.value = sum / static_cast<double>(r.groups.size());
+  out.why.clear();
+  return out;
 }
 
 results::ReportPage beside(const std::string& paper, const Item& item, const Ours& ours) {

@@ -25,7 +25,9 @@ struct Ours {
   std::map<std::string, results::ProfileFile> profiles;
 };
 
-// What we have for one published value, in the paper's unit.
+// What we have for one published value, in the paper's unit. The interval of a ratio of two scores is the bootstrap
+// over contexts of result/place.hpp, which draws both scores, question by question. It does not take the score of
+// `against`, such as full's, as known.
 struct OurValue {
   double value = results::not_measured;
   Interval interval{results::not_measured, results::not_measured};  // 95 %, of scores

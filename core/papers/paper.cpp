@@ -117,6 +117,22 @@ class Reader {
     return out;
   }
 
+  // `tasks`, a list of tasks, or a list of such lists.
+  void over(const Node& node, Reading& r) {
+    r.over_tasks = true;
+    r.groups.clear();
+    if (!node.is(Kind::list)) {
+      word(node, {"tasks"});
+      return;
+    }
+    const bool nested = !node.items.empty() && node.items.front().is(Kind::list);
+    if (!nested) r.groups.push_back(texts(&node));
+    for (const Node& one : node.items)
+      if (nested) r.groups.push_back(texts(&one));
+    for (const auto& group : r.groups)
+      if (group.empty()) wrong(node, "an empty list", "tasks");
+  }
+
   void add(const Node& map, Reading& r, const std::vector<std::string>& others = {}) {
     std::vector<std::string> known = reading_keys;
     known.insert(known.end(), others.begin(), others.end());
@@ -133,7 +149,7 @@ class Reader {
     set("budget", [&](const Node& n) { r.budget = number(n); });
     set("read", [&](const Node& n) { r.read = word(n, reads); });
     set("as", [&](const Node& n) { r.as = word(n, forms); });
-    set("over", [&](const Node& n) { r.over_tasks = word(n, {"tasks"}) == "tasks"; });
+    set("over", [&](const Node& n) { over(n, r); });
     set("parts", [&](const Node& n) { r.parts = texts(&n); });
     set("pair", [&](const Node& n) {
       r.pair = texts(&n);

@@ -76,6 +76,13 @@ TEST_CASE("a published value is set beside the cell that it names") {
   both.runs["table1"].tasks = 2;
   r = reading("mine"), r.over_tasks = true, r.budget = 64;
   CHECK(our_value(r, both).value == Approx(0.55));
+  r.groups = {{"t2"}};
+  CHECK(our_value(r, both).value == Approx(0.7));
+  r.groups = {{"t1", "t2"}, {"t2"}};  // a mean of means
+  CHECK(our_value(r, both).value == Approx(0.625));
+  r.groups = {{"t1", "t2"}, {"t1", "t3"}};
+  CHECK(our_value(r, both).why == "1 of 2 tasks");
+  r.groups.clear();
   both.runs["table1"].tasks = 3;
   CHECK(our_value(r, both).why == "2 of 3 tasks");
 }
@@ -103,7 +110,7 @@ TEST_CASE("what is not there has a reason in place of a value") {
   CHECK(our_value(r, ours).value == 0.4);
 }
 
-TEST_CASE("what a policy retains has the interval of its paired difference") {
+TEST_CASE("what a policy retains has the interval of the ratio of both scores") {
   Ours ours = one_run({cell("full", "t1", 0.8, 1), cell("mine", "t1", 0.6, 1)});
   OurRun& run = ours.runs["table1"];
   run.samples[run.summary.rows[0].cell] = answers(8);
@@ -115,6 +122,18 @@ TEST_CASE("what a policy retains has the interval of its paired difference") {
   CHECK(v.interval.low < 75);
   CHECK(v.interval.high > 75);
   CHECK(v.interval.low > 0);
+
+  // Each text has twice the perplexity, whatever its own is.
+  const double perplexity[] = {2, 3, 5, 8, 13, 21, 34, 55, 89, 144};
+  for (std::size_t i = 0; i < 10; ++i)
+    for (std::size_t cell = 0; cell < 2; ++cell) {
+      results::SampleRow& row = run.samples[run.summary.rows[cell].cell][i];
+      row.stop = "forced", row.output_tokens = 100;
+      row.score = perplexity[i] * (cell == 1 ? 2 + 0.01 * static_cast<double>(i) : 1);
+    }
+  const OurValue texts = our_value(r, ours);
+  CHECK(texts.interval.low > 200);  // percent
+  CHECK(texts.interval.high < 210);
 }
 
 TEST_CASE("shared heads are those of the first profile that the second has, too") {

@@ -71,6 +71,29 @@ TEST_CASE("a value belongs to what its row, its column and its table say, the ro
   CHECK(item.rows[1].values[1].reading.policy == "table");
 }
 
+TEST_CASE("a mean is over all tasks, over some, or over the means of groups") {
+  const std::string begin = "  table1:\n    title: Scores\n    run: [a.yaml]\n    values:\n      over: ";
+  const std::string end =
+      "\n      columns: {one: null, two: {over: tasks}}\n      rows: {r1: {policy: p, values: [1, 2]}}\n";
+  const auto groups = [&](const std::string& over) {
+    const auto values = read(begin + over + end).items.at(0).rows.at(0).values;
+    CHECK(values[0].reading.over_tasks);
+    CHECK(values[1].reading.over_tasks);
+    CHECK(values[1].reading.groups.empty());
+    return values[0].reading.groups;
+  };
+  using Groups = std::vector<std::vector<std::string>>;
+  CHECK(groups("tasks").empty());
+  CHECK(groups("[a, b]") == Groups{{"a", "b"}});
+  CHECK(groups("[[a, b], [c]]") == Groups{{"a", "b"}, {"c"}});
+  for (const std::string over : {"[]", "[[a], []]", "task", "[a, [b]]"}) {
+    CAPTURE(over);
+    const auto all = errors_of(begin + over + end);
+    REQUIRE_FALSE(all.empty());
+    CHECK_THAT(all[0], Contains("known.yaml:9:"));
+  }
+}
+
 TEST_CASE("a file of published values that is wrong says where") {
   const auto all = errors_of(
       "  table1:\n"
