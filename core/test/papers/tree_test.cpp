@@ -1,0 +1,138 @@
+// The published values of this tree name cells that its experiments have. No model and no data file is read.
+#include <catch2/catch.hpp>
+#include <filesystem>
+#include <set>
+#include <nlohmann/json.hpp>
+
+#include "base/part_timer.hpp"
+#include "experiment/catalog.hpp"
+#include "experiment/experiment.hpp"
+#include "experiment/variants.hpp"
+#include "papers/beside.hpp"
+#include "result/report_blocks.hpp"
+#include "support/places.hpp"
+
+using namespace kvlab;
+using namespace kvlab::papers;
+using results::SummaryRow;
+
+namespace {
+
+const std::vector<Part> all_parts{Part::gemm,   Part::attend, Part::append,  Part::score,
+                                  Part::select, Part::recall, Part::compact, Part::other};
+
+// The tokens of a task's prompts, where its parameters say them.
+std::int64_t context_of(const TaskSpec& task) {
+  const auto params = to_json(task.task.params);
+  for (const char* key : {"context", "prompt"})
+    if (params.contains(key) && params[key].is_number()) return params[key].get<std::int64_t>();
+  return -1;
+}
+
+// A row with the labels that the cell will have, and 1 for everything that its metrics measure.
+SummaryRow row_of(const Experiment& e, const Cell& cell, std::size_t number) {
+  const PolicySpec& policy = e.policies[cell.policy];
+  const TaskSpec& task = e.tasks[cell.task];
+  SummaryRow row;
+  row.cell = std::to_string(number);
+  row.model = e.models[cell.model].name(), row.policy = policy.name, row.task = task_label(task);
+  row.params = cell.params, row.ablated = policy.ablated;
+  row.seed = cell.seed, row.repeat = cell.repeat;
+  row.context_tokens = context_of(task);
+  if (policy.budget.kind == BudgetAmount::tokens) row.budget_tokens = policy.budget.value;
+  if (policy.budget.kind == BudgetAmount::ratio && row.context_tokens > 0)
+    row.budget_tokens = policy.budget.value * static_cast<double>(row.context_tokens);
+  if (!e.workloads.empty()) row.workload = e.workloads[cell.workload].text();
+  const auto has = [&](Metric metric) { return e.metrics.count(metric) != 0; };
+  if (has(Metric::score)) row.score = 1;
+  if (has(Metric::fidelity)) row.kl = row.top1 = row.mass = 1;
+  if (has(Metric::memory)) {
+    row.device_bytes_peak = row.host_bytes_peak = 1;
+    row.device_bytes_decode = row.compression = 1;
+  }
+  if (has(Metric::latency)) {
+    row.ttft_ms = row.tpot_ms_mean = row.tpot_ms_p50 = row.tpot_ms_p95 = row.tpot_ms_p99 = 1;
+    row.tokens_per_s = row.overhead = 1;
+  }
+  return row;
+}
+
+OurRun run_of(const Experiment& e, const PluginCatalog& catalog) {
+  OurRun out;
+  std::set<std::string> tasks;
+  for (const TaskSpec& task : e.tasks) tasks.insert(task_label(task));
+  out.tasks = tasks.size();
+  for (const Cell& cell : cells(e, catalog, {})) {
+    out.summary.rows.push_back(row_of(e, cell, out.summary.rows.size()));
+    if (e.metrics.count(Metric::parts))
+      for (const Part part : all_parts) out.parts[out.summary.rows.back().cell][name_of(part)] = 1;
+  }
+  return out;
+}
+
+// Why a value will find no cell, however well everything runs; "" = it will find one.
+std::string fault(const Reading& reading, const Ours& ours) {
+  if (reading.read != "shared_heads") return our_value(reading, ours).why;
+  for (const std::string& stem : reading.pair)
+    if (!ours.profiles.count(stem)) return "the item runs no profile experiment " + stem;
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("every published value names one cell of the experiments that its item runs") {
+  const std::filesystem::path root = test::source_root();
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  std::size_t values = 0;
+  std::string faults;
+  for (const Paper& paper : read_papers(root / "analysis/papers"))
+    for (const Item& item : paper.items) {
+      const std::string name = paper.name + "/" + item.name;
+      Ours ours;
+      for (const std::string& file : item.small) load_experiment((root / file).string(), {}, catalog);
+      for (const std::string& file : item.run) {
+        const Experiment e = load_experiment((root / file).string(), {}, catalog);
+        const std::string stem = std::filesystem::path(file).stem().string();
+        if (e.profilers.empty())
+          ours.runs.emplace(stem, run_of(e, catalog));
+        else
+          ours.profiles[stem].model = e.models.front().name();
+      }
+      for (const PublishedRow& row : item.rows)
+        for (std::size_t c = 0; row.missing.empty() && c < row.values.size(); ++c) {
+          if (!results::measured(row.values[c].value)) continue;
+          ++values;
+          if (const std::string why = fault(row.values[c].reading, ours); !why.empty())
+            faults += name + ", row '" + row.name + "', column '" + item.columns[c] + "': " + why + "\n";
+        }
+    }
+  CHECK(values > 500);
+  CHECK(faults.empty());
+  if (!faults.empty()) FAIL(faults);
+}
+
+TEST_CASE("a value that names what no experiment has is found by name") {
+  Registry registry({test::plugin_folder()});
+  const RegistryCatalog catalog(registry);
+  const Experiment e = load_experiment((test::source_root() / "experiments/quickstart.yaml").string(), {}, catalog);
+  Ours ours;
+  ours.runs.emplace("quickstart", run_of(e, catalog));
+  Reading reading;
+  reading.policy = "snapkv", reading.task = "niah", reading.budget = 64;
+  CHECK(fault(reading, ours).empty());
+  const auto with = [&](auto change) {
+    Reading other = reading;
+    change(other);
+    return fault(other, ours);
+  };
+  CHECK(with([](Reading& r) { r.policy = "snapkw"; }) == "not run");
+  CHECK(with([](Reading& r) { r.task = "niahs"; }) == "not run");
+  CHECK(with([](Reading& r) { r.run = "quickstop"; }) == "not run");
+  CHECK(with([](Reading& r) { r.model = "other"; }) == "not run");
+  CHECK(with([](Reading& r) { r.context = 2048; }) == "not run");
+  CHECK(with([](Reading& r) { r.budget = 128; }) == "not run");
+  CHECK(with([](Reading& r) { r.budget = std::nullopt; }) == "several rows fit");
+  CHECK(with([](Reading& r) { r.as = "ratio", r.against = "fool"; }) == "fool: not run");
+  CHECK(with([](Reading& r) { r.read = "part_ms", r.parts = {"gemm"}; }) == "not measured");
+}
