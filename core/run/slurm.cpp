@@ -32,9 +32,7 @@ std::string said_by(const ProgramEnd& end, const std::string& name) {
   return fmt::format("got '{}' of {}", one_line(end.said.substr(0, last + 1)), name);
 }
 
-bool is_number(const std::string& job) {
-  return !job.empty() && job.find_first_not_of("0123456789") == job.npos;
-}
+bool is_number(const std::string& job) { return !job.empty() && job.find_first_not_of("0123456789") == job.npos; }
 
 // slurm_args stand in the script: a shell would have to quote them.
 std::string slurm_script(const Spread& spread, const std::vector<std::string>& words) {
@@ -96,7 +94,8 @@ class Slurm final : public Workers {
     nothing_to_wait_for_ = true;
     next_ = {};
     const ProgramEnd end = ask({"scancel", "--state=PENDING", job_});
-    if (!end.in_time) log::warn(said_by(end, "scancel") + fmt::format(", wanted to end what job {} has not begun", job_));
+    if (!end.in_time)
+      log::warn(said_by(end, "scancel") + fmt::format(", wanted to end what job {} has not begun", job_));
   }
   std::string name() const override { return fmt::format("job {} of Slurm", job_); }
   std::string messages() const override { return fmt::format("{}/slurm-{}_*.log", folder_, job_); }
