@@ -1,8 +1,8 @@
 // The published values of this tree name cells that its experiments have. No model and no data file is read.
 #include <catch2/catch.hpp>
 #include <filesystem>
-#include <set>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/part_timer.hpp"
 #include "experiment/catalog.hpp"
