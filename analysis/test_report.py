@@ -387,6 +387,31 @@ class Content(WithFolder):
         without = [row for row in rows if row["policy"] != "random"]
         self.assertNotIn("ladder", Page(report.build([write_by_hand(self.folder / "w.h5", without)])).sections)
 
+    def test_each_way_has_a_ladder_of_its_own(self):
+        made = (
+            ("random", "scorer", "random", 0.2),
+            ("snapkv", "scorer", "snapkv", 0.3),
+            ("foresees", "scorer", "oracle_evict", 0.6),
+            ("quest", "selector", "quest", 0.7),
+            ("oracle", "selector", "oracle", 1.0),
+        )
+        rows = [
+            {
+                "policy": name,
+                "params": json.dumps({role: {plugin: {}}, "budget": {"tokens": 64}}),
+                "budget_tokens": 64.0,
+                "score": score,
+            }
+            for name, role, plugin, score in made
+        ]
+        tables = Page(report.build([write_by_hand(self.folder / "l.h5", rows)])).tables
+        found = {
+            way: [(row[0], row[4]) for row in tables[f"m, t, context 64, budget 64, {way}"][1:]]
+            for way in ("eviction", "selection")
+        }
+        self.assertEqual(found["eviction"], [("foresees 64", "100"), ("snapkv 64", "25"), ("random 64", "0")])
+        self.assertEqual(found["selection"], [("oracle 64", "100"), ("quest 64", "62.5"), ("random 64", "0")])
+
     def test_seeds_are_one_row_with_a_deviation(self):
         rows = [
             {"policy": "p", "score": s, "seed": i, "tpot_ms_p50": 2.0, "labels": "disturbed" * (i == 1)}

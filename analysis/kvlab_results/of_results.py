@@ -346,19 +346,32 @@ def _is(row, word):
     return word in plugins or bool(re.match(rf"{word}(\b|_)", row.policy))
 
 
+def _knows(row):
+    return _is(row, "oracle") or _is(row, "oracle_evict")
+
+
+def _way(row):
+    """Does the row's policy evict or select? "" where its parameters do not tell."""
+    return "eviction" if row.params.get("scorer") else "selection" if row.params.get("selector") else ""
+
+
 def ladder(inputs):
     panels, shown = [], []
     for block in inputs.blocks:
         scored = [row for row in block.rows if np.isfinite(row.mean("score"))]
         if any(row.mean("score") > 1 for row in scored):  # perplexity
             continue
-        for budget in dict.fromkeys(row.budget for row in scored if _is(row, "oracle")):
+        for budget in dict.fromkeys(row.budget for row in scored if _knows(row)):
             rungs = [row for row in scored if row.budget in (budget, "")]
             floors = [row.mean("score") for row in rungs if _is(row, "random")]
-            if floors:
-                top = max(row.mean("score") for row in rungs if _is(row, "oracle"))
-                panels.append(_ladder_panel(inputs, block, budget, rungs, np.mean(floors), top))
-                shown += rungs
+            known = {_way(row) for row in rungs if _knows(row)}
+            # Each way has an oracle of its own.
+            for way in ("eviction", "selection") if {"eviction", "selection"} <= known else ("",):
+                here = [row for row in rungs if not way or _is(row, "random") or _way(row) in (way, "")]
+                if floors:
+                    top = max(row.mean("score") for row in here if _knows(row))
+                    panels.append(_ladder_panel(inputs, block, budget, way, here, np.mean(floors), top))
+                    shown += here
     lead = (
         "Policies of one budget between the one that chooses at random and the one that knows. The way is 0 % for "
         "random and 100 % for the oracle."
@@ -366,7 +379,7 @@ def ladder(inputs):
     return _section("ladder", "From random to oracle", lead, panels, shown)
 
 
-def _ladder_panel(inputs, block, budget, rungs, floor, top):
+def _ladder_panel(inputs, block, budget, way, rungs, floor, top):
     rungs = sorted(rungs, key=lambda row: row.mean("score"))
 
     def picture(axes):
@@ -380,12 +393,12 @@ def _ladder_panel(inputs, block, budget, rungs, floor, top):
         axes.set_ylim(-0.6, len(rungs) - 0.4)
         draw.frame(axes, "score", "")
 
-    def way(row):
+    def share(row):
         return number(100 * (row.mean("score") - floor) / (top - floor) if top != floor else np.nan, 3)
 
-    title = f"{title_of(block)}, budget {budget or '-'}"
+    title = f"{title_of(block)}, budget {budget or '-'}" + (way and f", {way}")
     numbers = [
-        [row.label, number(row.mean("score")), *map(number, interval(row)), way(row), _labels(row)]
+        [row.label, number(row.mean("score")), *map(number, interval(row)), share(row), _labels(row)]
         for row in reversed(rungs)
     ]
     table = Table(title, ["policy", "score", "low", "high", "way %", "labels"], numbers)

@@ -79,6 +79,10 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
                                   " with a policy that needs whole prompts, wanted prefill_chunk: 0");
   if (needs.own_amount() && o.budget.kind != BudgetAmount::unlimited)
     throw Error(Errc::config, "got a budget for a policy that decides by itself how much it keeps, wanted none");
+  if (needs.future_mass() && !o.recorded)
+    throw Error(Errc::config,
+                "got a policy that looks at a run of the full cache on the same prompts, wanted a cell of `kvlab run` "
+                "without a workload: nothing else makes that run");
   if (needs.mass() != Mass::none && needs.mass_into().when != Mass::none)
     throw Error(Errc::plugin, "got mass and mass_into of one policy, wanted one of the two");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
@@ -170,6 +174,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
   given_.resize(tail_.size());
   questions_ = StreamMemory(stream_, tail_.size() * sizeof(std::uint32_t));
   zero_memory(questions_.as<>(), questions_.bytes(), stream_);
+  if (needs_.future_mass()) foresight_.emplace(*options.recorded, *store_, question_);
   if (needs_.steps()) {
     host_steps_.resize(tail_.size());
     device_steps_ = StreamMemory(stream_, tail_.size() * sizeof(std::int32_t));
@@ -382,6 +387,7 @@ LayerKv Engine::layer_kv(int layer, const std::vector<std::int32_t>& slots, std:
   kv.question = questions_.as<std::uint32_t>();
   kv.steps = device_steps_.as<std::int32_t>();
   kv.max_length = store_->max_length(layer, slots);
+  if (foresight_) kv.future = &*foresight_;
   kv.budget = layer < needs_.dense_layers() ? unlimited_.data() : budget_.data();
   return kv;
 }

@@ -14,6 +14,7 @@
 #include "base/part_timer.hpp"
 #include "base/stream_memory.hpp"
 #include "engine/cache_memory.hpp"
+#include "engine/foresight.hpp"
 #include "engine/host_copy.hpp"
 #include "exec/executor.hpp"
 
@@ -29,11 +30,12 @@ struct EngineOptions {
   std::int64_t device_limit = -1, host_limit = -1;  // bytes of pages; -1 = none
   std::int64_t scratch_limit = -1;                  // bytes of a callback's scratch; -1 = none
   Spill spill = Spill::always;
-  bool copy_by_host = false;     // StoreOptions::copy_by_host; no graph holds the steps then
-  bool batch_invariant = false;  // see make_executor
-  bool graphs = true;            // on a GPU decode steps may run as graphs, whose parts cannot be timed
-  int layers_beside = 8;         // whose observe shares launches beside the step; tests take fewer
-  bool protect_host = false;     // tests: the host tier is unreadable while attention runs
+  bool copy_by_host = false;               // StoreOptions::copy_by_host; no graph holds the steps then
+  bool batch_invariant = false;            // see make_executor
+  bool graphs = true;                      // on a GPU decode steps may run as graphs, whose parts cannot be timed
+  const RecordedMass* recorded = nullptr;  // for a policy that needs future mass; borrowed
+  int layers_beside = 8;                   // whose observe shares launches beside the step; tests take fewer
+  bool protect_host = false;               // tests: the host tier is unreadable while attention runs
 };
 
 // Measures what passes through the engine. All arguments are host memory, borrowed for the call. An observer asks the
@@ -212,6 +214,7 @@ class Engine final : private LayerHooks {
   std::vector<std::uint32_t> sequence_, sequences_;  // of the callback's rows; of each slot
   StreamMemory questions_;                           // [slot] u32
   std::vector<std::uint32_t> question_;              // [slot] the same on the host
+  std::optional<Foresight> foresight_;               // where the policy needs it
   StreamMemory device_steps_;                        // [slot] i32: LayerKv::steps
   std::vector<std::int32_t> host_steps_;             // [slot] the same on the host
   std::vector<std::vector<Given>> given_;            // [slot]

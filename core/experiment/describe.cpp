@@ -221,6 +221,8 @@ std::string needs_text(const PluginInfo& plugin) {
     if (n.page_summary() != Summary::none) rows.push_back({"summaries", summary_text(n.page_summary())});
     if (n.own_amount()) rows.push_back({"budget", "none: it decides by itself how much it keeps"});
     if (n.oracle()) rows.push_back({"oracle", "it knows what no method can know in time, so its cells have no times"});
+    if (n.future_mass())
+      rows.push_back({"future", "the attention of a run of the full cache on the same prompts, which comes first"});
     if (n.all_layers()) rows.push_back({"layers", "all at once, after a step"});
     if (!n.token_state().empty()) rows.push_back({"token state", join(n.token_state())});
     if (n.host_pages()) rows.push_back({"host", "pages that the method places there"});

@@ -39,9 +39,13 @@ struct Step {
   std::optional<Place> place;  // of rows that are no end
 };
 
+// How a row's policy keeps to its budget, where its parameters tell.
+enum class Way { unknown, evicts, selects };
+
 // One budget of a block.
 struct Ladder {
   const Block* block = nullptr;
+  Way way = Way::unknown;   // of all its rows, where the block has an oracle of each way
   std::vector<Step> steps;  // from random to oracle
   Place ends;               // the oracle's: the span between both
   bool forced = false;      // texts: lower scores are better
@@ -59,6 +63,12 @@ bool is_random(const Group& group) {
   const nlohmann::json params = params_of(group);
   if (params.is_object() && params.contains("scorer")) return params["scorer"].contains("random");
   return row.policy == "random" || row.policy.ends_with(":random");
+}
+
+Way way_of(const Group& group) {
+  const nlohmann::json params = params_of(group);
+  if (!params.is_object()) return Way::unknown;
+  return params.contains("scorer") ? Way::evicts : params.contains("selector") ? Way::selects : Way::unknown;
 }
 
 double tokens_of(const Group& group) {
@@ -158,9 +168,10 @@ void sort_steps(Ladder& ladder) {
 }
 
 Ladder ladder_of(const Block& block, const std::vector<const Group*>& part, const std::vector<const Group*>& draws,
-                 const Group* oracle, const Samples& samples) {
+                 const Group* oracle, Way way, const Samples& samples) {
   Ladder out;
   out.block = &block;
+  out.way = way;
   const auto add = [&](const Group& group, const std::string& policy, Level level) -> Step& {
     return out.steps.emplace_back(
         Step{group, policy, level, method_of(group, block), answers_of(group, samples), std::nullopt});
@@ -170,8 +181,11 @@ Ladder ladder_of(const Block& block, const std::vector<const Group*>& part, cons
       draws.size() == 1 ? policy_text(*draws.front(), block)
                         : fmt::format("{} ({} draws)", of_one_row(random.first().policy), draws.size()),
       Level::random);
+  const auto stands_here = [&](const Group& group) {
+    return way == Way::unknown || way_of(group) == Way::unknown || way_of(group) == way;
+  };
   for (const Group* group : part)
-    if (group != oracle && !std::ranges::count(draws, group))
+    if (group != oracle && !std::ranges::count(draws, group) && stands_here(*group))
       add(*group, policy_text(*group, block),
           group->good.empty()                                            ? Level::failed
           : group->first().by_age == 1 && group->first().ablated.empty() ? Level::by_age
@@ -207,17 +221,24 @@ std::vector<Ladder> ladders_of(const Block& block, const Samples& samples, std::
   bool any = false;
   for (const auto& part : by_budget(block)) {
     std::vector<const Group*> draws;
-    const Group* oracle = nullptr;
+    const Group *oracle = nullptr, *other = nullptr;  // the first one, and the first of the other way
     for (const Group* group : part) {
       if (group->good.empty()) continue;
-      if (has_label(*group, "oracle"))
-        oracle = oracle ? oracle : group;
-      else if (is_random(*group) && (draws.empty() || draws.front()->first().policy == group->first().policy))
+      if (has_label(*group, "oracle")) {
+        const Way first = oracle ? way_of(*oracle) : Way::unknown, own = way_of(*group);
+        if (!oracle)
+          oracle = group;
+        else if (!other && first != Way::unknown && own != Way::unknown && own != first)
+          other = group;
+      } else if (is_random(*group) && (draws.empty() || draws.front()->first().policy == group->first().policy)) {
         draws.push_back(group);
+      }
     }
     any |= !draws.empty() || oracle;
-    if (!draws.empty() && oracle)
-      out.push_back(ladder_of(block, part, draws, oracle, samples));
+    if (!draws.empty() && other)
+      for (const Group* top : {oracle, other}) out.push_back(ladder_of(block, part, draws, top, way_of(*top), samples));
+    else if (!draws.empty() && oracle)
+      out.push_back(ladder_of(block, part, draws, oracle, Way::unknown, samples));
     else if (!draws.empty() || oracle)
       refuse(title_of(block) + ", " + amount_of(*part.front()),
              draws.empty() ? "got an oracle, wanted a finished row of the policy random, too"
@@ -272,7 +293,10 @@ ReportTable table_of(const Ladder& ladder, const Samples& samples, ReportPage& p
   Notes notes(page.notes);
   ReportTable table;
   table.title =
-      fmt::format("{}, {}: from random to oracle", title_of(*ladder.block), amount_of(ladder.steps.front().group));
+      fmt::format("{}, {}: from random to oracle{}", title_of(*ladder.block), amount_of(ladder.steps.front().group),
+                  ladder.way == Way::evicts    ? ", of eviction"
+                  : ladder.way == Way::selects ? ", of selection"
+                                               : "");
   table.header = {"policy", "budget", "device MB", "score" + notes.mark(interval_note),
                   "place" + notes.mark(ladder.forced ? nll_note : place_note)};
   for (const Step& step : ladder.steps) {
@@ -319,7 +343,7 @@ std::string ladders_csv(const std::vector<Block>& blocks, const Samples& samples
                 "score",         "score_lo",     "score_hi",
                 "place",         "place_lo",     "place_hi",
                 "questions",     "contexts",     "span",
-                "span_lo",       "span_hi"};
+                "span_lo",       "span_hi",      "oracle"};
   std::vector<std::string> why_not;
   for (const Block& block : blocks)
     for (const Ladder& ladder : ladders_of(block, samples, why_not))
@@ -348,7 +372,8 @@ std::string ladders_csv(const std::vector<Block>& blocks, const Samples& samples
                             std::to_string(p.contexts),
                             exact(p.span),
                             exact(p.span_interval.low),
-                            exact(p.span_interval.high)});
+                            exact(p.span_interval.high),
+                            ladder.steps.back().policy});
       }
   for (const std::string& reason : why_not) log::warn(reason);  // csv has no place for them
   return render_csv(all);

@@ -13,8 +13,10 @@ namespace kvlab::results {
 // Adds a table for each block and budget that has a row of the plugin or policy `random` and one labelled `oracle`. A
 // page's warnings say why another block has no ladder. Draws of random (its seeds) count together, as one policy whose
 // score of a question is their mean. Rows stand in this order: random, rows of `by_age`, methods by their place, each
-// behind its ablations, then rows that failed, the oracle last. Where a block has several oracles, the first is the
-// upper end. Budgets are equal if their bytes are, or if their tokens are within 5 %. Policies without a budget are
+// behind its ablations, then rows that failed, the oracle last. Where a block has an oracle that evicts and one that
+// selects (their parameters name a scorer or a selector), it has two ladders. Each holds random, the rows of its way,
+// and those whose way nothing tells: policies that do all by themselves. Else the first oracle is the upper end of all.
+// Budgets are equal if their bytes are, or if their tokens are within 5 %. Policies without a budget are
 // named below the table. Random weights have no ladder.
 void add_ladders(const std::vector<Block>& blocks, const Samples& samples, ReportPage& page);
 

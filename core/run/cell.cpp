@@ -19,7 +19,23 @@ namespace kvlab {
 
 using results::CellResult;
 
-void check_cell(const CellInput& in) {
+namespace {
+
+// Nothing else knows beforehand what a sequence will be fed.
+std::shared_ptr<FullRuns> full_runs_for(const CellInput& in, const Needs& needs) {
+  return needs.future_mass() && !in.workload() ? std::make_shared<FullRuns>() : nullptr;
+}
+
+}  // namespace
+
+void check_cell(const CellInput& given) {
+  CellInput in = given;
+  const Needs needs = cell_policy(in)->needs();
+  if (needs.future_mass() && in.workload())
+    throw Error(Errc::config,
+                "got a workload for '" + in.policy().name +
+                    "', wanted none: it looks at a run of the full cache on the same prompts, one by one");
+  in.full_runs = full_runs_for(in, needs);
   Engine::check(*in.model, *cell_policy(in), engine_options(in, 1));
   try {
     limited_options(in, 1);
@@ -92,12 +108,14 @@ CellResult passes_or_error(const CellInput& in) {
   }
 }
 
-// Whether the policy is an oracle. What is wrong with it becomes the cell's error later.
-bool is_oracle(const CellInput& in) {
+// Notes what the policy needs of the run. What is wrong with it becomes the cell's error later.
+void prepare_for(CellInput& in) {
   try {
-    return cell_policy(in)->needs().oracle();
+    const Needs needs = cell_policy(in)->needs();
+    in.oracle = needs.oracle();
+    in.full_runs = full_runs_for(in, needs);
   } catch (const std::exception&) {
-    return false;
+    in.oracle = false;
   }
 }
 
@@ -118,7 +136,7 @@ std::int64_t ranks_by_age(const CellInput& in) {
 CellResult run_cell(const CellInput& given) {
   const log::Collected said;
   CellInput in = given;
-  in.oracle = is_oracle(given);
+  prepare_for(in);
   CellResult out = passes_or_error(in);
   out.summary.by_age = ranks_by_age(in);
   if (const std::string idle = results::never_acted(out.summary); !idle.empty()) log::warn(idle);

@@ -66,6 +66,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
     const Item item = items[i].follows ? after(items[i], history) : items[i];
     const auto& reference =
         in.references->get(in.model, item, page_size, in.experiment->fidelity_tokens, device_of(*in.experiment));
+    if (in.full_runs) in.full_runs->prepare(in, {item.sample}, in.experiment->fidelity_tokens);
     shadow.reset();
     if (!items[i].follows) asked = {{0, 0}};
     asked.back().question = static_cast<std::uint32_t>(i);

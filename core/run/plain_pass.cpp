@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "run/averages.hpp"
 #include "run/disturbance.hpp"
@@ -61,6 +62,11 @@ PlainPass::Answers PlainPass::run() {
 }
 
 void PlainPass::run_batch(std::size_t begin, std::size_t end, StepLog& log) {
+  if (in_.full_runs) {
+    std::set<int> samples;
+    for (std::size_t i = begin; i < end; ++i) samples.insert(items_[heads_[i]].sample);
+    in_.full_runs->prepare(in_, samples);
+  }
   std::vector<Row> rows;
   rows.reserve(end - begin);  // `active` points into it
   std::vector<Row*> active;

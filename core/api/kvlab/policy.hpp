@@ -88,6 +88,9 @@ class Needs {
   // The policy knows what no method can know in time, so that it bounds those of its kind. Its rows carry the label
   // `oracle`, and core measures no times of it.
   Needs& oracle(bool yes) { return oracle_ = yes, *this; }
+  // LayerKv::future_mass: core first runs the full cache on the same prompts. Such a policy is an oracle. It runs in
+  // the cells of an experiment without a workload, and nowhere else: Errc::config.
+  Needs& future_mass(bool yes) { return future_mass_ = yes, *this; }
   // The arrays of a profile file, which the experiment names. They come through load_profile.
   Needs& profile(bool yes) { return profile_ = yes, *this; }
 
@@ -109,7 +112,8 @@ class Needs {
   bool all_layers() const { return all_layers_; }
   bool planned_on_host() const { return planned_on_host_; }
   bool own_amount() const { return own_amount_; }
-  bool oracle() const { return oracle_; }
+  bool oracle() const { return oracle_ || future_mass_; }
+  bool future_mass() const { return future_mass_; }
   bool profile() const { return profile_; }
   bool host_pages() const { return host_pages_; }
   bool archive() const { return archive_; }
@@ -136,6 +140,7 @@ class Needs {
   bool planned_on_host_ = false;
   bool own_amount_ = false;
   bool oracle_ = false;
+  bool future_mass_ = false;
   bool profile_ = false;
   bool host_pages_ = false;
   bool archive_ = false;
@@ -159,6 +164,15 @@ List take_list(Workspace& w, const char* tag, int rows, int kv_heads, std::int64
   l.count = take_scratch<std::int32_t>(w, tag, {rows, kv_heads});
   return l;
 }
+
+struct LayerKv;
+
+// Core's own: what LayerKv::future_mass asks.
+class FutureMass {
+ public:
+  virtual ~FutureMass() = default;
+  virtual View<const float, 3> of(const LayerKv& kv) const = 0;
+};
 
 // The cache of one layer during a callback.
 struct LayerKv {
@@ -193,7 +207,8 @@ struct LayerKv {
   // [slot] the numbers of `step` for ops, if needs() asks for them; memory of the stream's device, at one address. Only
   // decode steps write it.
   const std::int32_t* steps = nullptr;
-  int max_length = 0;  // no head of this layer and batch holds more tokens
+  int max_length = 0;                  // no head of this layer and batch holds more tokens
+  const FutureMass* future = nullptr;  // core's own
 
   int rows() const { return pages.rows; }
   int kv_heads() const { return pages.kv_heads; }
@@ -205,6 +220,16 @@ struct LayerKv {
   template <class T, std::size_t Rank>
   View<T, static_cast<int>(Rank)> scratch(const char* tag, const std::int64_t (&extent)[Rank]) const {
     return take_scratch<T>(*workspace, tag, extent);
+  }
+  // [row, kv_head, token] scratch, like Scores, if needs() asks for it: the attention mass that the decode steps after
+  // this callback give each token, summed over the steps, mean over the group. It is the mass of the full cache in a
+  // run that core made before. A prompt's callback sees all steps of its answer, a question that is fed included; of a
+  // context that several questions share, the steps of them all. Tokens and steps that the recorded run did not have
+  // give 0. That run has the full cache's own answer, so a sequence whose answer differs sees the future of another
+  // text.
+  View<const float, 3> future_mass() const {
+    if (!future) throw Error(Errc::plugin, "got future_mass() in a callback, wanted needs() to ask for it");
+    return future->of(*this);
   }
   // Copies numbers of the host to where ops read them: [row], and [row, kv_head].
   template <class T>

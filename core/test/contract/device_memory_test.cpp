@@ -228,6 +228,7 @@ Logits on_guarded_device(const std::shared_ptr<const Model>& model, const Policy
                          const std::vector<int>& prompt, const std::vector<int>& answer, Kept& kept) {
   Play p(model, spec);
   EngineOptions options;
+  options.recorded = made_up_future();
   options.page_size = spec.page_size;
   options.budget = spec.budget;
   options.max_tokens = 192;

@@ -58,6 +58,7 @@ TEST_CASE("every token has a score, and none is NaN", "[cpu]") {
       parts.name = s.label;
       Play p(model, with_budget(s.spec, BudgetAmount::tokens, 48));
       EngineOptions options;
+      options.recorded = made_up_future();
       options.page_size = s.spec.page_size;
       options.budget = {BudgetAmount::tokens, 48};
       options.max_tokens = 192;

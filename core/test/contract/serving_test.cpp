@@ -38,6 +38,7 @@ EngineOptions options_of(const PolicySpec& spec, int slots, std::int64_t limit) 
   o.max_tokens = 128;
   o.page_size = spec.page_size;
   o.budget = spec.budget;
+  o.recorded = made_up_future();
   o.device_limit = limit;
   o.batch_invariant = true;
   return o;

@@ -31,6 +31,7 @@ struct Pair {
     o.max_tokens = max_tokens;
     o.page_size = spec.page_size;
     o.budget = spec.budget;
+    o.recorded = test::made_up_future();
     if (frames == 0) return o;
     o.spill = Spill::pressure;
     o.device_limit =

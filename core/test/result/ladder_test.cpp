@@ -114,6 +114,29 @@ TEST_CASE("a ladder goes from random to the oracle, and an ablation stands befor
   CHECK_THAT(file.text(Format::latex), Contains("\\begin{tabular}"));
 }
 
+TEST_CASE("a block with an oracle of eviction and one of selection has a ladder of each") {
+  const std::string evicts = R"({"scorer": {"some": {}}})", selects = R"({"selector": {"some": {}}})";
+  File file;
+  file.add({"reads", 18, "", 64, selects}).add({"keeps", 8, "", 64, evicts}).add({"does all", 10});
+  file.add({"sees", 20, "oracle", 64, selects}).add({"foresees", 12, "oracle", 64, evicts});
+  file.add({"foresees more", 14, "oracle", 64, evicts}).add({"random", 4, "", 64, evicts});
+  std::map<std::string, std::vector<std::string>> ladders;
+  std::map<std::string, std::string> places;
+  for (const auto& row : file.rows()) {
+    ladders[row.at("oracle")].push_back(row.at("policy"));
+    places[row.at("oracle") + "/" + row.at("policy")] = row.at("place");
+  }
+  CHECK(ladders == std::map<std::string, std::vector<std::string>>{
+                       {"foresees", {"random", "keeps", "does all", "foresees more", "foresees"}},
+                       {"sees", {"random", "does all", "reads", "sees"}}});
+  CHECK(places["foresees/keeps"] == "0.5");           // (8 - 4) / (12 - 4)
+  CHECK(places["foresees/foresees more"] == "1.25");  // (14 - 4) / (12 - 4)
+  CHECK(places["sees/reads"] == "0.875");             // (18 - 4) / (20 - 4)
+  CHECK(places["sees/does all"] == "0.375");
+  CHECK_THAT(file.text(), Contains("64 tokens: from random to oracle, of eviction") &&
+                              Contains("64 tokens: from random to oracle, of selection"));
+}
+
 TEST_CASE("draws of random count together, whatever label their scorer has") {
   File file;
   file.add({"draws", 8, "", 64, R"({"scorer": {"random": {"seed": 0}}})"});

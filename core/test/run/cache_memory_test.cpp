@@ -14,6 +14,7 @@ EngineOptions options_of(const PolicySpec& spec) {
   o.max_tokens = 192;
   o.page_size = spec.page_size;
   o.budget = spec.budget;
+  o.recorded = made_up_future();
   return o;
 }
 

@@ -141,8 +141,10 @@ TEST_CASE("equal_bytes below what a policy always keeps is refused") {
 }
 
 TEST_CASE("an oracle is labelled and has no times") {
-  for (const bool oracle : {false, true}) {
-    Cells cells(oracle ? "oracle" : "quest", {Metric::score, Metric::memory, Metric::latency});
+  for (const char* policy : {"quest", "oracle", "oracle_evict"}) {
+    const bool oracle = policy != std::string("quest");
+    CAPTURE(policy);
+    Cells cells(policy, {Metric::score, Metric::memory, Metric::latency});
     cells.tokens(64);
     const results::CellResult result = cells.run();
     CAPTURE(result.summary.error);

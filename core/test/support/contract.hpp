@@ -19,6 +19,7 @@
 #include "plugin/parameters.hpp"
 #include "support/golden.hpp"
 #include "support/library_under_test.hpp"
+#include "support/made_up_future.hpp"
 #include "support/profiled.hpp"
 
 // CHECK of the conformance suite. A failure also names its usual cause.
@@ -309,6 +310,7 @@ class Play {
       : model(std::move(of)), vocab(model->config.vocab), options_(std::move(given)) {
     options_.page_size = spec.page_size;
     options_.budget = spec.budget;
+    options_.recorded = made_up_future();
     options_.device = model->cuda ? Device::cuda : Device::cpu;
     if (options_.max_tokens == 0) options_.max_tokens = 192;
     replace(subjects().policy(spec, *model));
