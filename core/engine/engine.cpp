@@ -71,7 +71,8 @@ void check_one_of(const std::vector<T>& only, T got, const char* what) {
                                 ": the policy runs with nothing else");
 }
 
-void check_needs(const Model& model, const Needs& needs, const EngineOptions& o) {
+void check_needs(const Model& model, const Policy& policy, const EngineOptions& o) {
+  const Needs needs = policy.needs();
   check_one_of(needs.devices(), o.device, "backend");
   check_one_of(needs.dtypes(), model.dtype, "dtype");
   if (o.prefill_chunk > 0 && !needs.chunked_prompts())
@@ -82,7 +83,8 @@ void check_needs(const Model& model, const Needs& needs, const EngineOptions& o)
   if (needs.future_mass() && !o.recorded)
     throw Error(Errc::config,
                 "got a policy that looks at a run of the full cache on the same prompts, wanted a cell of `kvlab run` "
-                "without a workload: nothing else makes that run");
+                "without a workload: nothing else makes that run",
+                author_of(policy));
   if (needs.mass() != Mass::none && needs.mass_into().when != Mass::none)
     throw Error(Errc::plugin, "got mass and mass_into of one policy, wanted one of the two");
   if (needs.rope() == RopeRegime::original && o.max_tokens > model.config.context)
@@ -111,7 +113,7 @@ void Engine::check(const Model& model, Policy& policy, const EngineOptions& o) {
   const StoreOptions store = store_options(model, policy, o);
   check_store(store, o.device);
   check_executor(model, o.device);
-  check_needs(model, policy.needs(), o);
+  check_needs(model, policy, o);
   Ledger ledger;
   StoreWorkspace workspace(ledger, Stream::cpu());
   policy.attach(store.shape, o.budget, workspace);
@@ -160,7 +162,7 @@ Engine::Engine(std::shared_ptr<const Model> model, std::shared_ptr<Policy> polic
       stream_(owned_stream_.get()),
       store_(make_store(store_options(*model, *policy_, options), stream_)),
       executor_(make_executor(model, *store_, options.batch_invariant)) {
-  check_needs(*model, needs_, options);
+  check_needs(*model, *policy_, options);
   page_bytes_ = page_bytes(store_->shape(), store_->options().codecs[0], needs_);
   policy_->attach(store_->shape(), options.budget, store_->workspace());
   for_pages_ = amount_for_pages(options.budget, store_->workspace().slot_bytes());

@@ -119,7 +119,7 @@ TEST_CASE("a block with an oracle of eviction and one of selection has a ladder 
   File file;
   file.add({"reads", 18, "", 64, selects}).add({"keeps", 8, "", 64, evicts}).add({"does all", 10});
   file.add({"sees", 20, "oracle", 64, selects}).add({"foresees", 12, "oracle", 64, evicts});
-  file.add({"foresees more", 14, "oracle", 64, evicts}).add({"random", 4, "", 64, evicts});
+  file.add({"foresees more", 14, "oracle", 64, evicts}).add({"random", 4, "", 64, R"({"scorer": {"random": {}}})"});
   std::map<std::string, std::vector<std::string>> ladders;
   std::map<std::string, std::string> places;
   for (const auto& row : file.rows()) {
