@@ -25,8 +25,8 @@ struct Table final : RecordedMass {
 };
 
 // What stays of the first and of any other KV head: after the prompt, then after each step. All layers are alike.
-using Heads = std::vector<std::vector<int>>;
-std::vector<Heads> kept_by(const std::map<std::string, ParamValue>& params, int steps, int budget = 3) {
+using OfHeads = std::vector<std::vector<int>>;
+std::vector<OfHeads> kept_by(const std::map<std::string, ParamValue>& params, int steps, int budget = 3) {
   Registry registry;
   const RegistryCatalog catalog(registry);
   PolicySpec spec;
@@ -42,7 +42,7 @@ std::vector<Heads> kept_by(const std::map<std::string, ParamValue>& params, int 
   Engine engine(model, build_policy(spec, catalog), o);
   const int slot = engine.open();
   REQUIRE(engine.prefill(slot, std::vector<int>{5, 6, 7, 8, 9, 10}, true, {}) == Fit::ok);
-  std::vector<Heads> out;
+  std::vector<OfHeads> out;
   const auto note = [&] {
     out.push_back({engine.store().positions(0, slot, 0), engine.store().positions(0, slot, 1)});
     for (int layer = 0; layer < model->config.layers; ++layer)
@@ -63,21 +63,21 @@ TEST_CASE("oracle_evict keeps what the steps to come attend to, for each KV head
   // The sums of all three steps are .4 .5 .8 .9 0 .2. Those after the first are .4 0 .8 .6 0 0, and .2 of token 6.
   // After the second token 2 has .8 and token 6 has .2. The others have nothing, so the newest stays. Then all have
   // nothing.
-  const std::vector<Heads> kept = kept_by({}, 3);
-  CHECK(kept[0] == Heads{{1, 2, 3}, {2, 3, 4}});
-  CHECK(kept[1] == Heads{{2, 3, 6}, {2, 3, 6}});
-  CHECK(kept[2] == Heads{{2, 6, 7}, {3, 6, 7}});
-  CHECK(kept[3] == Heads{{6, 7, 8}, {6, 7, 8}});
+  const std::vector<OfHeads> kept = kept_by({}, 3);
+  CHECK(kept[0] == OfHeads{{1, 2, 3}, {2, 3, 4}});
+  CHECK(kept[1] == OfHeads{{2, 3, 6}, {2, 3, 6}});
+  CHECK(kept[2] == OfHeads{{2, 6, 7}, {3, 6, 7}});
+  CHECK(kept[3] == OfHeads{{6, 7, 8}, {6, 7, 8}});
 }
 
 TEST_CASE("oracle_evict with every: 0 chooses at the prompt's end alone") {
-  const std::vector<Heads> kept = kept_by({{"every", std::int64_t{0}}}, 2);
-  CHECK(kept[0] == Heads{{1, 2, 3}, {2, 3, 4}});
-  CHECK(kept[2] == Heads{{1, 2, 3, 6, 7}, {2, 3, 4, 6, 7}});
+  const std::vector<OfHeads> kept = kept_by({{"every", std::int64_t{0}}}, 2);
+  CHECK(kept[0] == OfHeads{{1, 2, 3}, {2, 3, 4}});
+  CHECK(kept[2] == OfHeads{{1, 2, 3, 6, 7}, {2, 3, 4, 6, 7}});
 }
 
 TEST_CASE("oracle_evict: sinks and recent tokens take their part of the budget") {
   const auto both = kept_by({{"sinks", std::int64_t{1}}, {"recent", std::int64_t{1}}}, 0);
-  CHECK(both[0] == Heads{{0, 3, 5}, {0, 2, 5}});
+  CHECK(both[0] == OfHeads{{0, 3, 5}, {0, 2, 5}});
   CHECK(kept_by({{"recent", std::int64_t{5}}}, 0)[0][0] == std::vector<int>{3, 4, 5});
 }
