@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -236,7 +237,8 @@ std::vector<Ladder> ladders_of(const Block& block, const Samples& samples, std::
     }
     any |= !draws.empty() || oracle;
     if (!draws.empty() && other)
-      for (const Group* top : {oracle, other}) out.push_back(ladder_of(block, part, draws, top, way_of(*top), samples));
+      for (const Group* top : way_of(*oracle) == Way::evicts ? std::array{oracle, other} : std::array{other, oracle})
+        out.push_back(ladder_of(block, part, draws, top, way_of(*top), samples));
     else if (!draws.empty() && oracle)
       out.push_back(ladder_of(block, part, draws, oracle, Way::unknown, samples));
     else if (!draws.empty() || oracle)
