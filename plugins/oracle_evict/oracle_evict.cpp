@@ -4,9 +4,9 @@
 //
 // What it bounds. An eviction at the prompt's end alone (`every: 0`) keeps more of the recorded mass than any other set
 // of as many tokens in each KV head. Evictions in decode steps are greedy: the token leaves to which the steps to come
-// give least. Another order may keep a little more, so such a run is near a bound and is none. Mass is no
-// score: a method may answer better, or lie nearer in KL, with less mass. So may a split that gives heads other
-// numbers.
+// give least. Another order may keep a little more, so this is a reference and no strict bound. Mass is no score: a
+// method may answer better, or lie nearer in KL, with less mass. So may a split that gives heads other numbers. Later
+// layers of a compressed cache also ask other queries than those that were recorded.
 //
 // The recorded future is that of the full cache's answer. Once this sequence writes other tokens, it keeps what the
 // other text would have needed. Tokens to which nothing more is given leave oldest first. Forced texts and the second
