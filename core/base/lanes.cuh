@@ -48,6 +48,7 @@ __device__ __forceinline__ T of_lane_at(T x, int distance) {
 // lanes, 4 and 16 those with the same place in their four, 1 and 2 the lanes of a four. f has no state.
 template <int First = 16, int Last = 1, class T, class F>
 __device__ __forceinline__ T join_lanes(T x, F f) {
+  static_assert(First > 0 && Last > 0);
   if constexpr (First < Last) {
 #pragma unroll
     for (int d = First; d <= Last; d *= 2) x = f(x, of_lane_at(x, d));
@@ -80,6 +81,7 @@ __device__ __forceinline__ T sum_of_lanes_from(int first, T x) {
 // The sum of the lanes up to and with this one.
 template <class T>
 __device__ __forceinline__ T sum_through_lane(T x) {
+  static_assert(std::is_integral_v<T>);  // the emulator's order differs
   const unsigned lane = threadIdx.x % 32;
 #pragma unroll
   for (unsigned d = 1; d < 32; d *= 2)

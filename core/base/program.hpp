@@ -15,8 +15,10 @@ using Environment = std::map<std::string, std::string>;  // variables in place o
 struct ProgramStart {
   std::string file;  // "" = words[0]
   Environment set{};
-  bool reads = false;                              // this process's input; else it reads nothing
-  int at_our_end = 0;                              // a signal that it gets when this process ends, however that ends
+  bool reads = false;  // this process's input; else it reads nothing
+  // A signal that it gets when the thread that started it ends, however that ends. A program that cannot be started
+  // then ends with 127.
+  int at_our_end = 0;
   std::vector<std::pair<int, int>> descriptors{};  // of this process, and the program's number for it
 };
 // Starts a path or a program of PATH with the words as its arguments; words[0] is its name. Throws Errc::io where it

@@ -23,6 +23,7 @@
 #include "result/report.hpp"
 #include "run/profile.hpp"
 #include "run/runner.hpp"
+#include "run/workers.hpp"
 
 namespace fs = std::filesystem;
 
@@ -144,11 +145,19 @@ class Reproduction {
       if (is_profile(run)) code = std::max(code, profile(run));
     if (stop::requested()) return code;
     check();
+    bool ran = false;
     for (const Run& run : runs_) {
       if (is_profile(run)) continue;
       if (stop::requested()) break;
       log::info(fmt::format("{}: {}", chosen_.name(), run.loaded->experiment.file.string()));
-      code = std::max(code, run_experiment(run.loaded->experiment, *run.loaded->catalog, options_of(run)));
+      try {
+        code = std::max(code, run_experiment(run.loaded->experiment, *run.loaded->catalog, options_of(run)));
+      } catch (const CannotStart& e) {
+        if (!ran) throw;
+        log::error(fmt::format("{}: {}", run.loaded->experiment.file.string(), e.what()));
+        code = std::max(code, 1);
+      }
+      ran = true;
     }
     return code;
   }

@@ -19,8 +19,11 @@ namespace {
 
 std::chrono::seconds limit() {
   const char* own = std::getenv("KVLAB_SLURM_SECONDS");
-  const int seconds = own ? std::atoi(own) : 0;
-  return std::chrono::seconds(seconds > 0 ? seconds : 60);
+  if (!own) return std::chrono::seconds(60);
+  const std::string text = own;
+  if (text.empty() || text.size() > 6 || text.find_first_not_of("0123456789") != text.npos || std::stoi(text) == 0)
+    throw Error(Errc::config, fmt::format("got KVLAB_SLURM_SECONDS={}, wanted whole seconds from 1 to 999999", text));
+  return std::chrono::seconds(std::stoi(text));
 }
 
 ProgramEnd ask(const std::vector<std::string>& words) { return run_program(words, limit()); }

@@ -85,8 +85,8 @@ class Needs {
   Needs& planned_on_host(bool yes) { return planned_on_host_ = yes, *this; }
   // The policy decides by itself how many tokens a head keeps. It then takes no budget: Errc::config.
   Needs& own_amount(bool yes) { return own_amount_ = yes, *this; }
-  // The policy knows what no method can know in time, so that it bounds those of its kind. Its rows carry the label
-  // `oracle`, and core measures no times of it.
+  // The policy knows what no method can know in time, so it is the reference for those of its kind. Its rows carry the
+  // label `oracle`, and core measures no times of it.
   Needs& oracle(bool yes) { return oracle_ = yes, *this; }
   // LayerKv::future_mass: core first runs the full cache on the same prompts. Such a policy is an oracle. It runs in
   // the cells of an experiment without a workload, and nowhere else: Errc::config.
@@ -222,7 +222,7 @@ struct LayerKv {
     return take_scratch<T>(*workspace, tag, extent);
   }
   // [row, kv_head, token] scratch, like Scores, if needs() asks for it: the attention mass that the decode steps after
-  // this callback give each token, summed over the steps, mean over the group. It is the mass of the full cache in a
+  // this one give each token, summed over the steps, mean over the group. It is the mass of the full cache in a
   // run that core made before. A prompt's callback sees all steps of its answer, a question that is fed included; of a
   // context that several questions share, the steps of them all. Tokens and steps that the recorded run did not have
   // give 0. That run has the full cache's own answer, so a sequence whose answer differs sees the future of another

@@ -108,7 +108,6 @@ TEST_CASE("every published value names one cell of the experiments that its item
         }
     }
   CHECK(values > 500);
-  CHECK(faults.empty());
   if (!faults.empty()) FAIL(faults);
 }
 

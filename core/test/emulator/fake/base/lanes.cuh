@@ -49,7 +49,9 @@ void join_at(T* of_lanes, int distance) {
 
 template <int First = 16, int Last = 1, class T, class F>
 T join_lanes(T x, F) {
-  return emulator::together<T>("join_lanes", all_lanes, x, [](const T* in, T* out) {
+  static_assert(First > 0 && Last > 0);
+  // The name tells one reduction from another, where lanes of a warp come to different ones.
+  return emulator::together<T>(__PRETTY_FUNCTION__, all_lanes, x, [](const T* in, T* out) {
     std::copy(in, in + 32, out);
     if constexpr (First < Last)
       for (int d = First; d <= Last; d *= 2) join_at<F>(out, d);
@@ -87,6 +89,7 @@ T sum_of_lanes_from(int first, T x) {
 
 template <class T>
 T sum_through_lane(T x) {
+  static_assert(std::is_integral_v<T>);
   return emulator::together<T>("sum_through_lane", all_lanes, x, [](const T* in, T* out) {
     T sum = 0;
     for (int i = 0; i < 32; ++i) out[i] = sum += in[i];
