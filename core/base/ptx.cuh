@@ -1,5 +1,5 @@
-// The PTX instructions that CUDA C++ has no name for, one function each. No other file has inline PTX, so the tests'
-// emulator (core/test/emulator) replaces this file only.
+// The PTX instructions that CUDA C++ has no name for, one function each. No other file has inline PTX. The
+// tests' emulator (core/test/emulator) replaces this file and lanes.cuh alone.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
