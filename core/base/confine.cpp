@@ -4,6 +4,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -40,6 +41,13 @@ void take_descriptors(const Plan& plan) {
   want(dup2(plan.input, 0) >= 0 && dup2(plan.output, 1) >= 0 && dup2(plan.output, 2) >= 0, child);
   want(fcntl(report_to, F_SETFD, FD_CLOEXEC) == 0, child);
   want(syscall(SYS_close_range, report_to + 1, ~0u, 0) == 0, child);
+}
+
+// The signal of kvlab's end is not sent for an end before the request. Then nobody reads the report any more.
+void end_with_kvlab(Step step) {
+  want(prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) == 0, step);
+  pollfd report{report_to, 0, 0};
+  if (poll(&report, 1, 0) > 0 && (report.revents & POLLERR)) _exit(126);
 }
 
 void reset_signals() {
@@ -98,7 +106,7 @@ void give_up_rights(const Plan& plan) {
     syscall(SYS_unshare, CLONE_NEWUSER);  // where it can be had: processes are counted by users
   }
   want(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, rights);
-  want(prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) == 0, rights);  // another user's id has dropped it
+  end_with_kvlab(rights);  // another user's id has dropped it
   want(prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0, rights);
 }
 
@@ -107,33 +115,74 @@ void limit(int what, unsigned long most) {
   want(setrlimit(static_cast<__rlimit_resource>(what), &both) == 0, limits);
 }
 
-// Refuses the calls that open sockets, or that look into other processes, or that ask for namespaces and keys.
+constexpr unsigned refused[] = {
+    // They reach other programs, or the kernel's rarer parts.
+    SYS_socket,
+    SYS_io_uring_setup,
+    SYS_ptrace,
+    SYS_process_vm_readv,
+    SYS_process_vm_writev,
+    SYS_bpf,
+    SYS_perf_event_open,
+    SYS_userfaultfd,
+    SYS_add_key,
+    SYS_keyctl,
+    SYS_request_key,
+    // They change namespaces. In a user's own one a program has all rights again.
+    SYS_unshare,
+    SYS_setns,
+    SYS_mount,
+    SYS_umount2,
+    SYS_pivot_root,
+    SYS_fsopen,
+    SYS_fsconfig,
+    SYS_fsmount,
+    SYS_fspick,
+    SYS_move_mount,
+    SYS_open_tree,
+    SYS_mount_setattr,
+#ifdef SYS_open_tree_attr
+    SYS_open_tree_attr,
+#endif
+    // They take memory that no limit counts.
+    SYS_memfd_create,
+#ifdef SYS_memfd_secret
+    SYS_memfd_secret,
+#endif
+    SYS_shmget,
+    SYS_msgget,
+    SYS_semget,
+    SYS_mq_open,
+};
+constexpr unsigned new_namespaces = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER |
+                                    CLONE_NEWPID | CLONE_NEWNET | 0x80;  // 0x80: CLONE_NEWTIME
+
+// clone3 keeps its flags where a filter cannot read them. The C library then takes clone, but only after ENOSYS.
 void refuse_calls() {
 #if defined(__x86_64__)
   constexpr unsigned machine = AUDIT_ARCH_X86_64, largest = 0x3fffffff;  // above: the calls of another ABI
 #elif defined(__aarch64__)
   constexpr unsigned machine = AUDIT_ARCH_AARCH64, largest = 0xffffffff;
 #endif
-  constexpr unsigned refused[] = {
-      SYS_socket,     SYS_io_uring_setup,  SYS_ptrace,      SYS_process_vm_readv, SYS_process_vm_writev,
-      SYS_unshare,    SYS_setns,           SYS_mount,       SYS_umount2,          SYS_pivot_root,
-      SYS_bpf,        SYS_perf_event_open, SYS_userfaultfd, SYS_add_key,          SYS_keyctl,
-      SYS_request_key};
-  constexpr std::size_t count = sizeof refused / sizeof *refused;
-  const auto to_last = [](std::size_t from) {
-    return static_cast<unsigned char>(count + 4 - from);
-  };  // a jump's distance
-  sock_filter code[count + 6] = {
+  constexpr std::size_t count = sizeof refused / sizeof *refused, last = count + 8;
+  constexpr std::size_t allow = last, refuse = last + 1, unknown = last + 2;
+  const auto jump = [](std::size_t from, std::size_t to) { return static_cast<unsigned char>(to - from - 1); };
+  sock_filter code[last + 3] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, arch)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, machine, 0, to_last(1)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, machine, 0, jump(1, refuse)),
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, largest, to_last(3), 0),
+      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, largest, jump(3, refuse), 0),
   };
   for (std::size_t i = 0; i < count; ++i)
-    code[4 + i] = BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, refused[i], to_last(4 + i), 0);
-  code[count + 4] = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
-  code[count + 5] = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM);
-  const sock_fprog program{static_cast<unsigned short>(count + 6), code};
+    code[4 + i] = BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, refused[i], jump(4 + i, refuse), 0);
+  code[last - 4] = BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, jump(last - 4, unknown), 0);
+  code[last - 3] = BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 0, jump(last - 3, allow));
+  code[last - 2] = BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[0]));  // its flags
+  code[last - 1] = BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, new_namespaces, jump(last - 1, refuse), 0);
+  code[allow] = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+  code[refuse] = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM);
+  code[unknown] = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
+  const sock_fprog program{sizeof code / sizeof *code, code};
   want(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0, calls);
 }
 
@@ -168,7 +217,8 @@ const char* name_of(int step) {
 void run(const Plan& plan) {
   take_descriptors(plan);
   reset_signals();
-  want(setsid() >= 0 && prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) == 0, child);  // Ctrl-C is kvlab's alone
+  want(setsid() >= 0, child);  // Ctrl-C is kvlab's alone
+  end_with_kvlab(child);
   if (!plan.root) {
     write_file("/proc/self/setgroups", "deny");
     write_file("/proc/self/uid_map", plan.user_map);

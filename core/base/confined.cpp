@@ -25,6 +25,8 @@
 
 #include "base/confine.hpp"
 #include "base/descriptor.hpp"
+#include "base/log.hpp"
+#include "base/program.hpp"
 #include "base/stop.hpp"
 
 namespace fs = std::filesystem;
@@ -91,31 +93,26 @@ int file_of(const std::string& text) {
 
 // The program's path, in a folder without symbolic links.
 fs::path found(const std::string& name) {
-  std::vector<fs::path> places;
-  const char* variable = std::getenv("PATH");
-  if (name.find('/') != name.npos) {
-    places.emplace_back(name);
-  } else {
-    std::string folder;
-    for (const char c : std::string(variable ? variable : "/usr/bin:/bin") + ":")
-      if (c != ':')
-        folder += c;
-      else if (!folder.empty())
-        places.emplace_back(std::exchange(folder, {}) + "/" + name);
-  }
-  for (const fs::path& place : places)
-    if (access(place.c_str(), X_OK) == 0 && fs::is_regular_file(place))
-      return fs::canonical(place.parent_path().empty() ? "." : place.parent_path()) / place.filename();
-  throw Error(Errc::io, fmt::format("got no program '{}', wanted one of PATH, or a path", name));
+  const fs::path place = path_of_program(name);
+  if (place.empty()) throw Error(Errc::io, fmt::format("got no program '{}', wanted one of PATH, or a path", name));
+  return fs::canonical(place.parent_path().empty() ? "." : place.parent_path()) / place.filename();
+}
+
+// Whether all below the folder belongs to a user, or to the whole system: no installation of one program.
+bool is_home(const fs::path& folder) {
+  const char* home = std::getenv("HOME");
+  std::error_code none;
+  return folder == folder.root_path() || folder == "/root" || folder.parent_path() == "/home" ||
+         (home && *home && fs::equivalent(folder, home, none));
 }
 
 // Places that a program needs, each with the text of its link, or none: the folder above the `bin` of its path, else
-// the file alone. A file that is a link needs the places of what it names, too.
+// the file alone. So it is of a `bin` in a home folder. A file that is a link needs the places of what it names, too.
 std::map<fs::path, std::string> installation(fs::path program) {
   std::map<fs::path, std::string> all;
   for (int links = 0; links < 40; ++links) {
     const fs::path folder = program.parent_path(), above = folder.parent_path();
-    const bool whole = folder.filename() == "bin" && above != above.root_path(), is_link = fs::is_symlink(program);
+    const bool whole = folder.filename() == "bin" && !is_home(above), is_link = fs::is_symlink(program);
     fs::path next = is_link ? folder / fs::read_symlink(program) : fs::path();
     if (is_link) next = fs::canonical(next.parent_path()) / next.filename();
     all[whole ? above : program] = whole ? "" : next.string();
@@ -156,13 +153,6 @@ void show_system(Plan& plan, const fs::path& program) {
       show(plan, own.first, own.second);
       shown.insert(own.first);
     }
-}
-
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> all;
-  for (std::string& text : texts) all.push_back(text.data());
-  all.push_back(nullptr);
-  return all;
 }
 
 // The first process of the namespaces. All of them end with it.
@@ -263,6 +253,10 @@ ConfinedEnd run_confined(const ConfinedProgram& program) {
   while (read_some(output.from, end.said)) {
   }
   if (end.said.size() > most_said) end.said.erase(0, end.said.size() - most_said);
+  if (end.late)
+    log::warn(
+        fmt::format("a confined program, {}, was ended after its {} s: what it runs takes longer, or does not end",
+                    plan.program, program.seconds));
   if (!told) return end;
   if (told->step == confine::start)
     throw Error(Errc::io, fmt::format("got '{}', wanted to start it", std::strerror(told->value)), plan.program);

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <spawn.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <kvlab/error.hpp>
@@ -29,13 +30,6 @@ std::vector<std::string> environment_with(const Environment& set) {
     if (!set.count(text.substr(0, text.find('=')))) all.push_back(text);
   }
   for (const auto& [name, value] : set) all.push_back(name + "=" + value);
-  return all;
-}
-
-std::vector<char*> pointers(std::vector<std::string>& words) {
-  std::vector<char*> all;
-  for (std::string& word : words) all.push_back(word.data());
-  all.push_back(nullptr);
   return all;
 }
 
@@ -77,6 +71,13 @@ bool read_until(int from, Clock::time_point end, std::string& said) {
 }
 
 }  // namespace
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> all;
+  for (std::string& text : texts) all.push_back(text.data());
+  all.push_back(nullptr);
+  return all;
+}
 
 pid_t start_program(std::vector<std::string> words, const ProgramStart& how) {
   std::vector<std::string> variables = environment_with(how.set);
@@ -125,12 +126,17 @@ ProgramEnd run_program(const std::vector<std::string>& words, std::chrono::secon
   return end;
 }
 
-bool has_program(const std::string& name) {
+std::string path_of_program(const std::string& name) {
+  const auto runs = [](const std::string& path) {
+    struct stat file {};
+    return stat(path.c_str(), &file) == 0 && S_ISREG(file.st_mode) && access(path.c_str(), X_OK) == 0;
+  };
+  if (name.find('/') != name.npos) return runs(name) ? name : "";
   const char* path = std::getenv("PATH");
-  std::istringstream folders(path ? path : "");
+  std::istringstream folders(path ? path : "/bin:/usr/bin");
   for (std::string folder; std::getline(folders, folder, ':');)
-    if (access(((folder.empty() ? "." : folder) + "/" + name).c_str(), X_OK) == 0) return true;
-  return false;
+    if (const std::string file = (folder.empty() ? "." : folder) + "/" + name; runs(file)) return file;
+  return "";
 }
 
 bool has_ended(pid_t process, ProgramEnd& end) {

@@ -35,7 +35,11 @@ struct ProgramEnd {
 // limit: how long it may run; 0 = as long as it likes.
 ProgramEnd run_program(const std::vector<std::string>& words, std::chrono::seconds limit = {});
 
-bool has_program(const std::string& name);  // in a folder of PATH
+// The file that starts under the name: a path itself, else in a folder of PATH. "" = there is none.
+std::string path_of_program(const std::string& name);
+
+// As execve wants them. They point into the texts.
+std::vector<char*> pointers(std::vector<std::string>& texts);
 
 ProgramEnd wait_for(pid_t program);
 

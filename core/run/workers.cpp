@@ -162,7 +162,7 @@ class Mpi final : public Workers {
 };
 
 void need_program(const std::string& name, const std::string& whose, const std::string& option) {
-  if (has_program(name)) return;
+  if (!path_of_program(name).empty()) return;
   throw Error(Errc::config, fmt::format("got no program {}, wanted {} in a folder of PATH", name, whose), option);
 }
 

@@ -13,12 +13,11 @@ import ast, os, re, sys
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-def parses(text):
+def error_of(text):
     try:
         ast.parse(text)
-        return True
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return error
 
 def extract(text):
     """The most lines that parse together, at least two; the blank ones do not count."""
@@ -28,9 +27,17 @@ def extract(text):
         full.append(full[-1] + bool(line.strip()))
     count = lambda r: full[r[1] + 1] - full[r[0]]
     ranges = [(i, j) for i in range(len(lines)) for j in range(i + 1, len(lines))]
+    reach = [len(lines)] * len(lines)  # lines i to j have the same error for each j > reach[i]
     for i, j in sorted(filter(count, ranges), key=count, reverse=True):
-        if parses("\n".join(lines[i : j + 1])):
-            return "\n".join(lines[i : j + 1])
+        if j > reach[i]:
+            continue
+        part = "\n".join(lines[i : j + 1])
+        error = error_of(part)
+        if not error:
+            return part
+        # This one is at the last token that Python read: no later one can mend it.
+        if getattr(error, "msg", "") == "invalid syntax" and getattr(error, "end_lineno", 0):
+            reach[i] = i + error.end_lineno
     return lines[0]
 
 def target(node):
@@ -53,7 +60,7 @@ def names(node):
 def sanitize(answer, entry, called=()):
     text = extract(answer)
     imports, kept = [], {}
-    for node in ast.parse(text).body if parses(text) else []:
+    for node in ast.parse(text).body if not error_of(text) else []:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             if getattr(node, "module", "") != "__future__":
                 imports.append(node)

@@ -1,4 +1,5 @@
 #include "test/support/metric_fixture.hpp"
+#include "test/support/skipped.hpp"
 
 #include <cstdlib>
 #include <kvlab/confined.hpp>
@@ -7,6 +8,7 @@
 #include "harness.hpp"
 
 using namespace kvlab;
+using test::confines;
 using test::metric;
 
 namespace {
@@ -24,19 +26,6 @@ Given allowed(Given given = {}) {
 
 double score(const std::string& answer, const std::vector<std::string>& references = tests, const Given& given = {}) {
   return metric("unit_tests", allowed(given))->score(answer, references, record);
-}
-
-// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are
-// printed.
-bool confines() {
-  try {
-    run_confined({.words = {"true"}});
-    return true;
-  } catch (const Error& error) {
-    if (error.code() != Errc::unsupported) throw;
-    WARN("skipped: " << Catch::getResultCapture().getCurrentTestName() << ": " << error.what());
-    return false;
-  }
 }
 
 }  // namespace
@@ -87,6 +76,24 @@ print([c for c in cases if sanitize(c["answer"], c["entry"]) != c["code"]], len(
   const ConfinedEnd end = run_confined(
       {.words = {"/usr/bin/python3", "-I", "-W", "ignore", "-c", program}, .input = cases.str(), .seconds = 120});
   CHECK(end.said == "[] 250\n");
+}
+
+TEST_CASE("unit_tests: a long answer without code is read in time") {
+  if (!confines()) return;
+  std::string answer;
+  for (int i = 0; i < 400; ++i) answer += "Line " + std::to_string(i) + " of the answer says nothing.\n";
+  const Given soon{{"timeout", 20.}};
+  CHECK(score(answer + "\n" + right + "\n" + answer, tests, soon) == 1);
+  std::string halves;
+  for (int i = 0; i < 150; ++i) halves += "x" + std::to_string(i) + " = 1\n";
+  CHECK(score(halves + "This is no code.\n" + halves + right, tests, soon) == 1);
+}
+
+TEST_CASE("unit_tests: code may start threads and programs") {
+  if (!confines()) return;
+  CHECK(score("from threading import Thread\nfrom subprocess import run\n\ndef next_one(n):\n    out = []\n"
+              "    thread = Thread(target=lambda: out.append(run(['echo', '1'], capture_output=True).stdout))\n"
+              "    thread.start()\n    thread.join()\n    return n + int(out[0])\n") == 1);
 }
 
 TEST_CASE("unit_tests: a program that ends early has passed nothing") {

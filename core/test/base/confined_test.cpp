@@ -1,7 +1,11 @@
 // Programs that do harm, confined. Each of them does its harm where nothing confines it.
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <sched.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
@@ -14,11 +18,15 @@
 #include <kvlab/error.hpp>
 #include <thread>
 
+#include "base/confine.hpp"
+#include "base/log.hpp"
 #include "base/program.hpp"
 #include "base/stop.hpp"
+#include "support/skipped.hpp"
 #include "support/temporary_folder.hpp"
 
 using namespace kvlab;
+using test::confines;
 namespace fs = std::filesystem;
 
 namespace {
@@ -28,19 +36,6 @@ ConfinedEnd run(const std::string& text, double seconds = 20) {
   ConfinedProgram program = script(text);
   program.seconds = seconds;
   return run_confined(program);
-}
-
-// Whether this machine confines programs. Where it does not, the case is skipped, and its name and the reason are
-// printed.
-bool confines() {
-  try {
-    run("true");
-    return true;
-  } catch (const Error& error) {
-    if (error.code() != Errc::unsupported) throw;
-    WARN("skipped: " << Catch::getResultCapture().getCurrentTestName() << ": " << error.what());
-    return false;
-  }
 }
 
 double seconds_of(const std::function<void()>& work) {
@@ -93,8 +88,11 @@ TEST_CASE("confined: a loop and a sleep end with the time") {
   for (const char* text : {"while :; do :; done", "sleep 60", "trap '' TERM INT HUP XCPU; while :; do :; done"}) {
     CAPTURE(text);
     ConfinedEnd end;
+    const log::Collected said;
     CHECK(seconds_of([&] { end = run(text, 0.5); }) < 20);
     CHECK(end.late);
+    REQUIRE(said.warnings().size() == 1);
+    CHECK_THAT(said.warnings()[0], Catch::Contains("bash, was ended after its 0.5 s"));
   }
 }
 
@@ -195,8 +193,121 @@ TEST_CASE("confined: a program sees its own installation, and holds none of this
     CHECK(end.said.rfind("part alone\n", 0) == 0);
     CHECK_THAT(end.said, Catch::Contains("Read-only file system"));
   }
+  // A home folder is no installation.
+  const char* before = std::getenv("HOME");
+  const std::string home = before ? before : "";
+  setenv("HOME", own.c_str(), 1);
+  const std::string part = (own / "lib/part").string();
+  const std::string beside = "test -e " + part + " || echo alone; ls " + (own / "bin").string() + " " + own.string();
+  const std::string shown = own.string() + ":\nbin\n\n" + (own / "bin").string() + ":\nprogram\n";
+  CHECK(run_confined({.words = {(own / "bin/program").string(), "-c", beside}, .variables = {{"PATH", "/usr/bin"}}})
+            .said == "alone\n" + shown);
+  before ? setenv("HOME", home.c_str(), 1) : unsetenv("HOME");
   const int held = fcntl(STDIN_FILENO, F_DUPFD, 20);  // not closed by exec
   CHECK_THAT(run("true <&" + std::to_string(held)).said, Catch::Contains("Bad file descriptor"));
   CHECK(run_program({"/bin/bash", "-c", "true <&" + std::to_string(held)}).good());
   close(held);
+}
+
+namespace {
+
+struct Call {
+  const char* name;
+  std::string arguments;  // the first is its number
+};
+
+// What Python gets of each call: "name error", line by line.
+std::vector<std::string> python_that_calls(const std::vector<Call>& calls) {
+  std::string text = "import ctypes, errno, os\nlibc = ctypes.CDLL(None, use_errno=True)\n";
+  text += "def call(name, *arguments):\n";
+  text += "    got = libc.syscall(*[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])\n";
+  text += "    if name.startswith('clone') and got == 0: os._exit(0)\n";
+  text += "    print(name, 'done' if got >= 0 else errno.errorcode[ctypes.get_errno()])\n";
+  for (const Call& c : calls) text += "call('" + std::string(c.name) + "', " + c.arguments + ")\n";
+  return {"/usr/bin/python3", "-I", "-c", text};
+}
+
+std::string arguments(long number, const std::string& others) { return std::to_string(number) + ", " + others; }
+
+}  // namespace
+
+TEST_CASE("confined: a program gets neither other namespaces nor memory that nothing counts") {
+  if (!confines()) return;
+  // Those without an error in their arguments do no harm by themselves. The others' errors come before any refusal.
+  const std::vector<Call> calls{
+      {"clone-fs", arguments(SYS_clone, std::to_string(CLONE_NEWUSER | CLONE_FS | SIGCHLD) + ", 0, 0, 0, 0")},
+      {"clone-mounts", arguments(SYS_clone, std::to_string(CLONE_NEWNS | CLONE_FS | SIGCHLD) + ", 0, 0, 0, 0")},
+      {"open_tree", arguments(SYS_open_tree, "-100, b'/tmp', 0")},
+      {"mount_setattr", arguments(SYS_mount_setattr, "-1, b'', 0, None, 0")},
+      {"fsconfig", arguments(SYS_fsconfig, "-1, 0, None, None, 0")},
+      {"memfd_create", arguments(SYS_memfd_create, "b'x', 0")},
+      {"shmget", arguments(SYS_shmget, "0, 0, 0o600")},
+      {"semget", arguments(SYS_semget, "0, 0, 0o600")},
+      {"msgget", arguments(SYS_msgget, "0x6b766c61, 0")},
+      {"mq_open", arguments(SYS_mq_open, "None, 0, 0, None")},
+  };
+  std::string refused;
+  for (const Call& c : calls) refused += std::string(c.name) + " EPERM\n";
+  const ProgramEnd free = run_program(python_that_calls(calls));
+  CAPTURE(free.said);
+  CHECK((free.good() && free.said.find("EPERM") == std::string::npos));
+  CHECK(run_confined({.words = python_that_calls(calls)}).said == refused);
+  const std::vector<Call> others{
+      {"clone-user", arguments(SYS_clone, std::to_string(CLONE_NEWUSER | SIGCHLD) + ", 0, 0, 0, 0")},
+      {"clone3", arguments(SYS_clone3, "None, 0")},
+      {"fsopen", arguments(SYS_fsopen, "b'tmpfs', 0")},
+      {"fsmount", arguments(SYS_fsmount, "-1, 0, 0")},
+      {"fspick", arguments(SYS_fspick, "-100, b'/tmp', 0")},
+      {"move_mount", arguments(SYS_move_mount, "-100, b'/tmp', -100, b'/tmp', 0")}};
+  CHECK(run_confined({.words = python_that_calls(others)}).said ==
+        "clone-user EPERM\nclone3 ENOSYS\nfsopen EPERM\nfsmount EPERM\nfspick EPERM\nmove_mount EPERM\n");
+}
+
+TEST_CASE("confined: a program starts threads and programs") {
+  if (!confines()) return;
+  const std::string text = R"(
+import subprocess, threading
+def work(): print(subprocess.run(["echo", "a program"], capture_output=True, text=True).stdout, end="")
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print("a thread")
+)";
+  CHECK(run_confined({.words = {"/usr/bin/python3", "-I", "-c", text}, .variables = {{"PATH", "/usr/bin"}}}).said ==
+        "a program\na thread\n");
+}
+
+TEST_CASE("confined: a program ends with kvlab") {
+  if (!confines()) return;
+  const std::string mark = "ke" + std::to_string(getpid());
+  const pid_t kvlab = fork();
+  if (kvlab == 0) {
+    run("cp /bin/sleep ./" + mark + "; ./" + mark + " 60", 60);
+    _exit(0);
+  }
+  const auto wait_for_count = [&](int count) {
+    for (int i = 0; i < 200 && running(mark) != count; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return running(mark);
+  };
+  CHECK(wait_for_count(1) == 1);
+  kill(kvlab, SIGKILL);
+  waitpid(kvlab, nullptr, 0);
+  CHECK(wait_for_count(0) == 0);
+}
+
+TEST_CASE("confined: the first process ends where kvlab ended before it asked for the signal") {
+  int report[2];
+  REQUIRE(pipe(report) == 0);
+  close(report[0]);  // as kvlab's end does
+  const pid_t first = fork();
+  if (first == 0) {
+    confine::Plan plan;  // without root's rights; the next step fails outside of a namespace
+    plan.input = plan.output = STDERR_FILENO;
+    plan.report = report[1];
+    confine::run(plan);
+  }
+  close(report[1]);
+  int status = 0;
+  waitpid(first, &status, 0);
+  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 126));  // a step that fails sends a report, which SIGPIPE ends
 }

@@ -35,10 +35,14 @@ TEST_CASE("a program is there where a folder of PATH has it") {
   const std::string before = std::getenv("PATH");
   const std::string file = folder.write("mine", "#!/bin/sh\n");
   setenv("PATH", ("/nowhere:" + (folder / ".")).c_str(), 1);
-  CHECK_FALSE(has_program("mine"));  // it may not be run
+  CHECK(path_of_program("mine").empty());  // it may not be run
+  CHECK(path_of_program(file).empty());
   chmod(file.c_str(), 0755);
-  CHECK(has_program("mine"));
-  CHECK_FALSE(has_program("other"));
+  CHECK(path_of_program("mine") == folder / "./mine");
+  CHECK(path_of_program(file) == file);
+  CHECK(path_of_program("other").empty());
+  mkdir((folder / "other").c_str(), 0755);
+  CHECK(path_of_program("other").empty());  // a folder is no program
   setenv("PATH", before.c_str(), 1);
 }
 

@@ -9,6 +9,7 @@
 #include "result/profile_file.hpp"
 #include "result/results_sample.hpp"
 #include "support/full_disk.hpp"
+#include "support/skipped.hpp"
 
 using namespace kvlab;
 using namespace kvlab::results;
@@ -156,7 +157,7 @@ TEST_CASE("cells that need parts again are not lost when there is no room for th
 TEST_CASE("a full file system neither crashes nor loses what is finished") {
   const TemporaryFolder dir;
   if (!test::can_mount_disk(dir / "")) {
-    WARN("skipped: no file system can be mounted here");
+    test::say_skipped("no file system can be mounted here");
     return;
   }
   const std::uint64_t page = 4096;
