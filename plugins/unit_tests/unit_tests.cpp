@@ -119,5 +119,6 @@ KVLAB_PLUGIN(
                "the record's field with the function's name; without the field all definitions stay")
         .param("before", std::string(),
                "the record's field with the code that an answer goes on from, such as input; empty: answers are whole")
-        .param("timeout", 30.0, 0.01, 3600., "most seconds for an answer")
-        .param("memory", 4096, 64, 1 << 20, "most MiB for a process"))
+        .param("timeout", 30.0, 0.01, 3600.,
+               "most seconds for an answer; one that takes longer scores 0, with a warning")
+        .param("memory", 4096, 64, 1 << 20, "most MiB for each of at most 16 processes"))
