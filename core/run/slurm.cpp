@@ -22,7 +22,7 @@ std::chrono::seconds limit() {
   if (!own) return std::chrono::seconds(60);
   const std::string text = own;
   if (text.empty() || text.size() > 6 || text.find_first_not_of("0123456789") != text.npos || std::stoi(text) == 0)
-    throw Error(Errc::config, fmt::format("got KVLAB_SLURM_SECONDS={}, wanted whole seconds from 1 to 999999", text));
+    throw CannotStart(fmt::format("got KVLAB_SLURM_SECONDS={}, wanted whole seconds from 1 to 999999", text));
   return std::chrono::seconds(std::stoi(text));
 }
 

@@ -28,19 +28,17 @@ std::vector<std::string> integers(const std::string& text, bool signs) {
   return out;
 }
 
-void want_number(const std::vector<std::string>& references) {
-  for (const std::string& reference : references)
-    if (integers(reference, true).empty())
-      throw kvlab::Error(kvlab::Errc::data, "got the reference '" + reference + "', wanted numbers");
-}
-
-// The reference is a list of numbers.
-class LeadingNumbers final : public kvlab::PairMetric {
+class OfNumbers : public kvlab::PairMetric {
  public:
   void check(const std::vector<std::string>& references, const kvlab::Record& /*record*/) const override {
-    want_number(references);
+    for (const std::string& reference : references)
+      if (integers(reference, true).empty())
+        throw kvlab::Error(kvlab::Errc::data, "got the reference '" + reference + "', wanted numbers");
   }
+};
 
+// The reference is a list of numbers.
+class LeadingNumbers final : public OfNumbers {
  protected:
   // The share of its numbers before the first that the answer's numbers miss, place by place.
   double pair(const std::string& answer, const std::string& reference, const kvlab::Record& /*record*/) const override {
@@ -67,12 +65,7 @@ double number_of(const std::string& text) {
 }
 
 // The first number, with its fraction. A fraction where the reference has none ends the scorer; here it is wrong.
-class FirstNumber final : public kvlab::PairMetric {
- public:
-  void check(const std::vector<std::string>& references, const kvlab::Record& /*record*/) const override {
-    want_number(references);
-  }
-
+class FirstNumber final : public OfNumbers {
  protected:
   double pair(const std::string& answer, const std::string& reference, const kvlab::Record& /*record*/) const override {
     const std::string text = ascii(from_utf8(answer));
