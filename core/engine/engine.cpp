@@ -426,9 +426,10 @@ Fit Engine::prompt(const PromptLayer& l) {
   check_reserve();
   using Reads = EngineObserver::Prompt;
   const Reads reads = observer_ ? observer_->reads_of_prompt() : Reads::nothing;
-  if (reads != Reads::nothing)
-    observer_->prompt(stream_.device() == Device::cpu ? l : seen_.of(l, reads == Reads::keys_and_values, stream_),
-                      *store_);
+  if (reads != Reads::nothing) {
+    const bool as_it_is = stream_.device() == Device::cpu || reads == Reads::in_place;
+    observer_->prompt(as_it_is ? l : seen_.of(l, reads == Reads::keys_and_values, stream_), *store_);
+  }
   const Shape& s = store_->shape();
   const std::int32_t slots_of[] = {l.slot};
   const std::vector<std::int32_t> slots(slots_of, slots_of + 1);

@@ -38,13 +38,15 @@ struct EngineOptions {
   bool protect_host = false;               // tests: the host tier is unreadable while attention runs
 };
 
-// Measures what passes through the engine. All arguments are host memory, borrowed for the call. An observer asks the
-// store for its shape and positions, which are exact on either device, and for no views.
+// Measures what passes through the engine. Arguments are borrowed for the call, and host memory but where Prompt says
+// otherwise. An observer asks the store for its shape and positions, which are exact on either device, and for no
+// views.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  // The parts of a prompt's layer that the observer reads. A GPU need not copy the others.
-  enum class Prompt : std::uint8_t { nothing, keys_and_values, everything };
+  // The parts of a prompt's layer that the observer reads. A GPU need not copy the others. in_place: keys and values as
+  // they are, memory of the store's device; the observer reads them in the order of its stream.
+  enum class Prompt : std::uint8_t { nothing, in_place, keys_and_values, everything };
   virtual Prompt reads_of_prompt() const { return Prompt::everything; }
   virtual void prompt(const PromptLayer&, const Store&) {}
   virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits

@@ -19,12 +19,12 @@ std::int64_t elements_of(const View<const T, Rank>& v) {
 // Copies everything between the first and the last element in one transfer.
 template <class T, int Rank>
 void HostCopy::fetch(const View<const T, Rank>& from, Array<T>& to, Stream s) {
-  to.raw.clear();
   if (elements_of(from) == 0) return;
   std::int64_t span = 1;
   for (int d = 0; d < Rank; ++d) span += (from.extent[d] - 1) * from.stride[d];
-  to.raw.resize(static_cast<std::size_t>(span));
-  copy_memory(to.raw.data(), from.data, to.raw.size() * sizeof(T), s);
+  const auto count = static_cast<std::size_t>(span);
+  if (to.raw.size() < count) to.raw.resize(count);
+  copy_memory(to.raw.data(), from.data, count * sizeof(T), s);
 }
 
 template <class T, int Rank>
@@ -35,8 +35,7 @@ View<T, Rank> HostCopy::dense(const View<const T, Rank>& from, Array<T>& to) {
   bool in_order = true;
   for (int d = 0; d < Rank; ++d) in_order &= from.extent[d] == 1 || from.stride[d] == as_it_is.stride[d];
   if (in_order) return as_it_is;
-  to.dense.clear();
-  to.dense.reserve(static_cast<std::size_t>(elements));
+  if (to.dense.size() < static_cast<std::size_t>(elements)) to.dense.resize(static_cast<std::size_t>(elements));
   const std::int64_t inner = from.extent[Rank - 1], step = from.stride[Rank - 1];
   for (std::int64_t row = 0; row < elements / inner; ++row) {
     std::int64_t at = 0, rest = row;
@@ -44,7 +43,12 @@ View<T, Rank> HostCopy::dense(const View<const T, Rank>& from, Array<T>& to) {
       at += rest % from.extent[d] * from.stride[d];
       rest /= from.extent[d];
     }
-    for (std::int64_t i = 0; i < inner; ++i) to.dense.push_back(to.raw[static_cast<std::size_t>(at + i * step)]);
+    const T* row_from = to.raw.data() + at;
+    T* row_to = to.dense.data() + row * inner;
+    if (step == 1)
+      std::copy_n(row_from, inner, row_to);
+    else
+      for (std::int64_t i = 0; i < inner; ++i) row_to[i] = row_from[i * step];
   }
   return View<T, Rank>::dense(to.dense.data(), from.extent);
 }

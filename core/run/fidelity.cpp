@@ -46,7 +46,7 @@ void measure_fidelity(const CellInput& in, const std::vector<std::vector<int>>& 
   const int page_size = in.policy().page_size;
   const auto layers = static_cast<std::size_t>(model.config.layers);
   Engine engine = make_engine(in, 1);
-  Shadow shadow(model, page_size, engine.store().shape().max_tokens);
+  Shadow shadow(model, page_size, engine.store().shape().max_tokens, &engine.store());
   engine.observe(&shadow);
   Sequence mine(engine);
   std::vector<float> full(static_cast<std::size_t>(model.config.vocab));

@@ -5,9 +5,12 @@
 #include <limits>
 #include <numeric>
 
+#include "base/backend.hpp"
 #include "base/finite.hpp"
 #include "ops/attend/attend.hpp"
 #include "ops/page/paged.hpp"
+#include "store/cpu_store.hpp"
+#include "store/cuda_store.hpp"
 
 namespace kvlab {
 namespace {
@@ -24,6 +27,23 @@ StoreOptions shadow_options(const Model& model, int page_size, int max_tokens) {
   o.shape.dtype = model.dtype == DType::f16 ? DType::f32 : model.dtype;  // the CPU's attention knows no f16
   o.rope_table = model.rope();
   return o;
+}
+
+void want_room(Fit fit) {
+  if (fit != Fit::ok) throw NoRoom("got no memory for a copy of the whole cache, with which fidelity compares");
+}
+
+std::unique_ptr<Store> new_store(StoreOptions o, const Store* beside) {
+  if (beside && beside->stream().device() == Device::cuda && beside->options().rope == RopeRegime::original) {
+    StoreOptions there = o;
+    there.shape.dtype = beside->shape().dtype;
+    const Shape& s = there.shape;
+    const std::int64_t frames = std::int64_t{s.layers} * s.kv_heads * s.max_pages(),
+                       bytes = frames * store_bytes(there, Device::cuda).frame;
+    const auto room = static_cast<std::int64_t>(require_cuda("fidelity").runtime.free_bytes());
+    if (bytes <= room / 2) return make_store(there, beside->stream());  // prompts and scratch need memory too
+  }
+  return make_store(o, Stream::cpu());
 }
 
 // Sets the flags in `seen` [total] of the text positions that one KV head's attention read.
@@ -47,14 +67,14 @@ void attended_positions(const DecodeLayer& l, const Store& store, int head, int 
 
 }  // namespace
 
-Shadow::Shadow(const Model& model, int page_size, int max_tokens)
-    : model_(model), store_(shadow_options(model, page_size, max_tokens)) {
-  store_.open();
+Shadow::Shadow(const Model& model, int page_size, int max_tokens, const Store* beside)
+    : model_(model), store_(new_store(shadow_options(model, page_size, max_tokens), beside)) {
+  store_->open();
 }
 
 void Shadow::reset() {
-  store_.close(0);
-  store_.open();
+  store_->close(0);
+  store_->open();
   rows_ = {};
   skipped_ = 0;
 }
@@ -77,9 +97,58 @@ const float* Shadow::original(const View<const float, 3>& rotated, const View<co
 
 void Shadow::prompt(const PromptLayer& l, const Store& store) {
   const int first = store.position(l.slot), n = static_cast<int>(l.keys.extent[0]);
-  const float* k = original(l.keys, l.raw_keys, first, keys_);
-  store_.append(l.layer, 0, k, l.values.data, n, first);
-  if (l.layer + 1 == model_.config.layers) store_.advance(0, n, false);
+  if (CudaStore* there = store_->cuda()) {
+    want_room(there->append(l.layer, 0, l.keys.data, l.values.data, DType::f32, l.keys.stride[0], n, first));
+  } else {
+    const float* k = original(l.keys, l.raw_keys, first, keys_);
+    want_room(store_->cpu()->append(l.layer, 0, k, l.values.data, n, first));
+  }
+  if (l.layer + 1 == model_.config.layers) store_->advance(0, n, false);
+}
+
+// The step's token, whose key and value are in host memory.
+void Shadow::append(int layer, const float* key, const float* value, int newest) {
+  const std::int64_t row = std::int64_t{model_.config.kv_heads} * model_.config.head_dim;
+  if (!store_->cuda()) return want_room(store_->cpu()->append(layer, 0, key, value, 1, newest));
+  const Stream s = store_->stream();
+  if (!row_) row_ = StreamMemory(s, static_cast<std::size_t>(2 * row) * sizeof(float));
+  float *const k = row_.as<float>(), *const v = k + row;
+  copy_memory(k, key, static_cast<std::size_t>(row) * sizeof(float), s);
+  copy_memory(v, value, static_cast<std::size_t>(row) * sizeof(float), s);
+  want_room(store_->cuda()->append(layer, 0, k, v, DType::f32, row, 1, newest));
+}
+
+void Shadow::attend_to_all(int layer, const float* queries, int newest) {
+  const ModelConfig& c = model_.config;
+  const int total = newest + 1;
+  const auto width = static_cast<std::size_t>(c.heads * c.head_dim),
+             mass = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total);
+  output_.resize(width);
+  mass_.resize(mass);
+  const auto attend = [&](const float* q, float* out, float* to, const std::int32_t* last) {
+    ops::AttendArgs a;
+    a.kv = store_->view(layer, slots_);
+    a.queries = View<const float, 3>::dense(q, {1, c.heads, c.head_dim});
+    a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
+    a.window = c.sliding_window;
+    a.last = last;
+    a.out = View<float, 3>::dense(out, {1, c.heads, c.head_dim});
+    a.mass = View<float, 3>::dense(to, {1, c.heads, total});
+    ops::attend(a, store_->workspace(), store_->stream());
+    store_->workspace().reset();
+  };
+  if (!store_->cuda()) return attend(queries, output_.data(), mass_.data(), &newest);
+  const Stream s = store_->stream();
+  const std::size_t most = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(store_->shape().max_tokens);
+  if (!step_) step_ = StreamMemory(s, (2 * width + most + 1) * sizeof(float));
+  float *const q = step_.as<float>(), *const out = q + width, *const to = out + width;
+  auto* const last = reinterpret_cast<std::int32_t*>(to + most);
+  copy_memory(q, queries, width * sizeof *q, s);
+  copy_memory(last, &newest, sizeof newest, s);
+  attend(q, out, to, last);
+  copy_memory(output_.data(), out, width * sizeof *out, s);
+  copy_memory(mass_.data(), to, mass * sizeof *to, s);
+  synchronize(s);
 }
 
 void Shadow::attended(const DecodeLayer& l, const Store& store) {
@@ -87,67 +156,66 @@ void Shadow::attended(const DecodeLayer& l, const Store& store) {
   const int newest = store.position((*l.slots)[0]), total = newest + 1;
   const float* q = original(l.queries, l.raw_queries, newest, queries_);
   const float* k = original(l.keys, l.raw_keys, newest, keys_);
-  store_.append(l.layer, 0, k, l.values.data, 1, newest);
+  append(l.layer, k, l.values.data, newest);
   if (skipped_ > 0) {
-    if (l.layer + 1 == c.layers) store_.advance(0, 1, true), --skipped_;
+    if (l.layer + 1 == c.layers) store_->advance(0, 1, true), --skipped_;
     return;
   }
-
-  const std::size_t width = static_cast<std::size_t>(c.heads * c.head_dim);
-  output_.resize(width);
-  mass_.resize(static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(total));
-  ops::AttendArgs a;
-  a.kv = store_.view(l.layer, slots_);
-  a.queries = View<const float, 3>::dense(q, {1, c.heads, c.head_dim});
-  a.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.head_dim));
-  a.window = c.sliding_window;
-  const std::int32_t last[] = {newest};
-  a.last = last;
-  a.out = View<float, 3>::dense(output_.data(), {1, c.heads, c.head_dim});
-  a.mass = View<float, 3>::dense(mass_.data(), {1, c.heads, total});
-  ops::attend(a, store_.workspace(), Stream::cpu());
-  store_.workspace().reset();
-
-  if (l.layer + 1 == c.layers) store_.advance(0, 1, true);
+  attend_to_all(l.layer, q, newest);
+  if (l.layer + 1 == c.layers) store_->advance(0, 1, true);
   if (!finite(l.layer, l.output.data)) {
     constexpr double nan = std::numeric_limits<double>::quiet_NaN();
     return add(nan, nan, nan);
   }
 
-  const int p = store_.shape().page_size, pages = (total + p - 1) / p, group = c.group();
-  double missed = 0, recall = 0;
-  std::vector<char> seen;
-  std::vector<double> page_mass;
-  std::vector<int> order(static_cast<std::size_t>(pages));
-  for (int head = 0; head < c.kv_heads; ++head) {
-    seen.assign(static_cast<std::size_t>(total), 0);
-    attended_positions(l, store, head, c.sliding_window, seen);
-    page_mass.assign(static_cast<std::size_t>(pages), 0);
-    for (int g = 0; g < group; ++g)
-      for (int t = 0; t < total; ++t) {
-        const double m = a.mass(0, head * group + g, t);
-        if (!seen[static_cast<std::size_t>(t)]) missed += m;
-        page_mass[static_cast<std::size_t>(t / p)] += m;
-      }
-    std::vector<char> chosen(static_cast<std::size_t>(pages), 0);
-    for (int t = 0; t < total; ++t)
-      if (seen[static_cast<std::size_t>(t)]) chosen[static_cast<std::size_t>(t / p)] = 1;
-    const int count = static_cast<int>(std::count(chosen.begin(), chosen.end(), 1));
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int x, int y) {
-      return page_mass[static_cast<std::size_t>(x)] > page_mass[static_cast<std::size_t>(y)];
-    });
-    int hit = 0;
-    for (int i = 0; i < count; ++i) hit += chosen[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
-    recall += count ? static_cast<double>(hit) / count : 0;
+  const int p = store_->shape().page_size;
+  const auto tokens = static_cast<std::size_t>(total), pages = static_cast<std::size_t>((total + p - 1) / p);
+  heads_.resize(static_cast<std::size_t>(c.kv_heads));
+  for (std::size_t h = 0; h < heads_.size(); ++h) {
+    Head& head = heads_[h];
+    head.seen.assign(tokens, 0);
+    attended_positions(l, store, static_cast<int>(h), c.sliding_window, head.seen);
+    head.page_mass.assign(pages, 0);
+    head.chosen.assign(pages, 0);
+    head.order.resize(pages);
   }
+#pragma omp parallel for schedule(static)
+  for (std::size_t h = 0; h < heads_.size(); ++h)
+    compare(heads_[h], mass_.data() + h * static_cast<std::size_t>(c.group()) * tokens, c.group(), p);
+  double missed = 0, recall = 0;
+  for (const Head& head : heads_) missed += head.missed, recall += head.recall;
   double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < width; ++i) {
+  for (std::size_t i = 0; i < output_.size(); ++i) {
     const double full = output_[i], ours = l.output.data[i];
     difference += (ours - full) * (ours - full);
     norm += full * full;
   }
   add(1 - missed / c.heads, recall / c.kv_heads, difference > 0 ? std::sqrt(difference / norm) : 0);
+}
+
+// mass [query head of the group, token] of full attention.
+void Shadow::compare(Head& head, const float* mass, int group, int page_size) {
+  const std::size_t tokens = head.seen.size(), pages = head.chosen.size(), p = static_cast<std::size_t>(page_size);
+  head.missed = 0;
+  for (int g = 0; g < group; ++g, mass += tokens)
+    for (std::size_t page = 0; page < pages; ++page) {
+      double all = 0, missed = 0;
+      for (std::size_t t = page * p; t < std::min(tokens, (page + 1) * p); ++t) {
+        all += mass[t];
+        missed += head.seen[t] ? 0.f : mass[t];
+      }
+      head.page_mass[page] += all;
+      head.missed += missed;
+    }
+  for (std::size_t t = 0; t < tokens; ++t) head.chosen[t / p] |= head.seen[t];
+  const auto count = std::count(head.chosen.begin(), head.chosen.end(), 1);
+  std::iota(head.order.begin(), head.order.end(), 0);
+  const auto end = head.order.begin() + count;
+  std::nth_element(head.order.begin(), end, head.order.end(), [&](std::size_t x, std::size_t y) {
+    return head.page_mass[x] != head.page_mass[y] ? head.page_mass[x] > head.page_mass[y] : x < y;
+  });
+  const auto hit = std::count_if(head.order.begin(), end, [&](std::size_t page) { return head.chosen[page] != 0; });
+  head.recall = count ? static_cast<double>(hit) / static_cast<double>(count) : 0;
 }
 
 bool Shadow::finite(int layer, const float* ours) {

@@ -6,24 +6,26 @@
 #include <vector>
 
 #include "engine/engine.hpp"
-#include "store/cpu_store.hpp"
+#include "store/store.hpp"
 
 namespace kvlab {
 
 class Shadow final : public EngineObserver {
  public:
-  // Follows the sequence in the engine's slot 0. max_tokens as the engine's.
-  Shadow(const Model& model, int page_size, int max_tokens);
+  // Follows the sequence in the engine's slot 0. max_tokens as the engine's. `beside`, the engine's store: the copy
+  // lies on its device where that has room for it twice, and where keys are rotated by text position. Else it is on the
+  // host.
+  Shadow(const Model& model, int page_size, int max_tokens, const Store* beside = nullptr);
 
   // Forgets the sequence. A new one starts at position 0.
   void reset();
   // The sequence as it is now, for a later one that begins with it: in place of the prompt, after reset().
-  std::vector<std::byte> save() const { return store_.save(0); }
-  Fit restore(const std::vector<std::byte>& saved) { return store_.restore(0, saved); }
+  std::vector<std::byte> save() const { return store_->save(0); }
+  Fit restore(const std::vector<std::byte>& saved) { return store_->restore(0, saved); }
   // The next decode steps, so many, are not compared: take() has no rows of them.
   void skip(int steps) { skipped_ = steps; }
 
-  Prompt reads_of_prompt() const override { return Prompt::keys_and_values; }
+  Prompt reads_of_prompt() const override { return store_->cuda() ? Prompt::in_place : Prompt::keys_and_values; }
   void prompt(const PromptLayer& l, const Store& store) override;
   void attended(const DecodeLayer& l, const Store& store) override;
 
@@ -41,6 +43,17 @@ class Shadow final : public EngineObserver {
   Rows take();
 
  private:
+  // What one KV head misses in a step.
+  struct Head {
+    std::vector<char> seen, chosen;  // of the tokens and of the pages: attended to
+    std::vector<double> page_mass;   // of full attention, all query heads of the group
+    std::vector<std::size_t> order;  // of pages: those of largest mass first, as many as chosen ones
+    double missed = 0, recall = 0;
+  };
+  static void compare(Head& head, const float* mass, int group, int page_size);
+
+  void append(int layer, const float* key, const float* value, int newest);
+  void attend_to_all(int layer, const float* queries, int newest);  // sets output_ and mass_
   const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
                         std::vector<float>& buffer) const;
 
@@ -48,10 +61,12 @@ class Shadow final : public EngineObserver {
   bool finite(int layer, const float* ours);  // whether full attention's mass and output, and `ours`, are finite
 
   const Model& model_;
-  CpuStore store_;
+  std::unique_ptr<Store> store_;
+  StreamMemory row_, step_;  // on a GPU: key and value; queries, output, mass and position
   std::vector<std::int32_t> slots_{0};
   int skipped_ = 0;  // steps still to come
   std::vector<float> queries_, keys_, output_, mass_;
+  std::vector<Head> heads_;
   Rows rows_;
 };
 
