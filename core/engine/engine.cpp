@@ -534,7 +534,10 @@ Selection Engine::select(const DecodeLayer& l, Fit& fit) {
 
 Fit Engine::attended(const DecodeLayer& l) {
   if (options_.protect_host) store_->protect_host(false);
-  if (observer_) observer_->attended(stream_.device() == Device::cpu ? l : seen_.of(l, stream_), *store_);
+  if (observer_) {
+    const bool as_it_is = stream_.device() == Device::cpu || observer_->steps_in_place();
+    observer_->attended(as_it_is ? l : seen_.of(l, stream_), *store_);
+  }
   Fit fit = apply(waiting_, *l.slots);
   waiting_.clear();
   return fit == Fit::ok ? observe(l) : fit;

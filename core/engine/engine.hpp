@@ -48,6 +48,8 @@ class EngineObserver {
   // they are, memory of the store's device; the observer reads them in the order of its stream.
   enum class Prompt : std::uint8_t { nothing, in_place, keys_and_values, everything };
   virtual Prompt reads_of_prompt() const { return Prompt::everything; }
+  // Whether a step's layer comes as it is, memory of the store's device, and not as a copy.
+  virtual bool steps_in_place() const { return false; }
   virtual void prompt(const PromptLayer&, const Store&) {}
   virtual void attended(const DecodeLayer&, const Store&) {}  // before the policy's own observe and its edits
 };

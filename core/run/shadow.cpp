@@ -106,18 +106,6 @@ void Shadow::prompt(const PromptLayer& l, const Store& store) {
   if (l.layer + 1 == model_.config.layers) store_->advance(0, n, false);
 }
 
-// The step's token, whose key and value are in host memory.
-void Shadow::append(int layer, const float* key, const float* value, int newest) {
-  const std::int64_t row = std::int64_t{model_.config.kv_heads} * model_.config.head_dim;
-  if (!store_->cuda()) return want_room(store_->cpu()->append(layer, 0, key, value, 1, newest));
-  const Stream s = store_->stream();
-  if (!row_) row_ = StreamMemory(s, static_cast<std::size_t>(2 * row) * sizeof(float));
-  float *const k = row_.as<float>(), *const v = k + row;
-  copy_memory(k, key, static_cast<std::size_t>(row) * sizeof(float), s);
-  copy_memory(v, value, static_cast<std::size_t>(row) * sizeof(float), s);
-  want_room(store_->cuda()->append(layer, 0, k, v, DType::f32, row, 1, newest));
-}
-
 void Shadow::attend_to_all(int layer, const float* queries, int newest) {
   const ModelConfig& c = model_.config;
   const int total = newest + 1;
@@ -140,29 +128,37 @@ void Shadow::attend_to_all(int layer, const float* queries, int newest) {
   if (!store_->cuda()) return attend(queries, output_.data(), mass_.data(), &newest);
   const Stream s = store_->stream();
   const std::size_t most = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(store_->shape().max_tokens);
-  if (!step_) step_ = StreamMemory(s, (2 * width + most + 1) * sizeof(float));
-  float *const q = step_.as<float>(), *const out = q + width, *const to = out + width;
+  if (!step_) step_ = StreamMemory(s, (width + most + 1) * sizeof(float));
+  float *const out = step_.as<float>(), *const to = out + width;
   auto* const last = reinterpret_cast<std::int32_t*>(to + most);
-  copy_memory(q, queries, width * sizeof *q, s);
   copy_memory(last, &newest, sizeof newest, s);
-  attend(q, out, to, last);
+  attend(queries, out, to, last);
   copy_memory(output_.data(), out, width * sizeof *out, s);
   copy_memory(mass_.data(), to, mass * sizeof *to, s);
   synchronize(s);
 }
 
 void Shadow::attended(const DecodeLayer& l, const Store& store) {
-  const ModelConfig& c = model_.config;
-  const int newest = store.position((*l.slots)[0]), total = newest + 1;
-  const float* q = original(l.queries, l.raw_queries, newest, queries_);
-  const float* k = original(l.keys, l.raw_keys, newest, keys_);
-  append(l.layer, k, l.values.data, newest);
-  if (skipped_ > 0) {
-    if (l.layer + 1 == c.layers) store_->advance(0, 1, true), --skipped_;
-    return;
+  const int newest = store.position((*l.slots)[0]);
+  CudaStore* const there = store_->cuda();
+  const float* q = there ? l.queries.data : original(l.queries, l.raw_queries, newest, queries_);
+  if (there) {
+    want_room(there->append(l.layer, 0, l.keys.data, l.values.data, DType::f32, l.keys.stride[0], 1, newest));
+  } else {
+    const float* k = original(l.keys, l.raw_keys, newest, keys_);
+    want_room(store_->cpu()->append(l.layer, 0, k, l.values.data, 1, newest));
   }
-  attend_to_all(l.layer, q, newest);
-  if (l.layer + 1 == c.layers) store_->advance(0, 1, true);
+  const bool compared = skipped_ == 0, last = l.layer + 1 == model_.config.layers;
+  if (compared) attend_to_all(l.layer, q, newest);
+  if (last) store_->advance(0, 1, true);
+  if (compared)
+    compare_step(there ? copy_.of(l, store.stream()) : l, store, newest + 1);
+  else if (last)
+    --skipped_;
+}
+
+void Shadow::compare_step(const DecodeLayer& l, const Store& store, int total) {
+  const ModelConfig& c = model_.config;
   if (!finite(l.layer, l.output.data)) {
     constexpr double nan = std::numeric_limits<double>::quiet_NaN();
     return add(nan, nan, nan);

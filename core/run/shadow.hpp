@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/engine.hpp"
+#include "engine/host_copy.hpp"
 #include "store/store.hpp"
 
 namespace kvlab {
@@ -26,6 +27,7 @@ class Shadow final : public EngineObserver {
   void skip(int steps) { skipped_ = steps; }
 
   Prompt reads_of_prompt() const override { return store_->cuda() ? Prompt::in_place : Prompt::keys_and_values; }
+  bool steps_in_place() const override { return store_->cuda() != nullptr; }
   void prompt(const PromptLayer& l, const Store& store) override;
   void attended(const DecodeLayer& l, const Store& store) override;
 
@@ -52,8 +54,8 @@ class Shadow final : public EngineObserver {
   };
   static void compare(Head& head, const float* mass, int group, int page_size);
 
-  void append(int layer, const float* key, const float* value, int newest);
-  void attend_to_all(int layer, const float* queries, int newest);  // sets output_ and mass_
+  void compare_step(const DecodeLayer& here, const Store& store, int total);  // of a copy on the host
+  void attend_to_all(int layer, const float* queries, int newest);            // sets output_ and mass_
   const float* original(const View<const float, 3>& rotated, const View<const float, 3>& raw, int first,
                         std::vector<float>& buffer) const;
 
@@ -62,7 +64,8 @@ class Shadow final : public EngineObserver {
 
   const Model& model_;
   std::unique_ptr<Store> store_;
-  StreamMemory row_, step_;  // on a GPU: key and value; queries, output, mass and position
+  StreamMemory step_;  // on a GPU: output, mass and position
+  HostCopy copy_;
   std::vector<std::int32_t> slots_{0};
   int skipped_ = 0;  // steps still to come
   std::vector<float> queries_, keys_, output_, mass_;

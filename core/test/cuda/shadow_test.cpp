@@ -29,13 +29,13 @@ struct Both final : EngineObserver {
   Prompt reads_of_prompt() const override { return there.reads_of_prompt(); }
   void prompt(const PromptLayer& l, const Store& s) override {
     there.prompt(l, s);
-    if (there.reads_of_prompt() == Prompt::in_place) {
-      here.prompt(copy.of(l, true, s.stream()), s);
-    } else {
-      here.prompt(l, s);
-    }
+    here.prompt(there.reads_of_prompt() == Prompt::in_place ? copy.of(l, true, s.stream()) : l, s);
   }
-  void attended(const DecodeLayer& l, const Store& s) override { there.attended(l, s), here.attended(l, s); }
+  bool steps_in_place() const override { return there.steps_in_place(); }
+  void attended(const DecodeLayer& l, const Store& s) override {
+    there.attended(l, s);
+    here.attended(there.steps_in_place() ? copy.of(l, s.stream()) : l, s);
+  }
   void run() {
     const int slot = engine.open(), vocab = model->config.vocab;
     REQUIRE(engine.prefill(slot, test_text(30, vocab, 1), false, {}) == Fit::ok);
