@@ -119,7 +119,8 @@ class CommandLine {
   CLI::App app_{top_help, "kvlab"};
   std::function<int()> action_;
   std::vector<std::string> names_;
-  std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", html_, backend_ = "auto";
+  std::string file_, output_, isolated_cell_, word_, array_, format_ = "table", html_, choose_, backend_ = "auto";
+  double lose_ = 0;
   std::vector<std::string> files_, compare_;
   std::vector<std::string> sets_, words_, plugin_path_;
   std::optional<std::string> log_file_;
@@ -283,7 +284,8 @@ std::string CommandLine::report_text() const {
   if (profiles)
     return several ? results::head_overlap(files_, format)
                    : results::profile_report(results::read_profile(file), format);
-  return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO), ladder_});
+  if (!choose_.empty() && profiles) throw Error(Errc::config, "got --choose, wanted a result file", "kvlab report");
+  return results::report(files_, {format, compare_, takes_colour(STDOUT_FILENO), ladder_, choose_, lose_});
 }
 
 void CommandLine::add_rest() {
@@ -347,6 +349,7 @@ void CommandLine::add_rest() {
           "kvlab report results/quickstart.h5 --format md\n"
           "kvlab report results/mine.h5 --compare 'POLICY 64' OTHER\n"
           "kvlab report results/controls.h5 --ladder\n"
+          "kvlab report results/sweep.h5 --choose leankv\n"
           "kvlab report profile.h5                 quantiles; maps and curves where a profiler tells heads apart\n"
           "kvlab report one.h5 other.h5            the share of one profile's heads that the other has too\n"
           "kvlab report results/*.h5 --html page/  one HTML page with figures; needs Python",
@@ -376,11 +379,20 @@ void CommandLine::add_rest() {
       "--ladder", ladder_,
       "in place of the tables: where each policy stands between random eviction and an oracle of the same budget");
   ladder->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare);
+  CLI::Option* choose = report->add_option(
+      "--choose", choose_, "in place of the tables: which of the settings of this policy to take, over all tasks");
+  choose->excludes(array)->excludes(plugins)->excludes(attempts)->excludes(compare)->excludes(ladder);
+  report
+      ->add_option("--lose", lose_,
+                   "with --choose: take the fewest bytes of the settings whose mean score is so far below the best")
+      ->needs(choose)
+      ->check(CLI::Range(0., 1.))
+      ->capture_default_str();
   report_html_ = report->add_option("--html", html_,
                                     "in place of the tables: a page with tables and figures of all FILEs, as a folder "
                                     "or a file *.html");
   report_html_->excludes(array)->excludes(format)->excludes(plugins)->excludes(compare)->excludes(attempts);
-  report_html_->excludes(ladder);
+  report_html_->excludes(ladder)->excludes(choose);
 
   add_verify_options(add("verify", verify_help, verify_examples, [this] { return verify(verify_); }), verify_);
 

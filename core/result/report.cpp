@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "result/choice.hpp"
 #include "result/compare_report.hpp"
 #include "result/ladder.hpp"
 #include "result/report_blocks.hpp"
@@ -269,7 +270,9 @@ ReportPage page_of(const Read& read, const ReportOptions& options) {
   for (const RunInfo& info : read.infos) page.origins.push_back(head_of(info));
   const Samples samples = samples_of(read);
   const std::vector<Block> blocks = blocks_of(read.rows);
-  if (options.ladder) {
+  if (!options.choose.empty()) {
+    add_choices(options.choose, options.lose, blocks, samples, page);
+  } else if (options.ladder) {
     add_ladders(blocks, samples, page);
   } else if (const auto& compare = options.compare; compare.size() == 2) {
     page.tables = against(compare[0], compare[1], blocks, samples, page.notes);
@@ -298,6 +301,8 @@ Format parse_format(std::string_view word) {
 std::string report(const std::vector<std::string>& paths, const ReportOptions& options) {
   if (options.format == Format::csv && !options.compare.empty())
     throw Error(Errc::config, "got csv, wanted table, md or latex", "--compare");
+  if (options.format == Format::csv && !options.choose.empty())
+    throw Error(Errc::config, "got csv, wanted table, md or latex", "--choose");
   const Read read = read_all(paths);
   if (options.format == Format::csv)
     return options.ladder ? ladders_csv(blocks_of(read.rows), samples_of(read)) : csv(read.rows);

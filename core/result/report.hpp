@@ -17,6 +17,8 @@ struct ReportOptions {
   std::vector<std::string> compare{};  // two rows' names (result/compare_report.hpp), in place of the tables
   bool colour = false;                 // for a terminal that takes it
   bool ladder = false;                 // ladders (result/ladder.hpp), in place of the tables
+  std::string choose{};                // a policy whose settings stand in place of the tables (result/choice.hpp)
+  double lose = 0;                     // see add_choices
 };
 
 // A row has the mean ± standard deviation of its n repeats and seeds; '-' = not measured. Under a table of scores
