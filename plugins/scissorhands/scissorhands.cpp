@@ -1,0 +1,148 @@
+// Scissorhands: a token that the last queries found unimportant stays unimportant. Many tokens leave at once, now and
+// then. Liu et al., NeurIPS 2023.
+#include <kvlab/plugin.hpp>
+
+#include <cmath>
+
+namespace {
+
+constexpr int most_blocks = 64;
+
+class Scissorhands final : public kvlab::Scorer {
+ public:
+  explicit Scissorhands(const kvlab::Params& p)
+      : window_(p.get<int>("window")),
+        recent_(p.get<int>("recent")),
+        drop_(p.get<int>("drop")),
+        each_head_(p.get<bool>("each_head")) {
+    const int blocks = drop_ > 0 && window_ > drop_ ? window_ / drop_ : 1;
+    if ((blocks > 1 && window_ % drop_ != 0) || blocks > most_blocks)
+      throw kvlab::Error(kvlab::Errc::config,
+                         "got window " + std::to_string(window_) + " with drop " + std::to_string(drop_) +
+                             ", wanted a window of at most drop, or of 2 to " + std::to_string(most_blocks) +
+                             " times drop: each drop in the window takes a count of its own per token");
+    for (int i = 0; i < blocks; ++i) blocks_.push_back("unimportant, block " + std::to_string(i));
+  }
+
+  kvlab::Needs needs() const override {
+    kvlab::Needs n;
+    for (const std::string& block : blocks_) n.token_state(block);
+    return n.window_queries(window_)
+        .mass(drop_ > 0 ? kvlab::Mass::decode : kvlab::Mass::none)
+        .steps(true)
+        .scratch_numbers(8)
+        .capturable(true);
+  }
+  kvlab::Pins pins(int) const override { return {.last = recent_}; }
+  bool steady_score() const override { return true; }
+  int every() const override { return drop_; }
+
+  void attach(const kvlab::Shape& shape, const kvlab::BudgetAmount&, kvlab::Workspace&) override {
+    newer_ = 1;
+    for (int n = shape.max_tokens; n > 0; n /= 2) newer_ /= 2;
+  }
+
+  void observe(const kvlab::LayerKv& kv, kvlab::Stream s) override {
+    if (kv.window_queries) return count_prompt(kv, s);
+    if (!kv.mass) return;
+    begin_block(kv, s);
+    count(kv, kv.mass, 0, 0, room(kv), s);
+  }
+
+  // The counts are whole numbers. Text positions add less than 1, so that of equal counts the newer token stays.
+  void score(const kvlab::LayerKv& kv, kvlab::Scores out, kvlab::Stream s) override {
+    const kvlab::Scores more = kv.kv_head_scores("more");
+    kvlab::ops::read_state(kv.state(blocks_[0]), out, s);
+    for (std::size_t i = 1; i < blocks_.size(); ++i) {
+      kvlab::ops::read_state(kv.state(blocks_[i]), more, s);
+      kvlab::ops::add(out, more, 1, s);
+    }
+    kvlab::ops::negate(out, s);
+    kvlab::ops::recency(kv.pages, more, s);
+    kvlab::ops::add(out, more, newer_, s);
+  }
+
+ private:
+  struct Room {
+    kvlab::Scores below, pairs, counts;
+  };
+  Room room(const kvlab::LayerKv& kv) const {
+    const int heads = each_head_ ? kv.shape->query_heads : kv.kv_heads();
+    return {kv.scratch<float>("below", {kv.rows(), heads, kv.max_length}),
+            kv.scratch<float>("pairs", {kv.rows(), 2 * heads, kv.max_length}), kv.kv_head_scores("counts")};
+  }
+
+  // Adds 1 to a block's count of each token whose attention is below 1 / tokens. The newest `hidden` are not seen.
+  void count(const kvlab::LayerKv& kv, kvlab::View<const float, 3> attention, int hidden, std::size_t block,
+             const Room& room, kvlab::Stream s) const {
+    const kvlab::Pins all{.last = kv.max_length};
+    kvlab::Scores below = room.below, upper = room.pairs;
+    if (!each_head_) {
+      kvlab::ops::group_reduce(kv.pages, attention, kvlab::GroupRule::mean, room.counts, s);
+      attention = room.counts;
+    }
+    kvlab::ops::set_pinned(kv.pages, all, 0, below, s);
+    kvlab::ops::set_pinned(kv.pages, {.last = hidden}, -INFINITY, below, s);
+    kvlab::ops::softmax(kv.pages, below, 1, s);
+    kvlab::ops::add(below, attention, -1, s);
+    // What is above 0 becomes 1 and the rest 0: max(x, 0), divided by itself.
+    upper.extent[1] /= 2, upper.stride[1] *= 2;
+    kvlab::ops::set_pinned(kv.pages, all, 0, room.pairs, s);
+    kvlab::ops::copy(upper, below, s);
+    kvlab::ops::group_reduce(kv.pages, room.pairs, kvlab::GroupRule::max, below, s);
+    kvlab::ops::divide(below, below, s);
+    if (each_head_) {
+      kvlab::ops::group_reduce(kv.pages, below, kvlab::GroupRule::sum, room.counts, s);
+      below = room.counts;
+    }
+    kvlab::ops::blend_state(kv.state(blocks_[block]), 1, below, 1, s);
+  }
+
+  // The prompt's last queries, one by one. A prompt has one row.
+  void count_prompt(const kvlab::LayerKv& kv, kvlab::Stream s) const {
+    for (const std::string& block : blocks_) kvlab::ops::blend_state(kv.state(block), 0, {}, 0, s);
+    kvlab::View<const float, 4> query = kv.window_queries.f32();
+    const int queries = static_cast<int>(query.extent[2]);
+    std::vector<std::int32_t> ends;
+    for (int i = 1; i <= queries; ++i) ends.push_back(kv.position[0] - queries + i);
+    const std::int32_t* seen = kvlab::upload(*kv.workspace, "seen", ends.data(), {queries}).data;
+    const kvlab::Scores attention = kv.query_head_scores("attention");
+    const Room rooms = room(kv);
+    query.extent[2] = 1;
+    for (int i = 0; i < queries; ++i, query.data += query.stride[2]) {
+      const int newer = queries - 1 - i;
+      kvlab::ops::window_votes(query, seen + i, kv.pages, attention, s);
+      count(kv, attention, newer, blocks_.size() > 1 ? static_cast<std::size_t>(newer / drop_) : 0, rooms, s);
+    }
+  }
+
+  // Before a step counts: in the first step after a drop the blocks grow older. A window that is shorter than the steps
+  // between drops is a single block, which begins `window` steps before the drop.
+  void begin_block(const kvlab::LayerKv& kv, kvlab::Stream s) const {
+    const bool one = blocks_.size() == 1;
+    const kvlab::Heads due = kvlab::Heads::every(kv.steps, drop_, one ? window_ : 0);
+    const kvlab::Scores older = kv.kv_head_scores("older");
+    for (std::size_t i = blocks_.size() - 1; i > 0; --i) {
+      kvlab::ops::read_state(kv.state(blocks_[i - 1]), older, s, due);
+      kvlab::ops::blend_state(kv.state(blocks_[i]), 0, older, 1, s, due);
+    }
+    kvlab::ops::blend_state(kv.state(blocks_[0]), 0, {}, 0, s, due);
+  }
+
+  int window_, recent_, drop_;
+  bool each_head_;
+  float newer_ = 0;                  // a text position's part of a score
+  std::vector<std::string> blocks_;  // token state, newest first
+};
+
+}  // namespace
+
+KVLAB_PLUGIN(
+    kvlab::scorer<Scissorhands>(
+        "scissorhands", "drops what most of the last queries attended to less than to the mean (Liu et al. 2023)")
+        .param("window", 400, 1, 4096, "last queries that count: each finds tokens below 1 / tokens unimportant")
+        .param("recent", 10, 0, kvlab::any, "newest tokens that are always kept, part of the budget")
+        .param("drop", 400, 0, kvlab::any,
+               "tokens that leave at once, so decode steps between evictions; 0 = the prompt only. The budget is what "
+               "stays: the paper's buffer is the budget and this")
+        .param("each_head", false, "query heads of a GQA group count for themselves; off = their mean attention counts"))
