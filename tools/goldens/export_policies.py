@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes core/test/golden/policies/<model>.json: every policy's kept positions, pages, mass and logits on tiny models.
 
-Usage: export_policies.py [core/test/golden [SmolLM2.gguf]]
+Usage: export_policies.py [core/test/golden [SmolLM2.gguf | --evicting]]
 Format: README.md in this folder. For the tiny models it tries token seeds until no selection depends on rounding.
+With --evicting it writes only <model>-evicting.json, the cases of evicting_policies.py.
 With the GGUF it writes only smollm2.json: the same on the head of text/english.txt.
 """
 import json
@@ -41,6 +42,31 @@ CASES = {
     "quest_softmax_mean": {**QUEST, "group": "softmax_mean"},
     "quest_last_page": {**QUEST, "last_page": True},
     "quest_mean_key": {**QUEST, "page_bounds": False},
+}
+
+
+# The threshold of RaaS lies where these models' attention does, at about 1 / 24.
+CAKE = {"name": "cake", "budget": BUDGET, "window": 8, "gamma": 200.0, "kernel": 5, "pooling": "average", "every": 1}
+SCISSORHANDS = {"name": "scissorhands", "budget": BUDGET, "window": 6, "recent": 4, "drop": 6}
+RAAS = {"name": "raas", "budget": BUDGET, "threshold": 0.04}
+LONG_RAAS = {**RAAS, "budget": {"tokens": 90}, "threshold": 0.012}
+MORPHKV = {"name": "morphkv", "budget": BUDGET, "window": 8, "fusion": "max"}
+EVICTING = {
+    "cake": CAKE,
+    "cake_mean_alone": {**CAKE, "gamma": 0.0},
+    "cake_max": {**CAKE, "pooling": "max", "kernel": 7, "group": "max", "every": 5},
+    "scissorhands": SCISSORHANDS,
+    "scissorhands_short_window": {**SCISSORHANDS, "drop": 12},
+    "scissorhands_long_window": {**SCISSORHANDS, "window": 12, "drop": 4},
+    "scissorhands_each_head": {**SCISSORHANDS, "window": 8, "drop": 1, "each_head": True},
+    "raas": RAAS,
+    "raas_prompt_fits": LONG_RAAS,
+    "raas_prompt_as_others": {**LONG_RAAS, "keep_prompt": False},
+    "raas_max": {**RAAS, "group": "max", "threshold": 0.06, "every": 4, "sinks": 2, "window": 3},
+    "raas_no_stamps": {**RAAS, "stamps": False},
+    "morphkv": MORPHKV,
+    "morphkv_sum": {**MORPHKV, "fusion": "sum"},
+    "morphkv_seldom": {**MORPHKV, "every": 5},
 }
 
 
@@ -93,20 +119,33 @@ def run_case(model, others, name, spec, prompt, forced, logit_ids):
             "logits": [rounded(step) for step in logits[:, logit_ids].tolist()]}
 
 
-def export_tiny(path):
+def export_tiny(path, specs, one_text):
+    """one_text: all cases have the same tokens. Otherwise each has its own, since evictions in all steps tie more often."""
     model, logit_ids = llama.Llama(path), list(range(0, VOCAB, 5))
     others = [llama.Llama(path, torch.float64), perturbed(model, 0), perturbed(model, 1)]
+    document = {"version": 1, "model": "tiny/" + os.path.basename(path)}
+    if one_text:
+        text, cases = cases_of(model, others, specs, logit_ids)
+        return {**document, **text, "logit_ids": logit_ids, "cases": cases}
+    cases = []
+    for name, spec in specs.items():
+        text, (case,) = cases_of(model, others, {name: spec}, logit_ids)
+        cases.append({**case, **text})
+    return {**document, "logit_ids": logit_ids, "cases": cases}
+
+
+def cases_of(model, others, specs, logit_ids):
+    """The first seed whose tokens leave no near tie in any of the cases. Returns the tokens and the cases."""
     for seed in range(100):
         ids = np.random.default_rng(seed).integers(2, VOCAB, PROMPT + FORCED).tolist()
         prompt, forced, cases = ids[:PROMPT], ids[PROMPT:], []
-        for name, spec in CASES.items():
+        for name, spec in specs.items():
             cases.append(run_case(model, others, name, spec, prompt, forced, logit_ids))
             if cases[-1]["doubtful"]:
-                print(f"  seed {seed}: {name} depends on rounding")
+                print(f"  seed {seed}: {name} depends on rounding", flush=True)
                 break
         else:
-            return {"version": 1, "model": "tiny/" + os.path.basename(path), "seed": seed, "prompt": prompt,
-                    "forced": forced, "logit_ids": logit_ids, "cases": cases}
+            return {"seed": seed, "prompt": prompt, "forced": forced}, cases
     raise SystemExit("no seed without a near tie")
 
 
@@ -127,10 +166,12 @@ def export_real(golden, path):
 def main():
     golden = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "../../core/test/golden")
     os.makedirs(os.path.join(golden, "policies"), exist_ok=True)
-    if len(sys.argv) > 2:
+    evicting = sys.argv[2:] == ["--evicting"]
+    if len(sys.argv) > 2 and not evicting:
         return save(golden, "smollm2", export_real(golden, sys.argv[2]))
     for name in ("llama-gqa3", "llama-gqa4-rope3"):
-        save(golden, name, export_tiny(os.path.join(golden, "tiny", name)))
+        document = export_tiny(os.path.join(golden, "tiny", name), EVICTING if evicting else CASES, not evicting)
+        save(golden, name + ("-evicting" if evicting else ""), document)
 
 
 def save(golden, name, document):
@@ -140,7 +181,7 @@ def save(golden, name, document):
         file.write("{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n " for k, v in document.items()))
         lines = ",\n".join("  " + json.dumps(case, separators=(",", ":")) for case in cases)
         file.write(f'"cases": [\n{lines}\n]}}\n')
-    print(f"{name}: seed {document['seed']}, {os.path.getsize(out)} bytes")
+    print(f"{name}: seed {document.get('seed', 'of each case')}, {os.path.getsize(out)} bytes")
     for case in cases:
         print(f"  {case['name']}: mass {np.mean(case['mass']):.3f}, error {np.mean(case['output_error']):.3f}")
 

@@ -85,6 +85,9 @@ class Full:
         q [Hq, D] and k [Hkv, t, D] are rotated; kept holds the new token."""
         return kept, None
 
+    def attended(self, layer, q, keys, kept, shares):
+        """What this step's attention did, before `after`: shares [Hkv][G, len(kept)]; q and keys as in select."""
+
     def after(self, layer, kept, mass):
         """Kept positions after this step's attention; mass [Hkv][len(kept)] is the group-mean probability."""
         return kept

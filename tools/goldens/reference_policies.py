@@ -14,6 +14,7 @@ import torch
 
 import llama
 import policies
+import evicting_policies  # noqa: F401  (adds its policies)
 
 
 class LayerCache:
@@ -87,7 +88,7 @@ def decode(model, policy, caches, kept, position, token, result):
         read, chosen = policy.select(layer, q, cache.scored, kept[layer])
         if model.sliding_window:
             read = [head[head > position - model.sliding_window] for head in read]
-        attended, true, covered, mass = [], [], [], []
+        attended, true, covered, shares = [], [], [], []
         for kv in range(model.kv_heads):
             heads = slice(kv * model.group, (kv + 1) * model.group)
             keys, values = cache.stored_k[kv, read[kv]], cache.stored_v[kv, read[kv]]
@@ -101,15 +102,16 @@ def decode(model, policy, caches, kept, position, token, result):
             attended.append(output)
             true.append(true_output)
             covered.append(true_probability[:, read[kv] - visible.start].sum(-1))
-            share = torch.zeros(len(kept[layer][kv]), dtype=q.dtype)  # kept but not read: no probability
-            share[torch.searchsorted(kept[layer][kv], read[kv])] = probability.sum(0) / model.group
-            mass.append(share)
+            share = torch.zeros(model.group, len(kept[layer][kv]), dtype=q.dtype)  # kept but not read: no probability
+            share[:, torch.searchsorted(kept[layer][kv], read[kv])] = probability
+            shares.append(share)
         attended, true = torch.cat(attended), torch.cat(true)
         masses.append(torch.cat(covered).mean().item())
         errors.append(((attended - true).norm() / true.norm()).item())
         reads.append(read)
         pages.append(chosen)
-        kept[layer] = policy.after(layer, kept[layer], mass)
+        policy.attended(layer, q, cache.scored, kept[layer], shares)
+        kept[layer] = policy.after(layer, kept[layer], [head.sum(0) / model.group for head in shares])
         x = model.after_attention(layer, x, attended.reshape(1, -1))
     result.kept.append([list(layer) for layer in kept])
     result.read.append(reads)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+import evicting_policies
 import llama
 import policies
 import reference_policies as reference
@@ -52,6 +53,69 @@ def test_streaming_and_window():
     window = policies.make({"name": "window", "budget": {"tokens": 4}}, model())
     assert lists(window.prompt(0, prompt(7))) == [[3, 4, 5, 6]]
     assert lists(window.after(0, [torch.tensor([3, 4, 5, 6, 7])], None)) == [[4, 5, 6, 7]]
+
+
+def test_cake():
+    rows = torch.tensor([[[.6, .2], [.2, .6]]])
+    cake = policies.make({"name": "cake", "window": 2, "kernel": 1}, model())
+    assert torch.allclose(cake.score(rows), torch.tensor([[16.4, 16.4]]))
+    # A row that all queries like, one that half of them like, one that one of them likes.
+    rows = torch.tensor([[[.3, .4, .0, .0], [.3, .0, .0, .4]]])
+    spec = {"name": "cake", "budget": {"tokens": 3}, "window": 2, "kernel": 1}
+    for gamma, expected in ((200.0, [1, 2, 3]), (0.0, [0, 2, 3])):
+        policy = policies.make({**spec, "gamma": gamma}, model())
+        assert lists(policy.prompt(0, prompt(4, last_rows=rows))) == [expected]
+    policy.attended(0, None, None, None, [torch.tensor([[.1, .5, .3, .1]])])
+    assert lists(policy.after(0, [torch.tensor([0, 2, 3, 4])], [None])) == [[2, 3, 4]]
+
+
+def test_scissorhands():
+    rows = torch.tensor([[[.5, .1, .3, .1, 0, 0], [.4, .1, .1, .2, .2, 0], [.3, .05, .25, .1, .1, .2]]])
+    spec = {"name": "scissorhands", "budget": {"tokens": 4}, "window": 3, "recent": 2, "drop": 2}
+    policy = policies.make(spec, model())
+    assert lists(policy.prompt(0, prompt(6, last_rows=rows))) == [[0, 2, 4, 5]]
+    assert [row.tolist() for _, row in policy.rows[0, 0]] == [[0, 1, 0, 1], [0, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0]]
+    kept = [torch.tensor([0, 2, 4, 5, 6])]
+    policy.attended(0, None, None, kept, [torch.tensor([[.1, .1, .5, .2, .1]])])
+    assert lists(policy.after(0, kept, [None])) == [[0, 2, 4, 5, 6]]  # two at once
+    kept = [torch.tensor([0, 2, 4, 5, 6, 7])]
+    policy.attended(0, None, None, kept, [torch.tensor([[.1, .1, .4, .2, .1, .1]])])
+    # The last three rows found tokens 0 and 2 unimportant twice, 4 and 6 once, the others never or protected.
+    assert lists(policy.after(0, kept, [None])) == [[4, 5, 6, 7]]
+
+
+def test_raas():
+    policy = policies.make({"name": "raas", "budget": {"tokens": 4}}, model())
+    policy.stamp[0, 0] = {0: 7, 1: 3, 2: 9, 3: 3, 4: 40}
+    assert lists(policy.after(0, [torch.arange(5)], [None])) == [[0, 2, 3, 4]]
+    policy.stamp[0, 0], policy.steps[0] = {0: 5, 1: 6, 2: 7, 3: 8}, 11
+    policy.attended(0, None, None, [torch.arange(4)], [torch.tensor([[.6, .39995, .00005, 0]])])
+    assert policy.stamp[0, 0] == {0: 12, 1: 12, 2: 7, 3: 8}
+    policy = policies.make({"name": "raas", "budget": {"tokens": 3}}, model())  # the prompt fits, so it stays
+    assert lists(policy.prompt(0, prompt(2))) == [[0, 1]]
+    policy.attended(0, None, None, [torch.arange(3)], [torch.tensor([[0, 0, 1.]])])
+    policy.attended(0, None, None, [torch.arange(4)], [torch.tensor([[0, 0, 1., 0]])])
+    assert lists(policy.after(0, [torch.arange(4)], [None])) == [[0, 1, 3]]
+
+
+def test_morphkv():
+    # The method's example, one callback earlier: the newest query is that of the newest token.
+    policy = policies.make({"name": "morphkv", "budget": {"tokens": 3}, "window": 1}, model())
+    policy.queries[0] = [torch.tensor([[1.]])]
+    assert policy.decide(0, 0, torch.tensor([[2.], [0], [1], [9]])).tolist() == [0, 2, 3]
+    # Two queries: (2, 0, 1) gives shares .67 .09 .24, and (0, 1.6, 0) gives .14 .71 .14.
+    policy.recent, policy.tokens = 2, 3
+    policy.queries[0] = [torch.tensor([[1., 0]]), torch.tensor([[0, 1.]])]
+    keys = torch.tensor([[2., 0], [0, 1.6], [1, 0], [9, 9], [9, 9]]) * 2**.5
+    assert policy.decide(0, 0, keys).tolist() == [1, 3, 4]
+    policy.fusion = "sum"
+    assert policy.decide(0, 0, keys).tolist() == [0, 3, 4]
+
+
+def test_newest_of_equals():
+    scores = torch.tensor([1., 2, 1, 2, 1])
+    assert evicting_policies.top_newest(scores, 1).tolist() == [3]
+    assert evicting_policies.top_newest(scores, 3).tolist() == [1, 3, 4]
 
 
 def test_quest():

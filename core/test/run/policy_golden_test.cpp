@@ -48,6 +48,8 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   if (s.name == "full") return s;
   if (s.name == "quest")
     s.selector = use(registry, Role::selector, s.name, params);
+  else if (s.name == "morphkv")
+    s.policy = use(registry, Role::policy, s.name, params);
   else
     s.scorer = use(registry, Role::scorer, s.name, params);
   return s;
@@ -88,18 +90,20 @@ void check_kept(const json& expected, const Engine& engine, int slot) {
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
-  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3");
+  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting",
+                                    "llama-gqa4-rope3-evicting");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
-  const auto prompt = golden["prompt"].get<std::vector<int>>(), forced = golden["forced"].get<std::vector<int>>(),
-             ids = golden["logit_ids"].get<std::vector<int>>();
+  const auto ids = golden["logit_ids"].get<std::vector<int>>();
   Registry registry;
   const RegistryCatalog catalog(registry);
-  const int tokens = static_cast<int>(prompt.size() + forced.size());
 
   for (const json& c : golden["cases"]) {
     CAPTURE(name, c["name"].get<std::string>());
+    const json& text = c.contains("prompt") ? c : golden;
+    const auto prompt = text["prompt"].get<std::vector<int>>(), forced = text["forced"].get<std::vector<int>>();
+    const int tokens = static_cast<int>(prompt.size() + forced.size());
     const PolicySpec spec = spec_of(c["policy"], registry);
     const bool int8 = spec.codec.has_value();
     EngineOptions o;

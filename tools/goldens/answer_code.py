@@ -2,7 +2,7 @@
 
     pip install --no-deps evalplus==0.3.1
     pip install tree_sitter tree_sitter_python tqdm termcolor
-    python tools/goldens/code.py [--check]
+    python tools/goldens/answer_code.py [--check]
 
 The code is that of evalplus.sanitize. Random cases have seed 1. Answers without two lines that parse are left out: of those
 EvalPlus keeps a line that is no code.

@@ -1,0 +1,176 @@
+"""Policies that evict by the attention of recent queries, in plain torch, from the papers' method descriptions.
+
+Each keeps what its paper's formula names: whole rows of attention, time stamps, queries. Nothing is counted in advance.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+
+import policies
+from policies import Full, group_reduce, top
+
+
+def top_newest(scores, count):
+    """As policies.top, but of equal scores the higher index is in."""
+    return len(scores) - 1 - top(scores.flip(0), count).flip(0)
+
+
+class Evicting(Full):
+    """Keeps `tokens` tokens at the prompt's end, and again after every `every` decode steps."""
+
+    def configure(self, spec):
+        self.first, self.last, self.every = 0, 0, spec.get("every", 1)
+        self.steps, self.seen = {}, 0  # decode steps of a layer
+
+    def pinned(self, scores):
+        scores = scores.clone()
+        scores[:self.first] = math.inf
+        if self.last:
+            scores[-self.last:] = math.inf
+        return scores
+
+    def after(self, layer, kept, mass):
+        self.steps[layer] = self.steps.get(layer, 0) + 1
+        if self.steps[layer] % self.every or len(kept[0]) <= self.tokens:
+            return kept
+        return [head[self.best(layer, kv, head, mass[kv])] for kv, head in enumerate(kept)]
+
+
+class Cake(Evicting):
+    """Mean plus gamma times the unbiased variance of the last queries' rows; then the current row decides alone."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.window = self.last = spec.get("window", 32)
+        self.gamma, self.kernel = spec.get("gamma", 200.0), spec.get("kernel", 5)
+        self.pooling, self.group = spec.get("pooling", "average"), spec.get("group", "mean")
+
+    def prompt(self, layer, prompt):
+        if prompt.n <= self.tokens:
+            return [torch.arange(prompt.n)] * self.model.kv_heads
+        score = self.score(prompt.last_rows[:, :, :prompt.n - self.window])
+        recent = torch.arange(prompt.n - self.window, prompt.n)
+        return [torch.cat([top(head, self.tokens - self.window), recent]) for head in score]
+
+    def score(self, rows):
+        """rows [Hq, w, n - w] of the older tokens, as the softmax over all tokens gives them."""
+        score = rows.mean(1) + self.gamma * rows.var(1, unbiased=True)
+        pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
+        score = pool(score[:, None], self.kernel, 1, self.kernel // 2)[:, 0]
+        return group_reduce(score, self.model.kv_heads, self.group)
+
+    def attended(self, layer, q, keys, kept, shares):
+        rule = torch.amax if self.group == "max" else torch.mean
+        self.now = [rule(head, 0) for head in shares]
+
+    def best(self, layer, kv, head, mass):
+        return top(self.pinned(self.now[kv]), self.tokens)
+
+
+class Scissorhands(Evicting):
+    """Counts, in the last `window` rows, those that gave a token less than 1 / (tokens that the query saw)."""
+
+    def configure(self, spec):
+        super().configure({"every": spec.get("drop", 400)})
+        self.window, self.last = spec.get("window", 400), spec.get("recent", 10)
+        self.each_head = spec.get("each_head", False)
+        self.rows = {}  # (layer, KV head): a row for each query, [(positions that it saw, unimportant)]
+
+    def note(self, layer, kv, positions, shares):
+        """shares [G, len(positions)] of one query."""
+        rows = shares if self.each_head else shares.mean(0, keepdim=True)
+        unimportant = (rows < 1 / len(positions)).sum(0)
+        self.rows.setdefault((layer, kv), []).append((positions, unimportant))
+
+    def prompt(self, layer, prompt):
+        everything = torch.arange(prompt.n)
+        rows = prompt.last_rows.reshape(self.model.kv_heads, self.model.group, -1, prompt.n)
+        for kv in range(self.model.kv_heads):
+            for i in range(rows.shape[2]):
+                visible = prompt.n - rows.shape[2] + 1 + i
+                self.note(layer, kv, everything[:visible], rows[kv, :, i, :visible])
+        if prompt.n <= self.tokens:
+            return [everything] * self.model.kv_heads
+        return [everything[self.best(layer, kv, everything, None)] for kv in range(self.model.kv_heads)]
+
+    def attended(self, layer, q, keys, kept, shares):
+        for kv, head in enumerate(kept):
+            self.note(layer, kv, head, shares[kv])
+
+    def best(self, layer, kv, head, mass):
+        count = torch.zeros(int(head[-1]) + 1, dtype=torch.long)
+        for positions, unimportant in self.rows[layer, kv][-self.window:]:
+            count[positions] += unimportant
+        return top_newest(self.pinned(-count[head].double()), self.tokens)
+
+
+class Raas(Evicting):
+    """The time when a token's share last exceeded the threshold; the oldest leave, of equal ones the first in the text."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.window = 1
+        self.first, self.last = spec.get("sinks", 0), spec.get("window", 0)
+        self.threshold, self.group = spec.get("threshold", 1e-4), spec.get("group", "mean")
+        self.keep_prompt, self.stamps = spec.get("keep_prompt", True), spec.get("stamps", True)
+        self.stamp = {}  # (layer, KV head): {position: time}
+
+    def prompt(self, layer, prompt):
+        fits = prompt.n <= self.tokens
+        time = math.inf if fits and self.keep_prompt else 0
+        for kv in range(self.model.kv_heads):
+            self.stamp[layer, kv] = {position: time for position in range(prompt.n)}
+        if fits:
+            return [torch.arange(prompt.n)] * self.model.kv_heads
+        scores = group_reduce(prompt.last_rows[:, -1], self.model.kv_heads, self.group)
+        return [top(self.pinned(head), self.tokens) for head in scores]
+
+    def attended(self, layer, q, keys, kept, shares):
+        now = self.steps.get(layer, 0) + 1
+        rule = torch.amax if self.group == "max" else torch.mean
+        for kv, head in enumerate(kept):
+            stamp, matters = self.stamp[layer, kv], rule(shares[kv], 0) > self.threshold
+            for position, yes in zip(head.tolist(), matters.tolist()):
+                new = position not in stamp
+                if new or (yes and self.stamps and stamp[position] != math.inf):
+                    stamp[position] = now
+
+    def best(self, layer, kv, head, mass):
+        stamps = torch.tensor([self.stamp[layer, kv][position] for position in head.tolist()], dtype=torch.float64)
+        return top_newest(self.pinned(stamps), self.tokens)
+
+
+class MorphKv(Evicting):
+    """Softmax of each of the last `window` queries over the older tokens, logits of a group added up; max or sum of them."""
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.recent, self.fusion = spec.get("window", 200), spec.get("fusion", "max")
+        self.queries = {}  # layer: [(Hq, D)], oldest first
+
+    def decide(self, layer, kv, keys):
+        """keys [kept, D] of one KV head. Returns indices."""
+        group = slice(kv * self.model.group, (kv + 1) * self.model.group)
+        old = keys[:-self.recent]
+        shares = torch.stack([(q[group] @ old.T / math.sqrt(keys.shape[-1])).sum(0).softmax(-1)
+                              for q in self.queries[layer][-self.recent:]])
+        fused = shares.amax(0) if self.fusion == "max" else shares.sum(0)
+        best = top(fused, self.tokens - self.recent)
+        return torch.cat([best, torch.arange(len(old), len(keys))])
+
+    def prompt(self, layer, prompt):
+        self.queries[layer] = list(prompt.q.transpose(0, 1))
+        if prompt.n <= self.tokens:
+            return [torch.arange(prompt.n)] * self.model.kv_heads
+        return [self.decide(layer, kv, prompt.k[kv]) for kv in range(self.model.kv_heads)]
+
+    def attended(self, layer, q, keys, kept, shares):
+        self.queries[layer].append(q)
+        self.keys = keys
+
+    def best(self, layer, kv, head, mass):
+        return self.decide(layer, kv, self.keys[kv, head])
+
+
+policies.POLICIES.update(cake=Cake, scissorhands=Scissorhands, raas=Raas, morphkv=MorphKv)
