@@ -76,8 +76,9 @@ class Cake final : public kvlab::Scorer {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::scorer<Cake>("cake", "keeps what the prompt's last queries attend to, and what they attend to "
-                                         "now and then (Qin et al. 2025)")
+KVLAB_PLUGIN(kvlab::scorer<Cake>("cake",
+                                 "keeps what the prompt's last queries attend to, and what they attend to "
+                                 "now and then (Qin et al. 2025)")
                  .param("window", 32, 2, 4096, "prompt's last queries that vote; always kept, part of the budget")
                  .param("gamma", 200., 0, kvlab::any,
                         "weight of the variance: attention that comes and goes counts beside its mean")

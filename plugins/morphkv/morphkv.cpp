@@ -1,5 +1,5 @@
-// MorphKV: the newest tokens stay, and of the older ones those that the newest queries attend to most. Each step decides
-// anew, so the cache has a constant size. Ghadia et al., ICML 2025.
+// MorphKV: the newest tokens stay, and of the older ones those that the newest queries attend to most. Each step
+// decides anew, so the cache has a constant size. Ghadia et al., ICML 2025.
 #include <kvlab/plugin.hpp>
 
 #include <algorithm>
@@ -30,9 +30,7 @@ class MorphKv final : public kvlab::Policy {
         every_(p.get<int>("every")),
         fusion_(p.get<Fusion>("fusion") == Fusion::max ? kvlab::GroupRule::max : kvlab::GroupRule::sum) {}
 
-  kvlab::Needs needs() const override {
-    return kvlab::Needs{}.window_queries(window_).scratch_numbers(window_ + 4);
-  }
+  kvlab::Needs needs() const override { return kvlab::Needs{}.window_queries(window_).scratch_numbers(window_ + 4); }
   kvlab::Demand demand(int prompt, int max_new) const override {
     if (tokens_ == 0) return {};
     return {.device_prefill = std::min(prompt, tokens_), .device_decode = std::min(prompt + max_new, tokens_ + every_)};
@@ -91,7 +89,8 @@ class MorphKv final : public kvlab::Policy {
     }
   }
 
-  // Evicts in the rows that are due and above their budget. Such a row has `window` queries, because its text is longer.
+  // Evicts in the rows that are due and above their budget. Such a row has `window` queries, because its text is
+  // longer.
   void shrink(const kvlab::LayerKv& kv, const std::vector<bool>& due, kvlab::Edits& edits, kvlab::Stream s) const {
     const auto rows = static_cast<std::size_t>(kv.rows()), heads = static_cast<std::size_t>(kv.kv_heads());
     std::vector<std::int32_t> keep(rows * heads, std::numeric_limits<std::int32_t>::max());
@@ -139,10 +138,10 @@ class MorphKv final : public kvlab::Policy {
 
 }  // namespace
 
-KVLAB_PLUGIN(kvlab::policy<MorphKv>("morphkv", "keeps the newest tokens and what their queries attend to, in a cache of "
-                                               "constant size (Ghadia et al. 2025)")
+KVLAB_PLUGIN(kvlab::policy<MorphKv>("morphkv",
+                                    "keeps the newest tokens and what their queries attend to, in a cache of "
+                                    "constant size (Ghadia et al. 2025)")
                  .param("window", 200, 1, 4096, "newest tokens, which stay and whose queries decide what else stays")
-                 .param("fusion", Fusion::max,
-                        "of a token's shares of these queries: the greatest, or their sum")
+                 .param("fusion", Fusion::max, "of a token's shares of these queries: the greatest, or their sum")
                  .param("every", 1, 1, kvlab::any,
                         "decode steps between evictions. Between them a sequence holds up to so many more tokens"))

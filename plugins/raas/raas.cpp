@@ -15,8 +15,10 @@ class Raas final : public kvlab::Scorer {
         group_(p.get<kvlab::GroupRule>("group")),
         keeps_prompt_(p.get<bool>("keep_prompt")),
         stamps_(p.get<bool>("stamps")) {
-    if (group_ == kvlab::GroupRule::sum || group_ == kvlab::GroupRule::softmax_mean)
-      throw kvlab::Error(kvlab::Errc::config, "got another group, wanted mean or max: a share has the threshold");
+    if (group_ != kvlab::GroupRule::mean && group_ != kvlab::GroupRule::max)
+      throw kvlab::Error(kvlab::Errc::config, std::string("got group ") +
+                                                  (group_ == kvlab::GroupRule::sum ? "sum" : "softmax_mean") +
+                                                  ", wanted mean or max: the threshold is one of a share of attention");
   }
 
   kvlab::Needs needs() const override {
@@ -95,12 +97,13 @@ class Raas final : public kvlab::Scorer {
 
 }  // namespace
 
-KVLAB_PLUGIN(
-    kvlab::scorer<Raas>("raas", "drops what has not mattered for the longest time; prompts stay (Hu et al. 2025)")
-        .param("threshold", 1e-4, 0, 1, "a token matters in a step that gives it a greater share of attention")
-        .param("group", kvlab::GroupRule::mean, "how a GQA group's attention becomes one: mean or max")
-        .param("sinks", 0, 0, kvlab::any, "first tokens that are always kept, part of the budget")
-        .param("window", 0, 0, kvlab::any, "newest tokens that are always kept, part of the budget")
-        .param("every", 1, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only")
-        .component("keep_prompt", "a prompt that fits in the budget is never evicted; off = it is as other tokens")
-        .component("stamps", "a token that matters gets a new stamp; off = the first in is the first out"))
+KVLAB_PLUGIN(kvlab::scorer<Raas>("raas",
+                                 "drops what has not mattered for the longest time; prompts stay (Hu et al. 2025)")
+                 .param("threshold", 1e-4, 0, 1, "a token matters in a step that gives it a greater share of attention")
+                 .param("group", kvlab::GroupRule::mean, "how a GQA group's attention becomes one: mean or max")
+                 .param("sinks", 0, 0, kvlab::any, "first tokens that are always kept, part of the budget")
+                 .param("window", 0, 0, kvlab::any, "newest tokens that are always kept, part of the budget")
+                 .param("every", 1, 0, kvlab::any, "decode steps between evictions, 0 = the prompt only")
+                 .component("keep_prompt",
+                            "a prompt that fits in the budget is never evicted; off = it is as other tokens")
+                 .component("stamps", "a token that matters gets a new stamp; off = the first in is the first out"))

@@ -145,4 +145,5 @@ KVLAB_PLUGIN(
         .param("drop", 400, 0, kvlab::any,
                "tokens that leave at once, so decode steps between evictions; 0 = the prompt only. The budget is what "
                "stays: the paper's buffer is the budget and this")
-        .param("each_head", false, "query heads of a GQA group count for themselves; off = their mean attention counts"))
+        .param("each_head", false,
+               "query heads of a GQA group count for themselves; off = their mean attention counts"))

@@ -90,8 +90,8 @@ void check_kept(const json& expected, const Engine& engine, int slot) {
 }  // namespace
 
 TEST_CASE("policies keep, read and predict what the reference does") {
-  const std::string name = GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting",
-                                    "llama-gqa4-rope3-evicting");
+  const std::string name =
+      GENERATE(as<std::string>{}, "llama-gqa3", "llama-gqa4-rope3", "llama-gqa3-evicting", "llama-gqa4-rope3-evicting");
   std::ifstream in(test::golden("policies/" + name + ".json"));
   const json golden = json::parse(in);
   const auto model = load_model(*open_checkpoint(test::golden(golden["model"])), DType::f32, name);
