@@ -32,7 +32,7 @@ class Evicting(Full):
 
     def after(self, layer, kept, mass):
         self.steps[layer] = self.steps.get(layer, 0) + 1
-        if self.steps[layer] % self.every or len(kept[0]) <= self.tokens:
+        if self.every == 0 or self.steps[layer] % self.every or len(kept[0]) <= self.tokens:
             return kept
         return [head[self.best(layer, kv, head, mass[kv])] for kv, head in enumerate(kept)]
 
@@ -173,4 +173,81 @@ class MorphKv(Evicting):
         return self.decide(layer, kv, self.keys[kv, head])
 
 
-policies.POLICIES.update(cake=Cake, scissorhands=Scissorhands, raas=Raas, morphkv=MorphKv)
+class Random:
+    """SplitMix64 (Steele, Lea and Flood 2014), as kvlab starts it."""
+    MASK = (1 << 64) - 1
+
+    def __init__(self, seed, stream):
+        self.state = self.mix(seed) ^ self.mix(~stream & self.MASK)
+
+    def mix(self, z):
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9 & self.MASK
+        z = (z ^ (z >> 27)) * 0x94d049bb133111eb & self.MASK
+        return z ^ (z >> 31)
+
+    def next(self):
+        self.state = (self.state + 0x9e3779b97f4a7c15) & self.MASK
+        return self.mix(self.state)
+
+
+class Keyformer(Evicting):
+    """The sum over queries of softmax((logits + Gumbel noise) / tau), with a tau that grows from decode step to decode step.
+
+    The noise of head h and key j of a query is number start + 4099 h + j of one table of Gumbel numbers, where the
+    sequence (0 here), the layer and the query's position give the start. So a run has the plugin's noise."""
+    STARTS, HEAD_STEP = 1 << 18, 4099
+
+    def configure(self, spec):
+        super().configure(spec)
+        self.last = self.tokens * spec.get("recent", 30) // 100
+        self.tau, self.tau_end, self.growth = spec.get("tau_init", 1.0), spec.get("tau_end", 2.0), spec.get("steps", 100)
+        self.seed, self.noisy = spec.get("seed", 1), spec.get("noise", True)
+        self.score, self.table = {}, []
+
+    def noise(self, layer, position, heads, keys, dtype):
+        if not self.noisy:
+            return torch.zeros(heads, keys, dtype=dtype)
+        if not self.table:
+            draws = Random(self.seed, 0)
+            for _ in range(self.STARTS + heads * self.HEAD_STEP):
+                uniform = (draws.next() >> 11) * 2.0**-53 + 2.0**-54
+                self.table.append(-math.log(-math.log(uniform)))
+        start = Random(Random(self.seed, 1).next(), position << 32 | layer).next() % self.STARTS
+        rows = [self.table[start + head * self.HEAD_STEP:][:keys] for head in range(heads)]
+        return torch.tensor(rows, dtype=torch.float32).to(dtype)
+
+    def shares(self, layer, position, logits, tau):
+        """logits [Hq, keys] of one query. Returns [Hkv, keys], the group's mean."""
+        noisy = ((logits + self.noise(layer, position, *logits.shape, logits.dtype)) / tau).softmax(-1)
+        return noisy.reshape(self.model.kv_heads, self.model.group, -1).mean(1)
+
+    def prompt(self, layer, prompt):
+        total = torch.zeros(self.model.kv_heads, prompt.n, dtype=prompt.q.dtype)
+        keys = prompt.k.repeat_interleave(self.model.group, 0)
+        for i in range(prompt.n):
+            logits = (keys[:, :i + 1] @ prompt.q[:, i, :, None]).squeeze(-1) / math.sqrt(keys.shape[-1])
+            total[:, :i + 1] += self.shares(layer, i, logits, self.tau)
+        for kv in range(self.model.kv_heads):
+            self.score[layer, kv] = total[kv].clone()  # by text position
+        everything = torch.arange(prompt.n)
+        if prompt.n <= self.tokens:
+            return [everything] * self.model.kv_heads
+        return [everything[self.best(layer, kv, everything, None)] for kv in range(self.model.kv_heads)]
+
+    def attended(self, layer, q, keys, kept, shares):
+        part = min(self.steps.get(layer, 0) + 1, self.growth) / self.growth
+        tau, position = self.tau + (self.tau_end - self.tau) * part, int(kept[0][-1])
+        for kv, head in enumerate(kept):
+            if self.noisy and self.every:
+                raise ValueError("got noise in decode steps, wanted every: 0: it follows places, which are not here")
+            group = slice(kv * self.model.group, (kv + 1) * self.model.group)
+            noisy = (q[group] @ keys[kv, head].T / math.sqrt(keys.shape[-1]) / tau).softmax(-1).mean(0)
+            score = self.score[layer, kv]
+            self.score[layer, kv] = score = torch.cat([score, score.new_zeros(position + 1 - len(score))])
+            score[head] += noisy
+
+    def best(self, layer, kv, head, mass):
+        return top(self.pinned(self.score[layer, kv][head]), self.tokens)
+
+
+policies.POLICIES.update(keyformer=Keyformer, cake=Cake, scissorhands=Scissorhands, raas=Raas, morphkv=MorphKv)

@@ -51,6 +51,7 @@ SCISSORHANDS = {"name": "scissorhands", "budget": BUDGET, "window": 6, "recent":
 RAAS = {"name": "raas", "budget": BUDGET, "threshold": 0.04}
 LONG_RAAS = {**RAAS, "budget": {"tokens": 90}, "threshold": 0.012}
 MORPHKV = {"name": "morphkv", "budget": BUDGET, "window": 8, "fusion": "max"}
+KEYFORMER = {"name": "keyformer", "budget": BUDGET, "recent": 30, "steps": 16}
 EVICTING = {
     "cake": CAKE,
     "cake_mean_alone": {**CAKE, "gamma": 0.0},
@@ -64,6 +65,9 @@ EVICTING = {
     "raas_prompt_as_others": {**LONG_RAAS, "keep_prompt": False},
     "raas_max": {**RAAS, "group": "max", "threshold": 0.06, "every": 4, "sinks": 2, "window": 3},
     "raas_no_stamps": {**RAAS, "stamps": False},
+    "keyformer": {**KEYFORMER, "noise": False},
+    "keyformer_cold": {**KEYFORMER, "noise": False, "tau_init": 0.5, "tau_end": 0.5, "recent": 0, "every": 5},
+    "keyformer_noise": {**KEYFORMER, "tau_init": 1.5, "every": 0, "seed": 7},
     "morphkv": MORPHKV,
     "morphkv_sum": {**MORPHKV, "fusion": "sum"},
     "morphkv_seldom": {**MORPHKV, "every": 5},

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Tests the reference policies by vectors from the methods' descriptions and by properties. Usage: test_policies.py"""
+import math
 import os
 from types import SimpleNamespace
 
@@ -110,6 +111,27 @@ def test_morphkv():
     assert policy.decide(0, 0, keys).tolist() == [1, 3, 4]
     policy.fusion = "sum"
     assert policy.decide(0, 0, keys).tolist() == [0, 3, 4]
+
+
+def test_keyformer():
+    logits = torch.tensor([[0, 0, math.log(2), 0, 0]])
+    policy = policies.make({"name": "keyformer", "budget": {"tokens": 4}, "recent": 50, "noise": False}, model())
+    for tau, shares, total in ((1, [1 / 6, 1 / 6, 1 / 3, 1 / 6, 1 / 6], [1.3667, .6667, 1.2333, .2667, .1667]),
+                               (2, [.1847, .1847, .2612, .1847, .1847], [1.3847, .6847, 1.1612, .2847, .1847])):
+        got = policy.shares(0, 4, logits, tau)[0]
+        assert torch.allclose(got, torch.tensor(shares), atol=5e-5)
+        policy.score[0, 0] = torch.tensor([1.2, .5, .9, .1, 0]) + got
+        assert torch.allclose(policy.score[0, 0], torch.tensor(total), atol=1e-4)
+        assert policy.best(0, 0, torch.arange(5), None).tolist() == [0, 2, 3, 4]
+    # Of 100 prompt tokens 60 stay: 18 recent ones, and 42 by their scores.
+    policy = policies.make({"name": "keyformer", "budget": {"tokens": 60}, "noise": False}, model())
+    policy.score[0, 0] = torch.arange(100.).flip(0)
+    assert policy.best(0, 0, torch.arange(100), None).tolist() == list(range(42)) + list(range(82, 100))
+    # Gumbel noise has the mean 0.5772 and the variance pi^2 / 6.
+    policy = policies.make({"name": "keyformer", "budget": {"tokens": 4}}, model())
+    noise = policy.noise(0, 3, 1, 4096, torch.float64)
+    assert abs(noise.mean() - .5772) < .06 and abs(noise.var() - math.pi**2 / 6) < .15
+    assert not torch.equal(noise, policy.noise(1, 3, 1, 4096, torch.float64))
 
 
 def test_newest_of_equals():

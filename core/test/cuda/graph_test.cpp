@@ -328,7 +328,9 @@ TEST_CASE("cuda engine: pages that the host copies give what kernels give") {
 TEST_CASE("cuda engine: steps that evict are replayed") {
   int known = 0;
   for (const test::Subject& s : test::subjects().list()) {
-    if (s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "tova") continue;
+    if (s.label != "h2o" && s.label != "window" && s.label != "streaming_llm" && s.label != "tova" &&
+        s.label != "cake" && s.label != "raas")
+      continue;
     CAPTURE(s.label);
     ++known;
     Pair p(test::with_budget(s.spec, BudgetAmount::tokens, 40));
@@ -345,7 +347,7 @@ TEST_CASE("cuda engine: steps that evict are replayed") {
     CHECK(p.graphs.ledger().total(Tier::device) == p.eager.ledger().total(Tier::device));
     p.graphs.store().check_invariants();
   }
-  CHECK(known == 4);
+  CHECK(known == 6);
 }
 
 TEST_CASE("cuda engine: steps that place pages are replayed") {

@@ -48,7 +48,7 @@ PolicySpec spec_of(const json& p, Registry& registry) {
   if (s.name == "full") return s;
   if (s.name == "quest")
     s.selector = use(registry, Role::selector, s.name, params);
-  else if (s.name == "morphkv")
+  else if (s.name == "morphkv" || s.name == "keyformer")
     s.policy = use(registry, Role::policy, s.name, params);
   else
     s.scorer = use(registry, Role::scorer, s.name, params);
