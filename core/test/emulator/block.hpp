@@ -17,7 +17,7 @@ struct Fiber {
   Warp* warp = nullptr;
   unsigned thread = 0;
   Place place;
-  std::unique_ptr<std::byte[]> stack;
+  std::byte* stack = nullptr;
   bool usable = false;  // waits at the end of a kernel for the next one
 };
 
@@ -72,7 +72,7 @@ struct Block {
   std::byte* memory = nullptr;  // 4096-aligned
   std::unique_ptr<std::byte[]> room;
   std::size_t dynamic = 0, dynamic_bytes = 0, static_bytes = 0;
-  std::unordered_map<int, std::size_t> statics;  // id -> place
+  std::vector<std::pair<int, std::size_t>> statics;  // id and place; a kernel has few
 
   std::unordered_map<unsigned, Barrier> barriers;
   std::vector<Copy> copies;

@@ -84,18 +84,18 @@ int new_static_id() {
 
 void* static_shared(int id, std::size_t bytes, std::size_t alignment) {
   Block& b = block();
-  const auto [found, fresh] = b.statics.try_emplace(id, 0);
-  if (fresh) {
-    const std::size_t place = (b.static_bytes + alignment - 1) / alignment * alignment;
-    b.static_bytes = place + bytes;
-    if (b.static_bytes > static_shared_of_block || b.static_bytes + b.dynamic_bytes > shared_of_block)
-      fail("got " + std::to_string(b.static_bytes) + " bytes of static and " + std::to_string(b.dynamic_bytes) +
-           " of dynamic shared memory, wanted at most " + std::to_string(static_shared_of_block) + " and " +
-           std::to_string(shared_of_block) + " together");
-    found->second = static_place + place;
-    std::memset(b.memory + found->second, 0xcd, bytes);
-  }
-  return b.memory + found->second;
+  for (const auto& [known, place] : b.statics)
+    if (known == id) return b.memory + place;
+  const std::size_t place = (b.static_bytes + alignment - 1) / alignment * alignment;
+  b.static_bytes = place + bytes;
+  if (b.static_bytes > static_shared_of_block || b.static_bytes + b.dynamic_bytes > shared_of_block)
+    fail("got " + std::to_string(b.static_bytes) + " bytes of static and " + std::to_string(b.dynamic_bytes) +
+         " of dynamic shared memory, wanted at most " + std::to_string(static_shared_of_block) + " and " +
+         std::to_string(shared_of_block) + " together");
+  b.statics.emplace_back(id, static_place + place);
+  std::byte* const memory = b.memory + static_place + place;
+  std::memset(memory, 0xcd, bytes);
+  return memory;
 }
 
 unsigned shared_address(const void* p) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdlib>
 #include <deque>
@@ -15,7 +16,12 @@ namespace {
 constexpr std::size_t stack_bytes = 65536 + 832;  // not a power of two: stacks spread over the sets of a cache
 constexpr int most_at_once = 4;                   // blocks, unless blocks wait for others
 constexpr int most_waits = 1 << 20;               // one after the other, before a launch counts as stuck
-constexpr unsigned char stack_mark = 0x5a;
+constexpr std::size_t stack_mark_bytes = 64;
+constexpr auto stack_mark = [] {
+  std::array<unsigned char, stack_mark_bytes> mark{};
+  mark.fill(0x5a);
+  return mark;
+}();
 
 struct Failure {
   std::string what;
@@ -37,6 +43,17 @@ void resume(Fiber& f, Place& from) {
   go(from, f.place);
 }
 
+int first_lane(const Warp& warp) {
+  return warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
+}
+Fiber& lane_fiber(const Warp& warp, int lane) { return *warp.block->fibers[warp.first + static_cast<unsigned>(lane)]; }
+// The warp's next lane that can run.
+Fiber& take_lane(Warp& warp) {
+  const int lane = first_lane(warp);
+  warp.ready &= ~(1u << lane);
+  return lane_fiber(warp, lane);
+}
+
 void finish(Fiber& f) {
   Block& b = *f.warp->block;
   ++b.done;
@@ -53,9 +70,9 @@ void entry() {
 }
 
 void create(Fiber& f) {
-  if (!f.stack) f.stack.reset(new std::byte[stack_bytes]);
-  std::memset(f.stack.get(), stack_mark, 64);
-  start_at(f.place, f.stack.get(), stack_bytes, entry);
+  if (!f.stack) f.stack = new_stack(stack_bytes);
+  std::memcpy(f.stack, stack_mark.data(), stack_mark_bytes);
+  start_at(f.place, f.stack, stack_bytes, entry);
   f.usable = true;
 }
 
@@ -128,9 +145,8 @@ void end(Block& b) {
          place(b));
   if (launch->early && !b.waited) fail("got no wait for the kernel in front in " + place(b));
   for (unsigned t = 0; t < b.threads; ++t)
-    for (int i = 0; i < 64; ++i)
-      if (b.fibers[t]->stack[static_cast<std::size_t>(i)] != std::byte{stack_mark})
-        fail("got a thread that needs more stack than the emulator has in " + place(b));
+    if (std::memcmp(b.fibers[t]->stack, stack_mark.data(), stack_mark_bytes) != 0)
+      fail("got a thread that needs more stack than the emulator has in " + place(b));
   check_memory(b);
   b.active = false;
 }
@@ -168,9 +184,10 @@ void leave() {
   Fiber& self = *current;
   Warp& warp = *self.warp;
   if (!warp.ready) return go(self.place, scheduler);
-  const int next = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
-  warp.ready &= ~(1u << next);
-  resume(*warp.block->fibers[warp.first + static_cast<unsigned>(next)], self.place);
+  Fiber& next = take_lane(warp);
+  // Another stack is seldom in the cache. The lane after the next one asks for its stack now.
+  if (warp.ready) prefetch(lane_fiber(warp, first_lane(warp)).place);
+  resume(next, self.place);
 }
 
 void pause() {
@@ -266,9 +283,7 @@ void run(const Launch& l, const std::function<void()>& thread) {
       Warp& warp = *runnable[chosen];
       Block& b = *warp.block;
       now.block = b.index;
-      const int lane = warp.backwards ? 31 - std::countl_zero(warp.ready) : std::countr_zero(warp.ready);
-      warp.ready &= ~(1u << lane);
-      resume(*b.fibers[warp.first + static_cast<unsigned>(lane)], scheduler);
+      resume(take_lane(warp), scheduler);
       current = nullptr;
       if (failed) stop(failure, blocks);
       if (!warp.ready) {

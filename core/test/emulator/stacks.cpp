@@ -1,7 +1,11 @@
 #include "stacks.hpp"
 
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <utility>
 
 namespace emulator {
 
@@ -53,5 +57,21 @@ void start_at(Place& place, std::byte* stack, std::size_t bytes, void (*entry)()
 }
 
 #endif
+
+// Thousands of stacks take turns. On large pages their places fit the processor's table of addresses.
+std::byte* new_stack(std::size_t bytes) {
+  constexpr std::size_t large_page = std::size_t{2} << 20, at_once = 4 * large_page;
+  static std::byte *next = nullptr, *end = nullptr;
+  bytes = (bytes + 63) / 64 * 64;
+  if (next == nullptr || static_cast<std::size_t>(end - next) < bytes) {
+    void* room = mmap(nullptr, at_once + large_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (room == MAP_FAILED) throw std::bad_alloc();
+    next = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(room) + large_page - 1) / large_page *
+                                        large_page);
+    end = next + at_once;
+    madvise(next, at_once, MADV_HUGEPAGE);
+  }
+  return std::exchange(next, next + bytes);
+}
 
 }  // namespace emulator
