@@ -58,10 +58,12 @@ void start_at(Place& place, std::byte* stack, std::size_t bytes, void (*entry)()
 
 #endif
 
-// Thousands of stacks take turns. On large pages their places fit the processor's table of addresses.
+// Thousands of stacks take turns. On large pages their places fit the processor's table of addresses. Large pages take
+// memory that no stack uses, so only the first 256 MiB have them. The blocks that usually run at once need less.
 std::byte* new_stack(std::size_t bytes) {
-  constexpr std::size_t large_page = std::size_t{2} << 20, at_once = 4 * large_page;
+  constexpr std::size_t large_page = std::size_t{2} << 20, at_once = 4 * large_page, most_large = 32 * at_once;
   static std::byte *next = nullptr, *end = nullptr;
+  static std::size_t large = 0;
   bytes = (bytes + 63) / 64 * 64;
   if (next == nullptr || static_cast<std::size_t>(end - next) < bytes) {
     void* room = mmap(nullptr, at_once + large_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -69,7 +71,7 @@ std::byte* new_stack(std::size_t bytes) {
     next = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(room) + large_page - 1) / large_page *
                                         large_page);
     end = next + at_once;
-    madvise(next, at_once, MADV_HUGEPAGE);
+    if (large < most_large) large += at_once, madvise(next, at_once, MADV_HUGEPAGE);
   }
   return std::exchange(next, next + bytes);
 }
