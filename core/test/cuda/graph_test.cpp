@@ -258,6 +258,7 @@ TEST_CASE("cuda engine: layers that share launches of their observe give what ea
     if (!cases::quick())
       ways.insert(ways.end(), {{1, Spill::always, false}, {8, Spill::always, true}, {8, Spill::pressure, false}});
     const int steps = cases::quick() ? 6 : 20;
+    const int longer = cases::quick() ? 360 : 700, shorter = cases::quick() ? 280 : 450;  // more pages than a tile has
     for (const auto& [layers, spill, capped] : ways) {
       CAPTURE(layers, spill == Spill::always, capped);
       Pair p(spec, 0, "synthetic/tiny-deep", 800,
@@ -265,7 +266,7 @@ TEST_CASE("cuda engine: layers that share launches of their observe give what ea
                o.layers_beside = layers, o.spill = spill;
                if (capped) o.scratch_limit = 1 << 20;
              });
-      const int a = p.open(700, 1), b = p.open(450, 2);
+      const int a = p.open(longer, 1), b = p.open(shorter, 2);
       for (int i = 0; i < steps; ++i) p.step({a, b});
       CHECK(p.graphs.replays() == steps - 1);
       const auto moved = [](Engine& e) { return e.ledger().moved_total(Tier::device); };

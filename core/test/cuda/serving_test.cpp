@@ -139,7 +139,7 @@ TEST_CASE("cuda serving: without a cap the device's free memory is the limit") {
 TEST_CASE("cuda serving: ragged requests in little memory have the texts that they have alone") {
   for (const auto& m : {model(), wide_model()}) {
     CAPTURE(m->name);
-    const auto requests = ragged(quick() ? 12 : 64, m->config.vocab);
+    const auto requests = ragged(quick() ? 8 : 64, m->config.vocab);
     int preemptions = 0;
     for (const int chunk : {0, 16}) {
       CAPTURE(chunk);
@@ -280,7 +280,7 @@ TEST_CASE("cuda serving: a policy of two codecs loses no cache when memory is sh
   std::size_t fed = 0;
   for (std::size_t i = 0; i < requests.size(); ++i) {
     requests[i].prompt = test_text(40, vocab, static_cast<unsigned>(i) + 1);
-    requests[i].max_new = 50;
+    requests[i].max_new = quick() ? 30 : 50;
     fed += static_cast<std::size_t>(requests[i].max_new - 1);
   }
   for (const char* text : {"{leankv: {window: 8, high_from: 1.2, low_from: 0.3}}",
