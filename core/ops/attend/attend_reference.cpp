@@ -10,16 +10,25 @@
 namespace kvlab::ops {
 namespace {
 
-void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
+// What a KV head holds. All of its query heads read it.
+struct HeadContent {
+  int tokens;
+  std::vector<float> keys, values;
+  std::vector<std::int32_t> position;
+
+  HeadContent(const PagedKv& kv, int row, int head)
+      : tokens(kv.tokens(row, head)), keys(std::size_t(tokens) * kv.head_dim), values(keys.size()), position(tokens) {
+    gather_rows_reference(kv, row, head, KvSide::key, tokens, keys.data());
+    gather_rows_reference(kv, row, head, KvSide::value, tokens, values.data());
+    token_positions_reference(kv, row, head, tokens, position.data());
+  }
+};
+
+void attend_query(const AttendArgs& a, const HeadContent& content, int row, int query_head, double scale) {
   const PagedKv& kv = a.kv;
-  const int group = static_cast<int>(a.queries.extent[1]) / kv.kv_heads, head = query_head / group;
-  const int tokens = kv.tokens(row, head), dim = kv.head_dim;
-  std::vector<float> keys(std::size_t(tokens) * dim), values(keys.size());
-  std::vector<std::int32_t> position(tokens);
+  const auto& [tokens, keys, values, position] = content;
+  const int group = static_cast<int>(a.queries.extent[1]) / kv.kv_heads, head = query_head / group, dim = kv.head_dim;
   std::vector<char> seen(tokens, 1);
-  gather_rows_reference(kv, row, head, KvSide::key, tokens, keys.data());
-  gather_rows_reference(kv, row, head, KvSide::value, tokens, values.data());
-  token_positions_reference(kv, row, head, tokens, position.data());
   if (a.pages) {
     seen.assign(tokens, 0);
     for (int i = 0; i < a.pages->count(row, head); ++i)
@@ -65,8 +74,12 @@ void attend_head(const AttendArgs& a, int row, int query_head, double scale) {
 void attend_reference(const AttendArgs& a) {
   check_kv(a.kv, "attend_reference");
   const double scale = a.softmax_scale > 0 ? a.softmax_scale : 1 / std::sqrt(static_cast<double>(a.kv.head_dim));
+  const int group = static_cast<int>(a.queries.extent[1]) / a.kv.kv_heads;
   for (int r = 0; r < a.kv.rows; ++r)
-    for (int q = 0; q < a.queries.extent[1]; ++q) attend_head(a, r, q, scale);
+    for (int head = 0; head < a.kv.kv_heads; ++head) {
+      const HeadContent content(a.kv, r, head);
+      for (int q = head * group; q < (head + 1) * group; ++q) attend_query(a, content, r, q, scale);
+    }
 }
 
 }  // namespace kvlab::ops
